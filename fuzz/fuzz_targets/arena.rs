@@ -171,7 +171,7 @@ fn compare(sample: &Sample, input: &Input) {
     assert_eq!(arena.used_bytes(), 0, "nothing was kept");
     // The one chunk is free, or its class or the place of its slot is unknown.
     let is_unknown =
-        |found: &Damage| matches!(found, Damage::Chunk { .. } | Damage::MemoryFile { .. });
+        |found: &Damage| matches!(found, Damage::ClassWord { .. } | Damage::MemoryFile { .. });
     let unknown = damage.iter().any(is_unknown);
     let lease = arena.lease_slab(Class::Whole);
     assert_eq!(lease.is_none(), unknown);

@@ -7,7 +7,7 @@ use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
-use firn_rules::trace::{Step, TraceLine, parse_trace};
+use firn_rules::trace::{TraceLine, TraceStep, parse_trace};
 
 use crate::sandbox::helper_binary;
 
@@ -79,40 +79,40 @@ pub fn serve(dir: &Path) {
             Err(error) => println!("{error}"),
         }
         io::stdout().flush().expect("flush");
-        if let Step::Exit(code) = step {
+        if let TraceStep::Exit(code) = step {
             std::process::exit(i32::from(*code));
         }
     }
 }
 
-fn make(dir: &Path, line: usize, step: &Step, open: &mut Open) -> io::Result<()> {
+fn make(dir: &Path, line: usize, step: &TraceStep, open: &mut Open) -> io::Result<()> {
     let at = |path: &str| dir.join(path);
     match step {
-        Step::Mkdir(path) => fs::create_dir(at(path)),
-        Step::Open(path) => {
+        TraceStep::Mkdir(path) => fs::create_dir(at(path)),
+        TraceStep::Open(path) => {
             let mut options = OpenOptions::new();
             options.write(true).create(true).truncate(true);
             let file = options.open(at(path))?;
             open.entry(path.clone()).or_default().push(file);
             Ok(())
         }
-        Step::Write(path, len) => {
+        TraceStep::Write(path, len) => {
             let files = open.get_mut(path).expect("it is open");
             let file = files.last_mut().expect("it is open");
             file.write_all(&content(line, *len))
         }
-        Step::Close(path) => {
+        TraceStep::Close(path) => {
             let file = open.get_mut(path).and_then(Vec::pop);
             crate::fsops::close(file.expect("it is open")).map_err(io::Error::from)
         }
-        Step::Truncate(path) => OpenOptions::new().write(true).open(at(path))?.set_len(0),
-        Step::Rename(from, to) => fs::rename(at(from), at(to)),
-        Step::Link(from, to) => fs::hard_link(at(from), at(to)),
-        Step::Symlink(target, path) => symlink(target, at(path)),
-        Step::Unlink(path) => fs::remove_file(at(path)),
-        Step::Rmdir(path) => fs::remove_dir(at(path)),
-        Step::Exit(_) => Ok(()),
-        Step::Kill => unreachable!("the test kills"),
+        TraceStep::Truncate(path) => OpenOptions::new().write(true).open(at(path))?.set_len(0),
+        TraceStep::Rename(from, to) => fs::rename(at(from), at(to)),
+        TraceStep::Link(from, to) => fs::hard_link(at(from), at(to)),
+        TraceStep::Symlink(target, path) => symlink(target, at(path)),
+        TraceStep::Unlink(path) => fs::remove_file(at(path)),
+        TraceStep::Rmdir(path) => fs::remove_dir(at(path)),
+        TraceStep::Exit(_) => Ok(()),
+        TraceStep::Kill => unreachable!("the test kills"),
     }
 }
 

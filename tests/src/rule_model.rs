@@ -7,7 +7,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use firn_rules::load_rules;
-use firn_rules::trace::{Outcome, Player, Step, TraceLine};
+use firn_rules::trace::{RuleReaction, TraceLine, TracePlayer, TraceStep};
 
 use crate::replay::content;
 
@@ -42,7 +42,7 @@ fn copy(from: &Files, to: &mut Files, top: &str) {
 /// What programs and the backing have after operations of a trace.
 pub struct Model {
     /// What the rules make of it.
-    pub player: Player,
+    pub player: TracePlayer,
     seen: usize,
     /// What programs see.
     pub view: Files,
@@ -59,7 +59,7 @@ impl Model {
     pub fn new(rules: &str) -> Self {
         let rules = load_rules(rules, |_| unreachable!("no file")).expect("rules");
         Self {
-            player: Player::new(Arc::new(rules)),
+            player: TracePlayer::new(Arc::new(rules)),
             seen: 0,
             view: Files::new(),
             backing: Files::new(),
@@ -71,17 +71,17 @@ impl Model {
     /// Makes an operation.
     pub fn play(&mut self, line: &TraceLine) {
         self.player.play(line);
-        let new: Vec<Outcome> = self.player.outcomes()[self.seen..].to_vec();
-        self.seen = self.player.outcomes().len();
+        let new: Vec<RuleReaction> = self.player.reactions()[self.seen..].to_vec();
+        self.seen = self.player.reactions().len();
         // What a begin comes after, and the begin, are before the operation.
-        let begins = |one: &Outcome| one.what == "begin" || one.what == "join";
+        let begins = |one: &RuleReaction| one.what == "begin" || one.what == "join";
         let before = new.iter().rposition(begins).map_or(0, |index| index + 1);
         new[..before].iter().for_each(|one| self.take(one));
         self.change(line);
         new[before..].iter().for_each(|one| self.take(one));
     }
 
-    fn take(&mut self, outcome: &Outcome) {
+    fn take(&mut self, outcome: &RuleReaction) {
         for top in &outcome.paths {
             match outcome.what {
                 "begin" | "join" => drop(self.open.insert(top.clone())),
@@ -112,12 +112,14 @@ impl Model {
 
     fn change(&mut self, line: &TraceLine) {
         match &line.step {
-            Step::Mkdir(path) => self.set(path, Node::Dir),
-            Step::Open(path) | Step::Truncate(path) => self.set(path, Node::File(Vec::new())),
-            Step::Write(path, len) => self.set(path, Node::File(content(line.line, *len))),
-            Step::Symlink(target, path) => self.set(path, Node::Link(target.clone())),
-            Step::Unlink(path) | Step::Rmdir(path) => self.remove(path),
-            Step::Rename(from, to) => {
+            TraceStep::Mkdir(path) => self.set(path, Node::Dir),
+            TraceStep::Open(path) | TraceStep::Truncate(path) => {
+                self.set(path, Node::File(Vec::new()))
+            }
+            TraceStep::Write(path, len) => self.set(path, Node::File(content(line.line, *len))),
+            TraceStep::Symlink(target, path) => self.set(path, Node::Link(target.clone())),
+            TraceStep::Unlink(path) | TraceStep::Rmdir(path) => self.remove(path),
+            TraceStep::Rename(from, to) => {
                 let moved: Files = self
                     .view
                     .iter()
@@ -130,8 +132,8 @@ impl Model {
                     .for_each(|(path, node)| self.set(&path, node));
                 self.remove(from);
             }
-            Step::Link(..) => unreachable!("no trace has one"),
-            Step::Close(_) | Step::Exit(_) | Step::Kill => {}
+            TraceStep::Link(..) => unreachable!("no trace has one"),
+            TraceStep::Close(_) | TraceStep::Exit(_) | TraceStep::Kill => {}
         }
     }
 }

@@ -118,8 +118,8 @@ impl KeyFile {
         let bytes = serde_json::to_vec(&stored).expect("it is plain JSON");
         let write = || -> Result<(), OwnError> {
             let base = open_backing(backing)?;
-            let top = own::dir(&base, &base.root(), TOP)?;
-            Ok(own::store(&base, &top, &name, &bytes)?)
+            let top = own::make_dir(&base, &base.root(), TOP)?;
+            Ok(own::replace_file(&base, &top, &name, &bytes)?)
         };
         write().map_err(unusable(backing, &name))
     }
@@ -130,7 +130,7 @@ impl KeyFile {
         let read = || -> Result<Option<Vec<u8>>, OwnError> {
             let base = open_backing(backing)?;
             match own::find_dir(&base, &base.root(), TOP)? {
-                Some((top, _)) => own::load(&base, &top, &name),
+                Some((top, _)) => own::read_file(&base, &top, &name),
                 None => Ok(None),
             }
         };

@@ -9,7 +9,7 @@ use crate::refs::{PieceRef, SlabRef};
 pub enum Damage {
     /// The class word of a chunk is invalid.
     #[error("chunk {chunk}: class word {word:#010x} is none; its pieces cannot be found")]
-    Chunk {
+    ClassWord {
         /// Index of the chunk.
         chunk: u32,
         /// The stored value of the word.
@@ -19,7 +19,7 @@ pub enum Damage {
     #[error(
         "chunk {chunk}: home word {word:#018x} is none of its own; the data of its pieces cannot be found"
     )]
-    Home {
+    HomeWord {
         /// Index of the chunk.
         chunk: u32,
         /// The stored value of the word.
@@ -59,7 +59,7 @@ pub enum Damage {
     },
     /// The state word of a slab is invalid.
     #[error("chunk {} slab {}: state word {word:#010x} is none; its records were read all the same", slab.chunk, slab.slab)]
-    Slab {
+    SlabState {
         /// The damaged slab.
         slab: SlabRef,
         /// The stored value of the word.
@@ -67,7 +67,7 @@ pub enum Damage {
     },
     /// The publish counter of a slab exceeds the number of its records.
     #[error("chunk {} slab {}: publish counter {published} exceeds {max}", slab.chunk, slab.slab)]
-    Count {
+    PublishCounter {
         /// The damaged slab.
         slab: SlabRef,
         /// The stored value of the counter.

@@ -198,7 +198,7 @@ pub(crate) fn read_homes(tables: &Tables, damage: &mut Vec<Damage>) -> Vec<Optio
         let Some(home) = home else {
             // A check may run while firnd uses the arena: the chunk was perhaps freed between the reads.
             if in_use(chunk) && read_word(chunk) == home_word {
-                damage.push(Damage::Home {
+                damage.push(Damage::HomeWord {
                     chunk,
                     word: home_word,
                 });
@@ -212,7 +212,7 @@ pub(crate) fn read_homes(tables: &Tables, damage: &mut Vec<Damage>) -> Vec<Optio
         {
             homes[chunk as usize] = None;
             homes[other as usize] = None;
-            damage.extend([chunk, other].map(|chunk| Damage::Home {
+            damage.extend([chunk, other].map(|chunk| Damage::HomeWord {
                 chunk,
                 word: read_word(chunk),
             }));

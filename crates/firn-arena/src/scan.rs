@@ -37,7 +37,7 @@ pub(crate) fn scan(tables: &Tables, damage: &mut Vec<Damage>, live: &mut dyn FnM
                     scan_slab(tables, SlabRef { chunk, slab }, class, damage, live);
                 }
             }
-            Err(word) => damage.push(Damage::Chunk { chunk, word }),
+            Err(word) => damage.push(Damage::ClassWord { chunk, word }),
         }
     }
 }
@@ -53,7 +53,7 @@ fn scan_slab(
         Ok(SlabState::Free) => return,
         Ok(_) => {}
         // The state is unknown, but each record has a check of its own, so the records are read.
-        Err(word) => damage.push(Damage::Slab { slab, word }),
+        Err(word) => damage.push(Damage::SlabState { slab, word }),
     }
     // A live arena may lease the slab again during the read. The records read are then of two leases, so the
     // slab is read again. The arena may also free the chunk and divide it into slabs of another class. The
@@ -81,7 +81,7 @@ fn read_records(tables: &Tables, slab: SlabRef, class: Class, generation: u64) -
     let records = tables.records_of(class, slab.slab);
     let max = records.len() as u32;
     if published > max {
-        records_read.damage.push(Damage::Count {
+        records_read.damage.push(Damage::PublishCounter {
             slab,
             published,
             max,

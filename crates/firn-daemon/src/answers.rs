@@ -15,15 +15,15 @@ use firn_workers::Workers;
 use parking_lot::Mutex;
 
 use crate::chunks::region;
-use crate::control::{Answer, Control, ControlClient, Service};
+use crate::control::{Answer, ControlClient, ControlListener, Service};
 use crate::error::MountError;
-use crate::event::{Client, Event};
+use crate::event::{Event, UnmountClient};
 use crate::log;
 use crate::part::{Part, Parts, Question, Stop};
 use crate::partner::{PartnerSpeaker, without_partner};
 use crate::placement;
 use crate::process;
-use crate::replies::{deadline_of, failed, wait_for_level};
+use crate::replies::{deadline_of, failure_reply, wait_for_level};
 use crate::status::{explain_errors, list_files};
 use crate::store::Store;
 use crate::transactions;
@@ -65,7 +65,7 @@ impl Identity {
             lane.max_writers = self.lane_writers_max;
         }
         explain_errors(&mut status.errors);
-        parts.show(&mut status);
+        parts.fill_status(&mut status);
         status
     }
 }
@@ -75,7 +75,7 @@ pub(crate) struct ControlSocket {
     path: PathBuf,
     identity: Identity,
     workers: Workers,
-    control: Mutex<Option<Control>>,
+    control: Mutex<Option<ControlListener>>,
 }
 
 impl ControlSocket {
@@ -91,11 +91,11 @@ impl ControlSocket {
 
 impl Part for ControlSocket {
     fn start(&self, parts: &Parts) -> Result<(), MountError> {
-        let answers = Arc::new(Answers {
+        let answers = Arc::new(RequestAnswers {
             identity: self.identity.clone(),
             parts: parts.clone(),
         });
-        let control = Control::start(&self.path, answers, self.workers.clone())
+        let control = ControlListener::start(&self.path, answers, self.workers.clone())
             .map_err(MountError::io("listen on the control socket"))?;
         *self.control.lock() = Some(control);
         Ok(())
@@ -108,12 +108,12 @@ impl Part for ControlSocket {
 }
 
 /// What the requests of all connections are answered from.
-struct Answers {
+struct RequestAnswers {
     identity: Identity,
     parts: Parts,
 }
 
-impl Answers {
+impl RequestAnswers {
     /// Returns the reply to a client that asks which firnd it has reached.
     fn hello(&self) -> Reply {
         Reply::Hello {
@@ -131,7 +131,7 @@ impl Answers {
                 freed_bytes,
                 held_bytes,
             },
-            Err(error) => failed(error, path),
+            Err(error) => failure_reply(error, path),
         }
     }
 
@@ -139,34 +139,39 @@ impl Answers {
     fn pin(&self, path: &BytePath, pinned: bool) -> Reply {
         match self.identity.engine.room.pin_tree(path.as_bytes(), pinned) {
             Ok((files, bytes)) => Reply::Pinned { files, bytes },
-            Err(error) => failed(error, path),
+            Err(error) => failure_reply(error, path),
         }
     }
 
-    /// Asks the main loop to unmount, and passes its progress messages to the client through `say`.
+    /// Asks the main loop to unmount, and passes its progress messages to the client through `send_progress`.
     ///
     /// The answer is the main loop's final reply. The main loop waits until that reply has left, which the channel
     /// `sent` signals. If firnd is ending already, the answer is ESHUTDOWN.
-    fn unmount(&self, force: bool, held: HeldPolicy, say: &mut dyn FnMut(Reply) -> bool) -> Answer {
+    fn unmount(
+        &self,
+        force: bool,
+        held: HeldPolicy,
+        send_progress: &mut dyn FnMut(Reply) -> bool,
+    ) -> Answer {
         let (reply, replies): (_, Receiver<Reply>) = mpsc::channel();
         let (sent, reply_sent) = mpsc::channel();
-        let gone = || Reply::Error {
+        let ending_reply = || Reply::Error {
             errno: libc::ESHUTDOWN,
             message: "firnd is ending already".into(),
         };
-        let client = Client { reply, reply_sent };
+        let client = UnmountClient { reply, reply_sent };
         let unmount = Event::Unmount {
             force,
             held,
             client,
         };
         if self.identity.events.send(unmount).is_err() {
-            return gone().into();
+            return ending_reply().into();
         }
         loop {
             match replies.recv() {
                 Ok(progress @ Reply::Progress { .. }) => {
-                    say(progress);
+                    send_progress(progress);
                 }
                 Ok(last) => {
                     return Answer {
@@ -174,7 +179,7 @@ impl Answers {
                         sent: Some(sent),
                     };
                 }
-                Err(_) => return gone().into(),
+                Err(_) => return ending_reply().into(),
             }
         }
     }
@@ -185,7 +190,7 @@ impl Answers {
         &self,
         request: Request,
         client: &mut ControlClient,
-        say: &mut dyn FnMut(Reply) -> bool,
+        send_progress: &mut dyn FnMut(Reply) -> bool,
     ) -> Answer {
         let engine = &self.identity.engine;
         let reply = match request {
@@ -200,7 +205,7 @@ impl Answers {
                 path,
                 until,
                 timeout_ms,
-            } => wait_for_level(engine, &path, until, deadline_of(timeout_ms), say),
+            } => wait_for_level(engine, &path, until, deadline_of(timeout_ms), send_progress),
             Request::Drain { path } => {
                 engine.durability.drain_tree(path.as_bytes());
                 Reply::Done
@@ -209,7 +214,7 @@ impl Answers {
                 files: list_files(engine, path.as_bytes(), idle),
             },
             Request::Region => Reply::Region(region(engine.arena())),
-            Request::Chunks { path } => client.lists.make(engine, &path),
+            Request::Chunks { path } => client.lists.hold_new_list(engine, &path),
             Request::CheckChunks { list } => client.lists.check(list),
             Request::ReleaseChunks { list } => client.lists.release(list),
             Request::MarkPartnered { path, changes } => {
@@ -221,10 +226,10 @@ impl Answers {
                 engine.clear_errors();
                 Reply::Done
             }
-            Request::Place { .. } => placement::explain_without(),
+            Request::Place { .. } => placement::refuse_without_placement(),
             // This mount has no logs, so data that is drained is already in plain files.
             Request::Flatten { path } => {
-                wait_for_level(engine, &path, DurabilityLevel::Logged, None, say)
+                wait_for_level(engine, &path, DurabilityLevel::Logged, None, send_progress)
             }
             Request::Evict { path } => self.evict(&path),
             Request::Pin { path, pinned } => self.pin(&path, pinned),
@@ -234,18 +239,18 @@ impl Answers {
             | Request::Abort { .. }
             | Request::Restore { .. }) => transactions::answer_without(&request),
             Request::Upgrade { .. } => unreachable!("each mount has a part for it"),
-            Request::Unmount { force, held } => return self.unmount(force, held, say),
+            Request::Unmount { force, held } => return self.unmount(force, held, send_progress),
         };
         reply.into()
     }
 }
 
-impl Service for Answers {
+impl Service for RequestAnswers {
     fn answer(
         &self,
         request: Request,
         client: &mut ControlClient,
-        say: &mut dyn FnMut(Reply) -> bool,
+        send_progress: &mut dyn FnMut(Reply) -> bool,
     ) -> Answer {
         if let Some(refusal) = self.parts.refuse(&request) {
             return refusal.into();
@@ -254,15 +259,15 @@ impl Service for Answers {
             engine: &self.identity.engine,
             request: &request,
             client,
-            say,
+            send_progress,
         };
         match self.parts.answer(&mut question) {
             Some(reply) => reply.into(),
-            None => self.answer_from_engine(request, client, say),
+            None => self.answer_from_engine(request, client, send_progress),
         }
     }
 
-    fn is_held_for(&self, client: &ControlClient) -> bool {
-        !client.lists.is_empty() || client.partner.is_some() || self.parts.is_held_for(client)
+    fn holds_state_of(&self, client: &ControlClient) -> bool {
+        !client.lists.is_empty() || client.partner.is_some() || self.parts.holds_state_of(client)
     }
 }

@@ -277,7 +277,8 @@ fn meet_hosts(
 ) -> Result<Arc<dyn Part>, AttachError> {
     let serves_logs = store.logged().is_some();
     show_lanes(target, serves_logs, lease, notice)?;
-    let peers = PeerBoard::meet(target.backing, target.options, serves_logs, notice)?;
+    let peers =
+        PeerBoard::compare_before_mount(target.backing, target.options, serves_logs, notice)?;
     Ok(Peers::new(peers, workers))
 }
 

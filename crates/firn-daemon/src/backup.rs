@@ -63,33 +63,33 @@ pub(crate) fn check(options: &Options, checked: &Checked) -> Result<(), AttachEr
             });
         }
     }
-    let home = home(&canonical, &checked.backing);
-    drop(open_home(&canonical, &home, unusable)?);
+    let mount_dir = mount_dir(&canonical, &checked.backing);
+    drop(open_mount_dir(&canonical, &mount_dir, unusable)?);
     let needed = Access::READ_OK | Access::WRITE_OK | Access::EXEC_OK;
-    accessat(CWD, &home, needed, AtFlags::EACCESS).map_err(|errno| unusable(errno.into()))
+    accessat(CWD, &mount_dir, needed, AtFlags::EACCESS).map_err(|errno| unusable(errno.into()))
 }
 
 /// Opens the subdirectory of one mount, and makes it if it is missing.
 ///
 /// Its contents are trusted, and may be removed, so its owner and mode are checked first.
-fn open_home(
+fn open_mount_dir(
     dir: &Path,
-    home: &Path,
+    mount_dir: &Path,
     unusable: impl Fn(io::Error) -> AttachError,
 ) -> Result<OwnedFd, AttachError> {
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let parent = open(dir, flags, Mode::empty()).map_err(|errno| unusable(errno.into()))?;
     check_place(dir)?;
-    let name = Path::new(home.file_name().expect("a directory below another"));
+    let name = Path::new(mount_dir.file_name().expect("a directory below another"));
     create_private_dir(&parent, name).map_err(|error| match error {
         TrustError::Io { error, .. } => unusable(error),
-        error => error.at(home).into(),
+        error => error.at(mount_dir).into(),
     })
 }
 
 /// Returns the path of the subdirectory of one mount. The host name is in it because hosts may have backings of the
 /// same path.
-fn home(dir: &Path, backing: &Path) -> PathBuf {
+fn mount_dir(dir: &Path, backing: &Path) -> PathBuf {
     let host = rustix::system::uname()
         .nodename()
         .to_string_lossy()
@@ -98,10 +98,16 @@ fn home(dir: &Path, backing: &Path) -> PathBuf {
 }
 
 /// The opened subdirectory of one mount, and its path.
-pub(crate) type Home = (LoggableStore, PathBuf);
+pub(crate) struct BackupDir {
+    pub(crate) store: LoggableStore,
+    path: PathBuf,
+}
 
 /// Opens the subdirectory of this mount; `None` if `backup=` is not set.
-pub(crate) fn open_backups(backing: &Path, options: &Options) -> Result<Option<Home>, AttachError> {
+pub(crate) fn open_backups(
+    backing: &Path,
+    options: &Options,
+) -> Result<Option<BackupDir>, AttachError> {
     let Some(dir) = &options.backup else {
         return Ok(None);
     };
@@ -110,10 +116,13 @@ pub(crate) fn open_backups(backing: &Path, options: &Options) -> Result<Option<H
         source,
     };
     let canonical = dir.canonicalize().map_err(unusable)?;
-    let home = home(&canonical, backing);
-    let opened = open_home(&canonical, &home, unusable)?;
-    let directory = DirBacking::of_dir(opened, &home).map_err(unusable)?;
-    Ok(Some((without_layers(directory), home)))
+    let mount_dir = mount_dir(&canonical, backing);
+    let opened = open_mount_dir(&canonical, &mount_dir, unusable)?;
+    let directory = DirBacking::of_dir(opened, &mount_dir).map_err(unusable)?;
+    Ok(Some(BackupDir {
+        store: without_layers(directory),
+        path: mount_dir,
+    }))
 }
 
 /// Gives a directory of a backup the type of the store that it backs up. No lane and no log layer is used for its
@@ -129,18 +138,18 @@ fn without_layers(directory: DirBacking) -> LoggableStore {
 pub(crate) fn attach(
     store: TransactionalStore,
     backing: &Path,
-    home: Option<Home>,
+    backup: Option<BackupDir>,
     known: &std::collections::BTreeSet<String>,
 ) -> Result<TransactionalStore, AttachError> {
-    let Some((directory, home)) = home else {
+    let Some(backup) = backup else {
         return Ok(store);
     };
     store
-        .backed_up(directory, known)
+        .backed_up(backup.store, known)
         .map_err(|error| match error {
             BackupError::UnknownTransaction { id, name } => AttachError::BackupWaits {
                 id,
-                dir: home.join(name),
+                dir: backup.path.join(name),
                 backing: backing.into(),
             },
             error => AttachError::transactions(backing)(error),
@@ -148,12 +157,12 @@ pub(crate) fn attach(
 }
 
 /// The thread that copies data of open transactions to the backup ahead of their commit.
-pub(crate) struct Rounds {
+pub(crate) struct BackupThread {
     stopping: Arc<(Mutex<bool>, Condvar)>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Rounds {
+impl BackupThread {
     /// Starts the thread, which makes one round after each pause of `every`. Without a backup no thread is started.
     pub(crate) fn start(engine: &Arc<Engine<Store>>, every: Duration) -> io::Result<Self> {
         let stopping = Arc::new((Mutex::new(false), Condvar::new()));
@@ -203,7 +212,7 @@ impl Rounds {
     }
 }
 
-impl Drop for Rounds {
+impl Drop for BackupThread {
     fn drop(&mut self) {
         self.stop();
     }
@@ -244,7 +253,7 @@ pub struct BackupReport {
 pub fn recover_from_backup(request: &FromBackup) -> Result<BackupReport, RecoverError> {
     process::prepare();
     let backing = preflight::check_backing(&request.backing, false)?;
-    let Found { place, log } = choose(request)?;
+    let FoundBackup { dir, log } = find_one_backup(request)?;
     let files = find_runtime_files(&backing, &request.options)?;
     if exists(&files.arena) {
         return Err(RecoverError::BackupArena {
@@ -254,7 +263,7 @@ pub fn recover_from_backup(request: &FromBackup) -> Result<BackupReport, Recover
     }
     let mut locks = Locks::take(&backing, &files, None, Sharing::Alone)?;
     let ground = serve_ground(&backing, &request.options, locks.host_lease())?;
-    let store = without_layers(open_place(&place)?);
+    let store = without_layers(open_backup_dir(&dir)?);
     let (held, _) =
         TransactionalBacking::open(ground).map_err(AttachError::transactions(&backing))?;
     let mut report = BackupReport {
@@ -265,7 +274,7 @@ pub fn recover_from_backup(request: &FromBackup) -> Result<BackupReport, Recover
     };
     match held.revival.revive(
         (&store, &store.root()),
-        place.file_name().unwrap_or_default(),
+        dir.file_name().unwrap_or_default(),
         &log,
     ) {
         Ok(()) => {}
@@ -283,7 +292,7 @@ pub fn recover_from_backup(request: &FromBackup) -> Result<BackupReport, Recover
         report.committed = true;
     }
     if report.committed {
-        forget(&place);
+        remove_applied_backup(&dir);
     }
     Ok(report)
 }
@@ -291,65 +300,65 @@ pub fn recover_from_backup(request: &FromBackup) -> Result<BackupReport, Recover
 /// Removes the backup of a commit that is applied.
 ///
 /// A failure is only logged: a later recovery finds that the backup is applied already and ignores it.
-fn forget(place: &Path) {
-    let (Some(home), Some(name)) = (place.parent(), place.file_name()) else {
+fn remove_applied_backup(dir: &Path) {
+    let (Some(mount_dir), Some(name)) = (dir.parent(), dir.file_name()) else {
         return;
     };
     let removed = || {
-        let home = open_private_dir(CWD, home)?;
-        let home = DirBacking::of_dir(home, place).map_err(AttachError::io("open the backup"))?;
-        TransactionalBacking::remove_backup(&home, &name.to_string_lossy())
+        let opened = open_private_dir(CWD, mount_dir)?;
+        let opened = DirBacking::of_dir(opened, dir).map_err(AttachError::io("open the backup"))?;
+        TransactionalBacking::remove_backup(&opened, &name.to_string_lossy())
             .map_err(AttachError::from)
     };
     if let Err(error) = removed() {
-        tracing::warn!(%error, place = %quoted_path(place), "cannot remove the backup of a commit that is complete");
+        tracing::warn!(%error, place = %quoted_path(dir), "cannot remove the backup of a commit that is complete");
     }
 }
 
 /// Opens a directory of a backup. Its contents are trusted, so it must be private to this user.
-fn open_place(place: &Path) -> Result<DirBacking, AttachError> {
-    let dir = open_private_dir(CWD, place)?;
+fn open_backup_dir(dir: &Path) -> Result<DirBacking, AttachError> {
+    let opened = open_private_dir(CWD, dir)?;
     let unusable = |source| AttachError::BackupDirectory {
-        path: place.to_owned(),
+        path: dir.to_owned(),
         source,
     };
-    DirBacking::of_dir(dir, place).map_err(unusable)
+    DirBacking::of_dir(opened, dir).map_err(unusable)
 }
 
 /// A complete backup of one transaction, and its directory.
-struct Found {
-    place: PathBuf,
+struct FoundBackup {
+    dir: PathBuf,
     log: ChangeLog,
 }
 
 /// A search for backups: `found` has those that match the request, `others` describes the rest for an error message.
-struct Search<'a> {
+struct BackupSearch<'a> {
     request: &'a FromBackup,
-    found: Vec<Found>,
+    found: Vec<FoundBackup>,
     others: Vec<String>,
 }
 
 /// Returns the only backup that matches the request. Fails if there is none, or more than one.
-fn choose(request: &FromBackup) -> Result<Found, RecoverError> {
+fn find_one_backup(request: &FromBackup) -> Result<FoundBackup, RecoverError> {
     let unusable = |source| AttachError::BackupDirectory {
         path: request.dir.clone(),
         source,
     };
-    let mut search = Search {
+    let mut search = BackupSearch {
         request,
         found: Vec::new(),
         others: Vec::new(),
     };
     // The user may name the directory of the option, the directory of one mount, or that of one transaction.
     let top = request.dir.canonicalize().map_err(unusable)?;
-    if !search.look_at(&top)? {
+    if !search.examine(&top)? {
         for mount in list_dirs(&top).map_err(unusable)? {
-            if search.look_at(&mount)? {
+            if search.examine(&mount)? {
                 continue;
             }
             // A directory of another user cannot be read when users share the parent, so it is skipped.
             for transaction in list_dirs(&mount).unwrap_or_default() {
-                search.look_at(&transaction)?;
+                search.examine(&transaction)?;
             }
         }
     }
@@ -363,14 +372,14 @@ fn list_dirs(dir: &Path) -> io::Result<Vec<PathBuf>> {
     Ok(dirs.map(|entry| entry.path()).collect())
 }
 
-impl Search<'_> {
-    /// Returns whether `place` is the directory of a transaction. If it is, its backup is added to `found` or to
+impl BackupSearch<'_> {
+    /// Returns whether `dir` is the directory of a transaction. If it is, its backup is added to `found` or to
     /// `others`.
-    fn look_at(&mut self, place: &Path) -> Result<bool, RecoverError> {
-        if !place.join(MANIFEST).is_file() {
+    fn examine(&mut self, dir: &Path) -> Result<bool, RecoverError> {
+        if !dir.join(MANIFEST).is_file() {
             return Ok(false);
         }
-        let store = match open_place(place) {
+        let store = match open_backup_dir(dir) {
             Ok(store) => store,
             Err(error @ AttachError::Trust(_)) => {
                 self.others.push(error.to_string());
@@ -380,16 +389,16 @@ impl Search<'_> {
         };
         match TransactionalBacking::manifest(&store, &store.root())? {
             Some(Ok(log)) if self.request.id.is_none_or(|id| id == log.id) => {
-                let place = place.to_owned();
-                self.found.push(Found { place, log });
+                let dir = dir.to_owned();
+                self.found.push(FoundBackup { dir, log });
             }
             Some(Ok(log)) => {
-                let shown = quoted_path(place);
+                let shown = quoted_path(dir);
                 self.others
                     .push(format!("{shown} has one with id {}", log.id));
             }
             Some(Err(error)) => {
-                let manifest = place.join(MANIFEST);
+                let manifest = dir.join(MANIFEST);
                 self.others
                     .push(format!("{}: {error}", quoted_path(&manifest)));
             }
@@ -399,13 +408,14 @@ impl Search<'_> {
     }
 
     /// Returns the only backup that was found, or an error that lists what is there.
-    fn finish(mut self) -> Result<Found, RecoverError> {
+    fn finish(mut self) -> Result<FoundBackup, RecoverError> {
         match self.found.len() {
             1 => Ok(self.found.remove(0)),
             0 => Err(self.describe_none()),
             _ => {
-                let one =
-                    |found: &Found| format!("{} (id {})", quoted_path(&found.place), found.log.id);
+                let one = |found: &FoundBackup| {
+                    format!("{} (id {})", quoted_path(&found.dir), found.log.id)
+                };
                 let all = self.found.iter().map(one).collect::<Vec<_>>().join(", ");
                 Err(RecoverError::BackupSeveral { all })
             }
@@ -488,7 +498,12 @@ mod tests {
             id,
             options: Options::default(),
         };
-        let refusal = |id| choose(&request(id)).err().expect("refused").to_string();
+        let refusal = |id| {
+            find_one_backup(&request(id))
+                .err()
+                .expect("refused")
+                .to_string()
+        };
         assert!(
             refusal(Some(3)).contains("with id 3"),
             "{}",

@@ -1,10 +1,13 @@
-//! `firn check`: reads an arena, or the logs in a backing, and reports what they hold and what is damaged.
+//! `firn check`: reads an arena, or the logs in a backing, and reports their contents and each damage.
 //!
-//! Promise: a check changes nothing.
+//! Promise: a check changes nothing, so it may run beside a firnd.
+//!
+//! Relies on `firn_arena` and `firn_log`, which read and verify the stored bytes. This file only turns their results
+//! into reports.
 
 use std::path::{Path, PathBuf};
 
-use firn_arena::SpillFault;
+use firn_arena::{Damage as ArenaDamage, SpillFault};
 use firn_backing::DirBacking;
 use firn_protocol::path::BytePath;
 use serde::Serialize;
@@ -12,6 +15,7 @@ use serde::Serialize;
 use crate::error::CheckError;
 use crate::lock;
 use crate::placement;
+use crate::store::PlaceableStore;
 
 /// What a check of an arena found.
 #[derive(Clone, Debug, Default, Serialize)]
@@ -34,18 +38,18 @@ pub struct CheckReport {
     pub spill: Option<PathBuf>,
     /// Bytes of the spill file.
     pub spill_bytes: u64,
-    /// Why the spill file cannot be used, if it cannot.
+    /// The fault that makes the spill file unusable; `None` if there is no spill file, or it can be used.
     #[serde(skip)]
     pub(crate) spill_fault: Option<SpillFault>,
     /// Number of records in the journal.
     pub journal_records: u64,
-    /// Number of files that the journal knows.
+    /// Number of file ids in the journal: files that had data which only the arena held.
     pub files: u64,
     /// Number of pieces (recorded appends) that wait to be drained.
     pub pieces: u64,
     /// Bytes of these pieces.
     pub held_bytes: u64,
-    /// Each damage that was found; empty if the arena is sound.
+    /// The damage, one entry each; empty if the arena is undamaged.
     pub damage: Vec<Damage>,
 }
 
@@ -54,14 +58,14 @@ pub struct CheckReport {
 pub struct Damage {
     /// The damaged part: superblock, journal, piece table, spill file or memory file.
     pub part: String,
-    /// The position in that part, such as chunk and slab.
+    /// The position in that part, such as chunk and slab; empty for the whole part.
     pub place: String,
     /// A sentence that says what is wrong.
     pub message: String,
 }
 
 impl CheckReport {
-    /// Returns why the spill file was not read, if another user could have made it.
+    /// Returns why the spill file was not read, if the reason is that another user could have made the file.
     pub fn spill_distrust(&self) -> Option<String> {
         let fault = self.spill_fault.as_ref();
         let distrusted = fault.filter(|fault| matches!(fault, SpillFault::Distrusted { .. }));
@@ -77,7 +81,7 @@ pub struct LogsReport {
     pub backing: PathBuf,
     /// Number of containers: one holds the logs of one generation of a file.
     pub containers: usize,
-    /// Each fault that was found; empty if the logs are sound.
+    /// The faults, one entry each; empty if the logs are undamaged.
     pub findings: Vec<LogFinding>,
 }
 
@@ -92,28 +96,30 @@ pub struct LogFinding {
     pub host: Option<String>,
     /// Bytes from the start of the file to the fault.
     pub offset: Option<u64>,
-    /// All bytes that were synced can still be read.
+    /// Whether all synced bytes can still be read despite the fault.
     pub is_harmless: bool,
     /// The fault in one line of text.
     pub message: String,
 }
 
-/// Reads the logs of a backing and returns each fault; nothing is changed. `notice` is called with a message for each
-/// lane that cannot be reached.
+/// Reads the logs of a backing and returns each fault. `notice` is called with a message for each lane that cannot be
+/// reached.
+///
+/// Fails if the backing, its record of lanes or its directory of logs cannot be read.
 pub fn check_logs(
     backing: &Path,
     notice: &mut dyn FnMut(String),
 ) -> Result<LogsReport, CheckError> {
-    let failed = |source: std::io::Error| CheckError::Logs {
+    let unreadable = |source: std::io::Error| CheckError::Logs {
         backing: backing.into(),
         source,
     };
-    let directory = DirBacking::open(backing).map_err(failed)?;
+    let directory = DirBacking::open(backing).map_err(unreadable)?;
     let verified = match placement::open_to_read(backing, directory, notice)? {
-        Ok(lanes) => firn_log::verify(&lanes),
-        Err(directory) => firn_log::verify(&directory),
+        PlaceableStore::Upper(lanes) => firn_log::verify(&lanes),
+        PlaceableStore::Lower(directory) => firn_log::verify(&directory),
     };
-    let verified = verified.map_err(|errno| failed(errno.into()))?;
+    let verified = verified.map_err(|errno| unreadable(errno.into()))?;
     let findings = verified.findings.into_iter().map(|finding| LogFinding {
         message: finding.to_string(),
         is_harmless: finding.fault.is_harmless(),
@@ -129,12 +135,15 @@ pub fn check_logs(
     })
 }
 
-/// Reads the arena file `arena` and returns what it holds and each damage; nothing is changed.
+/// Reads the arena file `arena` and returns its contents and each damage.
+///
+/// Fails if the file is no arena, or cannot be read.
 pub fn check(arena: &Path) -> Result<CheckReport, CheckError> {
-    let in_use = lock::is_held(arena);
-    let found = firn_arena::check(arena)?;
-    let replay = firn_arena::journal::replay(&found.journal);
-    let mut damage: Vec<Damage> = found.damage.iter().map(table_damage).collect();
+    let in_use = lock::is_arena_in_use(arena);
+    let checked = firn_arena::check(arena)?;
+    let replay = firn_arena::journal::replay(&checked.journal);
+    let mut damage: Vec<Damage> = checked.damage.iter().map(describe_damage).collect();
+    // The journal of an arena in use changes during the check, so a record may look damaged.
     if !in_use {
         damage.extend(replay.damage.iter().map(|damage| Damage {
             part: "journal".into(),
@@ -142,36 +151,35 @@ pub fn check(arena: &Path) -> Result<CheckReport, CheckError> {
             message: damage.to_string(),
         }));
     }
-    // No piece lies in the spill file, so the piece table did not report its fault, but the user should still see it.
-    let named = found
+    // A fault of the spill file is in the list already if pieces lie in that file. Without such pieces it is added
+    // here.
+    let has_lost_pieces = checked
         .damage
         .iter()
-        .any(|damage| matches!(damage, firn_arena::Damage::Spill { .. }));
-    if let Some(fault) = found.spill_fault.as_ref().filter(|_| !named) {
-        let part = "spill file".into();
-        let message = fault.to_string();
+        .any(|damage| matches!(damage, ArenaDamage::Spill { .. }));
+    if let Some(fault) = checked.spill_fault.as_ref().filter(|_| !has_lost_pieces) {
         damage.push(Damage {
-            part,
+            part: "spill file".into(),
             place: String::new(),
-            message,
+            message: fault.to_string(),
         });
     }
-    let superblock = &found.superblock;
+    let superblock = &checked.superblock;
     let backing = BytePath::from(superblock.backing_path.as_slice());
     Ok(CheckReport {
         arena: arena.into(),
         in_use,
         backing: (!backing.is_empty()).then_some(backing),
-        epoch: found.epoch,
+        epoch: checked.epoch,
         arena_bytes: superblock.geometry.data_bytes(),
         chunk_bytes: superblock.geometry.chunk_bytes,
         spill: (superblock.geometry.spill_count > 0).then(|| spill_path(superblock)),
         spill_bytes: superblock.geometry.spill_bytes(),
-        spill_fault: found.spill_fault.clone(),
+        spill_fault: checked.spill_fault.clone(),
         journal_records: replay.records,
         files: replay.ledger.len() as u64,
-        pieces: found.pieces.len() as u64,
-        held_bytes: found
+        pieces: checked.pieces.len() as u64,
+        held_bytes: checked
             .pieces
             .iter()
             .map(|stored| u64::from(stored.piece.len))
@@ -187,37 +195,28 @@ pub(crate) fn spill_path(superblock: &firn_format::superblock::Superblock) -> Pa
 }
 
 /// Describes one damage of the piece table, the spill file or a memory file for the report.
-fn table_damage(damage: &firn_arena::Damage) -> Damage {
-    use firn_arena::Damage as Found;
-    let place = match damage {
-        Found::Chunk { chunk, .. } | Found::Home { chunk, .. } => format!("chunk {chunk}"),
-        Found::Spill { chunk, slot, .. } => {
-            let place = format!("chunk {chunk}, slot {slot}");
-            let message = damage.to_string();
-            return Damage {
-                part: "spill file".into(),
-                place,
-                message,
-            };
+fn describe_damage(damage: &ArenaDamage) -> Damage {
+    let (part, place) = match damage {
+        ArenaDamage::ClassWord { chunk, .. } | ArenaDamage::HomeWord { chunk, .. } => {
+            ("piece table", format!("chunk {chunk}"))
         }
-        Found::MemoryFile { chunk, slot, .. } => {
-            let place = format!("chunk {chunk}, slot {slot}");
-            let message = damage.to_string();
-            return Damage {
-                part: "memory file".into(),
-                place,
-                message,
-            };
+        ArenaDamage::SlabState { slab, .. } | ArenaDamage::PublishCounter { slab, .. } => {
+            let place = format!("chunk {}, slab {}", slab.chunk, slab.slab);
+            ("piece table", place)
         }
-        Found::Slab { slab, .. } | Found::Count { slab, .. } => {
-            format!("chunk {}, slab {}", slab.chunk, slab.slab)
+        ArenaDamage::Piece { piece, .. } => {
+            let place = format!("chunk {}, record {}", piece.slab.chunk, piece.record);
+            ("piece table", place)
         }
-        Found::Piece { piece, .. } => {
-            format!("chunk {}, record {}", piece.slab.chunk, piece.record)
+        ArenaDamage::Spill { chunk, slot, .. } => {
+            ("spill file", format!("chunk {chunk}, slot {slot}"))
+        }
+        ArenaDamage::MemoryFile { chunk, slot, .. } => {
+            ("memory file", format!("chunk {chunk}, slot {slot}"))
         }
     };
     Damage {
-        part: "piece table".into(),
+        part: part.into(),
         place,
         message: damage.to_string(),
     }

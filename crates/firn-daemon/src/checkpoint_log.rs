@@ -22,27 +22,30 @@ use firn_protocol::record::{CHECKPOINTS_MAX, CheckpointRecord};
 const FILES_MAX: usize = 1 << 16;
 
 /// Identifies a checkpoint: its parent directory and its step.
-type Key = (Vec<u8>, u64);
+type CheckpointKey = (Vec<u8>, u64);
 
-/// One checkpoint, and which of its files are open for writing, held in the arena only, and not durable.
+/// One checkpoint, and which of its files are not yet finished.
 #[derive(Default)]
-struct Tracked {
-    key: Key,
+struct TrackedCheckpoint {
+    key: CheckpointKey,
     record: CheckpointRecord,
+    /// Files that are open for writing.
     open: HashSet<InodeId>,
+    /// Files with data that is in the arena only.
     held: HashSet<InodeId>,
-    undurable: HashSet<InodeId>,
+    /// Files with bytes or names that are not known to be synced in the backing.
+    not_durable: HashSet<InodeId>,
 }
 
 /// The checkpoints of one mount.
 pub(crate) struct CheckpointLog {
     began: Instant,
     /// The checkpoints by number; numbers grow in the order in which checkpoints begin.
-    tracked: BTreeMap<u64, Tracked>,
-    numbers: HashMap<Key, u64>,
+    tracked: BTreeMap<u64, TrackedCheckpoint>,
+    numbers_by_key: HashMap<CheckpointKey, u64>,
     /// Number of the checkpoint of each file that is not durable.
-    of_file: HashMap<InodeId, u64>,
-    next: u64,
+    checkpoint_of_file: HashMap<InodeId, u64>,
+    next_number: u64,
     forgotten: u64,
 }
 
@@ -51,9 +54,9 @@ impl CheckpointLog {
         Self {
             began,
             tracked: BTreeMap::new(),
-            numbers: HashMap::new(),
-            of_file: HashMap::new(),
-            next: 0,
+            numbers_by_key: HashMap::new(),
+            checkpoint_of_file: HashMap::new(),
+            next_number: 0,
             forgotten: 0,
         }
     }
@@ -65,30 +68,30 @@ impl CheckpointLog {
     }
 
     /// Applies events of files, in the order of time. `dropped` is the number of events that were lost before.
-    pub(crate) fn take(&mut self, events: Vec<FileEvent>, dropped: u64) {
+    pub(crate) fn apply(&mut self, events: Vec<FileEvent>, dropped: u64) {
         self.forgotten += dropped;
         for event in events {
-            self.take_one(&event);
+            self.apply_event(&event);
         }
     }
 
     /// Applies one event. An event of a file that belongs to no tracked checkpoint is ignored.
-    fn take_one(&mut self, event: &FileEvent) {
+    fn apply_event(&mut self, event: &FileEvent) {
         let at = event.at.saturating_duration_since(self.began).as_secs_f64();
         let begins = matches!(event.change, FileChange::Opened | FileChange::Held);
         let number = match event.path.as_deref().and_then(checkpoint_of) {
-            Some((parent, path, step)) => self.number_of(parent, path, step, begins, at),
-            None => self.of_file.get(&event.inode).copied(),
+            Some((parent, path, step)) => self.find_or_add(parent, path, step, begins, at),
+            None => self.checkpoint_of_file.get(&event.inode).copied(),
         };
         let Some(number) = number else {
             return;
         };
-        if begins && !self.of_file.contains_key(&event.inode) {
-            if self.of_file.len() >= FILES_MAX {
+        if begins && !self.checkpoint_of_file.contains_key(&event.inode) {
+            if self.checkpoint_of_file.len() >= FILES_MAX {
                 self.forgotten += 1;
                 return;
             }
-            self.of_file.insert(event.inode, number);
+            self.checkpoint_of_file.insert(event.inode, number);
             if let Some(tracked) = self.tracked.get_mut(&number) {
                 tracked.record.files += 1;
             }
@@ -97,10 +100,10 @@ impl CheckpointLog {
             return;
         };
         tracked.change(event.inode, event.change, at);
-        let sets = [&tracked.open, &tracked.held, &tracked.undurable];
+        let sets = [&tracked.open, &tracked.held, &tracked.not_durable];
         // A durable, closed file needs no entry: its next change adds it again.
         if sets.iter().all(|set| !set.contains(&event.inode)) {
-            self.of_file.remove(&event.inode);
+            self.checkpoint_of_file.remove(&event.inode);
         }
     }
 
@@ -108,7 +111,7 @@ impl CheckpointLog {
     ///
     /// If it is unknown and `begins` is true, a record is added, and the oldest checkpoint is dropped if the table is
     /// full.
-    fn number_of(
+    fn find_or_add(
         &mut self,
         parent: &[u8],
         path: &[u8],
@@ -117,7 +120,7 @@ impl CheckpointLog {
         at: f64,
     ) -> Option<u64> {
         let key = (parent.to_vec(), step);
-        if let Some(number) = self.numbers.get(&key).copied() {
+        if let Some(number) = self.numbers_by_key.get(&key).copied() {
             if let Some(tracked) = self.tracked.get_mut(&number)
                 && tracked.record.path.as_bytes() != path
             {
@@ -130,32 +133,32 @@ impl CheckpointLog {
         }
         while self.tracked.len() >= CHECKPOINTS_MAX {
             let (number, oldest) = self.tracked.pop_first()?;
-            self.numbers.remove(&oldest.key);
-            self.of_file.retain(|_, of| *of != number);
+            self.numbers_by_key.remove(&oldest.key);
+            self.checkpoint_of_file.retain(|_, of| *of != number);
             self.forgotten += 1;
         }
-        let number = self.next;
-        self.next += 1;
+        let number = self.next_number;
+        self.next_number += 1;
         let record = CheckpointRecord {
             path: path.to_vec().into(),
             step,
             began_seconds: at,
             ..CheckpointRecord::default()
         };
-        self.numbers.insert(key.clone(), number);
+        self.numbers_by_key.insert(key.clone(), number);
         self.tracked.insert(
             number,
-            Tracked {
+            TrackedCheckpoint {
                 key,
                 record,
-                ..Tracked::default()
+                ..TrackedCheckpoint::default()
             },
         );
         Some(number)
     }
 }
 
-impl Tracked {
+impl TrackedCheckpoint {
     /// Applies one change of a file. A new open or a new write makes the checkpoint unfinished again.
     fn change(&mut self, inode: InodeId, change: FileChange, at: f64) {
         let record = &mut self.record;
@@ -166,7 +169,7 @@ impl Tracked {
             }
             FileChange::Held => {
                 self.held.insert(inode);
-                self.undurable.insert(inode);
+                self.not_durable.insert(inode);
                 (record.drained_seconds, record.durable_seconds) = (None, None);
             }
             FileChange::Closed => {
@@ -180,7 +183,7 @@ impl Tracked {
                 }
             }
             FileChange::Durable => {
-                let is_last = self.undurable.remove(&inode) && self.undurable.is_empty();
+                let is_last = self.not_durable.remove(&inode) && self.not_durable.is_empty();
                 if is_last && self.held.is_empty() {
                     record.durable_seconds = Some(at);
                 }
@@ -230,7 +233,7 @@ mod tests {
                 change,
                 at: self.began + Duration::from_secs(second),
             };
-            self.log.take(vec![event], 0);
+            self.log.apply(vec![event], 0);
         }
     }
 
@@ -264,7 +267,7 @@ mod tests {
             files: 2,
         };
         assert_eq!((records, forgotten), (vec![expected], 0));
-        assert!(script.log.of_file.is_empty());
+        assert!(script.log.checkpoint_of_file.is_empty());
     }
 
     #[test]
@@ -277,8 +280,8 @@ mod tests {
         let (records, forgotten) = script.log.records();
         assert_eq!((records.len(), forgotten), (CHECKPOINTS_MAX, 10));
         assert_eq!(records[0].step, 10);
-        assert_eq!(script.log.of_file.len(), CHECKPOINTS_MAX);
-        assert_eq!(script.log.numbers.len(), CHECKPOINTS_MAX);
+        assert_eq!(script.log.checkpoint_of_file.len(), CHECKPOINTS_MAX);
+        assert_eq!(script.log.numbers_by_key.len(), CHECKPOINTS_MAX);
     }
 
     #[test]

@@ -23,18 +23,18 @@ const LISTS_MAX: usize = 1024;
 
 /// The chunk lists of one connection. Its drop releases all of them.
 #[derive(Default)]
-pub(crate) struct Lists {
+pub(crate) struct ChunkLists {
     held: BTreeMap<u64, HeldChunks<Store>>,
-    last: u64,
+    last_number: u64,
 }
 
-impl Lists {
+impl ChunkLists {
     pub(crate) fn is_empty(&self) -> bool {
         self.held.is_empty()
     }
 
     /// Makes a list for the file at `path` and returns it. Fails with EMFILE if the connection has too many lists.
-    pub(crate) fn make(&mut self, engine: &Arc<Engine<Store>>, path: &BytePath) -> Reply {
+    pub(crate) fn hold_new_list(&mut self, engine: &Arc<Engine<Store>>, path: &BytePath) -> Reply {
         if self.held.len() >= LISTS_MAX {
             let message =
                 format!("this connection holds {LISTS_MAX} chunk lists already: release some");
@@ -43,7 +43,7 @@ impl Lists {
                 message,
             };
         }
-        let (held, parts) = match HeldChunks::list_file(engine, path.as_bytes()) {
+        let (held, list_parts) = match HeldChunks::list_file(engine, path.as_bytes()) {
             Ok(made) => made,
             Err(errno) => {
                 return Reply::Error {
@@ -52,14 +52,14 @@ impl Lists {
                 };
             }
         };
-        self.last += 1;
+        self.last_number += 1;
         let reply = ChunkList {
-            list: self.last,
+            list: self.last_number,
             bytes: held.bytes(),
             changes: held.changes(),
-            pieces: parts.into_iter().map(chunk_piece).collect(),
+            pieces: list_parts.into_iter().map(chunk_piece).collect(),
         };
-        self.held.insert(self.last, held);
+        self.held.insert(self.last_number, held);
         Reply::Chunks(reply)
     }
 
@@ -69,7 +69,7 @@ impl Lists {
             Some(held) => Reply::ChunksChecked {
                 changed: held.changed(),
             },
-            None => unknown(list),
+            None => unknown_list_reply(list),
         }
     }
 
@@ -77,13 +77,13 @@ impl Lists {
     pub(crate) fn release(&mut self, list: u64) -> Reply {
         match self.held.remove(&list) {
             Some(_) => Reply::Done,
-            None => unknown(list),
+            None => unknown_list_reply(list),
         }
     }
 }
 
 /// Returns the error for a list number that this connection does not hold.
-fn unknown(list: u64) -> Reply {
+fn unknown_list_reply(list: u64) -> Reply {
     let message = format!("this connection holds no chunk list {list}");
     Reply::Error {
         errno: libc::EBADF,

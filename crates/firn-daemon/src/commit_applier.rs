@@ -26,15 +26,16 @@ pub(crate) struct CommitApplier {
 
 #[derive(Default)]
 struct Shared {
-    state: Mutex<State>,
+    flags: Mutex<ApplierFlags>,
     changed: Condvar,
 }
 
-/// Flags that `wake` and `stop` set for the thread.
+/// Flags for the thread.
 #[derive(Default)]
-struct State {
-    asked: bool,
-    stopping: bool,
+struct ApplierFlags {
+    /// There may be a commit to apply.
+    has_work: bool,
+    is_stopping: bool,
 }
 
 impl CommitApplier {
@@ -46,10 +47,10 @@ impl CommitApplier {
         }
     }
 
-    /// Says that there is a commit to apply, and starts the thread if it is not running. Without a thread the commit is
-    /// applied by this call.
+    /// Notes that there is a commit to apply, and starts the thread if it is not running. If no thread can be started,
+    /// this call applies the commit itself.
     pub(crate) fn wake(&self) {
-        self.shared.state.lock().asked = true;
+        self.shared.flags.lock().has_work = true;
         self.shared.changed.notify_all();
         let mut thread = self.thread.lock();
         if thread.is_some() {
@@ -59,7 +60,7 @@ impl CommitApplier {
         let shared = Arc::clone(&self.shared);
         match std::thread::Builder::new()
             .name("firn-commit".into())
-            .spawn(move || shared.serve(&gate))
+            .spawn(move || shared.apply_until_stopped(&gate))
         {
             Ok(started) => *thread = Some(started),
             Err(error) => {
@@ -71,7 +72,7 @@ impl CommitApplier {
 
     /// Stops the thread after its current commit, and waits for its end.
     pub(crate) fn stop(&self) {
-        self.shared.state.lock().stopping = true;
+        self.shared.flags.lock().is_stopping = true;
         self.shared.changed.notify_all();
         if let Some(thread) = self.thread.lock().take()
             && thread.join().is_err()
@@ -83,53 +84,53 @@ impl CommitApplier {
 
 impl Shared {
     /// Applies commits until [`CommitApplier::stop`].
-    fn serve(&self, gate: &TransactionGate) {
+    fn apply_until_stopped(&self, gate: &TransactionGate) {
         let mut waits = RETRY.start();
         loop {
-            let mut state = self.state.lock();
-            while !state.asked && !state.stopping {
-                self.changed.wait(&mut state);
+            let mut flags = self.flags.lock();
+            while !flags.has_work && !flags.is_stopping {
+                self.changed.wait(&mut flags);
             }
-            if state.stopping {
+            if flags.is_stopping {
                 return;
             }
-            state.asked = false;
-            drop(state);
+            flags.has_work = false;
+            drop(flags);
             if apply_commits(gate) {
                 waits.reset();
                 continue;
             }
             // The attempt failed: the thread pauses, and a new commit or the stop ends the pause.
-            let mut state = self.state.lock();
-            if !state.asked && !state.stopping {
-                self.changed.wait_for(&mut state, waits.next_wait());
+            let mut flags = self.flags.lock();
+            if !flags.has_work && !flags.is_stopping {
+                self.changed.wait_for(&mut flags, waits.next_wait());
             }
-            if state.asked {
+            if flags.has_work {
                 waits.reset();
             }
-            state.asked = true;
+            flags.has_work = true;
         }
     }
 }
 
 /// Applies all commits that wait, and tells other hosts of applied ones. Returns whether nothing is left to do.
 fn apply_commits(gate: &TransactionGate) -> bool {
-    let mut all = true;
+    let mut is_complete = true;
     for commit in gate.store().commits_to_apply() {
-        let trouble = commit.trouble();
+        let last_error = commit.trouble();
         if let Err(error) = crate::transactions::apply_commit(gate, &commit) {
-            all = false;
+            is_complete = false;
             // A repeated failure of the same cause is logged once.
-            if trouble.as_deref() != Some(&error.to_string()) {
+            if last_error.as_deref() != Some(&error.to_string()) {
                 let scope = shown_scope(commit.scope());
                 tracing::warn!(%error, id = commit.id(), %scope, "a commit cannot be applied; it is tried again");
             }
         }
     }
     if let Err(error) = gate.store().leave_applied_commits() {
-        all = false;
+        is_complete = false;
         // The first attempt belongs to the commit itself, which has logged its failure.
         tracing::debug!(%error, "other hosts cannot be told of an applied commit; it is tried again");
     }
-    all
+    is_complete
 }

@@ -26,11 +26,11 @@ use parking_lot::Mutex;
 use rustix::fs::Mode;
 use rustix::net::SendFlags;
 
-use crate::chunks::Lists;
+use crate::chunks::ChunkLists;
 use crate::owners::ControlPeer;
 use crate::partner::PartnerSpeaker;
 use crate::pulls::Pull;
-use seats::{Leaving, Seats, Turn};
+use seats::{Admission, ClosedConnection, Seats};
 
 /// Longest request in bytes: a path of PATH_MAX, escaped, and some words.
 const LINE_BYTES_MAX: u64 = 64 << 10;
@@ -39,21 +39,21 @@ const WRITE_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Answers the requests of the control socket.
 pub(crate) trait Service: Send + Sync + 'static {
-    /// Returns the final reply. `say` sends progress before it, and returns false once the client is gone.
+    /// Returns the final reply. `send_progress` sends progress before it, and returns false once the client is gone.
     fn answer(
         &self,
         request: Request,
         client: &mut ControlClient,
-        say: &mut dyn FnMut(Reply) -> bool,
+        send_progress: &mut dyn FnMut(Reply) -> bool,
     ) -> Answer;
     /// Returns whether the end of this connection would end something that it holds.
-    fn is_held_for(&self, client: &ControlClient) -> bool;
+    fn holds_state_of(&self, client: &ControlClient) -> bool;
 }
 
 /// A connection, and what it holds.
 pub(crate) struct ControlClient {
     pub(crate) peer: ControlPeer,
-    pub(crate) lists: Lists,
+    pub(crate) lists: ChunkLists,
     /// Set if the client is an agent that reports what the partner host has copied.
     pub(crate) partner: Option<PartnerSpeaker>,
     /// Set if the client is an agent that copies files for another host.
@@ -74,12 +74,12 @@ impl From<Reply> for Answer {
 }
 
 /// A listening control socket. Its drop removes the socket and ends the accepting thread.
-pub(crate) struct Control {
+pub(crate) struct ControlListener {
     path: PathBuf,
     stop: Arc<AtomicBool>,
 }
 
-impl Control {
+impl ControlListener {
     /// Listens at `path`, and replaces the socket that a dead firnd left there.
     pub(crate) fn start(
         path: &Path,
@@ -93,16 +93,16 @@ impl Control {
         // The umask belongs to the whole process. Nothing else creates files at this time, and the lock admits one
         // start.
         static UMASK: Mutex<()> = Mutex::new(());
-        let alone = UMASK.lock();
+        let umask_guard = UMASK.lock();
         let umask = rustix::process::umask(Mode::from_raw_mode(0o177));
         let listener = UnixListener::bind(path);
         rustix::process::umask(umask);
-        drop(alone);
+        drop(umask_guard);
         let listener = listener?;
         let stop = Arc::new(AtomicBool::new(false));
         let stopped = Arc::clone(&stop);
         spawn_thread("firn-control", move || {
-            accept(&listener, &service, &workers, &stopped);
+            accept_connections(&listener, &service, &workers, &stopped);
         })?;
         Ok(Self {
             path: path.into(),
@@ -111,7 +111,7 @@ impl Control {
     }
 }
 
-impl Drop for Control {
+impl Drop for ControlListener {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Release);
         // The connection wakes the thread in accept(2).
@@ -121,7 +121,7 @@ impl Drop for Control {
 }
 
 /// Accepts connections until the first one after `stop` is set.
-fn accept(
+fn accept_connections(
     listener: &UnixListener,
     service: &Arc<dyn Service>,
     workers: &Workers,
@@ -133,7 +133,7 @@ fn accept(
             return;
         }
         match stream {
-            Ok(stream) => admit(Arc::new(stream), &seats, service, workers),
+            Ok(stream) => admit_connection(Arc::new(stream), &seats, service, workers),
             Err(error) => {
                 tracing::warn!(%error, "cannot accept a connection on the control socket");
                 // The process probably has no free descriptor; without a pause this loop would use a CPU.
@@ -145,33 +145,33 @@ fn accept(
 
 /// Gives a connection its thread, or tells the client why it gets none. Other users than firnd's own and root are
 /// refused.
-fn admit(
+fn admit_connection(
     stream: Arc<UnixStream>,
     seats: &Arc<Seats>,
     service: &Arc<dyn Service>,
     workers: &Workers,
 ) {
-    let found = match firn_trust::peer(&stream) {
+    let credentials = match firn_trust::peer(&stream) {
         Ok(peer) if peer.uid == rustix::process::geteuid().as_raw() || peer.uid == 0 => peer,
         Ok(_) => {
-            return refuse(
+            return send_refusal(
                 &stream,
                 libc::EPERM,
                 "this firnd belongs to another user".into(),
             );
         }
         Err(error) => {
-            return refuse(
+            return send_refusal(
                 &stream,
                 libc::EPERM,
                 format!("the connecting process is unknown: {error}"),
             );
         }
     };
-    let pid = found.pid.map_or(0, std::num::NonZeroU32::get);
+    let pid = credentials.pid.map_or(0, std::num::NonZeroU32::get);
     let id = match seats.take(&stream, pid) {
-        Ok((id, leaving)) => {
-            close(leaving);
+        Ok((id, to_close)) => {
+            close_idle(to_close);
             id
         }
         Err(holders) => {
@@ -179,7 +179,7 @@ fn admit(
                 pid,
                 "a connection to the control socket is refused: all of them are in use"
             );
-            return say_last(&stream, &busy(holders));
+            return try_send_last(&stream, &busy_reply(holders));
         }
     };
     let started = workers.try_run(Class::ControlClient, {
@@ -190,10 +190,10 @@ fn admit(
             let peer = ControlPeer {
                 stream: Arc::clone(&stream),
                 pid,
-                uid: found.uid,
-                gid: found.gid,
+                uid: credentials.uid,
+                gid: credentials.gid,
             };
-            let _ = serve(peer, id, &seats, &*service);
+            let _ = serve_connection(peer, id, &seats, &*service);
             // The connection ends for the client now, even if another reference keeps the descriptor open.
             let _ = stream.shutdown(Shutdown::Both);
             seats.leave(id);
@@ -203,45 +203,50 @@ fn admit(
         seats.leave(id);
         // Connections that were closed in favour of others may still have their threads.
         tracing::warn!(pid, %error, "a connection to the control socket is refused: there is no thread for it");
-        say_last(&stream, &busy(Vec::new()));
+        try_send_last(&stream, &busy_reply(Vec::new()));
     }
 }
 
 /// Returns the reply to a client for which there is no connection left; it names the processes that have them.
-fn busy(holders: Vec<Holder>) -> Reply {
+fn busy_reply(holders: Vec<Holder>) -> Reply {
     Reply::Busy {
         connections: seats::ORDINARY as u32,
         holders,
     }
 }
 
-fn refuse(stream: &UnixStream, errno: i32, message: String) {
-    say_last(stream, &Reply::Error { errno, message });
+fn send_refusal(stream: &UnixStream, errno: i32, message: String) {
+    try_send_last(stream, &Reply::Error { errno, message });
 }
 
 /// Closes an idle connection. [`Reply::Closed`] tells its client that a request it may have sent was not carried out.
-fn close(leaving: Option<Leaving>) {
-    let Some(stream) = leaving else { return };
+fn close_idle(to_close: Option<ClosedConnection>) {
+    let Some(stream) = to_close else { return };
     tracing::debug!("an idle control connection is closed in favour of another one");
-    say_last(&stream, &Reply::Closed);
+    try_send_last(&stream, &Reply::Closed);
     let _ = stream.shutdown(Shutdown::Both);
 }
 
 /// Sends a last message without waiting, because the client may not read it.
-fn say_last(stream: &UnixStream, reply: &Reply) {
-    if let Ok(line) = line_of(reply) {
+fn try_send_last(stream: &UnixStream, reply: &Reply) {
+    if let Ok(line) = encode_line(reply) {
         let _ = rustix::net::send(stream, &line, SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
     }
 }
 
 /// Serves one connection until the client closes it, a request is invalid, or the connection loses its seat.
-fn serve(peer: ControlPeer, id: u64, seats: &Seats, service: &dyn Service) -> io::Result<()> {
+fn serve_connection(
+    peer: ControlPeer,
+    id: u64,
+    seats: &Seats,
+    service: &dyn Service,
+) -> io::Result<()> {
     let stream = &*Arc::clone(&peer.stream);
     stream.set_write_timeout(Some(WRITE_TIMEOUT))?;
     let mut reader = BufReader::new(stream);
     let mut client = ControlClient {
         peer,
-        lists: Lists::default(),
+        lists: ChunkLists::default(),
         partner: None,
         pull: None,
     };
@@ -257,7 +262,7 @@ fn serve(peer: ControlPeer, id: u64, seats: &Seats, service: &dyn Service) -> io
             Ok(request) => request,
             Err(error) => {
                 let message = format!("not a request that this firnd understands: {error}");
-                return send(
+                return send_reply(
                     &mut &*stream,
                     &Reply::Error {
                         errno: libc::EINVAL,
@@ -267,32 +272,32 @@ fn serve(peer: ControlPeer, id: u64, seats: &Seats, service: &dyn Service) -> io
             }
         };
         match seats.begin(id, &request) {
-            Turn::Granted(leaving) => close(leaving),
-            Turn::Lost => return Ok(()),
-            Turn::Refused(holders) => {
-                send(&mut &*stream, &busy(holders))?;
+            Admission::Admitted(to_close) => close_idle(to_close),
+            Admission::Lost => return Ok(()),
+            Admission::Refused(holders) => {
+                send_reply(&mut &*stream, &busy_reply(holders))?;
                 continue;
             }
         }
-        let say = &mut |reply| send(&mut &*stream, &reply).is_ok();
+        let send_progress = &mut |reply| send_reply(&mut &*stream, &reply).is_ok();
         // A client that asks for an unmount may wait for the end of firnd. A connection that is closed in favour of
         // another would look like that end, so it is kept.
-        let waits = matches!(request, Request::Unmount { .. });
-        let answer = service.answer(request, &mut client, say);
-        let result = send(&mut &*stream, &answer.reply);
+        let keeps_seat = matches!(request, Request::Unmount { .. });
+        let answer = service.answer(request, &mut client, send_progress);
+        let result = send_reply(&mut &*stream, &answer.reply);
         if let Some(sent) = answer.sent {
             let _ = sent.send(());
         }
         result?;
-        seats.end(id, waits || service.is_held_for(&client));
+        seats.end(id, keeps_seat || service.holds_state_of(&client));
     }
 }
 
-fn send(stream: &mut &UnixStream, reply: &Reply) -> io::Result<()> {
-    stream.write_all(&line_of(reply)?)
+fn send_reply(stream: &mut &UnixStream, reply: &Reply) -> io::Result<()> {
+    stream.write_all(&encode_line(reply)?)
 }
 
-fn line_of(reply: &Reply) -> io::Result<Vec<u8>> {
+fn encode_line(reply: &Reply) -> io::Result<Vec<u8>> {
     let mut line = serde_json::to_vec(reply)?;
     line.push(b'\n');
     Ok(line)
@@ -309,10 +314,10 @@ mod tests {
             &self,
             request: Request,
             _: &mut ControlClient,
-            say: &mut dyn FnMut(Reply) -> bool,
+            send_progress: &mut dyn FnMut(Reply) -> bool,
         ) -> Answer {
             if matches!(request, Request::Status) {
-                assert!(say(Reply::Progress {
+                assert!(send_progress(Reply::Progress {
                     bytes_left: 1,
                     files_left: 1,
                     phase: "draining".into()
@@ -321,7 +326,7 @@ mod tests {
             Reply::Done.into()
         }
 
-        fn is_held_for(&self, _: &ControlClient) -> bool {
+        fn holds_state_of(&self, _: &ControlClient) -> bool {
             false
         }
     }
@@ -340,7 +345,7 @@ mod tests {
     fn many_requests_are_answered_on_one_connection_and_nonsense_ends_it() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("sock");
-        let control = Control::start(&path, Arc::new(Echo), Workers::default()).unwrap();
+        let control = ControlListener::start(&path, Arc::new(Echo), Workers::default()).unwrap();
         let mut stream = UnixStream::connect(&path).unwrap();
         assert_eq!(
             exchange(&mut stream, "{\"request\":\"hello\"}\n", 1),
@@ -368,7 +373,7 @@ mod tests {
         use std::os::unix::fs::MetadataExt;
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("sock");
-        let _control = Control::start(&path, Arc::new(Echo), Workers::default()).unwrap();
+        let _control = ControlListener::start(&path, Arc::new(Echo), Workers::default()).unwrap();
         assert_eq!(path.metadata().unwrap().mode() & 0o777, 0o600);
     }
 }

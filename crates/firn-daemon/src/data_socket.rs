@@ -25,7 +25,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use firn_backing::Backing;
-use firn_engine::{ClientId, DirectList, DirectRefusal, Engine, HandleId};
+use firn_engine::{ClientId, DirectList, DirectRefusal, Engine, HandleId, SlabRequest};
 use firn_format::data_socket::{
     Arena, DATA_BYTES_MAX, DATA_SOCKET_VERSION, FILES_MAX, Op, Reply, Request, Slab, Status,
 };
@@ -70,7 +70,7 @@ pub(crate) enum Served<B: Backing> {
 }
 
 /// What all connections of one socket share.
-struct Shared<B: Backing> {
+struct SocketShared<B: Backing> {
     engine: Arc<Engine<B>>,
     /// The gate that changes pass; `None` without transactions.
     gate: Option<Arc<dyn Gate>>,
@@ -78,53 +78,53 @@ struct Shared<B: Backing> {
     /// Locks by which an append finds the end of the file that all hosts share; `None` if this host alone appends.
     file_locks: Option<Arc<FileLocks>>,
     /// Number of connections now.
-    count: Arc<AtomicU64>,
+    connection_count: Arc<AtomicU64>,
     /// Number of connections since the start; it gives each client its number.
-    clients: AtomicU64,
+    last_client: AtomicU64,
     listener: Arc<OwnedFd>,
     workers: Workers,
     /// Number of threads that wait for clients, with those that are about to wait.
-    waiting: AtomicU64,
+    waiting_threads: AtomicU64,
     stop: Arc<AtomicBool>,
 }
 
 impl DataSocket {
-    /// Listens at `path`, and replaces the socket that a dead firnd left there. `count` is kept equal to the number of
-    /// connections.
+    /// Listens at `path`, and replaces the socket that a dead firnd left there. `connection_count` is kept equal to the
+    /// number of connections.
     pub(crate) fn start<B: Backing>(
         path: &Path,
         engine: Arc<Engine<B>>,
         gate: Option<Arc<dyn Gate>>,
         served: Served<B>,
         file_locks: Option<Arc<FileLocks>>,
-        count: Arc<AtomicU64>,
+        connection_count: Arc<AtomicU64>,
         workers: Workers,
     ) -> io::Result<Self> {
         match std::fs::remove_file(path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
             _ => {}
         }
-        let listener = Arc::new(new_socket()?);
+        let listener = Arc::new(open_socket()?);
         // The mode is set before the first connection: only this user may connect, as to all of the private runtime
         // directory.
         rustix::fs::fchmod(&listener, Mode::RUSR | Mode::WUSR)?;
         bind(&listener, &SocketAddrUnix::new(path)?)?;
         listen(&listener, 128)?;
         let stop = Arc::new(AtomicBool::new(false));
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(SocketShared {
             engine,
             gate,
             served,
             file_locks,
-            count,
-            clients: AtomicU64::new(0),
+            connection_count,
+            last_client: AtomicU64::new(0),
             listener: Arc::clone(&listener),
             workers,
-            waiting: AtomicU64::new(0),
+            waiting_threads: AtomicU64::new(0),
             stop: Arc::clone(&stop),
         });
-        Shared::add_thread(&shared).map_err(io::Error::other)?;
-        Shared::top_up(&shared);
+        SocketShared::add_thread(&shared).map_err(io::Error::other)?;
+        SocketShared::start_waiting_threads(&shared);
         Ok(Self {
             path: path.into(),
             listener,
@@ -142,7 +142,7 @@ impl Drop for DataSocket {
     }
 }
 
-fn new_socket() -> io::Result<OwnedFd> {
+fn open_socket() -> io::Result<OwnedFd> {
     Ok(socket_with(
         AddressFamily::UNIX,
         SocketType::SEQPACKET,
@@ -151,7 +151,7 @@ fn new_socket() -> io::Result<OwnedFd> {
     )?)
 }
 
-impl<B: Backing> Shared<B> {
+impl<B: Backing> SocketShared<B> {
     /// Runs `let_in` with the pass of a change; it waits while a directory above the file is quiesced.
     fn with_pass<T>(&self, token: HandleId, let_in: impl FnOnce() -> T) -> T {
         // The engine refuses a handle that is not open, so such a handle needs no pass.
@@ -163,32 +163,32 @@ impl<B: Backing> Shared<B> {
 
     /// Starts one more thread that waits for clients.
     fn add_thread(this: &Arc<Self>) -> Result<(), Refused> {
-        this.waiting.fetch_add(1, Ordering::AcqRel);
+        this.waiting_threads.fetch_add(1, Ordering::AcqRel);
         let shared = Arc::clone(this);
-        let attend = move || while Self::attend(&shared) {};
-        let started = this.workers.try_run(Class::DataClient, attend);
+        let serve_next_client = move || while Self::serve_next_client(&shared) {};
+        let started = this.workers.try_run(Class::DataClient, serve_next_client);
         if started.is_err() {
-            this.waiting.fetch_sub(1, Ordering::AcqRel);
+            this.waiting_threads.fetch_sub(1, Ordering::AcqRel);
         }
         started
     }
 
     /// Waits for a client and serves it until it disconnects. Returns whether the thread is to wait for another client.
-    fn attend(this: &Arc<Self>) -> bool {
+    fn serve_next_client(this: &Arc<Self>) -> bool {
         let Some(socket) = this.next_client() else {
             return false;
         };
-        let left = this.waiting.fetch_sub(1, Ordering::AcqRel) - 1;
+        let left = this.waiting_threads.fetch_sub(1, Ordering::AcqRel) - 1;
         if left == 0
             && let Err(error) = Self::add_thread(this)
         {
             tracing::warn!(%error, "cannot start a thread for data connections");
-            this.waiting.fetch_add(1, Ordering::AcqRel);
+            this.waiting_threads.fetch_add(1, Ordering::AcqRel);
             return true;
         }
         // A client beyond the limit, or of another user, finds the connection closed and uses the kernel instead.
-        if this.count.fetch_add(1, Ordering::AcqRel) < CONNECTIONS_MAX {
-            let client = ClientId(this.clients.fetch_add(1, Ordering::AcqRel) + 1);
+        if this.connection_count.fetch_add(1, Ordering::AcqRel) < CONNECTIONS_MAX {
+            let client = ClientId(this.last_client.fetch_add(1, Ordering::AcqRel) + 1);
             if let Err(error) = serve(&socket, client, this) {
                 tracing::debug!(%error, client = client.0, "a data connection ended");
             }
@@ -197,9 +197,9 @@ impl<B: Backing> Shared<B> {
                 tree.release_client(client);
             }
         }
-        this.count.fetch_sub(1, Ordering::AcqRel);
+        this.connection_count.fetch_sub(1, Ordering::AcqRel);
         let one_more = |waiting| (waiting < WAITING_MAX).then_some(waiting + 1);
-        this.waiting
+        this.waiting_threads
             .fetch_update(Ordering::AcqRel, Ordering::Acquire, one_more)
             .is_ok()
     }
@@ -224,9 +224,10 @@ impl<B: Backing> Shared<B> {
     }
 
     /// Starts threads until [`WAITING_MIN`] of them wait, so that the next client is answered at once.
-    fn top_up(this: &Arc<Self>) {
-        while this.waiting.load(Ordering::Acquire) < WAITING_MIN && Self::add_thread(this).is_ok() {
-        }
+    fn start_waiting_threads(this: &Arc<Self>) {
+        while this.waiting_threads.load(Ordering::Acquire) < WAITING_MIN
+            && Self::add_thread(this).is_ok()
+        {}
     }
 }
 
@@ -234,7 +235,7 @@ impl<B: Backing> Shared<B> {
 fn serve<B: Backing>(
     socket: &OwnedFd,
     client: ClientId,
-    shared: &Arc<Shared<B>>,
+    shared: &Arc<SocketShared<B>>,
 ) -> io::Result<()> {
     let peer = firn_trust::peer(socket)?;
     if peer.uid != rustix::process::geteuid().as_raw() {
@@ -251,36 +252,36 @@ fn serve<B: Backing>(
         size_of::<Request>()
     };
     let mut data = vec![0u8; room];
-    let mut topped_up = false;
+    let mut has_started_threads = false;
     loop {
         // The first requests of a new client come together. They are answered before another thread is started.
-        if greeted && !topped_up && rustix::io::ioctl_fionread(socket)? == 0 {
-            topped_up = true;
-            Shared::top_up(shared);
+        if greeted && !has_started_threads && rustix::io::ioctl_fionread(socket)? == 0 {
+            has_started_threads = true;
+            SocketShared::start_waiting_threads(shared);
         }
-        let Some(packet) = receive(socket, &mut data)? else {
-            return Ok(());
+        let Packet {
+            request,
+            len,
+            descriptor,
+        } = match receive(socket, &mut data)? {
+            Received::Packet(packet) => packet,
+            Received::Malformed => return refuse(socket, Status::Malformed),
+            Received::Disconnected => return Ok(()),
         };
-        let Some((
-            op,
-            Packet {
-                request,
-                len,
-                given,
-            },
-        )) = packet.and_then(|p| Op::from_word(p.request.op).map(|op| (op, p)))
-        else {
+        let Some(op) = Op::from_word(request.op) else {
             return refuse(socket, Status::Malformed);
         };
         let answer = match (op, &shared.served) {
             (Op::Hello, _) if !greeted && request.arg == u64::from(DATA_SOCKET_VERSION) => {
-                let behind = data.get(..len).unwrap_or_default();
-                let Some(next) = request_with_hello(behind).filter(|_| given.is_none()) else {
+                let second = read_second_request(data.get(..len).unwrap_or_default());
+                if descriptor.is_some() || matches!(second, SecondRequest::Malformed) {
                     return refuse(socket, Status::Malformed);
-                };
+                }
                 greeted = true;
-                hello(socket, &shared.engine)?;
-                let Some((op, request)) = next else { continue };
+                send_geometry(socket, &shared.engine)?;
+                let SecondRequest::Request(op, request) = second else {
+                    continue;
+                };
                 answer(shared, client, pid, op, &request)
             }
             (Op::Hello, _) if !greeted => return refuse(socket, Status::Version),
@@ -290,18 +291,23 @@ fn serve<B: Backing>(
                 let Served::Tree(tree) = served else {
                     return refuse(socket, Status::Malformed);
                 };
-                let call = stub::Call {
+                let call = stub::StubRequest {
                     tree,
                     engine: &shared.engine,
                     file_locks: shared.file_locks.as_deref(),
                     client,
                 };
-                match call.answer(op, &request, data.get(..len).unwrap_or_default(), given) {
+                match call.answer(
+                    op,
+                    &request,
+                    data.get(..len).unwrap_or_default(),
+                    descriptor,
+                ) {
                     Some(answer) => answer,
                     None => return refuse(socket, Status::Malformed),
                 }
             }
-            _ if len != 0 || given.is_some() || !has_usual_len(op, &request) => {
+            _ if len != 0 || descriptor.is_some() || !has_usual_len(op, &request) => {
                 return refuse(socket, Status::Malformed);
             }
             (op, _) => answer(shared, client, pid, op, &request),
@@ -319,16 +325,29 @@ fn has_usual_len(op: Op, request: &Request) -> bool {
     }
 }
 
-/// Reads the request that may follow the first one in the same packet. `Some(None)`: there is none. `None`: the bytes
-/// are not a request that may follow.
-fn request_with_hello(behind: &[u8]) -> Option<Option<(Op, Request)>> {
-    if behind.is_empty() {
-        return Some(None);
+/// The request that may follow a client's first request in the same packet.
+enum SecondRequest {
+    /// There is none.
+    None,
+    Request(Op, Request),
+    /// The bytes are not a request that may follow.
+    Malformed,
+}
+
+/// Reads the second request from the bytes after the first one.
+fn read_second_request(bytes: &[u8]) -> SecondRequest {
+    if bytes.is_empty() {
+        return SecondRequest::None;
     }
-    let request = Request::read_from_bytes(behind).ok()?;
-    let op = Op::from_word(request.op)?;
-    let may_follow = matches!(op, Op::OpenWrite | Op::Extents) && has_usual_len(op, &request);
-    may_follow.then_some(Some((op, request)))
+    let Ok(request) = Request::read_from_bytes(bytes) else {
+        return SecondRequest::Malformed;
+    };
+    match Op::from_word(request.op) {
+        Some(op @ (Op::OpenWrite | Op::Extents)) if has_usual_len(op, &request) => {
+            SecondRequest::Request(op, request)
+        }
+        _ => SecondRequest::Malformed,
+    }
 }
 
 /// A packet of a client: a request, the bytes after it, and a descriptor.
@@ -336,11 +355,20 @@ struct Packet {
     request: Request,
     /// Number of bytes after the request, which are in the caller's buffer.
     len: usize,
-    given: Option<OwnedFd>,
+    descriptor: Option<OwnedFd>,
 }
 
-/// Receives one packet. `None`: the client has disconnected. `Some(None)`: the packet is truncated or no request.
-fn receive(socket: &OwnedFd, data: &mut [u8]) -> io::Result<Option<Option<Packet>>> {
+/// Result of [`receive`].
+enum Received {
+    Packet(Packet),
+    /// The packet is truncated, or is no request.
+    Malformed,
+    /// The client has disconnected.
+    Disconnected,
+}
+
+/// Receives one packet. The bytes after the request are stored in `data`.
+fn receive(socket: &OwnedFd, data: &mut [u8]) -> io::Result<Received> {
     let mut head = [0u8; size_of::<Request>()];
     let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
@@ -352,29 +380,31 @@ fn receive(socket: &OwnedFd, data: &mut [u8]) -> io::Result<Option<Option<Packet
             Err(error) => return Err(error.into()),
         }
     };
-    let given = control.drain().find_map(|message| match message {
+    let descriptor = control.drain().find_map(|message| match message {
         RecvAncillaryMessage::ScmRights(mut fds) => fds.next(),
         _ => None,
     });
     if received.bytes == 0 {
-        return Ok(None);
+        return Ok(Received::Disconnected);
     }
-    let whole = !received
+    let is_complete = !received
         .flags
         .intersects(ReturnFlags::TRUNC | ReturnFlags::CTRUNC);
     let request = Request::read_from_bytes(&head)
         .ok()
-        .filter(|_| whole && received.bytes >= head.len());
-    let len = received.bytes.saturating_sub(head.len());
-    Ok(Some(request.map(|request| Packet {
+        .filter(|_| is_complete && received.bytes >= head.len());
+    let Some(request) = request else {
+        return Ok(Received::Malformed);
+    };
+    Ok(Received::Packet(Packet {
         request,
-        len,
-        given,
-    })))
+        len: received.bytes.saturating_sub(head.len()),
+        descriptor,
+    }))
 }
 
 /// Answers a client's first request with the geometry of the arena and a descriptor of its file.
-fn hello<B: Backing>(socket: &OwnedFd, engine: &Engine<B>) -> io::Result<()> {
+fn send_geometry<B: Backing>(socket: &OwnedFd, engine: &Engine<B>) -> io::Result<()> {
     let arena = engine.arena();
     let geometry = arena.geometry();
     let reply = Reply {
@@ -402,25 +432,33 @@ fn hello<B: Backing>(socket: &OwnedFd, engine: &Engine<B>) -> io::Result<()> {
     Ok(())
 }
 
-/// A reply, the extents or bytes that follow it, and the descriptors that are sent with it.
-struct Answer(Reply, Vec<u8>, Vec<OwnedFd>);
+/// The answer to one request.
+struct Answer {
+    reply: Reply,
+    /// Slabs, extents or bytes of a file, which follow the reply in its packet.
+    data: Vec<u8>,
+    /// Descriptors that are sent with the packet.
+    files: Vec<OwnedFd>,
+}
 
 impl Answer {
+    /// Returns an answer that is only a status.
     fn status(status: Status) -> Self {
-        Self(
-            Reply {
-                status: status as u32,
-                ..Reply::default()
-            },
-            Vec::new(),
-            Vec::new(),
-        )
+        Reply {
+            status: status as u32,
+            ..Reply::default()
+        }
+        .into()
     }
 }
 
 impl From<Reply> for Answer {
     fn from(reply: Reply) -> Self {
-        Self(reply, Vec::new(), Vec::new())
+        Self {
+            reply,
+            data: Vec::new(),
+            files: Vec::new(),
+        }
     }
 }
 
@@ -436,7 +474,7 @@ impl From<DirectRefusal> for Answer {
 
 /// Returns the answer to a request about a grant, a lease, a chunk list or a memory file.
 fn answer<B: Backing>(
-    shared: &Shared<B>,
+    shared: &SocketShared<B>,
     client: ClientId,
     pid: u32,
     op: Op,
@@ -447,10 +485,13 @@ fn answer<B: Backing>(
     let engine = &shared.engine;
     let token = HandleId(token);
     let lease = || {
+        let request = SlabRequest {
+            pid,
+            cpu: len.checked_sub(1),
+            bytes: arg,
+        };
         shared.with_pass(token, || {
-            engine
-                .direct_access
-                .lease_slabs(client, token, (pid, len.checked_sub(1)), arg)
+            engine.direct_access.lease_slabs(client, token, request)
         })
     };
     match op {
@@ -471,13 +512,16 @@ fn answer<B: Backing>(
                     };
                     match arg {
                         0 => opened.into(),
-                        _ => lease().map_or_else(from_first_lease, |slabs| of_slabs(opened, slabs)),
+                        _ => lease()
+                            .map_or_else(refuse_first_lease, |slabs| slabs_answer(opened, slabs)),
                     }
                 }
                 Err(refusal) => refusal.into(),
             }
         }
-        Op::Lease => lease().map_or_else(Answer::from, |slabs| of_slabs(Reply::default(), slabs)),
+        Op::Lease => {
+            lease().map_or_else(Answer::from, |slabs| slabs_answer(Reply::default(), slabs))
+        }
         Op::EndWrite => {
             engine.direct_access.end_direct_access(client, token);
             Answer::status(Status::Ok)
@@ -485,12 +529,13 @@ fn answer<B: Backing>(
         Op::Extents => engine
             .direct_access
             .list_extents(token, arg, len as usize)
-            .map_or_else(Answer::from, of_list),
+            .map_or_else(Answer::from, list_answer),
         Op::Map => engine
             .direct_access
             .map_file(token)
-            .map_or_else(Answer::from, |file| {
-                Answer(Reply::default(), Vec::new(), vec![file])
+            .map_or_else(Answer::from, |file| Answer {
+                files: vec![file],
+                ..Reply::default().into()
             }),
         // A list needs no release: the file's word (a counter in the arena) tells the client when the list is invalid.
         Op::EndRead => Answer::status(Status::Ok),
@@ -499,17 +544,20 @@ fn answer<B: Backing>(
 }
 
 /// Returns an answer with leased slabs.
-fn of_slabs(reply: Reply, (lease, more): (Slab, Vec<Slab>)) -> Answer {
+fn slabs_answer(reply: Reply, (lease, more): (Slab, Vec<Slab>)) -> Answer {
     let reply = Reply {
         count: more.len() as u32,
         lease,
         ..reply
     };
-    Answer(reply, more.as_bytes().to_vec(), Vec::new())
+    Answer {
+        data: more.as_bytes().to_vec(),
+        ..reply.into()
+    }
 }
 
 /// Returns an answer with a chunk list.
-fn of_list(list: DirectList) -> Answer {
+fn list_answer(list: DirectList) -> Answer {
     let valid = |until: Instant| until.saturating_duration_since(Instant::now());
     let reply = Reply {
         count: list.extents.len() as u32,
@@ -523,12 +571,16 @@ fn of_list(list: DirectList) -> Answer {
             .map_or(0, |until| (valid(until).as_nanos() as u64).max(1)),
         ..Reply::default()
     };
-    Answer(reply, list.extents.as_bytes().to_vec(), list.files)
+    Answer {
+        reply,
+        data: list.extents.as_bytes().to_vec(),
+        files: list.files,
+    }
 }
 
 /// Returns the answer to a grant whose first lease was refused. The token was valid for the grant, so a bad token now
 /// means that the grant was revoked meanwhile.
-fn from_first_lease(refusal: DirectRefusal) -> Answer {
+fn refuse_first_lease(refusal: DirectRefusal) -> Answer {
     Answer::from(match refusal {
         DirectRefusal::BadToken => DirectRefusal::Busy,
         other => other,
@@ -540,8 +592,8 @@ fn refuse(socket: &OwnedFd, status: Status) -> io::Result<()> {
     send(socket, &Answer::status(status))
 }
 
-fn send(socket: &OwnedFd, Answer(reply, follows, files): &Answer) -> io::Result<()> {
-    let parts = [IoSlice::new(reply.as_bytes()), IoSlice::new(follows)];
+fn send(socket: &OwnedFd, Answer { reply, data, files }: &Answer) -> io::Result<()> {
+    let parts = [IoSlice::new(reply.as_bytes()), IoSlice::new(data)];
     let files: Vec<BorrowedFd<'_>> = files.iter().map(OwnedFd::as_fd).collect();
     let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FILES_MAX))];
     let mut control = SendAncillaryBuffer::new(&mut space);

@@ -48,16 +48,16 @@ pub fn list_arenas(options: &Options) -> Result<Vec<CheckReport>, RecoverError> 
     let runtime = runtime_dir()?;
     let mut reports = Vec::new();
     if let Some(dir) = open_runtime_dir(&runtime, uid)? {
-        read_arenas(&dir, &runtime, &mut reports);
+        check_arenas_in(&dir, &runtime, &mut reports);
     }
     if let Some(path) = options.arena_dir.as_deref().filter(|path| *path != runtime) {
-        read_arenas(&open_arena_dir(path)?, path, &mut reports);
+        check_arenas_in(&open_arena_dir(path)?, path, &mut reports);
     }
     Ok(reports)
 }
 
 /// Adds a check of each readable arena in a directory to `reports`.
-fn read_arenas(dir: &OwnedFd, path: &Path, reports: &mut Vec<CheckReport>) {
+fn check_arenas_in(dir: &OwnedFd, path: &Path, reports: &mut Vec<CheckReport>) {
     for entry in Dir::read_from(dir).into_iter().flatten().flatten() {
         let name = Path::new(OsStr::from_bytes(entry.file_name().to_bytes()));
         if name.extension() == Some(OsStr::new("arena"))
@@ -78,24 +78,25 @@ pub fn find_arena(path: &Path, options: &Options) -> Result<CheckReport, Recover
         return Ok(check(&absolute)?);
     }
     let mut arenas = list_arenas(options)?;
-    let made_for = |backing: &Path| {
+    let index_of_backing = |backing: &Path| {
         arenas.iter().position(|report| {
             let recorded = report.backing.as_ref();
             recorded.is_some_and(|recorded| recorded.as_path() == backing)
         })
     };
-    let index = made_for(&absolute).or_else(|| made_for(&firn_client::find::resolve(path).ok()?));
+    let index = index_of_backing(&absolute)
+        .or_else(|| index_of_backing(&firn_client::find::resolve(path).ok()?));
     match index {
         Some(index) => Ok(arenas.swap_remove(index)),
         None => Err(RecoverError::NoArena {
             path: path.to_owned(),
-            others: arenas.iter().map(describe).collect(),
+            others: arenas.iter().map(describe_other).collect(),
         }),
     }
 }
 
 /// Returns the text `; there is ARENA of BACKING`.
-fn describe(report: &CheckReport) -> String {
+fn describe_other(report: &CheckReport) -> String {
     let arena = quoted_path(&report.arena);
     let backing = report.backing.clone().unwrap_or_default();
     format!("; there is {arena} of {backing}")
@@ -111,7 +112,7 @@ pub fn discard(arena: &Path) -> Result<DiscardReport, RecoverError> {
     let runtime = runtime_dir()?;
     let files = RuntimeFiles::in_dir(&runtime, backing.as_path(), arena.parent());
     let lock = lock_arena(&arena, backing.as_path(), &files)?;
-    if !is_still_at(&lock, &arena) {
+    if !is_file_at(&lock, &arena) {
         return Err(RecoverError::NoArena {
             path: arena,
             others: String::new(),
@@ -128,8 +129,9 @@ pub fn discard(arena: &Path) -> Result<DiscardReport, RecoverError> {
     let spill = report.spill.clone().filter(|spill| {
         let removed = match &report.spill_fault {
             None | Some(SpillFault::Truncated { .. }) => {
-                let named = |error| format!("spill file {}: {error}", quoted_path(spill));
-                std::fs::remove_file(spill).map_err(named)
+                let describe_failure =
+                    |error| format!("spill file {}: {error}", quoted_path(spill));
+                std::fs::remove_file(spill).map_err(describe_failure)
             }
             Some(fault) => Err(fault.to_string()),
         };
@@ -152,7 +154,7 @@ fn check_parent(arena: &Path) -> Result<(), AttachError> {
 }
 
 /// Returns whether the locked file still has this name. A firnd that had the lock before may have removed it.
-fn is_still_at(locked: &OwnedFd, arena: &Path) -> bool {
+fn is_file_at(locked: &OwnedFd, arena: &Path) -> bool {
     let named = arena.symlink_metadata();
     fstat(locked).is_ok_and(|locked| {
         named.is_ok_and(|named| (named.dev(), named.ino()) == (locked.st_dev, locked.st_ino))

@@ -8,7 +8,8 @@
 //!   mount namespace.
 //! * If other mount namespaces have copies of the mount and use nothing in them, these copies end at the same time.
 //!
-//! Race: a program closes its files before firnd hears of it, so open files are checked again for [`RELEASE_PATIENCE`].
+//! Race: a program closes its files before firnd hears of it, so open files are checked again for
+//! [`CLOSE_REPORT_DELAY_MAX`].
 
 use std::io;
 use std::sync::mpsc::{Receiver, Sender};
@@ -21,24 +22,24 @@ use firn_format::quantity::{bytes, seconds};
 use firn_protocol::{HeldPolicy, Reply};
 
 use crate::attach::Attached;
+use crate::end_timeout::{forced_timeout, run_unless_given_up};
 use crate::event::Event;
 use crate::frontend::Frontend;
-use crate::last_drain::Progress;
+use crate::last_drain::ProgressCheck;
 use crate::mount_users::{Mounts, name_users};
 use crate::part::Parts;
-use crate::patience::{patience_ends, unless};
 use crate::process;
 use crate::replies::throttle_progress;
 use crate::store::Store;
 
 /// Timeout for the kernel to release a mount that was unmounted.
-const LET_GO: Duration = Duration::from_secs(10);
+const RELEASE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time in which files that programs have closed may still count as open: the kernel reports the last close later.
-const RELEASE_PATIENCE: Duration = Duration::from_secs(2);
+const CLOSE_REPORT_DELAY_MAX: Duration = Duration::from_secs(2);
 
 /// Whether the session with the kernel is over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Outcome {
+pub(crate) enum SessionEnd {
     /// No more requests will come.
     Ended,
     /// The mount is out of the file tree, but programs may still have files open in it.
@@ -47,7 +48,7 @@ pub(crate) enum Outcome {
 
 /// How the session has ended.
 pub(crate) struct Ending {
-    pub(crate) outcome: Outcome,
+    pub(crate) outcome: SessionEnd,
     /// The backing did not answer, so firnd makes no more calls on it.
     pub(crate) gave_up: bool,
 }
@@ -74,7 +75,7 @@ struct Interruptions<'a> {
     events: &'a Receiver<Event>,
     sender: &'a Sender<Event>,
     /// Events to be handled later; the drop sends them to the main loop again.
-    put_back: Vec<Event>,
+    postponed: Vec<Event>,
     /// A client has asked for a forced unmount.
     forced: bool,
 }
@@ -84,16 +85,16 @@ impl<'a> Interruptions<'a> {
         Self {
             events: mount.events,
             sender: mount.sender,
-            put_back: Vec::new(),
+            postponed: Vec::new(),
             forced: false,
         }
     }
 
     /// Reads the events that have arrived, and returns whether a client has asked for a forced unmount.
-    fn look(&mut self) -> bool {
+    fn read_events(&mut self) -> bool {
         for event in self.events.try_iter() {
             self.forced |= matches!(event, Event::Unmount { force: true, .. });
-            self.put_back.push(event);
+            self.postponed.push(event);
         }
         self.forced
     }
@@ -101,7 +102,7 @@ impl<'a> Interruptions<'a> {
 
 impl Drop for Interruptions<'_> {
     fn drop(&mut self) {
-        for event in self.put_back.drain(..) {
+        for event in self.postponed.drain(..) {
             let _ = self.sender.send(event);
         }
     }
@@ -115,10 +116,10 @@ pub(crate) fn by_signal(mount: &EndingMount<'_>) -> Ending {
     } = mount;
     tracing::info!("a signal asks firnd to end: draining");
     let mut interruptions = Interruptions::of(mount);
-    let names = frontend.names();
-    let carried = unless(|| interruptions.look(), mount.preparation())
-        .and_then(|()| unless(|| interruptions.look(), names));
-    if let Some(Err(error)) = carried {
+    let names = frontend.names_creator();
+    let named = run_unless_given_up(|| interruptions.read_events(), mount.preparation())
+        .and_then(|()| run_unless_given_up(|| interruptions.read_events(), names));
+    if let Some(Err(error)) = named {
         tracing::warn!(%error, "cannot create every name of the stub tree in the backing yet");
     }
     if let Err(error) =
@@ -127,16 +128,16 @@ pub(crate) fn by_signal(mount: &EndingMount<'_>) -> Ending {
             .durability
             .wait_tree(b"", DurabilityLevel::Drained, &mut |_, _| {
                 attached.io_threads.replace_hung();
-                !interruptions.look()
+                !interruptions.read_events()
             })
     {
         tracing::warn!(%error, "cannot drain everything yet");
     }
     let gave_up = interruptions.forced;
     drop(interruptions);
-    take_away(frontend);
+    take_mount_away(frontend);
     Ending {
-        outcome: let_go(frontend, mount.events),
+        outcome: wait_for_release(frontend, mount.events),
         gave_up,
     }
 }
@@ -149,53 +150,53 @@ pub(crate) fn by_request(
     mount: &EndingMount<'_>,
     force: bool,
     held: HeldPolicy,
-    say: &mut dyn FnMut(Reply) -> bool,
+    send_progress: &mut dyn FnMut(Reply) -> bool,
 ) -> Result<Ending, Reply> {
     let &EndingMount {
         attached, frontend, ..
     } = mount;
     let mut interruptions = Interruptions::of(mount);
-    let mut patience_ends = patience_ends();
+    let mut forced_timeout = forced_timeout();
     let mut give_up = || {
         if force {
-            patience_ends()
+            forced_timeout()
         } else {
-            interruptions.look()
+            interruptions.read_events()
         }
     };
     if !force {
         let parts = mount.parts.clone();
-        let obstacle = unless(&mut give_up, move || parts.find_obstacle());
-        if let Some(message) = obstacle.ok_or_else(overtaken)? {
+        let obstacle = run_unless_given_up(&mut give_up, move || parts.find_obstacle());
+        if let Some(message) = obstacle.ok_or_else(overtaken_reply)? {
             let errno = libc::EBUSY;
             return Err(Reply::Error { errno, message });
         }
     }
-    let left = unless(&mut give_up, mount.preparation());
-    let named = left.and_then(|()| {
+    let prepared = run_unless_given_up(&mut give_up, mount.preparation());
+    let named = prepared.and_then(|()| {
         if held != HeldPolicy::Drain {
             Some(Ok(()))
         } else {
-            unless(&mut give_up, frontend.names())
+            run_unless_given_up(&mut give_up, frontend.names_creator())
         }
     });
     if named.is_none() && !force {
-        return Err(overtaken());
+        return Err(overtaken_reply());
     }
     let mut gave_up = named.is_none();
     if held == HeldPolicy::Drain && !gave_up {
         if let Some(Err(error)) = named
             && !force
         {
-            return Err(refuse_names(error));
+            return Err(names_error_reply(error));
         }
-        gave_up = !drain_for_client(attached, force, &mut interruptions, say)?;
+        gave_up = !drain_for_client(attached, force, &mut interruptions, send_progress)?;
     }
     drop(interruptions);
     if gave_up {
         tracing::warn!("the backing does not answer: what is held stays in the arena");
     }
-    say(Reply::Progress {
+    send_progress(Reply::Progress {
         bytes_left: 0,
         files_left: 0,
         phase: "unmounting".into(),
@@ -205,17 +206,17 @@ pub(crate) fn by_request(
     }
     let copies = find_copies(frontend);
     match unmount_unless_used(frontend, force) {
-        Ok(()) => end_copies(frontend, copies),
-        Err(_) if force => take_away(frontend),
-        Err(error) => return Err(refused(&error, frontend)),
+        Ok(()) => detach_copies(frontend, copies),
+        Err(_) if force => take_mount_away(frontend),
+        Err(error) => return Err(unmount_error_reply(&error, frontend)),
     }
     Ok(Ending {
-        outcome: let_go(frontend, mount.events),
+        outcome: wait_for_release(frontend, mount.events),
         gave_up,
     })
 }
 
-fn refuse_names(error: Errno) -> Reply {
+fn names_error_reply(error: Errno) -> Reply {
     Reply::Error {
         errno: error.raw_os_error(),
         message: format!(
@@ -232,10 +233,10 @@ fn drain_for_client(
     attached: &Attached,
     force: bool,
     interruptions: &mut Interruptions<'_>,
-    say: &mut dyn FnMut(Reply) -> bool,
+    send_progress: &mut dyn FnMut(Reply) -> bool,
 ) -> Result<bool, Reply> {
-    let mut report = throttle_progress("draining", say);
-    let mut progress = Progress::new();
+    let mut report = throttle_progress("draining", send_progress);
+    let mut progress = ProgressCheck::new();
     let mut takes_data = true;
     let engine = &attached.engine;
     let drained =
@@ -246,19 +247,19 @@ fn drain_for_client(
                 report(bytes, files);
                 attached.io_threads.replace_hung();
                 if force {
-                    takes_data = progress.goes_on(bytes);
+                    takes_data = progress.has_progress(bytes);
                     return takes_data;
                 }
-                !interruptions.look()
+                !interruptions.read_events()
             });
     match drained {
-        Err(_) if interruptions.forced => Err(overtaken()),
+        Err(_) if interruptions.forced => Err(overtaken_reply()),
         Err(error) if !force => {
             let message = format!(
                 "{} cannot be drained: {}; they stay in memory{}: mend the backing and run `firn umount` again, or use --force to unmount and keep them in the arena",
                 bytes(engine.held_bytes()),
                 process::explain(error),
-                next_try(engine)
+                describe_next_try(engine)
             );
             Err(Reply::Error {
                 errno: error.raw_os_error(),
@@ -270,7 +271,7 @@ fn drain_for_client(
 }
 
 /// Returns the time of the next attempt to drain, as part of a sentence.
-fn next_try(engine: &Engine<Store>) -> String {
+fn describe_next_try(engine: &Engine<Store>) -> String {
     let lanes = engine.figures().lanes;
     let waits = lanes.iter().filter_map(|lane| lane.retry_seconds);
     waits.reduce(f64::min).map_or_else(String::new, |wait| {
@@ -283,7 +284,7 @@ fn next_try(engine: &Engine<Store>) -> String {
 /// A process that has just ended, or is about to run another program, may have a file open for a moment longer. Without
 /// `force` this function waits for that.
 fn unmount_unless_used(frontend: &Frontend, force: bool) -> io::Result<()> {
-    let deadline = Instant::now() + RELEASE_PATIENCE;
+    let deadline = Instant::now() + CLOSE_REPORT_DELAY_MAX;
     loop {
         let result = frontend.unmount(false);
         let is_busy = matches!(&result, Err(error) if error.raw_os_error() == Some(libc::EBUSY));
@@ -299,7 +300,7 @@ fn unmount_unless_used(frontend: &Frontend, force: bool) -> io::Result<()> {
 }
 
 /// Returns the reply for a client whose unmount was overtaken by a forced one.
-fn overtaken() -> Reply {
+fn overtaken_reply() -> Reply {
     let message = "another `firn umount --force` ends the mount without waiting".into();
     Reply::Error {
         errno: libc::ECANCELED,
@@ -309,7 +310,7 @@ fn overtaken() -> Reply {
 
 /// Refuses an unmount while programs use a copy of the mount. unmount(2) removes one mount only, so it would not fail.
 fn refuse_users_elsewhere(attached: &Attached, frontend: &Frontend) -> Result<(), Reply> {
-    let deadline = Instant::now() + RELEASE_PATIENCE;
+    let deadline = Instant::now() + CLOSE_REPORT_DELAY_MAX;
     loop {
         let Some(mounts) = find_copies(frontend) else {
             return Ok(());
@@ -347,7 +348,7 @@ fn find_copies(frontend: &Frontend) -> Option<Mounts> {
 
 /// Ends the copies of an unmounted mount in other mount namespaces. Otherwise the kernel would keep their connection,
 /// and no process would serve it.
-fn end_copies(frontend: &Frontend, copies: Option<Mounts>) {
+fn detach_copies(frontend: &Frontend, copies: Option<Mounts>) {
     let Some(mounts) = copies else {
         return;
     };
@@ -364,7 +365,7 @@ fn end_copies(frontend: &Frontend, copies: Option<Mounts>) {
     }
 }
 
-fn refused(error: &io::Error, frontend: &Frontend) -> Reply {
+fn unmount_error_reply(error: &io::Error, frontend: &Frontend) -> Reply {
     let errno = error.raw_os_error().unwrap_or(libc::EIO);
     let message = if errno == libc::EBUSY {
         let users = frontend.mounts().map(|mounts| mounts.users());
@@ -384,10 +385,10 @@ fn refused(error: &io::Error, frontend: &Frontend) -> Reply {
 }
 
 /// Takes the mount away, from programs that use it too: the connection is aborted and the mount is detached.
-fn take_away(frontend: &Frontend) {
+fn take_mount_away(frontend: &Frontend) {
     let copies = find_copies(frontend);
     match frontend.unmount(false) {
-        Ok(()) => return end_copies(frontend, copies),
+        Ok(()) => return detach_copies(frontend, copies),
         Err(error) => {
             tracing::warn!(%error, "the mount is in use: programs that use it lose it")
         }
@@ -400,28 +401,29 @@ fn take_away(frontend: &Frontend) {
     }
 }
 
-/// Waits until the kernel releases the mount. After [`LET_GO`] the connection is aborted, because a program that firnd
-/// cannot see still uses it.
-fn let_go(frontend: &Frontend, events: &Receiver<Event>) -> Outcome {
-    if wait_for_end(events) == Outcome::Ended {
-        return Outcome::Ended;
+/// Waits until the kernel releases the mount. After [`RELEASE_TIMEOUT`] the connection is aborted, because a program
+/// that firnd cannot see still uses it.
+fn wait_for_release(frontend: &Frontend, events: &Receiver<Event>) -> SessionEnd {
+    if wait_for_end(events) == SessionEnd::Ended {
+        return SessionEnd::Ended;
     }
     tracing::warn!("a program that firnd cannot see still has the mount, and loses it");
     match frontend.abort() {
         Ok(()) => wait_for_end(events),
         Err(error) => {
             tracing::warn!(%error, "cannot abort the connection: the arena stays");
-            Outcome::Lingering
+            SessionEnd::Lingering
         }
     }
 }
 
-/// Waits at most [`LET_GO`] for [`Event::Ended`]. Clients that ask for an unmount meanwhile learn that firnd is ending.
-fn wait_for_end(events: &Receiver<Event>) -> Outcome {
-    let deadline = Instant::now() + LET_GO;
+/// Waits at most [`RELEASE_TIMEOUT`] for [`Event::Ended`]. Clients that ask for an unmount meanwhile learn that firnd
+/// is ending.
+fn wait_for_end(events: &Receiver<Event>) -> SessionEnd {
+    let deadline = Instant::now() + RELEASE_TIMEOUT;
     while let Some(left) = deadline.checked_duration_since(Instant::now()) {
         match events.recv_timeout(left) {
-            Ok(Event::Ended) => return Outcome::Ended,
+            Ok(Event::Ended) => return SessionEnd::Ended,
             Ok(Event::Unmount { client, .. }) => {
                 let message = "firnd is ending already".into();
                 let _ = client.reply.send(Reply::Error {
@@ -433,5 +435,5 @@ fn wait_for_end(events: &Receiver<Event>) -> Outcome {
             Err(_) => break,
         }
     }
-    Outcome::Lingering
+    SessionEnd::Lingering
 }

@@ -15,14 +15,14 @@ pub(crate) enum Event {
         /// What happens to the data that the arena holds.
         held: HeldPolicy,
         /// The client that asks.
-        client: Client,
+        client: UnmountClient,
     },
     /// The kernel has released the mount.
     Ended,
 }
 
-/// A client that waits for an unmount.
-pub(crate) struct Client {
+/// A client that waits for the unmount which it has asked for.
+pub(crate) struct UnmountClient {
     /// Sends replies to the client.
     pub(crate) reply: Sender<Reply>,
     /// Gets a message after the final reply was sent or lost.

@@ -32,8 +32,8 @@ pub(crate) fn start(
     let host = host_name(options)?;
     let base = open_backing(backing)?;
     let refused = own_error(backing);
-    let firn = own::dir(&base, &base.root(), TOP).map_err(&refused)?;
-    let dir = own::dir(&base, &firn, FILE_LOCKS);
+    let firn = own::make_dir(&base, &base.root(), TOP).map_err(&refused)?;
+    let dir = own::make_dir(&base, &firn, FILE_LOCKS);
     let dir = dir.map_err(|error| refused(error.below(TOP)))?;
     let hosts = LivingHosts::over(backing, LeaseUse::Logs, &host)?;
     let others = Box::new(move || hosts.others_living());

@@ -21,9 +21,9 @@ use signal_hook::iterator::Signals;
 use crate::assembly::Assembled;
 use crate::attach::Attached;
 use crate::backup;
-use crate::end::{self, Ending, Outcome};
+use crate::end::{self, Ending, SessionEnd};
 use crate::error::MountError;
-use crate::event::{Client, Event};
+use crate::event::{Event, UnmountClient};
 use crate::frontend::Frontend;
 use crate::host_name::shown_host_name;
 use crate::keeper::{KeeperLink, Summons};
@@ -113,7 +113,7 @@ fn find_new(request: &MountRequest, reporter: &mut Reporter<'_>) -> Result<Found
     )?;
     spill::check(options, &checked, &mut |text| reporter.notice(text))?;
     backup::check(options, &checked)?;
-    placement::check(options, &checked)?;
+    placement::check_lanes(options, &checked)?;
     let files = find_runtime_files(&checked.backing, options)?;
     let is_fuse = options.frontend == firn_config::Frontend::Fuse;
     // A stub tree hides nothing, and the one of an earlier firnd at the mount point is told of below.
@@ -376,7 +376,7 @@ impl Mount {
         }
         // A session that lingers may still write: then the arena stays, whatever is in it now.
         let arena = match held {
-            _ if outcome != Outcome::Ended => ArenaEnd::Keep,
+            _ if outcome != SessionEnd::Ended => ArenaEnd::Keep,
             HeldPolicy::Discard => ArenaEnd::Discard,
             HeldPolicy::Drain | HeldPolicy::Keep => ArenaEnd::RemoveIfEmpty,
         };
@@ -407,7 +407,7 @@ impl Mount {
         match (stop.left_bytes, stop.left_in_logs.error) {
             (0, None) => Ok(()),
             (0, Some(source)) => Err(MountError::LeftInLogs { backing, source }),
-            _ if stop.held == HeldPolicy::Keep => Ok(()),
+            _ if stop.held_policy == HeldPolicy::Keep => Ok(()),
             (bytes, _) => Err(MountError::Left {
                 bytes,
                 arena: self.attached.files.arena.clone(),
@@ -432,7 +432,7 @@ impl Mount {
                 Err(RecvTimeoutError::Disconnected) | Ok(Event::Ended) => {
                     tracing::info!("unmounted by umount(8)");
                     return End::unasked(Ending {
-                        outcome: Outcome::Ended,
+                        outcome: SessionEnd::Ended,
                         gave_up: false,
                     });
                 }
@@ -463,13 +463,13 @@ impl Mount {
 
 /// How a mount came to its end.
 struct End {
-    outcome: Outcome,
+    outcome: SessionEnd,
     /// The backing did not answer: nothing more is asked of it.
     gave_up: bool,
     /// It does not wait for a backing that does not answer.
     force: bool,
     /// The client that asked for the end.
-    client: Option<Client>,
+    client: Option<UnmountClient>,
     /// What becomes of the data that is held.
     held: HeldPolicy,
 }

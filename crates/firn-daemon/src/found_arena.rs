@@ -104,7 +104,7 @@ pub(crate) fn find(
         ..
     } = target;
     let path = &files.arena;
-    let (geometry, spill_path) = spill::wanted(files, options)?;
+    let (geometry, spill_path) = spill::wanted_geometry(files, options)?;
     let topology = options
         .numa_topology
         .as_deref()

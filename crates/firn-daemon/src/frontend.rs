@@ -26,8 +26,8 @@ use crate::runtime_files::waiting_tree;
 use crate::store::Store;
 
 /// Time in which descriptors of ended processes may still count as open.
-const RELEASE_PATIENCE: Duration = Duration::from_secs(2);
-const PAUSE: Duration = Duration::from_millis(5);
+const RELEASE_TIMEOUT: Duration = Duration::from_secs(2);
+const RELEASE_CHECK_EVERY: Duration = Duration::from_millis(5);
 
 /// How programs use the mount.
 pub(crate) enum Frontend {
@@ -101,9 +101,9 @@ impl Stubs {
                 libc::ENAMETOOLONG,
             ))
         };
-        let mut place = [0; 112];
+        let mut socket_path = [0; 112];
         let bytes = std::os::unix::ffi::OsStrExt::as_bytes(socket.as_os_str());
-        place
+        socket_path
             .get_mut(..bytes.len())
             .filter(|_| bytes.len() < 108)
             .ok_or_else(long)?
@@ -117,7 +117,7 @@ impl Stubs {
             refuses_locks: u32::from(shares_files),
             unused: 0,
             arena,
-            socket: place,
+            socket: socket_path,
             prefix: trees::path_bytes(self.tree.root()).ok_or_else(long)?,
             backing: trees::path_bytes(backing).ok_or_else(long)?,
         };
@@ -143,16 +143,16 @@ impl Stubs {
         if let Err(error) = self.tree.remove() {
             tracing::warn!(%error, "cannot remove the stub tree");
         }
-        forget_place(&root, &self.files);
+        unmount_made_tmpfs(&root, &self.files);
     }
 }
 
 /// Removes the file that describes a tree, and unmounts the tmpfs if firnd has mounted it.
-fn forget_place(root: &Path, files: &RuntimeFiles) {
+fn unmount_made_tmpfs(root: &Path, files: &RuntimeFiles) {
     let _ = std::fs::remove_file(&files.stub);
     // A tmpfs that the user has mounted here stays. The unmount is lazy, because an unmount fails while programs use
     // the directory.
-    if is_made_by_firnd(root) {
+    if is_mounted_by_firnd(root) {
         let _ = unmount(root, UnmountFlags::DETACH);
     }
 }
@@ -165,12 +165,12 @@ pub(crate) fn discard_tree(files: &RuntimeFiles) -> Result<(), AttachError> {
     };
     remove_left_tree(&root, &files.names)
         .map_err(AttachError::io("remove the stub tree that firnd left"))?;
-    forget_place(&root, files);
+    unmount_made_tmpfs(&root, files);
     Ok(())
 }
 
 /// Returns whether firnd has mounted the file system at a path.
-fn is_made_by_firnd(root: &Path) -> bool {
+fn is_mounted_by_firnd(root: &Path) -> bool {
     let text = std::fs::read("/proc/self/mountinfo").unwrap_or_default();
     let entries = mountinfo::parse(&text);
     mountinfo::on_top(&entries, root)
@@ -179,7 +179,7 @@ fn is_made_by_firnd(root: &Path) -> bool {
 
 impl Frontend {
     /// Returns a function that creates the names of a stub tree in the backing. It may wait for the backing.
-    pub(crate) fn names(&self) -> impl FnOnce() -> Result<(), Errno> + Send + 'static {
+    pub(crate) fn names_creator(&self) -> impl FnOnce() -> Result<(), Errno> + Send + 'static {
         let tree = match self {
             Self::Mount(_) => None,
             Self::Tree(stubs) => Some(Arc::clone(&stubs.tree)),
@@ -190,7 +190,7 @@ impl Frontend {
     /// Returns the mounts of the file system in all namespaces; `None` for a stub tree, or if they cannot be read.
     pub(crate) fn mounts(&self) -> Option<Mounts> {
         match self {
-            Self::Mount(session) => Some(Mounts::of(session.device()?, session.mount_point())),
+            Self::Mount(session) => Some(Mounts::find(session.device()?, session.mount_point())),
             Self::Tree(_) => None,
         }
     }
@@ -202,9 +202,9 @@ impl Frontend {
             Self::Tree(stubs) => {
                 // The kernel closes the files of a process before its end is reported, and firnd hears of that soon
                 // after.
-                let deadline = Instant::now() + RELEASE_PATIENCE;
+                let deadline = Instant::now() + RELEASE_TIMEOUT;
                 while !lazy && stubs.tree.open_count() > 0 && Instant::now() < deadline {
-                    std::thread::sleep(PAUSE);
+                    std::thread::sleep(RELEASE_CHECK_EVERY);
                 }
                 if !lazy && stubs.tree.open_count() > 0 {
                     return Err(io::Error::from_raw_os_error(libc::EBUSY));

@@ -57,9 +57,13 @@ pub(crate) fn open_ground(
     let (directory, steered, wanted) = match target.purpose {
         Purpose::Mount => {
             let opened = steering::open_steered(directory, options)?;
-            (opened.directory, opened.steered, placement::Use::Place)
+            (
+                opened.directory,
+                opened.steered,
+                placement::NewFiles::ByOptions,
+            )
         }
-        Purpose::Salvage => (directory, None, placement::Use::Serve),
+        Purpose::Salvage => (directory, None, placement::NewFiles::InBacking),
     };
     let store = open_layers(backing, directory, options, wanted, lease, notice)?;
     let steered = steered.map(|steered| SteeredLanes::new(steered, backing));
@@ -77,7 +81,7 @@ pub(crate) fn serve_ground(
 ) -> Result<LoggableStore, AttachError> {
     let directory = open_backing(backing)?;
     let mut notice = |text| tracing::warn!("{text}");
-    let wanted = placement::Use::Serve;
+    let wanted = placement::NewFiles::InBacking;
     open_layers(backing, directory, options, wanted, lease, &mut notice)
 }
 
@@ -85,7 +89,7 @@ fn open_layers(
     backing: &Path,
     directory: DirBacking,
     options: &Options,
-    wanted: placement::Use,
+    wanted: placement::NewFiles,
     lease: &mut HostLease,
     notice: &mut dyn FnMut(String),
 ) -> Result<LoggableStore, AttachError> {

@@ -29,21 +29,27 @@ use firn_transact::{StoreError, TOP, TransactionalBacking};
 use parking_lot::Mutex;
 
 use crate::error::AttachError;
+use crate::lock::ENDING_PROCESS_TIMEOUT;
 
-const PAUSE: Duration = Duration::from_millis(50);
-/// Timeout for a process of the same host name that is ending.
-const DYING: Duration = crate::lock::DYING;
-/// Timeout at the end of a mount for the release of the lease. If it passes, the next holder must wait for the lease to
-/// expire.
-const RELEASE_PATIENCE: Duration = Duration::from_secs(2);
+/// Pause between two attempts to take a lease.
+const TAKE_RETRY_EVERY: Duration = Duration::from_millis(50);
 
-/// Returns whether this use accepts another host's beats as a sign of life where locks do not reach that host.
-fn believes_beats(purpose: LeaseUse) -> bool {
+/// How long the end of a mount waits for the release of the lease. After that the mount ends anyway, and the next
+/// holder must wait until the lease counts as stale.
+const RELEASE_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Returns whether this use is safe on a file system whose locks exclude processes of the same host only.
+///
+/// * Logs are safe: each host writes its own log. Without locks, the beats show that a host is alive, and late writes
+///   of a host that counts as dead go to the next generation of the log.
+/// * Lanes are safe: nothing depends on the lease.
+/// * Transactions and tokens need locks that exclude other hosts.
+fn allows_local_locks(purpose: LeaseUse) -> bool {
     matches!(purpose, LeaseUse::Logs | LeaseUse::Lanes)
 }
 
-/// Returns the error for locks that do not reach other hosts.
-fn no_reach(purpose: LeaseUse, backing: &Path, reason: &ReachError) -> AttachError {
+/// Returns the error of a mount whose use needs locks that exclude other hosts.
+fn reach_error(purpose: LeaseUse, backing: &Path, reason: &ReachError) -> AttachError {
     let backing = backing.into();
     let reason = reason.to_string();
     match purpose {
@@ -53,8 +59,8 @@ fn no_reach(purpose: LeaseUse, backing: &Path, reason: &ReachError) -> AttachErr
     }
 }
 
-/// Returns what a lost lease means for this use, for the log.
-fn consequence(purpose: LeaseUse) -> &'static str {
+/// Returns what the loss of the lease means for this use, as part of a log message.
+fn consequence_of_loss(purpose: LeaseUse) -> &'static str {
     match purpose {
         LeaseUse::Transactions => "its transactions are refused",
         LeaseUse::Tokens => "locks of its backing do not keep hosts apart",
@@ -77,7 +83,7 @@ pub(crate) fn own_error(backing: &Path) -> impl Fn(OwnError) -> AttachError {
     move |error| in_backing(StoreError::from(error).into())
 }
 
-/// A callback that returns what a beat says of this mount.
+/// A callback that returns the report for a beat.
 type Reporter = Arc<dyn Fn() -> HostReport + Send + Sync>;
 
 /// What the thread of the beats shares with the mount: whether the lease is lost, and the callback for reports.
@@ -88,7 +94,8 @@ pub(crate) struct LeaseState {
 }
 
 impl LeaseState {
-    /// Returns why this host has lost its lease, if it has. Another process may act in its name then.
+    /// Returns why this host has lost its lease; `None` while the host has it. After the loss another process may act
+    /// in the name of this host.
     pub(crate) fn lost(&self) -> Option<&str> {
         self.lost.get().map(String::as_str)
     }
@@ -121,28 +128,30 @@ impl fmt::Debug for LeaseState {
 #[derive(Debug)]
 pub(crate) struct HostLease {
     backing: PathBuf,
-    held: Option<Held>,
+    lease: Option<TakenLease>,
 }
 
-/// What a dead host has left in a backing.
+/// What a dead host has left behind, by its last beat and by its transactions in the backing.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Estate {
+pub(crate) struct DeadHostState {
     /// The host may have transactions in the backing.
     pub(crate) has_transactions: bool,
     /// Bytes that the host held in memory at its last beat.
     pub(crate) held_bytes: u64,
 }
 
-/// A lease that is taken.
+/// A lease that this process has, and the thread that renews it.
 #[derive(Debug)]
-struct Held {
+struct TakenLease {
     me: Holder,
+    /// The uses that other hosts can see in the record.
     uses: BTreeSet<LeaseUse>,
     /// Whether locks reach other hosts; `None` until this is checked.
     reach: Option<Result<(), ReachError>>,
     state: Arc<LeaseState>,
-    /// The drop of the sender ends the thread.
+    /// Sends uses to the thread, which alone writes the record. The drop of the sender ends the thread.
     requests: Option<Sender<UseRequest>>,
+    /// Receives a message when the thread has released the lease.
     released: Receiver<()>,
 }
 
@@ -158,7 +167,7 @@ impl HostLease {
     pub(crate) fn on(backing: &Path) -> Self {
         Self {
             backing: backing.into(),
-            held: None,
+            lease: None,
         }
     }
 
@@ -173,10 +182,10 @@ impl HostLease {
         host: &str,
         terms: &Terms,
     ) -> Result<(), AttachError> {
-        let is_first = self.held.is_none();
+        let is_first = self.lease.is_none();
         let used = self.begin_use(purpose, host, terms);
         if used.is_err() && is_first {
-            self.held = None;
+            self.lease = None;
         }
         used
     }
@@ -187,30 +196,35 @@ impl HostLease {
         host: &str,
         terms: &Terms,
     ) -> Result<(), AttachError> {
-        let held = match self.held.take() {
-            Some(held) => held,
+        let lease = match self.lease.take() {
+            Some(lease) => lease,
             None => {
                 let base = open_backing(&self.backing)?;
                 let dir = make_host_dir(&base, host).map_err(own_error(&self.backing))?;
-                Held::take(base, dir, purpose, host, &self.backing)?
+                TakenLease::take(base, dir, purpose, host, &self.backing)?
             }
         };
-        let held = self.held.insert(held);
-        debug_assert_eq!(held.me.host, host, "a process acts in the name of one host");
+        let lease = self.lease.insert(lease);
+        debug_assert_eq!(
+            lease.me.host, host,
+            "a process acts in the name of one host"
+        );
         // The use is published before this host reads what others have published. So of two hosts that mount at once,
         // at least one sees the other.
-        held.add_use(purpose, terms, &self.backing)?;
-        match held.find_reach(&self.backing)? {
+        lease.add_use(purpose, terms, &self.backing)?;
+        match lease.find_reach(&self.backing)? {
             Ok(()) => Ok(()),
-            Err(ReachError::StaysOnHost { .. }) if believes_beats(purpose) => Ok(()),
+            Err(ReachError::StaysOnHost { .. }) if allows_local_locks(purpose) => Ok(()),
             Err(ReachError::Own(error)) => Err(own_error(&self.backing)(error.clone())),
-            Err(reason) => Err(no_reach(purpose, &self.backing, reason)),
+            Err(reason) => Err(reach_error(purpose, &self.backing, reason)),
         }
     }
 
-    /// Takes the lease of a dead host, to finish what it began. `None`: it has no lease, or it has released its lease
-    /// and has no transactions.
-    pub(crate) fn take_over(&mut self, host: &str) -> Result<Option<Estate>, AttachError> {
+    /// Takes the lease of a dead host, so that this process may finish the host's transactions.
+    ///
+    /// `None` if there is nothing to finish: the host has no lease, or it has released its lease and has no
+    /// transactions. Fails if the host is alive.
+    pub(crate) fn take_over(&mut self, host: &str) -> Result<Option<DeadHostState>, AttachError> {
         let base = open_backing(&self.backing)?;
         let refused = own_error(&self.backing);
         let Some(dir) = find_host_dir(&base, host).map_err(&refused)? else {
@@ -232,33 +246,33 @@ impl HostLease {
         } else {
             uses.first().copied().unwrap_or(LeaseUse::Tokens)
         };
-        let report = last.as_ref().and_then(report_in);
-        self.held = Some(Held::take(base, dir, purpose, host, &self.backing)?);
-        Ok(Some(Estate {
+        let report = last.as_ref().and_then(report_of_beat);
+        self.lease = Some(TakenLease::take(base, dir, purpose, host, &self.backing)?);
+        Ok(Some(DeadHostState {
             has_transactions,
             held_bytes: report.map_or(0, |report| report.held_bytes),
         }))
     }
 
-    /// Returns the state of the lease if transactions depend on it.
+    /// Returns the state of the lease if transactions depend on it; `None` otherwise.
     pub(crate) fn state_of_transactions(&self) -> Option<Arc<LeaseState>> {
-        let held = self.held.as_ref()?;
-        let is_needed = held.uses.contains(&LeaseUse::Transactions);
-        is_needed.then(|| Arc::clone(&held.state))
+        let lease = self.lease.as_ref()?;
+        let is_needed = lease.uses.contains(&LeaseUse::Transactions);
+        is_needed.then(|| Arc::clone(&lease.state))
     }
 
-    /// Returns the state of the lease; `None` if it is not taken.
+    /// Returns the state of the lease; `None` if it is not lease.
     pub(crate) fn state(&self) -> Option<Arc<LeaseState>> {
-        self.held.as_ref().map(|held| Arc::clone(&held.state))
+        self.lease.as_ref().map(|lease| Arc::clone(&lease.state))
     }
 
     /// Releases the lease: nothing acts in the name of this host any more.
     pub(crate) fn release(&mut self) {
-        self.held = None;
+        self.lease = None;
     }
 }
 
-impl Held {
+impl TakenLease {
     /// Takes the lease in `dir` and starts the thread of the beats.
     fn take(
         base: DirBacking,
@@ -267,8 +281,8 @@ impl Held {
         host: &str,
         backing: &Path,
     ) -> Result<Self, AttachError> {
-        let me = this_process(host)?;
-        let lease = take_patiently(&base, &dir, purpose, &me, backing)?;
+        let me = holder_of_this_process(host)?;
+        let lease = take_lease(&base, &dir, purpose, &me, backing)?;
         let uses = BTreeSet::from([purpose]);
         let state = Arc::new(LeaseState::default());
         let (requests, asked) = mpsc::channel();
@@ -291,7 +305,7 @@ impl Held {
         })
     }
 
-    /// Asks the thread to add a use and the terms of the mount to the lease, and waits for that.
+    /// Adds a use and the terms of the mount to the lease, and waits until both are stored in the backing.
     fn add_use(
         &mut self,
         purpose: LeaseUse,
@@ -326,7 +340,8 @@ impl Held {
         }
     }
 
-    /// Returns whether locks reach other hosts. The first call checks it, the next ones repeat the answer.
+    /// Returns whether locks exclude other hosts. The first call checks this, which may take
+    /// [`firn_hosts::STALE_AFTER`]; later calls return the same answer.
     fn find_reach(&mut self, backing: &Path) -> Result<&Result<(), ReachError>, AttachError> {
         let reach = match self.reach.take() {
             Some(reach) => reach,
@@ -336,10 +351,10 @@ impl Held {
     }
 }
 
-impl Drop for Held {
+impl Drop for TakenLease {
     fn drop(&mut self) {
         drop(self.requests.take());
-        let _ = self.released.recv_timeout(RELEASE_PATIENCE);
+        let _ = self.released.recv_timeout(RELEASE_TIMEOUT);
     }
 }
 
@@ -365,7 +380,12 @@ fn beat_until_stopped(
         match beaten {
             Ok(()) => {}
             Err(error @ LeaseError::Lost { .. }) => {
-                let consequences: Vec<_> = lease.uses().iter().copied().map(consequence).collect();
+                let consequences: Vec<_> = lease
+                    .uses()
+                    .iter()
+                    .copied()
+                    .map(consequence_of_loss)
+                    .collect();
                 tracing::error!(%error, "this host has lost its lease: {}", consequences.join("; "));
                 let _ = state.lost.set(error.to_string());
                 return;
@@ -390,14 +410,15 @@ fn add_use(
     publish_terms(base, dir, lease, &request.terms).map_err(LeaseError::from)
 }
 
-/// The lease of a mount of this boot that ended without releasing it.
+/// A lease that the process of an earlier mount has not released before it died.
 struct DeadLease {
     host: String,
     dir: <DirBacking as Volume>::Inode,
     purpose: LeaseUse,
 }
 
-/// Returns the unreleased leases of dead mounts that had this arena.
+/// Returns the unreleased leases of dead mounts that had this arena. A lease counts only if its free lock proves that
+/// the process is dead.
 fn find_leases_of_arena(
     base: &DirBacking,
     backing: &Path,
@@ -412,30 +433,30 @@ fn find_leases_of_arena(
         let Some(beat) = Beat::read(base, &dir).map_err(&refused)? else {
             continue;
         };
-        let me = this_process(&host)?;
+        let me = holder_of_this_process(&host)?;
         let device = base.attr(&dir).map_err(|errno| refused(errno.into()))?.dev;
-        let was_its = report_in(&beat).is_some_and(|report| report.arena.as_path() == arena);
+        let had_arena = report_of_beat(&beat).is_some_and(|report| report.arena.as_path() == arena);
         let is_dead = !beat.is_released() && beat.is_settled_by_lock(&me.boot, device);
         let purpose = beat.uses().and_then(|uses| uses.first().copied());
-        if let Some(purpose) = purpose.filter(|_| was_its && is_dead) {
+        if let Some(purpose) = purpose.filter(|_| had_arena && is_dead) {
             found.push(DeadLease { host, dir, purpose });
         }
     }
     Ok(found)
 }
 
-/// Returns whether the dead mount that had an arena shared its backing with other hosts.
-pub(crate) fn was_shared(backing: &Path, arena: &Path) -> Result<bool, AttachError> {
+/// Returns whether the dead mount that had an arena shared its backing with other hosts: it has left a lease.
+pub(crate) fn was_backing_shared(backing: &Path, arena: &Path) -> Result<bool, AttachError> {
     let base = open_backing(backing)?;
     Ok(!find_leases_of_arena(&base, backing, arena)?.is_empty())
 }
 
 /// Releases the leases of dead mounts that had this arena. Call this after the arena is removed, when its data is in
 /// the backing.
-pub(crate) fn release_of_arena(backing: &Path, arena: &Path) -> Result<(), AttachError> {
+pub(crate) fn release_leases_of_arena(backing: &Path, arena: &Path) -> Result<(), AttachError> {
     let base = open_backing(backing)?;
     for dead in find_leases_of_arena(&base, backing, arena)? {
-        let me = this_process(&dead.host)?;
+        let me = holder_of_this_process(&dead.host)?;
         if let Ok(lease) = Lease::take(&base, &dead.dir, dead.purpose, &me, &mut |_| ()) {
             // The released lease names no uses. Logs and transactions that remain in the backing are found without it.
             let _ = lease.release(&base, None);
@@ -448,7 +469,7 @@ pub(crate) fn release_of_arena(backing: &Path, arena: &Path) -> Result<(), Attac
 /// the memory; `None` if there is no such lease.
 ///
 /// Call this only if there is no arena.
-pub(crate) fn release_of_last_boot(
+pub(crate) fn release_lease_of_last_boot(
     backing: &Path,
     host: &str,
     arena: &Path,
@@ -461,11 +482,11 @@ pub(crate) fn release_of_last_boot(
     let Some(beat) = Beat::read(&base, &dir).map_err(&refused)? else {
         return Ok(None);
     };
-    let me = this_process(host)?;
+    let me = holder_of_this_process(host)?;
     let is_of_last_boot = beat.holder().is_some_and(|holder| holder.boot != me.boot);
     // A mount of another user of this host may have had the lease; its arena has another path.
     let is_ours = |report: &HostReport| report.arena.as_path() == arena;
-    let Some(report) = report_in(&beat).filter(is_ours) else {
+    let Some(report) = report_of_beat(&beat).filter(is_ours) else {
         return Ok(None);
     };
     let purpose = beat.uses().and_then(|uses| uses.first().copied());
@@ -485,28 +506,30 @@ pub(crate) fn release_of_last_boot(
 }
 
 /// Returns the report in a beat; `None` if there is none, or if this version cannot read it.
-fn report_in(beat: &Beat) -> Option<HostReport> {
+fn report_of_beat(beat: &Beat) -> Option<HostReport> {
     beat.report()
         .and_then(|report| serde_json::from_value(report).ok())
 }
 
-fn this_process(host: &str) -> Result<Holder, AttachError> {
+fn holder_of_this_process(host: &str) -> Result<Holder, AttachError> {
     Holder::this_process(host).map_err(AttachError::io("read the boot id of this host"))
 }
 
-/// Takes a lease; waits up to [`DYING`] for a process of the same name that is ending.
-fn take_patiently(
+/// Takes a lease. Waits up to [`ENDING_PROCESS_TIMEOUT`] if another process has it, because that process may be ending.
+fn take_lease(
     base: &DirBacking,
     dir: &<DirBacking as Volume>::Inode,
     purpose: LeaseUse,
     me: &Holder,
     backing: &Path,
 ) -> Result<Lease<DirBacking>, AttachError> {
-    let deadline = Instant::now() + DYING;
+    let deadline = Instant::now() + ENDING_PROCESS_TIMEOUT;
     loop {
         match Lease::take(base, dir, purpose, me, &mut std::thread::sleep) {
             Ok(lease) => return Ok(lease),
-            Err(LeaseError::Held { .. }) if Instant::now() < deadline => std::thread::sleep(PAUSE),
+            Err(LeaseError::Held { .. }) if Instant::now() < deadline => {
+                std::thread::sleep(TAKE_RETRY_EVERY)
+            }
             Err(LeaseError::Held { .. } | LeaseError::Lost { .. }) => {
                 return Err(AttachError::HostHeld {
                     host: me.host.clone(),
@@ -516,11 +539,11 @@ fn take_patiently(
             Err(LeaseError::Unreached { .. }) => {
                 let host = me.host.clone();
                 let reason = ReachError::StaysOnHost { host };
-                return Err(no_reach(purpose, backing, &reason));
+                return Err(reach_error(purpose, backing, &reason));
             }
             Err(LeaseError::NoLock(errno)) => {
                 let reason = ReachError::Refused(errno);
-                return Err(no_reach(purpose, backing, &reason));
+                return Err(reach_error(purpose, backing, &reason));
             }
             Err(LeaseError::Own(error)) => {
                 let dir = host_dir_name(&me.host);
@@ -530,7 +553,7 @@ fn take_patiently(
     }
 }
 
-/// Answers which hosts that use a backing for one purpose are alive.
+/// Tells which of the hosts that use a backing for one purpose are alive.
 pub(crate) struct LivingHosts {
     base: DirBacking,
     watch: HostWatch,
@@ -543,7 +566,7 @@ impl LivingHosts {
     pub(crate) fn over(backing: &Path, purpose: LeaseUse, host: &str) -> Result<Self, AttachError> {
         Ok(Self {
             base: open_backing(backing)?,
-            watch: HostWatch::new(purpose, this_process(host)?.boot),
+            watch: HostWatch::new(purpose, holder_of_this_process(host)?.boot),
             host: host.to_owned(),
         })
     }
@@ -553,7 +576,7 @@ impl LivingHosts {
         Ok(self.watch.others_living(&self.base, &self.host)?)
     }
 
-    /// Returns whether a host is alive, as far as its lease shows that here.
+    /// Returns whether a host is alive, by what this host can see of that host's lease.
     pub(crate) fn is_living(&self, host: &str) -> Result<bool, Errno> {
         Ok(self.watch.is_living(&self.base, host)?)
     }

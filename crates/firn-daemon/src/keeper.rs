@@ -43,8 +43,8 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 pub(crate) use link::{KeeperLink, NextFirnd, ResumedMount, Summons};
 pub(crate) use message::uptime;
-use message::{Kept, Label, LastUpgrade, Message, Socket, Tag};
-use watchdog::{Due, Watchdog};
+use message::{KeptDescriptor, Label, LastUpgrade, Message, Socket, Tag};
+use watchdog::{Watchdog, WatchdogAction};
 
 /// The name (argument 0) under which the binary is a keeper.
 pub const KEEPER_NAME: &str = "firn-keeper";
@@ -55,8 +55,8 @@ pub(crate) const ENDS_WITH_PARENT: &str = "ends-with-parent";
 /// The argument of a firnd whose stdin is a socket to its keeper.
 pub(crate) const KEPT: &str = "kept";
 
-/// A firnd that has served for this time has taken the mount over well; its death is not counted as a failure.
-const SERVED_WELL: Duration = Duration::from_millis(250);
+/// The death of a firnd that has served for at least this time is not counted as a failure to take the mount over.
+const GOOD_SERVICE_MIN: Duration = Duration::from_millis(250);
 /// Pause before the second start in a row; each further pause is twice as long.
 const FIRST_DELAY: Duration = Duration::from_millis(100);
 const DELAY_MAX: Duration = Duration::from_secs(5);
@@ -65,17 +65,17 @@ const FAILURES_MAX: usize = 5;
 /// ... if they happen in this time.
 const FAILURES_WITHIN: Duration = Duration::from_secs(60);
 /// Timeout for the program of an upgrade to serve. Programs of the mount wait meanwhile.
-const TRIAL_MAX: Duration = Duration::from_secs(60);
+const TRIAL_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// What the keeper knows of its mount.
 struct Keeper {
-    kept: Vec<Kept>,
+    kept: Vec<KeptDescriptor>,
     socket: Socket,
     /// Pidfd of the current firnd.
     firnd: OwnedFd,
     /// Process number of that firnd, if it is a child of this process.
     child: Option<Pid>,
-    state: State,
+    state: FirndState,
     failures: Vec<Instant>,
     /// Number of failures since a firnd last served well.
     failures_in_a_row: u32,
@@ -84,21 +84,21 @@ struct Keeper {
     watchdog: Option<Watchdog>,
 }
 
-/// What the current firnd does.
+/// State of the current firnd.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum State {
+enum FirndState {
     /// The firnd does not serve yet.
-    Starts { is_first: bool },
-    /// The firnd is the first one of an upgrade and does not serve yet. It is killed at this time.
-    IsTried { until: Instant },
+    Starting { is_first: bool },
+    /// The firnd is the first one of an upgrade and does not serve yet. It is killed at the time `until`.
+    Trial { until: Instant },
     /// The firnd has served since this time.
-    Serves(Instant),
+    Serving(Instant),
     /// The firnd ends the mount, or cannot take it over.
-    Ends,
+    Ending,
 }
 
-/// What the keeper does after the end of a firnd.
-enum Next {
+/// The next action of the keeper after the end of a firnd.
+enum AfterEnd {
     /// End, because nothing is left to keep.
     End,
     /// Start another firnd.
@@ -142,18 +142,18 @@ impl Keeper {
     /// Begins a mount: stdin is the request, and stdout is the pipe to `firn mount`.
     fn begin(ends_with_parent: bool) -> io::Result<Self> {
         let request = rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdin(), 3)?;
-        let mut kept = vec![Kept {
+        let mut kept = vec![KeptDescriptor {
             label: Tag::Request.into(),
             descriptor: request,
         }];
         if ends_with_parent && let Some(parent) = getppid() {
-            kept.push(Kept {
+            kept.push(KeptDescriptor {
                 label: Tag::Caller.into(),
                 descriptor: pidfd_open(parent, PidfdFlags::empty())?,
             });
         }
-        let gifts = kept.iter().map(Gift::of).collect();
-        let started = start_firnd(gifts, None)?;
+        let descriptors = kept.iter().map(LabeledDescriptor::of).collect();
+        let started = start_firnd(descriptors, None)?;
         // An open pipe in this process would hide the end of firnd from `firn mount`.
         forget_stdio()?;
         Ok(Self {
@@ -161,7 +161,7 @@ impl Keeper {
             socket: started.socket,
             firnd: started.firnd,
             child: Some(started.child),
-            state: State::Starts { is_first: true },
+            state: FirndState::Starting { is_first: true },
             failures: Vec::new(),
             failures_in_a_row: 0,
             upgrade: LastUpgrade::None,
@@ -189,7 +189,7 @@ impl Keeper {
             socket,
             firnd,
             child: None,
-            state: State::Serves(Instant::now()),
+            state: FirndState::Serving(Instant::now()),
             failures: Vec::new(),
             failures_in_a_row: 0,
             upgrade: LastUpgrade::None,
@@ -200,11 +200,11 @@ impl Keeper {
     /// Waits for each end of firnd and acts on it, until the mount has ended or is given up.
     fn run(mut self) {
         loop {
-            self.wait_for_the_end();
-            match self.judge_end() {
-                Next::End => return,
-                Next::GiveUp => return self.give_up(),
-                Next::Start => {}
+            self.wait_for_end();
+            match self.decide_after_end() {
+                AfterEnd::End => return,
+                AfterEnd::GiveUp => return self.give_up(),
+                AfterEnd::Start => {}
             }
             let died = uptime();
             std::thread::sleep(self.delay());
@@ -215,23 +215,23 @@ impl Keeper {
     /// Starts another firnd. After a failed start, the next round sees the end of the old firnd again and counts a
     /// failure.
     fn start_next(&mut self, died: Duration) {
-        let is_tried = self.has(Tag::NextProgram);
-        self.state = if is_tried {
-            let until = Instant::now() + TRIAL_MAX;
-            State::IsTried { until }
+        let is_trial = self.has(Tag::NextProgram);
+        self.state = if is_trial {
+            let until = Instant::now() + TRIAL_TIMEOUT;
+            FirndState::Trial { until }
         } else {
-            State::Starts { is_first: false }
+            FirndState::Starting { is_first: false }
         };
-        let again = Again {
+        let earlier = EarlierFirnd {
             died,
-            upgrade: if is_tried {
+            upgrade: if is_trial {
                 LastUpgrade::Done
             } else {
                 self.upgrade
             },
-            is_tried,
+            is_trial,
         };
-        if let Ok(started) = start_firnd(self.choose_gifts(is_tried), Some(again)) {
+        if let Ok(started) = start_firnd(self.choose_descriptors(is_trial), Some(earlier)) {
             self.socket = started.socket;
             self.firnd = started.firnd;
             self.child = Some(started.child);
@@ -241,36 +241,36 @@ impl Keeper {
 
     /// Returns the descriptors for the next firnd. A program that is tried gets the request and program of the upgrade
     /// instead of the old ones.
-    fn choose_gifts(&self, is_tried: bool) -> Vec<Gift<'_>> {
+    fn choose_descriptors(&self, is_trial: bool) -> Vec<LabeledDescriptor<'_>> {
         let choose = |kept| {
-            let gift = Gift::of(kept);
-            match gift.label.tag {
-                Tag::Request | Tag::Program if is_tried => None,
-                Tag::NextRequest => is_tried.then_some(gift.with(Tag::Request)),
-                Tag::NextProgram => is_tried.then_some(gift.with(Tag::Program)),
-                _ => Some(gift),
+            let labeled = LabeledDescriptor::of(kept);
+            match labeled.label.tag {
+                Tag::Request | Tag::Program if is_trial => None,
+                Tag::NextRequest => is_trial.then_some(labeled.with(Tag::Request)),
+                Tag::NextProgram => is_trial.then_some(labeled.with(Tag::Program)),
+                _ => Some(labeled),
             }
         };
         self.kept.iter().filter_map(choose).collect()
     }
 
     /// Handles the messages of firnd until all of it has ended.
-    fn wait_for_the_end(&mut self) {
-        let mut talks = true;
+    fn wait_for_end(&mut self) {
+        let mut is_connected = true;
         loop {
             let readable = PollFlags::IN;
             let mut both = [
                 PollFd::new(&self.firnd, readable),
                 PollFd::new(&self.socket, readable),
             ];
-            let count = if talks { 2 } else { 1 };
+            let count = if is_connected { 2 } else { 1 };
             let _ = poll(&mut both[..count], self.time_left().as_ref());
             let has_ended = !both[0].revents().is_empty();
             // Messages that firnd sent before its end still count.
-            while talks && self.socket.has_message() {
+            while is_connected && self.socket.has_message() {
                 match self.socket.receive() {
-                    Ok(Some(message)) => self.take(message),
-                    Ok(None) | Err(_) => talks = false,
+                    Ok(Some(message)) => self.handle(message),
+                    Ok(None) | Err(_) => is_connected = false,
                 }
             }
             self.end_late_firnd();
@@ -285,20 +285,20 @@ impl Keeper {
     }
 
     /// Handles one message of firnd.
-    fn take(&mut self, message: Message) {
+    fn handle(&mut self, message: Message) {
         match message {
             Message::Keep(given) => self.keep(given),
             Message::Drop(label) => self.kept.retain(|kept| kept.label != label),
             Message::Serving => {
-                if matches!(self.state, State::IsTried { .. }) {
+                if matches!(self.state, FirndState::Trial { .. }) {
                     self.settle_upgrade(LastUpgrade::Done);
                 }
-                self.state = State::Serves(Instant::now());
+                self.state = FirndState::Serving(Instant::now());
             }
             // A program that is tried cannot take the mount over, but the program before it can, so the mount does not
             // end.
-            Message::Ending if matches!(self.state, State::IsTried { .. }) => {}
-            Message::Ending => self.state = State::Ends,
+            Message::Ending if matches!(self.state, FirndState::Trial { .. }) => {}
+            Message::Ending => self.state = FirndState::Ending,
             Message::Watch(limit) => self.watchdog = Watchdog::begin(limit, Instant::now()),
             Message::Pong => {
                 if let Some(watchdog) = &mut self.watchdog {
@@ -322,13 +322,13 @@ impl Keeper {
             let descriptor = self.kept.remove(index).descriptor;
             if upgrade == LastUpgrade::Done {
                 let label = tag.into();
-                self.keep(Kept { label, descriptor });
+                self.keep(KeptDescriptor { label, descriptor });
             }
         }
     }
 
     /// Keeps a descriptor, and drops the one with the same label.
-    fn keep(&mut self, given: Kept) {
+    fn keep(&mut self, given: KeptDescriptor) {
         self.kept.retain(|kept| kept.label != given.label);
         self.kept.push(given);
     }
@@ -337,10 +337,10 @@ impl Keeper {
     fn time_left(&self) -> Option<Timespec> {
         let now = Instant::now();
         let left = match (self.state, &self.watchdog) {
-            (State::IsTried { until }, _) => until.saturating_duration_since(now),
-            (State::Serves(_), Some(watchdog)) => match watchdog.judge(now) {
-                Due::Wait(left) => left,
-                Due::Ask | Due::Late => Duration::ZERO,
+            (FirndState::Trial { until }, _) => until.saturating_duration_since(now),
+            (FirndState::Serving(_), Some(watchdog)) => match watchdog.next_action(now) {
+                WatchdogAction::Wait(left) => left,
+                WatchdogAction::Ask | WatchdogAction::Late => Duration::ZERO,
             },
             _ => return None,
         };
@@ -351,15 +351,15 @@ impl Keeper {
     fn end_late_firnd(&mut self) {
         let now = Instant::now();
         let is_late = match (self.state, &mut self.watchdog) {
-            (State::IsTried { until }, _) => until <= now,
-            (State::Serves(_), Some(watchdog)) => match watchdog.judge(now) {
-                Due::Wait(_) => false,
-                Due::Ask => {
+            (FirndState::Trial { until }, _) => until <= now,
+            (FirndState::Serving(_), Some(watchdog)) => match watchdog.next_action(now) {
+                WatchdogAction::Wait(_) => false,
+                WatchdogAction::Ask => {
                     self.socket.ping();
-                    watchdog.note_question(now);
+                    watchdog.note_ping(now);
                     false
                 }
-                Due::Late => {
+                WatchdogAction::Late => {
                     // The time begins again: a firnd that a hanging call keeps alive is killed once more.
                     watchdog.note_answer(now);
                     true
@@ -368,36 +368,38 @@ impl Keeper {
             _ => false,
         };
         if is_late {
-            self.say_in_log("firn-keeper: firnd does not answer, and is killed\n");
+            self.write_to_log("firn-keeper: firnd does not answer, and is killed\n");
             let _ = pidfd_send_signal(&self.firnd, Signal::KILL);
         }
     }
 
-    fn say_in_log(&self, line: &str) {
+    fn write_to_log(&self, line: &str) {
         if let Some(log) = self.kept.iter().find(|kept| kept.label.tag == Tag::Log) {
             let _ = rustix::io::write(&log.descriptor, line.as_bytes());
         }
     }
 
     /// Decides what comes after the end of a firnd.
-    fn judge_end(&mut self) -> Next {
+    fn decide_after_end(&mut self) -> AfterEnd {
         match self.state {
-            State::Starts { is_first: true } => return Next::End,
-            State::IsTried { .. } => {
+            FirndState::Starting { is_first: true } => return AfterEnd::End,
+            FirndState::Trial { .. } => {
                 self.settle_upgrade(LastUpgrade::Refused);
-                return Next::Start;
+                return AfterEnd::Start;
             }
-            State::Ends => return Next::GiveUp,
-            State::Serves(since) if since.elapsed() >= SERVED_WELL => {
+            FirndState::Ending => return AfterEnd::GiveUp,
+            FirndState::Serving(since) if since.elapsed() >= GOOD_SERVICE_MIN => {
                 self.failures_in_a_row = 0;
                 self.failures.clear();
             }
-            State::Serves(_) | State::Starts { is_first: false } => self.note_failure(),
+            FirndState::Serving(_) | FirndState::Starting { is_first: false } => {
+                self.note_failure()
+            }
         }
         if !self.has(Tag::CanBeTakenOver) || self.failures.len() >= FAILURES_MAX {
-            return Next::GiveUp;
+            return AfterEnd::GiveUp;
         }
-        Next::Start
+        AfterEnd::Start
     }
 
     fn note_failure(&mut self) {
@@ -429,45 +431,50 @@ impl Keeper {
     }
 }
 
-/// A firnd that was started: its socket, its pidfd and its process number.
-struct Started {
+/// A firnd that was just started: the keeper's end of its socket, its pidfd and its process number.
+struct StartedFirnd {
     socket: Socket,
     firnd: OwnedFd,
     child: Pid,
 }
 
-impl Started {
+impl StartedFirnd {
     /// Sends the descriptors to firnd, and then what it needs to know of the firnd before it.
-    fn give(&self, gifts: &[Gift<'_>], again: Option<Again>) -> io::Result<()> {
-        for gift in gifts {
-            self.socket.send(gift.label, gift.descriptor)?;
+    fn send_all(
+        &self,
+        descriptors: &[LabeledDescriptor<'_>],
+        earlier: Option<EarlierFirnd>,
+    ) -> io::Result<()> {
+        for labeled in descriptors {
+            self.socket.send(labeled.label, labeled.descriptor)?;
         }
         self.socket.begin(
-            again.map(|again| again.died),
-            again.map_or(LastUpgrade::None, |again| again.upgrade),
+            earlier.map(|earlier| earlier.died),
+            earlier.map_or(LastUpgrade::None, |earlier| earlier.upgrade),
         )
     }
 }
 
-/// What a firnd that is not the first one learns of the firnd before it.
+/// Facts for a firnd that is not the first one of its mount.
 #[derive(Clone, Copy)]
-struct Again {
-    /// When the end of the earlier firnd was seen, as time since the boot.
+struct EarlierFirnd {
+    /// When the keeper saw the end of the earlier firnd, as time since the boot.
     died: Duration,
+    /// Result of the last upgrade of the mount.
     upgrade: LastUpgrade,
-    /// This firnd is the first one of an upgrade, so its standard output is the report of the upgrade.
-    is_tried: bool,
+    /// The next firnd is the first one of an upgrade, so its standard output is the report of the upgrade.
+    is_trial: bool,
 }
 
 /// A descriptor for a firnd, and the label that says what it is.
 #[derive(Clone, Copy)]
-struct Gift<'a> {
+struct LabeledDescriptor<'a> {
     label: Label,
     descriptor: BorrowedFd<'a>,
 }
 
-impl<'a> Gift<'a> {
-    fn of(kept: &'a Kept) -> Self {
+impl<'a> LabeledDescriptor<'a> {
+    fn of(kept: &'a KeptDescriptor) -> Self {
         Self {
             label: kept.label,
             descriptor: kept.descriptor.as_fd(),
@@ -483,21 +490,24 @@ impl<'a> Gift<'a> {
 }
 
 /// Starts firnd and gives it the descriptors. Fails only if no process was started.
-fn start_firnd(gifts: Vec<Gift<'_>>, again: Option<Again>) -> io::Result<Started> {
+fn start_firnd(
+    descriptors: Vec<LabeledDescriptor<'_>>,
+    earlier: Option<EarlierFirnd>,
+) -> io::Result<StartedFirnd> {
     let (ours, theirs) = Socket::pair()?;
-    let find = |tag| gifts.iter().find(|gift| gift.label.tag == tag);
+    let find = |tag| descriptors.iter().find(|labeled| labeled.label.tag == tag);
     if let Some(request) = find(Tag::Request) {
         // All descriptors of the request share one position, and each firnd reads the request from its beginning.
         File::from(request.descriptor.try_clone_to_owned()?).rewind()?;
     }
     let program = find(Tag::Program).map_or_else(
         || "/proc/self/exe".to_owned(),
-        |gift| format!("/proc/self/fd/{}", gift.descriptor.as_raw_fd()),
+        |labeled| format!("/proc/self/fd/{}", labeled.descriptor.as_raw_fd()),
     );
     let mut firnd = Command::new(program);
     firnd.arg0("firnd").arg(KEPT).stdin(theirs.into_stdio());
-    if let Some(again) = again {
-        let report = find(Tag::UpgradeReport).filter(|_| again.is_tried);
+    if let Some(earlier) = earlier {
+        let report = find(Tag::UpgradeReport).filter(|_| earlier.is_trial);
         firnd.stdout(match report {
             Some(report) => report.descriptor.try_clone_to_owned()?.into(),
             None => Stdio::null(),
@@ -510,14 +520,14 @@ fn start_firnd(gifts: Vec<Gift<'_>>, again: Option<Again>) -> io::Result<Started
     // The command holds firnd's end of the socket. If it stayed open, this process would wait for a dead firnd to read.
     drop(firnd);
     let child = Pid::from_child(&child);
-    let started = Started {
+    let started = StartedFirnd {
         socket: ours,
         firnd: pidfd_open(child, PidfdFlags::empty())?,
         child,
     };
     // The descriptors may not fit in the socket, so firnd reads while they are sent. If it has died, the caller sees
     // its end later.
-    let _ = started.give(&gifts, again);
+    let _ = started.send_all(&descriptors, earlier);
     Ok(started)
 }
 

@@ -6,41 +6,42 @@ use firn_backing::{Backing, Errno};
 use firn_engine::Engine;
 use firn_format::durability::DurabilityLevel;
 
-use crate::patience::FORCED_PATIENCE;
+use crate::end_timeout::FORCED_TIMEOUT;
 use crate::store::Store;
 
 /// Decides whether a drain makes progress or has stopped.
-pub(crate) struct Progress {
+pub(crate) struct ProgressCheck {
     bytes_left: u64,
-    since: Instant,
+    last_change: Instant,
 }
 
-impl Progress {
+impl ProgressCheck {
     pub(crate) fn new() -> Self {
         Self {
             bytes_left: u64::MAX,
-            since: Instant::now(),
+            last_change: Instant::now(),
         }
     }
 
-    /// Returns whether bytes were drained in the last [`FORCED_PATIENCE`].
-    pub(crate) fn goes_on(&mut self, bytes_left: u64) -> bool {
+    /// Returns whether the number of bytes left has changed in the last [`FORCED_TIMEOUT`]. New data counts as a
+    /// change, too.
+    pub(crate) fn has_progress(&mut self, bytes_left: u64) -> bool {
         if self.bytes_left != bytes_left {
             *self = Self {
                 bytes_left,
-                since: Instant::now(),
+                last_change: Instant::now(),
             };
         }
-        self.since.elapsed() < FORCED_PATIENCE
+        self.last_change.elapsed() < FORCED_TIMEOUT
     }
 }
 
-/// Drains the rest at the end of a mount. With `force` it stops when the backing takes no more data. What is left stays
-/// in the arena.
-pub(crate) fn drain_last(engine: &Engine<Store>, force: bool) {
-    let mut progress = Progress::new();
+/// Drains the rest at the end of a mount. With `is_forced` it stops when the backing takes no more data. What is left
+/// stays in the arena.
+pub(crate) fn drain_last(engine: &Engine<Store>, is_forced: bool) {
+    let mut progress = ProgressCheck::new();
     let drained = drain_rest(engine, DurabilityLevel::Drained, &mut |bytes, _| {
-        !force || progress.goes_on(bytes)
+        !is_forced || progress.has_progress(bytes)
     });
     if let Err(error) = drained {
         tracing::error!(%error, "data that cannot be drained stays in the arena");

@@ -27,16 +27,21 @@ use crate::error::AttachError;
 use crate::host_lease::{HostLease, LeaseState};
 use crate::mountinfo;
 
-/// Timeout for the locks of a killed firnd. The kernel releases them after it has freed the process's memory, which
-/// takes less time even for large arenas.
-pub(crate) const DYING: Duration = Duration::from_secs(5);
-const ASK: Duration = Duration::from_secs(1);
-const PAUSE: Duration = Duration::from_millis(50);
+/// How long a mount waits for a lock whose holder may be a killed firnd. The kernel releases the locks of a killed
+/// process after it has freed the process's memory, which takes less time than this even for a large arena.
+pub(crate) const ENDING_PROCESS_TIMEOUT: Duration = Duration::from_secs(5);
+/// Timeout for a firnd that is asked where it is mounted.
+const ASK_TIMEOUT: Duration = Duration::from_secs(1);
+/// Pause between two attempts to take a lock.
+const LOCK_RETRY_EVERY: Duration = Duration::from_millis(50);
 
-/// Whether firnd of other hosts may hold the same lock, if the file system keeps it for all hosts.
+/// Whether a firnd on another host may use the same backing at the same time. It matters where the file system shares
+/// flock(2) among hosts.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Sharing {
+    /// The lock of the backing directory is exclusive.
     Alone,
+    /// The lock of the backing directory is shared; the leases of the hosts keep them apart.
     Shared,
 }
 
@@ -54,15 +59,18 @@ impl Sharing {
 /// The locks, and the lease of this host. The drop releases them.
 #[derive(Debug)]
 pub(crate) struct Locks {
+    /// The locked backing directory.
     _backing: OwnedFd,
     /// Reserves this host's name for this process, if the host shares something with others.
     host: HostLease,
+    /// The locked arena file; `None` before [`Locks::add_arena`].
     arena: Option<OwnedFd>,
 }
 
 impl Locks {
-    /// Locks the backing directory; the error names the holder. Hosts that know of each other share this lock, each
-    /// under its own name.
+    /// Locks the backing directory, and takes the lease of this host if it commits together with the `members`.
+    ///
+    /// The error names the process that has the lock.
     pub(crate) fn take(
         backing: &Path,
         files: &RuntimeFiles,
@@ -111,7 +119,7 @@ pub(crate) fn lock_arena(
 ) -> Result<OwnedFd, AttachError> {
     let file = open_private_file(CWD, arena, OFlags::RDWR)?;
     if !try_lock(&file, Sharing::Alone) {
-        wait_for_the_dying(&file, Sharing::Alone, backing, files)?;
+        wait_for_ending_process(&file, Sharing::Alone, backing, files)?;
     }
     Ok(file)
 }
@@ -130,13 +138,14 @@ fn lock_backing_dir(
             source: e.into(),
         })?;
     if !try_lock(&directory, sharing) {
-        wait_for_the_dying(&directory, sharing, backing, files)?;
+        wait_for_ending_process(&directory, sharing, backing, files)?;
     }
     Ok(directory)
 }
 
-/// Returns false if another process has the lock. A file system without flock(2) counts as locked, because the arena's
-/// lock remains.
+/// Takes a lock without waiting. Returns false if another process has the lock.
+///
+/// Returns true if the file system has no flock(2): the lock of the arena is sufficient then.
 fn try_lock(fd: &impl std::os::fd::AsFd, sharing: Sharing) -> bool {
     let operation = match sharing {
         Sharing::Alone => FlockOperation::NonBlockingLockExclusive,
@@ -152,35 +161,37 @@ fn try_lock(fd: &impl std::os::fd::AsFd, sharing: Sharing) -> bool {
     }
 }
 
-/// Waits for a lock whose holder may be dying. A firnd that answers, or the timeout, is an error that names the holder.
-fn wait_for_the_dying(
+/// Takes a lock whose holder may be a process that is ending. Fails with the holder's name if a firnd answers that it
+/// has the backing, or if the lock is not free after [`ENDING_PROCESS_TIMEOUT`].
+fn wait_for_ending_process(
     fd: &impl std::os::fd::AsFd,
     sharing: Sharing,
     backing: &Path,
     files: &RuntimeFiles,
 ) -> Result<(), AttachError> {
-    let deadline = Instant::now() + DYING;
+    let deadline = Instant::now() + ENDING_PROCESS_TIMEOUT;
     loop {
-        let living = ask(&files.socket);
-        if living.is_some() || Instant::now() >= deadline {
-            let by = living.unwrap_or_else(|| seen(backing));
+        let mounted_at = ask_mount_point(&files.socket);
+        if mounted_at.is_some() || Instant::now() >= deadline {
+            // Both texts complete a sentence that begins with the backing.
+            let by = mounted_at.unwrap_or_else(|| describe_mount_of(backing));
             return Err(AttachError::Held {
                 backing: backing.into(),
                 by,
             });
         }
-        std::thread::sleep(PAUSE);
+        std::thread::sleep(LOCK_RETRY_EVERY);
         if try_lock(fd, sharing) {
             return Ok(());
         }
     }
 }
 
-/// Asks a firnd of this user where it is mounted; `None` if it does not answer.
-fn ask(socket: &Path) -> Option<String> {
+/// Asks a firnd of this user where it is mounted, and describes that mount. `None` if no firnd answers.
+fn ask_mount_point(socket: &Path) -> Option<String> {
     let mut stream = UnixStream::connect(socket).ok()?;
     firn_trust::check_peer(&stream, rustix::process::geteuid().as_raw()).ok()?;
-    stream.set_read_timeout(Some(ASK)).ok()?;
+    stream.set_read_timeout(Some(ASK_TIMEOUT)).ok()?;
     let mut line = serde_json::to_string(&Request::Status).ok()?;
     line.push('\n');
     stream.write_all(line.as_bytes()).ok()?;
@@ -195,8 +206,9 @@ fn ask(socket: &Path) -> Option<String> {
     }
 }
 
-/// Returns what the mount table says of a firnd of another user, or of one that does not answer.
-fn seen(backing: &Path) -> String {
+/// Describes the mount of a backing by the mount table alone: for a firnd that does not answer, or belongs to another
+/// user.
+fn describe_mount_of(backing: &Path) -> String {
     match mountinfo::firn_mounts()
         .into_iter()
         .find(|mount| mount.backing == backing)
@@ -210,7 +222,7 @@ fn seen(backing: &Path) -> String {
 }
 
 /// Returns whether a running firnd has `arena` open. The lock that this takes for the test is released at once.
-pub(crate) fn is_held(arena: &Path) -> bool {
+pub(crate) fn is_arena_in_use(arena: &Path) -> bool {
     open_private_file(CWD, arena, OFlags::RDONLY).is_ok_and(|file| {
         flock(&file, FlockOperation::NonBlockingLockShared) == Err(Errno::WOULDBLOCK)
     })

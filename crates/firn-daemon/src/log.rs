@@ -31,11 +31,11 @@ use system::SystemLog;
 const LOG_BYTES_MAX: u64 = 8 << 20;
 
 /// The counts for standard error, of which a process has one.
-static LINES: Lines = Lines::new();
+static STDERR_COUNTS: LineCounts = LineCounts::new();
 
 /// Returns the number of lines that could not be written since the start of this process.
 pub(crate) fn lines_lost() -> u64 {
-    LINES.lost.load(Ordering::Relaxed)
+    STDERR_COUNTS.lost.load(Ordering::Relaxed)
 }
 
 /// Redirects stdout and stderr to the log, and stdin to /dev/null.
@@ -58,7 +58,7 @@ pub(crate) fn detach_stdio(log: &Path) -> io::Result<()> {
 /// Sends events to stderr.
 pub(crate) fn start(options: &Options) {
     let lines = tracing_subscriber::registry().with(stderr_layer(options.log_level));
-    init(lines.with(events::layer()));
+    install_subscriber(lines.with(events::layer()));
 }
 
 /// Sends events to stderr, and events of `info` and above to the system log if `options` name one.
@@ -67,18 +67,18 @@ pub(crate) fn start_in_background(options: &Options, mount_point: &Path) {
         .with(stderr_layer(options.log_level))
         .with(events::layer());
     let Some(socket) = options.system_log.clone() else {
-        return init(lines);
+        return install_subscriber(lines);
     };
     match SystemLog::new(socket, quoted_path(mount_point)) {
-        Ok(log) => init(lines.with(system_layer(log, options.log_level))),
+        Ok(log) => install_subscriber(lines.with(system_layer(log, options.log_level))),
         Err(error) => {
-            init(lines);
+            install_subscriber(lines);
             tracing::warn!(%error, "cannot use the system log: the log file has all that there is");
         }
     }
 }
 
-fn init(subscriber: impl SubscriberInitExt) {
+fn install_subscriber(subscriber: impl SubscriberInitExt) {
     // A second mount in one process, as in tests, uses the log of the first.
     let _ = subscriber.try_init();
 }
@@ -123,24 +123,24 @@ fn filter(level: LogLevel) -> EnvFilter {
 }
 
 /// Numbers of lines that could not be written.
-struct Lines {
+struct LineCounts {
     /// Lost lines since the start of the process.
     lost: AtomicU64,
     /// Lost lines since the last line that was written.
-    lost_in_a_row: AtomicU64,
+    lost_since_written: AtomicU64,
 }
 
-impl Lines {
+impl LineCounts {
     const fn new() -> Self {
         Self {
             lost: AtomicU64::new(0),
-            lost_in_a_row: AtomicU64::new(0),
+            lost_since_written: AtomicU64::new(0),
         }
     }
 
     /// Writes all of `line`, or counts it as lost.
     fn write(&self, to: &mut impl Write, line: &[u8]) {
-        let missing = self.lost_in_a_row.swap(0, Ordering::Relaxed);
+        let missing = self.lost_since_written.swap(0, Ordering::Relaxed);
         let written = if missing == 0 {
             to.write_all(line)
         } else {
@@ -150,7 +150,8 @@ impl Lines {
         };
         if written.is_err() {
             self.lost.fetch_add(1, Ordering::Relaxed);
-            self.lost_in_a_row.fetch_add(missing + 1, Ordering::Relaxed);
+            self.lost_since_written
+                .fetch_add(missing + 1, Ordering::Relaxed);
         }
     }
 }
@@ -171,7 +172,7 @@ impl<'a> MakeWriter<'a> for StderrLines {
 }
 
 /// Returns the line with control characters escaped, so that a file's name can neither break it nor control a terminal.
-fn tame(line: &[u8]) -> Cow<'_, [u8]> {
+fn escape_control_characters(line: &[u8]) -> Cow<'_, [u8]> {
     let text = String::from_utf8_lossy(line.strip_suffix(b"\n").unwrap_or(line));
     if is_printable(&text) {
         return Cow::Borrowed(line);
@@ -182,12 +183,12 @@ fn tame(line: &[u8]) -> Cow<'_, [u8]> {
 impl Write for StderrLines {
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         // Colours are control characters themselves; with them, tracing-subscriber escapes the fields.
-        let tamed = if self.terminal {
+        let escaped = if self.terminal {
             Cow::Borrowed(line)
         } else {
-            tame(line)
+            escape_control_characters(line)
         };
-        LINES.write(&mut io::stderr().lock(), &tamed);
+        STDERR_COUNTS.write(&mut io::stderr().lock(), &escaped);
         Ok(line.len())
     }
 
@@ -201,12 +202,12 @@ mod tests {
     use super::*;
 
     /// Takes `room` bytes, then fails as a full file system does.
-    struct Full {
+    struct FullFile {
         taken: Vec<u8>,
         room: usize,
     }
 
-    impl Write for Full {
+    impl Write for FullFile {
         fn write(&mut self, data: &[u8]) -> io::Result<usize> {
             if self.room == 0 {
                 return Err(io::Error::from_raw_os_error(libc::ENOSPC));
@@ -224,10 +225,13 @@ mod tests {
 
     #[test]
     fn a_line_of_the_log_is_one_line_of_printable_characters() {
-        assert_eq!(*tame(b"INFO path=a\n"), *b"INFO path=a\n");
-        let tamed = tame(b"INFO path=a\nINFO forged\x1b[2J\n");
         assert_eq!(
-            *tamed,
+            *escape_control_characters(b"INFO path=a\n"),
+            *b"INFO path=a\n"
+        );
+        let escaped = escape_control_characters(b"INFO path=a\nINFO forged\x1b[2J\n");
+        assert_eq!(
+            *escaped,
             *br"INFO path=a\nINFO forged\x1b[2J"
                 .iter()
                 .chain(b"\n")
@@ -238,8 +242,8 @@ mod tests {
 
     #[test]
     fn regression_a_line_that_cannot_be_written_is_counted_and_the_next_one_tells() {
-        let lines = Lines::new();
-        let mut file = Full {
+        let lines = LineCounts::new();
+        let mut file = FullFile {
             taken: Vec::new(),
             room: 10,
         };

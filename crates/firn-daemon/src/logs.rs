@@ -1,12 +1,20 @@
-//! Files in logs (`layout=log`; `firn_log`): opens the logs of a mount, and flattens files after they are closed.
+//! Files in logs (`layout=log`): opens the log layer of a mount, and flattens files after they are closed.
 //!
-//! To *flatten* is to make the plain file from its logs. A *container* holds the logs of one generation of a file. To
-//! *settle* is to do what a close has left to do, such as flattening.
+//! Terms
+//! * A *container* holds the logs of one generation of a file.
+//! * To *flatten* a file is to make the plain file from its logs.
+//! * To *settle* a file is to do the work that its last close has left for later, such as flattening.
+//! * *Work under way* is a file of which other hosts flatten parts at this moment.
 //!
-//! Invariants
+//! Parts: [`open`] makes the layer. A [`Settler`] is the thread of a mount that settles files; a [`Flattener`] sends it
+//! requests. [`flatten`] and [`flatten_with_loss`] work on a backing without a mount.
+//!
+//! Promises
 //! * A backing that has containers is never opened without its logs, so logged files are complete in every mount.
 //! * A host that writes to logs has a lease for that, and no other process writes in the name of this host.
-//! * A mount without logs, over a backing without containers, only reads `.firn/log` once.
+//! * A mount without logs, over a backing without containers, reads `.firn/log` once and costs nothing more.
+//!
+//! Relies on `firn_log` for the layer itself, and on [`LivingHosts`] to know which hosts may still write.
 
 use std::ffi::OsStr;
 use std::io;
@@ -33,45 +41,49 @@ use crate::host_name::host_name;
 use crate::lock::Locks;
 use crate::losses::LossReport;
 use crate::peers::terms_of;
-use crate::placement::{self, Use};
+use crate::placement::{self, NewFiles};
 use crate::process;
 use crate::store::{Layers as _, LoggableStore, PlaceableStore, Store};
 use crate::unmounted::{FoundOrphan, open_unmounted};
 
-/// Pause between two reads of what other hosts have written, while something is left to flatten.
-const LOOK_EVERY: Duration = Duration::from_secs(1);
-/// Pause between two reads otherwise; the close of a file wakes the thread.
-const IDLE: Duration = Duration::from_secs(60);
+/// Pause between two attempts to settle the files that are left.
+const SETTLE_AGAIN_EVERY: Duration = Duration::from_secs(1);
+/// Time between two searches for logs of removed files, and pause of the settle thread if no file is left. The close of
+/// a file wakes the thread.
+const ORPHAN_SEARCH_EVERY: Duration = Duration::from_secs(60);
 /// Delay with which a network file system may show what another host has created or removed: its clients cache
 /// attributes and names for some seconds.
-const LAG_MAX: Duration = Duration::from_secs(5);
-/// Pause of a waiting caller between two attempts.
-const REST: Duration = Duration::from_millis(50);
-/// With close=held the kernel reports a close after close(2) has returned. Files count as written only if they are
-/// still open after this time.
-const CLOSING: Duration = Duration::from_secs(1);
+const OTHER_HOSTS_LAG_MAX: Duration = Duration::from_secs(5);
+/// Pause of a caller that waits for other hosts, between two attempts.
+const RETRY_EVERY: Duration = Duration::from_millis(50);
+/// With close=held the kernel reports a close to firnd after close(2) has returned. A file that seems to have a writer
+/// is reported as written only after this time.
+const CLOSE_REPORT_DELAY_MAX: Duration = Duration::from_secs(1);
 
-/// Opens the logs of a backing if it has some, or if the options ask for logs. Otherwise it returns `base` without a
-/// log layer.
+/// Adds the log layer to the store `base` if the backing has containers, if the options ask for logs, or if another
+/// host may make containers. Otherwise it returns `base` as it is.
 ///
-/// If this host may write to logs, its lease shows that it is alive.
+/// If this host may write to logs, it takes its lease first, because other hosts must see that it is alive. Fails if
+/// another process has the lease.
 pub(crate) fn open(
     backing: &Path,
     base: PlaceableStore,
     options: &Options,
-    wanted: Use,
+    new_files: NewFiles,
     lease: &mut HostLease,
 ) -> Result<LoggableStore, AttachError> {
-    let writes = !options.read_only;
-    let chooses = wanted == Use::Place && options.layout == Layout::Log && writes;
-    if !chooses && !has_containers(backing, &base)? && !others_log(backing, options)? {
-        if writes {
+    let may_write = !options.read_only;
+    let logs_new_files =
+        new_files == NewFiles::ByOptions && options.layout == Layout::Log && may_write;
+    if !logs_new_files && !has_containers(backing, &base)? && !do_other_hosts_log(backing, options)?
+    {
+        if may_write {
             firn_log::remove_retired(&base).map_err(own_error(backing))?;
         }
         return Ok(LoggableStore::Lower(base));
     }
     let host = host_name(options)?;
-    if writes {
+    if may_write {
         lease.use_for(LeaseUse::Logs, &host, &terms_of(options, true))?;
     }
     let hosts = LivingHosts::over(backing, LeaseUse::Logs, &host)?;
@@ -79,20 +91,22 @@ pub(crate) fn open(
     let setup = Setup {
         host,
         chooses: Box::new(move |name: &OsStr| {
-            chooses && (patterns.is_empty() || patterns.is_match(name))
+            logs_new_files && (patterns.is_empty() || patterns.is_match(name))
         }),
         is_alive: Box::new(move |host| hosts.is_living(host)),
-        // The kernel may use an attribute for the same time again, so half of the timeout is left for the view here.
+        // `attr-timeout` limits how old the attributes are that a program sees. The kernel caches attributes for half
+        // of it (`adapter_options`), so the listing that they come from may have the other half as its age.
         view_age_max: Duration::from_millis(options.attr_timeout_ms) / 2,
-        lag_max: LAG_MAX,
+        lag_max: OTHER_HOSTS_LAG_MAX,
         unit_bytes: UNIT_BYTES,
         when_closed: when_closed(options),
-        flattens_read: writes && options.flatten == Flatten::Read,
+        flattens_read: may_write && options.flatten == Flatten::Read,
     };
     let logs = LogBacking::open(base, setup).map_err(own_error(backing))?;
     Ok(LoggableStore::Upper(logs))
 }
 
+/// Returns what the last close of a logged file does. A read-only mount flattens nothing.
 fn when_closed(options: &Options) -> WhenClosed {
     match options.flatten {
         _ if options.read_only => WhenClosed::Keep,
@@ -114,15 +128,15 @@ fn patterns(options: &Options) -> GlobSet {
     patterns.build().unwrap_or_default()
 }
 
-/// Returns whether another host that may be alive writes to logs. Files may be moved to logs at any time then.
-fn others_log(backing: &Path, options: &Options) -> Result<bool, AttachError> {
+/// Returns whether another host that may be alive writes to logs. Such a host may make a container at any time.
+fn do_other_hosts_log(backing: &Path, options: &Options) -> Result<bool, AttachError> {
     let host = host_name(options).unwrap_or_default();
     let others = LivingHosts::over(backing, LeaseUse::Logs, &host)?.others_living();
     let others = others.map_err(|errno| own_error(backing)(errno.into()))?;
     Ok(!others.is_empty())
 }
 
-/// Returns whether any file of a backing lies in logs.
+/// Returns whether the backing has a container, so that a file of it may lie in logs.
 fn has_containers<B: Backing>(backing: &Path, base: &B) -> Result<bool, AttachError> {
     let refused = own_error(backing);
     let Some((firn, _)) = own::find_dir(base, &base.root(), TOP).map_err(&refused)? else {
@@ -136,8 +150,8 @@ fn has_containers<B: Backing>(backing: &Path, base: &B) -> Result<bool, AttachEr
     Ok(names.iter().any(|(name, ..)| firn_log::is_file_dir(name)))
 }
 
-/// Returns the logs of files that are missing in the backing: files that were removed without Firn, and files whose
-/// removal a dead host did not finish.
+/// Returns the containers whose file is missing in the backing. Either the file was removed without Firn, or a dead
+/// host did not finish its removal.
 pub(crate) fn find_unowned<B: Backing>(
     backing: &Path,
     base: &B,
@@ -158,7 +172,7 @@ pub(crate) fn find_unowned<B: Backing>(
     Ok(shown)
 }
 
-/// Finishes the removals of logged files that dead hosts have begun, without a mount.
+/// Finishes, without a mount, the removals of logged files that dead hosts have begun.
 pub(crate) fn end_removals(backing: &Path, options: &Options) -> Result<(), AttachError> {
     let (backing, directory, mut locks) = open_unmounted(backing, options)?;
     let ended = with_logs(
@@ -174,7 +188,7 @@ pub(crate) fn end_removals(backing: &Path, options: &Options) -> Result<(), Atta
         .map_err(|errno| own_error(&backing)(errno.into()))
 }
 
-/// Sends requests to flatten files to the settle worker, for callers that wait for the result.
+/// Sends requests to flatten files to the [`Settler`], and waits for the results.
 pub(crate) struct Flattener {
     engine: Arc<Engine<Store>>,
     requests: Sender<FlattenRequest>,
@@ -190,15 +204,15 @@ pub(crate) struct FlattenRequest {
 impl Flattener {
     /// Returns a flattener, and the receiver from which a [`Settler`] reads its requests.
     pub(crate) fn new(engine: &Arc<Engine<Store>>) -> (Self, Receiver<FlattenRequest>) {
-        let (requests, taken) = mpsc::channel();
+        let (requests, receiver) = mpsc::channel();
         let engine = Arc::clone(engine);
-        (Self { engine, requests }, taken)
+        (Self { engine, requests }, receiver)
     }
 
-    /// Flattens the files at or below `path` that have no writers, and waits for other hosts that flatten them.
+    /// Flattens the files at or below `path` that have no writers. Waits while other hosts flatten parts of them.
     ///
-    /// Returns what is left. `goes_on` is called some times a second; if it returns false, the wait ends with
-    /// ECANCELED.
+    /// Returns the files that stay in logs. `goes_on` is called some times a second; once it returns false, the wait
+    /// ends with ECANCELED. ESHUTDOWN means that the settler has ended.
     pub(crate) fn flatten(
         &self,
         path: &[u8],
@@ -207,18 +221,19 @@ impl Flattener {
         let began = Instant::now();
         loop {
             let left = self.ask(path, goes_on)?;
-            let may_be_closed = left.written > 0 && began.elapsed() < CLOSING;
-            if left.under_way == 0 && !may_be_closed {
+            let may_be_unreported_close =
+                left.written > 0 && began.elapsed() < CLOSE_REPORT_DELAY_MAX;
+            if left.under_way == 0 && !may_be_unreported_close {
                 return Ok(left);
             }
-            std::thread::sleep(REST);
+            std::thread::sleep(RETRY_EVERY);
             if !goes_on() {
                 return Err(Errno::CANCELED);
             }
         }
     }
 
-    /// Sends one request to the settle worker and waits for its answer.
+    /// Sends one request to the settler and waits for its answer.
     fn ask(&self, path: &[u8], goes_on: &mut dyn FnMut() -> bool) -> Result<Left, Errno> {
         let (done, answer) = mpsc::channel();
         let path = path.to_vec();
@@ -228,7 +243,7 @@ impl Flattener {
             logs.wake();
         }
         loop {
-            match answer.recv_timeout(REST) {
+            match answer.recv_timeout(RETRY_EVERY) {
                 Ok(left) => return left,
                 Err(RecvTimeoutError::Timeout) if goes_on() => {}
                 Err(RecvTimeoutError::Timeout) => return Err(Errno::CANCELED),
@@ -238,16 +253,16 @@ impl Flattener {
     }
 }
 
-/// The worker that does what is left to do for closed files.
+/// The thread that settles closed files and answers the requests of a [`Flattener`].
 pub(crate) struct Settler {
     engine: Arc<Engine<Store>>,
     is_stopping: Arc<AtomicBool>,
-    /// Disconnected when the thread has ended.
+    /// Gets no message; it is disconnected when the thread ends.
     ended: Receiver<()>,
 }
 
 impl Settler {
-    /// Starts the worker of a mount that may have files in logs and may write.
+    /// Starts the thread. The mount must have write access.
     pub(crate) fn start(
         engine: &Arc<Engine<Store>>,
         flatten: Flatten,
@@ -256,13 +271,13 @@ impl Settler {
         let is_stopping = Arc::new(AtomicBool::new(false));
         let settled = Arc::clone(engine);
         let stop = Arc::clone(&is_stopping);
-        let adopts = matches!(flatten, Flatten::Behind | Flatten::Close);
-        let (running, ended) = mpsc::channel::<()>();
+        let adopts_logs = matches!(flatten, Flatten::Behind | Flatten::Close);
+        let (ended_sender, ended) = mpsc::channel::<()>();
         spawn_thread("firn-settle", move || {
             if let Some(logs) = settled.backing().logged() {
-                settle_until_stopped(logs, adopts, &requests, &stop);
+                settle_until_stopped(logs, adopts_logs, &requests, &stop);
             }
-            drop(running);
+            drop(ended_sender);
         })?;
         Ok(Self {
             engine: Arc::clone(engine),
@@ -271,7 +286,7 @@ impl Settler {
         })
     }
 
-    /// Stops the worker after its current file, and waits for its end.
+    /// Stops the thread after its current file, and waits for its end.
     pub(crate) fn stop(self) {
         self.is_stopping.store(true, Ordering::Release);
         if let Some(logs) = self.engine.backing().logged() {
@@ -281,21 +296,23 @@ impl Settler {
     }
 }
 
-/// Flattens on request, after closes and at intervals, until `stop` is set.
+/// Settles closed files and answers requests until `stop` is set.
+///
+/// `adopts_logs`: the logs that dead hosts have left are flattened first.
 fn settle_until_stopped(
     logs: &dyn Logs,
-    adopts: bool,
+    adopts_logs: bool,
     requests: &Receiver<FlattenRequest>,
     stop: &AtomicBool,
 ) {
-    if adopts && let Err(error) = adopt(logs) {
+    if adopts_logs && let Err(error) = flatten_logs_of_dead_hosts(logs) {
         tracing::warn!(%error, "cannot look for files in logs");
     }
-    let mut told = None;
-    let mut next_look = Instant::now();
+    let mut last_error = None;
+    let mut next_orphan_search = Instant::now();
     while !stop.load(Ordering::Acquire) {
-        if Instant::now() >= next_look {
-            next_look = Instant::now() + IDLE;
+        if Instant::now() >= next_orphan_search {
+            next_orphan_search = Instant::now() + ORPHAN_SEARCH_EVERY;
             if let Err(error) = logs.end_removals() {
                 tracing::warn!(%error, "cannot look for logs of removed files");
             }
@@ -305,18 +322,23 @@ fn settle_until_stopped(
             let _ = request.done.send(logs.flatten_at(&request.path));
         }
         let left = logs.settle();
-        if left.error != told {
-            told = left.error;
-            if let Some(error) = told {
+        if left.error != last_error {
+            last_error = left.error;
+            if let Some(error) = last_error {
                 tracing::warn!(%error, files = left.failed, "cannot flatten logs; firnd tries again");
             }
         }
-        logs.wait_for_ended(if left.is_empty() { IDLE } else { LOOK_EVERY });
+        logs.wait_for_ended(if left.is_empty() {
+            ORPHAN_SEARCH_EVERY
+        } else {
+            SETTLE_AGAIN_EVERY
+        });
     }
 }
 
-/// Flattens or removes the logs that dead hosts have left. Logs whose file is missing are kept and reported.
-fn adopt(logs: &dyn Logs) -> Result<(), Errno> {
+/// Flattens the logs that dead hosts have left, and removes the logs of files that they were removing. Logs whose file
+/// is missing for another reason are kept and reported.
+fn flatten_logs_of_dead_hosts(logs: &dyn Logs) -> Result<(), Errno> {
     if logs.flatten_at(b"")?.lost == 0 {
         return Ok(());
     }
@@ -351,9 +373,9 @@ pub fn flatten_with_loss(
     notice: &mut dyn FnMut(String),
 ) -> Result<(), FlattenError> {
     let mut losses = LossReport::create(report)?;
-    let flattened = flatten_unmounted(backing, path, options, notice, &mut |logs, is_all_there| {
-        // Data in a missing lane is not lost, so nothing is given up.
-        if !is_all_there {
+    let flattened = flatten_unmounted(backing, path, options, notice, &mut |logs, lanes| {
+        // Data in a lane that cannot be reached is not lost, so nothing is given up.
+        if lanes == LaneReach::SomeAbsent {
             return Err(Errno::NODEV);
         }
         logs.flatten_with_loss(path.as_os_str().as_bytes(), &mut losses.below(path))
@@ -366,16 +388,24 @@ pub fn flatten_with_loss(
     }
 }
 
-/// Work with the logs of a backing; the flag says whether all lanes are reachable.
-type LogWork<'a, T> = dyn FnMut(&dyn Logs, bool) -> Result<T, Errno> + 'a;
+/// Whether all lanes in the record of a backing can be reached.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum LaneReach {
+    All,
+    /// The data of some files is out of reach, but not lost.
+    SomeAbsent,
+}
 
-/// Runs `work` on an unmounted backing, and converts what is left to an error.
+/// Work with the logs of a backing that is not mounted.
+type UnmountedWork<'a, T> = dyn FnMut(&dyn Logs, LaneReach) -> Result<T, Errno> + 'a;
+
+/// Flattens an unmounted backing by `work`. Fails if `work` fails or leaves files in logs.
 fn flatten_unmounted(
     backing: &Path,
     path: &Path,
     options: &Options,
     notice: &mut dyn FnMut(String),
-    work: &mut LogWork<'_, Left>,
+    work: &mut UnmountedWork<'_, Left>,
 ) -> Result<(), FlattenError> {
     process::prepare();
     let (backing, directory, mut locks) = open_unmounted(backing, options)?;
@@ -394,28 +424,40 @@ fn with_logs<T>(
     options: &Options,
     locks: &mut Locks,
     notice: &mut dyn FnMut(String),
-    work: &mut LogWork<'_, T>,
+    work: &mut UnmountedWork<'_, T>,
 ) -> Result<Option<Result<T, Errno>>, AttachError> {
-    let placeable = placement::open(backing, directory, options, Use::Serve, notice)?;
-    let store = open(backing, placeable, options, Use::Serve, locks.host_lease())?;
+    let placeable = placement::open(backing, directory, options, NewFiles::InBacking, notice)?;
+    let store = open(
+        backing,
+        placeable,
+        options,
+        NewFiles::InBacking,
+        locks.host_lease(),
+    )?;
     let LoggableStore::Upper(logs) = &store else {
         return Ok(None);
     };
     let Some(lanes) = logs.below().upper() else {
-        return Ok(Some(work(logs, true)));
+        return Ok(Some(work(logs, LaneReach::All)));
     };
-    let done = work(logs, lanes.absent().is_empty());
-    Ok(Some(
-        done.and_then(|done| lanes.finish_removals().map(|()| done)),
-    ))
+    let reach = if lanes.absent().is_empty() {
+        LaneReach::All
+    } else {
+        LaneReach::SomeAbsent
+    };
+    let worked = work(logs, reach);
+    // A flattened file leaves data in the lanes that is removed now.
+    Ok(Some(worked.and_then(|result| {
+        lanes.finish_removals().map(|()| result)
+    })))
 }
 
-/// Flattens files without writers at the end of a mount, and returns what is left. It waits for other hosts that
-/// flatten a file, but not for hosts that write.
+/// Settles files at the end of a mount, and returns the files that stay in logs. It waits for other hosts that flatten
+/// a file, but not for hosts that write to one.
 pub(crate) fn settle_last(logs: &dyn Logs, flatten: Flatten) -> Left {
     let mut left = logs.settle();
     while left.under_way > 0 {
-        std::thread::sleep(REST);
+        std::thread::sleep(RETRY_EVERY);
         left = logs.settle();
     }
     if matches!(flatten, Flatten::Demand | Flatten::Read) {
@@ -427,12 +469,12 @@ pub(crate) fn settle_last(logs: &dyn Logs, flatten: Flatten) -> Left {
     if let Err(error) = logs.end_removals() {
         left.error = left.error.or(Some(error));
     }
-    tell(&left);
+    log_left_files(&left);
     left
 }
 
 /// Logs what stays in logs at the end of a mount.
-fn tell(left: &Left) {
+fn log_left_files(left: &Left) {
     if let Some(error) = left.error {
         tracing::error!(%error, "files stay in logs: the next mount tries again");
     }

@@ -33,7 +33,7 @@ pub(crate) struct LossesBelow<'a> {
 
 /// One line of the report.
 #[derive(Serialize)]
-struct Line<'a> {
+struct ReportLine<'a> {
     /// Path of the file, relative to the backing.
     #[serde(with = "firn_protocol::path::exact")]
     path: PathBuf,
@@ -43,23 +43,26 @@ struct Line<'a> {
     /// The damaged log or index in the container.
     damaged: &'a str,
     #[serde(flatten)]
-    becomes: Becomes,
+    effect: LossEffect,
 }
 
-/// What the loss changes in the file.
+/// The effect of a loss on the file, as the report names it.
 #[derive(Serialize)]
 #[serde(tag = "becomes", rename_all = "kebab-case")]
-enum Becomes {
+enum LossEffect {
     /// These bytes become zeros.
     Zeros { offset: u64, bytes: u64 },
     /// The changes in this part of an index are not made; it is unknown what they were.
     Unchanged { index_offset: u64, index_bytes: u64 },
     /// It is unknown which logs counted, so all of them are used.
-    Whatever,
-    /// Nothing: the container's name has what the damaged head had.
-    Renewed,
+    #[serde(rename = "whatever")]
+    AllLogsUsed,
+    /// The file does not change: the name of the container says what the damaged head said.
+    #[serde(rename = "renewed")]
+    HeadRestored,
     /// It is unknown how much of the plain file lies below the logs, so all of it is used.
-    Plain { bytes: u64 },
+    #[serde(rename = "plain")]
+    PlainFileUsed { bytes: u64 },
 }
 
 impl LossReport {
@@ -104,7 +107,7 @@ impl LossReport {
         }))
     }
 
-    fn write(&mut self, line: &Line<'_>) -> io::Result<()> {
+    fn write(&mut self, line: &ReportLine<'_>) -> io::Result<()> {
         let mut text = serde_json::to_vec(line)?;
         text.push(b'\n');
         self.file.write_all(&text)
@@ -117,7 +120,7 @@ impl LossReport {
         File::open(dir.unwrap_or(Path::new(".")))?.sync_all()
     }
 
-    fn note(&mut self, outcome: io::Result<()>) -> Result<(), Errno> {
+    fn keep_error(&mut self, outcome: io::Result<()>) -> Result<(), Errno> {
         outcome.map_err(|error| {
             let errno = Errno::from_io_error(&error).unwrap_or(Errno::IO);
             self.failure.get_or_insert(error);
@@ -136,39 +139,43 @@ impl Report for LossesBelow<'_> {
         if self.report.files.last() != Some(&path) {
             self.report.files.push(path.clone());
         }
-        let (host, damaged, becomes) = match &loss.lost {
+        let (host, damaged, effect) = match &loss.lost {
             LostPart::Bytes { range, host, log } => {
                 let bytes = range.end - range.start;
                 self.report.zero_bytes += bytes;
                 let offset = range.start;
-                (Some(host), log.as_str(), Becomes::Zeros { offset, bytes })
+                (
+                    Some(host),
+                    log.as_str(),
+                    LossEffect::Zeros { offset, bytes },
+                )
             }
             LostPart::Changes { host, index, range } => (
                 Some(host),
                 index.as_str(),
-                Becomes::Unchanged {
+                LossEffect::Unchanged {
                     index_offset: range.start,
                     index_bytes: range.end - range.start,
                 },
             ),
-            LostPart::Seal => (None, "seal", Becomes::Whatever),
-            LostPart::Head { base: None } => (None, "head", Becomes::Renewed),
+            LostPart::Seal => (None, "seal", LossEffect::AllLogsUsed),
+            LostPart::Head { base: None } => (None, "head", LossEffect::HeadRestored),
             LostPart::Head { base: Some(bytes) } => {
-                (None, "head", Becomes::Plain { bytes: *bytes })
+                (None, "head", LossEffect::PlainFileUsed { bytes: *bytes })
             }
         };
-        let written = self.report.write(&Line {
+        let written = self.report.write(&ReportLine {
             path,
             container: &loss.container,
             host: host.map(String::as_str),
             damaged,
-            becomes,
+            effect,
         });
-        self.report.note(written)
+        self.report.keep_error(written)
     }
 
     fn sync(&mut self) -> Result<(), Errno> {
         let synced = self.report.sync();
-        self.report.note(synced)
+        self.report.keep_error(synced)
     }
 }

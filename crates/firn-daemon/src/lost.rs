@@ -45,7 +45,7 @@ pub struct LostReport {
 
 /// Applies `policy` to each missing file and returns what was done. If the backing gave an error, a later attempt may
 /// find the file, so its data stays in the arena under each policy.
-pub(crate) fn settle(
+pub(crate) fn apply_policy(
     engine: &Engine<Store>,
     policy: &LostPolicy,
 ) -> Result<Vec<LostReport>, RecoverError> {
@@ -58,14 +58,16 @@ pub(crate) fn settle(
             saved_to: None,
             discarded: false,
         };
-        if lost.gone {
+        if lost.is_certain {
             match policy {
                 LostPolicy::Keep => {}
                 LostPolicy::Save(dir) => {
-                    let to = dir.join(relative(&lost));
-                    save(engine, &lost, dir, &to).map_err(|source| RecoverError::SaveLost {
-                        to: to.clone(),
-                        source,
+                    let to = dir.join(path_of_copy(&lost));
+                    save_copy(engine, &lost, dir, &to).map_err(|source| {
+                        RecoverError::SaveLost {
+                            to: to.clone(),
+                            source,
+                        }
                     })?;
                     engine.lost.discard(lost.file);
                     report.saved_to = Some(to);
@@ -83,7 +85,7 @@ pub(crate) fn settle(
 
 /// Returns the path of the copy below its directory. The path in the journal may lead out of that directory; then the
 /// file's number is used.
-fn relative(lost: &LostFile) -> PathBuf {
+fn path_of_copy(lost: &LostFile) -> PathBuf {
     let path = Path::new(std::ffi::OsStr::from_bytes(&lost.path));
     let inside = path
         .components()
@@ -96,7 +98,7 @@ fn relative(lost: &LostFile) -> PathBuf {
 }
 
 /// Copies the data to a new file. The copy and its name are durable when this returns. An existing file is an error.
-fn save(engine: &Engine<Store>, lost: &LostFile, dir: &Path, to: &Path) -> io::Result<()> {
+fn save_copy(engine: &Engine<Store>, lost: &LostFile, dir: &Path, to: &Path) -> io::Result<()> {
     fs::create_dir_all(to.parent().unwrap_or(dir))?;
     let file = OpenOptions::new()
         .write(true)

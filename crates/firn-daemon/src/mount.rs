@@ -30,7 +30,7 @@ pub fn mount_with_notices(
     }
     process::prepare();
     log::start(&request.options);
-    firnd::serve(&request, Reporter::Here(notice), None)
+    firnd::serve(&request, Reporter::Foreground(notice), None)
 }
 
 /// The main function of firnd. stdin is the request, or a socket to the keeper that has the request; stdout is the pipe

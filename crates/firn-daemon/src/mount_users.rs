@@ -30,12 +30,12 @@ pub(crate) struct Mounts {
     /// The numbers of the mounts; a number is unique among all namespaces.
     ids: HashSet<u64>,
     /// The mounts that an unmount by this firnd does not remove.
-    copies: Vec<Copy>,
+    copies: Vec<MountCopy>,
 }
 
-/// A mount in addition to that of this firnd.
-struct Copy {
-    place: PathBuf,
+/// A further mount of the same file system, beside that of this firnd.
+struct MountCopy {
+    path: PathBuf,
     /// A process in whose namespace the copy is.
     seen_by: u32,
     /// The copy is a bind mount in firnd's own mount namespace.
@@ -43,7 +43,7 @@ struct Copy {
 }
 
 /// A process that uses a mount.
-pub(crate) struct User {
+pub(crate) struct MountUser {
     pid: u32,
     command: String,
     usage: Usage,
@@ -62,7 +62,7 @@ enum Usage {
 
 impl Mounts {
     /// Finds the mounts of `device`, which this firnd has mounted at `mount_point`.
-    pub(crate) fn of(device: (u32, u32), mount_point: &Path) -> Self {
+    pub(crate) fn find(device: (u32, u32), mount_point: &Path) -> Self {
         let mut mounts = Self {
             device,
             mount_point: mount_point.to_owned(),
@@ -83,8 +83,8 @@ impl Mounts {
             for entry in mountinfo::parse(&table) {
                 // A number is unique among all namespaces. A process with another root sees a part of its namespace.
                 if entry.device == device && mounts.ids.insert(entry.id) && Some(entry.id) != top {
-                    mounts.copies.push(Copy {
-                        place: entry.mount_point,
+                    mounts.copies.push(MountCopy {
+                        path: entry.mount_point,
                         seen_by: pid,
                         is_bound: pid == own,
                     });
@@ -103,16 +103,16 @@ impl Mounts {
     /// Describes one of the copies for a message; there must be one.
     pub(crate) fn describe_copies(&self) -> String {
         let first = &self.copies[0];
-        let place = quoted_path(&first.place);
+        let path = quoted_path(&first.path);
         let others = match self.copies.len() - 1 {
             0 => String::new(),
             others => format!(", and {others} more"),
         };
         if first.is_bound {
-            format!("{place}{others}")
+            format!("{path}{others}")
         } else {
             format!(
-                "{place} in the mount namespace of process {}{others}",
+                "{path} in the mount namespace of process {}{others}",
                 first.seen_by
             )
         }
@@ -121,23 +121,23 @@ impl Mounts {
     /// Returns where copies are bound in this namespace, without those below another mount.
     pub(crate) fn bound_places(&self) -> Vec<&Path> {
         let entries = mountinfo::parse(&fs::read("/proc/self/mountinfo").unwrap_or_default());
-        let is_on_top = |place: &Path| {
-            mountinfo::on_top(&entries, place).is_some_and(|top| top.device == self.device)
+        let is_on_top = |path: &Path| {
+            mountinfo::on_top(&entries, path).is_some_and(|top| top.device == self.device)
         };
         let bound = self.copies.iter().filter(|copy| copy.is_bound);
         bound
-            .map(|copy| copy.place.as_path())
-            .filter(|place| is_on_top(place))
+            .map(|copy| copy.path.as_path())
+            .filter(|path| is_on_top(path))
             .collect()
     }
 
     /// Returns the processes that use one of the mounts, without this one.
-    pub(crate) fn users(&self) -> Vec<User> {
+    pub(crate) fn users(&self) -> Vec<MountUser> {
         let own = std::process::id();
         let others = processes().filter(|pid| *pid != own);
         others
             .filter_map(|pid| {
-                Some(User {
+                Some(MountUser {
                     pid,
                     command: fs::read_to_string(format!("/proc/{pid}/comm"))
                         .unwrap_or_default()
@@ -170,11 +170,11 @@ impl Mounts {
         let link = ["cwd", "root"].iter().find(|link| {
             let path = process.join(link);
             let flags = OFlags::PATH | OFlags::CLOEXEC;
-            let place: Result<OwnedFd, _> = rustix::fs::open(path, flags, Mode::empty());
-            place.is_ok_and(|place| {
+            let path: Result<OwnedFd, _> = rustix::fs::open(path, flags, Mode::empty());
+            path.is_ok_and(|path| {
                 self.is_mount_of(Path::new(&format!(
                     "/proc/self/fdinfo/{}",
-                    place.as_raw_fd()
+                    path.as_raw_fd()
                 )))
             })
         })?;
@@ -224,7 +224,7 @@ fn mapped_device(line: &[u8]) -> Option<(u32, u32)> {
 }
 
 /// Describes users in a sentence: `python3 (process 12) has step_3/rank_0 open, bash (process 13) is in step_3`.
-pub(crate) fn name_users(users: &[User]) -> String {
+pub(crate) fn name_users(users: &[MountUser]) -> String {
     let named = users.iter().take(NAMED_MAX);
     let mut words: Vec<_> = named
         .map(|user| {
@@ -282,7 +282,7 @@ mod tests {
         let entries = mountinfo::parse(&fs::read("/proc/self/mountinfo").unwrap());
         let here = std::env::current_dir().unwrap();
         let mount = mountinfo::holding(&entries, &here).unwrap();
-        let mounts = Mounts::of(mount.device, &mount.mount_point);
+        let mounts = Mounts::find(mount.device, &mount.mount_point);
         assert!(mounts.ids.contains(&mount.id));
         let own = mounts.usage(std::process::id());
         assert!(own.is_some());
@@ -298,7 +298,7 @@ mod tests {
         };
         // Anonymous memory has the device 0:0.
         assert!(!nowhere.has_copies() && nowhere.directory(Path::new("/proc/self")).is_none());
-        let user = |pid| User {
+        let user = |pid| MountUser {
             pid,
             command: "python3".into(),
             usage: Usage::Open("step_3/rank_0".into()),

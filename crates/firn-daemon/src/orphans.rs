@@ -10,7 +10,7 @@ use firn_lanes::{Lanes, Orphan, OrphanError, Record, record};
 
 use crate::error::{AttachError, LaneFault};
 use crate::logs;
-use crate::placement::{self, Use};
+use crate::placement::{self, NewFiles};
 use crate::process;
 use crate::store::PlaceableStore;
 use crate::unmounted::{FoundOrphan, open_unmounted};
@@ -31,7 +31,7 @@ pub fn find_orphans(
         logs::end_removals(backing, options)?;
     }
     let (backing, directory, _locks) = open_unmounted(backing, options)?;
-    let lanes = match placement::open(&backing, directory, options, Use::Serve, notice)? {
+    let lanes = match placement::open(&backing, directory, options, NewFiles::InBacking, notice)? {
         PlaceableStore::Upper(lanes) => lanes,
         PlaceableStore::Lower(directory) => return logs::find_unowned(&backing, &directory),
     };
@@ -40,23 +40,23 @@ pub fn find_orphans(
         .find_orphans()
         .map_err(|error| walk_error(&backing, error))?;
     let removed = AttachError::io("remove what no name leads to");
-    let mut shown = Vec::new();
+    let mut reports = Vec::new();
     for orphan in &found {
         let removes = repair && !matches!(orphan, Orphan::Dangling { .. });
-        shown.push(FoundOrphan {
+        reports.push(FoundOrphan {
             is_removed: removes,
-            ..show(&backing, &lanes, orphan)
+            ..describe_orphan(&backing, &lanes, orphan)
         });
     }
-    let mut wanted = found
+    let mut to_remove = found
         .iter()
-        .zip(&shown)
-        .filter(|(_, shown)| shown.is_removed);
-    wanted
+        .zip(&reports)
+        .filter(|(_, report)| report.is_removed);
+    to_remove
         .try_for_each(|(orphan, _)| lanes.remove_orphan(orphan))
         .map_err(|errno| removed(errno.into()))?;
-    shown.extend(lost);
-    Ok(shown)
+    reports.extend(lost);
+    Ok(reports)
 }
 
 fn walk_error(backing: &Path, error: OrphanError) -> AttachError {
@@ -66,7 +66,7 @@ fn walk_error(backing: &Path, error: OrphanError) -> AttachError {
     }
 }
 
-fn show(backing: &Path, lanes: &Lanes<DirBacking>, orphan: &Orphan) -> FoundOrphan {
+fn describe_orphan(backing: &Path, lanes: &Lanes<DirBacking>, orphan: &Orphan) -> FoundOrphan {
     let (kind, path, bytes) = match orphan {
         Orphan::File { lane, entry, bytes } => {
             let lane = Path::new(lanes.lanes()[*lane].path());
@@ -87,16 +87,16 @@ fn show(backing: &Path, lanes: &Lanes<DirBacking>, orphan: &Orphan) -> FoundOrph
 pub fn forget_lane(backing: &Path, lane: &Path, options: &Options) -> Result<(), AttachError> {
     process::prepare();
     let (backing, directory, _locks) = open_unmounted(backing, options)?;
-    let text: OsString = placement::lane_text(lane).to_owned();
-    let in_backing = placement::in_backing(&backing);
+    let lane_text: OsString = placement::lane_path_in_links(lane).to_owned();
+    let in_backing = placement::lane_record_error(&backing);
     let mut record = match Record::find(&directory).map_err(&in_backing)? {
-        Some(record) if record.lanes.contains(&text) => record,
+        Some(record) if record.lanes.contains(&lane_text) => record,
         _ => {
             let lane = lane.to_owned();
             return Err(AttachError::NoSuchLane { lane, backing });
         }
     };
-    if let Ok(opened) = placement::open_marked(lane, record.id) {
+    if let Ok(opened) = placement::open_marked_lane(lane, record.id) {
         let failed = |errno: Errno| LaneFault::of(errno).at(lane);
         let files = firn_lanes::count_files(&opened, record.id).map_err(failed)?;
         if files > 0 {
@@ -109,5 +109,5 @@ pub fn forget_lane(backing: &Path, lane: &Path, options: &Options) -> Result<(),
         }
         record::remove_mark(&opened, record.id).map_err(failed)?;
     }
-    record.forget(&directory, &text).map_err(&in_backing)
+    record.forget(&directory, &lane_text).map_err(&in_backing)
 }

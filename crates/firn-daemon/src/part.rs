@@ -1,20 +1,37 @@
-//! The parts of a mount: all that a mount has besides the engine, as a list. A part that a mount does not need is not
-//! in the list, and no code asks for it.
+//! The list of parts that make up one mount beside its engine.
+//!
+//! A *part* is one feature or resource of a mount, such as the locks, the I/O threads, the logs or the control socket.
+//! Each part is a [`Part`] in [`crate::parts`]. A mount that does not need a feature has no part for it, so no other
+//! code asks whether the feature is on.
+//!
+//! The order of the list, which `attach` and `assembly` build:
 //!
 //! ```text
-//!   locks, with the lease · tokens · arena · lanes · IO threads      Attached: also `firn recover` has them
-//!   lanes of a steered backing · other hosts                         Attached: a mount alone, before the arena
-//!   what beats of the lease say · traffic · record of the run            assembly: a mount alone
-//!   locks of files · logs · last drain
-//!   kernel's requests or stub names · data socket · control socket
-//!   last drain · partner · transactions · other participants · backup · arena's memory
+//!   part                                                     is present in
+//!   locks of the backing with the host's lease               mount, `firn recover`
+//!   source of tokens                                         mount, `firn recover`, if the options ask for it
+//!   lanes of a steered backing, comparison with other hosts  mount, if the options ask for it
+//!   arena's file, lanes of files, I/O threads                mount, `firn recover`
+//!   report for other hosts, traffic, record of the run       mount
+//!   locks of files, logs                                     mount, if the options ask for it
+//!   last drain (1)                                           mount
+//!   requests of the kernel, or names of the stub tree        mount
+//!   data socket, control socket                              mount
+//!   last drain (2)                                           mount
+//!   partner, transactions, other participants, backup        mount, if the options ask for it
+//!   allocation of the arena's memory                         mount, if the options ask for it
 //! ```
 //!
+//! At the end, last drain (2) runs while the sockets still answer. Last drain (1) then drains what programs with direct
+//! access have written since.
+//!
 //! Promises
-//! * Parts start from the first to the last and stop from the last to the first, so a part may rely on those before it.
-//! * The part that excludes other processes from the backing is the first one, so it stops last.
-//! * A call that may wait for the backing at the end of a mount goes through [`Stop::ask_backing`], so a forced unmount
-//!   does not hang.
+//! * Parts start from the first to the last and stop from the last to the first, so a part may rely on all parts before
+//!   it.
+//! * The first part excludes other processes from the backing, so other processes get in only after all other parts
+//!   have stopped.
+//! * A part that stops calls the backing through [`Stop::ask_backing`], so a forced unmount does not wait for a backing
+//!   that does not answer.
 
 use std::sync::Arc;
 
@@ -23,21 +40,22 @@ use firn_log::Left;
 use firn_protocol::{HeldPolicy, Reply, Request, Status};
 
 use crate::control::ControlClient;
+use crate::end_timeout::run_with_end_timeout;
 use crate::error::MountError;
-use crate::patience::with_patience;
 use crate::store::Store;
 
-/// A request that is offered to each part in turn.
+/// A request of a client, as [`Parts::answer`] offers it to each part in turn.
 pub(crate) struct Question<'a> {
+    /// The engine of the mount.
     pub(crate) engine: &'a Arc<Engine<Store>>,
     pub(crate) request: &'a Request,
-    /// The client that sent the request.
+    /// The connection that sent the request, with the state that the mount holds for it.
     pub(crate) client: &'a mut ControlClient,
     /// Sends progress before the reply; returns false once the client is gone.
-    pub(crate) say: &'a mut dyn FnMut(Reply) -> bool,
+    pub(crate) send_progress: &'a mut dyn FnMut(Reply) -> bool,
 }
 
-/// A part of a mount besides the engine. Each function does nothing unless a part defines it.
+/// One feature or resource of a mount beside the engine. Each function does nothing unless the part defines it.
 pub(crate) trait Part: Send + Sync {
     /// Starts the part; `parts` has all parts of the mount.
     fn start(&self, _parts: &Parts) -> Result<(), MountError> {
@@ -51,9 +69,9 @@ pub(crate) trait Part: Send + Sync {
     /// Fills in the part's figures of the status. It runs after the engine and the parts before it, and may use or
     /// replace their figures.
     ///
-    /// It must take no lock that is held during a call of the backing. It may run before [`start`](Self::start),
-    /// because the control socket answers while later parts start.
-    fn show(&self, _status: &mut Status) {}
+    /// The function must not take a lock that is held during a call of the backing, because a status must not hang. It
+    /// may run before [`start`](Self::start), because the control socket answers while later parts start.
+    fn fill_status(&self, _status: &mut Status) {}
 
     /// Returns an error if the mount cannot serve this request now.
     fn refuse(&self, _request: &Request) -> Option<Reply> {
@@ -65,20 +83,23 @@ pub(crate) trait Part: Send + Sync {
         None
     }
 
-    /// Returns whether the end of a connection of the control socket would end something of this part.
-    fn is_held_for(&self, _client: &ControlClient) -> bool {
+    /// Returns whether this part holds something for a connection of the control socket, such as a transaction that
+    /// ends with the connection. Such a connection is not closed to make room for another one.
+    fn holds_state_of(&self, _client: &ControlClient) -> bool {
         false
     }
 
-    /// Returns why the mount must not end now, if there is a reason.
+    /// Returns why an unmount without `--force` must be refused now; `None` if this part has no reason.
     fn find_obstacle(&self) -> Option<String> {
         None
     }
 
-    /// Prepares for the end, before data is drained and programs lose the mount.
+    /// Prepares for the end of the mount. It runs before data is drained and before programs lose the mount, and the
+    /// mount goes on if the drain then fails.
     fn prepare_end(&self) {}
 
-    /// Stops the part and releases what it holds. The part may not have been started.
+    /// Stops the part and releases its resources. It also runs for a part that was never started, because an earlier
+    /// part failed to start.
     fn stop(&self, _stop: &mut Stop) {}
 }
 
@@ -91,6 +112,7 @@ impl Parts {
         Self(list.into())
     }
 
+    /// Starts each part. The first part that fails keeps the later ones from starting; the caller stops all parts then.
     pub(crate) fn start(&self) -> Result<(), MountError> {
         self.0.iter().try_for_each(|part| part.start(self))
     }
@@ -99,20 +121,22 @@ impl Parts {
         self.0.iter().for_each(|part| part.run_due());
     }
 
-    pub(crate) fn show(&self, status: &mut Status) {
-        self.0.iter().for_each(|part| part.show(status));
+    pub(crate) fn fill_status(&self, status: &mut Status) {
+        self.0.iter().for_each(|part| part.fill_status(status));
     }
 
+    /// Returns the refusal of the first part that cannot serve the request now.
     pub(crate) fn refuse(&self, request: &Request) -> Option<Reply> {
         self.0.iter().find_map(|part| part.refuse(request))
     }
 
+    /// Returns the answer of the first part that knows the request; `None` if the engine must answer it.
     pub(crate) fn answer(&self, question: &mut Question<'_>) -> Option<Reply> {
         self.0.iter().find_map(|part| part.answer(question))
     }
 
-    pub(crate) fn is_held_for(&self, client: &ControlClient) -> bool {
-        self.0.iter().any(|part| part.is_held_for(client))
+    pub(crate) fn holds_state_of(&self, client: &ControlClient) -> bool {
+        self.0.iter().any(|part| part.holds_state_of(client))
     }
 
     pub(crate) fn find_obstacle(&self) -> Option<String> {
@@ -123,6 +147,7 @@ impl Parts {
         self.0.iter().for_each(|part| part.prepare_end());
     }
 
+    /// Stops the parts from the last to the first.
     pub(crate) fn stop(&self, stop: &mut Stop) {
         self.0.iter().rev().for_each(|part| part.stop(stop));
     }
@@ -139,62 +164,69 @@ pub(crate) enum ArenaEnd {
     Discard,
 }
 
-/// How a mount ends, and what its parts report while they stop.
+/// How a mount ends, and what the parts have reported while they stopped. It passes from part to part.
 pub(crate) struct Stop {
-    /// What happens to the data that the arena holds.
-    pub(crate) held: HeldPolicy,
-    pub(crate) arena: ArenaEnd,
-    /// The end does not wait for a backing that does not answer.
-    pub(crate) force: bool,
-    /// No program has seen the mount, so all data that was found stays for the next mount.
-    pub(crate) is_unseen: bool,
-    /// The backing did not answer, so no more calls are made on it.
-    gave_up: bool,
-    /// An I/O thread may still be in a call of the backing. Then the locks are kept until the process ends: a late call
-    /// could change what the next mount has made.
-    pub(crate) is_call_under_way: bool,
-    /// Bytes that only the arena has, and that stay in it.
+    /// What happens to the data that only the arena has.
+    pub(crate) held_policy: HeldPolicy,
+    /// What happens to the arena's file.
+    pub(crate) arena_end: ArenaEnd,
+    /// The unmount is forced: it does not wait for a backing that does not answer.
+    pub(crate) is_forced: bool,
+    /// The mount failed before a program could see it, so the data of an earlier firnd stays for the next mount.
+    pub(crate) was_never_visible: bool,
+    /// The backing did not answer in time, so no more calls are made on it.
+    has_given_up_backing: bool,
+    /// Reported by the I/O threads: one of them may still be in a call of the backing. The locks are then kept until
+    /// the process ends, because a late call could change files of the next mount.
+    pub(crate) has_call_under_way: bool,
+    /// Reported by the arena's file: bytes that only the arena has, and that stay in it.
     pub(crate) left_bytes: u64,
-    /// The files that stay in logs.
+    /// Reported by the logs: the files that stay in logs.
     pub(crate) left_in_logs: Left,
 }
 
 impl Stop {
     /// Returns the end of a mount that programs have seen.
-    pub(crate) fn new(held: HeldPolicy, arena: ArenaEnd, force: bool, gave_up: bool) -> Self {
+    pub(crate) fn new(
+        held_policy: HeldPolicy,
+        arena_end: ArenaEnd,
+        is_forced: bool,
+        has_given_up_backing: bool,
+    ) -> Self {
         Self {
-            held,
-            arena,
-            force,
-            is_unseen: false,
-            gave_up,
-            is_call_under_way: false,
+            held_policy,
+            arena_end,
+            is_forced,
+            was_never_visible: false,
+            has_given_up_backing,
+            has_call_under_way: false,
             left_bytes: 0,
             left_in_logs: Left::default(),
         }
     }
 
     /// Returns the end of a mount that no program has seen; nothing is drained.
-    pub(crate) fn unseen(arena: ArenaEnd) -> Self {
+    pub(crate) fn unseen(arena_end: ArenaEnd) -> Self {
         Self {
-            is_unseen: true,
-            ..Self::new(HeldPolicy::Keep, arena, false, false)
+            was_never_visible: true,
+            ..Self::new(HeldPolicy::Keep, arena_end, false, false)
         }
     }
 
-    /// Runs `work`, which may wait for the backing, unless the backing did not answer before. In that case `work` is
-    /// leaked, because the threads that its drop would wait for may be in a call that does not return.
+    /// Runs `work`, which may wait for the backing. After a call that was not answered in time, later work is not run.
+    ///
+    /// Work that is not run is leaked: its drop could wait for threads that are in a call which never returns.
     pub(crate) fn ask_backing(&mut self, work: impl FnOnce() + Send + 'static) {
-        if self.gave_up {
+        if self.has_given_up_backing {
             std::mem::forget(work);
             return;
         }
-        self.gave_up = !with_patience(self.force, work);
+        self.has_given_up_backing = !run_with_end_timeout(self.is_forced, work);
     }
 
-    /// Returns whether the end drains the data that the arena holds.
-    pub(crate) fn drains(&self) -> bool {
-        self.held == HeldPolicy::Drain && !self.gave_up
+    /// Returns whether the end drains the data that only the arena has.
+    pub(crate) fn drains_held_data(&self) -> bool {
+        self.held_policy == HeldPolicy::Drain && !self.has_given_up_backing
     }
 }
 
@@ -206,20 +238,21 @@ mod tests {
 
     type Log = Arc<Mutex<Vec<String>>>;
 
-    struct Noting {
+    /// A part that logs its start and stop.
+    struct LoggingPart {
         name: &'static str,
         log: Log,
-        /// How it refuses to start.
+        /// The start returns an error.
         fails: bool,
     }
 
-    impl Noting {
+    impl LoggingPart {
         fn note(&self, what: &str) {
             self.log.lock().push(format!("{what} {}", self.name));
         }
     }
 
-    impl Part for Noting {
+    impl Part for LoggingPart {
         fn start(&self, _: &Parts) -> Result<(), MountError> {
             self.note("start");
             if self.fails {
@@ -238,7 +271,7 @@ mod tests {
         let names = [("locks", false), ("drain", fails), ("socket", false)];
         let part = |(name, fails)| -> Arc<dyn Part> {
             let log = Arc::clone(log);
-            Arc::new(Noting { name, log, fails })
+            Arc::new(LoggingPart { name, log, fails })
         };
         Parts::new(names.into_iter().map(part).collect())
     }
@@ -254,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn a_part_that_does_not_start_keeps_those_behind_it_from_starting() {
+    fn a_part_that_does_not_start_keeps_later_parts_from_starting() {
         let log = Log::default();
         assert!(parts(&log, true).start().is_err());
         assert_eq!(log.lock().join(", "), "start locks, start drain");
@@ -269,7 +302,7 @@ mod tests {
             let _taken = taken;
             panic!("asked");
         });
-        assert!(!stop.drains());
+        assert!(!stop.drains_held_data());
         // A thread that hangs in a call may still use it.
         assert_eq!(Arc::strong_count(&witness), 2);
     }

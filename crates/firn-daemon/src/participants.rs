@@ -16,7 +16,7 @@ use crate::process::process_of;
 pub(crate) const LOOK_AGAIN: Backoff =
     Backoff::new(Duration::from_millis(2), Duration::from_millis(200));
 /// Limit of conflicts in an error message; the published verdict has all of them.
-const TOLD_MAX: usize = 20;
+const LISTED_CONFLICTS_MAX: usize = 20;
 
 /// Returns the hosts that commit together, from the options; `None` if this host commits alone. Fails if the options do
 /// not name this host.
@@ -61,10 +61,10 @@ pub(crate) fn describe_conflict(report: &Report, scope: &str) -> String {
         1 => format!("{scope}: no commit, 1 conflict between hosts"),
         total => format!("{scope}: no commit, {total} conflicts between hosts"),
     };
-    for conflict in report.conflicts.iter().take(TOLD_MAX) {
+    for conflict in report.conflicts.iter().take(LISTED_CONFLICTS_MAX) {
         text += &format!("\n  {conflict}");
     }
-    let listed = report.conflicts.len().min(TOLD_MAX) as u64;
+    let listed = report.conflicts.len().min(LISTED_CONFLICTS_MAX) as u64;
     if report.total > listed {
         text += &format!("\n  and {} more", report.total - listed);
     }

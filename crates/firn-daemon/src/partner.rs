@@ -29,31 +29,31 @@ use crate::host_name::host_name;
 use crate::store::Store;
 
 /// Pauses between two checks of a wait.
-const LOOK_AGAIN: Backoff = Backoff::new(Duration::from_millis(5), Duration::from_millis(200));
+const CHECK_AGAIN: Backoff = Backoff::new(Duration::from_millis(5), Duration::from_millis(200));
 
 /// The reports about the partner of a mount. Only a mount with the option `partner` has a board.
 pub(crate) struct PartnerBoard {
     engine: Arc<Engine<Store>>,
-    wanted: String,
+    option: String,
     this_host: String,
     domains: Option<PathBuf>,
-    words: Mutex<Words>,
+    reports: Mutex<SpeakerReports>,
     /// Signals that a file was marked as copied.
     marked: Condvar,
 }
 
-/// The reports by the number of the speaker.
+/// What the speakers of a mount have reported.
 #[derive(Default)]
-struct Words {
-    last: u64,
-    by: BTreeMap<u64, Word>,
+struct SpeakerReports {
+    last_number: u64,
+    by_speaker: BTreeMap<u64, SpeakerReport>,
     /// The speakers that have named a partner. Files are marked for them; the highest number is the newest speaker.
-    speakers: BTreeSet<u64>,
+    naming_speakers: BTreeSet<u64>,
     /// Number of marks since the mount.
     marks: u64,
 }
 
-struct Word {
+struct SpeakerReport {
     host: Option<String>,
     note: String,
 }
@@ -70,7 +70,7 @@ impl PartnerBoard {
         engine: &Arc<Engine<Store>>,
         options: &Options,
     ) -> Result<Option<Arc<Self>>, AttachError> {
-        let wanted = match &options.partner {
+        let option = match &options.partner {
             Partner::None => return Ok(None),
             Partner::Next => "next".to_owned(),
             Partner::Host(name) => name.clone(),
@@ -78,10 +78,10 @@ impl PartnerBoard {
         let this_host = host_name(options)?;
         Ok(Some(Arc::new(Self {
             engine: Arc::clone(engine),
-            wanted,
+            option,
             this_host,
             domains: options.partner_domains.clone(),
-            words: Mutex::default(),
+            reports: Mutex::default(),
             marked: Condvar::new(),
         })))
     }
@@ -100,9 +100,9 @@ impl PartnerBoard {
             left_bytes,
             oldest_left,
         } = figures;
-        let (host, note) = self.said();
+        let (host, note) = self.partner_and_note();
         PartnerStatus {
-            wanted: self.wanted.clone(),
+            wanted: self.option.clone(),
             this_host: self.this_host.clone(),
             domains: self.domains.as_deref().map(BytePath::from),
             present: host.is_some(),
@@ -116,14 +116,14 @@ impl PartnerBoard {
         }
     }
 
-    /// Returns the partner's name, and a note for people.
-    fn said(&self) -> (Option<String>, String) {
-        let words = self.words.lock();
-        let speaker = words.speakers.last();
-        let speaker = speaker.and_then(|number| words.by.get(number));
-        let notes = words.by.values().rev().map(|word| &word.note);
+    /// Returns the name of the partner, if there is one, and a note for people.
+    fn partner_and_note(&self) -> (Option<String>, String) {
+        let reports = self.reports.lock();
+        let speaker = reports.naming_speakers.last();
+        let speaker = speaker.and_then(|number| reports.by_speaker.get(number));
+        let notes = reports.by_speaker.values().rev().map(|word| &word.note);
         let note = notes.into_iter().find(|note| !note.is_empty());
-        let note = match (words.by.is_empty(), note) {
+        let note = match (reports.by_speaker.is_empty(), note) {
             (_, Some(note)) => note.clone(),
             (true, None) => "no `firn agent` runs for this mount".to_owned(),
             (false, None) => String::new(),
@@ -132,18 +132,20 @@ impl PartnerBoard {
     }
 
     /// Stores the report of a speaker. When a first partner is named, all older marks are dropped.
-    fn say(&self, number: u64, host: Option<String>, note: String) {
-        let mut words = self.words.lock();
+    fn store_report(&self, number: u64, host: Option<String>, note: String) {
+        let mut reports = self.reports.lock();
         let names = host.is_some();
-        words.by.insert(number, Word { host, note });
-        let forgets = if names {
-            words.speakers.insert(number) && words.speakers.len() == 1
+        reports
+            .by_speaker
+            .insert(number, SpeakerReport { host, note });
+        let is_first_name = if names {
+            reports.naming_speakers.insert(number) && reports.naming_speakers.len() == 1
         } else {
-            words.speakers.remove(&number)
+            reports.naming_speakers.remove(&number)
         };
         // The lock is released first: a thread that marks a file takes this lock while it holds the file's.
-        drop(words);
-        if forgets {
+        drop(reports);
+        if is_first_name {
             self.engine.durability.forget_partner();
         }
     }
@@ -156,32 +158,32 @@ impl PartnerBoard {
         deadline: Option<Instant>,
         progress: &mut dyn FnMut(u64, u64) -> bool,
     ) -> Reply {
-        let mut waits = LOOK_AGAIN.start();
+        let mut waits = CHECK_AGAIN.start();
         loop {
-            let marks = self.words.lock().marks;
+            let marks = self.reports.lock().marks;
             let left = match self.engine.durability.partner_figures(path.as_bytes()) {
                 Ok(figures) if figures.left_files == 0 => return Reply::Done,
                 Ok(figures) => figures,
-                Err(error) => return refused(error, &format!("{path}: {error}")),
+                Err(error) => return error_reply(error, &format!("{path}: {error}")),
             };
             if !progress(left.left_bytes, left.left_files) {
-                return refused(Errno::CANCELED, "the wait was given up");
+                return error_reply(Errno::CANCELED, "the wait was given up");
             }
             let rest = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
             if rest == Some(Duration::ZERO) {
-                return refused(Errno::TIMEDOUT, &self.describe_left(&left));
+                return error_reply(Errno::TIMEDOUT, &self.describe_left(&left));
             }
             let pause = waits.next_wait();
-            let mut words = self.words.lock();
-            if words.marks == marks {
+            let mut reports = self.reports.lock();
+            if reports.marks == marks {
                 let pause = rest.map_or(pause, |rest| rest.min(pause));
-                self.marked.wait_for(&mut words, pause);
+                self.marked.wait_for(&mut reports, pause);
             }
         }
     }
 
     fn describe_left(&self, left: &PartnerFigures) -> String {
-        let (host, note) = self.said();
+        let (host, note) = self.partner_and_note();
         let PartnerFigures {
             left_files,
             left_bytes,
@@ -206,21 +208,21 @@ impl PartnerBoard {
 
 impl PartnerSpeaker {
     /// Stores a report of a connection. The first report makes the connection a speaker.
-    pub(crate) fn say(
+    pub(crate) fn store_report(
         speaker: &mut Option<Self>,
         board: &Arc<PartnerBoard>,
         host: Option<String>,
         note: String,
     ) -> Reply {
         let speaker = speaker.get_or_insert_with(|| {
-            let mut words = board.words.lock();
-            words.last += 1;
+            let mut reports = board.reports.lock();
+            reports.last_number += 1;
             Self {
                 board: Arc::clone(board),
-                number: words.last,
+                number: reports.last_number,
             }
         });
-        board.say(speaker.number, host, note);
+        board.store_report(speaker.number, host, note);
         Reply::Done
     }
 
@@ -228,41 +230,41 @@ impl PartnerSpeaker {
     /// was copied.
     pub(crate) fn mark(speaker: Option<&Self>, path: &BytePath, changes: u64) -> Reply {
         let Some(Self { board, number }) = speaker else {
-            return refused(Errno::INVAL, "this connection has named no partner");
+            return error_reply(Errno::INVAL, "this connection has named no partner");
         };
-        let counts = || board.words.lock().speakers.contains(number);
-        if !counts() {
-            return refused(Errno::INVAL, "this connection has named no partner");
+        let may_mark = || board.reports.lock().naming_speakers.contains(number);
+        if !may_mark() {
+            return error_reply(Errno::INVAL, "this connection has named no partner");
         }
         let marked = board
             .engine
             .durability
-            .mark_partnered(path.as_bytes(), changes, counts);
-        board.words.lock().marks += 1;
+            .mark_partnered(path.as_bytes(), changes, may_mark);
+        board.reports.lock().marks += 1;
         board.marked.notify_all();
         match marked {
             Ok(_) | Err(Errno::NOENT) => Reply::Done,
-            Err(error) => refused(error, &format!("{path}: {error}")),
+            Err(error) => error_reply(error, &format!("{path}: {error}")),
         }
     }
 }
 
 impl Drop for PartnerSpeaker {
     fn drop(&mut self) {
-        self.board.say(self.number, None, String::new());
-        self.board.words.lock().by.remove(&self.number);
+        self.board.store_report(self.number, None, String::new());
+        self.board.reports.lock().by_speaker.remove(&self.number);
     }
 }
 
 /// Returns the reply to a request about copies on a mount without a partner.
 pub(crate) fn without_partner() -> Reply {
-    refused(
+    error_reply(
         Errno::OPNOTSUPP,
         "this mount has no partner: mount with partner=next, and run `firn agent` on each host",
     )
 }
 
-fn refused(errno: Errno, message: &str) -> Reply {
+fn error_reply(errno: Errno, message: &str) -> Reply {
     Reply::Error {
         errno: errno.raw_os_error(),
         message: message.to_owned(),

@@ -1,17 +1,18 @@
-//! Compares how the hosts that have a backing mounted use it.
+//! Compares how the hosts that have the same backing mounted use it.
 //!
-//! Each host with a lease in the backing stores beside it how it mounts, its *terms* ([`firn_hosts::Terms`]). A
-//! difference that would give wrong results refuses the later mount. A difference that only makes the hosts slower is
-//! reported at the mount and in the status.
+//! Each host with a lease in the backing stores beside the lease how it mounts: its *terms* ([`firn_hosts::Terms`]).
+//! A host that mounts compares its terms with those of the hosts that are alive:
 //!
-//! | differs | the mount that comes later |
+//! | difference | effect on the host that mounts now |
 //! |---|---|
-//! | version of what hosts store for each other | is refused |
-//! | `layout=log` comes, and the other one reads no logs | is refused |
-//! | `layout=plain` comes, and the other one has `layout=log` | reads logs, too, and says so |
-//! | `tokens`, `placement`, `lanes` or `servers`, version of Firn | says so |
+//! | version of a format that hosts store for each other | the mount is refused |
+//! | this host has `layout=log`, the other one reads no logs | the mount is refused |
+//! | this host has `layout=plain`, the other one `layout=log` | this host reads and writes logs too, and reports it |
+//! | `tokens`, `placement`, `lanes` or `servers`, version of Firn | reported at the mount and in the status |
 //!
-//! Hosts without any of these options have no lease and are not compared.
+//! The refused differences would give wrong results; the reported ones only cost time.
+//!
+//! Not compared: hosts without any of these options, because they have no lease.
 
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
@@ -36,11 +37,11 @@ const COMPARED: [&str; 5] = [FORMATS, LAYOUT, LANES, TOKENS, VERSION];
 
 const LOG: &str = "log";
 const PLAIN: &str = "plain";
-/// A plain layout with the log layer: files that other hosts log are read and written in their logs.
+/// Value of the layout for a plain layout with the log layer: files that other hosts log are read and written in logs.
 const PLAIN_WITH_LOGS: &str = "plain, with logs";
 
-/// Returns the terms of this host. `serves_logs` says that files in logs are read and written there, whatever `layout`
-/// is.
+/// Returns the terms of this host. `serves_logs`: the store has the log layer, so files in logs are read and written
+/// there, whatever `layout` is.
 pub(crate) fn terms_of(options: &Options, serves_logs: bool) -> Terms {
     let layout = match options.layout {
         Layout::Log => LOG,
@@ -70,7 +71,7 @@ pub(crate) fn terms_of(options: &Options, serves_logs: bool) -> Terms {
     terms.map(|(name, value)| (name.to_owned(), value)).into()
 }
 
-/// Returns the lanes as text, in their order, which gives them their numbers.
+/// Returns the lanes as text, in the order of the options, because the position of a lane is its number.
 fn lanes_text(options: &Options) -> String {
     if options.placement == Placement::None {
         return "none".into();
@@ -89,19 +90,25 @@ fn lanes_text(options: &Options) -> String {
     )
 }
 
-/// A difference between this host and another one that is alive.
+/// A difference between this host and another host that is alive.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Difference {
+    /// The other host.
     host: String,
-    what: &'static str,
-    theirs: String,
-    ours: String,
+    /// Name of the term, one of [`COMPARED`].
+    term: &'static str,
+    their_value: String,
+    our_value: String,
 }
 
 impl Difference {
     /// Returns why a mount with this difference would give wrong results; `None` if it would not.
     fn refusal(&self) -> Option<&'static str> {
-        match (self.what, self.ours.as_str(), self.theirs.as_str()) {
+        match (
+            self.term,
+            self.our_value.as_str(),
+            self.their_value.as_str(),
+        ) {
             (FORMATS, ..) => Some(
                 "they would misread what the other one stores: run the same version of firn on all hosts",
             ),
@@ -112,39 +119,40 @@ impl Difference {
         }
     }
 
-    /// Describes the difference for a person.
+    /// Describes the difference and its consequence for the user.
     fn text(&self) -> String {
         let Self {
             host,
-            what,
-            theirs,
-            ours,
+            term,
+            their_value,
+            our_value,
         } = self;
-        let meaning = match *what {
+        let meaning = match *term {
             LAYOUT => "it writes to the files themselves what others write to logs",
             LANES => "files are spread unevenly, and lanes with the same number are not the same",
             TOKENS => "it writes to a lane while another host has the token",
             _ => "update one of them",
         };
-        format!("host {host} has {what} {theirs}, this one {ours}: {meaning}")
+        format!("host {host} has {term} {their_value}, this one {our_value}: {meaning}")
     }
 }
 
-/// Returns the differences between the terms of this host and those of others.
-fn compare(ours: &Terms, peers: &[Peer]) -> Vec<Difference> {
+/// Returns each difference between the terms of this host and the terms of a peer.
+fn compare(our_terms: &Terms, peers: &[Peer]) -> Vec<Difference> {
     let mut found = Vec::new();
     for peer in peers {
-        for what in COMPARED {
+        for term in COMPARED {
             // Another version of Firn may have other terms; only common ones are compared.
-            let (Some(theirs), Some(ours)) = (peer.terms.get(what), ours.get(what)) else {
+            let (Some(their_value), Some(our_value)) = (peer.terms.get(term), our_terms.get(term))
+            else {
                 continue;
             };
-            if theirs != ours {
+            if their_value != our_value {
                 found.push(Difference {
                     host: peer.host.clone(),
-                    what,
-                    theirs: quoted(theirs.as_bytes()),
-                    ours: ours.clone(),
+                    term,
+                    their_value: quoted(their_value.as_bytes()),
+                    our_value: our_value.clone(),
                 });
             }
         }
@@ -152,10 +160,10 @@ fn compare(ours: &Terms, peers: &[Peer]) -> Vec<Difference> {
     found
 }
 
-/// The differences to the other hosts of a mount.
+/// Compares this host with the others at the mount and later, and keeps the differences for the status.
 pub(crate) struct PeerBoard {
     base: DirBacking,
-    ours: Terms,
+    our_terms: Terms,
     /// The watch is taken out during a comparison, so that no other caller waits for the backing.
     watch: Mutex<Option<PeerWatch>>,
     /// The result of the last comparison.
@@ -163,18 +171,20 @@ pub(crate) struct PeerBoard {
 }
 
 impl PeerBoard {
-    fn new(backing: &Path, ours: Terms) -> Result<Self, AttachError> {
+    fn new(backing: &Path, our_terms: Terms) -> Result<Self, AttachError> {
         Ok(Self {
             base: open_backing(backing)?,
-            ours,
+            our_terms,
             watch: Mutex::new(None),
             differences: Mutex::default(),
         })
     }
 
-    /// Compares this host with the others before it mounts. Fails if a difference would give wrong results, and passes
-    /// the rest to `notice`.
-    pub(crate) fn meet(
+    /// Compares this host with the others before it mounts. Fails if a difference would give wrong results; `notice` is
+    /// called with a sentence for each other difference.
+    ///
+    /// The call takes [`STALE_AFTER`] longer if a second look must show which hosts are alive.
+    pub(crate) fn compare_before_mount(
         backing: &Path,
         options: &Options,
         serves_logs: bool,
@@ -186,19 +196,20 @@ impl PeerBoard {
         let mut watch = PeerWatch::new(me);
         let refused = own_error(backing);
         let mut peers = watch.look(&board.base).map_err(&refused)?;
-        // A host that may be dead or alive is certain once its lease is not renewed in time.
-        if peers.is_unsure {
+        // Of some hosts, one look does not show whether they are alive. Living hosts have renewed their leases by the
+        // second look.
+        if peers.has_undecided {
             std::thread::sleep(STALE_AFTER);
             peers = watch.look(&board.base).map_err(&refused)?;
         }
-        let differences = compare(&board.ours, &peers.living);
+        let differences = compare(&board.our_terms, &peers.living);
         for difference in &differences {
             if let Some(why) = difference.refusal() {
                 return Err(AttachError::PeerDiffers {
                     backing: backing.into(),
                     host: difference.host.clone(),
-                    theirs: format!("{} {}", difference.what, difference.theirs),
-                    ours: format!("{} {}", difference.what, difference.ours),
+                    theirs: format!("{} {}", difference.term, difference.their_value),
+                    ours: format!("{} {}", difference.term, difference.our_value),
                     why,
                 });
             }
@@ -209,8 +220,9 @@ impl PeerBoard {
         Ok(board)
     }
 
-    /// Compares again, because hosts mount and unmount. New differences are logged.
-    pub(crate) fn look_again(&self) {
+    /// Compares again, because other hosts mount and unmount. Differences that are new since the last comparison are
+    /// logged. Does nothing while another thread compares, and keeps the old result if the backing fails.
+    pub(crate) fn compare_again(&self) {
         let Some(mut watch) = self.watch.lock().take() else {
             return;
         };
@@ -223,7 +235,7 @@ impl PeerBoard {
                 return;
             }
         };
-        let found = compare(&self.ours, &peers);
+        let found = compare(&self.our_terms, &peers);
         let known = std::mem::replace(&mut *self.differences.lock(), found.clone());
         for new in found.iter().filter(|found| !known.contains(found)) {
             tracing::warn!("{}", new.text());

@@ -1,13 +1,21 @@
-//! Placement over several directories (`placement=dirs`): opens the lanes of a mount, and checks that they can be used.
-//! A *lane* is one I/O server. [`crate::steering`] has the other placements.
+//! Placement over several directories (`placement=dirs`): checks and opens the lanes of a mount, and reports on them.
+//! [`crate::steering`] has the other placements.
+//!
+//! Terms
+//! * A *lane* is one I/O server, here one directory. A *placed* file has its data in a lane; in the backing its name is
+//!   a symbolic link to that data.
+//! * The *record* is a file below `.firn/` that lists the lanes of the backing ([`Record`]).
+//! * The *mark* is a file in a lane that names the backing which the lane belongs to.
 //!
 //! The path of a lane is used as the user gave it, without resolving symbolic links. Links in the backing contain this
 //! path, and other hosts may reach the same directory in another way.
 //!
-//! Invariants
-//! * A backing whose record names lanes is never opened without them, so its placed files are plain files in every
-//!   mount.
-//! * No file is placed in a directory in which other users could have put something (`firn_trust`).
+//! Promises
+//! * A backing whose record lists lanes is never opened without its lanes, so each mount shows placed files as plain
+//!   files and not as links.
+//! * No file is placed in a directory in which other users could have put something.
+//!
+//! Relies on `firn_lanes` for the layer itself, and on `firn_trust` to judge which users may change a directory.
 
 use std::ffi::{OsStr, OsString};
 use std::io;
@@ -35,8 +43,11 @@ use crate::preflight::Checked;
 use crate::steering;
 use crate::store::{Layers as _, PlaceableStore, Store};
 
-/// Checks the lanes of the options before anything is changed.
-pub(crate) fn check(options: &Options, checked: &Checked) -> Result<(), AttachError> {
+/// Checks the lanes and the lane map of the options. This runs before the mount changes anything.
+///
+/// Fails if a lane cannot be used, or if one of the lanes, the backing and the mount point is another one or lies in
+/// it.
+pub(crate) fn check_lanes(options: &Options, checked: &Checked) -> Result<(), AttachError> {
     if options.placement == Placement::None {
         return Ok(());
     }
@@ -44,24 +55,24 @@ pub(crate) fn check(options: &Options, checked: &Checked) -> Result<(), AttachEr
     if options.placement.is_steered() {
         return steering::check(&checked.backing, options);
     }
-    let mut known: Vec<(PathBuf, Place)> = Vec::new();
+    let mut checked_lanes: Vec<(PathBuf, DirLocation)> = Vec::new();
     for lane in &options.lanes {
-        let place = check_lane(lane).map_err(|why| why.at(lane))?;
-        for taken in [&checked.backing, &checked.mount_point] {
-            let other = Place::of(taken).map_err(|error| LaneFault::Io(error).at(lane))?;
-            check_apart(&place, &other, taken).map_err(|why| why.at(lane))?;
+        let location = check_lane(lane).map_err(|fault| fault.at(lane))?;
+        for dir in [&checked.backing, &checked.mount_point] {
+            let other = DirLocation::find(dir).map_err(|error| LaneFault::Io(error).at(lane))?;
+            check_apart(&location, &other, dir).map_err(|fault| fault.at(lane))?;
         }
-        for (path, other) in &known {
-            check_apart(&place, other, path).map_err(|why| why.at(lane))?;
+        for (path, other) in &checked_lanes {
+            check_apart(&location, other, path).map_err(|fault| fault.at(lane))?;
         }
-        known.push((lane.clone(), place));
+        checked_lanes.push((lane.clone(), location));
     }
     Ok(())
 }
 
-/// Checks that a directory can be a lane, and returns its place.
-fn check_lane(lane: &Path) -> Result<Place, LaneFault> {
-    if !record::is_lane_path(lane_text(lane)) {
+/// Checks that a directory can be a lane, and returns its location.
+fn check_lane(lane: &Path) -> Result<DirLocation, LaneFault> {
+    if !record::is_lane_path(lane_path_in_links(lane)) {
         return Err(LaneFault::NotPlain);
     }
     let metadata = lane.metadata().map_err(|error| LaneFault::of_io(&error))?;
@@ -74,58 +85,69 @@ fn check_lane(lane: &Path) -> Result<Place, LaneFault> {
     })?;
     let needed = Access::READ_OK | Access::WRITE_OK | Access::EXEC_OK;
     accessat(CWD, lane, needed, AtFlags::EACCESS).map_err(LaneFault::of)?;
-    Place::of(lane).map_err(LaneFault::Io)
+    DirLocation::find(lane).map_err(LaneFault::Io)
 }
 
-/// The place of a directory. Device and inode of it and of the directories above show that two paths are the same, in
-/// spite of bind mounts and symbolic links.
+/// Where a directory is, for a comparison with other directories that bind mounts and symbolic links do not deceive.
 ///
-/// The position in its file system is needed too: the directories above a bind mount are not those above the mounted
-/// directory.
-struct Place {
-    /// Device and inode of the directory, then of each directory above.
-    chain: Vec<(u64, u64)>,
-    /// The device of the file system and the path from its top; `None` if the mount table does not have them.
-    position: Option<((u32, u32), PathBuf)>,
+/// Device and inode of a directory and of its ancestors show whether it is another directory or lies below it. A bind
+/// mount has other ancestors than the directory that it shows, so the path within the file system is compared too.
+struct DirLocation {
+    /// Device and inode of the directory, then of each of its ancestors.
+    ancestry: Vec<(u64, u64)>,
+    /// `None` if the mount table does not have the directory.
+    position: Option<PositionInFileSystem>,
 }
 
-impl Place {
-    fn of(path: &Path) -> io::Result<Self> {
+/// The path of a directory from the top of its file system.
+struct PositionInFileSystem {
+    /// Device number of the file system: major, minor.
+    device: (u32, u32),
+    path: PathBuf,
+}
+
+impl DirLocation {
+    fn find(path: &Path) -> io::Result<Self> {
         let canonical = path.canonicalize()?;
-        let chain = canonical.ancestors().map(|dir| {
+        let ancestry = canonical.ancestors().map(|dir| {
             let metadata = dir.metadata()?;
             Ok((metadata.dev(), metadata.ino()))
         });
         Ok(Self {
-            chain: chain.collect::<io::Result<_>>()?,
-            position: position_of(&canonical),
+            ancestry: ancestry.collect::<io::Result<_>>()?,
+            position: PositionInFileSystem::find(&canonical),
         })
     }
 
     /// Returns whether this directory is `other` or lies below it.
-    fn is_in(&self, other: &Self) -> bool {
+    fn is_at_or_below(&self, other: &Self) -> bool {
         let is_below = match (&self.position, &other.position) {
-            (Some((device, path)), Some((other_device, other_path))) => {
-                device == other_device && path.starts_with(other_path)
+            (Some(ours), Some(theirs)) => {
+                ours.device == theirs.device && ours.path.starts_with(&theirs.path)
             }
             _ => false,
         };
-        is_below || self.chain.contains(&other.chain[0])
+        is_below || self.ancestry.contains(&other.ancestry[0])
     }
 }
 
-/// Returns the position of a canonical path in the file system that is mounted there.
-fn position_of(canonical: &Path) -> Option<((u32, u32), PathBuf)> {
-    let entries = mountinfo::parse(&std::fs::read("/proc/self/mountinfo").ok()?);
-    let mount = mountinfo::holding(&entries, canonical)?;
-    let below = canonical.strip_prefix(&mount.mount_point).ok()?;
-    Some((mount.device, mount.root.join(below)))
+impl PositionInFileSystem {
+    /// Returns the position of a canonical path; `None` if the mount table cannot be read or does not have the path.
+    fn find(canonical: &Path) -> Option<Self> {
+        let entries = mountinfo::parse(&std::fs::read("/proc/self/mountinfo").ok()?);
+        let mount = mountinfo::holding(&entries, canonical)?;
+        let below = canonical.strip_prefix(&mount.mount_point).ok()?;
+        Some(Self {
+            device: mount.device,
+            path: mount.root.join(below),
+        })
+    }
 }
 
-/// Fails if one directory is the other, or lies in it.
-fn check_apart(lane: &Place, other: &Place, path: &Path) -> Result<(), LaneFault> {
+/// Fails if a lane and the other directory, whose path is `path`, are the same, or if one lies in the other.
+fn check_apart(lane: &DirLocation, other: &DirLocation, path: &Path) -> Result<(), LaneFault> {
     let path = path.to_owned();
-    match (lane.is_in(other), other.is_in(lane)) {
+    match (lane.is_at_or_below(other), other.is_at_or_below(lane)) {
         (true, true) => Err(LaneFault::Same { other: path }),
         (true, false) => Err(LaneFault::Inside { dir: path }),
         (false, true) => Err(LaneFault::Contains { dir: path }),
@@ -133,23 +155,23 @@ fn check_apart(lane: &Place, other: &Place, path: &Path) -> Result<(), LaneFault
     }
 }
 
-/// Returns the path of a lane as it is in links: without slashes at its end.
-pub(crate) fn lane_text(lane: &Path) -> &OsStr {
+/// Returns the path of a lane as links and the record contain it: without slashes at its end.
+pub(crate) fn lane_path_in_links(lane: &Path) -> &OsStr {
     let bytes = lane.as_os_str().as_bytes();
     let len = bytes.iter().rposition(|byte| *byte != b'/');
     OsStr::from_bytes(&bytes[..len.map_or(0, |last| last + 1)])
 }
 
-/// Returns the record of a backing, which names its lanes; `None` if no file was ever placed.
+/// Returns the record of a backing; `None` if no file was ever placed.
 pub(crate) fn find_record(
     backing: &Path,
     directory: &DirBacking,
 ) -> Result<Option<Record>, AttachError> {
-    Record::find(directory).map_err(in_backing(backing))
+    Record::find(directory).map_err(lane_record_error(backing))
 }
 
 /// Returns a function that adds the path of the backing to an error of its record.
-pub(crate) fn in_backing(backing: &Path) -> impl Fn(RecordError) -> AttachError + use<> {
+pub(crate) fn lane_record_error(backing: &Path) -> impl Fn(RecordError) -> AttachError + use<> {
     let backing = backing.to_owned();
     move |source| AttachError::LaneRecord {
         backing: backing.clone(),
@@ -157,68 +179,74 @@ pub(crate) fn in_backing(backing: &Path) -> impl Fn(RecordError) -> AttachError 
     }
 }
 
-/// What a mount uses lanes for.
+/// Where an opened store puts new files. Files that are in lanes or logs already are served in both cases.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Use {
-    /// New files are placed in lanes if the options say so.
-    Place,
-    /// Only files that are already placed are served; the options do not matter.
-    Serve,
+pub(crate) enum NewFiles {
+    /// New files go to lanes and logs as the options say.
+    ByOptions,
+    /// New files go to the backing itself, whatever the options say.
+    InBacking,
 }
 
-/// Opens the lanes of a backing if it has some, or if the options ask for lanes. Otherwise it returns the directory
-/// alone.
+/// Opens the lanes of a backing if its record has some, or if the options ask for lanes. Otherwise it returns the
+/// directory alone.
+///
+/// `notice` is called with a message for each lane that cannot be reached. The files of such a lane cannot be used; the
+/// other files can. Fails if a lane of the options cannot be reached.
 pub(crate) fn open(
     backing: &Path,
     directory: DirBacking,
     options: &Options,
-    wanted: Use,
+    new_files: NewFiles,
     notice: &mut dyn FnMut(String),
 ) -> Result<PlaceableStore, AttachError> {
-    let places = wanted == Use::Place && options.placement == Placement::Dirs && !options.read_only;
+    let places_new_files = new_files == NewFiles::ByOptions
+        && options.placement == Placement::Dirs
+        && !options.read_only;
     let record = find_record(backing, &directory)?;
-    if !places && record.as_ref().is_none_or(|record| record.lanes.is_empty()) {
+    if !places_new_files && record.as_ref().is_none_or(|record| record.lanes.is_empty()) {
         return Ok(PlaceableStore::Lower(directory));
     }
     let host = host_name(options)?;
     let mut record = match record {
         Some(record) => record,
-        None => Record::make(&directory, &host).map_err(in_backing(backing))?,
+        None => Record::make(&directory, &host).map_err(lane_record_error(backing))?,
     };
     let mut lanes = Vec::new();
-    if places {
+    if places_new_files {
         for lane in &options.lanes {
-            let opened = open_wanted(lane, backing, &directory, &mut record, &host)?;
+            let opened = open_lane_of_options(lane, backing, &directory, &mut record, &host)?;
             lanes.push(opened);
         }
     }
-    let absent = open_known(&record, &mut lanes, notice);
+    let absent = open_other_lanes(&record, &mut lanes, notice);
     let staging = match record::open_staging(&directory, &host) {
         Err(OwnError::Backing(Errno::ROFS)) if options.read_only => None,
-        opened => Some(opened.map_err(|error| in_backing(backing)(error.into()))?),
+        opened => Some(opened.map_err(|error| lane_record_error(backing)(error.into()))?),
     };
     let setup = Setup {
         id: record.id,
         staging,
-        rule: places.then(|| rule(options, &host)).transpose()?,
+        rule: places_new_files.then(|| rule(options, &host)).transpose()?,
         lanes,
         absent,
     };
     open_lanes(backing, directory, setup).map(PlaceableStore::Upper)
 }
 
-/// Opens the lanes of a backing for reading only. Returns the directory as the inner error if there are no lanes.
+/// Opens a backing for reading only, with its lanes if its record has some. Nothing is created, not even the staging
+/// directory of this host.
 pub(crate) fn open_to_read(
     backing: &Path,
     directory: DirBacking,
     notice: &mut dyn FnMut(String),
-) -> Result<Result<Lanes<DirBacking>, DirBacking>, AttachError> {
+) -> Result<PlaceableStore, AttachError> {
     let record = find_record(backing, &directory)?;
     let Some(record) = record.filter(|record| !record.lanes.is_empty()) else {
-        return Ok(Err(directory));
+        return Ok(PlaceableStore::Lower(directory));
     };
     let mut lanes = Vec::new();
-    let absent = open_known(&record, &mut lanes, notice);
+    let absent = open_other_lanes(&record, &mut lanes, notice);
     let setup = Setup {
         id: record.id,
         staging: None,
@@ -226,7 +254,7 @@ pub(crate) fn open_to_read(
         lanes,
         absent,
     };
-    open_lanes(backing, directory, setup).map(Ok)
+    open_lanes(backing, directory, setup).map(PlaceableStore::Upper)
 }
 
 fn open_lanes(
@@ -241,22 +269,22 @@ fn open_lanes(
     })
 }
 
-/// Opens a lane for new files. The lane gets the mark of this backing, and the backing's record gets the path of the
-/// lane.
+/// Opens a lane of the options, which takes new files. The lane gets the mark of this backing, and the backing's record
+/// gets the path of the lane.
 ///
-/// Fails if the record has the lane but the mark is missing, because another directory may be mounted there.
-fn open_wanted(
+/// Fails if the record has the lane but the mark is missing: another directory may be mounted there now.
+fn open_lane_of_options(
     lane: &Path,
     backing: &Path,
     primary: &DirBacking,
     record: &mut Record,
     host: &str,
 ) -> Result<Arc<Lane<DirBacking>>, AttachError> {
-    check_lane(lane).map_err(|why| why.at(lane))?;
+    check_lane(lane).map_err(|fault| fault.at(lane))?;
     let opened = DirBacking::open(lane).map_err(|error| LaneFault::of_io(&error).at(lane))?;
     let failed = |error| LaneFault::of_own(error).at(lane);
     if !record::is_marked(&opened, record.id).map_err(failed)? {
-        let text = lane_text(lane);
+        let text = lane_path_in_links(lane);
         if record.lanes.iter().any(|known| known == text) {
             let (lane, backing) = (lane.to_owned(), backing.to_owned());
             return Err(LaneFault::Unmarked {
@@ -267,13 +295,14 @@ fn open_wanted(
         }
         record::put_mark(&opened, record.id).map_err(failed)?;
     }
-    let added = record.add(primary, host, lane_text(lane));
-    added.map_err(in_backing(backing))?;
-    Ok(Lane::new(opened, lane_text(lane).to_owned()))
+    let added = record.add(primary, host, lane_path_in_links(lane));
+    added.map_err(lane_record_error(backing))?;
+    Ok(Lane::new(opened, lane_path_in_links(lane).to_owned()))
 }
 
-/// Opens the other lanes in the record, and returns the paths of those that cannot be reached.
-fn open_known(
+/// Adds the lanes of the record that are not in `lanes` yet. Returns the paths of lanes that cannot be reached, after a
+/// call of `notice` for each.
+fn open_other_lanes(
     record: &Record,
     lanes: &mut Vec<Arc<Lane<DirBacking>>>,
     notice: &mut dyn FnMut(String),
@@ -283,12 +312,12 @@ fn open_known(
         if lanes.iter().any(|lane| lane.path() == path) {
             continue;
         }
-        match open_marked(Path::new(path), record.id) {
+        match open_marked_lane(Path::new(path), record.id) {
             Ok(backing) => lanes.push(Lane::new(backing, path.clone())),
-            Err(why) => {
+            Err(fault) => {
                 let lane = quoted_path(Path::new(path));
                 notice(format!(
-                    "lane {lane} {why}; until it is back its files cannot be used"
+                    "lane {lane} {fault}; until it is back its files cannot be used"
                 ));
                 absent.push(path.clone());
             }
@@ -297,8 +326,9 @@ fn open_known(
     absent
 }
 
-/// Opens a lane and checks its mark; the error completes a sentence that begins with the lane.
-pub(crate) fn open_marked(lane: &Path, id: u128) -> Result<DirBacking, String> {
+/// Opens a lane and checks that it has the mark of the backing `id`. The error is the end of a sentence that begins
+/// with the lane.
+pub(crate) fn open_marked_lane(lane: &Path, id: u128) -> Result<DirBacking, String> {
     let opened = DirBacking::open(lane).map_err(|error| LaneFault::of_io(&error).to_string())?;
     match record::is_marked(&opened, id) {
         Ok(true) => Ok(opened),
@@ -307,7 +337,7 @@ pub(crate) fn open_marked(lane: &Path, id: u128) -> Result<DirBacking, String> {
     }
 }
 
-/// Frees the space of files that were removed.
+/// Frees the space of placed files that were removed. A failure is logged, and the next call tries again.
 pub(crate) fn finish_removals(store: &Store) {
     if let Some(lanes) = store.placed()
         && let Err(error) = lanes.finish_removals()
@@ -316,16 +346,17 @@ pub(crate) fn finish_removals(store: &Store) {
     }
 }
 
-/// Puts paths, counts and states of lanes into the status. Lanes that cannot be reached come last.
-pub(crate) fn show_lanes(placed: &Lanes<DirBacking>, shown: &mut Vec<LaneStatus>) {
-    let targets = placed.rule().map_or(0, Rule::lane_count);
-    for (number, (shown, lane)) in shown.iter_mut().zip(placed.lanes()).enumerate() {
+/// Adds paths, counts and states to the lanes of the status. Lanes that cannot be reached are appended.
+pub(crate) fn fill_lane_status(placed: &Lanes<DirBacking>, status: &mut Vec<LaneStatus>) {
+    // The lanes of the options come first, and only they take new files.
+    let target_count = placed.rule().map_or(0, Rule::lane_count);
+    for (index, (status, lane)) in status.iter_mut().zip(placed.lanes()).enumerate() {
         let figures = lane.figures();
-        shown.path = lane.path().as_bytes().into();
-        shown.placed = Some(PlacedStatus {
+        status.path = lane.path().as_bytes().into();
+        status.placed = Some(PlacedStatus {
             files: figures.files,
             bytes: figures.bytes,
-            takes_files: number < targets,
+            takes_files: index < target_count,
             state: match figures.state {
                 firn_lanes::LaneState::Ok => LaneState::Ok,
                 firn_lanes::LaneState::Full => LaneState::Full,
@@ -334,7 +365,7 @@ pub(crate) fn show_lanes(placed: &Lanes<DirBacking>, shown: &mut Vec<LaneStatus>
             },
         });
     }
-    shown.extend(placed.absent().iter().map(|path| LaneStatus {
+    status.extend(placed.absent().iter().map(|path| LaneStatus {
         path: path.as_bytes().into(),
         placed: Some(PlacedStatus {
             state: LaneState::Gone,
@@ -344,11 +375,12 @@ pub(crate) fn show_lanes(placed: &Lanes<DirBacking>, shown: &mut Vec<LaneStatus>
     }));
 }
 
-/// Number of files for each lane from which placement is faster than striping (docs/internals/lanes.md).
+/// Average number of files in a lane from which placement is faster than striping (docs/internals/lanes.md).
 const FILES_PER_LANE_MIN: u64 = 4;
 
-/// Returns advice if placement is slower than possible. A checkpoint is complete only when its slowest lane is done.
-pub(crate) fn advise(lanes: &[LaneStatus]) -> Vec<String> {
+/// Returns advice for the user if placement is slower than it could be: there are too few files, or one lane has more
+/// than twice its share. A checkpoint is complete only when its slowest lane is done.
+pub(crate) fn advise_on_lanes(lanes: &[LaneStatus]) -> Vec<String> {
     let targets = lanes.iter().filter_map(|lane| {
         let placed = lane.placed.as_ref().filter(|placed| placed.takes_files)?;
         Some((lane, placed))
@@ -376,17 +408,18 @@ pub(crate) fn advise(lanes: &[LaneStatus]) -> Vec<String> {
 }
 
 /// Returns the reply to a request for a file's lane on a mount without placement.
-pub(crate) fn explain_without() -> Reply {
+pub(crate) fn refuse_without_placement() -> Reply {
     Reply::Error {
         errno: libc::EOPNOTSUPP,
         message: "without placement the file system alone knows where a file is: ask it, or mount with placement".into(),
     }
 }
 
-/// Returns the reply to a request for a file's lane: where the file lies, or would be placed.
-pub(crate) fn explain(store: &Store, path: &BytePath) -> Reply {
+/// Returns the reply to a request for a file's lane: where the data of an existing file is, and where a new file of
+/// this name would be placed.
+pub(crate) fn explain_lane(store: &Store, path: &BytePath) -> Reply {
     let Some(lanes) = store.placed() else {
-        return explain_without();
+        return refuse_without_placement();
     };
     let relative = Path::new(OsStr::from_bytes(path.as_bytes()));
     let (lane, reason) = match lanes.rule() {

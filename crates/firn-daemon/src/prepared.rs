@@ -1,4 +1,8 @@
-//! The frontend of a mount between its preparation and its start: programs do not see the mount yet.
+//! The frontend of a mount between its preparation and its start.
+//!
+//! A frontend is either a FUSE mount or a stub tree. It is made in two steps, because the parts of a mount need the
+//! prepared frontend, and programs may see the mount only after all parts have started. [`Prepared::new`] makes what
+//! the parts use; [`Prepared::start`] makes the mount visible.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -148,7 +152,7 @@ impl Prepared {
                 let mount_point = &checked.mount_point;
                 let session = match setup.taken_over {
                     None => Session::mount(*adapter, mount_point, &session, takeover)?,
-                    Some(taken) => resume(*adapter, mount_point, &session, taken)?,
+                    Some(taken) => resume_session(*adapter, mount_point, &session, taken)?,
                 };
                 let session = Arc::new(session);
                 watch_session(&session, setup.events.clone())?;
@@ -165,8 +169,8 @@ impl Prepared {
     }
 }
 
-/// Takes over a mount that programs already use.
-fn resume(
+/// Continues the session of a mount that an earlier firnd has served and that programs use.
+fn resume_session(
     adapter: Adapter<Store>,
     mount_point: &Path,
     options: &SessionOptions,
@@ -187,14 +191,14 @@ fn resume(
 fn adapter_options(engine: &Engine<Store>, options: &Options) -> AdapterOptions {
     let attr_timeout = Duration::from_millis(options.attr_timeout_ms);
     AdapterOptions {
-        // With other hosts, the engine's attributes may be as old as half of the timeout, so the kernel keeps them for
-        // the other half.
+        // With logs, a view of other hosts' changes in the log layer may be as old as half of the timeout
+        // (`view_age_max`), so the kernel may cache attributes only for the other half.
         attr_timeout: if engine.backing().features().finishes_files {
             attr_timeout / 2
         } else {
             attr_timeout
         },
-        name_timeout: if shares_names(engine, options) {
+        name_timeout: if do_other_hosts_change_names(engine, options) {
             Duration::ZERO
         } else {
             attr_timeout
@@ -203,9 +207,12 @@ fn adapter_options(engine: &Engine<Store>, options: &Options) -> AdapterOptions 
     }
 }
 
-/// Returns whether other hosts may create, rename and remove files at any time. Hosts that commit together are
-/// different: they see each other's names at a commit, and the kernel's cache is cleared then.
-fn shares_names(engine: &Engine<Store>, options: &Options) -> bool {
+/// Returns whether other hosts may create, rename and remove files at any time, so that the kernel must not cache
+/// names.
+///
+/// Hosts that commit together are different: they see each other's names at a commit, and the kernel's cache is cleared
+/// then.
+fn do_other_hosts_change_names(engine: &Engine<Store>, options: &Options) -> bool {
     engine.backing().features().finishes_files || options.tokens != TokenService::None
 }
 
@@ -215,12 +222,17 @@ fn session_options(options: &Options, checked: &Checked) -> SessionOptions {
         threads: options.fuse_threads as usize,
         allow_other: options.allow_other,
         read_only: options.read_only,
-        kernel_flags: options.kernel_flags.iter().copied().map(word).collect(),
+        kernel_flags: options
+            .kernel_flags
+            .iter()
+            .copied()
+            .map(mount_option)
+            .collect(),
     }
 }
 
-/// Returns the word of mount(8) for a flag.
-fn word(flag: KernelFlag) -> &'static str {
+/// Returns the option of mount(8) for a flag.
+fn mount_option(flag: KernelFlag) -> &'static str {
     match flag {
         KernelFlag::Dev => "dev",
         KernelFlag::NoDev => "nodev",

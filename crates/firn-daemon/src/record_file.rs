@@ -6,8 +6,8 @@
 //!
 //! Promises
 //! * A reader finds the complete old record or the complete new one.
-//! * firnd removes what it stores: the last [`KEPT_OF_HOST`] records of each host stay, and none is kept longer than
-//!   [`KEPT_FOR_US`].
+//! * firnd removes what it stores: the last [`RECORDS_OF_HOST_MAX`] records of each host stay, and none is kept longer
+//!   than [`AGE_MAX_US`].
 
 use std::ffi::OsStr;
 use std::io::Write;
@@ -22,14 +22,14 @@ use crate::error::AttachError;
 use crate::host_lease::{open_backing, own_error};
 
 /// Name of the directory in `.firn/`.
-const RECORDS: &str = "records";
-const ENDING: &str = ".json";
+const RECORDS_DIR: &str = "records";
+const RECORD_SUFFIX: &str = ".json";
 /// Number of records of one host that stay in a backing.
-const KEPT_OF_HOST: usize = 8;
+const RECORDS_OF_HOST_MAX: usize = 8;
 /// 90 days, in microseconds. Any host removes older records, so those of a host that never returns are removed too.
-const KEPT_FOR_US: u64 = 90 * 86_400 * 1_000_000;
+const AGE_MAX_US: u64 = 90 * 86_400 * 1_000_000;
 /// Limit of records that are read from a backing: 8 records of 512 hosts.
-const READ_MAX: usize = 4096;
+const RECORDS_READ_MAX: usize = 4096;
 
 /// Returns the name of a record in `.firn/records`.
 pub(crate) fn name_of(host: &str, began_unix_us: u64, incarnation: &str) -> String {
@@ -38,12 +38,12 @@ pub(crate) fn name_of(host: &str, began_unix_us: u64, incarnation: &str) -> Stri
         .filter(char::is_ascii_alphanumeric)
         .take(16)
         .collect();
-    format!("{host}@{began_unix_us:017}-{id}{ENDING}")
+    format!("{host}@{began_unix_us:017}-{id}{RECORD_SUFFIX}")
 }
 
 /// Returns the host and the time in the name of a record; `None` if the name is not that of a record.
-fn split(name: &str) -> Option<(&str, u64)> {
-    let (host, rest) = name.strip_suffix(ENDING)?.rsplit_once('@')?;
+fn parse_name(name: &str) -> Option<(&str, u64)> {
+    let (host, rest) = name.strip_suffix(RECORD_SUFFIX)?.rsplit_once('@')?;
     let (time, _) = rest.split_once('-')?;
     Some((host, time.parse().ok()?))
 }
@@ -69,13 +69,14 @@ pub(crate) fn store_in_backing(
     now_unix_us: u64,
     record: &[u8],
 ) -> Result<(), AttachError> {
-    let wrong = own_error(backing);
+    let to_error = own_error(backing);
     let base = open_backing(backing)?;
-    let top = own::dir(&base, &base.root(), own::TOP).map_err(&wrong)?;
-    let dir = own::dir(&base, &top, RECORDS).map_err(|error| wrong(error.below(own::TOP)))?;
-    let stored = own::store(&base, &dir, name, record);
-    stored.map_err(|errno| wrong(errno.into()))?;
-    let names = own::list(&base, &dir).map_err(|errno| wrong(errno.into()))?;
+    let top = own::make_dir(&base, &base.root(), own::TOP).map_err(&to_error)?;
+    let dir =
+        own::make_dir(&base, &top, RECORDS_DIR).map_err(|error| to_error(error.below(own::TOP)))?;
+    let stored = own::replace_file(&base, &dir, name, record);
+    stored.map_err(|errno| to_error(errno.into()))?;
+    let names = own::list(&base, &dir).map_err(|errno| to_error(errno.into()))?;
     let names = names.into_iter();
     let mut names: Vec<String> = names
         .filter_map(|(name, ..)| String::from_utf8(name).ok())
@@ -90,14 +91,14 @@ pub(crate) fn store_in_backing(
 
 /// Returns the names of records to remove when `newest` is stored. `names` must be sorted.
 fn find_old<'a>(names: &'a [String], newest: &str, now_unix_us: u64) -> Vec<&'a str> {
-    let host = split(newest).map(|(host, _)| host);
-    let is_of_host = |name: &&String| split(name).map(|(host, _)| host) == host;
+    let host = parse_name(newest).map(|(host, _)| host);
+    let is_of_host = |name: &&String| parse_name(name).map(|(host, _)| host) == host;
     let of_host: Vec<&String> = names.iter().filter(is_of_host).collect();
-    let beyond = of_host.len().saturating_sub(KEPT_OF_HOST);
+    let excess = of_host.len().saturating_sub(RECORDS_OF_HOST_MAX);
     let too_old = names.iter().filter(|name| {
-        split(name).is_some_and(|(_, began)| began.saturating_add(KEPT_FOR_US) < now_unix_us)
+        parse_name(name).is_some_and(|(_, began)| began.saturating_add(AGE_MAX_US) < now_unix_us)
     });
-    let old = of_host[..beyond].iter().copied().chain(too_old);
+    let old = of_host[..excess].iter().copied().chain(too_old);
     old.filter(|name| *name != newest)
         .map(String::as_str)
         .collect()
@@ -112,30 +113,30 @@ pub fn read_in_backing(
     backing: &Path,
     take: &mut dyn FnMut(&str, FoundRecord),
 ) -> Result<(), AttachError> {
-    let wrong = own_error(backing);
+    let to_error = own_error(backing);
     let base: DirBacking = open_backing(backing)?;
-    let Some((top, _)) = own::find_dir(&base, &base.root(), own::TOP).map_err(&wrong)? else {
+    let Some((top, _)) = own::find_dir(&base, &base.root(), own::TOP).map_err(&to_error)? else {
         return Ok(());
     };
-    let below = |error: own::OwnError| wrong(error.below(own::TOP));
-    let Some((dir, _)) = own::find_dir(&base, &top, RECORDS).map_err(below)? else {
+    let below = |error: own::OwnError| to_error(error.below(own::TOP));
+    let Some((dir, _)) = own::find_dir(&base, &top, RECORDS_DIR).map_err(below)? else {
         return Ok(());
     };
-    let names = own::list(&base, &dir).map_err(|errno| wrong(errno.into()))?;
+    let names = own::list(&base, &dir).map_err(|errno| to_error(errno.into()))?;
     let names = names.into_iter();
     let mut names: Vec<String> = names
         .filter_map(|(name, ..)| String::from_utf8(name).ok())
-        .filter(|name| split(name).is_some())
+        .filter(|name| parse_name(name).is_some())
         .collect();
-    names.sort_by_key(|name| std::cmp::Reverse(split(name).map(|(_, began)| began)));
-    names.truncate(READ_MAX);
+    names.sort_by_key(|name| std::cmp::Reverse(parse_name(name).map(|(_, began)| began)));
+    names.truncate(RECORDS_READ_MAX);
     for name in names {
-        let record = match own::load_at_most(&base, &dir, &name, RECORD_BYTES_MAX) {
+        let record = match own::read_file_at_most(&base, &dir, &name, RECORD_BYTES_MAX) {
             Ok(Some(bytes)) => RunRecord::parse(&bytes),
             // The record's host has removed it meanwhile.
             Ok(None) => continue,
             Err(own::OwnError::TooLong { bytes, .. }) => Err(RecordError::TooLong { bytes }),
-            Err(error) => return Err(wrong(error)),
+            Err(error) => return Err(to_error(error)),
         };
         take(&name, record);
     }
@@ -177,7 +178,10 @@ mod tests {
                 .filter(|(name, _)| name.starts_with(host))
                 .count()
         };
-        assert_eq!((of("n1"), of("n2"), of("gone")), (KEPT_OF_HOST, 1, 0));
+        assert_eq!(
+            (of("n1"), of("n2"), of("gone")),
+            (RECORDS_OF_HOST_MAX, 1, 0)
+        );
         assert!(found[0].0.contains("@"), "{found:?}");
         // `{}` is a record without a version.
         assert!(found.iter().all(|(_, record)| record.is_err()));

@@ -22,7 +22,8 @@ use crate::event::Event;
 use crate::frontend::{Stubs, TreeEnd};
 use crate::ground::serve_ground;
 use crate::host_lease::{
-    HostLease, open_backing, release_of_arena, release_of_last_boot, was_shared,
+    HostLease, open_backing, release_lease_of_last_boot, release_leases_of_arena,
+    was_backing_shared,
 };
 use crate::host_name::host_name;
 use crate::last_drain::drain_rest;
@@ -104,15 +105,15 @@ pub fn recover_host(backing: &Path, host: String) -> Result<HostReport, RecoverE
         expected: Expected::Count(0),
     };
     let mut lease = HostLease::on(&backing);
-    let Some(estate) = lease.take_over(&members.host)? else {
+    let Some(dead_host) = lease.take_over(&members.host)? else {
         return Err(RecoverError::NoSuchHost {
             host: members.host,
             backing,
         });
     };
-    if !estate.has_transactions {
+    if !dead_host.has_transactions {
         return Ok(HostReport {
-            held_bytes: estate.held_bytes,
+            held_bytes: dead_host.held_bytes,
             ..HostReport::default()
         });
     }
@@ -133,7 +134,7 @@ pub fn recover_host(backing: &Path, host: String) -> Result<HostReport, RecoverE
         finished: outcome.finished,
         undone: outcome.undone.len() as u64,
         waiting: outcome.waiting.into_iter().map(|(id, _)| id).collect(),
-        held_bytes: estate.held_bytes,
+        held_bytes: dead_host.held_bytes,
     })
 }
 
@@ -161,7 +162,7 @@ pub fn recover(
     }
     // The lock must be of the same kind as that of the dead mount: if it reaches all hosts, other hosts may hold it,
     // too.
-    let sharing = if was_shared(&backing, &files.arena)? {
+    let sharing = if was_backing_shared(&backing, &files.arena)? {
         Sharing::Shared
     } else {
         Sharing::Alone
@@ -173,7 +174,7 @@ pub fn recover(
         tracing::warn!("{text}")
     })?;
     let (events, _) = std::sync::mpsc::channel();
-    let stubs = prefix.map(|prefix| attach_tree(&attached, &backing, &prefix, events));
+    let stubs = prefix.map(|prefix| begin_stub_tree(&attached, &backing, &prefix, events));
     let stubs = stubs.transpose()?;
     let drained = drain_until_durable(&attached, progress);
     // The arena is removed only if the drained data is durable too.
@@ -182,7 +183,7 @@ pub fn recover(
     } else {
         ArenaEnd::Keep
     };
-    let lost = match lost::settle(&attached.engine, &request.lost) {
+    let lost = match lost::apply_policy(&attached.engine, &request.lost) {
         Ok(lost) => lost,
         Err(error) => {
             attached.finish(arena_end);
@@ -194,7 +195,7 @@ pub fn recover(
     {
         logs::settle_last(logs, request.options.flatten);
     }
-    let report = report(&attached, arena, lost, drained);
+    let report = describe_drain(&attached, arena, lost, drained);
     if let Some(stubs) = stubs {
         let is_left = drained.is_err() || count_left_bytes(&attached.engine) > 0;
         stubs.end(if is_left {
@@ -206,7 +207,7 @@ pub fn recover(
     attached.finish(arena_end);
     let removed = report.arena.as_ref().filter(|arena| !arena.exists());
     if let Some(arena) = removed
-        && let Err(error) = release_of_arena(&backing, arena)
+        && let Err(error) = release_leases_of_arena(&backing, arena)
     {
         tracing::warn!(%error, "cannot give back the lease of the mount that had the arena");
     }
@@ -221,7 +222,7 @@ fn report_last_boot(
     arena: &Path,
 ) -> Result<RecoverReport, RecoverError> {
     let gone_bytes = match host_name(options) {
-        Ok(host) => release_of_last_boot(backing, &host, arena)?,
+        Ok(host) => release_lease_of_last_boot(backing, &host, arena)?,
         // A host with an invalid name has shared nothing, so it has no lease.
         Err(_) => None,
     };
@@ -243,7 +244,7 @@ fn report_decided(backing: &Path) -> Result<RecoverReport, RecoverError> {
 }
 
 /// Returns the stub tree at `prefix`, after creating as many of its names in the backing as possible.
-fn attach_tree(
+fn begin_stub_tree(
     attached: &Attached,
     backing: &Path,
     prefix: &Path,
@@ -263,7 +264,7 @@ fn drain_until_durable(
     progress: &mut dyn FnMut(u64, u64, &str) -> bool,
 ) -> Result<(), Errno> {
     let mut next = Instant::now();
-    let mut throttled = |bytes, files| {
+    let mut throttled_progress = |bytes, files| {
         let now = Instant::now();
         if now < next {
             return true;
@@ -271,12 +272,16 @@ fn drain_until_durable(
         next = now + PROGRESS_EVERY;
         progress(bytes, files, "draining")
     };
-    drain_rest(&attached.engine, DurabilityLevel::Durable, &mut throttled)
+    drain_rest(
+        &attached.engine,
+        DurabilityLevel::Durable,
+        &mut throttled_progress,
+    )
 }
 
 /// Returns the report of what is drained and what is left. An error that belongs to no file is added, unless the user
 /// has stopped the drain.
-fn report(
+fn describe_drain(
     attached: &Attached,
     arena: PathBuf,
     lost: Vec<LostReport>,

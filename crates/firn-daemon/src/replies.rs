@@ -20,7 +20,7 @@ const PROGRESS_EVERY: Duration = Duration::from_millis(100);
 /// is gone.
 pub(crate) fn throttle_progress<'a>(
     phase: &'a str,
-    say: &'a mut dyn FnMut(Reply) -> bool,
+    send_progress: &'a mut dyn FnMut(Reply) -> bool,
 ) -> impl FnMut(u64, u64) -> bool + 'a {
     let mut next = Instant::now();
     move |bytes_left, files_left| {
@@ -29,7 +29,7 @@ pub(crate) fn throttle_progress<'a>(
             return true;
         }
         next = now + PROGRESS_EVERY;
-        say(Reply::Progress {
+        send_progress(Reply::Progress {
             bytes_left,
             files_left,
             phase: phase.into(),
@@ -49,7 +49,7 @@ pub(crate) fn wait_for_level(
     path: &BytePath,
     until: DurabilityLevel,
     deadline: Option<Instant>,
-    say: &mut dyn FnMut(Reply) -> bool,
+    send_progress: &mut dyn FnMut(Reply) -> bool,
 ) -> Reply {
     let phase = if until == DurabilityLevel::Durable {
         "syncing"
@@ -58,7 +58,7 @@ pub(crate) fn wait_for_level(
     };
     let mut left = 0;
     let mut timed_out = false;
-    let mut progress = throttle_progress(phase, say);
+    let mut progress = throttle_progress(phase, send_progress);
     let result = engine
         .durability
         .wait_tree(path.as_bytes(), until, &mut |bytes, files| {
@@ -75,12 +75,12 @@ pub(crate) fn wait_for_level(
                 bytes(left)
             ),
         },
-        Err(error) => failed(error, path),
+        Err(error) => failure_reply(error, path),
     }
 }
 
 /// Returns the reply to a request that the engine or the backing has refused.
-pub(crate) fn failed(error: Errno, path: &BytePath) -> Reply {
+pub(crate) fn failure_reply(error: Errno, path: &BytePath) -> Reply {
     let message = match error {
         Errno::NOENT => format!("{path}: no such file or directory in this mount"),
         Errno::CANCELED => "the wait was given up".into(),

@@ -1,8 +1,8 @@
 //! Starts firnd and receives its messages.
 //!
 //! `firn mount` runs its own binary again under the name `firnd`, or under that of the keeper, which starts firnd.
-//! stdin is the request, a file of JSON, and stdout is a pipe. firnd sends [`Word`]s on the pipe, one JSON object in
-//! each line; the last one is `Ready` or `Failed`. Then the pipe is closed, and stdout becomes the log.
+//! stdin is the request, a file of JSON, and stdout is a pipe. firnd sends [`StartMessage`]s on the pipe, one JSON
+//! object in each line; the last one is `Ready` or `Failed`. Then the pipe is closed, and stdout becomes the log.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Seek, Write};
@@ -25,10 +25,10 @@ const NAME: &str = "firnd";
 /// Limit of bytes that are read from a report: some notices and one failure.
 const REPORT_BYTES_MAX: u64 = 64 << 10;
 
-/// A message of firnd before its mount is usable.
+/// A message of firnd to `firn mount`, before the mount is usable.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-enum Word {
+enum StartMessage {
     /// A message for the user.
     Notice(String),
     /// The mount is usable.
@@ -66,13 +66,13 @@ pub(crate) fn spawn(
         .spawn()
         .map_err(MountError::io("start firnd"))?;
     let Some(stdout) = child.stdout.take() else {
-        return Err(silent());
+        return Err(error_of_silent_firnd());
     };
     for line in BufReader::new(stdout).lines().map_while(Result::ok) {
         match serde_json::from_str(&line) {
-            Ok(Word::Notice(text)) => notice(text),
-            Ok(Word::Ready) => return Ok(()),
-            Ok(Word::Failed { text, code }) => {
+            Ok(StartMessage::Notice(text)) => notice(text),
+            Ok(StartMessage::Ready) => return Ok(()),
+            Ok(StartMessage::Failed { text, code }) => {
                 let _ = child.wait();
                 return Err(MountError::Reported { text, code });
             }
@@ -80,7 +80,7 @@ pub(crate) fn spawn(
         }
     }
     let _ = child.wait();
-    Err(silent())
+    Err(error_of_silent_firnd())
 }
 
 /// Returns the request with absolute paths, because keeper and firnd have another current directory.
@@ -108,7 +108,7 @@ pub(crate) fn write_request(request: &MountRequest) -> Result<File, MountError> 
 }
 
 /// Returns the error for a firnd that ended without a message; it names the logs.
-fn silent() -> MountError {
+fn error_of_silent_firnd() -> MountError {
     match firn_client::paths::runtime_dir() {
         Ok(dir) => MountError::Silent {
             log: quoted_path(&dir.join("*.log")),
@@ -122,7 +122,7 @@ pub(crate) enum Reporter<'a> {
     /// `firn mount` waits at the other end of a pipe.
     Pipe(File),
     /// The mount is in the foreground, so this process waits itself.
-    Here(&'a mut dyn FnMut(String)),
+    Foreground(&'a mut dyn FnMut(String)),
 }
 
 impl Reporter<'_> {
@@ -130,47 +130,47 @@ impl Reporter<'_> {
     pub(crate) fn notice(&mut self, text: String) {
         tracing::info!("{text}");
         match self {
-            Self::Pipe(pipe) => say(pipe, &Word::Notice(text)),
-            Self::Here(notice) => notice(text),
+            Self::Pipe(pipe) => send(pipe, &StartMessage::Notice(text)),
+            Self::Foreground(notice) => notice(text),
         }
     }
 
     /// Reports that the mount is usable.
     pub(crate) fn ready(self) {
         if let Self::Pipe(mut pipe) = self {
-            say(&mut pipe, &Word::Ready);
+            send(&mut pipe, &StartMessage::Ready);
         }
     }
 }
 
 /// Reports to `firn mount` that the mount has failed.
 pub(crate) fn report_failure(pipe: &mut File, error: &MountError) {
-    say(
+    send(
         pipe,
-        &Word::Failed {
+        &StartMessage::Failed {
             text: error.to_string(),
             code: error.exit_code(),
         },
     );
 }
 
-/// Returns the failure in a file of [`Word`]s; `None` if it has none.
-pub(crate) fn read_failure(words: OwnedFd) -> Option<String> {
+/// Returns the failure in a file of [`StartMessage`]s; `None` if it has none.
+pub(crate) fn read_failure(report: OwnedFd) -> Option<String> {
     // The position of the file is where the other firnd has stopped writing.
-    let mut words = File::from(words);
-    words.rewind().ok()?;
-    let lines = BufReader::new(words.take(REPORT_BYTES_MAX)).lines();
+    let mut report = File::from(report);
+    report.rewind().ok()?;
+    let lines = BufReader::new(report.take(REPORT_BYTES_MAX)).lines();
     lines.map_while(Result::ok).find_map(|line| {
-        let word = serde_json::from_str(&line).ok()?;
-        match word {
-            Word::Failed { text, .. } => Some(text),
-            Word::Notice(_) | Word::Ready => None,
+        let message = serde_json::from_str(&line).ok()?;
+        match message {
+            StartMessage::Failed { text, .. } => Some(text),
+            StartMessage::Notice(_) | StartMessage::Ready => None,
         }
     })
 }
 
-fn say(pipe: &mut File, word: &Word) {
-    let Ok(mut line) = serde_json::to_vec(word) else {
+fn send(pipe: &mut File, message: &StartMessage) {
+    let Ok(mut line) = serde_json::to_vec(message) else {
         return;
     };
     line.push(b'\n');

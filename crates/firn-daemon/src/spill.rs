@@ -20,7 +20,7 @@ use crate::preflight::Checked;
 const TMPFS_MAGIC: u64 = 0x0102_1994;
 
 /// Returns the geometry that the options ask for, and the path of the spill file; the path is empty without one.
-pub(crate) fn wanted(
+pub(crate) fn wanted_geometry(
     files: &RuntimeFiles,
     options: &Options,
 ) -> Result<(Geometry, PathBuf), AttachError> {
@@ -69,11 +69,11 @@ pub(crate) fn check(
             path: dir.into(),
             source,
         })?;
-    for taken in [&checked.mount_point, &checked.backing] {
-        if dir.starts_with(taken) {
+    for outer in [&checked.mount_point, &checked.backing] {
+        if dir.starts_with(outer) {
             return Err(AttachError::SpillInside {
                 spill: spill.clone(),
-                dir: taken.clone(),
+                dir: outer.clone(),
             });
         }
     }

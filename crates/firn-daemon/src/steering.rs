@@ -29,7 +29,7 @@ use crate::store::Store;
 pub(crate) fn check(backing: &Path, options: &Options) -> Result<(), AttachError> {
     let directory = File::open(backing).map_err(AttachError::io("open the backing directory"))?;
     let refused = |why| refused(options, why);
-    match of_servers(options).map_err(refused)? {
+    match open_driver(options).map_err(refused)? {
         Some(driver) => driver.check(directory.as_fd()).map_err(refused),
         // MooseFS has no check: its tool reports an error when it is given the staging directories.
         None => Ok(()),
@@ -37,7 +37,7 @@ pub(crate) fn check(backing: &Path, options: &Options) -> Result<(), AttachError
 }
 
 /// A backing directory, with its steering if new files are placed.
-pub(crate) struct Opened {
+pub(crate) struct SteeredBacking {
     pub(crate) directory: DirBacking,
     pub(crate) steered: Option<Arc<Steered>>,
 }
@@ -46,21 +46,21 @@ pub(crate) struct Opened {
 pub(crate) fn open_steered(
     directory: DirBacking,
     options: &Options,
-) -> Result<Opened, AttachError> {
+) -> Result<SteeredBacking, AttachError> {
     if !options.placement.is_steered() || options.read_only {
-        return Ok(Opened {
+        return Ok(SteeredBacking {
             directory,
             steered: None,
         });
     }
     let host = host_name(options)?;
-    let driver = match of_servers(options).map_err(|why| refused(options, why))? {
+    let driver = match open_driver(options).map_err(|why| refused(options, why))? {
         Some(driver) => driver,
-        None => Box::new(stage(&directory, options, &host)?),
+        None => Box::new(open_staging(&directory, options, &host)?),
     };
     let steered = Steered::new(driver, servers(options), rule(options, &host)?);
     let steered = Arc::new(steered);
-    Ok(Opened {
+    Ok(SteeredBacking {
         directory: directory.with_steering(Arc::clone(&steered) as _),
         steered: Some(steered),
     })
@@ -72,7 +72,7 @@ fn servers(options: &Options) -> Vec<OsString> {
 
 /// Returns the driver that steers each new file. `None` for MooseFS, which steers by one staging directory for each
 /// lane.
-fn of_servers(options: &Options) -> Result<Option<Box<dyn Driver>>, String> {
+fn open_driver(options: &Options) -> Result<Option<Box<dyn Driver>>, String> {
     let servers = servers(options);
     Ok(match options.placement {
         Placement::Lustre => Some(Box::new(Lustre::new(&servers)?)),
@@ -86,7 +86,11 @@ fn of_servers(options: &Options) -> Result<Option<Box<dyn Driver>>, String> {
 }
 
 /// Opens one staging directory for each lane, and tells MooseFS the server of each.
-fn stage(directory: &DirBacking, options: &Options, host: &str) -> Result<Staged, AttachError> {
+fn open_staging(
+    directory: &DirBacking,
+    options: &Options,
+    host: &str,
+) -> Result<Staged, AttachError> {
     let servers = servers(options);
     let dirs = open_dirs(directory, host, servers.len())
         .map_err(|error| refused(options, error.to_string()))?;
@@ -104,12 +108,12 @@ fn refused(options: &Options, why: String) -> AttachError {
 }
 
 /// Puts servers, and the files and bytes that went to each, into the status.
-pub(crate) fn show_lanes(steered: &Steered, shown: &mut [LaneStatus]) {
+pub(crate) fn fill_lane_statuses(steered: &Steered, lane_statuses: &mut [LaneStatus]) {
     let figures = steered.figures();
     let lanes = steered.servers().iter().zip(figures);
-    for (shown, (server, figures)) in shown.iter_mut().zip(lanes) {
-        shown.path = server.as_bytes().into();
-        shown.placed = Some(PlacedStatus {
+    for (lane_statuses, (server, figures)) in lane_statuses.iter_mut().zip(lanes) {
+        lane_statuses.path = server.as_bytes().into();
+        lane_statuses.placed = Some(PlacedStatus {
             files: figures.files,
             bytes: figures.bytes,
             takes_files: true,
@@ -119,7 +123,12 @@ pub(crate) fn show_lanes(steered: &Steered, shown: &mut [LaneStatus]) {
 }
 
 /// Returns the reply to a request for a file's lane: where the file lies, or would be placed.
-pub(crate) fn explain(steered: &Steered, store: &Store, backing: &Path, path: &BytePath) -> Reply {
+pub(crate) fn explain_placement(
+    steered: &Steered,
+    store: &Store,
+    backing: &Path,
+    path: &BytePath,
+) -> Reply {
     let relative = Path::new(OsStr::from_bytes(path.as_bytes()));
     let (lane, reason) = explain_rule(steered.rule(), relative);
     let found = find_object(store, path.as_bytes());

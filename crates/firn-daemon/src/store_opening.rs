@@ -80,7 +80,7 @@ fn open_transactional(
     } = target;
     let backups = crate::backup::open_backups(backing, options)?;
     let known =
-        TransactionalBacking::known_backups(&ground, backups.as_ref().map(|(home, _)| home))?;
+        TransactionalBacking::known_backups(&ground, backups.as_ref().map(|backup| &backup.store))?;
     let (store, outcome) = match members {
         None => {
             let opening = Opening {

@@ -407,7 +407,7 @@ impl KeepConnection for Takeover {
 }
 
 impl Part for Takeover {
-    fn show(&self, status: &mut Status) {
+    fn fill_status(&self, status: &mut Status) {
         let obstacle = *self.obstacle.lock();
         status.takeover = match obstacle {
             None if !self.resends.load(Ordering::Relaxed) => {
@@ -441,7 +441,7 @@ impl Part for Takeover {
             Ok(keeper) => {
                 let keeper = keeper.as_raw_pid() as u32;
                 tracing::info!("firnd dies: the program of `firn upgrade` goes on with the mount");
-                (question.say)(Reply::Upgrading { keeper });
+                (question.send_progress)(Reply::Upgrading { keeper });
                 die()
             }
             Err(error) => Reply::Error {
@@ -452,7 +452,7 @@ impl Part for Takeover {
     }
 
     fn stop(&self, stop: &mut Stop) {
-        if stop.is_unseen {
+        if stop.was_never_visible {
             // Another try may go on with it.
             return;
         }

@@ -8,15 +8,18 @@ use firn_protocol::record::{BUCKETS_MAX, Bucket};
 /// Length of a bucket in the first minute of a mount; it doubles with each doubling of the mount's age.
 const FIRST_BUCKET: Duration = Duration::from_millis(100);
 /// Longest time between two samples, so that a maximum is taken at least this often.
-const LOOK_EVERY_MAX: Duration = Duration::from_secs(1);
+const SAMPLE_EVERY_MAX: Duration = Duration::from_secs(1);
 
 /// The buckets since firnd attached the arena.
 pub(crate) struct Timeline {
     began: Instant,
+    /// Length of each bucket.
     bucket: Duration,
     buckets: Vec<Bucket>,
-    looked: Instant,
-    counters: Bucket,
+    /// Time of the last sample.
+    last_sample: Instant,
+    /// The sums at the last sample, which are subtracted from those of the next one.
+    last_counters: Bucket,
 }
 
 impl Timeline {
@@ -25,16 +28,17 @@ impl Timeline {
             began,
             bucket: FIRST_BUCKET,
             buckets: Vec::new(),
-            looked: began,
-            counters: Bucket::default(),
+            last_sample: began,
+            last_counters: Bucket::default(),
         }
     }
 
     /// Returns the time until the next sample is useful.
-    pub(crate) fn look_every(&self) -> Duration {
-        self.bucket.min(LOOK_EVERY_MAX)
+    pub(crate) fn sample_every(&self) -> Duration {
+        self.bucket.min(SAMPLE_EVERY_MAX)
     }
 
+    /// Returns the length of each bucket.
     pub(crate) fn bucket(&self) -> Duration {
         self.bucket
     }
@@ -44,20 +48,20 @@ impl Timeline {
     }
 
     /// Returns the time from the attach to the last sample.
-    pub(crate) fn lasted(&self) -> Duration {
-        self.looked.duration_since(self.began)
+    pub(crate) fn span_to_last_sample(&self) -> Duration {
+        self.last_sample.duration_since(self.began)
     }
 
     /// Adds a sample of the counters at `now`. What was counted since the last sample is spread evenly over the time
     /// between.
     pub(crate) fn add(&mut self, now: Instant, counters: Bucket) {
-        let now = now.max(self.looked);
-        let from = self.lasted();
+        let now = now.max(self.last_sample);
+        let from = self.span_to_last_sample();
         let to = now.duration_since(self.began);
         while self.index_of(to) >= BUCKETS_MAX {
-            self.double();
+            self.double_bucket_length();
         }
-        let delta = counters.since(self.counters);
+        let delta = counters.since(self.last_counters);
         let (first, last) = (self.index_of(from), self.index_of(to));
         self.buckets.resize(last + 1, Bucket::default());
         let share = |at: Duration| {
@@ -75,7 +79,7 @@ impl Timeline {
             };
             self.buckets[index].add(delta.part(begin, end));
         }
-        (self.looked, self.counters) = (now, counters);
+        (self.last_sample, self.last_counters) = (now, counters);
     }
 
     /// Returns the bucket of a time since the attach.
@@ -84,7 +88,7 @@ impl Timeline {
     }
 
     /// Merges each two buckets into one of double length.
-    fn double(&mut self) {
+    fn double_bucket_length(&mut self) {
         let pairs = self.buckets.chunks(2).map(|pair| {
             let mut both = pair[0];
             pair[1..].iter().for_each(|other| both.add(*other));
@@ -114,7 +118,7 @@ mod tests {
         let mut at = began;
         let mut bytes = 0;
         for step in 0..20_000u64 {
-            at += timeline.look_every();
+            at += timeline.sample_every();
             bytes += step % 977;
             timeline.add(at, counters(bytes, step));
             assert!(timeline.buckets().len() <= BUCKETS_MAX);

@@ -14,7 +14,7 @@ use firn_backing::{DirBacking, Volume};
 use firn_config::{Options, TokenService};
 use firn_etcd::{Client, EtcdService};
 use firn_hosts::LeaseUse;
-use firn_hosts::tokens::{FlockService, Limits, LockService, Tokens};
+use firn_hosts::tokens::{FlockService, LockService, TokenLimits, Tokens};
 
 use crate::error::AttachError;
 use crate::host_lease::{HostLease, open_backing, own_error};
@@ -23,12 +23,12 @@ use crate::peers::terms_of;
 
 /// Makes the lock services of lanes.
 pub(crate) struct TokenSource {
-    kind: Kind,
+    kind: SourceKind,
     host: String,
-    limits: Limits,
+    limits: TokenLimits,
 }
 
-enum Kind {
+enum SourceKind {
     Flock {
         base: Arc<DirBacking>,
         dir: <DirBacking as Volume>::Inode,
@@ -54,7 +54,7 @@ impl TokenSource {
             TokenService::None => return Ok(None),
             TokenService::Flock | TokenService::Etcd => host_name(options)?,
         };
-        let limits = Limits {
+        let limits = TokenLimits {
             hold: Duration::from_millis(options.token_hold_ms),
             wait: Duration::from_millis(options.token_wait_ms),
         };
@@ -76,10 +76,10 @@ impl TokenSource {
     fn service(&self, lane: usize) -> Box<dyn LockService> {
         let host = &self.host;
         match &self.kind {
-            Kind::Flock { base, dir } => {
+            SourceKind::Flock { base, dir } => {
                 Box::new(FlockService::new(Arc::clone(base), dir.clone(), lane, host))
             }
-            Kind::Etcd { client, group } => Box::new(EtcdService::new(
+            SourceKind::Etcd { client, group } => Box::new(EtcdService::new(
                 Arc::clone(client),
                 group,
                 lane,
@@ -95,11 +95,11 @@ fn open_flock(
     options: &Options,
     host: &str,
     lease: &mut HostLease,
-) -> Result<Kind, AttachError> {
+) -> Result<SourceKind, AttachError> {
     lease.use_for(LeaseUse::Tokens, host, &terms_of(options, false))?;
     let base = open_backing(backing)?;
     let dir = firn_hosts::tokens::make_dir(&base).map_err(own_error(backing))?;
-    Ok(Kind::Flock {
+    Ok(SourceKind::Flock {
         base: Arc::new(base),
         dir,
     })
@@ -112,7 +112,7 @@ fn open_etcd(
     host: &str,
     wait: Duration,
     notice: &mut dyn FnMut(String),
-) -> Result<Kind, AttachError> {
+) -> Result<SourceKind, AttachError> {
     let endpoints: Vec<String> = options
         .token_endpoints
         .iter()
@@ -131,7 +131,7 @@ fn open_etcd(
             "tokens: {error}; until it does, hosts write to the same lane at the same time"
         ));
     }
-    Ok(Kind::Etcd {
+    Ok(SourceKind::Etcd {
         client: Arc::new(client),
         group,
     })

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use firn_backing::{Backing, Errno};
-use firn_engine::{Engine, Job, JobOutcome, LaneIndex, LaneLimits, NextWork, Pick};
-use firn_hosts::tokens::{LaneToken, Permit, Use};
+use firn_engine::{Engine, Job, JobErrorSource, JobOutcome, LaneIndex, LaneLimits, NextWork, Pick};
+use firn_hosts::tokens::{LaneToken, Permit, TokenUse};
 
 use crate::board::{Board, Round};
 use crate::cpu::thread_time;
@@ -99,7 +99,7 @@ struct LaneJob<B: Backing> {
     lane: usize,
     job: Job<B>,
     /// Use of the lane's token, if the lane has one.
-    token_use: Option<Use>,
+    token_use: Option<TokenUse>,
 }
 
 impl<B: Backing> Worker<B> {
@@ -196,7 +196,7 @@ impl<B: Backing> Worker<B> {
 
     /// Starts to use a lane's token. If the lane has no work or the token is not available, returns the time until
     /// the next search.
-    fn use_token(&self, lane: LaneIndex, token: &LaneToken) -> Result<Use, Option<Duration>> {
+    fn use_token(&self, lane: LaneIndex, token: &LaneToken) -> Result<TokenUse, Option<Duration>> {
         if let NextWork::Later { retry } = self.engine.drainer.next_work(lane) {
             return Err(retry);
         }
@@ -206,7 +206,7 @@ impl<B: Backing> Worker<B> {
         }
     }
 
-    fn leave(&self, lane: usize, token_use: Option<Use>) {
+    fn leave(&self, lane: usize, token_use: Option<TokenUse>) {
         if let (Some(token), Some(token_use)) = (&self.lanes[lane].token, token_use) {
             token.leave(token_use);
         }
@@ -237,7 +237,7 @@ impl<B: Backing> Worker<B> {
                 written: 0,
                 writes: 0,
                 error: Some(Errno::IO),
-                unreadable: false,
+                error_source: JobErrorSource::Backing,
             }
         })
     }

@@ -149,6 +149,17 @@ pub struct DirectGrant {
     pub inode: InodeId,
 }
 
+/// A client's request for slabs to fill.
+#[derive(Clone, Copy, Debug)]
+pub struct SlabRequest {
+    /// Process id of the client, as firnd sees it; 0 if firnd cannot see the process.
+    pub pid: u32,
+    /// CPU that the client runs on; `None` if it is not known.
+    pub cpu: Option<u32>,
+    /// Number of bytes that the client is about to write.
+    pub bytes: u64,
+}
+
 /// List of where the bytes of a file lie, for a process that reads them itself.
 #[derive(Debug)]
 pub struct DirectList {

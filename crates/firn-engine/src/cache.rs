@@ -18,36 +18,52 @@ use firn_backing::{Attr, Time};
 
 use crate::extents::{Extent, Extents};
 
-/// Cached bytes of one file. Without any it takes one word of memory, as most files have none.
-#[derive(Default)]
-pub(crate) struct Cached {
-    parts: Option<Box<Parts>>,
+/// Size and modification time of a file in the backing.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct BackingStamp {
+    size: u64,
+    mtime: Time,
 }
 
-struct Parts {
+impl BackingStamp {
+    fn of(attr: &Attr) -> Self {
+        Self {
+            size: attr.size,
+            mtime: attr.mtime,
+        }
+    }
+}
+
+/// Cached bytes of one file. A file without any, as most are, uses one word of memory.
+#[derive(Default)]
+pub(crate) struct CachedBytes {
+    parts: Option<Box<CachedExtents>>,
+}
+
+struct CachedExtents {
     extents: Extents,
     bytes: u64,
     /// Sum of the cached bytes of all files.
     total: Arc<AtomicU64>,
-    /// Size and time that the backing's file had when it was last known to have the cached bytes. `None`: it is
-    /// trusted to have them.
-    stamp: Option<(u64, Time)>,
+    /// State of the backing's file when it was last known to have the cached bytes. A different state later means that
+    /// the file was changed beside the mount. `None`: there is nothing to compare with, and the cached bytes are used.
+    backing_stamp: Option<BackingStamp>,
 }
 
-impl Parts {
+impl CachedExtents {
     fn new(total: &Arc<AtomicU64>) -> Self {
         Self {
             extents: Extents::default(),
             bytes: 0,
             total: Arc::clone(total),
-            stamp: None,
+            backing_stamp: None,
         }
     }
 }
 
 static NO_EXTENTS: Extents = Extents::NONE;
 
-impl Cached {
+impl CachedBytes {
     pub(crate) fn is_empty(&self) -> bool {
         self.bytes() == 0
     }
@@ -59,8 +75,8 @@ impl Cached {
             .as_ref()
             .map_or(&NO_EXTENTS, |parts| &parts.extents)
     }
-    fn stamp(&self) -> Option<(u64, Time)> {
-        self.parts.as_ref()?.stamp
+    fn backing_stamp(&self) -> Option<BackingStamp> {
+        self.parts.as_ref()?.backing_stamp
     }
 
     /// Caches an extent that is not pending any more. Its bytes in the slab stay in use until it is dropped.
@@ -74,7 +90,7 @@ impl Cached {
         self.drop_range(arena, offset..offset + extent.len);
         let parts = self
             .parts
-            .get_or_insert_with(|| Box::new(Parts::new(total)));
+            .get_or_insert_with(|| Box::new(CachedExtents::new(total)));
         parts.bytes += extent.len;
         total.fetch_add(extent.len, Ordering::Relaxed);
         parts.extents.insert(offset, extent, &mut |_, _| {
@@ -105,16 +121,16 @@ impl Cached {
     }
 
     /// Records that the backing's file has the cached bytes, with the size and time in `attr`.
-    pub(crate) fn confirm(&mut self, attr: &Attr) {
+    pub(crate) fn note_in_backing(&mut self, attr: &Attr) {
         if let Some(parts) = &mut self.parts {
-            parts.stamp = Some((attr.size, attr.mtime));
+            parts.backing_stamp = Some(BackingStamp::of(attr));
         }
     }
 
-    /// Trusts the cached bytes, after a change of the file's times through the mount.
-    pub(crate) fn trust(&mut self) {
+    /// Uses the cached bytes whatever times the backing's file has, because its times were changed through the mount.
+    pub(crate) fn trust_backing(&mut self) {
         if let Some(parts) = &mut self.parts {
-            parts.stamp = None;
+            parts.backing_stamp = None;
         }
     }
 }

@@ -15,7 +15,7 @@ use std::sync::atomic::Ordering;
 
 use firn_arena::SlabRef;
 use firn_backing::{Backing, Errno, Kind};
-use firn_format::data_socket::{Extent as Listed, IN_MEMORY, IN_MEMORY_FILE};
+use firn_format::data_socket::{Extent as ListedExtent, IN_MEMORY, IN_MEMORY_FILE};
 
 use crate::Result;
 use crate::base::Base;
@@ -110,7 +110,7 @@ impl<B: Backing> HeldChunks<B> {
             (held.bytes, held.changes) = (state.pending.end(), state.changes);
             Vec::new()
         } else {
-            held.take(&state)?
+            held.hold_slabs_and_list(&state)?
         };
         drop(state);
         held.count_memory(&in_arena);
@@ -118,19 +118,19 @@ impl<B: Backing> HeldChunks<B> {
         let attr = engine.base.backing.attr(&engine.tree.object(&inode)?)?;
         held.bytes = whole_size(&attr, held.bytes);
         let in_backing = if is_viewed { held.bytes } else { attr.size };
-        let mut pieces = Vec::new();
+        let mut parts = Vec::new();
         let mut at = 0;
         for listed in in_arena {
-            push_rest(&mut pieces, at, listed.offset, in_backing);
+            push_gap(&mut parts, at, listed.offset, in_backing);
             at = listed.offset + listed.len;
-            push(&mut pieces, engine.base.piece(&listed));
+            push_part(&mut parts, engine.base.part_of(&listed));
         }
-        push_rest(&mut pieces, at, held.bytes, in_backing);
-        Ok((held, pieces))
+        push_gap(&mut parts, at, held.bytes, in_backing);
+        Ok((held, parts))
     }
 
-    /// Holds the slabs of the file, and lists what the arena has. EIO: pending bytes cannot be read.
-    fn take(&mut self, state: &FileState<B>) -> Result<Vec<Listed>> {
+    /// Holds the slabs of the file, and returns the extents that the arena has. EIO: pending bytes cannot be read.
+    fn hold_slabs_and_list(&mut self, state: &FileState<B>) -> Result<Vec<ListedExtent>> {
         let engine = &self.engine;
         self.bytes = state.pending.end();
         self.changes = state.changes;
@@ -143,7 +143,7 @@ impl<B: Backing> HeldChunks<B> {
                 engine.base.arena.hold_slab(slab);
                 self.slabs.push(slab);
             }
-            let Some(listed) = engine.base.readable(offset, extent) else {
+            let Some(listed) = engine.base.list_if_readable(offset, extent) else {
                 // A cached extent is left out if it cannot be read, as the backing has its bytes too. Pending bytes
                 // are nowhere else.
                 if state
@@ -161,7 +161,7 @@ impl<B: Backing> HeldChunks<B> {
         Ok(in_arena)
     }
 
-    fn count_memory(&mut self, in_arena: &[Listed]) {
+    fn count_memory(&mut self, in_arena: &[ListedExtent]) {
         let in_memory = in_arena
             .iter()
             .filter(|part| part.place == IN_MEMORY || part.place == IN_MEMORY_FILE);
@@ -215,20 +215,20 @@ impl<B: Backing> Drop for HeldChunks<B> {
 }
 
 impl<B: Backing> Base<B> {
-    fn readable(&self, offset: u64, extent: Extent) -> Option<Listed> {
+    fn list_if_readable(&self, offset: u64, extent: Extent) -> Option<ListedExtent> {
         self.list(offset, extent)
             .filter(|_| self.arena.is_readable(extent.piece.slab.chunk))
     }
 
-    fn piece(
+    fn part_of(
         &self,
-        &Listed {
+        &ListedExtent {
             offset,
             len,
             at,
             chunk,
             place,
-        }: &Listed,
+        }: &ListedExtent,
     ) -> ListedPart {
         if place == IN_MEMORY_FILE {
             let (file, _) = self
@@ -265,25 +265,26 @@ impl<B: Backing> Base<B> {
 }
 
 /// Adds a part. A part that continues the last one is joined with it.
-fn push(pieces: &mut Vec<ListedPart>, piece: ListedPart) {
-    if let Some(last) = pieces.last_mut()
-        && (last.place, last.chunk) == (piece.place, piece.chunk)
-        && last.offset + last.bytes == piece.offset
-        && last.at + last.bytes == piece.at
+fn push_part(parts: &mut Vec<ListedPart>, part: ListedPart) {
+    if let Some(last) = parts.last_mut()
+        && (last.place, last.chunk) == (part.place, part.chunk)
+        && last.offset + last.bytes == part.offset
+        && last.at + last.bytes == part.at
     {
-        last.bytes += piece.bytes;
+        last.bytes += part.bytes;
         return;
     }
-    pieces.push(piece);
+    parts.push(part);
 }
 
-/// Adds the range that the arena does not have: from the backing up to its end there, and zeros beyond.
-fn push_rest(pieces: &mut Vec<ListedPart>, from: u64, to: u64, in_backing: u64) {
+/// Adds a range that the arena does not have: bytes of the backing up to the end of its file, `in_backing`, and zeros
+/// beyond.
+fn push_gap(parts: &mut Vec<ListedPart>, from: u64, to: u64, in_backing: u64) {
     let border = in_backing.clamp(from, to);
     if from < border {
         let place = PartPlace::Backing;
-        push(
-            pieces,
+        push_part(
+            parts,
             ListedPart {
                 offset: from,
                 bytes: border - from,
@@ -295,8 +296,8 @@ fn push_rest(pieces: &mut Vec<ListedPart>, from: u64, to: u64, in_backing: u64) 
     }
     if border < to {
         let place = PartPlace::Hole;
-        push(
-            pieces,
+        push_part(
+            parts,
             ListedPart {
                 offset: border,
                 bytes: to - border,
@@ -345,9 +346,9 @@ mod tests {
     #[test]
     fn what_the_arena_lacks_is_in_the_backing_up_to_its_end() {
         let rest = |from, to, in_backing| {
-            let mut pieces = Vec::new();
-            push_rest(&mut pieces, from, to, in_backing);
-            pieces
+            let mut parts = Vec::new();
+            push_gap(&mut parts, from, to, in_backing);
+            parts
         };
         assert_eq!(rest(0, 10, 10), [backing(0, 10)]);
         assert_eq!(rest(4, 10, 7), [backing(4, 3), hole(7, 3)]);
@@ -358,17 +359,17 @@ mod tests {
 
     #[test]
     fn runs_are_joined_within_a_chunk_only() {
-        let mut pieces = Vec::new();
-        for piece in [
+        let mut parts = Vec::new();
+        for part in [
             memory(0, 5, 100, 1),
             memory(5, 5, 105, 1),
             memory(10, 5, 110, 2),
             memory(15, 5, 120, 2),
         ] {
-            push(&mut pieces, piece);
+            push_part(&mut parts, part);
         }
         assert_eq!(
-            pieces,
+            parts,
             [
                 memory(0, 10, 100, 1),
                 memory(10, 5, 110, 2),

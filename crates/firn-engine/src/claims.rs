@@ -1,8 +1,8 @@
 //! Claims on paths: that a path stays as it is for a while, or that it is about to change.
 //!
-//! A claim stands in for a lock across a call of the backing, and concerns only the paths that it names. A rename
-//! that hangs blocks callers that need a path at or below its two names. An unlink that hangs blocks renames of a
-//! directory above its name.
+//! A claim replaces a lock that would be held across a call of the backing, and concerns only the paths that it names.
+//! So a rename that hangs blocks only callers that need a path at or below its two names, and an unlink that hangs
+//! blocks only renames of a directory above its name.
 //!
 //! Invariants
 //! * Beside a claim to change a path there is no other claim at or below that path, and no claim to change a path
@@ -24,59 +24,67 @@ type Path = Vec<u8>;
 #[derive(Default)]
 pub(crate) struct PathClaims {
     /// All present claims.
-    standing: Mutex<Standing>,
+    list: Mutex<ClaimList>,
     /// Signals that a claim ended.
     released: Condvar,
-    /// Number of present claims to change paths.
-    changes: AtomicUsize,
+    /// Number of present claims of the kind [`ClaimKind::Change`].
+    change_count: AtomicUsize,
 }
 
 /// What the lock of the claims protects.
 #[derive(Default)]
-struct Standing {
+struct ClaimList {
     claims: Vec<Claim>,
     last_id: u64,
+}
+
+/// What a claim is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum ClaimKind {
+    /// The paths must stay as they are.
+    Stay,
+    /// The paths are about to change, and with them all paths below.
+    Change,
 }
 
 /// One claim on some paths.
 struct Claim {
     id: u64,
     paths: Vec<Path>,
-    /// Whether the paths are about to change; otherwise they must stay.
-    changes: bool,
+    kind: ClaimKind,
 }
 
 /// Ends its claim when it is dropped.
 pub(crate) struct ClaimGuard<'a> {
-    of: &'a PathClaims,
+    claims: &'a PathClaims,
     id: u64,
 }
 
 impl PathClaims {
-    /// Claims that the paths returned by `paths` stay. Waits for changes of them under way, and calls `paths` again
-    /// after each wait.
+    /// Claims that the paths returned by `paths` stay. Waits while one of them is being changed, and calls `paths`
+    /// again after each wait.
     pub(crate) fn stay(&self, paths: impl Fn() -> Vec<Path>) -> ClaimGuard<'_> {
-        self.claim(paths, false)
+        self.claim(paths, ClaimKind::Stay)
     }
 
     /// Claims to change the paths returned by `paths`, and with them all paths below. Waits for conflicting claims.
     pub(crate) fn change(&self, paths: impl Fn() -> Vec<Path>) -> ClaimGuard<'_> {
-        self.claim(paths, true)
+        self.claim(paths, ClaimKind::Change)
     }
 
-    fn claim(&self, paths: impl Fn() -> Vec<Path>, changes: bool) -> ClaimGuard<'_> {
-        let (mut standing, paths) = self.wait_for(paths, changes);
-        standing.last_id += 1;
-        let id = standing.last_id;
-        self.changes
-            .fetch_add(usize::from(changes), Ordering::AcqRel);
-        standing.claims.push(Claim { id, paths, changes });
-        ClaimGuard { of: self, id }
+    fn claim(&self, paths: impl Fn() -> Vec<Path>, kind: ClaimKind) -> ClaimGuard<'_> {
+        let (mut list, paths) = self.wait_for_conflicts(paths, kind);
+        list.last_id += 1;
+        let id = list.last_id;
+        self.change_count
+            .fetch_add(usize::from(kind == ClaimKind::Change), Ordering::AcqRel);
+        list.claims.push(Claim { id, paths, kind });
+        ClaimGuard { claims: self, id }
     }
 
     /// Whether some path is being changed.
     pub(crate) fn has_changes(&self) -> bool {
-        self.changes.load(Ordering::Acquire) > 0
+        self.change_count.load(Ordering::Acquire) > 0
     }
 
     /// Runs `work`, which must be short, while the paths returned by `paths` stay. The lock of all claims is held
@@ -86,56 +94,56 @@ impl PathClaims {
         paths: impl Fn() -> Vec<Path>,
         work: impl FnOnce() -> T,
     ) -> T {
-        let _standing = self.wait_for(paths, false);
+        let _list = self.wait_for_conflicts(paths, ClaimKind::Stay);
         work()
     }
 
-    /// Waits until no present claim conflicts. Returns with the lock held, and the paths as they are now.
-    fn wait_for(
+    /// Waits until no present claim conflicts with a new one. Returns with the lock held, and the paths as they are
+    /// now.
+    fn wait_for_conflicts(
         &self,
         paths: impl Fn() -> Vec<Path>,
-        changes: bool,
-    ) -> (MutexGuard<'_, Standing>, Vec<Path>) {
-        let mut standing = self.standing.lock();
+        kind: ClaimKind,
+    ) -> (MutexGuard<'_, ClaimList>, Vec<Path>) {
+        let mut list = self.list.lock();
         // The paths are read again after each wait, as the change that ended may have renamed them.
         loop {
             let paths = paths();
-            if !standing
-                .claims
-                .iter()
-                .any(|claim| claim.is_in_the_way(&paths, changes))
-            {
-                return (standing, paths);
+            let conflicts = |claim: &Claim| claim.conflicts_with(&paths, kind);
+            if !list.claims.iter().any(conflicts) {
+                return (list, paths);
             }
-            standing.wait(&self.released);
+            list.wait(&self.released);
         }
     }
 }
 
 impl Claim {
-    /// Whether this claim conflicts with a new one on `paths`.
-    fn is_in_the_way(&self, paths: &[Path], changes: bool) -> bool {
-        let below = |paths: &[Path], tops: &[Path]| {
+    /// Whether this claim conflicts with a new one of this kind on `paths`.
+    fn conflicts_with(&self, paths: &[Path], kind: ClaimKind) -> bool {
+        let are_some_below = |paths: &[Path], tops: &[Path]| {
             paths
                 .iter()
                 .any(|path| tops.iter().any(|top| is_below(path, top)))
         };
-        (self.changes && below(paths, &self.paths)) || (changes && below(&self.paths, paths))
+        (self.kind == ClaimKind::Change && are_some_below(paths, &self.paths))
+            || (kind == ClaimKind::Change && are_some_below(&self.paths, paths))
     }
 }
 
 impl Drop for ClaimGuard<'_> {
     fn drop(&mut self) {
-        let mut standing = self.of.standing.lock();
-        let at = standing.claims.iter().position(|claim| claim.id == self.id);
-        let ended = standing
+        let mut list = self.claims.list.lock();
+        let index = list.claims.iter().position(|claim| claim.id == self.id);
+        let ended = list
             .claims
-            .swap_remove(at.expect("a claim stands until its guard is dropped"));
-        self.of
-            .changes
-            .fetch_sub(usize::from(ended.changes), Ordering::AcqRel);
-        drop(standing);
-        self.of.released.notify_all();
+            .swap_remove(index.expect("a claim stays in the list until its guard is dropped"));
+        self.claims.change_count.fetch_sub(
+            usize::from(ended.kind == ClaimKind::Change),
+            Ordering::AcqRel,
+        );
+        drop(list);
+        self.claims.released.notify_all();
     }
 }
 
@@ -147,37 +155,46 @@ mod tests {
         list.iter().map(|path| path.as_bytes().to_vec()).collect()
     }
 
-    fn in_the_way(standing: (&[&str], bool), asked: (&[&str], bool)) -> bool {
+    /// A claim of a test: paths and kind.
+    type TestClaim<'a> = (&'a [&'a str], ClaimKind);
+
+    fn do_conflict(present: TestClaim<'_>, new: TestClaim<'_>) -> bool {
         let claim = Claim {
             id: 1,
-            paths: paths(standing.0),
-            changes: standing.1,
+            paths: paths(present.0),
+            kind: present.1,
         };
-        claim.is_in_the_way(&paths(asked.0), asked.1)
+        claim.conflicts_with(&paths(new.0), new.1)
     }
 
     #[test]
-    fn a_change_is_in_the_way_of_what_is_below_it_and_of_nothing_else() {
-        let rename = (&["a/b", "c"][..], true);
+    fn a_change_conflicts_with_claims_at_and_below_its_paths_only() {
+        let rename = (&["a/b", "c"][..], ClaimKind::Change);
         for below in ["a/b", "a/b/x", "c", "c/y/z"] {
-            assert!(in_the_way(rename, (&[below], false)), "{below}");
-            assert!(in_the_way((&[below], false), rename), "{below}");
+            let stay = (&[below][..], ClaimKind::Stay);
+            assert!(do_conflict(rename, stay), "{below}");
+            assert!(do_conflict(stay, rename), "{below}");
         }
         for beside in ["a", "a/bb", "d", ""] {
-            assert!(!in_the_way(rename, (&[beside], false)), "{beside}");
-            assert!(!in_the_way((&[beside], false), rename), "{beside}");
+            let stay = (&[beside][..], ClaimKind::Stay);
+            assert!(!do_conflict(rename, stay), "{beside}");
+            assert!(!do_conflict(stay, rename), "{beside}");
         }
     }
 
     #[test]
-    fn two_changes_are_in_the_way_of_each_other_where_one_is_below_the_other() {
-        assert!(in_the_way((&["a/b", "c"], true), (&["a", "d"], true)));
-        assert!(in_the_way((&["a", "d"], true), (&["a/b", "c"], true)));
-        assert!(!in_the_way((&["a/b", "c"], true), (&["a/x", "d"], true)));
+    fn two_changes_conflict_where_a_path_of_one_is_below_a_path_of_the_other() {
+        fn change<'a>(paths: &'a [&'a str]) -> TestClaim<'a> {
+            (paths, ClaimKind::Change)
+        }
+        assert!(do_conflict(change(&["a/b", "c"]), change(&["a", "d"])));
+        assert!(do_conflict(change(&["a", "d"]), change(&["a/b", "c"])));
+        assert!(!do_conflict(change(&["a/b", "c"]), change(&["a/x", "d"])));
     }
 
     #[test]
-    fn paths_that_stay_block_only_changes_of_them() {
-        assert!(!in_the_way((&["a"], false), (&["a"], false)));
+    fn claims_that_a_path_stays_do_not_conflict() {
+        let stay = (&["a"][..], ClaimKind::Stay);
+        assert!(!do_conflict(stay, stay));
     }
 }

@@ -1,7 +1,7 @@
 //! Counters of an engine since the attach, and sums of what is pending now.
 //!
-//! Invariant: [`Held`] of a lane has the sums over its files. Each change of a file's pending bytes calls
-//! [`Held::count`] under the file's lock.
+//! Invariant: [`PendingTotals`] of a lane has the sums over its files. Each change of a file's pending bytes calls
+//! [`PendingTotals::note_change`] under the file's lock.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -98,16 +98,16 @@ pub(crate) struct Counters {
     pub files_opened: AtomicUsize,
 }
 
-/// Sums of what is pending in the files of a lane.
+/// Sums over the files of a lane: their pending bytes, and the number of files with such bytes.
 #[derive(Default)]
-pub(crate) struct Held {
+pub(crate) struct PendingTotals {
     bytes: AtomicU64,
     files: AtomicU64,
 }
 
-impl Held {
+impl PendingTotals {
     /// Counts a change of one file's pending bytes, from `before` to `after`.
-    pub(crate) fn count(&self, before: u64, after: u64) {
+    pub(crate) fn note_change(&self, before: u64, after: u64) {
         if after >= before {
             self.bytes.fetch_add(after - before, Ordering::Relaxed);
         } else {

@@ -71,7 +71,7 @@ impl<B: Backing> Engine<B> {
         create: impl FnMut() -> Result<(B::Inode, B::File, Attr)>,
     ) -> Result<(Entry, Opened)> {
         self.open_files.close_excess_files();
-        let before = self.tree.names.changes();
+        let before = self.tree.names.backing_name_changes();
         let privileges = self.privileges.epoch();
         match self.open_files.with_descriptor(create) {
             Ok((object, backing_file, attr)) => {
@@ -89,7 +89,7 @@ impl<B: Backing> Engine<B> {
                 let opened = self.add_handle(&inode, flags, |state| {
                     state.writer.get_or_insert_with(|| Arc::clone(&opened));
                     if !has_set_id_bits(&attr) {
-                        state.plain_in = privileges;
+                        state.unprivileged_epoch = privileges;
                     }
                     OpenMode::Engine
                 });
@@ -176,7 +176,7 @@ impl<B: Backing> Engine<B> {
             } else if is_cacheable && in_backing && (!allowed || is_cached) {
                 OpenMode::Cached { keep: unchanged }
             } else if !reads_memory && self.may_keep_pages(state, settled_size) {
-                let keep = inode.keep_pages_of(state.changes);
+                let keep = inode.note_pages_of_memory_file(state.changes);
                 OpenMode::Cached { keep }
             } else {
                 OpenMode::Engine
@@ -203,7 +203,7 @@ impl<B: Backing> Engine<B> {
         }
         {
             let state = file.lock();
-            let bytes = state.whole_bytes();
+            let bytes = state.gapless_bytes();
             if bytes < self.base.options.memory_file_bytes_min {
                 return None;
             }
@@ -280,7 +280,7 @@ impl<B: Backing> Engine<B> {
             if writable {
                 // What the kernel writes by itself is not seen here.
                 state.changes += u64::from(chosen == OpenMode::Passthrough);
-                state.direct.invalidate_list(&self.base.arena);
+                state.direct.invalidate_lists(&self.base.arena);
                 if !state.may_cache() {
                     state.cache.drop_all(&self.base.arena);
                 }
@@ -301,9 +301,9 @@ impl<B: Backing> Engine<B> {
             readable: access != O_WRONLY,
             writable,
             lease: Mutex::new(None),
-            written: AtomicU64::new(0),
-            killed: AtomicBool::new(false),
-            closing: AtomicBool::new(false),
+            written_bytes: AtomicU64::new(0),
+            was_closed_by_killed: AtomicBool::new(false),
+            has_closed_descriptor: AtomicBool::new(false),
             opener: AtomicU32::new(0),
             is_mapped: AtomicBool::new(false),
             mode: Mutex::new(chosen),
@@ -405,7 +405,7 @@ impl<B: Backing> Engine<B> {
         let mut state = file.lock();
         self.intake.revoke_grant(file, &mut state);
         let mode = *handle.mode.lock();
-        if handle.closing.load(Ordering::Acquire) {
+        if handle.has_closed_descriptor.load(Ordering::Acquire) {
             state.opens.end_closing();
         }
         state.opens.remove(handle.id, mode, handle.writable);

@@ -24,8 +24,8 @@ use std::time::Instant;
 
 use firn_backing::{Backing, LocateLimits, Located, LocatedPart};
 use firn_format::data_socket::{
-    EXTENTS_MAX, Extent as Listed, FILES_MAX, IN_BACKING, IN_MEMORY_FILE, LEASE_SLABS_MAX, Slab,
-    TO_BE_ASKED,
+    EXTENTS_MAX, Extent as ListedExtent, FILES_MAX, IN_BACKING, IN_MEMORY_FILE, LEASE_SLABS_MAX,
+    Slab, TO_BE_ASKED,
 };
 use firn_format::geometry::WORDS_COUNT;
 use firn_format::slab::Class;
@@ -43,29 +43,39 @@ use crate::tables::Handle;
 use crate::tree::NameTree;
 use crate::{
     ClientId, DirectGrant, DirectList, DirectRefusal, DirectWriteObserver, HandleId, OpenMode,
+    SlabRequest,
 };
 
-/// Number of leases that stay when the client asks for more: the last one, which it is still filling.
-const LEASES_KEPT: usize = 1;
+/// Number of leases that do not end when the client asks for more: it may still be filling the last one.
+const LEASES_KEPT_MAX: usize = 1;
 
 /// Most times that a list is made again because its file changed meanwhile.
 const LIST_TRIES_MAX: usize = 4;
 
-/// Result of a client's request, or the reason why it is refused.
-type Answer<T> = std::result::Result<T, DirectRefusal>;
+/// Result of a client's request, or the reason why the request is refused.
+type DirectResult<T> = std::result::Result<T, DirectRefusal>;
 
-/// Whether readers may be told where the bytes of a file lie: only while nothing can change them without invalidating
-/// the list.
-fn may_be_listed<B: Backing>(state: &FileState<B>) -> bool {
+/// Places of bytes in the backing, from [`DirectAccess::locate`].
+struct LocatedInBacking<B: Backing> {
+    located: Located,
+    /// The object of the file.
+    object: B::Inode,
+    /// Value of [`Facts::changes_by_others`](firn_backing::Facts) for which the places are right.
+    changes_by_others: u64,
+}
+
+/// Whether a reader may get a list of where the bytes of a file lie. It may if each change of the bytes makes the list
+/// invalid, so a file with a writer, a grant or an exclusive use has no list.
+fn allows_lists<B: Backing>(state: &FileState<B>) -> bool {
     !state.opens.has_writers()
         && !state.opens.has_passthrough()
         && !state.drain.is_exclusive()
         && !state.direct.has_grant()
 }
 
-/// Merges two sorted lists: the `extents` of the arena, and between them the `parts` that lie in the backing. An
-/// extent of the arena hides what a part has in the same range.
-fn fill_gaps(extents: &[Listed], parts: &[LocatedPart]) -> Vec<Listed> {
+/// Merges two sorted lists: the `extents` of the arena, and the `parts` that lie in the backing. Where both have bytes,
+/// those of the arena are newer and count.
+fn fill_gaps(extents: &[ListedExtent], parts: &[LocatedPart]) -> Vec<ListedExtent> {
     let mut filled = Vec::with_capacity(extents.len() + parts.len());
     let mut later = extents.iter().peekable();
     for part in parts {
@@ -75,7 +85,7 @@ fn fill_gaps(extents: &[Listed], parts: &[LocatedPart]) -> Vec<Listed> {
             let next = later.peek().filter(|extent| extent.offset < end);
             let gap_end = next.map_or(end, |extent| extent.offset.max(at));
             if gap_end > at {
-                filled.push(Listed {
+                filled.push(ListedExtent {
                     offset: at,
                     len: gap_end - at,
                     at: part.position + (at - part.offset),
@@ -126,15 +136,19 @@ impl<B: Backing> DirectAccess<B> {
     ///
     /// `Busy`: the file has another handle, set-id bits, capabilities or no name, or a drain of it failed. The client
     /// then writes through the kernel. `BadToken`: the handle is not open for writing.
-    pub fn grant_direct_access(&self, client: ClientId, token: HandleId) -> Answer<DirectGrant> {
-        let handle = self.writable(token)?;
+    pub fn grant_direct_access(
+        &self,
+        client: ClientId,
+        token: HandleId,
+    ) -> DirectResult<DirectGrant> {
+        let handle = self.writable_handle(token)?;
         let file = &handle.file;
         let privileges = self.privileges.epoch();
         let has_capabilities = |object| self.tree.has_capabilities(&object);
         // A write must take capabilities away, and a file without a name cannot be found by recovery: both need the
         // kernel.
         if self.tree.object(&file.inode).map_or(true, has_capabilities)
-            || self.tree.is_nameless(file).unwrap_or(true)
+            || self.tree.has_no_known_name(file).unwrap_or(true)
             || *handle.mode.lock() != OpenMode::Engine
         {
             return Err(DirectRefusal::Busy);
@@ -165,7 +179,7 @@ impl<B: Backing> DirectAccess<B> {
     }
 
     /// Gives the grant if the file allows it. Returns the file id, and the end of the pending bytes.
-    fn give_grant(&self, client: ClientId, handle: &Handle<B>) -> Answer<(FileId, u64)> {
+    fn give_grant(&self, client: ClientId, handle: &Handle<B>) -> DirectResult<(FileId, u64)> {
         let file = &handle.file;
         let mut state = file.lock();
         // A client that asks again gets a new grant, and the old one ends. Two clients that share the descriptor get
@@ -207,37 +221,37 @@ impl<B: Backing> DirectAccess<B> {
 
     /// Leases a slab to the client that has the grant. All earlier leases but the last end.
     ///
-    /// Returns the slab, and further slabs to fill after it. Those hold at most `want` bytes, and at most as many as
-    /// the client has written so far. `cpu` is where the client runs. `Full`: the arena has no room; the grant is
-    /// revoked, and the client writes through the kernel, which waits. `BadToken`: the client has no grant of this
-    /// handle.
+    /// Returns the slab, and further slabs to fill after it. The further slabs hold at most the bytes that the client
+    /// asks for, and at most as many as it has written so far.
+    ///
+    /// `Full`: the arena has no room; the grant is revoked, and the client writes through the kernel, which waits.
+    /// `BadToken`: the client has no grant of this handle.
     pub fn lease_slabs(
         &self,
         client: ClientId,
         token: HandleId,
-        (pid, cpu): (u32, Option<u32>),
-        want: u64,
-    ) -> Answer<(Slab, Vec<Slab>)> {
-        let handle = self.writable(token)?;
+        request: SlabRequest,
+    ) -> DirectResult<(Slab, Vec<Slab>)> {
+        let handle = self.writable_handle(token)?;
         let file = &handle.file;
         let mut state = file.lock();
         self.intake.ingest_published(file, &mut state);
         while state
             .direct
             .grant()
-            .is_some_and(|grant| grant.leases.len() > LEASES_KEPT)
+            .is_some_and(|grant| grant.leases.len() > LEASES_KEPT_MAX)
         {
             self.intake.end_first_lease(file, &mut state);
         }
         let bytes = state.direct.grant().map_or(0, |grant| grant.bytes);
-        let class = self.base.class_for(bytes.saturating_add(want));
+        let class = self.base.class_for(bytes.saturating_add(request.bytes));
         if !self.base.arena.has_room(class) {
             // The lock is released, because files with other locks may be evicted.
             drop(state);
             self.room.evict_for(class);
             state = file.lock();
         }
-        let written = state.pending.recorded_ns();
+        let last_write_ns = state.pending.recorded_ns();
         let Some(grant) = state
             .direct
             .grant_mut()
@@ -245,15 +259,15 @@ impl<B: Backing> DirectAccess<B> {
         else {
             return Err(DirectRefusal::BadToken);
         };
-        let lease = self
-            .base
-            .arena
-            .lease_client(class, grant.file_id.get(), pid, cpu);
+        let lease =
+            self.base
+                .arena
+                .lease_client(class, grant.file_id.get(), request.pid, request.cpu);
         if let Some(lease) = lease {
-            let slab = self.base.arena.client_slab(&lease, written);
+            let slab = self.base.arena.client_slab(&lease, last_write_ns);
             grant.leases.push(lease);
             self.intake.grants.count_lease();
-            let more = self.lease_more(grant, (pid, cpu), want, written);
+            let more = self.lease_in_advance(grant, request, last_write_ns);
             drop(state);
             self.room.wake_writers();
             return Ok((slab, more));
@@ -266,17 +280,18 @@ impl<B: Backing> DirectAccess<B> {
         Err(DirectRefusal::Full)
     }
 
-    /// Leases further slabs in advance, so that the client asks less often. It stops at three limits: the bytes that
-    /// the file has, half of the memory in use, and a share of less than two chunks for each writer.
-    fn lease_more(
+    /// Leases further slabs in advance, so that the client asks less often.
+    ///
+    /// There are three limits: the bytes that the client has written so far, half of the arena's memory in use, and a
+    /// share of less than two chunks for each writer.
+    fn lease_in_advance(
         &self,
         grant: &mut Grant,
-        (pid, cpu): (u32, Option<u32>),
-        want: u64,
-        written: u64,
+        request: SlabRequest,
+        last_write_ns: u64,
     ) -> Vec<Slab> {
         let mut more = Vec::new();
-        let bytes_max = want.min(grant.bytes);
+        let bytes_max = request.bytes.min(grant.bytes);
         let geometry = self.base.arena.geometry();
         let slabs_max = (bytes_max / geometry.chunk_bytes).min(LEASE_SLABS_MAX as u64) as usize;
         let has_ample_room = || {
@@ -284,12 +299,14 @@ impl<B: Backing> DirectAccess<B> {
                 && self.base.arena.share_bytes() >= 2 * geometry.chunk_bytes
         };
         while more.len() + 1 < slabs_max && has_ample_room() {
-            let lease = self
-                .base
-                .arena
-                .lease_client(Class::Whole, grant.file_id.get(), pid, cpu);
+            let lease = self.base.arena.lease_client(
+                Class::Whole,
+                grant.file_id.get(),
+                request.pid,
+                request.cpu,
+            );
             let Some(lease) = lease else { break };
-            more.push(self.base.arena.client_slab(&lease, written));
+            more.push(self.base.arena.client_slab(&lease, last_write_ns));
             grant.leases.push(lease);
             self.intake.grants.count_lease();
         }
@@ -334,7 +351,12 @@ impl<B: Backing> DirectAccess<B> {
     ///
     /// `Busy`: the file is being changed, so the client reads through the kernel. `BadToken`: the handle is not open
     /// for reading.
-    pub fn list_extents(&self, token: HandleId, from: u64, files_max: usize) -> Answer<DirectList> {
+    pub fn list_extents(
+        &self,
+        token: HandleId,
+        from: u64,
+        files_max: usize,
+    ) -> DirectResult<DirectList> {
         let handle = self
             .open_files
             .handle(token)
@@ -345,7 +367,7 @@ impl<B: Backing> DirectAccess<B> {
             return Err(DirectRefusal::Busy);
         }
         for _ in 0..LIST_TRIES_MAX {
-            if let Some(list) = self.try_to_list(&handle.file, from, files_max)? {
+            if let Some(list) = self.make_list(&handle.file, from, files_max)? {
                 return Ok(list);
             }
         }
@@ -355,7 +377,7 @@ impl<B: Backing> DirectAccess<B> {
     /// Returns a descriptor of the memory file that has all bytes of a file, for a mapping by the process that opened
     /// it for reading. While the handle is open, the mapping shows each change of the file. `Busy`: there is no such
     /// memory file, and none can be made.
-    pub fn map_file(&self, token: HandleId) -> Answer<OwnedFd> {
+    pub fn map_file(&self, token: HandleId) -> DirectResult<OwnedFd> {
         let handle = self.open_files.handle(token).ok();
         let handle = handle.filter(|handle| handle.readable && !handle.writable);
         let handle = handle.ok_or(DirectRefusal::BadToken)?;
@@ -386,14 +408,14 @@ impl<B: Backing> DirectAccess<B> {
     }
 
     /// Makes a list. Returns `None` if the file changed meanwhile.
-    fn try_to_list(
+    fn make_list(
         &self,
         file: &Arc<File<B>>,
         from: u64,
         files_max: usize,
-    ) -> Answer<Option<DirectList>> {
+    ) -> DirectResult<Option<DirectList>> {
         let mut state = file.lock();
-        if !may_be_listed(&state) {
+        if !allows_lists(&state) {
             return Err(DirectRefusal::Busy);
         }
         // This comes before any place is looked up. A chunk that moves afterwards then invalidates this list.
@@ -405,15 +427,15 @@ impl<B: Backing> DirectAccess<B> {
             .extents_in_arena(from, EXTENTS_MAX)
             .into_iter()
             .map(list)
-            .collect::<Answer<Vec<_>>>()?;
+            .collect::<DirectResult<Vec<_>>>()?;
         let mut end = match extents.last() {
             Some(last) if extents.len() >= EXTENTS_MAX => last.offset + last.len,
             _ => u64::MAX,
         };
         // The descriptors are opened under the lock, so that the memory files keep the bytes of this file.
-        let mut files = self.give_memory_files(&mut extents, files_max);
+        let mut files = self.open_memory_files(&mut extents, files_max);
         let word = (file.inode.id.0 % u64::from(WORDS_COUNT)) as u32;
-        state.direct.set_listed(word);
+        state.direct.note_list(word);
         let (slot, mut stamp) = self.base.arena.file_word(word);
         let source = state.open_reader();
         drop(state);
@@ -428,7 +450,12 @@ impl<B: Backing> DirectAccess<B> {
             .size_beside(&file.inode, pending_end)
             .map_err(|_| DirectRefusal::Busy)?;
         let mut until = None;
-        if let Some((mut located, object, changes)) = located {
+        if let Some(LocatedInBacking {
+            mut located,
+            object,
+            changes_by_others,
+        }) = located
+        {
             for part in &mut located.parts {
                 part.file = part.file.map(|index| index + files.len());
             }
@@ -442,20 +469,21 @@ impl<B: Backing> DirectAccess<B> {
             files.extend(located.files);
             until = Some(located.until);
             let mut state = file.lock();
-            if !may_be_listed(&state) {
+            if !allows_lists(&state) {
                 return Err(DirectRefusal::Busy);
             }
-            let is_same = state.direct.is_listed() && self.base.arena.file_word(word).1 == stamp;
+            let is_same = state.direct.has_lists() && self.base.arena.file_word(word).1 == stamp;
             // A change by another host ends lists under this lock. A change noted before this point found no list of
             // the backing, so it is compared here.
-            if !is_same || self.base.backing.facts(&object).changes_by_others != changes {
+            let facts = self.base.backing.facts(&object);
+            if !is_same || facts.changes_by_others != changes_by_others {
                 return Ok(None);
             }
             // An earlier list is of another state of the backing: it ends, and this one begins with a new stamp.
-            if !state.direct.set_listed_in_backing(changes) {
-                state.direct.invalidate_list(&self.base.arena);
-                state.direct.set_listed(word);
-                state.direct.set_listed_in_backing(changes);
+            if !state.direct.note_backing_list(changes_by_others) {
+                state.direct.invalidate_lists(&self.base.arena);
+                state.direct.note_list(word);
+                state.direct.note_backing_list(changes_by_others);
                 stamp = self.base.arena.file_word(word).1;
             }
         }
@@ -470,13 +498,17 @@ impl<B: Backing> DirectAccess<B> {
         }))
     }
 
-    /// Opens the memory files that extents lie in, at most `files_max`. From then on these extents name their file by
-    /// its index in the returned list. Extents in further memory files are read through the kernel.
-    fn give_memory_files(&self, extents: &mut [Listed], files_max: usize) -> Vec<OwnedFd> {
+    /// Opens the memory files that extents lie in, at most `files_max`, and returns them. The extents in these files
+    /// are changed to name their file by its index in the result. Extents in further memory files are read through the
+    /// kernel.
+    fn open_memory_files(&self, extents: &mut [ListedExtent], files_max: usize) -> Vec<OwnedFd> {
         let mut numbers = Vec::new();
         let mut files = Vec::new();
         let arena = &self.base.arena;
-        for extent in extents.iter_mut().filter(|it| it.place == IN_MEMORY_FILE) {
+        for extent in extents
+            .iter_mut()
+            .filter(|extent| extent.place == IN_MEMORY_FILE)
+        {
             let Some((memory, _)) = arena.memory_file_of(extent.chunk) else {
                 continue;
             };
@@ -494,8 +526,7 @@ impl<B: Backing> DirectAccess<B> {
         files
     }
 
-    /// Asks the backing where it has the bytes of a range. Returns the places, the object that they belong to, and
-    /// the count of changes by other hosts that they are of. `None`: the range must be read through the kernel, which
+    /// Asks the backing where it has the bytes of a range. `None`: the range must be read through the kernel, which
     /// returns any error.
     fn locate(
         &self,
@@ -503,7 +534,7 @@ impl<B: Backing> DirectAccess<B> {
         source: Option<Arc<BackingFile<B>>>,
         range: Range<u64>,
         files_max: usize,
-    ) -> Option<(Located, B::Inode, u64)> {
+    ) -> Option<LocatedInBacking<B>> {
         let object = self.tree.object(&file.inode).ok()?;
         let limits = LocateLimits {
             parts_max: EXTENTS_MAX,
@@ -527,12 +558,16 @@ impl<B: Backing> DirectAccess<B> {
             }
             Ok(None)
         };
-        let (located, changes) = self.open_files.with_descriptor(find).ok().flatten()?;
-        Some((located, object, changes))
+        let (located, changes_by_others) = self.open_files.with_descriptor(find).ok().flatten()?;
+        Some(LocatedInBacking {
+            located,
+            object,
+            changes_by_others,
+        })
     }
 
     /// Returns a handle that is open for writing.
-    fn writable(&self, token: HandleId) -> Answer<Arc<Handle<B>>> {
+    fn writable_handle(&self, token: HandleId) -> DirectResult<Arc<Handle<B>>> {
         self.open_files
             .handle(token)
             .ok()
@@ -581,9 +616,9 @@ mod tests {
     fn extents_of_the_arena_lie_over_parts_of_the_backing() {
         for seed in 0..500 {
             let mut random = StdRng::seed_from_u64(seed);
-            let extents: Vec<Listed> = random_ranges(&mut random)
+            let extents: Vec<ListedExtent> = random_ranges(&mut random)
                 .into_iter()
-                .map(|range| Listed {
+                .map(|range| ListedExtent {
                     offset: range.start,
                     len: range.end - range.start,
                     at: 1000 + range.start,

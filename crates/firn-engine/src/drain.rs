@@ -23,7 +23,7 @@ use firn_backing::{Backing, LaneIndex};
 use queue::{DrainQueue, QueueFigures};
 
 use crate::Result;
-use crate::counters::Held;
+use crate::counters::PendingTotals;
 use crate::file::{File, FileState};
 use crate::file_events::FileEvents;
 use crate::options::Order;
@@ -129,7 +129,8 @@ impl<B: Backing> Drain<B> {
         state: &mut FileState<B>,
         when: Instant,
     ) {
-        let is_first = state.drain.begin_aging() && self.queue_of(file).check_age_at(when, file);
+        let is_first =
+            state.drain.begin_age_check() && self.queue_of(file).check_age_at(when, file);
         if is_first {
             // A thread that sleeps without a timeout must learn of the first check. With an earlier check planned it
             // wakes up anyway.
@@ -164,8 +165,8 @@ impl<B: Backing> Drain<B> {
     }
 
     /// Counts a change of a file's pending bytes, under its lock.
-    pub(crate) fn count_held(&self, file: &File<B>, before: u64, after: u64) {
-        self.queue_of(file).held.count(before, after);
+    pub(crate) fn note_pending_change(&self, file: &File<B>, before: u64, after: u64) {
+        self.queue_of(file).held.note_change(before, after);
         self.file_events.note_held(&file.inode, before, after);
     }
 
@@ -262,7 +263,7 @@ fn assert_queue<B: Backing>(queue: &DrainQueue<File<B>>, files: &[&Arc<File<B>>]
     assert_eq!(queue.oldest_of_files(), aged, "ages of files");
 }
 
-fn assert_held<B: Backing>(held: &Held, files: &[&Arc<File<B>>]) {
+fn assert_held<B: Backing>(held: &PendingTotals, files: &[&Arc<File<B>>]) {
     let pending = || files.iter().map(|file| file.lock().pending.bytes());
     assert_eq!(held.bytes(), pending().sum::<u64>(), "held bytes");
     let count = pending().filter(|bytes| *bytes > 0).count();

@@ -1,9 +1,11 @@
-//! Durability levels of files and trees: which one a file has, and how to bring it to another.
+//! Durability levels of files and trees: finds the level that a file has, and brings files to a level.
 //!
-//! Terms: a file's *names are synced* if each directory from the root to it was synced after the name was made. A
-//! *fingerprint* is size and time of the backing's file.
+//! Terms
+//! * A file's *names are synced* if each directory from the root to it was synced after the name was made.
+//! * A *fingerprint* is size and time of the backing's file.
 //!
-//! Race: bytes may be drained, or changed by others, during a sync. So what a sync covers is read before it begins.
+//! Race: bytes may be drained, or changed by others, during a sync. So the contents that a sync covers are read before
+//! it begins.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -21,21 +23,28 @@ use crate::intake::Intake;
 use crate::names::{Fingerprint, Inode, last_name_change};
 use crate::open_files::OpenFiles;
 use crate::space::Room;
-use crate::tree::NameTree;
+use crate::tree::{NameTree, SyncCoverage};
 use crate::{InodeId, Result};
 
 /// Time between two progress reports of a long wait.
 const REPORT_EVERY: Duration = Duration::from_millis(100);
 
-/// Number of files that a caller still waits for. Only the last one wakes the caller: checking all files after each
-/// one would take quadratic time.
+/// The number of files whose drain a caller waits for. Only the last one wakes the caller: checking all files after
+/// each one would take quadratic time.
 #[derive(Default)]
-struct Draining {
+struct DrainCountdown {
     files: parking_lot::Mutex<usize>,
     all_ended: parking_lot::Condvar,
 }
 
-impl Draining {
+/// A file whose drain a caller waits for.
+struct AwaitedFile<B: Backing> {
+    file: Arc<File<B>>,
+    /// Result of the drain; `None` before it has ended.
+    result: Arc<parking_lot::Mutex<Option<Result<()>>>>,
+}
+
+impl DrainCountdown {
     fn begin(&self) {
         *self.files.lock() += 1;
     }
@@ -121,7 +130,7 @@ impl<B: Backing> Durability<B> {
     /// Syncs a file's data and its names in the backing. If nothing was pending, the file is durable then. On an
     /// error the data counts as unsynced again, and the error is recorded.
     pub(crate) fn sync_data(&self, file: &Arc<File<B>>, data_only: bool) -> Result<()> {
-        let (writer, clean) = {
+        let (writer, had_no_pending) = {
             let state = file.lock();
             (state.writer.clone(), state.pending.is_empty())
         };
@@ -142,11 +151,11 @@ impl<B: Backing> Durability<B> {
             return Err(errno);
         }
         self.sync_names(&file.inode)?;
-        if clean && let Ok((covered, bytes)) = covered {
-            file.inode.synced.set(covered);
+        if had_no_pending && let Ok(covered) = covered {
+            file.inode.synced.set(covered.fingerprint);
             let events = &self.base.file_events;
             events.note(&file.inode, FileChange::Durable);
-            self.tree.names.remember(&file.inode, bytes);
+            self.tree.names.remember(&file.inode, covered.bytes);
         }
         Ok(())
     }
@@ -156,7 +165,7 @@ impl<B: Backing> Durability<B> {
         let is_at = |inode: &Arc<Inode<B>>| {
             path.is_empty() || inode.paths().iter().any(|known| is_below(known, path))
         };
-        let known = self.tree.names.all().into_iter().filter(is_at);
+        let known = self.tree.names.all_inodes().into_iter().filter(is_at);
         let (dirs, others): (Vec<_>, Vec<_>) =
             known.partition(|inode| inode.kind == firn_backing::Kind::Dir);
         let files: Vec<_> = others
@@ -199,7 +208,7 @@ impl<B: Backing> Durability<B> {
     }
 
     /// Marks an inode as durable after a sync of its data, unless it has pending bytes, which the sync did not cover.
-    fn mark_synced_if_clean(&self, inode: &Arc<Inode<B>>, (covered, bytes): (Fingerprint, u64)) {
+    fn mark_synced_if_clean(&self, inode: &Arc<Inode<B>>, covered: SyncCoverage) {
         let file = self.open_files.known_file(inode);
         let state = file.as_ref().map(|file| {
             let mut state = file.lock();
@@ -208,7 +217,7 @@ impl<B: Backing> Durability<B> {
         });
         let is_clean = state.as_ref().is_none_or(|state| state.pending.is_empty());
         if is_clean {
-            inode.synced.set(covered);
+            inode.synced.set(covered.fingerprint);
         }
         drop(state);
         if is_clean {
@@ -216,7 +225,7 @@ impl<B: Backing> Durability<B> {
             events.note(inode, FileChange::Durable);
         }
         if inode.synced.get().is_some() {
-            self.tree.names.remember(inode, bytes);
+            self.tree.names.remember(inode, covered.bytes);
         }
     }
 
@@ -278,21 +287,23 @@ impl<B: Backing> Durability<B> {
         if !path.is_empty() {
             self.tree.find(path)?;
         }
-        let mut first = Vec::new();
-        // Counted before any file is drained, so that the caller knows how much it waited for.
+        let mut awaited = Vec::new();
+        // Counted before any file is drained, so that the caller knows how much it waits for.
         let (mut total_bytes, mut total_files) = (0, 0);
-        let draining = Arc::new(Draining::default());
+        let countdown = Arc::new(DrainCountdown::default());
         for file in self.pending_below(path) {
-            let errors = Arc::new(parking_lot::Mutex::new(None));
-            let told = Arc::clone(&errors);
+            let result = Arc::new(parking_lot::Mutex::new(None));
             total_bytes += file.lock().pending.bytes();
             total_files += 1;
-            first.push((Arc::clone(&file), Arc::clone(&errors)));
-            let draining = Arc::clone(&draining);
-            draining.begin();
-            let done = move |result| {
-                *told.lock() = Some(result);
-                draining.end();
+            awaited.push(AwaitedFile {
+                file: Arc::clone(&file),
+                result: Arc::clone(&result),
+            });
+            let countdown = Arc::clone(&countdown);
+            countdown.begin();
+            let done = move |drained| {
+                *result.lock() = Some(drained);
+                countdown.end();
             };
             self.drainer.when_drained(&file, Box::new(done));
         }
@@ -301,9 +312,9 @@ impl<B: Backing> Durability<B> {
         }
         let mut failed = None;
         loop {
-            let mut left = (0, 0);
-            first.retain(|(file, told)| {
-                match *told.lock() {
+            let (mut left_bytes, mut left_files) = (0, 0);
+            awaited.retain(|AwaitedFile { file, result }| {
+                match *result.lock() {
                     Some(Ok(())) => return false,
                     Some(Err(errno)) => {
                         // The wait continues for the other files, so that one failure does not keep them from their
@@ -313,17 +324,17 @@ impl<B: Backing> Durability<B> {
                     }
                     None => {}
                 }
-                left.0 += file.lock().pending.bytes();
-                left.1 += 1;
+                left_bytes += file.lock().pending.bytes();
+                left_files += 1;
                 true
             });
-            if !progress(left.0, left.1) {
+            if !progress(left_bytes, left_files) {
                 return Err(Errno::CANCELED);
             }
-            if left.1 == 0 {
+            if left_files == 0 {
                 break;
             }
-            draining.wait(REPORT_EVERY);
+            countdown.wait(REPORT_EVERY);
         }
         if let Some(errno) = failed {
             return Err(errno);

@@ -46,14 +46,15 @@ impl<B: Backing> Exclusive<B> {
     /// Drops the pending data of a file that has neither a name nor a handle. Waiters are told that it succeeded.
     pub(crate) fn discard(&self, file: &Arc<File<B>>) {
         let mut state = file.begin_exclusive();
-        let before = state.pending.bytes();
-        let cancelled = state.cut(&self.base.arena, 0..u64::MAX, u64::MAX);
+        let bytes_before = state.pending.bytes();
+        let cancelled_bytes = state.cut(&self.base.arena, 0..u64::MAX, u64::MAX);
         self.base
             .counters
             .cancelled_bytes
-            .fetch_add(cancelled, Ordering::Relaxed);
+            .fetch_add(cancelled_bytes, Ordering::Relaxed);
         state.pending.set_mtime(None);
-        self.drain.count_held(file, before, state.pending.bytes());
+        self.drain
+            .note_pending_change(file, bytes_before, state.pending.bytes());
         let waiters = self.drainer.finish_drained(file, &mut state);
         file.end_exclusive(&mut state);
         drop(state);
@@ -112,16 +113,16 @@ impl<B: Backing> Exclusive<B> {
         file.inode.synced.clear();
         // Bytes that are written meanwhile are newer than the truncation, so they need pieces of their own.
         state.pending.end_tail();
-        let cuts = state.pending.end() > size;
+        let cuts_pending_bytes = state.pending.end() > size;
         // No pending byte is cut, so recovery needs no record.
-        let Some(file_id) = state.pending.file_id().filter(|_| cuts) else {
+        let Some(file_id) = state.pending.file_id().filter(|_| cuts_pending_bytes) else {
             state.unlocked(|| self.base.backing.set_len(&target.file, size))?;
             state.cache.drop_range(&self.base.arena, size..u64::MAX);
-            state.show_len(&self.base.arena, size);
-            state.cache.trust();
+            state.set_view_len(&self.base.arena, size);
+            state.cache.trust_backing();
             if !state.pending.is_empty() {
-                state.pending.touch();
-                state.pending.keep_time(&self.base.arena);
+                state.pending.note_write();
+                state.pending.store_time_in_piece(&self.base.arena);
             }
             file.inode.data_unsynced.store(true, Ordering::Release);
             return Ok(());
@@ -146,16 +147,17 @@ impl<B: Backing> Exclusive<B> {
             };
             self.base.journal.append_end(&end);
             state.pending.add_drained_range();
-            let before = state.pending.bytes();
-            let cancelled = state.cut(&self.base.arena, size..u64::MAX, sequence);
+            let bytes_before = state.pending.bytes();
+            let cancelled_bytes = state.cut(&self.base.arena, size..u64::MAX, sequence);
             self.base
                 .counters
                 .cancelled_bytes
-                .fetch_add(cancelled, Ordering::Relaxed);
-            self.drain.count_held(file, before, state.pending.bytes());
-            state.show_len(&self.base.arena, size);
-            state.pending.touch();
-            state.pending.keep_time(&self.base.arena);
+                .fetch_add(cancelled_bytes, Ordering::Relaxed);
+            self.drain
+                .note_pending_change(file, bytes_before, state.pending.bytes());
+            state.set_view_len(&self.base.arena, size);
+            state.pending.note_write();
+            state.pending.store_time_in_piece(&self.base.arena);
             file.inode.data_unsynced.store(true, Ordering::Release);
         } else {
             self.base.journal.append_end(&Record::TruncateEnd {

@@ -352,11 +352,11 @@ impl<B: Backing> Engine<B> {
             let paths = paths_below(&file.inode, path);
             out.extend(paths.map(|path| self.figures_of_file(&file, path)));
         }
-        for inode in self.tree.names.all() {
+        for inode in self.tree.names.all_inodes() {
             let is_idle = !in_use.contains(&Arc::as_ptr(&inode));
             if inode.kind == Kind::File && inode.is_remembered() && is_idle {
                 // Another file may have got the name beside the mount.
-                let names = inode.known_names().into_iter();
+                let names = inode.names_with_parents().into_iter();
                 let current = names.filter(|(dir, name)| self.tree.leads_to(dir, name, &inode));
                 let paths = current.filter_map(|(dir, name)| dir.path_of(&name));
                 let below = paths.filter(|known| path.is_empty() || is_below(known, path));

@@ -1,14 +1,14 @@
 //! State of one file that is open or has bytes in the arena.
 //!
 //! The state has parts, each with its invariants: pending data ([`Pending`]), the drain ([`DrainState`]), handles
-//! ([`Opens`]), direct access ([`DirectState`]), and drained bytes that are still in the arena ([`Cached`]). A method
-//! that concerns several parts belongs to [`FileState`].
+//! ([`Opens`]), direct access ([`DirectState`]), and drained bytes that are still in the arena ([`CachedBytes`]). A
+//! method that concerns several parts belongs to [`FileState`].
 //!
 //! Invariants
 //! * Pending bytes and cached bytes do not overlap.
 //! * No call of the backing is made under the lock. Two flags stand in for it: [`DrainState::is_exclusive`] for a
-//!   call that needs the backing file for itself, [`DrainState::sets_time`] for one that sets the time of the last
-//!   write.
+//!   call that needs the backing file for itself, [`DrainState::is_setting_time`] for one that sets the time of the
+//!   last write.
 //!
 //! Lock order: file table, file state, drain queue or journal, arena pool.
 
@@ -28,15 +28,15 @@ use firn_format::durability::DurabilityLevel;
 use parking_lot::Condvar;
 use thin_vec::ThinVec;
 
-use crate::cache::Cached;
+use crate::cache::CachedBytes;
 use crate::extents::Extent;
 use crate::names::Inode;
 
 pub(crate) use direct::{DirectState, Grant};
-pub(crate) use drain_state::{DrainState, Waiter};
+pub(crate) use drain_state::{DrainState, RecordedFailure, Waiter};
 pub(crate) use opens::Opens;
 pub use pending::FileId;
-pub(crate) use pending::{Layers, Pending, PieceUse, latest_ns};
+pub(crate) use pending::{LastWrite, Pending, PieceLayers, PieceUse, latest_ns};
 
 /// An open file of the backing, and its access mode.
 pub(crate) struct BackingFile<B: Backing> {
@@ -51,7 +51,7 @@ pub(crate) struct FileState<B: Backing> {
     pub opens: Opens,
     pub direct: DirectState,
     /// Drained bytes that are still in the arena.
-    pub cache: Cached,
+    pub cache: CachedBytes,
     /// Memory file that the kernel or a process reads while a handle is open that way. Each change of the file is
     /// stored in it too.
     pub view: Option<Arc<MemoryFile>>,
@@ -65,7 +65,7 @@ pub(crate) struct FileState<B: Backing> {
     pub partnered_changes: u64,
     /// Epoch ([`Privileges::epoch`](crate::privileges::Privileges)) in which the file was last seen without set-id
     /// bits and capabilities; 0 if it never was.
-    pub plain_in: u32,
+    pub unprivileged_epoch: u32,
     /// Whether its drained bytes stay in memory when the arena is short of room.
     pub is_pinned: bool,
     /// Whether it has lost its last name.
@@ -82,8 +82,8 @@ pub(crate) struct File<B: Backing> {
     /// Whether the backing may write pieces of it together that are apart.
     pub gathers: bool,
     state: Mutex<FileState<B>>,
-    /// Signals that an I/O or an exclusive use ended.
-    quiet: Condvar,
+    /// Signals that an I/O, an exclusive use or the setting of a time ended.
+    io_ended: Condvar,
 }
 
 /// Where the backing says that a file's data goes. This is advice: a wrong value costs only time.
@@ -115,13 +115,13 @@ impl<B: Backing> File<B> {
                 Opens::default()
             },
             direct: DirectState::default(),
-            cache: Cached::default(),
+            cache: CachedBytes::default(),
             view: None,
             reader: None,
             writer: None,
             changes: FIRST_CHANGE.fetch_add(CHANGES_OF_A_FILE, Ordering::Relaxed),
             partnered_changes: 0,
-            plain_in: 0,
+            unprivileged_epoch: 0,
             is_pinned: false,
             unlinked: false,
             is_kept: false,
@@ -131,7 +131,7 @@ impl<B: Backing> File<B> {
             lane: route.lane,
             gathers: route.gathers,
             state: Mutex::new(state),
-            quiet: Condvar::new(),
+            io_ended: Condvar::new(),
         }
     }
 
@@ -164,7 +164,7 @@ impl<B: Backing> File<B> {
     pub(crate) fn begin_exclusive(&self) -> MutexGuard<'_, FileState<B>> {
         let mut state = self.state.lock();
         while !state.drain.is_idle() {
-            state.wait(&self.quiet);
+            state.wait(&self.io_ended);
         }
         state.drain.set_exclusive(true);
         state
@@ -173,14 +173,14 @@ impl<B: Backing> File<B> {
     /// Ends exclusive use, and wakes threads that wait for it.
     pub(crate) fn end_exclusive(&self, state: &mut FileState<B>) {
         state.drain.set_exclusive(false);
-        self.quiet.notify_all();
+        self.io_ended.notify_all();
     }
 
     /// Locks the state when no exclusive use is under way.
     pub(crate) fn lock_settled(&self) -> MutexGuard<'_, FileState<B>> {
         let mut state = self.state.lock();
         while state.drain.is_exclusive() {
-            state.wait(&self.quiet);
+            state.wait(&self.io_ended);
         }
         state
     }
@@ -188,8 +188,8 @@ impl<B: Backing> File<B> {
     /// Locks the state when no thread is setting a time in the backing, which could be older than the caller's.
     pub(crate) fn lock_to_set_times(&self) -> MutexGuard<'_, FileState<B>> {
         let mut state = self.state.lock();
-        while state.drain.sets_time() {
-            state.wait(&self.quiet);
+        while state.drain.is_setting_time() {
+            state.wait(&self.io_ended);
         }
         state
     }
@@ -211,7 +211,7 @@ impl<B: Backing> File<B> {
 
     /// Wakes threads that wait for the end of an I/O.
     pub(crate) fn notify_io_ended(&self) {
-        self.quiet.notify_all();
+        self.io_ended.notify_all();
     }
 }
 
@@ -249,7 +249,7 @@ impl<B: Backing> FileState<B> {
     /// Records a change of bytes or length. The list that direct readers have becomes invalid.
     pub(crate) fn note_change(&mut self, arena: &Arena) {
         self.changes += 1;
-        self.direct.invalidate_list(arena);
+        self.direct.invalidate_lists(arena);
     }
 
     /// Enters bytes of a piece that was just published, or extended by them. Returns the number of pending bytes that

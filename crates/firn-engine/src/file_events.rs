@@ -49,9 +49,9 @@ pub struct FileEvent {
 }
 
 /// An event in the queue.
-struct Queued<B: Backing> {
+struct QueuedEvent<B: Backing> {
     inode: InodeId,
-    weak: Weak<Inode<B>>,
+    weak_inode: Weak<Inode<B>>,
     change: FileChange,
     at: Instant,
 }
@@ -59,8 +59,8 @@ struct Queued<B: Backing> {
 /// The queue of events.
 pub(crate) struct FileEvents<B: Backing> {
     /// Whether events were requested once, so that they are queued.
-    is_asked_for: AtomicBool,
-    queue: Mutex<Vec<Queued<B>>>,
+    is_requested: AtomicBool,
+    queue: Mutex<Vec<QueuedEvent<B>>>,
     /// Events that did not fit since the last request.
     dropped: AtomicU64,
 }
@@ -68,7 +68,7 @@ pub(crate) struct FileEvents<B: Backing> {
 impl<B: Backing> Default for FileEvents<B> {
     fn default() -> Self {
         Self {
-            is_asked_for: AtomicBool::new(false),
+            is_requested: AtomicBool::new(false),
             queue: Mutex::new(Vec::new()),
             dropped: AtomicU64::new(0),
         }
@@ -77,7 +77,7 @@ impl<B: Backing> Default for FileEvents<B> {
 
 impl<B: Backing> FileEvents<B> {
     pub(crate) fn note(&self, inode: &Arc<Inode<B>>, change: FileChange) {
-        if !self.is_asked_for.load(Ordering::Relaxed) {
+        if !self.is_requested.load(Ordering::Relaxed) {
             return;
         }
         let mut queue = self.queue.lock();
@@ -85,9 +85,9 @@ impl<B: Backing> FileEvents<B> {
             self.dropped.fetch_add(1, Ordering::Relaxed);
             return;
         }
-        queue.push(Queued {
+        queue.push(QueuedEvent {
             inode: inode.id,
-            weak: Arc::downgrade(inode),
+            weak_inode: Arc::downgrade(inode),
             change,
             at: Instant::now(),
         });
@@ -108,12 +108,12 @@ impl<B: Backing> Engine<B> {
     /// the first call on, and must be taken some times a second.
     pub fn take_file_events(&self) -> (Vec<FileEvent>, u64) {
         let events = &self.base.file_events;
-        events.is_asked_for.store(true, Ordering::Relaxed);
+        events.is_requested.store(true, Ordering::Relaxed);
         let taken = std::mem::take(&mut *events.queue.lock());
         let taken = taken.into_iter().map(|queued| FileEvent {
             inode: queued.inode,
             path: queued
-                .weak
+                .weak_inode
                 .upgrade()
                 .and_then(|inode| inode.paths().into_iter().next()),
             change: queued.change,

@@ -35,8 +35,8 @@ impl FileJournal {
         let inode = &file.inode;
         let id = self.new_file_id()?;
         let identity = Identity {
-            dev: inode.key.0,
-            ino: inode.key.1,
+            dev: inode.key.dev,
+            ino: inode.key.ino,
             btime: inode.btime.map(|time| (time.sec, time.nsec)),
         };
         let record = Record::FileIdBegin {

@@ -31,14 +31,14 @@ impl FileJournal {
     }
 
     /// Sets the highest file id that was used before.
-    pub(crate) fn set_last_file_id(&self, number: u64) {
-        self.last_file_id.store(number, Ordering::Relaxed);
+    pub(crate) fn set_last_file_id(&self, last_id: u64) {
+        self.last_file_id.store(last_id, Ordering::Relaxed);
     }
 
     /// Returns a file id that was never used, or `None` if there are no more.
     pub(crate) fn new_file_id(&self) -> Option<FileId> {
-        let number = self.last_file_id.fetch_add(1, Ordering::Relaxed) + 1;
-        FileId::new(number).filter(|_| number <= FILE_MAX)
+        let new_id = self.last_file_id.fetch_add(1, Ordering::Relaxed) + 1;
+        FileId::new(new_id).filter(|_| new_id <= FILE_MAX)
     }
 
     pub(crate) fn new_rename_id(&self) -> u64 {

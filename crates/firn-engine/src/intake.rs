@@ -52,8 +52,8 @@ impl<B: Backing> Intake<B> {
         }
         let changes = self.base.backing.facts(object).changes_by_others;
         let mut state = file.lock();
-        if state.direct.is_listed_before(changes) {
-            state.direct.invalidate_list(&self.base.arena);
+        if state.direct.has_outdated_backing_list(changes) {
+            state.direct.invalidate_lists(&self.base.arena);
         }
     }
 
@@ -83,36 +83,37 @@ impl<B: Backing> Intake<B> {
         });
     }
 
-    /// Ingests from the first lease of a grant by `take`, and ends leases that the client has filled. An invalid
+    /// Ingests from the first lease of a grant by `take_from`, and ends leases that the client has filled. An invalid
     /// record revokes the grant.
     fn ingest_from_client(
         &self,
         file: &Arc<File<B>>,
         state: &mut FileState<B>,
-        take: impl Fn(
+        take_from: impl Fn(
             &firn_arena::Arena,
             &mut ClientLease,
             &mut dyn FnMut(AcceptedBytes),
         ) -> std::result::Result<(), firn_arena::InvalidRecord>,
     ) {
         // A client that has begun a later lease is done with the first, and its last bytes there are older.
-        let next = |grant: &Grant| {
+        let is_first_lease_complete = |grant: &Grant| {
             let mut later = grant.leases.iter().skip(1);
             later.any(|lease| self.base.arena.client_has_begun(lease))
         };
-        while state.direct.grant().is_some_and(next) {
+        while state.direct.grant().is_some_and(is_first_lease_complete) {
             self.end_first_lease(file, state);
         }
         let Some(mut grant) = state.direct.take_grant() else {
             return;
         };
-        let mut taken = Vec::new();
+        let mut accepted = Vec::new();
         let lease = grant.leases.first_mut();
         let pid = lease.as_ref().map_or(0, |lease| lease.pid());
-        let wrong = lease
-            .and_then(|lease| take(&self.base.arena, lease, &mut |bytes| taken.push(bytes)).err());
-        grant.bytes += self.enter(file, state, pid, &taken);
-        state.direct.put_back(grant);
+        let wrong = lease.and_then(|lease| {
+            take_from(&self.base.arena, lease, &mut |bytes| accepted.push(bytes)).err()
+        });
+        grant.bytes += self.make_pending(file, state, pid, &accepted);
+        state.direct.restore_grant(grant);
         if let Some(wrong) = wrong {
             tracing::warn!(%wrong, "it writes through the kernel from now on");
             self.grants.count_error();
@@ -121,12 +122,12 @@ impl<B: Backing> Intake<B> {
     }
 
     /// Makes bytes from a client's slab pending. Returns their number.
-    fn enter(
+    fn make_pending(
         &self,
         file: &Arc<File<B>>,
         state: &mut FileState<B>,
         pid: u32,
-        taken: &[AcceptedBytes],
+        accepted: &[AcceptedBytes],
     ) -> u64 {
         let mut bytes = 0;
         for &AcceptedBytes {
@@ -136,12 +137,12 @@ impl<B: Backing> Intake<B> {
             len,
             sequence,
             modified,
-        } in taken
+        } in accepted
         {
             if let Some(observe) = self.grants.observer() {
                 observe(&*file.inode, pid, offset..offset + u64::from(len));
             }
-            if !state.pending.touch_at(modified) {
+            if !state.pending.note_client_write(modified) {
                 self.base
                     .arena
                     .set_modified(piece, state.pending.recorded_ns());
@@ -199,12 +200,12 @@ impl<B: Backing> Intake<B> {
         };
         let mut lease = grant.leases.remove(0);
         self.grants.count_lease_end();
-        let mut taken = Vec::new();
+        let mut accepted = Vec::new();
         let result = self
             .base
             .arena
-            .revoke_client(&mut lease, &mut |bytes| taken.push(bytes));
-        let bytes = self.enter(file, state, lease.pid(), &taken);
+            .revoke_client(&mut lease, &mut |bytes| accepted.push(bytes));
+        let bytes = self.make_pending(file, state, lease.pid(), &accepted);
         if let Some(grant) = state.direct.grant_mut() {
             grant.bytes += bytes;
         }
@@ -258,15 +259,16 @@ impl<B: Backing> Intake<B> {
         offset: u64,
         extent: Extent,
     ) {
-        let before = state.pending.bytes();
+        let bytes_before = state.pending.bytes();
         let cancelled = state.insert(&self.base.arena, offset, extent);
         self.base
             .counters
             .cancelled_bytes
             .fetch_add(cancelled, Ordering::Relaxed);
-        self.drain.count_held(file, before, state.pending.bytes());
+        self.drain
+            .note_pending_change(file, bytes_before, state.pending.bytes());
         file.inode.synced.clear();
-        if before == 0 {
+        if bytes_before == 0 {
             let now = Instant::now();
             self.drain.set_oldest(file, state, Some(now));
             if self.base.options.drain == DrainPolicy::Eager {

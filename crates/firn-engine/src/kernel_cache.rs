@@ -14,13 +14,13 @@ use firn_backing::{Backing, KernelReads, Time};
 use crate::base::Base;
 use crate::file::File;
 use crate::intake::Intake;
-use crate::names::{Inode, Stamp};
+use crate::names::{Inode, PageCacheStamp};
 use crate::open_files::OpenFiles;
 use crate::privileges::Privileges;
 use crate::tree::NameTree;
 use crate::{HandleId, InodeId, OpenMode};
 
-/// Knows what the kernel caches, and when that becomes wrong.
+/// Knows what the kernel caches of each file, and when a cached page or attribute becomes wrong.
 pub struct KernelCache<B: Backing> {
     pub(crate) base: Arc<Base<B>>,
     pub(crate) tree: Arc<NameTree<B>>,
@@ -69,9 +69,10 @@ impl<B: Backing> KernelCache<B> {
         self.passthrough.load(Ordering::Relaxed)
     }
 
-    /// Whether pages that the kernel cached of the backing's file are still right. Size and times must be unchanged
-    /// and old enough: a change within one tick of the backing's clock leaves the times as they are. Records the
-    /// present state for the next call.
+    /// Whether the pages that the kernel has cached of the backing's file are still right.
+    ///
+    /// They are if size and times are those of the last call, and the times are old enough: a change within one tick of
+    /// the backing's clock may leave the times as they are. The present state is recorded for the next call.
     pub(crate) fn is_as_cached(&self, inode: &Inode<B>) -> bool {
         const SETTLED_S: i64 = 2;
         let Ok(object) = self.tree.object(inode) else {
@@ -82,29 +83,30 @@ impl<B: Backing> KernelCache<B> {
         let Ok(attr) = self.base.backing.attr(&object) else {
             return false;
         };
-        let mut cached = inode.cached.lock();
-        let before = cached.as_deref().copied();
-        let now = Stamp {
+        let mut page_cache_stamp = inode.page_cache_stamp.lock();
+        let before = page_cache_stamp.as_deref().copied();
+        let now = PageCacheStamp {
             size: attr.size,
             mtime: attr.mtime,
             ctime: attr.ctime,
             is_settled: attr.mtime.sec.max(attr.ctime.sec) + SETTLED_S < Time::now().sec,
-            changes_by_others: changes_by_others.max(before.map_or(0, |it| it.changes_by_others)),
-            pages_after: before.map_or(changes_by_others, |it| it.pages_after),
-            held_changes: before.and_then(|it| it.held_changes),
+            changes_by_others: changes_by_others
+                .max(before.map_or(0, |stamp| stamp.changes_by_others)),
+            changes_in_pages: before.map_or(changes_by_others, |stamp| stamp.changes_in_pages),
+            memory_file_changes: before.and_then(|stamp| stamp.memory_file_changes),
         };
-        *cached = Some(Box::new(now));
+        *page_cache_stamp = Some(Box::new(now));
         now.is_settled && !now.has_stale_pages() && before == Some(now)
     }
 
-    /// Notes changes by other hosts of a file that the kernel may have pages of. Called when the backing was asked
-    /// about the file, as it may have learnt of changes then.
-    pub(crate) fn see_changes_by_others(&self, inode: &Inode<B>, object: &B::Inode) {
-        if inode.cached.lock().is_none() {
+    /// Notes changes by other hosts of a file that the kernel may have pages of. Called after a call of the backing
+    /// about the file, because the backing learns of such changes in its calls.
+    pub(crate) fn note_changes_by_others(&self, inode: &Inode<B>, object: &B::Inode) {
+        if inode.page_cache_stamp.lock().is_none() {
             return;
         }
         let changes = self.base.backing.facts(object).changes_by_others;
-        if let Some(stamp) = inode.cached.lock().as_mut() {
+        if let Some(stamp) = inode.page_cache_stamp.lock().as_mut() {
             stamp.changes_by_others = stamp.changes_by_others.max(changes);
         }
     }
@@ -116,28 +118,32 @@ impl<B: Backing> KernelCache<B> {
             return None;
         }
         let inode = self.tree.inode(inode).ok()?;
-        let cached = inode.cached.lock();
-        let stale = cached.as_ref().filter(|stamp| stamp.has_stale_pages());
+        let page_cache_stamp = inode.page_cache_stamp.lock();
+        let stale = page_cache_stamp
+            .as_ref()
+            .filter(|stamp| stamp.has_stale_pages());
         stale.map(|stamp| stamp.changes_by_others)
     }
 
-    /// Makes the kernel's pages stale after a drain of a file that other hosts write. Until then reads had the bytes
-    /// of the arena on top; now bytes that other hosts wrote at the same time may lie over them.
+    /// Makes the kernel's pages stale after a drain of a file that other hosts write.
+    ///
+    /// Before the drain, reads laid the bytes of the arena over those of all other hosts. After it, bytes that another
+    /// host wrote at the same time may lie over the drained ones, and cached pages do not show that.
     pub(crate) fn note_drained_among_others(&self, file: &File<B>) {
         if self.base.backing.features().finishes_files
             && self.open_files.kernel_reads(file) == KernelReads::Shared
-            && let Some(stamp) = file.inode.cached.lock().as_mut()
+            && let Some(stamp) = file.inode.page_cache_stamp.lock().as_mut()
         {
-            stamp.pages_after = 0;
+            stamp.changes_in_pages = 0;
         }
     }
 
     /// Records that the kernel has no page from before this change.
     pub fn note_pages_dropped(&self, inode: InodeId, change: u64) {
         if let Ok(inode) = self.tree.inode(inode)
-            && let Some(stamp) = inode.cached.lock().as_mut()
+            && let Some(stamp) = inode.page_cache_stamp.lock().as_mut()
         {
-            stamp.pages_after = stamp.pages_after.max(change);
+            stamp.changes_in_pages = stamp.changes_in_pages.max(change);
         }
     }
 
@@ -161,10 +167,10 @@ impl<B: Backing> KernelCache<B> {
     pub(crate) fn drop_kernel_attributes(&self, file: &File<B>) {
         if self.base.backing.features().finishes_files {
             if let Ok(object) = self.tree.object(&file.inode) {
-                self.see_changes_by_others(&file.inode, &object);
+                self.note_changes_by_others(&file.inode, &object);
                 self.intake.end_lists_before_changes(file, &object);
             }
-            self.privileges.tell_attributes_changed(file.inode.id);
+            self.privileges.report_attributes_changed(file.inode.id);
         }
     }
 
@@ -217,9 +223,9 @@ impl<B: Backing> KernelCache<B> {
         if *mode != OpenMode::Engine || state.opens.has_passthrough() {
             return false;
         }
-        let cached = OpenMode::Cached { keep: false };
-        state.opens.change_mode(*mode, cached);
-        *mode = cached;
+        let cached_mode = OpenMode::Cached { keep: false };
+        state.opens.change_mode(*mode, cached_mode);
+        *mode = cached_mode;
         self.count_cached_open();
         true
     }

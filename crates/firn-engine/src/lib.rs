@@ -3,16 +3,16 @@
 //! The engine knows nothing of FUSE, sockets or threads of its own; it is called and answers. A
 //! frontend calls the operations of [`Engine`]; a drain calls [`Drainer::pick`], does the I/O and calls
 //! [`Drainer::complete`]. What has to wait is told by a callback. A thread is blocked only by what
-//! needs the backing's own answer after a drain, by [`Durability::wait_tree`], and for the short wait for one I/O in flight
-//! on the same file.
+//! needs the backing's own answer after a drain, by [`Durability::wait_tree`], and for the short wait for one I/O in
+//! flight on the same file.
 //!
 //! Names go to the backing at once (drain policy *eager*); data is held in the arena and recorded in
 //! piece tables, and the journal says which file each piece belongs to.
 //!
 //! # Modules
 //!
-//! An engine is a list of parts, each a struct with its own locks and methods. A part knows only parts below its own line,
-//! which it was made with. [`Engine`] has all of them and the operations of programs that need many.
+//! An engine is a list of parts, each a struct with its own locks and methods. A part knows only parts below its own
+//! line, which it was made with. [`Engine`] has all of them and the operations of programs that need many.
 //!
 //! ```text
 //! operations   data: open, read, write, release · sync · truncate · shared · recovery · figures · chunks
@@ -89,7 +89,7 @@ pub use counters::RequestTimes;
 pub use direct_access::DirectAccess;
 pub use drain::Executor;
 pub use drainer::Drainer;
-pub use drainer::job::{Job, JobOutcome};
+pub use drainer::job::{Job, JobErrorSource, JobOutcome};
 pub use drainer::pick::{LaneLimits, Pick};
 pub use drainer::wait::NextWork;
 pub use durability::Durability;

@@ -27,7 +27,7 @@ use firn_format::live::{
 use crate::data::O_ACCMODE;
 use crate::engine::Engine;
 use crate::nameless::{FileKeeper, KeptFile};
-use crate::names::{Inode, KnownObject, NumberBase};
+use crate::names::{Inode, KnownObject, NumberBase, ObjectKey};
 use crate::{HandleId, InodeId, OpenMode, ROOT, Result};
 
 /// Numbers that one firnd gives at most.
@@ -254,15 +254,15 @@ impl<B: Backing> Inode<B> {
     /// Which object it is.
     pub(crate) fn identity(&self) -> ObjectIdentity {
         ObjectIdentity {
-            dev: self.key.0,
-            ino: self.key.1,
+            dev: self.key.dev,
+            ino: self.key.ino,
             birth: self.btime.map(moment),
         }
     }
 
     /// The form in which the table has it, with the first of its names.
     pub(crate) fn as_node(&self, lookups: u64) -> Node {
-        let name = self.known_names().into_iter().next();
+        let name = self.names_with_parents().into_iter().next();
         let (parent, name) = name.map_or((0, Vec::new()), |(parent, name)| {
             (parent.id.0, name.as_bytes().to_vec())
         });
@@ -281,7 +281,7 @@ impl<B: Backing> Inode<B> {
 impl<B: Backing> Engine<B> {
     /// From now on `table` has what the kernel has. To be called before the first request.
     pub fn note_live(&self, table: Arc<LiveTable>) {
-        self.tree.names.note_live(table);
+        self.tree.names.set_live_table(table);
     }
 
     /// The table of what the kernel has, if there is one.
@@ -380,7 +380,7 @@ impl<B: Backing> Engine<B> {
     pub(crate) fn resume(&self, resumed: &Resumed) -> ResumedRequests {
         let numbers = NumberBase(resumed.takeovers << NUMBERS_OF_A_FIRND);
         let names = &self.tree.names;
-        names.note_live(Arc::clone(&resumed.table));
+        names.set_live_table(Arc::clone(&resumed.table));
         names.begin_numbers(numbers);
         self.open_files.handles.begin_numbers(numbers.0);
         Nodes::new(self, &resumed.table, &resumed.contents.nodes).restore_all();
@@ -579,7 +579,10 @@ impl<'a, B: Backing> Nodes<'a, B> {
         let restored = self.engine.tree.names.restore(
             InodeId(node.id),
             KnownObject {
-                key: (node.object.dev, node.object.ino),
+                key: ObjectKey {
+                    dev: node.object.dev,
+                    ino: node.object.ino,
+                },
                 kind: kind_of(node.kind)?,
                 btime: node.object.birth.map(|birth| Time {
                     sec: birth.sec,

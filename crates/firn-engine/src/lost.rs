@@ -11,7 +11,7 @@ use firn_format::record::Record;
 use firn_protocol::path::BytePath;
 
 use crate::base::Base;
-use crate::file::Layers;
+use crate::file::PieceLayers;
 
 /// Bytes that are copied at a time.
 const STEP_BYTES: u64 = 1 << 20;
@@ -26,7 +26,7 @@ pub struct LostFile {
     /// Bytes that are kept in the arena.
     pub bytes: u64,
     /// Whether the backing answered and does not have the file. Otherwise another try may find it.
-    pub gone: bool,
+    pub is_certain: bool,
     /// Why it was not found, for the user.
     pub reason: String,
 }
@@ -46,7 +46,7 @@ impl LostFile {
 pub struct LostFiles<B: Backing> {
     base: Arc<Base<B>>,
     /// The lost files, with their pieces.
-    kept: Mutex<Vec<Kept>>,
+    kept: Mutex<Vec<KeptFileData>>,
 }
 
 impl<B: Backing> LostFiles<B> {
@@ -58,7 +58,7 @@ impl<B: Backing> LostFiles<B> {
     }
 
     /// Keeps the pieces of a file that was not found, and records an error. Returns the file with its bytes counted.
-    pub(crate) fn keep(&self, mut file: LostFile, layers: Layers) -> LostFile {
+    pub(crate) fn keep(&self, mut file: LostFile, layers: PieceLayers) -> LostFile {
         for (piece, used) in layers.pieces.iter() {
             self.base.arena.keep_piece(*piece, used.live as u32);
             file.bytes += used.live;
@@ -73,7 +73,7 @@ impl<B: Backing> LostFiles<B> {
             format!("{bytes} held bytes have no file to go to ({reason}); they stay in the arena"),
         );
         let known = file.clone();
-        self.kept.lock().push(Kept { file, layers });
+        self.kept.lock().push(KeptFileData { file, layers });
         known
     }
 
@@ -145,7 +145,7 @@ impl<B: Backing> LostFiles<B> {
 }
 
 /// A lost file, and the pieces that are kept of it.
-struct Kept {
+struct KeptFileData {
     file: LostFile,
-    layers: Layers,
+    layers: PieceLayers,
 }

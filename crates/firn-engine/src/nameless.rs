@@ -148,10 +148,10 @@ impl<B: Backing> Engine<B> {
     }
 
     fn restore_nameless(&self, inode: &Arc<Inode<B>>, file: &Arc<File<B>>, adopted: AdoptedBy<B>) {
-        for (parent, name) in inode.known_names() {
-            self.tree.names.unlinked(parent.id, &name);
+        for (parent, name) in inode.names_with_parents() {
+            self.tree.names.note_unlinked(parent.id, &name);
         }
-        self.tree.names.hold(inode, adopted.inode);
+        self.tree.names.keep_object_open(inode, adopted.inode);
         let opened = BackingFile {
             file: adopted.file,
             access: adopted.access,
@@ -167,7 +167,7 @@ impl<B: Backing> Engine<B> {
     }
 
     /// Returns the inode with this identity, if it is open and has no name.
-    pub(crate) fn find_nameless(&self, key: crate::names::Key) -> Option<Arc<Inode<B>>> {
+    pub(crate) fn find_nameless(&self, key: crate::names::ObjectKey) -> Option<Arc<Inode<B>>> {
         let inode = self.tree.names.by_key(key)?;
         let file = self.open_files.known_file(&inode)?;
         let state = file.lock();

@@ -1,8 +1,10 @@
 //! The objects of the backing that the kernel or firnd uses (inodes), and the names that lead to them.
 //!
-//! Terms: a *lookup* is a reference that the kernel has to an inode; it gives references back with FORGET. An inode's
-//! *object* is the backing's own handle of it, for example a descriptor. The *live table* records in the arena what
-//! the kernel knows, so that the next firnd can continue a mount.
+//! Terms
+//! * A *lookup* is a reference that the kernel has to an inode; it gives references back with FORGET.
+//! * An inode's *object* is the backing's own handle of it, for example a descriptor.
+//! * The *live table* records in the arena what the kernel knows, so that the next firnd can continue a mount.
+//! * A *synthetic* number is an inode number that the engine makes up, for an object whose own number cannot be used.
 //!
 //! Invariants
 //! * An object of the backing has one [`Inode`], whatever its number of names (hard links).
@@ -31,8 +33,21 @@ use smallvec::SmallVec;
 use crate::claims::PathClaims;
 use crate::{FileIdentity, InodeId, ROOT, Result};
 
-/// Identity of an object in the backing: device and inode.
-pub(crate) type Key = (u64, u64);
+/// Device and inode number of an object in the backing. A removed object and a later one may have the same key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(crate) struct ObjectKey {
+    pub dev: u64,
+    pub ino: u64,
+}
+
+impl ObjectKey {
+    pub(crate) fn of(attr: &Attr) -> Self {
+        Self {
+            dev: attr.dev,
+            ino: attr.ino,
+        }
+    }
+}
 
 /// A name in a directory, shared by the object and the table of children.
 pub(crate) type Name = Arc<OsStr>;
@@ -40,9 +55,8 @@ pub(crate) type Name = Arc<OsStr>;
 /// A directory and a name in it.
 type Link<B> = (Arc<Inode<B>>, Name);
 
-/// First inode number that the engine makes up, for objects whose own number cannot be used. It is above every number
-/// seen in practice.
-const SYNTHETIC: u64 = 1 << 62;
+/// Synthetic numbers are above this number, which is above every inode number seen in practice.
+const FIRST_SYNTHETIC_NUMBER: u64 = 1 << 62;
 
 /// Number of the last change of a name in this process. Number 1 stands for all changes by earlier firnds.
 static NAME_CHANGES: AtomicU64 = AtomicU64::new(NAMES_OF_EARLIER_FIRND);
@@ -54,11 +68,11 @@ pub(crate) fn last_name_change() -> u64 {
 }
 
 /// Number of objects at which the tables are first swept of entries of objects that no longer exist.
-const SWEEP_AT_LEAST: usize = 1024;
+const SWEEP_OBJECTS_MIN: usize = 1024;
 
 /// Most files that are remembered after the kernel forgot them, because they were synced or cut. They take about 6
 /// MiB.
-const REMEMBERED_MAX: usize = 16_384;
+const REMEMBERED_FILES_MAX: usize = 16_384;
 
 /// The objects of the inodes used last, by [`Inode::serial`].
 type Objects<B> = Cache<u64, <B as Volume>::Inode>;
@@ -68,11 +82,11 @@ pub(crate) struct Inode<B: Backing> {
     pub id: InodeId,
     /// Number of this inode in this process. It is never used again, unlike the numbers of inodes.
     serial: u64,
-    pub key: Key,
+    pub key: ObjectKey,
     pub kind: Kind,
     pub btime: Option<firn_backing::Time>,
-    /// The object, if it must stay open: for the root, and for an object whose last name may go.
-    held: Mutex<Option<B::Inode>>,
+    /// The object, if it must stay open: that of the root, and an object that no name may lead to any more.
+    kept_open_object: Mutex<Option<B::Inode>>,
     /// Cache of the objects used last, shared by all inodes.
     objects: Arc<Objects<B>>,
     /// Each known name with its directory. A directory has at most one.
@@ -93,13 +107,34 @@ pub(crate) struct Inode<B: Backing> {
     pub is_cut: AtomicBool,
     /// State of the backing's file when the kernel last began to cache its pages. It is boxed because few files are
     /// read that way.
-    pub cached: Mutex<Option<Box<Stamp>>>,
+    pub page_cache_stamp: Mutex<Option<Box<PageCacheStamp>>>,
     /// A client wrote bytes directly, so the kernel may know a length that is too small.
     pub is_size_stale_in_kernel: AtomicBool,
 }
 
 /// Bounds the memory of an inode: there is one for each object that the kernel knows or that has pending data.
 const _: () = assert!(size_of::<Inode<firn_backing::DirBacking>>() <= 168);
+
+/// A name in a directory, which need not exist.
+pub(crate) struct DirName<'a, B: Backing> {
+    pub dir: &'a Arc<Inode<B>>,
+    pub name: &'a OsStr,
+}
+
+impl<B: Backing> Clone for DirName<'_, B> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<B: Backing> Copy for DirName<'_, B> {}
+
+impl<B: Backing> DirName<'_, B> {
+    /// Returns the path of the name; `None` if the directory has no known path.
+    pub(crate) fn path(&self) -> Option<Vec<u8>> {
+        self.dir.path_of(self.name)
+    }
+}
 
 /// Hash of size and modification time of a file in the backing. It shows a change made beside the mount, unless the
 /// time was set back afterwards.
@@ -146,9 +181,10 @@ impl Synced {
     }
 }
 
-/// A file's state in the backing when the kernel began to cache it; tells one content from a later one.
+/// State of a file in the backing when the kernel last began to cache its pages. A later open compares it with the
+/// present state: pages of an equal state may stay in the kernel's cache.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Stamp {
+pub(crate) struct PageCacheStamp {
     pub size: u64,
     pub mtime: Time,
     pub ctime: Time,
@@ -156,35 +192,39 @@ pub(crate) struct Stamp {
     pub is_settled: bool,
     /// Last known value of [`Facts::changes_by_others`](firn_backing::Facts::changes_by_others).
     pub changes_by_others: u64,
-    /// Value of that counter after which the kernel read all its pages: it has none from before.
-    pub pages_after: u64,
-    /// The contents, as counted by [`FileState::changes`](crate::file::FileState), whose pages the kernel last cached
-    /// from a memory file.
-    pub held_changes: Option<u64>,
+    /// Each page in the kernel's cache was read when [`Facts::changes_by_others`](firn_backing::Facts) had at least
+    /// this value, so the page contains these changes. The value grows when the kernel drops its pages.
+    ///
+    /// 0 after a drain of a file that other hosts write too: bytes of another host may lie now over bytes of this host
+    /// that are in the pages.
+    pub changes_in_pages: u64,
+    /// Value of [`FileState::changes`](crate::file::FileState) of the contents that the kernel last cached from a
+    /// memory file.
+    pub memory_file_changes: Option<u64>,
 }
 
-impl Stamp {
+impl PageCacheStamp {
     /// Whether the kernel may have pages from before the last change by another host.
     pub(crate) fn has_stale_pages(&self) -> bool {
-        self.pages_after < self.changes_by_others
+        self.changes_in_pages < self.changes_by_others
     }
 }
 
 impl<B: Backing> Inode<B> {
-    /// Notes that the kernel is about to cache pages of these contents from a memory file. Returns whether its
-    /// present pages are already of these contents.
-    pub(crate) fn keep_pages_of(&self, changes: u64) -> bool {
-        let mut cached = self.cached.lock();
-        let Some(stamp) = cached.as_mut() else {
+    /// Notes that the kernel is about to cache pages of a memory file, whose contents have the number `changes`
+    /// ([`FileState::changes`](crate::file::FileState)). Returns whether the pages in its cache are of these contents.
+    pub(crate) fn note_pages_of_memory_file(&self, changes: u64) -> bool {
+        let mut page_cache_stamp = self.page_cache_stamp.lock();
+        let Some(stamp) = page_cache_stamp.as_mut() else {
             return false;
         };
-        stamp.held_changes.replace(changes) == Some(changes)
+        stamp.memory_file_changes.replace(changes) == Some(changes)
     }
 }
 
 impl<B: Backing> FileIdentity for Inode<B> {
     fn number(&self) -> u64 {
-        self.key.1
+        self.key.ino
     }
 
     fn path(&self) -> Vec<u8> {
@@ -193,19 +233,19 @@ impl<B: Backing> FileIdentity for Inode<B> {
 }
 
 impl<B: Backing> Inode<B> {
-    /// Whether this inode is the object that `attr` describes. The inode number alone is not enough: the backing uses
-    /// it again after the object is removed. The birth time decides where both are known.
-    pub(crate) fn is(&self, attr: &Attr) -> bool {
+    /// Whether this inode belongs to the object that `attr` describes. The inode number alone is not enough: the
+    /// backing uses it again after the object is removed. The birth time decides where both are known.
+    pub(crate) fn is_object(&self, attr: &Attr) -> bool {
         let same_birth = self
             .btime
             .zip(attr.btime)
             .is_none_or(|(ours, theirs)| ours == theirs);
-        self.key == (attr.dev, attr.ino) && self.kind == attr.kind && same_birth
+        self.key == ObjectKey::of(attr) && self.kind == attr.kind && same_birth
     }
 
-    /// Returns the object without a call of the backing, if it is open.
-    fn object_at_hand(&self) -> Option<B::Inode> {
-        self.held
+    /// Returns the object if it is open, without a call of the backing.
+    fn cached_object(&self) -> Option<B::Inode> {
+        self.kept_open_object
             .lock()
             .clone()
             .or_else(|| self.objects.get(&self.serial))
@@ -234,7 +274,7 @@ impl<B: Backing> Inode<B> {
     }
 
     /// Returns each known name with its directory.
-    pub(crate) fn known_names(&self) -> Vec<(Arc<Self>, Name)> {
+    pub(crate) fn names_with_parents(&self) -> Vec<(Arc<Self>, Name)> {
         self.names.lock().to_vec()
     }
 
@@ -323,18 +363,18 @@ impl<B: Backing> Drop for Inode<B> {
     }
 }
 
-/// An inode that the kernel knows.
-struct Known<B: Backing> {
+/// An inode that the kernel has references to.
+struct KernelInode<B: Backing> {
     inode: Arc<Inode<B>>,
     /// References that the kernel has.
     lookups: u64,
 }
 
-struct Tables<B: Backing> {
+struct InodeTables<B: Backing> {
     /// Inodes that the kernel knows, by number.
-    by_id: HashMap<InodeId, Known<B>>,
+    by_id: HashMap<InodeId, KernelInode<B>>,
     /// All inodes, by the object's identity in the backing.
-    by_key: HashMap<Key, Weak<Inode<B>>>,
+    by_key: HashMap<ObjectKey, Weak<Inode<B>>>,
     /// All inodes, by directory and name.
     children: HashMap<(InodeId, Name), Weak<Inode<B>>>,
     /// Number of objects at which the tables are swept next.
@@ -344,7 +384,7 @@ struct Tables<B: Backing> {
     last_serial: u64,
 }
 
-impl<B: Backing> Tables<B> {
+impl<B: Backing> InodeTables<B> {
     /// Removes entries of objects that no longer exist. [`Names::forget`] does not see all of them: a file with data
     /// outlives its lookups, and other objects are only looked up by a path.
     fn sweep(&mut self) {
@@ -353,12 +393,12 @@ impl<B: Backing> Tables<B> {
         }
         self.by_key.retain(|_, inode| inode.strong_count() > 0);
         self.children.retain(|_, inode| inode.strong_count() > 0);
-        self.sweep_at = SWEEP_AT_LEAST.max(2 * self.by_key.len());
+        self.sweep_at = SWEEP_OBJECTS_MIN.max(2 * self.by_key.len());
     }
 }
 
 /// A file that was synced or cut, kept after the kernel forgot it.
-struct Remembered<B: Backing> {
+struct RememberedFile<B: Backing> {
     inode: Arc<Inode<B>>,
     /// Bytes of the file at its last sync.
     bytes: u64,
@@ -367,18 +407,18 @@ struct Remembered<B: Backing> {
 /// All inodes of a mount, and how to find them.
 pub(crate) struct Names<B: Backing> {
     root: Arc<Inode<B>>,
-    tables: Mutex<Tables<B>>,
+    tables: Mutex<InodeTables<B>>,
     /// Names may come from an earlier firnd that did not sync them, so the first sync of each file syncs its names
     /// too.
     names_unsynced: bool,
     objects: Arc<Objects<B>>,
     /// Files that were synced or cut, by [`Inode::serial`].
-    remembered: Mutex<BTreeMap<u64, Remembered<B>>>,
+    remembered: Mutex<BTreeMap<u64, RememberedFile<B>>>,
     /// Number of times that names changed in the backing without a request, as when a transaction is aborted.
-    changes_below: AtomicU64,
+    backing_name_changes: AtomicU64,
     /// Claims on paths. A rename claims to change its two paths until it is recorded here. A thread that looks an
     /// object up by its name claims that the path stays.
-    moving: PathClaims,
+    path_claims: PathClaims,
     /// Record of what the kernel knows, for the next firnd. It is set once, if the mount can be taken over.
     live: OnceLock<Arc<LiveTable>>,
 }
@@ -386,7 +426,7 @@ pub(crate) struct Names<B: Backing> {
 /// What identifies an object: device and inode number, kind and birth time.
 #[derive(Clone, Copy)]
 pub(crate) struct KnownObject {
-    pub key: Key,
+    pub key: ObjectKey,
     pub kind: Kind,
     pub btime: Option<Time>,
 }
@@ -394,7 +434,7 @@ pub(crate) struct KnownObject {
 impl KnownObject {
     fn of(attr: &Attr) -> Self {
         Self {
-            key: (attr.dev, attr.ino),
+            key: ObjectKey::of(attr),
             kind: attr.kind,
             btime: attr.btime,
         }
@@ -407,13 +447,13 @@ pub(crate) struct NumberBase(pub u64);
 
 /// Whether the live table must have this inode. A later firnd finds a file again by its inode number, which a lookup
 /// of its name gives. It cannot find a made-up number, nor the directory that a process works in.
-fn is_noted<B: Backing>(inode: &Inode<B>) -> bool {
-    inode.id != ROOT && (inode.kind == Kind::Dir || inode.id.0 >= SYNTHETIC)
+fn must_be_in_live_table<B: Backing>(inode: &Inode<B>) -> bool {
+    inode.id != ROOT && (inode.kind == Kind::Dir || inode.id.0 >= FIRST_SYNTHETIC_NUMBER)
 }
 
 impl<B: Backing> Names<B> {
     /// Records in `table`, from now on, what the kernel knows.
-    pub(crate) fn note_live(&self, table: Arc<LiveTable>) {
+    pub(crate) fn set_live_table(&self, table: Arc<LiveTable>) {
         let _ = self.live.set(table);
     }
 
@@ -425,7 +465,7 @@ impl<B: Backing> Names<B> {
     /// Makes sure that no number of an earlier firnd is given again.
     pub(crate) fn begin_numbers(&self, base: NumberBase) {
         let mut tables = self.tables.lock();
-        tables.next_synthetic = tables.next_synthetic.max(SYNTHETIC + base.0);
+        tables.next_synthetic = tables.next_synthetic.max(FIRST_SYNTHETIC_NUMBER + base.0);
     }
 
     /// Adds an inode that the kernel knows from an earlier firnd, without a call of the backing. Its object is looked
@@ -457,7 +497,7 @@ impl<B: Backing> Names<B> {
         tables.by_key.insert(object.key, Arc::downgrade(&inode));
         // The kernel forgets a file after its last close, and says then how many lookups it had.
         let lookups = lookups.max(1);
-        let known = Known {
+        let known = KernelInode {
             inode: Arc::clone(&inode),
             lookups,
         };
@@ -483,22 +523,22 @@ impl<B: Backing> Names<B> {
     ) -> Self {
         let objects = Arc::new(Cache::new(objects_max));
         let root = Arc::new(new_inode(ROOT, 0, &objects, KnownObject::of(attr), false));
-        *root.held.lock() = Some(object);
+        *root.kept_open_object.lock() = Some(object);
         let mut by_id = HashMap::new();
         by_id.insert(
             ROOT,
-            Known {
+            KernelInode {
                 inode: Arc::clone(&root),
                 lookups: 1,
             },
         );
         let by_key = HashMap::from([(root.key, Arc::downgrade(&root))]);
-        let tables = Tables {
+        let tables = InodeTables {
             by_id,
             by_key,
             children: HashMap::new(),
-            sweep_at: SWEEP_AT_LEAST,
-            next_synthetic: SYNTHETIC,
+            sweep_at: SWEEP_OBJECTS_MIN,
+            next_synthetic: FIRST_SYNTHETIC_NUMBER,
             last_serial: 0,
         };
         Self {
@@ -507,37 +547,37 @@ impl<B: Backing> Names<B> {
             names_unsynced,
             objects,
             remembered: Mutex::new(BTreeMap::new()),
-            changes_below: AtomicU64::new(0),
-            moving: PathClaims::default(),
+            backing_name_changes: AtomicU64::new(0),
+            path_claims: PathClaims::default(),
             live: OnceLock::new(),
         }
     }
 
     /// Returns the number of times that names changed in the backing without a request. A thread that enters a name
     /// compares it before the lookup and after.
-    pub(crate) fn changes(&self) -> u64 {
-        self.changes_below.load(Ordering::Acquire)
+    pub(crate) fn backing_name_changes(&self) -> u64 {
+        self.backing_name_changes.load(Ordering::Acquire)
     }
 
     /// Counts a change of names in the backing without a request.
-    pub(crate) fn note_changes_below(&self) {
-        self.changes_below.fetch_add(1, Ordering::AcqRel);
+    pub(crate) fn note_backing_name_change(&self) {
+        self.backing_name_changes.fetch_add(1, Ordering::AcqRel);
     }
 
     /// Returns the object of an inode, looked up again by its names if it was closed. ESTALE: no known name leads to
     /// the object any more.
-    pub(crate) fn object(&self, backing: &B, inode: &Inode<B>) -> Result<B::Inode> {
-        if let Some(object) = inode.object_at_hand() {
+    pub(crate) fn find_object(&self, backing: &B, inode: &Inode<B>) -> Result<B::Inode> {
+        if let Some(object) = inode.cached_object() {
             return Ok(object);
         }
-        let _names_stay = self.moving.stay(|| inode.paths());
+        let _names_stay = self.path_claims.stay(|| inode.paths());
         self.look_up_again(backing, inode)
     }
 
     /// Looks an object up under each known name until one leads to it. Any other error than a missing name is
     /// returned, as the name may still exist.
     fn look_up_again(&self, backing: &B, inode: &Inode<B>) -> Result<B::Inode> {
-        if let Some(object) = inode.object_at_hand() {
+        if let Some(object) = inode.cached_object() {
             return Ok(object);
         }
         let names = inode.names.lock().clone();
@@ -547,7 +587,7 @@ impl<B: Backing> Names<B> {
                 .look_up_again(backing, parent)
                 .and_then(|parent| backing.lookup(&parent, name));
             match found {
-                Ok((object, attr)) if inode.is(&attr) => {
+                Ok((object, attr)) if inode.is_object(&attr) => {
                     self.objects.insert(inode.serial, object.clone());
                     return Ok(object);
                 }
@@ -560,15 +600,20 @@ impl<B: Backing> Names<B> {
 
     /// Opens the object permanently if the name is its last known one. Called before the name is removed. EMFILE or
     /// ENFILE: no descriptor is free, and the removal must not go on.
-    pub(crate) fn hold_last(&self, backing: &B, parent: InodeId, name: &OsStr) -> Result<()> {
+    pub(crate) fn keep_open_before_last_name_goes(
+        &self,
+        backing: &B,
+        parent: InodeId,
+        name: &OsStr,
+    ) -> Result<()> {
         match self.child(parent, name) {
-            Some(inode) => self.hold_if_last(backing, &inode, parent, name),
+            Some(inode) => self.keep_open_if_last_name(backing, &inode, parent, name),
             None => Ok(()),
         }
     }
 
-    /// Does the work of [`Names::hold_last`] for an inode that has, or had, this name.
-    pub(crate) fn hold_if_last(
+    /// Does the work of [`Names::keep_open_before_last_name_goes`] for an inode that has, or had, this name.
+    pub(crate) fn keep_open_if_last_name(
         &self,
         backing: &B,
         inode: &Inode<B>,
@@ -583,74 +628,59 @@ impl<B: Backing> Names<B> {
         if another {
             return Ok(());
         }
-        match self.object(backing, inode) {
-            Ok(object) => *inode.held.lock() = Some(object),
+        match self.find_object(backing, inode) {
+            Ok(object) => *inode.kept_open_object.lock() = Some(object),
             Err(errno @ (Errno::MFILE | Errno::NFILE)) => return Err(errno),
-            // An object that the backing no longer has cannot be held; its next use returns ESTALE.
+            // An object that the backing no longer has cannot be kept open; its next use returns ESTALE.
             Err(_) => {}
         }
         Ok(())
     }
 
     /// Closes all objects that need not stay open.
-    pub(crate) fn drop_objects(&self) {
+    pub(crate) fn close_cached_objects(&self) {
         self.objects.clear();
     }
 
-    /// Renames in the backing by `below`, and then in the tables. A thread that looks an object up by name sees both
-    /// or neither. Returns the error of `below`; the tables are unchanged then.
+    /// Renames in the backing by `rename_in_backing`, and then in the tables. A thread that looks an object up by name
+    /// sees both changes or neither. Returns the error of `rename_in_backing`; the tables are unchanged then.
     pub(crate) fn rename(
         &self,
-        from: (&Arc<Inode<B>>, &OsStr),
-        to: (&Arc<Inode<B>>, &OsStr),
+        from: DirName<'_, B>,
+        to: DirName<'_, B>,
         exchange: bool,
-        below: impl FnOnce() -> Result<()>,
+        rename_in_backing: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
-        let paths = || {
-            [from, to]
-                .iter()
-                .filter_map(|(dir, name)| dir.path_of(name))
-                .collect()
-        };
-        let _names_move = self.moving.change(paths);
-        let moved = self.child(from.0.id, from.1);
-        let exchanged = self.child(to.0.id, to.1).filter(|_| exchange);
+        let paths = || [from, to].iter().filter_map(DirName::path).collect();
+        let _names_move = self.path_claims.change(paths);
+        let moved = self.child(from.dir.id, from.name);
+        let exchanged = self.child(to.dir.id, to.name).filter(|_| exchange);
         // The live table has the new name before the rename: if firnd dies in between, the next one tries both names.
         if let Some(live) = self.live.get() {
-            for (inode, (dir, name)) in [(&moved, to), (&exchanged, from)] {
+            for (inode, new) in [(&moved, to), (&exchanged, from)] {
                 if let Some(inode) = inode {
-                    live.begin_move(inode.id.0, dir.id.0, name.as_bytes());
+                    live.begin_move(inode.id.0, new.dir.id.0, new.name.as_bytes());
                 }
             }
         }
-        if let Err(errno) = below() {
+        if let Err(errno) = rename_in_backing() {
             for inode in moved.iter().chain(&exchanged) {
                 self.note_name(inode);
             }
             return Err(errno);
         }
-        self.renamed(from, to, exchange);
+        self.note_renamed(from, to, exchange);
         Ok(())
     }
 
-    /// Records in the tables a rename that an earlier firnd did in the backing.
-    pub(crate) fn note_renamed(
-        &self,
-        from: (&Arc<Inode<B>>, &OsStr),
-        to: (&Arc<Inode<B>>, &OsStr),
-        exchange: bool,
-    ) {
-        self.renamed(from, to, exchange);
-    }
-
     /// Returns the inode of the object with this identity, if it is known.
-    pub(crate) fn by_key(&self, key: Key) -> Option<Arc<Inode<B>>> {
+    pub(crate) fn by_key(&self, key: ObjectKey) -> Option<Arc<Inode<B>>> {
         self.tables.lock().by_key.get(&key).and_then(Weak::upgrade)
     }
 
     /// Keeps an object open permanently, because no name leads to it.
-    pub(crate) fn hold(&self, inode: &Inode<B>, object: B::Inode) {
-        *inode.held.lock() = Some(object);
+    pub(crate) fn keep_object_open(&self, inode: &Inode<B>, object: B::Inode) {
+        *inode.kept_open_object.lock() = Some(object);
     }
 
     /// Returns the inode of the root.
@@ -668,7 +698,7 @@ impl<B: Backing> Names<B> {
     }
 
     /// Returns all known inodes, also those whose inode number now belongs to another object.
-    pub(crate) fn all(&self) -> Vec<Arc<Inode<B>>> {
+    pub(crate) fn all_inodes(&self) -> Vec<Arc<Inode<B>>> {
         let tables = self.tables.lock();
         let mut all: Vec<_> = tables
             .by_id
@@ -700,8 +730,8 @@ impl<B: Backing> Names<B> {
         let dropped = {
             let mut remembered = self.remembered.lock();
             let inode = Arc::clone(inode);
-            remembered.insert(inode.serial, Remembered { inode, bytes });
-            let is_full = remembered.len() > REMEMBERED_MAX;
+            remembered.insert(inode.serial, RememberedFile { inode, bytes });
+            let is_full = remembered.len() > REMEMBERED_FILES_MAX;
             is_full.then(|| remembered.pop_first())
         };
         // The lock is released first: dropping the last reference may close a descriptor.
@@ -709,7 +739,7 @@ impl<B: Backing> Names<B> {
     }
 
     /// Returns the number of files known to be synced and unchanged since, and the sum of their bytes at the sync.
-    /// Beyond [`REMEMBERED_MAX`] files the oldest are not counted.
+    /// Beyond [`REMEMBERED_FILES_MAX`] files the oldest are not counted.
     pub(crate) fn count_synced(&self) -> (u64, u64) {
         let remembered = self.remembered.lock();
         let synced = remembered
@@ -749,14 +779,16 @@ impl<B: Backing> Names<B> {
     ) -> Arc<Inode<B>> {
         let mut guard = self.tables.lock();
         let tables = &mut *guard;
-        let key = (attr.dev, attr.ino);
+        let key = ObjectKey::of(attr);
         let inode = match tables.by_key.get(&key).and_then(Weak::upgrade) {
-            Some(inode) if inode.is(attr) => inode,
+            Some(inode) if inode.is_object(attr) => inode,
             _ => {
                 // The object's own number is used if it is on the root's device, not reserved, and not taken by an
                 // older object.
                 let direct = InodeId(attr.ino);
-                let usable = attr.dev == self.root.key.0 && attr.ino > 1 && attr.ino < SYNTHETIC;
+                let usable = attr.dev == self.root.key.dev
+                    && attr.ino > 1
+                    && attr.ino < FIRST_SYNTHETIC_NUMBER;
                 let id = if usable && !tables.by_id.contains_key(&direct) {
                     direct
                 } else {
@@ -788,12 +820,12 @@ impl<B: Backing> Names<B> {
                 .insert((parent.id, name), Arc::downgrade(&inode));
         }
         if lookups > 0 {
-            let known = tables.by_id.entry(inode.id).or_insert_with(|| Known {
+            let known = tables.by_id.entry(inode.id).or_insert_with(|| KernelInode {
                 inode: Arc::clone(&inode),
                 lookups: 0,
             });
             known.lookups += lookups;
-            if let Some(live) = self.live.get().filter(|_| is_noted(&inode)) {
+            if let Some(live) = self.live.get().filter(|_| must_be_in_live_table(&inode)) {
                 let node = inode.as_node(known.lookups);
                 live.note_node(&node);
                 live.note_found(node.id, node.parent, &node.name);
@@ -833,7 +865,7 @@ impl<B: Backing> Names<B> {
     }
 
     /// Records that a name was removed from the backing.
-    pub(crate) fn unlinked(&self, parent: InodeId, name: &OsStr) {
+    pub(crate) fn note_unlinked(&self, parent: InodeId, name: &OsStr) {
         let gone = self.tables.lock().children.remove(&(parent, name.into()));
         if let Some(inode) = gone.and_then(|weak| weak.upgrade()) {
             inode.remove_name(parent, name);
@@ -859,16 +891,11 @@ impl<B: Backing> Names<B> {
         self.forget_nameless(inode);
     }
 
-    /// Changes the tables after a rename: the name replaced another one, or the two were exchanged.
-    fn renamed(
-        &self,
-        from: (&Arc<Inode<B>>, &OsStr),
-        to: (&Arc<Inode<B>>, &OsStr),
-        exchange: bool,
-    ) {
+    /// Changes the tables after a rename in the backing: the name replaced another one, or the two were exchanged.
+    pub(crate) fn note_renamed(&self, from: DirName<'_, B>, to: DirName<'_, B>, exchange: bool) {
         let mut tables = self.tables.lock();
-        let from_key = (from.0.id, Name::from(from.1));
-        let to_key = (to.0.id, Name::from(to.1));
+        let from_key = (from.dir.id, Name::from(from.name));
+        let to_key = (to.dir.id, Name::from(to.name));
         let moved = tables
             .children
             .remove(&from_key)
@@ -878,16 +905,16 @@ impl<B: Backing> Names<B> {
             .remove(&to_key)
             .and_then(|weak| weak.upgrade());
         if let Some(inode) = &replaced {
-            inode.remove_name(to.0.id, to.1);
+            inode.remove_name(to.dir.id, to.name);
         }
         if let Some(inode) = &moved {
-            inode.remove_name(from.0.id, from.1);
-            inode.add_name(to.0, &to_key.1);
+            inode.remove_name(from.dir.id, from.name);
+            inode.add_name(to.dir, &to_key.1);
             inode.note_name_change();
             tables.children.insert(to_key, Arc::downgrade(inode));
         }
         if exchange && let Some(inode) = &replaced {
-            inode.add_name(from.0, &from_key.1);
+            inode.add_name(from.dir, &from_key.1);
             inode.note_name_change();
             tables.children.insert(from_key, Arc::downgrade(inode));
         }
@@ -915,7 +942,7 @@ fn new_inode<B: Backing>(
         key,
         kind,
         btime,
-        held: Mutex::new(None),
+        kept_open_object: Mutex::new(None),
         objects: Arc::clone(objects),
         names: Mutex::new(SmallVec::new()),
         name_unsynced: AtomicBool::new(name_unsynced),
@@ -924,7 +951,7 @@ fn new_inode<B: Backing>(
         data_unsynced: AtomicBool::new(false),
         synced: Synced::default(),
         is_cut: AtomicBool::new(false),
-        cached: Mutex::new(None),
+        page_cache_stamp: Mutex::new(None),
         is_size_stale_in_kernel: AtomicBool::new(false),
     }
 }
@@ -941,7 +968,7 @@ mod tests {
         let attr = backing.attr(&root).expect("root");
         let names = Names::<SimBacking>::new(root.clone(), &attr, false, 16);
         let mut kept = Vec::new();
-        for n in 0..10 * SWEEP_AT_LEAST {
+        for n in 0..10 * SWEEP_OBJECTS_MIN {
             let name = n.to_string();
             let attr = Attr {
                 ino: attr.ino + 1 + n as u64,
@@ -954,7 +981,7 @@ mod tests {
             }
         }
         let tables = names.tables.lock();
-        assert!(tables.by_key.len().max(tables.children.len()) <= SWEEP_AT_LEAST);
+        assert!(tables.by_key.len().max(tables.children.len()) <= SWEEP_OBJECTS_MIN);
         drop(tables);
         for (name, inode) in kept {
             assert!(

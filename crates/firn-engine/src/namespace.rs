@@ -26,7 +26,7 @@ use crate::exclusive::Exclusive;
 use crate::file::File;
 use crate::intake::Intake;
 use crate::kernel_cache::KernelCache;
-use crate::names::{Fingerprint, Inode};
+use crate::names::{DirName, Fingerprint, Inode};
 use crate::open_files::OpenFiles;
 use crate::privilege_rules::PrivilegeRules;
 use crate::size::whole_size;
@@ -68,7 +68,7 @@ impl<B: Backing> Namespace<B> {
         let dir = self.tree.inode(parent)?;
         loop {
             // Tried again if names changed below the engine meanwhile and the name leads elsewhere now.
-            let before = self.tree.names.changes();
+            let before = self.tree.names.backing_name_changes();
             let found = self
                 .open_files
                 .with_descriptor(|| self.base.backing.lookup(&self.tree.object(&dir)?, name));
@@ -77,7 +77,7 @@ impl<B: Backing> Namespace<B> {
             if self.is_name_current(before, &dir, name, &inode) {
                 return Ok(Entry {
                     inode: inode.id,
-                    attr: self.overlay(&inode, attr)?,
+                    attr: self.add_pending_data(&inode, attr)?,
                 });
             }
             self.tree.names.forget(inode.id, 1);
@@ -94,7 +94,7 @@ impl<B: Backing> Namespace<B> {
         name: &OsStr,
         inode: &Inode<B>,
     ) -> bool {
-        self.tree.names.changes() == before || !self.drop_wrong_name(dir, name, inode)
+        self.tree.names.backing_name_changes() == before || !self.drop_wrong_name(dir, name, inode)
     }
 
     /// Takes back `count` references that the kernel had to an inode.
@@ -112,12 +112,12 @@ impl<B: Backing> Namespace<B> {
         let attr = self
             .open_files
             .with_descriptor(|| self.base.backing.attr(&self.tree.object(inode)?))?;
-        self.overlay(inode, attr)
+        self.add_pending_data(inode, attr)
     }
 
-    /// Counts pending data in. Pending data is read before the backing's attributes. In the other order a drain
-    /// between the two could make the file look too short.
-    fn overlay(&self, inode: &Arc<Inode<B>>, attr: Attr) -> Result<Attr> {
+    /// Corrects attributes of the backing by the pending data of a file. Pending data is read before the backing's
+    /// attributes. In the other order a drain between the two could make the file look too short.
+    fn add_pending_data(&self, inode: &Arc<Inode<B>>, attr: Attr) -> Result<Attr> {
         let Some(file) = (inode.kind == Kind::File)
             .then(|| self.open_files.known_file(inode))
             .flatten()
@@ -135,9 +135,10 @@ impl<B: Backing> Namespace<B> {
         };
         let object = self.tree.object(inode)?;
         let mut attr = self.base.backing.attr(&object)?;
-        self.kernel_cache.see_changes_by_others(inode, &object);
+        self.kernel_cache.note_changes_by_others(inode, &object);
         self.intake.end_lists_before_changes(&file, &object);
-        self.privilege_rules.see_privileges(&file, &attr);
+        self.privilege_rules
+            .note_privileges_in_backing(&file, &attr);
         if pending == 0 {
             return Ok(attr);
         }
@@ -227,14 +228,14 @@ impl<B: Backing> Namespace<B> {
             SetTime::Now => Some(Time::now()),
             SetTime::At(time) => Some(time),
         };
-        let before = self.expect_mtime(&file, time);
+        let before = self.replace_pending_mtime(&file, time);
         let result = self
             .tree
             .object(inode)
             .and_then(|object| self.base.backing.set_times(&object, atime, mtime));
         let mut state = file.lock();
         if result.is_ok() {
-            state.cache.trust();
+            state.cache.trust_backing();
         }
         // A write since then has a later time of its own, which stays.
         if time.is_some() && !state.pending.is_empty() && state.pending.mtime() == time {
@@ -248,7 +249,7 @@ impl<B: Backing> Namespace<B> {
 
     /// Makes `time` the pending modification time before it is set in the backing. A drain that ends meanwhile then
     /// sets this time too, and not an older one. Returns the time that it replaces.
-    fn expect_mtime(&self, file: &Arc<File<B>>, time: Option<Time>) -> Option<Time> {
+    fn replace_pending_mtime(&self, file: &Arc<File<B>>, time: Option<Time>) -> Option<Time> {
         let mut state = file.lock_to_set_times();
         self.intake.ingest_published(file, &mut state);
         if time.is_some() {
@@ -291,7 +292,7 @@ impl<B: Backing> Namespace<B> {
         mode: u32,
     ) -> Result<Entry> {
         let dir = self.tree.inode(parent)?;
-        let before = self.tree.names.changes();
+        let before = self.tree.names.backing_name_changes();
         let (object, attr) = self.open_files.with_descriptor(|| {
             self.base
                 .backing
@@ -314,7 +315,7 @@ impl<B: Backing> Namespace<B> {
         rdev: u64,
     ) -> Result<Entry> {
         let dir = self.tree.inode(parent)?;
-        let before = self.tree.names.changes();
+        let before = self.tree.names.backing_name_changes();
         let (object, attr) = self.open_files.with_descriptor(|| {
             self.base.backing.make(
                 caller,
@@ -339,7 +340,7 @@ impl<B: Backing> Namespace<B> {
         target: &OsStr,
     ) -> Result<Entry> {
         let dir = self.tree.inode(parent)?;
-        let before = self.tree.names.changes();
+        let before = self.tree.names.backing_name_changes();
         let (object, attr) = self.open_files.with_descriptor(|| {
             self.base
                 .backing
@@ -384,7 +385,7 @@ impl<B: Backing> Namespace<B> {
         }
         Ok(Entry {
             inode: linked.id,
-            attr: self.overlay(&linked, attr)?,
+            attr: self.add_pending_data(&linked, attr)?,
         })
     }
 
@@ -398,14 +399,17 @@ impl<B: Backing> Namespace<B> {
             .stay(|| dir.path_of(name).into_iter().collect());
         let file = self.prepare_name_removal(&dir, name)?;
         let parent = self.tree.object(&dir)?;
-        self.open_files
-            .with_descriptor(|| self.tree.names.hold_last(&self.base.backing, dir.id, name))?;
+        self.open_files.with_descriptor(|| {
+            self.tree
+                .names
+                .keep_open_before_last_name_goes(&self.base.backing, dir.id, name)
+        })?;
         let removed = self.base.backing.unlink(&parent, name);
         if let (Err(_), Some(file)) = (&removed, &file) {
             self.open_files.take_from_keeper(file);
         }
         removed?;
-        self.tree.names.unlinked(dir.id, name);
+        self.tree.names.note_unlinked(dir.id, name);
         if let Some(file) = file {
             self.note_removed_name(&file);
         }
@@ -475,7 +479,7 @@ impl<B: Backing> Namespace<B> {
     /// Follows up the removal of a name. A file that lost its last name is marked as such; if it has no handle
     /// either, its pending data is discarded.
     pub(crate) fn note_removed_name(&self, file: &Arc<File<B>>) {
-        let gone = match self
+        let has_lost_last_name = match self
             .tree
             .object(&file.inode)
             .and_then(|object| self.base.backing.attr(&object))
@@ -484,19 +488,19 @@ impl<B: Backing> Namespace<B> {
             // Data of a file is kept where the backing cannot say whether the file still exists.
             Err(errno) => matches!(errno, Errno::STALE | Errno::NOENT),
         };
-        if !gone {
+        if !has_lost_last_name {
             self.open_files.take_from_keeper(file);
             return;
         }
-        let unused = {
+        let has_no_handle = {
             let mut state = file.lock();
             state.unlinked = true;
             state.opens.is_empty()
         };
-        if !unused {
+        if !has_no_handle {
             self.open_files.open_nameless(file);
         }
-        if unused {
+        if has_no_handle {
             self.exclusive.discard(file);
             self.open_files.drop_if_unused(file);
             self.room.wake_writers();
@@ -507,10 +511,13 @@ impl<B: Backing> Namespace<B> {
     pub fn rmdir(&self, parent: InodeId, name: &OsStr) -> Result<()> {
         let dir = self.tree.inode(parent)?;
         let parent = self.tree.object(&dir)?;
-        self.open_files
-            .with_descriptor(|| self.tree.names.hold_last(&self.base.backing, dir.id, name))?;
+        self.open_files.with_descriptor(|| {
+            self.tree
+                .names
+                .keep_open_before_last_name_goes(&self.base.backing, dir.id, name)
+        })?;
         self.base.backing.rmdir(&parent, name)?;
-        self.tree.names.unlinked(dir.id, name);
+        self.tree.names.note_unlinked(dir.id, name);
         Ok(())
     }
 
@@ -529,16 +536,16 @@ impl<B: Backing> Namespace<B> {
         let exchange = flags.contains(RenameFlags::EXCHANGE);
         let from = self.tree.object(&dir)?;
         let to = self.tree.object(&new_dir)?;
-        let both = || {
+        let both_paths = || {
             [dir.path_of(name), new_dir.path_of(new_name)]
                 .into_iter()
                 .flatten()
                 .collect()
         };
-        let _paths_change = self.tree.paths.change(both);
+        let _paths_change = self.tree.paths.change(both_paths);
         let moved = self.tree.names.child(dir.id, name);
         let target = self.tree.names.child(new_dir.id, new_name);
-        if moved.is_some_and(|a| target.is_some_and(|b| Arc::ptr_eq(&a, &b))) {
+        if moved.is_some_and(|moved| target.is_some_and(|target| Arc::ptr_eq(&moved, &target))) {
             // Both names lead to one file, so rename(2) changes nothing. The backing gives the answer.
             return self.base.backing.rename(&from, name, &to, new_name, flags);
         }
@@ -557,18 +564,22 @@ impl<B: Backing> Namespace<B> {
         // An exchange removes no name, so only a replaced object may lose its last one.
         if !exchange {
             self.open_files.with_descriptor(|| {
-                self.tree
-                    .names
-                    .hold_last(&self.base.backing, new_dir.id, new_name)
+                self.tree.names.keep_open_before_last_name_goes(
+                    &self.base.backing,
+                    new_dir.id,
+                    new_name,
+                )
             })?;
         }
-        let recorded = self.record_rename((&dir, name), (&new_dir, new_name), exchange)?;
-        let result = self
-            .tree
-            .names
-            .rename((&dir, name), (&new_dir, new_name), exchange, || {
-                self.base.backing.rename(&from, name, &to, new_name, flags)
-            });
+        let old = DirName { dir: &dir, name };
+        let new = DirName {
+            dir: &new_dir,
+            name: new_name,
+        };
+        let recorded = self.record_rename(old, new, exchange)?;
+        let result = self.tree.names.rename(old, new, exchange, || {
+            self.base.backing.rename(&from, name, &to, new_name, flags)
+        });
         if let Some(id) = recorded {
             let done = result.is_ok();
             let journal = &self.base.journal;
@@ -588,16 +599,16 @@ impl<B: Backing> Namespace<B> {
     /// record is needed. ESTALE: a directory has no known path any more.
     fn record_rename(
         &self,
-        (dir, name): (&Inode<B>, &OsStr),
-        (new_dir, new_name): (&Inode<B>, &OsStr),
+        from: DirName<'_, B>,
+        to: DirName<'_, B>,
         exchange: bool,
     ) -> Result<Option<u64>> {
         let journal = &self.base.journal;
         if journal.is_empty() {
             return Ok(None);
         }
-        let from = dir.path_of(name).ok_or(Errno::STALE)?;
-        let to = new_dir.path_of(new_name).ok_or(Errno::STALE)?;
+        let from = from.path().ok_or(Errno::STALE)?;
+        let to = to.path().ok_or(Errno::STALE)?;
         let id = journal.new_rename_id();
         journal.append(&Record::RenameBegin {
             id,
@@ -693,10 +704,10 @@ impl<B: Backing> Namespace<B> {
         let _names_stay = self.tree.paths.change(|| vec![path.to_vec()]);
         // This comes before the list of inodes is made. A thread that looked a name up earlier and enters it now sees
         // the count change, and looks again.
-        self.tree.names.note_changes_below();
+        self.tree.names.note_backing_name_change();
         let mut names = Vec::new();
         let mut inodes = Vec::new();
-        for inode in self.tree.names.all() {
+        for inode in self.tree.names.all_inodes() {
             let paths = inode.paths();
             // An inode without a name may have been anywhere in the tree, and may have a name again.
             let is_at = path.is_empty()
@@ -706,7 +717,7 @@ impl<B: Backing> Namespace<B> {
                 continue;
             }
             inodes.push(Cached::Inode(inode.id));
-            for (parent, name) in inode.known_names() {
+            for (parent, name) in inode.names_with_parents() {
                 if self.drop_wrong_name(&parent, &name, &inode) {
                     names.push(Cached::Name {
                         parent: parent.id,
@@ -733,7 +744,7 @@ impl<B: Backing> Namespace<B> {
         let held = self.open_files.with_descriptor(|| {
             self.tree
                 .names
-                .hold_if_last(&self.base.backing, inode, parent.id, name)
+                .keep_open_if_last_name(&self.base.backing, inode, parent.id, name)
         });
         if let Err(errno) = held {
             tracing::warn!(%errno, "an object whose name is gone cannot be held");

@@ -293,7 +293,7 @@ impl<B: Backing> OpenFiles<B> {
     /// Closes all descriptors that can be opened again.
     pub fn close_idle_files(&self) {
         self.close_down_to(0);
-        self.tree.names.drop_objects();
+        self.tree.names.close_cached_objects();
     }
 
     /// Closes one file of the backing, if it was just opened again successfully and is still unused.

@@ -14,8 +14,8 @@ use crate::intake::Intake;
 use crate::names::Inode;
 use crate::open_files::OpenFiles;
 use crate::privileges::{
-    GROUP_EXECUTE, Principal, Privileges, SET_GROUP_ID, SET_ID_BITS, SET_USER_ID, after_contents,
-    has_set_id_bits, keeps_group,
+    GROUP_EXECUTE, Principal, Privileges, SET_GROUP_ID, SET_ID_BITS, SET_USER_ID, has_set_id_bits,
+    may_keep_set_group_id, mode_after_content_change,
 };
 use crate::tree::{CAPABILITIES, NameTree};
 use crate::{InodeId, Result};
@@ -55,7 +55,7 @@ impl<B: Backing> PrivilegeRules<B> {
     /// Records that some object may have got set-id bits or capabilities in the backing without a request to the
     /// engine.
     pub fn note_privileges_given(&self) {
-        self.privileges.note_given();
+        self.privileges.begin_epoch();
     }
 
     /// Drains a file before it gets privileges. A later drain of older writes would take them away again.
@@ -74,7 +74,7 @@ impl<B: Backing> PrivilegeRules<B> {
     /// Records that an object got privileges, and ends direct writes to it: a client that got the grant meanwhile
     /// took the file for one without privileges.
     fn privileges_given_to(&self, inode: &Inode<B>) {
-        self.privileges.note_given();
+        self.privileges.begin_epoch();
         if let Some(file) = self.open_files.known_file(inode) {
             self.intake.end_grant(&file);
         }
@@ -96,20 +96,20 @@ impl<B: Backing> PrivilegeRules<B> {
     /// Does the work of [`PrivilegeRules::drop_privileges`] for a caller that has the file.
     pub(crate) fn drop_privileges_of(&self, file: &Arc<File<B>>, by: &dyn Principal) -> Result<()> {
         let epoch = self.privileges.epoch();
-        if file.lock().plain_in == epoch {
+        if file.lock().unprivileged_epoch == epoch {
             return Ok(());
         }
         if self.strip(file, by)? {
-            file.lock().plain_in = epoch;
+            file.lock().unprivileged_epoch = epoch;
         }
         Ok(())
     }
 
     /// Notices set-id bits that were given to a file beside the mount: they count from the moment at which the mount
     /// shows them.
-    pub(crate) fn see_privileges(&self, file: &File<B>, attr: &Attr) {
+    pub(crate) fn note_privileges_in_backing(&self, file: &File<B>, attr: &Attr) {
         if has_set_id_bits(attr) {
-            file.lock().plain_in = 0;
+            file.lock().unprivileged_epoch = 0;
         }
     }
 
@@ -118,7 +118,7 @@ impl<B: Backing> PrivilegeRules<B> {
         let attr = self
             .open_files
             .with_descriptor(|| self.base.backing.attr(&self.tree.object(&file.inode)?))?;
-        let loses_bits = after_contents(&attr, by) != attr.mode & 0o7777;
+        let loses_bits = mode_after_content_change(&attr, by) != attr.mode & 0o7777;
         Ok(loses_bits || self.tree.has_capabilities(&self.tree.object(&file.inode)?))
     }
 
@@ -130,7 +130,7 @@ impl<B: Backing> PrivilegeRules<B> {
             .open_files
             .with_descriptor(|| self.base.backing.attr(&self.tree.object(inode)?))?;
         let mode = attr.mode & 0o7777;
-        let kept = after_contents(&attr, by);
+        let kept = mode_after_content_change(&attr, by);
         let object = self.tree.object(inode)?;
         let is_capable = self.tree.has_capabilities(&object);
         if kept == mode && !is_capable {
@@ -148,7 +148,7 @@ impl<B: Backing> PrivilegeRules<B> {
             }),
             done => done,
         };
-        self.privileges.tell_attributes_changed(inode.id);
+        self.privileges.report_attributes_changed(inode.id);
         stripped.map(|()| kept & SET_ID_BITS == 0)
     }
 
@@ -185,7 +185,8 @@ impl<B: Backing> PrivilegeRules<B> {
         if !has_set_id_bits(&before) {
             return Ok(());
         }
-        let keeps_set_group_id = before.mode & GROUP_EXECUTE == 0 && keeps_group(before.gid, by);
+        let keeps_set_group_id =
+            before.mode & GROUP_EXECUTE == 0 && may_keep_set_group_id(before.gid, by);
         let cleared = if keeps_set_group_id {
             SET_USER_ID
         } else {
@@ -225,7 +226,9 @@ impl<B: Backing> PrivilegeRules<B> {
         let is_unusual =
             inode.kind == Kind::File && mode & (SET_GROUP_ID | GROUP_EXECUTE) == SET_GROUP_ID;
         let lost = match by.filter(|_| is_unusual) {
-            Some(by) if !keeps_group(self.base.backing.attr(&object)?.gid, by) => SET_GROUP_ID,
+            Some(by) if !may_keep_set_group_id(self.base.backing.attr(&object)?.gid, by) => {
+                SET_GROUP_ID
+            }
             _ => 0,
         };
         let gives = inode.kind == Kind::File && mode & SET_ID_BITS != 0;
@@ -260,11 +263,11 @@ impl<B: Backing> PrivilegeRules<B> {
             return Ok(());
         };
         let attr = self.base.backing.attr(&object)?;
-        if attr.mode & SET_GROUP_ID != 0 && !keeps_group(attr.gid, by) {
+        if attr.mode & SET_GROUP_ID != 0 && !may_keep_set_group_id(attr.gid, by) {
             self.base
                 .backing
                 .set_mode(&object, attr.mode & 0o7777 & !SET_GROUP_ID)?;
-            self.privileges.tell_attributes_changed(inode.id);
+            self.privileges.report_attributes_changed(inode.id);
         }
         Ok(())
     }

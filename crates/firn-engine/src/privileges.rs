@@ -15,7 +15,7 @@
 //!   new contents are never executed with old privileges, whatever the kernel caches.
 //! * Privileges that are given to a file are not taken away by the drain of older writes.
 //! * For a file that is known to have none, a write costs one comparison. It is known from its creation or its first
-//!   write, until some file of the mount gets privileges ([`Privileges::note_given`]).
+//!   write, until some file of the mount gets privileges ([`Privileges::begin_epoch`]).
 //!
 //! The kernel does a part of this itself, by the mode that it has cached. It does not for a direct write, for
 //! `O_TRUNC`, and for set-group-id without group execute. So the engine does all of it.
@@ -87,7 +87,7 @@ impl Privileges {
         *self.attributes_changed.write() = Some(observer);
     }
 
-    pub(crate) fn tell_attributes_changed(&self, inode: InodeId) {
+    pub(crate) fn report_attributes_changed(&self, inode: InodeId) {
         let call = self.attributes_changed.read().clone();
         if let Some(call) = call {
             call(inode);
@@ -96,20 +96,20 @@ impl Privileges {
 
     /// Begins a new epoch, so that all files are checked again at their next write. Called after privileges were
     /// given, and before that call is answered.
-    pub(crate) fn note_given(&self) {
+    pub(crate) fn begin_epoch(&self) {
         self.epoch.fetch_add(1, Ordering::AcqRel);
     }
 }
 
 /// Returns the mode after `by` changed the contents.
-pub(crate) fn after_contents(attr: &Attr, by: &dyn Principal) -> u32 {
+pub(crate) fn mode_after_content_change(attr: &Attr, by: &dyn Principal) -> u32 {
     let mode = attr.mode & 0o7777;
     if mode & SET_ID_BITS == 0 || by.has_cap_fsetid() {
         return mode;
     }
-    let keeps_group =
+    let keeps_set_group_id =
         mode & GROUP_EXECUTE == 0 && mode & SET_GROUP_ID != 0 && by.is_in_group(attr.gid);
-    if keeps_group {
+    if keeps_set_group_id {
         mode & !SET_USER_ID
     } else {
         mode & !SET_ID_BITS
@@ -117,7 +117,7 @@ pub(crate) fn after_contents(attr: &Attr, by: &dyn Principal) -> u32 {
 }
 
 /// Whether `by` may leave set-group-id on an object of this group, if no other rule takes it away.
-pub(crate) fn keeps_group(gid: u32, by: &dyn Principal) -> bool {
+pub(crate) fn may_keep_set_group_id(gid: u32, by: &dyn Principal) -> bool {
     by.is_in_group(gid) || by.has_cap_fsetid()
 }
 

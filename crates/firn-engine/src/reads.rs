@@ -3,7 +3,7 @@
 //! Promise: a read returns the file as it was at one moment.
 //!
 //! Race: bytes of the backing are read without the file's lock. If the file was changed meanwhile, in the arena and
-//! in the backing, the read is repeated; after [`LOOKS_MAX`] tries it excludes changes.
+//! in the backing, the read is repeated; after [`READ_TRIES_MAX`] tries it excludes changes.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -19,25 +19,26 @@ use crate::intake::Intake;
 use crate::open_files::OpenFiles;
 
 /// Most tries of a read while the file is being changed. The next one excludes truncations and drains.
-const LOOKS_MAX: usize = 10;
+const READ_TRIES_MAX: usize = 10;
 
 /// Result of one try of a read.
 #[derive(Default)]
-struct Look {
-    /// Bytes that were read.
+struct ReadTry {
+    /// Number of bytes that were read.
     bytes: u64,
-    /// Counters of changes before bytes of the backing were read; `None` if none were.
-    before: Option<FileChanges>,
-    /// Whether the backing's file was shorter than pending bytes behind the gap need, so that zeros were returned.
+    /// The counters of changes before bytes of the backing were read; `None` if all bytes came from the arena.
+    before: Option<ChangeCounters>,
+    /// The backing's file ended before pending bytes of a higher offset, so zeros were returned for the gap.
     has_filled_gap: bool,
 }
 
 /// Counters of a file's changes.
 #[derive(Clone, Copy)]
-/// Changes of bytes or length through the mount.
-struct FileChanges {
-    /// Changes of the backing's file.
+struct ChangeCounters {
+    /// Changes of bytes or length through the mount ([`FileState::changes`](crate::file::FileState)).
     changes: u64,
+    /// Changes of the backing's file
+    /// ([`DrainState::backing_changes`](crate::file::DrainState::backing_changes)).
     backing_changes: u32,
 }
 
@@ -67,10 +68,10 @@ impl<B: Backing> Reads<B> {
         offset: u64,
         buf: &mut [u8],
     ) -> Result<u64> {
-        for _ in 0..LOOKS_MAX {
-            let look = self.read_once(file, offset, buf)?;
-            if self.is_one_look(file, &look) {
-                return Ok(look.bytes);
+        for _ in 0..READ_TRIES_MAX {
+            let attempt = self.read_once(file, offset, buf)?;
+            if self.is_consistent(file, &attempt) {
+                return Ok(attempt.bytes);
             }
         }
         // Programs change the file faster than it is read, so this read excludes truncations and drains.
@@ -89,19 +90,21 @@ impl<B: Backing> Reads<B> {
         offset: u64,
         buf: &mut [u8],
     ) -> Result<u64> {
-        self.read_once(file, offset, buf).map(|look| look.bytes)
+        self.read_once(file, offset, buf)
+            .map(|attempt| attempt.bytes)
     }
 
-    /// Whether a try returned the file as it was at one moment. The backing is read after the pending extents. If the
-    /// file was truncated, written again and partly drained in between, the backing has holes that the file never
-    /// had. Waits for a truncation under way.
-    fn is_one_look(&self, file: &Arc<File<B>>, look: &Look) -> bool {
-        let Some(before) = look.before else {
+    /// Whether a try returned the file as it was at one moment. Waits for a truncation under way.
+    ///
+    /// A try reads the backing after the pending extents. If the file was truncated, written again and partly drained
+    /// in between, the try has seen holes of the backing that the file never had.
+    fn is_consistent(&self, file: &Arc<File<B>>, attempt: &ReadTry) -> bool {
+        let Some(before) = attempt.before else {
             return true;
         };
         let mut state = file.lock();
         self.intake.ingest_published(file, &mut state);
-        if state.drain.is_exclusive() && look.has_filled_gap {
+        if state.drain.is_exclusive() && attempt.has_filled_gap {
             drop(state);
             drop(file.lock_settled());
             return false;
@@ -111,15 +114,15 @@ impl<B: Backing> Reads<B> {
     }
 
     /// Makes one try: reads the arena under the lock, and the gaps from the backing without it.
-    fn read_once(&self, file: &Arc<File<B>>, offset: u64, buf: &mut [u8]) -> Result<Look> {
+    fn read_once(&self, file: &Arc<File<B>>, offset: u64, buf: &mut [u8]) -> Result<ReadTry> {
         let end = offset.saturating_add(buf.len() as u64).min(i64::MAX as u64);
-        let mut look = Look::default();
+        let mut attempt = ReadTry::default();
         if offset >= end {
-            return Ok(look);
+            return Ok(attempt);
         }
         let mut state = file.lock();
         self.intake.revoke_grant(file, &mut state);
-        let before = FileChanges {
+        let before = ChangeCounters {
             changes: state.changes,
             backing_changes: state.drain.backing_changes(),
         };
@@ -143,19 +146,19 @@ impl<B: Backing> Reads<B> {
         let source = state.open_reader();
         drop(state);
         if !gaps.is_empty() {
-            look.before = Some(before);
+            attempt.before = Some(before);
             let source = source.map_or_else(|| self.open_files.reader(file), Ok)?;
             for gap in gaps {
                 let out = &mut buf[(gap.start - offset) as usize..(gap.end - offset) as usize];
                 let n = self.base.backing.read_at(&source.file, out, gap.start)?;
                 out[n..].fill(0);
                 let read_end = gap.start + n as u64;
-                look.has_filled_gap |= read_end < gap.end.min(known_end);
+                attempt.has_filled_gap |= read_end < gap.end.min(known_end);
                 known_end = known_end.max(read_end);
             }
         }
-        look.bytes = known_end.max(offset).min(end) - offset;
-        Ok(look)
+        attempt.bytes = known_end.max(offset).min(end) - offset;
+        Ok(attempt)
     }
 
     /// Reads the parts of `gaps` that `extents` have. `buf` begins at file offset `offset`. Returns the gaps that are

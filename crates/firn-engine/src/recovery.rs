@@ -1,17 +1,20 @@
-//! Attach: data that an earlier firnd left in the arena becomes pending again.
+//! Attach: makes data that an earlier firnd left in the arena pending again, after a crash or a restart.
 //!
-//! 1. The arena gives every whole piece, the journal every file id.
-//! 2. Each known file is looked for under its names, and recognised by inode number and birth time.
-//! 3. A truncation that had begun is completed in the backing, or did not happen at all.
-//! 4. The pieces of a file are laid over each other in the order of their sequences, and drained ranges are removed.
-//! 5. What is left is pending, and is drained without a request.
+//! Terms
+//! * A *known* file is one that the journal has a file id for, with its identity and its names.
+//! * A *lost* file is a known file that is not found although its removal had not begun. Its pieces stay in the arena,
+//!   and the status names it.
 //!
-//! Pieces of a transaction that has ended are dropped before these steps ([`StoredArena::drop_below`]), without a
-//! call of the backing. The records of the transaction are removed afterwards, so that after a crash in between the
-//! rest is dropped too.
+//! Steps
+//! 1. [`StoredArena::open`] takes every complete piece from the arena and replays the journal.
+//! 2. [`StoredArena::drop_below`] drops the pieces of transactions that have ended, without a call of the backing. The
+//!    caller removes the records of these transactions afterwards, so the step is repeated after a crash in between.
+//! 3. Each known file is searched in the backing by its names, and recognised by inode number and birth time.
+//! 4. Each truncation that the backing has begun is completed.
+//! 5. The pieces of a file are laid over each other in the order of their sequences, and drained ranges are removed.
+//! 6. The bytes that are left are pending again, and are drained without a request.
 //!
-//! A file that is not found although no removal had begun is *lost*: its pieces stay in the arena and the status
-//! names it.
+//! Promise: a crash during an attach loses nothing, because each step may be repeated.
 //!
 //! Relies on: the arena keeps the slabs of all stored pieces until the attach ends.
 
@@ -19,17 +22,17 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Instant;
 
-use firn_arena::journal::{Journal, KnownFile, PathState, Replay};
+use firn_arena::journal::{DrainedRange, Journal, KnownFile, PathState, Replay};
 use firn_arena::{Arena, JournalRegion, PieceRef, Stored};
 use firn_backing::{Access, Backing, Errno, Resize, SetTime, Time, is_below};
 use firn_format::record::Record;
 
 use crate::engine::{Engine, EngineError};
 use crate::extents::{Extent, Extents};
-use crate::file::{File, FileId, Layers, Pending, PieceUse, latest_ns};
+use crate::file::{File, FileId, LastWrite, Pending, PieceLayers, PieceUse, latest_ns};
 use crate::live::{Resumed, ResumedRequests};
 use crate::lost::LostFile;
-use crate::names::Inode;
+use crate::names::{Inode, ObjectKey};
 use crate::options::{DrainPolicy, EngineOptions};
 use crate::small_map::SmallMap;
 
@@ -44,7 +47,7 @@ pub struct Recovered {
     pub bytes: u64,
     /// Bytes that were dropped because their transaction had ended.
     pub dropped_bytes: u64,
-    /// Files that were not found.
+    /// Files whose data could not become pending again; it stays in the arena.
     pub lost: Vec<LostFile>,
     /// Damage that was found in the journal, one text each.
     pub damage: Vec<String>,
@@ -81,8 +84,9 @@ impl StoredArena {
         &self.arena
     }
 
-    /// Drops permanently what was written to files at or below one of `scopes`: after a return no later attach finds
-    /// it. It may be repeated, also after a crash. `JournalFull`: some pieces may be dropped already.
+    /// Drops permanently the pieces of files at or below one of `scopes`. After this call no later attach finds them.
+    ///
+    /// The call may be repeated, also after a crash. After `JournalFull` some of the pieces may be dropped already.
     pub fn drop_below(&mut self, scopes: &[Vec<u8>]) -> Result<(), EngineError> {
         let is_below_one = |path: &[u8]| {
             scopes
@@ -107,8 +111,8 @@ impl StoredArena {
                 self.arena.mark_dead(*at);
                 self.dropped_bytes += u64::from(piece.len);
             }
-            // The file id ends after its pieces are dead; otherwise they would be pieces of an unknown file. A
-            // truncation of the file that had begun ends with it.
+            // The file id ends after its pieces are dead: after a crash in between, pieces without a file id would
+            // count as those of a lost file. A truncation of the file that had begun ends with the file id.
             self.journal
                 .append_end(&Record::FileIdEnd { file })
                 .map_err(|_| EngineError::JournalFull)?;
@@ -118,18 +122,22 @@ impl StoredArena {
     }
 }
 
-/// Result of the search for a file.
-enum Search<N> {
+/// Result of the search for a file in the backing.
+enum FileSearch<B: Backing> {
     /// The file is in the backing.
-    Found(N),
-    /// The file is gone, and its removal had begun.
+    Found(Arc<Inode<B>>),
+    /// The file is not in the backing, and an earlier firnd had begun to remove it.
     Removed,
     /// The file was not found although no removal had begun.
-    Lost {
-        /// Whether the backing answered for each name, so that the file is certainly gone.
-        gone: bool,
-        reason: String,
-    },
+    Lost(LossReason),
+}
+
+/// Why the data of a file cannot become pending again.
+struct LossReason {
+    /// The backing answered and does not have the file. Otherwise a later attach may find it.
+    is_certain: bool,
+    /// A part of a sentence for the user.
+    text: String,
 }
 
 impl<B: Backing> Engine<B> {
@@ -205,8 +213,8 @@ impl<B: Backing> Engine<B> {
         engine.base.arena.free_unkept_slabs(&stored);
         engine.recovered_bytes = recovered.bytes;
         let engine = engine.start();
-        for Restored { file, bytes } in restored {
-            engine.drain.count_held(&file, 0, bytes);
+        for RestoredFile { file, bytes } in restored {
+            engine.drain.note_pending_change(&file, 0, bytes);
             let mut state = file.lock();
             if engine.base.options.drain == DrainPolicy::Eager {
                 engine.drain.force(&file, &mut state);
@@ -217,29 +225,33 @@ impl<B: Backing> Engine<B> {
         Ok((engine, recovered))
     }
 
-    /// Lets writers that wait for room learn of each freed slab, and shares the engine.
+    /// Makes each freed slab wake writers that wait for room, and shares the engine.
     fn start(self) -> Arc<Self> {
-        let freed = self.room.space.waiters.freed_callback();
-        self.base.arena.on_free(freed);
+        let wake_writers = self.room.space.waiters.freed_callback();
+        self.base.arena.on_free(wake_writers);
         Arc::new(self)
     }
 }
 
-/// A file that has pending bytes again, and their number.
-struct Restored<B: Backing> {
+/// A file whose data is pending again.
+struct RestoredFile<B: Backing> {
     file: Arc<File<B>>,
+    /// Number of its pending bytes.
     bytes: u64,
 }
 
-/// Work and result of an attach that is under way.
+/// An attach that is under way.
 struct Recovery<'a, B: Backing> {
     engine: &'a Engine<B>,
+    /// The result so far.
     recovered: Recovered,
-    restored: Vec<Restored<B>>,
+    /// The files that were restored so far.
+    restored: Vec<RestoredFile<B>>,
 }
 
 impl<B: Backing> Recovery<'_, B> {
-    /// Gives known files their pieces back. Pieces of unknown files are kept as lost.
+    /// Recovers each file that the journal knows, except for the `dropped` ones. Pieces of other files are kept as
+    /// lost.
     fn recover_files(&mut self, replay: &Replay, dropped: &BTreeSet<u64>, stored: &[Stored]) {
         let mut pieces: BTreeMap<u64, Vec<Stored>> = BTreeMap::new();
         for piece in stored
@@ -261,51 +273,52 @@ impl<B: Backing> Recovery<'_, B> {
             self.recover_file(id, known, stored);
         }
         for (file, stored) in pieces {
-            let reason = "the journal does not know the file".into();
             let lost = LostFile {
                 file,
                 path: Vec::new(),
                 bytes: 0,
-                gone: true,
-                reason,
+                is_certain: true,
+                reason: "the journal does not know the file".into(),
             };
-            self.keep_lost(lost, layers(&stored, &[]));
+            self.keep_lost(lost, lay_pieces(&stored, &[]));
         }
     }
 
     /// Keeps the pieces of a lost file in the arena, and reports the file.
-    fn keep_lost(&mut self, lost: LostFile, layers: Layers) {
+    fn keep_lost(&mut self, lost: LostFile, layers: PieceLayers) {
         let kept = self.engine.lost.keep(lost, layers);
         self.recovered.lost.push(kept);
     }
 
-    /// Makes the rest of a file's data pending again. A removed file's pieces die, and a lost file's pieces are kept.
+    /// Makes the data of a file that was not drained pending again. The pieces of a removed file die, and those of a
+    /// lost file are kept. `stored` are all pieces of the file.
     fn recover_file(&mut self, id: FileId, known: &KnownFile, stored: Vec<Stored>) {
-        let found = self.search(known);
-        let (truncations, failed) = match &found {
-            Search::Found(inode) => self.finish_truncations(id, known, inode),
+        let search = self.find_file(known);
+        let (truncations, failed) = match &search {
+            FileSearch::Found(inode) => self.finish_truncations(id, known, inode),
             // Programs saw the file with its truncations done.
-            Search::Removed | Search::Lost { .. } => (known.truncating.to_vec(), None),
+            FileSearch::Removed | FileSearch::Lost(_) => (known.truncating.to_vec(), None),
         };
+        // A truncation counts as drained: pieces from before it have no bytes beyond the new length.
         let mut drained_ranges = known.drained_ranges.clone();
         for (sequence, size) in truncations {
-            drained_ranges.push(firn_arena::journal::DrainedRange {
+            drained_ranges.push(DrainedRange {
                 offset: size,
                 len: u64::MAX - size,
                 sequence,
             });
         }
-        let layers = layers(&stored, &drained_ranges);
-        let time = self.last_write(known, &stored, &layers);
+        let layers = lay_pieces(&stored, &drained_ranges);
+        let last_write = self.find_last_write(known, &stored, &layers);
         for Stored { at, .. } in &stored {
-            // The piece was drained or overwritten. Without the mark it would outlive the file id.
+            // All of the piece was drained or overwritten. Without this mark it would outlive the file id.
             if layers.pieces.get(at).is_none() {
                 self.engine.base.arena.mark_dead(*at);
             }
         }
-        let inode = match found {
-            Search::Found(inode) => inode,
-            Search::Removed => {
+        let inode = match search {
+            FileSearch::Found(inode) => inode,
+            FileSearch::Removed => {
                 for (piece, _) in layers.pieces.iter() {
                     self.engine.base.arena.mark_dead(*piece);
                 }
@@ -315,57 +328,59 @@ impl<B: Backing> Recovery<'_, B> {
                     .append_note(&Record::FileIdEnd { file: id.get() });
                 return;
             }
-            // Nothing of the file is left to give back, so the loss of its name does not matter.
-            Search::Lost { .. } if layers.extents.is_empty() && known.truncating.is_empty() => {
+            // No data of the file is left in the arena, so the loss of its name does not matter.
+            FileSearch::Lost(_) if layers.extents.is_empty() && known.truncating.is_empty() => {
                 self.engine
                     .base
                     .journal
                     .append_note(&Record::FileIdEnd { file: id.get() });
                 return;
             }
-            Search::Lost { gone, reason } => {
-                let lost = lost(id, known, gone, reason);
-                self.keep_lost(lost, layers);
+            FileSearch::Lost(reason) => {
+                self.keep_lost(describe_lost(id, known, reason), layers);
                 return;
             }
         };
         if let Some(errno) = failed {
-            let reason = format!("its truncation could not be finished: {errno}");
-            let lost = lost(id, known, false, reason);
-            self.keep_lost(lost, layers);
+            let reason = LossReason {
+                is_certain: false,
+                text: format!("its truncation could not be finished: {errno}"),
+            };
+            self.keep_lost(describe_lost(id, known, reason), layers);
             return;
         }
         if layers.extents.is_empty()
             && known.truncating.is_empty()
-            && let (Some(mtime), _) = time
+            && let Some(mtime) = last_write.mtime
         {
             // All data was drained, but its time may not be set yet. If the backing refuses, its own time stays.
-            let set = |object| {
+            let set_mtime = |object| {
                 self.engine
                     .base
                     .backing
                     .set_times(&object, SetTime::Keep, SetTime::At(mtime))
             };
-            let _ = self.engine.tree.object(&inode).and_then(set);
+            let _ = self.engine.tree.object(&inode).and_then(set_mtime);
         }
-        self.restore_pending(id, known, &inode, layers, time);
+        self.restore_pending(id, known, &inode, layers, last_write);
     }
 
-    /// Makes a file that was found pending again, with the bytes that are left. A file without any loses its file id.
+    /// Makes the bytes in `layers` pending again, for a file that was found. The file id of a file without such bytes
+    /// ends.
     fn restore_pending(
         &mut self,
         id: FileId,
         known: &KnownFile,
         inode: &Arc<Inode<B>>,
-        layers: Layers,
-        time: (Option<Time>, u64),
+        layers: PieceLayers,
+        last_write: LastWrite,
     ) {
         let file = self.engine.open_files.file_with(inode, |state| {
             for (piece, used) in layers.pieces.iter() {
                 self.engine.base.arena.keep_piece(*piece, used.live as u32);
             }
             let drained_ranges = known.drained_ranges.len() as u32;
-            state.pending = Pending::recovered(id, layers, drained_ranges, time);
+            state.pending = Pending::recovered(id, layers, drained_ranges, last_write);
             state.opens.restore_ending(known.ending);
             // Handles that survived the restart stay open, so the journal must know the file as open.
             self.engine.base.journal.update_ending(state);
@@ -387,25 +402,26 @@ impl<B: Backing> Recovery<'_, B> {
         if bytes > 0 {
             self.recovered.files += 1;
             self.recovered.bytes += bytes;
-            self.restored.push(Restored { file, bytes });
+            self.restored.push(RestoredFile { file, bytes });
         } else {
             self.engine.open_files.drop_if_unused(&file);
         }
     }
 
-    /// Returns the modification time that programs saw last, if it is known, and the time of the last write in the
-    /// piece records, in nanoseconds since 1970. A time in the future counts as now: its record is damaged, or the
-    /// clock was set back since.
-    fn last_write(
+    /// Returns the time of the last write, from the piece records and the journal. A time in the future counts as now:
+    /// its record is damaged, or the clock was set back since.
+    ///
+    /// Afterwards the record of a piece that remains has this time, so that the next recovery finds it too.
+    fn find_last_write(
         &self,
         known: &KnownFile,
         stored: &[Stored],
-        layers: &Layers,
-    ) -> (Option<Time>, u64) {
+        layers: &PieceLayers,
+    ) -> LastWrite {
         let now = Time::now().to_ns();
         let latest = latest_ns();
         let bounded = |modified: u64| if modified > latest { now } else { modified };
-        let last = stored
+        let recorded_ns = stored
             .iter()
             .map(|stored| bounded(stored.modified))
             .max()
@@ -415,26 +431,31 @@ impl<B: Backing> Recovery<'_, B> {
                 self.engine.base.arena.set_modified(*at, now);
             }
         }
-        // The record of one remaining piece gets the time before other pieces are marked dead, because one of those
-        // may have had it.
+        // A remaining piece gets the time before the caller marks other pieces dead, because only one of those may have
+        // the time.
         if let Some((piece, _)) = layers.pieces.iter().next() {
-            self.engine.base.arena.set_modified(*piece, last);
+            self.engine.base.arena.set_modified(*piece, recorded_ns);
         }
         match known.modified_at.as_deref() {
             // A program set the time after the last write, so that time counts.
-            Some(kept) if last <= kept.written => (
-                Some(Time {
-                    sec: kept.time.0,
-                    nsec: kept.time.1,
+            Some(set) if recorded_ns <= set.written => LastWrite {
+                mtime: Some(Time {
+                    sec: set.time.0,
+                    nsec: set.time.1,
                 }),
-                kept.written,
-            ),
-            _ => ((last > 0).then(|| Time::from_ns(last)), last),
+                recorded_ns: set.written,
+            },
+            _ => LastWrite {
+                mtime: (recorded_ns > 0).then(|| Time::from_ns(recorded_ns)),
+                recorded_ns,
+            },
         }
     }
 
-    /// Completes truncations that had begun. Returns those that the file must show, and the error of one that failed.
-    /// A truncation that the backing never began is not among them.
+    /// Completes the truncations that had begun. Returns the truncations that the file must show, as sequence and
+    /// length, and the error of one that failed.
+    ///
+    /// A truncation that the backing never began is left out, because the file is still as before it.
     fn finish_truncations(
         &self,
         id: FileId,
@@ -450,17 +471,17 @@ impl<B: Backing> Recovery<'_, B> {
                     .backing
                     .open(&self.engine.tree.object(inode)?, Access::Write)
             };
-            let ended = open()
+            let finished = open()
                 .and_then(|file| self.engine.base.backing.resize(&file, Resize::Finish(size)));
-            match ended {
-                Ok(done) => {
+            match finished {
+                Ok(was_begun) => {
                     self.engine.base.journal.append_note(&Record::TruncateEnd {
                         file: id.get(),
                         sequence,
                         size,
-                        done,
+                        done: was_begun,
                     });
-                    done
+                    was_begun
                 }
                 Err(error) => {
                     failed = Some(error);
@@ -471,61 +492,68 @@ impl<B: Backing> Recovery<'_, B> {
         (truncations, failed)
     }
 
-    /// Looks for a known file among the open files without a name, and then under each of its names.
-    fn search(&self, known: &KnownFile) -> Search<Arc<Inode<B>>> {
-        let key = (known.identity.dev, known.identity.ino);
+    /// Searches for a file that the journal knows: among the open files without a name, and then under each of its
+    /// names.
+    fn find_file(&self, known: &KnownFile) -> FileSearch<B> {
+        let key = ObjectKey {
+            dev: known.identity.dev,
+            ino: known.identity.ino,
+        };
         let nameless = self.engine.find_nameless(key);
-        if let Some(inode) = nameless.filter(|inode| is_same(known, inode)) {
-            return Search::Found(inode);
+        if let Some(inode) = nameless.filter(|inode| is_same_object(known, inode)) {
+            return FileSearch::Found(inode);
         }
         let mut found = None;
-        let mut reason = String::from("it has no name");
-        let mut replaced = false;
-        let mut gone = true;
+        let mut reason = LossReason {
+            is_certain: true,
+            text: "it has no name".into(),
+        };
+        let mut is_replaced = false;
         for (path, _) in &known.paths {
             match self.engine.tree.find(path) {
                 // The search goes on after a match, so that all names are known. Otherwise the removal of one could
                 // be taken for that of the last.
-                Ok(inode) if is_same(known, &inode) => found = Some(inode),
+                Ok(inode) if is_same_object(known, &inode) => found = Some(inode),
                 Ok(_) => {
-                    replaced = true;
-                    reason = "another file has its name".into();
+                    is_replaced = true;
+                    reason.text = "another file has its name".into();
                 }
                 Err(Errno::NOENT | Errno::NOTDIR) => {
-                    if !replaced {
-                        reason = "no file has its name any more".into();
+                    if !is_replaced {
+                        reason.text = "no file has its name any more".into();
                     }
                 }
                 Err(errno) => {
-                    gone = false;
-                    reason = format!("its name cannot be looked up: {errno}");
+                    reason.is_certain = false;
+                    reason.text = format!("its name cannot be looked up: {errno}");
                 }
             }
         }
         if let Some(inode) = found {
-            return Search::Found(inode);
+            return FileSearch::Found(inode);
         }
-        if known
+        // A name is doubtful while its removal or rename is under way.
+        let was_being_removed = known
             .paths
             .iter()
-            .all(|(_, state)| *state == PathState::Doubtful)
-        {
-            Search::Removed
+            .all(|(_, state)| *state == PathState::Doubtful);
+        if was_being_removed {
+            FileSearch::Removed
         } else {
-            Search::Lost { gone, reason }
+            FileSearch::Lost(reason)
         }
     }
 }
 
 /// Whether an inode is the file that the journal knows, by inode number and birth time.
-fn is_same<B: Backing>(known: &KnownFile, inode: &Inode<B>) -> bool {
+fn is_same_object<B: Backing>(known: &KnownFile, inode: &Inode<B>) -> bool {
     let birth = inode.btime.map(|t| (t.sec, t.nsec));
     // The device is not compared: it may have another number after the backing was mounted again.
-    known.identity.ino == inode.key.1 && known.identity.btime == birth
+    known.identity.ino == inode.key.ino && known.identity.btime == birth
 }
 
-/// Describes a known file that did not get its data back. Its bytes are counted later, when its pieces are kept.
-fn lost(id: FileId, known: &KnownFile, gone: bool, reason: String) -> LostFile {
+/// Describes a file that does not get its data back. Its bytes are counted later, when its pieces are kept.
+fn describe_lost(id: FileId, known: &KnownFile, reason: LossReason) -> LostFile {
     let path = known
         .paths
         .first()
@@ -535,14 +563,14 @@ fn lost(id: FileId, known: &KnownFile, gone: bool, reason: String) -> LostFile {
         file: id.get(),
         path,
         bytes: 0,
-        gone,
-        reason,
+        is_certain: reason.is_certain,
+        reason: reason.text,
     }
 }
 
-/// Lays pieces over each other, oldest first, and removes drained ranges. Returns the newest bytes of each range,
-/// with their pieces.
-fn layers(stored: &[Stored], drained_ranges: &[firn_arena::journal::DrainedRange]) -> Layers {
+/// Lays pieces over each other, oldest first, and removes drained ranges. Returns the newest bytes of each range, with
+/// their pieces.
+fn lay_pieces(stored: &[Stored], drained_ranges: &[DrainedRange]) -> PieceLayers {
     let mut ordered: Vec<&Stored> = stored.iter().collect();
     ordered.sort_by_key(|s| s.piece.sequence);
     let mut extents = Extents::default();
@@ -569,5 +597,5 @@ fn layers(stored: &[Stored], drained_ranges: &[firn_arena::journal::DrainedRange
             used.len = u64::from(stored.piece.len);
         }
     }
-    Layers { extents, pieces }
+    PieceLayers { extents, pieces }
 }

@@ -23,7 +23,7 @@ use firn_backing::{Attr, Backing, Caller, Errno, Kind, RenameFlags};
 use firn_format::live::{Moment, ObjectIdentity, Request};
 
 use crate::live::{identity_of, is_same_object, moment};
-use crate::names::Inode;
+use crate::names::{DirName, Inode};
 use crate::namespace::Namespace;
 use crate::{Entry, InodeId, Result};
 
@@ -58,11 +58,12 @@ impl<B: Backing> Namespace<B> {
             return Some(child.identity());
         }
         let dir = self.tree.inode(parent).ok()?;
-        self.look_below(&dir, name).map(|attr| identity_of(&attr))
+        self.look_up_in_backing(&dir, name)
+            .map(|attr| identity_of(&attr))
     }
 
     /// Looks a name up in the backing, without entering it.
-    fn look_below(&self, dir: &Arc<Inode<B>>, name: &OsStr) -> Option<Attr> {
+    fn look_up_in_backing(&self, dir: &Arc<Inode<B>>, name: &OsStr) -> Option<Attr> {
         let found = self.open_files.with_descriptor(|| {
             let dir = self.tree.object(dir)?;
             self.base.backing.lookup(&dir, name)
@@ -72,7 +73,7 @@ impl<B: Backing> Namespace<B> {
 
     /// Whether a name leads to this object now.
     fn leads_to_object(&self, dir: &Arc<Inode<B>>, name: &OsStr, object: &ObjectIdentity) -> bool {
-        let found = self.look_below(dir, name);
+        let found = self.look_up_in_backing(dir, name);
         found.is_some_and(|attr| is_same_object(&identity_of(&attr), object))
     }
 
@@ -146,7 +147,7 @@ impl<B: Backing> Namespace<B> {
         let dir = self.tree.inode(parent)?;
         match removed {
             Some(object) if !self.leads_to_object(&dir, name, &object) => {
-                self.settle_removed(&dir, name);
+                self.note_earlier_removal(&dir, name);
                 Ok(())
             }
             _ if kind == Kind::Dir => self.rmdir(parent, name),
@@ -155,9 +156,9 @@ impl<B: Backing> Namespace<B> {
     }
 
     /// Updates the tables after an earlier firnd removed a name.
-    fn settle_removed(&self, dir: &Arc<Inode<B>>, name: &OsStr) {
+    fn note_earlier_removal(&self, dir: &Arc<Inode<B>>, name: &OsStr) {
         let child = self.tree.names.child(dir.id, name);
-        self.tree.names.unlinked(dir.id, name);
+        self.tree.names.note_unlinked(dir.id, name);
         let file = child.and_then(|child| self.open_files.known_file(&child));
         if let Some(file) = file {
             self.note_removed_name(&file);
@@ -186,27 +187,27 @@ impl<B: Backing> Namespace<B> {
         if !was_made {
             return self.rename(parent, name, new_parent, new_name, flags);
         }
-        self.settle_renamed((&dir, name), (&new_dir, new_name), exchange);
+        let from = DirName { dir: &dir, name };
+        let to = DirName {
+            dir: &new_dir,
+            name: new_name,
+        };
+        self.note_earlier_rename(from, to, exchange);
         Ok(())
     }
 
     /// Updates the tables after an earlier firnd renamed. They may have the inode under either name.
-    fn settle_renamed(
-        &self,
-        (dir, name): (&Arc<Inode<B>>, &OsStr),
-        (new_dir, new_name): (&Arc<Inode<B>>, &OsStr),
-        exchange: bool,
-    ) {
+    fn note_earlier_rename(&self, from: DirName<'_, B>, to: DirName<'_, B>, exchange: bool) {
         let names = &self.tree.names;
-        let moved = names.child(dir.id, name);
-        let target = names.child(new_dir.id, new_name);
+        let moved = names.child(from.dir.id, from.name);
+        let target = names.child(to.dir.id, to.name);
         // Recovery has found the inode under the new name already.
-        let is_settled = moved.is_none() || self.is_at(&target, new_dir, new_name);
-        if is_settled && !exchange {
-            names.unlinked(dir.id, name);
+        let is_noted = moved.is_none() || self.is_at(&target, to);
+        if is_noted && !exchange {
+            names.note_unlinked(from.dir.id, from.name);
             return;
         }
-        names.note_renamed((dir, name), (new_dir, new_name), exchange);
+        names.note_renamed(from, to, exchange);
         let file = target
             .filter(|_| !exchange)
             .and_then(|inode| self.open_files.known_file(&inode));
@@ -215,10 +216,11 @@ impl<B: Backing> Namespace<B> {
         }
     }
 
-    fn is_at(&self, inode: &Option<Arc<Inode<B>>>, dir: &Arc<Inode<B>>, name: &OsStr) -> bool {
+    /// Whether a name leads to this inode in the backing.
+    fn is_at(&self, inode: &Option<Arc<Inode<B>>>, at: DirName<'_, B>) -> bool {
         inode
             .as_ref()
-            .is_some_and(|inode| self.leads_to_object(dir, name, &inode.identity()))
+            .is_some_and(|inode| self.leads_to_object(at.dir, at.name, &inode.identity()))
     }
 
     /// Whether an attribute has this value, for a repeated setxattr(2) with XATTR_CREATE.

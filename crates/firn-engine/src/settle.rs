@@ -38,7 +38,7 @@ pub enum SettleStep {
     },
 }
 
-/// Callback for the case that there may be something to settle.
+/// Callback that wakes the settling thread, because there may be a file to settle.
 pub(crate) type Waker = Arc<dyn Fn() + Send + Sync>;
 
 /// The files to settle, and the one being settled.
@@ -46,7 +46,7 @@ pub(crate) struct Settle<B: Backing> {
     /// Files that may be settled, each once.
     waiting: EvictionQueue<File<B>>,
     /// The file being settled, between two steps.
-    task: Mutex<Option<Task<B>>>,
+    task: Mutex<Option<SettleTask<B>>>,
     waker: RwLock<Option<Waker>>,
     /// Bytes copied into memory files since the attach.
     settled_bytes: AtomicU64,
@@ -77,23 +77,23 @@ impl<B: Backing> Settle<B> {
 }
 
 /// A file that is being settled.
-struct Task<B: Backing> {
+struct SettleTask<B: Backing> {
     file: Arc<File<B>>,
     memory: Arc<MemoryFile>,
-    /// Value of the file's change counter at the start. The task ends when it differs.
+    /// Version of the contents that is copied ([`FileState::changes`]). The task ends when the file has another one.
     changes: u64,
-    /// Bytes of the file.
+    /// Length of the file in bytes.
     bytes: u64,
-    /// Index of the chunk of the file that is copied next.
-    next: u16,
+    /// Index, within the file, of the chunk that is copied next.
+    next_chunk: u16,
 }
 
-/// What the arena has of one chunk of a file.
+/// The extents in the arena that have all bytes of one chunk of a file.
 #[derive(PartialEq, Eq)]
-struct Source {
-    /// Extents with their file offsets.
+struct ChunkSource {
+    /// The extents, each with its file offset.
     parts: Vec<(u64, Extent)>,
-    /// Whether they are pending; otherwise they are cached.
+    /// Whether the extents are pending; otherwise they are cached.
     is_pending: bool,
 }
 
@@ -101,7 +101,7 @@ impl<B: Backing> FileState<B> {
     /// Whether the file has no writer, no grant and no drain under way or requested, and no list or view relies on
     /// where its bytes lie.
     fn may_be_settled(&self) -> bool {
-        let is_asked_for = self.drain.has_waiters()
+        let has_drain_request = self.drain.has_waiters()
             || self
                 .pending
                 .oldest_sequence()
@@ -112,13 +112,13 @@ impl<B: Backing> FileState<B> {
             && !self.direct.has_grant()
             && !self.direct.has_chunk_lists()
             && self.drain.is_idle()
-            && !is_asked_for
+            && !has_drain_request
             && !self.unlinked
     }
 
-    /// Returns the length of the file if the arena has all bytes from its start without a gap, and all are pending or
-    /// all are cached; otherwise 0.
-    pub(crate) fn whole_bytes(&self) -> u64 {
+    /// Returns the number of bytes that the arena has of the file if they begin at its start, have no gap, and all are
+    /// pending or all are cached; otherwise 0.
+    pub(crate) fn gapless_bytes(&self) -> u64 {
         let (pending, cached) = (self.pending.bytes(), self.cache.bytes());
         let (bytes, end) = if pending == 0 {
             (cached, self.cache.extents().end())
@@ -153,7 +153,7 @@ impl<B: Backing> FileState<B> {
     }
 
     /// Returns the extents of `range`, if the arena has all of its bytes.
-    fn source(&self, range: std::ops::Range<u64>) -> Option<Source> {
+    fn source(&self, range: std::ops::Range<u64>) -> Option<ChunkSource> {
         let is_pending = !self.pending.is_empty();
         let extents = if is_pending {
             self.pending.extents()
@@ -162,6 +162,6 @@ impl<B: Backing> FileState<B> {
         };
         let parts: Vec<_> = extents.within(range.clone()).collect();
         let bytes: u64 = parts.iter().map(|(_, extent)| extent.len).sum();
-        (bytes == range.end - range.start).then_some(Source { parts, is_pending })
+        (bytes == range.end - range.start).then_some(ChunkSource { parts, is_pending })
     }
 }

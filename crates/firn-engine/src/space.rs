@@ -89,8 +89,8 @@ impl<B: Backing> Room<B> {
     }
 }
 
-/// The lock of a handle's lease.
-pub(crate) type Slot<'a> = MutexGuard<'a, Option<Lease>>;
+/// The locked lease of a handle.
+pub(crate) type LeaseSlot<'a> = MutexGuard<'a, Option<Lease>>;
 
 /// Writers that wait for space, and whether some was freed since they were last called back.
 #[derive(Default)]

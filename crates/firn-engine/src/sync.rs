@@ -23,23 +23,26 @@ impl<B: Backing> Engine<B> {
                 // death of a process was recorded and answered earlier, and other processes may have closed the file
                 // since.
                 if by != Closing::Killed {
-                    handle.killed.store(false, Ordering::Release);
+                    handle.was_closed_by_killed.store(false, Ordering::Release);
                 }
-                let skip = {
+                // The result, if the close need not wait for a drain.
+                let immediate_result = {
                     let mut state = handle.file.lock();
                     // The grant ends here and not at the release, which the kernel sends some time after close(2)
                     // returned. By then the number may be another descriptor, and the client has not seen the close.
                     self.intake.revoke_grant(&handle.file, &mut state);
-                    let skip = self.base.options.close == ClosePolicy::Held
+                    let needs_no_wait = self.base.options.close == ClosePolicy::Held
                         || state.unlinked
                         || state.pending.is_empty();
                     // Every close returns the error as long as there is one. This close may come from a child that
                     // only inherited the descriptor and ignores the result.
-                    skip.then(|| state.drain.failure().map(|failure| failure.errno))
+                    needs_no_wait.then(|| {
+                        let failure = state.drain.failure();
+                        failure.map_or(Ok(()), |failure| Err(failure.errno))
+                    })
                 };
-                match skip {
-                    Some(None) => done(Ok(())),
-                    Some(Some(errno)) => done(Err(errno)),
+                match immediate_result {
+                    Some(result) => done(result),
                     None => {
                         let done = self.time_close(done);
                         self.drainer.when_drained(&handle.file, done);
@@ -73,7 +76,7 @@ impl<B: Backing> Engine<B> {
     /// [`Engine::flush`].
     pub fn note_killed(&self, handle: HandleId) {
         if let Ok(handle) = self.open_files.handle(handle) {
-            handle.killed.store(true, Ordering::Release);
+            handle.was_closed_by_killed.store(true, Ordering::Release);
         }
     }
 
@@ -103,7 +106,7 @@ impl<B: Backing> Engine<B> {
         }
         let mut state = handle.file.lock();
         // If two writers close at the same time, both are counted, so the second one gets true.
-        if !handle.closing.swap(true, Ordering::AcqRel) {
+        if !handle.has_closed_descriptor.swap(true, Ordering::AcqRel) {
             state.opens.begin_closing();
         }
         state.opens.are_writers_closing() && !state.unlinked
@@ -130,11 +133,11 @@ impl<B: Backing> Engine<B> {
         match self.base.options.fsync {
             FsyncPolicy::Durable => self.drained(handle, done),
             FsyncPolicy::Held => {
-                let told = self
+                let failure = self
                     .open_files
                     .handle(handle)
-                    .map(|h| h.file.lock().drain.take_unreported_failure());
-                done(match told {
+                    .map(|handle| handle.file.lock().drain.take_unreported_failure());
+                done(match failure {
                     Ok(None) => Ok(()),
                     Ok(Some(errno)) | Err(errno) => Err(errno),
                 });

@@ -16,12 +16,12 @@ use firn_backing::lock::{Mutex, RwLock};
 use firn_backing::{Backing, Errno};
 
 use crate::file::{File, FileState, Route};
-use crate::names::{Inode, Key};
+use crate::names::{Inode, ObjectKey};
 use crate::{HandleId, OpenMode, Result};
 
 /// Files that are open or have bytes in the arena, by identity of the object.
 pub(crate) struct FileTable<B: Backing> {
-    files: Mutex<HashMap<Key, Arc<File<B>>>>,
+    files: Mutex<HashMap<ObjectKey, Arc<File<B>>>>,
 }
 
 impl<B: Backing> Default for FileTable<B> {
@@ -87,14 +87,14 @@ pub(crate) struct Handle<B: Backing> {
     /// How the frontend serves the handle.
     pub mode: Mutex<OpenMode>,
     /// Bytes written through the handle, which decide the class of its next slab.
-    pub written: AtomicU64,
-    /// Whether the process that closed it last was killed by a signal.
-    pub killed: AtomicBool,
-    /// Whether a descriptor of it was closed ([`Engine::finishes_file`](crate::Engine::finishes_file)).
-    pub closing: AtomicBool,
-    /// Thread that opened it, on mounts that need it; 0 if it is not known.
+    pub written_bytes: AtomicU64,
+    /// Whether the last process that closed a descriptor of the handle did so because it was killed by a signal.
+    pub was_closed_by_killed: AtomicBool,
+    /// Whether a descriptor of the handle was closed ([`Engine::finishes_file`](crate::Engine::finishes_file)).
+    pub has_closed_descriptor: AtomicBool,
+    /// Thread that opened the file, on backings that finish files; 0 if it is not known.
     pub opener: AtomicU32,
-    /// Whether its process maps the file's memory file. It is changed under the file's lock.
+    /// Whether the process that has the handle maps the file's memory file. It is changed under the file's lock.
     pub is_mapped: AtomicBool,
 }
 

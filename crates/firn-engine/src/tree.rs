@@ -20,6 +20,14 @@ use crate::{Cached, InodeId, Result};
 /// The extended attribute with the capabilities of a file.
 pub(crate) const CAPABILITIES: &str = "security.capability";
 
+/// Contents of a file in the backing that a sync covers.
+#[derive(Clone, Copy)]
+pub(crate) struct SyncCoverage {
+    pub fingerprint: Fingerprint,
+    /// Length of the file in bytes.
+    pub bytes: u64,
+}
+
 /// The known inodes and their paths.
 pub struct NameTree<B: Backing> {
     pub(crate) base: Arc<Base<B>>,
@@ -70,7 +78,7 @@ impl<B: Backing> NameTree<B> {
 
     /// Returns the object of an inode in the backing. ESTALE: no known name leads to it any more.
     pub(crate) fn object(&self, inode: &Inode<B>) -> Result<B::Inode> {
-        self.names.object(&self.base.backing, inode)
+        self.names.find_object(&self.base.backing, inode)
     }
 
     /// Returns the object of an inode by its number.
@@ -80,13 +88,16 @@ impl<B: Backing> NameTree<B> {
 
     /// Returns the present fingerprint of a file's content in the backing.
     pub(crate) fn fingerprint(&self, inode: &Inode<B>) -> Result<Fingerprint> {
-        Ok(self.covered_by_sync(inode)?.0)
+        Ok(self.covered_by_sync(inode)?.fingerprint)
     }
 
-    /// Returns what a sync that begins now covers: the fingerprint, and the bytes of the file.
-    pub(crate) fn covered_by_sync(&self, inode: &Inode<B>) -> Result<(Fingerprint, u64)> {
+    /// Returns the contents that a sync which begins now covers.
+    pub(crate) fn covered_by_sync(&self, inode: &Inode<B>) -> Result<SyncCoverage> {
         let attr = self.base.backing.attr(&self.object(inode)?)?;
-        Ok((Fingerprint::of(&attr), attr.size))
+        Ok(SyncCoverage {
+            fingerprint: Fingerprint::of(&attr),
+            bytes: attr.size,
+        })
     }
 
     /// Returns the length of a file whose pending bytes end at `pending_end`.
@@ -148,16 +159,17 @@ impl<B: Backing> NameTree<B> {
         let found = self
             .object(parent)
             .and_then(|dir| self.base.backing.lookup(&dir, name));
-        found.is_ok_and(|(_, attr)| inode.is(&attr))
+        found.is_ok_and(|(_, attr)| inode.is_object(&attr))
     }
 
-    /// Whether recovery could not find the file again: it has names in the backing, and none of them is known here.
-    pub(crate) fn is_nameless(&self, file: &File<B>) -> Result<bool> {
-        let unbound = {
+    /// Whether the file has names in the backing and none of them is known here. Recovery could not find such a file
+    /// again. False for a file that the journal knows already, and for one that has lost its last name.
+    pub(crate) fn has_no_known_name(&self, file: &File<B>) -> Result<bool> {
+        let may_need_name = {
             let state = file.lock();
             state.pending.file_id().is_none() && !state.unlinked
         };
-        Ok(unbound
+        Ok(may_need_name
             && file.inode.paths().is_empty()
             && self.base.backing.attr(&self.object(&file.inode)?)?.nlink > 0)
     }

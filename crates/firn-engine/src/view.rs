@@ -23,11 +23,11 @@ use crate::reads::Reads;
 use crate::{HandleId, OpenMode, Result, Written};
 
 /// Bytes that are stored at once.
-const PART_BYTES: usize = 1 << 20;
+const REFRESH_BYTES: usize = 1 << 20;
 /// Bytes that are compared at once. They are few, so that a write seldom comes in between.
-const COMPARED_BYTES: usize = 64 << 10;
+const COMPARE_BYTES: usize = 64 << 10;
 /// Bytes that are compared in one exclusive use, during which no drain is under way.
-const WINDOW_BYTES: u64 = 8 << 20;
+const EXCLUSIVE_BYTES: u64 = 8 << 20;
 
 impl<B: Backing> FileState<B> {
     /// Whether drained bytes may stay in the arena. They may not while a program can store to a mapping of the memory
@@ -93,27 +93,27 @@ impl<B: Backing> FileState<B> {
     }
 
     /// Stores bytes that were just taken in the view.
-    pub(crate) fn show(&self, offset: u64, data: &[u8]) {
+    pub(crate) fn store_in_view(&self, offset: u64, data: &[u8]) {
         if let Some(view) = &self.view {
-            warn_of(view.store(offset, data));
+            log_missed_change(view.store(offset, data));
         }
     }
 
     /// Sets the length of the view. Bytes that a truncation removed do not come back beyond it.
-    pub(crate) fn show_len(&self, arena: &Arena, len: u64) {
+    pub(crate) fn set_view_len(&self, arena: &Arena, len: u64) {
         let Some(view) = &self.view else { return };
         self.shorten_pieces(arena, view, len);
-        warn_of(view.set_len(len));
+        log_missed_change(view.set_len(len));
         // These bytes were written while the truncation was under way.
         for (offset, extent) in self.pending.extents().within(len..u64::MAX) {
             let mut bytes = vec![0; extent.len as usize];
             let copied = arena.copy_out(extent.piece.slab, extent.position, &mut bytes);
-            warn_of(copied.and_then(|()| view.store(offset, &bytes)));
+            log_missed_change(copied.and_then(|()| view.store(offset, &bytes)));
         }
     }
 }
 
-fn warn_of(result: std::result::Result<(), Errno>) {
+fn log_missed_change(result: std::result::Result<(), Errno>) {
     if let Err(error) = result {
         tracing::warn!(%error, "a program that has a file open in memory does not see a change");
     }
@@ -129,18 +129,18 @@ pub(crate) fn refresh_view<B: Backing>(
         return;
     };
     let reads = Reads::new(intake, open_files);
-    if let Err(error) = refresh(&reads, file, &view) {
+    if let Err(error) = copy_file_into_view(&reads, file, &view) {
         tracing::warn!(%error, path = %file.shown(), "a program that has a file open in memory does not see a change");
     }
 }
 
 /// Copies the file into the view part by part. A part is read again if the file changed meanwhile.
-fn refresh<B: Backing>(
+fn copy_file_into_view<B: Backing>(
     reads: &Reads<B>,
     file: &Arc<File<B>>,
     view: &Arc<MemoryFile>,
 ) -> Result<()> {
-    let mut buffer = vec![0; PART_BYTES];
+    let mut buffer = vec![0; REFRESH_BYTES];
     let mut offset = 0;
     loop {
         let changes = file.lock().changes;
@@ -151,7 +151,7 @@ fn refresh<B: Backing>(
         }
         view.store(offset, &buffer[..bytes as usize])?;
         offset += bytes;
-        if bytes < PART_BYTES as u64 {
+        if bytes < REFRESH_BYTES as u64 {
             let in_arena = state.pending.end().max(state.cache.extents().end());
             let len = offset.max(in_arena);
             state.shorten_pieces(&reads.base.arena, view, len);
@@ -179,7 +179,7 @@ impl<B: Backing> OpenFiles<B> {
 }
 
 /// Bytes that a program stored to a mapping, and their file offset.
-struct Store {
+struct MappingStore {
     offset: u64,
     bytes: Vec<u8>,
 }
@@ -196,9 +196,9 @@ impl<B: Backing> Engine<B> {
         let end = self.intake.size_of(&file)?;
         let mut offset = 0;
         while offset < end {
-            let window = offset..end.min(offset + WINDOW_BYTES);
+            let window = offset..end.min(offset + EXCLUSIVE_BYTES);
             for store in self.find_stores(&file, &view, window.clone())? {
-                self.take_store(handle, &store)?;
+                self.write_store(handle, &store)?;
             }
             offset = window.end;
         }
@@ -213,13 +213,13 @@ impl<B: Backing> Engine<B> {
         file: &Arc<File<B>>,
         view: &MemoryFile,
         window: Range<u64>,
-    ) -> Result<Vec<Store>> {
+    ) -> Result<Vec<MappingStore>> {
         let mut state = file.begin_exclusive();
         let found = state.unlocked(|| {
             let mut stores = Vec::new();
-            for offset in window.clone().step_by(COMPARED_BYTES) {
-                let len = (window.end - offset).min(COMPARED_BYTES as u64);
-                add_stores(&self.reads, file, view, offset..offset + len, &mut stores)?;
+            for offset in window.clone().step_by(COMPARE_BYTES) {
+                let len = (window.end - offset).min(COMPARE_BYTES as u64);
+                add_differing_bytes(&self.reads, file, view, offset..offset + len, &mut stores)?;
             }
             Ok(stores)
         });
@@ -229,7 +229,7 @@ impl<B: Backing> Engine<B> {
     }
 
     /// Writes one store to the file, and waits for space if the arena is full.
-    fn take_store(&self, handle: HandleId, store: &Store) -> Result<()> {
+    fn write_store(&self, handle: HandleId, store: &MappingStore) -> Result<()> {
         let mut done = 0;
         while done < store.bytes.len() {
             let (offset, rest) = (store.offset + done as u64, &store.bytes[done..]);
@@ -244,12 +244,12 @@ impl<B: Backing> Engine<B> {
 
 /// Compares a range and adds the differing bytes. It compares again if a write(2) came in between, as that could be
 /// the difference.
-fn add_stores<B: Backing>(
+fn add_differing_bytes<B: Backing>(
     reads: &Reads<B>,
     file: &Arc<File<B>>,
     view: &MemoryFile,
     range: Range<u64>,
-    stores: &mut Vec<Store>,
+    stores: &mut Vec<MappingStore>,
 ) -> Result<()> {
     let mut stored = vec![0; (range.end - range.start) as usize];
     let mut known = stored.clone();
@@ -261,7 +261,7 @@ fn add_stores<B: Backing>(
             continue;
         }
         for run in differing_runs(&stored[..bytes], &known[..bytes]) {
-            stores.push(Store {
+            stores.push(MappingStore {
                 offset: range.start + run.start as u64,
                 bytes: stored[run].to_vec(),
             });

@@ -19,14 +19,14 @@ use crate::intake::Intake;
 use crate::open_files::OpenFiles;
 use crate::privilege_rules::PrivilegeRules;
 use crate::privileges::Privileges;
-use crate::space::{Room, Slot};
+use crate::space::{LeaseSlot, Room};
 use crate::tables::Handle;
 use crate::tree::NameTree;
 use crate::{HandleId, Principal, Result};
 
 /// File length above which the backing is asked at once whether it can have such a file. EFBIG then comes from
 /// write(2) and not from a drain that can never succeed. Below it every supported file system agrees.
-const SIZE_ASKED_ABOVE: u64 = 1 << 40;
+const SIZE_CHECKED_ABOVE: u64 = 1 << 40;
 
 /// Result of the steps before the append.
 pub(crate) enum WriteStart {
@@ -82,27 +82,30 @@ impl<B: Backing> Writes<B> {
             if let Some(errno) = state.drain.take_unreported_failure() {
                 return Err(errno);
             }
-            let is_plain = by.is_none() || state.plain_in == self.privileges.epoch();
+            let has_no_privileges =
+                by.is_none() || state.unprivileged_epoch == self.privileges.epoch();
             let file_id = state.pending.file_id();
-            if is_plain && file_id.is_some() && end <= SIZE_ASKED_ABOVE {
+            if has_no_privileges && file_id.is_some() && end <= SIZE_CHECKED_ABOVE {
                 return Ok(self.overwrite_or_append(file, &mut state, offset, data));
             }
         }
         if let Some(by) = by {
             self.privilege_rules.drop_privileges_of(file, by)?;
         }
-        if end > SIZE_ASKED_ABOVE {
-            self.ask_size(file, end)?;
+        if end > SIZE_CHECKED_ABOVE {
+            self.ensure_size_in_backing(file, end)?;
         }
-        let is_nameless = self.tree.is_nameless(file)?;
+        let has_no_known_name = self.tree.has_no_known_name(file)?;
         // The calls of the backing may have taken long. Bytes of a process that was killed meanwhile must not come
         // after those that another process wrote since.
         if by.is_some_and(Principal::has_left) {
             return Err(Errno::INTR);
         }
         // Recovery could not find this file again, so its bytes go to the backing at once.
-        if is_nameless {
-            return self.write_through(file, offset, data).map(WriteStart::Done);
+        if has_no_known_name {
+            return self
+                .write_to_backing(file, offset, data)
+                .map(WriteStart::Done);
         }
         Ok(self.overwrite_or_append(file, &mut file.lock(), offset, data))
     }
@@ -114,7 +117,7 @@ impl<B: Backing> Writes<B> {
         offset: u64,
         data: &[u8],
     ) -> WriteStart {
-        if self.overwrite(file, state, offset, data) {
+        if self.try_overwrite_in_place(file, state, offset, data) {
             WriteStart::Done(data.len())
         } else {
             WriteStart::Append(state.pending.file_id())
@@ -124,23 +127,23 @@ impl<B: Backing> Writes<B> {
     /// Whether a write up to `end` calls the backing or waits for another thread before its bytes are taken. All
     /// other waits of [`Engine::write`](crate::Engine::write) are short.
     pub fn write_may_wait(&self, handle: HandleId, end: u64, by: Option<&dyn Principal>) -> bool {
-        if end > SIZE_ASKED_ABOVE {
+        if end > SIZE_CHECKED_ABOVE {
             return true;
         }
         let Ok(handle) = self.open_files.handle(handle) else {
             return false;
         };
-        let (is_bound, is_plain) = {
+        let (has_file_id, has_no_privileges) = {
             let state = handle.file.lock();
             (
                 state.pending.file_id().is_some() || state.unlinked,
-                state.plain_in == self.privileges.epoch(),
+                state.unprivileged_epoch == self.privileges.epoch(),
             )
         };
-        if by.is_some() && !is_plain {
+        if by.is_some() && !has_no_privileges {
             return true;
         }
-        !is_bound && (self.tree.paths.has_changes() || !handle.file.inode.has_names())
+        !has_file_id && (self.tree.paths.has_changes() || !handle.file.inode.has_names())
     }
 
     /// Whether such a write changes the backing before its bytes are taken: it takes privileges, makes the file
@@ -154,18 +157,18 @@ impl<B: Backing> Writes<B> {
     ) -> Result<bool> {
         let handle = self.open_files.handle(handle)?;
         let file = &handle.file;
-        let is_plain = file.lock().plain_in == self.privileges.epoch();
-        if let Some(by) = by.filter(|_| !is_plain)
+        let has_no_privileges = file.lock().unprivileged_epoch == self.privileges.epoch();
+        if let Some(by) = by.filter(|_| !has_no_privileges)
             && self.privilege_rules.would_strip(file, by)?
         {
             return Ok(true);
         }
-        let is_made_longer = end > SIZE_ASKED_ABOVE && end > self.intake.size_of(file)?;
-        Ok(is_made_longer || self.tree.is_nameless(file)?)
+        let is_made_longer = end > SIZE_CHECKED_ABOVE && end > self.intake.size_of(file)?;
+        Ok(is_made_longer || self.tree.has_no_known_name(file)?)
     }
 
     /// Writes to the backing itself, after a drain of what is pending. Returns the bytes written.
-    fn write_through(&self, file: &Arc<File<B>>, offset: u64, data: &[u8]) -> Result<usize> {
+    fn write_to_backing(&self, file: &Arc<File<B>>, offset: u64, data: &[u8]) -> Result<usize> {
         self.drainer.drain_and_wait(file)?;
         self.exclusive.with_exclusive_file(file, |target| {
             self.base
@@ -176,7 +179,7 @@ impl<B: Backing> Writes<B> {
 
     /// Overwrites pending bytes in place, if one extent has all of them and nothing else relies on them. Bytes that
     /// are rewritten often then take no new space. Returns whether it was done.
-    fn overwrite(
+    fn try_overwrite_in_place(
         &self,
         file: &File<B>,
         state: &mut FileState<B>,
@@ -203,8 +206,8 @@ impl<B: Backing> Writes<B> {
             .arena
             .overwrite_bytes(extent.piece.slab, extent.position, data);
         if changed {
-            state.show(offset, data);
-            state.pending.touch();
+            state.store_in_view(offset, data);
+            state.pending.note_write();
             self.base
                 .arena
                 .set_modified(extent.piece, state.pending.recorded_ns());
@@ -213,12 +216,12 @@ impl<B: Backing> Writes<B> {
         changed
     }
 
-    /// Appends a first part of `data` to the handle's slab. Returns its length, or 0 if the arena or the journal has
-    /// no space. `known_id` is the file id as of a moment ago.
+    /// Appends a first part of `data` to the handle's slab. Returns its length, or 0 if the arena, the journal or the
+    /// memory file of a view has no space. `known_id` is the file id as of a moment ago.
     pub(crate) fn append(
         &self,
         handle: &Handle<B>,
-        slot: &mut Slot<'_>,
+        slot: &mut LeaseSlot<'_>,
         mut known_id: Option<FileId>,
         offset: u64,
         data: &[u8],
@@ -270,9 +273,9 @@ impl<B: Backing> Writes<B> {
             }
             let extent = self.publish(&mut state, lease, file_id, offset, reserved);
             self.intake.ingest(file, &mut state, offset, extent);
-            state.show(offset, &data[..reserved.len as usize]);
+            state.store_in_view(offset, &data[..reserved.len as usize]);
             handle
-                .written
+                .written_bytes
                 .fetch_add(u64::from(reserved.len), Ordering::Relaxed);
             return reserved.len as usize;
         }
@@ -291,7 +294,7 @@ impl<B: Backing> Writes<B> {
         let is_tail = |last| state.pending.is_tail(last);
         let extends =
             lease.continues(file_id.get(), offset, reserved) && lease.last().is_some_and(is_tail);
-        state.pending.touch();
+        state.pending.note_write();
         let modified = state.pending.recorded_ns();
         // An extended piece keeps its sequence. It is the tail, so no other write came in between.
         let (piece, sequence) = if extends {
@@ -312,7 +315,7 @@ impl<B: Backing> Writes<B> {
 
     /// Makes the backing accept a file of `end` bytes, if it is longer now. EFBIG: the backing cannot have such a
     /// file.
-    fn ask_size(&self, file: &Arc<File<B>>, end: u64) -> Result<()> {
+    fn ensure_size_in_backing(&self, file: &Arc<File<B>>, end: u64) -> Result<()> {
         let known = self.intake.size_of(file)?;
         if end > known {
             self.exclusive.with_exclusive_file(file, |target| {

@@ -21,7 +21,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 pub use client::{Client, EtcdError};
-use firn_hosts::tokens::{Asked, Behind, LockService, ServiceError};
+use firn_hosts::tokens::{LockService, QueuePosition, ServiceError, TokenReply};
 use messages::{Deleted, Granted, KeptAlive, Queue, Ranged, Text, Txn};
 use serde_json::json;
 
@@ -181,12 +181,12 @@ fn after_prefix(prefix: &str) -> String {
 }
 
 impl LockService for EtcdService {
-    fn ask(&mut self) -> Result<Asked, ServiceError> {
+    fn ask(&mut self) -> Result<TokenReply, ServiceError> {
         let lease = self.ensure_lease()?;
         let queue = self.join_queue(lease)?;
         let place = self.place_in(&queue);
         let before = match place {
-            Some(0) => return Ok(Asked::Granted),
+            Some(0) => return Ok(TokenReply::Granted),
             Some(place) => &queue.members[place - 1],
             None if queue.is_cut => return Ok(behind(&queue, REST_FAR_BEHIND)),
             None => {
@@ -199,7 +199,7 @@ impl LockService for EtcdService {
         self.watch(&before.key, queue.revision)?;
         let queue = self.read_queue()?;
         match self.place_in(&queue) {
-            Some(0) => Ok(Asked::Granted),
+            Some(0) => Ok(TokenReply::Granted),
             _ => Ok(behind(&queue, Duration::ZERO)),
         }
     }
@@ -241,11 +241,11 @@ impl LockService for EtcdService {
     }
 }
 
-fn behind(queue: &Queue, rest: Duration) -> Asked {
+fn behind(queue: &Queue, rest: Duration) -> TokenReply {
     let first = queue.members.first();
-    Asked::Behind(Behind {
+    TokenReply::Queued(QueuePosition {
         holder: first.and_then(|member| member.host.clone()),
         holding: first.map_or_else(String::new, |member| member.key.clone()),
-        rest,
+        ask_again_after: rest,
     })
 }

@@ -17,7 +17,7 @@ use firn_backing::{Attr, Backing, Errno, Kind, StatFs};
 use firn_engine::{Engine, HandleId, InodeId, NotedRequest, RequestTimes, Subjects};
 use firn_format::histogram::TimeHistogram;
 use firn_format::live::Request as Noted;
-use firn_hosts::InTheWay;
+use firn_hosts::ConflictingLock;
 
 use crate::failures::Failures;
 use crate::repeated::{RepeatedRequests, UNIQUE_RESEND};
@@ -153,7 +153,7 @@ pub(crate) enum Answer<'a, I> {
     /// To ioctl.
     Ioctl(&'a [u8]),
     /// To getlk: a lock that is in the way, if there is any.
-    Lock(Option<InTheWay>),
+    Lock(Option<ConflictingLock>),
     /// To readdir and readdirplus: the entries that were added before.
     Listed,
 }

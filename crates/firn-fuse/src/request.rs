@@ -10,7 +10,7 @@ use std::ffi::{OsStr, OsString};
 
 use firn_backing::{Caller, LockMode, LockRange};
 use firn_engine::{HandleId, InodeId, SetAttr};
-use firn_hosts::Space;
+use firn_hosts::LockKind;
 
 /// One request that has an answer.
 pub(crate) struct Request<'a> {
@@ -81,7 +81,7 @@ pub(crate) struct Lock {
     /// The kernel's number of the lock's owner.
     pub(crate) owner: u64,
     pub(crate) pid: u32,
-    pub(crate) space: Space,
+    pub(crate) space: LockKind,
     pub(crate) range: LockRange,
     /// The kind of lock; `None` unlocks.
     pub(crate) mode: Option<LockMode>,

@@ -126,9 +126,9 @@ pub enum Alone {
 /// The claims that this process has locked, and those that it found locked by others.
 struct Locks<B: Backing> {
     /// The claim that this process has locked. The lock ends when the unit is done.
-    own: Option<LockedClaim<B>>,
+    own_claim: Option<LockedClaim<B>>,
     /// Claims that others had locked at the last attempt. Their locks may be free by now; the next look tries again.
-    busy: BTreeSet<String>,
+    locked_by_others: BTreeSet<String>,
 }
 
 struct LockedClaim<B: Backing> {
@@ -140,8 +140,8 @@ struct LockedClaim<B: Backing> {
 impl<B: Backing> Locks<B> {
     fn none() -> Self {
         Self {
-            own: None,
-            busy: BTreeSet::new(),
+            own_claim: None,
+            locked_by_others: BTreeSet::new(),
         }
     }
 }
@@ -208,7 +208,7 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
         names: &BTreeSet<String>,
         decision: Option<D>,
     ) -> Result<View<String, D>, Errno> {
-        let with = |prefix: &str| -> BTreeSet<String> {
+        let hosts_with = |prefix: &str| -> BTreeSet<String> {
             let found = names.iter().filter_map(|name| name.strip_prefix(prefix));
             found.map(Into::into).collect()
         };
@@ -217,13 +217,13 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
             Presence::Living => BTreeMap::new(),
         };
         Ok(View {
-            joined: with(JOINED),
+            joined: hosts_with(JOINED),
             is_closing: names.contains(CLOSING),
             decision,
-            stopped: with(OUT),
+            stopped: hosts_with(OUT),
             claimed,
-            done: with(DONE),
-            left: with(LEFT),
+            done: hosts_with(DONE),
+            left: hosts_with(LEFT),
         })
     }
 
@@ -336,7 +336,7 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
         let mut locks = Locks::none();
         let mut decision = None;
         loop {
-            let view = self.look(&locks, decision.take())?;
+            let view = self.read_with_locks(&locks, decision.take())?;
             let action = self.next(&view);
             decision = view.decision;
             // Check this after the names were read: when a directory is being removed, its names vanish one by one.
@@ -349,7 +349,7 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
                 Action::Work(unit) => {
                     work(&unit)?;
                     self.dir.put_once(&unit.done_file(), b"")?;
-                    locks.own = None;
+                    locks.own_claim = None;
                 }
                 Action::Leave
                 | Action::ClaimRemoval
@@ -374,7 +374,7 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
             Err(Errno::NOENT | Errno::STALE) => return Ok(Alone::Gone),
             claimed => claimed?,
         }
-        if locks.own.is_none() {
+        if locks.own_claim.is_none() {
             return Ok(Alone::Busy);
         }
         // The name may belong to a later directory by now.
@@ -413,7 +413,7 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
     fn remove(&self) -> Result<(), Errno> {
         let mut locks = Locks::none();
         loop {
-            match self.next(&self.look(&locks, None)?) {
+            match self.next(&self.read_with_locks(&locks, None)?) {
                 Action::ClaimRemoval => self.lock_claim(WHOLE, &mut locks)?,
                 // The name may belong to the next ballot already.
                 Action::Retire if self.dir.is_current()? => return self.dir.retire(),
@@ -425,23 +425,23 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
 
     /// Reads the state of the ballot, including the locks in `locks`. A decision that is already known is not read
     /// again.
-    fn look(
+    fn read_with_locks(
         &self,
         locks: &Locks<B>,
-        known: Option<P::Decision>,
+        known_decision: Option<P::Decision>,
     ) -> Result<View<String, P::Decision>, Errno> {
         let names = self.dir.names()?;
-        let decision = match known {
+        let decision = match known_decision {
             Some(decision) => Some(decision),
             None => self.decision()?,
         };
         let mut view = self.view_of(&names, decision)?;
-        for name in &locks.busy {
+        for name in &locks.locked_by_others {
             view.claimed.insert(name.clone(), Claimant::Unknown);
         }
-        if let Some(own) = &locks.own {
+        if let Some(own_claim) = &locks.own_claim {
             let claimant = Claimant::Host(self.dir.host().to_owned());
-            view.claimed.insert(own.name.clone(), claimant);
+            view.claimed.insert(own_claim.name.clone(), claimant);
         }
         Ok(view)
     }
@@ -468,7 +468,7 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
     /// Tries to lock a claim. On file systems without locks several hosts may do the same work.
     fn lock_claim(&self, name: &str, locks: &mut Locks<B>) -> Result<(), Errno> {
         // The unit of the earlier lock is done: another host had done it before.
-        locks.own = None;
+        locks.own_claim = None;
         let base = self.dir.base();
         let file = own::open_or_create(base, self.dir.dir(), name)?;
         let is_locked = match base.try_lock(&file, LockMode::Exclusive) {
@@ -476,14 +476,14 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
             locked => locked?,
         };
         if !is_locked {
-            locks.busy.insert(name.to_owned());
+            locks.locked_by_others.insert(name.to_owned());
             return Ok(());
         }
-        locks.own = Some(LockedClaim {
+        locks.own_claim = Some(LockedClaim {
             name: name.to_owned(),
             _file: file,
         });
         // The next listing must include everything that was done before the lock was free.
-        own::touch(base, self.dir.dir(), &self.dir.own_file("look-"))
+        own::force_fresh_listing(base, self.dir.dir(), &self.dir.own_file("look-"))
     }
 }

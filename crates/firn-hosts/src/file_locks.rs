@@ -14,7 +14,7 @@
 //!
 //! A lock of byte *n* of the file is a lock of byte *n* of `INO`. A host that waits for a lock also queues: it locks
 //! byte *n* with an offset of 2^62 in `INO`. A host that comes later lets the queued host go first, for at most
-//! [`POLITE_FOR`]. The time is limited because a queued host may itself wait for a program that comes later. The
+//! [`YIELD_TIME_MAX`]. The time is limited because a queued host may itself wait for a program that comes later. The
 //! queue prevents a host that locks again and again from keeping out the others.
 //!
 //! Promises
@@ -44,7 +44,7 @@ use self::keeper::{Job, Keeper};
 pub use self::table::Owner;
 
 #[cfg(doc)]
-use self::keeper::POLITE_FOR;
+use self::keeper::YIELD_TIME_MAX;
 #[cfg(doc)]
 use self::table::Table;
 
@@ -55,11 +55,11 @@ pub const FILE_LOCKS: &str = "locks";
 pub type Done = Box<dyn FnOnce(Result<(), Errno>) + Send>;
 
 /// Callback, called once with a conflicting lock, or with `None` if there is none.
-pub type TestDone = Box<dyn FnOnce(Result<Option<InTheWay>, Errno>) + Send>;
+pub type TestDone = Box<dyn FnOnce(Result<Option<ConflictingLock>, Errno>) + Send>;
 
-/// The kind of a file lock.
+/// The kind of a file lock. Locks of different kinds are independent of each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Space {
+pub enum LockKind {
     /// A byte-range lock of fcntl(2).
     Bytes,
     /// A lock of flock(2).
@@ -68,13 +68,13 @@ pub enum Space {
     End,
 }
 
-/// A lock that a program wants.
+/// A lock that a program requests.
 #[derive(Clone, Copy, Debug)]
-pub struct Wanted {
+pub struct WantedLock {
     /// Inode number of the file.
     pub file: u64,
     /// Kind of the lock.
-    pub space: Space,
+    pub kind: LockKind,
     /// The program that wants the lock.
     pub owner: Owner,
     /// The bytes to lock.
@@ -83,9 +83,36 @@ pub struct Wanted {
     pub mode: LockMode,
 }
 
+/// Identifies a lock file, and with it all locks of one kind on one file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct LockFileKey {
+    /// Inode number of the locked file.
+    file: u64,
+    kind: LockKind,
+}
+
+impl WantedLock {
+    /// Returns the key of the lock file for this lock.
+    fn key(&self) -> LockFileKey {
+        LockFileKey {
+            file: self.file,
+            kind: self.kind,
+        }
+    }
+}
+
+/// What happens to a request for a lock while another lock conflicts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OnConflict {
+    /// The request waits until it is granted, interrupted or failed.
+    Wait,
+    /// The request fails with EAGAIN.
+    Fail,
+}
+
 /// The locks of a file that a request releases.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Released {
+pub enum ReleasedLocks {
     /// These bytes of the owner with this number.
     Range(u64, LockRange),
     /// All locks of the owner with this number.
@@ -96,7 +123,7 @@ pub enum Released {
 
 /// A lock that conflicts with a wanted lock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct InTheWay {
+pub struct ConflictingLock {
     /// The conflicting bytes.
     pub range: LockRange,
     /// Shared or exclusive.
@@ -113,7 +140,7 @@ pub struct FileLocks {
     shared: Arc<Shared>,
 }
 
-/// State that requests share with the thread.
+/// State that the requests share with the lock thread.
 struct Shared {
     state: Mutex<FileLocksState>,
     changed: Condvar,
@@ -122,14 +149,16 @@ struct Shared {
 #[derive(Default)]
 struct FileLocksState {
     jobs: Vec<Job>,
-    /// Requests that are not granted yet, by the number of their ticket.
+    /// Callbacks of requests that are not granted yet, by the number of their ticket.
     waiting: HashMap<u64, Done>,
     last_number: u64,
     /// Owners of granted locks, by file and kind.
-    holders: HashMap<(u64, Space), Vec<Owner>>,
+    holders: HashMap<LockFileKey, Vec<Owner>>,
+    /// The lock thread must end after the queued jobs.
     is_stopping: bool,
     /// New requests are refused.
     is_closed: bool,
+    /// The lock thread has ended, and no lock is held any more.
     has_ended: bool,
 }
 
@@ -194,13 +223,11 @@ impl FileLocks {
     }
 
     /// Requests the lock `wanted`. The result goes to the callback that was registered for `ticket`.
-    ///
-    /// If another lock conflicts, the request waits if `waits` is set, and fails with EAGAIN otherwise.
-    pub fn acquire(&self, ticket: Ticket, wanted: Wanted, waits: bool) {
+    pub fn acquire(&self, ticket: Ticket, wanted: WantedLock, on_conflict: OnConflict) {
         self.shared.send(Job::Acquire {
             number: ticket.0,
             wanted,
-            waits,
+            on_conflict,
         });
     }
 
@@ -216,35 +243,35 @@ impl FileLocks {
 
     /// Releases locks of a file. Before this call the caller must make its writes under these locks visible to other
     /// hosts.
-    pub fn release(&self, file: u64, space: Space, what: Released, done: Done) {
+    pub fn release(&self, file: u64, kind: LockKind, what: ReleasedLocks, done: Done) {
         self.shared.send(Job::Release {
             file,
-            space,
+            kind,
             what,
             done,
         });
     }
 
     /// Returns whether there are locks that `what` would release. Makes no call of the backing.
-    pub fn is_held(&self, file: u64, space: Space, what: Released) -> bool {
+    pub fn is_held(&self, file: u64, kind: LockKind, what: ReleasedLocks) -> bool {
         let state = self.shared.state.lock();
-        let holders = state.holders.get(&(file, space));
+        let holders = state.holders.get(&LockFileKey { file, kind });
         holders.is_some_and(|holders| {
             holders.iter().any(|owner| match what {
-                Released::Range(of, _) | Released::Owner(of) => owner.number == of,
-                Released::Handle(handle) => owner.handle == handle,
+                ReleasedLocks::Range(of, _) | ReleasedLocks::Owner(of) => owner.number == of,
+                ReleasedLocks::Handle(handle) => owner.handle == handle,
             })
         })
     }
 
     /// Looks for a lock that conflicts with `wanted`, and passes it to `done`.
-    pub fn test(&self, wanted: Wanted, done: TestDone) {
+    pub fn test(&self, wanted: WantedLock, done: TestDone) {
         self.shared.send(Job::Test { wanted, done });
     }
 
-    /// Releases all locks, and removes lock files that no other host needs. Waits for at most `patience`.
-    pub fn stop(&self, patience: Duration) {
-        let deadline = Instant::now() + patience;
+    /// Releases all locks, and removes lock files that no other host needs. Waits for at most `timeout`.
+    pub fn stop(&self, timeout: Duration) {
+        let deadline = Instant::now() + timeout;
         let mut state = self.shared.state.lock();
         state.is_stopping = true;
         self.shared.changed.notify_all();
@@ -301,7 +328,7 @@ impl Shared {
         self.state.lock().waiting.contains_key(&number)
     }
 
-    fn set_holders(&self, key: (u64, Space), holders: Vec<Owner>) {
+    fn set_holders(&self, key: LockFileKey, holders: Vec<Owner>) {
         let mut state = self.state.lock();
         match state.holders.entry(key) {
             Entry::Occupied(entry) if holders.is_empty() => drop(entry.remove()),

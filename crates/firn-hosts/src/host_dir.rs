@@ -25,8 +25,8 @@ pub fn host_of_dir(name: &str) -> Option<&str> {
 
 /// Opens the directory of a host, and creates the directory if it does not exist.
 pub fn make_host_dir<B: Backing>(base: &B, host: &str) -> Result<B::Inode, OwnError> {
-    let top = own::dir(base, &base.root(), TOP)?;
-    own::dir(base, &top, &host_dir_name(host)).map_err(|error| error.below(TOP))
+    let top = own::make_dir(base, &base.root(), TOP)?;
+    own::make_dir(base, &top, &host_dir_name(host)).map_err(|error| error.below(TOP))
 }
 
 /// Opens the directory of a host. Returns `None` if the directory does not exist.

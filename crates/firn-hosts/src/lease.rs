@@ -165,7 +165,7 @@ impl Record {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum LeaseError {
     /// Another process holds the lease.
-    #[error("{} has it", named(holder))]
+    #[error("{} has it", describe_holder(holder))]
     Held {
         /// The holder. `None` if the holder has not written its record yet.
         holder: Option<Holder>,
@@ -173,14 +173,14 @@ pub enum LeaseError {
     /// The lock is free on this host, although the holder is alive.
     #[error(
         "{} has it and goes on, and its lock does not keep this host out",
-        named(holder)
+        describe_holder(holder)
     )]
     Unreached {
         /// The holder.
         holder: Option<Holder>,
     },
     /// Another process took the lease from this holder.
-    #[error("{} took it", named(by))]
+    #[error("{} took it", describe_holder(by))]
     Lost {
         /// The new holder. `None` if its record cannot be read.
         by: Option<Holder>,
@@ -199,7 +199,7 @@ impl From<Errno> for LeaseError {
     }
 }
 
-fn named(holder: &Option<Holder>) -> String {
+fn describe_holder(holder: &Option<Holder>) -> String {
     match holder {
         Some(Holder { host, pid, .. }) => format!("{host} (process {pid})"),
         None => "another host".into(),
@@ -216,7 +216,7 @@ pub struct Beat {
 impl Beat {
     /// Reads the beat of the lease in the directory of a host. Returns `None` if there is no lease file.
     pub fn read<B: Backing>(base: &B, dir: &B::Inode) -> Result<Option<Self>, OwnError> {
-        let bytes = own::load_at_most(base, dir, LEASE, LEASE_BYTES_MAX)?;
+        let bytes = own::read_file_at_most(base, dir, LEASE, LEASE_BYTES_MAX)?;
         Ok(bytes.map(|bytes| Self { bytes }))
     }
 
@@ -290,20 +290,20 @@ pub struct Lease<B: Backing> {
 impl<B: Backing> Lease<B> {
     /// Takes the lease in `dir`, the directory of a host, for one purpose.
     ///
-    /// `rest` must wait for the given time. It is called only if a holder that did not release the lease may still be
+    /// `sleep` must wait for the given time. It is called only if a holder that did not release the lease may still be
     /// alive.
     pub fn take(
         base: &B,
         dir: &B::Inode,
         purpose: LeaseUse,
         me: &Holder,
-        rest: &mut dyn FnMut(Duration),
+        sleep: &mut dyn FnMut(Duration),
     ) -> Result<Self, LeaseError> {
         let file = loop {
             match lock(base, dir)? {
-                Locking::Locked(file) => break file,
-                Locking::Replaced => {}
-                Locking::Held => {
+                LockResult::Locked(file) => break file,
+                LockResult::Replaced => {}
+                LockResult::Held => {
                     let holder = Beat::read(base, dir)?.and_then(|beat| beat.holder());
                     return Err(LeaseError::Held { holder });
                 }
@@ -311,9 +311,9 @@ impl<B: Backing> Lease<B> {
         };
         let device = base.attr(dir)?.dev;
         let last = Beat::read(base, dir)?;
-        let in_doubt = last.filter(|beat| !beat.is_settled_by_lock(&me.boot, device));
-        let watched: Vec<_> = in_doubt.map(|beat| ((), beat)).into_iter().collect();
-        if let Some(beat) = find_living(&watched, rest, &mut |()| Beat::read(base, dir))? {
+        let doubtful = last.filter(|beat| !beat.is_settled_by_lock(&me.boot, device));
+        let watched: Vec<_> = doubtful.map(|beat| ((), beat)).into_iter().collect();
+        if let Some(beat) = find_living(&watched, sleep, &mut |()| Beat::read(base, dir))? {
             let holder = beat.holder();
             return Err(LeaseError::Unreached { holder });
         }
@@ -344,7 +344,7 @@ impl<B: Backing> Lease<B> {
     ///
     /// Fails with [`LeaseError::Lost`] if another process has taken the lease.
     pub fn beat(&mut self, base: &B, report: Option<Report>) -> Result<(), LeaseError> {
-        self.must_be_ours(base)?;
+        self.check_still_ours(base)?;
         self.record.count += 1;
         self.record.report = report;
         self.write(base)
@@ -352,7 +352,7 @@ impl<B: Backing> Lease<B> {
 
     /// Adds `purpose` durably to the purposes in the record.
     pub fn add_use(&mut self, base: &B, purpose: LeaseUse) -> Result<(), LeaseError> {
-        self.must_be_ours(base)?;
+        self.check_still_ours(base)?;
         self.record.uses.insert(purpose);
         self.record.count += 1;
         self.write(base)
@@ -372,7 +372,7 @@ impl<B: Backing> Lease<B> {
 
     /// Releases the lease and records that, so that the next holder need not wait. `report` remains in the record.
     pub fn release(mut self, base: &B, report: Option<Report>) -> Result<(), LeaseError> {
-        self.must_be_ours(base)?;
+        self.check_still_ours(base)?;
         self.record.released = true;
         self.record.report = report;
         self.write(base)
@@ -388,7 +388,7 @@ impl<B: Backing> Lease<B> {
         Ok(!base.try_lock(&file, LockMode::Shared)?)
     }
 
-    fn must_be_ours(&self, base: &B) -> Result<(), LeaseError> {
+    fn check_still_ours(&self, base: &B) -> Result<(), LeaseError> {
         let beat = Beat::read(base, &self.dir)?;
         match beat.as_ref().and_then(Beat::record) {
             Some(record) if record.is_same_beat(&self.record) => Ok(()),
@@ -431,25 +431,25 @@ fn random_number() -> Result<u64, Errno> {
     getrandom::u64().map_err(|_| Errno::IO)
 }
 
-enum Locking<F> {
+enum LockResult<F> {
     Locked(F),
     Held,
     /// The file lost its name before it was locked. Another file may have the name now.
     Replaced,
 }
 
-fn lock<B: Backing>(base: &B, dir: &B::Inode) -> Result<Locking<B::File>, LeaseError> {
+fn lock<B: Backing>(base: &B, dir: &B::Inode) -> Result<LockResult<B::File>, LeaseError> {
     let file = own::open_or_create(base, dir, LEASE)?;
     if !base
         .try_lock(&file, LockMode::Exclusive)
         .map_err(LeaseError::NoLock)?
     {
-        return Ok(Locking::Held);
+        return Ok(LockResult::Held);
     }
     let locked = base.attr_of_file(&file)?.ino;
     match own::find(base, dir, OsStr::new(LEASE))? {
-        Some((_, attr)) if attr.ino == locked => Ok(Locking::Locked(file)),
-        _ => Ok(Locking::Replaced),
+        Some((_, attr)) if attr.ino == locked => Ok(LockResult::Locked(file)),
+        _ => Ok(LockResult::Replaced),
     }
 }
 
@@ -458,7 +458,7 @@ fn lock<B: Backing>(base: &B, dir: &B::Inode) -> Result<Locking<B::File>, LeaseE
 /// Returns the first beat that has changed and is not a release. Returns `None` if no lease beats.
 pub(crate) fn find_living<K>(
     watched: &[(K, Beat)],
-    rest: &mut dyn FnMut(Duration),
+    sleep: &mut dyn FnMut(Duration),
     read: &mut dyn FnMut(&K) -> Result<Option<Beat>, OwnError>,
 ) -> Result<Option<Beat>, OwnError> {
     if watched.is_empty() {
@@ -466,7 +466,7 @@ pub(crate) fn find_living<K>(
     }
     let looks = STALE_AFTER.as_millis() / LOOK_EVERY.as_millis();
     for _ in 0..looks {
-        rest(LOOK_EVERY);
+        sleep(LOOK_EVERY);
         for (lease, before) in watched {
             match read(lease)? {
                 Some(now) if now != *before && !now.is_released() => return Ok(Some(now)),

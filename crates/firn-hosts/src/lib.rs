@@ -44,8 +44,8 @@ pub use ballot::{
     Progress, Protocol, Unit, View, Waiting,
 };
 pub use file_locks::{
-    Done, FILE_LOCKS, FileLocks, InTheWay, OtherHosts, Owner, Released, Space, TestDone, Ticket,
-    Wanted,
+    ConflictingLock, Done, FILE_LOCKS, FileLocks, LockKind, OnConflict, OtherHosts, Owner,
+    ReleasedLocks, TestDone, Ticket, WantedLock,
 };
 pub use lease::{
     Beat, Holder, LEASE_VERSION, Lease, LeaseError, LeaseUse, REPORT_BYTES_MAX, Report, STALE_AFTER,

@@ -38,22 +38,22 @@ pub enum Attendance {
 }
 
 impl Members {
-    /// Returns whether the hosts in `come` are all expected members.
+    /// Returns whether the hosts in `joined` are all expected members.
     ///
-    /// `known` names hosts that must be in `come` if the members are given by number only.
-    pub fn attendance(&self, come: &[String], known: &[String]) -> Attendance {
+    /// `required` names hosts that must be in `joined` if the members are given by number only.
+    pub fn attendance(&self, joined: &[String], required: &[String]) -> Attendance {
         let (expected, names) = match &self.expected {
-            Expected::Count(count) => (*count, known),
+            Expected::Count(count) => (*count, required),
             Expected::Hosts(hosts) => (hosts.len(), hosts.as_slice()),
         };
         let missing: Vec<String> = names
             .iter()
-            .filter(|host| !come.contains(host))
+            .filter(|host| !joined.contains(host))
             .cloned()
             .collect();
-        if come.len() < expected || !missing.is_empty() {
+        if joined.len() < expected || !missing.is_empty() {
             Attendance::Incomplete { expected, missing }
-        } else if come.len() > expected {
+        } else if joined.len() > expected {
             Attendance::TooMany { expected }
         } else {
             Attendance::Complete
@@ -94,14 +94,14 @@ mod tests {
             two.attendance(&hosts(&["a", "b"]), &[]),
             Attendance::Complete
         );
-        let known = hosts(&["c"]);
+        let required = hosts(&["c"]);
         assert_eq!(
-            two.attendance(&hosts(&["a", "b"]), &known),
+            two.attendance(&hosts(&["a", "b"]), &required),
             incomplete(&["c"])
         );
         let three = hosts(&["a", "b", "c"]);
         assert_eq!(
-            two.attendance(&three, &known),
+            two.attendance(&three, &required),
             Attendance::TooMany { expected: 2 }
         );
         assert!(two.are_too_many(3) && !two.are_too_many(2));

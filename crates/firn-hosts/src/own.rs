@@ -5,10 +5,10 @@
 //! therefore checks each object before it uses the content.
 //!
 //! Promises
-//! * Every directory that Firn owns is opened by [`find_dir`] or [`dir`]. It must be a directory and not a symbolic
+//! * Every directory that Firn owns is opened by [`find_dir`] or [`make_dir`]. It must be a directory and not a symbolic
 //!   link, belong to the effective user, and be closed to all other users. A directory with wrong permissions is
 //!   never repaired, because other users may already have put files into it.
-//! * Every file that Firn owns is read by [`load`]. It must be a regular file of the effective user and no longer
+//! * Every file that Firn owns is read by [`read_file`]. It must be a regular file of the effective user and no longer
 //!   than Firn writes it. These checks come before memory is allocated for it.
 
 use std::ffi::OsStr;
@@ -159,7 +159,7 @@ pub fn must_find_dir<B: Backing>(
 /// Opens and checks a directory that Firn owns, and creates it if the name does not exist.
 ///
 /// Objects in a created directory inherit neither the group nor the ACL of `parent`.
-pub fn dir<B: Backing>(base: &B, parent: &B::Inode, name: &str) -> Result<B::Inode, OwnError> {
+pub fn make_dir<B: Backing>(base: &B, parent: &B::Inode, name: &str) -> Result<B::Inode, OwnError> {
     let (inode, attr) = match base.mkdir(&own_caller(), parent, OsStr::new(name), 0o700) {
         Ok(made) => made,
         Err(Errno::EXIST) => return must_find_dir(base, parent, name),
@@ -225,16 +225,16 @@ pub fn open_or_create<B: Backing>(
 }
 
 /// Reads a file that Firn owns, of at most [`FILE_BYTES_MAX`] bytes. Returns `None` if the name does not exist.
-pub fn load<B: Backing>(
+pub fn read_file<B: Backing>(
     base: &B,
     parent: &B::Inode,
     name: &str,
 ) -> Result<Option<Vec<u8>>, OwnError> {
-    load_at_most(base, parent, name, FILE_BYTES_MAX)
+    read_file_at_most(base, parent, name, FILE_BYTES_MAX)
 }
 
 /// Reads a file that Firn owns, of at most `bytes_max` bytes. Returns `None` if the name does not exist.
-pub fn load_at_most<B: Backing>(
+pub fn read_file_at_most<B: Backing>(
     base: &B,
     parent: &B::Inode,
     name: &str,
@@ -265,7 +265,7 @@ pub fn load_at_most<B: Backing>(
 
 /// Reads the target of a symbolic link that Firn owns, and does not follow it. Returns `None` if the name does not
 /// exist.
-pub fn load_link<B: Backing>(
+pub fn read_link<B: Backing>(
     base: &B,
     parent: &B::Inode,
     name: &str,
@@ -319,7 +319,7 @@ pub fn new_name(name: &str) -> String {
 }
 
 /// Creates a file with these bytes under its temporary name ([`new_name`]). The content is durable; the name is not.
-pub fn write<B: Backing>(
+pub fn write_new_file<B: Backing>(
     base: &B,
     parent: &B::Inode,
     name: &str,
@@ -357,19 +357,24 @@ pub fn write_all<B: Backing>(
 }
 
 /// Replaces the file `name` by a file with these bytes, durably.
-pub fn store<B: Backing>(
+pub fn replace_file<B: Backing>(
     base: &B,
     parent: &B::Inode,
     name: &str,
     bytes: &[u8],
 ) -> Result<(), Errno> {
-    put(base, parent, name, bytes)?;
+    replace_file_unsynced(base, parent, name, bytes)?;
     base.sync_dir(parent)
 }
 
 /// Replaces the file `name` by a file with these bytes. The new name is durable after the next sync of the directory.
-pub fn put<B: Backing>(base: &B, parent: &B::Inode, name: &str, bytes: &[u8]) -> Result<(), Errno> {
-    write(base, parent, name, bytes)?;
+pub fn replace_file_unsynced<B: Backing>(
+    base: &B,
+    parent: &B::Inode,
+    name: &str,
+    bytes: &[u8],
+) -> Result<(), Errno> {
+    write_new_file(base, parent, name, bytes)?;
     let new = new_name(name);
     base.rename(
         parent,
@@ -384,7 +389,7 @@ pub fn put<B: Backing>(base: &B, parent: &B::Inode, name: &str, bytes: &[u8]) ->
 ///
 /// Some file systems return outdated listings. After this change, the next listing of this process includes all
 /// earlier changes of other hosts.
-pub fn touch<B: Backing>(base: &B, dir: &B::Inode, name: &str) -> Result<(), Errno> {
+pub fn force_fresh_listing<B: Backing>(base: &B, dir: &B::Inode, name: &str) -> Result<(), Errno> {
     let name = OsStr::new(name);
     match base.create(&own_caller(), dir, name, 0o600) {
         // Another thread is doing the same, or a process that died left the file.

@@ -25,7 +25,7 @@ use crate::own::{self, OwnError, TOP};
 const PROBE: &str = "probe-";
 /// Number of attempts to lock after the close, because some servers learn of a close with a delay.
 const CLOSE_TRIES: u32 = 20;
-const CLOSE_REST: Duration = Duration::from_millis(50);
+const CLOSE_RETRY_PAUSE: Duration = Duration::from_millis(50);
 
 /// Why hosts cannot rely on locks in a backing.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -61,29 +61,29 @@ impl From<Errno> for ReachError {
 /// Checks how far locks in a backing reach. The check uses a probe file in `.firn/` and the leases of the other
 /// hosts.
 ///
-/// `rest` must wait for the given time.
+/// `sleep` must wait for the given time.
 pub fn check_reach<B: Backing>(
     base: &B,
     me: &Holder,
-    rest: &mut dyn FnMut(Duration),
+    sleep: &mut dyn FnMut(Duration),
 ) -> Result<(), ReachError> {
-    let top = own::dir(base, &base.root(), TOP)?;
-    check_here(base, &top, &me.host, rest)?;
-    check_others(base, &top, me, rest).map_err(|error| match error {
+    let top = own::make_dir(base, &base.root(), TOP)?;
+    check_on_this_host(base, &top, &me.host, sleep)?;
+    check_others(base, &top, me, sleep).map_err(|error| match error {
         ReachError::Own(error) => ReachError::Own(error.below(TOP)),
         error => error,
     })
 }
 
 /// Checks that two open files of this host exclude each other.
-fn check_here<B: Backing>(
+fn check_on_this_host<B: Backing>(
     base: &B,
     dir: &B::Inode,
     host: &str,
-    rest: &mut dyn FnMut(Duration),
+    sleep: &mut dyn FnMut(Duration),
 ) -> Result<(), ReachError> {
     let name = format!("{PROBE}{host}");
-    let checked = check_two_files(base, dir, &name, rest);
+    let checked = check_two_files(base, dir, &name, sleep);
     let removed = base.unlink(dir, OsStr::new(&name));
     checked?;
     Ok(removed?)
@@ -96,7 +96,7 @@ pub fn check_two_files<B: Backing>(
     base: &B,
     dir: &B::Inode,
     name: &str,
-    rest: &mut dyn FnMut(Duration),
+    sleep: &mut dyn FnMut(Duration),
 ) -> Result<(), ReachError> {
     let first = own::open_or_create(base, dir, name)?;
     let second = own::open_or_create(base, dir, name)?;
@@ -112,7 +112,7 @@ pub fn check_two_files<B: Backing>(
         if lock(&second)? {
             return Ok(());
         }
-        rest(CLOSE_REST);
+        sleep(CLOSE_RETRY_PAUSE);
     }
     Err(ReachError::NotReleased)
 }
@@ -122,10 +122,10 @@ fn check_others<B: Backing>(
     base: &B,
     top: &B::Inode,
     me: &Holder,
-    rest: &mut dyn FnMut(Duration),
+    sleep: &mut dyn FnMut(Duration),
 ) -> Result<(), ReachError> {
     let device = base.attr(top)?.dev;
-    let mut in_doubt = Vec::new();
+    let mut doubtful = Vec::new();
     for host in list_hosts_in(base, top)? {
         if host == me.host {
             continue;
@@ -139,11 +139,11 @@ fn check_others<B: Backing>(
             continue;
         };
         if !beat.is_settled_by_lock(&me.boot, device) && !Lease::is_held(base, &host_dir)? {
-            in_doubt.push((host_dir, beat));
+            doubtful.push((host_dir, beat));
         }
     }
     let read = &mut |host_dir: &B::Inode| Beat::read(base, host_dir);
-    match find_living(&in_doubt, rest, read)? {
+    match find_living(&doubtful, sleep, read)? {
         None => Ok(()),
         Some(beat) => Err(ReachError::StaysOnHost {
             host: beat

@@ -35,12 +35,12 @@ use crate::terms::{Terms, terms_of_holding};
 
 /// Prefix of the name of the probe file whose time is compared; the process id follows.
 const PROBE: &str = "probe-time-";
-/// How long the survey watches beats that seem old.
+/// How long the survey watches leases whose beats seem old.
 pub const LOOK_AGAIN_FOR: Duration = Duration::from_millis(800);
-const LOOK_AGAIN_EVERY: Duration = Duration::from_millis(100);
+const WATCH_EVERY: Duration = Duration::from_millis(100);
 /// Maximum number of attempts to read a record that its holder is writing.
 const READ_TRIES: usize = 4;
-const READ_AGAIN_AFTER: Duration = Duration::from_millis(5);
+const READ_RETRY_PAUSE: Duration = Duration::from_millis(5);
 /// Maximum number of hosts in a survey. The directory may contain any number of names.
 pub const HOSTS_MAX: usize = 4096;
 
@@ -114,12 +114,13 @@ pub struct Survey {
     pub is_cut: bool,
 }
 
-/// A lease as found at the first look.
-struct Found<B: Backing> {
+/// A lease as the survey found it at first.
+struct ExaminedLease<B: Backing> {
     host: String,
     dir: B::Inode,
     beat: Beat,
     is_locked: bool,
+    /// A free lock proves that the holder is gone ([`Beat::is_settled_by_lock`]).
     is_settled: bool,
     /// Modification time of the lease file in nanoseconds, by the clock that stamps files.
     beaten_ns: i128,
@@ -128,52 +129,53 @@ struct Found<B: Backing> {
 
 /// Examines all hosts that have a lease in a backing.
 ///
-/// `boot` is the boot id of this host ([`Holder::boot`]). `rest` must wait for the given time. The waits while old
+/// `boot` is the boot id of this host ([`Holder::boot`]). `sleep` must wait for the given time. The waits while old
 /// beats are watched add up to at most `LOOK_AGAIN_FOR`; each record that is being written adds up to 15 ms.
 pub fn survey<B: Backing>(
     base: &B,
     boot: &str,
-    rest: &mut dyn FnMut(Duration),
+    sleep: &mut dyn FnMut(Duration),
 ) -> Result<Survey, OwnError> {
     let mut survey = Survey::default();
     let mut names = list_hosts(base)?;
     names.sort();
     survey.is_cut = names.len() > HOSTS_MAX;
     names.truncate(HOSTS_MAX);
-    let mut found: Vec<Found<B>> = Vec::new();
+    let mut leases: Vec<ExaminedLease<B>> = Vec::new();
     for host in names {
-        match find(base, &host, boot, rest) {
-            Ok(Some(lease)) => found.push(lease),
+        match examine_lease(base, &host, boot, sleep) {
+            Ok(Some(lease)) => leases.push(lease),
             Ok(None) => {}
             Err(error) => {
                 survey.failed.insert(host, error);
             }
         }
     }
-    if found.is_empty() {
+    if leases.is_empty() {
         return Ok(survey);
     }
-    let clock = Clock::read(base, &found)?;
-    let beats = |found: &Found<B>| clock.age(found).is_some_and(|age| age < STALE_AFTER);
-    let doubted: Vec<&Found<B>> = found
+    let clock = Clock::read(base, &leases)?;
+    let beats = |lease: &ExaminedLease<B>| clock.age(lease).is_some_and(|age| age < STALE_AFTER);
+    let doubtful: Vec<&ExaminedLease<B>> = leases
         .iter()
-        .filter(|found| !found.beat.is_released() && !found.is_dead() && !beats(found))
+        .filter(|lease| !lease.beat.is_released() && !lease.is_dead() && !beats(lease))
         .collect();
-    let beating = look_again(base, &doubted, rest);
-    let reaches = locks_reach(&found, boot);
-    survey.hosts = found
+    let beating = find_beating(base, &doubtful, sleep);
+    let reaches = locks_reach(&leases, boot);
+    survey.hosts = leases
         .into_iter()
-        .map(|found| found.judge(&clock, &beating, reaches))
+        .map(|lease| lease.into_host_seen(&clock, &beating, reaches))
         .collect();
     Ok(survey)
 }
 
-fn find<B: Backing>(
+/// Examines the lease of one host. Returns `None` if the host has none.
+fn examine_lease<B: Backing>(
     base: &B,
     host: &str,
     boot: &str,
-    rest: &mut dyn FnMut(Duration),
-) -> Result<Option<Found<B>>, OwnError> {
+    sleep: &mut dyn FnMut(Duration),
+) -> Result<Option<ExaminedLease<B>>, OwnError> {
     let Some(dir) = find_host_dir(base, host)? else {
         return Ok(None);
     };
@@ -182,7 +184,7 @@ fn find<B: Backing>(
         Err(OwnError::Backing(Errno::OPNOTSUPP | Errno::NOLCK)) => false,
         Err(error) => return Err(error),
     };
-    let Some(beat) = read_whole(base, &dir, rest)? else {
+    let Some(beat) = read_complete_beat(base, &dir, sleep)? else {
         return Ok(None);
     };
     // Read the time after the file was opened. At the open, the client of a network file system has asked its server.
@@ -191,7 +193,7 @@ fn find<B: Backing>(
     };
     let is_settled = beat.is_settled_by_lock(boot, base.attr(&dir)?.dev);
     let terms = terms_of_holding(base, &dir, &beat)?.unwrap_or_default();
-    Ok(Some(Found {
+    Ok(Some(ExaminedLease {
         host: host.to_owned(),
         dir,
         is_locked,
@@ -203,55 +205,57 @@ fn find<B: Backing>(
 }
 
 /// Reads a beat, and repeats the read if the holder is writing the record at that moment.
-fn read_whole<B: Backing>(
+fn read_complete_beat<B: Backing>(
     base: &B,
     dir: &B::Inode,
-    rest: &mut dyn FnMut(Duration),
+    sleep: &mut dyn FnMut(Duration),
 ) -> Result<Option<Beat>, OwnError> {
     let mut read = Beat::read(base, dir)?;
     for _ in 1..READ_TRIES {
         if read.as_ref().is_none_or(|beat| beat.holder().is_some()) {
             break;
         }
-        rest(READ_AGAIN_AFTER);
+        sleep(READ_RETRY_PAUSE);
         read = Beat::read(base, dir)?;
     }
     Ok(read)
 }
 
 /// Returns whether the lock of a host that runs another kernel is visible on this host.
-fn locks_reach<B: Backing>(found: &[Found<B>], boot: &str) -> bool {
-    let is_other = |found: &Found<B>| {
-        let holder = found.beat.holder();
+fn locks_reach<B: Backing>(leases: &[ExaminedLease<B>], boot: &str) -> bool {
+    let is_other = |lease: &ExaminedLease<B>| {
+        let holder = lease.beat.holder();
         holder.is_some_and(|holder| holder.boot != boot)
     };
-    found.iter().any(|found| found.is_locked && is_other(found))
+    leases
+        .iter()
+        .any(|lease| lease.is_locked && is_other(lease))
 }
 
-/// Watches the doubtful leases and returns the hosts whose beats change.
-fn look_again<B: Backing>(
+/// Watches leases whose beats seem old, for [`LOOK_AGAIN_FOR`], and returns the hosts whose beats change.
+fn find_beating<B: Backing>(
     base: &B,
-    doubted: &[&Found<B>],
-    rest: &mut dyn FnMut(Duration),
+    doubtful: &[&ExaminedLease<B>],
+    sleep: &mut dyn FnMut(Duration),
 ) -> BTreeSet<String> {
     let mut beating = BTreeSet::new();
-    let looks = LOOK_AGAIN_FOR.as_millis() / LOOK_AGAIN_EVERY.as_millis();
+    let looks = LOOK_AGAIN_FOR.as_millis() / WATCH_EVERY.as_millis();
     for _ in 0..looks {
-        if beating.len() == doubted.len() {
+        if beating.len() == doubtful.len() {
             break;
         }
-        rest(LOOK_AGAIN_EVERY);
-        for found in doubted {
-            let now = Beat::read(base, &found.dir).ok().flatten();
-            if now.is_some_and(|now| now != found.beat) {
-                beating.insert(found.host.clone());
+        sleep(WATCH_EVERY);
+        for lease in doubtful {
+            let now = Beat::read(base, &lease.dir).ok().flatten();
+            if now.is_some_and(|now| now != lease.beat) {
+                beating.insert(lease.host.clone());
             }
         }
     }
     beating
 }
 
-impl<B: Backing> Found<B> {
+impl<B: Backing> ExaminedLease<B> {
     /// Returns whether the free lock alone proves that the holder died.
     fn is_dead(&self) -> bool {
         !self.is_locked && self.is_settled && !self.beat.is_released()
@@ -265,7 +269,8 @@ impl<B: Backing> Found<B> {
         longest.unwrap_or(STALE_AFTER)
     }
 
-    fn judge(self, clock: &Clock, beating: &BTreeSet<String>, reaches: bool) -> HostSeen {
+    /// Decides the state of the host, by the table in the head of this file.
+    fn into_host_seen(self, clock: &Clock, beating: &BTreeSet<String>, reaches: bool) -> HostSeen {
         let age = clock.age(&self);
         let (life, evidence) = if self.beat.is_released() && !self.is_locked {
             (Life::Left, Evidence::Lock)
@@ -310,14 +315,18 @@ struct Clock {
 }
 
 impl Clock {
-    fn read<B: Backing>(base: &B, found: &[Found<B>]) -> Result<Self, OwnError> {
+    fn read<B: Backing>(base: &B, leases: &[ExaminedLease<B>]) -> Result<Self, OwnError> {
         Ok(match probe(base)? {
             Some(now_ns) => Self {
                 now_ns,
                 evidence: Evidence::ServerClock,
             },
             None => Self {
-                now_ns: found.iter().map(|found| found.beaten_ns).max().unwrap_or(0),
+                now_ns: leases
+                    .iter()
+                    .map(|lease| lease.beaten_ns)
+                    .max()
+                    .unwrap_or(0),
                 evidence: Evidence::YoungestBeat,
             },
         })
@@ -325,8 +334,8 @@ impl Clock {
 
     /// Returns the age of a beat. Returns `None` if the beat lies in the future by more than [`STALE_AFTER`], because
     /// the times then come from different clocks.
-    fn age<B: Backing>(&self, found: &Found<B>) -> Option<Duration> {
-        let age_ns = self.now_ns - found.beaten_ns;
+    fn age<B: Backing>(&self, lease: &ExaminedLease<B>) -> Option<Duration> {
+        let age_ns = self.now_ns - lease.beaten_ns;
         // The holder may have beaten after the probe.
         if age_ns < -(STALE_AFTER.as_nanos() as i128) {
             return None;

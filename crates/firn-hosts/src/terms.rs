@@ -31,7 +31,7 @@ pub type Terms = BTreeMap<String, String>;
 
 /// Content of the file.
 #[derive(Debug, Serialize, Deserialize)]
-struct Stored {
+struct StoredTerms {
     holding: u64,
     terms: Terms,
 }
@@ -52,12 +52,12 @@ pub fn publish_terms<B: Backing>(
     lease: &Lease<B>,
     terms: &Terms,
 ) -> Result<(), Errno> {
-    let stored = Stored {
+    let stored = StoredTerms {
         holding: lease.holding(),
         terms: terms.clone(),
     };
     let bytes = serde_json::to_vec(&stored).map_err(|_| Errno::INVAL)?;
-    own::store(base, dir, TERMS, &bytes)
+    own::replace_file(base, dir, TERMS, &bytes)
 }
 
 /// Reads the terms that the host of `dir` wrote during the holding that `beat` belongs to.
@@ -68,10 +68,10 @@ pub(crate) fn terms_of_holding<B: Backing>(
     dir: &B::Inode,
     beat: &Beat,
 ) -> Result<Option<Terms>, OwnError> {
-    let Some(bytes) = own::load_at_most(base, dir, TERMS, TERMS_BYTES_MAX)? else {
+    let Some(bytes) = own::read_file_at_most(base, dir, TERMS, TERMS_BYTES_MAX)? else {
         return Ok(None);
     };
-    let stored: Option<Stored> = serde_json::from_slice(&bytes).ok();
+    let stored: Option<StoredTerms> = serde_json::from_slice(&bytes).ok();
     let current = stored.filter(|stored| Some(stored.holding) == beat.holding());
     Ok(current.map(|stored| stored.terms))
 }
@@ -79,16 +79,17 @@ pub(crate) fn terms_of_holding<B: Backing>(
 /// Finds the living hosts that have leases in a backing, with their terms.
 pub struct PeerWatch {
     me: Holder,
-    /// Last beat of each host whose lock proves nothing.
-    seen: HashMap<String, Beat>,
+    /// The last beat that was read of each host whose lock proves nothing.
+    last_beats: HashMap<String, Beat>,
 }
 
 /// Whether a host is alive.
-enum Life {
-    Lives,
+enum PeerLife {
+    Alive,
     Gone,
-    /// The lock is free, and this process has not seen a beat of the host before. The next look decides.
-    Unknown,
+    /// The lock is free but proves nothing, and this is the first beat of the host that the watch has read. The next
+    /// look shows whether the beat has changed.
+    Undecided,
 }
 
 /// Result of one look at the other hosts.
@@ -96,8 +97,11 @@ enum Life {
 pub struct Peers {
     /// The hosts that are alive.
     pub living: Vec<Peer>,
-    /// There may be more living hosts. The next look decides, once every living host has had time to beat.
-    pub is_unsure: bool,
+    /// Further hosts may be alive: their locks prove nothing here, and this watch has read their beats only once.
+    ///
+    /// A second [`PeerWatch::look`] after [`STALE_AFTER`](crate::STALE_AFTER) decides, because a living host beats
+    /// within that time.
+    pub has_undecided: bool,
 }
 
 impl PeerWatch {
@@ -105,7 +109,7 @@ impl PeerWatch {
     pub fn new(me: Holder) -> Self {
         Self {
             me,
-            seen: HashMap::new(),
+            last_beats: HashMap::new(),
         }
     }
 
@@ -124,36 +128,39 @@ impl PeerWatch {
             let Some(terms) = terms_of_holding(base, &dir, &beat)? else {
                 continue;
             };
-            match self.judge(base, &dir, &host)? {
-                Life::Lives => peers.living.push(Peer { host, terms }),
-                Life::Gone => {}
-                Life::Unknown => peers.is_unsure = true,
+            match self.find_life(base, &dir, &host)? {
+                PeerLife::Alive => peers.living.push(Peer { host, terms }),
+                PeerLife::Gone => {}
+                PeerLife::Undecided => peers.has_undecided = true,
             }
         }
         Ok(peers)
     }
 
-    fn judge<B: Backing>(
+    /// Returns whether a host is alive, as far as its lock and its beats show that here.
+    fn find_life<B: Backing>(
         &mut self,
         base: &B,
         dir: &B::Inode,
         host: &str,
-    ) -> Result<Life, OwnError> {
+    ) -> Result<PeerLife, OwnError> {
         match Lease::is_held(base, dir) {
-            Ok(true) => return Ok(Life::Lives),
+            Ok(true) => return Ok(PeerLife::Alive),
             Ok(false) | Err(OwnError::Backing(Errno::OPNOTSUPP | Errno::NOLCK)) => {}
             Err(error) => return Err(error),
         }
         let Some(beat) = Beat::read(base, dir)? else {
-            return Ok(Life::Gone);
+            return Ok(PeerLife::Gone);
         };
         if beat.is_settled_by_lock(&self.me.boot, base.attr(dir)?.dev) {
-            return Ok(Life::Gone);
+            return Ok(PeerLife::Gone);
         }
-        Ok(match self.seen.insert(host.to_owned(), beat.clone()) {
-            None => Life::Unknown,
-            Some(before) if before == beat => Life::Gone,
-            Some(_) => Life::Lives,
-        })
+        Ok(
+            match self.last_beats.insert(host.to_owned(), beat.clone()) {
+                None => PeerLife::Undecided,
+                Some(before) if before == beat => PeerLife::Gone,
+                Some(_) => PeerLife::Alive,
+            },
+        )
     }
 }

@@ -10,8 +10,8 @@
 //! Promises
 //! * Tokens affect speed only; the correctness of data never depends on them. Two hosts that write to one server at
 //!   the same time are slow, but not wrong.
-//! * If the service does not answer or the holder makes no progress, no lane waits longer than [`Limits::wait`]. Then
-//!   the lane writes without its token, reports that, and requests the token again at growing intervals.
+//! * If the service does not answer or the holder makes no progress, no lane waits longer than [`TokenLimits::wait`].
+//!   Then the lane writes without its token, reports that, and requests the token again at growing intervals.
 //! * No caller waits for a call of the service. Each lane has its own thread that makes these calls ([`LaneToken`]),
 //!   and that thread may hang.
 //! * When the tokens are stopped, open requests are withdrawn and held tokens are given back. The stop waits for that
@@ -28,5 +28,5 @@ mod turn;
 pub use flock::FlockService;
 pub use keeper::{LaneToken, Tokens};
 pub use place::{find_group, make_dir};
-pub use service::{Asked, Behind, LockService, ServiceError};
-pub use turn::{Limits, Permit, TokenFigures, TokenState, Use, WAITS_MAX};
+pub use service::{LockService, QueuePosition, ServiceError, TokenReply};
+pub use turn::{Permit, TokenFigures, TokenLimits, TokenState, TokenUse, WAIT_FACTOR_MAX};

@@ -62,7 +62,7 @@ impl<'a, B: Backing> VoteDir<'a, B> {
 
     /// Opens the directory `name` in `top`, and creates it durably if it does not exist.
     pub fn make(base: &'a B, top: &B::Inode, name: &str, host: &'a str) -> Result<Self, OwnError> {
-        let dir = own::dir(base, top, name)?;
+        let dir = own::make_dir(base, top, name)?;
         base.sync_dir(top)?;
         Ok(Self {
             base,
@@ -124,7 +124,7 @@ impl<'a, B: Backing> VoteDir<'a, B> {
 
     /// Reads a file. Returns `None` if it does not exist.
     pub fn read(&self, name: &str) -> Result<Option<Vec<u8>>, OwnError> {
-        own::load(self.base, &self.dir, name)
+        own::read_file(self.base, &self.dir, name)
     }
 
     /// Reads a value that [`VoteDir::put_json`] wrote. Returns `None` if the file does not exist.
@@ -165,7 +165,7 @@ impl<'a, B: Backing> VoteDir<'a, B> {
         static PUTS: AtomicU64 = AtomicU64::new(0);
         let number = PUTS.fetch_add(1, Ordering::Relaxed);
         let working = format!("{PUT}{name}.{}.{number}", self.host);
-        own::write(self.base, &self.dir, &working, bytes)?;
+        own::write_new_file(self.base, &self.dir, &working, bytes)?;
         let new = own::new_name(&working);
         let inode = self.base.lookup(&self.dir, OsStr::new(&new))?.0;
         let linked = self.base.link(&inode, &self.dir, OsStr::new(name));

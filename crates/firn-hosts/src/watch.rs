@@ -17,8 +17,15 @@ pub struct HostWatch {
     purpose: LeaseUse,
     /// Boot id of this host ([`crate::Holder::boot`]).
     boot: String,
-    /// For each host whose lock proves nothing: its last beat, and the time when this process first saw that beat.
-    seen: Mutex<HashMap<String, (Beat, Instant)>>,
+    /// The last beat of each host whose lock proves nothing.
+    last_beats: Mutex<HashMap<String, SeenBeat>>,
+}
+
+/// A beat that this process has read.
+struct SeenBeat {
+    beat: Beat,
+    /// Time at which this process read the beat first.
+    since: Instant,
 }
 
 impl HostWatch {
@@ -27,7 +34,7 @@ impl HostWatch {
         Self {
             purpose,
             boot,
-            seen: Mutex::default(),
+            last_beats: Mutex::default(),
         }
     }
 
@@ -54,15 +61,18 @@ impl HostWatch {
         Ok(self.is_fresh(host, beat))
     }
 
-    /// Returns whether the beat has changed within the stale time of this purpose.
+    /// Returns whether the beat of a host has changed within the stale time of this purpose. The first beat that this
+    /// process reads counts as a change.
     fn is_fresh(&self, host: &str, beat: Beat) -> bool {
-        let mut seen = self.seen.lock();
-        let (last, since) = seen
-            .entry(host.to_owned())
-            .or_insert_with(|| (beat.clone(), Instant::now()));
-        if *last != beat {
-            (*last, *since) = (beat, Instant::now());
-        }
+        let mut last_beats = self.last_beats.lock();
+        let since = match last_beats.get(host) {
+            Some(last) if last.beat == beat => last.since,
+            _ => {
+                let since = Instant::now();
+                last_beats.insert(host.to_owned(), SeenBeat { beat, since });
+                since
+            }
+        };
         since.elapsed() < self.purpose.stale_after()
     }
 

@@ -5,7 +5,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use firn_backing::{Backing, Errno, LockMode, LockRange, Volume};
-use firn_hosts::{FileLocks, InTheWay, Owner, Released, Space, Ticket, Wanted, own};
+use firn_hosts::{
+    ConflictingLock, FileLocks, LockKind, OnConflict, Owner, ReleasedLocks, Ticket, WantedLock, own,
+};
 use firn_sim::LockReach;
 use firn_sim::SimBacking;
 use firn_sim::suite::own_caller;
@@ -22,7 +24,7 @@ fn disk() -> SimBacking {
     let root = disk.root();
     disk.set_owner(&root, Some(own_caller().uid), None)
         .expect("set_owner");
-    own::dir(&disk, &root, DIR).expect("mkdir");
+    own::make_dir(&disk, &root, DIR).expect("mkdir");
     disk
 }
 
@@ -46,10 +48,10 @@ fn owner(number: u64) -> Owner {
     }
 }
 
-fn wanted(number: u64, range: LockRange, mode: LockMode) -> Wanted {
-    Wanted {
+fn wanted(number: u64, range: LockRange, mode: LockMode) -> WantedLock {
+    WantedLock {
         file: FILE,
-        space: Space::Bytes,
+        kind: LockKind::Bytes,
         owner: owner(number),
         range,
         mode,
@@ -58,35 +60,43 @@ fn wanted(number: u64, range: LockRange, mode: LockMode) -> Wanted {
 
 type Answer = Receiver<Result<(), Errno>>;
 
-fn begin(locks: &FileLocks, wanted: Wanted, waits: bool) -> (Ticket, Answer) {
+fn begin(locks: &FileLocks, wanted: WantedLock, waits: bool) -> (Ticket, Answer) {
     let (answered, answer) = mpsc::channel();
     let ticket = locks.next_ticket();
     let done = Box::new(move |outcome| {
         let _ = answered.send(outcome);
     });
     locks.register(ticket, done);
-    locks.acquire(ticket, wanted, waits);
+    let on_conflict = if waits {
+        OnConflict::Wait
+    } else {
+        OnConflict::Fail
+    };
+    locks.acquire(ticket, wanted, on_conflict);
     (ticket, answer)
 }
 
-fn acquire(locks: &FileLocks, wanted: Wanted, waits: bool) -> Result<(), Errno> {
+fn acquire(locks: &FileLocks, wanted: WantedLock, waits: bool) -> Result<(), Errno> {
     let (_, answer) = begin(locks, wanted, waits);
     answer.recv_timeout(LIMIT).expect("an answer")
 }
 
-fn release(locks: &FileLocks, what: Released) {
+fn release(locks: &FileLocks, what: ReleasedLocks) {
     let (answered, answer) = mpsc::channel();
     let done = Box::new(move |outcome| {
         let _ = answered.send(outcome);
     });
-    locks.release(FILE, Space::Bytes, what, done);
+    locks.release(FILE, LockKind::Bytes, what, done);
     answer
         .recv_timeout(LIMIT)
         .expect("an answer")
         .expect("release");
 }
 
-fn begin_test(locks: &FileLocks, wanted: Wanted) -> Receiver<Result<Option<InTheWay>, Errno>> {
+fn begin_test(
+    locks: &FileLocks,
+    wanted: WantedLock,
+) -> Receiver<Result<Option<ConflictingLock>, Errno>> {
     let (answered, answer) = mpsc::channel();
     let done = Box::new(move |found| {
         let _ = answered.send(found);
@@ -95,7 +105,7 @@ fn begin_test(locks: &FileLocks, wanted: Wanted) -> Receiver<Result<Option<InThe
     answer
 }
 
-fn is_in_the_way(locks: &FileLocks, wanted: Wanted) -> bool {
+fn has_conflict(locks: &FileLocks, wanted: WantedLock) -> bool {
     let answer = begin_test(locks, wanted);
     let found = answer.recv_timeout(LIMIT).expect("an answer");
     found.expect("test").is_some()
@@ -144,13 +154,13 @@ fn locks_of_three_hosts_are_those_of_one() {
             0 => LockMode::Exclusive,
             1 => LockMode::Shared,
             2 => {
-                release(locks, Released::Range(number as u64, range));
+                release(locks, ReleasedLocks::Range(number as u64, range));
                 bytes.clone().for_each(|byte| model[byte][number] = None);
                 continue;
             }
             _ => {
                 let mode = LockMode::Exclusive;
-                let found = is_in_the_way(locks, wanted(number as u64, range, mode));
+                let found = has_conflict(locks, wanted(number as u64, range, mode));
                 assert_eq!(found, excludes(&model, mode), "seed {seed}, step {step}");
                 continue;
             }
@@ -164,7 +174,10 @@ fn locks_of_three_hosts_are_those_of_one() {
         }
     }
     for number in 0..OWNERS {
-        release(&hosts[number % hosts.len()], Released::Owner(number as u64));
+        release(
+            &hosts[number % hosts.len()],
+            ReleasedLocks::Owner(number as u64),
+        );
     }
     for locks in &hosts {
         locks.stop(LIMIT);
@@ -205,7 +218,7 @@ fn a_waiting_host_gets_the_lock_whichever_host_dies() {
                         let wanted = wanted(number, LockRange::WHOLE, LockMode::Exclusive);
                         acquire(locks, wanted, true).expect("lock");
                         add();
-                        release(locks, Released::Owner(number));
+                        release(locks, ReleasedLocks::Owner(number));
                     }
                 });
             }
@@ -228,7 +241,7 @@ fn an_interrupted_wait_has_no_lock_and_blocks_no_host() {
     for answer in [answer_here, answer_there] {
         assert_eq!(answer.recv_timeout(LIMIT), Ok(Err(Errno::INTR)));
     }
-    release(&a, Released::Handle(1));
+    release(&a, ReleasedLocks::Handle(1));
     assert_eq!(acquire(&b, whole(4), true), Ok(()));
     // One that is granted is not interrupted any more.
     assert!(!b.interrupt(there));
@@ -265,7 +278,7 @@ fn a_host_that_is_starting_is_waited_for() {
     let (_, locked) = begin(&a, wanted(2, LockRange::WHOLE, LockMode::Shared), false);
     let tested = begin_test(&a, whole);
     // A host answers a release after the requests before it.
-    release(&a, Released::Owner(1));
+    release(&a, ReleasedLocks::Owner(1));
     assert!(tested.try_recv().is_err() && locked.try_recv().is_err());
     let _b = host(&disk, "b", &["a"]);
     locked

@@ -418,14 +418,14 @@ fn hosts_that_live_are_seen_with_what_they_say_and_others_are_not() {
         join(&disk_of_b, "b", "plain");
         let mut seen_by_b = watch("b");
         let first = seen_by_b.look(&disk_of_b).expect("look");
-        if first.is_unsure {
+        if first.has_undecided {
             // Its lock says nothing here: the beat tells.
             assert_eq!(said(&first), []);
         }
         lease.beat(&disk_of_a, None).expect("beat");
         let second = seen_by_b.look(&disk_of_b).expect("look");
         assert_eq!(said(&second), [("a", "log")], "{reach:?}");
-        assert!(!second.is_unsure);
+        assert!(!second.has_undecided);
         // It is killed: it blocks no other host.
         drop(lease);
         let third = seen_by_b.look(&disk_of_b).expect("look");
@@ -439,7 +439,7 @@ fn hosts_that_live_are_seen_with_what_they_say_and_others_are_not() {
         assert_eq!(said(&unsaid), [], "{reach:?}");
         again.release(&disk_of_a, None).expect("release");
         let released = seen_by_b.look(&disk_of_b).expect("look");
-        assert!(said(&released).is_empty() && !released.is_unsure);
+        assert!(said(&released).is_empty() && !released.has_undecided);
     }
 }
 

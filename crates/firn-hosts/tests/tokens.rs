@@ -8,13 +8,13 @@ use std::time::Duration;
 use common::{HANGS_AFTER, Host, limits, wait_for_state, wait_until, write_together};
 use firn_backing::{Backing, DirBacking, Errno, Volume};
 use firn_hosts::own;
-use firn_hosts::tokens::{Asked, FlockService, LockService, TokenState};
+use firn_hosts::tokens::{FlockService, LockService, TokenReply, TokenState};
 use firn_sim::LockReach;
 use firn_sim::SimBacking;
 use firn_sim::suite::own_caller;
 
 fn service<B: Backing>(base: Arc<B>, host: &str) -> FlockService<B> {
-    let dir = own::dir(&*base, &base.root(), "tokens").expect("a directory of our own");
+    let dir = own::make_dir(&*base, &base.root(), "tokens").expect("a directory of our own");
     FlockService::new(base, dir, 0, host)
 }
 
@@ -62,24 +62,24 @@ fn who_gave_the_token_back_comes_behind_the_one_that_is_next() {
     let [a, b] = &mut services[..] else {
         unreachable!("there are two");
     };
-    assert_eq!(a.ask().expect("ask"), Asked::Granted);
+    assert_eq!(a.ask().expect("ask"), TokenReply::Granted);
     assert!(!a.others_wait().expect("look"));
-    let Asked::Behind(behind) = b.ask().expect("ask") else {
+    let TokenReply::Queued(behind) = b.ask().expect("ask") else {
         panic!("two have it");
     };
     assert_eq!(behind.holder.as_deref(), Some("a"));
     assert!(a.others_wait().expect("look"));
     a.give_back().expect("give back");
     assert!(
-        matches!(a.ask().expect("ask"), Asked::Behind(_)),
+        matches!(a.ask().expect("ask"), TokenReply::Queued(_)),
         "b is next"
     );
-    assert_eq!(b.ask().expect("ask"), Asked::Granted);
+    assert_eq!(b.ask().expect("ask"), TokenReply::Granted);
     b.give_back().expect("give back");
-    assert_eq!(a.ask().expect("ask"), Asked::Granted);
+    assert_eq!(a.ask().expect("ask"), TokenReply::Granted);
     a.give_back().expect("give back");
     let b_again = b.ask().expect("ask");
-    assert_eq!(b_again, Asked::Granted);
+    assert_eq!(b_again, TokenReply::Granted);
 }
 
 #[test]
@@ -87,7 +87,7 @@ fn a_holder_that_dies_leaves_its_token_to_the_next() {
     let disk = sim();
     let dying = disk.another_process();
     let mut a = service(Arc::new(dying), "a");
-    assert_eq!(a.ask().expect("ask"), Asked::Granted);
+    assert_eq!(a.ask().expect("ask"), TokenReply::Granted);
     let b = Host::start(
         Box::new(service(Arc::new(disk.another_process()), "b")),
         limits(20, HANGS_AFTER.as_millis() as u64),
@@ -107,7 +107,7 @@ fn a_holder_that_does_not_go_on_is_not_waited_for_for_ever() {
     let dir = tempfile::tempdir().expect("tempdir");
     let stuck = Arc::new(DirBacking::open(dir.path()).expect("open"));
     let mut stuck = service(stuck, "stuck");
-    assert_eq!(stuck.ask().expect("ask"), Asked::Granted);
+    assert_eq!(stuck.ask().expect("ask"), TokenReply::Granted);
     let host = host_over(dir.path(), "n1", 200);
     assert!(!host.enter().has_token());
     let figures = host.figures();
@@ -158,7 +158,7 @@ fn a_backing_without_locks_and_one_that_hangs_hold_up_no_drain() {
 fn a_file_that_is_not_ours_is_not_locked() {
     let base = Arc::new(sim());
     let mut planted = service(Arc::clone(&base), "a");
-    let dir = own::dir(&*base, &base.root(), "tokens").expect("dir");
+    let dir = own::make_dir(&*base, &base.root(), "tokens").expect("dir");
     base.symlink(
         &own_caller(),
         &dir,

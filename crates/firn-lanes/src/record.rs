@@ -164,9 +164,9 @@ pub(crate) fn open_dir_of_host<B: Backing>(
     name: &str,
     host: &str,
 ) -> Result<B::Inode, OwnError> {
-    let top = own::dir(primary, &primary.root(), TOP)?;
-    let all = own::dir(primary, &top, name).map_err(|error| error.below(TOP))?;
-    own::dir(primary, &all, host).map_err(|error| error.below(name).below(TOP))
+    let top = own::make_dir(primary, &primary.root(), TOP)?;
+    let all = own::make_dir(primary, &top, name).map_err(|error| error.below(TOP))?;
+    own::make_dir(primary, &all, host).map_err(|error| error.below(name).below(TOP))
 }
 
 /// Returns whether a directory has the marker file of the primary with this id.
@@ -203,7 +203,7 @@ fn marker(id: u128) -> String {
 }
 
 fn open_dir<'a, B: Backing>(primary: &'a B, host: &'a str) -> Result<VoteDir<'a, B>, RecordError> {
-    let top = own::dir(primary, &primary.root(), TOP)?;
+    let top = own::make_dir(primary, &primary.root(), TOP)?;
     Ok(VoteDir::make(primary, &top, DIR, host).map_err(|error| error.below(TOP))?)
 }
 

@@ -41,8 +41,8 @@ pub const CONTAINERS: &str = own::LOGS;
 
 /// Opens the directory of all containers, and makes it if it is missing.
 pub fn make_dir<B: Backing>(base: &B) -> std::result::Result<B::Inode, OwnError> {
-    let firn = own::dir(base, &base.root(), TOP)?;
-    own::dir(base, &firn, CONTAINERS).map_err(|error| error.below(TOP))
+    let firn = own::make_dir(base, &base.root(), TOP)?;
+    own::make_dir(base, &firn, CONTAINERS).map_err(|error| error.below(TOP))
 }
 
 /// Bound on table blocks in memory, of all files. One reader may take half of it, which holds one block of each index

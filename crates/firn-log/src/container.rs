@@ -390,7 +390,7 @@ impl<B: Backing> Container<B> {
     /// A host may keep a listing for a moment, but lists again after its own change. So this host first makes a change:
     /// it touches a file.
     fn refresh_before_resize(&self, base: &B) -> Result<BTreeMap<Writer, u64>> {
-        own::touch(base, &self.dir, &format!("look-{}", self.host))?;
+        own::force_fresh_listing(base, &self.dir, &format!("look-{}", self.host))?;
         let offsets = self.refresh_until_stable(base)?;
         self.raise_epoch();
         Ok(offsets)

@@ -866,9 +866,9 @@ impl<B: Backing> LoggedFile<B> {
         let find = || file_dir::find_container(site.base, site.top, self.id, number);
         // This check follows the creation: a host that removes the last name marks only containers that exist by then.
         if self.is_removed.load(Ordering::Acquire) {
-            own::store(site.base, &dir, DEAD, site.host.as_bytes())?;
+            own::replace_file(site.base, &dir, DEAD, site.host.as_bytes())?;
         } else if self.is_dying.load(Ordering::Acquire) {
-            own::store(site.base, &dir, DYING, site.host.as_bytes())?;
+            own::replace_file(site.base, &dir, DYING, site.host.as_bytes())?;
         }
         match self.publish_head(site, number, plain_len) {
             // Another host had made the container, and has flattened and removed it since.

@@ -74,8 +74,8 @@ pub(crate) fn make_container<B: Backing>(
     id: FileId,
     generation: u32,
 ) -> std::result::Result<B::Inode, OwnError> {
-    let dir = own::dir(base, top, &id.dir_name())?;
-    own::dir(base, &dir, &id.container_name(generation))
+    let dir = own::make_dir(base, top, &id.dir_name())?;
+    own::make_dir(base, &dir, &id.container_name(generation))
 }
 
 /// Removes the directory of a file if it is empty.

@@ -150,7 +150,7 @@ pub(crate) fn load<B: Backing>(
     generation: u32,
 ) -> Result<Result<Option<Head>, HeadError>, OwnError> {
     let read = || -> Result<Option<Result<Head, HeadError>>, OwnError> {
-        match own::load_link(base, dir, HEAD) {
+        match own::read_link(base, dir, HEAD) {
             Ok(text) => Ok(text.map(|text| Head::of(&text, file, generation))),
             Err(OwnError::Distrusted { .. }) if own::find_file(base, dir, HEAD)?.is_some() => {
                 Ok(Some(Err(HeadError::Version(VERSION_OF_FILES))))

@@ -161,7 +161,7 @@ impl<B: Backing> Ending<'_, B> {
         if names.contains(DONE_ALL) {
             return Ok(());
         }
-        let stored = own::load(self.base, self.votes().dir(), SEAL_NAME)?;
+        let stored = own::read_file(self.base, self.votes().dir(), SEAL_NAME)?;
         let old = stored.as_deref().and_then(Seal::decode);
         let is_damaged = stored.is_some() && old.is_none();
         let salvaged = self.container.salvage_indexes(self.base, old.as_ref())?;
@@ -217,7 +217,7 @@ impl<B: Backing> Ending<'_, B> {
             let done = names.iter().filter(|name| is_done_part(name));
             self.votes().remove_files(done.map(String::as_str))?;
         }
-        own::store(self.base, self.votes().dir(), SEAL_NAME, &seal.encode()?)?;
+        own::replace_file(self.base, self.votes().dir(), SEAL_NAME, &seal.encode()?)?;
         self.container.apply_seal(self.base, seal)
     }
 

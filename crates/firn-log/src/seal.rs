@@ -150,7 +150,7 @@ impl Seal {
 
     /// Reads the seal of a sealed container. Fails with ENOENT if there is none, and with EIO if it is damaged.
     pub(crate) fn load<B: Backing>(base: &B, dir: &B::Inode) -> Result<Self> {
-        let bytes = own::load(base, dir, SEAL_NAME)?.ok_or(Errno::NOENT)?;
+        let bytes = own::read_file(base, dir, SEAL_NAME)?.ok_or(Errno::NOENT)?;
         Self::decode(&bytes).ok_or_else(|| {
             tracing::error!("what counts of a container cannot be read: `{SEAL_NAME}` is damaged");
             Errno::IO

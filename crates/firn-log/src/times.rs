@@ -77,7 +77,7 @@ fn name_of(number: u64) -> String {
 /// time.
 pub(crate) fn load<B: Backing>(base: &B, dir: &B::Inode, number: u64) -> Result<Option<Record>> {
     let name = name_of(number);
-    let text = own::load_link(base, dir, &name)?;
+    let text = own::read_link(base, dir, &name)?;
     Ok(text.map(|text| {
         Record::decode(&text).unwrap_or_else(|| {
             tracing::warn!(

@@ -314,7 +314,7 @@ impl<B: Backing> Verifier<'_, B> {
             file: SEAL_NAME,
             host: None,
         };
-        let lookup = own::load(self.base, dir, SEAL_NAME);
+        let lookup = own::read_file(self.base, dir, SEAL_NAME);
         let Some(bytes) = self.accept_trusted(Some(&subject), lookup)?.flatten() else {
             return Ok(None);
         };

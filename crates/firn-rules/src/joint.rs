@@ -29,7 +29,7 @@ use serde::{Deserialize, Serialize};
 #[cfg(test)]
 mod model;
 
-/// Text for hosts that wait because no host has seen the event.
+/// Name of the event in the text of a wait ([`JointStep::Wait`]): no host has seen it yet.
 pub const EVENT: &str = "the event";
 
 /// Number of files that a condition counts.
@@ -84,7 +84,7 @@ impl Attempt {
 
 /// The state of a joint checkpoint as a host sees it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Look {
+pub struct JointView {
     /// Hosts that take part.
     pub joined: BTreeSet<String>,
     /// The published states of their parts.
@@ -116,7 +116,7 @@ pub struct OwnPart {
 
 /// The next step of a host.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub enum Step {
+pub enum JointStep {
     /// Wait for this.
     Wait(String),
     /// Record that the event was seen.
@@ -151,73 +151,78 @@ pub enum Step {
     Undo,
 }
 
-/// Returns the reason why the parts of the hosts do not allow the commit, or `None`.
+/// Returns the reason why the parts of the hosts do not allow the commit; `None` if they do.
 pub type Obstacle<'a> = &'a dyn Fn(&BTreeMap<String, HostState>) -> Option<String>;
 
 /// Returns the next step of the host `me`. `dead` are the hosts that are dead.
 pub fn next_step(
-    look: &Look,
+    view: &JointView,
     me: &str,
     own: &OwnPart,
     dead: &BTreeSet<String>,
     obstacle: Obstacle<'_>,
-) -> Step {
-    match look.decision {
-        Some(true) => return Step::Apply,
-        Some(false) => return Step::Undo,
+) -> JointStep {
+    match view.decision {
+        Some(true) => return JointStep::Apply,
+        Some(false) => return JointStep::Undo,
         None => {}
     }
-    if let Some(host) = look.joined.iter().find(|host| dead.contains(*host)) {
+    if let Some(host) = view.joined.iter().find(|host| dead.contains(*host)) {
         return abort(format!("host {host} is dead"));
     }
     if own.has_failed {
         return abort(format!("a writer on {me} has failed"));
     }
-    if let Some(attempt) = &look.attempt
+    if let Some(attempt) = &view.attempt
         && (attempt.is_open() || own.prepared_for == Some(attempt.number))
     {
-        return next_of_attempt(attempt, look, me, own);
+        return next_step_of_attempt(attempt, view, me, own);
     }
-    if own.has_event && !look.has_event {
-        return Step::PutEvent;
+    if own.has_event && !view.has_event {
+        return JointStep::PutEvent;
     }
-    let says_state = look.has_event || own.state.living == 0;
-    if says_state && look.states.get(me) != Some(&own.state) {
-        return Step::PutState;
+    let publishes_state = view.has_event || own.state.living == 0;
+    if publishes_state && view.states.get(me) != Some(&own.state) {
+        return JointStep::PutState;
     }
-    next_of_open(look, own, obstacle)
+    next_step_between_attempts(view, own, obstacle)
 }
 
-fn abort(why: String) -> Step {
-    Step::Decide { commit: false, why }
+fn abort(why: String) -> JointStep {
+    JointStep::Decide { commit: false, why }
 }
 
-/// Returns a wait for a host that has not published the state of its part.
-fn unknown(look: &Look) -> Option<Step> {
-    let mut unknown = look.joined.iter();
-    let host = unknown.find(|host| !look.states.contains_key(*host))?;
-    Some(Step::Wait(format!("host {host}")))
+/// Returns a wait for the first host that has not published the state of its part; `None` if all have.
+fn wait_for_missing_state(view: &JointView) -> Option<JointStep> {
+    let mut hosts = view.joined.iter();
+    let host = hosts.find(|host| !view.states.contains_key(*host))?;
+    Some(JointStep::Wait(format!("host {host}")))
 }
 
-fn next_of_open(look: &Look, own: &OwnPart, obstacle: Obstacle<'_>) -> Step {
-    if !look.has_event && own.state.living > 0 {
-        return Step::Wait(EVENT.to_owned());
+/// Returns the next step while no attempt is open.
+fn next_step_between_attempts(
+    view: &JointView,
+    own: &OwnPart,
+    obstacle: Obstacle<'_>,
+) -> JointStep {
+    if !view.has_event && own.state.living > 0 {
+        return JointStep::Wait(EVENT.to_owned());
     }
-    if let Some(wait) = unknown(look) {
+    if let Some(wait) = wait_for_missing_state(view) {
         return wait;
     }
-    let joined = look.states.iter();
+    let joined = view.states.iter();
     let states: BTreeMap<String, HostState> = joined
-        .filter(|(host, _)| look.joined.contains(*host))
+        .filter(|(host, _)| view.joined.contains(*host))
         .map(|(host, state)| (host.clone(), state.clone()))
         .collect();
     let have_ended = states.values().all(|state| state.living == 0);
     let are_gone = have_ended && states.values().all(|state| state.idle_jobs == 0);
-    if !look.has_event {
+    if !view.has_event {
         return if have_ended && own.ends_with_writers {
-            Step::PutEvent
+            JointStep::PutEvent
         } else if !are_gone {
-            Step::Wait(EVENT.to_owned())
+            JointStep::Wait(EVENT.to_owned())
         } else {
             abort("all its writers are gone, and its event has not come".into())
         };
@@ -231,21 +236,21 @@ fn next_of_open(look: &Look, own: &OwnPart, obstacle: Obstacle<'_>) -> Step {
         .iter()
         .map(|(host, state)| (host.clone(), state.changes))
         .collect();
-    let last = look.attempt.as_ref();
+    let last = view.attempt.as_ref();
     // A conflict remains until a part changes. A host that did not publish in time may do so in the next attempt.
     let is_tried = last.is_some_and(|last| last.is_conflict && last.changes == changes);
     match obstacle {
         Some(what) if are_gone => {
             abort(format!("all its writers are gone, and it waits for {what}"))
         }
-        Some(what) => Step::Wait(what),
+        Some(what) => JointStep::Wait(what),
         None if is_tried && are_gone => {
             abort("all its writers are gone, and the hosts do not agree".into())
         }
         None if is_tried => {
-            Step::Wait("a change: the parts of the hosts do not go together".into())
+            JointStep::Wait("a change: the parts of the hosts do not go together".into())
         }
-        None => Step::Try(Attempt {
+        None => JointStep::Try(Attempt {
             number: last.map_or(1, |last| last.number + 1),
             changes,
             published: BTreeSet::new(),
@@ -255,40 +260,41 @@ fn next_of_open(look: &Look, own: &OwnPart, obstacle: Obstacle<'_>) -> Step {
     }
 }
 
-fn next_of_attempt(attempt: &Attempt, look: &Look, me: &str, own: &OwnPart) -> Step {
+/// Returns the next step while an attempt is open, or after it has failed for this host.
+fn next_step_of_attempt(attempt: &Attempt, view: &JointView, me: &str, own: &OwnPart) -> JointStep {
     let number = attempt.number;
     match attempt.is_clear {
         Some(true) => {
-            return Step::Decide {
+            return JointStep::Decide {
                 commit: true,
                 why: String::new(),
             };
         }
-        Some(false) => return Step::Reopen(number),
+        Some(false) => return JointStep::Reopen(number),
         None => {}
     }
     let hosts: BTreeSet<&String> = attempt.changes.keys().collect();
-    if look.joined.iter().collect::<BTreeSet<_>>() != hosts {
+    if view.joined.iter().collect::<BTreeSet<_>>() != hosts {
         let why = "another host has begun to take part".to_owned();
-        return Step::GiveUp { number, why };
+        return JointStep::GiveUp { number, why };
     }
     if !attempt.published.contains(me) {
         if attempt.changes.get(me) != Some(&own.state.changes) || own.state.open > 0 {
             let why = format!("programs on {me} have changed more");
-            return Step::GiveUp { number, why };
+            return JointStep::GiveUp { number, why };
         }
-        return Step::Publish(number);
+        return JointStep::Publish(number);
     }
     let missing = attempt
         .changes
         .keys()
         .find(|host| !attempt.published.contains(*host));
     match missing {
-        None => Step::Judge(attempt.clone()),
-        Some(host) if own.is_late => Step::GiveUp {
+        None => JointStep::Judge(attempt.clone()),
+        Some(host) if own.is_late => JointStep::GiveUp {
             number,
             why: format!("host {host} did not come"),
         },
-        Some(host) => Step::Wait(format!("host {host}")),
+        Some(host) => JointStep::Wait(format!("host {host}")),
     }
 }

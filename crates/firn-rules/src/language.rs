@@ -15,13 +15,13 @@ use crate::pattern::{CaptureKind, Captures, Pattern, PatternError, PatternMatch,
 
 /// The event that makes a scope complete.
 #[derive(Clone, Debug)]
-pub(crate) enum Event {
+pub(crate) enum RuleEvent {
     /// The last descriptor for writing of a file is closed.
-    Close(Target),
+    Close(EventTarget),
     /// A file or directory is renamed to a name.
-    Rename(Target),
+    Rename(EventTarget),
     /// A name is removed.
-    Unlink(Target),
+    Unlink(EventTarget),
     /// The first change in another scope of the rule, or the successful end of all writers.
     Next,
     /// The last descriptor for writing in the scope is closed.
@@ -30,7 +30,7 @@ pub(crate) enum Event {
 
 /// The subject of an event.
 #[derive(Clone, Debug)]
-pub(crate) enum Target {
+pub(crate) enum EventTarget {
     /// The scope itself: its top is renamed.
     Itself,
     /// A path in the scope.
@@ -41,7 +41,7 @@ pub(crate) enum Target {
 
 /// The number of files that a condition requires.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Count {
+pub(crate) enum RequiredCount {
     /// One file for each process that writes in the scope, or wrote in the previous scope.
     Writers,
     /// As many files as the previous scope had.
@@ -53,10 +53,10 @@ pub(crate) enum Count {
 
 /// A condition of a commit.
 #[derive(Clone, Debug)]
-pub(crate) struct Need {
+pub(crate) struct Condition {
     pub(crate) text: String,
     pub(crate) files: Pattern,
-    pub(crate) count: Count,
+    pub(crate) count: RequiredCount,
 }
 
 /// One rule.
@@ -67,8 +67,8 @@ pub struct Rule {
     /// Text of the rule in its source.
     pub text: String,
     pub(crate) scope: ScopePattern,
-    pub(crate) event: Event,
-    pub(crate) needs: Vec<Need>,
+    pub(crate) event: RuleEvent,
+    pub(crate) needs: Vec<Condition>,
     /// Number of complete checkpoints that are kept. `None`: all of them are kept.
     pub(crate) keep: Option<usize>,
 }
@@ -86,27 +86,27 @@ pub(crate) struct ScopePattern {
 
 /// The scope that contains a path.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Found {
+pub(crate) struct FoundScope {
     /// The directory that contains the tops of the scope.
     pub(crate) dir: Vec<u8>,
     /// The top directory or file of the scope. The path is this top or lies in it.
     pub(crate) top: Vec<u8>,
-    pub(crate) identity: Identity,
+    pub(crate) identity: ScopeIdentity,
 }
 
 /// Distinguishes the scopes of one rule in one directory.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Identity {
+pub(crate) enum ScopeIdentity {
     /// The path of the top.
     Path(Vec<u8>),
     /// The values of the captures.
     Captures(Captures),
 }
 
-impl Found {
+impl FoundScope {
     /// Returns the step of the scope: the value of its only capture; otherwise the last number in its name.
     pub(crate) fn step(&self) -> Option<String> {
-        if let Identity::Captures(captures) = &self.identity
+        if let ScopeIdentity::Captures(captures) = &self.identity
             && let [value] = captures.values().collect::<Vec<_>>()[..]
         {
             return Some(String::from_utf8_lossy(value).into_owned());
@@ -136,7 +136,7 @@ pub(crate) fn relative<'a>(path: &'a [u8], dir: &[u8]) -> Option<&'a [u8]> {
 
 impl ScopePattern {
     /// Returns the scope that contains `path`. If several scopes match, the outermost one is returned.
-    pub(crate) fn find(&self, path: &[u8]) -> Option<Found> {
+    pub(crate) fn find(&self, path: &[u8]) -> Option<FoundScope> {
         if let Some(begins) = &self.begins {
             let top = parent_of(path);
             let name = relative(path, top)?;
@@ -171,21 +171,21 @@ impl ScopePattern {
         self.has_captures && self.tops.has_directories()
     }
 
-    fn of_top(&self, top: &[u8]) -> Option<Found> {
+    fn of_top(&self, top: &[u8]) -> Option<FoundScope> {
         let PatternMatch { captures, depth } = self.tops.find(top)?;
         if !self.has_captures {
-            return Some(Found {
+            return Some(FoundScope {
                 dir: parent_of(top).to_vec(),
                 top: top.to_vec(),
-                identity: Identity::Path(top.to_vec()),
+                identity: ScopeIdentity::Path(top.to_vec()),
             });
         }
         // All tops of a scope are in one directory, in which the pattern begins.
         let top = (1..depth).fold(top, |at, _| parent_of(at));
-        Some(Found {
+        Some(FoundScope {
             dir: parent_of(top).to_vec(),
             top: top.to_vec(),
-            identity: Identity::Captures(captures),
+            identity: ScopeIdentity::Captures(captures),
         })
     }
 }
@@ -199,9 +199,9 @@ impl Rule {
     /// Returns the pattern of names beside a scope that the event concerns.
     pub(crate) fn marker(&self) -> Option<&Pattern> {
         match &self.event {
-            Event::Close(Target::Beside(names))
-            | Event::Rename(Target::Beside(names))
-            | Event::Unlink(Target::Beside(names)) => Some(names),
+            RuleEvent::Close(EventTarget::Beside(names))
+            | RuleEvent::Rename(EventTarget::Beside(names))
+            | RuleEvent::Unlink(EventTarget::Beside(names)) => Some(names),
             _ => None,
         }
     }
@@ -424,11 +424,11 @@ impl LineParser<'_> {
         is_dir: bool,
         names: &[String],
         kinds: &BTreeMap<String, CaptureKind>,
-    ) -> Result<Event, RuleError> {
+    ) -> Result<RuleEvent, RuleError> {
         let Some((kind, target)) = word.text.split_once(':') else {
             return match word.text {
-                "next" => Ok(Event::Next),
-                "idle" => Ok(Event::Idle),
+                "next" => Ok(RuleEvent::Next),
+                "idle" => Ok(RuleEvent::Idle),
                 other => {
                     let known = ["next", "idle", "close", "rename", "unlink"];
                     let message = format!("expected {EVENTS}, found `{other}`");
@@ -438,9 +438,9 @@ impl LineParser<'_> {
         };
         let at = word.at + kind.len() + 1;
         let make = match kind {
-            "close" => Event::Close,
-            "rename" => Event::Rename,
-            "unlink" => Event::Unlink,
+            "close" => RuleEvent::Close,
+            "rename" => RuleEvent::Rename,
+            "unlink" => RuleEvent::Unlink,
             other => {
                 let message = format!("expected `close`, `rename` or `unlink`, found `{other}`");
                 let nearest = nearest(other, ["close", "rename", "unlink"]);
@@ -455,7 +455,7 @@ impl LineParser<'_> {
             }
         }
         if target == "." {
-            return Ok(make(Target::Itself));
+            return Ok(make(EventTarget::Itself));
         }
         let beside = target.strip_prefix("../");
         let text = beside.unwrap_or(target);
@@ -480,9 +480,9 @@ impl LineParser<'_> {
         }
         let pattern = self.pattern(Word { text, at }, kinds, ("", ""))?;
         Ok(make(if is_beside {
-            Target::Beside(pattern)
+            EventTarget::Beside(pattern)
         } else {
-            Target::Inside(pattern)
+            EventTarget::Inside(pattern)
         }))
     }
 
@@ -511,10 +511,10 @@ impl LineParser<'_> {
             return Ok(());
         }
         let count = match (value, number) {
-            ("writers", _) => Count::Writers,
-            ("same", _) => Count::Same,
-            ("renewed", _) => Count::Renewed,
-            (_, Some(number)) => Count::Number(number),
+            ("writers", _) => RequiredCount::Writers,
+            ("same", _) => RequiredCount::Same,
+            ("renewed", _) => RequiredCount::Renewed,
+            (_, Some(number)) => RequiredCount::Number(number),
             (other, None) => {
                 let message =
                     format!("expected `writers`, `same`, `renewed` or a number, found `{other}`");
@@ -527,7 +527,7 @@ impl LineParser<'_> {
             at: word.at,
         };
         let files = self.pattern(files, &BTreeMap::new(), ("", ""))?;
-        rule.needs.push(Need {
+        rule.needs.push(Condition {
             text: word.text.to_owned(),
             files,
             count,

@@ -29,7 +29,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use crate::joint::{HostState, NeedCount, OwnPart};
-use crate::language::{Count, Event, Found, Identity, Need, Rule, Target, parent_of, relative};
+use crate::language::{
+    Condition, EventTarget, FoundScope, RequiredCount, Rule, RuleEvent, ScopeIdentity, parent_of,
+    relative,
+};
 use crate::pattern::Captures;
 use crate::rule_set::{LocatedPath, PathRole, RuleSet};
 
@@ -168,17 +171,18 @@ impl Refusal {
     }
 }
 
-/// Identifies a scope.
+/// Identifies a scope among those of all rules.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Key {
+struct ScopeKey {
     rule: usize,
     dir: Vec<u8>,
-    identity: Identity,
+    identity: ScopeIdentity,
 }
 
 /// The purpose of an open scope.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Purpose {
+enum ScopePurpose {
+    /// Programs write a checkpoint.
     Write,
     /// Only names of a committed scope were removed so far.
     Removal,
@@ -189,23 +193,23 @@ enum Purpose {
 /// An open scope.
 #[derive(Debug)]
 struct Scope {
-    key: Key,
-    purpose: Purpose,
+    key: ScopeKey,
+    purpose: ScopePurpose,
     tops: BTreeSet<Vec<u8>>,
     /// Tops whose names were removed.
     removed_tops: BTreeSet<Vec<u8>>,
     /// Files that exist, as far as the machine has seen them.
     files: BTreeSet<Vec<u8>>,
     /// Files that existed before the scope began and were neither created nor written since.
-    unchanged: BTreeSet<Vec<u8>>,
+    unwritten: BTreeSet<Vec<u8>>,
     /// Living processes that changed something in the scope.
-    living: BTreeSet<u32>,
+    living_writers: BTreeSet<u32>,
     /// All processes that changed something in the scope.
     writers: BTreeSet<u32>,
     /// Jobs that continue after their writers have ended well. An example is a shell script between two commands.
     idle_jobs: BTreeSet<u32>,
     /// A checkpoint of this name existed before.
-    was_there: bool,
+    existed_before: bool,
     /// A writer ended badly.
     has_failed: bool,
     /// For a removal: a newer checkpoint was begun after it, and was dropped.
@@ -220,14 +224,14 @@ struct Scope {
     /// the next event.
     is_extended: bool,
     /// The last file that was refused to another job.
-    refused: Option<String>,
+    last_refused_file: Option<String>,
     /// Files that are open for writing, by handle.
     open: BTreeMap<u64, Vec<u8>>,
     event_seen: bool,
     /// Files that were closed by the end of a process, by process.
     closed_by_exit: BTreeMap<u32, Vec<Vec<u8>>>,
-    /// Number of operations that were allowed and are not finished.
-    under_way: usize,
+    /// Number of operations in the scope that were allowed by [`Machine::before`] and not ended by [`Machine::after`].
+    operations_under_way: usize,
     /// The caller has not finished beginning the scope, or adding a name to it.
     is_beginning: bool,
     /// The caller was told to commit or abort the scope.
@@ -236,8 +240,8 @@ struct Scope {
 
 /// A scope that was committed.
 #[derive(Clone, Debug)]
-struct Committed {
-    key: Key,
+struct CommittedScope {
+    key: ScopeKey,
     tops: BTreeSet<Vec<u8>>,
     files: BTreeSet<Vec<u8>>,
     /// Number of writers that were alive at the commit.
@@ -275,7 +279,7 @@ pub struct Machine {
     last_number: ScopeNumber,
     scopes: BTreeMap<ScopeNumber, Scope>,
     /// Committed scopes, the newest last.
-    committed: Vec<Committed>,
+    committed: Vec<CommittedScope>,
     /// The job of each process that writes. All other processes belong to one job with the number 0.
     jobs: BTreeMap<u32, u32>,
     /// The jobs whose first process is alive.
@@ -285,116 +289,124 @@ pub struct Machine {
 }
 
 /// Maximum number of commits of one rule in one directory that the machine remembers.
-const REMEMBERED_MAX: usize = 64;
+const COMMITTED_MAX: usize = 64;
 
-/// A step for sorting: by its number, or by its characters if it is not a number.
-struct Step(f64, String);
+/// Sort key of a checkpoint by its step: by the number, or by the characters if the step is not a number.
+struct StepOrder {
+    /// Infinite if the step is not a number.
+    number: f64,
+    text: String,
+}
 
-impl Step {
+impl StepOrder {
     fn new(text: &str) -> Self {
-        Self(text.parse().unwrap_or(f64::INFINITY), text.to_owned())
+        Self {
+            number: text.parse().unwrap_or(f64::INFINITY),
+            text: text.to_owned(),
+        }
     }
 
     fn cmp(&self, other: &Self) -> std::cmp::Ordering {
-        let numbers = self.0.total_cmp(&other.0);
-        numbers.then_with(|| self.1.cmp(&other.1))
+        let numbers = self.number.total_cmp(&other.number);
+        numbers.then_with(|| self.text.cmp(&other.text))
     }
 }
 
 impl Scope {
     /// Creates an empty scope.
-    fn new(key: Key, purpose: Purpose) -> Self {
+    fn new(key: ScopeKey, purpose: ScopePurpose) -> Self {
         Self {
             key,
             purpose,
             tops: BTreeSet::new(),
             removed_tops: BTreeSet::new(),
             files: BTreeSet::new(),
-            unchanged: BTreeSet::new(),
-            living: BTreeSet::new(),
+            unwritten: BTreeSet::new(),
+            living_writers: BTreeSet::new(),
             idle_jobs: BTreeSet::new(),
             writers: BTreeSet::new(),
-            was_there: false,
+            existed_before: false,
             has_failed: false,
             has_newer_failed: false,
             written_by: BTreeMap::new(),
             renamed_tops: Vec::new(),
             changes: 0,
             is_extended: false,
-            refused: None,
+            last_refused_file: None,
             open: BTreeMap::new(),
             event_seen: false,
             closed_by_exit: BTreeMap::new(),
-            under_way: 0,
+            operations_under_way: 0,
             is_beginning: false,
             is_over: false,
         }
     }
 
-    fn has(&self, path: &[u8]) -> bool {
+    fn contains(&self, path: &[u8]) -> bool {
         let is_at =
             |top: &Vec<u8>| path == top || relative(path, top).is_some_and(|_| !top.is_empty());
         self.tops.iter().any(is_at)
     }
 
     /// Returns a path relative to its top. If the scope consists of files, the path is relative to their directory.
-    fn inside<'a>(&self, path: &'a [u8], is_dir: bool) -> Option<&'a [u8]> {
+    fn path_in_scope<'a>(&self, path: &'a [u8], is_dir: bool) -> Option<&'a [u8]> {
         if !is_dir {
             return relative(path, &self.key.dir);
         }
         self.tops.iter().find_map(|top| relative(path, top))
     }
 
-    fn count(&self, need: &Need, is_dir: bool) -> usize {
+    fn count(&self, need: &Condition, is_dir: bool) -> usize {
         let files = match need.count {
-            Count::Renewed => &self.unchanged,
-            Count::Writers | Count::Same | Count::Number(_) => &self.files,
+            RequiredCount::Renewed => &self.unwritten,
+            RequiredCount::Writers | RequiredCount::Same | RequiredCount::Number(_) => &self.files,
         };
-        count_files(files, &self.tops, need, (is_dir, &self.key.dir))
+        count_matching(files, &self.tops, need, (is_dir, &self.key.dir))
     }
 
     /// Returns whether programs that ended well removed the whole scope, and no newer scope was begun and dropped
     /// since.
-    fn is_meant_removal(&self) -> bool {
-        let is_whole = self.removed_tops == self.tops && self.under_way == 0 && !self.is_beginning;
-        is_whole && self.living.is_empty() && !self.has_failed && !self.has_newer_failed
+    fn is_complete_removal(&self) -> bool {
+        let is_whole =
+            self.removed_tops == self.tops && self.operations_under_way == 0 && !self.is_beginning;
+        is_whole && self.living_writers.is_empty() && !self.has_failed && !self.has_newer_failed
     }
 
     fn note_process(&mut self, process: u32) {
-        self.living.insert(process);
+        self.living_writers.insert(process);
         self.writers.insert(process);
     }
 }
 
-fn count_files(
+fn count_matching(
     files: &BTreeSet<Vec<u8>>,
     tops: &BTreeSet<Vec<u8>>,
-    need: &Need,
+    need: &Condition,
     (is_dir, dir): (bool, &[u8]),
 ) -> usize {
     let is_needed = |path: &&Vec<u8>| {
-        let inside = if is_dir {
+        let path_in_scope = if is_dir {
             tops.iter().find_map(|top| relative(path, top))
         } else {
             relative(path, dir)
         };
-        inside.is_some_and(|path| need.files.matches(path))
+        path_in_scope.is_some_and(|path| need.files.matches(path))
     };
     files.iter().filter(is_needed).count()
 }
 
-/// Returns the text for a checkpoint whose files must be created or written again.
-fn not_renewed(found: usize, need: &Need) -> String {
+/// Returns the text of an obstacle: this many files have not been written again.
+fn describe_not_renewed(found: usize, need: &Condition) -> String {
     format!("{found} files to be written again for `{}`", need.text)
 }
 
-/// Returns whether all values of `some` are also in `identity`.
-fn agrees(some: &Captures, identity: &Identity) -> bool {
+/// Returns whether a scope has these values of captures. A scope without captures has all of them.
+fn has_captures(captures: &Captures, identity: &ScopeIdentity) -> bool {
     match identity {
-        Identity::Captures(all) => some
+        ScopeIdentity::Captures(all) => captures
             .iter()
             .all(|(name, value)| all.get(name) == Some(value)),
-        Identity::Path(_) => true,
+        ScopeIdentity::Path(_) => true,
     }
 }
 
@@ -423,27 +435,28 @@ impl Machine {
         let scope = self.scopes.get(&number)?;
         let rule = &self.rules.rules()[scope.key.rule];
         let newest = self.newest(scope.key.rule, &scope.key.dir);
-        let need = |need: &Need| NeedCount {
+        let need = |need: &Condition| NeedCount {
             found: scope.count(need, rule.scope.is_dir),
             before: newest.map_or(0, |newest| {
                 let place = (rule.scope.is_dir, &scope.key.dir[..]);
-                count_files(&newest.files, &newest.tops, need, place)
+                count_matching(&newest.files, &newest.tops, need, place)
             }),
         };
-        let is_write = scope.purpose == Purpose::Write;
+        let is_write = scope.purpose == ScopePurpose::Write;
         // The hosts' statements about an earlier event remain valid, so everything added since then counts as open.
-        let awaits_event = scope.is_extended && !scope.event_seen && !scope.living.is_empty();
+        let awaits_event =
+            scope.is_extended && !scope.event_seen && !scope.living_writers.is_empty();
         Some(OwnPart {
             state: HostState {
                 changes: scope.changes,
                 open: scope.open.len()
-                    + scope.under_way
+                    + scope.operations_under_way
                     + scope.closed_by_exit.len()
                     + usize::from(awaits_event),
                 // A finished removal waits for a newer checkpoint and not for programs.
-                living: scope.living.len().max(usize::from(!is_write)),
+                living: scope.living_writers.len().max(usize::from(!is_write)),
                 idle_jobs: scope.idle_jobs.len(),
-                writers: scope.living.len(),
+                writers: scope.living_writers.len(),
                 writers_before: newest.map_or(0, |newest| newest.writers),
                 needs: if is_write {
                     rule.needs.iter().map(need).collect()
@@ -457,7 +470,8 @@ impl Machine {
                 self.obstacle(number).is_none()
             },
             has_failed: scope.has_failed,
-            ends_with_writers: is_write && (self.ends_with_next(scope.key.rule) || scope.was_there),
+            ends_with_writers: is_write
+                && (self.ends_with_next(scope.key.rule) || scope.existed_before),
             prepared_for: None,
             is_late: false,
         })
@@ -477,10 +491,10 @@ impl Machine {
         if !is_there || scope.is_over || scope.is_beginning {
             return None;
         }
-        let writer = scope.living.iter().chain(&scope.writers).next();
+        let writer = scope.living_writers.iter().chain(&scope.writers).next();
         writer.map(|process| Writer {
             process: *process,
-            is_living: scope.living.contains(process),
+            is_living: scope.living_writers.contains(process),
         })
     }
 
@@ -501,23 +515,23 @@ impl Machine {
                 continue;
             }
             let found = sum(&|state| of(state).found);
-            if need.count == Count::Renewed {
+            if need.count == RequiredCount::Renewed {
                 // If all writers have ended well, they did not intend to write more files.
                 let of_write =
                     |state: &HostState| state.living * usize::from(!state.needs.is_empty());
                 if found > 0 && sum(&of_write) > 0 {
-                    return Some(not_renewed(found, need));
+                    return Some(describe_not_renewed(found, need));
                 }
                 continue;
             }
             let wanted = match need.count {
-                Count::Number(number) => number,
+                RequiredCount::Number(number) => number,
                 // Each host of the job is expected to write.
-                Count::Writers => sum(&|state| state.writers)
+                RequiredCount::Writers => sum(&|state| state.writers)
                     .max(sum(&|state| state.writers_before))
                     .max(self.hosts),
-                Count::Same => sum(&|state| of(state).before),
-                Count::Renewed => 0,
+                RequiredCount::Same => sum(&|state| of(state).before),
+                RequiredCount::Renewed => 0,
             };
             if found < wanted {
                 return Some(format!("{found} files of {wanted} for `{}`", need.text));
@@ -560,23 +574,19 @@ impl Machine {
     fn file_of_other_job(&self, process: u32, path: &[u8], scope: &Scope) -> Option<Vec<u8>> {
         let own = self.job_of(process);
         let lives = |job: u32| {
-            let mut living = scope.living.iter();
-            scope.idle_jobs.contains(&job) || living.any(|one| self.job_of(*one) == job)
+            let mut living_writers = scope.living_writers.iter();
+            scope.idle_jobs.contains(&job) || living_writers.any(|one| self.job_of(*one) == job)
         };
         let mut files = scope.written_by.iter();
         files
             .find(|(file, job)| {
-                let is_meant = *file == path || relative(file, path).is_some();
-                is_meant && **job != own && lives(**job)
+                let is_at_path = *file == path || relative(file, path).is_some();
+                is_at_path && **job != own && lives(**job)
             })
             .map(|(file, _)| file.clone())
     }
 
-    fn must_be_of_one_job(
-        &mut self,
-        process: u32,
-        operation: &Operation<'_>,
-    ) -> Result<(), Refusal> {
+    fn check_one_job(&mut self, process: u32, operation: &Operation<'_>) -> Result<(), Refusal> {
         for path in operation.paths().into_iter().flatten() {
             let path = path.path();
             let Some(number) = self.open_scope_of(path) else {
@@ -587,7 +597,7 @@ impl Machine {
             };
             let path = String::from_utf8_lossy(&file).into_owned();
             let scope = self.scopes.get_mut(&number).expect("found above");
-            scope.refused = Some(path.clone());
+            scope.last_refused_file = Some(path.clone());
             let rule = self.rules.rules()[scope.key.rule].name.clone();
             return Err(Refusal::OtherJob { rule, path });
         }
@@ -601,19 +611,19 @@ impl Machine {
 
     /// Returns the rule of the scope that a change of `path` would belong to, and the top that contains the path.
     pub fn explain(&self, path: &LocatedPath) -> Option<(&Rule, Vec<u8>)> {
-        let (key, top) = self.key_of(path)?;
+        let (key, top) = self.find_key(path)?;
         Some((&self.rules.rules()[key.rule], top))
     }
 
     /// Returns whether a change of this path belongs to a scope, or begins one.
     pub fn concerns(&self, path: &LocatedPath) -> bool {
-        self.open_scope_of(path.path()).is_some() || self.key_of(path).is_some()
+        self.open_scope_of(path.path()).is_some() || self.find_key(path).is_some()
     }
 
     /// Returns whether a directory contains names of an open scope, or the path lies in an open scope.
     pub fn is_near_scope(&self, path: &[u8]) -> bool {
         let mut scopes = self.scopes.values();
-        scopes.any(|scope| scope.key.dir == path || scope.has(path))
+        scopes.any(|scope| scope.key.dir == path || scope.contains(path))
     }
 
     /// Returns whether no scope is open. In that case only the rules can concern a path.
@@ -625,35 +635,37 @@ impl Machine {
     pub fn is_writer(&self, process: u32) -> bool {
         self.scopes
             .values()
-            .any(|scope| scope.living.contains(&process))
+            .any(|scope| scope.living_writers.contains(&process))
     }
 
     fn open_scope_of(&self, path: &[u8]) -> Option<ScopeNumber> {
         let mut open = self.scopes.iter().filter(|(_, scope)| !scope.is_over);
-        open.find(|(_, scope)| scope.has(path))
+        open.find(|(_, scope)| scope.contains(path))
             .map(|(number, _)| *number)
     }
 
-    fn open_scope_with(&self, key: &Key) -> Option<ScopeNumber> {
+    fn open_scope_with(&self, key: &ScopeKey) -> Option<ScopeNumber> {
         let mut open = self.scopes.iter().filter(|(_, scope)| !scope.is_over);
         open.find(|(_, scope)| scope.key == *key)
             .map(|(number, _)| *number)
     }
 
     /// Returns the scope that the rules assign to a path, and its top.
-    fn key_of(&self, path: &LocatedPath) -> Option<(Key, Vec<u8>)> {
+    fn find_key(&self, path: &LocatedPath) -> Option<(ScopeKey, Vec<u8>)> {
         let found = path.matches.iter().filter_map(|one| {
             let found = match &one.role {
                 PathRole::Scope(found) => found.clone(),
-                PathRole::Marker(captures) => self.marked(one.rule, path.path(), captures)?,
+                PathRole::Marker(captures) => {
+                    self.scope_of_marker(one.rule, path.path(), captures)?
+                }
             };
             Some((one.rule, found))
         });
         // A file in a directory that is a scope belongs to that scope, whatever the file's own name is.
         let found = found.min_by_key(|(_, found)| found.top.len());
-        let (rule, Found { dir, top, identity }) = found?;
+        let (rule, FoundScope { dir, top, identity }) = found?;
         Some((
-            Key {
+            ScopeKey {
                 rule,
                 dir,
                 identity,
@@ -663,26 +675,28 @@ impl Machine {
     }
 
     /// Returns the scope that a name beside it refers to: the scope with the same captures, or the newest open one.
-    fn marked(&self, rule: usize, path: &[u8], captures: &Captures) -> Option<Found> {
+    fn scope_of_marker(&self, rule: usize, path: &[u8], captures: &Captures) -> Option<FoundScope> {
         let dir = parent_of(path);
         let mut open = self.scopes.values().rev();
         let open = open.find(|scope| {
             let is_of_rule = scope.key.rule == rule && scope.key.dir == dir && !scope.is_over;
-            is_of_rule && scope.purpose == Purpose::Write && agrees(captures, &scope.key.identity)
+            is_of_rule
+                && scope.purpose == ScopePurpose::Write
+                && has_captures(captures, &scope.key.identity)
         });
         let identity = match open {
             Some(scope) => scope.key.identity.clone(),
             None if captures.is_empty() => return None,
-            None => Identity::Captures(captures.clone()),
+            None => ScopeIdentity::Captures(captures.clone()),
         };
-        Some(Found {
+        Some(FoundScope {
             dir: dir.to_vec(),
             top: path.to_vec(),
             identity,
         })
     }
 
-    fn must_not_have_failed(&self, process: u32, operation: &Operation<'_>) -> Result<(), Refusal> {
+    fn check_not_failed(&self, process: u32, operation: &Operation<'_>) -> Result<(), Refusal> {
         let path = match *operation {
             Operation::Close { .. } => return Ok(()),
             Operation::Open { path, .. }
@@ -691,7 +705,7 @@ impl Machine {
             | Operation::Rename { from: path, .. } => path,
         };
         let number = self.open_scope_of(path.path()).or_else(|| {
-            let (key, _) = self.key_of(path)?;
+            let (key, _) = self.find_key(path)?;
             self.open_scope_with(&key)
         });
         match number.map(|number| &self.scopes[&number]) {
@@ -710,7 +724,8 @@ impl Machine {
         let mut busy = self.scopes.values();
         busy.any(|scope| {
             let is_in = |path: &&LocatedPath| {
-                scope.has(path.path()) || self.key_of(path).is_some_and(|(key, _)| key == scope.key)
+                scope.contains(path.path())
+                    || self.find_key(path).is_some_and(|(key, _)| key == scope.key)
             };
             (scope.is_over || scope.is_beginning) && paths.iter().flatten().any(is_in)
         })
@@ -724,7 +739,7 @@ impl Machine {
         let mut actions = Vec::new();
         let scope = self.enter_operation(process, operation, &mut actions)?;
         if let Some(scope) = scope.and_then(|number| self.scopes.get_mut(&number)) {
-            scope.under_way += 1;
+            scope.operations_under_way += 1;
             scope.changes += 1;
         }
         Ok(Entered { actions, scope })
@@ -736,14 +751,16 @@ impl Machine {
         operation: &Operation<'_>,
         actions: &mut Vec<Action>,
     ) -> Result<Option<ScopeNumber>, Refusal> {
-        self.must_not_have_failed(process, operation)?;
-        self.must_be_of_one_job(process, operation)?;
+        self.check_not_failed(process, operation)?;
+        self.check_one_job(process, operation)?;
         let entered = match *operation {
             Operation::Close { .. } => None,
             Operation::Open { path, .. } | Operation::Change { path } => {
-                self.enter(process, path, Purpose::Write, actions)
+                self.enter_scope(process, path, ScopePurpose::Write, actions)
             }
-            Operation::Remove { path } => self.enter(process, path, Purpose::Removal, actions),
+            Operation::Remove { path } => {
+                self.enter_scope(process, path, ScopePurpose::Removal, actions)
+            }
             Operation::Rename { from, to } => {
                 let scopes = [from, to].map(|path| self.open_scope_of(path.path()));
                 if let [Some(one), Some(other)] = scopes
@@ -757,12 +774,12 @@ impl Machine {
                 let joined = match scopes {
                     [Some(number), _] | [_, Some(number)] => Some(number),
                     _ => self
-                        .enter(process, from, Purpose::Write, actions)
-                        .or_else(|| self.enter(process, to, Purpose::Write, actions)),
+                        .enter_scope(process, from, ScopePurpose::Write, actions)
+                        .or_else(|| self.enter_scope(process, to, ScopePurpose::Write, actions)),
                 };
                 if let Some(number) = joined {
                     self.change_purpose(number, process);
-                    self.join(number, &[from.path(), to.path()], actions);
+                    self.add_tops(number, &[from.path(), to.path()], actions);
                 }
                 joined
             }
@@ -770,11 +787,12 @@ impl Machine {
         Ok(entered)
     }
 
-    /// Records that the caller has begun a scope or added names to it. `was_there`: one of the names existed before.
-    pub fn begun(&mut self, number: ScopeNumber, was_there: bool) {
+    /// Records that the caller has begun a scope or added names to it. `existed_before`: one of the names existed
+    /// before.
+    pub fn begun(&mut self, number: ScopeNumber, existed_before: bool) {
         if let Some(scope) = self.scopes.get_mut(&number) {
             scope.is_beginning = false;
-            scope.was_there |= was_there;
+            scope.existed_before |= existed_before;
         }
     }
 
@@ -790,7 +808,7 @@ impl Machine {
     pub fn end_all(&mut self, reason: &str) -> Vec<Action> {
         let mut actions = Vec::new();
         let numbers = self.open_scopes();
-        let is_removal = |scope: &Scope| scope.purpose == Purpose::Removal;
+        let is_removal = |scope: &Scope| scope.purpose == ScopePurpose::Removal;
         let (removals, others): (Vec<ScopeNumber>, Vec<ScopeNumber>) = numbers
             .into_iter()
             .filter(|number| !self.scopes[number].is_over)
@@ -800,7 +818,7 @@ impl Machine {
         }
         for number in removals {
             let scope = self.scopes.get_mut(&number).expect("listed above");
-            if scope.is_meant_removal() && self.hosts == 0 {
+            if scope.is_complete_removal() && self.hosts == 0 {
                 scope.is_over = true;
                 actions.push(Action::Commit { scope: number });
             } else {
@@ -819,44 +837,44 @@ impl Machine {
     }
 
     /// Returns the scope of a path, and begins the scope if there is none.
-    fn enter(
+    fn enter_scope(
         &mut self,
         process: u32,
         path: &LocatedPath,
-        purpose: Purpose,
+        purpose: ScopePurpose,
         actions: &mut Vec<Action>,
     ) -> Option<ScopeNumber> {
         if let Some(number) = self.open_scope_of(path.path())
-            && !self.ends_wide_scope(number, path, purpose, actions)
+            && !self.ends_scope_of_several_dirs(number, path, purpose, actions)
         {
-            if purpose == Purpose::Write {
+            if purpose == ScopePurpose::Write {
                 self.change_purpose(number, process);
             }
             self.scopes.get_mut(&number)?.note_process(process);
             return Some(number);
         }
-        let (key, top) = self.key_of(path)?;
+        let (key, top) = self.find_key(path)?;
         if let Some(number) = self.open_scope_with(&key) {
-            if purpose == Purpose::Write {
+            if purpose == ScopePurpose::Write {
                 self.change_purpose(number, process);
             }
             self.scopes.get_mut(&number)?.note_process(process);
-            self.join(number, &[&top], actions);
+            self.add_tops(number, &[&top], actions);
             return Some(number);
         }
-        self.end_previous(&key, actions);
+        self.complete_earlier_scopes(&key, actions);
         self.last_number += 1;
         let number = self.last_number;
         let before = self.committed.iter().rev().find(|one| one.key == key);
         let files = before.map(|one| one.files.clone()).unwrap_or_default();
-        let was_there = before.is_some();
+        let existed_before = before.is_some();
         let scope = Scope {
             tops: BTreeSet::from([top.clone()]),
-            unchanged: files.clone(),
+            unwritten: files.clone(),
             files,
-            living: BTreeSet::from([process]),
+            living_writers: BTreeSet::from([process]),
             writers: BTreeSet::from([process]),
-            was_there,
+            existed_before,
             is_beginning: true,
             ..Scope::new(key.clone(), purpose)
         };
@@ -872,11 +890,11 @@ impl Machine {
     }
 
     /// Returns the key under which each host knows a scope.
-    fn shared_key(&self, key: &Key) -> Vec<u8> {
+    fn shared_key(&self, key: &ScopeKey) -> Vec<u8> {
         let mut words = vec![self.rules.rules()[key.rule].name.as_bytes(), &key.dir];
         match &key.identity {
-            Identity::Path(path) => words.push(path),
-            Identity::Captures(captures) => {
+            ScopeIdentity::Path(path) => words.push(path),
+            ScopeIdentity::Captures(captures) => {
                 words.extend(
                     captures
                         .iter()
@@ -887,25 +905,28 @@ impl Machine {
         words.join(&0)
     }
 
-    /// Where a checkpoint is in several directories, its transaction has these whole. So a change of the next checkpoint there either
-    /// ends the transaction, and another one begins; or, while the one before cannot be committed, both become one. Several hosts
-    /// have tried that before ([`Machine::end_wide_scope`]).
-    fn ends_wide_scope(
+    /// Ends an open scope of several directories if a change belongs to the next checkpoint there. Returns whether the
+    /// scope has ended, so that the change begins another one.
+    ///
+    /// The transaction of such a scope has all of its directories, so the next checkpoint cannot have a transaction of
+    /// its own beside it. If the scope cannot be committed yet, both checkpoints become one scope. With several hosts,
+    /// the commit was tried before ([`Machine::end_wide_scope`]).
+    fn ends_scope_of_several_dirs(
         &mut self,
         number: ScopeNumber,
         path: &LocatedPath,
-        purpose: Purpose,
+        purpose: ScopePurpose,
         actions: &mut Vec<Action>,
     ) -> bool {
-        let Some(key) = self.next_in_wide_scope(number, path) else {
+        let Some(key) = self.next_key_in_several_dirs(number, path) else {
             return false;
         };
-        if purpose != Purpose::Write {
+        if purpose != ScopePurpose::Write {
             return false;
         }
-        let is_written = self.scopes[&number].purpose == Purpose::Write;
+        let is_written = self.scopes[&number].purpose == ScopePurpose::Write;
         if is_written && self.hosts == 0 && self.ends_with_next(key.rule) {
-            self.end_previous(&key, actions);
+            self.complete_earlier_scopes(&key, actions);
         }
         let Some(scope) = self.scopes.get_mut(&number) else {
             return false;
@@ -918,26 +939,34 @@ impl Machine {
         scope.is_over
     }
 
-    /// The checkpoint that a path belongs to, where the path is in a scope of several directories that has another checkpoint.
-    fn next_in_wide_scope(&self, number: ScopeNumber, path: &LocatedPath) -> Option<Key> {
-        let (key, _) = self.key_of(path)?;
+    /// Returns the key of the checkpoint that a path belongs to, if the path lies in the directories of an open scope
+    /// of several directories that has another key.
+    fn next_key_in_several_dirs(
+        &self,
+        number: ScopeNumber,
+        path: &LocatedPath,
+    ) -> Option<ScopeKey> {
+        let (key, _) = self.find_key(path)?;
         let scope = self.scopes.get(&number)?;
         let is_beside = key.rule == scope.key.rule && key.dir == scope.key.dir;
         let is_wide = self.rules.rules()[key.rule].scope.is_wide();
         (is_wide && is_beside && key != scope.key).then_some(key)
     }
 
-    /// With several hosts, before an operation: it is the event of a checkpoint in several directories, and waits until the hosts
-    /// have committed that, or cannot. In the second case both become one, whose event is the next one.
+    /// Completes an open scope of several directories before an operation that belongs to the next checkpoint there, if
+    /// several hosts write it.
+    ///
+    /// The caller lets the operation wait until the hosts have committed the scope or cannot commit it. In the second
+    /// case both checkpoints become one, which the next event completes.
     pub fn end_wide_scope(&mut self, operation: &Operation<'_>) -> Vec<Action> {
         let mut actions = Vec::new();
         let (Operation::Open { path, .. } | Operation::Change { path }) = *operation else {
             return actions;
         };
         let number = self.open_scope_of(path.path());
-        let next = number.and_then(|number| self.next_in_wide_scope(number, path));
+        let next = number.and_then(|number| self.next_key_in_several_dirs(number, path));
         if let Some(key) = next.filter(|_| self.hosts > 0) {
-            self.end_previous(&key, &mut actions);
+            self.complete_earlier_scopes(&key, &mut actions);
         }
         actions
     }
@@ -945,19 +974,19 @@ impl Machine {
     /// Turns a removal into the beginning of a new checkpoint.
     fn change_purpose(&mut self, number: ScopeNumber, process: u32) {
         if let Some(scope) = self.scopes.get_mut(&number) {
-            scope.purpose = Purpose::Write;
+            scope.purpose = ScopePurpose::Write;
             scope.note_process(process);
         }
     }
 
     /// Adds names in the directory of a scope to the scope, unless they lie in the scope already.
-    fn join(&mut self, number: ScopeNumber, paths: &[&[u8]], actions: &mut Vec<Action>) {
+    fn add_tops(&mut self, number: ScopeNumber, paths: &[&[u8]], actions: &mut Vec<Action>) {
         let Some(scope) = self.scopes.get_mut(&number) else {
             return;
         };
         let mut tops = Vec::new();
         for path in paths {
-            if !scope.has(path) && parent_of(path) == scope.key.dir {
+            if !scope.contains(path) && parent_of(path) == scope.key.dir {
                 scope.tops.insert(path.to_vec());
                 tops.push(path.to_vec());
             }
@@ -972,7 +1001,7 @@ impl Machine {
     }
 
     /// Ends the earlier scopes of a rule with the event `next`, because a change in another scope is their event.
-    fn end_previous(&mut self, key: &Key, actions: &mut Vec<Action>) {
+    fn complete_earlier_scopes(&mut self, key: &ScopeKey, actions: &mut Vec<Action>) {
         if !self.ends_with_next(key.rule) {
             return;
         }
@@ -980,7 +1009,7 @@ impl Machine {
         for number in numbers {
             let scope = self.scopes.get_mut(&number).expect("listed above");
             if scope.key.rule == key.rule && scope.key.dir == key.dir && !scope.is_over {
-                scope.event_seen |= scope.purpose == Purpose::Write;
+                scope.event_seen |= scope.purpose == ScopePurpose::Write;
                 self.try_commit(number, actions);
             }
         }
@@ -991,8 +1020,8 @@ impl Machine {
     fn ends_with_next(&self, rule: usize) -> bool {
         let rule = &self.rules.rules()[rule];
         match rule.event {
-            Event::Next => true,
-            Event::Idle => !rule.is_idle_enough(),
+            RuleEvent::Next => true,
+            RuleEvent::Idle => !rule.is_idle_enough(),
             _ => false,
         }
     }
@@ -1008,21 +1037,26 @@ impl Machine {
     ) -> Vec<Action> {
         let mut actions = Vec::new();
         if let Some(scope) = entered.and_then(|number| self.scopes.get_mut(&number)) {
-            scope.under_way -= 1;
+            scope.operations_under_way -= 1;
             scope.changes += 1;
         }
         if is_made {
-            self.note_made(process, operation, &mut actions);
+            self.apply_operation(process, operation, &mut actions);
         }
         // The scope may have waited for this operation.
         if let Some(number) = entered {
             self.try_commit(number, &mut actions);
-            self.end_if_left(number, &mut actions);
+            self.end_if_abandoned(number, &mut actions);
         }
         actions
     }
 
-    fn note_made(&mut self, process: u32, operation: &Operation<'_>, actions: &mut Vec<Action>) {
+    fn apply_operation(
+        &mut self,
+        process: u32,
+        operation: &Operation<'_>,
+        actions: &mut Vec<Action>,
+    ) {
         let job = self.job_of(process);
         match *operation {
             Operation::Open { path, handle } => {
@@ -1030,14 +1064,15 @@ impl Machine {
                 if let Some(number) = self.open_scope_of(path) {
                     let scope = self.scopes.get_mut(&number).expect("found above");
                     scope.files.insert(path.to_vec());
-                    scope.unchanged.remove(path);
+                    scope.unwritten.remove(path);
                     scope.removed_tops.remove(path);
                     if handle != NOT_OPEN {
                         scope.open.insert(handle, path.to_vec());
                     }
                     scope.written_by.insert(path.to_vec(), job);
                     // Idle is a state and not an event, so a new change ends it.
-                    let is_idle = matches!(self.rules.rules()[scope.key.rule].event, Event::Idle);
+                    let is_idle =
+                        matches!(self.rules.rules()[scope.key.rule].event, RuleEvent::Idle);
                     scope.event_seen &= !is_idle;
                     // A process that has entered is known already, and may have ended by now.
                     if !scope.writers.contains(&process) {
@@ -1051,7 +1086,7 @@ impl Machine {
                 if let Some(number) = self.open_scope_of(path) {
                     let scope = self.scopes.get_mut(&number).expect("found above");
                     scope.removed_tops.remove(path);
-                    scope.unchanged.remove(path);
+                    scope.unwritten.remove(path);
                     self.try_commit(number, actions);
                 }
             }
@@ -1075,7 +1110,7 @@ impl Machine {
             }
             match ending {
                 Ending::Success => self.closed(number, &path, actions),
-                Ending::Exit if scope.living.contains(&process) => {
+                Ending::Exit if scope.living_writers.contains(&process) => {
                     scope.closed_by_exit.entry(process).or_default().push(path);
                 }
                 // The end of the process is known already. Only a bad end matters here.
@@ -1092,11 +1127,13 @@ impl Machine {
         let is_last = !scope.open.values().any(|open| open == path);
         let rule = &self.rules.rules()[scope.key.rule];
         let is_event = match &rule.event {
-            Event::Close(target) => is_last && is_target(scope, target, path, rule.scope.is_dir),
-            Event::Idle => rule.is_idle_enough() && scope.open.is_empty(),
+            RuleEvent::Close(target) => {
+                is_last && is_target(scope, target, path, rule.scope.is_dir)
+            }
+            RuleEvent::Idle => rule.is_idle_enough() && scope.open.is_empty(),
             _ => false,
         };
-        scope.event_seen |= is_event && scope.purpose == Purpose::Write;
+        scope.event_seen |= is_event && scope.purpose == ScopePurpose::Write;
         self.try_commit(number, actions);
     }
 
@@ -1107,15 +1144,15 @@ impl Machine {
         let scope = self.scopes.get_mut(&number).expect("found above");
         scope.files.remove(path);
         scope.written_by.remove(path);
-        scope.unchanged.remove(path);
+        scope.unwritten.remove(path);
         if scope.tops.contains(path) {
             scope.removed_tops.insert(path.to_vec());
         }
         let rule = &self.rules.rules()[scope.key.rule];
-        if let Event::Unlink(target) = &rule.event
+        if let RuleEvent::Unlink(target) = &rule.event
             && is_target(scope, target, path, rule.scope.is_dir)
         {
-            scope.event_seen |= scope.purpose == Purpose::Write || scope.tops.len() > 1;
+            scope.event_seen |= scope.purpose == ScopePurpose::Write || scope.tops.len() > 1;
         }
         self.try_commit(number, actions);
     }
@@ -1133,9 +1170,9 @@ impl Machine {
             .cloned()
             .collect();
         let new_name = |old: &[u8]| [to, &old[from.len()..]].concat();
-        scope.unchanged.remove(to);
+        scope.unwritten.remove(to);
         for old in &moved {
-            scope.unchanged.remove(old);
+            scope.unwritten.remove(old);
             scope.files.remove(old);
             scope.files.insert(new_name(old));
         }
@@ -1159,15 +1196,15 @@ impl Machine {
         }
         scope.removed_tops.remove(to);
         let rule = &self.rules.rules()[scope.key.rule];
-        if let Event::Rename(target) = &rule.event {
+        if let RuleEvent::Rename(target) = &rule.event {
             let is_event = match target {
-                Target::Itself => scope.tops.contains(from) && is_scope_name(scope, from),
+                EventTarget::Itself => scope.tops.contains(from) && is_scope_name(scope, from),
                 _ => is_target(scope, target, to, rule.scope.is_dir),
             };
             scope.event_seen |= is_event;
         }
         // The file was written under another name and now gets its own name, complete: torch.save and os.replace.
-        if matches!(rule.event, Event::Idle) && rule.is_idle_enough() {
+        if matches!(rule.event, RuleEvent::Idle) && rule.is_idle_enough() {
             scope.event_seen |= scope.open.is_empty() && is_scope_name(scope, to);
         }
         self.try_commit(number, actions);
@@ -1184,7 +1221,7 @@ impl Machine {
         for number in numbers {
             let scope = self.scopes.get_mut(&number).expect("listed above");
             let was_idle_job = scope.idle_jobs.remove(&process);
-            let was_living = scope.living.remove(&process);
+            let was_living = scope.living_writers.remove(&process);
             if was_living {
                 scope.idle_jobs.extend(idle_job);
             }
@@ -1193,7 +1230,7 @@ impl Machine {
             }
             if !was_living {
                 if was_idle_job {
-                    self.end_if_left(number, &mut actions);
+                    self.end_if_abandoned(number, &mut actions);
                 }
                 continue;
             }
@@ -1207,10 +1244,10 @@ impl Machine {
             }
             // There is one writer less to count.
             let scope = &self.scopes[&number];
-            if scope.purpose == Purpose::Write && !scope.living.is_empty() {
+            if scope.purpose == ScopePurpose::Write && !scope.living_writers.is_empty() {
                 self.try_commit(number, &mut actions);
             }
-            self.end_if_left(number, &mut actions);
+            self.end_if_abandoned(number, &mut actions);
         }
         actions
     }
@@ -1219,15 +1256,15 @@ impl Machine {
     ///
     /// If a program is killed in a call, the call is still in progress. The scope may be beginning at that moment; it
     /// ends together with the call.
-    fn end_if_left(&mut self, number: ScopeNumber, actions: &mut Vec<Action>) {
+    fn end_if_abandoned(&mut self, number: ScopeNumber, actions: &mut Vec<Action>) {
         let Some(scope) = self.scopes.get(&number) else {
             return;
         };
-        let is_left = scope.living.is_empty() && scope.under_way == 0;
+        let is_left = scope.living_writers.is_empty() && scope.operations_under_way == 0;
         if !is_left || scope.is_over || scope.is_beginning {
             return;
         }
-        if self.hosts > 0 && scope.purpose == Purpose::Write {
+        if self.hosts > 0 && scope.purpose == ScopePurpose::Write {
             actions.push(Action::Propose { scope: number });
             return;
         }
@@ -1237,20 +1274,20 @@ impl Machine {
             return;
         };
         match scope.purpose {
-            Purpose::Removal if has_failed => {
+            ScopePurpose::Removal if has_failed => {
                 self.abort(number, "its removal was cut off", actions);
             }
             // The program removed only the part that it meant to remove. The rest is complete.
-            Purpose::Removal => {
+            ScopePurpose::Removal => {
                 if scope.removed_tops != scope.tops {
-                    scope.purpose = Purpose::Thinning;
+                    scope.purpose = ScopePurpose::Thinning;
                 }
                 self.try_commit(number, actions);
             }
-            Purpose::Thinning => self.try_commit(number, actions),
-            Purpose::Write => {
+            ScopePurpose::Thinning => self.try_commit(number, actions),
+            ScopePurpose::Write => {
                 // A program that changes a complete checkpoint and ends well leaves it complete.
-                scope.event_seen |= (ends_with_next || scope.was_there) && !has_failed;
+                scope.event_seen |= (ends_with_next || scope.existed_before) && !has_failed;
                 if scope.event_seen {
                     self.try_commit(number, actions);
                 }
@@ -1287,7 +1324,7 @@ impl Machine {
         }
     }
 
-    fn newest(&self, rule: usize, dir: &[u8]) -> Option<&Committed> {
+    fn newest(&self, rule: usize, dir: &[u8]) -> Option<&CommittedScope> {
         let mut committed = self.committed.iter().rev();
         committed.find(|one| one.key.rule == rule && one.key.dir == dir)
     }
@@ -1297,18 +1334,18 @@ impl Machine {
         let scope = &self.scopes[&number];
         let rule = &self.rules.rules()[scope.key.rule];
         let newest = self.newest(scope.key.rule, &scope.key.dir);
-        if scope.under_way > 0 {
+        if scope.operations_under_way > 0 {
             return Some("changes that are under way".to_owned());
         }
-        if scope.purpose == Purpose::Thinning {
+        if scope.purpose == ScopePurpose::Thinning {
             return None;
         }
-        if scope.purpose == Purpose::Removal {
+        if scope.purpose == ScopePurpose::Removal {
             if scope.removed_tops != scope.tops {
                 return Some("the end of its removal".to_owned());
             }
             let is_newest = newest.is_none_or(|newest| newest.key == scope.key);
-            let until = if scope.is_meant_removal() {
+            let until = if scope.is_complete_removal() {
                 "a newer checkpoint, or the end of the mount: it is the last complete one"
             } else {
                 "a newer checkpoint: it is the last complete one"
@@ -1338,22 +1375,22 @@ impl Machine {
         };
         for need in needs {
             let found = scope.count(need, is_dir);
-            if need.count == Count::Renewed {
+            if need.count == RequiredCount::Renewed {
                 // If all writers have ended well, they did not intend to write more files.
-                if found > 0 && !scope.living.is_empty() {
-                    return Some(not_renewed(found, need));
+                if found > 0 && !scope.living_writers.is_empty() {
+                    return Some(describe_not_renewed(found, need));
                 }
                 continue;
             }
             let wanted = match need.count {
-                Count::Number(number) => number,
-                Count::Renewed => 0,
-                Count::Writers => {
+                RequiredCount::Number(number) => number,
+                RequiredCount::Renewed => 0,
+                RequiredCount::Writers => {
                     let before = newest.map_or(0, |newest| newest.writers);
-                    scope.living.len().max(before)
+                    scope.living_writers.len().max(before)
                 }
-                Count::Same => newest.map_or(0, |newest| {
-                    count_files(&newest.files, &newest.tops, need, (is_dir, &scope.key.dir))
+                RequiredCount::Same => newest.map_or(0, |newest| {
+                    count_matching(&newest.files, &newest.tops, need, (is_dir, &scope.key.dir))
                 }),
             };
             if found < wanted {
@@ -1366,7 +1403,7 @@ impl Machine {
     fn waits_for(&self, number: ScopeNumber) -> String {
         let waits_for = self.obstacle(number);
         let waits_for = waits_for.unwrap_or_else(|| "its commit".to_owned());
-        match &self.scopes[&number].refused {
+        match &self.scopes[&number].last_refused_file {
             Some(path) => format!("{waits_for}; another job was refused {path}"),
             None => waits_for,
         }
@@ -1395,13 +1432,13 @@ impl Machine {
         let found = self.committed.iter().position(|one| one.key == scope.key);
         let thinned_at = found.unwrap_or(0);
         self.committed.retain(|one| one.key != scope.key);
-        if scope.purpose == Purpose::Removal {
+        if scope.purpose == ScopePurpose::Removal {
             return actions;
         }
         // A checkpoint from which a part was removed does not become newer.
         let place = match scope.purpose {
-            Purpose::Thinning => self.committed.len().min(thinned_at),
-            Purpose::Removal | Purpose::Write => self.committed.len(),
+            ScopePurpose::Thinning => self.committed.len().min(thinned_at),
+            ScopePurpose::Removal | ScopePurpose::Write => self.committed.len(),
         };
         let (rule, dir) = (scope.key.rule, scope.key.dir.clone());
         let there: BTreeSet<Vec<u8>> = scope
@@ -1409,8 +1446,8 @@ impl Machine {
             .difference(&scope.removed_tops)
             .cloned()
             .collect();
-        let committed = Committed {
-            writers: scope.living.len(),
+        let committed = CommittedScope {
+            writers: scope.living_writers.len(),
             tops: there,
             files: scope.files,
             key: scope.key,
@@ -1450,7 +1487,7 @@ impl Machine {
             let is_open = self.scopes.values().any(|scope| scope.key == old.key);
             !is_open && old.tops.is_disjoint(linked)
         });
-        let old: Vec<Committed> = old.collect();
+        let old: Vec<CommittedScope> = old.collect();
         old.into_iter().map(|old| self.begin_removal(old)).collect()
     }
 
@@ -1462,16 +1499,16 @@ impl Machine {
         &self,
         (rule, dir): (usize, &[u8]),
         names: &[LocatedPath],
-    ) -> Vec<Committed> {
-        let mut known: Vec<Committed> = Vec::new();
-        let of_dir = |one: &&Committed| one.key.rule == rule && one.key.dir == dir;
+    ) -> Vec<CommittedScope> {
+        let mut known: Vec<CommittedScope> = Vec::new();
+        let of_dir = |one: &&CommittedScope| one.key.rule == rule && one.key.dir == dir;
         known.extend(self.committed.iter().filter(of_dir).cloned());
         let is_there = |top: &Vec<u8>| names.iter().any(|name| name.path() == top);
         for one in &mut known {
             one.tops.retain(is_there);
         }
         known.retain(|one| !one.tops.is_empty());
-        let mut earlier: Vec<(Step, Committed)> = Vec::new();
+        let mut earlier: Vec<(StepOrder, CommittedScope)> = Vec::new();
         for path in names {
             let found = path.matches.iter().find_map(|one| match &one.role {
                 PathRole::Scope(found) if one.rule == rule => Some(found),
@@ -1479,7 +1516,7 @@ impl Machine {
             });
             let found = found.filter(|found| found.dir == dir && found.top == path.path());
             // Another rule may come first for this name.
-            let key = self.key_of(path).map(|(key, _)| key);
+            let key = self.find_key(path).map(|(key, _)| key);
             let (Some(found), Some(key)) = (found, key.filter(|key| key.rule == rule)) else {
                 continue;
             };
@@ -1490,13 +1527,13 @@ impl Machine {
             if let Some(same) = same {
                 same.tops.insert(found.top.clone());
             } else if let Some(step) = found.step() {
-                let scope = Committed {
+                let scope = CommittedScope {
                     tops: BTreeSet::from([found.top.clone()]),
                     files: BTreeSet::new(),
                     writers: 0,
                     key,
                 };
-                earlier.push((Step::new(&step), scope));
+                earlier.push((StepOrder::new(&step), scope));
             }
         }
         earlier.sort_by(|(one, _), (other, _)| one.cmp(other));
@@ -1504,13 +1541,13 @@ impl Machine {
         earlier.chain(known).collect()
     }
 
-    fn begin_removal(&mut self, old: Committed) -> Action {
+    fn begin_removal(&mut self, old: CommittedScope) -> Action {
         self.last_number += 1;
         let number = self.last_number;
         let rule = self.rules.rules()[old.key.rule].name.clone();
         let key = self.shared_key(&old.key);
         let tops: Vec<Vec<u8>> = old.tops.iter().cloned().collect();
-        let mut scope = Scope::new(old.key, Purpose::Removal);
+        let mut scope = Scope::new(old.key, ScopePurpose::Removal);
         scope.tops = old.tops;
         scope.is_over = true;
         self.scopes.insert(number, scope);
@@ -1531,9 +1568,9 @@ impl Machine {
     }
 
     fn forget_old(&mut self, rule: usize, dir: &[u8]) {
-        let is_of = |one: &Committed| one.key.rule == rule && one.key.dir == dir;
+        let is_of = |one: &CommittedScope| one.key.rule == rule && one.key.dir == dir;
         let count = self.committed.iter().filter(|one| is_of(one)).count();
-        if count > REMEMBERED_MAX {
+        if count > COMMITTED_MAX {
             let first = self.committed.iter().position(is_of);
             first.map(|index| self.committed.remove(index));
         }
@@ -1554,8 +1591,10 @@ impl Machine {
     /// Returns the processes that write in a scope and are not known to have ended.
     pub fn living_writers(&self, number: ScopeNumber) -> Vec<u32> {
         let scope = self.scopes.get(&number);
-        let scope = scope.filter(|scope| scope.purpose == Purpose::Write);
-        scope.map_or_else(Vec::new, |scope| scope.living.iter().copied().collect())
+        let scope = scope.filter(|scope| scope.purpose == ScopePurpose::Write);
+        scope.map_or_else(Vec::new, |scope| {
+            scope.living_writers.iter().copied().collect()
+        })
     }
 
     /// Records that a writer of a scope ended badly. The scope is not committed, and is dropped once its writers are
@@ -1568,7 +1607,7 @@ impl Machine {
             scope.has_failed = true;
             scope.is_over = false;
             scope.changes += 1;
-            self.end_if_left(number, &mut actions);
+            self.end_if_abandoned(number, &mut actions);
         }
         actions
     }
@@ -1605,20 +1644,20 @@ impl Machine {
 /// Returns whether `path` is the top after which the scope is named.
 fn is_scope_name(scope: &Scope, path: &[u8]) -> bool {
     match &scope.key.identity {
-        Identity::Path(name) => name == path,
-        Identity::Captures(_) => true,
+        ScopeIdentity::Path(name) => name == path,
+        ScopeIdentity::Captures(_) => true,
     }
 }
 
-fn is_target(scope: &Scope, target: &Target, path: &[u8], is_dir: bool) -> bool {
+fn is_target(scope: &Scope, target: &EventTarget, path: &[u8], is_dir: bool) -> bool {
     match target {
-        Target::Itself => scope.tops.contains(path) && is_scope_name(scope, path),
-        Target::Inside(pattern) => scope
-            .inside(path, is_dir)
-            .is_some_and(|inside| pattern.matches(inside)),
-        Target::Beside(pattern) => relative(path, &scope.key.dir).is_some_and(|name| {
+        EventTarget::Itself => scope.tops.contains(path) && is_scope_name(scope, path),
+        EventTarget::Inside(pattern) => scope
+            .path_in_scope(path, is_dir)
+            .is_some_and(|path_in_scope| pattern.matches(path_in_scope)),
+        EventTarget::Beside(pattern) => relative(path, &scope.key.dir).is_some_and(|name| {
             let captures = pattern.captures(name);
-            captures.is_some_and(|captures| agrees(&captures, &scope.key.identity))
+            captures.is_some_and(|captures| has_captures(&captures, &scope.key.identity))
         }),
     }
 }
@@ -1632,18 +1671,20 @@ impl Rule {
             || self
                 .needs
                 .iter()
-                .any(|need| !matches!(need.count, Count::Same | Count::Renewed))
+                .any(|need| !matches!(need.count, RequiredCount::Same | RequiredCount::Renewed))
     }
 
     fn describe_event(&self) -> String {
         let mut words = self.text.split_ascii_whitespace();
         let event = words.nth(2).unwrap_or_default();
         match self.event {
-            Event::Next => "the first change in the next one, or the end of its writers".to_owned(),
-            Event::Idle if !self.is_idle_enough() => {
+            RuleEvent::Next => {
                 "the first change in the next one, or the end of its writers".to_owned()
             }
-            Event::Idle => "its files to be closed".to_owned(),
+            RuleEvent::Idle if !self.is_idle_enough() => {
+                "the first change in the next one, or the end of its writers".to_owned()
+            }
+            RuleEvent::Idle => "its files to be closed".to_owned(),
             _ => format!("`{event}`"),
         }
     }

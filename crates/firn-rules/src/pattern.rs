@@ -31,10 +31,11 @@ pub(crate) struct PatternError {
 pub(crate) type Captures = BTreeMap<String, Vec<u8>>;
 
 /// Regular expression for one character of a file name.
-const NAME: &str = "[^/]";
+const NAME_CHARACTER: &str = "[^/]";
 
-/// Translates one alternative to a regular expression without anchors.
-fn translate(
+/// Translates one alternative to a regular expression without anchors. `start` is the position of the alternative in
+/// its pattern, for the positions of errors.
+fn translate_alternative(
     text: &str,
     start: usize,
     kinds: &BTreeMap<String, CaptureKind>,
@@ -58,8 +59,8 @@ fn translate(
                 regex.push_str(".*");
                 len = 2;
             }
-            '*' => write!(regex, "{NAME}*").expect("a string takes all"),
-            '?' => regex.push_str(NAME),
+            '*' => write!(regex, "{NAME_CHARACTER}*").expect("a string takes all"),
+            '?' => regex.push_str(NAME_CHARACTER),
             '[' => {
                 let end = rest
                     .find(']')
@@ -149,7 +150,7 @@ pub(crate) struct Pattern {
     /// not fixed.
     depths: Vec<usize>,
     /// One regular expression for all alternatives, without captures and anchors.
-    any: String,
+    all_alternatives: String,
 }
 
 /// The match of a path with a pattern.
@@ -167,34 +168,34 @@ impl Pattern {
         (prefix, suffix): (&str, &str),
     ) -> Result<Self, PatternError> {
         let mut alternatives = Vec::new();
-        let mut bare = Vec::new();
+        let mut bare_expressions = Vec::new();
         let mut depths = Vec::new();
         let mut start = 0;
-        for one in text.split('|') {
-            if one.is_empty() {
+        for alternative in text.split('|') {
+            if alternative.is_empty() {
                 return Err(PatternError {
                     at: start,
                     message: "expected a pattern".to_owned(),
                 });
             }
-            let regex = translate(one.trim_end_matches('/'), start, kinds)?;
+            let regex = translate_alternative(alternative.trim_end_matches('/'), start, kinds)?;
             let regex = format!("{prefix}{regex}{suffix}");
             alternatives.push(compile(&regex));
-            bare.push(without_captures(&regex));
-            let depth = one.trim_end_matches('/').split('/').count();
-            depths.push(if one.contains("**") { 1 } else { depth });
-            start += one.len() + 1;
+            bare_expressions.push(without_captures(&regex));
+            let depth = alternative.trim_end_matches('/').split('/').count();
+            depths.push(if alternative.contains("**") { 1 } else { depth });
+            start += alternative.len() + 1;
         }
         Ok(Self {
             alternatives,
             depths,
-            any: format!("(?:{})", bare.join("|")),
+            all_alternatives: format!("(?:{})", bare_expressions.join("|")),
         })
     }
 
     /// Returns the regular expression of the pattern, for use in a larger one.
     pub(crate) fn expression(&self) -> &str {
-        &self.any
+        &self.all_alternatives
     }
 
     /// Returns whether an alternative has more than one path component.
@@ -203,7 +204,9 @@ impl Pattern {
     }
 
     pub(crate) fn matches(&self, path: &[u8]) -> bool {
-        self.alternatives.iter().any(|one| one.is_match(path))
+        self.alternatives
+            .iter()
+            .any(|alternative| alternative.is_match(path))
     }
 
     /// Returns the captures of the first alternative that matches.
@@ -214,9 +217,9 @@ impl Pattern {
     /// Returns the first alternative that matches, with its captures.
     pub(crate) fn find(&self, path: &[u8]) -> Option<PatternMatch> {
         let mut alternatives = self.alternatives.iter().zip(&self.depths);
-        alternatives.find_map(|(one, depth)| {
-            let found = one.captures(path)?;
-            let names = one.capture_names().flatten();
+        alternatives.find_map(|(alternative, depth)| {
+            let found = alternative.captures(path)?;
+            let names = alternative.capture_names().flatten();
             let values = names.filter_map(|name| {
                 let value = found.name(name)?;
                 Some((name.to_owned(), value.as_bytes().to_vec()))

@@ -9,7 +9,8 @@ use regex::bytes::{RegexSet, RegexSetBuilder};
 
 use crate::built_in::BUILT_IN;
 use crate::language::{
-    Found, RULES_BYTES_MAX, RULES_MAX, Rule, RuleError, nearest, parent_of, parse_rules, relative,
+    FoundScope, RULES_BYTES_MAX, RULES_MAX, Rule, RuleError, nearest, parent_of, parse_rules,
+    relative,
 };
 use crate::pattern::Captures;
 
@@ -28,14 +29,14 @@ pub struct RuleSet {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum PathRole {
     /// The path is in a scope.
-    Scope(Found),
+    Scope(FoundScope),
     /// The path is the subject of the rule's event. It lies beside the scope that has these captures.
     Marker(Captures),
 }
 
 /// A rule that concerns a path.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Match {
+pub(crate) struct RuleMatch {
     /// Index of the rule in the set.
     pub(crate) rule: usize,
     pub(crate) role: PathRole,
@@ -46,7 +47,7 @@ pub(crate) struct Match {
 pub struct LocatedPath {
     path: Vec<u8>,
     /// The matches, in the order of the rules.
-    pub(crate) matches: Vec<Match>,
+    pub(crate) matches: Vec<RuleMatch>,
 }
 
 impl LocatedPath {
@@ -117,7 +118,7 @@ impl RuleSet {
         let matches = self.patterns.matches(path);
         let matches = matches.into_iter().filter_map(|rule| {
             let role = role_of(&self.rules[rule], path)?;
-            Some(Match { rule, role })
+            Some(RuleMatch { rule, role })
         });
         LocatedPath {
             matches: matches.collect(),
@@ -298,9 +299,9 @@ mod tests {
             let path = names.join("/").into_bytes();
             let alone = set.rules().iter().enumerate().filter_map(|(rule, one)| {
                 let role = role_of(one, &path)?;
-                Some(Match { rule, role })
+                Some(RuleMatch { rule, role })
             });
-            let alone: Vec<Match> = alone.collect();
+            let alone: Vec<RuleMatch> = alone.collect();
             found += alone.len();
             assert_eq!(set.locate(&path).matches, alone, "{names:?}");
         }

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::Arc;
 
-use crate::trace::{Player, Step, TraceLine, parse_trace};
+use crate::trace::{TraceLine, TracePlayer, TraceStep, parse_trace};
 use crate::{
     Action, BUILT_IN, Ending, Machine, Operation, Refusal, RuleSet, load_rules, parse_rules,
 };
@@ -44,9 +44,9 @@ fn traces() -> Vec<Trace> {
     traces
 }
 
-fn commits(player: &Player) -> Vec<String> {
-    let outcomes = player.outcomes().iter();
-    let commits = outcomes.filter(|outcome| outcome.what == "commit");
+fn commits(player: &TracePlayer) -> Vec<String> {
+    let reactions = player.reactions().iter();
+    let commits = reactions.filter(|outcome| outcome.what == "commit");
     commits.map(|outcome| outcome.paths[0].clone()).collect()
 }
 
@@ -54,21 +54,21 @@ fn commits(player: &Player) -> Vec<String> {
 fn each_writer_has_its_checkpoints_committed_and_nothing_is_left() {
     let mut used = BTreeSet::new();
     for trace in traces() {
-        let mut player = Player::new(Arc::clone(&trace.rules));
+        let mut player = TracePlayer::new(Arc::clone(&trace.rules));
         trace.lines.iter().for_each(|line| player.play(line));
-        let outcomes = player.outcomes();
+        let reactions = player.reactions();
         assert_eq!(
             commits(&player),
             trace.commits,
-            "{}: {outcomes:#?}",
+            "{}: {reactions:#?}",
             trace.name
         );
         assert_eq!(player.states(), [], "{}", trace.name);
         assert!(
-            outcomes
+            reactions
                 .iter()
                 .all(|one| one.what != "abort" && one.what != "refuse"),
-            "{}: {outcomes:#?}",
+            "{}: {reactions:#?}",
             trace.name
         );
         used.extend(trace.rules.rules().iter().map(|rule| rule.name.clone()));
@@ -83,7 +83,7 @@ fn each_writer_has_its_checkpoints_committed_and_nothing_is_left() {
 fn writers_that_are_killed_after_any_operation_leave_nothing_open() {
     for trace in traces() {
         for count in 0..=trace.lines.len() {
-            let mut player = Player::new(Arc::clone(&trace.rules));
+            let mut player = TracePlayer::new(Arc::clone(&trace.rules));
             trace.lines[..count]
                 .iter()
                 .for_each(|line| player.play(line));
@@ -96,7 +96,7 @@ fn writers_that_are_killed_after_any_operation_leave_nothing_open() {
                 player.play(&TraceLine {
                     line: count,
                     process,
-                    step: Step::Kill,
+                    step: TraceStep::Kill,
                 });
             }
             player.end_job(count);
@@ -173,7 +173,7 @@ fn strace_is_read_as_the_own_form_is() {
 7 close(3) = 0
 7 rename("/m/checkpoint-5", "/m/x") = 0
 7 +++ exited with 0 +++"#;
-    let steps = |text: &str| -> Vec<(u32, Step)> {
+    let steps = |text: &str| -> Vec<(u32, TraceStep)> {
         let lines = parse_trace(text, "/m").unwrap();
         lines
             .into_iter()
@@ -220,29 +220,32 @@ fn random_operations_keep_the_invariants() {
         "other",
     ];
     for _ in 0..300 {
-        let mut player = Player::new(Arc::clone(&rules));
+        let mut player = TracePlayer::new(Arc::clone(&rules));
         let mut open: BTreeSet<(u32, String)> = BTreeSet::new();
         for line in 0..60 {
             let process = random.random_range(1..4);
             let path = paths[random.random_range(0..paths.len())].to_owned();
             let step = match random.random_range(0..8) {
-                0 | 1 => Step::Open(path.clone()),
-                2..=4 => Step::Close(path.clone()),
-                5 => Step::Rename(
+                0 | 1 => TraceStep::Open(path.clone()),
+                2..=4 => TraceStep::Close(path.clone()),
+                5 => TraceStep::Rename(
                     path.clone(),
                     paths[random.random_range(0..paths.len())].to_owned(),
                 ),
-                6 => Step::Unlink(path.clone()),
-                _ => [Step::Exit(0), Step::Kill, Step::Mkdir(path.clone())]
-                    [random.random_range(0..3)]
+                6 => TraceStep::Unlink(path.clone()),
+                _ => [
+                    TraceStep::Exit(0),
+                    TraceStep::Kill,
+                    TraceStep::Mkdir(path.clone()),
+                ][random.random_range(0..3)]
                 .clone(),
             };
             match &step {
-                Step::Open(path) => drop(open.insert((process, path.clone()))),
-                Step::Exit(_) | Step::Kill => open.retain(|(of, _)| *of != process),
+                TraceStep::Open(path) => drop(open.insert((process, path.clone()))),
+                TraceStep::Exit(_) | TraceStep::Kill => open.retain(|(of, _)| *of != process),
                 _ => {}
             }
-            let seen = player.outcomes().len();
+            let seen = player.reactions().len();
             player.play(&TraceLine {
                 line,
                 process,
@@ -251,7 +254,7 @@ fn random_operations_keep_the_invariants() {
             for state in player.states() {
                 assert!(!state.waits_for.is_empty());
             }
-            for outcome in &player.outcomes()[seen..] {
+            for outcome in &player.reactions()[seen..] {
                 assert!(outcome.what != "commit" || !outcome.paths.is_empty());
             }
         }
@@ -259,7 +262,7 @@ fn random_operations_keep_the_invariants() {
             player.play(&TraceLine {
                 line: 99,
                 process,
-                step: Step::Kill,
+                step: TraceStep::Kill,
             });
         }
         player.end_job(99);
@@ -372,11 +375,11 @@ fn with_several_hosts_the_machine_proposes_and_counts_the_needs_of_all() {
 /// Paths of what was removed by `keep`, in order, after operations by one process.
 fn removals(rule: &str, operations: &str) -> Vec<String> {
     let rules = RuleSet::new(parse_rules(rule, "test").unwrap()).unwrap();
-    let mut player = Player::new(Arc::new(rules));
+    let mut player = TracePlayer::new(Arc::new(rules));
     for line in parse_trace(operations, "/").unwrap() {
         player.play(&line);
     }
-    let removals = player.outcomes().iter().filter(|one| one.what == "remove");
+    let removals = player.reactions().iter().filter(|one| one.what == "remove");
     removals.map(|one| one.paths.join(" ")).collect()
 }
 
@@ -433,7 +436,7 @@ fn regression_a_writer_killed_in_the_call_that_begins_a_scope_leaves_none_open()
 #[test]
 fn a_checkpoint_waits_until_the_pointer_that_was_there_is_written_again() {
     let rules = Arc::new(load_rules("lightning", |_| unreachable!()).unwrap());
-    let mut player = Player::new(rules);
+    let mut player = TracePlayer::new(rules);
     let mut play = |operations: &str| {
         for line in parse_trace(operations, "/").unwrap() {
             player.play(&line);
@@ -514,25 +517,25 @@ fn a_step_that_joins_the_one_before_is_open_for_other_hosts_until_its_own_event(
 
 #[test]
 fn a_checkpoint_stays_open_between_two_commands_of_a_job() {
-    const JOB: u32 = 100;
+    const STARTING_PROCESS: u32 = 100;
     let mut machine = machine("hf");
     let exits = |machine: &mut Machine, process| machine.exited(process, Ending::Success);
     let path = &machine.rules().locate(b"checkpoint-5/a");
     for process in [1, 2] {
-        machine.note_job(process, JOB);
+        machine.note_job(process, STARTING_PROCESS);
         make(&mut machine, process, &Operation::Change { path });
         assert_eq!(exits(&mut machine, process), []);
     }
-    let actions = exits(&mut machine, JOB);
+    let actions = exits(&mut machine, STARTING_PROCESS);
     assert!(matches!(actions[..], [Action::Abort { .. }]), "{actions:?}");
 
     // The job ends first, or a writer fails.
     machine.aborted(1);
     for (ending, ends_first) in [(Ending::Success, true), (Ending::Failure, false)] {
-        machine.note_job(4, JOB);
+        machine.note_job(4, STARTING_PROCESS);
         make(&mut machine, 4, &Operation::Change { path });
         if ends_first {
-            assert_eq!(machine.exited(JOB, Ending::Success), []);
+            assert_eq!(machine.exited(STARTING_PROCESS, Ending::Success), []);
         }
         let actions = machine.exited(4, ending);
         let [Action::Abort { scope, .. }] = actions[..] else {
@@ -545,7 +548,7 @@ fn a_checkpoint_stays_open_between_two_commands_of_a_job() {
 #[test]
 fn a_closed_file_that_is_renamed_to_its_name_is_complete() {
     let rules = Arc::new(load_rules("torch", |_| unreachable!()).unwrap());
-    let mut player = Player::new(rules);
+    let mut player = TracePlayer::new(rules);
     let save = "1 open a.tmp\n1 close a.tmp\n1 rename a.tmp a.ckpt\n";
     // The good one moves away, and is brought back where no other follows.
     let cut = "1 rename a.ckpt a.old\n1 kill\n";
@@ -553,7 +556,7 @@ fn a_closed_file_that_is_renamed_to_its_name_is_complete() {
         player.play(&line);
     }
     let what: Vec<&str> = player
-        .outcomes()
+        .reactions()
         .iter()
         .map(|outcome| outcome.what)
         .collect();

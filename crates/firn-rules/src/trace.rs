@@ -22,7 +22,7 @@ use crate::rule_set::{LocatedPath, RuleSet};
 
 /// One operation of a trace.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Step {
+pub enum TraceStep {
     /// Create a directory.
     Mkdir(String),
     /// Open a file for writing. The open creates or truncates the file, unless it is an update in place.
@@ -57,7 +57,7 @@ pub struct TraceLine {
     /// The process id.
     pub process: u32,
     /// The operation.
-    pub step: Step,
+    pub step: TraceStep,
 }
 
 /// Error for a line that is not an operation.
@@ -115,7 +115,7 @@ pub fn parse_trace(text: &str, top: &str) -> Result<Vec<TraceLine>, TraceError> 
     Ok(steps)
 }
 
-fn parse_line(line: &str) -> Result<(u32, Step), String> {
+fn parse_line(line: &str) -> Result<(u32, TraceStep), String> {
     let words: Vec<&str> = line.split_ascii_whitespace().collect();
     let process = words[0].parse().map_err(|_| {
         format!(
@@ -134,31 +134,31 @@ fn parse_line(line: &str) -> Result<(u32, Step), String> {
         found.ok_or_else(|| format!("expected more words after `{word}`"))
     };
     let step = match word {
-        "mkdir" => Step::Mkdir(argument(1)?),
-        "open" => Step::Open(argument(1)?),
+        "mkdir" => TraceStep::Mkdir(argument(1)?),
+        "open" => TraceStep::Open(argument(1)?),
         "write" => {
             let bytes = argument(2)?;
             let count = bytes.parse();
-            Step::Write(
+            TraceStep::Write(
                 argument(1)?,
                 count.map_err(|_| format!("expected a number of bytes, found `{bytes}`"))?,
             )
         }
-        "close" => Step::Close(argument(1)?),
-        "truncate" => Step::Truncate(argument(1)?),
-        "rename" => Step::Rename(argument(1)?, argument(2)?),
-        "link" => Step::Link(argument(1)?, argument(2)?),
-        "symlink" => Step::Symlink(argument(1)?, argument(2)?),
-        "unlink" => Step::Unlink(argument(1)?),
-        "rmdir" => Step::Rmdir(argument(1)?),
+        "close" => TraceStep::Close(argument(1)?),
+        "truncate" => TraceStep::Truncate(argument(1)?),
+        "rename" => TraceStep::Rename(argument(1)?, argument(2)?),
+        "link" => TraceStep::Link(argument(1)?, argument(2)?),
+        "symlink" => TraceStep::Symlink(argument(1)?, argument(2)?),
+        "unlink" => TraceStep::Unlink(argument(1)?),
+        "rmdir" => TraceStep::Rmdir(argument(1)?),
         "exit" => {
             let code = argument(1)?;
-            Step::Exit(
+            TraceStep::Exit(
                 code.parse()
                     .map_err(|_| format!("expected an exit code, found `{code}`"))?,
             )
         }
-        "kill" => Step::Kill,
+        "kill" => TraceStep::Kill,
         other => {
             let hint = nearest(other, WORDS).map(|word| format!("; did you mean `{word}`?"));
             let words = WORDS.join(", ");
@@ -232,19 +232,19 @@ impl Strace {
         Some(rest.strip_prefix('/')?.to_owned())
     }
 
-    fn read(&mut self, line: &str) -> Vec<(u32, Step)> {
+    fn read(&mut self, line: &str) -> Vec<(u32, TraceStep)> {
         let (process, rest) = Self::without_process(line);
         let steps = if let Some(end) = rest.strip_prefix("+++ ") {
             let code = end.strip_prefix("exited with ");
             let code = code.and_then(|code| code.split_once(' ')?.0.parse().ok());
-            vec![code.map_or(Step::Kill, Step::Exit)]
+            vec![code.map_or(TraceStep::Kill, TraceStep::Exit)]
         } else {
             self.call(process, rest).unwrap_or_default()
         };
         steps.into_iter().map(|step| (process, step)).collect()
     }
 
-    fn call(&mut self, process: u32, line: &str) -> Option<Vec<Step>> {
+    fn call(&mut self, process: u32, line: &str) -> Option<Vec<TraceStep>> {
         let (name, rest) = line.split_once('(')?;
         let (arguments, result) = rest.rsplit_once(" = ")?;
         let result: i64 = result.split([' ', '<']).next()?.parse().ok()?;
@@ -276,21 +276,21 @@ impl Strace {
                     return None;
                 }
                 self.open.insert((process, result), path.clone());
-                Step::Open(path)
+                TraceStep::Open(path)
             }
-            "close" => Step::Close(self.open.remove(&(process, descriptor()?))?),
-            "write" | "pwrite64" | "writev" | "pwritev" | "pwritev2" => Step::Write(
+            "close" => TraceStep::Close(self.open.remove(&(process, descriptor()?))?),
+            "write" | "pwrite64" | "writev" | "pwritev" | "pwritev2" => TraceStep::Write(
                 self.open.get(&(process, descriptor()?))?.clone(),
                 result as u64,
             ),
-            "mkdir" | "mkdirat" => Step::Mkdir(path(0)?),
-            "rename" | "renameat" | "renameat2" => Step::Rename(path(0)?, path(1)?),
-            "link" | "linkat" => Step::Link(path(0)?, path(1)?),
-            "symlink" | "symlinkat" => Step::Symlink(paths.first()?.clone(), path(1)?),
-            "unlinkat" if arguments.contains("AT_REMOVEDIR") => Step::Rmdir(path(0)?),
-            "unlink" | "unlinkat" => Step::Unlink(path(0)?),
-            "rmdir" => Step::Rmdir(path(0)?),
-            "truncate" => Step::Truncate(path(0)?),
+            "mkdir" | "mkdirat" => TraceStep::Mkdir(path(0)?),
+            "rename" | "renameat" | "renameat2" => TraceStep::Rename(path(0)?, path(1)?),
+            "link" | "linkat" => TraceStep::Link(path(0)?, path(1)?),
+            "symlink" | "symlinkat" => TraceStep::Symlink(paths.first()?.clone(), path(1)?),
+            "unlinkat" if arguments.contains("AT_REMOVEDIR") => TraceStep::Rmdir(path(0)?),
+            "unlink" | "unlinkat" => TraceStep::Unlink(path(0)?),
+            "rmdir" => TraceStep::Rmdir(path(0)?),
+            "truncate" => TraceStep::Truncate(path(0)?),
             _ => return None,
         };
         Some(vec![step])
@@ -299,7 +299,7 @@ impl Strace {
 
 /// One reaction of the rules to an operation.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
-pub struct Outcome {
+pub struct RuleReaction {
     /// The line of the operation that caused it. A begin happens before that operation, everything else after it.
     pub line: usize,
     /// `begin`, `join`, `commit`, `abort`, `remove` (by `keep=N`) or `refuse`.
@@ -314,10 +314,10 @@ pub struct Outcome {
 }
 
 /// The process id that stands for the process that started all processes of a trace.
-const JOB: u32 = u32::MAX;
+const STARTING_PROCESS: u32 = u32::MAX;
 
 /// Replays operations, and records what the rules do.
-pub struct Player {
+pub struct TracePlayer {
     machine: Machine,
     /// Names that programs have created and not removed.
     names: BTreeSet<String>,
@@ -326,10 +326,10 @@ pub struct Player {
     last_handle: u64,
     /// The rule and the names of each scope.
     scopes: BTreeMap<ScopeNumber, (String, Vec<String>)>,
-    outcomes: Vec<Outcome>,
+    reactions: Vec<RuleReaction>,
 }
 
-impl Player {
+impl TracePlayer {
     /// Creates a player with an empty history.
     pub fn new(rules: Arc<RuleSet>) -> Self {
         Self {
@@ -338,13 +338,13 @@ impl Player {
             open: Vec::new(),
             last_handle: 0,
             scopes: BTreeMap::new(),
-            outcomes: Vec::new(),
+            reactions: Vec::new(),
         }
     }
 
     /// Returns the recorded reactions of the rules.
-    pub fn outcomes(&self) -> &[Outcome] {
-        &self.outcomes
+    pub fn reactions(&self) -> &[RuleReaction] {
+        &self.reactions
     }
 
     /// Returns the scopes that are open.
@@ -356,16 +356,19 @@ impl Player {
         self.machine.rules().locate(path.as_bytes())
     }
 
-    fn note_names(&mut self, step: &Step) {
+    fn note_names(&mut self, step: &TraceStep) {
         let names = &mut self.names;
         match step {
-            Step::Mkdir(path) | Step::Open(path) | Step::Symlink(_, path) | Step::Link(_, path) => {
+            TraceStep::Mkdir(path)
+            | TraceStep::Open(path)
+            | TraceStep::Symlink(_, path)
+            | TraceStep::Link(_, path) => {
                 names.insert(path.clone());
             }
-            Step::Unlink(path) | Step::Rmdir(path) => {
+            TraceStep::Unlink(path) | TraceStep::Rmdir(path) => {
                 names.remove(path);
             }
-            Step::Rename(from, to) => {
+            TraceStep::Rename(from, to) => {
                 let moved = |name: &String| {
                     let rest = name.strip_prefix(from.as_str())?;
                     (rest.is_empty() || rest.starts_with('/')).then(|| format!("{to}{rest}"))
@@ -375,7 +378,11 @@ impl Player {
                     .map(|name| moved(&name).unwrap_or(name))
                     .collect();
             }
-            Step::Write(..) | Step::Close(_) | Step::Truncate(_) | Step::Exit(_) | Step::Kill => {}
+            TraceStep::Write(..)
+            | TraceStep::Close(_)
+            | TraceStep::Truncate(_)
+            | TraceStep::Exit(_)
+            | TraceStep::Kill => {}
         }
     }
 
@@ -384,15 +391,15 @@ impl Player {
         self.note_names(&line.step);
         let process = line.process;
         match &line.step {
-            Step::Open(path) => {
+            TraceStep::Open(path) => {
                 self.last_handle += 1;
                 let handle = self.last_handle;
                 self.open.push((process, path.clone(), handle));
                 let path = &self.machine.rules().locate_file(path.as_bytes());
                 self.run(line, &Operation::Open { path, handle });
             }
-            Step::Write(..) => {}
-            Step::Close(path) => {
+            TraceStep::Write(..) => {}
+            TraceStep::Close(path) => {
                 let found = self
                     .open
                     .iter()
@@ -408,14 +415,14 @@ impl Player {
                     );
                 }
             }
-            Step::Mkdir(path)
-            | Step::Truncate(path)
-            | Step::Symlink(_, path)
-            | Step::Link(_, path) => {
+            TraceStep::Mkdir(path)
+            | TraceStep::Truncate(path)
+            | TraceStep::Symlink(_, path)
+            | TraceStep::Link(_, path) => {
                 let path = &self.locate(path);
                 self.run(line, &Operation::Change { path });
             }
-            Step::Rename(from, to) => {
+            TraceStep::Rename(from, to) => {
                 for (_, path, _) in &mut self.open {
                     if path == from {
                         path.clone_from(to);
@@ -424,18 +431,18 @@ impl Player {
                 let (from, to) = (&self.locate(from), &self.locate(to));
                 self.run(line, &Operation::Rename { from, to });
             }
-            Step::Unlink(path) | Step::Rmdir(path) => {
+            TraceStep::Unlink(path) | TraceStep::Rmdir(path) => {
                 let path = &self.locate(path);
                 self.run(line, &Operation::Remove { path });
             }
-            Step::Exit(0) => self.end(line, Ending::Success),
-            Step::Exit(_) | Step::Kill => self.end(line, Ending::Failure),
+            TraceStep::Exit(0) => self.end(line, Ending::Success),
+            TraceStep::Exit(_) | TraceStep::Kill => self.end(line, Ending::Failure),
         }
     }
 
     /// Ends the job that started all processes of the trace.
     pub fn end_job(&mut self, line: usize) {
-        let actions = self.machine.exited(JOB, Ending::Success);
+        let actions = self.machine.exited(STARTING_PROCESS, Ending::Success);
         self.take(line, actions);
     }
 
@@ -453,11 +460,11 @@ impl Player {
     }
 
     fn run(&mut self, line: &TraceLine, operation: &Operation<'_>) {
-        self.machine.note_job(line.process, JOB);
+        self.machine.note_job(line.process, STARTING_PROCESS);
         let entered = match self.machine.before(line.process, operation) {
             Ok(entered) => entered,
             Err(error) => {
-                return self.outcomes.push(Outcome {
+                return self.reactions.push(RuleReaction {
                     line: line.line,
                     what: "refuse",
                     rule: error.rule().to_owned(),
@@ -544,7 +551,7 @@ impl Player {
         paths: Vec<String>,
         reason: String,
     ) {
-        self.outcomes.push(Outcome {
+        self.reactions.push(RuleReaction {
             line,
             what,
             rule,

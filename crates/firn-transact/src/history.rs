@@ -97,7 +97,7 @@ impl<B: Backing> History<B> {
             log.id_before = staging::load_numbers(&self.home.base, &firn)?.remove(&scope.path);
         }
         log.can_be_undone = true;
-        let dir = staging::dir(&self.home.base, &scope.new, UNDO_DIR)?;
+        let dir = staging::make_dir(&self.home.base, &scope.new, UNDO_DIR)?;
         // An earlier attempt may have left something.
         staging::clear(&self.home.base, &dir)?;
         let changed = scope.changed.lock().clone();

@@ -154,7 +154,7 @@ impl<B: Backing> NamesBallots<B> {
         let Some(members) = &self.home.members else {
             return Ok(NamesEntry::Joined);
         };
-        let top = staging::dir(&self.home.base, &self.home.base.root(), staging::TOP)?;
+        let top = staging::make_dir(&self.home.base, &self.home.base.root(), staging::TOP)?;
         let dir = VoteDir::make(&self.home.base, &top, &dir_name(key), &members.host)?;
         dir.put_once(KEY, key)?;
         // Another key has the same directory name. EBUSY, because both cannot be in use at a time.
@@ -390,7 +390,7 @@ impl<B: Backing> NamesBallot<'_, B> {
     pub fn put_state(&self, state: &impl Serialize) -> Result<(), Errno> {
         let bytes = serde_json::to_vec(state).expect("plain data");
         let name = self.dir().own_file(STATE);
-        staging::store(self.base, self.dir().dir(), &name, &bytes)
+        staging::replace_file(self.base, self.dir().dir(), &name, &bytes)
     }
 
     /// Starts an attempt with this number, unless there is one.

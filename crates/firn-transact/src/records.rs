@@ -33,7 +33,7 @@ impl<B: Backing> Home<B> {
         file: &str,
     ) -> Result<Option<ChangeLog>, StoreError> {
         let path = format!("{}/{name}/{file}", self.staging_path());
-        staging::load(&self.base, dir, file)
+        staging::read_file(&self.base, dir, file)
             .map_err(|error| error.below(&format!("{}/{name}", self.staging_path())))?
             .map(|bytes| {
                 ChangeLog::decode(&bytes).map_err(|source| StoreError::Record { path, source })

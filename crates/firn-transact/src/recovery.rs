@@ -185,7 +185,7 @@ impl<B: Backing> ArenaNotes<B> {
 
     /// Returns whether the hosts have decided to commit a transaction that this host has prepared.
     fn is_decided_commit(&self, dir: &B::Inode, id: u64, scope: &[u8]) -> Result<bool, StoreError> {
-        let decision = match staging::load(&self.home.base, dir, staging::KEY)? {
+        let decision = match staging::read_file(&self.home.base, dir, staging::KEY)? {
             Some(key) => match self.names_ballots.find(&key)? {
                 Some(ballot) => ballot.decision()?,
                 None => None,
@@ -401,10 +401,12 @@ impl<B: Backing> Recovery<B> {
     /// Finds the hosts' decision about a transaction that is prepared here. For a scope of names this call decides an
     /// abort where there is no decision: the programs that wrote them do not ask for it again.
     fn find_decision(&self, dir: &B::Inode, record: &ChangeLog) -> Result<Option<bool>, OpenError> {
-        Ok(match staging::load(&self.home.base, dir, staging::KEY)? {
-            Some(key) => Some(self.names_ballots.settle_or_abort(&key)?),
-            None => self.votes.find_decision(record.id, &record.scope)?,
-        })
+        Ok(
+            match staging::read_file(&self.home.base, dir, staging::KEY)? {
+                Some(key) => Some(self.names_ballots.settle_or_abort(&key)?),
+                None => self.votes.find_decision(record.id, &record.scope)?,
+            },
+        )
     }
 
     /// Applies a decided commit or restore durably, and removes its records.
@@ -415,8 +417,8 @@ impl<B: Backing> Recovery<B> {
         (log, direction): (&ChangeLog, Direction),
         outcome: &mut Outcome,
     ) -> Result<(), OpenError> {
-        let new = staging::dir(&self.home.base, dir, staging::NEW)?;
-        let away = staging::dir(&self.home.base, dir, staging::AWAY)?;
+        let new = staging::make_dir(&self.home.base, dir, staging::NEW)?;
+        let away = staging::make_dir(&self.home.base, dir, staging::AWAY)?;
         let below = (&self.home.base, self.home.device);
         Apply::new(below, (log, direction), &new, &away).run()?;
         if self.home.has_more_names(dir)? {

@@ -137,9 +137,9 @@ impl<B: Backing> Scope<B> {
             key: None,
             subdirectories_in_root: AtomicI64::new(0),
             top,
-            new: staging::dir(base, &dir, staging::NEW)?,
+            new: staging::make_dir(base, &dir, staging::NEW)?,
             shadow,
-            away: staging::dir(base, &dir, staging::AWAY)?,
+            away: staging::make_dir(base, &dir, staging::AWAY)?,
             dir,
             staging_dirs: Mutex::default(),
             plain_staging_dir: Mutex::default(),
@@ -298,7 +298,7 @@ impl<B: Backing> Scope<B> {
             return Ok(known);
         }
         let name = format!("d{}", self.staging_dirs.lock().len());
-        let inode = staging::dir(base, &self.new, &name)?;
+        let inode = staging::make_dir(base, &self.new, &name)?;
         if let Some(acl) = &acl {
             base.set_xattr(&inode, acl_name, acl, 0)?;
         }

@@ -101,8 +101,8 @@ pub(crate) struct Shadow<B: Backing> {
 impl<B: Backing> Shadow<B> {
     /// Makes room for it in the directory of a transaction.
     pub(crate) fn make(base: &B, dir: &B::Inode) -> Result<()> {
-        staging::dir(base, dir, SAVED)?;
-        staging::dir(base, dir, KEPT)?;
+        staging::make_dir(base, dir, SAVED)?;
+        staging::make_dir(base, dir, KEPT)?;
         Ok(())
     }
 
@@ -111,7 +111,7 @@ impl<B: Backing> Shadow<B> {
         let Some((saved, attr)) = staging::find_dir(base, dir, SAVED)? else {
             return Ok(None);
         };
-        let kept = staging::dir(base, dir, KEPT)?;
+        let kept = staging::make_dir(base, dir, KEPT)?;
         Ok(Some(Self {
             saved,
             kept,

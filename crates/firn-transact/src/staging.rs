@@ -30,8 +30,8 @@ use crate::change_log::{Attributes, Instant, LogError};
 use crate::error::StoreError;
 use crate::own::is_path;
 pub(crate) use crate::own::{
-    clear, clear_but, dir, find, find_dir, list, load, must_find_dir, new_name, own_caller as own,
-    put, store, write, write_all,
+    clear, clear_but, find, find_dir, list, make_dir, must_find_dir, new_name, own_caller as own,
+    read_file, replace_file, replace_file_unsynced, write_all, write_new_file,
 };
 
 pub use firn_hosts::own::TOP;
@@ -53,7 +53,7 @@ pub(crate) fn load_numbers<B: Backing>(
     base: &B,
     firn: &B::Inode,
 ) -> Result<BTreeMap<Vec<u8>, u64>> {
-    let text = load(base, firn, COMMITTED)?.unwrap_or_default();
+    let text = read_file(base, firn, COMMITTED)?.unwrap_or_default();
     let line = |line: &[u8]| {
         let (id, hex) = std::str::from_utf8(line).ok()?.split_once(' ')?;
         Some((lower::decode_vec(hex).ok()?, id.parse().ok()?))
@@ -70,7 +70,7 @@ pub(crate) fn store_numbers<B: Backing>(
     for (path, id) in numbers {
         text += &format!("{id} {}\n", lower::encode_string(path));
     }
-    store(base, firn, COMMITTED, text.as_bytes())
+    replace_file(base, firn, COMMITTED, text.as_bytes())
 }
 
 /// The scope of a transaction, as a file of it tells; `None` where there is no such file.
@@ -79,7 +79,7 @@ pub(crate) fn load_scope<B: Backing>(
     parent: &B::Inode,
     name: &str,
 ) -> std::result::Result<Option<Vec<u8>>, StoreError> {
-    let Some(scope) = load(base, parent, name)? else {
+    let Some(scope) = read_file(base, parent, name)? else {
         return Ok(None);
     };
     if is_path(&scope) {

@@ -33,12 +33,11 @@ impl<B: Backing> Home<B> {
 
     /// Returns the staging directory of this host, and makes it if there is none.
     pub(crate) fn staging_dir(&self) -> Result<B::Inode, OwnError> {
-        let top = staging::dir(&self.base, &self.base.root(), staging::TOP)?;
+        let top = staging::make_dir(&self.base, &self.base.root(), staging::TOP)?;
         match self.own_dir_name() {
             None => Ok(top),
-            Some(name) => {
-                staging::dir(&self.base, &top, &name).map_err(|error| error.below(staging::TOP))
-            }
+            Some(name) => staging::make_dir(&self.base, &top, &name)
+                .map_err(|error| error.below(staging::TOP)),
         }
     }
 
@@ -80,8 +79,11 @@ impl<B: Backing> Home<B> {
     pub(crate) fn sync_staging_dir(&self) -> Result<(), Errno> {
         self.base.sync_dir(&self.staging_dir()?)?;
         if self.members.is_some() {
-            self.base
-                .sync_dir(&staging::dir(&self.base, &self.base.root(), staging::TOP)?)?;
+            self.base.sync_dir(&staging::make_dir(
+                &self.base,
+                &self.base.root(),
+                staging::TOP,
+            )?)?;
         }
         self.base.sync_dir(&self.base.root())
     }

@@ -230,7 +230,7 @@ impl<B: Backing> Votes<B> {
         id: u64,
         scope: &[u8],
     ) -> Result<VoteBallot<'a, B>, Errno> {
-        let top = staging::dir(&self.home.base, &self.home.base.root(), staging::TOP)?;
+        let top = staging::make_dir(&self.home.base, &self.home.base.root(), staging::TOP)?;
         let name = vote_name(id, scope);
         let made = VoteDir::make(&self.home.base, &top, &name, &members.host)?;
         Ok(VoteBallot::in_dir(made))

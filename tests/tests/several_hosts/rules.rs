@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use firn_protocol::TransactionStage;
-use firn_rules::trace::Step;
+use firn_rules::trace::TraceStep;
 use firn_tests::command::wait_until;
 use firn_tests::random::{env_count, generator};
 use firn_tests::replay::{Replayer, Trace, traces};
@@ -77,7 +77,7 @@ impl Ranks<'_> {
             .processes
             .entry(line.process)
             .or_insert_with(|| Replayer::start(mount.path()));
-        if let Step::Open(path) | Step::Mkdir(path) = &line.step {
+        if let TraceStep::Open(path) | TraceStep::Mkdir(path) = &line.step {
             let above: Vec<&str> = Path::new(path)
                 .ancestors()
                 .skip(1)
@@ -93,7 +93,7 @@ impl Ranks<'_> {
         process.make(line.line, &trace.lines[index]);
         let commits = self.model.commits;
         self.model.play(line);
-        if let Step::Exit(_) = line.step {
+        if let TraceStep::Exit(_) = line.step {
             self.processes
                 .remove(&line.process)
                 .expect("it runs")

@@ -11,7 +11,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use firn_rules::trace::{Step, TraceLine};
+use firn_rules::trace::{TraceLine, TraceStep};
 use firn_tests::command::{run, wait_until};
 use firn_tests::fsops::read;
 use firn_tests::mount::SMALL;
@@ -40,7 +40,7 @@ fn replay(
             .or_insert_with(|| Replayer::start(dir));
         process.make(step.line, text);
         model.play(step);
-        if let Step::Exit(_) = step.step {
+        if let TraceStep::Exit(_) = step.step {
             processes.remove(&step.process).expect("it runs").wait();
             // What an exit makes complete is committed after it.
             wait_until_settled(mount, model);
@@ -99,7 +99,7 @@ fn writers_that_are_killed_leave_each_checkpoint_whole_or_as_it_was() {
             let ended: Vec<u32> = processes.keys().copied().collect();
             drop(processes);
             for process in ended {
-                let step = Step::Kill;
+                let step = TraceStep::Kill;
                 model.play(&TraceLine {
                     line: count + 1,
                     process,

@@ -174,12 +174,14 @@ fn flipped_bits_are_named_and_what_is_whole_is_kept() {
             matches!(damage, Damage::Piece { .. })
         }),
         (header + slab_word::STATE, 2, |damage| {
-            matches!(damage, Damage::Slab { .. })
+            matches!(damage, Damage::SlabState { .. })
         }),
         (header + slab_word::PUBLISHED + 3, 2, |damage| {
-            matches!(damage, Damage::Count { .. })
+            matches!(damage, Damage::PublishCounter { .. })
         }),
-        (class, 0, |damage| matches!(damage, Damage::Chunk { .. })),
+        (class, 0, |damage| {
+            matches!(damage, Damage::ClassWord { .. })
+        }),
     ];
     for (offset, kept, expected) in cases {
         flip_bit(&path, offset, 4);

@@ -603,7 +603,7 @@ fn every_flipped_bit_of_a_home_is_found() {
         flip(&fixture);
         let report = check(&fixture.path()).unwrap();
         assert!(
-            matches!(report.damage[..], [Damage::Home { chunk: 0, .. }]),
+            matches!(report.damage[..], [Damage::HomeWord { chunk: 0, .. }]),
             "{:?}",
             report.damage
         );
@@ -633,7 +633,10 @@ fn two_chunks_never_share_a_slot() {
         }
     });
     assert!(
-        matches!(damage[..], [Damage::Home { .. }, Damage::Home { .. }]),
+        matches!(
+            damage[..],
+            [Damage::HomeWord { .. }, Damage::HomeWord { .. }]
+        ),
         "{damage:?}"
     );
     assert_eq!(readable(fixture.arena()), Vec::<u64>::new());

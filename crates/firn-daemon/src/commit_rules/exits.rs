@@ -18,29 +18,29 @@ use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 /// Pause between two attempts to read the status of a zombie.
-const ASK_AGAIN: Duration = Duration::from_millis(10);
+const STATUS_RETRY_EVERY: Duration = Duration::from_millis(10);
 /// The flag PF_EXITING in /proc/PID/stat: the process is exiting.
-const EXITING: u64 = 4;
+const PF_EXITING: u64 = 4;
 /// After this time the parent does not seem to wait for the zombie, and the status in /proc counts.
-const REAP_WAIT: Duration = Duration::from_secs(1);
+const REAP_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The processes that are watched.
 pub(super) struct Exits {
-    watched: Mutex<Watched>,
+    watched: Mutex<WatchTable>,
     /// Signals that the ends found by one round were reported.
-    told: Condvar,
+    all_reported: Condvar,
     wake: OwnedFd,
 }
 
 /// The table of watched processes.
 #[derive(Default)]
-struct Watched {
+struct WatchTable {
     /// The pidfd of each process; `None` if the process was gone before its pidfd was opened.
     processes: HashMap<u32, Option<OwnedFd>>,
     /// Processes that have ended without a known status, and when the end was first seen.
     ended: HashMap<u32, Instant>,
     /// Ends that were taken from the table are being reported now.
-    is_telling: bool,
+    is_reporting: bool,
     is_stopped: bool,
 }
 
@@ -48,7 +48,7 @@ impl Exits {
     pub(super) fn new() -> Result<Self, Errno> {
         Ok(Self {
             watched: Mutex::default(),
-            told: Condvar::new(),
+            all_reported: Condvar::new(),
             wake: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
         })
     }
@@ -80,11 +80,11 @@ impl Exits {
             Some(Some(pidfd)) => {
                 // The pidfd is read after /proc: a process that is reaped between both reads has its status in the
                 // pidfd.
-                let in_proc = ProcEnd::read(process);
+                let in_proc = ProcState::read(process);
                 match (end_of_process(pidfd), in_proc) {
-                    (Some(end), _) | (None, ProcEnd::Exiting(end)) => is_failure(end),
-                    (None, ProcEnd::Running) => false,
-                    (None, ProcEnd::Gone) => true,
+                    (Some(end), _) | (None, ProcState::Exiting(end)) => is_failure(end),
+                    (None, ProcState::Running) => false,
+                    (None, ProcState::Gone) => true,
                 }
             }
             Some(None) => true,
@@ -96,14 +96,14 @@ impl Exits {
     pub(super) fn wait_until_told(&self) {
         let mut watched = self.watched.lock();
         while !watched.is_stopped && watched.has_untold_end() {
-            watched.wait(&self.told);
+            watched.wait(&self.all_reported);
         }
     }
 
     /// Stops the thread and releases the threads that wait for reports.
     pub(super) fn stop(&self) {
         self.watched.lock().is_stopped = true;
-        self.told.notify_all();
+        self.all_reported.notify_all();
         self.wake();
     }
 
@@ -113,8 +113,8 @@ impl Exits {
         let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
     }
 
-    /// Runs until [`Exits::stop`]: calls `tell` for each process that has ended, and `after_wake` after each round.
-    pub(super) fn watch(&self, tell: &dyn Fn(u32, Ending), after_wake: &dyn Fn()) {
+    /// Runs until [`Exits::stop`]: calls `report` for each process that has ended, and `after_wake` after each round.
+    pub(super) fn watch(&self, report: &dyn Fn(u32, Ending), after_wake: &dyn Fn()) {
         loop {
             let ends = {
                 let mut watched = self.watched.lock();
@@ -122,14 +122,14 @@ impl Exits {
                     return;
                 }
                 let ends = watched.take_ends();
-                watched.is_telling = !ends.is_empty();
+                watched.is_reporting = !ends.is_empty();
                 ends
             };
             for (process, ending) in ends {
-                tell(process, ending);
+                report(process, ending);
             }
-            self.watched.lock().is_telling = false;
-            self.told.notify_all();
+            self.watched.lock().is_reporting = false;
+            self.all_reported.notify_all();
             after_wake();
             self.wait();
         }
@@ -137,7 +137,7 @@ impl Exits {
 
     /// Waits until a process ends, the thread is woken, or the status of a zombie is to be read again.
     fn wait(&self) {
-        let (pidfds, asks_again): (Vec<OwnedFd>, bool) = {
+        let (pidfds, reads_again): (Vec<OwnedFd>, bool) = {
             let watched = self.watched.lock();
             let running = watched
                 .processes
@@ -152,9 +152,9 @@ impl Exits {
             .map(|pidfd| PollFd::from_borrowed_fd(pidfd.as_fd(), PollFlags::IN))
             .collect();
         fds.push(PollFd::from_borrowed_fd(self.wake.as_fd(), PollFlags::IN));
-        let timeout = asks_again.then_some(Timespec {
+        let timeout = reads_again.then_some(Timespec {
             tv_sec: 0,
-            tv_nsec: ASK_AGAIN.as_nanos() as i64,
+            tv_nsec: STATUS_RETRY_EVERY.as_nanos() as i64,
         });
         // A signal only causes one more round.
         let _ = poll(&mut fds, timeout.as_ref());
@@ -162,10 +162,10 @@ impl Exits {
     }
 }
 
-impl Watched {
+impl WatchTable {
     fn has_untold_end(&self) -> bool {
         let mut pidfds = self.processes.values().flatten();
-        self.is_telling || pidfds.any(has_ended)
+        self.is_reporting || pidfds.any(has_ended)
     }
 
     /// Removes the processes whose end is known from the table, and returns them with success or failure.
@@ -177,7 +177,7 @@ impl Watched {
         processes.retain(|process, pidfd| {
             let end = match pidfd {
                 None => Some(WriterEnd::StatusLost),
-                Some(pidfd) => end_of(*process, pidfd, ended),
+                Some(pidfd) => find_end(*process, pidfd, ended),
             };
             let Some(end) = end else { return true };
             ended.remove(process);
@@ -207,7 +207,7 @@ enum WriterEnd {
 }
 
 /// Returns how a process ended; `None` if it is running, or if its status may still become known.
-fn end_of(process: u32, pidfd: &OwnedFd, ended: &mut HashMap<u32, Instant>) -> Option<WriterEnd> {
+fn find_end(process: u32, pidfd: &OwnedFd, ended: &mut HashMap<u32, Instant>) -> Option<WriterEnd> {
     if !has_ended(pidfd) {
         return None;
     }
@@ -215,15 +215,15 @@ fn end_of(process: u32, pidfd: &OwnedFd, ended: &mut HashMap<u32, Instant>) -> O
         return Some(WriterEnd::Known(end));
     }
     let since = ended.entry(process).or_insert_with(Instant::now);
-    let is_late = since.elapsed() > REAP_WAIT;
-    match ProcEnd::read(process) {
+    let is_late = since.elapsed() > REAP_TIMEOUT;
+    match ProcState::read(process) {
         // Older kernels give no status through the pidfd, so after a while the status of the zombie counts.
         // A failure is final and counts at once: a program that is started again must not see the files of the failed
         // one.
-        ProcEnd::Exiting(end) if is_late || is_failure(end) => Some(WriterEnd::Known(end)),
-        ProcEnd::Exiting(_) => None,
+        ProcState::Exiting(end) if is_late || is_failure(end) => Some(WriterEnd::Known(end)),
+        ProcState::Exiting(_) => None,
         // The process was reaped; its number is unused or belongs to another process by now.
-        ProcEnd::Running | ProcEnd::Gone => is_late.then_some(WriterEnd::StatusLost),
+        ProcState::Running | ProcState::Gone => is_late.then_some(WriterEnd::StatusLost),
     }
 }
 
@@ -232,7 +232,7 @@ fn is_failure(end: ProcessEnd) -> bool {
 }
 
 /// The state of a process in /proc/PID/stat.
-enum ProcEnd {
+enum ProcState {
     /// There is no such process.
     Gone,
     Running,
@@ -240,7 +240,7 @@ enum ProcEnd {
     Exiting(ProcessEnd),
 }
 
-impl ProcEnd {
+impl ProcState {
     /// Reads the state. Does not wait for an exec of the process, which may wait for a close that the caller answers.
     fn read(process: u32) -> Self {
         if has_memory(process) == Some(true) {
@@ -258,7 +258,7 @@ impl ProcEnd {
             // The first thread may exit before the others are stopped. A stop signal as status does not mean that the
             // process was killed.
             (Some(_), Some(libc::SIGSTOP..=libc::SIGTTOU)) => Self::Running,
-            (Some(flags), Some(status)) if flags & EXITING != 0 => {
+            (Some(flags), Some(status)) if flags & PF_EXITING != 0 => {
                 Self::Exiting(ProcessEnd::of_wait_status(status))
             }
             _ => Self::Running,

@@ -12,7 +12,7 @@ use std::fs;
 const ANCESTORS_MAX: usize = 256;
 
 /// The relations of a process to others, from /proc.
-struct Relation {
+struct ProcessRelations {
     parent: u32,
     user: u32,
     /// The process leads a session that has a terminal, as an interactive shell does.
@@ -22,28 +22,28 @@ struct Relation {
 /// Returns the number of the job of a process; the process's own number if /proc does not have the process.
 pub(super) fn job_of(process: u32) -> u32 {
     let mut top = process;
-    let Some(mut relation) = relation_of(process) else {
+    let Some(mut relations) = read_relations(process) else {
         return process;
     };
     for _ in 0..ANCESTORS_MAX {
-        if relation.is_shell {
+        if relations.is_shell {
             return top;
         }
-        let Some(parent) = relation_of(relation.parent) else {
+        let Some(parent) = read_relations(relations.parent) else {
             return top;
         };
-        let starts_jobs = relation.parent <= 1 || parent.is_shell || parent.user != relation.user;
+        let starts_jobs = relations.parent <= 1 || parent.is_shell || parent.user != relations.user;
         if starts_jobs {
             return top;
         }
-        top = relation.parent;
-        relation = parent;
+        top = relations.parent;
+        relations = parent;
     }
     top
 }
 
 /// Reads the relations of a process from /proc; `None` if the process is gone or cannot be read.
-fn relation_of(process: u32) -> Option<Relation> {
+fn read_relations(process: u32) -> Option<ProcessRelations> {
     let stat = fs::read_to_string(format!("/proc/{process}/stat")).ok()?;
     // The name of the program may have any characters; the last parenthesis ends it.
     let fields: Vec<&str> = stat.rsplit_once(')')?.1.split_ascii_whitespace().collect();
@@ -51,7 +51,7 @@ fn relation_of(process: u32) -> Option<Relation> {
     let (parent, session, terminal) = (field(1)?, field(3)?, field(4)?);
     let status = fs::read_to_string(format!("/proc/{process}/status")).ok()?;
     let user = status.lines().find_map(|line| line.strip_prefix("Uid:"))?;
-    Some(Relation {
+    Some(ProcessRelations {
         parent: u32::try_from(parent).ok()?,
         user: user.split_ascii_whitespace().next()?.parse().ok()?,
         is_shell: terminal != 0 && session == i64::from(process),

@@ -23,7 +23,7 @@ use firn_backing::{Errno, RenameFlags};
 use firn_engine::Cached;
 use firn_hosts::LeaseUse;
 use firn_protocol::path::BytePath;
-use firn_rules::joint::{Attempt, EVENT, HostState, Look, OwnPart, Step, next_step};
+use firn_rules::joint::{Attempt, EVENT, HostState, JointStep, JointView, OwnPart, next_step};
 use firn_rules::{Action, Ending, Operation, ScopeNumber, Writer};
 use firn_transact::machine::Pending;
 use firn_transact::{Found, NamesBallot, NamesView, TransactionError, Verdict, parent_of};
@@ -235,11 +235,11 @@ impl CommitRules {
             self.follow_renames(scope, &transaction, &ballot)?;
         }
         let dead = round.dead_among(self, &view.joined);
-        let Some((own, step)) = self.find_step(scope, &look_of(&view), &dead) else {
+        let Some((own, step)) = self.find_step(scope, &view_of_ballot(&view), &dead) else {
             return Ok(false);
         };
         match step {
-            Step::Wait(what) => {
+            JointStep::Wait(what) => {
                 let mut table = self.table.lock();
                 let joint = table.joint.entry(scope).or_default();
                 // The commit rule of this host tells the status more exactly which event is missing.
@@ -253,9 +253,9 @@ impl CommitRules {
                 self.changed.notify_all();
                 return Ok(false);
             }
-            Step::PutEvent => ballot.put_event(&self.event_of(scope))?,
-            Step::PutState => ballot.put_state(&own.state)?,
-            Step::Try(Attempt {
+            JointStep::PutEvent => ballot.put_event(&self.event_of(scope))?,
+            JointStep::PutState => ballot.put_state(&own.state)?,
+            JointStep::Try(Attempt {
                 number, changes, ..
             }) => {
                 if !self.may_try(scope, number) {
@@ -263,25 +263,25 @@ impl CommitRules {
                 }
                 ballot.put_attempt(number, &Content { changes })?;
             }
-            Step::Publish(number) => {
+            JointStep::Publish(number) => {
                 self.publish_part(scope, &transaction, number, &own, &ballot)?
             }
-            Step::GiveUp { number, why } => ballot.give_up(number, why)?,
-            Step::Judge(attempt) => self.judge(&attempt, &transaction, &ballot)?,
-            Step::Decide { commit, why } => {
+            JointStep::GiveUp { number, why } => ballot.give_up(number, why)?,
+            JointStep::Judge(attempt) => self.judge(&attempt, &transaction, &ballot)?,
+            JointStep::Decide { commit, why } => {
                 if !commit {
                     let paths = shown(&transaction.paths);
                     tracing::warn!(rule = transaction.rule, %paths, why, "hosts drop a checkpoint");
                 }
                 ballot.settle(commit)?;
             }
-            Step::Reopen(_) => self.reopen(scope, &transaction)?,
-            Step::Apply => {
+            JointStep::Reopen(_) => self.reopen(scope, &transaction)?,
+            JointStep::Apply => {
                 // One host removes the checkpoints beyond `keep=N`. If it dies, another does so after the next commit.
                 let is_first = view.joined.first() == self.hosts.as_ref().map(|own| &own.name);
                 self.apply_joint(scope, &transaction, is_first)?;
             }
-            Step::Undo => {
+            JointStep::Undo => {
                 self.end_joint(scope, &transaction, "one of its hosts has failed", &dead);
                 ballot.remove_aborted(&dead)?;
             }
@@ -369,9 +369,9 @@ impl CommitRules {
     fn find_step(
         &self,
         scope: ScopeNumber,
-        look: &Look,
+        look: &JointView,
         dead: &BTreeSet<String>,
-    ) -> Option<(OwnPart, Step)> {
+    ) -> Option<(OwnPart, JointStep)> {
         let hosts = self.hosts.as_ref()?;
         let table = self.table.lock();
         let mut own = table.machine.own_part(scope)?;
@@ -653,7 +653,7 @@ impl super::Table {
 }
 
 /// Turns what the ballot says into the input of [`next_step`].
-fn look_of(view: &NamesView<HostState, Content>) -> Look {
+fn view_of_ballot(view: &NamesView<HostState, Content>) -> JointView {
     let attempt = view.attempt.as_ref().map(|attempt| Attempt {
         number: attempt.number,
         changes: attempt.content.changes.clone(),
@@ -664,7 +664,7 @@ fn look_of(view: &NamesView<HostState, Content>) -> Look {
             .map(|verdict| *verdict == Verdict::Clear),
         is_conflict: matches!(attempt.verdict, Some(Verdict::Conflict(_))),
     });
-    Look {
+    JointView {
         joined: view.joined.clone(),
         states: view.states.clone(),
         has_event: view.has_event,

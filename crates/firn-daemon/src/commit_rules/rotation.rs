@@ -17,12 +17,12 @@ use firn_transact::machine::Pending;
 use super::{CommitRules, Transaction, errno_of, name_of, shown};
 
 /// An object of the mount that was looked up. Its drop gives the look-up back to the engine.
-struct Looked<'a> {
+struct LookedUpInode<'a> {
     rules: &'a CommitRules,
     inode: InodeId,
 }
 
-impl Drop for Looked<'_> {
+impl Drop for LookedUpInode<'_> {
     fn drop(&mut self) {
         if self.inode != ROOT {
             self.rules.gate.engine().namespace.forget(self.inode, 1);
@@ -31,7 +31,7 @@ impl Drop for Looked<'_> {
 }
 
 /// A name in a directory, and the kind of object that it names.
-struct Listed {
+struct ListedName {
     name: OsString,
     kind: Kind,
 }
@@ -66,7 +66,7 @@ impl CommitRules {
         let found = self.find_dir(dir)?;
         let mut names: Vec<LocatedPath> = Vec::new();
         let mut linked = BTreeSet::new();
-        for Listed { name, kind } in self.list(found.inode)? {
+        for ListedName { name, kind } in self.list(found.inode)? {
             names.push(self.rules.locate(&join(dir, &name)));
             if kind == Kind::Symlink {
                 linked.extend(self.first_name_of_link(&found, dir, &name));
@@ -79,7 +79,12 @@ impl CommitRules {
     }
 
     /// Returns the path in `dir` that a link there leads to or into; `None` if the link cannot be read.
-    fn first_name_of_link(&self, dir: &Looked<'_>, path: &[u8], name: &OsStr) -> Option<Vec<u8>> {
+    fn first_name_of_link(
+        &self,
+        dir: &LookedUpInode<'_>,
+        path: &[u8],
+        name: &OsStr,
+    ) -> Option<Vec<u8>> {
         let link = self.look_up(dir.inode, name).ok()?;
         let target = self.gate.engine().namespace.readlink(link.inode).ok()?;
         let mut parts = target.split(|byte| *byte == b'/');
@@ -95,17 +100,17 @@ impl CommitRules {
         Some(join(path, OsStr::from_bytes(first)))
     }
 
-    fn look_up(&self, parent: InodeId, name: &OsStr) -> Result<Looked<'_>, Errno> {
+    fn look_up(&self, parent: InodeId, name: &OsStr) -> Result<LookedUpInode<'_>, Errno> {
         let entry = self.gate.engine().namespace.lookup(parent, name)?;
-        Ok(Looked {
+        Ok(LookedUpInode {
             rules: self,
             inode: entry.inode,
         })
     }
 
     /// Looks up the directory at `path`.
-    fn find_dir(&self, path: &[u8]) -> Result<Looked<'_>, Errno> {
-        let mut at = Looked {
+    fn find_dir(&self, path: &[u8]) -> Result<LookedUpInode<'_>, Errno> {
+        let mut at = LookedUpInode {
             rules: self,
             inode: ROOT,
         };
@@ -119,7 +124,7 @@ impl CommitRules {
     }
 
     /// Lists a directory. A kind that the listing lacks is looked up.
-    fn list(&self, dir: InodeId) -> Result<Vec<Listed>, Errno> {
+    fn list(&self, dir: InodeId) -> Result<Vec<ListedName>, Errno> {
         let namespace = &self.gate.engine().namespace;
         let handle = namespace.open_dir(dir)?;
         let mut names = Vec::new();
@@ -142,7 +147,7 @@ impl CommitRules {
                     entry.attr.kind
                 }
             };
-            listed.push(Listed { name, kind });
+            listed.push(ListedName { name, kind });
         }
         Ok(listed)
     }
@@ -243,7 +248,7 @@ impl CommitRules {
         for name in names {
             match self.gate.engine().namespace.lookup(dir.inode, name) {
                 Ok(entry) => {
-                    let found = Looked {
+                    let found = LookedUpInode {
                         rules: self,
                         inode: entry.inode,
                     };
@@ -261,13 +266,13 @@ impl CommitRules {
         &self,
         parent: InodeId,
         name: &OsStr,
-        (found, kind): (&Looked<'_>, Kind),
+        (found, kind): (&LookedUpInode<'_>, Kind),
     ) -> Result<(), Errno> {
         let namespace = &self.gate.engine().namespace;
         if kind != Kind::Dir {
             return namespace.unlink(parent, name);
         }
-        for Listed { name, kind } in self.list(found.inode)? {
+        for ListedName { name, kind } in self.list(found.inode)? {
             let below = self.look_up(found.inode, &name)?;
             self.remove_tree(found.inode, &name, (&below, kind))?;
         }

@@ -36,21 +36,23 @@ fn is_short(request: &Request) -> bool {
     )
 }
 
-/// A connection that has lost its seat. Its client is to be told, and then it is to be closed.
-pub(super) type Leaving = Arc<UnixStream>;
+/// A connection that has lost its seat. The caller sends [`Reply::Closed`](firn_protocol::Reply::Closed) to its client
+/// and closes it.
+pub(super) type ClosedConnection = Arc<UnixStream>;
 
 /// The connections of one socket.
 #[derive(Default)]
-pub(super) struct Seats(Mutex<Table>);
+pub(super) struct Seats(Mutex<SeatTable>);
 
+/// What the lock of [`Seats`] protects.
 #[derive(Default)]
-/// The seats by connection number.
-struct Table {
+struct SeatTable {
+    /// The seats by connection number.
     seats: BTreeMap<u64, Seat>,
-    /// Number of seats given since the start.
-    given: u64,
-    /// Number of connections and requests since the start; it orders the connections by their last activity.
-    heard: u64,
+    /// Number of the connection that got a seat last.
+    last_id: u64,
+    /// Number of connections and requests since the start. It orders the connections by their last activity.
+    last_activity: u64,
 }
 
 /// The seat of one connection.
@@ -58,15 +60,33 @@ struct Seat {
     stream: Arc<UnixStream>,
     /// Process number of the client; 0 if its PID namespace is not visible to firnd.
     pid: u32,
-    of_reserve: bool,
-    state: State,
+    kind: SeatKind,
+    state: SeatState,
     /// Order of the connection's start or last request. The time of a reply does not count, because threads finish in
     /// any order.
-    heard: u64,
+    last_activity: u64,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum State {
+enum SeatKind {
+    /// For all requests.
+    Ordinary,
+    /// From the reserve, for [`is_short`] requests.
+    Reserved,
+}
+
+impl SeatKind {
+    /// Returns the number of seats of this kind.
+    fn limit(self) -> usize {
+        match self {
+            Self::Ordinary => ORDINARY,
+            Self::Reserved => RESERVE,
+        }
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum SeatState {
     /// No request is under way, and nothing is held.
     Idle,
     /// A request is being answered.
@@ -75,10 +95,20 @@ enum State {
     Holding,
 }
 
-/// Whether a request that was read may be answered.
-pub(super) enum Turn {
+/// Result of making room for a connection.
+enum RoomMade {
+    /// A seat is free.
+    SeatIsFree,
+    /// This connection has lost its seat.
+    Closes(ClosedConnection),
+    /// All seats are taken, and no connection is idle.
+    None,
+}
+
+/// Whether a request that was read may be carried out.
+pub(super) enum Admission {
     /// The request may be answered; the given connection is to be closed for it.
-    Granted(Option<Leaving>),
+    Admitted(Option<ClosedConnection>),
     /// The connection has lost its seat, so what was read from it counts as not sent.
     Lost,
     /// No ordinary seat is free; the processes that have the seats are given.
@@ -92,58 +122,73 @@ impl Seats {
         &self,
         stream: &Arc<UnixStream>,
         pid: u32,
-    ) -> Result<(u64, Option<Leaving>), Vec<Holder>> {
+    ) -> Result<(u64, Option<ClosedConnection>), Vec<Holder>> {
         let mut table = self.0.lock();
-        let (of_reserve, leaving) = match table.room(false) {
-            Some(leaving) => (false, leaving),
-            None => (true, table.room(true).ok_or_else(|| table.holders())?),
+        let mut kind = SeatKind::Ordinary;
+        let mut room = table.make_room(kind);
+        if matches!(room, RoomMade::None) {
+            kind = SeatKind::Reserved;
+            room = table.make_room(kind);
+        }
+        let to_close = match room {
+            RoomMade::SeatIsFree => None,
+            RoomMade::Closes(idle) => Some(idle),
+            RoomMade::None => return Err(table.holders()),
         };
-        table.given += 1;
-        let id = table.given;
-        let heard = table.hear();
+        table.last_id += 1;
+        let id = table.last_id;
+        let last_activity = table.next_activity();
         table.seats.insert(
             id,
             Seat {
                 stream: Arc::clone(stream),
                 pid,
-                of_reserve,
-                state: State::Idle,
-                heard,
+                kind,
+                state: SeatState::Idle,
+                last_activity,
             },
         );
-        Ok((id, leaving))
+        Ok((id, to_close))
     }
 
     /// Notes that a request of a connection was read, and returns whether it may be answered.
     ///
     /// A connection of the reserve that sends a long request gets an ordinary seat if one is free.
-    pub(super) fn begin(&self, id: u64, request: &Request) -> Turn {
+    pub(super) fn begin(&self, id: u64, request: &Request) -> Admission {
         let mut table = self.0.lock();
-        let heard = table.hear();
+        let last_activity = table.next_activity();
         let Some(seat) = table.seats.get_mut(&id) else {
-            return Turn::Lost;
+            return Admission::Lost;
         };
-        seat.heard = heard;
-        let mut leaving = None;
-        if seat.of_reserve && !is_short(request) {
-            match table.room(false) {
-                Some(found) => leaving = found,
-                None => return Turn::Refused(table.holders()),
+        seat.last_activity = last_activity;
+        let mut to_close = None;
+        let needs_ordinary_seat = seat.kind == SeatKind::Reserved && !is_short(request);
+        if needs_ordinary_seat {
+            match table.make_room(SeatKind::Ordinary) {
+                RoomMade::SeatIsFree => {}
+                RoomMade::Closes(idle) => to_close = Some(idle),
+                RoomMade::None => return Admission::Refused(table.holders()),
             }
         }
         let seat = table
             .seats
             .get_mut(&id)
             .expect("only a reserved seat's own connection takes it away");
-        seat.of_reserve &= is_short(request);
-        seat.state = State::Busy;
-        Turn::Granted(leaving)
+        if needs_ordinary_seat {
+            seat.kind = SeatKind::Ordinary;
+        }
+        seat.state = SeatState::Busy;
+        Admission::Admitted(to_close)
     }
 
-    /// Notes that the reply was sent; `holds` says whether the connection holds something.
-    pub(super) fn end(&self, id: u64, holds: bool) {
+    /// Notes that the reply was sent. `holds_state`: the end of the connection would end something.
+    pub(super) fn end(&self, id: u64, holds_state: bool) {
         let mut table = self.0.lock();
-        let state = if holds { State::Holding } else { State::Idle };
+        let state = if holds_state {
+            SeatState::Holding
+        } else {
+            SeatState::Idle
+        };
         if let Some(seat) = table.seats.get_mut(&id) {
             seat.state = state;
         }
@@ -155,28 +200,27 @@ impl Seats {
     }
 }
 
-impl Table {
+impl SeatTable {
     /// Returns the next number in the order of activity.
-    fn hear(&mut self) -> u64 {
-        self.heard += 1;
-        self.heard
+    fn next_activity(&mut self) -> u64 {
+        self.last_activity += 1;
+        self.last_activity
     }
 
-    /// Makes room for one more connection. `None`: there is no room. `Some(None)`: a seat is free. `Some(Some(_))`: the
-    /// connection that was idle longest has lost its seat.
-    fn room(&mut self, of_reserve: bool) -> Option<Option<Leaving>> {
-        let limit = if of_reserve { RESERVE } else { ORDINARY };
-        let of_kind = || {
-            self.seats
-                .iter()
-                .filter(|(_, seat)| seat.of_reserve == of_reserve)
-        };
-        if of_kind().count() < limit {
-            return Some(None);
+    /// Makes room for one more connection: if all seats of this kind are taken, the connection that was idle longest
+    /// loses its seat.
+    fn make_room(&mut self, kind: SeatKind) -> RoomMade {
+        let of_kind = || self.seats.iter().filter(|(_, seat)| seat.kind == kind);
+        if of_kind().count() < kind.limit() {
+            return RoomMade::SeatIsFree;
         }
-        let idle = of_kind().filter(|(_, seat)| seat.state == State::Idle);
-        let id = *idle.min_by_key(|(_, seat)| seat.heard)?.0;
-        Some(self.seats.remove(&id).map(|seat| seat.stream))
+        let idle = of_kind().filter(|(_, seat)| seat.state == SeatState::Idle);
+        let longest_idle = idle.min_by_key(|(_, seat)| seat.last_activity);
+        let id = longest_idle.map(|(id, _)| *id);
+        match id.and_then(|id| self.seats.remove(&id)) {
+            Some(seat) => RoomMade::Closes(seat.stream),
+            None => RoomMade::None,
+        }
     }
 
     /// Returns the processes with the most connections.
@@ -211,11 +255,14 @@ mod tests {
     }
 
     /// Takes a seat and makes it busy, or lets it hold something.
-    fn occupied(seats: &Seats, pid: u32, holds: bool) -> u64 {
-        let (id, leaving) = seats.take(&stream(), pid).ok().unwrap();
-        assert!(leaving.is_none());
-        assert!(matches!(seats.begin(id, &wait()), Turn::Granted(None)));
-        if holds {
+    fn occupied(seats: &Seats, pid: u32, holds_state: bool) -> u64 {
+        let (id, to_close) = seats.take(&stream(), pid).ok().unwrap();
+        assert!(to_close.is_none());
+        assert!(matches!(
+            seats.begin(id, &wait()),
+            Admission::Admitted(None)
+        ));
+        if holds_state {
             seats.end(id, true);
         }
         id
@@ -230,15 +277,18 @@ mod tests {
             .map(|stream| seats.take(stream, 1).ok().unwrap().0)
             .collect();
         // The first one was answered last.
-        assert!(matches!(seats.begin(ids[0], &wait()), Turn::Granted(None)));
+        assert!(matches!(
+            seats.begin(ids[0], &wait()),
+            Admission::Admitted(None)
+        ));
         seats.end(ids[0], false);
         for expected in streams[1..].iter().chain(&streams[..1]) {
-            let (_, leaving) = seats.take(&stream(), 2).ok().unwrap();
-            assert!(Arc::ptr_eq(&leaving.unwrap(), expected));
+            let (_, to_close) = seats.take(&stream(), 2).ok().unwrap();
+            assert!(Arc::ptr_eq(&to_close.unwrap(), expected));
         }
         assert!(
             ids.iter()
-                .all(|id| matches!(seats.begin(*id, &Request::Hello), Turn::Lost))
+                .all(|id| matches!(seats.begin(*id, &Request::Hello), Admission::Lost))
         );
     }
 
@@ -249,8 +299,8 @@ mod tests {
             .map(|n| occupied(&seats, 1 + n as u32 % 2, n % 3 == 0))
             .collect();
         let reserved = stream();
-        let (id, leaving) = seats.take(&reserved, 7).ok().unwrap();
-        assert!(leaving.is_none());
+        let (id, to_close) = seats.take(&reserved, 7).ok().unwrap();
+        assert!(to_close.is_none());
         for short in [
             Request::Hello,
             Request::Status,
@@ -259,10 +309,10 @@ mod tests {
                 held: HeldPolicy::Drain,
             },
         ] {
-            assert!(matches!(seats.begin(id, &short), Turn::Granted(None)));
+            assert!(matches!(seats.begin(id, &short), Admission::Admitted(None)));
             seats.end(id, false);
         }
-        let Turn::Refused(holders) = seats.begin(id, &wait()) else {
+        let Admission::Refused(holders) = seats.begin(id, &wait()) else {
             panic!("no ordinary seat is free")
         };
         let holder = |pid, connections| Holder { pid, connections };
@@ -271,18 +321,18 @@ mod tests {
         for _ in 1..RESERVE {
             assert!(seats.take(&stream(), 8).ok().unwrap().1.is_none());
         }
-        assert!(matches!(seats.begin(id, &wait()), Turn::Refused(_)));
-        let (_, leaving) = seats.take(&stream(), 9).ok().unwrap();
+        assert!(matches!(seats.begin(id, &wait()), Admission::Refused(_)));
+        let (_, to_close) = seats.take(&stream(), 9).ok().unwrap();
         assert!(
-            !Arc::ptr_eq(&leaving.unwrap(), &reserved),
+            !Arc::ptr_eq(&to_close.unwrap(), &reserved),
             "it was answered last"
         );
         // One ordinary seat becomes idle: it goes to a client that asks for more than the reserve gives.
         seats.end(ids[5], false);
-        let Turn::Granted(Some(_)) = seats.begin(id, &wait()) else {
+        let Admission::Admitted(Some(_)) = seats.begin(id, &wait()) else {
             panic!("the idle one goes")
         };
-        assert!(matches!(seats.begin(ids[5], &wait()), Turn::Lost));
+        assert!(matches!(seats.begin(ids[5], &wait()), Admission::Lost));
     }
 
     #[test]
@@ -293,7 +343,7 @@ mod tests {
             let (id, _) = seats.take(&stream(), 2).ok().unwrap();
             assert!(matches!(
                 seats.begin(id, &Request::Status),
-                Turn::Granted(None)
+                Admission::Admitted(None)
             ));
         }
         let holders = seats.take(&stream(), 3).unwrap_err();

@@ -21,7 +21,7 @@ use firn_format::data_socket::{
     ADOPT_AGAIN, AppendProgress, DATA_BYTES_MAX, Op, Reply, Request, Status,
 };
 use firn_format::histogram::TimeHistogram;
-use firn_hosts::{FileLocks, Owner, Released, Space, Wanted};
+use firn_hosts::{FileLocks, LockKind, OnConflict, Owner, ReleasedLocks, WantedLock};
 use firn_stub::{Changes, StubAttr, StubId, Tree};
 use rustix::fs::fcntl_get_seals;
 use rustix::io::{pread, pwrite, retry_on_intr};
@@ -38,8 +38,8 @@ pub(super) fn is_op(op: Op) -> bool {
     )
 }
 
-/// What a request about a stub is answered with.
-pub(super) struct Call<'a, B: Backing> {
+/// The connection and the parts of the mount that answer a request about a stub.
+pub(super) struct StubRequest<'a, B: Backing> {
     pub tree: &'a Arc<Tree<B>>,
     pub engine: &'a Arc<Engine<B>>,
     /// Locks of the ends of files; `None` if this host alone appends.
@@ -113,7 +113,7 @@ enum AppendStart {
     Finished { place: u64, count: u64 },
 }
 
-impl<B: Backing> Call<'_, B> {
+impl<B: Backing> StubRequest<'_, B> {
     /// Returns the answer to a request; `None` if the request is invalid.
     pub(super) fn answer(
         &self,
@@ -177,7 +177,7 @@ impl<B: Backing> Call<'_, B> {
             }
             Op::Attr => self.tree.attr_of(handle).map(attr_answer),
             Op::Truncate => self
-                .with_others(handle, || self.tree.truncate(handle, arg))
+                .with_shared_lock(handle, || self.tree.truncate(handle, arg))
                 .map(|()| ok()),
             Op::Sync => {
                 let fsync = &self.engine.request_times().fsync;
@@ -188,7 +188,7 @@ impl<B: Backing> Call<'_, B> {
                 let offset = u64::from_ne_bytes(*offset);
                 let len = u64::from_ne_bytes(rest.try_into().ok()?);
                 let allocate = || self.engine.allocate(handle, arg as i32, offset, len);
-                self.with_others(handle, allocate).map(|()| ok())
+                self.with_shared_lock(handle, allocate).map(|()| ok())
             }
             _ => return None,
         };
@@ -215,21 +215,21 @@ impl<B: Backing> Call<'_, B> {
         match self.engine.read(handle, at, &mut bytes) {
             Ok(n) => {
                 bytes.truncate(n);
-                Answer(
-                    Reply {
-                        count: n as u32,
-                        ..Reply::default()
-                    },
-                    bytes,
-                    Vec::new(),
-                )
+                let reply = Reply {
+                    count: n as u32,
+                    ..Reply::default()
+                };
+                Answer {
+                    data: bytes,
+                    ..reply.into()
+                }
             }
             Err(errno) => failed(errno),
         }
     }
 
     /// Runs a change of a file, which may run beside other changes but not beside an append.
-    fn with_others<T>(
+    fn with_shared_lock<T>(
         &self,
         handle: HandleId,
         change: impl FnOnce() -> Result<T, Errno>,
@@ -240,8 +240,8 @@ impl<B: Backing> Call<'_, B> {
     }
 
     fn write(&self, handle: HandleId, at: u64, data: &[u8]) -> Result<Answer, Errno> {
-        let count = self.with_others(handle, || self.write_at(handle, at, data))?;
-        Ok(taken(count as u64, at))
+        let count = self.with_shared_lock(handle, || self.write_at(handle, at, data))?;
+        Ok(written_reply(count as u64, at))
     }
 
     /// Writes at the end of the file; no other change comes in between.
@@ -262,7 +262,7 @@ impl<B: Backing> Call<'_, B> {
         let end = self.tree.attr_of(handle)?.size;
         let total = |place: u64| source.len().min(size_max.saturating_sub(place));
         let (place, mut done) = match find_start(source, &changes, end, total)? {
-            AppendStart::Finished { place, count } => return Ok(taken(count, place)),
+            AppendStart::Finished { place, count } => return Ok(written_reply(count, place)),
             AppendStart::Unfinished { place, done } => (place, done),
         };
         let total = total(place);
@@ -289,7 +289,7 @@ impl<B: Backing> Call<'_, B> {
         let _ = source.note_progress(place, Some(done));
         match failed {
             Err(errno) if done == 0 => Err(errno),
-            _ => Ok(taken(done, place)),
+            _ => Ok(written_reply(done, place)),
         }
     }
 
@@ -303,7 +303,7 @@ impl<B: Backing> Call<'_, B> {
     ) -> Result<Answer, Errno> {
         let noted = source.progress()?;
         match (noted.place.checked_sub(1), noted.count.checked_sub(1)) {
-            (Some(place), Some(count)) => return Ok(taken(count, place)),
+            (Some(place), Some(count)) => return Ok(written_reply(count, place)),
             // An earlier firnd was killed in the append. It may have stored the bytes, and other hosts may have
             // appended since.
             (Some(_), None) => return Err(Errno::IO),
@@ -328,29 +328,29 @@ impl<B: Backing> Call<'_, B> {
             handle: handle.0,
             pid: 0,
         };
-        let wanted = Wanted {
+        let wanted = WantedLock {
             file,
-            space: Space::End,
+            kind: LockKind::End,
             owner,
             range: LockRange::WHOLE,
             mode: LockMode::Exclusive,
         };
-        wait(|done| {
+        wait_for_result(|done| {
             locks.register(ticket, done);
-            locks.acquire(ticket, wanted, true);
+            locks.acquire(ticket, wanted, OnConflict::Wait);
         })?;
         // The offset is known only after the append, so the first note has offset 0.
         let appended = source
             .note_progress(0, None)
             .and_then(|()| self.engine.append_known(handle, &data, size_max, None));
-        let what = Released::Owner(owner.number);
-        let released = wait(|done| locks.release(file, Space::End, what, done));
+        let what = ReleasedLocks::Owner(owner.number);
+        let released = wait_for_result(|done| locks.release(file, LockKind::End, what, done));
         if let Err(error) = released {
             tracing::warn!(%error, ino = file, "cannot let go of the end of a file");
         }
         let Appended { offset, len } = appended?;
         source.note_progress(offset, Some(len))?;
-        Ok(taken(len, offset))
+        Ok(written_reply(len, offset))
     }
 
     /// Writes some of the bytes, at least one unless `data` is empty. Waits while the arena is full.
@@ -374,7 +374,7 @@ impl<B: Backing> Call<'_, B> {
         if self.engine.fsync_policy() == FsyncPolicy::Durable {
             self.tree.sync_open_name(handle)?;
         }
-        wait(|done| self.engine.fsync(handle, done))?;
+        wait_for_result(|done| self.engine.fsync(handle, done))?;
         self.engine.sync_file(handle, data_only)
     }
 
@@ -386,7 +386,7 @@ impl<B: Backing> Call<'_, B> {
             Ok(())
         };
         let finishes = self.engine.finishes_file(handle, &|_| true);
-        let drained = wait(|done| self.engine.flush(handle, Closing::Called, done));
+        let drained = wait_for_result(|done| self.engine.flush(handle, Closing::Called, done));
         let drained = if finishes {
             drained.and_then(|()| self.engine.finish_file(handle))
         } else {
@@ -448,7 +448,7 @@ fn ok() -> Answer {
 }
 
 /// Returns the reply to a write of `count` bytes at offset `at`.
-fn taken(count: u64, at: u64) -> Answer {
+fn written_reply(count: u64, at: u64) -> Answer {
     Reply {
         count: count as u32,
         slot: at,
@@ -479,7 +479,7 @@ fn attr_answer(attr: StubAttr) -> Answer {
 }
 
 /// Calls `begin` with a callback, and waits until it is called.
-fn wait(begin: impl FnOnce(Done)) -> Result<(), Errno> {
+fn wait_for_result(begin: impl FnOnce(Done)) -> Result<(), Errno> {
     let (sender, receiver) = mpsc::channel();
     begin(Box::new(move |result| {
         let _ = sender.send(result);

@@ -16,7 +16,7 @@ use firn_workers::spawn_thread;
 use parking_lot::Mutex;
 use rustix::process::{Pid, PidfdFlags, getpid, getppid, pidfd_open};
 
-use super::message::{Kept, Label, LastUpgrade, Message, Socket, Tag};
+use super::message::{KeptDescriptor, Label, LastUpgrade, Message, Socket, Tag};
 use super::{KEEPER_NAME, REPLACES};
 use crate::spawn::read_failure;
 
@@ -71,7 +71,7 @@ pub(crate) struct NextFirnd {
 struct LinkState {
     socket: Arc<Socket>,
     /// The descriptors that the keeper has, for another keeper.
-    kept: Vec<Kept>,
+    kept: Vec<KeptDescriptor>,
     is_ending: bool,
     started: u32,
     /// Process number of the keeper.
@@ -148,7 +148,7 @@ impl KeeperLink {
         let mut state = self.state.lock();
         let sent = state.socket.send(label, &descriptor);
         state.kept.retain(|kept| kept.label != label);
-        state.kept.push(Kept { label, descriptor });
+        state.kept.push(KeptDescriptor { label, descriptor });
         sent
     }
 
@@ -279,7 +279,7 @@ fn label_of_file(node: InodeId) -> Label {
     }
 }
 
-fn copy_files(kept: &[Kept]) -> io::Result<Vec<KeptFile>> {
+fn copy_files(kept: &[KeptDescriptor]) -> io::Result<Vec<KeptFile>> {
     let files = kept
         .iter()
         .filter(|kept| kept.label.tag == Tag::NamelessFile);
@@ -298,7 +298,7 @@ struct StartedKeeper {
 }
 
 /// Starts a keeper and gives it the descriptors and a pidfd of this process.
-fn start_keeper(kept: &[Kept]) -> io::Result<StartedKeeper> {
+fn start_keeper(kept: &[KeptDescriptor]) -> io::Result<StartedKeeper> {
     let (ours, theirs) = Socket::pair()?;
     ours.limit_waits(SEND_TIMEOUT)?;
     let mut keeper = Command::new("/proc/self/exe");

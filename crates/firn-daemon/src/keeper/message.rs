@@ -81,7 +81,7 @@ impl From<Tag> for Label {
 
 /// A descriptor that the keeper holds for the next firnd.
 #[derive(Debug)]
-pub(crate) struct Kept {
+pub(crate) struct KeptDescriptor {
     pub(crate) label: Label,
     pub(crate) descriptor: OwnedFd,
 }
@@ -90,7 +90,7 @@ pub(crate) struct Kept {
 #[derive(Debug)]
 pub(crate) enum Message {
     /// To the keeper: hold this descriptor for the next firnd. To a firnd: this descriptor was held.
-    Keep(Kept),
+    Keep(KeptDescriptor),
     /// To the keeper: drop the descriptor with this label.
     Drop(Label),
     /// To the keeper: programs see the mount.
@@ -192,28 +192,28 @@ impl Socket {
 
     /// Tells the other side to drop a descriptor.
     pub(crate) fn drop_kept(&self, label: Label) -> io::Result<()> {
-        self.tell(packet(DROP, label.tag as u8, label.number))
+        self.send_packet(packet(DROP, label.tag as u8, label.number))
     }
 
-    fn tell(&self, packet: [u8; PACKET_BYTES]) -> io::Result<()> {
+    fn send_packet(&self, packet: [u8; PACKET_BYTES]) -> io::Result<()> {
         rustix::io::retry_on_intr(|| rustix::net::send(&self.0, &packet, SendFlags::NOSIGNAL))?;
         Ok(())
     }
 
     pub(crate) fn say_serving(&self) -> io::Result<()> {
-        self.tell(packet(SERVING, 0, 0))
+        self.send_packet(packet(SERVING, 0, 0))
     }
 
     pub(crate) fn say_ending(&self) -> io::Result<()> {
-        self.tell(packet(ENDING, 0, 0))
+        self.send_packet(packet(ENDING, 0, 0))
     }
 
     pub(crate) fn say_watch(&self, limit: Duration) -> io::Result<()> {
-        self.tell(packet(WATCH, 0, nanoseconds(limit)))
+        self.send_packet(packet(WATCH, 0, nanoseconds(limit)))
     }
 
     pub(crate) fn say_pong(&self) -> io::Result<()> {
-        self.tell(packet(PONG, 0, 0))
+        self.send_packet(packet(PONG, 0, 0))
     }
 
     /// Pings firnd without waiting. If the socket is full, firnd has enough unanswered pings, so this one is dropped.
@@ -223,7 +223,7 @@ impl Socket {
     }
 
     pub(crate) fn begin(&self, died: Option<Duration>, upgrade: LastUpgrade) -> io::Result<()> {
-        self.tell(match died {
+        self.send_packet(match died {
             None => packet(BEGIN, 0, 0),
             Some(time) => packet(BEGIN_AGAIN, upgrade as u8, nanoseconds(time)),
         })
@@ -267,7 +267,7 @@ impl Socket {
                 _ => None,
             });
             // An unknown packet of a later version is ignored.
-            if let Some(message) = understand(packet, given) {
+            if let Some(message) = decode(packet, given) {
                 return Ok(Some(message));
             }
         }
@@ -293,7 +293,7 @@ fn packet(what: u8, tag: u8, number: u64) -> [u8; PACKET_BYTES] {
 }
 
 /// Decodes a packet; `None` if its kind is unknown, or its descriptor is missing.
-fn understand(packet: [u8; PACKET_BYTES], given: Option<OwnedFd>) -> Option<Message> {
+fn decode(packet: [u8; PACKET_BYTES], given: Option<OwnedFd>) -> Option<Message> {
     let [what, tag, _, _, _, _, _, _, number @ ..] = packet;
     let label = || {
         Some(Label {
@@ -302,7 +302,7 @@ fn understand(packet: [u8; PACKET_BYTES], given: Option<OwnedFd>) -> Option<Mess
         })
     };
     match what {
-        KEEP => Some(Message::Keep(Kept {
+        KEEP => Some(Message::Keep(KeptDescriptor {
             label: label()?,
             descriptor: given?,
         })),
@@ -364,7 +364,7 @@ mod tests {
 
     #[test]
     fn a_packet_without_its_descriptor_means_nothing() {
-        assert!(understand(packet(KEEP, Tag::Device as u8, 0), None).is_none());
-        assert!(understand(packet(99, 0, 0), None).is_none());
+        assert!(decode(packet(KEEP, Tag::Device as u8, 0), None).is_none());
+        assert!(decode(packet(99, 0, 0), None).is_none());
     }
 }

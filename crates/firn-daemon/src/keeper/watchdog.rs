@@ -6,11 +6,11 @@
 use std::time::{Duration, Instant};
 
 /// Number of pings in the time of the limit.
-const QUESTIONS: u32 = 4;
+const PINGS_PER_LIMIT: u32 = 4;
 
-/// What the keeper is to do now.
+/// The next action of the keeper.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Due {
+pub(super) enum WatchdogAction {
     /// Nothing for this time.
     Wait(Duration),
     /// Ping firnd.
@@ -19,14 +19,14 @@ pub(super) enum Due {
     Late,
 }
 
-/// The pings of one firnd.
+/// The state of the pings of one firnd.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Watchdog {
     limit: Duration,
     /// When firnd last answered.
-    heard: Instant,
+    last_answer: Instant,
     /// When the first ping was sent since that answer; `None` if there was none.
-    asked: Option<Instant>,
+    first_ping: Option<Instant>,
 }
 
 impl Watchdog {
@@ -34,31 +34,32 @@ impl Watchdog {
     pub(super) fn begin(limit: Duration, now: Instant) -> Option<Self> {
         (!limit.is_zero()).then_some(Self {
             limit,
-            heard: now,
-            asked: None,
+            last_answer: now,
+            first_ping: None,
         })
     }
 
     pub(super) fn note_answer(&mut self, now: Instant) {
-        self.heard = now;
-        self.asked = None;
+        self.last_answer = now;
+        self.first_ping = None;
     }
 
-    pub(super) fn note_question(&mut self, now: Instant) {
-        self.asked = self.asked.or(Some(now));
+    pub(super) fn note_ping(&mut self, now: Instant) {
+        self.first_ping = self.first_ping.or(Some(now));
     }
 
     /// Returns what is due at `now`.
-    pub(super) fn judge(&self, now: Instant) -> Due {
-        let (since, time) = match self.asked {
-            None => (self.heard, self.limit / QUESTIONS),
-            Some(asked) => (asked, self.limit),
+    pub(super) fn next_action(&self, now: Instant) -> WatchdogAction {
+        let (since, time) = match self.first_ping {
+            None => (self.last_answer, self.limit / PINGS_PER_LIMIT),
+            Some(first_ping) => (first_ping, self.limit),
         };
         let left = time.saturating_sub(now.duration_since(since));
         if !left.is_zero() {
-            return Due::Wait(left);
+            return WatchdogAction::Wait(left);
         }
-        self.asked.map_or(Due::Ask, |_| Due::Late)
+        self.first_ping
+            .map_or(WatchdogAction::Ask, |_| WatchdogAction::Late)
     }
 }
 
@@ -73,15 +74,21 @@ mod tests {
         let at = |seconds| began + Duration::from_secs(seconds);
         assert!(Watchdog::begin(Duration::ZERO, began).is_none());
         let mut watchdog = Watchdog::begin(limit, began).unwrap();
-        assert_eq!(watchdog.judge(at(0)), Due::Wait(limit / QUESTIONS));
+        assert_eq!(
+            watchdog.next_action(at(0)),
+            WatchdogAction::Wait(limit / PINGS_PER_LIMIT)
+        );
         // However late the question itself is.
-        assert_eq!(watchdog.judge(at(100)), Due::Ask);
-        watchdog.note_question(at(100));
-        assert_eq!(watchdog.judge(at(101)), Due::Wait(Duration::from_secs(3)));
+        assert_eq!(watchdog.next_action(at(100)), WatchdogAction::Ask);
+        watchdog.note_ping(at(100));
+        assert_eq!(
+            watchdog.next_action(at(101)),
+            WatchdogAction::Wait(Duration::from_secs(3))
+        );
         watchdog.note_answer(at(103));
-        assert_eq!(watchdog.judge(at(104)), Due::Ask);
-        watchdog.note_question(at(104));
-        watchdog.note_question(at(106));
-        assert_eq!(watchdog.judge(at(108)), Due::Late);
+        assert_eq!(watchdog.next_action(at(104)), WatchdogAction::Ask);
+        watchdog.note_ping(at(104));
+        watchdog.note_ping(at(106));
+        assert_eq!(watchdog.next_action(at(108)), WatchdogAction::Late);
     }
 }

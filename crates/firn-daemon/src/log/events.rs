@@ -33,15 +33,15 @@ use tracing_subscriber::registry::LookupSpan;
 const FILE_BYTES_MAX: u64 = 4 << 20;
 
 /// The events of this process, which serves one mount.
-static SINK: Mutex<Option<Sink>> = Mutex::new(None);
+static EVENT_STORE: Mutex<Option<EventStore>> = Mutex::new(None);
 
-/// Where the events of a mount go: the file, and the newest events in memory.
-struct Sink {
+/// The events of a mount: their file, and the newest ones in memory.
+struct EventStore {
     file: Option<File>,
     path: PathBuf,
     host: String,
     mount_point: BytePath,
-    kept: VecDeque<EventRecord>,
+    newest: VecDeque<EventRecord>,
     forgotten: u64,
 }
 
@@ -50,21 +50,21 @@ pub(crate) fn keep(path: PathBuf, host: String, mount_point: BytePath) {
     let file = open(&path)
         .inspect_err(|error| tracing::warn!(%error, file = %quoted_path(&path), "cannot keep events in a file"))
         .ok();
-    *SINK.lock() = Some(Sink {
+    *EVENT_STORE.lock() = Some(EventStore {
         file,
         path,
         host,
         mount_point,
-        kept: VecDeque::new(),
+        newest: VecDeque::new(),
         forgotten: 0,
     });
 }
 
 /// Returns the newest events, and the number of older ones that were dropped from memory.
-pub(crate) fn kept() -> (Vec<EventRecord>, u64) {
-    let sink = SINK.lock();
-    sink.as_ref().map_or((Vec::new(), 0), |sink| {
-        (sink.kept.iter().cloned().collect(), sink.forgotten)
+pub(crate) fn newest() -> (Vec<EventRecord>, u64) {
+    let store = EVENT_STORE.lock();
+    store.as_ref().map_or((Vec::new(), 0), |store| {
+        (store.newest.iter().cloned().collect(), store.forgotten)
     })
 }
 
@@ -91,15 +91,15 @@ impl<S: Subscriber> Layer<S> for EventLayer {
     fn on_event(&self, event: &Event<'_>, _: Context<'_, S>) {
         let mut fields = Fields(Map::new());
         event.record(&mut fields);
-        if let Some(sink) = &mut *SINK.lock() {
-            sink.take(fields.0);
+        if let Some(store) = &mut *EVENT_STORE.lock() {
+            store.store_event(fields.0);
         }
     }
 }
 
-impl Sink {
+impl EventStore {
     /// Stores one event in the file and in memory; the oldest event in memory is dropped at the limit.
-    fn take(&mut self, mut fields: Map<String, Value>) {
+    fn store_event(&mut self, mut fields: Map<String, Value>) {
         let kind = match fields.remove("kind") {
             Some(Value::String(kind)) => kind,
             _ => return,
@@ -117,7 +117,7 @@ impl Sink {
             Value::String(text) => text,
             other => other.to_string(),
         };
-        self.kept.push_back(EventRecord {
+        self.newest.push_back(EventRecord {
             unix_us: since.as_micros() as u64,
             kind,
             fields: fields
@@ -125,8 +125,8 @@ impl Sink {
                 .map(|(name, value)| (name, text(value)))
                 .collect(),
         });
-        if self.kept.len() > EVENTS_MAX {
-            self.kept.pop_front();
+        if self.newest.len() > EVENTS_MAX {
+            self.newest.pop_front();
             self.forgotten += 1;
         }
     }
@@ -160,7 +160,7 @@ impl Sink {
 struct Fields(Map<String, Value>);
 
 impl Fields {
-    fn put(&mut self, field: &Field, value: impl Into<Value>) {
+    fn add_field(&mut self, field: &Field, value: impl Into<Value>) {
         if field.name() != "message" {
             self.0.insert(field.name().to_owned(), value.into());
         }
@@ -169,27 +169,27 @@ impl Fields {
 
 impl Visit for Fields {
     fn record_u64(&mut self, field: &Field, value: u64) {
-        self.put(field, value);
+        self.add_field(field, value);
     }
 
     fn record_i64(&mut self, field: &Field, value: i64) {
-        self.put(field, value);
+        self.add_field(field, value);
     }
 
     fn record_f64(&mut self, field: &Field, value: f64) {
-        self.put(field, value);
+        self.add_field(field, value);
     }
 
     fn record_bool(&mut self, field: &Field, value: bool) {
-        self.put(field, value);
+        self.add_field(field, value);
     }
 
     fn record_str(&mut self, field: &Field, value: &str) {
-        self.put(field, value);
+        self.add_field(field, value);
     }
 
     fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
-        self.put(field, format!("{value:?}"));
+        self.add_field(field, format!("{value:?}"));
     }
 }
 
@@ -222,8 +222,8 @@ mod tests {
         assert_eq!(line["kind"], "arena_full");
         assert_eq!(line["waiting_writers"], 3);
         assert!(line["time"].as_str().unwrap().ends_with('Z'), "{line}");
-        let (kept, forgotten) = kept();
-        assert_eq!((kept.len(), forgotten), (1, 0));
-        assert_eq!(kept[0].fields["held_bytes"], "7");
+        let (newest, forgotten) = newest();
+        assert_eq!((newest.len(), forgotten), (1, 0));
+        assert_eq!(newest[0].fields["held_bytes"], "7");
     }
 }

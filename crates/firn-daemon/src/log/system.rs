@@ -27,10 +27,11 @@ const FACILITY_DAEMON: u8 = 3;
 /// The host's system log, for the events of one mount.
 #[derive(Clone)]
 pub(super) struct SystemLog {
-    shared: Arc<Shared>,
+    shared: Arc<SyslogSocket>,
 }
 
-struct Shared {
+/// The socket, and what all writers of events share.
+struct SyslogSocket {
     /// The socket is not connected, so each send finds the current system log, even after its restart.
     socket: UnixDatagram,
     path: PathBuf,
@@ -45,7 +46,7 @@ impl SystemLog {
     pub(super) fn new(path: PathBuf, mount_point: String) -> io::Result<Self> {
         let socket = UnixDatagram::unbound()?;
         socket.set_nonblocking(true)?;
-        let shared = Shared {
+        let shared = SyslogSocket {
             socket,
             path,
             mount_point,
@@ -57,18 +58,18 @@ impl SystemLog {
     }
 }
 
-impl Shared {
+impl SyslogSocket {
     /// Sends one message, or counts it as dropped.
     fn log(&self, level: Level, message: &str) {
-        let missing = self.dropped.swap(0, Ordering::Relaxed);
-        let told = missing == 0
+        let dropped_before = self.dropped.swap(0, Ordering::Relaxed);
+        let is_count_reported = dropped_before == 0
             || self.send(
                 Level::WARN,
-                &format!("WARN {missing} messages before this one were dropped"),
+                &format!("WARN {dropped_before} messages before this one were dropped"),
             );
-        if !told || !self.send(level, message) {
-            let untold = if told { 0 } else { missing };
-            self.dropped.fetch_add(untold + 1, Ordering::Relaxed);
+        if !is_count_reported || !self.send(level, message) {
+            let unreported = if is_count_reported { 0 } else { dropped_before };
+            self.dropped.fetch_add(unreported + 1, Ordering::Relaxed);
         }
     }
 
@@ -94,7 +95,7 @@ fn severity(level: Level) -> u8 {
 
 /// Receives the text of one event and sends it.
 pub(super) struct EventWriter {
-    shared: Arc<Shared>,
+    shared: Arc<SyslogSocket>,
     level: Level,
 }
 

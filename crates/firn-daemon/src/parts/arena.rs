@@ -30,7 +30,7 @@ pub(crate) struct ArenaFile {
 
 impl ArenaFile {
     /// Renames a damaged arena so that a person can examine it and the next mount makes a new one.
-    fn put_aside(&self, spill: Option<&Path>) {
+    fn keep_damaged_arena(&self, spill: Option<&Path>) {
         let aside = self.files.arena.with_extension("damaged");
         if let Err(error) = std::fs::rename(&self.files.arena, &aside) {
             tracing::warn!(%error, "cannot put the damaged arena aside");
@@ -63,17 +63,17 @@ impl Part for ArenaFile {
     fn stop(&self, stop: &mut Stop) {
         let left_bytes = count_left_bytes(&self.engine);
         stop.left_bytes = left_bytes;
-        let discards = stop.arena == ArenaEnd::Discard;
+        let discards = stop.arena_end == ArenaEnd::Discard;
         // Held data that is discarded cannot be needed by a late write, so an arena that is discarded may go during a
         // call.
-        let may_go = discards || !stop.is_call_under_way && stop.arena != ArenaEnd::Keep;
+        let may_go = discards || !stop.has_call_under_way && stop.arena_end != ArenaEnd::Keep;
         if !may_go || (left_bytes > 0 && !discards) {
             return;
         }
         let spill = self.engine.arena().spill_file();
         let spill = spill.map(|file| file.path().to_owned());
         if self.is_damaged && !discards {
-            return self.put_aside(spill.as_deref());
+            return self.keep_damaged_arena(spill.as_deref());
         }
         match self.remove(spill.as_deref()) {
             Ok(()) if left_bytes > 0 => {
@@ -93,7 +93,7 @@ impl Part for ArenaFile {
 pub(crate) struct ArenaMemory {
     engine: Arc<Engine<Store>>,
     workers: Workers,
-    goes_on: Arc<AtomicBool>,
+    may_continue: Arc<AtomicBool>,
 }
 
 impl ArenaMemory {
@@ -101,7 +101,7 @@ impl ArenaMemory {
         Arc::new(Self {
             engine: Arc::clone(engine),
             workers: workers.clone(),
-            goes_on: Arc::new(AtomicBool::new(true)),
+            may_continue: Arc::new(AtomicBool::new(true)),
         })
     }
 }
@@ -109,9 +109,9 @@ impl ArenaMemory {
 impl Part for ArenaMemory {
     fn start(&self, _: &Parts) -> Result<(), MountError> {
         let engine = Arc::clone(&self.engine);
-        let goes_on = Arc::clone(&self.goes_on);
+        let may_continue = Arc::clone(&self.may_continue);
         let started = self.workers.try_run(Class::Job, move || {
-            if let Err(error) = engine.arena().populate(&|| goes_on.load(Ordering::Relaxed)) {
+            if let Err(error) = engine.arena().populate(&|| may_continue.load(Ordering::Relaxed)) {
                 tracing::info!(%error, "cannot allocate the arena's memory in advance: it is allocated at first use");
             }
         });
@@ -122,6 +122,6 @@ impl Part for ArenaMemory {
     }
 
     fn stop(&self, _: &mut Stop) {
-        self.goes_on.store(false, Ordering::Relaxed);
+        self.may_continue.store(false, Ordering::Relaxed);
     }
 }

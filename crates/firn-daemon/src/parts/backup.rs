@@ -6,7 +6,7 @@ use std::time::Duration;
 use firn_engine::Engine;
 use parking_lot::Mutex;
 
-use crate::backup::Rounds;
+use crate::backup::BackupThread;
 use crate::error::MountError;
 use crate::part::{Part, Parts, Stop};
 use crate::store::Store;
@@ -15,7 +15,7 @@ use crate::store::Store;
 pub(crate) struct BackupRounds {
     engine: Arc<Engine<Store>>,
     every: Duration,
-    rounds: Mutex<Option<Rounds>>,
+    rounds: Mutex<Option<BackupThread>>,
 }
 
 impl BackupRounds {
@@ -30,7 +30,7 @@ impl BackupRounds {
 
 impl Part for BackupRounds {
     fn start(&self, _: &Parts) -> Result<(), MountError> {
-        let rounds = Rounds::start(&self.engine, self.every);
+        let rounds = BackupThread::start(&self.engine, self.every);
         *self.rounds.lock() = Some(rounds.map_err(MountError::io("start a thread"))?);
         Ok(())
     }

@@ -25,7 +25,7 @@ impl DataClients {
 }
 
 impl Part for DataClients {
-    fn show(&self, status: &mut Status) {
+    fn fill_status(&self, status: &mut Status) {
         status.direct_clients = self.count.load(Ordering::Relaxed);
     }
 

@@ -15,7 +15,7 @@ use crate::status::token_status;
 use crate::store::Store;
 
 /// Timeout at the end of a mount for a write that an I/O thread is making.
-const STOP_PATIENCE: Duration = Duration::from_secs(10);
+const STOP_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The I/O threads, and the tokens (locks against other hosts) of the lanes that they write to.
 pub(crate) struct IoThreads {
@@ -42,15 +42,15 @@ impl Part for IoThreads {
         self.replace_hung();
     }
 
-    fn show(&self, status: &mut Status) {
+    fn fill_status(&self, status: &mut Status) {
         for (lane, token) in status.lanes.iter_mut().zip(&self.tokens) {
             lane.token = Some(token_status(token.figures()));
         }
     }
 
     fn stop(&self, stop: &mut Stop) {
-        stop.is_call_under_way = !self.pool.lock().stop_within(STOP_PATIENCE);
-        if stop.is_call_under_way {
+        stop.has_call_under_way = !self.pool.lock().stop_within(STOP_TIMEOUT);
+        if stop.has_call_under_way {
             tracing::warn!("the backing does not answer: firnd cannot end before it does");
         }
     }
@@ -61,8 +61,8 @@ pub(crate) struct LastDrain(pub(crate) Arc<Engine<Store>>);
 
 impl Part for LastDrain {
     fn stop(&self, stop: &mut Stop) {
-        if stop.drains() {
-            drain_last(&self.0, stop.force);
+        if stop.drains_held_data() {
+            drain_last(&self.0, stop.is_forced);
         }
     }
 }

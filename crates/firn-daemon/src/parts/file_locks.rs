@@ -8,12 +8,13 @@ use firn_hosts::FileLocks;
 use crate::part::{Part, Stop};
 
 /// Timeout at the end of a mount for the removal of lock files. Files that remain do no harm.
-const STOP_PATIENCE: Duration = Duration::from_secs(2);
+const STOP_TIMEOUT: Duration = Duration::from_secs(2);
 
+/// The locks that this mount holds for its programs; the stop releases them.
 pub(crate) struct LocksOfFiles(pub(crate) Arc<FileLocks>);
 
 impl Part for LocksOfFiles {
     fn stop(&self, _: &mut Stop) {
-        self.0.stop(STOP_PATIENCE);
+        self.0.stop(STOP_TIMEOUT);
     }
 }

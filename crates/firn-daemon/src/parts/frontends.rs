@@ -15,17 +15,17 @@ use parking_lot::Mutex;
 use super::arena::count_left_bytes;
 use crate::frontend::{Stubs, TreeEnd};
 use crate::part::{ArenaEnd, Part, Stop};
-use crate::replies::failed;
+use crate::replies::failure_reply;
 use crate::single_job::SingleJob;
 use crate::store::Store;
 
 /// Shortest wait of a program's call that the status shows.
-const WAITS_LONG: Duration = Duration::from_secs(1);
+const SHOWN_WAIT_MIN: Duration = Duration::from_secs(1);
 /// Limit of waiting programs that the status names.
-const PROGRAMS_MAX: usize = 8;
+const SHOWN_PROGRAMS_MAX: usize = 8;
 
 /// Describes the program of a waiting thread; `None` if the thread has ended.
-fn name_program(waiting: &WaitingThread) -> Option<WaitingProgram> {
+fn describe_program(waiting: &WaitingThread) -> Option<WaitingProgram> {
     // This file of /proc can be read without waiting, whatever the thread does.
     let name = std::fs::read(format!("/proc/{}/comm", waiting.thread)).ok()?;
     Some(WaitingProgram {
@@ -44,17 +44,19 @@ pub(crate) struct FuseRequests {
 }
 
 impl Part for FuseRequests {
-    fn show(&self, status: &mut Status) {
+    fn fill_status(&self, status: &mut Status) {
         status.waiting_writers = self.waiting_writers.load(Ordering::Relaxed);
-        let waiting = self.waiting_threads.find(WAITS_LONG, PROGRAMS_MAX);
-        status.waiting_programs = waiting.iter().filter_map(name_program).collect();
+        let waiting = self
+            .waiting_threads
+            .find(SHOWN_WAIT_MIN, SHOWN_PROGRAMS_MAX);
+        status.waiting_programs = waiting.iter().filter_map(describe_program).collect();
         status.failed_requests = self.failures.figures();
     }
 }
 
 /// After a walk through the tree the job rests this many times as long as the walk took, which limits its use of a
 /// core.
-const NAME_SYNC_REST: u32 = 20;
+const REST_PER_WALK: u32 = 20;
 
 /// The names of a stub tree, which programs change without telling firnd.
 pub(crate) struct StubNames {
@@ -103,7 +105,7 @@ impl Part for StubNames {
             if let Err(error) = synced {
                 tracing::warn!(%error, "cannot create every name of the stub tree in the backing yet");
             }
-            let rest: Duration = began.elapsed() * NAME_SYNC_REST;
+            let rest: Duration = began.elapsed() * REST_PER_WALK;
             *next.lock() = Instant::now() + rest;
         });
     }
@@ -111,17 +113,17 @@ impl Part for StubNames {
     /// Brings the names in the backing up to date before a request about a path is answered. A failure refuses the
     /// request.
     fn refuse(&self, request: &Request) -> Option<Reply> {
-        let path = path_of_current_names(request)?;
+        let path = path_that_needs_current_names(request)?;
         let error = self.stubs.tree.reconcile().err()?;
-        Some(failed(error, path))
+        Some(failure_reply(error, path))
     }
 
     /// Ends the tree. This is the last step, when no request comes any more.
     fn stop(&self, stop: &mut Stop) {
-        if stop.is_unseen {
+        if stop.was_never_visible {
             return;
         }
-        let end = match (stop.arena, stop.held) {
+        let end = match (stop.arena_end, stop.held_policy) {
             (ArenaEnd::Keep, _) => TreeEnd::Keep,
             (ArenaEnd::Discard, _) => TreeEnd::Discard,
             (ArenaEnd::RemoveIfEmpty, HeldPolicy::Keep) if count_left_bytes(&self.engine) > 0 => {
@@ -135,7 +137,7 @@ impl Part for StubNames {
 }
 
 /// Returns the path of a request whose answer depends on the current names in the backing.
-fn path_of_current_names(request: &Request) -> Option<&BytePath> {
+fn path_that_needs_current_names(request: &Request) -> Option<&BytePath> {
     match request {
         Request::Wait { path, .. }
         | Request::Drain { path }

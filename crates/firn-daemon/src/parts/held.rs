@@ -37,12 +37,12 @@ impl Part for HeldLocks {
         let Some(mut locks) = self.0.lock().take() else {
             return;
         };
-        if !stop.is_call_under_way {
+        if !stop.has_call_under_way {
             // No call of this process can change the backing any more, so other hosts may act.
             locks.host_lease().release();
         }
         // With a call under way, or an arena that stays, only the end of the process releases the locks.
-        if stop.is_call_under_way || stop.arena == ArenaEnd::Keep {
+        if stop.has_call_under_way || stop.arena_end == ArenaEnd::Keep {
             std::mem::forget(locks);
         }
     }

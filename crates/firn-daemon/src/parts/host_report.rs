@@ -48,7 +48,7 @@ impl Part for HostReports {
         status.backing = self.identity.backing.as_path().into();
         status.mount_point = self.identity.mount_point.as_path().into();
         status.arena = self.identity.engine.arena().path().into();
-        if stop.arena == ArenaEnd::Discard {
+        if stop.arena_end == ArenaEnd::Discard {
             status.held_bytes = 0;
             status.held_files = 0;
         }

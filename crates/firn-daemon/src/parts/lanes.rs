@@ -43,10 +43,10 @@ impl Part for PlacedLanes {
         }
     }
 
-    fn show(&self, status: &mut Status) {
+    fn fill_status(&self, status: &mut Status) {
         if let Some(placed) = self.engine.backing().placed() {
-            placement::show_lanes(placed, &mut status.lanes);
-            status.placement_advice = placement::advise(&status.lanes);
+            placement::fill_lane_status(placed, &mut status.lanes);
+            status.placement_advice = placement::advise_on_lanes(&status.lanes);
         }
     }
 
@@ -54,11 +54,11 @@ impl Part for PlacedLanes {
         let Request::Place { path } = question.request else {
             return None;
         };
-        Some(placement::explain(self.engine.backing(), path))
+        Some(placement::explain_lane(self.engine.backing(), path))
     }
 
     fn stop(&self, stop: &mut Stop) {
-        if !stop.is_call_under_way {
+        if !stop.has_call_under_way {
             placement::finish_removals(self.engine.backing());
         }
     }
@@ -79,9 +79,9 @@ impl SteeredLanes {
 
 impl Part for SteeredLanes {
     /// Shows the lanes. If an earlier mount has placed files too, [`PlacedLanes`] replaces these figures afterwards.
-    fn show(&self, status: &mut Status) {
-        steering::show_lanes(&self.steered, &mut status.lanes);
-        status.placement_advice = placement::advise(&status.lanes);
+    fn fill_status(&self, status: &mut Status) {
+        steering::fill_lane_statuses(&self.steered, &mut status.lanes);
+        status.placement_advice = placement::advise_on_lanes(&status.lanes);
         status.misplaced_files = self.steered.refused_files();
     }
 
@@ -90,6 +90,11 @@ impl Part for SteeredLanes {
             return None;
         };
         let store = question.engine.backing();
-        Some(steering::explain(&self.steered, store, &self.backing, path))
+        Some(steering::explain_placement(
+            &self.steered,
+            store,
+            &self.backing,
+            path,
+        ))
     }
 }

@@ -16,34 +16,35 @@ use parking_lot::Mutex;
 use crate::error::{FlattenError, MountError};
 use crate::logs::{FlattenRequest, Flattener, Settler, settle_last};
 use crate::part::{Part, Parts, Question, Stop};
-use crate::replies::{deadline_of, failed, throttle_progress, wait_for_level};
+use crate::replies::{deadline_of, failure_reply, throttle_progress, wait_for_level};
 use crate::store::{Layers as _, Store};
 
-fn show_logged(engine: &Engine<Store>, status: &mut Status) {
+/// Puts the number and size of logged files into the status.
+fn fill_logged_figures(engine: &Engine<Store>, status: &mut Status) {
     let logs = engine.backing().logged();
     let logged = logs.map_or_else(Logged::default, |logs| logs.count_logged());
     status.logged_files = logged.files;
     status.logged_bytes = logged.own_bytes;
 }
 
-fn refused(error: &FlattenError) -> Reply {
+fn refusal_reply(error: &FlattenError) -> Reply {
     Reply::Error {
         errno: error.errno(),
         message: error.to_string(),
     }
 }
 
-/// A request that is done when files are plain.
-struct FlatFiles<'a> {
+/// The part of a request that ends when the files at and below a path are plain files.
+struct FlattenWait<'a> {
     path: &'a BytePath,
     /// The level that the files must reach first.
     level: DurabilityLevel,
     deadline: Option<Instant>,
     /// Logs whose file is missing are a failure too.
-    tells_lost: bool,
+    fails_on_missing_file: bool,
 }
 
-impl<'a> FlatFiles<'a> {
+impl<'a> FlattenWait<'a> {
     fn of(request: &'a Request) -> Option<Self> {
         match request {
             Request::Wait {
@@ -54,13 +55,13 @@ impl<'a> FlatFiles<'a> {
                 path,
                 level: *until,
                 deadline: deadline_of(*timeout_ms),
-                tells_lost: false,
+                fails_on_missing_file: false,
             }),
             Request::Flatten { path } => Some(Self {
                 path,
                 level: DurabilityLevel::Logged,
                 deadline: None,
-                tells_lost: true,
+                fails_on_missing_file: true,
             }),
             _ => None,
         }
@@ -74,8 +75,14 @@ impl<'a> FlatFiles<'a> {
         flatten: impl FnOnce(&mut dyn FnMut(Reply) -> bool) -> Reply,
     ) -> Reply {
         let engine = question.engine;
-        match wait_for_level(engine, self.path, self.level, self.deadline, question.say) {
-            Reply::Done => flatten(question.say),
+        match wait_for_level(
+            engine,
+            self.path,
+            self.level,
+            self.deadline,
+            question.send_progress,
+        ) {
+            Reply::Done => flatten(question.send_progress),
             reply => reply,
         }
     }
@@ -104,23 +111,27 @@ impl WrittenLogs {
     }
 
     /// Flattens the files of a request and waits for that, until its deadline.
-    fn flatten(&self, wanted: &FlatFiles<'_>, say: &mut dyn FnMut(Reply) -> bool) -> Reply {
+    fn flatten(
+        &self,
+        wanted: &FlattenWait<'_>,
+        send_progress: &mut dyn FnMut(Reply) -> bool,
+    ) -> Reply {
         let mut timed_out = false;
-        let mut progress = throttle_progress("flattening", say);
+        let mut progress = throttle_progress("flattening", send_progress);
         let left = self.flattener.flatten(wanted.path.as_bytes(), &mut || {
             timed_out = wanted
                 .deadline
                 .is_some_and(|deadline| Instant::now() >= deadline);
             !timed_out && progress(0, 0)
         });
-        match left.map(|left| FlattenError::check(&left, wanted.tells_lost)) {
+        match left.map(|left| FlattenError::check(&left, wanted.fails_on_missing_file)) {
             Ok(Ok(())) => Reply::Done,
-            Ok(Err(error)) => refused(&error),
+            Ok(Err(error)) => refusal_reply(&error),
             Err(_) if timed_out => Reply::Error {
                 errno: libc::ETIMEDOUT,
                 message: "timed out: what is in logs is still being flattened".into(),
             },
-            Err(error) => failed(error, wanted.path),
+            Err(error) => failure_reply(error, wanted.path),
         }
     }
 }
@@ -135,13 +146,15 @@ impl Part for WrittenLogs {
         Ok(())
     }
 
-    fn show(&self, status: &mut Status) {
-        show_logged(&self.engine, status);
+    fn fill_status(&self, status: &mut Status) {
+        fill_logged_figures(&self.engine, status);
     }
 
     fn answer(&self, question: &mut Question<'_>) -> Option<Reply> {
-        let wanted = FlatFiles::of(question.request)?;
-        Some(wanted.answer(question, |say| self.flatten(&wanted, say)))
+        let wanted = FlattenWait::of(question.request)?;
+        Some(wanted.answer(question, |send_progress| {
+            self.flatten(&wanted, send_progress)
+        }))
     }
 
     fn stop(&self, stop: &mut Stop) {
@@ -149,17 +162,17 @@ impl Part for WrittenLogs {
             return;
         };
         let engine = Arc::clone(&self.engine);
-        let flatten = (stop.held != HeldPolicy::Keep).then_some(self.flatten);
-        let (settled, found) = mpsc::channel();
+        let flatten = (stop.held_policy != HeldPolicy::Keep).then_some(self.flatten);
+        let (leftover_sender, leftovers) = mpsc::channel();
         stop.ask_backing(move || {
             settler.stop();
             if let Some(logs) = engine.backing().logged()
                 && let Some(flatten) = flatten
             {
-                let _ = settled.send(settle_last(logs, flatten));
+                let _ = leftover_sender.send(settle_last(logs, flatten));
             }
         });
-        stop.left_in_logs = found.try_recv().unwrap_or_default();
+        stop.left_in_logs = leftovers.try_recv().unwrap_or_default();
     }
 }
 
@@ -171,19 +184,19 @@ impl ReadLogs {
     fn refuse_logged(logs: &dyn Logs, path: &BytePath) -> Reply {
         match logs.count_below(path.as_bytes()) {
             Ok(0) => Reply::Done,
-            Ok(files) => refused(&FlattenError::ReadOnly { files }),
-            Err(error) => failed(error, path),
+            Ok(files) => refusal_reply(&FlattenError::ReadOnly { files }),
+            Err(error) => failure_reply(error, path),
         }
     }
 }
 
 impl Part for ReadLogs {
-    fn show(&self, status: &mut Status) {
-        show_logged(&self.0, status);
+    fn fill_status(&self, status: &mut Status) {
+        fill_logged_figures(&self.0, status);
     }
 
     fn answer(&self, question: &mut Question<'_>) -> Option<Reply> {
-        let wanted = FlatFiles::of(question.request)?;
+        let wanted = FlattenWait::of(question.request)?;
         let logs = self.0.backing().logged()?;
         Some(wanted.answer(question, |_| Self::refuse_logged(logs, wanted.path)))
     }

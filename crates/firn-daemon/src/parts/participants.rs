@@ -12,13 +12,13 @@ use crate::part::Part;
 use crate::single_job::SingleJob;
 use crate::transactions::{follow, give_up_all};
 
-/// This host as a participant.
+/// This host as a participant in transactions that another host commits or aborts.
 pub(crate) struct Participation {
     gate: Arc<TransactionGate>,
     lease: Arc<LeaseState>,
     forget: Forget,
     workers: Workers,
-    watch: SingleJob,
+    abort_check: SingleJob,
 }
 
 impl Participation {
@@ -33,7 +33,7 @@ impl Participation {
             lease,
             forget: Arc::clone(forget),
             workers: workers.clone(),
-            watch: SingleJob::default(),
+            abort_check: SingleJob::default(),
         })
     }
 }
@@ -47,7 +47,7 @@ impl Part for Participation {
         if self.gate.store().scopes.shares() {
             let gate = Arc::clone(&self.gate);
             let forget = Arc::clone(&self.forget);
-            self.watch
+            self.abort_check
                 .start(&self.workers, move || follow(&gate, &*forget));
         }
         if self.lease.lost().is_some() {

@@ -9,10 +9,11 @@ use crate::part::{Part, Question};
 use crate::partner::{PartnerBoard, PartnerSpeaker};
 use crate::replies::{deadline_of, throttle_progress};
 
+/// Answers requests that wait for the copies, and takes the reports of the process that sends them.
 pub(crate) struct PartnerCopies(pub(crate) Arc<PartnerBoard>);
 
 impl Part for PartnerCopies {
-    fn show(&self, status: &mut Status) {
+    fn fill_status(&self, status: &mut Status) {
         status.partner = Some(self.0.status());
     }
 
@@ -23,13 +24,13 @@ impl Part for PartnerCopies {
                 until: DurabilityLevel::Partnered,
                 timeout_ms,
             } => {
-                let progress = &mut throttle_progress("copying", question.say);
+                let progress = &mut throttle_progress("copying", question.send_progress);
                 Some(self.0.wait(path, deadline_of(*timeout_ms), progress))
             }
             Request::Partner { host, note } => {
                 let speaker = &mut question.client.partner;
                 let (host, note) = (host.clone(), note.clone());
-                Some(PartnerSpeaker::say(speaker, &self.0, host, note))
+                Some(PartnerSpeaker::store_report(speaker, &self.0, host, note))
             }
             _ => None,
         }

@@ -12,14 +12,14 @@ use crate::peers::PeerBoard;
 use crate::single_job::SingleJob;
 
 /// Pause between two comparisons; a host that is alive renews its lease twice in this time.
-const LOOK_EVERY: Duration = Duration::from_secs(5);
+const COMPARE_EVERY: Duration = Duration::from_secs(5);
 
 /// The comparison with other hosts, which is repeated while the mount exists.
 pub(crate) struct Peers {
     board: Arc<PeerBoard>,
     workers: Workers,
-    look: SingleJob,
-    next_look: Mutex<Instant>,
+    comparison: SingleJob,
+    next_comparison: Mutex<Instant>,
 }
 
 impl Peers {
@@ -27,8 +27,8 @@ impl Peers {
         Arc::new(Self {
             board: Arc::new(board),
             workers: workers.clone(),
-            look: SingleJob::default(),
-            next_look: Mutex::new(Instant::now() + LOOK_EVERY),
+            comparison: SingleJob::default(),
+            next_comparison: Mutex::new(Instant::now() + COMPARE_EVERY),
         })
     }
 }
@@ -36,15 +36,16 @@ impl Peers {
 impl Part for Peers {
     fn run_due(&self) {
         let now = Instant::now();
-        let mut next = self.next_look.lock();
+        let mut next = self.next_comparison.lock();
         if now >= *next {
-            *next = now + LOOK_EVERY;
+            *next = now + COMPARE_EVERY;
             let board = Arc::clone(&self.board);
-            self.look.start(&self.workers, move || board.look_again());
+            self.comparison
+                .start(&self.workers, move || board.compare_again());
         }
     }
 
-    fn show(&self, status: &mut Status) {
+    fn fill_status(&self, status: &mut Status) {
         status.host_differences = self.board.differences();
     }
 }

@@ -41,28 +41,38 @@ pub(crate) struct Record {
     /// Path of the record in the runtime directory.
     file: PathBuf,
     store: SingleJob,
-    stored: Mutex<Instant>,
-    thread: Mutex<Option<(Sender<()>, JoinHandle<()>)>>,
+    stored_at: Mutex<Instant>,
+    thread: Mutex<Option<SampleThread>>,
 }
 
-/// What is recorded, shared with the thread.
+/// The thread that takes samples.
+struct SampleThread {
+    /// The drop of the sender ends the thread.
+    stop: Sender<()>,
+    handle: JoinHandle<()>,
+}
+
+/// Takes samples of a mount and makes the record from them. The part and its thread share it.
 struct Recorder {
     identity: Identity,
     waiting_writers: WaitingWriters,
     began_unix_us: u64,
-    state: Mutex<State>,
+    state: Mutex<RecorderState>,
     /// Bytes that came in or went out, at the last copy in the backing.
     stored_bytes: AtomicU64,
 }
 
-struct State {
+/// The samples so far, and what is needed to notice changes.
+struct RecorderState {
     timeline: Timeline,
     checkpoints: CheckpointLog,
     /// Since when writers have waited for room; `None` if no writer waits.
     full_since: Option<Instant>,
     /// Since when writes to the backing have failed; `None` if they succeed.
     failing_since: Option<Instant>,
+    /// Number of failed drains at the last sample.
     drain_errors: u64,
+    /// Number of errors that waiting writers had got at the last sample.
     given_up: u64,
 }
 
@@ -78,7 +88,7 @@ impl Record {
         let began = Instant::now().checked_sub(engine.uptime());
         let began = began.unwrap_or_else(Instant::now);
         let began_at = SystemTime::now().checked_sub(began.elapsed());
-        let state = State {
+        let state = RecorderState {
             timeline: Timeline::new(began),
             checkpoints: CheckpointLog::new(began),
             full_since: None,
@@ -94,14 +104,14 @@ impl Record {
             stored_bytes: AtomicU64::new(0),
         };
         // The first sample starts the counters before programs open files that may belong to a checkpoint.
-        recorder.look();
+        recorder.take_sample();
         Arc::new(Self {
             recorder: Arc::new(recorder),
             workers: workers.clone(),
             place,
             file,
             store: SingleJob::default(),
-            stored: Mutex::new(Instant::now()),
+            stored_at: Mutex::new(Instant::now()),
             thread: Mutex::new(None),
         })
     }
@@ -116,29 +126,29 @@ impl Part for Record {
     fn start(&self, _: &Parts) -> Result<(), MountError> {
         let recorder = Arc::clone(&self.recorder);
         let (stop, stopped) = channel();
-        let look = move || {
-            let mut every = recorder.look();
+        let take_sample = move || {
+            let mut every = recorder.take_sample();
             while stopped.recv_timeout(every) == Err(RecvTimeoutError::Timeout) {
-                every = recorder.look();
+                every = recorder.take_sample();
             }
         };
         let thread = std::thread::Builder::new().name("firn-record".into());
-        let thread = thread.spawn(look);
-        let thread = thread.map_err(MountError::io("start a thread"))?;
-        *self.thread.lock() = Some((stop, thread));
+        let handle = thread.spawn(take_sample);
+        let handle = handle.map_err(MountError::io("start a thread"))?;
+        *self.thread.lock() = Some(SampleThread { stop, handle });
         Ok(())
     }
 
     fn run_due(&self) {
         let now = Instant::now();
-        let mut stored = self.stored.lock();
-        if self.place == RecordPlace::Host || now.duration_since(*stored) < STORE_EVERY {
+        let mut stored_at = self.stored_at.lock();
+        if self.place == RecordPlace::Host || now.duration_since(*stored_at) < STORE_EVERY {
             return;
         }
-        *stored = now;
+        *stored_at = now;
         let recorder = Arc::clone(&self.recorder);
         self.store.start(&self.workers, move || {
-            if recorder.has_news() {
+            if recorder.has_new_traffic() {
                 recorder.store_in_backing(false);
             }
         });
@@ -148,21 +158,21 @@ impl Part for Record {
         let Request::Record = question.request else {
             return None;
         };
-        self.recorder.look();
+        self.recorder.take_sample();
         let record = self.recorder.make_record(false);
         Some(Reply::Record(Box::new(record)))
     }
 
     /// Stores the record when all data is drained that will be.
     fn stop(&self, stop: &mut Stop) {
-        if let Some((sender, thread)) = self.thread.lock().take() {
-            drop(sender);
-            let _ = thread.join();
+        if let Some(SampleThread { stop, handle }) = self.thread.lock().take() {
+            drop(stop);
+            let _ = handle.join();
         }
-        if stop.is_unseen {
+        if stop.was_never_visible {
             return;
         }
-        self.recorder.look();
+        self.recorder.take_sample();
         let held_bytes = self.recorder.identity.engine.held_bytes();
         tracing::info!(target: TARGET, kind = "unmounted", held_bytes, "the mount has ended");
         let record = encode(&self.recorder.make_record(true));
@@ -197,7 +207,7 @@ impl Recorder {
     }
 
     /// Takes one sample of the counters, and returns the time until the next one.
-    fn look(&self) -> Duration {
+    fn take_sample(&self) -> Duration {
         let engine = self.engine();
         // The lock is held for the whole sample, so that samples are added in the order of their time.
         let mut state = self.state.lock();
@@ -208,14 +218,14 @@ impl Recorder {
         };
         let (events, dropped) = engine.take_file_events();
         state.timeline.add(now, counters);
-        state.checkpoints.take(events, dropped);
-        state.tell_of_room(now, counters);
-        state.tell_of_backing(now, engine);
-        state.timeline.look_every()
+        state.checkpoints.apply(events, dropped);
+        state.log_arena_state(now, counters);
+        state.log_backing_state(now, engine);
+        state.timeline.sample_every()
     }
 
     /// Returns whether bytes came in or went out since the last copy in the backing.
-    fn has_news(&self) -> bool {
+    fn has_new_traffic(&self) -> bool {
         let activity = self.engine().activity();
         let bytes = activity.ingest_bytes.wrapping_add(activity.drain_bytes);
         self.stored_bytes.swap(bytes, Ordering::Relaxed) != bytes
@@ -224,7 +234,7 @@ impl Recorder {
     /// Returns the record as it is now.
     fn make_record(&self, has_ended: bool) -> RunRecord {
         let figures = self.engine().figures();
-        let (events, forgotten_events) = log::events::kept();
+        let (events, forgotten_events) = log::events::newest();
         let state = self.state.lock();
         let (checkpoints, forgotten) = state.checkpoints.records();
         let identity = &self.identity;
@@ -236,7 +246,7 @@ impl Recorder {
             backing: identity.backing.as_path().into(),
             options: identity.options.clone(),
             began_unix_us: self.began_unix_us,
-            lasted_seconds: state.timeline.lasted().as_secs_f64(),
+            lasted_seconds: state.timeline.span_to_last_sample().as_secs_f64(),
             has_ended,
             arena_bytes: figures.arena_bytes,
             held_bytes: figures.held_bytes + figures.lost_file_bytes,
@@ -271,9 +281,9 @@ impl Recorder {
     }
 }
 
-impl State {
+impl RecorderState {
     /// Logs an event when the arena becomes full for writers, and when it has room again.
-    fn tell_of_room(&mut self, now: Instant, counters: Bucket) {
+    fn log_arena_state(&mut self, now: Instant, counters: Bucket) {
         let waiting_writers = counters.waiting_writers;
         match self.full_since {
             None if waiting_writers > 0 => {
@@ -291,7 +301,7 @@ impl State {
     }
 
     /// Logs an event when writes to the backing begin to fail, and when they succeed again.
-    fn tell_of_backing(&mut self, now: Instant, engine: &Engine<Store>) {
+    fn log_backing_state(&mut self, now: Instant, engine: &Engine<Store>) {
         let drain_errors = engine.drain_errors();
         let has_failed = drain_errors > self.drain_errors;
         self.drain_errors = drain_errors;

@@ -13,6 +13,7 @@ use crate::pulls::Pulls;
 use crate::rates::{Totals, Window};
 use crate::store::Store;
 
+/// Counts and rates of the mount's bytes, and of what agents have reported with `ReportPull`.
 pub(crate) struct Traffic {
     engine: Arc<Engine<Store>>,
     /// What agents have sent to other hosts.
@@ -52,7 +53,7 @@ impl Part for Traffic {
         }
     }
 
-    fn show(&self, status: &mut Status) {
+    fn fill_status(&self, status: &mut Status) {
         let totals = Totals {
             ingest: status.ingest_bytes,
             drain: status.drain_bytes,

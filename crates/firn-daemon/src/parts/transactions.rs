@@ -136,7 +136,7 @@ impl Part for Transactions {
         ))
     }
 
-    fn show(&self, shown: &mut Status) {
+    fn fill_status(&self, shown: &mut Status) {
         shown.transactions = status(&self.gate, &self.owners);
         if let Some(rules) = &self.rules {
             rules.show(shown);
@@ -167,7 +167,7 @@ impl Part for Transactions {
         }
     }
 
-    fn is_held_for(&self, client: &ControlClient) -> bool {
+    fn holds_state_of(&self, client: &ControlClient) -> bool {
         self.owners.has_owned(&client.peer.stream)
     }
 
@@ -190,7 +190,7 @@ impl Part for Transactions {
         let owners = Arc::clone(&self.owners);
         let applier = Arc::clone(&self.applier);
         let rules = self.rules.clone();
-        let is_unseen = stop.is_unseen;
+        let is_unseen = stop.was_never_visible;
         stop.ask_backing(move || {
             owners.stop();
             if let Some(rules) = rules {

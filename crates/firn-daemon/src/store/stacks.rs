@@ -14,7 +14,7 @@ use firn_transact::{Found, Mode};
 
 use super::*;
 
-/// The layers of a store.
+/// Which optional layers a store has.
 #[derive(Clone, Copy, Debug)]
 struct Stack {
     transactions: bool,
@@ -31,12 +31,12 @@ fn stacks() -> impl Iterator<Item = Stack> {
 }
 
 /// A directory and two lanes, as one process has them.
-struct Disks {
+struct SimDisks {
     primary: SimBacking,
     lanes: [SimBacking; 2],
 }
 
-impl Disks {
+impl SimDisks {
     fn new() -> Self {
         Self {
             primary: SimBacking::new(),
@@ -48,7 +48,8 @@ impl Disks {
         [&self.primary, &self.lanes[0], &self.lanes[1]]
     }
 
-    /// Each call of `disk` is given to `each`, which returns false for the last one that is made.
+    /// Calls `each` at each call on any of the disks. Once it returns false, the process counts as crashed: that call
+    /// and all later ones fail.
     fn watch(&self, each: impl Fn() -> bool + Send + Sync + 'static) {
         let each = Arc::new(each);
         for disk in self.all() {
@@ -57,13 +58,13 @@ impl Disks {
         }
     }
 
-    /// The process is dead from this call on.
+    /// Lets the process crash at this call, counted from 1.
     fn crash_at(&self, call: u64) {
         let calls = AtomicU64::new(0);
         self.watch(move || calls.fetch_add(1, Ordering::Relaxed) + 1 < call);
     }
 
-    /// What a new process finds, after the power failed where there is a seed.
+    /// Returns the disks as a new process finds them. With a seed, a power loss drops some data that was not synced.
     fn after_crash(&self, power_loss: Option<u64>) -> Self {
         let fork = Self {
             primary: self.primary.fork(),
@@ -130,14 +131,14 @@ impl Disks {
 fn every_stack_of_layers_conforms() {
     for stack in stacks() {
         println!("{stack:?}");
-        suite::run(|| Disks::new().open(stack));
+        suite::run(|| SimDisks::new().open(stack));
     }
 }
 
 #[test]
 fn a_store_has_the_layers_that_it_was_opened_with() {
     for stack in stacks() {
-        let disks = Disks::new();
+        let disks = SimDisks::new();
         let store = disks.open(stack);
         assert_eq!(store.transactional().is_some(), stack.transactions);
         assert_eq!(store.logged().is_some(), stack.logs);
@@ -167,7 +168,7 @@ fn write<B: Backing>(store: &B, dir: &B::Inode, file: &str, at: u64, bytes: &[u8
     Ok(())
 }
 
-/// What a job had before its transaction.
+/// Makes the files that a job has before its transaction.
 fn prepare_job<B: Backing>(store: &B) {
     let me = suite::own_caller();
     let made = store.mkdir(&me, &store.root(), name("job"), 0o755);
@@ -178,7 +179,7 @@ fn prepare_job<B: Backing>(store: &B) {
     store.sync_all().expect("sync");
 }
 
-/// All that a transaction may change.
+/// Makes each kind of change that a transaction may have: data, lengths, names and directories.
 fn change_job<B: Backing>(store: &B) -> Result<()> {
     let me = suite::own_caller();
     let dir = dir_of(store)?;
@@ -199,8 +200,8 @@ fn change_job<B: Backing>(store: &B) -> Result<()> {
     Ok(())
 }
 
-/// The tree as programs see it; times are not in it.
-fn see<B: Backing>(store: &B) -> Tree {
+/// Returns the tree as programs see it, without times and extended attributes.
+fn read_tree_as_programs<B: Backing>(store: &B) -> Tree {
     let mut tree = tree(store).expect("read the tree");
     for entry in tree.values_mut() {
         entry.xattrs.clear();
@@ -208,8 +209,8 @@ fn see<B: Backing>(store: &B) -> Tree {
     tree
 }
 
-/// Nothing of the transaction is left, and without it the backing is what programs saw.
-fn check_ground(disks: &Disks, stack: Stack, lost_power: bool, seen: &Tree, told: &str) {
+/// Checks that nothing of the transaction is left, and that the backing without transactions is what programs saw.
+fn check_ground(disks: &SimDisks, stack: Stack, lost_power: bool, seen: &Tree, context: &str) {
     let ground = disks.open_ground(stack);
     if let Some(logs) = ground.upper() {
         logs.end_removals().expect("end removals");
@@ -221,7 +222,7 @@ fn check_ground(disks: &Disks, stack: Stack, lost_power: bool, seen: &Tree, told
             // A power loss takes the name of a file that was not synced, and leaves its logs.
             left.lost = 0;
         }
-        assert!(left.is_empty(), "{told}: {left:?}");
+        assert!(left.is_empty(), "{context}: {left:?}");
     }
     let placeable = match &ground {
         Either::Lower(placeable) => placeable,
@@ -231,13 +232,17 @@ fn check_ground(disks: &Disks, stack: Stack, lost_power: bool, seen: &Tree, told
         lanes.finish_removals().expect("finish removals");
         let orphans = lanes.find_orphans().expect("find orphans");
         // A power loss may leave files of which nothing was synced (firn-lanes).
-        assert!(lost_power || orphans.is_empty(), "{told}: {orphans:?}");
+        assert!(lost_power || orphans.is_empty(), "{context}: {orphans:?}");
     }
     let plain = PlainBacking::new(disks.open_ground(Stack {
         logs: false,
         ..stack
     }));
-    assert_eq!(&see(&plain), seen, "{told}: the backing without logs");
+    assert_eq!(
+        &read_tree_as_programs(&plain),
+        seen,
+        "{context}: the backing without logs"
+    );
     let firn = own::find_dir(&disks.primary, &disks.primary.root(), own::TOP);
     let left = match firn.expect("look for .firn") {
         Some((firn, _)) => own::list(&disks.primary, &firn).expect("list"),
@@ -245,56 +250,56 @@ fn check_ground(disks: &Disks, stack: Stack, lost_power: bool, seen: &Tree, told
     };
     let is_transaction = |name: &[u8]| name.starts_with(b"tx-");
     let is_left = left.iter().any(|(name, ..)| is_transaction(name));
-    assert!(!is_left, "{told}: a transaction is left");
+    assert!(!is_left, "{context}: a transaction is left");
 }
 
-/// Begins, changes and commits.
-fn run<B: Backing>(store: &TransactionalBacking<B>) -> std::result::Result<(), String> {
-    let told = |error: &dyn std::fmt::Display| error.to_string();
-    let dir = dir_of(store).map_err(|error| told(&error))?;
-    store.begin(&dir, b"job").map_err(|error| told(&error))?;
-    change_job(store).map_err(|error| told(&error))?;
+/// Begins a transaction, makes all changes of [`change_job`] in it, and commits it.
+fn commit_changes<B: Backing>(store: &TransactionalBacking<B>) -> std::result::Result<(), String> {
+    let text_of = |error: &dyn std::fmt::Display| error.to_string();
+    let dir = dir_of(store).map_err(|error| text_of(&error))?;
+    store.begin(&dir, b"job").map_err(|error| text_of(&error))?;
+    change_job(store).map_err(|error| text_of(&error))?;
     let open = store.transaction_at(&dir).ok_or("no transaction is open")?;
-    open.decide(7).map_err(|error| told(&error))?;
+    open.decide(7).map_err(|error| text_of(&error))?;
     let decided = store.first_transaction(b"job").and_then(Found::decided);
     match decided {
-        Some(commit) => commit.apply().map_err(|error| told(&error)),
+        Some(commit) => commit.apply().map_err(|error| text_of(&error)),
         None => Ok(()),
     }
 }
 
-fn transactional(
-    disks: &Disks,
+fn open_transactional(
+    disks: &SimDisks,
     stack: Stack,
     mode: Mode,
-    told: &str,
+    context: &str,
 ) -> TransactionalStore<SimBacking> {
     match TransactionalBacking::open(disks.open_ground(stack)) {
         Ok((opened, _)) => opened.in_mode(mode),
-        Err(error) => panic!("{told}: {error}"),
+        Err(error) => panic!("{context}: {error}"),
     }
 }
 
-/// A world whose job is there and not changed yet.
-fn world(stack: Stack, mode: Mode) -> (Disks, TransactionalStore<SimBacking>) {
-    let disks = Disks::new();
+/// Returns new disks with the files of the job, not changed yet, and a store on them.
+fn prepare_world(stack: Stack, mode: Mode) -> (SimDisks, TransactionalStore<SimBacking>) {
+    let disks = SimDisks::new();
     prepare_job(&disks.open(Stack {
         transactions: false,
         ..stack
     }));
-    let store = transactional(&disks, stack, mode, "a new world");
+    let store = open_transactional(&disks, stack, mode, "a new world");
     (disks, store)
 }
 
 /// Distance between the calls that are cut off in one run: a commit makes thousands.
-const EACH: u64 = 5;
+const CALL_STEP: u64 = 5;
 
 /// The first call that is cut off: `FIRN_SEED`, or another one in each run.
 fn first_call() -> u64 {
     let given = std::env::var("FIRN_SEED").ok();
     let given = given.map(|seed| seed.parse().expect("FIRN_SEED is a number"));
     let seed: u64 = given.unwrap_or_else(|| std::process::id().into());
-    1 + seed % EACH
+    1 + seed % CALL_STEP
 }
 
 /// Proves S-tx-123.
@@ -302,36 +307,39 @@ fn first_call() -> u64 {
 fn a_transaction_that_is_cut_off_at_any_call_is_there_whole_or_not_at_all() {
     for mode in [Mode::Buffer, Mode::Shadow] {
         for stack in stacks().filter(|stack| stack.transactions) {
-            let (disks, store) = world(stack, mode);
-            let before = see(&store);
+            let (disks, store) = prepare_world(stack, mode);
+            let before = read_tree_as_programs(&store);
             let count = Arc::new(AtomicU64::new(0));
             let counted = Arc::clone(&count);
             disks.watch(move || {
                 counted.fetch_add(1, Ordering::Relaxed);
                 true
             });
-            run(&store).expect("commit");
+            commit_changes(&store).expect("commit");
             let calls = count.load(Ordering::Relaxed);
-            let after = see(&store);
+            let after = read_tree_as_programs(&store);
             assert_ne!(before, after);
             drop(store);
             check_ground(&disks, stack, false, &after, "without a crash");
             let first = first_call();
-            println!("{mode:?} {stack:?}: {calls} calls, each {EACH}th from {first} on");
-            for call in (first..=calls).step_by(EACH as usize) {
+            println!("{mode:?} {stack:?}: {calls} calls, each {CALL_STEP}th from {first} on");
+            for call in (first..=calls).step_by(CALL_STEP as usize) {
                 for power_loss in [None, Some(call)] {
-                    let told = format!("{mode:?} {stack:?}, call {call}, power {power_loss:?}");
-                    let (disks, store) = world(stack, mode);
+                    let context = format!("{mode:?} {stack:?}, call {call}, power {power_loss:?}");
+                    let (disks, store) = prepare_world(stack, mode);
                     disks.crash_at(call);
-                    let committed = run(&store).is_ok();
+                    let committed = commit_changes(&store).is_ok();
                     let found = disks.after_crash(power_loss);
                     std::mem::forget(store);
-                    let store = transactional(&found, stack, mode, &told);
-                    let seen = see(&store);
-                    assert!(seen == before || seen == after, "{told}: neither\n{seen:?}");
-                    assert!(!committed || seen == after, "{told}: it was committed");
+                    let store = open_transactional(&found, stack, mode, &context);
+                    let seen = read_tree_as_programs(&store);
+                    assert!(
+                        seen == before || seen == after,
+                        "{context}: neither\n{seen:?}"
+                    );
+                    assert!(!committed || seen == after, "{context}: it was committed");
                     drop(store);
-                    check_ground(&found, stack, power_loss.is_some(), &seen, &told);
+                    check_ground(&found, stack, power_loss.is_some(), &seen, &context);
                 }
             }
         }

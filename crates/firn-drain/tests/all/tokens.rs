@@ -9,7 +9,8 @@ use std::time::Duration;
 use common::host::{CHUNK_BYTES, Host, LIMIT, until};
 use firn_drain::IoThreads;
 use firn_hosts::tokens::{
-    Asked, Behind, Limits, LockService, ServiceError, TokenFigures, TokenState, Tokens,
+    LockService, QueuePosition, ServiceError, TokenFigures, TokenLimits, TokenReply, TokenState,
+    Tokens,
 };
 use firn_sim::SimBacking;
 use parking_lot::{Condvar, Mutex};
@@ -41,19 +42,19 @@ impl Service {
 }
 
 impl LockService for Member {
-    fn ask(&mut self) -> Result<Asked, ServiceError> {
+    fn ask(&mut self) -> Result<TokenReply, ServiceError> {
         let mut line = self.service.line.lock();
         if !line.contains(&self.host) {
             line.push_back(self.host);
         }
         let holder = line[0];
         if holder == self.host {
-            return Ok(Asked::Granted);
+            return Ok(TokenReply::Granted);
         }
-        Ok(Asked::Behind(Behind {
+        Ok(TokenReply::Queued(QueuePosition {
             holder: Some(holder.to_string()),
             holding: holder.to_string(),
-            rest: Duration::from_millis(1),
+            ask_again_after: Duration::from_millis(1),
         }))
     }
 
@@ -76,7 +77,7 @@ impl LockService for Member {
 }
 
 fn tokens(service: impl LockService + 'static, wait: Duration, hold: Duration) -> Option<Tokens> {
-    let limits = Limits { hold, wait };
+    let limits = TokenLimits { hold, wait };
     Some(Tokens::start(vec![Box::new(service)], limits).expect("keepers"))
 }
 
@@ -145,7 +146,7 @@ fn hosts_that_share_a_lane_write_to_it_one_at_a_time() {
 struct Silent;
 
 impl LockService for Silent {
-    fn ask(&mut self) -> Result<Asked, ServiceError> {
+    fn ask(&mut self) -> Result<TokenReply, ServiceError> {
         let why = "nobody is there".into();
         Err(ServiceError::Lost { why })
     }
@@ -243,9 +244,9 @@ impl StuckService {
 }
 
 impl LockService for StuckService {
-    fn ask(&mut self) -> Result<Asked, ServiceError> {
+    fn ask(&mut self) -> Result<TokenReply, ServiceError> {
         self.wait();
-        Ok(Asked::Granted)
+        Ok(TokenReply::Granted)
     }
 
     fn give_back(&mut self) -> Result<(), ServiceError> {

@@ -8,6 +8,7 @@ use std::sync::atomic::Ordering;
 use firn_backing::{Backing, KernelReads, is_below};
 use firn_format::slab::Class;
 
+use super::BackingStamp;
 use crate::Result;
 use crate::file::{File, FileState};
 use crate::space::Room;
@@ -60,7 +61,7 @@ impl<B: Backing> Room<B> {
 
     /// Drops all cached bytes of a file, after its lists. Returns their number.
     fn evict(&self, state: &mut FileState<B>) -> u64 {
-        state.direct.invalidate_list(&self.base.arena);
+        state.direct.invalidate_lists(&self.base.arena);
         let bytes = state.cache.drop_all(&self.base.arena);
         self.base
             .counters
@@ -135,8 +136,8 @@ impl<B: Backing> Room<B> {
         // The times do not show what other hosts write to logs, so their files are always evicted.
         let is_shared = self.open_files.kernel_reads(file) == KernelReads::Shared;
         let mut state = file.lock();
-        let is_other = |stamp| stamp != (attr.size, attr.mtime);
-        if is_shared || state.cache.stamp().is_some_and(is_other) {
+        let is_changed = |stamp| stamp != BackingStamp::of(&attr);
+        if is_shared || state.cache.backing_stamp().is_some_and(is_changed) {
             state.changes += 1;
             self.evict(&mut state);
             drop(state);
@@ -157,7 +158,7 @@ impl<B: Backing> Room<B> {
             && state.pending.is_empty()
             && !state.cache.is_empty()
         {
-            state.cache.confirm(&attr);
+            state.cache.note_in_backing(&attr);
         }
     }
 }

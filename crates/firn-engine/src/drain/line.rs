@@ -29,6 +29,17 @@ const TURN_BYTES: u64 = 256 << 20;
 /// Bytes after which the turn of a file that is not awaited is interrupted: half a second of a slow disk.
 const INTERRUPTIBLE_BYTES: u64 = 64 << 20;
 
+/// The runs of a lane that are not completed. They decide whether another file's turn may begin.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum RunsUnderWay {
+    /// There are none: the next turn may begin.
+    None,
+    /// Some make progress: in sequential order the present turn goes on.
+    Working,
+    /// Some hang: another turn may begin beside them.
+    Hanging,
+}
+
 /// Files in line, in the order of the lane.
 pub(crate) enum Line<T> {
     Interleaved(VecDeque<Arc<T>>),
@@ -60,12 +71,11 @@ impl<T> Line<T> {
         }
     }
 
-    /// Takes the next file, if one may begin. `is_busy`: runs of files are under way. `leaves_turn`: the runs of the
-    /// present file hang, so another file may begin beside them.
-    pub(crate) fn pop(&mut self, is_busy: bool, leaves_turn: bool) -> Option<Arc<T>> {
+    /// Takes the next file, if one may begin beside the runs that are under way.
+    pub(crate) fn pop(&mut self, runs: RunsUnderWay) -> Option<Arc<T>> {
         match self {
             Self::Interleaved(files) => files.pop_front(),
-            Self::Sequential(turns) => turns.pop(is_busy && !leaves_turn),
+            Self::Sequential(turns) => turns.pop(runs),
         }
     }
 
@@ -261,17 +271,17 @@ impl<T> Turns<T> {
         }
     }
 
-    /// Takes the next file. `stays`: runs of the present turn are under way, so no other turn may begin.
-    fn pop(&mut self, stays: bool) -> Option<Arc<T>> {
+    /// Takes the next file: that of the present turn if it has more to write, else that of the next turn.
+    fn pop(&mut self, runs: RunsUnderWay) -> Option<Arc<T>> {
         if let Some(turn) = &mut self.turn {
             // A long turn that no caller waits for yields to awaited files.
-            let gives_way =
+            let yields =
                 !turn.is_awaited && turn.bytes >= INTERRUPTIBLE_BYTES && !self.awaited.is_empty();
-            if !gives_way && let Some(file) = turn.in_line.take() {
+            if !yields && let Some(file) = turn.in_line.take() {
                 self.places.remove(&address(&file));
                 return Some(file);
             }
-            if stays {
+            if runs == RunsUnderWay::Working {
                 return None;
             }
         }
@@ -331,7 +341,7 @@ mod tests {
 
     /// Takes a run of the next file, which has `runs` more; the file's number.
     fn write(line: &mut Line<usize>, runs: u64) -> usize {
-        let file = line.pop(false, false).expect("a file");
+        let file = line.pop(RunsUnderWay::None).expect("a file");
         line.note_picked(&file, RUN, RUN * (runs + 1));
         if runs > 0 {
             line.push(Arc::clone(&file), false);
@@ -359,7 +369,7 @@ mod tests {
         line.push(b, false);
         let order: Vec<_> = [2, 1, 0, 1, 0].map(|runs| write(&mut line, runs)).into();
         assert_eq!(order, [0, 0, 0, 1, 1]);
-        assert!(line.pop(false, false).is_none());
+        assert!(line.pop(RunsUnderWay::None).is_none());
     }
 
     #[test]
@@ -368,17 +378,21 @@ mod tests {
         let mut line = Line::sequential();
         line.push(Arc::clone(&a), false);
         line.push(b, false);
-        assert_eq!(line.pop(false, false).as_deref(), Some(&0));
-        assert!(line.pop(true, false).is_none());
+        assert_eq!(line.pop(RunsUnderWay::None).as_deref(), Some(&0));
+        assert!(line.pop(RunsUnderWay::Working).is_none());
         // A run of it failed in part.
         line.push(a, false);
-        assert_eq!(line.pop(true, false).as_deref(), Some(&0));
-        assert!(line.pop(true, false).is_none());
-        assert_eq!(line.pop(true, true).as_deref(), Some(&1), "its writes hang");
+        assert_eq!(line.pop(RunsUnderWay::Working).as_deref(), Some(&0));
+        assert!(line.pop(RunsUnderWay::Working).is_none());
+        assert_eq!(
+            line.pop(RunsUnderWay::Hanging).as_deref(),
+            Some(&1),
+            "its writes hang"
+        );
     }
 
     #[test]
-    fn who_waits_comes_first_and_in_the_order_of_waiting() {
+    fn awaited_files_come_first_and_in_the_order_of_waiting() {
         let [a, b, c, d] = files();
         let mut line = Line::sequential();
         for file in [&a, &b, &c] {

@@ -18,15 +18,15 @@ use std::time::{Duration, Instant};
 
 use firn_backing::lock::Mutex;
 
-use super::line::Line;
-use crate::counters::Held;
+use super::line::{Line, RunsUnderWay};
+use crate::counters::PendingTotals;
 use crate::options::Order;
 
 /// Files to drain. The type of a file is a parameter, for the tests.
 pub(crate) struct DrainQueue<T> {
     order: Order,
     /// Sums of the pending bytes and files of the lane.
-    pub(crate) held: Held,
+    pub(crate) held: PendingTotals,
     state: Mutex<QueueState<T>>,
 }
 
@@ -80,7 +80,7 @@ impl<T> DrainQueue<T> {
         };
         Self {
             order,
-            held: Held::default(),
+            held: PendingTotals::default(),
             state: Mutex::new(state),
         }
     }
@@ -90,12 +90,17 @@ impl<T> DrainQueue<T> {
         self.state.lock().line.push(file, is_awaited);
     }
 
-    /// Takes the next file in line. It counts as active until [`DrainQueue::finish`]. `leaves_turn`: in sequential
-    /// order another file may begin although writes of the present one are under way.
-    pub(crate) fn pop(&self, leaves_turn: bool) -> Option<Arc<T>> {
+    /// Takes the next file in line. It counts as active until [`DrainQueue::finish`].
+    ///
+    /// `leaves_hung_file`: runs that are under way hang, so in sequential order another file may begin beside them.
+    pub(crate) fn pop(&self, leaves_hung_file: bool) -> Option<Arc<T>> {
         let mut state = self.state.lock();
-        let is_busy = state.active > 0;
-        let file = state.line.pop(is_busy, leaves_turn)?;
+        let runs = match state.active {
+            0 => RunsUnderWay::None,
+            _ if leaves_hung_file => RunsUnderWay::Hanging,
+            _ => RunsUnderWay::Working,
+        };
+        let file = state.line.pop(runs)?;
         state.active += 1;
         Some(file)
     }

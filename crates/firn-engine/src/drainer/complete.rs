@@ -13,11 +13,11 @@ use firn_backing::{Backing, Errno, SetTime};
 use firn_format::record::Record;
 use thin_vec::ThinVec;
 
-use super::job::{Job, JobOutcome, Part};
+use super::job::{Job, JobErrorSource, JobOutcome, Part};
 use crate::counters::Decision;
 use crate::drainer::Drainer;
 use crate::extents::{Extent, Extents};
-use crate::file::{File, FileState, Waiter};
+use crate::file::{File, FileState, RecordedFailure, Waiter};
 use crate::options::DrainPolicy;
 
 /// Drained ranges of a file in the journal before it first checks whether they can be forgotten.
@@ -60,8 +60,8 @@ fn drained_ranges(pending: &Extents, written: &[Part], sequence: u64) -> Vec<Ran
 }
 
 impl<B: Backing> Drainer<B> {
-    /// Records the result of a job, tells the waiters that are satisfied or failed, and wakes writers if room became
-    /// free.
+    /// Records the result of a job. Then it calls the waiters whose data is in the backing or whose drain has failed,
+    /// and wakes writers that wait for room.
     pub fn complete(&self, job: Job<B>, outcome: JobOutcome) {
         let Job {
             file, parts, span, ..
@@ -82,38 +82,39 @@ impl<B: Backing> Drainer<B> {
         for part in &parts {
             self.base.arena.unpin_slab(part.extent.piece.slab);
         }
-        let mut told = ThinVec::new();
+        let mut failed = ThinVec::new();
         match error {
-            // A failure of another part stays until everything is drained, so that a program is told of it.
+            // A failure of another job stays recorded until everything is drained, so that a program gets the error.
             None => self.drain.enqueue(&file, &mut state),
             Some(errno) => {
                 let errors = &self.base.counters.drain_errors;
                 errors.fetch_add(1, Ordering::Relaxed);
-                self.schedule_retry(&file, &mut state, errno, outcome.unreadable);
-                told = state.drain.take_failed();
-                self.drain.count_answered(told.len());
+                self.schedule_retry(&file, &mut state, errno, outcome.error_source);
+                failed = state.drain.take_failed();
+                self.drain.count_answered(failed.len());
             }
         }
-        self.drain.count_held(&file, before, state.pending.bytes());
+        self.drain
+            .note_pending_change(&file, before, state.pending.bytes());
         let satisfied = self.finish_drained(&file, &mut state);
         if error.is_some() {
             // The next write must return the error, and only a write through the kernel can. So direct access ends.
             self.intake.revoke_grant(&file, &mut state);
         }
         file.notify_io_ended();
-        let done = state.pending.is_empty();
-        let cached = !state.cache.is_empty();
+        let has_no_pending = state.pending.is_empty();
+        let has_cached = !state.cache.is_empty();
         drop(state);
         if outcome.written > 0 {
             self.kernel_cache.note_drained_among_others(&file);
         }
-        if done {
+        if has_no_pending {
             self.open_files.note_written(&file);
             self.open_files.close_if_unused(&file);
         }
-        if cached {
+        if has_cached {
             self.room.note_cached(&file);
-            if done {
+            if has_no_pending {
                 self.room.confirm_cache(&file);
             }
         }
@@ -121,7 +122,7 @@ impl<B: Backing> Drainer<B> {
         for waiter in satisfied {
             (waiter.done)(Ok(()));
         }
-        for waiter in told {
+        for waiter in failed {
             (waiter.done)(Err(error.unwrap_or(Errno::IO)));
         }
         self.open_files.drop_if_unused(&file);
@@ -141,8 +142,8 @@ impl<B: Backing> Drainer<B> {
         count(&counters.drain_writes, outcome.writes);
     }
 
-    /// Makes bytes that are in the backing not pending any more. Returns false if the journal is full: the bytes then
-    /// stay pending and are written again, which is slow and safe.
+    /// Records that bytes are in the backing, so that they are not pending any more. Returns false if the journal is
+    /// full: the bytes then stay pending and are written again, which is slow and safe.
     fn remove_drained(&self, state: &mut FileState<B>, written: &[Part]) -> bool {
         let mut gone: Vec<(u64, Extent)> = Vec::new();
         for part in written {
@@ -153,7 +154,7 @@ impl<B: Backing> Drainer<B> {
                 }
             }
         }
-        if state.pending.leaves_partial_pieces(&gone) && !self.record_drained(state, written) {
+        if state.pending.would_leave_partial_pieces(&gone) && !self.record_drained(state, written) {
             return false;
         }
         // Older pieces die first. After a crash between two of them the newer one still covers the older, which must
@@ -164,7 +165,7 @@ impl<B: Backing> Drainer<B> {
             // set.
             self.base.journal.record_time(state);
         }
-        state.direct.invalidate_list(&self.base.arena);
+        state.direct.invalidate_lists(&self.base.arena);
         for (offset, extent) in gone {
             state
                 .pending
@@ -238,12 +239,12 @@ impl<B: Backing> Drainer<B> {
         file: &Arc<File<B>>,
         state: &mut MutexGuard<'_, FileState<B>>,
     ) -> ThinVec<Waiter> {
-        if state.drain.sets_time() {
+        if state.drain.is_setting_time() {
             return ThinVec::new();
         }
         while state.pending.is_empty() {
             self.drain.set_oldest(file, state, None);
-            state.drain.reset();
+            state.drain.clear_requests();
             let drained = file.inode.data_unsynced.load(Ordering::Acquire);
             let Some(mtime) = state.pending.take_mtime().filter(|_| drained) else {
                 self.base.journal.end_file_id(state);
@@ -251,14 +252,14 @@ impl<B: Backing> Drainer<B> {
             };
             // The backing has the time of the drain, and programs saw the time of their write. If the backing
             // refuses, as firnd is not the owner, its time stays.
-            state.drain.set_sets_time(true);
+            state.drain.set_setting_time(true);
             let _ = state.unlocked(|| {
                 let object = self.tree.object(&file.inode)?;
                 self.base
                     .backing
                     .set_times(&object, SetTime::Keep, SetTime::At(mtime))
             });
-            state.drain.set_sets_time(false);
+            state.drain.set_setting_time(false);
             file.notify_io_ended();
         }
         let satisfied = state.take_satisfied_waiters();
@@ -266,29 +267,30 @@ impl<B: Backing> Drainer<B> {
         satisfied
     }
 
-    /// Plans the next try of a file after an error, and records the error for the status. `unreadable`: the spill
-    /// file failed, not the backing.
+    /// Plans the next try of a file after an error, and records the error for the status.
     pub(crate) fn schedule_retry(
         &self,
         file: &Arc<File<B>>,
         state: &mut FileState<B>,
         errno: Errno,
-        unreadable: bool,
+        source: JobErrorSource,
     ) {
         let now = Instant::now();
-        let (failure, is_first_of_try) = state.drain.fail(errno, now);
+        let RecordedFailure {
+            failure,
+            is_first_of_try,
+        } = state.drain.record_failure(errno, now);
         if is_first_of_try {
             self.drain
                 .queue_of(file)
                 .retry_at(failure.retry_at, Arc::clone(file));
         }
-        let count = failure.count;
+        let count = failure.tries;
         self.base.counters.drain_decisions.count(Decision::Waits);
         let path = file.inode.paths().into_iter().next().unwrap_or_default();
-        let what = if unreadable {
-            "read from the spill file"
-        } else {
-            "write to the backing"
+        let what = match source {
+            JobErrorSource::SpillFile => "read from the spill file",
+            JobErrorSource::Backing => "write to the backing",
         };
         let wait_ms = failure.retry_at.saturating_duration_since(now).as_millis() as u64;
         tracing::warn!(path = %file.shown(), %errno, count, wait_ms, what, "drain failed; the data is kept and tried again");

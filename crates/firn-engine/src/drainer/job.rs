@@ -38,9 +38,9 @@ impl Part {
 pub struct Job<B: Backing> {
     pub(super) file: Arc<File<B>>,
     pub(super) parts: Vec<Part>,
-    /// Places of the parts, with their lengths in bytes. They are valid while the slabs are pinned, which is until
-    /// the job is completed. The engine owns the mapping, which outlives the job.
-    pub(super) places: Vec<(Place, usize)>,
+    /// Where the bytes of each part are. The places are valid while the slabs are pinned, which is until the job is
+    /// completed. The engine owns the mapping, which outlives the job.
+    pub(super) places: Vec<Place>,
     /// File range from the first part to the end of the last.
     pub(super) span: Range<u64>,
     /// Sum of the bytes of all parts.
@@ -55,8 +55,17 @@ pub struct JobOutcome {
     pub writes: u64,
     /// Error that ended the job early.
     pub error: Option<Errno>,
-    /// Whether the error came from reading the spill file.
-    pub unreadable: bool,
+    /// Where the error came from; without meaning if there is none.
+    pub error_source: JobErrorSource,
+}
+
+/// Where the error of a job came from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum JobErrorSource {
+    /// The backing's file could not be opened or written.
+    Backing,
+    /// Bytes of the job could not be read from the spill file.
+    SpillFile,
 }
 
 /// Bytes still to be written, as slices, and the runs that they form.
@@ -71,12 +80,13 @@ struct Run {
     slices: Range<usize>,
 }
 
-/// Bytes of a job's spilled parts.
-struct Loaded {
+/// The parts of a job whose bytes can be read: those before the first that cannot.
+struct LoadedParts {
     /// Bytes of each part; empty for a part in memory.
     spilled: Vec<Vec<u8>>,
-    /// Bytes of all parts before the first that cannot be read, including parts in memory.
+    /// Sum of the bytes of these parts.
     bytes: u64,
+    /// Error of the first part that cannot be read.
     error: Option<Errno>,
 }
 
@@ -105,7 +115,7 @@ impl<B: Backing> Job<B> {
             written: 0,
             writes: 0,
             error: None,
-            unreadable: false,
+            error_source: JobErrorSource::Backing,
         };
         let target = match engine.open_files.writer(&self.file) {
             Ok(target) => target,
@@ -116,7 +126,7 @@ impl<B: Backing> Job<B> {
                 };
             }
         };
-        let loaded = self.load();
+        let loaded = self.load_spilled_parts();
         while outcome.written < loaded.bytes {
             let unwritten = self.unwritten(&loaded.spilled, outcome.written);
             let counters = &engine.base.counters;
@@ -153,35 +163,35 @@ impl<B: Backing> Job<B> {
         }
         if outcome.error.is_none() && loaded.error.is_some() {
             outcome.error = loaded.error;
-            outcome.unreadable = true;
+            outcome.error_source = JobErrorSource::SpillFile;
         }
         outcome
     }
 
     /// Reads the spilled parts, up to the first one that cannot be read.
-    fn load(&self) -> Loaded {
-        let mut loaded = Loaded {
+    fn load_spilled_parts(&self) -> LoadedParts {
+        let mut loaded = LoadedParts {
             spilled: Vec::new(),
             bytes: 0,
             error: None,
         };
-        for (place, len) in &self.places {
-            let part = match place {
+        for (part, place) in self.parts.iter().zip(&self.places) {
+            let bytes = match place {
                 Place::Memory(_) => Ok(Vec::new()),
                 Place::Spill(file, at) => {
-                    let mut part = vec![0; *len];
-                    file.read(*at, &mut part).map(|()| part)
+                    let mut bytes = vec![0; part.extent.len as usize];
+                    file.read(*at, &mut bytes).map(|()| bytes)
                 }
                 Place::Nowhere => Err(Errno::IO),
             };
-            match part {
-                Ok(part) => loaded.spilled.push(part),
+            match bytes {
+                Ok(bytes) => loaded.spilled.push(bytes),
                 Err(errno) => {
                     loaded.error = Some(errno);
                     break;
                 }
             }
-            loaded.bytes += *len as u64;
+            loaded.bytes += part.extent.len;
         }
         loaded
     }
@@ -193,8 +203,9 @@ impl<B: Backing> Job<B> {
             slices: Vec::with_capacity(self.places.len()),
             runs: Vec::new(),
         };
-        for ((part, (place, len)), loaded) in self.parts.iter().zip(&self.places).zip(spilled) {
-            if skip >= *len {
+        for ((part, place), loaded) in self.parts.iter().zip(&self.places).zip(spilled) {
+            let len = part.extent.len as usize;
+            if skip >= len {
                 skip -= len;
                 continue;
             }

@@ -1,7 +1,9 @@
 //! Pick: the choice of the next write of a lane.
 //!
-//! A file is *in flight* with a range that is being written. A part is *gathered* if the backing writes parts of a
-//! file together that are apart.
+//! Terms
+//! * A range of a file is *in flight* while it is being written to the backing.
+//! * A backing *gathers* if it can write parts of a file in one call that are apart.
+//! * A *candidate* is a series of parts that may become one job.
 //!
 //! Relies on: the caller completes each job that it gets.
 
@@ -12,7 +14,7 @@ use std::time::{Duration, Instant};
 use firn_backing::{Backing, Errno, LaneIndex};
 use thin_vec::ThinVec;
 
-use super::job::{Job, Part};
+use super::job::{Job, JobErrorSource, Part};
 use crate::counters::Decision;
 use crate::drainer::Drainer;
 use crate::extents::Extent;
@@ -23,6 +25,10 @@ use crate::options::DrainPolicy;
 const PARTS_MAX: usize = 1024;
 /// Most parts of a write that gathers.
 const GATHERED_PARTS_MAX: usize = 16 << 10;
+
+/// Divisor of the arena's size: a write that gathers has at most this part of the arena, because its slabs stay pinned
+/// until the write is completed.
+const GATHERED_ARENA_DIVISOR: u64 = 4;
 
 /// What an I/O thread must do next.
 pub enum Pick<B: Backing> {
@@ -54,17 +60,15 @@ impl LaneLimits {
     };
 }
 
-/// Limits of a job of one file.
+/// Limits for a job of one file.
 #[derive(Clone, Copy)]
-struct JobMax {
+struct JobLimits {
     /// Whether its parts may be apart.
     gathers: bool,
-    /// Most parts.
-    parts: usize,
-    /// Most bytes.
-    bytes: u64,
-    /// Most bytes from the spill file, as all of them are read into memory at once.
-    spilled_bytes: u64,
+    parts_max: usize,
+    bytes_max: u64,
+    /// Most bytes from the spill file, because all of them are read into memory at once.
+    spilled_bytes_max: u64,
 }
 
 impl<B: Backing> Drainer<B> {
@@ -128,7 +132,7 @@ impl<B: Backing> Drainer<B> {
     /// Forces the drain of a file whose oldest pending byte is old. Otherwise plans the next check.
     fn check_age(&self, file: &Arc<File<B>>, now: Instant) {
         let mut state = file.lock();
-        state.drain.end_aging();
+        state.drain.end_age_check();
         self.intake.ingest_published(file, &mut state);
         let Some(oldest) = state.drain.oldest() else {
             // A client may publish bytes later without a request, so the check goes on.
@@ -167,19 +171,17 @@ impl<B: Backing> Drainer<B> {
         let parts = self.next_parts(file, state)?;
         let span = parts[0].offset..parts.last().map_or(0, Part::end);
         let bytes = parts.iter().map(|part| part.extent.len).sum();
-        let places = parts
-            .iter()
-            .map(|p| {
-                self.base.arena.pin_slab(p.extent.piece.slab);
-                let len = p.extent.len as usize;
-                (
-                    self.base
-                        .arena
-                        .place(p.extent.piece.slab, p.extent.position, len as u32),
-                    len,
-                )
-            })
-            .collect();
+        let pin_and_locate = |part: &Part| {
+            let Extent {
+                piece,
+                position,
+                len,
+                ..
+            } = part.extent;
+            self.base.arena.pin_slab(piece.slab);
+            self.base.arena.place(piece.slab, position, len as u32)
+        };
+        let places = parts.iter().map(pin_and_locate).collect();
         state.drain.begin_write(span.clone());
         debug_assert!(state.drain.writes_in_flight() <= limits.file_writes_max);
         let queue = self.drain.queue_of(file);
@@ -200,72 +202,79 @@ impl<B: Backing> Drainer<B> {
     /// Returns the next extents that are worth a write, searching from the cursor to the end and then from the start.
     /// They are contiguous, or all that fit if the backing gathers.
     fn next_parts(&self, file: &File<B>, state: &FileState<B>) -> Option<Vec<Part>> {
-        let max = self.job_max(file);
-        self.next_parts_from(state, max, state.drain.cursor())
-            .or_else(|| self.next_parts_from(state, max, 0))
+        let limits = self.job_limits(file);
+        self.next_parts_from(state, limits, state.drain.cursor())
+            .or_else(|| self.next_parts_from(state, limits, 0))
     }
 
     /// Searches from `start` on. An extent that is in flight or unreadable ends a candidate.
-    fn next_parts_from(&self, state: &FileState<B>, max: JobMax, start: u64) -> Option<Vec<Part>> {
-        let mut found = JobCandidate::default();
+    fn next_parts_from(
+        &self,
+        state: &FileState<B>,
+        limits: JobLimits,
+        start: u64,
+    ) -> Option<Vec<Part>> {
+        let mut candidate = JobCandidate::default();
         for (offset, extent) in state.pending.extents().from(start) {
             let part = Part { extent, offset };
             let chunk = extent.piece.slab.chunk;
-            let is_spilled = max.gathers && self.base.arena.is_spilled(chunk);
-            let joins = found.takes(&part, is_spilled, max);
-            let busy = state.drain.is_in_flight(&(offset..part.end()))
+            let is_spilled = limits.gathers && self.base.arena.is_spilled(chunk);
+            let fits = candidate.has_room_for(&part, is_spilled, limits);
+            let cannot_be_written = state.drain.is_in_flight(&(offset..part.end()))
                 || !self.base.arena.is_readable(chunk);
-            if !found.parts.is_empty() && (!joins || busy) {
-                if self.is_worth_a_write(&found) {
-                    return Some(found.parts);
+            if !candidate.parts.is_empty() && (!fits || cannot_be_written) {
+                if self.is_worth_a_write(&candidate) {
+                    return Some(candidate.parts);
                 }
-                found = JobCandidate::default();
+                candidate = JobCandidate::default();
             }
-            if busy {
+            if cannot_be_written {
                 continue;
             }
-            found.forced |= state.drain.is_forced(extent.sequence);
-            found.push(part, is_spilled);
+            candidate.is_forced |= state.drain.is_forced(extent.sequence);
+            candidate.push(part, is_spilled);
         }
-        let is_job = !found.parts.is_empty() && self.is_worth_a_write(&found);
-        is_job.then_some(found.parts)
+        let is_job = !candidate.parts.is_empty() && self.is_worth_a_write(&candidate);
+        is_job.then_some(candidate.parts)
     }
 
-    fn job_max(&self, file: &File<B>) -> JobMax {
+    fn job_limits(&self, file: &File<B>) -> JobLimits {
         let options = &self.base.options;
         if !file.gathers {
-            return JobMax {
+            return JobLimits {
                 gathers: false,
-                parts: PARTS_MAX,
-                bytes: options.drain_write_bytes_max,
-                spilled_bytes: u64::MAX,
+                parts_max: PARTS_MAX,
+                bytes_max: options.drain_write_bytes_max,
+                spilled_bytes_max: u64::MAX,
             };
         }
         let geometry = self.base.arena.geometry();
         let arena_bytes = u64::from(geometry.chunk_count) * geometry.chunk_bytes;
-        JobMax {
+        JobLimits {
             gathers: true,
-            parts: GATHERED_PARTS_MAX,
-            bytes: options.drain_gathered_bytes_max.min(arena_bytes / 4),
-            spilled_bytes: options.drain_write_bytes_max,
+            parts_max: GATHERED_PARTS_MAX,
+            bytes_max: options
+                .drain_gathered_bytes_max
+                .min(arena_bytes / GATHERED_ARENA_DIVISOR),
+            spilled_bytes_max: options.drain_write_bytes_max,
         }
     }
 
     /// Whether a candidate is written now: a part of it is forced, or the policy is eager and it is long enough.
-    fn is_worth_a_write(&self, found: &JobCandidate) -> bool {
-        let is_long = || found.bytes >= self.base.write_bytes_min();
-        found.forced || (self.base.options.drain == DrainPolicy::Eager && is_long())
+    fn is_worth_a_write(&self, candidate: &JobCandidate) -> bool {
+        let is_long = || candidate.bytes >= self.base.write_bytes_min();
+        candidate.is_forced || (self.base.options.drain == DrainPolicy::Eager && is_long())
     }
 
-    /// Fails a file if forced bytes of it cannot be read from the spill file, and nothing else of it is in flight.
-    /// Returns its waiters, which the caller tells with no lock held.
+    /// Fails a file if forced bytes of it cannot be read from the spill file, and no write of the file is in flight.
+    /// Returns the waiters of the file, which the caller must call with no lock held.
     pub(crate) fn fail_unreadable_file(
         &self,
         file: &Arc<File<B>>,
         state: &mut FileState<B>,
     ) -> ThinVec<Waiter> {
-        let wanted = |extent: &Extent| state.drain.is_forced(extent.sequence);
-        let gone = |extent: &Extent| !self.base.arena.is_readable(extent.piece.slab.chunk);
+        let is_forced = |extent: &Extent| state.drain.is_forced(extent.sequence);
+        let is_unreadable = |extent: &Extent| !self.base.arena.is_readable(extent.piece.slab.chunk);
         if state.drain.is_exclusive() || state.drain.writes_in_flight() > 0 {
             return ThinVec::new();
         }
@@ -273,7 +282,7 @@ impl<B: Backing> Drainer<B> {
             .pending
             .extents()
             .iter()
-            .any(|(_, extent)| wanted(&extent) && gone(&extent))
+            .any(|(_, extent)| is_forced(&extent) && is_unreadable(&extent))
         {
             return ThinVec::new();
         }
@@ -281,10 +290,10 @@ impl<B: Backing> Drainer<B> {
             .counters
             .drain_errors
             .fetch_add(1, Ordering::Relaxed);
-        self.schedule_retry(file, state, Errno::IO, true);
-        let told = state.drain.take_failed();
-        self.drain.count_answered(told.len());
-        told
+        self.schedule_retry(file, state, Errno::IO, JobErrorSource::SpillFile);
+        let failed = state.drain.take_failed();
+        self.drain.count_answered(failed.len());
+        failed
     }
 }
 
@@ -294,24 +303,24 @@ struct JobCandidate {
     parts: Vec<Part>,
     bytes: u64,
     spilled_bytes: u64,
-    /// A part of it is forced.
-    forced: bool,
+    /// Some part is forced, so the job is made however few bytes it has.
+    is_forced: bool,
 }
 
 impl JobCandidate {
     /// Whether another part fits into the same job.
-    fn takes(&self, part: &Part, is_spilled: bool, max: JobMax) -> bool {
+    fn has_room_for(&self, part: &Part, is_spilled: bool, limits: JobLimits) -> bool {
         let len = part.extent.len;
         let spilled = if is_spilled { len } else { 0 };
-        let is_next = || {
+        let is_contiguous = || {
             self.parts
                 .last()
                 .is_none_or(|last| last.end() == part.offset)
         };
-        self.parts.len() < max.parts
-            && self.bytes + len <= max.bytes
-            && self.spilled_bytes + spilled <= max.spilled_bytes
-            && (max.gathers || is_next())
+        self.parts.len() < limits.parts_max
+            && self.bytes + len <= limits.bytes_max
+            && self.spilled_bytes + spilled <= limits.spilled_bytes_max
+            && (limits.gathers || is_contiguous())
     }
 
     fn push(&mut self, part: Part, is_spilled: bool) {

@@ -1,9 +1,9 @@
-//! Direct access to one file: the grant of a client that writes it, and the lists of readers.
+//! Direct access to one file: the grant of a client that writes it, and the lists of clients that read it.
 //!
 //! Invariants
 //! * A file with a grant is open once, for writing, by the process that has the grant.
-//! * A list that readers have is valid until [`DirectState::invalidate_list`]. That comes before the file's bytes
-//!   change or their slabs can be used again.
+//! * A list that readers have is valid until [`DirectState::invalidate_lists`]. That call comes before the file's bytes
+//!   change, and before their slabs can be used again.
 
 use firn_arena::{Arena, ClientLease};
 
@@ -22,12 +22,12 @@ pub(crate) struct Grant {
     pub bytes: u64,
 }
 
-/// What the lists of readers depend on.
-struct Told {
-    /// Number of the file's word in the arena. It is raised when the lists become invalid.
+/// The lists that readers have of where a file's bytes lie, and the conditions under which these are valid.
+struct ReaderLists {
+    /// Number of the file's word in the arena. The word is raised to make the lists invalid.
     word: u32,
-    /// Count of changes by other hosts that the lists are of ([`Facts::changes_by_others`](firn_backing::Facts)).
-    /// `None`: no list names the backing.
+    /// Value of [`Facts::changes_by_others`](firn_backing::Facts) when the lists were made. `None`: no list names files
+    /// of the backing, so changes by other hosts do not matter.
     changes_by_others: Option<u64>,
 }
 
@@ -35,8 +35,8 @@ struct Told {
 #[derive(Default)]
 pub(crate) struct DirectState {
     grant: Option<Box<Grant>>,
-    /// Present if some process has a list of where the file's bytes lie.
-    listed: Option<Box<Told>>,
+    /// `None`: no reader has a list.
+    lists: Option<Box<ReaderLists>>,
     /// Number of lists of chunks of the file.
     chunk_lists: u32,
 }
@@ -64,43 +64,44 @@ impl DirectState {
     }
 
     /// Restores the grant that [`DirectState::take_grant`] took.
-    pub(crate) fn put_back(&mut self, grant: Box<Grant>) {
+    pub(crate) fn restore_grant(&mut self, grant: Box<Grant>) {
         self.grant = Some(grant);
     }
 
-    /// Records that readers get a list, which depends on this word.
-    pub(crate) fn set_listed(&mut self, word: u32) {
+    /// Records that a reader gets a list, which is valid until this word is raised.
+    pub(crate) fn note_list(&mut self, word: u32) {
         let new = || {
-            Box::new(Told {
+            Box::new(ReaderLists {
                 word,
                 changes_by_others: None,
             })
         };
-        self.listed.get_or_insert_with(new);
+        self.lists.get_or_insert_with(new);
     }
 
-    pub(crate) fn is_listed(&self) -> bool {
-        self.listed.is_some()
+    pub(crate) fn has_lists(&self) -> bool {
+        self.lists.is_some()
     }
 
-    /// Records that readers get a list that names the backing, as of a count of changes by other hosts. Returns false
-    /// if they have a list of an earlier count, which is invalid now.
-    pub(crate) fn set_listed_in_backing(&mut self, change: u64) -> bool {
-        let told = self.listed.as_mut();
-        told.is_some_and(|told| *told.changes_by_others.get_or_insert(change) == change)
+    /// Records that a reader gets a list that names files of the backing, made when the count of changes by other hosts
+    /// was `change`. Returns false if readers have a list of an earlier count, which is invalid now.
+    pub(crate) fn note_backing_list(&mut self, change: u64) -> bool {
+        let lists = self.lists.as_mut();
+        lists.is_some_and(|lists| *lists.changes_by_others.get_or_insert(change) == change)
     }
 
-    /// Whether readers have a list that names the backing as of another count of changes by other hosts.
-    pub(crate) fn is_listed_before(&self, change: u64) -> bool {
-        let told = self.listed.as_ref();
-        let known = told.and_then(|told| told.changes_by_others);
+    /// Whether readers have a list that names files of the backing, made when the count of changes by other hosts was
+    /// another than `change`.
+    pub(crate) fn has_outdated_backing_list(&self, change: u64) -> bool {
+        let lists = self.lists.as_ref();
+        let known = lists.and_then(|lists| lists.changes_by_others);
         known.is_some_and(|known| known != change)
     }
 
-    /// Makes the lists of readers invalid, by raising the file's word.
-    pub(crate) fn invalidate_list(&mut self, arena: &Arena) {
-        if let Some(told) = self.listed.take() {
-            arena.raise_file_word(told.word);
+    /// Makes all lists of readers invalid by raising the file's word.
+    pub(crate) fn invalidate_lists(&mut self, arena: &Arena) {
+        if let Some(lists) = self.lists.take() {
+            arena.raise_file_word(lists.word);
         }
     }
 

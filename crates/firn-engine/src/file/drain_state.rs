@@ -28,9 +28,16 @@ pub(crate) struct Failure {
     /// Whether a write, close or fsync has returned the error.
     is_reported: bool,
     /// Number of failed tries in a row.
-    pub count: u32,
+    pub tries: u32,
     /// Time of the next try.
     pub retry_at: Instant,
+}
+
+/// Result of [`DrainState::record_failure`].
+pub(crate) struct RecordedFailure {
+    pub failure: Failure,
+    /// No other write of the same try has failed, so the caller must plan the next try.
+    pub is_first_of_try: bool,
 }
 
 /// A caller that waits for a drain.
@@ -60,12 +67,12 @@ pub(crate) struct DrainState {
     oldest: Option<Instant>,
     /// Whether the file stands in the queue of its lane.
     queued: bool,
-    /// Whether the queue of the lane will check the age of the file's data.
-    ages: bool,
+    /// Whether the queue of the lane has a check of the age of the file's data planned.
+    has_age_check: bool,
     /// Whether a truncation or similar change uses the backing file exclusively.
     exclusive: bool,
     /// Whether the time of the last write is being set in the backing.
-    sets_time: bool,
+    is_setting_time: bool,
     /// Counter of starts of writes, and of starts and ends of exclusive use. A reader compares it to see a change of
     /// the backing file.
     backing_changes: u32,
@@ -84,14 +91,14 @@ impl DrainState {
         self.queued = queued;
     }
 
-    /// Records that the queue checks the file's age from here on. Returns false if it does already.
-    pub(crate) fn begin_aging(&mut self) -> bool {
-        !std::mem::replace(&mut self.ages, true)
+    /// Records that a check of the file's age is planned. Returns false if one was planned already.
+    pub(crate) fn begin_age_check(&mut self) -> bool {
+        !std::mem::replace(&mut self.has_age_check, true)
     }
 
     /// Records that the queue's check of the file's age was made.
-    pub(crate) fn end_aging(&mut self) {
-        self.ages = false;
+    pub(crate) fn end_age_check(&mut self) {
+        self.has_age_check = false;
     }
 
     pub(crate) fn oldest(&self) -> Option<Instant> {
@@ -114,10 +121,11 @@ impl DrainState {
         sequence <= self.force_to
     }
 
-    /// Counts bytes that were just written. Returns whether `enough` came since the last time that it returned true.
-    pub(crate) fn add_fresh_bytes(&mut self, bytes: u64, enough: u64) -> bool {
+    /// Counts bytes that were just written. Returns whether at least `threshold` bytes came since the last time that it
+    /// returned true.
+    pub(crate) fn add_fresh_bytes(&mut self, bytes: u64, threshold: u64) -> bool {
         self.fresh_bytes += bytes;
-        let is_enough = self.fresh_bytes >= enough;
+        let is_enough = self.fresh_bytes >= threshold;
         if is_enough {
             self.fresh_bytes = 0;
         }
@@ -125,7 +133,7 @@ impl DrainState {
     }
 
     /// Clears requests and failure, because nothing is pending any more.
-    pub(crate) fn reset(&mut self) {
+    pub(crate) fn clear_requests(&mut self) {
         self.fresh_bytes = 0;
         self.force_to = 0;
         self.failure = None;
@@ -192,18 +200,18 @@ impl DrainState {
         self.backing_changes
     }
 
-    pub(crate) fn sets_time(&self) -> bool {
-        self.sets_time
+    pub(crate) fn is_setting_time(&self) -> bool {
+        self.is_setting_time
     }
 
     /// Records that setting the time of the last write in the backing begins or ends.
-    pub(crate) fn set_sets_time(&mut self, sets_time: bool) {
-        self.sets_time = sets_time;
+    pub(crate) fn set_setting_time(&mut self, is_setting_time: bool) {
+        self.is_setting_time = is_setting_time;
     }
 
     /// Whether no write, no exclusive use and no setting of its time uses the backing file.
     pub(crate) fn is_idle(&self) -> bool {
-        !self.exclusive && !self.sets_time && self.in_flight.is_empty()
+        !self.exclusive && !self.is_setting_time && self.in_flight.is_empty()
     }
 
     // ---- failures --------------------------------------------------------------------------------
@@ -217,28 +225,30 @@ impl DrainState {
         self.failure().is_some_and(|failure| failure.retry_at > now)
     }
 
-    /// Records a failed write. Returns the failure, and whether it is the first one of this try. Further failures of
-    /// the same try share its next try.
-    pub(crate) fn fail(&mut self, errno: Errno, now: Instant) -> (Failure, bool) {
-        let is_first = !self.waits_for_retry(now);
+    /// Records a failed write. Several writes of one try may fail; they share the next try.
+    pub(crate) fn record_failure(&mut self, errno: Errno, now: Instant) -> RecordedFailure {
+        let is_first_of_try = !self.waits_for_retry(now);
         let failure = match self.failure() {
-            Some(earlier) if !is_first => Failure {
+            Some(earlier) if !is_first_of_try => Failure {
                 errno,
                 is_reported: false,
                 ..earlier
             },
             earlier => {
-                let count = earlier.map_or(0, |failure| failure.count) + 1;
+                let tries = earlier.map_or(0, |failure| failure.tries) + 1;
                 Failure {
                     errno,
                     is_reported: false,
-                    count,
-                    retry_at: now + RETRY.after(count),
+                    tries,
+                    retry_at: now + RETRY.after(tries),
                 }
             }
         };
         self.failure = Some(Box::new(failure));
-        (failure, is_first)
+        RecordedFailure {
+            failure,
+            is_first_of_try,
+        }
     }
 
     /// Makes the next try due now, because a caller waits.
@@ -297,8 +307,6 @@ impl DrainState {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
 
     fn waiter(until: u64) -> Waiter {
@@ -324,29 +332,31 @@ mod tests {
     fn failures_of_one_try_wait_for_the_same_next_one() {
         let mut drain = DrainState::default();
         let now = Instant::now();
-        let (first, is_first) = drain.fail(Errno::IO, now);
-        assert!(is_first);
-        let (second, is_first) = drain.fail(Errno::NOSPC, now);
-        assert!(!is_first);
-        assert_eq!(second.errno, Errno::NOSPC);
-        assert_eq!((second.count, second.retry_at), (1, first.retry_at));
-        let (third, is_first) = drain.fail(Errno::IO, first.retry_at);
-        assert!(is_first);
-        assert_eq!(third.count, 2);
-        assert!(third.retry_at - first.retry_at > Duration::ZERO);
+        let first = drain.record_failure(Errno::IO, now);
+        assert!(first.is_first_of_try);
+        let second = drain.record_failure(Errno::NOSPC, now);
+        assert!(!second.is_first_of_try);
+        assert_eq!(second.failure.errno, Errno::NOSPC);
+        let retry_at = first.failure.retry_at;
+        assert_eq!(second.failure.tries, 1);
+        assert_eq!(second.failure.retry_at, retry_at);
+        let third = drain.record_failure(Errno::IO, retry_at);
+        assert!(third.is_first_of_try);
+        assert_eq!(third.failure.tries, 2);
+        assert!(third.failure.retry_at > retry_at);
     }
 
     #[test]
     fn a_failure_is_reported_once() {
         let mut drain = DrainState::default();
-        drain.fail(Errno::IO, Instant::now());
+        drain.record_failure(Errno::IO, Instant::now());
         assert_eq!(drain.take_unreported_failure(), Some(Errno::IO));
         assert_eq!(drain.take_unreported_failure(), None);
-        drain.fail(Errno::NOSPC, Instant::now());
+        drain.record_failure(Errno::NOSPC, Instant::now());
         drain.add_waiter(waiter(1));
         assert_eq!(drain.take_failed().len(), 1);
         assert_eq!(drain.take_unreported_failure(), None);
-        drain.reset();
+        drain.clear_requests();
         assert!(drain.failure().is_none());
     }
 
@@ -363,7 +373,7 @@ mod tests {
     }
 
     #[test]
-    fn enough_fresh_bytes_are_told_once() {
+    fn enough_fresh_bytes_are_reported_once() {
         let mut drain = DrainState::default();
         assert!(!drain.add_fresh_bytes(60, 100));
         assert!(drain.add_fresh_bytes(60, 100));

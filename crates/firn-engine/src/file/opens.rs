@@ -244,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_had_a_file_open_when_firnd_died_is_cut_off() {
+    fn a_file_that_was_open_when_firnd_died_is_cut() {
         let mut opens = Opens::default();
         opens.restore_ending(Ending::Open);
         assert_eq!(opens.ending(), Ending::Cut);

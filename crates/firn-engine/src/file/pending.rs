@@ -48,11 +48,21 @@ pub(crate) struct PieceUse {
     pub live: u64,
 }
 
-/// Pieces laid over each other: the newest bytes of each range, and the pieces that have them.
+/// Result of laying the pieces of a file over each other: the newest bytes of each range, and the pieces that have
+/// them.
 #[derive(Default)]
-pub(crate) struct Layers {
+pub(crate) struct PieceLayers {
     pub extents: Extents,
     pub pieces: SmallMap<PieceRef, PieceUse>,
+}
+
+/// Time of the last write to a file with pending data, as a recovery found it.
+#[derive(Clone, Copy)]
+pub(crate) struct LastWrite {
+    /// The modification time that programs saw last; `None` if it is not known.
+    pub mtime: Option<Time>,
+    /// The time in the piece records, in nanoseconds since 1970; 0 if there is none.
+    pub recorded_ns: u64,
 }
 
 /// The pending part of a file's state.
@@ -88,12 +98,13 @@ pub(crate) fn latest_ns() -> u64 {
 }
 
 impl Pending {
-    /// Makes the state of file `id` from what a recovery found.
+    /// Makes the state of file `id` from the pieces that a recovery found. `drained_ranges` is the number of the file's
+    /// drained ranges in the journal.
     pub(crate) fn recovered(
         id: FileId,
-        layers: Layers,
+        layers: PieceLayers,
         drained_ranges: u32,
-        (mtime, recorded_ns): (Option<Time>, u64),
+        last_write: LastWrite,
     ) -> Self {
         let is_partial = |used: &PieceUse| used.live < used.len;
         let pending = Self {
@@ -108,8 +119,8 @@ impl Pending {
             drained_ranges,
             file_id: Some(id),
             tail: None,
-            mtime,
-            recorded_ns,
+            mtime: last_write.mtime,
+            recorded_ns: last_write.recorded_ns,
         };
         pending.check_all();
         pending
@@ -151,8 +162,8 @@ impl Pending {
 
     // ---- changes ---------------------------------------------------------------------------
 
-    /// Enters bytes of a piece that was just published, or extended by them. Returns the number of pending bytes that
-    /// they replace.
+    /// Adds the bytes of a piece that was just published, or by which the tail was just extended. Returns the number of
+    /// older pending bytes that they replace.
     pub(crate) fn insert(&mut self, arena: &Arena, offset: u64, extent: Extent) -> u64 {
         let mut replaced: Vec<(PieceRef, u64)> = Vec::new();
         self.extents.insert(offset, extent, &mut |piece, bytes| {
@@ -169,7 +180,7 @@ impl Pending {
         let mut cancelled = 0;
         for (piece, bytes) in replaced {
             cancelled += bytes;
-            self.retire(arena, piece, bytes);
+            self.free_bytes(arena, piece, bytes);
         }
         self.check();
         cancelled
@@ -189,7 +200,7 @@ impl Pending {
         self.tail = None;
         let bytes = gone.iter().map(|(_, bytes)| bytes).sum();
         for (piece, bytes) in gone {
-            self.retire(arena, piece, bytes);
+            self.free_bytes(arena, piece, bytes);
         }
         self.check();
         bytes
@@ -201,17 +212,17 @@ impl Pending {
         let range = offset..offset + extent.len;
         self.extents
             .remove(range, &mut |_, known| known.piece == extent.piece);
-        self.settle_piece(arena, extent.piece, extent.len);
+        self.count_bytes_not_pending(arena, extent.piece, extent.len);
     }
 
     /// Records that `bytes` of a piece are not pending any more, and frees them in the slab.
-    fn retire(&mut self, arena: &Arena, piece: PieceRef, bytes: u64) {
-        self.settle_piece(arena, piece, bytes);
+    fn free_bytes(&mut self, arena: &Arena, piece: PieceRef, bytes: u64) {
+        self.count_bytes_not_pending(arena, piece, bytes);
         arena.release_bytes(piece.slab, bytes);
     }
 
     /// Records that `bytes` of a piece are not pending any more. The slab still counts them as used.
-    fn settle_piece(&mut self, arena: &Arena, piece: PieceRef, bytes: u64) {
+    fn count_bytes_not_pending(&mut self, arena: &Arena, piece: PieceRef, bytes: u64) {
         let used = self
             .pieces
             .get_mut(&piece)
@@ -234,14 +245,14 @@ impl Pending {
         }
         // The time moves to another piece before this record is dead, so that a crash in between does not lose it.
         if arena.modified(piece) >= self.recorded_ns {
-            self.keep_time(arena);
+            self.store_time_in_piece(arena);
         }
         arena.mark_dead(piece);
     }
 
     /// Whether some piece would be partly pending after `gone` is drained. The journal then needs the drained range;
     /// without it a recovery would take the whole piece for pending.
-    pub(crate) fn leaves_partial_pieces(&self, gone: &[(u64, Extent)]) -> bool {
+    pub(crate) fn would_leave_partial_pieces(&self, gone: &[(u64, Extent)]) -> bool {
         let mut drained: HashMap<PieceRef, u64> = HashMap::new();
         for (_, extent) in gone {
             *drained.entry(extent.piece).or_default() += extent.len;
@@ -319,9 +330,9 @@ impl Pending {
         self.recorded_ns
     }
 
-    /// Records a change of bytes or of the length at the present time. The caller stores `recorded_ns` in the record
-    /// of a piece.
-    pub(crate) fn touch(&mut self) {
+    /// Records that bytes or the length change now. The caller then stores [`Pending::recorded_ns`] in the record of a
+    /// piece.
+    pub(crate) fn note_write(&mut self) {
         let now = Time::now_after(self.mtime).to_ns();
         self.recorded_ns = now.max(self.recorded_ns.saturating_add(1));
         // If the clock was set back, `recorded_ns` is ahead of it. Programs see the present then.
@@ -330,29 +341,32 @@ impl Pending {
         self.mtime = Some(Time::from_ns(shown));
     }
 
-    /// Records that a client changed bytes at the time `modified`. An impossible time counts as now. Returns false if
-    /// the piece record must get another time, `recorded_ns`. One cause is harmless: a client that continues in its
-    /// next lease may be a few writes of the same tick behind.
-    pub(crate) fn touch_at(&mut self, modified: u64) -> bool {
+    /// Records that a client with direct access changed bytes at the time `modified`, which it has stored in its piece
+    /// record. An impossible time counts as now.
+    ///
+    /// Returns false if `modified` is impossible or earlier than the last write. The caller then stores
+    /// [`Pending::recorded_ns`] in the piece record. An earlier time need not be an error: a client that begins its
+    /// next slab may be some writes of the same clock tick behind.
+    pub(crate) fn note_client_write(&mut self, modified: u64) -> bool {
         if modified == 0
             || modified > latest_ns()
             || modified.saturating_add(FUTURE_NS_MAX) < self.recorded_ns
         {
-            self.touch();
+            self.note_write();
             return false;
         }
-        let is_behind = modified < self.recorded_ns;
-        self.recorded_ns = if is_behind {
+        let is_too_early = modified < self.recorded_ns;
+        self.recorded_ns = if is_too_early {
             self.recorded_ns.saturating_add(1)
         } else {
             modified
         };
         self.mtime = Some(Time::from_ns(self.recorded_ns));
-        !is_behind
+        !is_too_early
     }
 
-    /// Stores the time of the last write in the record of some piece, because no new piece has it.
-    pub(crate) fn keep_time(&self, arena: &Arena) {
+    /// Stores the time of the last write in the record of some piece, for a change that makes no new piece.
+    pub(crate) fn store_time_in_piece(&self, arena: &Arena) {
         if let Some((piece, _)) = self.pieces.iter().next() {
             arena.set_modified(*piece, self.recorded_ns);
         }
@@ -463,7 +477,7 @@ mod tests {
 
         /// Publishes a piece and enters it; returns the bytes that it replaced.
         fn write(&mut self, offset: u64, len: u64) -> (Extent, u64) {
-            self.pending.touch();
+            self.pending.note_write();
             let reserved = self.lease.reserve(1, offset, len).expect("room");
             let sequence = self.arena.next_sequence();
             let modified = self.pending.recorded_ns();
@@ -502,8 +516,8 @@ mod tests {
         let (first, _) = scene.write(0, 100);
         let (second, _) = scene.write(100, 100);
         let half = Extent { len: 50, ..second };
-        assert!(!scene.pending.leaves_partial_pieces(&[(0, first)]));
-        assert!(scene.pending.leaves_partial_pieces(&[(100, half)]));
+        assert!(!scene.pending.would_leave_partial_pieces(&[(0, first)]));
+        assert!(scene.pending.would_leave_partial_pieces(&[(100, half)]));
         let pending = &mut scene.pending;
         pending.remove_drained(&scene.arena, 100, half);
         assert_eq!(pending.bytes(), 150);
@@ -512,8 +526,8 @@ mod tests {
             position: second.position + 50,
             ..second
         };
-        assert!(pending.leaves_partial_pieces(&[(0, first)]));
-        assert!(!pending.leaves_partial_pieces(&[(0, first), (150, rest)]));
+        assert!(pending.would_leave_partial_pieces(&[(0, first)]));
+        assert!(!pending.would_leave_partial_pieces(&[(0, first), (150, rest)]));
     }
 
     #[test]
@@ -550,15 +564,15 @@ mod tests {
     #[test]
     fn times_of_writes_only_grow() {
         let mut pending = Pending::default();
-        pending.touch();
+        pending.note_write();
         let first = pending.recorded_ns();
-        pending.touch();
+        pending.note_write();
         assert!(pending.recorded_ns() > first);
         let last = pending.recorded_ns();
-        assert!(!pending.touch_at(0), "no time is taken as now");
+        assert!(!pending.note_client_write(0), "no time is taken as now");
         assert!(pending.recorded_ns() > last);
         let next = pending.recorded_ns() + 1;
-        assert!(pending.touch_at(next));
+        assert!(pending.note_client_write(next));
         assert_eq!(pending.recorded_ns(), next);
     }
 }

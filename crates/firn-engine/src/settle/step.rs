@@ -9,40 +9,41 @@ use firn_arena::{Lease, PieceRef};
 use firn_backing::{Backing, Errno};
 use firn_format::memory_file::MEMORY_FILE_SLOTS_MAX;
 
-use super::{SettleStep, Source, Task, Waker};
+use super::{ChunkSource, SettleStep, SettleTask, Waker};
 use crate::counters::Decision;
 use crate::extents::Extent;
 use crate::file::{File, FileState};
 use crate::options::DrainPolicy;
 use crate::space::Room;
 
-/// Divisor of the number of slots: this part of memory stays free for writers.
-const SPARE_PART: u32 = 32;
-/// Divisor of memory: idle memory files may have this part of it. Checkpoints often have equal sizes, and memory that
-/// was used before costs a fraction of fresh memory.
-const KEEP_PART: u64 = 4;
+/// Divisor of the number of slots in memory: this part of the slots stays free for writers.
+const RESERVED_SLOTS_DIVISOR: u32 = 32;
+/// Divisor of the arena's memory: memory files that no file uses may keep this part of it. Checkpoints often have equal
+/// sizes, and memory that was used before costs a fraction of fresh memory.
+const IDLE_BYTES_DIVISOR: u64 = 4;
 
 /// Time until the next check for space for a partly copied file. No program waits for it, and space comes when
 /// checkpoints are removed.
-const ROOM_RETRY: Duration = Duration::from_secs(1);
+const ROOM_RETRY_EVERY: Duration = Duration::from_secs(1);
 
-/// Result of copying a chunk.
-enum Moved {
+/// Result of [`Room::copy_next_chunk`].
+enum CopyResult {
     /// The chunk is in the memory file.
-    Done,
-    /// The file was changed or is in use. It is settled another time.
-    NotNow,
+    Copied,
+    /// The file was changed or is in use, so its task ends. It is settled another time.
+    FileBusy,
     /// No slot of memory is free apart from those for writers.
     NoRoom,
 }
 
 impl<B: Backing> Room<B> {
-    /// Sets the callback for the case that [`Room::settle_step`] may have something to do.
-    pub fn set_settle_waker(&self, f: Waker) {
-        *self.settle.waker.write() = Some(f);
+    /// Sets the callback that runs when [`Room::settle_step`] may have something to do.
+    pub fn set_settle_waker(&self, waker: Waker) {
+        *self.settle.waker.write() = Some(waker);
     }
 
-    /// Whether files are settled at all. An eager drain leaves no bytes in the arena to be read, so then none is.
+    /// Whether files are settled at all. With an eager drain they are not, because it leaves no bytes in the arena to
+    /// be read.
     pub fn settles(&self) -> bool {
         let options = &self.base.options;
         options.memory_file_bytes_min > 0
@@ -50,14 +51,14 @@ impl<B: Backing> Room<B> {
             && !options.serves_every_read
     }
 
-    /// Plans settling of a file, if it is large enough and has no writer. The caller does not have its lock.
+    /// Plans to settle a file if it is large enough and has no writer. The caller must not have the file's lock.
     pub(crate) fn settle_later(&self, file: &Arc<File<B>>) {
         if !self.settles() {
             return;
         }
         {
             let state = file.lock();
-            let bytes = state.whole_bytes();
+            let bytes = state.gapless_bytes();
             if bytes < self.base.options.memory_file_bytes_min
                 || state.opens.has_writers()
                 || state.memory_file(&self.base.arena, bytes).is_some()
@@ -77,20 +78,20 @@ impl<B: Backing> Room<B> {
             self.wake_writers();
             return SettleStep::Idle { retry: None };
         };
-        match self.move_chunk(&task) {
-            Ok(Moved::Done) => {
+        match self.copy_next_chunk(&task) {
+            Ok(CopyResult::Copied) => {
                 self.base.counters.drain_decisions.count(Decision::Settled);
-                task.next += 1;
-                let is_over = u64::from(task.next) * self.chunk_bytes() >= task.bytes;
-                if is_over {
+                task.next_chunk += 1;
+                let is_complete = u64::from(task.next_chunk) * self.chunk_bytes() >= task.bytes;
+                if is_complete {
                     self.base.arena.end_memory_file(&task.memory);
                     tracing::debug!(path = %task.file.shown(), bytes = task.bytes, "drain: settled");
                 } else {
                     *self.settle.task.lock() = Some(task);
                 }
             }
-            Ok(Moved::NotNow) => self.base.arena.end_memory_file(&task.memory),
-            Ok(Moved::NoRoom) => {
+            Ok(CopyResult::FileBusy) => self.base.arena.end_memory_file(&task.memory),
+            Ok(CopyResult::NoRoom) => {
                 *self.settle.task.lock() = Some(task);
                 return self.make_room_to_settle();
             }
@@ -103,7 +104,7 @@ impl<B: Backing> Room<B> {
         SettleStep::More
     }
 
-    /// Frees slots of memory files that no file uses.
+    /// Frees the slots of memory files that no file uses. Settling goes on at once if there were some.
     fn make_room_to_settle(&self) -> SettleStep {
         let returned = self.base.arena.trim_memory_files(0);
         self.wake_writers();
@@ -111,7 +112,7 @@ impl<B: Backing> Room<B> {
             return SettleStep::More;
         }
         SettleStep::Idle {
-            retry: Some(ROOM_RETRY),
+            retry: Some(ROOM_RETRY_EVERY),
         }
     }
 
@@ -121,16 +122,16 @@ impl<B: Backing> Room<B> {
 
     /// Returns the most bytes that idle memory files may have.
     fn idle_bytes_max(&self) -> u64 {
-        self.base.arena.geometry().data_bytes() / KEEP_PART
+        self.base.arena.geometry().data_bytes() / IDLE_BYTES_DIVISOR
     }
 
     /// Begins the next file that can be settled, with a memory file for it.
-    fn begin_next_task(&self) -> Option<Task<B>> {
+    fn begin_next_task(&self) -> Option<SettleTask<B>> {
         // Each file is tried once. A file that cannot be settled now is planned again when it is opened or closed.
         while let Some(file) = self.settle.waiting.pop() {
             let (bytes, changes) = {
                 let state = file.lock();
-                let bytes = state.whole_bytes();
+                let bytes = state.gapless_bytes();
                 if !state.may_be_settled() || state.memory_file(&self.base.arena, bytes).is_some() {
                     continue;
                 }
@@ -144,12 +145,12 @@ impl<B: Backing> Room<B> {
             }
             match self.base.arena.begin_memory_file(slots as u32) {
                 Ok(Some(memory)) => {
-                    return Some(Task {
+                    return Some(SettleTask {
                         file,
                         memory,
                         changes,
                         bytes,
-                        next: 0,
+                        next_chunk: 0,
                     });
                 }
                 Ok(None) => {}
@@ -160,16 +161,16 @@ impl<B: Backing> Room<B> {
     }
 
     /// Copies the next chunk of a file. The copy runs without the file's lock, from pinned slabs.
-    fn move_chunk(&self, task: &Task<B>) -> Result<Moved, Errno> {
-        let start = u64::from(task.next) * self.chunk_bytes();
+    fn copy_next_chunk(&self, task: &SettleTask<B>) -> Result<CopyResult, Errno> {
+        let start = u64::from(task.next_chunk) * self.chunk_bytes();
         let range = start..task.bytes.min(start + self.chunk_bytes());
         let arena = &self.base.arena;
         let Some(source) = self.pin_source(task, range.clone()) else {
-            return Ok(Moved::NotNow);
+            return Ok(CopyResult::FileBusy);
         };
-        let spare = arena.geometry().chunk_count / SPARE_PART;
+        let reserved_slots = arena.geometry().chunk_count / RESERVED_SLOTS_DIVISOR;
         let copied = arena
-            .lease_memory_slot(&task.memory, task.next, spare)
+            .lease_memory_slot(&task.memory, task.next_chunk, reserved_slots)
             .and_then(|lease| {
                 let Some(lease) = lease else {
                     return Ok(None);
@@ -186,13 +187,13 @@ impl<B: Backing> Room<B> {
             arena.unpin_slab(extent.piece.slab);
         }
         let Some(lease) = copied? else {
-            return Ok(Moved::NoRoom);
+            return Ok(CopyResult::NoRoom);
         };
-        Ok(self.put_in_place(task, &source, lease, range))
+        Ok(self.replace_by_copy(task, &source, lease, range))
     }
 
     /// Returns what the arena has of a range of an unchanged file, with its slabs pinned.
-    fn pin_source(&self, task: &Task<B>, range: Range<u64>) -> Option<Source> {
+    fn pin_source(&self, task: &SettleTask<B>, range: Range<u64>) -> Option<ChunkSource> {
         let state = task.file.lock();
         if state.changes != task.changes || !state.may_be_settled() {
             return None;
@@ -212,7 +213,7 @@ impl<B: Backing> Room<B> {
         Some(source)
     }
 
-    fn copy_parts(&self, source: &Source, lease: &Lease, start: u64) -> Result<(), Errno> {
+    fn copy_parts(&self, source: &ChunkSource, lease: &Lease, start: u64) -> Result<(), Errno> {
         for (offset, extent) in &source.parts {
             let from = (extent.piece.slab, extent.position);
             let to = (offset - start) as u32;
@@ -224,13 +225,13 @@ impl<B: Backing> Room<B> {
     }
 
     /// Replaces the extents of a chunk by the copy, if the file is still as it was when it was copied.
-    fn put_in_place(
+    fn replace_by_copy(
         &self,
-        task: &Task<B>,
-        source: &Source,
+        task: &SettleTask<B>,
+        source: &ChunkSource,
         mut lease: Lease,
         range: Range<u64>,
-    ) -> Moved {
+    ) -> CopyResult {
         let arena = &self.base.arena;
         let mut state = task.file.lock();
         let is_as_copied = state.changes == task.changes
@@ -247,13 +248,13 @@ impl<B: Backing> Room<B> {
         drop(state);
         arena.seal_slab(lease);
         if !is_as_copied {
-            return Moved::NotNow;
+            return CopyResult::FileBusy;
         }
         let bytes = range.end - range.start;
         self.settle
             .settled_bytes
             .fetch_add(bytes, Ordering::Relaxed);
-        Moved::Done
+        CopyResult::Copied
     }
 
     /// Replaces the pending extents of a chunk by the copy, as a new piece.
@@ -275,7 +276,7 @@ impl<B: Backing> Room<B> {
             sequence,
             modified,
         );
-        state.direct.invalidate_list(arena);
+        state.direct.invalidate_lists(arena);
         state.pending.insert(
             arena,
             range.start,
@@ -296,7 +297,7 @@ impl<B: Backing> Room<B> {
         let len = range.end - range.start;
         let piece: PieceRef = arena.use_without_piece(lease, len);
         let (sequence, total) = (0, &self.base.counters.cached_bytes);
-        state.direct.invalidate_list(arena);
+        state.direct.invalidate_lists(arena);
         state.cache.insert(
             arena,
             total,

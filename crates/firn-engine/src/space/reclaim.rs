@@ -14,7 +14,7 @@ use firn_format::slab::Class;
 use crate::counters::Decision;
 use crate::file::File;
 use crate::options::DrainPolicy;
-use crate::space::{Room, Slot};
+use crate::space::{LeaseSlot, Room};
 use crate::tables::Handle;
 use crate::{Done, Result};
 
@@ -27,10 +27,10 @@ impl<B: Backing> Room<B> {
     pub(crate) fn lease_for(
         &self,
         handle: &Handle<B>,
-        slot: &mut Slot<'_>,
+        slot: &mut LeaseSlot<'_>,
         len: u64,
     ) -> Option<Lease> {
-        let expected = handle.written.load(Ordering::Relaxed) + len;
+        let expected = handle.written_bytes.load(Ordering::Relaxed) + len;
         let class = self.base.class_for(expected);
         if class == Class::Small {
             let parked = self.space.parked.take_near(&self.base.arena);
@@ -48,10 +48,11 @@ impl<B: Backing> Room<B> {
         lease
     }
 
-    /// Calls `f` when there may be space in the arena (`Ok`: write again), or when nothing can be drained (`Err`:
-    /// fail the write with it). The call comes from the next [`Drainer::pick`](crate::Drainer::pick), not from here.
-    pub fn on_space(&self, f: Done) {
-        self.space.waiters.add(f);
+    /// Calls `waiter` when there may be space in the arena (`Ok`: write again), or when nothing can be drained (`Err`:
+    /// fail the write with this error). The call comes from a later [`Drainer::pick`](crate::Drainer::pick), not from
+    /// here.
+    pub fn on_space(&self, waiter: Done) {
+        self.space.waiters.add(waiter);
         self.reclaim();
         // Space may have been freed between the caller's failed write and now, before this waiter was added.
         self.space.note_room(&self.base.arena);
@@ -61,11 +62,11 @@ impl<B: Backing> Room<B> {
     /// Blocks until there may be space in the arena. Returns the error for the write if nothing can be drained. The
     /// caller holds no lock, and no drain depends on its thread.
     pub fn wait_for_room(&self) -> Result<()> {
-        let (tell, told) = std::sync::mpsc::channel();
+        let (sender, receiver) = std::sync::mpsc::channel();
         self.on_space(Box::new(move |result| {
-            let _ = tell.send(result);
+            let _ = sender.send(result);
         }));
-        told.recv().unwrap_or(Err(Errno::IO))
+        receiver.recv().unwrap_or(Err(Errno::IO))
     }
 
     /// Calls waiting writers back if space was freed. Called with no lock held.
@@ -89,7 +90,7 @@ impl<B: Backing> Room<B> {
     }
 
     /// Fails all waiting writers, unless a move to the spill file will make space.
-    pub(crate) fn refuse_space(&self, errno: Errno) {
+    pub(crate) fn fail_waiting_writers(&self, errno: Errno) {
         if self.spill_makes_room() {
             return;
         }
@@ -119,7 +120,7 @@ impl<B: Backing> Room<B> {
         }
         let files = self.open_files.files.all();
         let now = Instant::now();
-        let mut best: Option<(u64, Arc<File<B>>)> = None;
+        let mut largest: Option<(u64, Arc<File<B>>)> = None;
         let mut errno = None;
         for file in files {
             let state = file.lock();
@@ -129,29 +130,29 @@ impl<B: Backing> Room<B> {
             match state.drain.failure() {
                 // A file that waits for its retry is not drained now, but its error is the one to report.
                 Some(failure) if failure.retry_at > now => errno = Some(failure.errno),
-                _ if best
+                _ if largest
                     .as_ref()
                     .is_none_or(|(most, _)| state.pending.bytes() > *most) =>
                 {
                     let pending = state.pending.bytes();
                     drop(state);
-                    best = Some((pending, file));
+                    largest = Some((pending, file));
                 }
                 _ => {}
             }
         }
-        self.give_back_leases(best.as_ref().map(|(_, file)| file));
-        if let Some((_, file)) = best {
+        self.seal_leases_of(largest.as_ref().map(|(_, file)| file));
+        if let Some((_, file)) = largest {
             let mut state = file.lock();
             self.drain.force(&file, &mut state);
         } else if !self.space.waiters.has_freed() && !self.space.note_room(&self.base.arena) {
             // All held data waits for a backing that refuses it.
-            self.refuse_space(errno.unwrap_or(Errno::NOSPC));
+            self.fail_waiting_writers(errno.unwrap_or(Errno::NOSPC));
         }
     }
 
-    /// Seals unused leases, and those of `file`.
-    fn give_back_leases(&self, file: Option<&Arc<File<B>>>) {
+    /// Seals the leases of `file`, and all leases that no thread is using, so that their slabs can be freed.
+    fn seal_leases_of(&self, file: Option<&Arc<File<B>>>) {
         self.space.parked.seal_all(&self.base.arena);
         self.open_files
             .handles
@@ -164,10 +165,10 @@ impl<B: Backing> Room<B> {
     /// Makes space with the policy *demand*, where nothing is drained without a request: evicts cached bytes. Pending
     /// bytes stay, so if that is not enough, waiting writers get ENOSPC.
     fn reclaim_on_demand(&self) {
-        self.give_back_leases(None);
+        self.seal_leases_of(None);
         self.evict_for(Class::Small);
         if !self.space.waiters.has_freed() && !self.space.note_room(&self.base.arena) {
-            self.refuse_space(Errno::NOSPC);
+            self.fail_waiting_writers(Errno::NOSPC);
         }
     }
 }

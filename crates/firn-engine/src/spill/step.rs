@@ -88,11 +88,11 @@ impl<B: Backing> Room<B> {
                 .extents()
                 .iter()
                 .chain(state.cache.extents().iter());
-            if state.direct.is_listed()
+            if state.direct.has_lists()
                 && extents.any(|(_, extent)| extent.piece.slab.chunk == chunk)
             {
                 drop(extents);
-                state.direct.invalidate_list(&self.base.arena);
+                state.direct.invalidate_lists(&self.base.arena);
             }
         }
     }

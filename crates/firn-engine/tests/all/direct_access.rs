@@ -15,7 +15,7 @@ use firn_backing::{Caller, Errno, SetTime};
 use firn_direct::slab_writer::{Appended, SlabWriter};
 use firn_engine::{
     ClientId, DirectRefusal, Engine, EngineOptions, HandleId, HeldChunks, InodeId, ROOT, SetAttr,
-    Written,
+    SlabRequest, Written,
 };
 use firn_format::data_socket::{LEASE_SLABS_MAX, Slab};
 use firn_format::geometry::{Geometry, SLAB_SMALL};
@@ -108,13 +108,17 @@ impl DirectWriter {
     }
 
     fn lease(&mut self, engine: &Engine<SimBacking>, want: u64) -> Result<Slab, DirectRefusal> {
-        let process = (std::process::id(), None);
+        let request = SlabRequest {
+            pid: std::process::id(),
+            cpu: None,
+            bytes: want,
+        };
         let slab = match self.more.pop_front() {
             Some(slab) => slab,
             None => {
                 let (slab, more) = engine
                     .direct_access
-                    .lease_slabs(CLIENT, self.token, process, want)?;
+                    .lease_slabs(CLIENT, self.token, request)?;
                 self.more.extend(more);
                 slab
             }
@@ -494,10 +498,12 @@ fn who_has_written_much_gets_several_leases_at_once_and_may_skip_some() {
     writer.open(&engine).unwrap();
     let data = pattern(0, 4 * CHUNK_BYTES as usize, 3);
     assert_eq!(writer.append(&engine, 0, &data), data.len());
-    let process = (std::process::id(), None);
-    let leases = engine
-        .direct_access
-        .lease_slabs(CLIENT, token, process, 4 * CHUNK_BYTES);
+    let request = SlabRequest {
+        pid: std::process::id(),
+        cpu: None,
+        bytes: 4 * CHUNK_BYTES,
+    };
+    let leases = engine.direct_access.lease_slabs(CLIENT, token, request);
     let (first, more) = leases.unwrap();
     assert_eq!(
         more.len(),

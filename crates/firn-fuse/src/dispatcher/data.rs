@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use firn_backing::{Backing, Caller, Errno, Seek};
 use firn_engine::{Closing, Done, Engine, FsyncPolicy, HandleId, InodeId};
-use firn_hosts::{Released, Space};
+use firn_hosts::{LockKind, ReleasedLocks};
 use firn_workers::Class;
 
 use crate::caller::{Process, closing, is_same_process};
@@ -198,8 +198,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         self.release_locks(
             inode,
             handle,
-            &[Space::Bytes],
-            Released::Owner(owner),
+            &[LockKind::Bytes],
+            ReleasedLocks::Owner(owner),
             flush,
         );
     }

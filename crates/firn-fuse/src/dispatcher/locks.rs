@@ -15,7 +15,7 @@ use std::sync::Arc;
 
 use firn_backing::{Backing, Errno, LockMode, LockRange};
 use firn_engine::{Appended, HandleId, InodeId};
-use firn_hosts::{FileLocks, Owner, Released, Space, Wanted};
+use firn_hosts::{FileLocks, LockKind, OnConflict, Owner, ReleasedLocks, WantedLock};
 use firn_workers::Class;
 
 use crate::caller::Process;
@@ -48,19 +48,25 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         }
     }
 
-    /// Answers F_SETLK and F_SETLKW, and flock(2). `waits`: a lock in the way is waited for, else it is an error.
+    /// Answers F_SETLK and F_SETLKW, and flock(2). `waits`: the call waits while another lock conflicts; otherwise it
+    /// fails.
     pub(super) fn setlk(&self, lock: Lock, waits: bool, reply: Reply<R>) {
         let Some(locks) = &self.locks else {
             return reply.error(Errno::NOLCK);
         };
         let Some(mode) = lock.mode else {
-            let released = Released::Range(lock.owner, lock.range);
+            let released = ReleasedLocks::Range(lock.owner, lock.range);
             let done = move |result| reply.done(result);
             return self.release_locks(lock.inode, lock.handle, &[lock.space], released, done);
         };
         let wanted = match self.wanted(&lock, mode) {
             Ok(wanted) => wanted,
             Err(error) => return reply.error(error),
+        };
+        let on_conflict = if waits {
+            OnConflict::Wait
+        } else {
+            OnConflict::Fail
         };
         let ticket = locks.next_ticket();
         if waits {
@@ -75,7 +81,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         // What this host wrote without the lock must not overwrite later what the last holder wrote, so it is drained
         // first.
         let drained = Box::new(move |drained| match drained {
-            Ok(()) => locks.acquire(ticket, wanted, waits),
+            Ok(()) => locks.acquire(ticket, wanted, on_conflict),
             Err(error) => drop(locks.fail(ticket, error)),
         });
         self.engine.drained(lock.handle, drained);
@@ -86,7 +92,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     fn answer_when_granted(
         &self,
         locks: Arc<FileLocks>,
-        wanted: Wanted,
+        wanted: WantedLock,
         lock: Lock,
         reply: Reply<R>,
     ) -> firn_hosts::Done {
@@ -110,9 +116,9 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
                         coherence.after_changes_by_others(inode, move || reply.done(Ok(())));
                     }
                     Err(error) => {
-                        let released = Released::Range(wanted.owner.number, wanted.range);
+                        let released = ReleasedLocks::Range(wanted.owner.number, wanted.range);
                         let done = Box::new(move |_| reply.error(error));
-                        locks.release(wanted.file, wanted.space, released, done);
+                        locks.release(wanted.file, wanted.kind, released, done);
                     }
                 }
             });
@@ -120,15 +126,15 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     }
 
     /// Translates a lock of the kernel for [`FileLocks`].
-    fn wanted(&self, lock: &Lock, mode: LockMode) -> Result<Wanted, Errno> {
+    fn wanted(&self, lock: &Lock, mode: LockMode) -> Result<WantedLock, Errno> {
         let owner = Owner {
             number: lock.owner,
             handle: lock.handle.0,
             pid: lock.pid,
         };
-        Ok(Wanted {
+        Ok(WantedLock {
             file: self.engine.open_files.number_of(lock.handle)?,
-            space: lock.space,
+            kind: lock.space,
             owner,
             range: lock.range,
             mode,
@@ -139,8 +145,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     pub(super) fn holds_locks(
         &self,
         handle: HandleId,
-        spaces: &[Space],
-        released: Released,
+        spaces: &[LockKind],
+        released: ReleasedLocks,
     ) -> bool {
         let Some(locks) = &self.locks else {
             return false;
@@ -162,15 +168,15 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         &self,
         inode: InodeId,
         handle: HandleId,
-        spaces: &[Space],
-        released: Released,
+        spaces: &[LockKind],
+        released: ReleasedLocks,
         next: impl FnOnce(Result<(), Errno>) + Send + 'static,
     ) {
         let (Some(locks), Ok(file)) = (&self.locks, self.engine.open_files.number_of(handle))
         else {
             return next(Ok(()));
         };
-        let is_held = |space: &&Space| locks.is_held(file, **space, released);
+        let is_held = |space: &&LockKind| locks.is_held(file, **space, released);
         let mut held = spaces.iter().filter(is_held).copied();
         let Some(first) = held.next() else {
             return next(Ok(()));
@@ -247,8 +253,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
                         });
                     });
                 });
-                let released = Released::Owner(owner_number);
-                locks_after_write.release(file, Space::End, released, done);
+                let released = ReleasedLocks::Owner(owner_number);
+                locks_after_write.release(file, LockKind::End, released, done);
             });
         };
         locks.register(ticket, Box::new(granted));
@@ -257,13 +263,13 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             handle: target.handle.0,
             pid,
         };
-        let wanted = Wanted {
+        let wanted = WantedLock {
             file,
-            space: Space::End,
+            kind: LockKind::End,
             owner,
             range: LockRange::WHOLE,
             mode: LockMode::Exclusive,
         };
-        locks.acquire(ticket, wanted, true);
+        locks.acquire(ticket, wanted, OnConflict::Wait);
     }
 }

@@ -11,7 +11,7 @@ use firn_backing::{Backing, Caller, Errno, Kind};
 use firn_engine::{
     Creation, Engine, Entry, HandleId, InodeId, MadeObject, OpenMode, Opened, Subjects,
 };
-use firn_hosts::{Released, Space};
+use firn_hosts::{LockKind, ReleasedLocks};
 use firn_workers::Class;
 
 use crate::caller::{IoUringUsers, masked};
@@ -124,8 +124,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         // Before the engine's release: as soon as the engine counts no passthrough handle of the inode, it may choose
         // another mode for a new handle, and the kernel refuses that while the id lives.
         self.passthrough.release(handle);
-        let spaces = [Space::Bytes, Space::Flock];
-        let released = Released::Handle(handle.0);
+        let spaces = [LockKind::Bytes, LockKind::Flock];
+        let released = ReleasedLocks::Handle(handle.0);
         if self.holds_locks(handle, &spaces, released) {
             let engine = Arc::clone(&self.engine);
             let release = move |_: Result<(), Errno>| {

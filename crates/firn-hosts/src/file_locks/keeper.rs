@@ -1,4 +1,12 @@
-//! The thread that takes and releases locks in the backing.
+//! The thread that takes and releases locks in the backing (`firn-locks`).
+//!
+//! Terms
+//! * A *lock file* is a file in `.firn/locks/` whose byte locks stand for the locks of another file.
+//! * A request is *queued* if it has locked the bytes of the queue for its range, at [`QUEUE_OFFSET`] in the lock file.
+//! * Locks *reach* another host if this host sees the lock of that host's `host-NAME` file.
+//!
+//! A request for a lock is tried at once and then again with growing pauses, until it is granted, fails or is
+//! interrupted. So the thread never blocks in a lock call.
 
 use std::collections::HashMap;
 use std::ffi::OsStr;
@@ -7,77 +15,92 @@ use std::time::{Duration, Instant};
 
 use firn_backing::{Backing, Errno, LockMode, LockRange, LockRequest};
 
-use super::table::{Held, Table};
-use super::{Done, InTheWay, OtherHosts, Owner, Released, Shared, Space, TestDone, Wanted};
+use super::table::{HeldLock, Table};
+use super::{
+    ConflictingLock, Done, LockFileKey, LockKind, OnConflict, OtherHosts, Owner, ReleasedLocks,
+    Shared, TestDone, WantedLock,
+};
 use crate::own;
 
-/// Offset of the queue: a program that waits for byte *n* has byte *n* + `LINE` of the lock file locked.
-const LINE: u64 = 1 << 62;
+/// Offset of the queue: a program that waits for byte *n* has byte *n* + `QUEUE_OFFSET` of the lock file locked.
+const QUEUE_OFFSET: u64 = 1 << 62;
 /// How long a host that comes later lets queued hosts go first.
-pub(super) const POLITE_FOR: Duration = Duration::from_millis(250);
-/// First pause before a lock of another host is tried again. The pause doubles each time, up to `REST_MAX`.
-const REST_MIN: Duration = Duration::from_millis(1);
-const REST_MAX: Duration = Duration::from_millis(50);
+pub(super) const YIELD_TIME_MAX: Duration = Duration::from_millis(250);
+/// First pause before a lock of another host is tried again. The pause doubles each time, up to `RETRY_PAUSE_MAX`.
+const RETRY_PAUSE_MIN: Duration = Duration::from_millis(1);
+const RETRY_PAUSE_MAX: Duration = Duration::from_millis(50);
 /// Maximum pause between two attempts of a request that has a place in the queue.
-const REST_IN_LINE: Duration = Duration::from_millis(8);
-/// How long a lock file is unused before it is removed.
-const IDLE: Duration = Duration::from_secs(2);
-/// How long a successful check counts that locks reach the other hosts.
-const REACH_FOR: Duration = Duration::from_secs(1);
-/// How long a failed check is tolerated before locks are refused. A new host has its lease a moment before it has
-/// locked its `host-NAME` file.
-const REACH_PATIENCE: Duration = Duration::from_secs(3);
-/// How often a lock file may have lost its name before the request fails.
+const QUEUED_RETRY_PAUSE_MAX: Duration = Duration::from_millis(8);
+/// A lock file that was unused for this long is removed.
+const UNUSED_TIME_MAX: Duration = Duration::from_secs(2);
+/// How long the result of a check counts that found all other hosts reached.
+const REACH_VALID_FOR: Duration = Duration::from_secs(1);
+/// How long a host may be unreached before locks are refused. A new host has its lease a moment before it has locked
+/// its `host-NAME` file.
+const UNREACHED_TIMEOUT: Duration = Duration::from_secs(3);
+/// How often a request may find that its lock file has lost its name. After that the request fails.
 const TRIES_MAX: usize = 100;
 
 /// A request to the lock thread.
 pub(super) enum Job {
     Acquire {
+        /// Number of the request's ticket.
         number: u64,
-        wanted: Wanted,
-        waits: bool,
+        wanted: WantedLock,
+        on_conflict: OnConflict,
     },
     Release {
         file: u64,
-        space: Space,
-        what: Released,
+        kind: LockKind,
+        what: ReleasedLocks,
         done: Done,
     },
     Test {
-        wanted: Wanted,
+        wanted: WantedLock,
         done: TestDone,
     },
 }
 
 /// A request for a lock, tried until it is granted.
-struct Waiting {
+struct WaitingRequest {
+    /// Number of the request's ticket.
     number: u64,
-    wanted: Wanted,
-    waits: bool,
+    wanted: WantedLock,
+    on_conflict: OnConflict,
+    /// Time at which the request arrived.
     since: Instant,
     next_try: Instant,
-    rest: Duration,
+    /// Pause after the next failed try.
+    pause: Duration,
+}
+
+impl WaitingRequest {
+    /// Returns whether the request lets requests go first that were queued earlier. It does for [`YIELD_TIME_MAX`].
+    fn yields(&self) -> bool {
+        self.on_conflict == OnConflict::Wait && self.since.elapsed() < YIELD_TIME_MAX
+    }
 }
 
 /// A test for a conflicting lock, repeated until the thread knows whether locks reach all hosts.
 struct PendingTest {
-    wanted: Wanted,
+    wanted: WantedLock,
     done: TestDone,
     next_try: Instant,
 }
 
-enum Tried {
+/// Result of one try of a request.
+enum LockTry {
     Granted,
-    /// Another lock conflicts.
+    /// Another lock conflicts, or an earlier request must go first.
     Busy,
     /// The thread does not know yet whether locks reach all hosts.
     InDoubt,
 }
 
 /// Result of a test for a conflicting lock.
-enum Tested {
+enum TestResult {
     Free,
-    Conflict(InTheWay),
+    Conflict(ConflictingLock),
     /// The thread does not know yet whether locks reach all hosts.
     InDoubt,
 }
@@ -85,41 +108,43 @@ enum Tested {
 /// An open lock file.
 struct LockFile<B: Backing> {
     file: B::File,
+    /// Inode number of the lock file.
     ino: u64,
-    /// Locks that programs hold.
+    /// Locks that programs of this host hold.
     held: Table,
     /// Queue locks of waiting requests. The number of an owner is the number of its request.
-    line: Table,
-    used: Instant,
+    queue: Table,
+    last_used: Instant,
 }
 
 impl<B: Backing> LockFile<B> {
     fn is_unused(&self) -> bool {
-        self.held.is_empty() && self.line.is_empty()
+        self.held.is_empty() && self.queue.is_empty()
     }
 }
 
-/// Result of the checks whether locks exclude other hosts.
+/// Results of the checks whether locks reach other hosts.
 struct Reach {
     /// Error of locking this host's `host-NAME` file. `None` if the file is locked.
-    own: Option<Errno>,
+    host_file_error: Option<Errno>,
     other_hosts: OtherHosts,
     /// Time of the last check that found all other hosts reached.
-    seen: Option<Instant>,
+    confirmed_at: Option<Instant>,
     /// Time since when at least one host is not reached.
-    in_doubt: Option<Instant>,
+    unreached_since: Option<Instant>,
 }
 
+/// The state of the lock thread.
 pub(super) struct Keeper<B: Backing> {
     base: B,
     dir: B::Inode,
     host: String,
     shared: Arc<Shared>,
-    files: HashMap<(u64, Space), LockFile<B>>,
-    waiting: Vec<Waiting>,
+    files: HashMap<LockFileKey, LockFile<B>>,
+    waiting: Vec<WaitingRequest>,
     pending_tests: Vec<PendingTest>,
     /// This host's `host-NAME` file, locked as long as the host is alive.
-    name: Option<B::File>,
+    host_file: Option<B::File>,
     reach: Reach,
 }
 
@@ -139,29 +164,29 @@ impl<B: Backing> Keeper<B> {
             files: HashMap::new(),
             waiting: Vec::new(),
             pending_tests: Vec::new(),
-            name: None,
+            host_file: None,
             reach: Reach {
-                own: None,
+                host_file_error: None,
                 other_hosts,
-                seen: None,
-                in_doubt: None,
+                confirmed_at: None,
+                unreached_since: None,
             },
         }
     }
 
     /// Serves requests until the mount ends.
     pub(super) fn run(&mut self) {
-        self.take_name();
-        self.remove_left();
+        self.lock_host_file();
+        self.remove_lock_files_of_dead_hosts();
         while let Some(jobs) = self.next_jobs() {
             for job in jobs {
-                self.carry_out(job);
+                self.begin_job(job);
             }
             self.try_waiting();
             self.repeat_tests();
-            self.remove_idle(IDLE);
+            self.remove_idle(UNUSED_TIME_MAX);
         }
-        self.end();
+        self.stop();
     }
 
     /// Waits until there is work, and returns the new requests. Returns `None` when the thread must end.
@@ -171,13 +196,13 @@ impl<B: Backing> Keeper<B> {
             let waiting = self.waiting.iter().map(|waiting| waiting.next_try);
             let tests = self.pending_tests.iter().map(|test| test.next_try);
             let unused = self.files.values().filter(|lock| lock.is_unused());
-            let idle = unused.map(|lock| lock.used + IDLE);
+            let idle = unused.map(|lock| lock.last_used + UNUSED_TIME_MAX);
             match waiting.chain(tests).chain(idle).min() {
                 None => state.wait(&self.shared.changed),
                 Some(wake) => {
-                    let rest = wake.saturating_duration_since(Instant::now());
-                    if !rest.is_zero() {
-                        state.wait_for(&self.shared.changed, rest);
+                    let pause = wake.saturating_duration_since(Instant::now());
+                    if !pause.is_zero() {
+                        state.wait_for(&self.shared.changed, pause);
                     }
                 }
             }
@@ -189,32 +214,32 @@ impl<B: Backing> Keeper<B> {
         }
     }
 
-    fn carry_out(&mut self, job: Job) {
+    fn begin_job(&mut self, job: Job) {
         match job {
             Job::Acquire {
                 number,
                 wanted,
-                waits,
+                on_conflict,
             } => {
                 let now = Instant::now();
-                self.waiting.push(Waiting {
+                self.waiting.push(WaitingRequest {
                     number,
                     wanted,
-                    waits,
+                    on_conflict,
                     since: now,
                     next_try: now,
-                    rest: REST_MIN,
+                    pause: RETRY_PAUSE_MIN,
                 });
             }
             Job::Release {
                 file,
-                space,
+                kind,
                 what,
                 done,
             } => {
-                let released = self.release((file, space), what);
+                let released = self.release(LockFileKey { file, kind }, what);
                 let now = Instant::now();
-                let is_next = |waiting: &&mut Waiting| waiting.wanted.file == file;
+                let is_next = |waiting: &&mut WaitingRequest| waiting.wanted.file == file;
                 let next = self.waiting.iter_mut().filter(is_next);
                 next.for_each(|waiting| waiting.next_try = now);
                 done(released);
@@ -224,14 +249,14 @@ impl<B: Backing> Keeper<B> {
     }
 
     /// Answers a test. If the thread does not know yet whether locks reach all hosts, the test is kept and repeated.
-    fn answer_test(&mut self, wanted: Wanted, done: TestDone) {
+    fn answer_test(&mut self, wanted: WantedLock, done: TestDone) {
         match self.test(wanted) {
-            Ok(Tested::Free) => done(Ok(None)),
-            Ok(Tested::Conflict(found)) => done(Ok(Some(found))),
-            Ok(Tested::InDoubt) => self.pending_tests.push(PendingTest {
+            Ok(TestResult::Free) => done(Ok(None)),
+            Ok(TestResult::Conflict(found)) => done(Ok(Some(found))),
+            Ok(TestResult::InDoubt) => self.pending_tests.push(PendingTest {
                 wanted,
                 done,
-                next_try: Instant::now() + REST_MAX,
+                next_try: Instant::now() + RETRY_PAUSE_MAX,
             }),
             Err(errno) => done(Err(errno)),
         }
@@ -253,7 +278,7 @@ impl<B: Backing> Keeper<B> {
         while index < self.waiting.len() {
             if !self.shared.is_waiting(self.waiting[index].number) {
                 let interrupted = self.waiting.remove(index);
-                self.leave_line(&interrupted);
+                self.leave_queue(&interrupted);
                 continue;
             }
             if self.waiting[index].next_try > Instant::now() {
@@ -261,35 +286,35 @@ impl<B: Backing> Keeper<B> {
                 continue;
             }
             let waiting = self.waiting.remove(index);
-            let tried = if self.is_behind(&waiting, index) {
-                Ok(Tried::Busy)
+            let tried = if self.must_follow_earlier(&waiting, index) {
+                Ok(LockTry::Busy)
             } else {
-                self.try_one(&waiting)
+                self.try_request(&waiting)
             };
             match tried {
-                Ok(Tried::Granted) => {
-                    self.leave_line(&waiting);
+                Ok(LockTry::Granted) => {
+                    self.leave_queue(&waiting);
                     self.grant(&waiting);
                 }
-                Ok(Tried::Busy) if !waiting.waits => {
+                Ok(LockTry::Busy) if waiting.on_conflict == OnConflict::Fail => {
                     self.shared.answer(waiting.number, Err(Errno::AGAIN));
                 }
-                Ok(Tried::Busy | Tried::InDoubt) => {
-                    let rest_max = if self.is_in_line(&waiting) {
-                        REST_IN_LINE
+                Ok(LockTry::Busy | LockTry::InDoubt) => {
+                    let pause_max = if self.is_queued(&waiting) {
+                        QUEUED_RETRY_PAUSE_MAX
                     } else {
-                        REST_MAX
+                        RETRY_PAUSE_MAX
                     };
-                    let waiting = Waiting {
-                        next_try: Instant::now() + waiting.rest,
-                        rest: (waiting.rest * 2).min(rest_max),
+                    let waiting = WaitingRequest {
+                        next_try: Instant::now() + waiting.pause,
+                        pause: (waiting.pause * 2).min(pause_max),
                         ..waiting
                     };
                     self.waiting.insert(index, waiting);
                     index += 1;
                 }
                 Err(errno) => {
-                    self.leave_line(&waiting);
+                    self.leave_queue(&waiting);
                     self.shared.answer(waiting.number, Err(errno));
                 }
             }
@@ -297,65 +322,63 @@ impl<B: Backing> Keeper<B> {
     }
 
     /// Returns whether an earlier request of this host waits for some of the same bytes and must go first.
-    fn is_behind(&self, waiting: &Waiting, index: usize) -> bool {
+    fn must_follow_earlier(&self, waiting: &WaitingRequest, index: usize) -> bool {
         let wanted = &waiting.wanted;
-        let is_before = |earlier: &Waiting| {
+        let is_before = |earlier: &WaitingRequest| {
             let other = &earlier.wanted;
             let is_alone = [other.mode, wanted.mode].contains(&LockMode::Exclusive);
-            let is_same = (other.file, other.space) == (wanted.file, wanted.space);
+            let is_same = other.key() == wanted.key();
             is_same && is_alone && other.range.overlaps(&wanted.range)
         };
-        waiting.waits
-            && waiting.since.elapsed() < POLITE_FOR
-            && self.waiting[..index].iter().any(is_before)
+        waiting.yields() && self.waiting[..index].iter().any(is_before)
     }
 
-    fn is_in_line(&self, waiting: &Waiting) -> bool {
-        let lock = self.files.get(&(waiting.wanted.file, waiting.wanted.space));
-        let is_it = |owner: Owner| owner == owner_in_line(waiting.number);
-        lock.is_some_and(|lock| lock.line.owners().any(is_it))
+    fn is_queued(&self, waiting: &WaitingRequest) -> bool {
+        let lock = self.files.get(&waiting.wanted.key());
+        let is_it = |owner: Owner| owner == owner_in_queue(waiting.number);
+        lock.is_some_and(|lock| lock.queue.owners().any(is_it))
     }
 
-    /// Tells the program that its lock is granted. If the program waits no more, the lock is released.
-    fn grant(&mut self, waiting: &Waiting) {
-        let Wanted {
+    /// Answers a request whose lock is granted. If the request was interrupted meanwhile, the lock is released.
+    fn grant(&mut self, waiting: &WaitingRequest) {
+        let WantedLock {
             file,
-            space,
+            kind,
             owner,
             range,
             ..
         } = waiting.wanted;
-        self.tell_holders((file, space));
+        self.publish_owners(LockFileKey { file, kind });
         if !self.shared.answer(waiting.number, Ok(())) {
-            let what = Released::Range(owner.number, range);
-            if let Err(error) = self.release((file, space), what) {
+            let what = ReleasedLocks::Range(owner.number, range);
+            if let Err(error) = self.release(LockFileKey { file, kind }, what) {
                 tracing::warn!(%error, ino = file, "cannot release the lock of a file");
             }
         }
     }
 
-    fn try_one(&mut self, waiting: &Waiting) -> Result<Tried, Errno> {
-        let Wanted {
+    fn try_request(&mut self, waiting: &WaitingRequest) -> Result<LockTry, Errno> {
+        let WantedLock {
             file,
-            space,
+            kind,
             owner,
             range,
             mode,
         } = waiting.wanted;
-        let key = (file, space);
+        let key = LockFileKey { file, kind };
         for _ in 0..TRIES_MAX {
             self.open(key)?;
-            let is_reached = self.reaches_others()?;
+            let is_reached = self.do_locks_reach_others()?;
             let lock = self.files.get(&key).ok_or(Errno::NOLCK)?;
             if lock.held.conflict(owner.number, range, mode).is_some() {
-                return Ok(Tried::Busy);
+                return Ok(LockTry::Busy);
             }
             if !is_reached {
-                return Ok(Tried::InDoubt);
+                return Ok(LockTry::InDoubt);
             }
             let is_new = lock.is_unused();
             if !self.try_in_backing(waiting, key)? {
-                return Ok(Tried::Busy);
+                return Ok(LockTry::Busy);
             }
             let is_current = if is_new {
                 self.is_current(key)
@@ -369,95 +392,103 @@ impl<B: Backing> Keeper<B> {
                 continue;
             }
             let lock = self.files.get_mut(&key).ok_or(Errno::NOLCK)?;
-            lock.held.add(Held { owner, range, mode });
-            lock.used = Instant::now();
-            return Ok(Tried::Granted);
+            lock.held.add(HeldLock { owner, range, mode });
+            lock.last_used = Instant::now();
+            return Ok(LockTry::Granted);
         }
         Err(Errno::NOLCK)
     }
 
     /// Tries to lock a range for this host. On failure, a request that waits takes a place in the queue.
-    fn try_in_backing(&mut self, waiting: &Waiting, key: (u64, Space)) -> Result<bool, Errno> {
-        let Wanted { range, mode, .. } = waiting.wanted;
+    fn try_in_backing(
+        &mut self,
+        waiting: &WaitingRequest,
+        key: LockFileKey,
+    ) -> Result<bool, Errno> {
+        let WantedLock { range, mode, .. } = waiting.wanted;
         let lock = self.files.get_mut(&key).ok_or(Errno::NOLCK)?;
-        let bytes = of_bytes(range);
-        let line = of_line(range);
-        let is_polite = waiting.waits && waiting.since.elapsed() < POLITE_FOR;
-        let may_go =
-            !is_polite || no_lock(self.base.lock(&lock.file, LockRequest::Test(line, mode)))?;
-        if may_go && no_lock(self.base.lock(&lock.file, LockRequest::Range(bytes, mode)))? {
+        let bytes = bytes_in_lock_file(range);
+        let queue = queue_bytes_in_lock_file(range);
+        let may_lock = !waiting.yields()
+            || map_lock_error(self.base.lock(&lock.file, LockRequest::Test(queue, mode)))?;
+        if may_lock && map_lock_error(self.base.lock(&lock.file, LockRequest::Range(bytes, mode)))?
+        {
             return Ok(true);
         }
-        if waiting.waits && no_lock(self.base.lock(&lock.file, LockRequest::Range(line, mode)))? {
-            let owner = owner_in_line(waiting.number);
-            let (range, conflict) = (line, lock.line.conflict(owner.number, line, mode));
+        if waiting.on_conflict == OnConflict::Wait
+            && map_lock_error(self.base.lock(&lock.file, LockRequest::Range(queue, mode)))?
+        {
+            let owner = owner_in_queue(waiting.number);
+            let (range, conflict) = (queue, lock.queue.conflict(owner.number, queue, mode));
             // If two requests of this host exclude each other, the queue lock of the first one stands for both.
             if conflict.is_none() {
-                lock.line.add(Held { owner, range, mode });
+                lock.queue.add(HeldLock { owner, range, mode });
             }
         }
         Ok(false)
     }
 
-    fn leave_line(&mut self, waiting: &Waiting) {
-        let key = (waiting.wanted.file, waiting.wanted.space);
+    fn leave_queue(&mut self, waiting: &WaitingRequest) {
+        let key = waiting.wanted.key();
         let Some(lock) = self.files.get_mut(&key) else {
             return;
         };
-        let is_its = |held: &Held| {
-            let is_its = held.owner == owner_in_line(waiting.number);
+        let is_its = |held: &HeldLock| {
+            let is_its = held.owner == owner_in_queue(waiting.number);
             is_its.then_some(LockRange::WHOLE)
         };
-        lock.used = Instant::now();
-        for range in lock.line.remove(is_its) {
+        lock.last_used = Instant::now();
+        for range in lock.queue.remove(is_its) {
             if let Err(error) = self.base.lock(&lock.file, LockRequest::Unlock(range)) {
-                tracing::warn!(%error, ino = key.0, "cannot leave the line for a lock");
+                tracing::warn!(%error, ino = key.file, "cannot leave the line for a lock");
             }
         }
     }
 
-    fn release(&mut self, key: (u64, Space), what: Released) -> Result<(), Errno> {
+    fn release(&mut self, key: LockFileKey, what: ReleasedLocks) -> Result<(), Errno> {
         let Some(lock) = self.files.get_mut(&key) else {
             return Ok(());
         };
-        let removed = |held: &Held| match what {
-            Released::Range(owner, range) => (held.owner.number == owner).then_some(range),
-            Released::Owner(owner) => (held.owner.number == owner).then_some(LockRange::WHOLE),
-            Released::Handle(handle) => (held.owner.handle == handle).then_some(LockRange::WHOLE),
+        let removed = |held: &HeldLock| match what {
+            ReleasedLocks::Range(owner, range) => (held.owner.number == owner).then_some(range),
+            ReleasedLocks::Owner(owner) => (held.owner.number == owner).then_some(LockRange::WHOLE),
+            ReleasedLocks::Handle(handle) => {
+                (held.owner.handle == handle).then_some(LockRange::WHOLE)
+            }
         };
         let mut released = Ok(());
         for range in lock.held.remove(removed) {
-            let unlock = LockRequest::Unlock(of_bytes(range));
+            let unlock = LockRequest::Unlock(bytes_in_lock_file(range));
             let unlocked = self.base.lock(&lock.file, unlock);
             released = released.and(unlocked.map(drop));
         }
-        lock.used = Instant::now();
-        self.tell_holders(key);
+        lock.last_used = Instant::now();
+        self.publish_owners(key);
         released
     }
 
     /// Looks for a lock that conflicts with the wanted one, first among the programs of this host, then on other
     /// hosts.
-    fn test(&mut self, wanted: Wanted) -> Result<Tested, Errno> {
-        let Wanted {
+    fn test(&mut self, wanted: WantedLock) -> Result<TestResult, Errno> {
+        let WantedLock {
             file,
-            space,
+            kind,
             owner,
             range,
             mode,
         } = wanted;
-        let key = (file, space);
+        let key = LockFileKey { file, kind };
         self.open(key)?;
         let lock = self.files.get(&key).ok_or(Errno::NOLCK)?;
         if let Some(held) = lock.held.conflict(owner.number, range, mode) {
-            return Ok(Tested::Conflict(InTheWay {
+            return Ok(TestResult::Conflict(ConflictingLock {
                 range: held.range,
                 mode: held.mode,
                 pid: Some(held.owner.pid),
             }));
         }
-        if !self.reaches_others()? {
-            return Ok(Tested::InDoubt);
+        if !self.do_locks_reach_others()? {
+            return Ok(TestResult::InDoubt);
         }
         // A lock file that has lost its name carries no valid locks.
         if !self.is_current(key)? {
@@ -466,11 +497,11 @@ impl<B: Backing> Keeper<B> {
         }
         let lock = self.files.get(&key).ok_or(Errno::NOLCK)?;
         let is_free = |mode| {
-            let test = LockRequest::Test(of_bytes(range), mode);
-            no_lock(self.base.lock(&lock.file, test))
+            let test = LockRequest::Test(bytes_in_lock_file(range), mode);
+            map_lock_error(self.base.lock(&lock.file, test))
         };
         if is_free(mode)? {
-            return Ok(Tested::Free);
+            return Ok(TestResult::Free);
         }
         let mode = if is_free(LockMode::Shared)? {
             LockMode::Shared
@@ -478,11 +509,12 @@ impl<B: Backing> Keeper<B> {
             LockMode::Exclusive
         };
         let pid = None;
-        Ok(Tested::Conflict(InTheWay { range, mode, pid }))
+        Ok(TestResult::Conflict(ConflictingLock { range, mode, pid }))
     }
 
-    /// Publishes which owners have locks of a file, for calls that do not wait for the thread.
-    fn tell_holders(&self, key: (u64, Space)) {
+    /// Publishes the owners of the locks of a file, for [`FileLocks::is_held`](super::FileLocks::is_held), which does
+    /// not wait for the thread.
+    fn publish_owners(&self, key: LockFileKey) {
         let lock = self.files.get(&key);
         let owners = lock.map(|lock| lock.held.owners().collect());
         self.shared.set_holders(key, owners.unwrap_or_default());
@@ -490,39 +522,39 @@ impl<B: Backing> Keeper<B> {
 
     // ---- files -------------------------------------------------------------------------------
 
-    fn open(&mut self, key: (u64, Space)) -> Result<(), Errno> {
+    fn open(&mut self, key: LockFileKey) -> Result<(), Errno> {
         if self.files.contains_key(&key) {
             return Ok(());
         }
-        if let Some(errno) = self.reach.own {
+        if let Some(errno) = self.reach.host_file_error {
             return Err(errno);
         }
-        let opened = own::open_or_create(&self.base, &self.dir, &name_of(key));
-        let file = opened.map_err(|error| refused(&error.into()))?;
+        let opened = own::open_or_create(&self.base, &self.dir, &lock_file_name(key));
+        let file = opened.map_err(|error| lock_error(&error.into()))?;
         let ino = self.base.attr_of_file(&file)?.ino;
         let lock = LockFile {
             file,
             ino,
             held: Table::default(),
-            line: Table::default(),
-            used: Instant::now(),
+            queue: Table::default(),
+            last_used: Instant::now(),
         };
         self.files.insert(key, lock);
         Ok(())
     }
 
     /// Returns whether the name of a lock file still leads to the opened file.
-    fn is_current(&self, key: (u64, Space)) -> Result<bool, Errno> {
+    fn is_current(&self, key: LockFileKey) -> Result<bool, Errno> {
         let Some(lock) = self.files.get(&key) else {
             return Ok(false);
         };
-        let found = own::find(&self.base, &self.dir, OsStr::new(&name_of(key)))?;
+        let found = own::find(&self.base, &self.dir, OsStr::new(&lock_file_name(key)))?;
         Ok(found.is_some_and(|(_, attr)| attr.ino == lock.ino))
     }
 
     /// Closes lock files that were unused for `idle`, and removes those that no other host uses.
     fn remove_idle(&mut self, idle: Duration) {
-        let is_idle = |lock: &LockFile<B>| lock.is_unused() && lock.used.elapsed() >= idle;
+        let is_idle = |lock: &LockFile<B>| lock.is_unused() && lock.last_used.elapsed() >= idle;
         let all = self.files.iter();
         let keys: Vec<_> = all
             .filter(|(_, lock)| is_idle(lock))
@@ -531,7 +563,7 @@ impl<B: Backing> Keeper<B> {
         for key in keys {
             let is_current = self.is_current(key).unwrap_or(false);
             if let Some(lock) = self.files.remove(&key) {
-                self.remove_if_free(lock.file, &name_of(key), is_current);
+                self.remove_if_free(lock.file, &lock_file_name(key), is_current);
             }
         }
     }
@@ -547,7 +579,7 @@ impl<B: Backing> Keeper<B> {
     }
 
     /// Removes unused lock files that dead hosts left.
-    fn remove_left(&self) {
+    fn remove_lock_files_of_dead_hosts(&self) {
         let Ok(names) = own::list(&self.base, &self.dir) else {
             return;
         };
@@ -555,7 +587,7 @@ impl<B: Backing> Keeper<B> {
             let Ok(name) = String::from_utf8(name) else {
                 continue;
             };
-            if name == host_name(&self.host) {
+            if name == host_file_name(&self.host) {
                 continue;
             }
             let Ok(Some(inode)) = own::find_file(&self.base, &self.dir, &name) else {
@@ -572,7 +604,7 @@ impl<B: Backing> Keeper<B> {
         }
     }
 
-    fn end(&mut self) {
+    fn stop(&mut self) {
         let numbers: Vec<_> = {
             let mut state = self.shared.state.lock();
             state.is_closed = true;
@@ -585,11 +617,11 @@ impl<B: Backing> Keeper<B> {
             (test.done)(Err(Errno::NOLCK));
         }
         for lock in self.files.values_mut() {
-            (lock.held, lock.line) = (Table::default(), Table::default());
+            (lock.held, lock.queue) = (Table::default(), Table::default());
         }
         self.remove_idle(Duration::ZERO);
-        if let Some(file) = self.name.take() {
-            self.remove_if_free(file, &host_name(&self.host), true);
+        if let Some(file) = self.host_file.take() {
+            self.remove_if_free(file, &host_file_name(&self.host), true);
         }
         self.shared.state.lock().has_ended = true;
         self.shared.changed.notify_all();
@@ -598,9 +630,9 @@ impl<B: Backing> Keeper<B> {
     // ---- reach -------------------------------------------------------------------------------
 
     /// Locks this host's `host-NAME` file, by which other hosts see that locks reach it.
-    fn take_name(&mut self) {
+    fn lock_host_file(&mut self) {
         let taken = || -> Result<B::File, Errno> {
-            let name = host_name(&self.host);
+            let name = host_file_name(&self.host);
             let file = own::open_or_create(&self.base, &self.dir, &name)?;
             let whole = LockRequest::Range(LockRange::WHOLE, LockMode::Exclusive);
             match self.base.lock(&file, whole)? {
@@ -609,10 +641,10 @@ impl<B: Backing> Keeper<B> {
             }
         };
         match taken() {
-            Ok(file) => self.name = Some(file),
+            Ok(file) => self.host_file = Some(file),
             Err(error) => {
                 tracing::warn!(%error, "files in the backing cannot be locked: programs are refused locks, and appends");
-                self.reach.own = Some(refused(&error));
+                self.reach.host_file_error = Some(lock_error(&error));
             }
         }
     }
@@ -620,20 +652,20 @@ impl<B: Backing> Keeper<B> {
     /// Returns whether this host sees the locks of all other living hosts.
     ///
     /// Returns false while that is unknown, and fails with ENOLCK if a host stays unreached.
-    fn reaches_others(&mut self) -> Result<bool, Errno> {
-        let is_fresh = |seen: Instant| seen.elapsed() < REACH_FOR;
-        if self.reach.seen.is_some_and(is_fresh) {
+    fn do_locks_reach_others(&mut self) -> Result<bool, Errno> {
+        let is_fresh = |seen: Instant| seen.elapsed() < REACH_VALID_FOR;
+        if self.reach.confirmed_at.is_some_and(is_fresh) {
             return Ok(true);
         }
         match self.find_unreached()? {
             None => {
-                self.reach.seen = Some(Instant::now());
-                self.reach.in_doubt = None;
+                self.reach.confirmed_at = Some(Instant::now());
+                self.reach.unreached_since = None;
                 Ok(true)
             }
             Some(host) => {
-                let since = *self.reach.in_doubt.get_or_insert_with(Instant::now);
-                if since.elapsed() < REACH_PATIENCE {
+                let since = *self.reach.unreached_since.get_or_insert_with(Instant::now);
+                if since.elapsed() < UNREACHED_TIMEOUT {
                     return Ok(false);
                 }
                 tracing::warn!(
@@ -647,12 +679,12 @@ impl<B: Backing> Keeper<B> {
 
     fn find_unreached(&self) -> Result<Option<String>, Errno> {
         for host in (self.reach.other_hosts)()? {
-            let Some(inode) = own::find_file(&self.base, &self.dir, &host_name(&host))? else {
+            let Some(inode) = own::find_file(&self.base, &self.dir, &host_file_name(&host))? else {
                 return Ok(Some(host));
             };
             let file = self.base.open(&inode, firn_backing::Access::ReadWrite)?;
             let whole = LockRequest::Test(LockRange::WHOLE, LockMode::Exclusive);
-            if no_lock(self.base.lock(&file, whole))? {
+            if map_lock_error(self.base.lock(&file, whole))? {
                 return Ok(Some(host));
             }
         }
@@ -660,20 +692,20 @@ impl<B: Backing> Keeper<B> {
     }
 }
 
-fn name_of((file, space): (u64, Space)) -> String {
-    match space {
-        Space::Bytes => file.to_string(),
-        Space::Flock => format!("{file}.flock"),
-        Space::End => format!("{file}.end"),
+fn lock_file_name(LockFileKey { file, kind }: LockFileKey) -> String {
+    match kind {
+        LockKind::Bytes => file.to_string(),
+        LockKind::Flock => format!("{file}.flock"),
+        LockKind::End => format!("{file}.end"),
     }
 }
 
-fn host_name(host: &str) -> String {
+fn host_file_name(host: &str) -> String {
     format!("host-{host}")
 }
 
-/// Returns the owner that stands for a request in the queue. Only the number of the request is known.
-fn owner_in_line(number: u64) -> Owner {
+/// Returns the owner by which the table of the queue knows a request. Only its number counts.
+fn owner_in_queue(number: u64) -> Owner {
     Owner {
         number,
         handle: 0,
@@ -681,32 +713,32 @@ fn owner_in_line(number: u64) -> Owner {
     }
 }
 
-/// Returns the bytes of the lock file that stand for these bytes of the file. All bytes from [`LINE`] - 1 on share
-/// one byte.
-fn of_bytes(range: LockRange) -> LockRange {
+/// Returns the bytes of the lock file that stand for these bytes of the file. All bytes from [`QUEUE_OFFSET`] - 1 on
+/// share one byte.
+fn bytes_in_lock_file(range: LockRange) -> LockRange {
     LockRange {
-        first: range.first.min(LINE - 1),
-        last: range.last.min(LINE - 1),
+        first: range.first.min(QUEUE_OFFSET - 1),
+        last: range.last.min(QUEUE_OFFSET - 1),
     }
 }
 
 /// Returns the bytes of the lock file that stand for the queue for these bytes of the file.
-fn of_line(range: LockRange) -> LockRange {
-    let LockRange { first, last } = of_bytes(range);
+fn queue_bytes_in_lock_file(range: LockRange) -> LockRange {
+    let LockRange { first, last } = bytes_in_lock_file(range);
     LockRange {
-        first: first + LINE,
-        last: last + LINE,
+        first: first + QUEUE_OFFSET,
+        last: last + QUEUE_OFFSET,
     }
 }
 
 /// Returns the error that a program gets if the backing has no locks.
-fn refused(error: &Errno) -> Errno {
+fn lock_error(error: &Errno) -> Errno {
     match *error {
         Errno::NOSYS | Errno::OPNOTSUPP | Errno::INVAL | Errno::PERM => Errno::NOLCK,
         error => error,
     }
 }
 
-fn no_lock<T>(outcome: Result<T, Errno>) -> Result<T, Errno> {
-    outcome.map_err(|error| refused(&error))
+fn map_lock_error<T>(outcome: Result<T, Errno>) -> Result<T, Errno> {
+    outcome.map_err(|error| lock_error(&error))
 }

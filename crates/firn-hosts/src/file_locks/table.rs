@@ -19,7 +19,7 @@ pub struct Owner {
 
 /// A held lock of a byte range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Held {
+pub(super) struct HeldLock {
     pub(super) owner: Owner,
     pub(super) range: LockRange,
     pub(super) mode: LockMode,
@@ -28,7 +28,7 @@ pub(super) struct Held {
 /// The locks of this host's programs on one file; the module text describes it.
 #[derive(Default)]
 pub(super) struct Table {
-    held: Vec<Held>,
+    held: Vec<HeldLock>,
 }
 
 impl Table {
@@ -41,8 +41,13 @@ impl Table {
     }
 
     /// Returns a lock of another owner that excludes the given one.
-    pub(super) fn conflict(&self, owner: u64, range: LockRange, mode: LockMode) -> Option<Held> {
-        let excludes = |held: &&Held| {
+    pub(super) fn conflict(
+        &self,
+        owner: u64,
+        range: LockRange,
+        mode: LockMode,
+    ) -> Option<HeldLock> {
+        let excludes = |held: &&HeldLock| {
             let is_alone = held.mode == LockMode::Exclusive || mode == LockMode::Exclusive;
             held.owner.number != owner && is_alone && held.range.overlaps(&range)
         };
@@ -50,7 +55,7 @@ impl Table {
     }
 
     /// Adds a lock. It replaces the locks that its owner had on the same bytes.
-    pub(super) fn add(&mut self, lock: Held) {
+    pub(super) fn add(&mut self, lock: HeldLock) {
         self.cut(|held| (held.owner.number == lock.owner.number).then_some(lock.range));
         self.held.push(lock);
         debug_assert!(self.is_consistent());
@@ -58,7 +63,10 @@ impl Table {
 
     /// Removes from each lock the range that `what` returns for that lock. Returns the removed bytes on which no lock
     /// remains.
-    pub(super) fn remove(&mut self, what: impl Fn(&Held) -> Option<LockRange>) -> Vec<LockRange> {
+    pub(super) fn remove(
+        &mut self,
+        what: impl Fn(&HeldLock) -> Option<LockRange>,
+    ) -> Vec<LockRange> {
         let removed = self.cut(what);
         removed
             .into_iter()
@@ -67,7 +75,7 @@ impl Table {
     }
 
     /// Removes from each lock the range that `what` returns for that lock. Returns the removed ranges.
-    fn cut(&mut self, what: impl Fn(&Held) -> Option<LockRange>) -> Vec<LockRange> {
+    fn cut(&mut self, what: impl Fn(&HeldLock) -> Option<LockRange>) -> Vec<LockRange> {
         let mut removed = Vec::new();
         let mut left = Vec::with_capacity(self.held.len());
         for held in self.held.drain(..) {
@@ -79,7 +87,7 @@ impl Table {
                         last: range.last.min(held.range.last),
                     });
                     let parts = held.range.without(&range);
-                    left.extend(parts.map(|range| Held { range, ..held }));
+                    left.extend(parts.map(|range| HeldLock { range, ..held }));
                 }
             }
         }
@@ -127,8 +135,8 @@ mod tests {
         LockRange { first, last }
     }
 
-    fn held(number: u64, first: u64, last: u64, mode: LockMode) -> Held {
-        Held {
+    fn held(number: u64, first: u64, last: u64, mode: LockMode) -> HeldLock {
+        HeldLock {
             owner: owner(number),
             range: range(first, last),
             mode,

@@ -25,17 +25,17 @@ use std::time::{Duration, Instant};
 use crate::{OwnError, own};
 use firn_backing::{Access, Backing, LockMode};
 
-use super::service::{Asked, Behind, LockService, ServiceError};
+use super::service::{LockService, QueuePosition, ServiceError, TokenReply};
 
 /// Size of a holder's record in bytes: the name of its host (at most 64), its process id and the number of the
 /// holding.
 const RECORD_BYTES: usize = 128;
-/// Pause between two attempts, as a multiple of the duration of one attempt. It limits the load on the servers.
-const REST_PER_LOOK: u32 = 20;
-const REST_MIN: Duration = Duration::from_millis(2);
-const REST_MAX: Duration = Duration::from_millis(100);
+/// Pause between two attempts, as a multiple of the duration of one attempt. So a slow server gets fewer attempts.
+const RETRY_PAUSE_FACTOR: u32 = 20;
+const RETRY_PAUSE_MIN: Duration = Duration::from_millis(2);
+const RETRY_PAUSE_MAX: Duration = Duration::from_millis(100);
 /// Factor by which the pause is longer for a host that is not the next one.
-const REST_BEHIND: u32 = 4;
+const QUEUED_PAUSE_FACTOR: u32 = 4;
 /// Minimum time between two reads of the holder's record.
 const READ_RECORD_EVERY: Duration = Duration::from_millis(200);
 
@@ -46,21 +46,21 @@ pub struct FlockService<B: Backing> {
     lane: usize,
     host: String,
     /// Open file `lane-N.next`. It is locked once this host is the next one.
-    next: Option<Lock<B::File>>,
+    next: Option<LockedFile<B::File>>,
     /// Open file `lane-N`. It is locked once this host has the token.
-    token: Option<Lock<B::File>>,
+    token: Option<LockedFile<B::File>>,
     /// Number of holdings of this host so far.
     holdings: u64,
-    seen: Option<Seen>,
+    seen: Option<SeenRecord>,
 }
 
-struct Lock<F> {
+struct LockedFile<F> {
     file: F,
     is_ours: bool,
 }
 
 /// The holder's record as it was last read.
-struct Seen {
+struct SeenRecord {
     record: String,
     at: Instant,
 }
@@ -93,12 +93,12 @@ impl<B: Backing> FlockService<B> {
     fn try_lock(
         base: &B,
         dir: &B::Inode,
-        slot: &mut Option<Lock<B::File>>,
+        slot: &mut Option<LockedFile<B::File>>,
         name: &str,
     ) -> Result<bool, OwnError> {
         let lock = match slot {
             Some(lock) => lock,
-            None => slot.insert(Lock {
+            None => slot.insert(LockedFile {
                 file: own::open_or_create(base, dir, name)?,
                 is_ours: false,
             }),
@@ -109,7 +109,7 @@ impl<B: Backing> FlockService<B> {
         Ok(lock.is_ours)
     }
 
-    fn try_both(&mut self) -> Result<bool, OwnError> {
+    fn try_lock_both(&mut self) -> Result<bool, OwnError> {
         let (base, dir) = (Arc::clone(&self.base), self.dir.clone());
         let (next, token) = (self.next_name(), self.token_name());
         Ok(Self::try_lock(&base, &dir, &mut self.next, &next)?
@@ -131,13 +131,14 @@ impl<B: Backing> FlockService<B> {
         Ok(own::write_all(&*self.base, &token.file, &record, 0)?)
     }
 
-    /// Returns the holder's record. The file is read again only after [`READ_RECORD_EVERY`].
-    fn holding(&mut self) -> Result<String, OwnError> {
+    /// Returns the holder's record, which identifies the holding. The file is read again only after
+    /// [`READ_RECORD_EVERY`].
+    fn find_holding(&mut self) -> Result<String, OwnError> {
         let now = Instant::now();
-        let is_fresh = |seen: &Seen| now - seen.at < READ_RECORD_EVERY;
+        let is_fresh = |seen: &SeenRecord| now - seen.at < READ_RECORD_EVERY;
         if !self.seen.as_ref().is_some_and(is_fresh) {
             let record = self.read_record()?;
-            self.seen = Some(Seen { record, at: now });
+            self.seen = Some(SeenRecord { record, at: now });
         }
         Ok(self
             .seen
@@ -171,25 +172,25 @@ where
     B::Inode: Send,
     B::File: Send,
 {
-    fn ask(&mut self) -> Result<Asked, ServiceError> {
+    fn ask(&mut self) -> Result<TokenReply, ServiceError> {
         let began = Instant::now();
-        if self.try_both()? {
+        if self.try_lock_both()? {
             let written = self.write_record();
             self.next = None;
             self.seen = None;
             written?;
-            return Ok(Asked::Granted);
+            return Ok(TokenReply::Granted);
         }
         let is_next = self.next.as_ref().is_some_and(|next| next.is_ours);
-        let rest = (began.elapsed() * REST_PER_LOOK).clamp(REST_MIN, REST_MAX);
-        let holding = self.holding()?;
-        Ok(Asked::Behind(Behind {
+        let pause = (began.elapsed() * RETRY_PAUSE_FACTOR).clamp(RETRY_PAUSE_MIN, RETRY_PAUSE_MAX);
+        let holding = self.find_holding()?;
+        Ok(TokenReply::Queued(QueuePosition {
             holder: host_of(&holding),
             holding,
-            rest: if is_next {
-                rest
+            ask_again_after: if is_next {
+                pause
             } else {
-                (rest * REST_BEHIND).min(REST_MAX)
+                (pause * QUEUED_PAUSE_FACTOR).min(RETRY_PAUSE_MAX)
             },
         }))
     }

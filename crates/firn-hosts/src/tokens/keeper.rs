@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 use firn_backing::lock::{Mutex, MutexGuard};
 use parking_lot::Condvar;
 
-use super::service::{Asked, LockService, ServiceError};
-use super::turn::{Limits, Permit, Step, TokenFigures, Turn, Use};
+use super::service::{LockService, ServiceError, TokenReply};
+use super::turn::{Permit, Step, TokenFigures, TokenLimits, TokenMachine, TokenUse};
 
 /// Callback that wakes the threads of a lane.
 pub type Waker = Box<dyn Fn() + Send + Sync>;
@@ -33,14 +33,14 @@ struct Shared {
 }
 
 struct KeeperState {
-    turn: Turn,
+    turn: TokenMachine,
     is_stopping: bool,
     has_ended: bool,
 }
 
 impl LaneToken {
-    fn new(limits: Limits, renew_every: Option<Duration>) -> Self {
-        let turn = Turn::new(limits, renew_every, Instant::now());
+    fn new(limits: TokenLimits, renew_every: Option<Duration>) -> Self {
+        let turn = TokenMachine::new(limits, renew_every, Instant::now());
         Self {
             shared: Arc::new(Shared {
                 state: Mutex::new(KeeperState {
@@ -65,10 +65,10 @@ impl LaneToken {
     pub fn enter(&self) -> Permit {
         self.update(|state| {
             if state.is_stopping {
-                return Permit::Go(Use::without_token());
+                return Permit::Go(TokenUse::without_token());
             }
             let permit = state.turn.enter(Instant::now());
-            if state.turn.take_task() {
+            if state.turn.take_keeper_wake() {
                 self.shared.changed.notify_one();
             }
             permit
@@ -76,7 +76,7 @@ impl LaneToken {
     }
 
     /// Ends the use of a permit. The thread must call this when all work that it picked with the permit is done.
-    pub fn leave(&self, ended: Use) {
+    pub fn leave(&self, ended: TokenUse) {
         let mut state = self.shared.state.lock();
         if state.turn.leave(&ended, Instant::now()) {
             self.shared.changed.notify_one();
@@ -115,12 +115,12 @@ impl LaneToken {
 
     /// Runs `work` on the state, and afterwards wakes the lane if the state has news.
     fn update<T>(&self, work: impl FnOnce(&mut MutexGuard<'_, KeeperState>) -> T) -> T {
-        let (done, has_news) = {
+        let (done, must_wake_lane) = {
             let mut state = self.shared.state.lock();
             let done = work(&mut state);
-            (done, state.turn.take_news())
+            (done, state.turn.take_lane_wake())
         };
-        if has_news {
+        if must_wake_lane {
             self.wake();
         }
         done
@@ -132,7 +132,7 @@ impl LaneToken {
         self.update(|state| {
             let step = state.turn.next_step(Instant::now());
             if state.is_stopping {
-                return state.turn.has_asked().then_some(Step::GiveBack);
+                return state.turn.must_give_back().then_some(Step::GiveBack);
             }
             if let Step::Sleep(at_most) = step {
                 match at_most {
@@ -179,16 +179,16 @@ impl LaneToken {
     }
 }
 
-fn note_asked(turn: &mut Turn, asked: Result<Asked, ServiceError>) {
+fn note_asked(turn: &mut TokenMachine, asked: Result<TokenReply, ServiceError>) {
     let now = Instant::now();
     match asked {
-        Ok(Asked::Granted) => turn.note_granted(now),
-        Ok(Asked::Behind(behind)) => turn.note_behind(behind, now),
+        Ok(TokenReply::Granted) => turn.note_granted(now),
+        Ok(TokenReply::Queued(behind)) => turn.note_queued(behind, now),
         Err(error) => note_failure(turn, &error),
     }
 }
 
-fn note_failure(turn: &mut Turn, error: &ServiceError) {
+fn note_failure(turn: &mut TokenMachine, error: &ServiceError) {
     tracing::debug!(%error, "the lock service failed");
     let now = Instant::now();
     match error {
@@ -215,11 +215,11 @@ pub struct Tokens {
 }
 
 /// How long the drop of [`Tokens`] waits for the tokens to be given back.
-const STOP_PATIENCE: Duration = Duration::from_secs(1);
+const STOP_TIMEOUT: Duration = Duration::from_secs(1);
 
 impl Tokens {
     /// Starts a keeper for each service. The services are in the order of the lanes, one for each lane.
-    pub fn start(services: Vec<Box<dyn LockService>>, limits: Limits) -> io::Result<Self> {
+    pub fn start(services: Vec<Box<dyn LockService>>, limits: TokenLimits) -> io::Result<Self> {
         let mut tokens = Self { lanes: Vec::new() };
         for (index, mut service) in services.into_iter().enumerate() {
             let lane = LaneToken::new(limits, service.renew_every());
@@ -261,6 +261,6 @@ impl Tokens {
 
 impl Drop for Tokens {
     fn drop(&mut self) {
-        self.stop_within(STOP_PATIENCE);
+        self.stop_within(STOP_TIMEOUT);
     }
 }

@@ -12,14 +12,14 @@ const GROUP_DIGITS: usize = 16;
 
 /// Opens `.firn/tokens/`, and creates it if it does not exist.
 pub fn make_dir<B: Backing>(base: &B) -> Result<B::Inode, OwnError> {
-    let top = own::dir(base, &base.root(), TOP)?;
-    own::dir(base, &top, DIR).map_err(|error| error.below(TOP))
+    let top = own::make_dir(base, &base.root(), TOP)?;
+    own::make_dir(base, &top, DIR).map_err(|error| error.below(TOP))
 }
 
 /// Returns the name for the tokens of this backing, which is equal on all hosts. The first host generates the name at
 /// random.
 pub fn find_group<B: Backing>(base: &B, host: &str) -> Result<String, OwnError> {
-    let top = own::dir(base, &base.root(), TOP)?;
+    let top = own::make_dir(base, &base.root(), TOP)?;
     let in_top = |error: OwnError| error.below(TOP);
     let vote = VoteDir::make(base, &top, DIR, host).map_err(in_top)?;
     let in_dir = |error: OwnError| error.below(DIR).below(TOP);

@@ -5,25 +5,25 @@ use std::time::Duration;
 
 use crate::OwnError;
 
-/// Result of a request for the token.
+/// Answer of a lock service to a request for the token.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Asked {
+pub enum TokenReply {
     /// This host has the token.
     Granted,
     /// Other hosts are ahead in the queue.
-    Behind(Behind),
+    Queued(QueuePosition),
 }
 
-/// The current holding of the token, and the time until the next request.
+/// The token is held by another host: its holder, and the time until the next request.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Behind {
+pub struct QueuePosition {
     /// Name of the holder, for people. `None` if it is unknown.
     pub holder: Option<String>,
     /// Identifies the holding; any two holdings have different values. As long as the value changes, the token passes
     /// from host to host.
     pub holding: String,
     /// How long to wait before the next request.
-    pub rest: Duration,
+    pub ask_again_after: Duration,
 }
 
 /// Error of a lock service.
@@ -48,7 +48,7 @@ pub enum ServiceError {
 /// One thread makes all calls, one after the other. A call may take long only if the service does not answer.
 pub trait LockService: Send {
     /// Requests the token, or checks an earlier request again. A host keeps its place in the queue between two calls.
-    fn ask(&mut self) -> Result<Asked, ServiceError>;
+    fn ask(&mut self) -> Result<TokenReply, ServiceError>;
     /// Gives the token back, or withdraws the request.
     fn give_back(&mut self) -> Result<(), ServiceError>;
     /// Returns whether another host waits for the token that this host holds.

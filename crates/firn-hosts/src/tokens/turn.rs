@@ -4,7 +4,7 @@
 //!           enter                   granted
 //!   Idle ──────────► Waiting ───────────────────► Held
 //!    ▲                  │  no change for `wait`,      │ idle, or the batch is over and others wait,
-//!    │                  ▼  or `WAITS_MAX * wait` over │ or lost
+//!    │                  ▼  or waited too long         │ or lost
 //!    │               Without ──── granted ──────────►│
 //!    └───────────────────────────────────────────────┘
 //! ```
@@ -13,32 +13,33 @@
 //! * `uses` counts only permits of the present holding.
 //! * While the token must be given back (`is_returning`), the keeper makes no request.
 //! * In the state `Without` every permit is given at once, whatever the service does.
-//! * No wait is longer than `WAITS_MAX * wait`, whatever the service reports. That the token changes hands is only a
-//!   claim of the service.
+//! * No wait is longer than `WAIT_FACTOR_MAX * wait`, whatever the service reports. That the token changes hands is
+//!   only a claim of the service.
 
 use std::time::{Duration, Instant};
 
 use firn_backing::backoff::Backoff;
 
-use super::service::Behind;
+use super::service::QueuePosition;
 
 /// How long an unused token is kept. Giving it back and requesting it again would cost one or two round trips.
-const LINGER: Duration = Duration::from_millis(10);
+const KEEP_UNUSED_FOR: Duration = Duration::from_millis(10);
 /// Time between requests that fail.
 const RETRY: Backoff = Backoff::new(Duration::from_millis(50), Duration::from_secs(1));
-/// How many times `wait` a lane waits in a queue that moves. In queues of up to `WAITS_MAX * wait / hold` hosts every
-/// host is therefore served in order.
-pub const WAITS_MAX: u32 = 8;
+
+/// Longest wait of a lane in a queue that moves, as a multiple of [`TokenLimits::wait`]. Every host of a queue of up to
+/// `WAIT_FACTOR_MAX * wait / hold` hosts is therefore served in order.
+pub const WAIT_FACTOR_MAX: u32 = 8;
 /// Maximum time between two requests of a lane that writes without its token, unless `wait` is longer.
-const ASK_AGAIN_LAST: Duration = Duration::from_secs(60);
+const REQUEST_PAUSE_MAX: Duration = Duration::from_secs(60);
 
 /// How long a lane holds a token, and how long it waits for one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Limits {
+pub struct TokenLimits {
     /// Length of a batch. After it the token goes to a host that waits for it.
     pub hold: Duration,
     /// Maximum wait while the service does not answer or the token does not change hands. While the token changes
-    /// hands, the maximum is [`WAITS_MAX`] times as long. Must be at least twice `hold`.
+    /// hands, the maximum is [`WAIT_FACTOR_MAX`] times as long. Must be at least twice `hold`.
     pub wait: Duration,
 }
 
@@ -46,7 +47,7 @@ pub struct Limits {
 #[derive(Debug, PartialEq, Eq)]
 pub enum Permit {
     /// The thread may pick and write. It must hand the use back ([`crate::tokens::LaneToken::leave`]).
-    Go(Use),
+    Go(TokenUse),
     /// The thread must wait until the lane is woken, but no longer than this time.
     Wait(Duration),
 }
@@ -54,12 +55,12 @@ pub enum Permit {
 /// One thread's use of a token.
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "the token is held until each use has ended"]
-pub struct Use {
+pub struct TokenUse {
     /// Number of the holding. `None` if the thread writes without a token.
     holding: Option<u64>,
 }
 
-impl Use {
+impl TokenUse {
     /// Returns whether the thread writes with the token.
     pub fn has_token(&self) -> bool {
         self.holding.is_some()
@@ -108,73 +109,82 @@ pub struct TokenFigures {
 /// The next step of a keeper.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Step {
+    /// Request the token, or check an earlier request again.
     Ask,
+    /// Give the token back, or withdraw the request.
     GiveBack,
+    /// Ask whether other hosts wait for the token.
     LookForOthers,
+    /// Tell the service that this host is alive.
     Renew,
     /// Sleep until something changes, or for this time.
     Sleep(Option<Duration>),
 }
 
+/// State of the machine; see the diagram in the head of this file.
 #[derive(Debug)]
 enum Phase {
     Idle,
-    Waiting(Waiting),
-    Held(Held),
-    Without(Without),
+    Waiting(WaitingPhase),
+    Held(HeldPhase),
+    Without(TokenlessPhase),
 }
 
+/// The lane waits for the token.
 #[derive(Debug)]
-struct Waiting {
+struct WaitingPhase {
     /// Time of the last change of hands, as far as the service reported it.
-    moved: Instant,
+    last_handover: Instant,
     /// The holding that the service reported last.
     holding: Option<String>,
-    ask_at: Instant,
+    next_request_at: Instant,
     /// Number of failed requests in a row.
     failures: u32,
 }
 
-impl Waiting {
+impl WaitingPhase {
     /// Returns the end of a wait that began at `began`.
-    fn ends_at(&self, began: Instant, limits: Limits) -> Instant {
-        (self.moved + limits.wait).min(began + limits.wait * WAITS_MAX)
+    fn ends_at(&self, began: Instant, limits: TokenLimits) -> Instant {
+        (self.last_handover + limits.wait).min(began + limits.wait * WAIT_FACTOR_MAX)
     }
 }
 
+/// This host has the token.
 #[derive(Debug)]
-struct Held {
+struct HeldPhase {
+    /// End of the batch. Then the token goes to a host that waits for it; without such a host a new batch begins.
     batch_ends: Instant,
     /// Another host waits for the end of this batch.
     is_awaited: bool,
-    look_at: Instant,
+    check_others_at: Instant,
     renew_at: Option<Instant>,
 }
 
+/// The lane writes without the token, because none came in time.
 #[derive(Debug)]
-struct Without {
-    ask_at: Instant,
+struct TokenlessPhase {
+    next_request_at: Instant,
     /// Number of requests since the lane went on without the token.
     tries: u32,
     /// A request is in progress.
-    is_asking: bool,
+    is_request_open: bool,
     /// The lane had work since the last request.
     is_wanted: bool,
-    /// The holding that did not end.
+    /// The holding whose end the lane has waited for in vain.
     stuck_holding: Option<String>,
     /// The queue moved until the end of the wait. The lane does not wait for that queue again; it keeps its place in
     /// the queue while it writes.
     is_queue_long: bool,
     /// The lane has a place in the queue now.
-    is_in_line: bool,
+    is_queued: bool,
     /// Time when a thread of the lane last had something to write.
     wanted_at: Instant,
 }
 
-/// The state of one lane's token.
+/// The state machine of one lane's token.
 #[derive(Debug)]
-pub(crate) struct Turn {
-    limits: Limits,
+pub(crate) struct TokenMachine {
+    limits: TokenLimits,
     renew_every: Option<Duration>,
     phase: Phase,
     phase_since: Instant,
@@ -185,17 +195,17 @@ pub(crate) struct Turn {
     /// Time since when no permit is in use.
     unused_since: Instant,
     /// The service has a request of this host, or this host has the token.
-    is_asked: bool,
+    has_request: bool,
     is_returning: bool,
     /// The threads of the lane must be woken.
-    has_news: bool,
+    must_wake_lane: bool,
     /// The keeper must be woken.
-    has_task: bool,
+    must_wake_keeper: bool,
     figures: TokenFigures,
 }
 
-impl Turn {
-    pub(crate) fn new(limits: Limits, renew_every: Option<Duration>, now: Instant) -> Self {
+impl TokenMachine {
+    pub(crate) fn new(limits: TokenLimits, renew_every: Option<Duration>, now: Instant) -> Self {
         Self {
             limits,
             renew_every,
@@ -204,10 +214,10 @@ impl Turn {
             holding: 0,
             uses: 0,
             unused_since: now,
-            is_asked: false,
+            has_request: false,
             is_returning: false,
-            has_news: false,
-            has_task: false,
+            must_wake_lane: false,
+            must_wake_keeper: false,
             figures: TokenFigures::default(),
         }
     }
@@ -219,7 +229,7 @@ impl Turn {
         match &mut self.phase {
             Phase::Idle => {
                 self.begin_to_wait(now);
-                self.has_task = true;
+                self.must_wake_keeper = true;
                 Permit::Wait(self.limits.wait)
             }
             Phase::Waiting(waiting) => {
@@ -228,11 +238,11 @@ impl Turn {
                     return Permit::Wait(until - now);
                 }
                 self.go_without(now);
-                Permit::Go(Use::without_token())
+                Permit::Go(TokenUse::without_token())
             }
             Phase::Held(held) if now < held.batch_ends || !held.is_awaited => {
                 self.uses += 1;
-                Permit::Go(Use {
+                Permit::Go(TokenUse {
                     holding: Some(self.holding),
                 })
             }
@@ -241,7 +251,7 @@ impl Turn {
                 // ends the holding.
                 self.end_holding(now);
                 self.begin_to_wait(now);
-                self.has_task = true;
+                self.must_wake_keeper = true;
                 Permit::Wait(self.limits.wait)
             }
             Phase::Held(held) => {
@@ -252,18 +262,18 @@ impl Turn {
                 // Writes of this host hang, and the keeper's call of the service hangs too.
                 self.end_holding(now);
                 self.go_without(now);
-                Permit::Go(Use::without_token())
+                Permit::Go(TokenUse::without_token())
             }
             Phase::Without(without) => {
                 without.wanted_at = now;
-                self.has_task |= !std::mem::replace(&mut without.is_wanted, true);
-                Permit::Go(Use::without_token())
+                self.must_wake_keeper |= !std::mem::replace(&mut without.is_wanted, true);
+                Permit::Go(TokenUse::without_token())
             }
         }
     }
 
     /// Ends one use of the token. Returns whether it was the last use, after which the token may be given back.
-    pub(crate) fn leave(&mut self, ended: &Use, now: Instant) -> bool {
+    pub(crate) fn leave(&mut self, ended: &TokenUse, now: Instant) -> bool {
         if ended.holding != Some(self.holding) {
             return false;
         }
@@ -290,46 +300,46 @@ impl Turn {
                     self.go_without(now);
                     return self.next_step(now);
                 }
-                if now < waiting.ask_at {
-                    return Step::Sleep(Some(waiting.ask_at.min(until) - now));
+                if now < waiting.next_request_at {
+                    return Step::Sleep(Some(waiting.next_request_at.min(until) - now));
                 }
-                self.is_asked = true;
+                self.has_request = true;
                 Step::Ask
             }
-            Phase::Held(_) => self.next_of_held(now),
+            Phase::Held(_) => self.next_step_while_held(now),
             Phase::Without(without) => {
-                if without.is_in_line {
-                    if now < without.ask_at {
-                        return Step::Sleep(Some(without.ask_at - now));
+                if without.is_queued {
+                    if now < without.next_request_at {
+                        return Step::Sleep(Some(without.next_request_at - now));
                     }
                     if now < without.wanted_at + self.limits.wait {
                         return Step::Ask;
                     }
-                    without.is_in_line = false;
+                    without.is_queued = false;
                 }
-                if self.is_asked && !without.is_asking {
+                if self.has_request && !without.is_request_open {
                     self.is_returning = true;
                     return Step::GiveBack;
                 }
                 if !without.is_wanted {
                     return Step::Sleep(None);
                 }
-                if now < without.ask_at {
-                    return Step::Sleep(Some(without.ask_at - now));
+                if now < without.next_request_at {
+                    return Step::Sleep(Some(without.next_request_at - now));
                 }
-                without.is_asking = true;
+                without.is_request_open = true;
                 without.is_wanted = false;
-                self.is_asked = true;
+                self.has_request = true;
                 Step::Ask
             }
         }
     }
 
-    fn next_of_held(&mut self, now: Instant) -> Step {
+    fn next_step_while_held(&mut self, now: Instant) -> Step {
         let Phase::Held(held) = &self.phase else {
             return Step::Sleep(None);
         };
-        let lingers_until = self.unused_since + LINGER;
+        let lingers_until = self.unused_since + KEEP_UNUSED_FOR;
         let overdue_at = held.batch_ends + self.limits.wait;
         let is_over = now >= held.batch_ends && held.is_awaited;
         let is_free = self.uses == 0 && (is_over || now >= lingers_until);
@@ -340,7 +350,7 @@ impl Turn {
         if held.renew_at.is_some_and(|at| now >= at) {
             return Step::Renew;
         }
-        if now >= held.look_at && !held.is_awaited {
+        if now >= held.check_others_at && !held.is_awaited {
             return Step::LookForOthers;
         }
         let mut until = overdue_at;
@@ -354,7 +364,7 @@ impl Turn {
                 until
             };
         } else {
-            until = until.min(held.look_at);
+            until = until.min(held.check_others_at);
         }
         until = held.renew_at.map_or(until, |at| until.min(at));
         Step::Sleep(Some(until - now))
@@ -373,44 +383,46 @@ impl Turn {
         self.holding += 1;
         self.uses = 0;
         self.unused_since = now;
-        let held = Held {
+        let held = HeldPhase {
             batch_ends: now + self.limits.hold,
             is_awaited: false,
-            look_at: now + self.look_after(),
+            check_others_at: now + self.check_others_after(),
             renew_at: self.renew_every.map(|every| now + every),
         };
         self.change_phase(Phase::Held(held), now);
-        self.has_news = true;
+        self.must_wake_lane = true;
     }
 
     /// Returns the time from the start of a batch to the check for waiting hosts. The check comes shortly before the
     /// end of the batch, so that the next batch follows without a gap if no host waits.
-    fn look_after(&self) -> Duration {
+    fn check_others_after(&self) -> Duration {
         self.limits.hold * 7 / 8
     }
 
     /// Records that other hosts are ahead in the queue.
-    pub(crate) fn note_behind(&mut self, behind: Behind, now: Instant) {
-        self.figures.holder = behind.holder;
+    pub(crate) fn note_queued(&mut self, position: QueuePosition, now: Instant) {
+        self.figures.holder = position.holder;
         // No write waits for this answer, and the service may be unreliable, so keep a minimum pause.
-        let rest_in_line = behind.rest.max(RETRY.first());
+        let queued_pause = position.ask_again_after.max(RETRY.first());
         match &mut self.phase {
             Phase::Waiting(waiting) => {
-                if waiting.holding.as_ref() != Some(&behind.holding) {
-                    waiting.moved = now;
-                    waiting.holding = Some(behind.holding);
+                if waiting.holding.as_ref() != Some(&position.holding) {
+                    waiting.last_handover = now;
+                    waiting.holding = Some(position.holding);
                 }
                 waiting.failures = 0;
-                waiting.ask_at = now + behind.rest;
+                waiting.next_request_at = now + position.ask_again_after;
             }
-            Phase::Without(without) if without.is_in_line => without.ask_at = now + rest_in_line,
-            Phase::Without(without) if without.is_asking => {
+            Phase::Without(without) if without.is_queued => {
+                without.next_request_at = now + queued_pause
+            }
+            Phase::Without(without) if without.is_request_open => {
                 if without.is_queue_long {
-                    without.is_asking = false;
-                    without.is_in_line = true;
-                    without.ask_at = now + rest_in_line;
-                } else if without.stuck_holding.as_ref() == Some(&behind.holding) {
-                    self.put_off(now);
+                    without.is_request_open = false;
+                    without.is_queued = true;
+                    without.next_request_at = now + queued_pause;
+                } else if without.stuck_holding.as_ref() == Some(&position.holding) {
+                    self.postpone_request(now);
                 } else {
                     tracing::info!("the token changes hands again: this lane waits for its turn");
                     self.begin_to_wait(now);
@@ -427,12 +439,14 @@ impl Turn {
         match &mut self.phase {
             Phase::Waiting(waiting) => {
                 waiting.failures += 1;
-                waiting.ask_at = now + RETRY.after(waiting.failures);
+                waiting.next_request_at = now + RETRY.after(waiting.failures);
             }
-            Phase::Without(without) if without.is_asking || without.is_in_line => self.put_off(now),
+            Phase::Without(without) if without.is_request_open || without.is_queued => {
+                self.postpone_request(now)
+            }
             // The failed check or renewal is repeated later. The holder's lease at the service may end before that.
             Phase::Held(held) => {
-                held.look_at = held.look_at.max(now + RETRY.last());
+                held.check_others_at = held.check_others_at.max(now + RETRY.last());
                 held.renew_at = held.renew_at.map(|at| at.max(now + RETRY.first()));
             }
             Phase::Idle | Phase::Without(_) => {}
@@ -450,12 +464,12 @@ impl Turn {
 
     /// Records whether other hosts wait for the token. If none waits, another batch begins.
     pub(crate) fn note_others(&mut self, are_waiting: bool, now: Instant) {
-        let look_after = self.look_after();
+        let check_others_after = self.check_others_after();
         if let Phase::Held(held) = &mut self.phase {
             held.is_awaited = are_waiting;
             if !are_waiting {
                 held.batch_ends = now + self.limits.hold;
-                held.look_at = now + look_after;
+                held.check_others_at = now + check_others_after;
             }
         }
     }
@@ -470,23 +484,23 @@ impl Turn {
     /// Records that the token or the request was given back, even if the call of the service failed.
     pub(crate) fn note_given_back(&mut self) {
         self.is_returning = false;
-        self.is_asked = false;
-        self.has_news = true;
+        self.has_request = false;
+        self.must_wake_lane = true;
     }
 
     /// Returns whether a request or the token is not given back yet.
-    pub(crate) fn has_asked(&self) -> bool {
-        self.is_asked
+    pub(crate) fn must_give_back(&self) -> bool {
+        self.has_request
     }
 
     /// Returns whether the threads of the lane must be woken, and clears that flag.
-    pub(crate) fn take_news(&mut self) -> bool {
-        std::mem::take(&mut self.has_news)
+    pub(crate) fn take_lane_wake(&mut self) -> bool {
+        std::mem::take(&mut self.must_wake_lane)
     }
 
     /// Returns whether the keeper must be woken, and clears that flag.
-    pub(crate) fn take_task(&mut self) -> bool {
-        std::mem::take(&mut self.has_task)
+    pub(crate) fn take_keeper_wake(&mut self) -> bool {
+        std::mem::take(&mut self.must_wake_keeper)
     }
 
     pub(crate) fn figures(&self, now: Instant) -> TokenFigures {
@@ -511,10 +525,10 @@ impl Turn {
     }
 
     fn begin_to_wait(&mut self, now: Instant) {
-        let waiting = Waiting {
-            moved: now,
+        let waiting = WaitingPhase {
+            last_handover: now,
             holding: None,
-            ask_at: now,
+            next_request_at: now,
             failures: 0,
         };
         self.change_phase(Phase::Waiting(waiting), now);
@@ -524,7 +538,7 @@ impl Turn {
         let (stuck_holding, has_failed, is_queue_long) = match &mut self.phase {
             Phase::Waiting(waiting) => {
                 self.figures.waited += now - self.phase_since;
-                let is_moving = now < waiting.moved + self.limits.wait;
+                let is_moving = now < waiting.last_handover + self.limits.wait;
                 (waiting.holding.take(), waiting.failures > 0, is_moving)
             }
             _ => (None, false, false),
@@ -544,35 +558,35 @@ impl Turn {
         );
         self.figures.went_without += 1;
         // An earlier request may not be given back yet.
-        let is_in_line = is_queue_long && self.is_asked && !self.is_returning;
-        let without = Without {
-            ask_at: if is_in_line {
+        let is_queued = is_queue_long && self.has_request && !self.is_returning;
+        let without = TokenlessPhase {
+            next_request_at: if is_queued {
                 now
             } else {
                 now + self.limits.wait
             },
             tries: 0,
-            is_asking: false,
+            is_request_open: false,
             is_wanted: false,
             stuck_holding,
             is_queue_long,
-            is_in_line,
+            is_queued,
             wanted_at: now,
         };
         self.change_phase(Phase::Without(without), now);
-        self.has_news = true;
-        self.has_task = true;
+        self.must_wake_lane = true;
+        self.must_wake_keeper = true;
     }
 
     /// Records a failed attempt of a lane that writes without its token. The next request comes after a longer time.
-    fn put_off(&mut self, now: Instant) {
-        let last = self.limits.wait.max(ASK_AGAIN_LAST);
+    fn postpone_request(&mut self, now: Instant) {
+        let last = self.limits.wait.max(REQUEST_PAUSE_MAX);
         if let Phase::Without(without) = &mut self.phase {
-            without.is_asking = false;
-            without.is_in_line = false;
+            without.is_request_open = false;
+            without.is_queued = false;
             without.tries += 1;
             let backoff = Backoff::new(self.limits.wait, last);
-            without.ask_at = now + backoff.after(without.tries.saturating_add(1));
+            without.next_request_at = now + backoff.after(without.tries.saturating_add(1));
         }
     }
 

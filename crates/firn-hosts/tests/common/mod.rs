@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use firn_hosts::tokens::{
-    LaneToken, Limits, LockService, Permit, TokenFigures, TokenState, Tokens, Use,
+    LaneToken, LockService, Permit, TokenFigures, TokenLimits, TokenState, TokenUse, Tokens,
 };
 use parking_lot::{Condvar, Mutex};
 
@@ -14,8 +14,8 @@ use parking_lot::{Condvar, Mutex};
 pub const HANGS_AFTER: Duration = Duration::from_secs(60);
 
 /// Short, so that a test sees many batches.
-pub fn limits(hold_ms: u64, wait_ms: u64) -> Limits {
-    Limits {
+pub fn limits(hold_ms: u64, wait_ms: u64) -> TokenLimits {
+    TokenLimits {
         hold: Duration::from_millis(hold_ms),
         wait: Duration::from_millis(wait_ms),
     }
@@ -28,7 +28,7 @@ pub struct Host {
 }
 
 impl Host {
-    pub fn start(service: Box<dyn LockService>, limits: Limits) -> Self {
+    pub fn start(service: Box<dyn LockService>, limits: TokenLimits) -> Self {
         let tokens = Tokens::start(vec![service], limits).expect("a thread");
         let woken = Arc::new((Mutex::new(0), Condvar::new()));
         let waker = Arc::clone(&woken);
@@ -49,7 +49,7 @@ impl Host {
     }
 
     /// Waits until this host may write.
-    pub fn enter(&self) -> Use {
+    pub fn enter(&self) -> TokenUse {
         let began = Instant::now();
         loop {
             let wakes = *self.woken.0.lock();

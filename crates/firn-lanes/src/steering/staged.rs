@@ -138,7 +138,7 @@ pub fn open_dirs(
     let of_host = open_dir_of_host(primary, STAGING, host)?;
     let below = |error: OwnError| error.below(host).below(STAGING).below(TOP);
     let dirs = (0..lanes).map(|lane| {
-        let dir = own::dir(primary, &of_host, &format!("lane-{lane}"));
+        let dir = own::make_dir(primary, &of_host, &format!("lane-{lane}"));
         Ok(open_to_ask(dir.map_err(below)?.as_fd())?)
     });
     dirs.collect()

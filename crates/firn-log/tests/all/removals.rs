@@ -364,7 +364,7 @@ fn a_file_that_moves_while_it_is_searched_keeps_its_logs() {
         let mut world = World::new();
         rename(&world.disk, ("", "x"), ("dir", "x"));
         let (_, dir) = first_container(&world.disk).expect("one");
-        own::store(&world.disk, &dir, "dying", b"b").expect("mark");
+        own::replace_file(&world.disk, &dir, "dying", b"b").expect("mark");
         world.file = None;
         world.b_dies();
         world

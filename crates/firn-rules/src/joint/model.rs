@@ -1,9 +1,9 @@
-//! All interleavings of two hosts at one checkpoint: programs that write, close, end or are killed, hosts that die, and looks
-//! that are older than what is done after them.
+//! All interleavings of two hosts at one checkpoint: programs that write, close, end or are killed, hosts that die, and
+//! looks that are older than what is done after them.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 
-use super::{Attempt, HostState, Look, OwnPart, Step, next_step};
+use super::{Attempt, HostState, JointStep, JointView, OwnPart, next_step};
 
 const HOSTS: [&str; 2] = ["a", "b"];
 
@@ -28,7 +28,7 @@ struct Host {
     end: Option<bool>,
     /// Changes that programs make at most.
     left: u64,
-    next: Option<Step>,
+    next: Option<JointStep>,
 }
 
 /// What a host says of its part.
@@ -72,7 +72,7 @@ fn number(host: &str) -> usize {
 }
 
 impl World {
-    fn look(&self) -> Look {
+    fn view(&self) -> JointView {
         let attempt = self.shared.attempts.last().map(|tried| Attempt {
             number: self.shared.attempts.len() as u64,
             changes: tried
@@ -93,7 +93,7 @@ impl World {
             };
             (name(*host), state)
         };
-        Look {
+        JointView {
             joined: self.shared.joined.iter().map(|host| name(*host)).collect(),
             states: self.shared.states.iter().map(state).collect(),
             has_event: self.shared.has_event,
@@ -124,21 +124,21 @@ impl World {
         }
     }
 
-    fn find_next(&self, at: usize) -> Step {
+    fn find_next(&self, at: usize) -> JointStep {
         let dead = (0..2)
             .filter(|host| !self.hosts[*host].is_alive)
             .map(name)
             .collect();
-        next_step(&self.look(), HOSTS[at], &self.own(at), &dead, &|_| None)
+        next_step(&self.view(), HOSTS[at], &self.own(at), &dead, &|_| None)
     }
 
     /// Does what an earlier look said.
     fn act(&mut self, at: usize) {
         let step = self.hosts[at].next.take().expect("it has looked");
         match step {
-            Step::Wait(_) => {}
-            Step::PutEvent => self.shared.has_event = true,
-            Step::PutState => {
+            JointStep::Wait(_) => {}
+            JointStep::PutEvent => self.shared.has_event = true,
+            JointStep::PutState => {
                 let host = &self.hosts[at];
                 let said = Said {
                     changes: host.changes,
@@ -147,7 +147,7 @@ impl World {
                 };
                 self.shared.states.insert(at, said);
             }
-            Step::Try(attempt) => {
+            JointStep::Try(attempt) => {
                 // More of them are no different.
                 if self.shared.attempts.len() as u64 + 1 == attempt.number && attempt.number <= 3 {
                     let changes = attempt
@@ -162,23 +162,23 @@ impl World {
                     });
                 }
             }
-            Step::Publish(attempt) => self.publish(at, attempt),
-            Step::GiveUp { number, .. } => self.judge(number, false),
-            Step::Judge(attempt) => self.judge(attempt.number, true),
-            Step::Decide { commit, .. } => {
+            JointStep::Publish(attempt) => self.publish(at, attempt),
+            JointStep::GiveUp { number, .. } => self.judge(number, false),
+            JointStep::Judge(attempt) => self.judge(attempt.number, true),
+            JointStep::Decide { commit, .. } => {
                 if self.shared.decision.is_none() {
                     self.shared.decision = Some(commit);
                     self.check_decision();
                 }
             }
-            Step::Reopen(_) => self.hosts[at].prepared = None,
-            Step::Apply => {
+            JointStep::Reopen(_) => self.hosts[at].prepared = None,
+            JointStep::Apply => {
                 let host = &mut self.hosts[at];
                 let prepared = host.prepared.expect("a commit is of what was prepared");
                 assert_eq!(prepared.1, host.changes, "it has not changed since");
                 host.end = Some(true);
             }
-            Step::Undo => self.hosts[at].end = Some(false),
+            JointStep::Undo => self.hosts[at].end = Some(false),
         }
     }
 

@@ -373,13 +373,14 @@ pub(super) fn load<B: Backing>(
         let log = ChangeLog::decode(&bytes)?;
         log.check_portable().map(|()| log)
     };
-    Ok(staging::load(store, dir, MANIFEST)
+    Ok(staging::read_file(store, dir, MANIFEST)
         .map_err(backup_failed)?
         .map(decode))
 }
 
 pub(super) fn load_name<B: Backing>(base: &B, dir: &B::Inode) -> Result<Option<String>, OwnError> {
-    Ok(staging::load(base, dir, staging::BACKUP)?.and_then(|bytes| String::from_utf8(bytes).ok()))
+    Ok(staging::read_file(base, dir, staging::BACKUP)?
+        .and_then(|bytes| String::from_utf8(bytes).ok()))
 }
 
 /// Hexadecimal digits of a random number that no other transaction has.

@@ -72,13 +72,13 @@ impl<B: Backing> Revival<B> {
         let firn = self.own_links.make_hidden_staging_dir()?;
         let serial = self.scopes.next_serial();
         let name = format!("tx-{serial}");
-        let dir = staging::dir(&self.home.base, &firn, &name)?;
+        let dir = staging::make_dir(&self.home.base, &firn, &name)?;
         let staged = self.stage(from, wanted, &found, &dir).and_then(|record| {
             // A mount with the same backup continues it.
-            staging::store(&self.home.base, &dir, staging::BACKUP, called.as_bytes())?;
-            staging::store(&self.home.base, &dir, staging::OPEN, &record.scope)?;
+            staging::replace_file(&self.home.base, &dir, staging::BACKUP, called.as_bytes())?;
+            staging::replace_file(&self.home.base, &dir, staging::OPEN, &record.scope)?;
             self.home.base.sync_scope(SyncScope::Changes)?;
-            staging::write(&self.home.base, &dir, staging::RECORD, &record.encode())?;
+            staging::write_new_file(&self.home.base, &dir, staging::RECORD, &record.encode())?;
             self.home.sync_staging_dir()?;
             Ok(record)
         });
@@ -226,11 +226,11 @@ impl<B: Backing> Revival<B> {
         found: &HashMap<u64, (B::Inode, Vec<u8>)>,
         dir: &B::Inode,
     ) -> Result<ChangeLog, ReviveError> {
-        let new = staging::dir(&self.home.base, dir, staging::NEW)?;
-        staging::dir(&self.home.base, dir, staging::AWAY)?;
+        let new = staging::make_dir(&self.home.base, dir, staging::NEW)?;
+        staging::make_dir(&self.home.base, dir, staging::AWAY)?;
         let mut made = BTreeMap::new();
         for stored in &wanted.staged {
-            let staging_dir = staging::dir(&self.home.base, &new, &stored.at.0)?;
+            let staging_dir = staging::make_dir(&self.home.base, &new, &stored.at.0)?;
             let inode = self.rebuild(from, stored, &staging_dir)?;
             made.insert(
                 &stored.at,
@@ -251,7 +251,7 @@ impl<B: Backing> Revival<B> {
                 ),
             };
             if let Some((staging_dir, name)) = &item.anchor_at {
-                let staging_dir = staging::dir(&self.home.base, &new, staging_dir)?;
+                let staging_dir = staging::make_dir(&self.home.base, &new, staging_dir)?;
                 self.home
                     .base
                     .link(&found[&item.number].0, &staging_dir, OsStr::new(name))?;

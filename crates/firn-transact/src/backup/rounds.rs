@@ -119,14 +119,14 @@ impl<B: Backing> Backups<B> {
         if place.copy.is_none() {
             let name = format!("tx-{}-{}", scope.serial, token().map_err(backup_failed)?);
             // In this order, so that every directory in the backup is known to the backing.
-            staging::store(
+            staging::replace_file(
                 &self.home.base,
                 &scope.dir,
                 staging::BACKUP,
                 name.as_bytes(),
             )?;
-            let dir =
-                staging::dir(&mirror.store, &mirror.store.root(), &name).map_err(backup_failed)?;
+            let dir = staging::make_dir(&mirror.store, &mirror.store.root(), &name)
+                .map_err(backup_failed)?;
             place.copy = Some(Copy::new(name, dir, false));
         }
         let copy = place.copy.as_mut().expect("just made");
@@ -198,7 +198,8 @@ impl<B: Backing> Backups<B> {
             .map_err(backup_failed)?;
         // Where this fails, too.
         copy.has_manifest = true;
-        staging::store(&mirror.store, &copy.dir, MANIFEST, &log.encode()).map_err(backup_failed)?;
+        staging::replace_file(&mirror.store, &copy.dir, MANIFEST, &log.encode())
+            .map_err(backup_failed)?;
         mirror
             .store
             .sync_dir(&mirror.store.root())

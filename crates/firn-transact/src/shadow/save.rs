@@ -111,7 +111,7 @@ impl<B: Backing> Originals<B> {
         };
         let mut count = first;
         while let Some(bytes) =
-            staging::load(&self.home.base, &shadow.saved, &format!("{ino}.{count}"))?
+            staging::read_file(&self.home.base, &shadow.saved, &format!("{ino}.{count}"))?
         {
             let saved = ChangeLog::decode(&bytes).map_err(|_| Errno::IO)?;
             for data in saved

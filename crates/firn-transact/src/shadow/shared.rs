@@ -195,7 +195,7 @@ impl<B: Backing> SharedTransactions<B> {
     ///
     /// Returns `NotOver` while hosts have not left an earlier transaction of the scope; the caller may try again.
     pub(crate) fn join_hosts(&self, dir: &B::Inode, scope: &[u8]) -> Result<(), BeginError> {
-        staging::store(&self.home.base, dir, SHARED, b"")?;
+        staging::replace_file(&self.home.base, dir, SHARED, b"")?;
         match self.join_shared(scope) {
             // Another host has removed the directory of an earlier transaction, so a later try succeeds.
             Err(BeginError::Store(error)) if is_gone(&error) => {
@@ -209,7 +209,7 @@ impl<B: Backing> SharedTransactions<B> {
         let Some(members) = &self.home.members else {
             return Ok(());
         };
-        let top = staging::dir(&self.home.base, &self.home.base.root(), staging::TOP)?;
+        let top = staging::make_dir(&self.home.base, &self.home.base.root(), staging::TOP)?;
         let name = scoped_name(DIR, scope);
         let shared = self.shared_dir(VoteDir::make(&self.home.base, &top, &name, &members.host)?);
         if shared.outcome()?.is_some() {
@@ -217,7 +217,7 @@ impl<B: Backing> SharedTransactions<B> {
         }
         shared.ballot.dir().put_once(SCOPE, scope)?;
         for name in [SAVED, KEPT] {
-            staging::dir(&self.home.base, shared.dir(), name)?;
+            staging::make_dir(&self.home.base, shared.dir(), name)?;
         }
         if shared.ballot.join(b"")? == Joined::Over {
             return self.not_over(&shared);

@@ -506,7 +506,7 @@ fn load<B: Backing>(
             .split_once('.')
             .and_then(|(ino, k)| Some((ino.parse().ok()?, k.parse().ok()?)));
         let Some(number) = number else { continue };
-        let bytes = staging::load(base, &shadow.saved, &text)?.unwrap_or_default();
+        let bytes = staging::read_file(base, &shadow.saved, &text)?.unwrap_or_default();
         let path = || format!("{}/{place}/{SAVED}/{text}", staging::TOP);
         let log = ChangeLog::decode(&bytes).map_err(|source| StoreError::Record {
             path: path(),

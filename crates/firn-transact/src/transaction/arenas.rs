@@ -73,7 +73,7 @@ impl<B: Backing> ArenaNotes<B> {
         let Some(arena) = self.arena else {
             return Ok(());
         };
-        staging::put(
+        staging::replace_file_unsynced(
             &self.home.base,
             dir,
             staging::ARENA,
@@ -82,7 +82,7 @@ impl<B: Backing> ArenaNotes<B> {
     }
 
     fn arena_of(&self, dir: &B::Inode) -> Result<Option<ArenaId>, StoreError> {
-        let Some(bytes) = staging::load(&self.home.base, dir, staging::ARENA)? else {
+        let Some(bytes) = staging::read_file(&self.home.base, dir, staging::ARENA)? else {
             return Ok(None);
         };
         let found = lower::decode_vec(&bytes).ok();
@@ -115,7 +115,8 @@ impl<B: Backing> ArenaNotes<B> {
     }
 
     fn load_dropped(&self, home: &B::Inode) -> Result<BTreeSet<Line>, StoreError> {
-        let bytes = staging::load(&self.home.base, home, staging::DROPPED)?.unwrap_or_default();
+        let bytes =
+            staging::read_file(&self.home.base, home, staging::DROPPED)?.unwrap_or_default();
         let line = |line: &[u8]| {
             let (arena, scope) = std::str::from_utf8(line).ok()?.split_once(' ')?;
             let line = (
@@ -146,7 +147,7 @@ impl<B: Backing> ArenaNotes<B> {
             )
         };
         let text: String = lines.iter().map(line).collect();
-        staging::store(&self.home.base, home, staging::DROPPED, text.as_bytes())
+        staging::replace_file(&self.home.base, home, staging::DROPPED, text.as_bytes())
     }
 
     /// Scopes of which nothing counts that the arena at hand has. Changes nothing.

@@ -119,7 +119,7 @@ impl<B: Backing> TransactionalBacking<B> {
         self.endings.remove_leftovers(&firn);
         let serial = self.scopes.next_serial();
         let name = format!("tx-{serial}");
-        let dir = staging::dir(&self.home.base, &firn, &name)?;
+        let dir = staging::make_dir(&self.home.base, &firn, &name)?;
         let started =
             start(serial, &firn, &dir).and_then(|scope| self.stored_scopes.mark_open(scope));
         let (scope, result) = match started {
@@ -206,7 +206,7 @@ impl<B: Backing> TransactionalBacking<B> {
             None,
         )?;
         self.arena_notes.note_arena(dir)?;
-        staging::put(&self.home.base, dir, staging::OPEN, path)?;
+        staging::replace_file_unsynced(&self.home.base, dir, staging::OPEN, path)?;
         Ok(scope)
     }
 }
@@ -263,13 +263,13 @@ impl<B: Backing> TransactionalBacking<B> {
             scope.names_in_root = Some(NameSet::of(names));
             scope.key = key.map(Into::into);
             if let Some(key) = key {
-                staging::put(&self.home.base, tx, staging::KEY, key)?;
+                staging::replace_file_unsynced(&self.home.base, tx, staging::KEY, key)?;
             }
             if !others.is_empty() {
                 self.home.write_names(&scope, dir.key, others)?;
             }
             self.arena_notes.note_arena(tx)?;
-            staging::put(&self.home.base, tx, staging::OPEN, &path)?;
+            staging::replace_file_unsynced(&self.home.base, tx, staging::OPEN, &path)?;
             Ok(scope)
         })
     }

@@ -120,7 +120,7 @@ impl<B: Backing> TransactionalBacking<B> {
             SyncScope::Changes
         };
         self.home.base.sync_scope(changes)?;
-        staging::write(
+        staging::write_new_file(
             &self.home.base,
             &scope.dir,
             staging::RECORD,

@@ -143,7 +143,7 @@ impl<B: Backing> Home<B> {
             entries: vec![entry],
             ..ChangeLog::default()
         };
-        staging::put(&self.base, &scope.dir, staging::NAMES, &log.encode())
+        staging::replace_file_unsynced(&self.base, &scope.dir, staging::NAMES, &log.encode())
     }
 
     /// Returns the paths that the scope of a stored transaction may have had, besides its path at the begin.
@@ -544,7 +544,7 @@ impl<B: Backing> TransactionalBacking<B> {
         }
         scope.root = root;
         self.arena_notes.note_arena(dir)?;
-        staging::put(&self.home.base, dir, staging::OPEN, path)?;
+        staging::replace_file_unsynced(&self.home.base, dir, staging::OPEN, path)?;
         Ok(scope)
     }
 }

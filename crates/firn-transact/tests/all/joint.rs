@@ -9,7 +9,7 @@ use std::io::IoSlice;
 
 use common::{in_firn, seen};
 use firn_backing::{Backing, Caller, Errno, Names, Volume};
-use firn_rules::joint::{Attempt, HostState, Look, OwnPart, Step, next_step};
+use firn_rules::joint::{Attempt, HostState, JointStep, JointView, OwnPart, next_step};
 use firn_sim::{Fault, SimBacking, Tree};
 use firn_transact::{
     BeginError, Expected, Found, Members, NamesEntry, NamesView, TransactionError,
@@ -134,7 +134,7 @@ fn begin(host: &Host, index: usize) -> Part {
     }
 }
 
-fn look_of(view: &NamesView<HostState, Content>) -> Look {
+fn view_of_ballot(view: &NamesView<HostState, Content>) -> JointView {
     let attempt = view.attempt.as_ref().map(|attempt| Attempt {
         number: attempt.number,
         changes: attempt.content.clone(),
@@ -145,7 +145,7 @@ fn look_of(view: &NamesView<HostState, Content>) -> Look {
             .map(|verdict| *verdict == Verdict::Clear),
         is_conflict: matches!(attempt.verdict, Some(Verdict::Conflict(_))),
     });
-    Look {
+    JointView {
         joined: view.joined.clone(),
         states: view.states.clone(),
         has_event: view.has_event,
@@ -170,12 +170,12 @@ fn step(
         return Ok(());
     };
     let view: NamesView<HostState, Content> = ballot.view()?;
-    match next_step(&look_of(&view), me, &part.own, dead, &|_| None) {
-        Step::Wait(_) => {}
-        Step::PutEvent => ballot.put_event(&())?,
-        Step::PutState => ballot.put_state(&part.own.state)?,
-        Step::Try(attempt) => ballot.put_attempt(attempt.number, &attempt.changes)?,
-        Step::Publish(number) => {
+    match next_step(&view_of_ballot(&view), me, &part.own, dead, &|_| None) {
+        JointStep::Wait(_) => {}
+        JointStep::PutEvent => ballot.put_event(&())?,
+        JointStep::PutState => ballot.put_state(&part.own.state)?,
+        JointStep::Try(attempt) => ballot.put_attempt(attempt.number, &attempt.changes)?,
+        JointStep::Publish(number) => {
             let published = found().map(|found| found.publish_names(number));
             part.own.prepared_for = Some(number);
             if let Some(Err(error)) = published {
@@ -183,20 +183,20 @@ fn step(
                 return Err(error.into());
             }
         }
-        Step::GiveUp { number, why } => ballot.give_up(number, why)?,
-        Step::Judge(attempt) => {
+        JointStep::GiveUp { number, why } => ballot.give_up(number, why)?,
+        JointStep::Judge(attempt) => {
             let hosts = attempt.changes.keys().cloned().collect();
             let verdict = ballot.test(attempt.number, &hosts)?;
             ballot.judge(attempt.number, &verdict)?;
         }
-        Step::Decide { commit, .. } => drop(ballot.settle(commit)?),
-        Step::Reopen(_) => {
+        JointStep::Decide { commit, .. } => drop(ballot.settle(commit)?),
+        JointStep::Reopen(_) => {
             if let Some(Found::Prepared(prepared)) = found() {
                 prepared.reopen_names()?;
             }
             part.own.prepared_for = None;
         }
-        Step::Apply => {
+        JointStep::Apply => {
             let applied = match found() {
                 Some(Found::Prepared(prepared)) => prepared
                     .decide()
@@ -212,7 +212,7 @@ fn step(
             }
             part.end = Some(true);
         }
-        Step::Undo => {
+        JointStep::Undo => {
             if let Some(found) = found() {
                 found.abort()?;
             }

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use clap::{Arg, ArgAction, ArgMatches, Command, ValueHint, value_parser};
 use firn_protocol::Status;
-use firn_rules::trace::{Outcome, Player, parse_trace};
+use firn_rules::trace::{RuleReaction, TracePlayer, parse_trace};
 use firn_rules::{BUILT_IN, Machine, RuleSet, ScopeState, load_rules, parse_rules};
 use serde::Serialize;
 
@@ -270,7 +270,7 @@ impl Explained {
 #[derive(Serialize)]
 struct Tested<'a> {
     /// What the rules did at each operation.
-    outcomes: &'a [Outcome],
+    outcomes: &'a [RuleReaction],
     /// Checkpoints that are still open at the end.
     open: Vec<ScopeState>,
 }
@@ -291,11 +291,11 @@ fn test(matches: &ArgMatches) -> Result<u8, Failure> {
     let text =
         text.map_err(|error| Failure::new(FAILED, format!("cannot read {shown}: {error}")))?;
     let steps = parse_trace(&text, top).map_err(|error| usage(format!("{shown}: {error}")))?;
-    let mut player = Player::new(load(list)?);
+    let mut player = TracePlayer::new(load(list)?);
     steps.iter().for_each(|step| player.play(step));
     player.end_job(steps.last().map_or(0, |step| step.line));
     let tested = Tested {
-        outcomes: player.outcomes(),
+        outcomes: player.reactions(),
         open: player.states(),
     };
     if matches.get_flag("json") {

@@ -8,7 +8,7 @@ use std::os::unix::ffi::OsStrExt;
 
 use firn_backing::{Caller, LockMode, LockRange, SetTime, Time};
 use firn_engine::{HandleId, InodeId, SetAttr};
-use firn_hosts::Space;
+use firn_hosts::LockKind;
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes};
 
 use crate::request::{CopyRange, Fallocate, Lock, Name, NewMode, Operation, Read, Request, Write};
@@ -419,9 +419,9 @@ fn lock_of(inode: InodeId, lock_in: &LockIn) -> Lock {
         owner: lock_in.owner,
         pid,
         space: if lock_in.flags & LOCK_FLOCK == 0 {
-            Space::Bytes
+            LockKind::Bytes
         } else {
-            Space::Flock
+            LockKind::Flock
         },
         range: LockRange { first, last },
         mode: match kind as i32 {
@@ -580,7 +580,7 @@ mod tests {
         let (first, last) = (10, 19);
         assert_eq!(parsed.range, LockRange { first, last });
         assert_eq!(parsed.mode, Some(LockMode::Exclusive));
-        assert_eq!((parsed.owner, parsed.space), (6, Space::Bytes));
+        assert_eq!((parsed.owner, parsed.space), (6, LockKind::Bytes));
         assert!(waits);
 
         lock.flags = LOCK_FLOCK;
@@ -593,7 +593,7 @@ mod tests {
         else {
             panic!("another operation");
         };
-        assert_eq!((parsed.mode, parsed.space), (None, Space::Flock));
+        assert_eq!((parsed.mode, parsed.space), (None, LockKind::Flock));
         assert!(!waits);
 
         lock.lock.last = 9;

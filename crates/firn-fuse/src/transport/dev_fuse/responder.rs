@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use firn_backing::{Attr, Errno, Kind, LockMode, StatFs, Time};
-use firn_hosts::InTheWay;
+use firn_hosts::ConflictingLock;
 use zerocopy::IntoBytes;
 
 use crate::reply::{self, Answer, Attributes, ClosesAs, HandleMode, ListedEntry};
@@ -223,7 +223,7 @@ fn attr_out(attributes: &Attributes) -> AttrOut {
 }
 
 /// The answer to getlk: a lock that is in the way, or none. The pid is 0 if the lock's process is on another host.
-fn lock_out(in_the_way: Option<InTheWay>) -> FileLock {
+fn lock_out(in_the_way: Option<ConflictingLock>) -> FileLock {
     let Some(lock) = in_the_way else {
         return FileLock {
             kind: libc::F_UNLCK as u32,

@@ -7,7 +7,7 @@ use rand::{RngExt, SeedableRng};
 
 use super::*;
 
-const LIMITS: Limits = Limits {
+const LIMITS: TokenLimits = TokenLimits {
     hold: Duration::from_millis(1000),
     wait: Duration::from_millis(5000),
 };
@@ -17,15 +17,15 @@ fn ms(count: u64) -> Duration {
     Duration::from_millis(count)
 }
 
-fn behind(holding: &str) -> Behind {
-    Behind {
+fn behind(holding: &str) -> QueuePosition {
+    QueuePosition {
         holder: Some("other".into()),
         holding: holding.into(),
-        rest: ms(10),
+        ask_again_after: ms(10),
     }
 }
 
-fn go(permit: Permit) -> Use {
+fn go(permit: Permit) -> TokenUse {
     match permit {
         Permit::Go(used) => used,
         Permit::Wait(time) => panic!("it has to wait for {time:?}"),
@@ -38,12 +38,12 @@ fn must_wait(permit: Permit, at_most: Duration) {
 }
 
 /// A turn that was granted its token at `start`.
-fn holder(start: Instant) -> Turn {
-    let mut turn = Turn::new(LIMITS, None, start);
+fn holder(start: Instant) -> TokenMachine {
+    let mut turn = TokenMachine::new(LIMITS, None, start);
     must_wait(turn.enter(start), LIMITS.wait);
     assert_eq!(turn.next_step(start), Step::Ask);
     turn.note_granted(start);
-    assert!(turn.take_news());
+    assert!(turn.take_lane_wake());
     turn
 }
 
@@ -68,7 +68,7 @@ fn a_batch_ends_when_others_wait_and_after_the_last_write() {
     must_wait(turn.enter(start + ms(1200)), LIMITS.wait);
     assert_eq!(turn.next_step(start + ms(1200)), Step::GiveBack);
     turn.note_given_back();
-    assert!(turn.take_news());
+    assert!(turn.take_lane_wake());
     assert_eq!(turn.next_step(start + ms(1200)), Step::Ask);
 }
 
@@ -93,16 +93,22 @@ fn a_token_that_is_not_used_is_given_back() {
     let mut turn = holder(start);
     let used = go(turn.enter(start));
     assert!(turn.leave(&used, start + ms(100)));
-    assert_eq!(turn.next_step(start + ms(100)), Step::Sleep(Some(LINGER)));
+    assert_eq!(
+        turn.next_step(start + ms(100)),
+        Step::Sleep(Some(KEEP_UNUSED_FOR))
+    );
     let used = go(turn.enter(start + ms(105)));
     assert!(turn.leave(&used, start + ms(200)));
-    assert_eq!(turn.next_step(start + ms(200) + LINGER), Step::GiveBack);
+    assert_eq!(
+        turn.next_step(start + ms(200) + KEEP_UNUSED_FOR),
+        Step::GiveBack
+    );
 }
 
 #[test]
 fn a_lane_goes_on_without_a_service_that_is_silent_and_asks_ever_more_rarely() {
     let start = Instant::now();
-    let mut turn = Turn::new(LIMITS, None, start);
+    let mut turn = TokenMachine::new(LIMITS, None, start);
     must_wait(turn.enter(start), LIMITS.wait);
     assert_eq!(turn.next_step(start), Step::Ask);
     must_wait(turn.enter(start + ms(4999)), ms(1));
@@ -139,7 +145,7 @@ fn a_lane_goes_on_without_a_service_that_is_silent_and_asks_ever_more_rarely() {
 #[test]
 fn a_lane_without_work_asks_for_nothing() {
     let start = Instant::now();
-    let mut turn = Turn::new(LIMITS, None, start);
+    let mut turn = TokenMachine::new(LIMITS, None, start);
     must_wait(turn.enter(start), LIMITS.wait);
     assert!(!go(turn.enter(start + LIMITS.wait)).has_token());
     assert_eq!(turn.next_step(start + ms(100_000)), Step::Sleep(None));
@@ -148,18 +154,18 @@ fn a_lane_without_work_asks_for_nothing() {
 #[test]
 fn a_queue_that_moves_is_waited_for_and_a_holder_that_is_stuck_is_not() {
     let start = Instant::now();
-    let mut turn = Turn::new(LIMITS, None, start);
+    let mut turn = TokenMachine::new(LIMITS, None, start);
     must_wait(turn.enter(start), LIMITS.wait);
     let mut now = start;
     for round in 0..20 {
         assert_eq!(turn.next_step(now), Step::Ask);
-        turn.note_behind(behind(&format!("{round}")), now);
+        turn.note_queued(behind(&format!("{round}")), now);
         now += ms(1500);
         must_wait(turn.enter(now), ms(3500));
     }
     now += ms(2500);
     assert_eq!(turn.next_step(now), Step::Ask);
-    turn.note_behind(behind("19"), now);
+    turn.note_queued(behind("19"), now);
     assert!(!go(turn.enter(now + ms(1000))).has_token());
     // It still does not move: no write waits for it again.
     now += ms(1000);
@@ -168,14 +174,14 @@ fn a_queue_that_moves_is_waited_for_and_a_holder_that_is_stuck_is_not() {
     assert!(!go(turn.enter(now)).has_token());
     now += ms(5000);
     assert_eq!(turn.next_step(now), Step::Ask);
-    turn.note_behind(behind("19"), now);
+    turn.note_queued(behind("19"), now);
     assert!(!go(turn.enter(now)).has_token());
     assert_eq!(turn.next_step(now), Step::GiveBack);
     turn.note_given_back();
     // And then it does.
     now += ms(10_000);
     assert_eq!(turn.next_step(now), Step::Ask);
-    turn.note_behind(behind("20"), now);
+    turn.note_queued(behind("20"), now);
     must_wait(turn.enter(now), LIMITS.wait);
 }
 
@@ -202,7 +208,7 @@ fn a_token_whose_writes_hang_is_given_back_all_the_same() {
 #[test]
 fn a_token_that_is_lost_is_asked_for_again() {
     let start = Instant::now();
-    let mut turn = Turn::new(LIMITS, Some(RENEW), start);
+    let mut turn = TokenMachine::new(LIMITS, Some(RENEW), start);
     must_wait(turn.enter(start), LIMITS.wait);
     turn.next_step(start);
     turn.note_granted(start);
@@ -223,21 +229,24 @@ fn a_token_that_is_lost_is_asked_for_again() {
 #[test]
 fn a_queue_that_moves_for_ever_is_waited_for_once_and_for_a_bounded_time() {
     let start = Instant::now();
-    let mut turn = Turn::new(LIMITS, None, start);
+    let mut turn = TokenMachine::new(LIMITS, None, start);
     must_wait(turn.enter(start), LIMITS.wait);
     let mut now = start;
     let mut holder = 0;
-    let mut name_another_holder = |turn: &mut Turn, now| {
+    let mut name_another_holder = |turn: &mut TokenMachine, now| {
         holder += 1;
-        turn.note_behind(behind(&format!("{holder}")), now);
+        turn.note_queued(behind(&format!("{holder}")), now);
     };
     while let Permit::Wait(_) = turn.enter(now) {
-        assert!(now < start + LIMITS.wait * WAITS_MAX, "a wait has an end");
+        assert!(
+            now < start + LIMITS.wait * WAIT_FACTOR_MAX,
+            "a wait has an end"
+        );
         assert_eq!(turn.next_step(now), Step::Ask);
         name_another_holder(&mut turn, now);
         now += ms(1000);
     }
-    assert_eq!(now, start + LIMITS.wait * WAITS_MAX);
+    assert_eq!(now, start + LIMITS.wait * WAIT_FACTOR_MAX);
     // It writes, and asks on from its place.
     for _ in 0..100 {
         assert!(!go(turn.enter(now)).has_token());
@@ -270,14 +279,14 @@ fn no_answer_of_a_service_stops_a_lane_for_ever() {
     let mut rng = StdRng::seed_from_u64(seed);
     for _ in 0..200 {
         let mut now = Instant::now();
-        let mut turn = Turn::new(LIMITS, Some(RENEW), now);
+        let mut turn = TokenMachine::new(LIMITS, Some(RENEW), now);
         let mut waits_since = None;
         let says = rng.random_range(0..4);
         for holder in 0..2000 {
             match turn.enter(now) {
                 Permit::Wait(_) => {
                     let since = *waits_since.get_or_insert(now);
-                    assert!(now < since + LIMITS.wait * WAITS_MAX, "it waits on");
+                    assert!(now < since + LIMITS.wait * WAIT_FACTOR_MAX, "it waits on");
                 }
                 Permit::Go(used) => {
                     waits_since = None;
@@ -290,8 +299,8 @@ fn no_answer_of_a_service_stops_a_lane_for_ever() {
             };
             match turn.next_step(now) {
                 Step::Ask if answer == 0 => turn.note_failure("it fails".into(), now),
-                Step::Ask if answer == 1 => turn.note_behind(behind("stuck"), now),
-                Step::Ask if answer == 2 => turn.note_behind(behind(&holder.to_string()), now),
+                Step::Ask if answer == 1 => turn.note_queued(behind("stuck"), now),
+                Step::Ask if answer == 2 => turn.note_queued(behind(&holder.to_string()), now),
                 Step::Ask => turn.note_granted(now),
                 Step::GiveBack => turn.note_given_back(),
                 Step::LookForOthers => turn.note_others(answer != 0, now),
@@ -314,8 +323,8 @@ struct World {
 }
 
 struct Host {
-    turn: Turn,
-    uses: Vec<Use>,
+    turn: TokenMachine,
+    uses: Vec<TokenUse>,
     /// Since when it waits, while the service is silent.
     blocked_since: Option<Instant>,
 }
@@ -367,7 +376,7 @@ impl World {
                 if self.queue.front() == Some(&at) {
                     turn.note_granted(now);
                 } else {
-                    turn.note_behind(behind(&self.holdings.to_string()), now);
+                    turn.note_queued(behind(&self.holdings.to_string()), now);
                 }
             }
             Step::LookForOthers => turn.note_others(self.queue.len() > 1, now),
@@ -405,7 +414,7 @@ fn random_hosts_have_it_one_at_a_time_and_none_is_blocked() {
     for _ in 0..50 {
         let now = Instant::now();
         let host = |_| Host {
-            turn: Turn::new(LIMITS, Some(RENEW), now),
+            turn: TokenMachine::new(LIMITS, Some(RENEW), now),
             uses: Vec::new(),
             blocked_since: None,
         };
@@ -444,7 +453,7 @@ fn random_hosts_have_it_one_at_a_time_and_none_is_blocked() {
             let mut has_token = false;
             for _ in 0..20_000 {
                 world.enter(at);
-                has_token |= world.hosts[at].uses.iter().any(Use::has_token);
+                has_token |= world.hosts[at].uses.iter().any(TokenUse::has_token);
                 world.leave(at);
                 if has_token {
                     break;
