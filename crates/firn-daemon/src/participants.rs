@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use firn_backing::backoff::Backoff;
 use firn_config::{Options, Participants};
-use firn_transact::conflict::{Report, Used};
+use firn_transact::conflict::{ConflictReport, Used};
 use firn_transact::{Expected, Members};
 
 use crate::error::AttachError;
@@ -65,7 +65,7 @@ fn process_of(thread: u32) -> Option<u32> {
 }
 
 /// Describes the conflicts of a transaction for a person.
-pub(crate) fn describe_conflict(report: &Report, scope: &str) -> String {
+pub(crate) fn describe_conflict(report: &ConflictReport, scope: &str) -> String {
     let mut text = match report.total {
         1 => format!("{scope}: no commit, 1 conflict between hosts"),
         total => format!("{scope}: no commit, {total} conflicts between hosts"),

@@ -140,7 +140,7 @@ fn drop_of_other_homes(
         return Ok(());
     }
     let id = arena.id();
-    for home in TransactionalBacking::other_homes(directory, members)? {
+    for home in TransactionalBacking::other_staging_owners(directory, members)? {
         let directory = DirBacking::open(backing).map_err(|e| AttachError::BackingUnusable {
             path: backing.into(),
             source: e,

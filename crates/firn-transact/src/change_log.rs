@@ -40,7 +40,7 @@ const RETIRED_MAGICS: [&[u8; 8]; 3] = [b"FIRNREDO", b"FIRNSAVE", b"FIRNBKUP"];
 pub(crate) const NO_ID: u64 = u64::MAX;
 
 /// A name in a directory: the number of the directory's object, and the name's bytes.
-pub type Place = (u64, Vec<u8>);
+pub type EntryName = (u64, Vec<u8>);
 
 /// Where something is staged: a directory below `new/`, and a name in it.
 pub type Staged = (String, String);
@@ -79,14 +79,14 @@ impl Identity {
 
 /// A point in time, as it is stored.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct Instant {
+pub struct StoredTime {
     /// Seconds since the epoch.
     pub sec: i64,
     /// Nanoseconds after that.
     pub nsec: u32,
 }
 
-impl From<Time> for Instant {
+impl From<Time> for StoredTime {
     fn from(time: Time) -> Self {
         Self {
             sec: time.sec,
@@ -95,8 +95,8 @@ impl From<Time> for Instant {
     }
 }
 
-impl From<Instant> for Time {
-    fn from(instant: Instant) -> Self {
+impl From<StoredTime> for Time {
+    fn from(instant: StoredTime) -> Self {
         Self {
             sec: instant.sec,
             nsec: instant.nsec,
@@ -106,7 +106,7 @@ impl From<Instant> for Time {
 
 /// Where the bytes of a range are.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Source {
+pub enum BytesSource {
     /// In the staged copy of the part, at their offset in the file.
     Copy,
     /// In a staged file of their own, at their offset in the file.
@@ -117,35 +117,35 @@ pub enum Source {
 
 /// A range of a file that is to be written.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Range {
+pub struct WrittenRange {
     /// Offset of the first byte.
     pub start: u64,
     /// Offset behind the last byte.
     pub end: u64,
     /// Where the bytes are.
-    pub source: Source,
+    pub source: BytesSource,
 }
 
-impl Range {
+impl WrittenRange {
     /// A range whose bytes are in the staged copy.
     pub fn of_copy(start: u64, end: u64) -> Self {
         Self {
             start,
             end,
-            source: Source::Copy,
+            source: BytesSource::Copy,
         }
     }
 }
 
 /// What becomes of the bytes of a file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Data {
+pub struct DataChange {
     /// Bytes from the start of the present content that stay where nothing is written.
     pub cut: u64,
     /// Size of the file after the application, in bytes.
     pub size: u64,
     /// The ranges that are written.
-    pub written: Vec<Range>,
+    pub written: Vec<WrittenRange>,
     /// Nothing of the old content was cut off. Where several hosts commit, it may have grown by another's part.
     pub grows: bool,
 }
@@ -160,35 +160,35 @@ pub struct Attributes {
     /// Group.
     pub gid: u32,
     /// Last access.
-    pub atime: Instant,
+    pub atime: StoredTime,
     /// Last change of the content.
-    pub mtime: Instant,
+    pub mtime: StoredTime,
     /// Names and values of the extended attributes.
     pub xattrs: Vec<(Vec<u8>, Vec<u8>)>,
 }
 
 /// One side of an entry: what the object becomes when the log is applied in this direction.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Part {
-    /// Staged name of the copy that has the attributes, and bytes of [`Part::data`].
+pub struct EntrySide {
+    /// Staged name of the copy that has the attributes, and bytes of [`EntrySide::data`].
     pub copy_at: Option<Staged>,
     /// What becomes of its bytes.
-    pub data: Option<Data>,
+    pub data: Option<DataChange>,
     /// Attributes, where no copy has them.
     pub attributes: Option<Attributes>,
     /// Last access, for after names in it have changed.
-    pub atime: Option<Instant>,
+    pub atime: Option<StoredTime>,
     /// Last change, for after bytes or names in it have changed.
-    pub mtime: Option<Instant>,
+    pub mtime: Option<StoredTime>,
     /// Owner, mode or extended attributes were changed, and not just times.
     pub changes_attributes: bool,
     /// Last change of the object when the transaction changed it first.
-    pub mtime_before: Option<Instant>,
+    pub mtime_before: Option<StoredTime>,
     /// All names in a directory whose changes are not listed name by name.
     pub names: Option<Vec<Link>>,
 }
 
-impl Part {
+impl EntrySide {
     /// Whether data or attributes of an object of the backing change.
     pub(crate) fn changes_in_place(&self) -> bool {
         self.copy_at.is_some() || self.data.is_some() || self.attributes.is_some()
@@ -197,7 +197,7 @@ impl Part {
 
 /// How an object of the backing is found where inode numbers mean nothing: in a copy of the tree.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Known {
+pub struct PortableIdentity {
     /// Its type, as in `st_mode`.
     pub kind: u32,
     /// Bytes of a file whose content changes: what is written counts from there.
@@ -216,11 +216,11 @@ pub struct Entry {
     /// Whether it is a directory.
     pub is_dir: bool,
     /// Names that the object has only before the transaction.
-    pub before: Vec<Place>,
+    pub before: Vec<EntryName>,
     /// Names that the object has only after the transaction.
-    pub after: Vec<Place>,
+    pub after: Vec<EntryName>,
     /// One name that the object has before and after, for a caller that looks for the object.
-    pub stays: Option<Place>,
+    pub stays: Option<EntryName>,
     /// The way to it from the scope's top, which is not in it, down to its own name.
     pub path: Vec<Link>,
     /// Where the object is staged before, if it is new.
@@ -230,11 +230,11 @@ pub struct Entry {
     /// One more name, staged, of an object of the backing of which no other name is known.
     pub anchor_at: Option<Staged>,
     /// How the object of a backup is found.
-    pub known: Option<Known>,
+    pub known: Option<PortableIdentity>,
     /// What to do to commit.
-    pub redo: Part,
+    pub redo: EntrySide,
     /// What to do to undo.
-    pub undo: Part,
+    pub undo: EntrySide,
 }
 
 impl Entry {
@@ -252,18 +252,18 @@ impl Entry {
             kept_at: None,
             anchor_at: None,
             known: None,
-            redo: Part::default(),
-            undo: Part::default(),
+            redo: EntrySide::default(),
+            undo: EntrySide::default(),
         }
     }
 
     /// Names that it has before, as far as the log says.
-    pub(crate) fn names_before(&self) -> impl Iterator<Item = &Place> {
+    pub(crate) fn names_before(&self) -> impl Iterator<Item = &EntryName> {
         self.before.iter().chain(&self.stays)
     }
 
     /// All names that the log says.
-    pub(crate) fn names(&self) -> impl Iterator<Item = &Place> {
+    pub(crate) fn names(&self) -> impl Iterator<Item = &EntryName> {
         self.names_before().chain(&self.after)
     }
 
@@ -273,8 +273,8 @@ impl Entry {
         let files = parts.into_iter().flat_map(|part| {
             let written = part.data.iter().flat_map(|data| &data.written);
             written.filter_map(|range| match &range.source {
-                Source::File(at) => Some(at),
-                Source::Copy | Source::Inline(_) => None,
+                BytesSource::File(at) => Some(at),
+                BytesSource::Copy | BytesSource::Inline(_) => None,
             })
         });
         let copies = parts.into_iter().filter_map(|part| part.copy_at.as_ref());
@@ -284,7 +284,7 @@ impl Entry {
 
 /// Bytes of a staged file in a backup.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Content {
+pub struct BackupContent {
     /// The file that has them, each at its offset.
     pub file: String,
     /// Size of the file.
@@ -307,7 +307,7 @@ pub struct StagedObject {
     /// Target of a symbolic link.
     pub target: Vec<u8>,
     /// Contents of a file.
-    pub content: Option<Content>,
+    pub content: Option<BackupContent>,
 }
 
 /// In which direction a log is applied.
@@ -437,13 +437,13 @@ impl ChangeLog {
                 .as_ref()
                 .is_some_and(|known| !known.paths.is_empty());
             check(entry.number == 0 || entry.new_at.is_some() != has_path)?;
-            check(entry.kept_at.is_none() && entry.undo == Part::default())?;
+            check(entry.kept_at.is_none() && entry.undo == EntrySide::default())?;
             let needed = entry.new_at.iter().chain(&entry.redo.copy_at);
             for at in needed {
                 check(staged.contains(at))?;
             }
             for range in entry.redo.data.iter().flat_map(|data| &data.written) {
-                check(!matches!(range.source, Source::File(_)))?;
+                check(!matches!(range.source, BytesSource::File(_)))?;
             }
             for (dir, _) in entry.names() {
                 check(*dir == 0 || numbers.contains(dir))?;
@@ -505,8 +505,8 @@ mod tests {
             mode: 0o100_640,
             uid: 1,
             gid: 2,
-            atime: Instant { sec: 1, nsec: 2 },
-            mtime: Instant { sec: -3, nsec: 4 },
+            atime: StoredTime { sec: 1, nsec: 2 },
+            mtime: StoredTime { sec: -3, nsec: 4 },
             xattrs: vec![(b"user.a".to_vec(), value.to_vec())],
         }
     }
@@ -517,32 +517,32 @@ mod tests {
             ino: 77,
             elsewhere: false,
         };
-        let data = Data {
+        let data = DataChange {
             cut: 10,
             size: 4096,
             written: vec![
-                Range::of_copy(0, 5),
-                Range {
+                WrittenRange::of_copy(0, 5),
+                WrittenRange {
                     start: 5,
                     end: 10,
-                    source: Source::Inline(b"bytes".to_vec()),
+                    source: BytesSource::Inline(b"bytes".to_vec()),
                 },
-                Range {
+                WrittenRange {
                     start: 100,
                     end: 4096,
-                    source: Source::File(staged("saved", "data-3")),
+                    source: BytesSource::File(staged("saved", "data-3")),
                 },
             ],
             grows: true,
         };
-        let part = Part {
+        let part = EntrySide {
             copy_at: Some(staged("plain", "3")),
             data: Some(data),
             attributes: Some(attributes(b"\0")),
-            atime: Some(Instant { sec: 7, nsec: 8 }),
-            mtime: Some(Instant { sec: 9, nsec: 1 }),
+            atime: Some(StoredTime { sec: 7, nsec: 8 }),
+            mtime: Some(StoredTime { sec: 9, nsec: 1 }),
             changes_attributes: true,
-            mtime_before: Some(Instant { sec: 5, nsec: 6 }),
+            mtime_before: Some(StoredTime { sec: 5, nsec: 6 }),
             names: Some(vec![(b"\xff\n".to_vec(), 9)]),
         };
         let entry = Entry {
@@ -553,7 +553,7 @@ mod tests {
             new_at: Some(staged("d0", "3")),
             kept_at: Some(staged("u", "k3")),
             anchor_at: Some(staged("d0", "l3")),
-            known: Some(Known {
+            known: Some(PortableIdentity {
                 kind: 0o100_000,
                 size: Some(7),
                 paths: vec![b"dir/file".to_vec()],
@@ -578,7 +578,7 @@ mod tests {
         }
     }
 
-    fn object(name: &str, content: Option<Content>) -> StagedObject {
+    fn object(name: &str, content: Option<BackupContent>) -> StagedObject {
         StagedObject {
             at: staged("d0", name),
             attributes: attributes(b"v"),
@@ -593,20 +593,20 @@ mod tests {
         let changed = Entry {
             before: vec![(0, name.clone())],
             after: vec![(4, b"there".to_vec())],
-            known: Some(Known {
+            known: Some(PortableIdentity {
                 kind: 0o100_000,
                 size: Some(7),
                 paths: vec![name.clone()],
             }),
-            redo: Part {
+            redo: EntrySide {
                 copy_at: Some(staged("d0", "3")),
-                data: Some(Data {
+                data: Some(DataChange {
                     cut: 1,
                     size,
-                    written: vec![Range::of_copy(0, size)],
+                    written: vec![WrittenRange::of_copy(0, size)],
                     grows: false,
                 }),
-                ..Part::default()
+                ..EntrySide::default()
             },
             ..Entry::new(3, Identity::NONE, false)
         };
@@ -615,7 +615,7 @@ mod tests {
             after: vec![(0, b"dir".to_vec())],
             ..Entry::new(4, Identity::NONE, true)
         };
-        let content = Content {
+        let content = BackupContent {
             file: "d0-3".into(),
             size,
             ranges: vec![(0, size)],
@@ -668,11 +668,11 @@ mod tests {
             |entry, name| entry.undo.names.as_mut().expect("some")[0].0 = name.into(),
             |entry, name| {
                 entry.redo.data.as_mut().expect("some").written[2].source =
-                    Source::File(staged("saved", name))
+                    BytesSource::File(staged("saved", name))
             },
             |entry, name| {
                 entry.undo.data.as_mut().expect("some").written[2].source =
-                    Source::File(staged(name, "data-3"))
+                    BytesSource::File(staged(name, "data-3"))
             },
             |entry, name| {
                 // Several components are a path.

@@ -10,13 +10,15 @@ use std::sync::Arc;
 
 use firn_backing::{Backing, Errno, Kind, SetTime, Volume};
 
-use crate::change_log::{ChangeLog, Data, Entry, Identity, Range, Source, TopChange};
+use crate::change_log::{
+    BytesSource, ChangeLog, DataChange, Entry, Identity, TopChange, WrittenRange,
+};
 use crate::hidden::OwnLinks;
 use crate::history::ANCHOR;
+use crate::lower_backing::LowerBacking;
 use crate::object::{Change, Key, Object};
 use crate::scope::Scope;
 use crate::staging;
-use crate::staging_dir::Home;
 use crate::tree::Tree;
 
 /// An object in the backing, and what is changed of it but names.
@@ -48,19 +50,19 @@ fn changed_names<B: Backing>(
 
 /// Records of what transactions changed.
 pub(crate) struct Differences<B: Backing> {
-    pub(crate) home: Arc<Home<B>>,
+    pub(crate) lower: Arc<LowerBacking<B>>,
     pub(crate) tree: Arc<Tree<B>>,
     pub(crate) own_links: Arc<OwnLinks<B>>,
 }
 
 impl<B: Backing> Differences<B> {
     pub(crate) fn new(
-        home: &Arc<Home<B>>,
+        lower: &Arc<LowerBacking<B>>,
         tree: &Arc<Tree<B>>,
         own_links: &Arc<OwnLinks<B>>,
     ) -> Self {
         Self {
-            home: Arc::clone(home),
+            lower: Arc::clone(lower),
             tree: Arc::clone(tree),
             own_links: Arc::clone(own_links),
         }
@@ -81,9 +83,9 @@ impl<B: Backing> Differences<B> {
             let mut item = Entry::new(number, self.identity(object), object.kind == Kind::Dir);
             let at = change.copy.as_ref().map(|copy| copy.at.clone());
             if let (Some(copy), Some(touched)) = (&change.copy, change.touched) {
-                let inode = copy.inode(&self.home.base)?;
-                let mtime = self.home.base.attr(&inode)?.mtime.max(touched);
-                self.home
+                let inode = copy.inode(&self.lower.base)?;
+                let mtime = self.lower.base.attr(&inode)?.mtime.max(touched);
+                self.lower
                     .base
                     .set_times(&inode, SetTime::Keep, SetTime::At(mtime))?;
             }
@@ -94,7 +96,7 @@ impl<B: Backing> Differences<B> {
                     .as_ref()
                     .filter(|_| item.is_dir && !change.removed)
                 {
-                    let attr = self.home.base.attr(&copy.inode(&self.home.base)?)?;
+                    let attr = self.lower.base.attr(&copy.inode(&self.lower.base)?)?;
                     item.redo.atime = Some(attr.atime.into());
                     item.redo.mtime = Some(attr.mtime.into());
                 }
@@ -107,22 +109,22 @@ impl<B: Backing> Differences<B> {
                 if let (Some(touched), None, None, Some(inode)) = (
                     change.touched.filter(|_| item.is_dir),
                     &at,
-                    &self.home.members,
+                    &self.lower.members,
                     &base,
                 ) {
-                    let attr = self.home.base.attr(inode)?;
+                    let attr = self.lower.base.attr(inode)?;
                     item.redo.atime = Some(attr.atime.into());
                     item.redo.mtime = Some(attr.mtime.max(touched).into());
                 }
                 item.redo.copy_at = at;
                 if let Some(inline) = &change.inline {
-                    let written = inline.pieces().map(|(start, piece)| Range {
+                    let written = inline.overwrites().map(|(start, piece)| WrittenRange {
                         start,
                         end: start + piece.len() as u64,
-                        source: Source::Inline(piece.to_vec()),
+                        source: BytesSource::Inline(piece.to_vec()),
                     });
                     item.redo.mtime = Some(inline.mtime.into());
-                    item.redo.data = Some(Data {
+                    item.redo.data = Some(DataChange {
                         cut: inline.size(),
                         size: inline.size(),
                         written: written.collect(),
@@ -132,13 +134,14 @@ impl<B: Backing> Differences<B> {
                 item.redo.changes_attributes = change.attributes;
                 item.redo.mtime_before = change.before.map(|(_, mtime)| mtime.into());
                 if let Some(copy) = change.copy.as_ref().filter(|_| object.kind == Kind::File) {
-                    let size = self.home.base.attr(&copy.inode(&self.home.base)?)?.size;
+                    let size = self.lower.base.attr(&copy.inode(&self.lower.base)?)?.size;
                     let written = change.written.iter();
-                    let written = written.map(|range| Range::of_copy(range.start, range.end));
+                    let written =
+                        written.map(|range| WrittenRange::of_copy(range.start, range.end));
                     let grows = change
                         .before
                         .is_some_and(|(before, _)| change.cut >= before);
-                    item.redo.data = Some(Data {
+                    item.redo.data = Some(DataChange {
                         cut: change.cut,
                         size,
                         written: written.collect(),
@@ -159,7 +162,7 @@ impl<B: Backing> Differences<B> {
             let dir = self.number(scope, object, &mut numbers, &mut items);
             for (name, now) in &names {
                 let old = match &base {
-                    Some(inode) => staging::find(&self.home.base, inode, name)?,
+                    Some(inode) => staging::find(&self.lower.base, inode, name)?,
                     None => None,
                 };
                 let old_key = old.map(|(_, attr)| (attr.dev, attr.ino));
@@ -200,7 +203,7 @@ impl<B: Backing> Differences<B> {
         };
         items.retain(|_, item| is_needed(item));
         let scope = scope.path.clone();
-        let shared = self.home.members.is_some();
+        let shared = self.lower.members.is_some();
         Ok(ChangeLog {
             id,
             scope,
@@ -271,7 +274,7 @@ impl<B: Backing> Differences<B> {
         let (device, ino) = object.key;
         Identity {
             ino,
-            elsewhere: device != self.home.device,
+            elsewhere: device != self.lower.device,
         }
     }
 
@@ -327,7 +330,7 @@ impl<B: Backing> Differences<B> {
         if let Some((parent, name)) = origin.filter(|_| !leaves) {
             let found = parent
                 .base()
-                .map(|dir| staging::find(&self.home.base, &dir, &name))
+                .map(|dir| staging::find(&self.lower.base, &dir, &name))
                 .transpose()?
                 .flatten();
             if found.is_some_and(|(_, attr)| (attr.dev, attr.ino) == object.key) {
@@ -341,10 +344,10 @@ impl<B: Backing> Differences<B> {
         let Some(inode) = base.as_ref().filter(|_| object.kind != Kind::Dir) else {
             return Ok(());
         };
-        let (staging_name, staging_dir) = scope.plain_staging_dir(&self.home.base)?;
+        let (staging_name, staging_dir) = scope.plain_staging_dir(&self.lower.base)?;
         let text = format!("{ANCHOR}{number}");
         self.own_links.hide_link(scope, object, &staging_dir, &text);
-        match self.home.base.link(inode, &staging_dir, OsStr::new(&text)) {
+        match self.lower.base.link(inode, &staging_dir, OsStr::new(&text)) {
             Ok(_) | Err(Errno::EXIST) => {}
             Err(errno) => return Err(errno),
         }

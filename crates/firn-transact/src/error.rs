@@ -175,14 +175,14 @@ pub enum VoteError {
     },
     /// The accesses of the hosts conflict.
     #[error("{} with other hosts", match .0.total { 1 => "1 conflict".to_owned(), n => format!("{n} conflicts") })]
-    Conflict(Box<crate::conflict::Report>),
-    /// What a host published cannot be read.
+    Conflict(Box<crate::conflict::ConflictReport>),
+    /// The access list of a host cannot be decoded.
     #[error("{host}: {source}")]
-    Published {
+    AccessList {
         /// The host.
         host: String,
-        /// What is wrong.
-        source: crate::conflict::ListError,
+        /// The reason.
+        source: crate::conflict::AccessListError,
     },
     /// See [`StoreError`].
     #[error(transparent)]

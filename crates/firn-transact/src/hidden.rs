@@ -18,11 +18,11 @@ use std::sync::atomic::Ordering;
 use firn_backing::{Attr, Backing, Errno, Kind, Result};
 
 use crate::hidden_links::{Link, Presence};
+use crate::lower_backing::LowerBacking;
 use crate::object::{HAS_LINKS, Key, Object};
 use crate::own::OwnError;
 use crate::scope::Scope;
 use crate::staging;
-use crate::staging_dir::Home;
 use crate::tree::Tree;
 
 /// Serial number of links that belong to no transaction: no transaction has it.
@@ -30,14 +30,14 @@ const NO_SERIAL: u64 = 0;
 
 /// Links of Firn's own, which attributes do not show.
 pub(crate) struct OwnLinks<B: Backing> {
-    pub(crate) home: Arc<Home<B>>,
+    pub(crate) lower: Arc<LowerBacking<B>>,
     pub(crate) tree: Arc<Tree<B>>,
 }
 
 impl<B: Backing> OwnLinks<B> {
-    pub(crate) fn new(home: &Arc<Home<B>>, tree: &Arc<Tree<B>>) -> Self {
+    pub(crate) fn new(lower: &Arc<LowerBacking<B>>, tree: &Arc<Tree<B>>) -> Self {
         Self {
-            home: Arc::clone(home),
+            lower: Arc::clone(lower),
             tree: Arc::clone(tree),
         }
     }
@@ -47,7 +47,7 @@ impl<B: Backing> OwnLinks<B> {
         loop {
             let version = object.hides.load(Ordering::Acquire);
             if version & HAS_LINKS == 0 {
-                let attr = self.home.base.attr(inode)?;
+                let attr = self.lower.base.attr(inode)?;
                 if object.hides.load(Ordering::Acquire) == version {
                     return Ok(attr);
                 }
@@ -62,7 +62,7 @@ impl<B: Backing> OwnLinks<B> {
                 .cloned()
                 .unwrap_or_default();
             let there = self.which_are_there(&links)?;
-            let attr = self.home.base.attr(inode)?;
+            let attr = self.lower.base.attr(inode)?;
             let is_same = self.which_are_there(&links)? == there;
             if !is_same || object.hides.load(Ordering::Acquire) != version {
                 continue;
@@ -86,7 +86,7 @@ impl<B: Backing> OwnLinks<B> {
         let is_there = |link: &Link<B>| match link.presence {
             Presence::There => Ok(true),
             Presence::Comes | Presence::Goes => {
-                match staging::find(&self.home.base, &link.dir, OsStr::new(&link.name)) {
+                match staging::find(&self.lower.base, &link.dir, OsStr::new(&link.name)) {
                     Ok(found) => Ok(found.is_some()),
                     // With its directory.
                     Err(Errno::STALE) => Ok(false),
@@ -240,16 +240,16 @@ impl<B: Backing> OwnLinks<B> {
         self.enter_own_top(Presence::There);
     }
 
-    /// `Home::staging_dir`, of which the top shows nothing from its first instant on.
+    /// `LowerBacking::staging_dir`, of which the top shows nothing from its first instant on.
     pub(crate) fn make_hidden_staging_dir(&self) -> std::result::Result<B::Inode, OwnError> {
         self.enter_own_top(Presence::Comes);
-        let home = self.home.staging_dir()?;
+        let staging_dir = self.lower.staging_dir()?;
         self.enter_own_top(Presence::There);
-        Ok(home)
+        Ok(staging_dir)
     }
 
     fn enter_own_top(&self, presence: Presence) {
-        let dir = self.home.base.root();
+        let dir = self.lower.base.root();
         self.enter_link(NO_SERIAL, self.tree.top(), &dir, staging::TOP, presence);
     }
 

@@ -7,9 +7,9 @@ use std::sync::Arc;
 use firn_backing::lock::Mutex;
 use firn_backing::{Backing, DirEntry, Errno, Kind, Result};
 
+use crate::lower_backing::LowerBacking;
 use crate::object::Object;
 use crate::staging;
-use crate::staging_dir::Home;
 use crate::top_names::Tops;
 use crate::waiting::Admission;
 
@@ -25,19 +25,19 @@ pub struct TrackedDir<B: Backing> {
 
 /// Listings of directories.
 pub(crate) struct Dirs<B: Backing> {
-    pub(crate) home: Arc<Home<B>>,
+    pub(crate) lower: Arc<LowerBacking<B>>,
     pub(crate) tops: Arc<Tops<B>>,
     pub(crate) admission: Arc<Admission<B>>,
 }
 
 impl<B: Backing> Dirs<B> {
     pub(crate) fn new(
-        home: &Arc<Home<B>>,
+        lower: &Arc<LowerBacking<B>>,
         tops: &Arc<Tops<B>>,
         admission: &Arc<Admission<B>>,
     ) -> Self {
         Self {
-            home: Arc::clone(home),
+            lower: Arc::clone(lower),
             tops: Arc::clone(tops),
             admission: Arc::clone(admission),
         }
@@ -105,7 +105,7 @@ impl<B: Backing> Dirs<B> {
         if let Some(inode) = &base {
             let is_top = object.parent().is_none();
             let tops = self.tops.top_names_in(object);
-            let below = staging::list(&self.home.base, inode)?;
+            let below = staging::list(&self.lower.base, inode)?;
             let inner = inner.look();
             let change = inner.change.as_ref();
             for (name, ino, kind) in below {
@@ -141,6 +141,6 @@ impl<B: Backing> Dirs<B> {
             return Ok(());
         }
         let inode = object.base().ok_or(Errno::STALE)?;
-        self.home.base.sync_dir(&inode)
+        self.lower.base.sync_dir(&inode)
     }
 }

@@ -13,13 +13,13 @@ use firn_backing::{Attr, Backing, Errno, Kind, Placing, Remove, RenameFlags, Res
 use crate::attributes::Objects;
 use crate::hidden::OwnLinks;
 use crate::listing::Dirs;
+use crate::lower_backing::LowerBacking;
 use crate::object::{Change, Inner, Named, Object, StagedCopy};
 use crate::scope::Scope;
 use crate::scopes::Scopes;
 use crate::shadow::save::Originals;
 use crate::shadow::{NO_BYTES, Shadow};
 use crate::staging;
-use crate::staging_dir::Home;
 use crate::top_names::TopName;
 use crate::top_names::Tops;
 use crate::tree::Tree;
@@ -38,7 +38,7 @@ use crate::tree::Names;
 
 /// Looks up and changes names in directories.
 pub(crate) struct Entries<B: Backing> {
-    pub(crate) home: Arc<Home<B>>,
+    pub(crate) lower: Arc<LowerBacking<B>>,
     pub(crate) tree: Arc<Tree<B>>,
     pub(crate) scopes: Arc<Scopes<B>>,
     pub(crate) originals: Arc<Originals<B>>,
@@ -52,7 +52,7 @@ pub(crate) struct Entries<B: Backing> {
 impl<B: Backing> Entries<B> {
     pub(crate) fn new(objects: &Arc<Objects<B>>, dirs: &Arc<Dirs<B>>) -> Self {
         Self {
-            home: Arc::clone(&objects.home),
+            lower: Arc::clone(&objects.lower),
             tree: Arc::clone(&objects.admission.tree),
             scopes: Arc::clone(&objects.admission.scopes),
             originals: Arc::clone(&objects.originals),
@@ -110,12 +110,12 @@ impl<B: Backing> Entries<B> {
         // A new directory's staged copy is empty, and says what is wrong with a name.
         let inode = inner
             .base()
-            .map_or_else(|| inner.inode(&self.home.base), Ok)?;
-        let found = staging::find(&self.home.base, &inode, name)?;
+            .map_or_else(|| inner.inode(&self.lower.base), Ok)?;
+        let found = staging::find(&self.lower.base, &inode, name)?;
         Ok(found.map(|(inode, attr)| FoundName {
             object: self
                 .tree
-                .intern(&self.home.base, inode, &attr, parent, name),
+                .intern(&self.lower.base, inode, &attr, parent, name),
             attr: Some(attr),
         }))
     }
@@ -147,7 +147,7 @@ impl<B: Backing> Entries<B> {
         self.tops.must_not_be_a_top(parent, name)?;
         let within = scope.clone();
         let Some(scope) = self.originals.holding(scope, parent, NO_BYTES)? else {
-            let dir = parent.inode(&self.home.base)?;
+            let dir = parent.inode(&self.lower.base)?;
             let new = NewObject {
                 dir: &dir,
                 name,
@@ -159,7 +159,7 @@ impl<B: Backing> Entries<B> {
             }
             return Ok((
                 self.tree
-                    .intern(&self.home.base, inode, &attr, parent, name),
+                    .intern(&self.lower.base, inode, &attr, parent, name),
                 attr,
             ));
         };
@@ -167,12 +167,12 @@ impl<B: Backing> Entries<B> {
             return Err(Errno::NOTDIR);
         }
         let exists = self.find_name(parent, name)?;
-        let dir = parent.inode(&self.home.base)?;
+        let dir = parent.inode(&self.lower.base)?;
         if exists.is_some() {
             return Err(Errno::EXIST);
         }
         self.must_be_there(parent)?;
-        let (staging_name, staging_dir) = scope.staging_dir_for(&self.home.base, &dir)?;
+        let (staging_name, staging_dir) = scope.staging_dir_for(&self.lower.base, &dir)?;
         let number = scope.next_number();
         let text = number.to_string();
         let new = NewObject {
@@ -198,7 +198,7 @@ impl<B: Backing> Entries<B> {
         };
         let location = Some((Arc::clone(parent), name.to_owned()));
         let object = Object::new((attr.dev, attr.ino), attr.kind, inner, location)
-            .in_lane(self.home.base.facts(&inode).lane);
+            .in_lane(self.lower.base.facts(&inode).lane);
         let object = Arc::new(object);
         scope.changed.lock().insert(number, Arc::clone(&object));
         self.tree.adopt(&object);
@@ -312,12 +312,12 @@ impl<B: Backing> Entries<B> {
 
     /// Removes the name of a staged object, and returns its inode, which exists until the last reference is dropped.
     fn unstage(&self, kind: Kind, copy: &StagedCopy<B>) -> Result<B::Inode> {
-        let inode = copy.inode(&self.home.base)?;
+        let inode = copy.inode(&self.lower.base)?;
         let name = OsStr::new(&copy.at.1);
         if kind == Kind::Dir {
-            self.home.base.rmdir(&copy.staging_dir, name)?;
+            self.lower.base.rmdir(&copy.staging_dir, name)?;
         } else {
-            self.home.base.unlink(&copy.staging_dir, name)?;
+            self.lower.base.unlink(&copy.staging_dir, name)?;
         }
         Ok(inode)
     }
@@ -351,8 +351,8 @@ impl<B: Backing> Entries<B> {
                 TopName::Shown(_) => return Err(Errno::ISDIR),
                 TopName::Reserved => return Err(Errno::NOENT),
             }
-            let dir = parent.inode(&self.home.base)?;
-            return self.home.base.remove(&dir, name, what);
+            let dir = parent.inode(&self.lower.base)?;
+            return self.lower.base.remove(&dir, name, what);
         };
         if parent.kind != Kind::Dir {
             return Err(Errno::NOTDIR);
@@ -395,9 +395,9 @@ impl<B: Backing> Entries<B> {
             return Err(Errno::NOENT);
         }
         let Some(scope) = self.originals.holding(scope, parent, NO_BYTES)? else {
-            let inode = object.inode(&self.home.base)?;
-            let dir = parent.inode(&self.home.base)?;
-            let attr = self.home.base.link(&inode, &dir, name)?;
+            let inode = object.inode(&self.lower.base)?;
+            let dir = parent.inode(&self.lower.base)?;
+            let attr = self.lower.base.link(&inode, &dir, name)?;
             return if object.may_hide_links() {
                 self.objects.read_attr(object)
             } else {
@@ -570,9 +570,9 @@ impl<B: Backing> Entries<B> {
             self.must_not_hold_a_scope(source.as_ref())?;
             self.must_not_hold_a_scope(target.as_ref())?;
         }
-        let from_inode = from.inode(&self.home.base)?;
-        let to_inode = to.inode(&self.home.base)?;
-        self.home
+        let from_inode = from.inode(&self.lower.base)?;
+        let to_inode = to.inode(&self.lower.base)?;
+        self.lower
             .base
             .rename(&from_inode, name, &to_inode, new_name, flags)?;
         if let Some(source) = source {

@@ -26,7 +26,7 @@ use std::os::unix::ffi::OsStrExt;
 use base16ct::lower;
 use firn_backing::{Attr, Backing, Errno, Kind, NewKind, Result};
 
-use crate::change_log::{Attributes, Instant, LogError};
+use crate::change_log::{Attributes, LogError, StoredTime};
 use crate::error::StoreError;
 use crate::own::is_path;
 pub(crate) use crate::own::{
@@ -155,7 +155,7 @@ pub(crate) fn set_attributes<B: Backing>(
             base.set_mode(inode, wanted.mode & 0o7777)?;
         }
     }
-    let at = |time: Instant| firn_backing::SetTime::At(time.into());
+    let at = |time: StoredTime| firn_backing::SetTime::At(time.into());
     base.set_times(inode, at(wanted.atime), at(wanted.mtime))
 }
 

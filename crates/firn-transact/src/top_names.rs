@@ -9,11 +9,11 @@ use std::sync::Arc;
 use firn_backing::{Attr, Backing, Errno, Time};
 
 use crate::hidden::OwnLinks;
+use crate::lower_backing::LowerBacking;
 use crate::object::Object;
 use crate::scope::Scope;
 use crate::scopes::Scopes;
 use crate::staging;
-use crate::staging_dir::Home;
 use crate::transactional::TransactionalBacking;
 
 /// What a name in a directory has to do with the top of a scope.
@@ -43,19 +43,19 @@ struct ShownTops<B: Backing> {
 
 /// Names of tops of scopes in the directories above.
 pub struct Tops<B: Backing> {
-    pub(crate) home: Arc<Home<B>>,
+    pub(crate) lower: Arc<LowerBacking<B>>,
     pub(crate) scopes: Arc<Scopes<B>>,
     pub(crate) own_links: Arc<OwnLinks<B>>,
 }
 
 impl<B: Backing> Tops<B> {
     pub(crate) fn new(
-        home: &Arc<Home<B>>,
+        lower: &Arc<LowerBacking<B>>,
         scopes: &Arc<Scopes<B>>,
         own_links: &Arc<OwnLinks<B>>,
     ) -> Self {
         Self {
-            home: Arc::clone(home),
+            lower: Arc::clone(lower),
             scopes: Arc::clone(scopes),
             own_links: Arc::clone(own_links),
         }
@@ -148,7 +148,7 @@ impl<B: Backing> Tops<B> {
             if scope.decided().is_none() {
                 return Ok(false);
             }
-            let found = staging::find(&self.home.base, dir, &name)?;
+            let found = staging::find(&self.lower.base, dir, &name)?;
             Ok(found.is_some_and(|(_, attr)| (attr.dev, attr.ino) == scope.root.key))
         };
         scopes.iter().map(is_there).collect()

@@ -11,6 +11,7 @@ use crate::difference::Differences;
 use crate::hidden::OwnLinks;
 use crate::history::History;
 use crate::listing::Dirs;
+use crate::lower_backing::LowerBacking;
 use crate::names::Entries;
 use crate::names_ballot::NamesBallots;
 use crate::object::Object;
@@ -22,7 +23,6 @@ use crate::shadow::Mode;
 use crate::shadow::save::Originals;
 use crate::shadow::shared::SharedTransactions;
 use crate::shadow::undo::ShadowUndo;
-use crate::staging_dir::Home;
 use crate::top_names::Tops;
 use crate::transaction::apply_commit::Commits;
 use crate::transaction::arenas::ArenaNotes;
@@ -38,7 +38,7 @@ use firn_backing::lock::Mutex;
 /// What one part does is asked of that part. From the lowest part up; each knows only those before it.
 pub struct TransactionalBacking<B: Backing> {
     /// The backing below, and where transactions are kept in it.
-    pub home: Arc<Home<B>>,
+    pub lower: Arc<LowerBacking<B>>,
     pub(crate) tree: Arc<Tree<B>>,
     /// The transactions that are not over.
     pub scopes: Arc<Scopes<B>>,
@@ -82,44 +82,46 @@ pub struct TransactionalBacking<B: Backing> {
 impl<B: Backing> TransactionalBacking<B> {
     /// Puts the parts together, from the lowest one up.
     pub(crate) fn assemble(base: B, top: &Arc<Object<B>>, opening: Opening) -> Self {
-        let home = Arc::new(Home {
+        let lower = Arc::new(LowerBacking {
             base,
             members: opening.members,
             device: top.key.0,
         });
         let tree = Arc::new(Tree::new(top));
         let scopes = Arc::new(Scopes::default());
-        let own_links = Arc::new(OwnLinks::new(&home, &tree));
-        let originals = Arc::new(Originals::new(&home));
-        let shadow_undo = Arc::new(ShadowUndo::new(&home, &tree, &own_links));
-        let tops = Arc::new(Tops::new(&home, &scopes, &own_links));
+        let own_links = Arc::new(OwnLinks::new(&lower, &tree));
+        let originals = Arc::new(Originals::new(&lower));
+        let shadow_undo = Arc::new(ShadowUndo::new(&lower, &tree, &own_links));
+        let tops = Arc::new(Tops::new(&lower, &scopes, &own_links));
         let admission = Arc::new(Admission::new(&tree, &scopes));
-        let shared = Arc::new(SharedTransactions::new(&home));
-        let votes = Arc::new(Votes::new(&home, &tree, &scopes, &shared));
-        let names_ballots = Arc::new(NamesBallots::new(&home));
+        let shared = Arc::new(SharedTransactions::new(&lower));
+        let votes = Arc::new(Votes::new(&lower, &tree, &scopes, &shared));
+        let names_ballots = Arc::new(NamesBallots::new(&lower));
         let arena_notes = Arc::new(ArenaNotes::new(
             &votes,
             &names_ballots,
             opening.arena,
             opening.living,
         ));
-        let backups = Arc::new(Backups::new(&home, &scopes));
-        let history = Arc::new(History::new(&home, &tree, &scopes, opening.history));
-        let endings = Arc::new(Endings::new(&home, &scopes, &own_links, &history, &backups));
-        let objects = Arc::new(Objects::new(
-            &home, &originals, &own_links, &tops, &admission,
+        let backups = Arc::new(Backups::new(&lower, &scopes));
+        let history = Arc::new(History::new(&lower, &tree, &scopes, opening.history));
+        let endings = Arc::new(Endings::new(
+            &lower, &scopes, &own_links, &history, &backups,
         ));
-        let file_data = Arc::new(FileData::new(&home, &originals, &admission, &objects));
-        let dirs = Arc::new(Dirs::new(&home, &tops, &admission));
-        let differences = Arc::new(Differences::new(&home, &tree, &own_links));
+        let objects = Arc::new(Objects::new(
+            &lower, &originals, &own_links, &tops, &admission,
+        ));
+        let file_data = Arc::new(FileData::new(&lower, &originals, &admission, &objects));
+        let dirs = Arc::new(Dirs::new(&lower, &tops, &admission));
+        let differences = Arc::new(Differences::new(&lower, &tree, &own_links));
         let entries = Arc::new(Entries::new(&objects, &dirs));
         let stored_scopes = Arc::new(StoredScopes::new(
-            &home, &tree, &scopes, &own_links, &shared,
+            &lower, &tree, &scopes, &own_links, &shared,
         ));
         let commits = Arc::new(Commits::new(&objects, &votes, &names_ballots, &endings));
-        let revival = Arc::new(Revival::new(&home, &scopes, &own_links, &stored_scopes));
+        let revival = Arc::new(Revival::new(&lower, &scopes, &own_links, &stored_scopes));
         Self {
-            home,
+            lower,
             tree,
             scopes,
             own_links,
@@ -154,7 +156,7 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// Whether hosts compare what their programs used before they commit together.
     pub(crate) fn tests_conflicts(&self) -> bool {
-        self.home.members.is_some() && self.mode == Mode::Buffer
+        self.lower.members.is_some() && self.mode == Mode::Buffer
     }
 
     /// This backing, whose transactions begin in `mode` from now on.
@@ -166,15 +168,16 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// The backing below.
     pub fn base(&self) -> &B {
-        &self.home.base
+        &self.lower.base
     }
 
     /// The backing below, without what was known of transactions.
     pub fn into_base(self) -> B {
-        let home = Arc::clone(&self.home);
+        let lower = Arc::clone(&self.lower);
         drop(self);
-        let home = Arc::into_inner(home);
-        home.expect("only the parts share it, and they are gone")
+        let lower = Arc::into_inner(lower);
+        lower
+            .expect("only the parts share it, and they are gone")
             .base
     }
 }

@@ -6,7 +6,7 @@ use std::ops::ControlFlow;
 use firn_backing::{Access, Backing, Errno, data_ranges};
 
 use super::mirror::{backup_failed, unlink_if_there};
-use crate::change_log::Content;
+use crate::change_log::BackupContent;
 use crate::copy::{CopyError, OpenFile, copy_blocks};
 use crate::error::{BackupError, ReviveError};
 use crate::staging;
@@ -19,7 +19,7 @@ pub(super) fn copy_out<B: Backing>(
     dir: &B::Inode,
     name: &str,
     go_on: impl Fn() -> bool,
-) -> Result<Content, BackupError> {
+) -> Result<BackupContent, BackupError> {
     let from = base.open(inode, Access::Read)?;
     let size = base.attr_of_file(&from)?.size;
     unlink_if_there(store, dir, OsStr::new(name)).map_err(backup_failed)?;
@@ -52,7 +52,7 @@ pub(super) fn copy_out<B: Backing>(
         })?;
         ranges.push((data.start, data.end));
     }
-    Ok(Content {
+    Ok(BackupContent {
         file: name.to_owned(),
         size,
         ranges,
@@ -63,7 +63,7 @@ pub(super) fn copy_out<B: Backing>(
 /// Fills an empty file with what the backup, the directory `from` of a store, has of it.
 pub(super) fn copy_in<B: Backing>(
     (store, dir): (&B, &B::Inode),
-    content: &Content,
+    content: &BackupContent,
     base: &B,
     to: &B::File,
 ) -> Result<(), ReviveError> {

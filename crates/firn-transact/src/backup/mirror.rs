@@ -12,7 +12,7 @@ use firn_backing::lock::Mutex;
 use firn_backing::{Attr, Backing, Errno, Time};
 
 use super::MANIFEST;
-use crate::change_log::{ChangeLog, Content, LogError, Staged};
+use crate::change_log::{BackupContent, ChangeLog, LogError, Staged};
 use crate::claim::Exclusive;
 use crate::error::BackupError;
 use crate::own::OwnError;
@@ -107,7 +107,7 @@ pub(super) struct Copy<B: Backing> {
 /// What the backup has of a staged file, and what that was when it was copied.
 pub(super) struct CopiedFile {
     pub(super) stamp: Stamp,
-    pub(super) content: Content,
+    pub(super) content: BackupContent,
 }
 
 impl<B: Backing> Copy<B> {
@@ -124,7 +124,7 @@ impl<B: Backing> Copy<B> {
     }
 
     /// What the backup has of a file, if the file is unchanged.
-    pub(super) fn find_copied(&self, file: &str, now: Stamp) -> Option<&Content> {
+    pub(super) fn find_copied(&self, file: &str, now: Stamp) -> Option<&BackupContent> {
         let copied = self.copied.get(file)?;
         (copied.stamp == now).then_some(&copied.content)
     }
@@ -321,8 +321,8 @@ pub(super) fn remove_manifest_of<B: Backing>(store: &B, name: &str) -> Result<()
 
 /// Removes a backup, the manifest first, without which the rest means nothing. What Firn did not put there stays, and
 /// then the directory, too: ENOTEMPTY.
-pub(super) fn remove<B: Backing>(store: &B, home: &B::Inode, name: &str) -> Result<(), OwnError> {
-    let Some((dir, _)) = staging::find_dir(store, home, name)? else {
+pub(super) fn remove<B: Backing>(store: &B, parent: &B::Inode, name: &str) -> Result<(), OwnError> {
+    let Some((dir, _)) = staging::find_dir(store, parent, name)? else {
         return Ok(());
     };
     remove_manifest(store, &dir)?;
@@ -333,7 +333,7 @@ pub(super) fn remove<B: Backing>(store: &B, home: &B::Inode, name: &str) -> Resu
             unlink_if_there(store, &dir, OsStr::from_bytes(&file))?;
         }
     }
-    Ok(store.rmdir(home, OsStr::new(name))?)
+    Ok(store.rmdir(parent, OsStr::new(name))?)
 }
 
 /// Whether a directory is that of a transaction: `tx-N-TOKEN`.

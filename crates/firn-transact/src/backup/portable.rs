@@ -7,7 +7,7 @@ use std::os::unix::ffi::OsStrExt;
 
 use firn_backing::{Backing, Volume};
 
-use crate::change_log::{ChangeLog, Entry as LogEntry, Identity, Known, Place};
+use crate::change_log::{ChangeLog, Entry as LogEntry, EntryName, Identity, PortableIdentity};
 use crate::error::BackupError;
 use crate::staging;
 
@@ -58,7 +58,7 @@ impl<'a, B: Backing> Paths<'a, B> {
         let mut portable = LogEntry {
             identity: Identity::NONE,
             kept_at: None,
-            undo: crate::change_log::Part::default(),
+            undo: crate::change_log::EntrySide::default(),
             ..entry.clone()
         };
         if entry.new_at.is_some() {
@@ -92,7 +92,7 @@ impl<'a, B: Backing> Paths<'a, B> {
             };
         };
         let attr = self.base.attr(&inode)?;
-        portable.known = Some(Known {
+        portable.known = Some(PortableIdentity {
             kind: attr.mode & libc::S_IFMT,
             size: entry.redo.data.as_ref().map(|_| attr.size),
             paths,
@@ -103,7 +103,7 @@ impl<'a, B: Backing> Paths<'a, B> {
     fn find_at(
         &mut self,
         entry: &LogEntry,
-        (dir, name): &'a Place,
+        (dir, name): &'a EntryName,
         above: &mut Vec<u64>,
     ) -> Result<Option<Found<B>>, BackupError> {
         let Some((path, dir)) = self.find_dir(*dir, above)? else {

@@ -9,14 +9,16 @@ use firn_backing::{Attr, Backing, Errno, RenameFlags, SyncScope};
 
 use super::content::copy_in;
 use super::mirror::{backup_failed, load, remove};
-use crate::change_log::{ChangeLog, Direction, Identity, Known, LogError, Place, StagedObject};
+use crate::change_log::{
+    ChangeLog, Direction, EntryName, Identity, LogError, PortableIdentity, StagedObject,
+};
 use crate::error::{BackupError, ReviveError};
 use crate::hidden::OwnLinks;
+use crate::lower_backing::LowerBacking;
 use crate::paths::names_in;
 use crate::recovery::StoredScopes;
 use crate::scopes::Scopes;
 use crate::staging;
-use crate::staging_dir::Home;
 use crate::transactional::TransactionalBacking;
 
 fn tree(path: &[u8], what: &str) -> ReviveError {
@@ -28,7 +30,7 @@ fn tree(path: &[u8], what: &str) -> ReviveError {
 
 /// Makes transactions of backups.
 pub struct Revival<B: Backing> {
-    pub(crate) home: Arc<Home<B>>,
+    pub(crate) lower: Arc<LowerBacking<B>>,
     pub(crate) scopes: Arc<Scopes<B>>,
     pub(crate) own_links: Arc<OwnLinks<B>>,
     pub(crate) stored_scopes: Arc<StoredScopes<B>>,
@@ -36,13 +38,13 @@ pub struct Revival<B: Backing> {
 
 impl<B: Backing> Revival<B> {
     pub(crate) fn new(
-        home: &Arc<Home<B>>,
+        lower: &Arc<LowerBacking<B>>,
         scopes: &Arc<Scopes<B>>,
         own_links: &Arc<OwnLinks<B>>,
         stored_scopes: &Arc<StoredScopes<B>>,
     ) -> Self {
         Self {
-            home: Arc::clone(home),
+            lower: Arc::clone(lower),
             scopes: Arc::clone(scopes),
             own_links: Arc::clone(own_links),
             stored_scopes: Arc::clone(stored_scopes),
@@ -61,7 +63,7 @@ impl<B: Backing> Revival<B> {
             file: super::MANIFEST.into(),
         })?;
         self.must_be_before(wanted)?;
-        let mut found = HashMap::from([(0, (self.home.base.root(), Vec::new()))]);
+        let mut found = HashMap::from([(0, (self.lower.base.root(), Vec::new()))]);
         for entry in &wanted.entries {
             if let Some(known) = &entry.known {
                 let inode = self.same(known)?;
@@ -72,20 +74,20 @@ impl<B: Backing> Revival<B> {
         let firn = self.own_links.make_hidden_staging_dir()?;
         let serial = self.scopes.next_serial();
         let name = format!("tx-{serial}");
-        let dir = staging::dir(&self.home.base, &firn, &name)?;
+        let dir = staging::dir(&self.lower.base, &firn, &name)?;
         let staged = self.stage(from, wanted, &found, &dir).and_then(|record| {
             // A mount with the same backup continues it.
-            staging::store(&self.home.base, &dir, staging::BACKUP, called.as_bytes())?;
-            staging::store(&self.home.base, &dir, staging::OPEN, &record.scope)?;
-            self.home.base.sync_scope(SyncScope::Changes)?;
-            staging::write(&self.home.base, &dir, staging::RECORD, &record.encode())?;
-            self.home.sync_staging_dir()?;
+            staging::store(&self.lower.base, &dir, staging::BACKUP, called.as_bytes())?;
+            staging::store(&self.lower.base, &dir, staging::OPEN, &record.scope)?;
+            self.lower.base.sync_scope(SyncScope::Changes)?;
+            staging::write(&self.lower.base, &dir, staging::RECORD, &record.encode())?;
+            self.lower.sync_staging_dir()?;
             Ok(record)
         });
         let record = match staged {
             Ok(record) => record,
             Err(error) => {
-                if let Err(errno) = self.home.remove_transaction(&firn, &dir, &name) {
+                if let Err(errno) = self.lower.remove_transaction(&firn, &dir, &name) {
                     tracing::warn!(%errno, name, "cannot remove what was staged; the next mount does");
                 }
                 return Err(error);
@@ -93,14 +95,14 @@ impl<B: Backing> Revival<B> {
         };
         let new = staging::new_name(staging::RECORD);
         let flags = RenameFlags::empty();
-        self.home.base.rename(
+        self.lower.base.rename(
             &dir,
             OsStr::new(&new),
             &dir,
             OsStr::new(staging::RECORD),
             flags,
         )?;
-        self.home.base.sync_dir(&dir)?;
+        self.lower.base.sync_dir(&dir)?;
         Ok(self.stored_scopes.wait_for_decision(serial, dir, record)?)
     }
 
@@ -123,10 +125,10 @@ impl<B: Backing> Revival<B> {
                 scope: open.as_slice().into(),
             });
         }
-        if scope_after != wanted.scope && self.home.committed(scope_after)? == Some(wanted.id) {
+        if scope_after != wanted.scope && self.lower.committed(scope_after)? == Some(wanted.id) {
             return Err(ReviveError::Applied { id: wanted.id });
         }
-        match self.home.committed(&wanted.scope)? {
+        match self.lower.committed(&wanted.scope)? {
             found if found == wanted.id_before => Ok(()),
             // A copy without `.firn`.
             None => Ok(()),
@@ -139,16 +141,16 @@ impl<B: Backing> Revival<B> {
     }
 
     fn at(&self, path: &[u8]) -> Result<(B::Inode, Attr), Errno> {
-        let mut at = self.home.base.root();
-        let mut attr = self.home.base.attr(&at)?;
+        let mut at = self.lower.base.root();
+        let mut attr = self.lower.base.attr(&at)?;
         for name in names_in(path) {
-            (at, attr) = self.home.base.lookup(&at, name)?;
+            (at, attr) = self.lower.base.lookup(&at, name)?;
         }
         Ok((at, attr))
     }
 
     /// The object that has these names here.
-    fn same(&self, known: &Known) -> Result<B::Inode, ReviveError> {
+    fn same(&self, known: &PortableIdentity) -> Result<B::Inode, ReviveError> {
         let mut same: Option<(B::Inode, Identity)> = None;
         for path in &known.paths {
             let (inode, attr) = match self.at(path) {
@@ -162,7 +164,7 @@ impl<B: Backing> Revival<B> {
             if known.size.is_some_and(|size| size != attr.size) {
                 return Err(tree(path, "it has another size"));
             }
-            let identity = Identity::of(&attr, self.home.device);
+            let identity = Identity::of(&attr, self.lower.device);
             if same.as_ref().is_some_and(|(_, other)| *other != identity) {
                 let text = format!(
                     "it is not the same object as {}",
@@ -181,7 +183,8 @@ impl<B: Backing> Revival<B> {
         log: &ChangeLog,
         found: &HashMap<u64, (B::Inode, Vec<u8>)>,
     ) -> Result<(), ReviveError> {
-        let left: BTreeSet<&Place> = log.entries.iter().flat_map(|entry| &entry.before).collect();
+        let left: BTreeSet<&EntryName> =
+            log.entries.iter().flat_map(|entry| &entry.before).collect();
         let full = |path: &[u8], name: &[u8]| {
             let slash: &[u8] = if path.is_empty() { b"" } else { b"/" };
             [path, slash, name].concat()
@@ -192,7 +195,7 @@ impl<B: Backing> Revival<B> {
                     continue;
                 };
                 let is_taken =
-                    staging::find(&self.home.base, dir, OsStr::from_bytes(&place.1))?.is_some();
+                    staging::find(&self.lower.base, dir, OsStr::from_bytes(&place.1))?.is_some();
                 if is_taken && !left.contains(place) {
                     return Err(tree(
                         &full(path, &place.1),
@@ -206,7 +209,7 @@ impl<B: Backing> Revival<B> {
             let Some((dir, path)) = found.get(&item.number) else {
                 continue;
             };
-            for (name, ..) in staging::list(&self.home.base, dir)? {
+            for (name, ..) in staging::list(&self.lower.base, dir)? {
                 if !left.contains(&(item.number, name.clone())) {
                     return Err(tree(
                         &full(path, &name),
@@ -226,15 +229,15 @@ impl<B: Backing> Revival<B> {
         found: &HashMap<u64, (B::Inode, Vec<u8>)>,
         dir: &B::Inode,
     ) -> Result<ChangeLog, ReviveError> {
-        let new = staging::dir(&self.home.base, dir, staging::NEW)?;
-        staging::dir(&self.home.base, dir, staging::AWAY)?;
+        let new = staging::dir(&self.lower.base, dir, staging::NEW)?;
+        staging::dir(&self.lower.base, dir, staging::AWAY)?;
         let mut made = BTreeMap::new();
         for stored in &wanted.staged {
-            let staging_dir = staging::dir(&self.home.base, &new, &stored.at.0)?;
+            let staging_dir = staging::dir(&self.lower.base, &new, &stored.at.0)?;
             let inode = self.rebuild(from, stored, &staging_dir)?;
             made.insert(
                 &stored.at,
-                Identity::of(&self.home.base.attr(&inode)?, self.home.device),
+                Identity::of(&self.lower.base.attr(&inode)?, self.lower.device),
             );
         }
         let mut record = ChangeLog {
@@ -246,13 +249,13 @@ impl<B: Backing> Revival<B> {
             item.identity = match &item.new_at {
                 Some(at) => made[at],
                 None => Identity::of(
-                    &self.home.base.attr(&found[&item.number].0)?,
-                    self.home.device,
+                    &self.lower.base.attr(&found[&item.number].0)?,
+                    self.lower.device,
                 ),
             };
             if let Some((staging_dir, name)) = &item.anchor_at {
-                let staging_dir = staging::dir(&self.home.base, &new, staging_dir)?;
-                self.home
+                let staging_dir = staging::dir(&self.lower.base, &new, staging_dir)?;
+                self.lower
                     .base
                     .link(&found[&item.number].0, &staging_dir, OsStr::new(name))?;
             }
@@ -266,7 +269,7 @@ impl<B: Backing> Revival<B> {
         stored: &StagedObject,
         staging_dir: &B::Inode,
     ) -> Result<B::Inode, ReviveError> {
-        let base = &self.home.base;
+        let base = &self.lower.base;
         let name = OsStr::new(&stored.at.1);
         let mode = stored.attributes.mode;
         let inode = if mode & libc::S_IFMT == libc::S_IFREG {
@@ -292,8 +295,8 @@ impl<B: Backing> TransactionalBacking<B> {
         load(store, dir)
     }
 
-    /// Removes the backup `name` in `home`: its transaction is over.
-    pub fn remove_backup(home: &B, name: &str) -> Result<(), BackupError> {
-        remove(home, &home.root(), name).map_err(backup_failed)
+    /// Removes the backup `name` of a transaction that is over from the directory of a backup.
+    pub fn remove_backup(store: &B, name: &str) -> Result<(), BackupError> {
+        remove(store, &store.root(), name).map_err(backup_failed)
     }
 }

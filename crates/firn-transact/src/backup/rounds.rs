@@ -17,25 +17,25 @@ use super::mirror::{
 use super::portable::Paths;
 use crate::change_log::{ChangeLog, Direction, Staged, StagedObject};
 use crate::error::{BackupError, StoreError};
+use crate::lower_backing::LowerBacking;
 use crate::own::OwnError;
 use crate::scope::Scope;
 use crate::scopes::Scopes;
 use crate::staging;
-use crate::staging_dir::Home;
 use crate::transactional::TransactionalBacking;
 
 /// The backup of prepared transactions, if there is one.
 pub struct Backups<B: Backing> {
-    pub(crate) home: Arc<Home<B>>,
+    pub(crate) lower: Arc<LowerBacking<B>>,
     pub(crate) scopes: Arc<Scopes<B>>,
     /// Set at most once, before programs use the mount.
     pub(crate) mirror: OnceLock<Mirror<B>>,
 }
 
 impl<B: Backing> Backups<B> {
-    pub(crate) fn new(home: &Arc<Home<B>>, scopes: &Arc<Scopes<B>>) -> Self {
+    pub(crate) fn new(lower: &Arc<LowerBacking<B>>, scopes: &Arc<Scopes<B>>) -> Self {
         Self {
-            home: Arc::clone(home),
+            lower: Arc::clone(lower),
             scopes: Arc::clone(scopes),
             mirror: OnceLock::new(),
         }
@@ -91,16 +91,16 @@ impl<B: Backing> Backups<B> {
         scope: &Arc<Scope<B>>,
     ) -> Result<u64, BackupError> {
         let mut round = Round {
-            base: &self.home.base,
+            base: &self.lower.base,
             store: &mirror.store,
             copy: self.copy_of(mirror, place, scope)?,
             hurry,
             seen: HashMap::new(),
             left_bytes: 0,
         };
-        for (name, ..) in staging::list(&self.home.base, &scope.new)? {
+        for (name, ..) in staging::list(&self.lower.base, &scope.new)? {
             let dir = self
-                .home
+                .lower
                 .base
                 .lookup(&scope.new, OsStr::from_bytes(&name))?
                 .0;
@@ -120,7 +120,7 @@ impl<B: Backing> Backups<B> {
             let name = format!("tx-{}-{}", scope.serial, token().map_err(backup_failed)?);
             // In this order, so that every directory in the backup is known to the backing.
             staging::store(
-                &self.home.base,
+                &self.lower.base,
                 &scope.dir,
                 staging::BACKUP,
                 name.as_bytes(),
@@ -170,12 +170,12 @@ impl<B: Backing> Backups<B> {
         scope: &Scope<B>,
         record: &ChangeLog,
     ) -> Result<u64, BackupError> {
-        let before = self.home.committed(&scope.path)?;
+        let before = self.lower.committed(&scope.path)?;
         for name in mirror.names_of_over() {
             remove_manifest_of(&mirror.store, &name)?;
         }
         let copy = self.copy_of(mirror, place, scope)?;
-        let mut log = Paths::new(&self.home.base, self.home.device, record).portable_log()?;
+        let mut log = Paths::new(&self.lower.base, self.lower.device, record).portable_log()?;
         log.id_before = before;
         let mut staged = Vec::new();
         for at in log
@@ -214,8 +214,8 @@ impl<B: Backing> Backups<B> {
         scope: &Scope<B>,
         at: &Staged,
     ) -> Result<StagedObject, BackupError> {
-        let staging_dir = self.home.base.lookup(&scope.new, OsStr::new(&at.0))?.0;
-        let (inode, attr) = self.home.base.lookup(&staging_dir, OsStr::new(&at.1))?;
+        let staging_dir = self.lower.base.lookup(&scope.new, OsStr::new(&at.0))?.0;
+        let (inode, attr) = self.lower.base.lookup(&staging_dir, OsStr::new(&at.1))?;
         let file = file_name(at);
         let content = match copy.find_copied(&file, Stamp::of(&attr)) {
             _ if attr.kind != Kind::File => None,
@@ -225,16 +225,16 @@ impl<B: Backing> Backups<B> {
                 copy.copied.remove(&file);
                 let to_end = || true;
                 let dir = &copy.dir;
-                let content = copy_out(&self.home.base, &inode, &mirror.store, dir, &file, to_end);
+                let content = copy_out(&self.lower.base, &inode, &mirror.store, dir, &file, to_end);
                 Some(content?)
             }
         };
         Ok(StagedObject {
             at: at.clone(),
-            attributes: staging::read_attributes(&self.home.base, &inode, &attr)?,
+            attributes: staging::read_attributes(&self.lower.base, &inode, &attr)?,
             rdev: attr.rdev,
             target: if attr.kind == Kind::Symlink {
-                self.home.base.readlink(&inode)?
+                self.lower.base.readlink(&inode)?
             } else {
                 Vec::new()
             },
@@ -338,7 +338,7 @@ impl<B: Backing> TransactionalBacking<B> {
             let dir = staging::must_find_dir(store, &root, &name).map_err(backup_failed)?;
             let mut owner = None;
             for scope in &scopes {
-                if load_name(&self.home.base, &scope.dir)?.as_ref() == Some(&name) {
+                if load_name(&self.lower.base, &scope.dir)?.as_ref() == Some(&name) {
                     owner = Some(scope.serial);
                 }
             }
@@ -349,7 +349,7 @@ impl<B: Backing> TransactionalBacking<B> {
             }
             if let Some(Ok(log)) = manifest
                 && !known.contains(&name)
-                && self.home.committed(log.scope_after(Direction::Redo))? != Some(log.id)
+                && self.lower.committed(log.scope_after(Direction::Redo))? != Some(log.id)
             {
                 return Err(BackupError::UnknownTransaction { id: log.id, name });
             }

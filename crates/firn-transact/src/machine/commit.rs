@@ -118,12 +118,12 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         let id = match options.id.or(found.id()) {
             Some(id) => id,
             None => {
-                let last = self.store.home.committed(found.scope())?;
+                let last = self.store.lower.committed(found.scope())?;
                 last.map_or(1, |last| last.saturating_add(1))
             }
         };
         let hosts_save_together =
-            self.store.home.members().is_some() && self.store.mode() == Mode::Shadow;
+            self.store.lower.members().is_some() && self.store.mode() == Mode::Shadow;
         let next = match options.begins_next {
             false => NextBegin::Never,
             true if found.is_recovered() => NextBegin::AfterApply,
@@ -143,7 +143,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
             path_after: Vec::new(),
         };
         Ok(match found {
-            Found::Open(open) if self.store.home.members().is_some() => Step::Prepare {
+            Found::Open(open) if self.store.lower.members().is_some() => Step::Prepare {
                 open,
                 id,
                 then: AfterVote::Decide(plan),
@@ -218,7 +218,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         commit: &Decided<'a, B>,
         plan: Plan,
     ) -> Result<Step<'a, B>, TransactionError> {
-        if self.store.home.members().is_none() {
+        if self.store.lower.members().is_none() {
             return Ok(Step::Over(plan.committed(Vec::new())));
         }
         let not_applied_on = self.wait_until_applied(plan.id, commit.scope())?;

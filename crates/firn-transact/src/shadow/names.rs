@@ -31,11 +31,11 @@ impl<B: Backing> Entries<B> {
     ) -> Result<()> {
         self.originals
             .save_object(scope, shadow, parent, NO_BYTES)?;
-        let dir = parent.inode(&self.home.base)?;
+        let dir = parent.inode(&self.lower.base)?;
         if shadow.is_new(object.key.1) {
             match object.kind {
-                Kind::Dir => self.home.base.rmdir(&dir, name)?,
-                _ => self.home.base.unlink(&dir, name)?,
+                Kind::Dir => self.lower.base.rmdir(&dir, name)?,
+                _ => self.lower.base.unlink(&dir, name)?,
             }
             self.new_one_lost_name(shadow, object);
             scope.check_names(&[]);
@@ -49,12 +49,12 @@ impl<B: Backing> Entries<B> {
     /// An object that was made in the transaction and has no name any more does not concern an abort.
     fn new_one_lost_name(&self, shadow: &Shadow<B>, object: &Object<B>) {
         let owned = object.inner.own();
-        let Ok(inode) = owned.inode(&self.home.base) else {
+        let Ok(inode) = owned.inode(&self.lower.base) else {
             return;
         };
         let is_gone = object.kind == Kind::Dir
             || self
-                .home
+                .lower
                 .base
                 .attr(&inode)
                 .is_ok_and(|attr| attr.nlink == 0);
@@ -77,14 +77,14 @@ impl<B: Backing> Entries<B> {
         if object.kind != Kind::Dir {
             self.own_links.hide_link(scope, object, &shadow.kept, &kept);
         }
-        match shadow.move_to_kept(&self.home.base, dir, name, object.key.1) {
+        match shadow.move_to_kept(&self.lower.base, dir, name, object.key.1) {
             // A move of a directory needs permission to write in that directory; a removal does not.
             Err(Errno::ACCESS) if object.kind == Kind::Dir => {
                 self.originals
                     .save_object(scope, shadow, object, NO_BYTES)?;
-                let inode = object.inode(&self.home.base)?;
-                self.home.base.set_mode(&inode, 0o700)?;
-                shadow.move_to_kept(&self.home.base, dir, name, object.key.1)
+                let inode = object.inode(&self.lower.base)?;
+                self.lower.base.set_mode(&inode, 0o700)?;
+                shadow.move_to_kept(&self.lower.base, dir, name, object.key.1)
             }
             other => other,
         }?;
@@ -124,21 +124,21 @@ impl<B: Backing> Entries<B> {
             }
             return Ok(());
         };
-        let dir = to.inode(&self.home.base)?;
+        let dir = to.inode(&self.lower.base)?;
         let text = target.key.1.to_string();
         let kept = OsStr::new(&text);
-        let inode = target.inode(&self.home.base)?;
+        let inode = target.inode(&self.lower.base)?;
         // With one name more it is replaced as it would be without. A directory has one name.
         let linked = if target.kind == Kind::Dir {
             Err(Errno::PERM)
         } else {
             self.own_links.hide_link(scope, target, &shadow.kept, &text);
-            self.home.base.link(&inode, &shadow.kept, kept).map(drop)
+            self.lower.base.link(&inode, &shadow.kept, kept).map(drop)
         };
         match linked {
             Ok(()) => {
                 if let Err(errno) = go() {
-                    let _ = self.home.base.unlink(&shadow.kept, kept);
+                    let _ = self.lower.base.unlink(&shadow.kept, kept);
                     return Err(errno);
                 }
             }
@@ -147,7 +147,7 @@ impl<B: Backing> Entries<B> {
                 self.keep(scope, shadow, target, (&dir, new_name))?;
                 if let Err(errno) = go() {
                     self.own_links.link_may_go(scope, target);
-                    let _ = self.home.base.rename(
+                    let _ = self.lower.base.rename(
                         &shadow.kept,
                         kept,
                         &dir,

@@ -21,13 +21,13 @@ use firn_backing::{Attr, Backing, Errno, Kind, Result, SyncScope};
 
 use super::{KEPT, SAVED, Shadow};
 use crate::apply::Apply;
-use crate::change_log::{ChangeLog, Direction, Entry, Identity, Link, Part, Place};
+use crate::change_log::{ChangeLog, Direction, Entry, EntryName, EntrySide, Identity, Link};
 use crate::error::StoreError;
 use crate::hidden::OwnLinks;
+use crate::lower_backing::LowerBacking;
 use crate::object::Object;
 use crate::scope::Scope;
 use crate::staging;
-use crate::staging_dir::Home;
 use crate::transaction::top::TopUndo;
 use crate::tree::Tree;
 
@@ -38,7 +38,7 @@ struct Save {
     /// Whether the object is a directory.
     is_dir: bool,
     /// Old attributes and old bytes.
-    part: Part,
+    part: EntrySide,
     /// Old names in a directory, with their inode numbers.
     names: BTreeMap<Vec<u8>, u64>,
 }
@@ -473,7 +473,7 @@ impl<'a, B: Backing> Undo<'a, B> {
     }
 
     /// Returns directory and name of a saved object whose directory was not touched.
-    fn place(&self, save: &Save) -> Option<Place> {
+    fn place(&self, save: &Save) -> Option<EntryName> {
         let (name, _) = save.path.last()?;
         let dir = match save.path.len() {
             1 => self.root_ino,
@@ -572,19 +572,19 @@ fn shown(path: &[Link]) -> String {
 
 /// Puts back what transactions in shadow mode changed.
 pub(crate) struct ShadowUndo<B: Backing> {
-    pub(crate) home: Arc<Home<B>>,
+    pub(crate) lower: Arc<LowerBacking<B>>,
     pub(crate) tree: Arc<Tree<B>>,
     pub(crate) own_links: Arc<OwnLinks<B>>,
 }
 
 impl<B: Backing> ShadowUndo<B> {
     pub(crate) fn new(
-        home: &Arc<Home<B>>,
+        lower: &Arc<LowerBacking<B>>,
         tree: &Arc<Tree<B>>,
         own_links: &Arc<OwnLinks<B>>,
     ) -> Self {
         Self {
-            home: Arc::clone(home),
+            lower: Arc::clone(lower),
             tree: Arc::clone(tree),
             own_links: Arc::clone(own_links),
         }
@@ -597,10 +597,10 @@ impl<B: Backing> ShadowUndo<B> {
         shadow: &Shadow<B>,
     ) -> std::result::Result<(), StoreError> {
         shadow.begin_undo();
-        let root = scope.root.inode(&self.home.base)?;
+        let root = scope.root.inode(&self.lower.base)?;
         let place = format!("tx-{}", scope.serial);
-        let top = self.home.find_top_undo(&scope.dir, &place, &shadow.kept)?;
-        let undone = Undo::new(&self.home.base, shadow, (root, top), &place)?.run()?;
+        let top = self.lower.find_top_undo(&scope.dir, &place, &shadow.kept)?;
+        let undone = Undo::new(&self.lower.base, shadow, (root, top), &place)?.run()?;
         let dirs = std::mem::take(&mut *shadow.dirs.lock());
         let object = |ino: u64| self.tree.known((shadow.dev, ino));
         for ino in undone.kept {
@@ -633,7 +633,7 @@ impl<B: Backing> ShadowUndo<B> {
         scope: &Scope<B>,
         shadow: &Shadow<B>,
     ) -> std::result::Result<(), StoreError> {
-        let mut saves = load(&self.home.base, shadow, &format!("tx-{}", scope.serial))?;
+        let mut saves = load(&self.lower.base, shadow, &format!("tx-{}", scope.serial))?;
         let there = there_before(&saves, scope.root.key.1);
         saves.retain(|ino, _| there.contains(ino));
         let object = |ino: u64| self.tree.known((shadow.dev, ino));
@@ -676,12 +676,12 @@ impl<B: Backing> ShadowUndo<B> {
         place: &str,
         scope: &[u8],
     ) -> std::result::Result<(), StoreError> {
-        let Some(shadow) = Shadow::find(&self.home.base, dir)? else {
+        let Some(shadow) = Shadow::find(&self.lower.base, dir)? else {
             return Ok(());
         };
-        let top = self.home.find_top_undo(dir, place, &shadow.kept)?;
+        let top = self.lower.find_top_undo(dir, place, &shadow.kept)?;
         let root = match &top {
-            None => self.home.directory_at(scope)?,
+            None => self.lower.directory_at(scope)?,
             Some(top) => match &top.root {
                 Some(root) => root.clone(),
                 // It was never put in its place, or was removed already.
@@ -689,7 +689,7 @@ impl<B: Backing> ShadowUndo<B> {
                 None => return Err(Errno::STALE.into()),
             },
         };
-        Undo::new(&self.home.base, &shadow, (root, top), place)?.run()?;
+        Undo::new(&self.lower.base, &shadow, (root, top), place)?.run()?;
         Ok(())
     }
 }

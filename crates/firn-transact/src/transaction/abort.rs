@@ -61,7 +61,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 self.backups.withdraw_for_good(scope.serial)?;
                 // If the mark `open` stayed, the next mount would drop data that programs write from now on.
                 if scope.shadow.is_none() {
-                    self.home.forget_records(&scope.dir)?;
+                    self.lower.forget_records(&scope.dir)?;
                 }
             }
             Stage::Prepared(id) => {
@@ -72,8 +72,8 @@ impl<B: Backing> TransactionalBacking<B> {
                 match scope.shadow {
                     // Without the record a crash ends in an undo, so the tree before the transaction is certain from
                     // here on.
-                    Some(_) => self.home.forget_record(&scope.dir)?,
-                    None => self.home.forget_records(&scope.dir)?,
+                    Some(_) => self.lower.forget_record(&scope.dir)?,
+                    None => self.lower.forget_records(&scope.dir)?,
                 }
             }
             Stage::Decided(id) => return Err(StageError::Decided { id }.into()),
@@ -84,7 +84,7 @@ impl<B: Backing> TransactionalBacking<B> {
         } else if let Some(shadow) = &scope.shadow {
             scope.stop_for_good();
             self.shadow_undo.undo_shadow(scope, shadow)?;
-            self.home.forget_records(&scope.dir)?;
+            self.lower.forget_records(&scope.dir)?;
         }
         scope.drop_names_in_root();
         let changed = std::mem::take(&mut *scope.changed.lock());

@@ -303,10 +303,10 @@ fn finish(middle: Middle, mode: Mode, end: End, told: &str) {
     } else {
         "p/d".into()
     };
-    let number = backing.home.committed(path.as_bytes());
+    let number = backing.lower.committed(path.as_bytes());
     assert_eq!(number, Ok(is_committed.then_some(7)), "{told}");
     if is_committed && top != "d" {
-        assert_eq!(backing.home.committed(b"p/d"), Ok(None), "{told}");
+        assert_eq!(backing.lower.committed(b"p/d"), Ok(None), "{told}");
     }
     backing.base().fsck().expect("fsck");
 }
@@ -401,7 +401,7 @@ fn a_restore_brings_the_name_of_the_top_back() {
             without_links(old),
             "{told}: opened again"
         );
-        assert_eq!(again.home.committed(b"p/d"), Ok(Some(1)), "{told}");
+        assert_eq!(again.lower.committed(b"p/d"), Ok(Some(1)), "{told}");
     }
 }
 
