@@ -264,7 +264,8 @@ pub fn recover_from_backup(request: &FromBackup) -> Result<BackupReport, Recover
         ..BackupReport::default()
     };
     match held.revival.revive(
-        (&store, &store.root()),
+        &store,
+        &store.root(),
         place.file_name().unwrap_or_default(),
         &log,
     ) {

@@ -508,7 +508,7 @@ impl<B: Backing> TransactionalBacking<B> {
         if let Some(found) = found {
             found.abort()?;
         }
-        self.backups.withdraw_what_is_over()?;
+        self.backups.withdraw_ended()?;
         let mut parts = vec![Area::Tree(Arc::clone(root))];
         // The undone commit may have given the directory its name.
         parts.extend(root.parent().map(Area::Dir));

@@ -80,7 +80,7 @@ fn here(gate: &Arc<TransactionGate>, id: u64, scope: &[u8]) -> Vec<String> {
 
 fn backup_status(progress: Progress) -> BackupStatus {
     BackupStatus {
-        whole: progress.is_whole,
+        whole: progress.is_complete,
         age_seconds: progress.age.map(|age| age.as_secs_f64()),
         copied_bytes: progress.copied_bytes,
         left_bytes: progress.left_bytes,

@@ -58,7 +58,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 if scope.key.is_none() {
                     self.votes.withdraw_from_votes(&scope.path)?;
                 }
-                self.backups.withdraw_for_good(scope.serial)?;
+                self.backups.withdraw_for_abort(scope.serial)?;
                 // If the mark `open` stayed, the next mount would drop data that programs write from now on.
                 if scope.shadow.is_none() {
                     self.lower.forget_records(&scope.dir)?;
@@ -68,7 +68,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 if scope.key.is_none() {
                     self.votes.decide_vote(id, &scope.path, false)?;
                 }
-                self.backups.withdraw_for_good(scope.serial)?;
+                self.backups.withdraw_for_abort(scope.serial)?;
                 match scope.shadow {
                     // Without the record a crash ends in an undo, so the tree before the transaction is certain from
                     // here on.
