@@ -53,7 +53,7 @@ pub fn ask_each<Q: Sync, A: Send>(questions: &[Q], ask: impl Fn(&Q) -> A + Sync)
 
 /// Why a child gave no answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Unanswered {
+pub enum ChildFailure {
     /// It exceeded its timeout and was killed.
     Late,
     /// It printed a message instead, and ended with an exit status.
@@ -74,7 +74,7 @@ pub enum Unanswered {
 pub fn ask_child<T: DeserializeOwned>(
     arguments: Vec<OsString>,
     patience: Duration,
-) -> Result<T, Unanswered> {
+) -> Result<T, ChildFailure> {
     let deadline = Instant::now() + patience;
     let (answer, answered) = mpsc::channel();
     // This thread waits for the child. The child may hang in the kernel, and the caller must return at the timeout.
@@ -90,18 +90,18 @@ pub fn ask_child<T: DeserializeOwned>(
         let _ = answer.send(firn_process::run(child, limits));
     });
     if let Err(error) = started {
-        return Err(Unanswered::NotRun(error.to_string()));
+        return Err(ChildFailure::NotRun(error.to_string()));
     }
     match answered.recv_timeout(patience + GRACE) {
         Ok(Ok(ended)) => {
             let text = ended.text();
-            parse_answer(&text).ok_or_else(|| Unanswered::Refused {
+            parse_answer(&text).ok_or_else(|| ChildFailure::Refused {
                 text: text.strip_prefix("firn: ").unwrap_or(&text).to_owned(),
                 code: ended.status.code().and_then(|code| u8::try_from(code).ok()),
             })
         }
-        Ok(Err(RunError::Late)) | Err(_) => Err(Unanswered::Late),
-        Ok(Err(error)) => Err(Unanswered::NotRun(error.to_string())),
+        Ok(Err(RunError::Late)) | Err(_) => Err(ChildFailure::Late),
+        Ok(Err(error)) => Err(ChildFailure::NotRun(error.to_string())),
     }
 }
 

@@ -26,13 +26,13 @@ use std::path::Path;
 
 use firn_config::Options;
 
-pub use examine::{Examination, Request, examine, run_check};
+pub use examine::{Examination, ExaminationRequest, examine, run_check};
 pub use finding::{Finding, Verdict};
 pub use fuse::{device_fault, find_program};
 
 /// The subject of a check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Group {
+pub enum CheckGroup {
     /// This host, and this user on it.
     Host,
     /// The backing. Its checks read facts only, apart from one file that they may create.
@@ -44,7 +44,7 @@ pub enum Group {
 
 /// What is examined.
 #[derive(Clone, Debug)]
-pub struct Subject<'a> {
+pub struct CheckSubject<'a> {
     /// The backing as the user gave it. `None` means that only the host is examined.
     pub backing: Option<&'a Path>,
     /// The options that a mount would use now.
@@ -58,9 +58,9 @@ pub struct Check {
     /// Name of the check in lines of output, in JSON and for `--only`.
     pub name: &'static str,
     /// The subject of the check, which decides when it runs.
-    pub group: Group,
+    pub group: CheckGroup,
     /// Runs the check, and returns its findings.
-    pub(crate) look: fn(&Subject<'_>) -> Vec<Finding>,
+    pub(crate) look: fn(&CheckSubject<'_>) -> Vec<Finding>,
 }
 
 /// All checks, in the order of the output.
@@ -89,18 +89,18 @@ pub static CHECKS: [Check; 21] = [
 ];
 
 impl Check {
-    const fn of_host(name: &'static str, look: fn(&Subject<'_>) -> Vec<Finding>) -> Self {
-        let group = Group::Host;
+    const fn of_host(name: &'static str, look: fn(&CheckSubject<'_>) -> Vec<Finding>) -> Self {
+        let group = CheckGroup::Host;
         Self { name, group, look }
     }
 
-    const fn of_backing(name: &'static str, look: fn(&Subject<'_>) -> Vec<Finding>) -> Self {
-        let group = Group::Backing;
+    const fn of_backing(name: &'static str, look: fn(&CheckSubject<'_>) -> Vec<Finding>) -> Self {
+        let group = CheckGroup::Backing;
         Self { name, group, look }
     }
 
-    const fn of_storage(name: &'static str, look: fn(&Subject<'_>) -> Vec<Finding>) -> Self {
-        let group = Group::Storage;
+    const fn of_storage(name: &'static str, look: fn(&CheckSubject<'_>) -> Vec<Finding>) -> Self {
+        let group = CheckGroup::Storage;
         Self { name, group, look }
     }
 }

@@ -65,7 +65,7 @@ pub enum Removal {
 }
 
 /// The verdicts on all checkpoints of a directory.
-pub struct Judged {
+pub struct Judgements {
     /// The user's checkpoints, the newest first, and then those that do not count (of other users, or unexamined).
     pub checkpoints: Vec<Judgement>,
     /// Why some checkpoints could not be examined.
@@ -74,7 +74,7 @@ pub struct Judged {
 
 /// Judges the checkpoints of a directory of which `keep` whole ones are to stay. Returns a failure where the directory
 /// itself cannot be examined.
-pub fn judge_directory(directory: &Directory, keep: usize) -> Result<Judged, Failure> {
+pub fn judge_directory(directory: &Directory, keep: usize) -> Result<Judgements, Failure> {
     let looked = directory.look()?;
     let mut failures = Vec::new();
     let mut others = Vec::new();
@@ -97,7 +97,7 @@ pub fn judge_directory(directory: &Directory, keep: usize) -> Result<Judged, Fai
     let dirs = looked.checkpoints.into_iter().filter(|one| one.is_dir);
     let mut checkpoints = judge(&dirs.collect::<Vec<_>>(), keep);
     checkpoints.extend(others);
-    Ok(Judged {
+    Ok(Judgements {
         checkpoints,
         failures,
     })

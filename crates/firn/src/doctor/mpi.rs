@@ -13,7 +13,7 @@ use firn_format::quote::quoted_path;
 use firn_process::{Excess, Limits};
 
 use crate::doctor::fuse::find_program;
-use crate::doctor::{Finding, Subject, settings_in};
+use crate::doctor::{CheckSubject, Finding, settings_in};
 
 /// Timeout for `mpirun --version`.
 const PATIENCE: Duration = Duration::from_secs(4);
@@ -23,7 +23,7 @@ const OMPIO_SETTING: &str = "fbtl_posix_write_datasieving";
 const WHEN: &str = "with one host, or a file for each rank, nothing need be done";
 
 /// Reports what the installed MPI library does, and what turns data sieving off.
-pub(crate) fn look(_: &Subject<'_>) -> Vec<Finding> {
+pub(crate) fn look(_: &CheckSubject<'_>) -> Vec<Finding> {
     let Some(program) = ["mpirun", "mpiexec"].into_iter().find_map(find_program) else {
         return vec![Finding::ok("no mpirun in the PATH")];
     };

@@ -256,7 +256,7 @@ fn tokens(host: &Host) -> Option<String> {
 #[cfg(test)]
 pub mod tests {
     use super::super::rows::tests::job;
-    use super::super::{Job, Total};
+    use super::super::{Job, JobTotals};
     use super::*;
 
     /// A job of five hosts.
@@ -264,7 +264,7 @@ pub mod tests {
         let hosts = job();
         Job {
             backing: "/scratch/run42".into(),
-            total: Total::of(&hosts),
+            total: JobTotals::of(&hosts),
             hosts,
             notes: vec!["a note".into()],
             is_partial: true,

@@ -10,7 +10,7 @@ use firn_protocol::record::{EventRecord, RunRecord};
 use super::Run;
 use super::chart::{self, LAYOUTS, Mark};
 use super::checkpoint_table as checkpoints;
-use super::html::Text;
+use super::html::HtmlText;
 use super::timeline::Timeline;
 use crate::text::{self, bytes, count, seconds};
 
@@ -22,7 +22,7 @@ const EVENTS_MAX: usize = 500;
 const MARKS_MAX: usize = 60;
 
 /// Sums over all hosts.
-struct Total {
+struct RunTotals {
     /// Bytes that are in memory at the end of the records.
     held_bytes: u64,
     /// Bytes that were overwritten or removed in memory before they were drained.
@@ -45,7 +45,7 @@ struct Total {
     drain_seconds: HistogramStatus,
 }
 
-impl Total {
+impl RunTotals {
     /// Adds up the records of all hosts.
     fn of(records: &[RunRecord]) -> Self {
         let sum = |value: &dyn Fn(&RunRecord) -> u64| -> u64 {
@@ -99,7 +99,7 @@ fn add(all: &mut HistogramStatus, other: &HistogramStatus) {
 
 /// Returns the page as HTML.
 pub fn page(run: &Run) -> String {
-    let total = Total::of(&run.records);
+    let total = RunTotals::of(&run.records);
     let timelines = LAYOUTS.map(|layout| Timeline::new(&run.records, layout.bin_count()));
     let [line, _] = &timelines;
     let title = run
@@ -111,7 +111,7 @@ pub fn page(run: &Run) -> String {
          <meta name=\"viewport\" content=\"width=device-width,initial-scale=1\">\
          <meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none';style-src 'unsafe-inline';script-src \
          'unsafe-inline'\"><title>Firn run: {}</title>\n<style>\n{STYLE}</style></head>\n<body><main>\n",
-        Text(&title)
+        HtmlText(&title)
     );
     html += &header(run, &title, line);
     html += &problems(run, &total);
@@ -160,10 +160,10 @@ fn header(run: &Run, title: &str, line: &Timeline) -> String {
     format!(
         "<header><p class=\"eyebrow\">Firn · report of a run</p><h1>{}</h1><p class=\"sub\">{} · {} · {hosts} · files in \
          <code>{}</code>{state}</p></header>\n",
-        Text(title),
+        HtmlText(title),
         date(line.began_unix_us),
         seconds(line.seconds),
-        Text(backing.unwrap_or_default()),
+        HtmlText(backing.unwrap_or_default()),
     )
 }
 
@@ -175,7 +175,7 @@ fn host_count(records: &[RunRecord]) -> u64 {
 }
 
 /// Returns the section about problems, which comes first. It is empty where there is none.
-fn problems(run: &Run, total: &Total) -> String {
+fn problems(run: &Run, total: &RunTotals) -> String {
     let mut all = run.failures.clone();
     if total.held_bytes > 0 && total.has_ended {
         all.push(format!(
@@ -203,13 +203,13 @@ fn problems(run: &Run, total: &Total) -> String {
     }
     let items: String = all
         .iter()
-        .map(|one| format!("<li>{}</li>", Text(one)))
+        .map(|one| format!("<li>{}</li>", HtmlText(one)))
         .collect();
     format!("<section class=\"problems\"><h2>Look at this first</h2><ul>{items}</ul></section>\n")
 }
 
 /// Returns the cards with the most important figures.
-fn cards(total: &Total) -> String {
+fn cards(total: &RunTotals) -> String {
     let ingest = &total.ingest_write_bytes;
     let drain = &total.drain_write_bytes;
     let mean = |histogram: &HistogramStatus| {
@@ -382,7 +382,7 @@ fn event_text(event: &EventRecord) -> String {
 }
 
 /// Returns the section that compares the sizes of programs' writes with those of writes to the backing.
-fn sizes(total: &Total) -> String {
+fn sizes(total: &RunTotals) -> String {
     let (ingest, drain) = (&total.ingest_write_bytes, &total.drain_write_bytes);
     let mut html = String::from(
         "<section><h2>Sizes of writes, before and after</h2>\n<p class=\"legend\"><span><i class=\"key in\"></i>writes of programs</span> \
@@ -455,7 +455,7 @@ fn meter(class: &str, count: u64, most: u64) -> String {
 }
 
 /// Returns the section with the times of calls.
-fn calls(total: &Total) -> String {
+fn calls(total: &RunTotals) -> String {
     let rows = [
         (
             "write",
@@ -517,7 +517,7 @@ fn short_time(time: f64) -> String {
 }
 
 /// Returns the section on saved time: the time that programs waited, beside what direct writes would have taken.
-fn saved(total: &Total) -> String {
+fn saved(total: &RunTotals) -> String {
     let tag = |word: &str| format!(" <span class=\"tag\">{word}</span>");
     let (measured, inferred) = (tag("measured"), tag("inferred"));
     let mut html = String::from("<section><h2>Time saved beside writing directly</h2>\n");
@@ -574,8 +574,8 @@ fn event_table(run: &Run, began_unix_us: u64) -> String {
             html,
             "<tr><td class=\"n\">{}</td><td>{}</td><td{class}>{}</td></tr>",
             seconds(at),
-            Text(host),
-            Text(event_text(event))
+            HtmlText(host),
+            HtmlText(event_text(event))
         );
     }
     html += "</tbody></table></div>\n";
@@ -606,13 +606,13 @@ fn hosts(run: &Run) -> String {
             html,
             "<tr><td>{}</td><td class=\"extra\">{}</td><td class=\"n\">{}</td><td class=\"n\">{}</td><td class=\"n\">{}</td>\
              <td class=\"n\">{}</td><td class=\"extra\">{}</td><td class=\"extra\">{state}</td></tr>",
-            Text(&record.host),
+            HtmlText(&record.host),
             date(record.began_unix_us),
             seconds(record.lasted_seconds),
             bytes(sums.ingest_bytes),
             bytes(sums.drain_bytes),
             bytes(record.held_bytes),
-            Text(&record.firn_version)
+            HtmlText(&record.firn_version)
         );
     }
     html += "</tbody></table></div>\n";
@@ -624,7 +624,7 @@ fn hosts(run: &Run) -> String {
         let _ = writeln!(
             html,
             "<p class=\"note\">Options: <code>{}</code></p>",
-            Text(options.join(" "))
+            HtmlText(options.join(" "))
         );
     }
     html + "</section>\n"
@@ -697,10 +697,10 @@ mod tests {
             close_seconds: histogram(1, 0.5),
             ..RunRecord::default()
         };
-        let total = Total::of(&[record.clone(), record]);
+        let total = RunTotals::of(&[record.clone(), record]);
         assert_eq!(total.direct_seconds(), Some(20.0));
         assert_eq!(total.waited_seconds(), 3.0);
-        let none = Total::of(&[RunRecord::default()]);
+        let none = RunTotals::of(&[RunRecord::default()]);
         assert_eq!(none.direct_seconds(), None);
     }
 }

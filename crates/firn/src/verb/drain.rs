@@ -59,7 +59,7 @@ struct DrainArgs {
 
 /// What a drain began with, as JSON.
 #[derive(Serialize)]
-struct Begun {
+struct DrainStarted {
     mount_point: BytePath,
     /// Path below the mount point. An empty path means the whole mount.
     path: BytePath,
@@ -91,7 +91,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         path: place.relative.clone(),
     })?;
     if args.json {
-        output::print_json(&Begun {
+        output::print_json(&DrainStarted {
             mount_point: place.mount.mount_point.into(),
             path: place.relative,
             held_files: files.len(),

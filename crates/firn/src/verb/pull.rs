@@ -140,7 +140,7 @@ struct PullArgs {
 
 /// The result of a copy, as JSON.
 #[derive(Serialize)]
-struct Pulled<'a> {
+struct PullResult<'a> {
     host: &'a str,
     source: &'a BytePath,
     target: BytePath,
@@ -193,7 +193,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
 /// An event of `--follow`, as JSON.
 #[derive(Serialize)]
 #[serde(rename_all = "snake_case", tag = "event")]
-enum Followed<'a> {
+enum FollowLine<'a> {
     Copied {
         name: &'a BytePath,
         #[serde(flatten)]
@@ -233,7 +233,7 @@ fn tell_event(event: &FollowEvent<'_>, json: bool) {
                 output::say(&format!("{name}: {}", summary(outcome, elapsed_s)));
                 return;
             }
-            output::print_json_line(&Followed::Copied {
+            output::print_json_line(&FollowLine::Copied {
                 name,
                 outcome,
                 elapsed_s,
@@ -241,7 +241,7 @@ fn tell_event(event: &FollowEvent<'_>, json: bool) {
             })
         }
         FollowEvent::Removed { name } if json => {
-            output::print_json_line(&Followed::Removed { name })
+            output::print_json_line(&FollowLine::Removed { name })
         }
         FollowEvent::Removed { name } => {
             output::say(&format!("{name}: removed, newer copies are here"));
@@ -266,7 +266,7 @@ fn pull(request: &PullRequest, source: &BytePath, json: bool) -> Result<u8, Fail
     drop(meter);
     let elapsed_s = begin.elapsed().as_secs_f64();
     if json {
-        output::print_json(&Pulled {
+        output::print_json(&PullResult {
             host: &request.host,
             source,
             target: request.target.clone().into(),

@@ -13,7 +13,7 @@ use rustix::mount::UnmountFlags;
 
 use crate::failure::{DONE, FAILED, Failure, PARTLY, USAGE};
 use crate::output;
-use crate::progress::{Meter, Waited};
+use crate::progress::{Meter, WaitSummary};
 use crate::text;
 use crate::verb::{NO_CONNECTION, Verb, find};
 
@@ -163,7 +163,7 @@ pub(super) fn failure_of(error: ClientError, mount: &Mount) -> Failure {
 }
 
 /// Returns a sentence about an unmount. `kept_bytes` is what stays in the arena because the user asked for that.
-fn summary(mount: &Mount, waited: &Waited, kept_bytes: Option<u64>) -> String {
+fn summary(mount: &Mount, waited: &WaitSummary, kept_bytes: Option<u64>) -> String {
     let (point, backing) = (text::path(&mount.mount_point), text::path(&mount.backing));
     match kept_bytes {
         Some(0) => format!("unmounted {point}; nothing was held that {backing} does not have"),

@@ -13,7 +13,7 @@ use serde::Serialize;
 
 use crate::failure::{DONE, Failure, PARTLY};
 use crate::output;
-use crate::progress::{Meter, Waited};
+use crate::progress::{Meter, WaitSummary};
 use crate::text;
 use crate::verb::{NO_CONNECTION, Verb, connect};
 
@@ -57,7 +57,7 @@ struct WaitArgs {
     path: PathBuf,
     /// What to wait for.
     #[arg(long, value_name = "LEVEL", value_enum, default_value = "durable")]
-    until: Until,
+    until: WaitLevel,
     /// Give up after this time (`30s`, `5min`; a plain number means seconds).
     #[arg(long, value_name = "DURATION", value_parser = parse_timeout_ms)]
     timeout: Option<u64>,
@@ -70,7 +70,7 @@ struct WaitArgs {
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
-enum Until {
+enum WaitLevel {
     /// Held, and copied into the memory of a partner host; survives the loss of one host.
     Partnered,
     /// In the backing, in its place or in a log (layout=log); survives the loss of the host, and other hosts see it
@@ -82,7 +82,7 @@ enum Until {
     Durable,
 }
 
-impl Until {
+impl WaitLevel {
     fn level(self) -> DurabilityLevel {
         match self {
             Self::Partnered => DurabilityLevel::Partnered,
@@ -95,7 +95,7 @@ impl Until {
 
 /// The result of a wait, as JSON.
 #[derive(Debug, Serialize)]
-struct Outcome<'a> {
+struct WaitResult<'a> {
     mount_point: BytePath,
     /// Path below the mount point. An empty path means the whole mount.
     path: &'a BytePath,
@@ -164,7 +164,7 @@ pub fn wait(
     let waited = meter.waited();
     drop(meter);
     if say.json {
-        output::print_json(&Outcome {
+        output::print_json(&WaitResult {
             mount_point: place.mount.mount_point.into(),
             path: &place.relative,
             until,
@@ -189,7 +189,7 @@ pub fn wait(
 
 /// Returns a sentence about what this call waited for. Files that had the level before are not counted, because firnd
 /// does not know all of them.
-fn summary(path: &std::path::Path, until: DurabilityLevel, waited: &Waited) -> String {
+fn summary(path: &std::path::Path, until: DurabilityLevel, waited: &WaitSummary) -> String {
     let level = until.as_str();
     let time = waited.seconds();
     let path = text::path(path);
@@ -221,7 +221,7 @@ mod tests {
 
     #[test]
     fn the_summary_counts_what_was_waited_for() {
-        let waited = |bytes, files| Waited {
+        let waited = |bytes, files| WaitSummary {
             bytes,
             files,
             time: std::time::Duration::from_millis(700),
