@@ -70,12 +70,12 @@ pub enum ChildFailure {
 /// Runs this program with `arguments` in a child process, and returns its answer.
 ///
 /// The answer is the JSON at the end of the child's output; messages may precede it. An error says whether the child
-/// exceeded its timeout (`patience`), refused, or could not be run.
+/// exceeded `timeout`, refused, or could not be run.
 pub fn ask_child<T: DeserializeOwned>(
     arguments: Vec<OsString>,
-    patience: Duration,
+    timeout: Duration,
 ) -> Result<T, ChildFailure> {
-    let deadline = Instant::now() + patience;
+    let deadline = Instant::now() + timeout;
     let (answer, answered) = mpsc::channel();
     // This thread waits for the child. The child may hang in the kernel, and the caller must return at the timeout.
     let started = std::thread::Builder::new().spawn(move || {
@@ -92,7 +92,7 @@ pub fn ask_child<T: DeserializeOwned>(
     if let Err(error) = started {
         return Err(ChildFailure::NotRun(error.to_string()));
     }
-    match answered.recv_timeout(patience + GRACE) {
+    match answered.recv_timeout(timeout + GRACE) {
         Ok(Ok(ended)) => {
             let text = ended.text();
             parse_answer(&text).ok_or_else(|| ChildFailure::Refused {

@@ -19,7 +19,7 @@ pub struct ExaminationRequest {
     /// Index in `arguments` at which the name of the check is inserted.
     pub name_index: usize,
     /// Timeout for one check.
-    pub patience: Duration,
+    pub timeout: Duration,
 }
 
 /// The findings of all checks.
@@ -107,8 +107,8 @@ fn run_in_child(request: &ExaminationRequest, check: &Check) -> Vec<Finding> {
 fn ask(request: &ExaminationRequest, check: &Check) -> Vec<Finding> {
     let mut arguments = request.arguments.clone();
     arguments.insert(request.name_index.min(arguments.len()), check.name.into());
-    let seconds = request.patience.as_secs_f64();
-    match ask_child(arguments, request.patience) {
+    let seconds = request.timeout.as_secs_f64();
+    match ask_child(arguments, request.timeout) {
         Ok(findings) => findings,
         Err(ChildFailure::Refused { text, .. }) => vec![Finding::note(
             format!("the check ended without a finding: {text}"),

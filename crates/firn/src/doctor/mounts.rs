@@ -12,7 +12,7 @@ use crate::ask::ask_each;
 use crate::doctor::{CheckSubject, Finding};
 
 /// Timeout for the kernel to say whether a firnd serves a mount.
-const PATIENCE: Duration = Duration::from_secs(2);
+const LIVENESS_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Reports mounts whose firnd has ended or does not answer.
 pub(crate) fn mounts(_: &CheckSubject<'_>) -> Vec<Finding> {
@@ -21,7 +21,7 @@ pub(crate) fn mounts(_: &CheckSubject<'_>) -> Vec<Finding> {
         Err(error) => return vec![Finding::refused(error.to_string())],
     };
     // All mounts are asked at the same time, because each of them may use up the whole timeout.
-    let states = ask_each(&mounts, |mount| mount.liveness(PATIENCE));
+    let states = ask_each(&mounts, |mount| mount.liveness(LIVENESS_TIMEOUT));
     let mut findings: Vec<Finding> = mounts
         .iter()
         .zip(&states)

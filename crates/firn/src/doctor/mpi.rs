@@ -16,7 +16,7 @@ use crate::doctor::fuse::find_program;
 use crate::doctor::{CheckSubject, Finding, settings_in};
 
 /// Timeout for `mpirun --version`.
-const PATIENCE: Duration = Duration::from_secs(4);
+const COMMAND_TIMEOUT: Duration = Duration::from_secs(4);
 const OUTPUT_BYTES_MAX: usize = 16 << 10;
 const ROMIO_HINT: &str = "romio_ds_write";
 const OMPIO_SETTING: &str = "fbtl_posix_write_datasieving";
@@ -41,7 +41,7 @@ fn ask_version(program: &Path) -> String {
         input: b"",
         output_bytes_max: OUTPUT_BYTES_MAX,
         excess: Excess::Discard,
-        deadline: Instant::now() + PATIENCE,
+        deadline: Instant::now() + COMMAND_TIMEOUT,
     };
     firn_process::run(command, limits).map_or_else(|_| String::new(), |ended| ended.text())
 }

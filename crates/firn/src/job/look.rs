@@ -82,13 +82,13 @@ pub struct MountSeen {
 impl Job {
     /// Looks at the hosts of the backing, or of the mount, at `path`. Without a path, this user's only mount counts.
     ///
-    /// Returns at `patience` (a timeout). Fails where the backing does not answer and no mount of this host does
+    /// Returns at `timeout` at the latest. Fails where the backing does not answer and no mount of this host does
     /// either.
-    pub fn look(path: Option<&Path>, patience: Duration) -> Result<Self, Failure> {
+    pub fn look(path: Option<&Path>, timeout: Duration) -> Result<Self, Failure> {
         let questions = [LookSource::Backing, LookSource::Mount];
         let mut backing = None;
         let mut mount = None;
-        for answer in ask_each(&questions, |subject| subject.ask(path, patience)) {
+        for answer in ask_each(&questions, |source| source.ask(path, timeout)) {
             match answer {
                 SourceAnswer::Backing(answer) => backing = Some(*answer),
                 SourceAnswer::Mount(answer) => mount = Some(*answer),
@@ -98,14 +98,14 @@ impl Job {
         let mount = match mount.unwrap_or(Ok(None)) {
             Ok(mount) => mount,
             Err(error) => {
-                notes.extend(tell_of_mount(&error, patience));
+                notes.extend(describe_mount_failure(&error, timeout));
                 None
             }
         };
         let backing = match backing.unwrap_or(Err(ChildFailure::Late)) {
             Ok(backing) => Some(backing),
             Err(error) => {
-                let failure = tell_of_backing(error, path, patience);
+                let failure = failure_of_backing(error, path, timeout);
                 if mount.is_none() {
                     return Err(failure);
                 }
@@ -173,10 +173,10 @@ enum SourceAnswer {
 
 impl LookSource {
     /// Asks the source in a child process (`firn hosts --only`).
-    fn ask(self, path: Option<&Path>, patience: Duration) -> SourceAnswer {
-        let arguments = |subject: &str| {
+    fn ask(self, path: Option<&Path>, timeout: Duration) -> SourceAnswer {
+        let arguments = |source: &str| {
             let mut arguments: Vec<OsString> =
-                vec!["hosts".into(), format!("--only={subject}").into()];
+                vec!["hosts".into(), format!("--only={source}").into()];
             if let Some(path) = path {
                 arguments.extend(["--".into(), path.into()]);
             }
@@ -184,16 +184,16 @@ impl LookSource {
         };
         match self {
             Self::Backing => {
-                SourceAnswer::Backing(Box::new(ask_child(arguments("backing"), patience)))
+                SourceAnswer::Backing(Box::new(ask_child(arguments("backing"), timeout)))
             }
-            Self::Mount => SourceAnswer::Mount(Box::new(ask_child(arguments("mount"), patience))),
+            Self::Mount => SourceAnswer::Mount(Box::new(ask_child(arguments("mount"), timeout))),
         }
     }
 }
 
 /// Returns a note about an own mount that did not answer, or `None` where the user need not know.
-fn tell_of_mount(error: &ChildFailure, patience: Duration) -> Option<String> {
-    let seconds = text::seconds(patience.as_secs_f64());
+fn describe_mount_failure(error: &ChildFailure, timeout: Duration) -> Option<String> {
+    let seconds = text::seconds(timeout.as_secs_f64());
     match error {
         ChildFailure::Late => Some(format!(
             "the firnd of this host's mount did not answer within {seconds}: its row shows its last beat; a mount \
@@ -209,7 +209,7 @@ fn tell_of_mount(error: &ChildFailure, patience: Duration) -> Option<String> {
 }
 
 /// Returns the failure for a backing that did not answer, with what the user should do.
-fn tell_of_backing(error: ChildFailure, path: Option<&Path>, patience: Duration) -> Failure {
+fn failure_of_backing(error: ChildFailure, path: Option<&Path>, timeout: Duration) -> Failure {
     let what = path.map_or_else(|| "the backing".to_owned(), text::path);
     match error {
         ChildFailure::Late => Failure::new(
@@ -217,7 +217,7 @@ fn tell_of_backing(error: ChildFailure, path: Option<&Path>, patience: Duration)
             format!(
                 "{what} did not answer within {}: look whether its server is reached (`dmesg`, `firn doctor`); if it \
                  is only slow, give a longer --timeout",
-                text::seconds(patience.as_secs_f64())
+                text::seconds(timeout.as_secs_f64())
             ),
         ),
         ChildFailure::Refused { text, code } => {

@@ -93,7 +93,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         output::print_json_line(&findings)?;
         return Ok(DONE);
     }
-    let patience_ms = *matches.get_one::<u64>("timeout").expect("it has a default");
+    let timeout_ms = *matches.get_one::<u64>("timeout").expect("it has a default");
     // Each child gets the same command line, so that its check sees the same options.
     let mut arguments: Vec<_> = std::env::args_os().skip(1).collect();
     arguments.insert(1, format!("--{ONLY}").into());
@@ -101,7 +101,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         has_backing: backing.is_some(),
         arguments,
         name_index: 2,
-        patience: Duration::from_millis(patience_ms),
+        timeout: Duration::from_millis(timeout_ms),
     });
     if matches.get_flag("json") {
         output::print_json(&examination)?;

@@ -8,7 +8,7 @@ use firn_protocol::Request;
 use firn_protocol::path::BytePath;
 use serde::Serialize;
 
-use super::wait::{Say, wait};
+use super::wait::{WaitOutput, wait};
 use crate::failure::{DONE, Failure};
 use crate::verb::{NO_CONNECTION, Verb, connect};
 use crate::{output, text};
@@ -73,11 +73,11 @@ struct DrainStarted {
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = DrainArgs::from_arg_matches(matches)?;
     if args.wait {
-        let say = Say {
+        let printing = WaitOutput {
             json: args.json,
             quiet: args.quiet,
         };
-        return wait(&args.path, DurabilityLevel::Drained, None, say);
+        return wait(&args.path, DurabilityLevel::Drained, None, printing);
     }
     let (place, mut connection) = connect(&args.path)?;
     let mut files = if args.json || !args.quiet {

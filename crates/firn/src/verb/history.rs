@@ -279,7 +279,7 @@ fn print_path(path: &Path) -> Result<(), Failure> {
     let line = [OsStr::as_bytes(path.as_os_str()), b"\n"].concat();
     let written = stdout.write_all(&line).and_then(|()| stdout.flush());
     written.map_err(|error| match error.kind() {
-        io::ErrorKind::BrokenPipe => Failure::Unread,
+        io::ErrorKind::BrokenPipe => Failure::OutputClosed,
         _ => Failure::new(FAILED, format!("cannot write to standard output: {error}")),
     })
 }

@@ -12,7 +12,7 @@ use crate::output::{self, Paint};
 use crate::verb::Verb;
 
 /// Default timeout for the backing to answer. With the start of a child process it stays below two seconds.
-pub const PATIENCE: &str = "1500ms";
+pub const DEFAULT_TIMEOUT: &str = "1500ms";
 
 pub const VERB: Verb = Verb {
     name: "hosts",
@@ -56,7 +56,7 @@ struct HostsArgs {
     #[arg(long)]
     json: bool,
     /// How long the backing and the firnd of this host may take to answer.
-    #[arg(long, value_name = "DURATION", default_value = PATIENCE, value_parser = parse_timeout_ms)]
+    #[arg(long, value_name = "DURATION", default_value = DEFAULT_TIMEOUT, value_parser = parse_timeout_ms)]
     timeout: u64,
     /// For a process of its own: look at one thing and print what it says.
     #[arg(long, value_enum, hide = true)]

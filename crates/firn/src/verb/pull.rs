@@ -210,8 +210,8 @@ enum FollowLine<'a> {
 fn follow(request: &FollowRequest, json: bool) -> Result<u8, Failure> {
     if !request.target.is_dir() {
         let target = text::path(&request.target);
-        let told = format!("{target} is no directory: make it first, for the copies alone");
-        return Err(Failure::new(FAILED, told));
+        let message = format!("{target} is no directory: make it first, for the copies alone");
+        return Err(Failure::new(FAILED, message));
     }
     match firn_agent::follow(request, &mut |event| tell_event(&event, json)) {
         Ok(never) => match never {},
@@ -221,7 +221,7 @@ fn follow(request: &FollowRequest, json: bool) -> Result<u8, Failure> {
 
 /// Prints an event of `--follow`: as JSON on stdout, or as a message on stderr.
 fn tell_event(event: &FollowEvent<'_>, json: bool) {
-    let told = match *event {
+    let message = match *event {
         FollowEvent::Copied {
             name,
             outcome,
@@ -253,7 +253,7 @@ fn tell_event(event: &FollowEvent<'_>, json: bool) {
         }
     };
     // The copies matter even if nothing reads the messages, so an error of the output is ignored.
-    let _ = told;
+    let _ = message;
 }
 
 /// Copies the source with a progress bar, and prints the result.

@@ -450,8 +450,8 @@ mod tests {
             ..RecoverReport::default()
         };
         match outcome(Path::new("/b"), &report, stopped) {
-            Ok(code) | Err(Failure::Told { code, .. }) => code,
-            Err(Failure::Unread) => panic!("nothing was printed"),
+            Ok(code) | Err(Failure::Message { code, .. }) => code,
+            Err(Failure::OutputClosed) => panic!("nothing was printed"),
         }
     }
 

@@ -20,7 +20,7 @@ use crate::metrics::{self, MountScrape};
 use crate::output::{self, Paint};
 use crate::output_file;
 use crate::text::{bytes, count};
-use crate::verb::hosts::{PATIENCE, exit_code};
+use crate::verb::hosts::{DEFAULT_TIMEOUT, exit_code};
 use crate::verb::wait::parse_timeout_ms;
 use crate::verb::{NO_CONNECTION, Verb, connect};
 use block::StatusDetail;
@@ -108,7 +108,7 @@ struct StatusArgs {
     #[arg(long, conflicts_with_all = ["prometheus", "clear_errors"])]
     job: bool,
     /// With --job: how long the backing and the firnd of this host may take to answer.
-    #[arg(long, value_name = "DURATION", default_value = PATIENCE, requires = "job", value_parser = parse_timeout_ms)]
+    #[arg(long, value_name = "DURATION", default_value = DEFAULT_TIMEOUT, requires = "job", value_parser = parse_timeout_ms)]
     timeout: u64,
     /// Clear the recorded errors; their data is kept, and its drain is still retried.
     #[arg(long, requires = "path", conflicts_with_all = ["watch", "prometheus", "json"])]

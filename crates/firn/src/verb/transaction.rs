@@ -189,17 +189,17 @@ enum ResultOutput {
     /// JSON on stdout.
     Json,
     /// A sentence on stderr.
-    Words,
+    Sentence,
     /// Only what is not done yet, for `--quiet`.
-    Little,
+    UnfinishedOnly,
 }
 
 impl ResultOutput {
-    fn of(json: bool, quiet: bool) -> Self {
+    fn from_flags(json: bool, quiet: bool) -> Self {
         match (json, quiet) {
             (true, _) => Self::Json,
-            (false, true) => Self::Little,
-            (false, false) => Self::Words,
+            (false, true) => Self::UnfinishedOnly,
+            (false, false) => Self::Sentence,
         }
     }
 }
@@ -241,7 +241,7 @@ fn ask(
             not_applied_on,
         })?;
     } else {
-        if let ResultOutput::Words = say {
+        if let ResultOutput::Sentence = say {
             output::say(&words(&quoted_path(path), id));
         }
         if !not_applied_on.is_empty() {
@@ -273,7 +273,7 @@ fn begin(matches: &ArgMatches) -> Result<u8, Failure> {
     };
     ask(
         &place.path,
-        ResultOutput::of(place.json, false),
+        ResultOutput::from_flags(place.json, false),
         |path| Request::Begin {
             path,
             owner,
@@ -289,7 +289,7 @@ fn prepare(matches: &ArgMatches) -> Result<u8, Failure> {
         |at: &str, _| format!("{at}: prepared as {id}; `firn commit` or `firn abort` ends it");
     ask(
         &place.path,
-        ResultOutput::of(place.json, false),
+        ResultOutput::from_flags(place.json, false),
         |path| Request::Prepare { path, id },
         words,
     )
@@ -327,7 +327,7 @@ fn commit(matches: &ArgMatches) -> Result<u8, Failure> {
     };
     ask(
         &place.path,
-        ResultOutput::of(place.json, quiet),
+        ResultOutput::from_flags(place.json, quiet),
         |path| Request::Commit {
             path,
             id,
@@ -342,7 +342,7 @@ fn abort(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = PlaceArgs::from_arg_matches(matches)?;
     ask(
         &args.path,
-        ResultOutput::of(args.json, false),
+        ResultOutput::from_flags(args.json, false),
         |path| Request::Abort { path },
         |at, _| format!("{at}: all changes are undone"),
     )
@@ -353,7 +353,7 @@ fn restore(matches: &ArgMatches) -> Result<u8, Failure> {
     let words = |at: &str, _| format!("{at}: the files are those of checkpoint {id}");
     ask(
         &place.path,
-        ResultOutput::of(place.json, false),
+        ResultOutput::from_flags(place.json, false),
         |path| Request::Restore { path, id },
         words,
     )

@@ -120,16 +120,16 @@ pub fn parse_timeout_ms(text: &str) -> Result<u64, String> {
 
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = WaitArgs::from_arg_matches(matches)?;
-    let say = Say {
+    let printing = WaitOutput {
         json: args.json,
         quiet: args.quiet,
     };
-    wait(&args.path, args.until.level(), args.timeout, say)
+    wait(&args.path, args.until.level(), args.timeout, printing)
 }
 
 /// What is printed of the result.
 #[derive(Clone, Copy, Debug)]
-pub struct Say {
+pub struct WaitOutput {
     /// Print JSON on stdout.
     pub json: bool,
     /// Print neither a summary nor progress on stderr.
@@ -143,11 +143,11 @@ pub fn wait(
     path: &std::path::Path,
     until: DurabilityLevel,
     timeout_ms: Option<u64>,
-    say: Say,
+    printing: WaitOutput,
 ) -> Result<u8, Failure> {
     let (place, mut connection) = connect(path)?;
     let begin = Instant::now();
-    let mut meter = Meter::quiet_if(say.quiet);
+    let mut meter = Meter::quiet_if(printing.quiet);
     let request = Request::Wait {
         path: place.relative.clone(),
         until,
@@ -163,7 +163,7 @@ pub fn wait(
     };
     let waited = meter.waited();
     drop(meter);
-    if say.json {
+    if printing.json {
         output::print_json(&WaitResult {
             mount_point: place.mount.mount_point.into(),
             path: &place.relative,
@@ -175,7 +175,7 @@ pub fn wait(
     }
     match result {
         Ok(()) => {
-            if !say.quiet && !say.json {
+            if !printing.quiet && !printing.json {
                 output::say(&summary(path, until, &waited));
             }
             Ok(DONE)

@@ -101,14 +101,14 @@ pub fn main(args: &[std::ffi::OsString]) -> Result<u8, Failure> {
     watch_signals(event_sender.clone())?;
     thread::spawn(move || pass_orders(&event_sender));
     sender.send_message(&HostMessage::Hello(name_of_host()));
-    let beating = sender.clone();
+    let alive_sender = sender.clone();
     thread::spawn(move || {
         loop {
             thread::sleep(Duration::from_millis(every_ms));
-            beating.send_message(&HostMessage::Alive);
+            alive_sender.send_message(&HostMessage::Alive);
         }
     });
-    serve(&sender, &events)
+    run_part(&sender, &events)
 }
 
 fn name_of_host() -> String {
@@ -143,7 +143,7 @@ fn pass_orders(events: &Sender<PartEvent>) {
 }
 
 /// Waits for the order to mount, mounts, serves until the end, and unmounts. Returns the exit status.
-fn serve(sender: &MessageSender, events: &Receiver<PartEvent>) -> Result<u8, Failure> {
+fn run_part(sender: &MessageSender, events: &Receiver<PartEvent>) -> Result<u8, Failure> {
     let setup = loop {
         match events.recv() {
             Ok(PartEvent::Order(HostOrder::Mount(setup))) => break setup,
@@ -155,7 +155,7 @@ fn serve(sender: &MessageSender, events: &Receiver<PartEvent>) -> Result<u8, Fai
             }
         }
     };
-    let mount = match HostMount::make(&setup, sender) {
+    let mount = match HostMount::mount(&setup, sender) {
         Ok(mount) => mount,
         Err(failure) => {
             let (text, code) = text_and_status(failure);
@@ -167,11 +167,11 @@ fn serve(sender: &MessageSender, events: &Receiver<PartEvent>) -> Result<u8, Fai
     let is_mine = |keep: &&Keep| keep.by.as_ref().is_none_or(|by| *by == name_of_host());
     let keep = setup.keep.as_ref().filter(is_mine);
     let pruning = keep.map(|keep| mount.start_pruning(keep.count, sender));
-    let end = mount.serve(sender, events);
+    let end = mount.run_until_end(sender, events);
     drop(pruning);
     let report = match (end, &setup.report) {
-        (Some(policy), None) => mount.take_down(policy, sender),
-        (Some(policy), Some(wanted)) => mount.take_down_and_tell(policy, wanted, sender),
+        (Some(policy), None) => mount.unmount(policy, sender),
+        (Some(policy), Some(wanted)) => mount.unmount_and_report(policy, wanted, sender),
         (None, _) => mount.end_alone(events),
     };
     let code = report.failure.as_ref().map_or(DONE, |(_, code)| *code);
@@ -195,7 +195,7 @@ struct HostMount {
 
 impl HostMount {
     /// Mounts as the setup says. A failure after the mount unmounts again, and keeps what is held.
-    fn make(setup: &MountSetup, sender: &MessageSender) -> Result<Self, Failure> {
+    fn mount(setup: &MountSetup, sender: &MessageSender) -> Result<Self, Failure> {
         let path = |path: &Option<BytePath>| path.as_ref().map(|path| path.as_path().to_owned());
         let mut options = setup.options.clone();
         if setup.may_choose_frontend {
@@ -225,7 +225,7 @@ impl HostMount {
         };
         let prepared = mount.prepare(setup);
         if let Err(failure) = prepared {
-            mount.take_down(HeldPolicy::Keep, sender);
+            mount.unmount(HeldPolicy::Keep, sender);
             return Err(failure);
         }
         Ok(mount)
@@ -268,7 +268,11 @@ impl HostMount {
 
     /// Serves orders and signals until the mount has to end. Returns the policy for held data, or `None` where `firn
     /// run` is gone.
-    fn serve(&self, sender: &MessageSender, events: &Receiver<PartEvent>) -> Option<HeldPolicy> {
+    fn run_until_end(
+        &self,
+        sender: &MessageSender,
+        events: &Receiver<PartEvent>,
+    ) -> Option<HeldPolicy> {
         loop {
             match events.recv() {
                 Ok(PartEvent::Signal | PartEvent::Order(HostOrder::Drain)) => {
@@ -312,7 +316,7 @@ impl HostMount {
     ///
     /// Names and sizes of checkpoints are read before the unmount, while the files can be seen. The record is the one
     /// after the unmount, which covers everything.
-    fn take_down_and_tell(
+    fn unmount_and_report(
         &self,
         policy: HeldPolicy,
         wanted: &ReportWanted,
@@ -321,7 +325,7 @@ impl HostMount {
         let by = wanted.checkpoints_by.as_ref();
         let looks = by.is_none_or(|by| *by == name_of_host());
         let seen = report::Run::of_own_mount(&self.place.prefix, looks);
-        let ended = self.take_down(policy, sender);
+        let ended = self.unmount(policy, sender);
         let mut seen = match seen {
             Ok(seen) => seen,
             Err(failure) => {
@@ -344,7 +348,7 @@ impl HostMount {
     }
 
     /// Unmounts, even if programs that the command left behind still use the mount.
-    fn take_down(&self, policy: HeldPolicy, sender: &MessageSender) -> UnmountReport {
+    fn unmount(&self, policy: HeldPolicy, sender: &MessageSender) -> UnmountReport {
         self.remove_hints();
         let mut meter = Meter::quiet_if(true);
         let mut report = UnmountReport::default();
@@ -353,7 +357,7 @@ impl HostMount {
             meter.show(bytes, files, &progress.phase);
             sender.send_message(&HostMessage::Left { bytes, files });
         };
-        if let Err(failure) = self.end(policy, true, &mut report, show) {
+        if let Err(failure) = self.drain_and_unmount(policy, true, &mut report, show) {
             report.failure = Some(text_and_status(failure));
         }
         let waited = meter.waited();
@@ -365,7 +369,7 @@ impl HostMount {
     }
 
     /// Drains if the policy says so, and unmounts. `report` gets what stays in memory.
-    fn end(
+    fn drain_and_unmount(
         &self,
         policy: HeldPolicy,
         force: bool,
@@ -435,7 +439,7 @@ impl HostMount {
         let mut force = false;
         loop {
             let mut report = UnmountReport::default();
-            match self.end(policy, force, &mut report, &mut |_| {}) {
+            match self.drain_and_unmount(policy, force, &mut report, &mut |_| {}) {
                 // A program still uses the mount. The unmount is tried again later.
                 Err(_) if !force && firn_client::find(&self.place.prefix).is_ok() => {}
                 Err(failure) => {
@@ -488,7 +492,7 @@ fn write_hints(place: &RunDirs, hints: &str) -> Result<PathBuf, Failure> {
 /// Returns the text and the exit status of a failure.
 fn text_and_status(failure: Failure) -> (String, u8) {
     match failure {
-        Failure::Told { text, code } => (text, code),
-        Failure::Unread => (String::from("its output is not read"), FAILED),
+        Failure::Message { text, code } => (text, code),
+        Failure::OutputClosed => (String::from("its output is not read"), FAILED),
     }
 }

@@ -125,7 +125,7 @@ pub(super) struct Job<'a> {
     /// Events that were taken since the last check for lost hosts.
     taken: usize,
     /// Notices that were printed already, without the name of a host.
-    told: Vec<String>,
+    shown_notices: Vec<String>,
     /// What hosts sent for the report of the run.
     report: report::Run,
 }
@@ -175,7 +175,7 @@ impl<'a> Job<'a> {
             sender,
             events,
             taken: 0,
-            told: Vec::new(),
+            shown_notices: Vec::new(),
             report: report::Run::default(),
         };
         // The handlers are set before the first process starts, so that no signal is lost in between.
@@ -247,7 +247,7 @@ impl<'a> Job<'a> {
             .iter()
             .map(|host| host.own_name.clone())
             .collect();
-        self.order(&HostOrder::Mount(Box::new(make(&names))));
+        self.send_to_hosts(&HostOrder::Mount(Box::new(make(&names))));
         self.wait_for_all(|state| matches!(state, HostState::Ready))?;
         Ok(self
             .hosts
@@ -326,7 +326,7 @@ impl<'a> Job<'a> {
                         let _ = kill_process(pid, signal);
                     }
                     if signal == SIGTERM {
-                        self.order(&HostOrder::Drain);
+                        self.send_to_hosts(&HostOrder::Drain);
                     }
                 }
                 Some(JobEvent::CommandEnded(status)) => {
@@ -342,7 +342,7 @@ impl<'a> Job<'a> {
     /// Tells all hosts to unmount, and waits for those that are not lost. A second signal during this ends the wait.
     pub(super) fn end(mut self, policy: HeldPolicy, quiet: bool) -> UnmountSummary {
         let mut meter = Meter::quiet_if(quiet);
-        self.order(&HostOrder::End(policy));
+        self.send_to_hosts(&HostOrder::End(policy));
         let mut signals = 0;
         // A host in the state `Starting` gets no order that counts. It ends when its standard input ends.
         let is_waited_for = |host: &Host| {
@@ -368,7 +368,7 @@ impl<'a> Job<'a> {
         let time = meter.waited().time;
         drop(meter);
         let ended = self.sum_up(time);
-        self.close();
+        self.end_launchers();
         ended
     }
 
@@ -441,7 +441,7 @@ impl<'a> Job<'a> {
     }
 
     /// Ends the launchers. Hosts that have not ended yet notice it, because their standard input ends.
-    fn close(mut self) {
+    fn end_launchers(mut self) {
         for running in &mut self.running {
             running.orders = None;
         }
@@ -456,18 +456,19 @@ impl<'a> Job<'a> {
             }
             // srun and ssh would wait for a lost host, or for one that never answered. But a signal to srun ends all
             // hosts of its step, so it gets one only if none of its hosts still works.
-            let is_vain = running.hosts.iter().all(|at| {
+            let is_useless = running.hosts.iter().all(|at| {
                 let host = &self.hosts[*at];
                 host.has_ended() || host.is_lost || matches!(host.state, HostState::Starting)
             });
-            if is_vain && matches!(running.child.try_wait(), Ok(None)) {
+            if is_useless && matches!(running.child.try_wait(), Ok(None)) {
                 let _ = kill_process(Pid::from_child(&running.child), Signal::TERM);
                 let _ = running.child.try_wait();
             }
         }
     }
 
-    fn order(&mut self, order: &HostOrder) {
+    /// Sends an order to all hosts, through the launchers that still run.
+    fn send_to_hosts(&mut self, order: &HostOrder) {
         for running in &mut self.running {
             if let Some(orders) = &mut running.orders
                 && send_order(orders, order).is_err()
@@ -507,7 +508,7 @@ impl<'a> Job<'a> {
     /// Records a message of a host. Any message also shows that the host is alive, even one that counted as lost.
     fn record_message(&mut self, start: usize, id: u64, message: &HostMessage) {
         let at = match message {
-            HostMessage::Hello(name) => self.assign(start, id, name),
+            HostMessage::Hello(name) => self.find_sender(start, id, name),
             _ => self.hosts.iter().position(|host| host.id == Some(id)),
         };
         let Some(at) = at else {
@@ -528,9 +529,9 @@ impl<'a> Job<'a> {
             HostMessage::Alive => {}
             HostMessage::Notice(text) if is_one => output::say(text),
             // Many hosts often send the same notice, so its text is printed once.
-            HostMessage::Notice(text) if !self.told.contains(text) => {
+            HostMessage::Notice(text) if !self.shown_notices.contains(text) => {
                 output::say(&format!("{}: {text}", host.name));
-                self.told.push(text.clone());
+                self.shown_notices.push(text.clone());
             }
             HostMessage::Notice(_) => {}
             HostMessage::Mounted(mounted) => {
@@ -565,7 +566,7 @@ impl<'a> Job<'a> {
 
     /// Returns the host that sent a first message. The name decides. Where no name fits, it is the next host of that start
     /// that has sent nothing yet.
-    fn assign(&mut self, start: usize, id: u64, name: &str) -> Option<usize> {
+    fn find_sender(&mut self, start: usize, id: u64, name: &str) -> Option<usize> {
         let short = |name: &str| name.split('.').next().unwrap_or_default().to_owned();
         let free = |at: &usize| self.hosts[*at].id.is_none();
         let of_start = || self.running[start].hosts.iter().copied().filter(free);
@@ -577,9 +578,10 @@ impl<'a> Job<'a> {
         Some(at)
     }
 
+    /// Counts the hosts of an ended launcher as lost, unless they have ended.
     fn start_ended(&mut self, start: usize) {
         for at in self.running[start].hosts.clone() {
-            self.lose(at);
+            self.mark_lost(at);
         }
     }
 
@@ -593,12 +595,13 @@ impl<'a> Job<'a> {
                 HostState::Mounted | HostState::Ended(_) | HostState::Failed(..) => self.timeout,
             };
             if host.last_message.elapsed() > limit {
-                self.lose(at);
+                self.mark_lost(at);
             }
         }
     }
 
-    fn lose(&mut self, at: usize) {
+    /// Counts a host as lost, unless it has ended.
+    fn mark_lost(&mut self, at: usize) {
         let host = &mut self.hosts[at];
         if host.is_lost || host.has_ended() {
             return;

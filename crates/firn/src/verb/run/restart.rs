@@ -95,7 +95,7 @@ pub(super) fn restore(host: &str, prefix: &Path, backing: &Path) -> Result<(), F
             Ok(false) => {}
             // The present partner was taking over from this earlier one. Its copies are already restored, so this
             // failure is only reported.
-            Err(Failure::Told { text, .. }) if at > 0 => output::say(&format!(
+            Err(Failure::Message { text, .. }) if at > 0 => output::say(&format!(
                 "{partner}, an earlier partner of {host}, may have more: {text}"
             )),
             Err(failure) => return Err(failure),
