@@ -17,6 +17,7 @@ use firn_backing::{
 
 use crate::data::TrackedFile;
 use crate::listing::TrackedDir;
+use crate::names::NameAt;
 use crate::object::Object;
 use crate::transactional::TransactionalBacking;
 
@@ -117,8 +118,12 @@ impl<B: Backing> Names for TransactionalBacking<B> {
         new_name: &OsStr,
         flags: RenameFlags,
     ) -> Result<()> {
-        self.entries
-            .move_name((parent, name), (new_parent, new_name), flags)
+        let old = NameAt { dir: parent, name };
+        let new = NameAt {
+            dir: new_parent,
+            name: new_name,
+        };
+        self.entries.rename_name(old, new, flags)
     }
 
     fn moved_to(

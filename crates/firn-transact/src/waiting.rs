@@ -5,13 +5,13 @@
 //!   abort of the scope waits for that.
 //! * A thread that waits for a transaction is not in the table, so the transaction's end does not wait for it.
 
-use std::ffi::OsStr;
 use std::sync::Arc;
 
 use firn_backing::{Backing, Errno};
 use smallvec::SmallVec;
 
 use crate::claim::Claim;
+use crate::names::NameAt;
 use crate::object::Object;
 use crate::scope::Scope;
 use crate::scopes::Scopes;
@@ -42,10 +42,10 @@ impl<B: Backing> Admission<B> {
     /// aborted, and with EBUSY if its decision may never come.
     pub(crate) fn enter_name_change(
         &self,
-        names: &[(&Arc<Object<B>>, &OsStr)],
+        names: &[NameAt<'_, B>],
     ) -> Result<Allowed<Names<'_, B>, B>, Errno> {
-        let dirs: SmallVec<[&Arc<Object<B>>; 2]> = names.iter().map(|(dir, _)| *dir).collect();
-        let (dir, name) = names[0];
+        let dirs: SmallVec<[&Arc<Object<B>>; 2]> = names.iter().map(|one| one.dir).collect();
+        let NameAt { dir, name } = names[0];
         loop {
             let used = self.tree.names.enter(&dirs);
             match self.scopes.scope_at(dir, name) {

@@ -24,7 +24,7 @@ use super::handle::Open;
 use crate::change_log::{ChangeLog, Entry, Identity};
 use crate::error::{BeginError, ScopeError, StoreError};
 use crate::lower_backing::LowerBacking;
-use crate::names::Entries;
+use crate::names::{Entries, NameAt};
 use crate::object::{Change, Inner, Key, Object, StagedCopy};
 use crate::paths::{join, last_name, names_in, parent_of};
 use crate::recovery::StoredScopes;
@@ -215,10 +215,15 @@ impl<B: Backing> Entries<B> {
     /// treats the call as an ordinary rename.
     pub(crate) fn rename_top(
         &self,
-        (from, name): (&Arc<Object<B>>, &OsStr),
-        (to, new_name): (&Arc<Object<B>>, &OsStr),
+        old: NameAt<'_, B>,
+        new: NameAt<'_, B>,
         flags: RenameFlags,
     ) -> Option<Result<(), Errno>> {
+        let NameAt { dir: from, name } = old;
+        let NameAt {
+            dir: to,
+            name: new_name,
+        } = new;
         if self.scopes.is_empty() || !Arc::ptr_eq(from, to) {
             return None;
         }
@@ -313,9 +318,7 @@ impl<B: Backing> Entries<B> {
             Some(_) if flags.contains(RenameFlags::NOREPLACE) => Err(Errno::EXIST),
             Some(_) if flags.contains(RenameFlags::EXCHANGE) => Err(Errno::BUSY),
             Some(target) if target.kind != Kind::Dir => Err(Errno::NOTDIR),
-            Some(target) if !self.dirs.list_entries(&target, false)?.is_empty() => {
-                Err(Errno::NOTEMPTY)
-            }
+            Some(target) if !self.dirs.list_entries(&target)?.is_empty() => Err(Errno::NOTEMPTY),
             Some(_) => Err(Errno::BUSY),
         }
     }
