@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use firn_transact::conflict::{ListedFile, ListedProcess, AccessList, RangeSet, find_conflicts};
+use firn_transact::conflict::{AccessList, ListedFile, ListedProcess, RangeSet, find_conflicts};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 

@@ -154,7 +154,7 @@ fn drop_of_other_homes(
 fn plain<B: Backing>(target: &Target<'_>, base: B) -> Result<PlainBacking<B>, AttachError> {
     let is_tree = target.options.frontend == Frontend::Preload;
     if is_tree || waiting_tree(target.files)?.is_some() {
-        return Ok(PlainBacking::with_own_shown(base));
+        return Ok(PlainBacking::with_firn_dir_shown(base));
     }
     Ok(PlainBacking::new(base))
 }

@@ -286,7 +286,11 @@ impl<'a, B: Backing> Apply<'a, B> {
 
     fn search(&mut self, step: &Step<'a>, above: &mut Vec<u64>) -> Result<Option<B::Inode>> {
         let entry = step.entry;
-        let places = entry.stays.iter().chain(step.comes).chain(step.leaves);
+        let places = entry
+            .unchanged_name
+            .iter()
+            .chain(step.comes)
+            .chain(step.leaves);
         for (dir, name) in places {
             if let Some(dir) = self.locate(*dir, above)?
                 && let Some(inode) = self.find_at(entry, &dir, name)?
@@ -396,7 +400,7 @@ impl<'a, B: Backing> Apply<'a, B> {
         if let Some(inode) = self.known.get(&step.entry.number) {
             return Ok(Some(inode.clone()));
         }
-        let Some((dir, name)) = &step.entry.stays else {
+        let Some((dir, name)) = &step.entry.unchanged_name else {
             return Ok(None);
         };
         match self.known.get(dir) {
@@ -622,7 +626,7 @@ impl<'a, B: Backing> Apply<'a, B> {
     }
 
     fn remove_dir(&mut self, step: &Step<'a>) -> Result<()> {
-        let may_be_away = !step.leaves.is_empty() || step.entry.stays.is_none();
+        let may_be_away = !step.leaves.is_empty() || step.entry.unchanged_name.is_none();
         if !step.comes.is_empty() || step.kept_at.is_some() || !may_be_away {
             return Ok(());
         }

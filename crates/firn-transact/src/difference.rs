@@ -240,11 +240,11 @@ impl<B: Backing> Differences<B> {
         let place = |name: OsString| (dir, name.into_encoded_bytes());
         let entry = items.get_mut(&number).expect("just added");
         if is_changed {
-            entry.stays = None;
+            entry.unchanged_name = None;
             entry.before = names.before.clone().map(place).into_iter().collect();
             entry.after = names.now.clone().map(place).into_iter().collect();
         } else {
-            entry.stays = names.now.clone().map(place);
+            entry.unchanged_name = names.now.clone().map(place);
         }
         is_changed.then(|| change(Some(number)))
     }
@@ -298,7 +298,7 @@ impl<B: Backing> Differences<B> {
         let location = object.location.lock().clone();
         if let Some((parent, name)) = location {
             let parent = self.number(scope, &parent, numbers, items);
-            items.get_mut(&number).expect("just added").stays =
+            items.get_mut(&number).expect("just added").unchanged_name =
                 Some((parent, name.as_bytes().to_vec()));
         }
         number
@@ -336,7 +336,7 @@ impl<B: Backing> Differences<B> {
             if found.is_some_and(|(_, attr)| (attr.dev, attr.ino) == object.key) {
                 let parent = self.number(scope, &parent, numbers, items);
                 let item = items.get_mut(&number).expect("seen above");
-                item.stays = Some((parent, name.as_bytes().to_vec()));
+                item.unchanged_name = Some((parent, name.as_bytes().to_vec()));
                 return Ok(());
             }
         }

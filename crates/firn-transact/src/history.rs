@@ -96,7 +96,8 @@ impl<B: Backing> History<B> {
         let firn = self.lower.staging_dir()?;
         let is_new = log.top.as_ref().is_some_and(|top| top.is_new);
         if !is_new {
-            log.id_before = staging::load_numbers(&self.lower.base, &firn)?.remove(&scope.path);
+            log.id_before =
+                staging::load_commit_numbers(&self.lower.base, &firn)?.remove(&scope.path);
         }
         log.can_be_undone = true;
         let dir = staging::dir(&self.lower.base, &scope.new, UNDO_DIR)?;
@@ -358,9 +359,9 @@ impl<B: Backing> History<B> {
             return Ok(());
         };
         let _one = Claim::own(&self.numbers);
-        let mut numbers = staging::load_numbers(&self.lower.base, &firn)?;
+        let mut numbers = staging::load_commit_numbers(&self.lower.base, &firn)?;
         if numbers.remove(scope).is_some() {
-            staging::store_numbers(&self.lower.base, &firn, &numbers)?;
+            staging::store_commit_numbers(&self.lower.base, &firn, &numbers)?;
         }
         for (serial, _) in self.undos(scope)? {
             self.remove_undo(&firn, &name(serial))?;

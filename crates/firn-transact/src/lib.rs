@@ -92,7 +92,7 @@ pub use object::Object;
 pub use paths::parent_of;
 pub use plain::{PlainBacking, PlainDir, PlainInode};
 pub use recovery::{LivingTransactions, Opening, Outcome};
-pub use report::Transaction;
+pub use report::TransactionFigures;
 pub use scope::{ArenaId, Stage};
 pub use shadow::Mode;
 pub use staging::TOP;

@@ -46,7 +46,7 @@ impl<B: Backing> LowerBacking<B> {
         let Some(firn) = self.find_staging_dir()? else {
             return Ok(None);
         };
-        Ok(staging::load_numbers(&self.base, &firn)?.remove(scope))
+        Ok(staging::load_commit_numbers(&self.base, &firn)?.remove(scope))
     }
 
     /// Makes a prepared transaction an open one, durably.
@@ -129,14 +129,14 @@ impl<B: Backing> Endings<B> {
         self.backups.drop_backup(serial);
         let _one = Claim::own(&self.history.numbers);
         let firn = self.lower.staging_dir()?;
-        let mut numbers = staging::load_numbers(&self.lower.base, &firn)?;
+        let mut numbers = staging::load_commit_numbers(&self.lower.base, &firn)?;
         numbers.remove(log.scope_before(direction));
         let scope = log.scope_after(direction);
         match log.id_after(direction) {
             NO_ID => numbers.remove(scope),
             id => numbers.insert(scope.to_vec(), id),
         };
-        staging::store_numbers(&self.lower.base, &firn, &numbers)?;
+        staging::store_commit_numbers(&self.lower.base, &firn, &numbers)?;
         if direction == Direction::Redo && self.history.keep_log(&firn, serial, log)? {
             return Ok(());
         }

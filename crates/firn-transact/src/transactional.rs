@@ -1,4 +1,7 @@
-//! [`TransactionalBacking`]: a backing whose directories can be in a transaction, put together from its parts.
+//! [`TransactionalBacking`]: a backing whose directories can be in a transaction.
+//!
+//! It is assembled from parts. Each part is made with the parts below it, and the operations of one part are called on
+//! that part.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -33,14 +36,15 @@ use crate::waiting::Admission;
 use firn_backing::Backing;
 use firn_backing::lock::Mutex;
 
-/// A backing whose directories can be in a transaction: its parts, and the operations that need many of them.
+/// A backing whose directories can be in a transaction.
 ///
-/// What one part does is asked of that part. From the lowest part up; each knows only those before it.
+/// The parts are in order from the lowest one up; each part knows only parts before it. Methods are for operations that
+/// need many parts.
 pub struct TransactionalBacking<B: Backing> {
-    /// The backing below, and where transactions are kept in it.
+    /// The backing below, and the directory in it where this mount keeps its transactions.
     pub lower: Arc<LowerBacking<B>>,
     pub(crate) tree: Arc<Tree<B>>,
-    /// The transactions that are not over.
+    /// The transactions that have not ended.
     pub scopes: Arc<Scopes<B>>,
     pub(crate) own_links: Arc<OwnLinks<B>>,
     pub(crate) shadow_undo: Arc<ShadowUndo<B>>,
@@ -48,16 +52,16 @@ pub struct TransactionalBacking<B: Backing> {
     pub tops: Arc<Tops<B>>,
     /// Admits threads that look up names, or change names or data.
     pub admission: Arc<Admission<B>>,
-    /// What several hosts in one transaction in shadow mode share.
+    /// The directories by which several hosts share a transaction in shadow mode.
     pub shared: Arc<SharedTransactions<B>>,
     /// Votes of several hosts on commits.
     pub votes: Arc<Votes<B>>,
     /// Ballots of several hosts on scopes of names.
     pub names_ballots: Arc<NamesBallots<B>>,
     pub(crate) arena_notes: Arc<ArenaNotes<B>>,
-    /// The backup of prepared transactions, if there is one.
+    /// The backup of transactions, if the mount has one.
     pub backups: Arc<Backups<B>>,
-    /// What a backing keeps of commits that are over.
+    /// The commits that can be undone.
     pub history: Arc<History<B>>,
     pub(crate) endings: Arc<Endings<B>>,
     pub(crate) objects: Arc<Objects<B>>,
@@ -68,14 +72,13 @@ pub struct TransactionalBacking<B: Backing> {
     pub(crate) entries: Arc<Entries<B>>,
     pub(crate) stored_scopes: Arc<StoredScopes<B>>,
     pub(crate) commits: Arc<Commits<B>>,
-    /// Makes transactions of backups.
+    /// Prepares transactions again from their backups.
     pub revival: Arc<Revival<B>>,
-    /// Mode of transactions that begin.
+    /// Mode of the transactions that begin from now on.
     pub(crate) mode: Mode,
-    /// The host that aborted the last transaction of a scope, where that was another one.
+    /// Name of the host that aborted the last transaction of a scope, by the path of the scope, if it was another host.
     pub(crate) stopped_by: Mutex<BTreeMap<Vec<u8>, String>>,
-    /// The last commit of a scope, by the path of the scope after it, where it was applied and the request failed after
-    /// that.
+    /// Applied commits whose requests failed afterwards, by the path of the scope after the commit.
     pub(crate) unanswered: Mutex<BTreeMap<Vec<u8>, Unanswered>>,
 }
 
@@ -149,29 +152,29 @@ impl<B: Backing> TransactionalBacking<B> {
         }
     }
 
-    /// What becomes of changes of transactions that begin.
+    /// Returns the mode of the transactions that begin.
     pub fn mode(&self) -> Mode {
         self.mode
     }
 
-    /// Whether hosts compare what their programs used before they commit together.
+    /// Returns whether hosts search each other's access lists for conflicts before a commit.
     pub(crate) fn tests_conflicts(&self) -> bool {
         self.lower.members.is_some() && self.mode == Mode::Buffer
     }
 
-    /// This backing, whose transactions begin in `mode` from now on.
+    /// Sets the mode of the transactions that begin.
     #[must_use]
     pub fn in_mode(mut self, mode: Mode) -> Self {
         self.mode = mode;
         self
     }
 
-    /// The backing below.
+    /// Returns the backing below.
     pub fn base(&self) -> &B {
         &self.lower.base
     }
 
-    /// The backing below, without what was known of transactions.
+    /// Drops all parts, and returns the backing below.
     pub fn into_base(self) -> B {
         let lower = Arc::clone(&self.lower);
         drop(self);

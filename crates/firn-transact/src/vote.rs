@@ -365,7 +365,7 @@ impl<B: Backing> Votes<B> {
     /// Fails with [`StageError::Decided`] if the commit is decided. Does nothing if this host's part is no longer
     /// prepared, because another thread has ended it.
     pub fn call_commit_off(&self, id: u64, scope: &[u8]) -> Result<(), VoteError> {
-        let _stays = Claim::own(&self.leaving);
+        let _leaving = Claim::own(&self.leaving);
         let is_prepared = |one: &Scope<B>| one.path == scope && one.stage() == Stage::Prepared(id);
         if self.scopes.paths_where(is_prepared).is_empty() {
             Ok(())

@@ -105,7 +105,7 @@ fn forged_bytes(victim: &Path) -> Entry {
         grows: false,
     };
     Entry {
-        stays: Some((0, format!("../{name}").into_bytes())),
+        unchanged_name: Some((0, format!("../{name}").into_bytes())),
         redo: EntrySide {
             data: Some(data),
             ..EntrySide::default()
@@ -170,7 +170,7 @@ fn regression_a_planted_record_makes_no_set_user_id_program() {
     let own = backing.join("own");
     run(as_attacker("touch").arg(&own)).ok();
     let entry = Entry {
-        stays: Some((0, b"own".to_vec())),
+        unchanged_name: Some((0, b"own".to_vec())),
         redo: EntrySide {
             copy_at: Some(("../../../..".into(), "tool-of-root".into())),
             changes_attributes: true,

@@ -19,7 +19,7 @@ pub(crate) fn status(gate: &Arc<TransactionGate>, owners: &Owners) -> Vec<Transa
         Stage::Decided(id) => (TransactionStage::Decided, Some(id)),
     };
     let pending = |scope: &[u8]| gate.engine().held_bytes_below(scope);
-    let one = |found: firn_transact::Transaction| TransactionStatus {
+    let one = |found: firn_transact::TransactionFigures| TransactionStatus {
         owner: owners.status(&found.scope).0,
         age_seconds: owners.status(&found.scope).1,
         bytes: found.written_bytes + pending(&found.path_now),

@@ -84,7 +84,7 @@ impl<'a, B: Backing> PortableLogMaker<'a, B> {
             ..entry.clone()
         };
         if entry.new_at.is_some() {
-            portable.stays = None;
+            portable.unchanged_name = None;
             return Ok(Some(portable));
         }
         if entry.number == 0 {
@@ -99,7 +99,7 @@ impl<'a, B: Backing> PortableLogMaker<'a, B> {
                     found = Some(object.inode);
                 }
                 // The object has this name only after the transaction.
-                None => portable.stays = None,
+                None => portable.unchanged_name = None,
             }
         }
         paths.sort();
@@ -115,7 +115,7 @@ impl<'a, B: Backing> PortableLogMaker<'a, B> {
             };
         };
         let attr = self.base.attr(&inode)?;
-        portable.known = Some(PortableIdentity {
+        portable.portable = Some(PortableIdentity {
             kind: attr.mode & libc::S_IFMT,
             size: entry.redo.data.as_ref().map(|_| attr.size),
             paths,

@@ -89,7 +89,7 @@ impl<B: Backing> Revival<B> {
         };
         let mut found = HashMap::from([(0, top)]);
         for entry in &manifest.entries {
-            if let Some(known) = &entry.known {
+            if let Some(known) = &entry.portable {
                 let object = FoundObject {
                     inode: self.find_object(known)?,
                     path: known.paths[0].clone(),
@@ -280,7 +280,7 @@ impl<B: Backing> Revival<B> {
             ..manifest.clone()
         };
         for item in &mut record.entries {
-            item.known = None;
+            item.portable = None;
             item.identity = match &item.new_at {
                 Some(at) => identities[at],
                 None => Identity::of(

@@ -223,7 +223,11 @@ impl<'a> ListBuilder<'a> {
         let entry = self.entries.get(&number);
         let entry = entry.filter(|_| number != 0 && depth < 1000);
         let any_name = entry.and_then(|entry| {
-            let mut names = entry.stays.iter().chain(&entry.before).chain(&entry.after);
+            let mut names = entry
+                .unchanged_name
+                .iter()
+                .chain(&entry.before)
+                .chain(&entry.after);
             names.next()
         });
         any_name.map_or_else(Vec::new, |(dir, name)| {

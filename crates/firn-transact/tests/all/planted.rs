@@ -56,7 +56,7 @@ fn plant(disk: &SimBacking, caller: Caller, modes: [u32; 3]) {
         elsewhere: false,
     };
     let entry = Entry {
-        stays: Some((0, b"victim".to_vec())),
+        unchanged_name: Some((0, b"victim".to_vec())),
         redo: EntrySide {
             data: Some(data),
             ..EntrySide::default()
