@@ -40,10 +40,10 @@ pub fn merge(records: &[RunRecord], began_unix_us: u64) -> Vec<MergedCheckpoint>
     for record in records {
         let offset = (record.began_unix_us - began_unix_us) as f64 / 1e6;
         for one in &record.checkpoints {
-            let here = shift(one, offset);
+            let here = on_common_axis(one, offset);
             merged
                 .entry((one.step, one.path.as_bytes().to_vec()))
-                .and_modify(|all| all.add(&here))
+                .and_modify(|all| all.merge_host(&here))
                 .or_insert(here);
         }
     }
@@ -53,7 +53,7 @@ pub fn merge(records: &[RunRecord], began_unix_us: u64) -> Vec<MergedCheckpoint>
 }
 
 /// Returns the record of one host, with its times moved by `offset` seconds to the common axis.
-fn shift(record: &CheckpointRecord, offset: f64) -> MergedCheckpoint {
+fn on_common_axis(record: &CheckpointRecord, offset: f64) -> MergedCheckpoint {
     let at = |time: f64| time + offset;
     MergedCheckpoint {
         path: record.path.clone(),
@@ -67,7 +67,7 @@ fn shift(record: &CheckpointRecord, offset: f64) -> MergedCheckpoint {
 }
 
 impl MergedCheckpoint {
-    fn add(&mut self, other: &Self) {
+    fn merge_host(&mut self, other: &Self) {
         let last = |a: Option<f64>, b: Option<f64>| Some(a?.max(b?));
         self.began = self.began.min(other.began);
         self.closed = last(self.closed, other.closed);
@@ -77,7 +77,7 @@ impl MergedCheckpoint {
     }
 
     /// Returns the spans of the checkpoint's bar. Each has a class, and its begin and end in seconds.
-    fn spans(&self, end: f64) -> Vec<(&'static str, f64, f64)> {
+    fn bar_spans(&self, end: f64) -> Vec<(&'static str, f64, f64)> {
         let closed = self.closed.unwrap_or(end);
         let drained = self.drained.map_or(end, |drained| drained.max(closed));
         let durable = self.durable.map(|durable| durable.max(drained));
@@ -92,7 +92,7 @@ impl MergedCheckpoint {
 }
 
 /// Returns the section of the page. `end` is the length of the run in seconds.
-pub fn section(run: &Run, merged: &[MergedCheckpoint], end: f64) -> String {
+pub fn render_section(run: &Run, merged: &[MergedCheckpoint], end: f64) -> String {
     let mut html = String::from("<section><h2>Checkpoints</h2>\n");
     if merged.is_empty() {
         html += "<p class=\"note\">None was seen: no file or directory with a step in its name (<code>step_100</code>, \
@@ -108,7 +108,7 @@ pub fn section(run: &Run, merged: &[MergedCheckpoint], end: f64) -> String {
              <th>Now</th></tr></thead><tbody>\n";
     let hidden = merged.len().saturating_sub(ROWS_MAX);
     for one in &merged[hidden..] {
-        html += &row(run, one, end);
+        html += &render_row(run, one, end);
     }
     html += "</tbody></table></div>\n";
     if hidden > 0 {
@@ -124,7 +124,7 @@ pub fn section(run: &Run, merged: &[MergedCheckpoint], end: f64) -> String {
 }
 
 /// Returns the row of a checkpoint: its times, its present state, and its bar.
-fn row(run: &Run, one: &MergedCheckpoint, end: f64) -> String {
+fn render_row(run: &Run, one: &MergedCheckpoint, end: f64) -> String {
     let now = run.checkpoints.get(&one.path);
     let since_close = |time: Option<f64>| match (time, one.closed) {
         (Some(time), Some(closed)) => seconds((time - closed).max(0.0)),
@@ -147,7 +147,7 @@ fn row(run: &Run, one: &MergedCheckpoint, end: f64) -> String {
         },
     };
     let spans: String = one
-        .spans(end)
+        .bar_spans(end)
         .into_iter()
         .filter(|(_, from, to)| to > from)
         .map(|(class, from, to)| {
@@ -206,7 +206,7 @@ mod tests {
         let records = [record("a", 0, Some(4.0)), record("b", 10_000_000, None)];
         assert_eq!(super::merge(&records, 0)[0].durable, None);
         // The bar has no gap, and extends to the end of the run.
-        let spans = expected.spans(20.0);
+        let spans = expected.bar_spans(20.0);
         assert!(
             spans.windows(2).all(|pair| pair[0].2 == pair[1].1),
             "{spans:?}"

@@ -11,6 +11,7 @@ impl<T: fmt::Display> fmt::Display for HtmlText<T> {
     }
 }
 
+/// Writes text to a formatter, with each character that HTML would interpret replaced by its entity.
 struct Escaper<'a, 'b>(&'a mut fmt::Formatter<'b>);
 
 impl fmt::Write for Escaper<'_, '_> {

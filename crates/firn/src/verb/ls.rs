@@ -74,12 +74,12 @@ struct ListedFile {
     /// Size of the file in bytes.
     size: u64,
     #[serde(flatten)]
-    status: FileStatusText,
+    status: FileState,
 }
 
 /// The status of a file.
 #[derive(Clone, Copy, Serialize)]
-struct FileStatusText {
+struct FileState {
     /// The file's durability level.
     level: DurabilityLevel,
     /// How the last program left the file: still open, closed, or cut off before its close.
@@ -88,7 +88,7 @@ struct FileStatusText {
     held_bytes: u64,
 }
 
-impl FileStatusText {
+impl FileState {
     fn is(&self, state: &str) -> bool {
         self.level.as_str() == state || self.ending.as_str() == state
     }
@@ -105,14 +105,14 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let status = connection.status()?;
     let levels = Levels::ask(&mut connection, &place, &status)?;
     if args.checkpoints {
-        let listed = checkpoints::list(&paths, (&place, &status), &levels)?;
+        let listed = checkpoints::list(&paths, &place, &status, &levels)?;
         return checkpoints::print(&listed, args.json).map(|()| DONE);
     }
     let mut listed = Vec::new();
     for FoundFile { path, size, .. } in paths {
         let relative = path.strip_prefix(&place.mount.mount_point).unwrap_or(&path);
         let known = levels.known(relative);
-        let status = FileStatusText {
+        let status = FileState {
             level: levels.level(relative),
             ending: levels.ending(relative),
             held_bytes: known.map_or(0, |file| file.held_bytes),

@@ -198,10 +198,10 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         return print_metrics(args.path.as_deref(), args.output.as_deref());
     }
     if !args.watch {
-        return show(&args);
+        return print_once(&args);
     }
     loop {
-        show(&args)?;
+        print_once(&args)?;
         sleep(WATCH_EVERY);
     }
 }
@@ -231,20 +231,20 @@ fn print_metrics(path: Option<&Path>, file: Option<&Path>) -> Result<u8, Failure
 fn show_job(args: &StatusArgs) -> Result<u8, Failure> {
     let job = Job::look(args.path.as_deref(), Duration::from_millis(args.timeout))?;
     if args.json {
-        json(args, &job)?;
+        print_as_json(args, &job)?;
     } else {
         let paint = Paint::stdout();
         let mut text = status_text(&job, paint);
         if args.verbose {
             text += &format!("\n{}", hosts_text(&job, paint));
         }
-        human(args, &text)?;
+        print_for_people(args, &text)?;
     }
     Ok(exit_code(&job))
 }
 
 /// Shows the status once. Without a path, it returns [`PARTLY`] where a mount did not answer.
-fn show(args: &StatusArgs) -> Result<u8, Failure> {
+fn print_once(args: &StatusArgs) -> Result<u8, Failure> {
     if args.job {
         return show_job(args);
     }
@@ -252,20 +252,20 @@ fn show(args: &StatusArgs) -> Result<u8, Failure> {
         Some(path) => {
             let seen = look_at(path)?;
             if args.json {
-                json(args, &seen)?
+                print_as_json(args, &seen)?
             } else {
-                human(args, &block::text(&seen, args.detail(), Paint::stdout()))?
+                print_for_people(args, &block::text(&seen, args.detail(), Paint::stdout()))?
             }
             Ok(DONE)
         }
         None => {
             let mounts = firn_client::mounts()?;
-            let mut all = ask_each(&mounts, look);
+            let mut all = ask_each(&mounts, find_state);
             all.extend(left_arenas(&mounts)?);
             if args.json {
-                json(args, &all)?
+                print_as_json(args, &all)?
             } else {
-                human(args, &all_as_text(args, &all))?
+                print_for_people(args, &all_as_text(args, &all))?
             }
             let silent = all
                 .iter()
@@ -291,7 +291,7 @@ fn all_as_text(args: &StatusArgs, all: &[FoundMount]) -> String {
     }
 }
 
-fn json(args: &StatusArgs, value: &impl Serialize) -> Result<(), Failure> {
+fn print_as_json(args: &StatusArgs, value: &impl Serialize) -> Result<(), Failure> {
     if args.watch {
         output::print_json_line(value)
     } else {
@@ -299,7 +299,7 @@ fn json(args: &StatusArgs, value: &impl Serialize) -> Result<(), Failure> {
     }
 }
 
-fn human(args: &StatusArgs, text: &str) -> Result<(), Failure> {
+fn print_for_people(args: &StatusArgs, text: &str) -> Result<(), Failure> {
     if args.watch && io::stdout().is_terminal() {
         return output::print(&format!("{CLEAR}{text}"));
     }
@@ -331,7 +331,7 @@ fn left_arenas(mounts: &[Mount]) -> Result<impl Iterator<Item = FoundMount>, Fai
 }
 
 /// Asks the firnd of a mount for its status. A mount that does not answer becomes `FoundMount::Silent`.
-fn look(mount: &Mount) -> FoundMount {
+fn find_state(mount: &Mount) -> FoundMount {
     let asked = Connection::open(mount).and_then(|mut connection| connection.status());
     match asked {
         Ok(status) => FoundMount::Alive {

@@ -195,6 +195,7 @@ enum ResultOutput {
 }
 
 impl ResultOutput {
+    /// Returns what is printed with these flags; `--json` goes before `--quiet`.
     fn from_flags(json: bool, quiet: bool) -> Self {
         match (json, quiet) {
             (true, _) => Self::Json,

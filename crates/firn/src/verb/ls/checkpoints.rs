@@ -61,7 +61,8 @@ impl ListedCheckpoint {
 /// Returns the checkpoints of these files, with the highest steps last.
 pub(super) fn list(
     files: &[FoundFile],
-    (place, status): (&Place, &Status),
+    place: &Place,
+    status: &Status,
     levels: &Levels,
 ) -> Result<Vec<ListedCheckpoint>, Failure> {
     let rules = rules_of_mount(status)?;
@@ -111,6 +112,7 @@ const HEAD: [&str; 9] = [
     "STEP", "RULE", "FILES", "SIZE", "OPEN", "COMPLETE", "DURABLE", "AGE", "NAME",
 ];
 
+/// Returns the word for a boolean.
 fn yes_or_no(is_so: bool) -> String {
     if is_so { "yes" } else { "no" }.to_owned()
 }

@@ -111,6 +111,7 @@ pub fn main(args: &[std::ffi::OsString]) -> Result<u8, Failure> {
     run_part(&sender, &events)
 }
 
+/// Returns the name that Slurm has for this host, or else its host name.
 fn name_of_host() -> String {
     let node = || {
         rustix::system::uname()
@@ -121,6 +122,7 @@ fn name_of_host() -> String {
     std::env::var(SLURM_HOST).unwrap_or_else(|_| node())
 }
 
+/// Starts the thread that forwards signals which ask the process to end as events.
 fn watch_signals(events: Sender<PartEvent>) -> Result<(), Failure> {
     let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP])
         .map_err(|error| Failure::new(FAILED, format!("cannot watch for signals: {error}")))?;
@@ -132,6 +134,7 @@ fn watch_signals(events: Sender<PartEvent>) -> Result<(), Failure> {
     Ok(())
 }
 
+/// Reads orders from standard input and forwards each as an event. The end of standard input is the event `Alone`.
 fn pass_orders(events: &Sender<PartEvent>) {
     let mut from = BufReader::new(io::stdin());
     while let Ok(Some(order)) = read_order(&mut from) {

@@ -185,6 +185,7 @@ pub(super) fn send_message(to: &mut impl Write, id: u64, message: &HostMessage) 
     to.flush()
 }
 
+/// Returns the lines that carry a message: fragments short enough not to be cut.
 fn fragments(id: u64, text: &str) -> String {
     let mut lines = String::new();
     let mut rest = text;
@@ -268,6 +269,7 @@ impl<R: BufRead> Iterator for MessageReader<R> {
     }
 }
 
+/// Returns the sender, the kind and the text of a line, or `None` if the line is no fragment.
 fn split_fragment(line: &str) -> Option<(u64, &str, &str)> {
     let (id, rest) = line
         .strip_prefix(MARK)?
