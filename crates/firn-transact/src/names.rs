@@ -34,7 +34,7 @@ pub(crate) struct NewObject<'a, B: Backing> {
     /// Lane (I/O server) for the data of a file.
     pub(crate) placing: Placing<'a, B::Inode>,
 }
-use crate::tree::Names;
+use crate::tree::NameChangeGuard;
 
 /// Looks up and changes names in directories.
 pub(crate) struct Entries<B: Backing> {
@@ -565,7 +565,7 @@ impl<B: Backing> Entries<B> {
     /// Renames an object in the backing, and moves the objects in the table.
     pub(crate) fn rename_in_backing(
         &self,
-        names: &Names<'_, B>,
+        names: &NameChangeGuard<'_, B>,
         old: NameAt<'_, B>,
         new: NameAt<'_, B>,
         flags: RenameFlags,

@@ -39,7 +39,7 @@ use crate::conflict::AccessList;
 use crate::error::{StageError, VoteError};
 use crate::lower_backing::LowerBacking;
 use crate::staging;
-use crate::vote::{Outcome, Verdict};
+use crate::vote::{JointDecision, Verdict};
 
 const NAMES: &str = "names-";
 const KEY: &str = "key";
@@ -53,9 +53,9 @@ const VERDICT: &str = "verdict-";
 struct NamesEnd;
 
 impl Protocol for NamesEnd {
-    type Decision = Outcome;
+    type Decision = JointDecision;
 
-    fn plan(&self, _outcome: &Outcome) -> Plan {
+    fn plan(&self, _outcome: &JointDecision) -> Plan {
         Plan::default()
     }
 }
@@ -325,7 +325,7 @@ impl<B: Backing> NamesBallot<'_, B> {
     /// the ballot was removed.
     pub fn settle(&self, commit: bool) -> Result<bool, Errno> {
         let by = self.dir().host().to_owned();
-        let outcome = self.ballot.decide(&Outcome { commit, by })?;
+        let outcome = self.ballot.decide(&JointDecision { commit, by })?;
         Ok(outcome.ok_or(Errno::STALE)?.commit)
     }
 

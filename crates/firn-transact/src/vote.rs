@@ -59,9 +59,26 @@ pub enum Verdict {
     },
 }
 
+/// What a host wants to decide for all hosts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Proposal {
+    Commit,
+    Abort,
+}
+
+impl Proposal {
+    /// Returns the proposal as the decision of the host `by`.
+    pub(crate) fn by(self, by: &str) -> JointDecision {
+        JointDecision {
+            commit: self == Self::Commit,
+            by: by.to_owned(),
+        }
+    }
+}
+
 /// The decision on a transaction of several hosts, as it is stored.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Outcome {
+pub(crate) struct JointDecision {
     /// Whether the transaction is committed; otherwise it is aborted.
     pub(crate) commit: bool,
     /// Name of the host that decided.
@@ -101,9 +118,9 @@ pub(crate) fn scoped_name(name: &str, scope: &[u8]) -> String {
 struct VoteEnd;
 
 impl Protocol for VoteEnd {
-    type Decision = Outcome;
+    type Decision = JointDecision;
 
-    fn plan(&self, _outcome: &Outcome) -> Plan {
+    fn plan(&self, _outcome: &JointDecision) -> Plan {
         Plan::default()
     }
 }
@@ -141,11 +158,10 @@ impl<'a, B: Backing> VoteBallot<'a, B> {
         Ok(self.is_refused()? || self.ballot.decision()?.is_some())
     }
 
-    /// Stores this decision unless there is one already, and returns the decision that counts. Returns `None` if
-    /// another host has removed the vote.
-    fn settle(&self, commit: bool) -> Result<Option<Outcome>, Errno> {
-        let by = self.ballot.dir().host().to_owned();
-        self.ballot.decide(&Outcome { commit, by })
+    /// Stores this host's proposal as the decision unless there is a decision already, and returns the decision that
+    /// counts. Returns `None` if another host has removed the vote.
+    fn decide(&self, proposal: Proposal) -> Result<Option<JointDecision>, Errno> {
+        self.ballot.decide(&proposal.by(self.ballot.dir().host()))
     }
 
     /// Records that this host has carried the decision out. The last host removes the directory.
@@ -167,7 +183,7 @@ impl<'a, B: Backing> VoteBallot<'a, B> {
     /// Stores the decision to abort if the verdict rules a commit out.
     fn settle_refused(&self) -> Result<(), Errno> {
         if self.is_refused()? {
-            self.settle(false)?;
+            self.decide(Proposal::Abort)?;
         }
         Ok(())
     }
@@ -298,7 +314,7 @@ impl<B: Backing> Votes<B> {
         if let Some(verdict @ (Verdict::Conflict(_) | Verdict::GivenUp { .. })) = vote.verdict()? {
             return Ok(Vote::Over(verdict));
         }
-        if let Some(Outcome { commit: false, by }) = vote.ballot.decision()? {
+        if let Some(JointDecision { commit: false, by }) = vote.ballot.decision()? {
             let why = "it aborted its part".to_owned();
             return Ok(Vote::Over(Verdict::GivenUp { by, why }));
         }
@@ -308,7 +324,7 @@ impl<B: Backing> Votes<B> {
             Some(shared) => shared.outcome()?,
             None => None,
         };
-        if let Some(Outcome { commit: false, by }) = shared_outcome {
+        if let Some(JointDecision { commit: false, by }) = shared_outcome {
             let why = "it aborted the transaction".to_owned();
             return Ok(Vote::Over(Verdict::GivenUp { by, why }));
         }
@@ -370,45 +386,51 @@ impl<B: Backing> Votes<B> {
         if self.scopes.paths_where(is_prepared).is_empty() {
             Ok(())
         } else {
-            self.decide_vote(id, scope, false)
+            self.decide_vote(id, scope, Proposal::Abort)
         }
     }
 
     /// Decides a commit or an abort for all hosts, if there is no decision yet.
     ///
-    /// Returns `Ok` if the outcome is the wanted one, and an error with the other outcome if not. A commit fails with
+    /// Returns `Ok` if the decision that counts is the proposal, and an error with the other decision if not. A commit fails with
     /// `NotVoted` without a verdict, and with the conflict or reason after a verdict that rules it out.
-    pub(crate) fn decide_vote(&self, id: u64, scope: &[u8], commit: bool) -> Result<(), VoteError> {
+    pub(crate) fn decide_vote(
+        &self,
+        id: u64,
+        scope: &[u8],
+        proposal: Proposal,
+    ) -> Result<(), VoteError> {
         let Some(members) = &self.lower.members else {
             return Ok(());
         };
-        let vote = if commit {
+        let vote = if proposal == Proposal::Commit {
             self.find_vote(id, scope)?
                 .ok_or(VoteError::NotVoted { id })?
         } else {
             // The vote is created if need be, so that a host that joins later sees the abort.
             self.make_vote(members, id, scope)?
         };
-        match (vote.verdict()?, commit) {
-            (None, true) => return Err(VoteError::NotVoted { id }),
-            (Some(verdict @ (Verdict::Conflict(_) | Verdict::GivenUp { .. })), true) => {
-                return Err(refused(verdict));
+        match (vote.verdict()?, proposal) {
+            (None, Proposal::Commit) => return Err(VoteError::NotVoted { id }),
+            (
+                Some(verdict @ (Verdict::Conflict(_) | Verdict::GivenUp { .. })),
+                Proposal::Commit,
+            ) => {
+                return Err(error_of_verdict(verdict));
             }
-            (Some(Verdict::Conflict(_) | Verdict::GivenUp { .. }), false) => return Ok(()),
-            (Some(Verdict::Clear), _) | (None, false) => {}
+            (Some(Verdict::Conflict(_) | Verdict::GivenUp { .. }), Proposal::Abort) => {
+                return Ok(());
+            }
+            (Some(Verdict::Clear), _) | (None, Proposal::Abort) => {}
         }
         // The decision in the shared transaction's directory counts, because a host that has not joined this vote may
         // abort there.
         if let Some(shared) = self.shared.find_shared(scope)? {
-            must_be(
-                shared.settle(commit)?,
-                commit,
-                id,
-                "it aborted the transaction",
-            )?;
+            let decision = shared.decide(proposal)?;
+            must_match(decision, proposal, id, "it aborted the transaction")?;
         }
-        let outcome = vote.settle(commit)?.ok_or(VoteError::NotVoted { id })?;
-        must_be(outcome, commit, id, "it aborted its part")
+        let decision = vote.decide(proposal)?.ok_or(VoteError::NotVoted { id })?;
+        must_match(decision, proposal, id, "it aborted its part")
     }
 
     /// Returns the decision on a transaction that this host has prepared: `true` for a commit, `None` for none yet.
@@ -442,7 +464,7 @@ impl<B: Backing> Votes<B> {
             };
             let has_published = vote.ballot.joined()?.contains(&self.lower.host_name());
             if !has_published && !vote.is_decided()? {
-                self.decide_vote(id, scope, false)?;
+                self.decide_vote(id, scope, Proposal::Abort)?;
             }
         }
         Ok(())
@@ -583,7 +605,7 @@ impl<B: Backing> Votes<B> {
     ) -> Result<(), VoteError> {
         match stage {
             Stage::Open if self.lower.members.is_some() => Err(VoteError::NotVoted { id }),
-            Stage::Prepared(_) => self.decide_vote(id, &scope.path, true),
+            Stage::Prepared(_) => self.decide_vote(id, &scope.path, Proposal::Commit),
             _ => Ok(()),
         }
     }
@@ -610,20 +632,25 @@ fn test_lists<B: Backing>(
     })
 }
 
-/// Returns an error unless the outcome is the wanted one; `why` is the reason to report for an abort.
-fn must_be(outcome: Outcome, commit: bool, id: u64, why: &str) -> Result<(), VoteError> {
-    match outcome {
-        Outcome { commit: found, .. } if found == commit => Ok(()),
-        Outcome { commit: true, .. } => Err(StageError::Decided { id }.into()),
-        Outcome { by, .. } => Err(VoteError::GivenUp {
-            by,
+/// Returns an error unless the decision is the proposal. `why` is the reason that is reported for an abort.
+fn must_match(
+    decision: JointDecision,
+    proposal: Proposal,
+    id: u64,
+    why: &str,
+) -> Result<(), VoteError> {
+    match (decision.commit, proposal) {
+        (true, Proposal::Commit) | (false, Proposal::Abort) => Ok(()),
+        (true, Proposal::Abort) => Err(StageError::Decided { id }.into()),
+        (false, Proposal::Commit) => Err(VoteError::GivenUp {
+            by: decision.by,
             why: why.into(),
         }),
     }
 }
 
 /// Returns the error of a commit that this verdict rules out.
-pub(crate) fn refused(verdict: Verdict) -> VoteError {
+pub(crate) fn error_of_verdict(verdict: Verdict) -> VoteError {
     match verdict {
         Verdict::Conflict(report) => VoteError::Conflict(Box::new(report)),
         Verdict::GivenUp { by, why } => VoteError::GivenUp { by, why },
@@ -637,7 +664,7 @@ impl Verdict {
         if self == Self::Clear {
             Ok(())
         } else {
-            Err(refused(self))
+            Err(error_of_verdict(self))
         }
     }
 }

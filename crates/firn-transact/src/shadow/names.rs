@@ -9,7 +9,7 @@ use super::{NO_BYTES, Shadow};
 use crate::names::{Entries, NameAt, RenamedObjects};
 use crate::object::{Key, Location, Object};
 use crate::scope::Scope;
-use crate::tree::Names;
+use crate::tree::NameChangeGuard;
 
 impl<B: Backing> Entries<B> {
     /// Returns where an object that a transaction has removed counts as being: in the scope's top, under its name in
@@ -103,7 +103,7 @@ impl<B: Backing> Entries<B> {
     /// kept for an abort.
     pub(crate) fn rename_shadowed(
         &self,
-        names: &Names<'_, B>,
+        names: &NameChangeGuard<'_, B>,
         scope: &Scope<B>,
         shadow: &Shadow<B>,
         objects: &RenamedObjects<B>,

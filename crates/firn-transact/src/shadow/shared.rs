@@ -30,7 +30,7 @@ use crate::scope::{Scope, Stage};
 use crate::scopes::Scopes;
 use crate::staging;
 use crate::transactional::TransactionalBacking;
-use crate::vote::{Outcome, scoped_name};
+use crate::vote::{JointDecision, Proposal, scoped_name};
 
 const DIR: &str = "shadow";
 const SCOPE: &str = "scope";
@@ -41,9 +41,9 @@ const UNDO: &str = "undo";
 pub(crate) struct ShadowEnd;
 
 impl Protocol for ShadowEnd {
-    type Decision = Outcome;
+    type Decision = JointDecision;
 
-    fn plan(&self, outcome: &Outcome) -> Plan {
+    fn plan(&self, outcome: &JointDecision) -> Plan {
         if outcome.commit {
             return Plan::default();
         }
@@ -69,7 +69,8 @@ impl<B: Backing> SharedDir<'_, B> {
         self.ballot.dir().name()
     }
 
-    pub(crate) fn outcome(&self) -> Result<Option<Outcome>, Errno> {
+    /// Returns the decision; `None` if there is none yet.
+    pub(crate) fn outcome(&self) -> Result<Option<JointDecision>, Errno> {
         self.ballot.decision()
     }
 
@@ -78,11 +79,11 @@ impl<B: Backing> SharedDir<'_, B> {
         self.ballot.joined()
     }
 
-    /// Stores this outcome unless there is one, and returns the outcome that counts.
-    pub(crate) fn settle(&self, commit: bool) -> Result<Outcome, Errno> {
-        let by = self.ballot.dir().host().to_owned();
+    /// Stores this host's proposal as the decision unless there is a decision already, and returns the decision that
+    /// counts.
+    pub(crate) fn decide(&self, proposal: Proposal) -> Result<JointDecision, Errno> {
         self.ballot
-            .decide(&Outcome { commit, by })?
+            .decide(&proposal.by(self.ballot.dir().host()))?
             .ok_or(Errno::IO)
     }
 
@@ -401,7 +402,7 @@ impl<B: Backing> Recovery<B> {
             Fate::Committed if record.is_some() => {
                 // The host that decided may have been killed before it stored the outcome in the vote as well.
                 match record.map_or(Ok(()), |record| {
-                    self.votes.decide_vote(record.id, scope, true)
+                    self.votes.decide_vote(record.id, scope, Proposal::Commit)
                 }) {
                     Ok(()) | Err(VoteError::NotVoted { .. }) => {}
                     Err(error) => return Err(error.into()),
@@ -421,12 +422,12 @@ impl<B: Backing> Recovery<B> {
             Fate::Over => {}
             Fate::Aborted => {
                 let shared = shared.as_ref().ok_or(Errno::IO)?;
-                if shared.settle(false)?.commit {
+                if shared.decide(Proposal::Abort)?.commit {
                     return self.recover_part(dir, record, scope);
                 }
                 match &record {
                     None => self.votes.withdraw_from_votes(scope)?,
-                    Some(record) => self.votes.decide_vote(record.id, scope, false)?,
+                    Some(record) => self.votes.decide_vote(record.id, scope, Proposal::Abort)?,
                 }
                 shared.stop(|| {
                     self.shadow_undo
@@ -470,7 +471,7 @@ impl<B: Backing> TransactionalBacking<B> {
             Stage::Ended => return Err(StageError::NoTransaction.into()),
         };
         if let Some(shared) = self.shared.find_shared(&scope.path)? {
-            let outcome = shared.settle(false)?;
+            let outcome = shared.decide(Proposal::Abort)?;
             if outcome.commit {
                 let id = id.unwrap_or_default();
                 return Err(StageError::Decided { id }.into());
@@ -485,7 +486,7 @@ impl<B: Backing> TransactionalBacking<B> {
             // Other hosts may wait for this host's list in a vote, so the vote is aborted too.
             match id {
                 None => self.votes.withdraw_from_votes(&scope.path)?,
-                Some(id) => self.votes.decide_vote(id, &scope.path, false)?,
+                Some(id) => self.votes.decide_vote(id, &scope.path, Proposal::Abort)?,
             }
             let mut undone = false;
             shared.stop(|| {

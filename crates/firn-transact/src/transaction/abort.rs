@@ -14,6 +14,7 @@ use crate::change_log::NO_ID;
 use crate::error::{AbortError, StageError};
 use crate::scope::{Scope, Stage};
 use crate::transactional::TransactionalBacking;
+use crate::vote::Proposal;
 
 impl<B: Backing> TransactionalBacking<B> {
     /// Makes changes in a transaction fail from now on; see [`Found::refuse_changes`](crate::Found::refuse_changes).
@@ -66,7 +67,7 @@ impl<B: Backing> TransactionalBacking<B> {
             }
             Stage::Prepared(id) => {
                 if scope.key.is_none() {
-                    self.votes.decide_vote(id, &scope.path, false)?;
+                    self.votes.decide_vote(id, &scope.path, Proposal::Abort)?;
                 }
                 self.backups.withdraw_for_abort(scope.serial)?;
                 match scope.shadow {

@@ -41,7 +41,7 @@ use crate::scopes::Scopes;
 use crate::shadow::shared::SharedTransactions;
 use crate::staging;
 use crate::transactional::TransactionalBacking;
-use crate::tree::Quiet;
+use crate::tree::QuietGuard;
 use crate::tree::Tree;
 use crate::unanswered::AppliedCommit;
 use crate::vote::Votes;
@@ -113,7 +113,7 @@ impl<B: Backing> Commits<B> {
 
     /// Keeps names and data of a scope until the returned guard is dropped. If the end of the transaction changes the
     /// name of the scope's top, its parent directory is kept too.
-    pub(super) fn quiesce_scope(&self, scope: &Scope<B>) -> Quiet<'_, B> {
+    pub(super) fn quiesce_scope(&self, scope: &Scope<B>) -> QuietGuard<'_, B> {
         loop {
             let parts = scope.parts();
             let count = parts.len();

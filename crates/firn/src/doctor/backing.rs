@@ -22,7 +22,7 @@ pub(crate) fn canonical(subject: &CheckSubject<'_>) -> Result<PathBuf, String> {
 }
 
 /// Reports the file system that the backing is on, and what the options of its mount mean for Firn.
-pub(crate) fn place(subject: &CheckSubject<'_>) -> Vec<Finding> {
+pub(crate) fn check_place(subject: &CheckSubject<'_>) -> Vec<Finding> {
     let entries = mountinfo::parse(&std::fs::read("/proc/self/mountinfo").unwrap_or_default());
     let backing = match canonical(subject) {
         Ok(backing) => backing,
@@ -151,7 +151,7 @@ fn own_directory(backing: &Path) -> Option<Finding> {
 
 /// Reports whether files can be created at the top of the backing. It creates a probe there, unless the mount is to be
 /// read-only.
-pub(crate) fn writable(subject: &CheckSubject<'_>) -> Vec<Finding> {
+pub(crate) fn check_writable(subject: &CheckSubject<'_>) -> Vec<Finding> {
     if subject.options.read_only {
         return vec![Finding::ok("nothing is to be written (read-only)")];
     }

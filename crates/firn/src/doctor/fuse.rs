@@ -61,7 +61,7 @@ fn look_at_device() -> Result<(), DeviceFault> {
 }
 
 /// Reports whether this user can open the FUSE device.
-pub(crate) fn device(_: &CheckSubject<'_>) -> Vec<Finding> {
+pub(crate) fn check_device(_: &CheckSubject<'_>) -> Vec<Finding> {
     vec![match look_at_device() {
         Ok(()) => Finding::ok(format!("{DEVICE} can be opened")),
         Err(DeviceFault { text, advice }) => Finding::wrong(text, advice),
@@ -74,7 +74,7 @@ fn may_mount() -> bool {
 }
 
 /// Reports whether this user can mount, either directly or through fuse3's helper.
-pub(crate) fn helper(_: &CheckSubject<'_>) -> Vec<Finding> {
+pub(crate) fn check_helper(_: &CheckSubject<'_>) -> Vec<Finding> {
     if may_mount() {
         return vec![Finding::ok("not needed: this user may mount")];
     }
@@ -129,7 +129,7 @@ fn look_at_helper(program: &Path) -> Finding {
 }
 
 /// Reports whether a mount can give other users access (`allow_other`).
-pub(crate) fn allow_other(subject: &CheckSubject<'_>) -> Vec<Finding> {
+pub(crate) fn check_allow_other(subject: &CheckSubject<'_>) -> Vec<Finding> {
     if may_mount() {
         return vec![Finding::ok("this user may let others in (allow-other)")];
     }

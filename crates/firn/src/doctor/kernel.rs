@@ -19,7 +19,7 @@ const FEATURES: [((u32, u32), &str); 4] = [
 const OLDEST: (u32, u32) = (3, 15);
 
 /// Reports the features that the running kernel lacks.
-pub(crate) fn look(_: &CheckSubject<'_>) -> Vec<Finding> {
+pub(crate) fn check_kernel(_: &CheckSubject<'_>) -> Vec<Finding> {
     let name = rustix::system::uname();
     let release = name.release().to_string_lossy().into_owned();
     vec![judge(&release)]

@@ -26,7 +26,7 @@ const LIBFABRIC: [&str; 4] = [
 ];
 
 /// Reports whether there is space for the arena that a mount would create now.
-pub(crate) fn room(subject: &CheckSubject<'_>) -> Vec<Finding> {
+pub(crate) fn check_room(subject: &CheckSubject<'_>) -> Vec<Finding> {
     let options = subject.options;
     if let Some(arena) = own_arena(subject) {
         let arena = quoted_path(&arena);
@@ -158,7 +158,7 @@ fn cgroup_bytes() -> Option<u64> {
 }
 
 /// Reports how much memory may be locked. Only reads by libfabric need locked memory.
-pub(crate) fn locked(_: &CheckSubject<'_>) -> Vec<Finding> {
+pub(crate) fn check_locked(_: &CheckSubject<'_>) -> Vec<Finding> {
     let Some(limit) = getrlimit(Resource::Memlock).current else {
         return vec![Finding::ok("no limit on locked memory (ulimit -l)")];
     };

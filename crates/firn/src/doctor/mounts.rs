@@ -15,7 +15,7 @@ use crate::doctor::{CheckSubject, Finding};
 const LIVENESS_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Reports mounts whose firnd has ended or does not answer.
-pub(crate) fn mounts(_: &CheckSubject<'_>) -> Vec<Finding> {
+pub(crate) fn check_mounts(_: &CheckSubject<'_>) -> Vec<Finding> {
     let mounts = match firn_client::mounts() {
         Ok(mounts) => mounts,
         Err(error) => return vec![Finding::refused(error.to_string())],
@@ -60,7 +60,7 @@ fn judge(mount: &Mount, state: Liveness) -> Option<Finding> {
 }
 
 /// Reports arenas that no running firnd uses.
-pub(crate) fn arenas(subject: &CheckSubject<'_>) -> Vec<Finding> {
+pub(crate) fn check_arenas(subject: &CheckSubject<'_>) -> Vec<Finding> {
     let arenas = match firn_daemon::list_arenas(subject.options) {
         Ok(arenas) => arenas,
         Err(error) => return vec![Finding::refused(error.to_string())],

@@ -23,7 +23,7 @@ const OMPIO_SETTING: &str = "fbtl_posix_write_datasieving";
 const WHEN: &str = "with one host, or a file for each rank, nothing need be done";
 
 /// Reports what the installed MPI library does, and what turns data sieving off.
-pub(crate) fn look(_: &CheckSubject<'_>) -> Vec<Finding> {
+pub(crate) fn check_mpi(_: &CheckSubject<'_>) -> Vec<Finding> {
     let Some(program) = ["mpirun", "mpiexec"].into_iter().find_map(find_program) else {
         return vec![Finding::ok("no mpirun in the PATH")];
     };
