@@ -8,7 +8,7 @@ use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
 use std::sync::Arc;
 
-use firn_backing::{Backing, Errno, Kind, SetTime, Volume};
+use firn_backing::{Backing, Errno, Kind, SetTime};
 
 use crate::change_log::{
     BytesSource, ChangeLog, DataChange, Entry, Identity, TopChange, WrittenRange,
@@ -21,34 +21,48 @@ use crate::scope::Scope;
 use crate::staging;
 use crate::tree::Tree;
 
-/// An object in the backing, and what is changed of it but names.
-type Described<B> = (Option<<B as Volume>::Inode>, Option<Change<B>>);
-
-fn described<B: Backing>(object: &Object<B>) -> Described<B> {
-    let shared = object.inner.share();
-    let inner = shared.look();
-    let change = inner.change.as_deref().map(Change::clone_without_names);
-    (inner.base.clone(), change)
+/// An object that a transaction changes.
+struct ChangedObject<B: Backing> {
+    /// The object in the backing; `None` if it is new.
+    base: Option<B::Inode>,
+    /// The change, without the names in it if the object is a directory.
+    change: Change<B>,
 }
 
-/// What names lead to; `None`: to nothing any more.
-type ChangedNames<B> = Vec<(OsString, Option<Arc<Object<B>>>)>;
+/// Returns the change of an object; `None` if it has none.
+fn change_of<B: Backing>(object: &Object<B>) -> Option<ChangedObject<B>> {
+    let shared = object.inner.share();
+    let inner = shared.look();
+    let change = inner.change.as_deref().map(Change::clone_without_names)?;
+    Some(ChangedObject {
+        base: inner.base.clone(),
+        change,
+    })
+}
 
-/// A directory in the backing, and the names in it that are changed; `None` where nothing of it is.
-fn changed_names<B: Backing>(
-    scope: &Scope<B>,
-    dir: &Object<B>,
-) -> Option<(Option<B::Inode>, ChangedNames<B>)> {
+/// A directory in which a transaction changes names.
+struct ChangedDir<B: Backing> {
+    /// The directory in the backing; `None` if it is new.
+    base: Option<B::Inode>,
+    /// The changed names, and the objects that they lead to; `None` if a name leads to nothing any more.
+    names: Vec<(OsString, Option<Arc<Object<B>>>)>,
+}
+
+/// Returns the names in a directory that the transaction changes; `None` if the directory has no change.
+fn changed_names<B: Backing>(scope: &Scope<B>, dir: &Object<B>) -> Option<ChangedDir<B>> {
     let shared = dir.inner.share();
     let inner = shared.look();
     let names = inner.change.as_deref()?.names.iter();
     // Scopes of names share the change of their directory.
     let names = names.filter(|(_, named)| named.serial == scope.serial);
     let names = names.map(|(name, named)| (name.clone(), named.object.clone()));
-    Some((inner.base.clone(), names.collect()))
+    Some(ChangedDir {
+        base: inner.base.clone(),
+        names: names.collect(),
+    })
 }
 
-/// Records of what transactions changed.
+/// Makes the change logs of transactions.
 pub(crate) struct Differences<B: Backing> {
     pub(crate) lower: Arc<LowerBacking<B>>,
     pub(crate) tree: Arc<Tree<B>>,
@@ -75,7 +89,7 @@ impl<B: Backing> Differences<B> {
         // Numbers of the directories from the scope up to the root of the backing, which do not change.
         let mut numbers: HashMap<Key, u64> = HashMap::from([(self.tree.top().key, 0)]);
         for object in &changed {
-            let (base, Some(change)) = described(object) else {
+            let Some(ChangedObject { base, change }) = change_of(object) else {
                 continue;
             };
             let number = *numbers.entry(object.key).or_insert(change.number);
@@ -156,10 +170,10 @@ impl<B: Backing> Differences<B> {
             if object.kind != Kind::Dir {
                 continue;
             }
-            let Some((base, names)) = changed_names(scope, object) else {
+            let Some(ChangedDir { base, names }) = changed_names(scope, object) else {
                 continue;
             };
-            let dir = self.number(scope, object, &mut numbers, &mut items);
+            let dir = self.number_of(scope, object, &mut numbers, &mut items);
             for (name, now) in &names {
                 let old = match &base {
                     Some(inode) => staging::find(&self.lower.base, inode, name)?,
@@ -172,7 +186,7 @@ impl<B: Backing> Differences<B> {
                 }
                 let place = (dir, name.as_bytes().to_vec());
                 if let Some(old) = old_key.and_then(|key| self.tree.known(key)) {
-                    let number = self.number(scope, &old, &mut numbers, &mut items);
+                    let number = self.number_of(scope, &old, &mut numbers, &mut items);
                     items
                         .get_mut(&number)
                         .expect("just added")
@@ -180,7 +194,7 @@ impl<B: Backing> Differences<B> {
                         .push(place.clone());
                 }
                 if let Some(now) = now {
-                    let number = self.number(scope, now, &mut numbers, &mut items);
+                    let number = self.number_of(scope, now, &mut numbers, &mut items);
                     items
                         .get_mut(&number)
                         .expect("just added")
@@ -194,8 +208,8 @@ impl<B: Backing> Differences<B> {
             if Arc::ptr_eq(object, &scope.root) {
                 continue;
             }
-            let number = self.number(scope, object, &mut numbers, &mut items);
-            self.settle(scope, object, number, &mut numbers, &mut items)?;
+            let number = self.number_of(scope, object, &mut numbers, &mut items);
+            self.complete_entry(scope, object, number, &mut numbers, &mut items)?;
         }
         let is_needed = |item: &Entry| {
             let moves = !item.before.is_empty() || !item.after.is_empty();
@@ -235,8 +249,8 @@ impl<B: Backing> Differences<B> {
         if !is_changed && !numbers.contains_key(&scope.root.key) {
             return None;
         }
-        let number = self.number(scope, &scope.root, numbers, items);
-        let dir = self.number(scope, parent, numbers, items);
+        let number = self.number_of(scope, &scope.root, numbers, items);
+        let dir = self.number_of(scope, parent, numbers, items);
         let place = |name: OsString| (dir, name.into_encoded_bytes());
         let entry = items.get_mut(&number).expect("just added");
         if is_changed {
@@ -279,7 +293,7 @@ impl<B: Backing> Differences<B> {
     }
 
     /// The number of an object in a record, to which it and the directories above it are added.
-    fn number(
+    fn number_of(
         &self,
         scope: &Scope<B>,
         object: &Arc<Object<B>>,
@@ -297,7 +311,7 @@ impl<B: Backing> Differences<B> {
         );
         let location = object.location.lock().clone();
         if let Some((parent, name)) = location {
-            let parent = self.number(scope, &parent, numbers, items);
+            let parent = self.number_of(scope, &parent, numbers, items);
             items.get_mut(&number).expect("just added").unchanged_name =
                 Some((parent, name.as_bytes().to_vec()));
         }
@@ -305,7 +319,7 @@ impl<B: Backing> Differences<B> {
     }
 
     /// Makes sure that an object of the backing can be found by a name that it keeps, or while it moves to another.
-    fn settle(
+    fn complete_entry(
         &self,
         scope: &Scope<B>,
         object: &Arc<Object<B>>,
@@ -323,7 +337,7 @@ impl<B: Backing> Differences<B> {
         if number == 0 || item.new_at.is_some() || !is_sought || (leaves && comes) {
             return Ok(());
         }
-        let (base, Some(change)) = described(object) else {
+        let Some(ChangedObject { base, change }) = change_of(object) else {
             return Ok(());
         };
         let origin = change.origin;
@@ -334,7 +348,7 @@ impl<B: Backing> Differences<B> {
                 .transpose()?
                 .flatten();
             if found.is_some_and(|(_, attr)| (attr.dev, attr.ino) == object.key) {
-                let parent = self.number(scope, &parent, numbers, items);
+                let parent = self.number_of(scope, &parent, numbers, items);
                 let item = items.get_mut(&number).expect("seen above");
                 item.unchanged_name = Some((parent, name.as_bytes().to_vec()));
                 return Ok(());

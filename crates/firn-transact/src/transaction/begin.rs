@@ -259,8 +259,8 @@ impl<B: Backing> TransactionalBacking<B> {
             let stored = &self.stored_scopes;
             let mut scope =
                 stored.new_scope(serial, Arc::clone(dir), path.clone(), tx.clone(), None)?;
-            scope.top = Top::none();
-            scope.names_in_root = Some(NameSet::of(names));
+            scope.top = Top::without_names();
+            scope.names_in_root = Some(NameSet::from_names(names));
             scope.key = key.map(Into::into);
             if let Some(key) = key {
                 staging::put(&self.lower.base, tx, staging::KEY, key)?;
