@@ -3,7 +3,7 @@
 #![no_main]
 
 use arbitrary::Arbitrary;
-use firn_transact::conflict::{Published, SEAL, test};
+use firn_transact::conflict::{AccessList, SEAL, find_conflicts};
 use firn_trust::is_component;
 use libfuzzer_sys::fuzz_target;
 
@@ -15,11 +15,11 @@ struct Input {
 }
 
 fuzz_target!(|input: Input| {
-    let _ = Published::decode(&input.bytes);
+    let _ = AccessList::decode(&input.bytes);
     let lists: Vec<_> = input
         .sealed
         .iter()
-        .filter_map(|p| Published::decode(&SEAL.seal(p)).ok())
+        .filter_map(|p| AccessList::decode(&SEAL.seal(p)).ok())
         .collect();
     for list in &lists {
         let names = list
@@ -32,9 +32,9 @@ fuzz_target!(|input: Input| {
         {
             assert!(is_component(name), "{name:?}");
         }
-        assert_eq!(Published::decode(&list.encode()).as_ref(), Ok(list));
+        assert_eq!(AccessList::decode(&list.encode()).as_ref(), Ok(list));
     }
-    let report = test(&lists);
+    let report = find_conflicts(&lists);
     for conflict in &report.conflicts {
         let _ = conflict.to_string();
     }

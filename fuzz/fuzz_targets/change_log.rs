@@ -3,7 +3,7 @@
 #![no_main]
 
 use firn_fuzz::Input;
-use firn_transact::change_log::{ChangeLog, Entry, Part, SEAL, Source};
+use firn_transact::change_log::{BytesSource, ChangeLog, Entry, EntrySide, SEAL};
 use firn_trust::is_component;
 use libfuzzer_sys::fuzz_target;
 
@@ -27,10 +27,14 @@ fuzz_target!(|input: Input| {
 });
 
 fn must_stay_inside(entry: &Entry) {
-    let names = entry.before.iter().chain(&entry.after).chain(&entry.stays);
+    let names = entry
+        .before
+        .iter()
+        .chain(&entry.after)
+        .chain(&entry.unchanged_name);
     names.for_each(|(_, name)| must_be_name(name));
     entry.path.iter().for_each(|(name, _)| must_be_name(name));
-    for path in entry.known.iter().flat_map(|known| &known.paths) {
+    for path in entry.portable.iter().flat_map(|known| &known.paths) {
         assert!(!path.is_empty(), "the path of an object");
         must_be_path(path);
     }
@@ -41,21 +45,21 @@ fn must_stay_inside(entry: &Entry) {
         must_be_name(dir.as_bytes());
         must_be_name(name.as_bytes());
     }
-    part_must_stay_inside(&entry.redo);
-    part_must_stay_inside(&entry.undo);
+    side_must_stay_inside(&entry.redo);
+    side_must_stay_inside(&entry.undo);
 }
 
-fn part_must_stay_inside(part: &Part) {
-    part.names
+fn side_must_stay_inside(side: &EntrySide) {
+    side.names
         .iter()
         .flatten()
         .for_each(|(name, _)| must_be_name(name));
-    let files = part.data.iter().flat_map(|data| &data.written);
+    let files = side.data.iter().flat_map(|data| &data.written);
     let files = files.filter_map(|range| match &range.source {
-        Source::File(at) => Some(at),
-        Source::Copy | Source::Inline(_) => None,
+        BytesSource::File(at) => Some(at),
+        BytesSource::Copy | BytesSource::Inline(_) => None,
     });
-    for (dir, name) in files.chain(&part.copy_at) {
+    for (dir, name) in files.chain(&side.copy_at) {
         must_be_name(dir.as_bytes());
         must_be_name(name.as_bytes());
     }

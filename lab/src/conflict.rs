@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use firn_transact::conflict::{File, Process, Published, Ranges, test};
+use firn_transact::conflict::{AccessList, ListedFile, ListedProcess, RangeSet, find_conflicts};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
@@ -105,9 +105,9 @@ impl ConflictArgs {
         Ok(report)
     }
 
-    fn measure(&self, report: &mut Report, name: String, points: Vec<Point>, lists: &[Published]) {
-        let stored: Vec<Vec<u8>> = lists.iter().map(Published::encode).collect();
-        let ranges = lists.iter().map(Published::ranges).sum::<usize>() as f64;
+    fn measure(&self, report: &mut Report, name: String, points: Vec<Point>, lists: &[AccessList]) {
+        let stored: Vec<Vec<u8>> = lists.iter().map(AccessList::encode).collect();
+        let ranges = lists.iter().map(AccessList::range_count).sum::<usize>() as f64;
         let bytes = stored.iter().map(Vec::len).sum::<usize>() as f64;
         let sample = |time_ms: f64, conflicts: u64, bytes: f64| -> Sample {
             vec![
@@ -126,9 +126,9 @@ impl ConflictArgs {
             let begun = Instant::now();
             let read: Vec<_> = stored
                 .iter()
-                .map(|bytes| Published::decode(bytes).expect("just made"))
+                .map(|bytes| AccessList::decode(bytes).expect("just made"))
                 .collect();
-            let found = test(&read).total;
+            let found = find_conflicts(&read).total;
             firn.push(sample(begun.elapsed().as_secs_f64() * 1e3, found, bytes));
         }
         report.add_points(
@@ -138,13 +138,13 @@ impl ConflictArgs {
         );
     }
 
-    fn random(&self, count: u64, overlap_percent: u64) -> Vec<Published> {
+    fn random(&self, count: u64, overlap_percent: u64) -> Vec<AccessList> {
         let part = FILE_BYTES / count;
         let over = part * overlap_percent / 100;
         let one = |index: u64| {
             let mut rng = StdRng::seed_from_u64(index);
-            let mut read = Ranges::default();
-            let mut written = Ranges::default();
+            let mut read = RangeSet::default();
+            let mut written = RangeSet::default();
             let start = (index * part).saturating_sub(over);
             let end = ((index + 1) * part + over).min(FILE_BYTES) - self.access_size;
             for _ in 0..ACCESSES {
@@ -162,36 +162,36 @@ impl ConflictArgs {
     }
 }
 
-fn list(host: u64, read: &Ranges, written: &Ranges) -> Published {
-    let processes = vec![Process::new(host as u32 + 1, read, written)];
-    let files = vec![File {
+fn list(host: u64, read: &RangeSet, written: &RangeSet) -> AccessList {
+    let processes = vec![ListedProcess::new(host as u32 + 1, read, written)];
+    let files = vec![ListedFile {
         ino: 1,
         path: b"file".to_vec(),
         processes,
     }];
-    Published {
+    AccessList {
         host: format!("n{host}"),
         files,
-        ..Published::default()
+        ..AccessList::default()
     }
 }
 
 /// Ranges with gaps, in turns of all hosts.
-fn stripes(hosts: u64, ranges: u64) -> Vec<Published> {
+fn stripes(hosts: u64, ranges: u64) -> Vec<AccessList> {
     let one = |host: u64| {
-        let mut written = Ranges::default();
+        let mut written = RangeSet::default();
         for at in 0..ranges / hosts {
             let start = (at * hosts + host) * 4096;
             written.insert(start..start + 1000);
         }
-        list(host, &Ranges::default(), &written)
+        list(host, &RangeSet::default(), &written)
     };
     (0..hosts).map(one).collect()
 }
 
 /// The paper's way: the lists of each two processes side by side.
-fn each_pair(lists: &[Published]) -> u64 {
-    let process = |list: &Published| {
+fn each_pair(lists: &[AccessList]) -> u64 {
+    let process = |list: &AccessList| {
         let process = &list.files[0].processes[0];
         let with = |writes: bool| move |(start, end)| (start, end, writes);
         let mut items: Vec<(u64, u64, bool)> = process
@@ -228,7 +228,7 @@ mod tests {
 
     #[test]
     fn stripes_do_not_conflict_and_parts_that_reach_over_do() {
-        assert_eq!(test(&stripes(4, 1000)).total, 0);
+        assert_eq!(find_conflicts(&stripes(4, 1000)).total, 0);
         assert_eq!(each_pair(&stripes(4, 1000)), 0);
         let dir = std::env::temp_dir();
         let dir = dir.to_str().expect("text");
@@ -236,8 +236,8 @@ mod tests {
         let Ok(crate::Experiment::Conflict(args)) = crate::Experiment::parse(line.to_vec()) else {
             panic!("another experiment");
         };
-        assert_eq!(test(&args.random(3, 0)).total, 0);
-        assert!(test(&args.random(3, 10)).total > 100);
+        assert_eq!(find_conflicts(&args.random(3, 0)).total, 0);
+        assert!(find_conflicts(&args.random(3, 10)).total > 100);
         assert!(each_pair(&args.random(3, 10)) > 100);
     }
 }

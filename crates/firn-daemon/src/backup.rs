@@ -273,7 +273,8 @@ pub fn recover_from_backup(request: &FromBackup) -> Result<BackupReport, Recover
         ..BackupReport::default()
     };
     match held.revival.revive(
-        (&store, &store.root()),
+        &store,
+        &store.root(),
         dir.file_name().unwrap_or_default(),
         &log,
     ) {

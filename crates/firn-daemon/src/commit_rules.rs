@@ -204,7 +204,7 @@ impl CommitRules {
     ) -> Result<Arc<Self>, MountError> {
         let rules = Arc::new(rules);
         let mut machine = Machine::new(Arc::clone(&rules));
-        let members = gate.store().home.members();
+        let members = gate.store().lower.members();
         let hosts = members.map(|members| {
             machine.set_hosts(match &members.expected {
                 Expected::Count(count) => *count,

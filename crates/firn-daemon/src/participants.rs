@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use firn_backing::backoff::Backoff;
 use firn_config::{Options, Participants};
-use firn_transact::conflict::{Report, Used};
+use firn_transact::conflict::{ConflictReport, Used};
 use firn_transact::{Expected, Members};
 
 use crate::error::AttachError;
@@ -56,7 +56,7 @@ pub(crate) fn by_process(mut used: Vec<Used>) -> Vec<Used> {
 }
 
 /// Describes the conflicts of a transaction for a person.
-pub(crate) fn describe_conflict(report: &Report, scope: &str) -> String {
+pub(crate) fn describe_conflict(report: &ConflictReport, scope: &str) -> String {
     let mut text = match report.total {
         1 => format!("{scope}: no commit, 1 conflict between hosts"),
         total => format!("{scope}: no commit, {total} conflicts between hosts"),

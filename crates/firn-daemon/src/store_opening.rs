@@ -186,7 +186,7 @@ fn drop_of_other_homes(
         return Ok(());
     }
     let id = arena.id();
-    for home in TransactionalBacking::other_homes(directory, members)? {
+    for home in TransactionalBacking::other_staging_owners(directory, members)? {
         let directory = DirBacking::open(backing).map_err(|e| AttachError::BackingUnusable {
             path: backing.into(),
             source: e,
@@ -200,7 +200,7 @@ fn drop_of_other_homes(
 fn plain<B: Backing>(target: &Target<'_>, base: B) -> Result<PlainBacking<B>, AttachError> {
     let is_tree = target.options.frontend == Frontend::Preload;
     if is_tree || waiting_tree(target.files)?.is_some() {
-        return Ok(PlainBacking::with_own_shown(base));
+        return Ok(PlainBacking::with_firn_dir_shown(base));
     }
     Ok(PlainBacking::new(base))
 }

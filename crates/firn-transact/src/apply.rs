@@ -26,7 +26,8 @@ use firn_backing::parallel::try_map;
 use firn_backing::{Access, Backing, Errno, RenameFlags, Result, SetTime, Time};
 
 use crate::change_log::{
-    ChangeLog, Data, Direction, Entry, Identity, Instant, Part, Place, Range, Source, Staged,
+    BytesSource, ChangeLog, DataChange, Direction, Entry, EntryName, EntrySide, Identity, Staged,
+    StoredTime, WrittenRange,
 };
 use crate::copy::copy_with_holes;
 use crate::staging::{self, find, own, write_all};
@@ -40,9 +41,9 @@ const PARALLEL_MIN: usize = 64;
 #[derive(Clone, Copy)]
 struct Step<'a> {
     entry: &'a Entry,
-    part: &'a Part,
-    leaves: &'a [Place],
-    comes: &'a [Place],
+    part: &'a EntrySide,
+    leaves: &'a [EntryName],
+    comes: &'a [EntryName],
     /// Staged name of an object that has no name in the tree yet.
     staged_at: Option<&'a Staged>,
     /// Staged name that the object gets instead of a removal when it loses its last name.
@@ -79,7 +80,7 @@ impl<'a> Step<'a> {
         let has_attributes = self.part.copy_at.is_some() || self.part.attributes.is_some();
         let writes_inline = self.part.data.as_ref().is_some_and(|data| {
             let mut sources = data.written.iter().map(|range| &range.source);
-            data.cut >= data.size && sources.all(|source| matches!(source, Source::Inline(_)))
+            data.cut >= data.size && sources.all(|source| matches!(source, BytesSource::Inline(_)))
         });
         keeps_names && writes_inline && !is_staged && !has_attributes && !self.entry.is_dir
     }
@@ -201,7 +202,7 @@ impl<'a, B: Backing> Apply<'a, B> {
         }
         let steps: Vec<Step<'a>> = self.steps.values().copied().collect();
         let new_dirs = steps.iter().filter(|step| step.is_new_dir());
-        let leaves: HashSet<&Place> = steps.iter().flat_map(|step| step.leaves).collect();
+        let leaves: HashSet<&EntryName> = steps.iter().flat_map(|step| step.leaves).collect();
         let mut left: Vec<Step<'a>> = new_dirs.copied().collect();
         left.retain(|step| !leaves.contains(&step.comes[0]));
         let numbers: BTreeSet<u64> = left.iter().map(|step| step.entry.number).collect();
@@ -285,7 +286,11 @@ impl<'a, B: Backing> Apply<'a, B> {
 
     fn search(&mut self, step: &Step<'a>, above: &mut Vec<u64>) -> Result<Option<B::Inode>> {
         let entry = step.entry;
-        let places = entry.stays.iter().chain(step.comes).chain(step.leaves);
+        let places = entry
+            .unchanged_name
+            .iter()
+            .chain(step.comes)
+            .chain(step.leaves);
         for (dir, name) in places {
             if let Some(dir) = self.locate(*dir, above)?
                 && let Some(inode) = self.find_at(entry, &dir, name)?
@@ -331,7 +336,7 @@ impl<'a, B: Backing> Apply<'a, B> {
         Ok(self.base.lookup(&dir, OsStr::new(name))?.0)
     }
 
-    fn find_dir(&mut self, place: &Place) -> Result<Option<B::Inode>> {
+    fn find_dir(&mut self, place: &EntryName) -> Result<Option<B::Inode>> {
         self.locate(place.0, &mut Vec::new())
     }
 
@@ -382,7 +387,7 @@ impl<'a, B: Backing> Apply<'a, B> {
         }
         let to = self.base.open(&inode, Access::ReadWrite)?;
         for range in &data.written {
-            if let Source::Inline(bytes) = &range.source {
+            if let BytesSource::Inline(bytes) = &range.source {
                 write_all(self.base, &to, bytes, range.start)?;
             }
         }
@@ -395,7 +400,7 @@ impl<'a, B: Backing> Apply<'a, B> {
         if let Some(inode) = self.known.get(&step.entry.number) {
             return Ok(Some(inode.clone()));
         }
-        let Some((dir, name)) = &step.entry.stays else {
+        let Some((dir, name)) = &step.entry.unchanged_name else {
             return Ok(None);
         };
         match self.known.get(dir) {
@@ -431,7 +436,7 @@ impl<'a, B: Backing> Apply<'a, B> {
         }
         let mut copy = None;
         for range in &data.written {
-            if copy.is_none() && range.source == Source::Copy {
+            if copy.is_none() && range.source == BytesSource::Copy {
                 let at = step.part.copy_at.as_ref().ok_or(Errno::STALE)?;
                 copy = Some(self.base.open(&self.find_staged(at)?, Access::Read)?);
             }
@@ -443,7 +448,7 @@ impl<'a, B: Backing> Apply<'a, B> {
     /// Cuts the file and then sets its new size, so that a hole lies between.
     ///
     /// A repeated attempt cuts off bytes that an earlier one wrote, and writes them again.
-    fn set_size(&self, data: &Data, size: u64, to: &B::File) -> Result<()> {
+    fn set_size(&self, data: &DataChange, size: u64, to: &B::File) -> Result<()> {
         if data.cut < size {
             self.base.set_len(to, data.cut)?;
         }
@@ -455,17 +460,19 @@ impl<'a, B: Backing> Apply<'a, B> {
 
     fn write_range(
         &mut self,
-        range: &Range,
+        range: &WrittenRange,
         copy: Option<&B::File>,
         to: &B::File,
         size: u64,
     ) -> Result<()> {
         let end = range.end.min(size);
         match (&range.source, copy) {
-            (Source::Inline(bytes), _) => write_all(self.base, to, bytes, range.start),
-            (Source::Copy, Some(from)) => copy_with_holes(self.base, from, to, range.start..end),
-            (Source::Copy, None) => Err(Errno::STALE),
-            (Source::File((dir, name)), _) => {
+            (BytesSource::Inline(bytes), _) => write_all(self.base, to, bytes, range.start),
+            (BytesSource::Copy, Some(from)) => {
+                copy_with_holes(self.base, from, to, range.start..end)
+            }
+            (BytesSource::Copy, None) => Err(Errno::STALE),
+            (BytesSource::File((dir, name)), _) => {
                 let dir = self.staging_dir(dir)?;
                 // Without the staged file the saved entry was never durable, so the object was not changed after it.
                 let Some((from, _)) = find(self.base, &dir, OsStr::new(name))? else {
@@ -581,12 +588,12 @@ impl<'a, B: Backing> Apply<'a, B> {
         }
     }
 
-    fn set_times(&self, inode: &B::Inode, part: &Part) -> Result<()> {
+    fn set_times(&self, inode: &B::Inode, part: &EntrySide) -> Result<()> {
         if part.atime.is_none() && part.mtime.is_none() {
             return Ok(());
         }
         let set =
-            |time: Option<Instant>| time.map_or(SetTime::Keep, |time| SetTime::At(time.into()));
+            |time: Option<StoredTime>| time.map_or(SetTime::Keep, |time| SetTime::At(time.into()));
         self.base.set_times(inode, set(part.atime), set(part.mtime))
     }
 
@@ -619,7 +626,7 @@ impl<'a, B: Backing> Apply<'a, B> {
     }
 
     fn remove_dir(&mut self, step: &Step<'a>) -> Result<()> {
-        let may_be_away = !step.leaves.is_empty() || step.entry.stays.is_none();
+        let may_be_away = !step.leaves.is_empty() || step.entry.unchanged_name.is_none();
         if !step.comes.is_empty() || step.kept_at.is_some() || !may_be_away {
             return Ok(());
         }

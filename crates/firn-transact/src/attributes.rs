@@ -12,12 +12,12 @@ use firn_backing::{Attr, Backing, Errno, Kind, Placing, Result, SetTime, Time};
 use crate::claim::Owning;
 use crate::hidden::OwnLinks;
 use crate::inline_changes::InlineChanges;
+use crate::lower_backing::LowerBacking;
 use crate::object::{Change, Inner, Object, StagedCopy};
 use crate::scope::Scope;
 use crate::shadow::NO_BYTES;
 use crate::shadow::save::Originals;
 use crate::staging;
-use crate::staging_dir::Home;
 use crate::top_names::Tops;
 use crate::waiting::Admission;
 
@@ -48,7 +48,7 @@ impl<B: Backing> ChangedAttributes<B> {
     }
 }
 
-impl<B: Backing> Home<B> {
+impl<B: Backing> LowerBacking<B> {
     /// Makes a new object with the attributes and the size of another, without its data. Returns the other's
     /// attributes.
     pub(crate) fn copy_object(
@@ -103,7 +103,7 @@ impl<B: Backing> Home<B> {
 
 /// Attributes of objects, and the staged copies and inline changes of those that a transaction changed.
 pub(crate) struct Objects<B: Backing> {
-    pub(crate) home: Arc<Home<B>>,
+    pub(crate) lower: Arc<LowerBacking<B>>,
     pub(crate) originals: Arc<Originals<B>>,
     pub(crate) own_links: Arc<OwnLinks<B>>,
     pub(crate) tops: Arc<Tops<B>>,
@@ -112,14 +112,14 @@ pub(crate) struct Objects<B: Backing> {
 
 impl<B: Backing> Objects<B> {
     pub(crate) fn new(
-        home: &Arc<Home<B>>,
+        lower: &Arc<LowerBacking<B>>,
         originals: &Arc<Originals<B>>,
         own_links: &Arc<OwnLinks<B>>,
         tops: &Arc<Tops<B>>,
         admission: &Arc<Admission<B>>,
     ) -> Self {
         Self {
-            home: Arc::clone(home),
+            lower: Arc::clone(lower),
             originals: Arc::clone(originals),
             own_links: Arc::clone(own_links),
             tops: Arc::clone(tops),
@@ -152,7 +152,7 @@ impl<B: Backing> Objects<B> {
         inode: Option<&B::Inode>,
         change: Option<&ChangedAttributes<B>>,
     ) -> Result<Attr> {
-        let base = &self.home.base;
+        let base = &self.lower.base;
         let Some(change) = change else {
             return self
                 .own_links
@@ -232,13 +232,13 @@ impl<B: Backing> Objects<B> {
         let (_data, scope) = self.admission.enter_data_change(object)?;
         let Some(scope) = self.originals.holding(scope, object, NO_BYTES)? else {
             let inner = object.inner.share();
-            return change(&inner.inode(&self.home.base)?);
+            return change(&inner.inode(&self.lower.base)?);
         };
         let inner = object.inner.own();
         if !object.is_nameless() {
             self.stage_copy(&scope, object, &inner)?;
         }
-        change(&inner.inode(&self.home.base)?)?;
+        change(&inner.inode(&self.lower.base)?)?;
         inner.edit().change.as_deref_mut().map(note);
         drop(inner);
         scope.check_changed(object);
@@ -255,7 +255,7 @@ impl<B: Backing> Objects<B> {
         if is_inline && self.set_inline_time(object, mtime)? {
             return Ok(());
         }
-        let set = |inode: &B::Inode| self.home.base.set_times(inode, atime, mtime);
+        let set = |inode: &B::Inode| self.lower.base.set_times(inode, atime, mtime);
         self.change_staged_copy(object, set, |change| {
             // The requested time counts, whatever changed in the directory before.
             if mtime != SetTime::Keep {
@@ -294,7 +294,7 @@ impl<B: Backing> Objects<B> {
         let change = scope.change(object, &mut inner);
         if let Some(inline) = change.inline.take() {
             Self::forget_inline(scope, &inline);
-            for (at, piece) in inline.pieces() {
+            for (at, piece) in inline.overwrites() {
                 change.written.insert(at..at + piece.len() as u64);
             }
         }
@@ -310,10 +310,10 @@ impl<B: Backing> Objects<B> {
         inode: &B::Inode,
         number: u64,
     ) -> Result<(StagedCopy<B>, Attr)> {
-        let (staging_name, staging_dir) = scope.plain_staging_dir(&self.home.base)?;
+        let (staging_name, staging_dir) = scope.plain_staging_dir(&self.lower.base)?;
         let text = number.to_string();
         let attr = self
-            .home
+            .lower
             .copy_object(kind, inode, &staging_dir, OsStr::new(&text))?;
         Ok((
             StagedCopy {

@@ -17,17 +17,18 @@ use firn_backing::{
 
 use crate::data::TrackedFile;
 use crate::listing::TrackedDir;
+use crate::names::NameAt;
 use crate::object::Object;
 use crate::transactional::TransactionalBacking;
 
 /// The inode in the backing that stands for an object: its staged copy, or else its base.
 macro_rules! base {
     ($self:ident, |$base:ident| $call:expr) => {{
-        let $base = &$self.home.base;
+        let $base = &$self.lower.base;
         $call
     }};
     ($self:ident, inode $object:ident, |$base:ident| $call:expr) => {{
-        let $base = &$self.home.base;
+        let $base = &$self.lower.base;
         let $object = &$object.inode($base)?;
         $call
     }};
@@ -46,14 +47,14 @@ impl<B: Backing> Volume for TransactionalBacking<B> {
 
     fn sync_scope(&self, scope: SyncScope<'_, Arc<Object<B>>>) -> Result<()> {
         match scope {
-            SyncScope::All => self.home.base.sync_scope(SyncScope::All),
-            SyncScope::Changes => self.home.base.sync_scope(SyncScope::Changes),
+            SyncScope::All => self.lower.base.sync_scope(SyncScope::All),
+            SyncScope::Changes => self.lower.base.sync_scope(SyncScope::Changes),
             SyncScope::Tree(object) => {
                 // Staged objects are elsewhere and were made by this process.
-                self.home.base.sync_scope(SyncScope::Changes)?;
+                self.lower.base.sync_scope(SyncScope::Changes)?;
                 let base = object.base();
                 base.map_or(Ok(()), |inode| {
-                    self.home.base.sync_scope(SyncScope::Tree(&inode))
+                    self.lower.base.sync_scope(SyncScope::Tree(&inode))
                 })
             }
             SyncScope::Dir(object) => self.dirs.sync_tracked_dir(object),
@@ -79,7 +80,7 @@ impl<B: Backing> Names for TransactionalBacking<B> {
     ) -> Result<Created<Self>> {
         let (object, attr) = self.entries.make_object(parent, name, |new| {
             let made = self
-                .home
+                .lower
                 .base
                 .create_placed(caller, new.dir, new.name, mode, new.placing);
             let (inode, _, attr) = made?;
@@ -97,7 +98,7 @@ impl<B: Backing> Names for TransactionalBacking<B> {
         kind: NewKind<'_>,
     ) -> Result<(Arc<Object<B>>, Attr)> {
         self.entries.make_object(parent, name, |new| {
-            self.home.base.make(caller, new.dir, new.name, kind)
+            self.lower.base.make(caller, new.dir, new.name, kind)
         })
     }
 
@@ -117,8 +118,12 @@ impl<B: Backing> Names for TransactionalBacking<B> {
         new_name: &OsStr,
         flags: RenameFlags,
     ) -> Result<()> {
-        self.entries
-            .move_name((parent, name), (new_parent, new_name), flags)
+        let old = NameAt { dir: parent, name };
+        let new = NameAt {
+            dir: new_parent,
+            name: new_name,
+        };
+        self.entries.rename_name(old, new, flags)
     }
 
     fn moved_to(
@@ -155,7 +160,7 @@ impl<B: Backing> Attributes for TransactionalBacking<B> {
         if freshness == Freshness::Current
             && let Some(inode) = self.file_data.unchanged(object)
         {
-            self.home.base.stat(Target::Inode(&inode), freshness)?;
+            self.lower.base.stat(Target::Inode(&inode), freshness)?;
         }
         self.objects.read_attr(object)
     }
@@ -172,7 +177,7 @@ impl<B: Backing> Attributes for TransactionalBacking<B> {
             | AttrChange::SetXattr { .. }
             | AttrChange::RemoveXattr { .. } => self
                 .objects
-                .change_attributes(object, |inode| self.home.base.set_attr(inode, change)),
+                .change_attributes(object, |inode| self.lower.base.set_attr(inode, change)),
         }
     }
 }
@@ -196,7 +201,7 @@ impl<B: Backing> Files for TransactionalBacking<B> {
             Resize::AtLeast(len) | Resize::Finish(len) => len,
             Resize::Unchanged => self.objects.read_attr(&file.object)?.size,
         };
-        let below = |below: &B::File| self.home.base.resize(below, resize);
+        let below = |below: &B::File| self.lower.base.resize(below, resize);
         if let Some(is_done) = self.file_data.outside_transactions(file, from, below)? {
             return Ok(is_done);
         }
@@ -231,7 +236,7 @@ impl<B: Backing> Files for TransactionalBacking<B> {
     fn advise(&self, file: &TrackedFile<B>, range: Range<u64>, advice: PageAdvice) {
         let _ = self
             .file_data
-            .ask_below(file, |below| self.home.base.advise(below, range, advice));
+            .ask_below(file, |below| self.lower.base.advise(below, range, advice));
     }
 
     /// Locks between hosts are taken in the backing below and not here.
@@ -249,8 +254,8 @@ impl<B: Backing> Files for TransactionalBacking<B> {
 
     /// What has no name is in no transaction, but for what one has removed and would bring back.
     fn adopt(&self, descriptor: OwnedFd) -> Result<AdoptedBy<Self>> {
-        let adopted = self.home.base.adopt(descriptor)?;
-        let (base, found) = (&self.home.base, &adopted.attr);
+        let adopted = self.lower.base.adopt(descriptor)?;
+        let (base, found) = (&self.lower.base, &adopted.attr);
         let inode = adopted.inode.clone();
         let object = match self.entries.hidden_place((found.dev, found.ino)) {
             Some((root, name)) => self.tree.intern(base, inode, found, &root, &name),
@@ -271,7 +276,7 @@ impl<B: Backing> Sharing for TransactionalBacking<B> {
     fn kernel_reads(&self, file: &TrackedFile<B>) -> KernelReads {
         let asked = self
             .file_data
-            .ask_shared(file, |below| self.home.base.kernel_reads(below));
+            .ask_shared(file, |below| self.lower.base.kernel_reads(below));
         asked.unwrap_or(KernelReads::Cached)
     }
 
@@ -287,7 +292,7 @@ impl<B: Backing> Sharing for TransactionalBacking<B> {
     fn note_use(&self, file: &TrackedFile<B>, what: FileUse) -> Result<()> {
         let noted = self
             .file_data
-            .ask_shared(file, |below| self.home.base.note_use(below, what));
+            .ask_shared(file, |below| self.lower.base.note_use(below, what));
         noted.unwrap_or(Ok(()))
     }
 
@@ -295,7 +300,7 @@ impl<B: Backing> Sharing for TransactionalBacking<B> {
     fn level_max(&self, object: &Arc<Object<B>>) -> DurabilityLevel {
         let inode = self.file_data.unchanged(object);
         let below = inode.map_or(DurabilityLevel::Durable, |inode| {
-            self.home.base.level_max(&inode)
+            self.lower.base.level_max(&inode)
         });
         match self.scopes.scope_of(object) {
             Some(_) => below.min(DurabilityLevel::Drained),
@@ -309,7 +314,7 @@ impl<B: Backing> Placement for TransactionalBacking<B> {
         let below = self
             .file_data
             .unchanged(object)
-            .map(|inode| self.home.base.facts(&inode));
+            .map(|inode| self.lower.base.facts(&inode));
         Facts {
             lane: object.lane,
             gathers: below.is_some_and(|facts| facts.gathers),

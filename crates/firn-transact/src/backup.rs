@@ -6,14 +6,16 @@
 //! ```
 //!
 //! Promises
-//! * When prepare or commit has returned, or while one is decided and not applied, there is a manifest, and all that it
-//!   names is durable. It is written last and renamed into place.
-//! * A manifest is there only while its transaction is prepared or decided. `.firn/tx-N/backup` has the name of the
+//! * From the return of a prepare until its commit is applied there is a manifest, and all that it names is durable. The
+//!   manifest is written last and renamed into place.
+//! * A manifest exists only while its transaction is prepared or decided. `.firn/tx-N/backup` has the name of the
 //!   directory, which no other transaction ever has.
-//! * `Revival::revive` changes nothing below but `.firn/`, and nothing counts before its record is in its place.
+//! * `Revival::revive` changes nothing in the backing but `.firn/`, and the revived transaction takes effect only when
+//!   its record is renamed into place.
 //!
-//! Rounds copy ahead files that did not change for a whole round. So a file that keeps growing is copied once, and a
-//! look in each round notices every change in between, however coarse the clock of the backing is.
+//! While a transaction is open, *rounds* copy the staged files that have not changed since the round before. So a file
+//! that keeps growing is copied only once, and the prepare has little left to copy. A change is noticed however coarse
+//! the clock of the backing is, because a file must look the same in two rounds.
 
 mod content;
 mod mirror;
@@ -23,5 +25,5 @@ pub(crate) mod rounds;
 
 pub use mirror::Progress;
 
-/// The change log in the directory of a backup.
+/// Name of the file with the portable change log, in the backup directory of a transaction.
 pub const MANIFEST: &str = "manifest";

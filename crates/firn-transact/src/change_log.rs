@@ -36,16 +36,16 @@ pub const SEAL: Seal = Seal {
 /// Magic numbers of the files that Firn 0.1 kept instead: redo records, saved objects, manifests of backups.
 const RETIRED_MAGICS: [&[u8; 8]; 3] = [b"FIRNREDO", b"FIRNSAVE", b"FIRNBKUP"];
 
-/// Number of the state before the first commit, which has none ([`ChangeLog::id_before`]).
+/// Stands for the number of the commit before the first one, which does not exist ([`ChangeLog::id_before`]).
 pub(crate) const NO_ID: u64 = u64::MAX;
 
 /// A name in a directory: the number of the directory's object, and the name's bytes.
-pub type Place = (u64, Vec<u8>);
+pub type EntryName = (u64, Vec<u8>);
 
-/// Where something is staged: a directory below `new/`, and a name in it.
+/// Place of a staged object: the name of a directory below `new/`, and the name of the object in it.
 pub type Staged = (String, String);
 
-/// A name, and the inode that it leads to.
+/// A name, and the number of the inode that it leads to.
 pub type Link = (Vec<u8>, u64);
 
 /// Identity of an object in the backing.
@@ -55,20 +55,20 @@ pub type Link = (Vec<u8>, u64);
 /// anew when it is first written to, also by an attempt to apply a log, and only its inode number stays.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Identity {
-    /// Inode.
+    /// Inode number.
     pub ino: u64,
-    /// It is on another file system than the top of the backing.
+    /// Whether the object is on another file system than the top of the backing.
     pub elsewhere: bool,
 }
 
 impl Identity {
-    /// Of nothing yet.
+    /// Identity of an object that does not exist yet.
     pub(crate) const NONE: Self = Self {
         ino: 0,
         elsewhere: false,
     };
 
-    /// `device` is that of the top.
+    /// Returns the identity of an object. `device` is the device number of the backing's top.
     pub(crate) fn of(attr: &Attr, device: u64) -> Self {
         Self {
             ino: attr.ino,
@@ -79,14 +79,14 @@ impl Identity {
 
 /// A point in time, as it is stored.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct Instant {
+pub struct StoredTime {
     /// Seconds since the epoch.
     pub sec: i64,
     /// Nanoseconds after that.
     pub nsec: u32,
 }
 
-impl From<Time> for Instant {
+impl From<Time> for StoredTime {
     fn from(time: Time) -> Self {
         Self {
             sec: time.sec,
@@ -95,8 +95,8 @@ impl From<Time> for Instant {
     }
 }
 
-impl From<Instant> for Time {
-    fn from(instant: Instant) -> Self {
+impl From<StoredTime> for Time {
+    fn from(instant: StoredTime) -> Self {
         Self {
             sec: instant.sec,
             nsec: instant.nsec,
@@ -104,49 +104,50 @@ impl From<Instant> for Time {
     }
 }
 
-/// Where the bytes of a range are.
+/// Where the bytes of a written range are.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Source {
-    /// In the staged copy of the part, at their offset in the file.
+pub enum BytesSource {
+    /// In the staged copy of this side ([`EntrySide::copy_at`]), at the same offset.
     Copy,
-    /// In a staged file of their own, at their offset in the file.
+    /// In another staged file, at the same offset.
     File(Staged),
-    /// Here.
+    /// In the log itself.
     Inline(#[serde(with = "serde_bytes")] Vec<u8>),
 }
 
-/// A range of a file that is to be written.
+/// A range of a file that an application of the log writes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Range {
+pub struct WrittenRange {
     /// Offset of the first byte.
     pub start: u64,
     /// Offset behind the last byte.
     pub end: u64,
-    /// Where the bytes are.
-    pub source: Source,
+    /// Source of the bytes.
+    pub source: BytesSource,
 }
 
-impl Range {
-    /// A range whose bytes are in the staged copy.
+impl WrittenRange {
+    /// Returns a range whose bytes are in the staged copy.
     pub fn of_copy(start: u64, end: u64) -> Self {
         Self {
             start,
             end,
-            source: Source::Copy,
+            source: BytesSource::Copy,
         }
     }
 }
 
-/// What becomes of the bytes of a file.
+/// The change of a file's bytes. In order: all bytes from `cut` on are cut off, the file gets its new size, and ranges are
+/// written.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Data {
-    /// Bytes from the start of the present content that stay where nothing is written.
+pub struct DataChange {
+    /// Offset from which on the old bytes are cut off.
     pub cut: u64,
     /// Size of the file after the application, in bytes.
     pub size: u64,
     /// The ranges that are written.
-    pub written: Vec<Range>,
-    /// Nothing of the old content was cut off. Where several hosts commit, it may have grown by another's part.
+    pub written: Vec<WrittenRange>,
+    /// Whether nothing of the old content was cut off. Then the file keeps what another host of the same commit appended.
     pub grows: bool,
 }
 
@@ -159,86 +160,86 @@ pub struct Attributes {
     pub uid: u32,
     /// Group.
     pub gid: u32,
-    /// Last access.
-    pub atime: Instant,
-    /// Last change of the content.
-    pub mtime: Instant,
+    /// Time of the last access.
+    pub atime: StoredTime,
+    /// Time of the last change of the content.
+    pub mtime: StoredTime,
     /// Names and values of the extended attributes.
     pub xattrs: Vec<(Vec<u8>, Vec<u8>)>,
 }
 
-/// One side of an entry: what the object becomes when the log is applied in this direction.
+/// One side of an entry: what becomes of data and attributes of the object when the log is applied in this direction.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Part {
-    /// Staged name of the copy that has the attributes, and bytes of [`Part::data`].
+pub struct EntrySide {
+    /// The staged copy, which has the attributes and the bytes of [`BytesSource::Copy`].
     pub copy_at: Option<Staged>,
-    /// What becomes of its bytes.
-    pub data: Option<Data>,
-    /// Attributes, where no copy has them.
+    /// Change of the bytes; `None` if they do not change.
+    pub data: Option<DataChange>,
+    /// Attributes, if they change and there is no staged copy.
     pub attributes: Option<Attributes>,
-    /// Last access, for after names in it have changed.
-    pub atime: Option<Instant>,
-    /// Last change, for after bytes or names in it have changed.
-    pub mtime: Option<Instant>,
-    /// Owner, mode or extended attributes were changed, and not just times.
+    /// Access time that is set after names in a directory have changed.
+    pub atime: Option<StoredTime>,
+    /// Modification time that is set after bytes or names have changed.
+    pub mtime: Option<StoredTime>,
+    /// Whether owner, mode or extended attributes change, as opposed to times only.
     pub changes_attributes: bool,
-    /// Last change of the object when the transaction changed it first.
-    pub mtime_before: Option<Instant>,
-    /// All names in a directory whose changes are not listed name by name.
+    /// Modification time of the object before its first change in the transaction.
+    pub mtime_before: Option<StoredTime>,
+    /// All names in a directory, if its changes are not listed name by name.
     pub names: Option<Vec<Link>>,
 }
 
-impl Part {
-    /// Whether data or attributes of an object of the backing change.
+impl EntrySide {
+    /// Returns whether data or attributes of an object of the backing change.
     pub(crate) fn changes_in_place(&self) -> bool {
         self.copy_at.is_some() || self.data.is_some() || self.attributes.is_some()
     }
 }
 
-/// How an object of the backing is found where inode numbers mean nothing: in a copy of the tree.
+/// Identifies an object of the backing in a copy of the tree, which has other inode numbers.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Known {
-    /// Its type, as in `st_mode`.
+pub struct PortableIdentity {
+    /// Type of the object, as in `st_mode`.
     pub kind: u32,
-    /// Bytes of a file whose content changes: what is written counts from there.
+    /// Size of the file in bytes, if its content changes. A file of another size is not the same.
     pub size: Option<u64>,
-    /// Names that it had before, from the top of the backing.
+    /// Paths of the object before the transaction, from the top of the backing.
     pub paths: Vec<Vec<u8>>,
 }
 
-/// One object that takes part.
+/// The changes of one object.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Entry {
-    /// Number in this log.
+    /// Number of the object in this log; 0 stands for the top of the backing.
     pub number: u64,
-    /// The object that has its names in the end.
+    /// Identity of the object.
     pub identity: Identity,
-    /// Whether it is a directory.
+    /// Whether the object is a directory.
     pub is_dir: bool,
     /// Names that the object has only before the transaction.
-    pub before: Vec<Place>,
+    pub before: Vec<EntryName>,
     /// Names that the object has only after the transaction.
-    pub after: Vec<Place>,
-    /// One name that the object has before and after, for a caller that looks for the object.
-    pub stays: Option<Place>,
-    /// The way to it from the scope's top, which is not in it, down to its own name.
+    pub after: Vec<EntryName>,
+    /// A name that the object has before and after the transaction, by which it can be found.
+    pub unchanged_name: Option<EntryName>,
+    /// Names on the way from the scope's top down to the object, without the top.
     pub path: Vec<Link>,
-    /// Where the object is staged before, if it is new.
+    /// Place of a new object before the transaction is applied.
     pub new_at: Option<Staged>,
-    /// Where the object is staged after, if it has no names then and the log may be undone.
+    /// Place of a removed object after the transaction is applied, if the log may be undone.
     pub kept_at: Option<Staged>,
-    /// One more name, staged, of an object of the backing of which no other name is known.
+    /// A further link, in staging, to an object of the backing of which no other name is known.
     pub anchor_at: Option<Staged>,
-    /// How the object of a backup is found.
-    pub known: Option<Known>,
-    /// What to do to commit.
-    pub redo: Part,
-    /// What to do to undo.
-    pub undo: Part,
+    /// Identity in a copy of the tree; only in the log of a backup.
+    pub portable: Option<PortableIdentity>,
+    /// What the commit does to data and attributes.
+    pub redo: EntrySide,
+    /// What the undo does to data and attributes.
+    pub undo: EntrySide,
 }
 
 impl Entry {
-    /// An object of the backing that nothing is done to.
+    /// Returns the entry of an object without any change.
     pub fn new(number: u64, identity: Identity, is_dir: bool) -> Self {
         Self {
             number,
@@ -246,35 +247,36 @@ impl Entry {
             is_dir,
             before: Vec::new(),
             after: Vec::new(),
-            stays: None,
+            unchanged_name: None,
             path: Vec::new(),
             new_at: None,
             kept_at: None,
             anchor_at: None,
-            known: None,
-            redo: Part::default(),
-            undo: Part::default(),
+            portable: None,
+            redo: EntrySide::default(),
+            undo: EntrySide::default(),
         }
     }
 
-    /// Names that it has before, as far as the log says.
-    pub(crate) fn names_before(&self) -> impl Iterator<Item = &Place> {
-        self.before.iter().chain(&self.stays)
+    /// Returns the names that the object has before the transaction, as far as the log has them.
+    pub(crate) fn names_before(&self) -> impl Iterator<Item = &EntryName> {
+        self.before.iter().chain(&self.unchanged_name)
     }
 
-    /// All names that the log says.
-    pub(crate) fn names(&self) -> impl Iterator<Item = &Place> {
+    /// Returns all names of the object that the log has.
+    pub(crate) fn names(&self) -> impl Iterator<Item = &EntryName> {
         self.names_before().chain(&self.after)
     }
 
+    /// Returns the places of all staged objects that the entry refers to.
     fn staged(&self) -> impl Iterator<Item = &Staged> {
         let object = [&self.new_at, &self.kept_at, &self.anchor_at];
         let parts = [&self.redo, &self.undo];
         let files = parts.into_iter().flat_map(|part| {
             let written = part.data.iter().flat_map(|data| &data.written);
             written.filter_map(|range| match &range.source {
-                Source::File(at) => Some(at),
-                Source::Copy | Source::Inline(_) => None,
+                BytesSource::File(at) => Some(at),
+                BytesSource::Copy | BytesSource::Inline(_) => None,
             })
         });
         let copies = parts.into_iter().filter_map(|part| part.copy_at.as_ref());
@@ -282,35 +284,35 @@ impl Entry {
     }
 }
 
-/// Bytes of a staged file in a backup.
+/// The bytes of a staged file in a backup.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Content {
-    /// The file that has them, each at its offset.
+pub struct BackupContent {
+    /// Name of the file in the backup. Each byte is at the same offset.
     pub file: String,
     /// Size of the file.
     pub size: u64,
-    /// Ranges with bytes: from, to. The rest are holes.
+    /// Start and end of each range that has bytes, in order. The rest of the file is a hole.
     pub ranges: Vec<(u64, u64)>,
-    /// CRC32C of the bytes in the ranges.
+    /// CRC32C of the bytes of all ranges.
     pub crc: u32,
 }
 
 /// A staged object in a backup.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StagedObject {
-    /// Where it is staged.
+    /// Place in the staging directory.
     pub at: Staged,
-    /// Its attributes: a backup does not have objects of other owners and kinds.
+    /// Attributes of the object. The files of a backup have other owners and modes, and only plain files are copied.
     pub attributes: Attributes,
     /// Device number, for a device file.
     pub rdev: u64,
     /// Target of a symbolic link.
     pub target: Vec<u8>,
-    /// Contents of a file.
-    pub content: Option<Content>,
+    /// Bytes of a file; `None` for other objects.
+    pub content: Option<BackupContent>,
 }
 
-/// In which direction a log is applied.
+/// The direction in which a log is applied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
     /// From the tree before to the one after.
@@ -322,37 +324,37 @@ pub enum Direction {
 /// What a transaction does to the name of its scope's top.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TopChange {
-    /// Path of the scope after it, relative to the backing.
+    /// Path of the scope after the transaction, relative to the backing.
     pub path_after: Vec<u8>,
-    /// The transaction makes the directory.
+    /// Whether the transaction makes the top.
     pub is_new: bool,
-    /// Number of its entry; none in shadow mode, where the backing has the name already.
+    /// Number of the entry of the top; `None` in shadow mode, where the backing has the name already.
     pub entry: Option<u64>,
 }
 
-/// A transaction, decided or not.
+/// The changes of one transaction.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ChangeLog {
-    /// The number that its user gave it.
+    /// Number of the transaction, which the user gave it.
     pub id: u64,
     /// Number of the commit of the scope before this one.
     pub id_before: Option<u64>,
-    /// Path of its scope, relative to the backing, for people.
+    /// Path of the scope before the transaction, relative to the backing.
     pub scope: Vec<u8>,
-    /// Where the name of the scope's top is part of the transaction.
+    /// Change of the name of the scope's top; `None` if the transaction does not change it.
     pub top: Option<TopChange>,
-    /// Other hosts commit their parts at the same time: what they do to the same objects stays.
+    /// Whether other hosts commit parts of the same transaction. Then their changes of the same objects are kept.
     pub shared: bool,
-    /// The undo parts are there, and all that they refer to.
+    /// Whether the log has its undo sides and all staged objects that they refer to.
     pub can_be_undone: bool,
-    /// What changes.
+    /// The changed objects, and those that their names refer to.
     pub entries: Vec<Entry>,
-    /// Objects of a backup that the redo parts refer to.
+    /// Staged objects that the redo sides refer to; only in the log of a backup.
     pub staged: Vec<StagedObject>,
 }
 
 impl ChangeLog {
-    /// Number of the commit whose files the scope has after the log is applied.
+    /// Returns the number of the commit whose files the scope has after the log is applied.
     pub(crate) fn id_after(&self, direction: Direction) -> u64 {
         match direction {
             Direction::Redo => self.id,
@@ -360,7 +362,7 @@ impl ChangeLog {
         }
     }
 
-    /// Path of the scope after the log is applied.
+    /// Returns the path of the scope after the log is applied.
     pub(crate) fn scope_after(&self, direction: Direction) -> &[u8] {
         match (&self.top, direction) {
             (Some(top), Direction::Redo) => &top.path_after,
@@ -368,7 +370,7 @@ impl ChangeLog {
         }
     }
 
-    /// Path of the scope before the log is applied.
+    /// Returns the path of the scope before the log is applied.
     pub(crate) fn scope_before(&self, direction: Direction) -> &[u8] {
         match direction {
             Direction::Redo => &self.scope,
@@ -376,12 +378,12 @@ impl ChangeLog {
         }
     }
 
-    /// The bytes that are stored.
+    /// Returns the log as it is stored.
     pub fn encode(&self) -> Vec<u8> {
         SEAL.seal(&postcard::to_stdvec(self).expect("plain data"))
     }
 
-    /// From the bytes that were stored.
+    /// Decodes a stored log. Fails if the bytes are not a log of this version, or if a name leads out of its directory.
     pub fn decode(bytes: &[u8]) -> Result<Self, LogError> {
         let payload = SEAL.unseal(bytes).map_err(|error| match error {
             LogError::Magic => retired_version(bytes).unwrap_or(LogError::Magic),
@@ -412,7 +414,7 @@ impl ChangeLog {
             for at in entry.staged() {
                 check_staged(at)?;
             }
-            for path in entry.known.iter().flat_map(|known| &known.paths) {
+            for path in entry.portable.iter().flat_map(|known| &known.paths) {
                 check(!path.is_empty() && is_path(path))?;
             }
         }
@@ -425,25 +427,25 @@ impl ChangeLog {
         Ok(())
     }
 
-    /// Whether a log needs nothing of the backing that it was made in but names: each object that was there has a
-    /// path, and all that is staged is in the table.
+    /// Checks that a log can be applied to a copy of the backing: each old object has a path, and each staged object is
+    /// in the table.
     pub(crate) fn check_portable(&self) -> Result<(), LogError> {
         let numbers: BTreeSet<u64> = self.entries.iter().map(|entry| entry.number).collect();
         let staged: BTreeSet<&Staged> = self.staged.iter().map(|object| &object.at).collect();
         check(numbers.len() == self.entries.len() && !self.can_be_undone)?;
         for entry in &self.entries {
             let has_path = entry
-                .known
+                .portable
                 .as_ref()
                 .is_some_and(|known| !known.paths.is_empty());
             check(entry.number == 0 || entry.new_at.is_some() != has_path)?;
-            check(entry.kept_at.is_none() && entry.undo == Part::default())?;
+            check(entry.kept_at.is_none() && entry.undo == EntrySide::default())?;
             let needed = entry.new_at.iter().chain(&entry.redo.copy_at);
             for at in needed {
                 check(staged.contains(at))?;
             }
             for range in entry.redo.data.iter().flat_map(|data| &data.written) {
-                check(!matches!(range.source, Source::File(_)))?;
+                check(!matches!(range.source, BytesSource::File(_)))?;
             }
             for (dir, _) in entry.names() {
                 check(*dir == 0 || numbers.contains(dir))?;
@@ -460,6 +462,7 @@ impl ChangeLog {
     }
 }
 
+/// Returns the error for a file that Firn 0.1 wrote; `None` for other bytes.
 fn retired_version(bytes: &[u8]) -> Option<LogError> {
     let (magic, rest) = bytes.split_first_chunk::<8>()?;
     let found = u32::from_le_bytes(*rest.first_chunk()?);
@@ -471,6 +474,7 @@ fn retired_version(bytes: &[u8]) -> Option<LogError> {
         })
 }
 
+/// Returns `Damaged` unless `is_right`.
 fn check(is_right: bool) -> Result<(), LogError> {
     if is_right {
         Ok(())
@@ -505,8 +509,8 @@ mod tests {
             mode: 0o100_640,
             uid: 1,
             gid: 2,
-            atime: Instant { sec: 1, nsec: 2 },
-            mtime: Instant { sec: -3, nsec: 4 },
+            atime: StoredTime { sec: 1, nsec: 2 },
+            mtime: StoredTime { sec: -3, nsec: 4 },
             xattrs: vec![(b"user.a".to_vec(), value.to_vec())],
         }
     }
@@ -517,43 +521,43 @@ mod tests {
             ino: 77,
             elsewhere: false,
         };
-        let data = Data {
+        let data = DataChange {
             cut: 10,
             size: 4096,
             written: vec![
-                Range::of_copy(0, 5),
-                Range {
+                WrittenRange::of_copy(0, 5),
+                WrittenRange {
                     start: 5,
                     end: 10,
-                    source: Source::Inline(b"bytes".to_vec()),
+                    source: BytesSource::Inline(b"bytes".to_vec()),
                 },
-                Range {
+                WrittenRange {
                     start: 100,
                     end: 4096,
-                    source: Source::File(staged("saved", "data-3")),
+                    source: BytesSource::File(staged("saved", "data-3")),
                 },
             ],
             grows: true,
         };
-        let part = Part {
+        let part = EntrySide {
             copy_at: Some(staged("plain", "3")),
             data: Some(data),
             attributes: Some(attributes(b"\0")),
-            atime: Some(Instant { sec: 7, nsec: 8 }),
-            mtime: Some(Instant { sec: 9, nsec: 1 }),
+            atime: Some(StoredTime { sec: 7, nsec: 8 }),
+            mtime: Some(StoredTime { sec: 9, nsec: 1 }),
             changes_attributes: true,
-            mtime_before: Some(Instant { sec: 5, nsec: 6 }),
+            mtime_before: Some(StoredTime { sec: 5, nsec: 6 }),
             names: Some(vec![(b"\xff\n".to_vec(), 9)]),
         };
         let entry = Entry {
             before: vec![(0, b"a".to_vec())],
             after: vec![(2, b"\xff\n".to_vec())],
-            stays: Some((0, b"b".to_vec())),
+            unchanged_name: Some((0, b"b".to_vec())),
             path: vec![(b"dir".to_vec(), 7), (b"file".to_vec(), 77)],
             new_at: Some(staged("d0", "3")),
             kept_at: Some(staged("u", "k3")),
             anchor_at: Some(staged("d0", "l3")),
-            known: Some(Known {
+            portable: Some(PortableIdentity {
                 kind: 0o100_000,
                 size: Some(7),
                 paths: vec![b"dir/file".to_vec()],
@@ -578,7 +582,7 @@ mod tests {
         }
     }
 
-    fn object(name: &str, content: Option<Content>) -> StagedObject {
+    fn object(name: &str, content: Option<BackupContent>) -> StagedObject {
         StagedObject {
             at: staged("d0", name),
             attributes: attributes(b"v"),
@@ -593,20 +597,20 @@ mod tests {
         let changed = Entry {
             before: vec![(0, name.clone())],
             after: vec![(4, b"there".to_vec())],
-            known: Some(Known {
+            portable: Some(PortableIdentity {
                 kind: 0o100_000,
                 size: Some(7),
                 paths: vec![name.clone()],
             }),
-            redo: Part {
+            redo: EntrySide {
                 copy_at: Some(staged("d0", "3")),
-                data: Some(Data {
+                data: Some(DataChange {
                     cut: 1,
                     size,
-                    written: vec![Range::of_copy(0, size)],
+                    written: vec![WrittenRange::of_copy(0, size)],
                     grows: false,
                 }),
-                ..Part::default()
+                ..EntrySide::default()
             },
             ..Entry::new(3, Identity::NONE, false)
         };
@@ -615,7 +619,7 @@ mod tests {
             after: vec![(0, b"dir".to_vec())],
             ..Entry::new(4, Identity::NONE, true)
         };
-        let content = Content {
+        let content = BackupContent {
             file: "d0-3".into(),
             size,
             ranges: vec![(0, size)],
@@ -656,7 +660,7 @@ mod tests {
         let changes: [Change; 15] = [
             |entry, name| entry.before[0].1 = name.into(),
             |entry, name| entry.after[0].1 = name.into(),
-            |entry, name| entry.stays = Some((0, name.into())),
+            |entry, name| entry.unchanged_name = Some((0, name.into())),
             |entry, name| entry.path[1].0 = name.into(),
             |entry, name| entry.new_at = Some(staged("d0", name)),
             |entry, name| entry.new_at = Some(staged(name, "1")),
@@ -668,16 +672,16 @@ mod tests {
             |entry, name| entry.undo.names.as_mut().expect("some")[0].0 = name.into(),
             |entry, name| {
                 entry.redo.data.as_mut().expect("some").written[2].source =
-                    Source::File(staged("saved", name))
+                    BytesSource::File(staged("saved", name))
             },
             |entry, name| {
                 entry.undo.data.as_mut().expect("some").written[2].source =
-                    Source::File(staged(name, "data-3"))
+                    BytesSource::File(staged(name, "data-3"))
             },
             |entry, name| {
                 // Several components are a path.
                 let bad = if name == "a/b" { "../a" } else { name };
-                entry.known.as_mut().expect("some").paths[0] = bad.into();
+                entry.portable.as_mut().expect("some").paths[0] = bad.into();
             },
         ];
         for change in changes {
@@ -738,7 +742,7 @@ mod tests {
         assert_eq!(whole.check_portable(), Ok(()));
         type Change = fn(&mut ChangeLog);
         let changes: [Change; 5] = [
-            |bad| bad.entries[0].known = None,
+            |bad| bad.entries[0].portable = None,
             |bad| drop(bad.staged.pop()),
             |bad| bad.entries[0].after[0].0 = 9,
             |bad| bad.entries[1].number = 3,

@@ -1,21 +1,26 @@
-//! Several hosts, one backing: what the processes of each read and wrote in a transaction, and whether that
-//! goes together (CprFS, section 5).
+//! Conflicts between the hosts of one transaction (CprFS, section 5).
 //!
-//! A host's firnd keeps a [`Log`] of ranges for each file and process. Before a commit each host publishes its
-//! [`Published`] list, and each tests all lists with [`test()`]. A *conflict* is a part of a file that processes of two
-//! hosts access, one of them for writing, or a name that one host changed and another changed or used. All hosts have
-//! the same lists and come to the same result.
+//! Terms
+//! * An *access* is a read or a write of a range of a file by a process of this host.
+//! * An *access list* is what a host publishes before a commit: the ranges and names that its programs used, and the
+//!   names and attributes that they changed ([`AccessList`]).
+//! * A *conflict* is a range of a file that processes of two hosts access, one of them for writing, or a name or an
+//!   attribute that one host changed and another host changed or used.
+//!
+//! A host's firnd records accesses in a [`Log`] while a transaction is open. At the commit each host publishes its
+//! list and searches the lists of all hosts with [`find_conflicts`].
 //!
 //! Promises
-//! * Two processes of one host never conflict: they see each other's changes.
-//! * The test takes `O(n log n)` in the number of ranges, and as much more as there is to report.
+//! * All hosts have the same lists and come to the same result.
+//! * Two processes of one host never conflict, because they see each other's changes.
+//! * The search takes `O(n log n)` for `n` ranges, and additional time for each conflict.
 
+mod find;
 mod list;
 mod log;
 mod ranges;
-mod test;
 
-pub use list::{File, ListError, Name, Process, Published, SEAL};
-pub use log::{Access, Accesses, Log, Used};
-pub use ranges::Ranges;
-pub use test::{Conflict, Party, Report, What, test};
+pub use find::{Conflict, ConflictKind, ConflictReport, Party, find_conflicts};
+pub use list::{AccessList, AccessListError, ListedFile, ListedProcess, NameInDir, SEAL};
+pub use log::{Access, Log, ProcessAccesses, Used};
+pub use ranges::{RangeSet, SetPart};

@@ -18,11 +18,12 @@ use firn_backing::{
 
 use crate::attributes::Objects;
 use crate::claim::View;
+use crate::inline_changes::InlinePart;
+use crate::lower_backing::LowerBacking;
 use crate::object::{Inner, LowerFile, Object};
 use crate::scope::Scope;
 use crate::shadow::NO_BYTES;
 use crate::shadow::save::Originals;
-use crate::staging_dir::Home;
 use crate::waiting::Admission;
 
 /// Bytes of one read and write of a copy that the backing cannot do by itself.
@@ -70,71 +71,77 @@ impl<B: Backing> Drop for TrackedFile<B> {
     }
 }
 
-/// The source of a contiguous range of a file's bytes.
-struct Stretch {
+/// A contiguous part of a file whose bytes all come from one source.
+struct FilePart {
+    /// Offset behind the last byte.
     end: u64,
-    from: Source,
+    source: PartSource,
 }
 
-enum Source {
+/// Where the bytes of a part of a file come from.
+enum PartSource {
+    /// Nothing was written there; the bytes are zeros.
     Hole,
+    /// The bytes are in a file of the backing, at the same offset.
     LowerFile(LowerFile),
     /// The bytes are in memory, in an inline change.
     Memory,
 }
 
 impl<B: Backing> Inner<B> {
-    /// Where the bytes at `at` are, below `size`.
-    fn stretch(&self, at: u64, size: u64) -> Stretch {
+    /// Returns the source of the bytes from `at` on, below `size`.
+    fn part_at(&self, at: u64, size: u64) -> FilePart {
         self.copy_from_memory(at, size, &mut [])
     }
 
     /// Returns the source of the bytes from `at` on, below `size`. Bytes in memory are copied to `buf`, as far as they
     /// fit.
-    fn copy_from_memory(&self, at: u64, size: u64, buf: &mut [u8]) -> Stretch {
+    fn copy_from_memory(&self, at: u64, size: u64, buf: &mut [u8]) -> FilePart {
         if let Some(inline) = self.inline() {
-            return match inline.stretch(at) {
-                Ok(bytes) => {
+            return match inline.part_at(at) {
+                InlinePart::Overwritten(bytes) => {
                     let len = bytes.len().min(buf.len());
                     buf[..len].copy_from_slice(&bytes[..len]);
-                    Stretch {
+                    FilePart {
                         end: at + bytes.len() as u64,
-                        from: Source::Memory,
+                        source: PartSource::Memory,
                     }
                 }
-                Err(end) => Stretch {
+                InlinePart::Unchanged { end } => FilePart {
                     end: end.min(size),
-                    from: Source::LowerFile(LowerFile::Reader),
+                    source: PartSource::LowerFile(LowerFile::Reader),
                 },
             };
         }
         let Some(change) = self.change.as_ref().filter(|change| change.copy.is_some()) else {
-            return Stretch {
+            return FilePart {
                 end: size,
-                from: Source::LowerFile(LowerFile::Reader),
+                source: PartSource::LowerFile(LowerFile::Reader),
             };
         };
         if self.base.is_none() {
-            return Stretch {
+            return FilePart {
                 end: size,
-                from: Source::LowerFile(LowerFile::StagedCopy),
+                source: PartSource::LowerFile(LowerFile::StagedCopy),
             };
         }
-        let (end, is_written) = change.written.stretch(at);
-        let end = end.min(size);
-        match is_written {
-            true => Stretch {
+        let written = change.written.part_at(at);
+        let end = written.end.min(size);
+        if written.is_inside {
+            return FilePart {
                 end,
-                from: Source::LowerFile(LowerFile::StagedCopy),
-            },
-            false if at < change.cut => Stretch {
+                source: PartSource::LowerFile(LowerFile::StagedCopy),
+            };
+        }
+        if at < change.cut {
+            return FilePart {
                 end: end.min(change.cut),
-                from: Source::LowerFile(LowerFile::Reader),
-            },
-            false => Stretch {
-                end,
-                from: Source::Hole,
-            },
+                source: PartSource::LowerFile(LowerFile::Reader),
+            };
+        }
+        FilePart {
+            end,
+            source: PartSource::Hole,
         }
     }
 
@@ -150,7 +157,7 @@ impl<B: Backing> Inner<B> {
 
 /// Reads and writes data of files, with the changes of transactions.
 pub struct FileData<B: Backing> {
-    pub(crate) home: Arc<Home<B>>,
+    pub(crate) lower: Arc<LowerBacking<B>>,
     pub(crate) originals: Arc<Originals<B>>,
     pub(crate) admission: Arc<Admission<B>>,
     pub(crate) objects: Arc<Objects<B>>,
@@ -158,13 +165,13 @@ pub struct FileData<B: Backing> {
 
 impl<B: Backing> FileData<B> {
     pub(crate) fn new(
-        home: &Arc<Home<B>>,
+        lower: &Arc<LowerBacking<B>>,
         originals: &Arc<Originals<B>>,
         admission: &Arc<Admission<B>>,
         objects: &Arc<Objects<B>>,
     ) -> Self {
         Self {
-            home: Arc::clone(home),
+            lower: Arc::clone(lower),
             originals: Arc::clone(originals),
             admission: Arc::clone(admission),
             objects: Arc::clone(objects),
@@ -180,10 +187,10 @@ impl<B: Backing> FileData<B> {
         let whole = inner.look().whole();
         // The file is opened so that open(2) of the program gets the errors of the backing.
         let inode = match whole {
-            Some(LowerFile::StagedCopy) => inner.inode(&self.home.base)?,
+            Some(LowerFile::StagedCopy) => inner.inode(&self.lower.base)?,
             _ => inner.base().ok_or(Errno::STALE)?,
         };
-        drop(self.home.base.open(&inode, access)?);
+        drop(self.lower.base.open(&inode, access)?);
         drop(inner);
         Ok(TrackedFile::new(object, access))
     }
@@ -196,9 +203,9 @@ impl<B: Backing> FileData<B> {
             LowerFile::Reader
         };
         Ok(self
-            .home
+            .lower
             .base
-            .attr_of_file(&*object.lower_file(&self.home.base, inner, below)?)?
+            .attr_of_file(&*object.lower_file(&self.lower.base, inner, below)?)?
             .size)
     }
 
@@ -212,8 +219,8 @@ impl<B: Backing> FileData<B> {
         let inner = file.object.inner.share();
         let whole = inner.look().whole();
         if let Some(below) = whole {
-            return self.home.base.read_at(
-                &*file.object.lower_file(&self.home.base, &inner, below)?,
+            return self.lower.base.read_at(
+                &*file.object.lower_file(&self.lower.base, &inner, below)?,
                 buf,
                 offset,
             );
@@ -233,17 +240,17 @@ impl<B: Backing> FileData<B> {
         let mut at = offset;
         while at < end {
             let wanted = &mut buf[(at - offset) as usize..(end - offset) as usize];
-            let stretch = inner.look().copy_from_memory(at, size, wanted);
-            let until = stretch.end.min(end);
-            let part = &mut wanted[..(until - at) as usize];
-            match stretch.from {
-                Source::Memory => {}
-                Source::Hole => part.fill(0),
-                Source::LowerFile(below) => {
-                    let below = object.lower_file(&self.home.base, inner, below)?;
-                    let count = self.home.base.read_at(&below, part, at)?;
+            let part = inner.look().copy_from_memory(at, size, wanted);
+            let until = part.end.min(end);
+            let bytes = &mut wanted[..(until - at) as usize];
+            match part.source {
+                PartSource::Memory => {}
+                PartSource::Hole => bytes.fill(0),
+                PartSource::LowerFile(below) => {
+                    let below = object.lower_file(&self.lower.base, inner, below)?;
+                    let count = self.lower.base.read_at(&below, bytes, at)?;
                     // The file of the backing is shorter than the object; the rest is a hole.
-                    part[count..].fill(0);
+                    bytes[count..].fill(0);
                 }
             }
             at = until;
@@ -273,8 +280,8 @@ impl<B: Backing> FileData<B> {
     ) -> Result<usize> {
         let Some(scope) = self.originals.holding(scope, object, offset)? else {
             let inner = object.inner.share();
-            return self.home.base.write_at(
-                &*object.lower_file(&self.home.base, &inner, LowerFile::Writer)?,
+            return self.lower.base.write_at(
+                &*object.lower_file(&self.lower.base, &inner, LowerFile::Writer)?,
                 data,
                 offset,
             );
@@ -285,13 +292,13 @@ impl<B: Backing> FileData<B> {
         self.ready(&scope, object)?;
         let inner = object.inner.share();
         let target = inner.look().target();
-        let below = object.lower_file(&self.home.base, &inner, target)?;
-        let count = self.home.base.write_at(&below, data, offset)?;
+        let below = object.lower_file(&self.lower.base, &inner, target)?;
+        let count = self.lower.base.write_at(&below, data, offset)?;
         drop(inner);
         let window = offset / EARLY_BYTES..(offset + count as u64) / EARLY_BYTES;
         if !window.is_empty() {
             let early = window.start * EARLY_BYTES..window.end * EARLY_BYTES;
-            self.home.base.advise(&below, early, PageAdvice::WriteOut);
+            self.lower.base.advise(&below, early, PageAdvice::WriteOut);
         }
         self.wrote(object, offset, count as u64);
         scope.check_changed(object);
@@ -312,7 +319,7 @@ impl<B: Backing> FileData<B> {
             .map(|part| part.offset)
             .min()
             .unwrap_or(NO_BYTES);
-        let write = |below: &B::File| self.home.base.write_parts(below, parts);
+        let write = |below: &B::File| self.lower.base.write_parts(below, parts);
         if let Some(written) = self.outside_transactions(file, from, write)? {
             return Ok(written);
         }
@@ -335,7 +342,7 @@ impl<B: Backing> FileData<B> {
         let inner = file.object.inner.share();
         let below = file
             .object
-            .lower_file(&self.home.base, &inner, LowerFile::Writer)?;
+            .lower_file(&self.lower.base, &inner, LowerFile::Writer)?;
         change(&below).map(Some)
     }
 
@@ -352,7 +359,7 @@ impl<B: Backing> FileData<B> {
         };
         let below = file
             .object
-            .lower_file(&self.home.base, &inner, which)
+            .lower_file(&self.lower.base, &inner, which)
             .ok()?;
         Some(ask(&below))
     }
@@ -361,7 +368,7 @@ impl<B: Backing> FileData<B> {
     /// data.
     pub(crate) fn descriptor_to_keep(&self, file: &TrackedFile<B>) -> Option<OwnedFd> {
         self.unchanged(&file.object)?;
-        let keep = |below: &B::File| self.home.base.descriptor(below, DescriptorUse::Keeping);
+        let keep = |below: &B::File| self.lower.base.descriptor(below, DescriptorUse::Keeping);
         self.ask_below(file, keep).flatten()
     }
 
@@ -374,7 +381,7 @@ impl<B: Backing> FileData<B> {
         file: &TrackedFile<B>,
         ask: impl FnOnce(&B::File) -> T,
     ) -> Option<T> {
-        if !self.home.base.features().finishes_files {
+        if !self.lower.base.features().finishes_files {
             return None;
         }
         self.ask_below(file, ask)
@@ -416,16 +423,16 @@ impl<B: Backing> FileData<B> {
         let (_data, scope) = self.admission.enter_data_change(object)?;
         let Some(scope) = self.originals.holding(scope, object, len)? else {
             let inner = object.inner.share();
-            return self.home.base.set_len(
-                &*object.lower_file(&self.home.base, &inner, LowerFile::Writer)?,
+            return self.lower.base.set_len(
+                &*object.lower_file(&self.lower.base, &inner, LowerFile::Writer)?,
                 len,
             );
         };
         self.ready(&scope, object)?;
         let inner = object.inner.own();
         let target = inner.look().target();
-        let below = object.lower_file(&self.home.base, &inner, target)?;
-        self.home.base.set_len(&below, len)?;
+        let below = object.lower_file(&self.lower.base, &inner, target)?;
+        self.lower.base.set_len(&below, len)?;
         if let Some(change) = &mut inner.edit().change {
             change.cut = change.cut.min(len);
             change.written.cut(len);
@@ -449,8 +456,8 @@ impl<B: Backing> FileData<B> {
         let from = if keeps_bytes { NO_BYTES } else { offset };
         let Some(scope) = self.originals.holding(scope, object, from)? else {
             let inner = object.inner.share();
-            let below = object.lower_file(&self.home.base, &inner, LowerFile::Writer)?;
-            return self.home.base.allocate(&below, mode, offset, len);
+            let below = object.lower_file(&self.lower.base, &inner, LowerFile::Writer)?;
+            return self.lower.base.allocate(&below, mode, offset, len);
         };
         // These two modes move bytes within the file, which a list of written ranges cannot express.
         if mode & (libc::FALLOC_FL_COLLAPSE_RANGE | libc::FALLOC_FL_INSERT_RANGE) != 0 {
@@ -459,10 +466,10 @@ impl<B: Backing> FileData<B> {
         self.ready(&scope, object)?;
         let owned = object.inner.own();
         let target = owned.look().target();
-        let below = object.lower_file(&self.home.base, &owned, target)?;
-        self.home.base.allocate(&below, mode, offset, len)?;
+        let below = object.lower_file(&self.lower.base, &owned, target)?;
+        self.lower.base.allocate(&below, mode, offset, len)?;
         let cleared = mode & (libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_ZERO_RANGE) != 0;
-        let size = self.home.base.attr_of_file(&below)?.size;
+        let size = self.lower.base.attr_of_file(&below)?.size;
         let mut inner = owned.edit();
         if cleared
             && inner.base.is_some()
@@ -488,8 +495,8 @@ impl<B: Backing> FileData<B> {
         let inner = object.inner.share();
         let whole = inner.look().whole();
         if let Some(below) = whole {
-            return self.home.base.seek(
-                &*object.lower_file(&self.home.base, &inner, below)?,
+            return self.lower.base.seek(
+                &*object.lower_file(&self.lower.base, &inner, below)?,
                 offset,
                 what,
             );
@@ -497,13 +504,13 @@ impl<B: Backing> FileData<B> {
         let size = self.size(object, &inner)?;
         let mut at = offset;
         while at < size {
-            let stretch = inner.look().stretch(at, size);
-            let found = match (stretch.from, what) {
-                (Source::Hole, Seek::Hole) | (Source::Memory, Seek::Data) => return Ok(at),
-                (Source::Hole, Seek::Data) | (Source::Memory, Seek::Hole) => None,
-                (Source::LowerFile(below), _) => {
-                    match self.home.base.seek(
-                        &*object.lower_file(&self.home.base, &inner, below)?,
+            let part = inner.look().part_at(at, size);
+            let found = match (part.source, what) {
+                (PartSource::Hole, Seek::Hole) | (PartSource::Memory, Seek::Data) => return Ok(at),
+                (PartSource::Hole, Seek::Data) | (PartSource::Memory, Seek::Hole) => None,
+                (PartSource::LowerFile(below), _) => {
+                    match self.lower.base.seek(
+                        &*object.lower_file(&self.lower.base, &inner, below)?,
                         at,
                         what,
                     ) {
@@ -515,8 +522,8 @@ impl<B: Backing> FileData<B> {
                 }
             };
             match found {
-                Some(found) if found < stretch.end => return Ok(found),
-                _ => at = stretch.end,
+                Some(found) if found < part.end => return Ok(found),
+                _ => at = part.end,
             }
         }
         if offset < size && what == Seek::Hole {
@@ -547,7 +554,7 @@ impl<B: Backing> FileData<B> {
             } else {
                 LowerFile::Writer
             };
-            object.lower_file(&self.home.base, &inner, below)?
+            object.lower_file(&self.lower.base, &inner, below)?
         };
         let inner = from.object.inner.share();
         // As in the kernel, bytes past the end are ignored, also in the test for overlap.
@@ -563,15 +570,15 @@ impl<B: Backing> FileData<B> {
         let whole = inner.look().whole();
         let count = match whole {
             Some(below) => {
-                let source = from.object.lower_file(&self.home.base, &inner, below)?;
-                self.home
+                let source = from.object.lower_file(&self.lower.base, &inner, below)?;
+                self.lower
                     .base
                     .copy_range(&source, from_offset, &target, to_offset, len)?
             }
             None => {
                 let mut block = vec![0; BLOCK.min(usize::try_from(len).unwrap_or(BLOCK))];
                 let count = self.read_merged(&from.object, &inner, &mut block, from_offset)?;
-                crate::staging::write_all(&self.home.base, &target, &block[..count], to_offset)?;
+                crate::staging::write_all(&self.lower.base, &target, &block[..count], to_offset)?;
                 count as u64
             }
         };
@@ -593,8 +600,8 @@ impl<B: Backing> FileData<B> {
             }
             inner.target()
         };
-        self.home.base.sync(
-            &*file.object.lower_file(&self.home.base, &inner, below)?,
+        self.lower.base.sync(
+            &*file.object.lower_file(&self.lower.base, &inner, below)?,
             data_only,
         )
     }

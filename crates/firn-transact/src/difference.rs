@@ -8,59 +8,75 @@ use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
 use std::sync::Arc;
 
-use firn_backing::{Backing, Errno, Kind, SetTime, Volume};
+use firn_backing::{Backing, Errno, Kind, SetTime};
 
-use crate::change_log::{ChangeLog, Data, Entry, Identity, Range, Source, TopChange};
+use crate::change_log::{
+    BytesSource, ChangeLog, DataChange, Entry, Identity, TopChange, WrittenRange,
+};
 use crate::hidden::OwnLinks;
 use crate::history::ANCHOR;
+use crate::lower_backing::LowerBacking;
 use crate::object::{Change, Key, Object};
 use crate::scope::Scope;
 use crate::staging;
-use crate::staging_dir::Home;
 use crate::tree::Tree;
 
-/// An object in the backing, and what is changed of it but names.
-type Described<B> = (Option<<B as Volume>::Inode>, Option<Change<B>>);
-
-fn described<B: Backing>(object: &Object<B>) -> Described<B> {
-    let shared = object.inner.share();
-    let inner = shared.look();
-    let change = inner.change.as_deref().map(Change::clone_without_names);
-    (inner.base.clone(), change)
+/// An object that a transaction changes.
+struct ChangedObject<B: Backing> {
+    /// The object in the backing; `None` if it is new.
+    base: Option<B::Inode>,
+    /// The change, without the names in it if the object is a directory.
+    change: Change<B>,
 }
 
-/// What names lead to; `None`: to nothing any more.
-type ChangedNames<B> = Vec<(OsString, Option<Arc<Object<B>>>)>;
+/// Returns the change of an object; `None` if it has none.
+fn change_of<B: Backing>(object: &Object<B>) -> Option<ChangedObject<B>> {
+    let shared = object.inner.share();
+    let inner = shared.look();
+    let change = inner.change.as_deref().map(Change::clone_without_names)?;
+    Some(ChangedObject {
+        base: inner.base.clone(),
+        change,
+    })
+}
 
-/// A directory in the backing, and the names in it that are changed; `None` where nothing of it is.
-fn changed_names<B: Backing>(
-    scope: &Scope<B>,
-    dir: &Object<B>,
-) -> Option<(Option<B::Inode>, ChangedNames<B>)> {
+/// A directory in which a transaction changes names.
+struct ChangedDir<B: Backing> {
+    /// The directory in the backing; `None` if it is new.
+    base: Option<B::Inode>,
+    /// The changed names, and the objects that they lead to; `None` if a name leads to nothing any more.
+    names: Vec<(OsString, Option<Arc<Object<B>>>)>,
+}
+
+/// Returns the names in a directory that the transaction changes; `None` if the directory has no change.
+fn changed_names<B: Backing>(scope: &Scope<B>, dir: &Object<B>) -> Option<ChangedDir<B>> {
     let shared = dir.inner.share();
     let inner = shared.look();
     let names = inner.change.as_deref()?.names.iter();
     // Scopes of names share the change of their directory.
     let names = names.filter(|(_, named)| named.serial == scope.serial);
     let names = names.map(|(name, named)| (name.clone(), named.object.clone()));
-    Some((inner.base.clone(), names.collect()))
+    Some(ChangedDir {
+        base: inner.base.clone(),
+        names: names.collect(),
+    })
 }
 
-/// Records of what transactions changed.
+/// Makes the change logs of transactions.
 pub(crate) struct Differences<B: Backing> {
-    pub(crate) home: Arc<Home<B>>,
+    pub(crate) lower: Arc<LowerBacking<B>>,
     pub(crate) tree: Arc<Tree<B>>,
     pub(crate) own_links: Arc<OwnLinks<B>>,
 }
 
 impl<B: Backing> Differences<B> {
     pub(crate) fn new(
-        home: &Arc<Home<B>>,
+        lower: &Arc<LowerBacking<B>>,
         tree: &Arc<Tree<B>>,
         own_links: &Arc<OwnLinks<B>>,
     ) -> Self {
         Self {
-            home: Arc::clone(home),
+            lower: Arc::clone(lower),
             tree: Arc::clone(tree),
             own_links: Arc::clone(own_links),
         }
@@ -73,7 +89,7 @@ impl<B: Backing> Differences<B> {
         // Numbers of the directories from the scope up to the root of the backing, which do not change.
         let mut numbers: HashMap<Key, u64> = HashMap::from([(self.tree.top().key, 0)]);
         for object in &changed {
-            let (base, Some(change)) = described(object) else {
+            let Some(ChangedObject { base, change }) = change_of(object) else {
                 continue;
             };
             let number = *numbers.entry(object.key).or_insert(change.number);
@@ -81,9 +97,9 @@ impl<B: Backing> Differences<B> {
             let mut item = Entry::new(number, self.identity(object), object.kind == Kind::Dir);
             let at = change.copy.as_ref().map(|copy| copy.at.clone());
             if let (Some(copy), Some(touched)) = (&change.copy, change.touched) {
-                let inode = copy.inode(&self.home.base)?;
-                let mtime = self.home.base.attr(&inode)?.mtime.max(touched);
-                self.home
+                let inode = copy.inode(&self.lower.base)?;
+                let mtime = self.lower.base.attr(&inode)?.mtime.max(touched);
+                self.lower
                     .base
                     .set_times(&inode, SetTime::Keep, SetTime::At(mtime))?;
             }
@@ -94,7 +110,7 @@ impl<B: Backing> Differences<B> {
                     .as_ref()
                     .filter(|_| item.is_dir && !change.removed)
                 {
-                    let attr = self.home.base.attr(&copy.inode(&self.home.base)?)?;
+                    let attr = self.lower.base.attr(&copy.inode(&self.lower.base)?)?;
                     item.redo.atime = Some(attr.atime.into());
                     item.redo.mtime = Some(attr.mtime.into());
                 }
@@ -107,22 +123,22 @@ impl<B: Backing> Differences<B> {
                 if let (Some(touched), None, None, Some(inode)) = (
                     change.touched.filter(|_| item.is_dir),
                     &at,
-                    &self.home.members,
+                    &self.lower.members,
                     &base,
                 ) {
-                    let attr = self.home.base.attr(inode)?;
+                    let attr = self.lower.base.attr(inode)?;
                     item.redo.atime = Some(attr.atime.into());
                     item.redo.mtime = Some(attr.mtime.max(touched).into());
                 }
                 item.redo.copy_at = at;
                 if let Some(inline) = &change.inline {
-                    let written = inline.pieces().map(|(start, piece)| Range {
+                    let written = inline.overwrites().map(|(start, piece)| WrittenRange {
                         start,
                         end: start + piece.len() as u64,
-                        source: Source::Inline(piece.to_vec()),
+                        source: BytesSource::Inline(piece.to_vec()),
                     });
                     item.redo.mtime = Some(inline.mtime.into());
-                    item.redo.data = Some(Data {
+                    item.redo.data = Some(DataChange {
                         cut: inline.size(),
                         size: inline.size(),
                         written: written.collect(),
@@ -132,13 +148,14 @@ impl<B: Backing> Differences<B> {
                 item.redo.changes_attributes = change.attributes;
                 item.redo.mtime_before = change.before.map(|(_, mtime)| mtime.into());
                 if let Some(copy) = change.copy.as_ref().filter(|_| object.kind == Kind::File) {
-                    let size = self.home.base.attr(&copy.inode(&self.home.base)?)?.size;
+                    let size = self.lower.base.attr(&copy.inode(&self.lower.base)?)?.size;
                     let written = change.written.iter();
-                    let written = written.map(|range| Range::of_copy(range.start, range.end));
+                    let written =
+                        written.map(|range| WrittenRange::of_copy(range.start, range.end));
                     let grows = change
                         .before
                         .is_some_and(|(before, _)| change.cut >= before);
-                    item.redo.data = Some(Data {
+                    item.redo.data = Some(DataChange {
                         cut: change.cut,
                         size,
                         written: written.collect(),
@@ -153,13 +170,13 @@ impl<B: Backing> Differences<B> {
             if object.kind != Kind::Dir {
                 continue;
             }
-            let Some((base, names)) = changed_names(scope, object) else {
+            let Some(ChangedDir { base, names }) = changed_names(scope, object) else {
                 continue;
             };
-            let dir = self.number(scope, object, &mut numbers, &mut items);
+            let dir = self.number_of(scope, object, &mut numbers, &mut items);
             for (name, now) in &names {
                 let old = match &base {
-                    Some(inode) => staging::find(&self.home.base, inode, name)?,
+                    Some(inode) => staging::find(&self.lower.base, inode, name)?,
                     None => None,
                 };
                 let old_key = old.map(|(_, attr)| (attr.dev, attr.ino));
@@ -169,7 +186,7 @@ impl<B: Backing> Differences<B> {
                 }
                 let place = (dir, name.as_bytes().to_vec());
                 if let Some(old) = old_key.and_then(|key| self.tree.known(key)) {
-                    let number = self.number(scope, &old, &mut numbers, &mut items);
+                    let number = self.number_of(scope, &old, &mut numbers, &mut items);
                     items
                         .get_mut(&number)
                         .expect("just added")
@@ -177,7 +194,7 @@ impl<B: Backing> Differences<B> {
                         .push(place.clone());
                 }
                 if let Some(now) = now {
-                    let number = self.number(scope, now, &mut numbers, &mut items);
+                    let number = self.number_of(scope, now, &mut numbers, &mut items);
                     items
                         .get_mut(&number)
                         .expect("just added")
@@ -191,8 +208,8 @@ impl<B: Backing> Differences<B> {
             if Arc::ptr_eq(object, &scope.root) {
                 continue;
             }
-            let number = self.number(scope, object, &mut numbers, &mut items);
-            self.settle(scope, object, number, &mut numbers, &mut items)?;
+            let number = self.number_of(scope, object, &mut numbers, &mut items);
+            self.complete_entry(scope, object, number, &mut numbers, &mut items)?;
         }
         let is_needed = |item: &Entry| {
             let moves = !item.before.is_empty() || !item.after.is_empty();
@@ -200,7 +217,7 @@ impl<B: Backing> Differences<B> {
         };
         items.retain(|_, item| is_needed(item));
         let scope = scope.path.clone();
-        let shared = self.home.members.is_some();
+        let shared = self.lower.members.is_some();
         Ok(ChangeLog {
             id,
             scope,
@@ -232,16 +249,16 @@ impl<B: Backing> Differences<B> {
         if !is_changed && !numbers.contains_key(&scope.root.key) {
             return None;
         }
-        let number = self.number(scope, &scope.root, numbers, items);
-        let dir = self.number(scope, parent, numbers, items);
+        let number = self.number_of(scope, &scope.root, numbers, items);
+        let dir = self.number_of(scope, parent, numbers, items);
         let place = |name: OsString| (dir, name.into_encoded_bytes());
         let entry = items.get_mut(&number).expect("just added");
         if is_changed {
-            entry.stays = None;
+            entry.unchanged_name = None;
             entry.before = names.before.clone().map(place).into_iter().collect();
             entry.after = names.now.clone().map(place).into_iter().collect();
         } else {
-            entry.stays = names.now.clone().map(place);
+            entry.unchanged_name = names.now.clone().map(place);
         }
         is_changed.then(|| change(Some(number)))
     }
@@ -271,12 +288,12 @@ impl<B: Backing> Differences<B> {
         let (device, ino) = object.key;
         Identity {
             ino,
-            elsewhere: device != self.home.device,
+            elsewhere: device != self.lower.device,
         }
     }
 
     /// The number of an object in a record, to which it and the directories above it are added.
-    fn number(
+    fn number_of(
         &self,
         scope: &Scope<B>,
         object: &Arc<Object<B>>,
@@ -294,15 +311,15 @@ impl<B: Backing> Differences<B> {
         );
         let location = object.location.lock().clone();
         if let Some((parent, name)) = location {
-            let parent = self.number(scope, &parent, numbers, items);
-            items.get_mut(&number).expect("just added").stays =
+            let parent = self.number_of(scope, &parent, numbers, items);
+            items.get_mut(&number).expect("just added").unchanged_name =
                 Some((parent, name.as_bytes().to_vec()));
         }
         number
     }
 
     /// Makes sure that an object of the backing can be found by a name that it keeps, or while it moves to another.
-    fn settle(
+    fn complete_entry(
         &self,
         scope: &Scope<B>,
         object: &Arc<Object<B>>,
@@ -320,20 +337,20 @@ impl<B: Backing> Differences<B> {
         if number == 0 || item.new_at.is_some() || !is_sought || (leaves && comes) {
             return Ok(());
         }
-        let (base, Some(change)) = described(object) else {
+        let Some(ChangedObject { base, change }) = change_of(object) else {
             return Ok(());
         };
         let origin = change.origin;
         if let Some((parent, name)) = origin.filter(|_| !leaves) {
             let found = parent
                 .base()
-                .map(|dir| staging::find(&self.home.base, &dir, &name))
+                .map(|dir| staging::find(&self.lower.base, &dir, &name))
                 .transpose()?
                 .flatten();
             if found.is_some_and(|(_, attr)| (attr.dev, attr.ino) == object.key) {
-                let parent = self.number(scope, &parent, numbers, items);
+                let parent = self.number_of(scope, &parent, numbers, items);
                 let item = items.get_mut(&number).expect("seen above");
-                item.stays = Some((parent, name.as_bytes().to_vec()));
+                item.unchanged_name = Some((parent, name.as_bytes().to_vec()));
                 return Ok(());
             }
         }
@@ -341,10 +358,10 @@ impl<B: Backing> Differences<B> {
         let Some(inode) = base.as_ref().filter(|_| object.kind != Kind::Dir) else {
             return Ok(());
         };
-        let (staging_name, staging_dir) = scope.plain_staging_dir(&self.home.base)?;
+        let (staging_name, staging_dir) = scope.plain_staging_dir(&self.lower.base)?;
         let text = format!("{ANCHOR}{number}");
         self.own_links.hide_link(scope, object, &staging_dir, &text);
-        match self.home.base.link(inode, &staging_dir, OsStr::new(&text)) {
+        match self.lower.base.link(inode, &staging_dir, OsStr::new(&text)) {
             Ok(_) | Err(Errno::EXIST) => {}
             Err(errno) => return Err(errno),
         }

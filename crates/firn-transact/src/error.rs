@@ -1,7 +1,12 @@
-//! Why a transaction could not be begun, prepared, voted on, committed, aborted or restored.
+//! The errors of transactions.
 //!
-//! Each verb has an enum of what its caller can tell apart. Any verb can also fail because of Firn's stored records
-//! or the backing: that is a [`StoreError`]. A caller that runs different verbs takes [`TransactionError`].
+//! Each verb (begin, prepare, vote, commit, abort, restore, open, revive) has an enum with what its caller can tell
+//! apart. Each enum has a variant `Store` for a failure of the backing or of Firn's own files in it ([`StoreError`]).
+//! [`TransactionError`] is for callers that run different verbs.
+//!
+//! Promises
+//! * A failure of the backing is a `Store` in every enum, whichever verb it happened in.
+//! * If the user can do something about an error, its text says what.
 
 use firn_backing::Errno;
 use firn_format::quote::quoted;
@@ -10,18 +15,18 @@ use firn_protocol::path::BytePath;
 use crate::change_log::LogError;
 use crate::own::OwnError;
 
-/// The backing failed, or what Firn has stored in it is not as Firn leaves it.
+/// A failure of the backing, or of the files that Firn keeps in it.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum StoreError {
-    /// Something of Firn's own could not be used. Whatever errno the backing gave, it says nothing of the transaction.
+    /// The backing failed, or a file of Firn's own has another owner, kind or mode than Firn gives it.
     #[error(transparent)]
     Own(#[from] OwnError),
-    /// A record cannot be read.
+    /// A stored change log cannot be decoded.
     #[error("{path}: {source}; move it away to give that transaction up")]
     Record {
-        /// Where it is in the backing.
+        /// Path of the change log in the backing.
         path: String,
-        /// What is wrong.
+        /// The reason.
         source: LogError,
     },
 }
@@ -33,7 +38,7 @@ impl From<Errno> for StoreError {
 }
 
 impl StoreError {
-    /// The errno that the backing gave.
+    /// Returns the errno of the backing; `None` if the backing did not fail.
     pub fn errno(&self) -> Option<Errno> {
         match self {
             Self::Own(OwnError::Backing(errno)) => Some(*errno),
@@ -42,38 +47,38 @@ impl StoreError {
     }
 }
 
-/// Why a directory is not the scope of a transaction.
+/// Why an object cannot be the scope of a transaction.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ScopeError {
     /// The mount has no transactions.
     #[error("this mount has no transactions: mount it with drain=commit")]
     NotTransactional,
-    /// Nothing has that path.
+    /// No object has the path.
     #[error("no such directory in this mount")]
     Missing,
-    /// Something else has that path.
+    /// The object at the path is not a directory.
     #[error("a transaction covers a directory, and this is none")]
     NotDirectory,
 }
 
-/// Why a transaction is not in a stage that allows what was asked for.
+/// Why the stage of a transaction does not allow the request.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum StageError {
-    /// No transaction is open.
+    /// No transaction is open in the scope.
     #[error("no transaction is open there: begin one first")]
     NoTransaction,
-    /// An abort failed half-way.
+    /// An abort failed half-way, so the transaction can only be aborted.
     #[error("the transaction is being undone: firn abort continues that")]
     Undoing,
-    /// It is prepared or committed with another number.
+    /// The transaction is prepared or committed with another number.
     #[error("the transaction is prepared with id {found}, not {wanted}")]
     OtherId {
-        /// The number that it has.
+        /// The number of the transaction.
         found: u64,
-        /// The number that was asked for.
+        /// The number in the request.
         wanted: u64,
     },
-    /// It is committed.
+    /// The transaction is committed and not applied yet.
     #[error(
         "the transaction is committed with id {id} and not yet applied: firn commit continues that"
     )]
@@ -86,31 +91,31 @@ pub enum StageError {
 /// Why a transaction did not begin.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BeginError {
-    /// The transaction cannot have that scope.
+    /// The object cannot be the scope of a transaction.
     #[error(transparent)]
     Scope(#[from] ScopeError),
-    /// A transaction is open that covers some of the same objects.
+    /// The scope of another transaction has objects of this scope.
     #[error("a transaction is open in {scope:?}: commit or abort it first")]
     Overlaps {
         /// The scope of the other transaction.
         scope: BytePath,
     },
-    /// Something has the name of the directory that the transaction was to make.
+    /// The directory that the transaction was to make exists.
     #[error(
         "it exists: firn begin without --create opens a transaction in a directory that is there"
     )]
     Exists,
-    /// Several hosts commit together, and each of them would make the directory.
+    /// The transaction was to make its directory, and the mount has `participants`: each host would make the directory.
     #[error(
         "with participants each host would make the directory: make it first, then firn begin without --create"
     )]
     NotAmongHosts,
-    /// Shadow mode does not work on this file system.
+    /// Shadow mode does not work on this file system, because its directories have other inode numbers than `stat`.
     #[error(
         "directories of the backing name other inode numbers than stat(2) tells: only mode=buffer works there"
     )]
     InodesDiffer,
-    /// The last transaction of several hosts is not over.
+    /// The last transaction of several hosts has not ended on all of them.
     #[error(
         "the last transaction of these hosts is not over{}",
         list_hosts_on(hosts)
@@ -119,7 +124,7 @@ pub enum BeginError {
         /// The hosts that have not ended their part.
         hosts: Vec<String>,
     },
-    /// More hosts begin than take part.
+    /// More hosts have begun the transaction than are to take part.
     #[error("more hosts take part than expected: {}", hosts.join(", "))]
     TooManyHosts {
         /// The hosts that have begun.
@@ -130,13 +135,13 @@ pub enum BeginError {
     Store(#[from] StoreError),
 }
 
-/// Why a transaction was not prepared. It is as it was.
+/// Why a transaction was not prepared. The transaction stays open.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PrepareError {
-    /// The transaction is not in a stage that allows it.
+    /// The stage of the transaction does not allow the request.
     #[error(transparent)]
     Stage(#[from] StageError),
-    /// It could not be brought to the backup.
+    /// The transaction could not be copied to the backup.
     #[error(transparent)]
     Backup(BackupError),
     /// See [`StoreError`].
@@ -144,14 +149,15 @@ pub enum PrepareError {
     Store(#[from] StoreError),
 }
 
-/// Why hosts that commit together did not agree, or not yet.
+/// Why the vote of several hosts did not end in a commit.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum VoteError {
-    /// The transaction is not in a stage that allows it.
+    /// The stage of the transaction does not allow the request.
     #[error(transparent)]
     Stage(#[from] StageError),
-    /// There is no verdict of the hosts, as on a part that an earlier firnd prepared before it could vote. `firn commit` of an
-    /// open transaction prepares and votes by itself.
+    /// The vote has no verdict, because this host or another one has not published its accesses. This happens if an
+    /// earlier firnd prepared the part and ended before it voted. `firn commit` of an open transaction prepares and
+    /// votes by itself.
     #[error(
         "the hosts have not voted on {id}: run `firn prepare` or `firn commit` with this number on each of them"
     )]
@@ -159,30 +165,30 @@ pub enum VoteError {
         /// The number of the transaction.
         id: u64,
     },
-    /// The last vote on the same number is not over.
+    /// An earlier vote on the same number has not ended on all hosts.
     #[error("other hosts have not ended the last transaction with id {id}")]
     LastVoteNotOver {
-        /// The number.
+        /// The number of the transaction.
         id: u64,
     },
-    /// There is no commit because of one of the hosts.
+    /// A host gave the vote up or aborted its part.
     #[error("{by} gave the commit up: {why}")]
     GivenUp {
-        /// The host.
+        /// Name of the host.
         by: String,
-        /// The reason that it gave.
+        /// The reason, for messages.
         why: String,
     },
     /// The accesses of the hosts conflict.
     #[error("{} with other hosts", match .0.total { 1 => "1 conflict".to_owned(), n => format!("{n} conflicts") })]
-    Conflict(Box<crate::conflict::Report>),
-    /// What a host published cannot be read.
+    Conflict(Box<crate::conflict::ConflictReport>),
+    /// The access list of a host cannot be decoded.
     #[error("{host}: {source}")]
-    Published {
-        /// The host.
+    AccessList {
+        /// Name of the host.
         host: String,
-        /// What is wrong.
-        source: crate::conflict::ListError,
+        /// The reason.
+        source: crate::conflict::AccessListError,
     },
     /// See [`StoreError`].
     #[error(transparent)]
@@ -192,13 +198,13 @@ pub enum VoteError {
 /// Why a transaction was not committed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CommitError {
-    /// The transaction is not in a stage that allows it.
+    /// The stage of the transaction does not allow the request.
     #[error(transparent)]
     Stage(#[from] StageError),
-    /// The other hosts do not agree.
+    /// The vote of the hosts did not end in a commit.
     #[error(transparent)]
     Vote(VoteError),
-    /// It could not be brought to the backup.
+    /// The transaction could not be copied to the backup.
     #[error(transparent)]
     Backup(BackupError),
     /// See [`StoreError`].
@@ -209,23 +215,23 @@ pub enum CommitError {
 /// Why a transaction was not aborted.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum AbortError {
-    /// The transaction is not in a stage that allows it.
+    /// The stage of the transaction does not allow the request.
     #[error(transparent)]
     Stage(#[from] StageError),
-    /// Several hosts abort together, and these have not stopped changing things, or not undone them.
+    /// The abort is decided for all hosts, and some of them have not stopped their changes or not undone them.
     #[error(
         "the transaction of all hosts is aborted, and undone when {} stopped: it goes on when that host's firnd runs, \
          or firn recover --host ends its part",
         match &hosts[..] { [one] => format!("{one} has"), hosts => format!("{} have", hosts.join(", ")) }
     )]
     Stopping {
-        /// The hosts.
+        /// Names of those hosts.
         hosts: Vec<String>,
     },
-    /// The other hosts could not be told.
+    /// The abort could not be decided in the vote of the hosts.
     #[error(transparent)]
     Vote(VoteError),
-    /// What is in the backup still counts.
+    /// The manifest of the transaction could not be removed from the backup.
     #[error(transparent)]
     Backup(BackupError),
     /// See [`StoreError`].
@@ -236,21 +242,21 @@ pub enum AbortError {
 /// Why the files of a checkpoint were not restored.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RestoreError {
-    /// The commits are not kept.
+    /// The history does not have the commits that lead back to the checkpoint.
     #[error("the files of checkpoint {wanted} are not kept; {}", list_kept(kept))]
     NotKept {
-        /// The checkpoint that was asked for.
+        /// Number of the checkpoint in the request.
         wanted: u64,
-        /// Kept commits, newest first.
+        /// Numbers of the checkpoints that can be restored, newest first.
         kept: Vec<u64>,
     },
-    /// What was prepared with that number could not be committed.
+    /// The checkpoint is prepared and not applied yet, and its commit failed.
     #[error(transparent)]
     Commit(CommitError),
-    /// What came after it could not be aborted.
+    /// The open transaction could not be aborted.
     #[error(transparent)]
     Abort(AbortError),
-    /// What is in the backup still counts.
+    /// The manifest of a transaction could not be removed from the backup.
     #[error(transparent)]
     Backup(BackupError),
     /// See [`StoreError`].
@@ -261,10 +267,10 @@ pub enum RestoreError {
 /// Why a backing with transactions could not be opened.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum OpenError {
-    /// A transaction of several hosts is aborted, and cannot be undone before they have stopped.
+    /// An aborted transaction of several hosts cannot be undone yet, because some hosts have not stopped.
     #[error(transparent)]
     Abort(AbortError),
-    /// The other hosts could not be told, or asked.
+    /// A vote of the hosts could not be read or left.
     #[error(transparent)]
     Vote(VoteError),
     /// See [`StoreError`].
@@ -272,40 +278,40 @@ pub enum OpenError {
     Store(#[from] StoreError),
 }
 
-/// Why the backup does not have, or still has, a transaction.
+/// Why a transaction could not be copied to the backup or removed from it.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BackupError {
-    /// The backup refused something.
+    /// A call of the backup failed.
     #[error("the backup failed: {source}")]
     Refused {
-        /// The errno that it gave.
+        /// The errno of the call.
         source: Errno,
     },
-    /// What is over could not be taken back from the backup. Until it can, nothing new is decided.
+    /// The manifest of an ended transaction could not be removed. Until it is, no transaction is prepared or committed.
     #[error("what is over cannot be removed from the backup: {source}")]
     NotRemoved {
-        /// The errno that it gave.
+        /// The errno of the backup.
         source: Errno,
     },
-    /// An object in the backup is not as Firn leaves it.
+    /// A file or directory in the backup has another owner, kind or mode than Firn gives it.
     #[error(transparent)]
     Own(OwnError),
-    /// An object has no name by which it could be found elsewhere.
+    /// No path of an object is known, so the backup could not say which object is meant.
     #[error(
         "object {number} of the transaction has no name in the backing, and cannot be in the backup"
     )]
     NoPath {
-        /// Its number in the change log.
+        /// Number of the object in the change log.
         number: u64,
     },
-    /// The backing does not know a transaction that is in the backup.
+    /// The backup has a prepared transaction that the backing does not know.
     #[error(
         "the backup has a transaction prepared with id {id} that the backing does not know ({name})"
     )]
     UnknownTransaction {
         /// The number of the transaction.
         id: u64,
-        /// Its directory in the backup.
+        /// Name of its directory in the backup.
         name: String,
     },
     /// See [`StoreError`].
@@ -314,7 +320,7 @@ pub enum BackupError {
 }
 
 impl BackupError {
-    /// Error of an action in the backup.
+    /// Returns the error of a call of the backup.
     pub(crate) fn of_backup(error: OwnError) -> Self {
         match error.below("the backup") {
             OwnError::Backing(source) => Self::Refused { source },
@@ -323,13 +329,13 @@ impl BackupError {
     }
 }
 
-/// Why a transaction could not be taken out of its backup. The backing is as it was.
+/// Why a transaction could not be prepared again from its backup. The backing is unchanged.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ReviveError {
-    /// A transaction is open that covers some of the same objects.
+    /// The scope of another transaction has objects of this scope.
     #[error("a transaction is open in {scope:?}: commit or abort it first")]
     Overlaps {
-        /// The scope of that one.
+        /// The scope of the other transaction.
         scope: BytePath,
     },
     /// The transaction of the backup was committed and applied.
@@ -338,24 +344,24 @@ pub enum ReviveError {
         /// The number of the commit.
         id: u64,
     },
-    /// The tree is not the one before the transaction of the backup.
+    /// The backing does not have the tree from before the transaction.
     #[error(
         "{}: {what}: the backup goes with the tree as it was before the transaction",
         quoted(path)
     )]
     OtherTree {
-        /// Path from the top of the backing.
+        /// Path of the object that differs, from the top of the backing.
         path: Vec<u8>,
-        /// What is wrong there.
+        /// What differs, for messages.
         what: String,
     },
-    /// A piece of the backup is missing or changed.
+    /// A file of the backup is missing, or its bytes are not those that were copied.
     #[error("{file} in the backup is missing or damaged")]
     Damaged {
-        /// The file in the backup.
+        /// Name of the file in the backup.
         file: String,
     },
-    /// The backup could not be read.
+    /// A call of the backup failed.
     #[error(transparent)]
     Backup(BackupError),
     /// See [`StoreError`].
@@ -363,7 +369,7 @@ pub enum ReviveError {
     Store(#[from] StoreError),
 }
 
-/// Why one verb or another failed.
+/// The error of any verb.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[allow(
     missing_docs,
@@ -388,23 +394,23 @@ pub enum TransactionError {
     Backup(BackupError),
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// Another host aborted it, for all hosts.
+    /// Another host aborted the transaction for all hosts.
     #[error("{host} aborted the transaction; it is undone on all hosts")]
     AbortedBy { host: String },
-    /// The directory that a scope is to be made in cannot be used.
+    /// The directory in which the scope is to be made cannot be used.
     #[error("{path}: {error}")]
     Parent {
         path: BytePath,
         #[source]
         error: Box<Self>,
     },
-    /// The client has no write permission in that directory.
+    /// The client may not make a directory in the parent of the scope.
     #[error("no directory can be made in {path}: {errno}")]
     NotWritable { path: BytePath, errno: Errno },
 }
 
 impl TransactionError {
-    /// The errno of the backing that this comes down to.
+    /// Returns the errno of the backing; `None` if the backing did not fail.
     pub fn backing_errno(&self) -> Option<Errno> {
         match self {
             Self::Store(error) => error.errno(),
@@ -413,8 +419,8 @@ impl TransactionError {
     }
 }
 
-/// A failure of the backing, or of something of Firn's own in it, is a failure of the store.
-macro_rules! store_failures {
+/// Makes `?` turn a failure of the backing or of Firn's own files into the `Store` variant of each error.
+macro_rules! from_store_failures {
     ($($error:ty),*) => {$(
         impl From<Errno> for $error {
             fn from(errno: Errno) -> Self {
@@ -429,7 +435,7 @@ macro_rules! store_failures {
         }
     )*};
 }
-store_failures!(
+from_store_failures!(
     BeginError,
     PrepareError,
     VoteError,
@@ -442,9 +448,10 @@ store_failures!(
     TransactionError
 );
 
-/// What the enum of one verb takes from another. A variant that both have stays what it is, so that a failure of the
-/// store, say, has one place in each of them, wherever it happened.
-macro_rules! take_from {
+/// Makes `?` turn the error of one verb (`$inner`) into that of a verb that calls it (`$outer`).
+///
+/// The listed variants become the variants of the same name. All other variants are wrapped in `$wrap`.
+macro_rules! from_inner_error {
     ($($outer:ident::$wrap:ident($inner:ident { $($same:ident),* })),* $(,)?) => {$(
         impl From<$inner> for $outer {
             fn from(error: $inner) -> Self {
@@ -456,7 +463,7 @@ macro_rules! take_from {
         }
     )*};
 }
-take_from!(
+from_inner_error!(
     PrepareError::Backup(BackupError { Store }),
     CommitError::Backup(BackupError { Store }),
     AbortError::Backup(BackupError { Store }),
@@ -523,6 +530,7 @@ impl From<OpenError> for TransactionError {
     }
 }
 
+/// Returns ` on HOST, HOST`, or nothing without hosts.
 fn list_hosts_on(hosts: &[String]) -> String {
     if hosts.is_empty() {
         String::new()
@@ -531,6 +539,7 @@ fn list_hosts_on(hosts: &[String]) -> String {
     }
 }
 
+/// Returns the end of the message of [`RestoreError::NotKept`].
 fn list_kept(kept: &[u64]) -> String {
     match kept {
         [] => "none are".into(),

@@ -17,12 +17,12 @@ use std::sync::atomic::Ordering;
 
 use firn_backing::{Attr, Backing, Errno, Kind, Result};
 
-use crate::hidden_links::{Link, Presence};
+use crate::hidden_links::{HiddenLink, LinkPresence};
+use crate::lower_backing::LowerBacking;
 use crate::object::{HAS_LINKS, Key, Object};
 use crate::own::OwnError;
 use crate::scope::Scope;
 use crate::staging;
-use crate::staging_dir::Home;
 use crate::tree::Tree;
 
 /// Serial number of links that belong to no transaction: no transaction has it.
@@ -30,14 +30,14 @@ const NO_SERIAL: u64 = 0;
 
 /// Links of Firn's own, which attributes do not show.
 pub(crate) struct OwnLinks<B: Backing> {
-    pub(crate) home: Arc<Home<B>>,
+    pub(crate) lower: Arc<LowerBacking<B>>,
     pub(crate) tree: Arc<Tree<B>>,
 }
 
 impl<B: Backing> OwnLinks<B> {
-    pub(crate) fn new(home: &Arc<Home<B>>, tree: &Arc<Tree<B>>) -> Self {
+    pub(crate) fn new(lower: &Arc<LowerBacking<B>>, tree: &Arc<Tree<B>>) -> Self {
         Self {
-            home: Arc::clone(home),
+            lower: Arc::clone(lower),
             tree: Arc::clone(tree),
         }
     }
@@ -47,7 +47,7 @@ impl<B: Backing> OwnLinks<B> {
         loop {
             let version = object.hides.load(Ordering::Acquire);
             if version & HAS_LINKS == 0 {
-                let attr = self.home.base.attr(inode)?;
+                let attr = self.lower.base.attr(inode)?;
                 if object.hides.load(Ordering::Acquire) == version {
                     return Ok(attr);
                 }
@@ -61,14 +61,14 @@ impl<B: Backing> OwnLinks<B> {
                 .get(&object.key)
                 .cloned()
                 .unwrap_or_default();
-            let there = self.which_are_there(&links)?;
-            let attr = self.home.base.attr(inode)?;
-            let is_same = self.which_are_there(&links)? == there;
+            let exist = self.which_links_exist(&links)?;
+            let attr = self.lower.base.attr(inode)?;
+            let is_same = self.which_links_exist(&links)? == exist;
             if !is_same || object.hides.load(Ordering::Acquire) != version {
                 continue;
             }
-            self.forget_gone(object, &links, &there);
-            let count = there.iter().filter(|there| **there).count() as u32;
+            self.forget_removed_links(object, &links, &exist);
+            let count = exist.iter().filter(|exists| **exists).count() as u32;
             // Some file systems do not count subdirectories and say 1.
             let hidden = if object.kind != Kind::Dir || attr.nlink > 1 {
                 count
@@ -82,25 +82,28 @@ impl<B: Backing> OwnLinks<B> {
         }
     }
 
-    fn which_are_there(&self, links: &[Link<B>]) -> Result<Vec<bool>> {
-        let is_there = |link: &Link<B>| match link.presence {
-            Presence::There => Ok(true),
-            Presence::Comes | Presence::Goes => {
-                match staging::find(&self.home.base, &link.dir, OsStr::new(&link.name)) {
+    /// Returns, for each link, whether it exists in the backing.
+    fn which_links_exist(&self, links: &[HiddenLink<B>]) -> Result<Vec<bool>> {
+        let exists = |link: &HiddenLink<B>| match link.presence {
+            LinkPresence::Exists => Ok(true),
+            LinkPresence::AboutToBeMade | LinkPresence::AboutToBeRemoved => {
+                match staging::find(&self.lower.base, &link.dir, OsStr::new(&link.name)) {
                     Ok(found) => Ok(found.is_some()),
-                    // With its directory.
+                    // The directory of the link was removed, and the link with it.
                     Err(Errno::STALE) => Ok(false),
                     Err(errno) => Err(errno),
                 }
             }
         };
-        links.iter().map(is_there).collect()
+        links.iter().map(exists).collect()
     }
 
     /// Removes the entries of links that were about to be removed and no longer exist.
-    fn forget_gone(&self, object: &Object<B>, links: &[Link<B>], there: &[bool]) {
-        let is_gone = |(link, there): (&Link<B>, &bool)| link.presence == Presence::Goes && !there;
-        if !links.iter().zip(there).any(is_gone) {
+    fn forget_removed_links(&self, object: &Object<B>, links: &[HiddenLink<B>], exist: &[bool]) {
+        let is_removed = |(link, exists): (&HiddenLink<B>, &bool)| {
+            link.presence == LinkPresence::AboutToBeRemoved && !exists
+        };
+        if !links.iter().zip(exist).any(is_removed) {
             return;
         }
         let mut table = self.tree.hidden.0.lock();
@@ -108,16 +111,16 @@ impl<B: Backing> OwnLinks<B> {
             return;
         };
         now.retain(|link| {
-            link.presence != Presence::Goes
-                || !links.iter().zip(there).any(|one| {
-                    is_gone(one) && (one.0.serial, &one.0.name) == (link.serial, &link.name)
+            link.presence != LinkPresence::AboutToBeRemoved
+                || !links.iter().zip(exist).any(|one| {
+                    is_removed(one) && (one.0.serial, &one.0.name) == (link.serial, &link.name)
                 })
         });
-        let has = !now.is_empty();
-        if !has {
+        let has_links = !now.is_empty();
+        if !has_links {
             table.remove(&object.key);
         }
-        object.note_links(has);
+        object.note_hidden_links(has_links);
     }
 
     /// Enters a link of Firn's own, `name` in `dir`, before it is made.
@@ -128,7 +131,7 @@ impl<B: Backing> OwnLinks<B> {
         dir: &B::Inode,
         name: &str,
     ) {
-        self.enter_link(scope.serial, object, dir, name, Presence::Comes);
+        self.enter_link(scope.serial, object, dir, name, LinkPresence::AboutToBeMade);
     }
 
     /// Notes that the link was made.
@@ -139,7 +142,7 @@ impl<B: Backing> OwnLinks<B> {
         dir: &B::Inode,
         name: &str,
     ) {
-        self.enter_link(scope.serial, object, dir, name, Presence::There);
+        self.enter_link(scope.serial, object, dir, name, LinkPresence::Exists);
     }
 
     /// Notes that a removed object may have its visible name back, so that its own links may be gone.
@@ -151,15 +154,15 @@ impl<B: Backing> OwnLinks<B> {
         links.retain_mut(|link| {
             let is_it = link.serial == scope.serial;
             if is_it {
-                link.presence = Presence::Comes;
+                link.presence = LinkPresence::AboutToBeMade;
             }
             !(is_it && link.is_dir)
         });
-        let has = !links.is_empty();
-        if !has {
+        let has_links = !links.is_empty();
+        if !has_links {
             table.remove(&object.key);
         }
-        object.note_links(has);
+        object.note_hidden_links(has_links);
     }
 
     fn enter_link(
@@ -168,7 +171,7 @@ impl<B: Backing> OwnLinks<B> {
         object: &Object<B>,
         dir: &B::Inode,
         name: &str,
-        presence: Presence,
+        presence: LinkPresence,
     ) {
         let mut table = self.tree.hidden.0.lock();
         let links = table.entry(object.key).or_default();
@@ -177,12 +180,12 @@ impl<B: Backing> OwnLinks<B> {
             .find(|link| link.serial == serial && link.name == name)
         {
             // A caller that does not know whether its last call succeeded repeats it.
-            Some(link) if presence == Presence::There => link.presence = presence,
+            Some(link) if presence == LinkPresence::Exists => link.presence = presence,
             Some(_) => {}
             None => {
                 // At the top it is not the directory itself that has a name which is not shown.
                 let is_dir = object.kind == Kind::Dir && serial != NO_SERIAL;
-                links.push(Link {
+                links.push(HiddenLink {
                     serial,
                     dir: dir.clone(),
                     name: name.to_owned(),
@@ -191,7 +194,7 @@ impl<B: Backing> OwnLinks<B> {
                 });
             }
         }
-        object.note_links(true);
+        object.note_hidden_links(true);
     }
 
     /// Enters a link that an earlier firnd has made.
@@ -203,15 +206,15 @@ impl<B: Backing> OwnLinks<B> {
         name: String,
         is_dir: bool,
     ) {
-        let link = Link {
+        let link = HiddenLink {
             serial,
             dir: dir.clone(),
             name,
-            presence: Presence::There,
+            presence: LinkPresence::Exists,
             is_dir,
         };
         self.tree.hidden.0.lock().entry(key).or_default().push(link);
-        self.note_links_of(key);
+        self.note_hidden_links_of(key);
     }
 
     /// Enters a link that is removed when its transaction ends.
@@ -222,8 +225,8 @@ impl<B: Backing> OwnLinks<B> {
             .iter()
             .any(|link| link.serial == serial && link.name == name)
         {
-            let presence = Presence::Goes;
-            links.push(Link {
+            let presence = LinkPresence::AboutToBeRemoved;
+            links.push(HiddenLink {
                 serial,
                 dir: dir.clone(),
                 name,
@@ -232,31 +235,31 @@ impl<B: Backing> OwnLinks<B> {
             });
         }
         drop(table);
-        self.note_links_of(key);
+        self.note_hidden_links_of(key);
     }
 
     /// Notes that the top has the subdirectory `.firn/`, which programs do not see.
     pub(crate) fn hide_own_top(&self) {
-        self.enter_own_top(Presence::There);
+        self.enter_own_top(LinkPresence::Exists);
     }
 
-    /// `Home::staging_dir`, of which the top shows nothing from its first instant on.
+    /// `LowerBacking::staging_dir`, of which the top shows nothing from its first instant on.
     pub(crate) fn make_hidden_staging_dir(&self) -> std::result::Result<B::Inode, OwnError> {
-        self.enter_own_top(Presence::Comes);
-        let home = self.home.staging_dir()?;
-        self.enter_own_top(Presence::There);
-        Ok(home)
+        self.enter_own_top(LinkPresence::AboutToBeMade);
+        let staging_dir = self.lower.staging_dir()?;
+        self.enter_own_top(LinkPresence::Exists);
+        Ok(staging_dir)
     }
 
-    fn enter_own_top(&self, presence: Presence) {
-        let dir = self.home.base.root();
+    fn enter_own_top(&self, presence: LinkPresence) {
+        let dir = self.lower.base.root();
         self.enter_link(NO_SERIAL, self.tree.top(), &dir, staging::TOP, presence);
     }
 
     /// Notes that the links of a transaction are about to be removed.
     pub(crate) fn unhide(&self, scope: &Scope<B>) {
         self.change_links(scope.serial, |link| {
-            link.presence = Presence::Goes;
+            link.presence = LinkPresence::AboutToBeRemoved;
             true
         });
     }
@@ -272,7 +275,7 @@ impl<B: Backing> OwnLinks<B> {
     }
 
     /// Changes the entries of a transaction's links. An entry for which `change` returns false is removed.
-    fn change_links(&self, serial: u64, mut change: impl FnMut(&mut Link<B>) -> bool) {
+    fn change_links(&self, serial: u64, mut change: impl FnMut(&mut HiddenLink<B>) -> bool) {
         let of_it: Vec<Key> = {
             let table = self.tree.hidden.0.lock();
             table
@@ -291,15 +294,15 @@ impl<B: Backing> OwnLinks<B> {
                 table.remove(&key);
             }
             drop(table);
-            self.note_links_of(key);
+            self.note_hidden_links_of(key);
         }
     }
 
     /// Updates the mark of an object whose entry changed, if the object is in use.
-    fn note_links_of(&self, key: Key) {
+    fn note_hidden_links_of(&self, key: Key) {
         if let Some(object) = self.tree.known(key) {
             let table = self.tree.hidden.0.lock();
-            object.note_links(table.contains_key(&key));
+            object.note_hidden_links(table.contains_key(&key));
         }
     }
 }

@@ -14,17 +14,17 @@ use crate::object::{HAS_LINKS, Key, Object};
 
 /// Whether a link exists in the backing.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Presence {
-    /// The link is about to be made.
-    Comes,
+pub(crate) enum LinkPresence {
+    /// The link is about to be made, and may exist.
+    AboutToBeMade,
     /// The link exists.
-    There,
-    /// The link is about to be removed or moved to a visible name, perhaps by another host.
-    Goes,
+    Exists,
+    /// The link is about to be removed or moved to a visible name, perhaps by another host, and may exist.
+    AboutToBeRemoved,
 }
 
 /// One link of Firn's own.
-pub(crate) struct Link<B: Backing> {
+pub(crate) struct HiddenLink<B: Backing> {
     /// Serial number of the transaction that the link belongs to.
     pub(crate) serial: u64,
     /// The directory of the link.
@@ -32,12 +32,12 @@ pub(crate) struct Link<B: Backing> {
     /// The name in that directory.
     pub(crate) name: String,
     /// Whether the link exists.
-    pub(crate) presence: Presence,
+    pub(crate) presence: LinkPresence,
     /// Whether the link is the only name of a directory that was removed.
     pub(crate) is_dir: bool,
 }
 
-impl<B: Backing> Clone for Link<B> {
+impl<B: Backing> Clone for HiddenLink<B> {
     fn clone(&self) -> Self {
         Self {
             dir: self.dir.clone(),
@@ -48,7 +48,7 @@ impl<B: Backing> Clone for Link<B> {
 }
 
 /// All links of Firn's own, by the objects that they lead to.
-pub(crate) struct HiddenLinks<B: Backing>(pub(crate) Mutex<HashMap<Key, Vec<Link<B>>>>);
+pub(crate) struct HiddenLinks<B: Backing>(pub(crate) Mutex<HashMap<Key, Vec<HiddenLink<B>>>>);
 
 impl<B: Backing> Default for HiddenLinks<B> {
     fn default() -> Self {
@@ -61,16 +61,18 @@ impl<B: Backing> HiddenLinks<B> {
     pub(crate) fn note_known(&self, object: &Object<B>) {
         let table = self.0.lock();
         if table.contains_key(&object.key) {
-            object.note_links(true);
+            object.note_hidden_links(true);
         }
     }
 }
 
 impl<B: Backing> Object<B> {
     /// Notes whether the object has hidden links, and counts the change. The caller has locked the table.
-    pub(crate) fn note_links(&self, has: bool) {
+    pub(crate) fn note_hidden_links(&self, has_links: bool) {
         let next = (self.hides.load(Ordering::Acquire) | HAS_LINKS) + 1;
-        self.hides
-            .store(next | if has { HAS_LINKS } else { 0 }, Ordering::Release);
+        self.hides.store(
+            next | if has_links { HAS_LINKS } else { 0 },
+            Ordering::Release,
+        );
     }
 }

@@ -13,15 +13,17 @@ use std::sync::Arc;
 
 use firn_backing::{Access, Attr, Backing, Errno, RenameFlags, SetTime};
 
-use crate::change_log::{ChangeLog, Data, Direction, Entry, LogError, NO_ID, Part, Range, Source};
+use crate::change_log::{
+    BytesSource, ChangeLog, DataChange, Direction, Entry, EntrySide, LogError, NO_ID, WrittenRange,
+};
 use crate::claim::Claim;
 use crate::copy::copy_with_holes;
 use crate::error::{RestoreError, StoreError};
+use crate::lower_backing::LowerBacking;
 use crate::object::Object;
 use crate::scope::Scope;
 use crate::scopes::Scopes;
 use crate::staging;
-use crate::staging_dir::Home;
 use crate::transaction::handle::Found;
 use crate::transactional::TransactionalBacking;
 use crate::tree::Tree;
@@ -61,7 +63,7 @@ fn chain_of(all: &[(u64, ChangeLog)], scope: &[u8]) -> Vec<u64> {
 
 /// The commits that a backing keeps after their application.
 pub struct History<B: Backing> {
-    pub(crate) home: Arc<Home<B>>,
+    pub(crate) lower: Arc<LowerBacking<B>>,
     pub(crate) tree: Arc<Tree<B>>,
     pub(crate) scopes: Arc<Scopes<B>>,
     /// Maximum number of commits of each scope that can be undone.
@@ -72,13 +74,13 @@ pub struct History<B: Backing> {
 
 impl<B: Backing> History<B> {
     pub(crate) fn new(
-        home: &Arc<Home<B>>,
+        lower: &Arc<LowerBacking<B>>,
         tree: &Arc<Tree<B>>,
         scopes: &Arc<Scopes<B>>,
         commits_max: u32,
     ) -> Self {
         Self {
-            home: Arc::clone(home),
+            lower: Arc::clone(lower),
             tree: Arc::clone(tree),
             scopes: Arc::clone(scopes),
             commits_max,
@@ -91,21 +93,22 @@ impl<B: Backing> History<B> {
         if self.commits_max == 0 {
             return Ok(());
         }
-        let firn = self.home.staging_dir()?;
+        let firn = self.lower.staging_dir()?;
         let is_new = log.top.as_ref().is_some_and(|top| top.is_new);
         if !is_new {
-            log.id_before = staging::load_numbers(&self.home.base, &firn)?.remove(&scope.path);
+            log.id_before =
+                staging::load_commit_numbers(&self.lower.base, &firn)?.remove(&scope.path);
         }
         log.can_be_undone = true;
-        let dir = staging::make_dir(&self.home.base, &scope.new, UNDO_DIR)?;
+        let dir = staging::make_dir(&self.lower.base, &scope.new, UNDO_DIR)?;
         // An earlier attempt may have left something.
-        staging::clear(&self.home.base, &dir)?;
+        staging::clear(&self.lower.base, &dir)?;
         let changed = scope.changed.lock().clone();
         for entry in &mut log.entries {
             let is_here = !entry.identity.elsewhere;
             let known = || {
                 self.tree
-                    .known((self.home.device, entry.identity.ino))
+                    .known((self.lower.device, entry.identity.ino))
                     .filter(|_| is_here)
             };
             let object = changed.get(&entry.number).cloned().or_else(known);
@@ -132,7 +135,7 @@ impl<B: Backing> History<B> {
         let (Some(object), Some(inode)) = (object, below) else {
             return Ok(());
         };
-        let attr = self.home.base.attr(&inode)?;
+        let attr = self.lower.base.attr(&inode)?;
         if entry.is_dir {
             entry.undo.atime = Some(attr.atime.into());
             entry.undo.mtime = Some(attr.mtime.into());
@@ -153,19 +156,19 @@ impl<B: Backing> History<B> {
         object: &Object<B>,
         inode: &B::Inode,
         dir: &B::Inode,
-    ) -> Result<Part, Errno> {
+    ) -> Result<EntrySide, Errno> {
         let text = entry.number.to_string();
         let name = OsStr::new(&text);
-        let old = self.home.copy_object(object.kind, inode, dir, name)?;
-        let mut part = Part {
+        let old = self.lower.copy_object(object.kind, inode, dir, name)?;
+        let mut part = EntrySide {
             copy_at: staged(text.clone()),
             ..entry.undo.clone()
         };
         if let Some(data) = &entry.redo.data {
             part.data = Some(self.stage_old_bytes(inode, (dir, name), data, old.size)?);
             // The copy has changed them, and the restored file gets those of its copy.
-            let copy = self.home.base.lookup(dir, name)?.0;
-            self.home
+            let copy = self.lower.base.lookup(dir, name)?.0;
+            self.lower
                 .base
                 .set_times(&copy, SetTime::At(old.atime), SetTime::At(old.mtime))?;
         }
@@ -177,27 +180,27 @@ impl<B: Backing> History<B> {
         &self,
         inode: &B::Inode,
         (dir, copy): (&B::Inode, &OsStr),
-        data: &Data,
+        data: &DataChange,
         size: u64,
-    ) -> Result<Data, Errno> {
-        let from = self.home.base.open(inode, Access::Read)?;
-        let copy = self.home.base.lookup(dir, copy)?.0;
-        let to = self.home.base.open(&copy, Access::ReadWrite)?;
+    ) -> Result<DataChange, Errno> {
+        let from = self.lower.base.open(inode, Access::Read)?;
+        let copy = self.lower.base.lookup(dir, copy)?.0;
+        let to = self.lower.base.open(&copy, Access::ReadWrite)?;
         let cut = data.cut.min(data.size).min(size);
         let overwritten = data
             .written
             .iter()
-            .map(|range| Range::of_copy(range.start, range.end.min(cut)));
-        let mut written: Vec<Range> = overwritten
+            .map(|range| WrittenRange::of_copy(range.start, range.end.min(cut)));
+        let mut written: Vec<WrittenRange> = overwritten
             .filter(|range| range.start < range.end)
             .collect();
         if cut < size {
-            written.push(Range::of_copy(cut, size));
+            written.push(WrittenRange::of_copy(cut, size));
         }
         for range in &written {
-            copy_with_holes(&self.home.base, &from, &to, range.start..range.end)?;
+            copy_with_holes(&self.lower.base, &from, &to, range.start..range.end)?;
         }
-        Ok(Data {
+        Ok(DataChange {
             cut,
             size,
             written,
@@ -206,21 +209,26 @@ impl<B: Backing> History<B> {
     }
 
     /// Reads the few bytes that a commit overwrites, for the log itself.
-    fn read_old_bytes(&self, inode: &B::Inode, attr: &Attr, data: &Data) -> Result<Data, Errno> {
-        let file = self.home.base.open(inode, Access::Read)?;
+    fn read_old_bytes(
+        &self,
+        inode: &B::Inode,
+        attr: &Attr,
+        data: &DataChange,
+    ) -> Result<DataChange, Errno> {
+        let file = self.lower.base.open(inode, Access::Read)?;
         let mut written = Vec::new();
         for range in &data.written {
             let end = range.end.min(attr.size);
             let mut bytes = vec![0; end.saturating_sub(range.start) as usize];
-            let count = self.home.base.read_at(&file, &mut bytes, range.start)?;
+            let count = self.lower.base.read_at(&file, &mut bytes, range.start)?;
             bytes.truncate(count);
-            written.push(Range {
+            written.push(WrittenRange {
                 start: range.start,
                 end: range.start + count as u64,
-                source: Source::Inline(bytes),
+                source: BytesSource::Inline(bytes),
             });
         }
-        Ok(Data {
+        Ok(DataChange {
             cut: attr.size,
             size: attr.size,
             written,
@@ -241,13 +249,13 @@ impl<B: Backing> History<B> {
             let from = format!("tx-{serial}");
             let to = name(serial);
             // An attempt before this one may have come as far.
-            if staging::find(&self.home.base, firn, OsStr::new(&from))?.is_some() {
+            if staging::find(&self.lower.base, firn, OsStr::new(&from))?.is_some() {
                 let no_flags = RenameFlags::empty();
-                self.home
+                self.lower
                     .base
                     .rename(firn, OsStr::new(&from), firn, OsStr::new(&to), no_flags)?;
             }
-            self.home.base.sync_dir(firn)?;
+            self.lower.base.sync_dir(firn)?;
         }
         // Nothing leads back over a commit that cannot be undone.
         let count = if is_kept {
@@ -277,48 +285,48 @@ impl<B: Backing> History<B> {
         dir: &B::Inode,
     ) -> Result<(), Errno> {
         if self.commits_max > 0
-            && staging::find(&self.home.base, firn, OsStr::new(&name(serial)))?.is_some()
+            && staging::find(&self.lower.base, firn, OsStr::new(&name(serial)))?.is_some()
         {
             return self.clear_redo(dir);
         }
-        self.home
+        self.lower
             .remove_transaction(firn, dir, &format!("tx-{serial}"))
     }
 
     /// Removes the files that only the redo of a kept log needs; those that an undo needs stay.
     fn clear_redo(&self, dir: &B::Inode) -> Result<(), Errno> {
         for mark in [staging::OPEN, staging::ARENA, staging::BACKUP] {
-            if staging::find(&self.home.base, dir, OsStr::new(mark))?.is_some() {
-                self.home.base.unlink(dir, OsStr::new(mark))?;
+            if staging::find(&self.lower.base, dir, OsStr::new(mark))?.is_some() {
+                self.lower.base.unlink(dir, OsStr::new(mark))?;
             }
         }
-        let Some((new, _)) = staging::find_dir(&self.home.base, dir, staging::NEW)? else {
+        let Some((new, _)) = staging::find_dir(&self.lower.base, dir, staging::NEW)? else {
             return Ok(());
         };
-        for (staging_dir, ..) in staging::list(&self.home.base, &new)? {
+        for (staging_dir, ..) in staging::list(&self.lower.base, &new)? {
             let staging_dir = String::from_utf8_lossy(&staging_dir);
             if staging_dir != UNDO_DIR
                 && let Some((staging_dir, _)) =
-                    staging::find_dir(&self.home.base, &new, &staging_dir)?
+                    staging::find_dir(&self.lower.base, &new, &staging_dir)?
             {
                 let is_anchor = |name: &[u8]| name.starts_with(ANCHOR.as_bytes());
-                staging::clear_but(&self.home.base, &staging_dir, &is_anchor)?;
+                staging::clear_but(&self.lower.base, &staging_dir, &is_anchor)?;
             }
         }
         Ok(())
     }
 
     fn remove_undo(&self, firn: &B::Inode, undo: &str) -> Result<(), Errno> {
-        let dir = staging::must_find_dir(&self.home.base, firn, undo)?;
-        self.home.forget_records(&dir)?;
-        staging::clear(&self.home.base, &dir)?;
-        self.home.base.rmdir(firn, OsStr::new(undo))
+        let dir = staging::must_find_dir(&self.lower.base, firn, undo)?;
+        self.lower.forget_records(&dir)?;
+        staging::clear(&self.lower.base, &dir)?;
+        self.lower.base.rmdir(firn, OsStr::new(undo))
     }
 
     /// Removes what an earlier firnd left of kept logs' redo files and of half-removed logs.
     pub(crate) fn clear_kept_logs(&self, firn: &B::Inode) -> Result<(), StoreError> {
         let mut is_synced = false;
-        for (undo, ..) in staging::list(&self.home.base, firn)? {
+        for (undo, ..) in staging::list(&self.lower.base, firn)? {
             let undo = String::from_utf8_lossy(&undo).into_owned();
             let Some(serial) = undo
                 .strip_prefix("undo-")
@@ -328,14 +336,14 @@ impl<B: Backing> History<B> {
             };
             // The rename that kept the log may not be durable, and without it the redo parts count.
             if !is_synced {
-                self.home.base.sync_dir(firn)?;
+                self.lower.base.sync_dir(firn)?;
                 is_synced = true;
             }
             // The next transaction must not take a number whose log is kept.
             self.scopes.skip_serial(serial);
-            let dir = staging::must_find_dir(&self.home.base, firn, &undo)
-                .map_err(|error| error.below(&self.home.staging_path()))?;
-            let has = |file: &str| staging::find(&self.home.base, &dir, OsStr::new(file));
+            let dir = staging::must_find_dir(&self.lower.base, firn, &undo)
+                .map_err(|error| error.below(&self.lower.staging_path()))?;
+            let has = |file: &str| staging::find(&self.lower.base, &dir, OsStr::new(file));
             if has(staging::COMMIT)?.is_none() && has(staging::UNDO)?.is_none() {
                 self.remove_undo(firn, &undo)?;
             } else {
@@ -347,13 +355,13 @@ impl<B: Backing> History<B> {
 
     /// Forgets the commits of a scope whose directory is gone.
     pub(crate) fn forget_commits(&self, scope: &[u8]) -> Result<(), StoreError> {
-        let Some(firn) = self.home.find_staging_dir()? else {
+        let Some(firn) = self.lower.find_staging_dir()? else {
             return Ok(());
         };
         let _one = Claim::own(&self.numbers);
-        let mut numbers = staging::load_numbers(&self.home.base, &firn)?;
+        let mut numbers = staging::load_commit_numbers(&self.lower.base, &firn)?;
         if numbers.remove(scope).is_some() {
-            staging::store_numbers(&self.home.base, &firn, &numbers)?;
+            staging::store_commit_numbers(&self.lower.base, &firn, &numbers)?;
         }
         for (serial, _) in self.undos(scope)? {
             self.remove_undo(&firn, &name(serial))?;
@@ -371,11 +379,11 @@ impl<B: Backing> History<B> {
 
     /// Returns all logs that undo commits, with serial numbers, newest first.
     fn all_undos(&self) -> Result<Vec<(u64, ChangeLog)>, StoreError> {
-        let Some(firn) = self.home.find_staging_dir()? else {
+        let Some(firn) = self.lower.find_staging_dir()? else {
             return Ok(Vec::new());
         };
         let mut found = Vec::new();
-        for (undo, ..) in staging::list(&self.home.base, &firn)? {
+        for (undo, ..) in staging::list(&self.lower.base, &firn)? {
             let text = String::from_utf8_lossy(&undo).into_owned();
             let Some(serial) = text
                 .strip_prefix("undo-")
@@ -384,11 +392,11 @@ impl<B: Backing> History<B> {
                 continue;
             };
             self.scopes.skip_serial(serial);
-            let dir = staging::must_find_dir(&self.home.base, &firn, &text)
-                .map_err(|error| error.below(&self.home.staging_path()))?;
+            let dir = staging::must_find_dir(&self.lower.base, &firn, &text)
+                .map_err(|error| error.below(&self.lower.staging_path()))?;
             for file in [staging::COMMIT, staging::UNDO] {
                 found.extend(
-                    self.home
+                    self.lower
                         .load_record(&dir, &text, file)?
                         .map(|record| (serial, record)),
                 );
@@ -405,7 +413,7 @@ impl<B: Backing> History<B> {
             .into_iter()
             .filter_map(|(_, log)| log.id_before);
         Ok(self
-            .home
+            .lower
             .committed(scope)?
             .into_iter()
             .chain(undone)
@@ -419,7 +427,7 @@ impl<B: Backing> History<B> {
 
     /// Returns the serial numbers of the logs whose undo leads back to commit `id`, in order.
     pub(crate) fn steps_back(&self, scope: &[u8], id: u64) -> Result<Vec<u64>, RestoreError> {
-        if self.home.committed(scope)? == Some(id) {
+        if self.lower.committed(scope)? == Some(id) {
             return Ok(Vec::new());
         }
         let undos = self.undos(scope)?;
@@ -441,22 +449,22 @@ impl<B: Backing> TransactionalBacking<B> {
     /// where this fails later it is applied by [`Decided::apply`](crate::Decided::apply), the next
     /// [`TransactionalBacking::restore`], or the next mount. The caller holds names and data.
     pub(crate) fn undo_commit(&self, root: &Arc<Object<B>>, serial: u64) -> Result<(), StoreError> {
-        let firn = self.home.staging_dir()?;
+        let firn = self.lower.staging_dir()?;
         let flags = RenameFlags::empty();
         let undo = name(serial);
-        let dir = staging::must_find_dir(&self.home.base, &firn, &undo)?;
+        let dir = staging::must_find_dir(&self.lower.base, &firn, &undo)?;
         let from = OsStr::new(staging::COMMIT);
         let to = OsStr::new(staging::UNDO);
-        if staging::find(&self.home.base, &dir, from)?.is_some() {
-            self.home.base.rename(&dir, from, &dir, to, flags)?;
-            self.home.base.sync_dir(&dir)?;
+        if staging::find(&self.lower.base, &dir, from)?.is_some() {
+            self.lower.base.rename(&dir, from, &dir, to, flags)?;
+            self.lower.base.sync_dir(&dir)?;
         }
         let gone = || StoreError::Record {
-            path: format!("{}/{undo}/{}", self.home.staging_path(), staging::UNDO),
+            path: format!("{}/{undo}/{}", self.lower.staging_path(), staging::UNDO),
             source: LogError::Damaged,
         };
         let record = self
-            .home
+            .lower
             .load_record(&dir, &undo, staging::UNDO)?
             .ok_or_else(gone)?;
         let serial = self.scopes.next_serial();
@@ -464,7 +472,7 @@ impl<B: Backing> TransactionalBacking<B> {
             .stored_scopes
             .undoing_scope(serial, root, dir, record)?;
         let transaction = format!("tx-{serial}");
-        self.home.base.rename(
+        self.lower.base.rename(
             &firn,
             OsStr::new(&undo),
             &firn,
@@ -501,7 +509,7 @@ impl<B: Backing> TransactionalBacking<B> {
         if let Some(found) = found {
             found.abort()?;
         }
-        self.backups.withdraw_what_is_over()?;
+        self.backups.withdraw_ended()?;
         let mut parts = vec![Area::Tree(Arc::clone(root))];
         // The undone commit may have given the directory its name.
         parts.extend(root.parent().map(Area::Dir));

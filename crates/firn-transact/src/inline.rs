@@ -33,7 +33,7 @@ impl<B: Backing> Objects<B> {
         let len = data.iter().map(|part| part.len()).sum::<usize>();
         let end = offset.saturating_add(len as u64);
         // Where several hosts commit, a record must have more than bytes.
-        if self.home.members.is_some() || len == 0 || len as u64 > FILE_BYTES {
+        if self.lower.members.is_some() || len == 0 || len as u64 > FILE_BYTES {
             return Ok(None);
         }
         let owned = object.inner.own();
@@ -46,7 +46,7 @@ impl<B: Backing> Objects<B> {
         let known = owned.look().inline().map(size_and_bytes);
         let (size, before) = match known {
             Some(known) => known,
-            None => (self.home.base.attr(&base)?.size, 0),
+            None => (self.lower.base.attr(&base)?.size, 0),
         };
         let of_all = scope.inline_bytes.load(Ordering::Acquire);
         if end > size || before + len as u64 > FILE_BYTES || of_all + len as u64 > SCOPE_BYTES {
@@ -95,12 +95,12 @@ impl<B: Backing> Objects<B> {
         inline: &InlineChanges,
         copy: &StagedCopy<B>,
     ) -> Result<()> {
-        let inode = copy.inode(&self.home.base)?;
-        let file = self.home.base.open(&inode, Access::ReadWrite)?;
-        for (at, piece) in inline.pieces() {
-            staging::write_all(&self.home.base, &file, piece, at)?;
+        let inode = copy.inode(&self.lower.base)?;
+        let file = self.lower.base.open(&inode, Access::ReadWrite)?;
+        for (at, piece) in inline.overwrites() {
+            staging::write_all(&self.lower.base, &file, piece, at)?;
         }
-        self.home
+        self.lower
             .base
             .set_times(&inode, SetTime::Keep, SetTime::At(inline.mtime))
     }

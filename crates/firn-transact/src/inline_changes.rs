@@ -1,28 +1,45 @@
-//! The bytes of a file that a transaction overwrote, where they are few enough to be kept in memory.
+//! [`InlineChanges`]: the bytes of a file that a transaction overwrote, if they are few enough to be kept in memory.
 //!
-//! Invariant: pieces neither overlap nor touch, and none ends behind the size of the file.
+//! Terms
+//! * An *overwrite* is a contiguous run of new bytes with its offset in the file.
+//!
+//! Invariants
+//! * Overwrites neither overlap nor touch.
+//! * An overwrite ends at or before the size of the file, so the size never changes.
 
 use std::collections::BTreeMap;
 use std::io::IoSlice;
 
 use firn_backing::Time;
 
-/// What was overwritten of a file, and when.
+/// The overwrites of a file, and the times of the last one.
 #[derive(Clone)]
 pub(crate) struct InlineChanges {
-    /// Pieces by offset; they neither overlap nor touch.
-    pieces: BTreeMap<u64, Vec<u8>>,
-    /// The file's, which stays.
+    /// New bytes by their offset in the file.
+    overwrites: BTreeMap<u64, Vec<u8>>,
+    /// Size of the file, in bytes.
     size: u64,
     pub(crate) mtime: Time,
     pub(crate) ctime: Time,
+}
+
+/// A contiguous part of a file with inline changes.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum InlinePart<'a> {
+    /// The new bytes of the part.
+    Overwritten(&'a [u8]),
+    /// The bytes of the part are those of the backing.
+    Unchanged {
+        /// Offset behind the last byte; `u64::MAX` behind the last overwrite.
+        end: u64,
+    },
 }
 
 impl InlineChanges {
     pub(crate) fn new(size: u64) -> Self {
         let now = Time::now();
         Self {
-            pieces: BTreeMap::new(),
+            overwrites: BTreeMap::new(),
             size,
             mtime: now,
             ctime: now,
@@ -33,24 +50,29 @@ impl InlineChanges {
         self.size
     }
 
+    /// Returns the number of overwritten bytes.
     pub(crate) fn len(&self) -> u64 {
-        self.pieces.values().map(|piece| piece.len() as u64).sum()
+        self.overwrites
+            .values()
+            .map(|piece| piece.len() as u64)
+            .sum()
     }
 
-    /// Offsets and bytes, in order.
-    pub(crate) fn pieces(&self) -> impl Iterator<Item = (u64, &[u8])> {
-        self.pieces.iter().map(|(&at, piece)| (at, &piece[..]))
+    /// Returns offset and bytes of each overwrite, in order.
+    pub(crate) fn overwrites(&self) -> impl Iterator<Item = (u64, &[u8])> {
+        self.overwrites.iter().map(|(&at, piece)| (at, &piece[..]))
     }
 
+    /// Overwrites the bytes from `at` on. The caller makes sure that the file does not grow.
     pub(crate) fn write(&mut self, at: u64, data: &[IoSlice<'_>]) {
         let mut bytes: Vec<u8> = data.iter().flat_map(|part| part.iter().copied()).collect();
         let mut start = at;
         let end = at + bytes.len() as u64;
-        // Those that overlap or touch become one with it.
-        while let Some((&from, piece)) = self.pieces.range(..=end).next_back()
+        // Overwrites that overlap or touch the new one are merged with it; where they overlap, the new bytes count.
+        while let Some((&from, piece)) = self.overwrites.range(..=end).next_back()
             && from + piece.len() as u64 >= start
         {
-            let piece = self.pieces.remove(&from).expect("just found");
+            let piece = self.overwrites.remove(&from).expect("just found");
             let until = from + piece.len() as u64;
             if until > start + bytes.len() as u64 {
                 bytes.extend_from_slice(&piece[(start + bytes.len() as u64 - from) as usize..]);
@@ -60,23 +82,22 @@ impl InlineChanges {
                 start = from;
             }
         }
-        self.pieces.insert(start, bytes);
+        self.overwrites.insert(start, bytes);
         self.mtime = Time::now();
         self.ctime = self.mtime;
     }
 
-    /// The bytes that were overwritten from `at` on, or the offset up to which none were.
-    pub(crate) fn stretch(&self, at: u64) -> Result<&[u8], u64> {
-        if let Some((from, piece)) = self.pieces.range(..=at).next_back()
+    /// Returns the new bytes from `at` on, or the part of the file from `at` on that was not overwritten.
+    pub(crate) fn part_at(&self, at: u64) -> InlinePart<'_> {
+        if let Some((from, piece)) = self.overwrites.range(..=at).next_back()
             && at < from + piece.len() as u64
         {
-            return Ok(&piece[(at - from) as usize..]);
+            return InlinePart::Overwritten(&piece[(at - from) as usize..]);
         }
-        Err(self
-            .pieces
-            .range(at..)
-            .next()
-            .map_or(u64::MAX, |(&from, _)| from))
+        let next = self.overwrites.range(at..).next();
+        InlinePart::Unchanged {
+            end: next.map_or(u64::MAX, |(&from, _)| from),
+        }
     }
 }
 
@@ -87,9 +108,9 @@ mod tests {
     use super::*;
 
     proptest! {
-        /// Pieces are what a file of bytes would be, and never touch.
+        /// Overwrites have the bytes that a plain file would have, and never touch.
         #[test]
-        fn pieces_are_the_last_bytes_written(writes in prop::collection::vec((0_u64..40, 1_usize..9), 1..20)) {
+        fn overwrites_have_the_last_bytes_written(writes in prop::collection::vec((0_u64..40, 1_usize..9), 1..20)) {
             let mut inline = InlineChanges::new(64);
             let mut plain = vec![None; 64];
             for (round, &(at, len)) in writes.iter().enumerate() {
@@ -102,8 +123,8 @@ mod tests {
             }
             let mut shown = vec![None; 64];
             let mut last = None;
-            for (at, piece) in inline.pieces() {
-                prop_assert!(last.is_none_or(|end| end < at), "pieces touch at {at}");
+            for (at, piece) in inline.overwrites() {
+                prop_assert!(last.is_none_or(|end| end < at), "overwrites touch at {at}");
                 last = Some(at + piece.len() as u64);
                 for (place, byte) in shown[at as usize..].iter_mut().zip(piece) {
                     *place = Some(*byte);
@@ -112,12 +133,12 @@ mod tests {
             prop_assert_eq!(&shown, &plain);
             for at in 0..64 {
                 let expected = plain[at..].iter().take_while(|byte| byte.is_some()).count();
-                match inline.stretch(at as u64) {
-                    Ok(bytes) => prop_assert_eq!(bytes.len(), expected),
-                    Err(until) => {
+                match inline.part_at(at as u64) {
+                    InlinePart::Overwritten(bytes) => prop_assert_eq!(bytes.len(), expected),
+                    InlinePart::Unchanged { end } => {
                         prop_assert_eq!(expected, 0);
                         let next = plain[at..].iter().position(Option::is_some).map_or(u64::MAX, |n| (at + n) as u64);
-                        prop_assert_eq!(until, next);
+                        prop_assert_eq!(end, next);
                     }
                 }
             }

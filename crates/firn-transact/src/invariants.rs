@@ -65,7 +65,10 @@ impl<B: Backing> Tree<B> {
 
 fn inline_bytes<B: Backing>(inner: &Inner<B>) -> u64 {
     inner.inline().map_or(0, |inline| {
-        inline.pieces().map(|(_, piece)| piece.len() as u64).sum()
+        inline
+            .overwrites()
+            .map(|(_, piece)| piece.len() as u64)
+            .sum()
     })
 }
 

@@ -20,7 +20,7 @@
 //! | what is stored, what hosts compare, and errors | `paths` `own` `change_log` `conflict` `error` `staging` `copy` `apply` |
 //! | objects, and what is noted of them | `object` `inline_changes` `hidden_links` `claim` `uses` `tree` |
 //! | one transaction | `shadow` (what it saved) `scope` (what it changes) |
-//! | all of a mount | `staging_dir` `scopes` `backup::mirror` `invariants` `unanswered` |
+//! | all of a mount | `lower_backing` `scopes` `backup::mirror` `invariants` `unanswered` |
 //! | what programs see and do | `waiting` `names` `listing` `attributes` `data` `inline` `hidden` `top_names` `shadow::{save, names}` |
 //! | what becomes of a transaction | `transaction` `difference` `records` `vote` `names_ballot` `history` `backup` `recovery` `shadow::{shared, undo}` |
 //! | for callers | `transactional` (the parts) `machine` (requests, step by step) `backing` (the trait) `plain` `state` `report` |
@@ -52,6 +52,7 @@ mod inline;
 mod inline_changes;
 mod invariants;
 mod listing;
+mod lower_backing;
 pub mod machine;
 mod names;
 mod names_ballot;
@@ -66,7 +67,6 @@ mod scope;
 mod scopes;
 pub mod shadow;
 mod staging;
-mod staging_dir;
 pub mod state;
 mod top_names;
 mod transaction;
@@ -92,7 +92,7 @@ pub use object::Object;
 pub use paths::parent_of;
 pub use plain::{PlainBacking, PlainDir, PlainInode};
 pub use recovery::{LivingTransactions, Opening, Outcome};
-pub use report::Transaction;
+pub use report::TransactionFigures;
 pub use scope::{ArenaId, Stage};
 pub use shadow::Mode;
 pub use staging::TOP;

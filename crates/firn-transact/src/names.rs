@@ -13,13 +13,13 @@ use firn_backing::{Attr, Backing, Errno, Kind, Placing, Remove, RenameFlags, Res
 use crate::attributes::Objects;
 use crate::hidden::OwnLinks;
 use crate::listing::Dirs;
+use crate::lower_backing::LowerBacking;
 use crate::object::{Change, Inner, Named, Object, StagedCopy};
 use crate::scope::Scope;
 use crate::scopes::Scopes;
 use crate::shadow::save::Originals;
 use crate::shadow::{NO_BYTES, Shadow};
 use crate::staging;
-use crate::staging_dir::Home;
 use crate::top_names::TopName;
 use crate::top_names::Tops;
 use crate::tree::Tree;
@@ -34,11 +34,11 @@ pub(crate) struct NewObject<'a, B: Backing> {
     /// Lane (I/O server) for the data of a file.
     pub(crate) placing: Placing<'a, B::Inode>,
 }
-use crate::tree::Names;
+use crate::tree::NameChangeGuard;
 
 /// Looks up and changes names in directories.
 pub(crate) struct Entries<B: Backing> {
-    pub(crate) home: Arc<Home<B>>,
+    pub(crate) lower: Arc<LowerBacking<B>>,
     pub(crate) tree: Arc<Tree<B>>,
     pub(crate) scopes: Arc<Scopes<B>>,
     pub(crate) originals: Arc<Originals<B>>,
@@ -52,7 +52,7 @@ pub(crate) struct Entries<B: Backing> {
 impl<B: Backing> Entries<B> {
     pub(crate) fn new(objects: &Arc<Objects<B>>, dirs: &Arc<Dirs<B>>) -> Self {
         Self {
-            home: Arc::clone(&objects.home),
+            lower: Arc::clone(&objects.lower),
             tree: Arc::clone(&objects.admission.tree),
             scopes: Arc::clone(&objects.admission.scopes),
             originals: Arc::clone(&objects.originals),
@@ -110,12 +110,12 @@ impl<B: Backing> Entries<B> {
         // A new directory's staged copy is empty, and says what is wrong with a name.
         let inode = inner
             .base()
-            .map_or_else(|| inner.inode(&self.home.base), Ok)?;
-        let found = staging::find(&self.home.base, &inode, name)?;
+            .map_or_else(|| inner.inode(&self.lower.base), Ok)?;
+        let found = staging::find(&self.lower.base, &inode, name)?;
         Ok(found.map(|(inode, attr)| FoundName {
             object: self
                 .tree
-                .intern(&self.home.base, inode, &attr, parent, name),
+                .intern(&self.lower.base, inode, &attr, parent, name),
             attr: Some(attr),
         }))
     }
@@ -140,26 +140,28 @@ impl<B: Backing> Entries<B> {
         if self.is_hidden(parent, name) {
             return Err(Errno::PERM);
         }
-        let (_names, scope) = self.admission.enter_name_change(&[(parent, name)])?;
+        let (_names, scope) = self
+            .admission
+            .enter_name_change(&[NameAt { dir: parent, name }])?;
         if parent.is_gone() {
             return Err(Errno::NOENT);
         }
-        self.tops.must_not_be_a_top(parent, name)?;
+        self.tops.must_not_be_top(parent, name)?;
         let within = scope.clone();
         let Some(scope) = self.originals.holding(scope, parent, NO_BYTES)? else {
-            let dir = parent.inode(&self.home.base)?;
+            let dir = parent.inode(&self.lower.base)?;
             let new = NewObject {
                 dir: &dir,
                 name,
                 placing: Placing::Named { parent: &dir, name },
             };
             let (inode, attr) = make(&new)?;
-            if let Some(shadow) = shadow(&within) {
+            if let Some(shadow) = shadow_of(&within) {
                 shadow.note_new(attr.ino);
             }
             return Ok((
                 self.tree
-                    .intern(&self.home.base, inode, &attr, parent, name),
+                    .intern(&self.lower.base, inode, &attr, parent, name),
                 attr,
             ));
         };
@@ -167,12 +169,12 @@ impl<B: Backing> Entries<B> {
             return Err(Errno::NOTDIR);
         }
         let exists = self.find_name(parent, name)?;
-        let dir = parent.inode(&self.home.base)?;
+        let dir = parent.inode(&self.lower.base)?;
         if exists.is_some() {
             return Err(Errno::EXIST);
         }
-        self.must_be_there(parent)?;
-        let (staging_name, staging_dir) = scope.staging_dir_for(&self.home.base, &dir)?;
+        self.must_exist(parent)?;
+        let (staging_name, staging_dir) = scope.staging_dir_for(&self.lower.base, &dir)?;
         let number = scope.next_number();
         let text = number.to_string();
         let new = NewObject {
@@ -198,14 +200,15 @@ impl<B: Backing> Entries<B> {
         };
         let location = Some((Arc::clone(parent), name.to_owned()));
         let object = Object::new((attr.dev, attr.ino), attr.kind, inner, location)
-            .in_lane(self.home.base.facts(&inode).lane);
+            .in_lane(self.lower.base.facts(&inode).lane);
         let object = Arc::new(object);
         scope.changed.lock().insert(number, Arc::clone(&object));
         self.tree.adopt(&object);
-        self.name(
+        self.note_name_change(
             &scope,
             parent,
-            (name, false),
+            name,
+            false,
             Some(&object),
             i64::from(is_dir),
         );
@@ -215,7 +218,8 @@ impl<B: Backing> Entries<B> {
         Ok((object, Attr { nlink, ..attr }))
     }
 
-    fn must_be_there(&self, dir: &Arc<Object<B>>) -> Result<()> {
+    /// Fails with NOENT or STALE if a directory no longer exists.
+    fn must_exist(&self, dir: &Arc<Object<B>>) -> Result<()> {
         let shared = dir.inner.share();
         let inner = shared.look();
         match &inner.change {
@@ -226,12 +230,14 @@ impl<B: Backing> Entries<B> {
         }
     }
 
-    /// Notes in the transaction what a name leads to, and by how much the number of subdirectories changes.
-    fn name(
+    /// Notes in the transaction that a name leads to `object` (`None`: to nothing), and by how much the number of
+    /// subdirectories changes. `existed` says whether the backing may have the name.
+    fn note_name_change(
         &self,
         scope: &Scope<B>,
         dir: &Arc<Object<B>>,
-        (name, was_there): (&OsStr, bool),
+        name: &OsStr,
+        existed: bool,
         object: Option<&Arc<Object<B>>>,
         subdirectories: i64,
     ) {
@@ -243,7 +249,7 @@ impl<B: Backing> Entries<B> {
         let hides_old = change
             .names
             .get(name)
-            .map_or(is_old && was_there, |named| named.hides_old);
+            .map_or(is_old && existed, |named| named.hides_old);
         // A removed name that the backing does not have needs no note.
         let is_noted = object.is_some() || hides_old;
         if !is_noted {
@@ -270,7 +276,7 @@ impl<B: Backing> Entries<B> {
     }
 
     /// Notes that an object got `more` names (negative for fewer), or another name.
-    fn renamed(&self, scope: &Scope<B>, object: &Arc<Object<B>>, more: i64) {
+    fn note_link_change(&self, scope: &Scope<B>, object: &Arc<Object<B>>, more: i64) {
         let owned = object.inner.own();
         let mut inner = owned.edit();
         let change = scope.change(object, &mut inner);
@@ -281,7 +287,7 @@ impl<B: Backing> Entries<B> {
     /// Notes that an object lost a name in `scope`.
     ///
     /// A new object without names is unstaged at once, because it takes space and is not part of the commit.
-    fn lost_name(&self, scope: &Scope<B>, object: &Arc<Object<B>>) {
+    fn note_lost_name(&self, scope: &Scope<B>, object: &Arc<Object<B>>) {
         let owned = object.inner.own();
         let (number, copy) = {
             let mut inner = owned.edit();
@@ -312,12 +318,12 @@ impl<B: Backing> Entries<B> {
 
     /// Removes the name of a staged object, and returns its inode, which exists until the last reference is dropped.
     fn unstage(&self, kind: Kind, copy: &StagedCopy<B>) -> Result<B::Inode> {
-        let inode = copy.inode(&self.home.base)?;
+        let inode = copy.inode(&self.lower.base)?;
         let name = OsStr::new(&copy.at.1);
         if kind == Kind::Dir {
-            self.home.base.rmdir(&copy.staging_dir, name)?;
+            self.lower.base.rmdir(&copy.staging_dir, name)?;
         } else {
-            self.home.base.unlink(&copy.staging_dir, name)?;
+            self.lower.base.unlink(&copy.staging_dir, name)?;
         }
         Ok(inode)
     }
@@ -337,7 +343,9 @@ impl<B: Backing> Entries<B> {
         what: Remove,
     ) -> Result<()> {
         let is_dir = what == Remove::Dir;
-        let (names, scope) = self.admission.enter_name_change(&[(parent, name)])?;
+        let (names, scope) = self
+            .admission
+            .enter_name_change(&[NameAt { dir: parent, name }])?;
         let Some(scope) = scope else {
             if is_dir && let Some(object) = self.find_name(parent, name)? {
                 names.moving(&object)?;
@@ -351,8 +359,8 @@ impl<B: Backing> Entries<B> {
                 TopName::Shown(_) => return Err(Errno::ISDIR),
                 TopName::Reserved => return Err(Errno::NOENT),
             }
-            let dir = parent.inode(&self.home.base)?;
-            return self.home.base.remove(&dir, name, what);
+            let dir = parent.inode(&self.lower.base)?;
+            return self.lower.base.remove(&dir, name, what);
         };
         if parent.kind != Kind::Dir {
             return Err(Errno::NOTDIR);
@@ -361,16 +369,16 @@ impl<B: Backing> Entries<B> {
         match (is_dir, object.kind == Kind::Dir) {
             (true, false) => return Err(Errno::NOTDIR),
             (false, true) => return Err(Errno::ISDIR),
-            (true, true) if !self.dirs.list_entries(&object, false)?.is_empty() => {
+            (true, true) if !self.dirs.list_entries(&object)?.is_empty() => {
                 return Err(Errno::NOTEMPTY);
             }
             _ => {}
         }
         if let Some(shadow) = &scope.shadow {
-            return self.remove_shadowed((&scope, shadow), (parent, name), &object);
+            return self.remove_shadowed(&scope, shadow, NameAt { dir: parent, name }, &object);
         }
-        self.name(&scope, parent, (name, true), None, -i64::from(is_dir));
-        self.lost_name(&scope, &object);
+        self.note_name_change(&scope, parent, name, true, None, -i64::from(is_dir));
+        self.note_lost_name(&scope, &object);
         scope.check_names(&[parent, &object]);
         Ok(())
     }
@@ -384,20 +392,22 @@ impl<B: Backing> Entries<B> {
         if self.is_hidden(parent, name) {
             return Err(Errno::PERM);
         }
-        let (_names, scope) = self.admission.enter_name_change(&[(parent, name)])?;
-        if !same(&self.scopes.scope_of(object), &scope) {
+        let (_names, scope) = self
+            .admission
+            .enter_name_change(&[NameAt { dir: parent, name }])?;
+        if !is_same(&self.scopes.scope_of(object), &scope) {
             return Err(Errno::XDEV);
         }
-        self.tops.must_not_be_a_top(parent, name)?;
-        if shadow(&scope).is_some()
+        self.tops.must_not_be_top(parent, name)?;
+        if shadow_of(&scope).is_some()
             && (parent.is_gone() || self.objects.read_attr(object)?.nlink == 0)
         {
             return Err(Errno::NOENT);
         }
         let Some(scope) = self.originals.holding(scope, parent, NO_BYTES)? else {
-            let inode = object.inode(&self.home.base)?;
-            let dir = parent.inode(&self.home.base)?;
-            let attr = self.home.base.link(&inode, &dir, name)?;
+            let inode = object.inode(&self.lower.base)?;
+            let dir = parent.inode(&self.lower.base)?;
+            let attr = self.lower.base.link(&inode, &dir, name)?;
             return if object.may_hide_links() {
                 self.objects.read_attr(object)
             } else {
@@ -410,25 +420,33 @@ impl<B: Backing> Entries<B> {
         if self.find_name(parent, name)?.is_some() {
             return Err(Errno::EXIST);
         }
-        self.must_be_there(parent)?;
+        self.must_exist(parent)?;
         if object.kind == Kind::Dir {
             return Err(Errno::PERM);
         }
         if self.objects.read_attr(object)?.nlink == 0 {
             return Err(Errno::NOENT);
         }
-        self.renamed(&scope, object, 1);
-        self.name(&scope, parent, (name, false), Some(object), 0);
+        self.note_link_change(&scope, object, 1);
+        self.note_name_change(&scope, parent, name, false, Some(object), 0);
         scope.check_names(&[parent, object]);
         self.objects.read_attr(object)
     }
 
-    pub(crate) fn move_name(
+    /// Renames `old` to `new`, with the errors of rename(2).
+    ///
+    /// Fails with EXDEV if one of the names is in a transaction and the other is not in the same one.
+    pub(crate) fn rename_name(
         &self,
-        (from, name): (&Arc<Object<B>>, &OsStr),
-        (to, new_name): (&Arc<Object<B>>, &OsStr),
+        old: NameAt<'_, B>,
+        new: NameAt<'_, B>,
         flags: RenameFlags,
     ) -> Result<()> {
+        let NameAt { dir: from, name } = old;
+        let NameAt {
+            dir: to,
+            name: new_name,
+        } = new;
         if self.is_hidden(from, name) {
             return Err(Errno::NOENT);
         }
@@ -439,36 +457,27 @@ impl<B: Backing> Entries<B> {
         // thread that ends the other transaction must make the kernel drop names in its directory.
         let names = self.tree.names.enter(&[from, to]);
         let scope_before = self.scopes.scope_at(from, name);
-        if !same(&self.scopes.scope_at(to, new_name), &scope_before) {
+        if !is_same(&self.scopes.scope_at(to, new_name), &scope_before) {
             return Err(Errno::XDEV);
         }
         drop(names);
-        if let Some(result) = self.rename_top((from, name), (to, new_name), flags) {
+        if let Some(result) = self.rename_top(old, new, flags) {
             return result;
         }
-        let (names, scope) = self
-            .admission
-            .enter_name_change(&[(from, name), (to, new_name)])?;
-        if !same(&self.scopes.scope_at(to, new_name), &scope) {
+        let (names, scope) = self.admission.enter_name_change(&[old, new])?;
+        if !is_same(&self.scopes.scope_at(to, new_name), &scope) {
             return Err(Errno::XDEV);
         }
         let Some(scope) = scope else {
-            return self.move_below(&names, (from, name), (to, new_name), flags);
+            return self.rename_in_backing(&names, old, new, flags);
         };
-        let Some((source, target)) = self.may_move((from, name), (to, new_name), flags)? else {
+        let Some(objects) = self.check_rename(old, new, flags)? else {
             return Ok(());
         };
         if let Some(shadow) = &scope.shadow {
-            let both = (&source, target.as_ref());
-            return self.move_shadowed(
-                &names,
-                (&scope, shadow),
-                both,
-                (from, name),
-                (to, new_name),
-                flags,
-            );
+            return self.rename_shadowed(&names, &scope, shadow, &objects, old, new, flags);
         }
+        let RenamedObjects { source, target } = objects;
         let exchange = flags.contains(RenameFlags::EXCHANGE);
         let is_dir = |object: &Arc<Object<B>>| object.kind == Kind::Dir;
         let subdirectory = |object: &Arc<Object<B>>| i64::from(is_dir(object));
@@ -478,32 +487,36 @@ impl<B: Backing> Entries<B> {
             if exchange {
                 // The changes are made before the move, while the objects' present places are those in the backing.
                 for object in [&source, &target] {
-                    self.renamed(&scope, object, 0);
+                    self.note_link_change(&scope, object, 0);
                 }
                 let more = subdirectory(&source) - subdirectory(&target);
-                self.name(&scope, from, (name, true), Some(&target), -more);
-                self.name(&scope, to, (new_name, true), Some(&source), more);
+                self.note_name_change(&scope, from, name, true, Some(&target), -more);
+                self.note_name_change(&scope, to, new_name, true, Some(&source), more);
                 scope.check_names(&[from, to, &source, &target]);
                 return Ok(());
             }
-            self.lost_name(&scope, &target);
+            self.note_lost_name(&scope, &target);
             more -= subdirectory(&target);
         }
-        self.renamed(&scope, &source, 0);
-        self.name(&scope, from, (name, true), None, -subdirectory(&source));
-        self.name(&scope, to, (new_name, is_replaced), Some(&source), more);
+        self.note_link_change(&scope, &source, 0);
+        self.note_name_change(&scope, from, name, true, None, -subdirectory(&source));
+        self.note_name_change(&scope, to, new_name, is_replaced, Some(&source), more);
         scope.check_names(&[from, to, &source]);
         Ok(())
     }
 
-    /// Checks a rename in a transaction. Returns the object that it moves and the one that it replaces, or `None` if
-    /// the rename changes nothing.
-    fn may_move(
+    /// Checks a rename in a transaction. Returns the objects of the rename, or `None` if it changes nothing.
+    fn check_rename(
         &self,
-        (from, name): (&Arc<Object<B>>, &OsStr),
-        (to, new_name): (&Arc<Object<B>>, &OsStr),
+        old: NameAt<'_, B>,
+        new: NameAt<'_, B>,
         flags: RenameFlags,
-    ) -> Result<Option<Moved<B>>> {
+    ) -> Result<Option<RenamedObjects<B>>> {
+        let NameAt { dir: from, name } = old;
+        let NameAt {
+            dir: to,
+            name: new_name,
+        } = new;
         let exchange = flags.contains(RenameFlags::EXCHANGE);
         let known = RenameFlags::EXCHANGE | RenameFlags::NOREPLACE;
         if flags == known || !known.contains(flags) {
@@ -535,28 +548,33 @@ impl<B: Backing> Entries<B> {
                 return Ok(None);
             }
         }
-        self.must_be_there(to)?;
+        self.must_exist(to)?;
         if let Some(target) = target.as_ref().filter(|_| !exchange) {
             match (source.kind == Kind::Dir, target.kind == Kind::Dir) {
                 (true, false) => return Err(Errno::NOTDIR),
                 (false, true) => return Err(Errno::ISDIR),
-                (true, true) if !self.dirs.list_entries(target, false)?.is_empty() => {
+                (true, true) if !self.dirs.list_entries(target)?.is_empty() => {
                     return Err(Errno::NOTEMPTY);
                 }
                 _ => {}
             }
         }
-        Ok(Some((source, target)))
+        Ok(Some(RenamedObjects { source, target }))
     }
 
     /// Renames an object in the backing, and moves the objects in the table.
-    pub(crate) fn move_below(
+    pub(crate) fn rename_in_backing(
         &self,
-        names: &Names<'_, B>,
-        (from, name): (&Arc<Object<B>>, &OsStr),
-        (to, new_name): (&Arc<Object<B>>, &OsStr),
+        names: &NameChangeGuard<'_, B>,
+        old: NameAt<'_, B>,
+        new: NameAt<'_, B>,
         flags: RenameFlags,
     ) -> Result<()> {
+        let NameAt { dir: from, name } = old;
+        let NameAt {
+            dir: to,
+            name: new_name,
+        } = new;
         // An error is ignored here, because the rename in the backing returns it.
         let known = |dir, name| self.find_name(dir, name).ok().flatten();
         let source = known(from, name);
@@ -565,14 +583,13 @@ impl<B: Backing> Entries<B> {
             names.moving(object)?;
         }
         if !self.scopes.is_empty() {
-            self.tops
-                .may_move_beside_tops((from, name), (to, new_name))?;
+            self.tops.check_rename_beside_tops(old, new)?;
             self.must_not_hold_a_scope(source.as_ref())?;
             self.must_not_hold_a_scope(target.as_ref())?;
         }
-        let from_inode = from.inode(&self.home.base)?;
-        let to_inode = to.inode(&self.home.base)?;
-        self.home
+        let from_inode = from.inode(&self.lower.base)?;
+        let to_inode = to.inode(&self.lower.base)?;
+        self.lower
             .base
             .rename(&from_inode, name, &to_inode, new_name, flags)?;
         if let Some(source) = source {
@@ -587,7 +604,21 @@ impl<B: Backing> Entries<B> {
     }
 }
 
-/// The object of a name.
+/// A name in a directory, as programs see it. The name need not exist.
+pub(crate) struct NameAt<'a, B: Backing> {
+    pub(crate) dir: &'a Arc<Object<B>>,
+    pub(crate) name: &'a OsStr,
+}
+
+impl<B: Backing> Clone for NameAt<'_, B> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<B: Backing> Copy for NameAt<'_, B> {}
+
+/// The object that a name leads to.
 struct FoundName<B: Backing> {
     object: Arc<Object<B>>,
     /// The attributes that the backing returned, if it was asked.
@@ -600,15 +631,21 @@ impl<B: Backing> FoundName<B> {
     }
 }
 
-/// The object that a rename moves, and the object that it replaces.
-type Moved<B> = (Arc<Object<B>>, Option<Arc<Object<B>>>);
+/// The objects of a rename.
+pub(crate) struct RenamedObjects<B: Backing> {
+    /// The object that gets the new name.
+    pub(crate) source: Arc<Object<B>>,
+    /// The object that has the new name before; the rename replaces it or exchanges the names.
+    pub(crate) target: Option<Arc<Object<B>>>,
+}
 
 /// Returns the saved state of the transaction if it is in shadow mode.
-fn shadow<B: Backing>(scope: &Option<Arc<Scope<B>>>) -> Option<&Shadow<B>> {
+fn shadow_of<B: Backing>(scope: &Option<Arc<Scope<B>>>) -> Option<&Shadow<B>> {
     scope.as_ref().and_then(|scope| scope.shadow.as_ref())
 }
 
-fn same<T>(a: &Option<Arc<T>>, b: &Option<Arc<T>>) -> bool {
+/// Returns whether both are none, or both are the same object.
+fn is_same<T>(a: &Option<Arc<T>>, b: &Option<Arc<T>>) -> bool {
     match (a, b) {
         (None, None) => true,
         (Some(a), Some(b)) => Arc::ptr_eq(a, b),

@@ -10,7 +10,7 @@
 //!   event                  written once, JSON: the scope is complete, and what the other hosts must know about it
 //!   state-HOST             JSON: the state of the host's part; replaced by each new state
 //!   try-N                  written once, JSON: attempt N to commit, and the hosts in it
-//!   list-N-HOST            written once: what the prepared part of the host changes ([`Published`])
+//!   list-N-HOST            written once: what the prepared part of the host changes ([`AccessList`])
 //!   verdict-N              written once, JSON: whether the parts of attempt N conflict
 //!   decision               written once, JSON: commit or abort, and the host that decided
 //!   left-HOST              the host has carried the decision out
@@ -35,11 +35,11 @@ use firn_hosts::{Ballot, Joined, Plan, Protocol, VoteDir};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::conflict::Published;
+use crate::conflict::AccessList;
 use crate::error::{StageError, VoteError};
+use crate::lower_backing::LowerBacking;
 use crate::staging;
-use crate::staging_dir::Home;
-use crate::vote::{Outcome, Verdict};
+use crate::vote::{JointDecision, Verdict};
 
 const NAMES: &str = "names-";
 const KEY: &str = "key";
@@ -53,9 +53,9 @@ const VERDICT: &str = "verdict-";
 struct NamesEnd;
 
 impl Protocol for NamesEnd {
-    type Decision = Outcome;
+    type Decision = JointDecision;
 
-    fn plan(&self, _outcome: &Outcome) -> Plan {
+    fn plan(&self, _outcome: &JointDecision) -> Plan {
         Plan::default()
     }
 }
@@ -107,7 +107,7 @@ pub struct NamesBallot<'a, B: Backing> {
 
 /// All ballots on scopes of names, as one of the hosts uses them.
 pub struct NamesBallots<B: Backing> {
-    home: Arc<Home<B>>,
+    lower: Arc<LowerBacking<B>>,
 }
 
 /// Returns the name of the ballot's directory: two checksums and the length of the key.
@@ -126,16 +126,16 @@ fn is_gone(errno: Errno) -> bool {
 }
 
 impl<B: Backing> NamesBallots<B> {
-    pub(crate) fn new(home: &Arc<Home<B>>) -> Self {
+    pub(crate) fn new(lower: &Arc<LowerBacking<B>>) -> Self {
         Self {
-            home: Arc::clone(home),
+            lower: Arc::clone(lower),
         }
     }
 
     fn of_dir<'a>(&'a self, dir: VoteDir<'a, B>) -> NamesBallot<'a, B> {
         NamesBallot {
             ballot: Ballot::in_dir(dir, NamesEnd),
-            base: &self.home.base,
+            base: &self.lower.base,
         }
     }
 
@@ -151,11 +151,11 @@ impl<B: Backing> NamesBallots<B> {
     }
 
     fn try_join(&self, key: &[u8]) -> Result<NamesEntry, Errno> {
-        let Some(members) = &self.home.members else {
+        let Some(members) = &self.lower.members else {
             return Ok(NamesEntry::Joined);
         };
-        let top = staging::make_dir(&self.home.base, &self.home.base.root(), staging::TOP)?;
-        let dir = VoteDir::make(&self.home.base, &top, &dir_name(key), &members.host)?;
+        let top = staging::make_dir(&self.lower.base, &self.lower.base.root(), staging::TOP)?;
+        let dir = VoteDir::make(&self.lower.base, &top, &dir_name(key), &members.host)?;
         dir.put_once(KEY, key)?;
         // Another key has the same directory name. EBUSY, because both cannot be in use at a time.
         if dir.read(KEY)?.as_deref() != Some(key) {
@@ -184,13 +184,13 @@ impl<B: Backing> NamesBallots<B> {
     }
 
     fn find_named(&self, name: &str) -> Result<Option<NamesBallot<'_, B>>, Errno> {
-        let Some(members) = &self.home.members else {
+        let Some(members) = &self.lower.members else {
             return Ok(None);
         };
-        let Some(top) = self.home.find_top()? else {
+        let Some(top) = self.lower.find_top()? else {
             return Ok(None);
         };
-        let found = VoteDir::find(&self.home.base, &top, name, &members.host)?;
+        let found = VoteDir::find(&self.lower.base, &top, name, &members.host)?;
         let Some(found) = found.map(|dir| self.of_dir(dir)) else {
             return Ok(None);
         };
@@ -203,10 +203,10 @@ impl<B: Backing> NamesBallots<B> {
 
     /// Removes the ballot of an aborted scope if all hosts that have not left are in `gone`.
     pub fn remove_aborted(&self, key: &[u8], gone: &BTreeSet<String>) -> Result<(), Errno> {
-        let (Some(members), Some(top)) = (&self.home.members, self.home.find_top()?) else {
+        let (Some(members), Some(top)) = (&self.lower.members, self.lower.find_top()?) else {
             return Ok(());
         };
-        let found = VoteDir::find(&self.home.base, &top, &dir_name(key), &members.host)?;
+        let found = VoteDir::find(&self.lower.base, &top, &dir_name(key), &members.host)?;
         match found.map(|dir| self.of_dir(dir).remove_aborted(gone)) {
             Some(Err(errno)) if !is_gone(errno) => Err(errno),
             _ => Ok(()),
@@ -250,10 +250,10 @@ impl<B: Backing> NamesBallots<B> {
     /// Records that this host has carried the decision out. The last host removes the directory; a repeated call
     /// completes an interrupted removal.
     pub(crate) fn leave(&self, key: &[u8]) -> Result<(), Errno> {
-        let (Some(members), Some(top)) = (&self.home.members, self.home.find_top()?) else {
+        let (Some(members), Some(top)) = (&self.lower.members, self.lower.find_top()?) else {
             return Ok(());
         };
-        let found = VoteDir::find(&self.home.base, &top, &dir_name(key), &members.host)?;
+        let found = VoteDir::find(&self.lower.base, &top, &dir_name(key), &members.host)?;
         let Some(ballot) = found.map(|dir| self.of_dir(dir).ballot) else {
             return Ok(());
         };
@@ -270,15 +270,15 @@ impl<B: Backing> NamesBallots<B> {
 
     /// After a crash, ends this host's part in all ballots. The host has no earlier transaction left then.
     pub(crate) fn leave_all(&self) -> Result<(), Errno> {
-        let (Some(members), Some(top)) = (&self.home.members, self.home.find_top()?) else {
+        let (Some(members), Some(top)) = (&self.lower.members, self.lower.find_top()?) else {
             return Ok(());
         };
-        for (name, ..) in staging::list(&self.home.base, &top)? {
+        for (name, ..) in staging::list(&self.lower.base, &top)? {
             let name = String::from_utf8_lossy(&name).into_owned();
             if !name.starts_with(NAMES) {
                 continue;
             }
-            let found = VoteDir::find(&self.home.base, &top, &name, &members.host)?;
+            let found = VoteDir::find(&self.lower.base, &top, &name, &members.host)?;
             let Some(ballot) = found.map(|dir| self.of_dir(dir)) else {
                 continue;
             };
@@ -325,7 +325,7 @@ impl<B: Backing> NamesBallot<'_, B> {
     /// the ballot was removed.
     pub fn settle(&self, commit: bool) -> Result<bool, Errno> {
         let by = self.dir().host().to_owned();
-        let outcome = self.ballot.decide(&Outcome { commit, by })?;
+        let outcome = self.ballot.decide(&JointDecision { commit, by })?;
         Ok(outcome.ok_or(Errno::STALE)?.commit)
     }
 
@@ -401,7 +401,7 @@ impl<B: Backing> NamesBallot<'_, B> {
     }
 
     /// Publishes the list of what this host's part changes, for the attempt with this number.
-    pub(crate) fn publish(&self, number: u64, list: &Published) -> Result<(), Errno> {
+    pub(crate) fn publish(&self, number: u64, list: &AccessList) -> Result<(), Errno> {
         let name = self.dir().own_file(&format!("{LIST}{number}-"));
         self.dir().put_once(&name, &list.encode()).map(drop)
     }
@@ -424,14 +424,14 @@ impl<B: Backing> NamesBallot<'_, B> {
         let mut lists = Vec::new();
         for host in hosts {
             let bytes = self.dir().read(&format!("{LIST}{number}-{host}"))?;
-            let list = Published::decode(&bytes.unwrap_or_default());
-            let list = list.map_err(|source| VoteError::Published {
+            let list = AccessList::decode(&bytes.unwrap_or_default());
+            let list = list.map_err(|source| VoteError::AccessList {
                 host: host.clone(),
                 source,
             })?;
             lists.push(list);
         }
-        let report = crate::conflict::test(&lists);
+        let report = crate::conflict::find_conflicts(&lists);
         Ok(match report.total {
             0 => Verdict::Clear,
             _ => Verdict::Conflict(report),

@@ -24,7 +24,7 @@ use firn_backing::{Access, Attr, Backing, Errno, Kind, LaneIndex, Result, Time};
 
 use crate::change_log::Staged;
 use crate::claim::{Claimed, View};
-use crate::conflict::Ranges;
+use crate::conflict::RangeSet;
 use crate::inline_changes::InlineChanges;
 
 /// Bit of [`Object::hides`]: the object may have links below `.firn/`. The other bits count the changes of these links.
@@ -85,7 +85,7 @@ pub(crate) struct Change<B: Backing> {
     /// Bytes from the start of the old content that still count where nothing was written. `u64::MAX` without a cut.
     pub(crate) cut: u64,
     /// Ranges that were written, in bytes.
-    pub(crate) written: Ranges,
+    pub(crate) written: RangeSet,
     /// Size in bytes and time of the last change of the backing's object, when its staged copy was made.
     pub(crate) before: Option<(u64, Time)>,
     /// Whether owner, mode or extended attributes were changed.
@@ -117,7 +117,7 @@ impl<B: Backing> Change<B> {
             touched: None,
             named: None,
             cut: u64::MAX,
-            written: Ranges::default(),
+            written: RangeSet::default(),
             before: None,
             attributes: false,
             frozen: None,

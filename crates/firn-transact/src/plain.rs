@@ -1,7 +1,8 @@
-//! A backing without transactions: it passes every call to the backing below. The reserved directory `.firn` at the top is hidden,
-//! and creating it fails.
+//! [`PlainBacking`]: the layer of a mount without transactions. It passes every call to the backing below.
 //!
-//! Promise: a call takes no lock and uses no table of transactions.
+//! Promises
+//! * Programs do not see the reserved directory `.firn` at the top, and cannot make it.
+//! * A call takes no lock and uses no table of transactions.
 
 use std::ffi::OsStr;
 use std::os::fd::OwnedFd;
@@ -18,40 +19,41 @@ use crate::staging;
 pub struct PlainBacking<B: Backing> {
     base: B,
     root: PlainInode<B>,
-    /// Directories at the top that are not shown, as far as the number of links counts them.
+    /// Number of hidden directories in the top, by which its link count is reduced: 1 or 0.
     hidden_links: u32,
 }
 
 /// An object of a [`PlainBacking`].
 pub struct PlainInode<B: Backing> {
     inode: B::Inode,
-    /// It is the top, where `.firn` is not shown.
-    hides_own: bool,
+    /// Whether the object is the top of a backing whose `.firn` is hidden.
+    hides_firn_dir: bool,
 }
 
 impl<B: Backing> Clone for PlainInode<B> {
     fn clone(&self) -> Self {
         Self {
             inode: self.inode.clone(),
-            hides_own: self.hides_own,
+            hides_firn_dir: self.hides_firn_dir,
         }
     }
 }
 
 impl<B: Backing> PlainInode<B> {
+    /// Returns an object other than the top.
     fn below_top(inode: B::Inode) -> Self {
         Self {
             inode,
-            hides_own: false,
+            hides_firn_dir: false,
         }
     }
 
-    /// Whether a name in this directory is not shown.
+    /// Returns whether a name in this directory is hidden.
     fn hides(&self, name: &OsStr) -> bool {
-        self.hides_own && name == staging::TOP
+        self.hides_firn_dir && name == staging::TOP
     }
 
-    /// Fails where a name that is to be made in this directory is Firn's.
+    /// Fails with EPERM if a name that is to be made in this directory is reserved.
     fn check_new_name(&self, name: &OsStr) -> Result<()> {
         if self.hides(name) {
             Err(Errno::PERM)
@@ -60,7 +62,7 @@ impl<B: Backing> PlainInode<B> {
         }
     }
 
-    /// Fails where a name in this directory is not shown.
+    /// Fails with ENOENT if a name in this directory is hidden.
     fn check_old_name(&self, name: &OsStr) -> Result<()> {
         if self.hides(name) {
             Err(Errno::NOENT)
@@ -73,18 +75,18 @@ impl<B: Backing> PlainInode<B> {
 /// An open directory of a [`PlainBacking`].
 pub struct PlainDir<B: Backing> {
     dir: B::Dir,
-    hides_own: bool,
+    hides_firn_dir: bool,
 }
 
 impl<B: Backing> PlainBacking<B> {
-    /// Over `base`, whose `.firn` is not shown.
+    /// Makes a layer over `base` that hides `.firn`.
     pub fn new(base: B) -> Self {
         let own_dir = base.lookup(&base.root(), OsStr::new(staging::TOP));
         let has_own_dir = own_dir.is_ok_and(|(_, attr)| attr.kind == Kind::Dir);
         Self {
             root: PlainInode {
                 inode: base.root(),
-                hides_own: true,
+                hides_firn_dir: true,
             },
             base,
             hidden_links: u32::from(has_own_dir),
@@ -92,7 +94,7 @@ impl<B: Backing> PlainBacking<B> {
     }
 
     /// Makes the backing of a stub tree, whose `.firn` is shown because it has files of its own there.
-    pub fn with_own_shown(base: B) -> Self {
+    pub fn with_firn_dir_shown(base: B) -> Self {
         Self {
             root: PlainInode::below_top(base.root()),
             base,
@@ -105,9 +107,10 @@ impl<B: Backing> PlainBacking<B> {
         &self.base
     }
 
+    /// Returns the attributes of an object, without the links of hidden directories.
     fn without_hidden_links(&self, inode: &PlainInode<B>, attr: Attr) -> Attr {
         // Some file systems do not count subdirectories and say 1.
-        let hidden = if inode.hides_own && attr.nlink > 1 {
+        let hidden = if inode.hides_firn_dir && attr.nlink > 1 {
             self.hidden_links
         } else {
             0
@@ -119,12 +122,12 @@ impl<B: Backing> PlainBacking<B> {
     }
 }
 
-/// The object that was just found or made below the top.
+/// Returns an object that was found or made below the top, with its attributes.
 fn below_top<B: Backing>((inode, attr): (B::Inode, Attr)) -> (PlainInode<B>, Attr) {
     (PlainInode::below_top(inode), attr)
 }
 
-/// What the base calls the object, the file or the directory of a call.
+/// Calls the backing below with its own object in place of this layer's; for [`forward!`].
 macro_rules! base {
     ($self:ident, |$base:ident| $call:expr) => {{
         let $base = &$self.base;
@@ -221,14 +224,17 @@ impl<B: Backing> Names for PlainBacking<B> {
     ) -> PlainInode<B> {
         PlainInode {
             inode: self.base.moved_to(&inode.inode, &parent.inode, name),
-            hides_own: inode.hides_own,
+            hides_firn_dir: inode.hides_firn_dir,
         }
     }
 
     fn open_dir(&self, inode: &PlainInode<B>) -> Result<PlainDir<B>> {
         let dir = self.base.open_dir(&inode.inode)?;
-        let hides_own = inode.hides_own;
-        Ok(PlainDir { dir, hides_own })
+        let hides_firn_dir = inode.hides_firn_dir;
+        Ok(PlainDir {
+            dir,
+            hides_firn_dir,
+        })
     }
 
     fn read_dir(
@@ -237,7 +243,7 @@ impl<B: Backing> Names for PlainBacking<B> {
         cookie: i64,
         sink: &mut dyn FnMut(DirEntry<'_>) -> bool,
     ) -> Result<()> {
-        if !dir.hides_own {
+        if !dir.hides_firn_dir {
             return self.base.read_dir(&dir.dir, cookie, sink);
         }
         let mut shown = |entry: DirEntry<'_>| entry.name == staging::TOP || sink(entry);

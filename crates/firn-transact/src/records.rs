@@ -18,13 +18,13 @@ use crate::claim::Claim;
 use crate::error::StoreError;
 use crate::hidden::OwnLinks;
 use crate::history::History;
+use crate::lower_backing::LowerBacking;
 use crate::scope::{Scope, Stage};
 use crate::scopes::Scopes;
 use crate::shadow::Shadow;
 use crate::staging;
-use crate::staging_dir::Home;
 
-impl<B: Backing> Home<B> {
+impl<B: Backing> LowerBacking<B> {
     /// A record in the directory `name` of `.firn/`; `None` where there is none.
     pub(crate) fn load_record(
         &self,
@@ -46,7 +46,7 @@ impl<B: Backing> Home<B> {
         let Some(firn) = self.find_staging_dir()? else {
             return Ok(None);
         };
-        Ok(staging::load_numbers(&self.base, &firn)?.remove(scope))
+        Ok(staging::load_commit_numbers(&self.base, &firn)?.remove(scope))
     }
 
     /// Makes a prepared transaction an open one, durably.
@@ -93,7 +93,7 @@ impl<B: Backing> Home<B> {
 
 /// How transactions leave the backing: records, directories, links.
 pub(crate) struct Endings<B: Backing> {
-    pub(crate) home: Arc<Home<B>>,
+    pub(crate) lower: Arc<LowerBacking<B>>,
     pub(crate) scopes: Arc<Scopes<B>>,
     pub(crate) own_links: Arc<OwnLinks<B>>,
     pub(crate) history: Arc<History<B>>,
@@ -102,14 +102,14 @@ pub(crate) struct Endings<B: Backing> {
 
 impl<B: Backing> Endings<B> {
     pub(crate) fn new(
-        home: &Arc<Home<B>>,
+        lower: &Arc<LowerBacking<B>>,
         scopes: &Arc<Scopes<B>>,
         own_links: &Arc<OwnLinks<B>>,
         history: &Arc<History<B>>,
         backups: &Arc<Backups<B>>,
     ) -> Self {
         Self {
-            home: Arc::clone(home),
+            lower: Arc::clone(lower),
             scopes: Arc::clone(scopes),
             own_links: Arc::clone(own_links),
             history: Arc::clone(history),
@@ -124,23 +124,23 @@ impl<B: Backing> Endings<B> {
         (log, direction): (&ChangeLog, Direction),
         serial: u64,
     ) -> Result<(), StoreError> {
-        self.home.base.sync_scope(SyncScope::Changes)?;
+        self.lower.base.sync_scope(SyncScope::Changes)?;
         // Before the record is removed: a manifest without a record would seem to be all that is left.
         self.backups.drop_backup(serial);
         let _one = Claim::own(&self.history.numbers);
-        let firn = self.home.staging_dir()?;
-        let mut numbers = staging::load_numbers(&self.home.base, &firn)?;
+        let firn = self.lower.staging_dir()?;
+        let mut numbers = staging::load_commit_numbers(&self.lower.base, &firn)?;
         numbers.remove(log.scope_before(direction));
         let scope = log.scope_after(direction);
         match log.id_after(direction) {
             NO_ID => numbers.remove(scope),
             id => numbers.insert(scope.to_vec(), id),
         };
-        staging::store_numbers(&self.home.base, &firn, &numbers)?;
+        staging::store_commit_numbers(&self.lower.base, &firn, &numbers)?;
         if direction == Direction::Redo && self.history.keep_log(&firn, serial, log)? {
             return Ok(());
         }
-        Ok(self.home.forget_records(dir)?)
+        Ok(self.lower.forget_records(dir)?)
     }
 
     /// A transaction is over: programs see the backing, or what the transaction that follows makes of it.
@@ -152,7 +152,7 @@ impl<B: Backing> Endings<B> {
 
     /// Removes what a transaction staged. Its outcome is durable, and the next open removes what is left.
     pub(crate) fn clean_up(&self, scope: &Scope<B>) {
-        let is_removed = match self.home.staging_dir() {
+        let is_removed = match self.lower.staging_dir() {
             Ok(firn) => self.remove_or_leave(&firn, scope.serial, &scope.dir),
             Err(error) => {
                 tracing::warn!(%error, serial = scope.serial, "cannot remove what a transaction staged");

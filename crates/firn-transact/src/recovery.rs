@@ -23,6 +23,7 @@ use crate::change_log::{ChangeLog, Direction};
 use crate::error::{OpenError, StoreError};
 use crate::hidden::OwnLinks;
 use crate::history::History;
+use crate::lower_backing::LowerBacking;
 use crate::names_ballot::NamesBallots;
 use crate::object::{Inner, Object};
 use crate::own::OwnError;
@@ -34,7 +35,6 @@ use crate::shadow::Shadow;
 use crate::shadow::shared::SharedTransactions;
 use crate::shadow::undo::ShadowUndo;
 use crate::staging;
-use crate::staging_dir::Home;
 use crate::transaction::arenas::ArenaNotes;
 use crate::transaction::top::TopUndo;
 use crate::transactional::TransactionalBacking;
@@ -96,13 +96,13 @@ impl<B: Backing> Clone for StoredTransaction<B> {
     }
 }
 
-impl<B: Backing> Home<B> {
+impl<B: Backing> LowerBacking<B> {
     /// Returns the stored transactions, sorted by the names of their directories.
     pub(super) fn stored_transactions(
         &self,
-        home: &B::Inode,
+        staging_dir: &B::Inode,
     ) -> Result<Vec<StoredTransaction<B>>, OwnError> {
-        let mut names = staging::list(&self.base, home)?;
+        let mut names = staging::list(&self.base, staging_dir)?;
         names.sort_by(|a, b| a.0.cmp(&b.0));
         let mut found = Vec::new();
         for (name, ..) in names {
@@ -110,7 +110,7 @@ impl<B: Backing> Home<B> {
             let Some(serial) = name.strip_prefix("tx-").and_then(|n| n.parse::<u64>().ok()) else {
                 continue;
             };
-            let dir = staging::must_find_dir(&self.base, home, &name)
+            let dir = staging::must_find_dir(&self.base, staging_dir, &name)
                 .map_err(|error| error.below(&self.staging_path()))?;
             found.push(StoredTransaction { serial, name, dir });
         }
@@ -142,15 +142,15 @@ impl<B: Backing> ArenaNotes<B> {
     ) -> Result<Vec<Vec<u8>>, StoreError> {
         let StoredTransaction { dir, name, .. } = stored;
         for decided in [staging::COMMIT, staging::UNDO] {
-            if staging::find(&self.home.base, dir, OsStr::new(decided))?.is_some() {
+            if staging::find(&self.lower.base, dir, OsStr::new(decided))?.is_some() {
                 // What came after the decision counts.
                 return Ok(Vec::new());
             }
         }
-        let record = self.home.load_record(dir, name, staging::RECORD)?;
+        let record = self.lower.load_record(dir, name, staging::RECORD)?;
         let scope = match &record {
             Some(record) => Some(record.scope.clone()),
-            None => staging::load_scope(&self.home.base, dir, staging::OPEN)?,
+            None => staging::load_scope(&self.lower.base, dir, staging::OPEN)?,
         };
         let Some(scope) = scope else {
             return Ok(Vec::new());
@@ -163,15 +163,15 @@ impl<B: Backing> ArenaNotes<B> {
         if is_committed {
             return Ok(Vec::new());
         }
-        let mut scopes = self.home.stored_names(dir, name)?;
+        let mut scopes = self.lower.stored_names(dir, name)?;
         scopes.push(scope);
         Ok(scopes)
     }
 
     /// Returns whether a stored transaction continues: its programs live on, and the backing has all of their changes.
     pub(super) fn goes_on(&self, stored: &StoredTransaction<B>) -> Result<bool, StoreError> {
-        let base = &self.home.base;
-        if self.home.members.is_some() || !self.living.open.contains(&stored.serial) {
+        let base = &self.lower.base;
+        if self.lower.members.is_some() || !self.living.open.contains(&stored.serial) {
             return Ok(false);
         }
         for decided in [staging::COMMIT, staging::UNDO] {
@@ -185,7 +185,7 @@ impl<B: Backing> ArenaNotes<B> {
 
     /// Returns whether the hosts have decided to commit a transaction that this host has prepared.
     fn is_decided_commit(&self, dir: &B::Inode, id: u64, scope: &[u8]) -> Result<bool, StoreError> {
-        let decision = match staging::read_file(&self.home.base, dir, staging::KEY)? {
+        let decision = match staging::read_file(&self.lower.base, dir, staging::KEY)? {
             Some(key) => match self.names_ballots.find(&key)? {
                 Some(ballot) => ballot.decision()?,
                 None => None,
@@ -198,7 +198,7 @@ impl<B: Backing> ArenaNotes<B> {
 
 /// Scopes of transactions that are stored in the backing.
 pub(crate) struct StoredScopes<B: Backing> {
-    pub(crate) home: Arc<Home<B>>,
+    pub(crate) lower: Arc<LowerBacking<B>>,
     pub(crate) tree: Arc<Tree<B>>,
     pub(crate) scopes: Arc<Scopes<B>>,
     pub(crate) own_links: Arc<OwnLinks<B>>,
@@ -207,14 +207,14 @@ pub(crate) struct StoredScopes<B: Backing> {
 
 impl<B: Backing> StoredScopes<B> {
     pub(crate) fn new(
-        home: &Arc<Home<B>>,
+        lower: &Arc<LowerBacking<B>>,
         tree: &Arc<Tree<B>>,
         scopes: &Arc<Scopes<B>>,
         own_links: &Arc<OwnLinks<B>>,
         shared: &Arc<SharedTransactions<B>>,
     ) -> Self {
         Self {
-            home: Arc::clone(home),
+            lower: Arc::clone(lower),
             tree: Arc::clone(tree),
             scopes: Arc::clone(scopes),
             own_links: Arc::clone(own_links),
@@ -229,13 +229,13 @@ impl<B: Backing> StoredScopes<B> {
         stored: &StoredTransaction<B>,
     ) -> Result<Option<Arc<Scope<B>>>, StoreError> {
         let StoredTransaction { serial, name, dir } = stored;
-        let base = &self.home.base;
+        let base = &self.lower.base;
         let found = Shadow::find(base, dir)?;
         let path = staging::load_scope(base, dir, staging::OPEN)?;
         let (Some(shadow), Some(path)) = (found, path) else {
             return Ok(None);
         };
-        let top = self.home.find_top_undo(dir, name, shadow.kept_dir())?;
+        let top = self.lower.find_top_undo(dir, name, shadow.kept_dir())?;
         let Some(path_now) = self.present_path(&path, top.as_ref())? else {
             return Ok(None);
         };
@@ -263,7 +263,7 @@ impl<B: Backing> StoredScopes<B> {
         };
         for name in top.names.iter().chain(&top.before) {
             let name_os = OsStr::from_bytes(name);
-            let found = staging::find(&self.home.base, &top.parent, name_os)?;
+            let found = staging::find(&self.lower.base, &top.parent, name_os)?;
             if found.is_some_and(|(_, attr)| attr.ino == top.ino) {
                 return Ok(Some(join(parent_of(path), name)));
             }
@@ -275,11 +275,11 @@ impl<B: Backing> StoredScopes<B> {
     pub(crate) fn intern_path(&self, path: &[u8]) -> Result<Arc<Object<B>>, Errno> {
         let mut found = Arc::clone(self.tree.top());
         for name in names_in(path) {
-            let parent = found.inode(&self.home.base)?;
-            let (inode, attr) = self.home.base.lookup(&parent, name)?;
+            let parent = found.inode(&self.lower.base)?;
+            let (inode, attr) = self.lower.base.lookup(&parent, name)?;
             found = self
                 .tree
-                .intern(&self.home.base, inode, &attr, &found, name);
+                .intern(&self.lower.base, inode, &attr, &found, name);
         }
         Ok(found)
     }
@@ -300,11 +300,11 @@ impl<B: Backing> StoredScopes<B> {
         let scope = self.new_scope(serial, root, record.scope.clone(), dir, Some(record))?;
         for (identity, (staging_dir, name)) in anchored {
             if let Some((staging_dir, _)) =
-                staging::find_dir(&self.home.base, &scope.new, &staging_dir)?
+                staging::find_dir(&self.lower.base, &scope.new, &staging_dir)?
             {
                 self.own_links.found_hidden(
                     serial,
-                    (self.home.device, identity.ino),
+                    (self.lower.device, identity.ino),
                     &staging_dir,
                     name,
                     false,
@@ -312,7 +312,7 @@ impl<B: Backing> StoredScopes<B> {
             }
         }
         if let Some(shadow) = &scope.shadow {
-            for (key, name, is_dir) in shadow.list_kept(&self.home.base)? {
+            for (key, name, is_dir) in shadow.list_kept(&self.lower.base)? {
                 self.own_links
                     .found_hidden(serial, key, shadow.kept_dir(), name, is_dir);
             }
@@ -324,7 +324,7 @@ impl<B: Backing> StoredScopes<B> {
 
 /// The recovery of one open.
 pub(crate) struct Recovery<B: Backing> {
-    pub(crate) home: Arc<Home<B>>,
+    pub(crate) lower: Arc<LowerBacking<B>>,
     pub(crate) scopes: Arc<Scopes<B>>,
     pub(crate) shared: Arc<SharedTransactions<B>>,
     pub(crate) votes: Arc<Votes<B>>,
@@ -339,7 +339,7 @@ pub(crate) struct Recovery<B: Backing> {
 impl<B: Backing> Recovery<B> {
     fn new(backing: &TransactionalBacking<B>) -> Self {
         Self {
-            home: Arc::clone(&backing.home),
+            lower: Arc::clone(&backing.lower),
             scopes: Arc::clone(&backing.scopes),
             shared: Arc::clone(&backing.shared),
             votes: Arc::clone(&backing.votes),
@@ -363,7 +363,7 @@ impl<B: Backing> Recovery<B> {
         };
         if self.arena_notes.living.ending.contains(&stored.serial) {
             // A part may be undone already, so the transaction can only be aborted.
-            self.home.forget_record(&scope.dir)?;
+            self.lower.forget_record(&scope.dir)?;
             scope.refuse_changes(true);
             scope.shadow.iter().for_each(Shadow::begin_undo);
         } else if let Some(record) = prepared {
@@ -381,16 +381,16 @@ impl<B: Backing> Recovery<B> {
         if !scopes.is_empty() {
             drop_pending(&scopes)?;
         }
-        self.arena_notes.tell_arenas()?;
+        self.arena_notes.note_drops_of_others()?;
         Ok(self.finish_or_undo()?)
     }
 
     /// Finishes or undoes what earlier transactions left.
     fn finish_or_undo(&self) -> Result<Outcome, OpenError> {
         let mut outcome = Outcome::default();
-        if let Some(home) = self.home.find_staging_dir()? {
-            self.recover_shared(&home)?;
-            self.recover(&home, &mut outcome)?;
+        if let Some(staging_dir) = self.lower.find_staging_dir()? {
+            self.recover_shared(&staging_dir)?;
+            self.recover(&staging_dir, &mut outcome)?;
         }
         self.shared.leave_shared_ones(&outcome.waiting)?;
         self.votes.leave_old_votes(&outcome.waiting)?;
@@ -402,7 +402,7 @@ impl<B: Backing> Recovery<B> {
     /// abort where there is no decision: the programs that wrote them do not ask for it again.
     fn find_decision(&self, dir: &B::Inode, record: &ChangeLog) -> Result<Option<bool>, OpenError> {
         Ok(
-            match staging::read_file(&self.home.base, dir, staging::KEY)? {
+            match staging::read_file(&self.lower.base, dir, staging::KEY)? {
                 Some(key) => Some(self.names_ballots.settle_or_abort(&key)?),
                 None => self.votes.find_decision(record.id, &record.scope)?,
             },
@@ -417,14 +417,14 @@ impl<B: Backing> Recovery<B> {
         (log, direction): (&ChangeLog, Direction),
         outcome: &mut Outcome,
     ) -> Result<(), OpenError> {
-        let new = staging::make_dir(&self.home.base, dir, staging::NEW)?;
-        let away = staging::make_dir(&self.home.base, dir, staging::AWAY)?;
-        let below = (&self.home.base, self.home.device);
+        let new = staging::make_dir(&self.lower.base, dir, staging::NEW)?;
+        let away = staging::make_dir(&self.lower.base, dir, staging::AWAY)?;
+        let below = (&self.lower.base, self.lower.device);
         Apply::new(below, (log, direction), &new, &away).run()?;
-        if self.home.has_more_names(dir)? {
-            self.home.base.sync_all()?;
+        if self.lower.has_more_names(dir)? {
+            self.lower.base.sync_all()?;
         } else {
-            self.home
+            self.lower
                 .sync_what_was_applied(firn, log.scope_after(direction))?;
         }
         self.endings.finish_commit(dir, (log, direction), *serial)?;
@@ -442,11 +442,11 @@ impl<B: Backing> Recovery<B> {
     }
 
     fn recover(&self, firn: &B::Inode, outcome: &mut Outcome) -> Result<(), OpenError> {
-        for stored in self.home.stored_transactions(firn)? {
+        for stored in self.lower.stored_transactions(firn)? {
             let goes_on = self.arena_notes.goes_on(&stored)?;
             let StoredTransaction { serial, name, dir } = stored.clone();
             self.scopes.skip_serial(serial);
-            let record = |file| self.home.load_record(&dir, &name, file);
+            let record = |file| self.lower.load_record(&dir, &name, file);
             let mut prepared = record(staging::RECORD)?;
             // What the other hosts decided while this one was away.
             let decision = match &prepared {
@@ -458,15 +458,15 @@ impl<B: Backing> Recovery<B> {
                 Some(true) => {
                     let from = OsStr::new(staging::RECORD);
                     let to = OsStr::new(staging::COMMIT);
-                    self.home
+                    self.lower
                         .base
                         .rename(&dir, from, &dir, to, RenameFlags::empty())?;
-                    self.home.base.sync_dir(&dir)?;
+                    self.lower.base.sync_dir(&dir)?;
                 }
                 Some(false) => {
                     prepared = None;
-                    self.home.base.unlink(&dir, OsStr::new(staging::RECORD))?;
-                    self.home.base.sync_dir(&dir)?;
+                    self.lower.base.unlink(&dir, OsStr::new(staging::RECORD))?;
+                    self.lower.base.sync_dir(&dir)?;
                 }
             }
             let decided = match record(staging::UNDO)? {
@@ -482,12 +482,12 @@ impl<B: Backing> Recovery<B> {
                 self.stored_scopes.wait_for_decision(serial, dir, record)?;
             } else {
                 // Without `open` the transaction was over, and only its directory was left.
-                let scope = staging::load_scope(&self.home.base, &dir, staging::OPEN)?;
+                let scope = staging::load_scope(&self.lower.base, &dir, staging::OPEN)?;
                 if let Some(scope) = &scope {
                     self.shadow_undo.undo_stored(&dir, &name, scope)?;
                 }
                 outcome.undone.extend(scope);
-                self.home.remove_transaction(firn, &dir, &name)?;
+                self.lower.remove_transaction(firn, &dir, &name)?;
             }
         }
         self.history.clear_kept_logs(firn)?;
@@ -515,13 +515,15 @@ impl<B: Backing> TransactionalBacking<B> {
     pub fn decided_commits(base: B) -> Result<Vec<u64>, StoreError> {
         let backing = Self::open_unrecovered(base, Opening::default())?;
         let mut decided = Vec::new();
-        let Some(home) = backing.home.find_staging_dir()? else {
+        let Some(staging_dir) = backing.lower.find_staging_dir()? else {
             return Ok(decided);
         };
-        for StoredTransaction { name, dir, .. } in backing.home.stored_transactions(&home)? {
-            let undo = backing.home.load_record(&dir, &name, staging::UNDO)?;
+        for StoredTransaction { name, dir, .. } in
+            backing.lower.stored_transactions(&staging_dir)?
+        {
+            let undo = backing.lower.load_record(&dir, &name, staging::UNDO)?;
             let undo = undo.map(|log| log.id_after(Direction::Undo));
-            let redo = backing.home.load_record(&dir, &name, staging::COMMIT)?;
+            let redo = backing.lower.load_record(&dir, &name, staging::COMMIT)?;
             let redo = redo.map(|log| log.id_after(Direction::Redo));
             decided.extend(undo.or(redo));
         }

@@ -1,6 +1,7 @@
-//! Figures of the transactions of a mount, for the status.
+//! [`TransactionFigures`]: figures of the transactions of a mount, for the status.
 //!
-//! Promise: it waits for no lock that is held during a call of the backing.
+//! Promise: the status waits for no claim or use that may be kept during a call of the backing, so it answers even if the
+//! backing hangs.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -15,31 +16,31 @@ use crate::shadow::Shadow;
 use crate::state::NameState;
 use crate::transactional::TransactionalBacking;
 
-/// Figures of a transaction that is not over.
+/// Figures of a transaction that has not ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Transaction {
+pub struct TransactionFigures {
     /// Path of its scope at the begin, relative to the backing.
     pub scope: Vec<u8>,
-    /// Path under which programs see it.
+    /// Path under which programs see the scope.
     pub path_now: Vec<u8>,
-    /// How far it is.
+    /// Stage of the transaction.
     pub stage: Stage,
-    /// Bytes written in it since it began, overwritten ones too.
+    /// Bytes that programs wrote since the begin; bytes that were written twice count twice.
     pub written_bytes: u64,
-    /// Objects that it changes.
+    /// Number of objects that the transaction changes.
     pub objects: u64,
-    /// How many names of files are in each state.
+    /// Number of names of files in each state.
     pub states: BTreeMap<NameState, u64>,
-    /// An earlier firnd prepared it.
+    /// Whether an earlier firnd prepared the transaction.
     pub is_recovered: bool,
-    /// Why it could not be applied when that was tried last.
+    /// Error of the last attempt to apply the commit; `None` if it succeeded or there was none.
     pub trouble: Option<String>,
-    /// Where there is a backup: how far it is.
+    /// Progress of the backup; `None` on a mount without a backup.
     pub backup: Option<Progress>,
 }
 
 impl<B: Backing> Scopes<B> {
-    /// Paths under which programs see the scopes of the transactions that are not over.
+    /// Returns the paths under which programs see the scopes of the transactions that have not ended.
     pub fn scopes_now(&self) -> Vec<Vec<u8>> {
         let all = self.in_order().into_iter();
         all.map(|(scope, _)| scope.path_now()).collect()
@@ -47,10 +48,12 @@ impl<B: Backing> Scopes<B> {
 }
 
 impl<B: Backing> TransactionalBacking<B> {
-    /// For reports: the transactions that are not over; one that is to be applied comes before the next one of its
-    /// scope. A caller that acts on one asks for its handle ([`TransactionalBacking::current_transaction`]).
-    pub fn transactions(&self) -> Vec<Transaction> {
-        let one = |(scope, stage): (Arc<Scope<B>>, Stage)| Transaction {
+    /// Returns the figures of the transactions that have not ended. A commit that is being applied comes before the
+    /// transaction that follows it.
+    ///
+    /// A caller that acts on a transaction asks for its handle ([`TransactionalBacking::current_transaction`]).
+    pub fn transactions(&self) -> Vec<TransactionFigures> {
+        let figures_of = |(scope, stage): (Arc<Scope<B>>, Stage)| TransactionFigures {
             scope: scope.path.clone(),
             path_now: scope.path_now(),
             stage,
@@ -67,6 +70,6 @@ impl<B: Backing> TransactionalBacking<B> {
             trouble: scope.application.trouble(),
             backup: self.backups.backup_progress(&scope),
         };
-        self.scopes.in_order().into_iter().map(one).collect()
+        self.scopes.in_order().into_iter().map(figures_of).collect()
     }
 }

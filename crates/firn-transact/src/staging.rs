@@ -1,32 +1,34 @@
-//! `.firn/` in the backing: where transactions keep what is not committed.
+//! The files of transactions in `.firn/`, and the attributes of staged objects.
+//!
+//! `tx-N` is the directory of the transaction with the serial number N, `DIR` and `M` are numbers.
 //!
 //! ```text
 //! .firn/committed          number of the last commit of each scope: a line each, with the path in hex
-//! .firn/dropped            what arenas that are not at hand have to drop (`transaction::arenas`)
-//! .firn/undo-N/            what was tx-N, committed and kept to be undone (`history`)
-//! .firn/tx-N/new/DIR/M     staged objects; DIR says what objects made in it inherit
-//! .firn/tx-N/new/u/        with `history`: what undoes the commit
-//! .firn/tx-N/away/M        objects on their way from one name to another, while a commit is applied
-//! .firn/tx-N/saved/        in shadow mode: what objects were before they changed (`shadow::save`)
+//! .firn/dropped            pending data that other arenas have to drop (`transaction::arenas`)
+//! .firn/undo-N/            a committed transaction whose undo parts are kept (`history`)
+//! .firn/tx-N/new/DIR/M     staged objects; all objects in one DIR inherit the same
+//! .firn/tx-N/new/u/        with `history`: staged copies for the undo of the commit
+//! .firn/tx-N/away/M        objects that have lost one name and not got the next, while a commit is applied
+//! .firn/tx-N/saved/        in shadow mode: states of objects before their first change (`shadow::save`)
 //! .firn/tx-N/kept/INO      in shadow mode: objects that were removed
-//! .firn/tx-N/open          it is not over; the path of its scope
-//! .firn/tx-N/names         names that the top of its scope has or had in it (`transaction::top`)
-//! .firn/tx-N/arena         the arena of the mount that began it
-//! .firn/tx-N/record        prepared: the change log (`change_log`)
-//! .firn/tx-N/commit        the same, decided
-//! .firn/tx-N/undo          the same, committed before and now being undone
-//! .firn/host-NAME/         all of this, of one of several hosts
-//! .firn/vote-ID.../        where those hosts vote on a commit: `vote`
+//! .firn/tx-N/open          the transaction has not ended; has the path of its scope
+//! .firn/tx-N/names         names that the top of the scope has or had (`transaction::top`)
+//! .firn/tx-N/arena         id of the arena with which the transaction was begun
+//! .firn/tx-N/record        the transaction is prepared; has the change log (`change_log`)
+//! .firn/tx-N/commit        the transaction is decided; has the change log
+//! .firn/tx-N/undo          a commit of the history that is being undone; has its change log
+//! .firn/host-NAME/         the same files, for one of several hosts
+//! .firn/vote-ID.../        the vote of those hosts on a commit (`vote`)
 //! ```
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 
-use base16ct::lower;
+use base16ct::lower as hex;
 use firn_backing::{Attr, Backing, Errno, Kind, NewKind, Result};
 
-use crate::change_log::{Attributes, Instant, LogError};
+use crate::change_log::{Attributes, LogError, StoredTime};
 use crate::error::StoreError;
 use crate::own::is_path;
 pub(crate) use crate::own::{
@@ -48,32 +50,36 @@ pub(crate) const COMMITTED: &str = "committed";
 pub(crate) const NEW: &str = "new";
 pub(crate) const AWAY: &str = "away";
 
-/// The number of the last commit of each scope.
-pub(crate) fn load_numbers<B: Backing>(
+/// Reads the number of the last commit of each scope. A line that cannot be read is left out.
+pub(crate) fn load_commit_numbers<B: Backing>(
     base: &B,
     firn: &B::Inode,
 ) -> Result<BTreeMap<Vec<u8>, u64>> {
     let text = read_file(base, firn, COMMITTED)?.unwrap_or_default();
-    let line = |line: &[u8]| {
-        let (id, hex) = std::str::from_utf8(line).ok()?.split_once(' ')?;
-        Some((lower::decode_vec(hex).ok()?, id.parse().ok()?))
+    let parse_line = |line: &[u8]| {
+        let (id, path) = std::str::from_utf8(line).ok()?.split_once(' ')?;
+        Some((hex::decode_vec(path).ok()?, id.parse().ok()?))
     };
-    Ok(text.split(|&byte| byte == b'\n').filter_map(line).collect())
+    Ok(text
+        .split(|&byte| byte == b'\n')
+        .filter_map(parse_line)
+        .collect())
 }
 
-pub(crate) fn store_numbers<B: Backing>(
+/// Stores the number of the last commit of each scope, durably.
+pub(crate) fn store_commit_numbers<B: Backing>(
     base: &B,
     firn: &B::Inode,
     numbers: &BTreeMap<Vec<u8>, u64>,
 ) -> Result<()> {
     let mut text = String::new();
     for (path, id) in numbers {
-        text += &format!("{id} {}\n", lower::encode_string(path));
+        text += &format!("{id} {}\n", hex::encode_string(path));
     }
     replace_file(base, firn, COMMITTED, text.as_bytes())
 }
 
-/// The scope of a transaction, as a file of it tells; `None` where there is no such file.
+/// Reads the path of a scope from a file of its transaction. Returns `None` if there is no such file.
 pub(crate) fn load_scope<B: Backing>(
     base: &B,
     parent: &B::Inode,
@@ -91,8 +97,8 @@ pub(crate) fn load_scope<B: Backing>(
     })
 }
 
-/// Makes an object that is no file, of the kind in `mode`: a directory, a link to `target`, or what has the number
-/// `rdev`. Attributes come later.
+/// Makes an object other than a file, of the kind in `mode`: a directory, a symbolic link to `target`, or a special file
+/// with the device number `rdev`. The caller sets its attributes.
 pub(crate) fn make_special<B: Backing>(
     base: &B,
     dir: &B::Inode,
@@ -112,12 +118,12 @@ pub(crate) fn make_special<B: Backing>(
     Ok(made.0)
 }
 
-/// Makes `to` have the attributes of `from`.
+/// Gives `to` the attributes of `from`.
 pub(crate) fn copy_attributes<B: Backing>(base: &B, from: &B::Inode, to: &B::Inode) -> Result<()> {
     set_attributes(base, to, &read_attributes(base, from, &base.attr(from)?)?)
 }
 
-/// The attributes of an object as a log keeps them; `attr` is what stat(2) says.
+/// Returns the attributes of an object as a change log keeps them. `attr` is the result of stat(2) for the object.
 pub(crate) fn read_attributes<B: Backing>(
     base: &B,
     inode: &B::Inode,
@@ -131,12 +137,12 @@ pub(crate) fn read_attributes<B: Backing>(
         mtime: attr.mtime.into(),
         xattrs: match attr.kind {
             Kind::Symlink => Vec::new(),
-            _ => xattrs(base, inode)?,
+            _ => read_xattrs(base, inode)?,
         },
     })
 }
 
-/// Makes an object have these attributes: owner, extended attributes, mode, times.
+/// Sets owner, extended attributes, mode and times of an object, as far as they differ.
 pub(crate) fn set_attributes<B: Backing>(
     base: &B,
     inode: &B::Inode,
@@ -149,16 +155,17 @@ pub(crate) fn set_attributes<B: Backing>(
         sets_mode = true;
     }
     if has.kind != Kind::Symlink {
-        // An owner's change and an ACL's change the mode, too.
+        // A new owner clears set-id bits, and a new ACL changes permission bits, so the mode is set last.
         sets_mode |= set_xattrs(base, inode, &wanted.xattrs)?;
         if sets_mode {
             base.set_mode(inode, wanted.mode & 0o7777)?;
         }
     }
-    let at = |time: Instant| firn_backing::SetTime::At(time.into());
+    let at = |time: StoredTime| firn_backing::SetTime::At(time.into());
     base.set_times(inode, at(wanted.atime), at(wanted.mtime))
 }
 
+/// Returns the names of the extended attributes of an object; none if the file system has no extended attributes.
 fn xattr_names<B: Backing>(base: &B, inode: &B::Inode) -> Result<Vec<Vec<u8>>> {
     let names = match base.list_xattr(inode) {
         Ok(names) => names,
@@ -173,7 +180,8 @@ fn xattr_names<B: Backing>(base: &B, inode: &B::Inode) -> Result<Vec<Vec<u8>>> {
         .collect())
 }
 
-/// Whether it is a failure that there is no list: taken for an empty one, a commit would remove what is there.
+/// Returns whether `OPNOTSUPP` for this object is a failure, because the top of the backing has extended attributes. If it
+/// were taken for an empty list, a commit would remove the attributes of the object.
 fn must_have_xattrs<B: Backing>(base: &B, inode: &B::Inode) -> Result<bool> {
     let attr = base.attr(inode)?;
     let top = base.root();
@@ -181,13 +189,16 @@ fn must_have_xattrs<B: Backing>(base: &B, inode: &B::Inode) -> Result<bool> {
     Ok(is_plain && base.list_xattr(&top).is_ok())
 }
 
-/// Whether any user can set this attribute. Others are copied where that is allowed.
+/// Returns whether any user can set this attribute. Errors of other attributes are ignored.
 fn needs_no_privilege(name: &[u8]) -> bool {
     name.starts_with(b"user.") || name.starts_with(b"system.posix_acl_")
 }
 
-/// Names and values of the extended attributes of an object.
-pub(crate) fn xattrs<B: Backing>(base: &B, inode: &B::Inode) -> Result<Vec<(Vec<u8>, Vec<u8>)>> {
+/// Returns names and values of the extended attributes of an object.
+pub(crate) fn read_xattrs<B: Backing>(
+    base: &B,
+    inode: &B::Inode,
+) -> Result<Vec<(Vec<u8>, Vec<u8>)>> {
     let mut found = Vec::new();
     for name in xattr_names(base, inode)? {
         match base.get_xattr(inode, OsStr::from_bytes(&name)) {
@@ -199,7 +210,7 @@ pub(crate) fn xattrs<B: Backing>(base: &B, inode: &B::Inode) -> Result<Vec<(Vec<
     Ok(found)
 }
 
-/// Makes an object have exactly these extended attributes. Returns whether there were or are any.
+/// Sets the extended attributes of an object, and removes all others. Returns whether the object has or had any.
 pub(crate) fn set_xattrs<B: Backing>(
     base: &B,
     inode: &B::Inode,

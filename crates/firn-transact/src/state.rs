@@ -1,4 +1,4 @@
-//! The states of CprFS: what became of a name of a file since the transaction began.
+//! [`NameState`]: the states of CprFS, which say what became of a name of a file since the transaction began.
 //!
 //! The paper (table 1, figure 5, table 2) follows every call from state to state; so do the tests (`tests/oracle`).
 //! Here the states are derived from the tables of the transaction when the status asks for them, and nothing is noted
@@ -19,35 +19,35 @@ use crate::object::{Key, Object};
 use crate::scope::Scope;
 use crate::scopes::Scopes;
 
-/// What became of a name.
+/// What became of a name of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum NameState {
-    /// New, created or opened for writing.
+    /// The file is new or was changed, and was not truncated.
     Normal,
-    /// Cut by `O_TRUNC` or truncate.
+    /// Bytes of the file were cut off by `O_TRUNC` or truncate(2).
     Truncated,
-    /// Unlinked.
+    /// The name was unlinked.
     Deleted,
-    /// It was the source of a rename.
+    /// The name was the source of a rename.
     Dead,
-    /// Created again after deletion.
+    /// The name was deleted, and a new file was created there.
     Reborn,
-    /// It was the target of a rename.
+    /// The name was the target of a rename.
     Renamed,
-    /// Created again after being renamed away.
+    /// The name was the source of a rename, and a new file was created there.
     DeadReborn,
-    /// Renamed away, then the target of another rename.
+    /// The name was the source of a rename, and then the target of another one.
     DeadRenamed,
-    /// Renamed away, then the target of another rename, then truncated.
+    /// As [`DeadRenamed`], and the file was truncated.
     DeadRenamedTruncated,
-    /// Target of a rename, then truncated.
+    /// The name was the target of a rename, and the file was truncated.
     RenamedTruncated,
 }
 
 use NameState::*;
 
 impl NameState {
-    /// All of them, in the order of the paper's table 1.
+    /// All states, in the order of the paper's table 1.
     pub const ALL: [Self; 10] = [
         Normal,
         Truncated,
@@ -61,7 +61,7 @@ impl NameState {
         RenamedTruncated,
     ];
 
-    /// Whether the name leads to a file.
+    /// Returns whether the name leads to a file.
     pub fn exists(self) -> bool {
         !matches!(self, Deleted | Dead)
     }
@@ -88,7 +88,7 @@ impl std::fmt::Display for NameState {
 type Name = (Key, OsString);
 
 impl<B: Backing> Scopes<B> {
-    /// State of a name of a file in the open transaction; `None` if unchanged.
+    /// Returns the state of a name in its transaction; `None` if the transaction has not changed the name or its file.
     pub fn state_of(&self, parent: &Arc<Object<B>>, name: &OsStr) -> Option<NameState> {
         let states = self.scope_of(parent)?.derive_states();
         states.get(&(parent.key, name.to_owned())).copied()
@@ -96,7 +96,7 @@ impl<B: Backing> Scopes<B> {
 }
 
 impl<B: Backing> Scope<B> {
-    /// How many names of files are in each state. Changes that are under way may be seen in part.
+    /// Returns the number of names of files in each state. A change that is under way may be counted in part.
     pub(crate) fn count_states(&self) -> BTreeMap<NameState, u64> {
         let mut counts = BTreeMap::new();
         for state in self.derive_states().into_values() {
@@ -105,22 +105,23 @@ impl<B: Backing> Scope<B> {
         counts
     }
 
+    /// Returns the states of all changed names of files.
     fn derive_states(&self) -> HashMap<Name, NameState> {
         let changed: Vec<_> = self.changed.lock().values().cloned().collect();
-        let mut tables = Tables::default();
+        let mut tables = ChangeTables::default();
         for object in &changed {
-            tables.add(object);
+            tables.add_object(object);
         }
         let in_place = tables.files.values().filter_map(|file| {
             let origin = file.origin.clone()?;
             Some((origin, file.state_in_place()))
         });
         let mut states: HashMap<Name, NameState> = in_place.collect();
-        // Changed names come second: a file may have lost the name that it was known by.
+        // Changed names are added second and replace states in place, because a file may have lost its name of origin.
         for changed in &tables.names {
             states.extend(
                 tables
-                    .state(changed)
+                    .state_of(changed)
                     .map(|state| (changed.name.clone(), state)),
             );
         }
@@ -128,36 +129,39 @@ impl<B: Backing> Scope<B> {
     }
 }
 
-/// What a transaction's tables say of names and files.
+/// The changes of a transaction, in the form from which states are derived.
 #[derive(Default)]
-struct Tables {
+struct ChangeTables {
+    /// Names that the transaction made, changed or removed.
     names: Vec<ChangedName>,
     files: HashMap<Key, ChangedFile>,
     /// Files that changed names lead to.
     named: HashSet<Key>,
-    /// Names of the backing, and what they lead to there, as far as the transaction changes it.
+    /// Kind and key of each changed object that the backing has, by its name in the backing.
     origins: HashMap<Name, (Kind, Key)>,
 }
 
+/// A name that the transaction made, changed or removed.
 struct ChangedName {
     name: Name,
-    /// The file that it leads to, if it leads to one.
+    /// The file that the name leads to now; `None` if there is no file.
     file: Option<Key>,
-    /// The backing has the name, too.
+    /// Whether the backing has the name, too.
     hides_old: bool,
 }
 
+/// A file that the transaction made or changed.
 struct ChangedFile {
-    /// A name that it has in the backing.
+    /// A name of the file in the backing; `None` if the file is new or no name is known.
     origin: Option<Name>,
-    /// The transaction made it.
+    /// Whether the transaction made the file.
     is_new: bool,
-    /// Bytes that it has in the backing were cut off.
+    /// Whether bytes that the file has in the backing were cut off.
     is_cut: bool,
 }
 
 impl ChangedFile {
-    /// State under the name that it has in the backing and still has.
+    /// Returns the state of the name that the file has in the backing, if it still has that name.
     fn state_in_place(&self) -> NameState {
         if self.is_cut { Truncated } else { Normal }
     }
@@ -165,17 +169,17 @@ impl ChangedFile {
 
 /// What became of the file that the backing has under a name.
 enum OldFile {
-    /// There is none.
+    /// The backing has no file under the name.
     Missing,
-    /// It is gone.
+    /// The transaction removed the name of the file.
     Removed,
-    /// It has another name now.
+    /// The file has another name now.
     Moved,
 }
 
-impl Tables {
-    /// Adds what is noted of an object. A change of it may be under way, which is not waited for.
-    fn add<B: Backing>(&mut self, object: &Object<B>) {
+impl ChangeTables {
+    /// Adds the changes of an object. Does not wait for a change that is under way.
+    fn add_object<B: Backing>(&mut self, object: &Object<B>) {
         let inner = object.inner.peek();
         let Some(change) = &inner.change else {
             return;
@@ -206,19 +210,20 @@ impl Tables {
         }
     }
 
+    /// Returns what became of the file that the backing has under a changed name.
     fn old_file(&self, changed: &ChangedName) -> OldFile {
         match self.origins.get(&changed.name) {
             Some((Kind::File, key)) if self.named.contains(key) => OldFile::Moved,
             Some((Kind::File, _)) => OldFile::Removed,
             Some(_) => OldFile::Missing,
-            // A file with several names is known by another one.
+            // The object of a file with several names may be known by another name.
             None if changed.hides_old => OldFile::Removed,
             None => OldFile::Missing,
         }
     }
 
-    /// `None` where there is no file and was none.
-    fn state(&self, changed: &ChangedName) -> Option<NameState> {
+    /// Returns the state of a changed name; `None` if there is no file and was none before the transaction.
+    fn state_of(&self, changed: &ChangedName) -> Option<NameState> {
         let old = self.old_file(changed);
         let Some(key) = changed.file else {
             return match old {

@@ -9,59 +9,60 @@ use std::sync::Arc;
 use firn_backing::{Attr, Backing, Errno, Time};
 
 use crate::hidden::OwnLinks;
+use crate::lower_backing::LowerBacking;
+use crate::names::NameAt;
 use crate::object::Object;
 use crate::scope::Scope;
 use crate::scopes::Scopes;
 use crate::staging;
-use crate::staging_dir::Home;
 use crate::transactional::TransactionalBacking;
 
 /// What a name in a directory has to do with the top of a scope.
 pub(crate) enum TopName<B: Backing> {
-    /// Nothing.
+    /// The name has nothing to do with a top.
     Unrelated,
-    /// It leads to the top, and the backing does not have it.
+    /// The name leads to the top. The backing does not have the name.
     Shown(Arc<Object<B>>),
     /// The name is invisible, and nothing may be made there.
     Reserved,
 }
 
-/// A name in a directory that a transaction adds or hides.
+/// A name in a directory that a transaction adds to the names of the backing, or hides.
 pub(crate) struct ListedTop<B: Backing> {
     pub(crate) name: OsString,
-    /// What it leads to.
+    /// The top that the name leads to; `None` if the name is hidden.
     pub(crate) shown: Option<Arc<Object<B>>>,
 }
 
-/// Tops that a directory shows and the backing does not have.
+/// Tops that a directory shows and the backing has under other names, or not at all.
 struct ShownTops<B: Backing> {
     /// Scopes whose transactions made their tops.
     new: Vec<Arc<Scope<B>>>,
-    /// When tops got their names.
+    /// Times at which the tops got their names.
     touched: Vec<Time>,
 }
 
-/// Names of tops of scopes in the directories above.
+/// Answers what the names of tops are in the directories above.
 pub struct Tops<B: Backing> {
-    pub(crate) home: Arc<Home<B>>,
+    pub(crate) lower: Arc<LowerBacking<B>>,
     pub(crate) scopes: Arc<Scopes<B>>,
     pub(crate) own_links: Arc<OwnLinks<B>>,
 }
 
 impl<B: Backing> Tops<B> {
     pub(crate) fn new(
-        home: &Arc<Home<B>>,
+        lower: &Arc<LowerBacking<B>>,
         scopes: &Arc<Scopes<B>>,
         own_links: &Arc<OwnLinks<B>>,
     ) -> Self {
         Self {
-            home: Arc::clone(home),
+            lower: Arc::clone(lower),
             scopes: Arc::clone(scopes),
             own_links: Arc::clone(own_links),
         }
     }
 
-    /// Relation of a name to a scope's top. The caller holds the names.
+    /// Returns what a name has to do with the top of a scope. The caller is admitted to the names of the directory.
     pub(crate) fn find_top_name(&self, dir: &Arc<Object<B>>, name: &OsStr) -> TopName<B> {
         for scope in self.scopes.with_top_in(dir) {
             let names = scope.top.names();
@@ -75,7 +76,7 @@ impl<B: Backing> Tops<B> {
         TopName::Unrelated
     }
 
-    /// Names in a directory that are other ones than in the backing.
+    /// Returns the names in a directory that transactions add to the names of the backing or hide.
     pub(crate) fn top_names_in(&self, dir: &Arc<Object<B>>) -> Vec<ListedTop<B>> {
         let mut found = Vec::new();
         for scope in self.scopes.with_top_in(dir) {
@@ -92,23 +93,23 @@ impl<B: Backing> Tops<B> {
         found
     }
 
-    /// Whether a directory shows other names than in the backing.
+    /// Returns whether a transaction adds or hides names in a directory.
     pub(crate) fn has_tops_in(&self, dir: &Object<B>) -> bool {
         !self.scopes.with_top_in(dir).is_empty()
     }
 
-    /// The attributes of a directory in which tops are that the backing does not have.
+    /// Returns the attributes of a directory, with the link count and times that its shown tops give it.
     pub(crate) fn attr_with_tops(&self, dir: &Object<B>, inode: &B::Inode) -> Result<Attr, Errno> {
         loop {
             let tops = self.shown_tops(dir);
-            let there = self.which_tops_are_there(inode, &tops.new)?;
+            let in_backing = self.which_are_in_backing(inode, &tops.new)?;
             let mut attr = self.own_links.attr_below(dir, inode)?;
-            // A commit that is being applied moves them there.
-            if self.which_tops_are_there(inode, &tops.new)? != there {
+            // A commit that is being applied moves tops to the backing. After such a move the attributes are read again.
+            if self.which_are_in_backing(inode, &tops.new)? != in_backing {
                 continue;
             }
             if attr.nlink > 1 {
-                attr.nlink += there.iter().filter(|is_there| !**is_there).count() as u32;
+                attr.nlink += in_backing.iter().filter(|is_there| !**is_there).count() as u32;
             }
             for time in tops.touched {
                 (attr.mtime, attr.ctime) = (attr.mtime.max(time), attr.ctime.max(time));
@@ -117,7 +118,7 @@ impl<B: Backing> Tops<B> {
         }
     }
 
-    /// The tops that a directory shows and the backing does not have.
+    /// Returns the new tops that a directory shows, and the times of all changed tops in it.
     fn shown_tops(&self, dir: &Object<B>) -> ShownTops<B> {
         let mut tops = ShownTops {
             new: Vec::new(),
@@ -136,7 +137,8 @@ impl<B: Backing> Tops<B> {
         tops
     }
 
-    fn which_tops_are_there(
+    /// Returns, for each scope, whether an application of its commit has moved the top to the backing already.
+    fn which_are_in_backing(
         &self,
         dir: &B::Inode,
         scopes: &[Arc<Scope<B>>],
@@ -148,18 +150,15 @@ impl<B: Backing> Tops<B> {
             if scope.decided().is_none() {
                 return Ok(false);
             }
-            let found = staging::find(&self.home.base, dir, &name)?;
+            let found = staging::find(&self.lower.base, dir, &name)?;
             Ok(found.is_some_and(|(_, attr)| (attr.dev, attr.ino) == scope.root.key))
         };
         scopes.iter().map(is_there).collect()
     }
 
-    /// For callers that make a name: EEXIST where it leads to the top of a scope, EBUSY where it is reserved for one.
-    pub(crate) fn must_not_be_a_top(
-        &self,
-        dir: &Arc<Object<B>>,
-        name: &OsStr,
-    ) -> Result<(), Errno> {
+    /// Checks a name that is to be made. Fails with EEXIST if it leads to the top of a scope, and with EBUSY if it is
+    /// reserved for one.
+    pub(crate) fn must_not_be_top(&self, dir: &Arc<Object<B>>, name: &OsStr) -> Result<(), Errno> {
         match self.find_top_name(dir, name) {
             TopName::Unrelated => Ok(()),
             TopName::Shown(_) => Err(Errno::EXIST),
@@ -167,12 +166,18 @@ impl<B: Backing> Tops<B> {
         }
     }
 
-    /// For a rename of something else: a reserved name is not there, and nothing comes there.
-    pub(crate) fn may_move_beside_tops(
+    /// Checks a rename of an object that is no top. Fails with ENOENT if the old name is reserved for a top, because
+    /// programs do not see it, and with EBUSY if the new name is that of a top or reserved for one.
+    pub(crate) fn check_rename_beside_tops(
         &self,
-        (from, name): (&Arc<Object<B>>, &OsStr),
-        (to, new_name): (&Arc<Object<B>>, &OsStr),
+        old: NameAt<'_, B>,
+        new: NameAt<'_, B>,
     ) -> Result<(), Errno> {
+        let NameAt { dir: from, name } = old;
+        let NameAt {
+            dir: to,
+            name: new_name,
+        } = new;
         if matches!(self.find_top_name(from, name), TopName::Reserved) {
             return Err(Errno::NOENT);
         }
@@ -182,18 +187,18 @@ impl<B: Backing> Tops<B> {
         }
     }
 
-    /// The top of the transaction that is known by `path`, also where programs do not see it yet.
-    pub fn top_known_as(&self, path: &[u8]) -> Option<Arc<Object<B>>> {
+    /// Returns the top of the transaction whose scope is, was or will be at `path`; `None` if there is no transaction.
+    pub fn top_at_path(&self, path: &[u8]) -> Option<Arc<Object<B>>> {
         let found = self.scopes.at_path(path)?;
         Some(Arc::clone(&found.root))
     }
 }
 
 impl<B: Backing> TransactionalBacking<B> {
-    /// The path at the begin of the transaction that programs change things in and that is known by `path`; without
-    /// one, `path`.
+    /// Returns the path at the begin of the transaction in which programs make changes and whose scope is, was or will be
+    /// at `path`. Returns `path` if there is no transaction.
     pub fn path_at_begin(&self, path: &[u8]) -> Vec<u8> {
         let current = self.current_transaction(path);
-        current.map_or_else(|| path.to_vec(), |one| one.scope().to_vec())
+        current.map_or_else(|| path.to_vec(), |open| open.scope().to_vec())
     }
 }

@@ -1,4 +1,7 @@
-//! [`TransactionalBacking`]: a backing whose directories can be in a transaction, put together from its parts.
+//! [`TransactionalBacking`]: a backing whose directories can be in a transaction.
+//!
+//! It is assembled from parts. Each part is made with the parts below it, and the operations of one part are called on
+//! that part.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -11,6 +14,7 @@ use crate::difference::Differences;
 use crate::hidden::OwnLinks;
 use crate::history::History;
 use crate::listing::Dirs;
+use crate::lower_backing::LowerBacking;
 use crate::names::Entries;
 use crate::names_ballot::NamesBallots;
 use crate::object::Object;
@@ -22,7 +26,6 @@ use crate::shadow::Mode;
 use crate::shadow::save::Originals;
 use crate::shadow::shared::SharedTransactions;
 use crate::shadow::undo::ShadowUndo;
-use crate::staging_dir::Home;
 use crate::top_names::Tops;
 use crate::transaction::apply_commit::Commits;
 use crate::transaction::arenas::ArenaNotes;
@@ -33,14 +36,15 @@ use crate::waiting::Admission;
 use firn_backing::Backing;
 use firn_backing::lock::Mutex;
 
-/// A backing whose directories can be in a transaction: its parts, and the operations that need many of them.
+/// A backing whose directories can be in a transaction.
 ///
-/// What one part does is asked of that part. From the lowest part up; each knows only those before it.
+/// The parts are in order from the lowest one up; each part knows only parts before it. Methods are for operations that
+/// need many parts.
 pub struct TransactionalBacking<B: Backing> {
-    /// The backing below, and where transactions are kept in it.
-    pub home: Arc<Home<B>>,
+    /// The backing below, and the directory in it where this mount keeps its transactions.
+    pub lower: Arc<LowerBacking<B>>,
     pub(crate) tree: Arc<Tree<B>>,
-    /// The transactions that are not over.
+    /// The transactions that have not ended.
     pub scopes: Arc<Scopes<B>>,
     pub(crate) own_links: Arc<OwnLinks<B>>,
     pub(crate) shadow_undo: Arc<ShadowUndo<B>>,
@@ -48,16 +52,16 @@ pub struct TransactionalBacking<B: Backing> {
     pub tops: Arc<Tops<B>>,
     /// Admits threads that look up names, or change names or data.
     pub admission: Arc<Admission<B>>,
-    /// What several hosts in one transaction in shadow mode share.
+    /// The directories by which several hosts share a transaction in shadow mode.
     pub shared: Arc<SharedTransactions<B>>,
     /// Votes of several hosts on commits.
     pub votes: Arc<Votes<B>>,
     /// Ballots of several hosts on scopes of names.
     pub names_ballots: Arc<NamesBallots<B>>,
     pub(crate) arena_notes: Arc<ArenaNotes<B>>,
-    /// The backup of prepared transactions, if there is one.
+    /// The backup of transactions, if the mount has one.
     pub backups: Arc<Backups<B>>,
-    /// What a backing keeps of commits that are over.
+    /// The commits that can be undone.
     pub history: Arc<History<B>>,
     pub(crate) endings: Arc<Endings<B>>,
     pub(crate) objects: Arc<Objects<B>>,
@@ -68,58 +72,59 @@ pub struct TransactionalBacking<B: Backing> {
     pub(crate) entries: Arc<Entries<B>>,
     pub(crate) stored_scopes: Arc<StoredScopes<B>>,
     pub(crate) commits: Arc<Commits<B>>,
-    /// Makes transactions of backups.
+    /// Prepares transactions again from their backups.
     pub revival: Arc<Revival<B>>,
-    /// Mode of transactions that begin.
+    /// Mode of the transactions that begin from now on.
     pub(crate) mode: Mode,
-    /// The host that aborted the last transaction of a scope, where that was another one.
+    /// Name of the host that aborted the last transaction of a scope, by the path of the scope, if it was another host.
     pub(crate) stopped_by: Mutex<BTreeMap<Vec<u8>, String>>,
-    /// The last commit of a scope, by the path of the scope after it, where it was applied and the request failed after
-    /// that.
+    /// Applied commits whose requests failed afterwards, by the path of the scope after the commit.
     pub(crate) unanswered: Mutex<BTreeMap<Vec<u8>, Unanswered>>,
 }
 
 impl<B: Backing> TransactionalBacking<B> {
     /// Puts the parts together, from the lowest one up.
     pub(crate) fn assemble(base: B, top: &Arc<Object<B>>, opening: Opening) -> Self {
-        let home = Arc::new(Home {
+        let lower = Arc::new(LowerBacking {
             base,
             members: opening.members,
             device: top.key.0,
         });
         let tree = Arc::new(Tree::new(top));
         let scopes = Arc::new(Scopes::default());
-        let own_links = Arc::new(OwnLinks::new(&home, &tree));
-        let originals = Arc::new(Originals::new(&home));
-        let shadow_undo = Arc::new(ShadowUndo::new(&home, &tree, &own_links));
-        let tops = Arc::new(Tops::new(&home, &scopes, &own_links));
+        let own_links = Arc::new(OwnLinks::new(&lower, &tree));
+        let originals = Arc::new(Originals::new(&lower));
+        let shadow_undo = Arc::new(ShadowUndo::new(&lower, &tree, &own_links));
+        let tops = Arc::new(Tops::new(&lower, &scopes, &own_links));
         let admission = Arc::new(Admission::new(&tree, &scopes));
-        let shared = Arc::new(SharedTransactions::new(&home));
-        let votes = Arc::new(Votes::new(&home, &tree, &scopes, &shared));
-        let names_ballots = Arc::new(NamesBallots::new(&home));
+        let shared = Arc::new(SharedTransactions::new(&lower));
+        let votes = Arc::new(Votes::new(&lower, &tree, &scopes, &shared));
+        let names_ballots = Arc::new(NamesBallots::new(&lower));
         let arena_notes = Arc::new(ArenaNotes::new(
             &votes,
             &names_ballots,
             opening.arena,
             opening.living,
         ));
-        let backups = Arc::new(Backups::new(&home, &scopes));
-        let history = Arc::new(History::new(&home, &tree, &scopes, opening.history));
-        let endings = Arc::new(Endings::new(&home, &scopes, &own_links, &history, &backups));
-        let objects = Arc::new(Objects::new(
-            &home, &originals, &own_links, &tops, &admission,
+        let backups = Arc::new(Backups::new(&lower, &scopes));
+        let history = Arc::new(History::new(&lower, &tree, &scopes, opening.history));
+        let endings = Arc::new(Endings::new(
+            &lower, &scopes, &own_links, &history, &backups,
         ));
-        let file_data = Arc::new(FileData::new(&home, &originals, &admission, &objects));
-        let dirs = Arc::new(Dirs::new(&home, &tops, &admission));
-        let differences = Arc::new(Differences::new(&home, &tree, &own_links));
+        let objects = Arc::new(Objects::new(
+            &lower, &originals, &own_links, &tops, &admission,
+        ));
+        let file_data = Arc::new(FileData::new(&lower, &originals, &admission, &objects));
+        let dirs = Arc::new(Dirs::new(&lower, &tops, &admission));
+        let differences = Arc::new(Differences::new(&lower, &tree, &own_links));
         let entries = Arc::new(Entries::new(&objects, &dirs));
         let stored_scopes = Arc::new(StoredScopes::new(
-            &home, &tree, &scopes, &own_links, &shared,
+            &lower, &tree, &scopes, &own_links, &shared,
         ));
         let commits = Arc::new(Commits::new(&objects, &votes, &names_ballots, &endings));
-        let revival = Arc::new(Revival::new(&home, &scopes, &own_links, &stored_scopes));
+        let revival = Arc::new(Revival::new(&lower, &scopes, &own_links, &stored_scopes));
         Self {
-            home,
+            lower,
             tree,
             scopes,
             own_links,
@@ -147,34 +152,35 @@ impl<B: Backing> TransactionalBacking<B> {
         }
     }
 
-    /// What becomes of changes of transactions that begin.
+    /// Returns the mode of the transactions that begin.
     pub fn mode(&self) -> Mode {
         self.mode
     }
 
-    /// Whether hosts compare what their programs used before they commit together.
+    /// Returns whether hosts search each other's access lists for conflicts before a commit.
     pub(crate) fn tests_conflicts(&self) -> bool {
-        self.home.members.is_some() && self.mode == Mode::Buffer
+        self.lower.members.is_some() && self.mode == Mode::Buffer
     }
 
-    /// This backing, whose transactions begin in `mode` from now on.
+    /// Sets the mode of the transactions that begin.
     #[must_use]
     pub fn in_mode(mut self, mode: Mode) -> Self {
         self.mode = mode;
         self
     }
 
-    /// The backing below.
+    /// Returns the backing below.
     pub fn base(&self) -> &B {
-        &self.home.base
+        &self.lower.base
     }
 
-    /// The backing below, without what was known of transactions.
+    /// Drops all parts, and returns the backing below.
     pub fn into_base(self) -> B {
-        let home = Arc::clone(&self.home);
+        let lower = Arc::clone(&self.lower);
         drop(self);
-        let home = Arc::into_inner(home);
-        home.expect("only the parts share it, and they are gone")
+        let lower = Arc::into_inner(lower);
+        lower
+            .expect("only the parts share it, and they are gone")
             .base
     }
 }

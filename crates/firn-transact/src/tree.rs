@@ -3,7 +3,7 @@
 //! Invariants
 //! * An inode that is referred to has exactly one object, even if it has several names.
 //! * A thread that looks up or changes names is in [`Tree::names`]; a thread that changes data is in [`Tree::data`]. A
-//!   begin, prepare, commit or abort keeps its scope in both tables, names first ([`Uses`]).
+//!   begin, prepare, commit or abort keeps its scope in both tables, names first ([`UseTable`]).
 //! * In a transaction, one thread at a time changes names, and no other thread looks names up meanwhile
 //!   ([`Scope::names`]).
 //!
@@ -21,17 +21,17 @@ use smallvec::SmallVec;
 use crate::claim::{Claim, Owned, Shared};
 use crate::hidden_links::HiddenLinks;
 use crate::object::{Inner, Key, Object};
-use crate::uses::{Area, Kept, Use, Uses};
+use crate::uses::{Area, KeptAreas, UseGuard, UseTable};
 
 /// Guard: its caller may change names.
-pub(crate) struct Names<'a, B: Backing> {
-    used: Use<'a, B>,
+pub(crate) struct NameChangeGuard<'a, B: Backing> {
+    used: UseGuard<'a, B>,
     /// The claim of the transaction whose names change; `None` outside of transactions.
     owned: Option<Owned<Arc<Claim>>>,
 }
 
-impl<'a, B: Backing> Names<'a, B> {
-    pub(crate) fn new(used: Use<'a, B>, owned: Option<Owned<Arc<Claim>>>) -> Self {
+impl<'a, B: Backing> NameChangeGuard<'a, B> {
+    pub(crate) fn new(used: UseGuard<'a, B>, owned: Option<Owned<Arc<Claim>>>) -> Self {
         Self { used, owned }
     }
 
@@ -47,14 +47,14 @@ impl<'a, B: Backing> Names<'a, B> {
 }
 
 /// Guard: names that the caller looks up do not change.
-pub(crate) struct StableNames<'a, B: Backing> {
-    _used: Use<'a, B>,
+pub(crate) struct StableNamesGuard<'a, B: Backing> {
+    _used: UseGuard<'a, B>,
     /// Shares of the claims of the transactions whose names are looked up.
     _shared: SmallVec<[Shared<Arc<Claim>>; 1]>,
 }
 
-impl<'a, B: Backing> StableNames<'a, B> {
-    pub(crate) fn new(used: Use<'a, B>, shared: SmallVec<[Shared<Arc<Claim>>; 1]>) -> Self {
+impl<'a, B: Backing> StableNamesGuard<'a, B> {
+    pub(crate) fn new(used: UseGuard<'a, B>, shared: SmallVec<[Shared<Arc<Claim>>; 1]>) -> Self {
         Self {
             _used: used,
             _shared: shared,
@@ -64,9 +64,9 @@ impl<'a, B: Backing> StableNames<'a, B> {
 
 /// Guard: its caller alone uses names and data of a scope. Fields are dropped in this order, the reverse of taking
 /// them.
-pub(crate) struct Quiet<'a, B: Backing> {
-    _data: Kept<'a, B>,
-    _names: Kept<'a, B>,
+pub(crate) struct QuietGuard<'a, B: Backing> {
+    _data: KeptAreas<'a, B>,
+    _names: KeptAreas<'a, B>,
 }
 
 /// The objects of a backing that are in use, and the tables of threads that use them.
@@ -76,9 +76,9 @@ pub(crate) struct Tree<B: Backing> {
     /// Links of Firn's own below `.firn/`, which programs do not see.
     pub(crate) hidden: HiddenLinks<B>,
     /// Threads that look up or change names.
-    pub(crate) names: Uses<B>,
+    pub(crate) names: UseTable<B>,
     /// Threads that change data or attributes.
-    pub(crate) data: Uses<B>,
+    pub(crate) data: UseTable<B>,
 }
 
 impl<B: Backing> Tree<B> {
@@ -87,16 +87,16 @@ impl<B: Backing> Tree<B> {
             top: Arc::clone(top),
             objects: Mutex::new(HashMap::from([(top.key, Arc::downgrade(top))])),
             hidden: HiddenLinks::default(),
-            names: Uses::default(),
-            data: Uses::default(),
+            names: UseTable::default(),
+            data: UseTable::default(),
         }
     }
 
     /// Waits until no thread looks up or changes anything in these parts. Returns a guard that keeps other threads out.
-    pub(crate) fn quiesce(&self, parts: Vec<Area<B>>) -> Quiet<'_, B> {
+    pub(crate) fn quiesce(&self, parts: Vec<Area<B>>) -> QuietGuard<'_, B> {
         let names = self.names.keep(parts.clone());
         let data = self.data.keep(parts);
-        Quiet {
+        QuietGuard {
             _data: data,
             _names: names,
         }
@@ -104,7 +104,7 @@ impl<B: Backing> Tree<B> {
 
     /// Waits until no thread looks up or changes anything at or below a directory. Returns a guard that keeps other
     /// threads out.
-    pub(crate) fn quiesce_tree(&self, root: &Arc<Object<B>>) -> Quiet<'_, B> {
+    pub(crate) fn quiesce_tree(&self, root: &Arc<Object<B>>) -> QuietGuard<'_, B> {
         self.quiesce(vec![Area::Tree(Arc::clone(root))])
     }
 

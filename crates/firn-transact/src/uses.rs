@@ -2,14 +2,14 @@
 //!
 //! A call of the backing may hang, so no thread holds a lock across it. This table takes the place of such a lock.
 //!
-//! * A *use* is shared: a thread that looks up or changes objects enters a use of them ([`Uses::enter`]).
+//! * A *use* is shared: a thread that looks up or changes objects enters a use of them ([`UseTable::enter`]).
 //! * An area is *kept* by one thread: a thread that begins, prepares or ends a transaction keeps the transaction's
-//!   scope ([`Uses::keep`]). It waits until no use is in the scope, and later uses of the scope wait. Other uses go on.
+//!   scope ([`UseTable::keep`]). It waits until no use is in the scope, and later uses of the scope wait. Other uses go on.
 //!
 //! Invariants
-//! * Kept areas never overlap. Once [`Uses::keep`] has returned, no use is in its area.
+//! * Kept areas never overlap. Once [`UseTable::keep`] has returned, no use is in its area.
 //! * A thread that waits here has no use and no kept area in the same table, so threads cannot wait in a circle.
-//! * A directory that is being moved or removed ([`Use::moving`]) has no kept area at or below it.
+//! * A directory that is being moved or removed ([`UseGuard::moving`]) has no kept area at or below it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
@@ -23,23 +23,23 @@ use crate::object::Object;
 use crate::scope::is_at_names;
 
 /// The table of uses and kept areas of one kind: of names, or of data.
-pub(crate) struct Uses<B: Backing> {
-    state: Mutex<UsesState<B>>,
+pub(crate) struct UseTable<B: Backing> {
+    state: Mutex<UseTableState<B>>,
     /// Signals that a use has ended or an area is no longer kept.
     changed: Condvar,
 }
 
-struct UsesState<B: Backing> {
+struct UseTableState<B: Backing> {
     /// The number that was given out last, for a use or for kept areas.
     last_number: u64,
     /// The uses, by their numbers.
-    under_way: BTreeMap<u64, Busy<B>>,
+    under_way: BTreeMap<u64, UsedObjects<B>>,
     /// The areas of each thread that keeps some or waits for uses in them to end, by number.
     kept: BTreeMap<u64, Vec<Area<B>>>,
 }
 
 /// The objects of one use.
-struct Busy<B: Backing> {
+struct UsedObjects<B: Backing> {
     objects: Vec<Arc<Object<B>>>,
     /// Directories that the caller moves or removes.
     moving: Vec<Arc<Object<B>>>,
@@ -89,16 +89,16 @@ impl<B: Backing> Area<B> {
     }
 
     /// Returns whether the use has an object in the area, or moves a directory that the area is below.
-    fn is_used_by(&self, busy: &Busy<B>) -> bool {
-        busy.objects.iter().any(|object| self.contains(object))
-            || busy.moving.iter().any(|moved| self.root().is_below(moved))
+    fn is_used_by(&self, used: &UsedObjects<B>) -> bool {
+        used.objects.iter().any(|object| self.contains(object))
+            || used.moving.iter().any(|moved| self.root().is_below(moved))
     }
 }
 
-impl<B: Backing> Default for Uses<B> {
+impl<B: Backing> Default for UseTable<B> {
     fn default() -> Self {
         Self {
-            state: Mutex::new(UsesState {
+            state: Mutex::new(UseTableState {
                 last_number: 0,
                 under_way: BTreeMap::new(),
                 kept: BTreeMap::new(),
@@ -108,15 +108,15 @@ impl<B: Backing> Default for Uses<B> {
     }
 }
 
-impl<B: Backing> UsesState<B> {
+impl<B: Backing> UseTableState<B> {
     fn next_number(&mut self) -> u64 {
         self.last_number += 1;
         self.last_number
     }
 
-    fn is_kept(&self, busy: &Busy<B>) -> bool {
+    fn is_kept(&self, used: &UsedObjects<B>) -> bool {
         let mut parts = self.kept.values().flatten();
-        parts.any(|part| part.is_used_by(busy))
+        parts.any(|part| part.is_used_by(used))
     }
 
     fn overlaps_kept(&self, parts: &[Area<B>]) -> bool {
@@ -126,32 +126,32 @@ impl<B: Backing> UsesState<B> {
 
     fn is_used(&self, parts: &[Area<B>]) -> bool {
         let mut under_way = self.under_way.values();
-        under_way.any(|busy| parts.iter().any(|part| part.is_used_by(busy)))
+        under_way.any(|used| parts.iter().any(|part| part.is_used_by(used)))
     }
 }
 
-impl<B: Backing> Uses<B> {
+impl<B: Backing> UseTable<B> {
     /// Waits until none of the objects is in a kept area. Returns a guard, which uses them until it is dropped.
     #[track_caller]
-    pub(crate) fn enter(&self, objects: &[&Arc<Object<B>>]) -> Use<'_, B> {
+    pub(crate) fn enter(&self, objects: &[&Arc<Object<B>>]) -> UseGuard<'_, B> {
         assert_none_held("a use, which waits for a call");
-        let busy = Busy {
+        let used = UsedObjects {
             objects: objects.iter().copied().cloned().collect(),
             moving: Vec::new(),
         };
         let mut state = self.state.lock();
-        while state.is_kept(&busy) {
+        while state.is_kept(&used) {
             state.wait(&self.changed);
         }
         let number = state.next_number();
-        state.under_way.insert(number, busy);
-        Use { uses: self, number }
+        state.under_way.insert(number, used);
+        UseGuard { uses: self, number }
     }
 
     /// Waits until no other thread keeps or uses anything in `parts`. Returns a guard, which keeps them until it is
     /// dropped.
     #[track_caller]
-    pub(crate) fn keep(&self, parts: Vec<Area<B>>) -> Kept<'_, B> {
+    pub(crate) fn keep(&self, parts: Vec<Area<B>>) -> KeptAreas<'_, B> {
         assert_none_held("a use, which waits for a call");
         let mut state = self.state.lock();
         while state.overlaps_kept(&parts) {
@@ -163,11 +163,11 @@ impl<B: Backing> Uses<B> {
         while state.is_used(&parts) {
             state.wait(&self.changed);
         }
-        Kept { uses: self, number }
+        KeptAreas { uses: self, number }
     }
 
     /// Changes the uses, and wakes the threads that may go on then.
-    fn change(&self, change: impl FnOnce(&mut MutexGuard<'_, UsesState<B>>)) {
+    fn change(&self, change: impl FnOnce(&mut MutexGuard<'_, UseTableState<B>>)) {
         let mut state = self.state.lock();
         change(&mut state);
         // A thread waits only if an area is kept: by that thread itself or by another one. Otherwise none has to wake.
@@ -178,12 +178,12 @@ impl<B: Backing> Uses<B> {
 }
 
 /// Guard: its caller uses some objects until it is dropped.
-pub(crate) struct Use<'a, B: Backing> {
-    uses: &'a Uses<B>,
+pub(crate) struct UseGuard<'a, B: Backing> {
+    uses: &'a UseTable<B>,
     number: u64,
 }
 
-impl<B: Backing> Use<'_, B> {
+impl<B: Backing> UseGuard<'_, B> {
     /// Notes that the caller is about to move or remove the directory `dir`.
     ///
     /// Fails with EBUSY if an area at or below `dir` is kept, because a transaction begins or ends there.
@@ -194,13 +194,13 @@ impl<B: Backing> Use<'_, B> {
             return Err(Errno::BUSY);
         }
         drop(kept);
-        let busy = state.under_way.get_mut(&self.number);
-        busy.expect("it is under way").moving.push(Arc::clone(dir));
+        let used = state.under_way.get_mut(&self.number);
+        used.expect("it is under way").moving.push(Arc::clone(dir));
         Ok(())
     }
 }
 
-impl<B: Backing> Drop for Use<'_, B> {
+impl<B: Backing> Drop for UseGuard<'_, B> {
     fn drop(&mut self) {
         self.uses.change(|state| {
             state.under_way.remove(&self.number);
@@ -209,12 +209,12 @@ impl<B: Backing> Drop for Use<'_, B> {
 }
 
 /// Guard: its caller keeps some areas until it is dropped.
-pub(crate) struct Kept<'a, B: Backing> {
-    uses: &'a Uses<B>,
+pub(crate) struct KeptAreas<'a, B: Backing> {
+    uses: &'a UseTable<B>,
     number: u64,
 }
 
-impl<B: Backing> Drop for Kept<'_, B> {
+impl<B: Backing> Drop for KeptAreas<'_, B> {
     fn drop(&mut self) {
         let mut state = self.uses.state.lock();
         state.kept.remove(&self.number);

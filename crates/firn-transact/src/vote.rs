@@ -8,7 +8,7 @@
 //!
 //! ```text
 //! .firn/vote-ID[-SCOPE]/     one vote, a [`Ballot`]; SCOPE stands for the path of the scope
-//!   in-HOST                  list of what the host's programs read and wrote: `crate::conflict::Published`
+//!   in-HOST                  list of what the host's programs read and wrote: `crate::conflict::AccessList`
 //!   verdict                  JSON: whether the lists conflict; written once
 //!   decision                 JSON: commit or abort, and the host that decided
 //!   left-HOST                the host has applied the decision
@@ -22,7 +22,7 @@
 use std::ffi::OsStr;
 use std::sync::Arc;
 
-use crate::conflict::{Published, Report, Used};
+use crate::conflict::{AccessList, ConflictReport, Used};
 use crate::scopes::Scopes;
 use crate::shadow::shared::SharedTransactions;
 use crate::tree::Tree;
@@ -32,9 +32,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::claim::Claim;
 use crate::error::{StageError, VoteError};
+use crate::lower_backing::LowerBacking;
 use crate::scope::{Scope, Stage};
 use crate::staging;
-use crate::staging_dir::Home;
 
 mod accesses;
 
@@ -49,7 +49,7 @@ pub enum Verdict {
     /// No two hosts conflict; the transaction may be committed.
     Clear,
     /// Accesses of two hosts or more conflict, as the report says; the transaction cannot be committed as it is.
-    Conflict(Report),
+    Conflict(ConflictReport),
     /// A host gave the vote up, because a host did not vote or withdrew.
     GivenUp {
         /// Name of the host that gave the vote up.
@@ -59,9 +59,26 @@ pub enum Verdict {
     },
 }
 
+/// What a host wants to decide for all hosts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Proposal {
+    Commit,
+    Abort,
+}
+
+impl Proposal {
+    /// Returns the proposal as the decision of the host `by`.
+    pub(crate) fn by(self, by: &str) -> JointDecision {
+        JointDecision {
+            commit: self == Self::Commit,
+            by: by.to_owned(),
+        }
+    }
+}
+
 /// The decision on a transaction of several hosts, as it is stored.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Outcome {
+pub(crate) struct JointDecision {
     /// Whether the transaction is committed; otherwise it is aborted.
     pub(crate) commit: bool,
     /// Name of the host that decided.
@@ -101,9 +118,9 @@ pub(crate) fn scoped_name(name: &str, scope: &[u8]) -> String {
 struct VoteEnd;
 
 impl Protocol for VoteEnd {
-    type Decision = Outcome;
+    type Decision = JointDecision;
 
-    fn plan(&self, _outcome: &Outcome) -> Plan {
+    fn plan(&self, _outcome: &JointDecision) -> Plan {
         Plan::default()
     }
 }
@@ -141,11 +158,10 @@ impl<'a, B: Backing> VoteBallot<'a, B> {
         Ok(self.is_refused()? || self.ballot.decision()?.is_some())
     }
 
-    /// Stores this decision unless there is one already, and returns the decision that counts. Returns `None` if
-    /// another host has removed the vote.
-    fn settle(&self, commit: bool) -> Result<Option<Outcome>, Errno> {
-        let by = self.ballot.dir().host().to_owned();
-        self.ballot.decide(&Outcome { commit, by })
+    /// Stores this host's proposal as the decision unless there is a decision already, and returns the decision that
+    /// counts. Returns `None` if another host has removed the vote.
+    fn decide(&self, proposal: Proposal) -> Result<Option<JointDecision>, Errno> {
+        self.ballot.decide(&proposal.by(self.ballot.dir().host()))
     }
 
     /// Records that this host has carried the decision out. The last host removes the directory.
@@ -167,13 +183,13 @@ impl<'a, B: Backing> VoteBallot<'a, B> {
     /// Stores the decision to abort if the verdict rules a commit out.
     fn settle_refused(&self) -> Result<(), Errno> {
         if self.is_refused()? {
-            self.settle(false)?;
+            self.decide(Proposal::Abort)?;
         }
         Ok(())
     }
 }
 
-impl<B: Backing> Home<B> {
+impl<B: Backing> LowerBacking<B> {
     /// Returns this host's name among the members; empty on a mount of one host.
     fn host_name(&self) -> String {
         self.members
@@ -184,7 +200,7 @@ impl<B: Backing> Home<B> {
 
 /// Votes of several hosts on commits.
 pub struct Votes<B: Backing> {
-    pub(crate) home: Arc<Home<B>>,
+    pub(crate) lower: Arc<LowerBacking<B>>,
     pub(crate) tree: Arc<Tree<B>>,
     pub(crate) scopes: Arc<Scopes<B>>,
     pub(crate) shared: Arc<SharedTransactions<B>>,
@@ -196,13 +212,13 @@ pub struct Votes<B: Backing> {
 
 impl<B: Backing> Votes<B> {
     pub(crate) fn new(
-        home: &Arc<Home<B>>,
+        lower: &Arc<LowerBacking<B>>,
         tree: &Arc<Tree<B>>,
         scopes: &Arc<Scopes<B>>,
         shared: &Arc<SharedTransactions<B>>,
     ) -> Self {
         Self {
-            home: Arc::clone(home),
+            lower: Arc::clone(lower),
             tree: Arc::clone(tree),
             scopes: Arc::clone(scopes),
             shared: Arc::clone(shared),
@@ -212,14 +228,14 @@ impl<B: Backing> Votes<B> {
 
     /// Returns the vote on commit `id` of a scope; `None` if it has no directory or the mount has no members.
     fn find_vote(&self, id: u64, scope: &[u8]) -> Result<Option<VoteBallot<'_, B>>, Errno> {
-        let Some(members) = &self.home.members else {
+        let Some(members) = &self.lower.members else {
             return Ok(None);
         };
-        let Some(top) = self.home.find_top()? else {
+        let Some(top) = self.lower.find_top()? else {
             return Ok(None);
         };
         let name = vote_name(id, scope);
-        let found = VoteDir::find(&self.home.base, &top, &name, &members.host)?;
+        let found = VoteDir::find(&self.lower.base, &top, &name, &members.host)?;
         Ok(found.map(VoteBallot::in_dir))
     }
 
@@ -230,9 +246,9 @@ impl<B: Backing> Votes<B> {
         id: u64,
         scope: &[u8],
     ) -> Result<VoteBallot<'a, B>, Errno> {
-        let top = staging::make_dir(&self.home.base, &self.home.base.root(), staging::TOP)?;
+        let top = staging::make_dir(&self.lower.base, &self.lower.base.root(), staging::TOP)?;
         let name = vote_name(id, scope);
-        let made = VoteDir::make(&self.home.base, &top, &name, &members.host)?;
+        let made = VoteDir::make(&self.lower.base, &top, &name, &members.host)?;
         Ok(VoteBallot::in_dir(made))
     }
 
@@ -242,7 +258,7 @@ impl<B: Backing> Votes<B> {
     /// Returns `LastVoteNotOver` while an earlier vote of the same number is being removed; the caller may try again.
     /// If this host no longer knows what its programs read, it gives the vote up for all hosts.
     pub(crate) fn publish_accesses(&self, scope: &Scope<B>, id: u64) -> Result<(), VoteError> {
-        let Some(members) = &self.home.members else {
+        let Some(members) = &self.lower.members else {
             return Ok(());
         };
         // Another host may be removing the rest of an earlier vote.
@@ -272,7 +288,7 @@ impl<B: Backing> Votes<B> {
         };
         let tx = format!("tx-{}", scope.serial);
         let record = self
-            .home
+            .lower
             .load_record(&scope.dir, &tx, staging::RECORD)?
             .ok_or(VoteError::NotVoted { id })?;
         let list = self.list_accesses(members, &record, &used)?;
@@ -289,7 +305,7 @@ impl<B: Backing> Votes<B> {
     /// If all hosts have published and there is no verdict, this call tests the lists and stores the verdict. Fails
     /// with `NotVoted` if there is no vote. A mount of one host always gets a clear verdict.
     pub fn poll_vote(&self, id: u64, scope: &[u8]) -> Result<Vote, VoteError> {
-        let Some(members) = &self.home.members else {
+        let Some(members) = &self.lower.members else {
             return Ok(Vote::Over(Verdict::Clear));
         };
         let Some(vote) = self.find_vote(id, scope)? else {
@@ -298,7 +314,7 @@ impl<B: Backing> Votes<B> {
         if let Some(verdict @ (Verdict::Conflict(_) | Verdict::GivenUp { .. })) = vote.verdict()? {
             return Ok(Vote::Over(verdict));
         }
-        if let Some(Outcome { commit: false, by }) = vote.ballot.decision()? {
+        if let Some(JointDecision { commit: false, by }) = vote.ballot.decision()? {
             let why = "it aborted its part".to_owned();
             return Ok(Vote::Over(Verdict::GivenUp { by, why }));
         }
@@ -308,7 +324,7 @@ impl<B: Backing> Votes<B> {
             Some(shared) => shared.outcome()?,
             None => None,
         };
-        if let Some(Outcome { commit: false, by }) = shared_outcome {
+        if let Some(JointDecision { commit: false, by }) = shared_outcome {
             let why = "it aborted the transaction".to_owned();
             return Ok(Vote::Over(Verdict::GivenUp { by, why }));
         }
@@ -365,50 +381,56 @@ impl<B: Backing> Votes<B> {
     /// Fails with [`StageError::Decided`] if the commit is decided. Does nothing if this host's part is no longer
     /// prepared, because another thread has ended it.
     pub fn call_commit_off(&self, id: u64, scope: &[u8]) -> Result<(), VoteError> {
-        let _stays = Claim::own(&self.leaving);
+        let _leaving = Claim::own(&self.leaving);
         let is_prepared = |one: &Scope<B>| one.path == scope && one.stage() == Stage::Prepared(id);
         if self.scopes.paths_where(is_prepared).is_empty() {
             Ok(())
         } else {
-            self.decide_vote(id, scope, false)
+            self.decide_vote(id, scope, Proposal::Abort)
         }
     }
 
     /// Decides a commit or an abort for all hosts, if there is no decision yet.
     ///
-    /// Returns `Ok` if the outcome is the wanted one, and an error with the other outcome if not. A commit fails with
+    /// Returns `Ok` if the decision that counts is the proposal, and an error with the other decision if not. A commit fails with
     /// `NotVoted` without a verdict, and with the conflict or reason after a verdict that rules it out.
-    pub(crate) fn decide_vote(&self, id: u64, scope: &[u8], commit: bool) -> Result<(), VoteError> {
-        let Some(members) = &self.home.members else {
+    pub(crate) fn decide_vote(
+        &self,
+        id: u64,
+        scope: &[u8],
+        proposal: Proposal,
+    ) -> Result<(), VoteError> {
+        let Some(members) = &self.lower.members else {
             return Ok(());
         };
-        let vote = if commit {
+        let vote = if proposal == Proposal::Commit {
             self.find_vote(id, scope)?
                 .ok_or(VoteError::NotVoted { id })?
         } else {
             // The vote is created if need be, so that a host that joins later sees the abort.
             self.make_vote(members, id, scope)?
         };
-        match (vote.verdict()?, commit) {
-            (None, true) => return Err(VoteError::NotVoted { id }),
-            (Some(verdict @ (Verdict::Conflict(_) | Verdict::GivenUp { .. })), true) => {
-                return Err(refused(verdict));
+        match (vote.verdict()?, proposal) {
+            (None, Proposal::Commit) => return Err(VoteError::NotVoted { id }),
+            (
+                Some(verdict @ (Verdict::Conflict(_) | Verdict::GivenUp { .. })),
+                Proposal::Commit,
+            ) => {
+                return Err(error_of_verdict(verdict));
             }
-            (Some(Verdict::Conflict(_) | Verdict::GivenUp { .. }), false) => return Ok(()),
-            (Some(Verdict::Clear), _) | (None, false) => {}
+            (Some(Verdict::Conflict(_) | Verdict::GivenUp { .. }), Proposal::Abort) => {
+                return Ok(());
+            }
+            (Some(Verdict::Clear), _) | (None, Proposal::Abort) => {}
         }
         // The decision in the shared transaction's directory counts, because a host that has not joined this vote may
         // abort there.
         if let Some(shared) = self.shared.find_shared(scope)? {
-            must_be(
-                shared.settle(commit)?,
-                commit,
-                id,
-                "it aborted the transaction",
-            )?;
+            let decision = shared.decide(proposal)?;
+            must_match(decision, proposal, id, "it aborted the transaction")?;
         }
-        let outcome = vote.settle(commit)?.ok_or(VoteError::NotVoted { id })?;
-        must_be(outcome, commit, id, "it aborted its part")
+        let decision = vote.decide(proposal)?.ok_or(VoteError::NotVoted { id })?;
+        must_match(decision, proposal, id, "it aborted its part")
     }
 
     /// Returns the decision on a transaction that this host has prepared: `true` for a commit, `None` for none yet.
@@ -440,9 +462,9 @@ impl<B: Backing> Votes<B> {
             let Some(vote) = self.find_vote(id, scope)? else {
                 continue;
             };
-            let has_published = vote.ballot.joined()?.contains(&self.home.host_name());
+            let has_published = vote.ballot.joined()?.contains(&self.lower.host_name());
             if !has_published && !vote.is_decided()? {
-                self.decide_vote(id, scope, false)?;
+                self.decide_vote(id, scope, Proposal::Abort)?;
             }
         }
         Ok(())
@@ -452,22 +474,22 @@ impl<B: Backing> Votes<B> {
     ///
     /// `waiting` has the number and scope of each transaction that this host still has; their votes stay.
     pub(crate) fn leave_old_votes(&self, waiting: &[(u64, Vec<u8>)]) -> Result<(), Errno> {
-        let Some(members) = &self.home.members else {
+        let Some(members) = &self.lower.members else {
             return Ok(());
         };
-        let Some(top) = self.home.find_top()? else {
+        let Some(top) = self.lower.find_top()? else {
             return Ok(());
         };
         let kept: Vec<String> = waiting
             .iter()
             .map(|(id, scope)| vote_name(*id, scope))
             .collect();
-        for (name, ..) in staging::list(&self.home.base, &top)? {
+        for (name, ..) in staging::list(&self.lower.base, &top)? {
             let name = String::from_utf8_lossy(&name).into_owned();
             if !name.starts_with(VOTE) || kept.contains(&name) {
                 continue;
             }
-            let Some(vote) = VoteDir::find(&self.home.base, &top, &name, &members.host)? else {
+            let Some(vote) = VoteDir::find(&self.lower.base, &top, &name, &members.host)? else {
                 continue;
             };
             let vote = VoteBallot::in_dir(vote);
@@ -494,10 +516,10 @@ impl<B: Backing> Votes<B> {
 
     /// Returns the commit numbers of all votes on a scope.
     fn votes_on(&self, scope: &[u8]) -> Result<Vec<u64>, Errno> {
-        if self.home.members.is_none() {
+        if self.lower.members.is_none() {
             return Ok(Vec::new());
         }
-        let Some(top) = self.home.find_top()? else {
+        let Some(top) = self.lower.find_top()? else {
             return Ok(Vec::new());
         };
         let id_of = |name: Vec<u8>| {
@@ -505,7 +527,7 @@ impl<B: Backing> Votes<B> {
             let id = text.strip_prefix(VOTE)?.split('-').next()?.parse().ok()?;
             (vote_name(id, scope) == text).then_some(id)
         };
-        Ok(staging::list(&self.home.base, &top)?
+        Ok(staging::list(&self.lower.base, &top)?
             .into_iter()
             .filter_map(|(name, ..)| id_of(name))
             .collect())
@@ -528,15 +550,15 @@ impl<B: Backing> Votes<B> {
         // After a restart the changes are in the record only, which an open transaction does not read.
         if scope.recovered.is_some() {
             return Err(VoteError::GivenUp {
-                by: self.home.host_name(),
+                by: self.lower.host_name(),
                 why: "its firnd was restarted".into(),
             });
         }
         self.must_be_open_for_change(scope, id)?;
-        self.home
+        self.lower
             .base
             .unlink(&scope.dir, OsStr::new(staging::RECORD))?;
-        self.home.base.sync_dir(&scope.dir)?;
+        self.lower.base.sync_dir(&scope.dir)?;
         scope.set_stage(Stage::Open);
         self.leave_vote(id, &scope.path)?;
         Ok(scope.used.lock().take().unwrap_or_default())
@@ -553,7 +575,7 @@ impl<B: Backing> Votes<B> {
         let Some(vote) = self.find_vote(id, &scope.path)? else {
             return Ok(());
         };
-        let by = self.home.host_name();
+        let by = self.lower.host_name();
         let why = "it failed there".to_owned();
         let verdict = vote.judge(&Verdict::GivenUp { by, why })?;
         let outcome = vote.ballot.decision()?;
@@ -582,8 +604,8 @@ impl<B: Backing> Votes<B> {
         id: u64,
     ) -> Result<(), VoteError> {
         match stage {
-            Stage::Open if self.home.members.is_some() => Err(VoteError::NotVoted { id }),
-            Stage::Prepared(_) => self.decide_vote(id, &scope.path, true),
+            Stage::Open if self.lower.members.is_some() => Err(VoteError::NotVoted { id }),
+            Stage::Prepared(_) => self.decide_vote(id, &scope.path, Proposal::Commit),
             _ => Ok(()),
         }
     }
@@ -597,33 +619,38 @@ fn test_lists<B: Backing>(
     let mut lists = Vec::new();
     for host in hosts {
         let bytes = vote.ballot.brought_by(host)?.unwrap_or_default();
-        let list = Published::decode(&bytes).map_err(|source| VoteError::Published {
+        let list = AccessList::decode(&bytes).map_err(|source| VoteError::AccessList {
             host: host.clone(),
             source,
         })?;
         lists.push(list);
     }
-    let report = crate::conflict::test(&lists);
+    let report = crate::conflict::find_conflicts(&lists);
     Ok(match report.total {
         0 => Verdict::Clear,
         _ => Verdict::Conflict(report),
     })
 }
 
-/// Returns an error unless the outcome is the wanted one; `why` is the reason to report for an abort.
-fn must_be(outcome: Outcome, commit: bool, id: u64, why: &str) -> Result<(), VoteError> {
-    match outcome {
-        Outcome { commit: found, .. } if found == commit => Ok(()),
-        Outcome { commit: true, .. } => Err(StageError::Decided { id }.into()),
-        Outcome { by, .. } => Err(VoteError::GivenUp {
-            by,
+/// Returns an error unless the decision is the proposal. `why` is the reason that is reported for an abort.
+fn must_match(
+    decision: JointDecision,
+    proposal: Proposal,
+    id: u64,
+    why: &str,
+) -> Result<(), VoteError> {
+    match (decision.commit, proposal) {
+        (true, Proposal::Commit) | (false, Proposal::Abort) => Ok(()),
+        (true, Proposal::Abort) => Err(StageError::Decided { id }.into()),
+        (false, Proposal::Commit) => Err(VoteError::GivenUp {
+            by: decision.by,
             why: why.into(),
         }),
     }
 }
 
 /// Returns the error of a commit that this verdict rules out.
-pub(crate) fn refused(verdict: Verdict) -> VoteError {
+pub(crate) fn error_of_verdict(verdict: Verdict) -> VoteError {
     match verdict {
         Verdict::Conflict(report) => VoteError::Conflict(Box::new(report)),
         Verdict::GivenUp { by, why } => VoteError::GivenUp { by, why },
@@ -637,7 +664,7 @@ impl Verdict {
         if self == Self::Clear {
             Ok(())
         } else {
-            Err(refused(self))
+            Err(error_of_verdict(self))
         }
     }
 }

@@ -5,22 +5,22 @@
 //!   abort of the scope waits for that.
 //! * A thread that waits for a transaction is not in the table, so the transaction's end does not wait for it.
 
-use std::ffi::OsStr;
 use std::sync::Arc;
 
 use firn_backing::{Backing, Errno};
 use smallvec::SmallVec;
 
 use crate::claim::Claim;
+use crate::names::NameAt;
 use crate::object::Object;
 use crate::scope::Scope;
 use crate::scopes::Scopes;
 use crate::tree::Tree;
-use crate::tree::{Names, StableNames};
-use crate::uses::Use;
+use crate::tree::{NameChangeGuard, StableNamesGuard};
+use crate::uses::UseGuard;
 
 /// A guard that admits a change, and the transaction of the changed object, if there is one.
-pub(crate) type Allowed<G, B> = (G, Option<Arc<Scope<B>>>);
+pub(crate) type Admitted<G, B> = (G, Option<Arc<Scope<B>>>);
 
 /// Admits threads that look up names, or change names or data.
 pub struct Admission<B: Backing> {
@@ -42,17 +42,17 @@ impl<B: Backing> Admission<B> {
     /// aborted, and with EBUSY if its decision may never come.
     pub(crate) fn enter_name_change(
         &self,
-        names: &[(&Arc<Object<B>>, &OsStr)],
-    ) -> Result<Allowed<Names<'_, B>, B>, Errno> {
-        let dirs: SmallVec<[&Arc<Object<B>>; 2]> = names.iter().map(|(dir, _)| *dir).collect();
-        let (dir, name) = names[0];
+        names: &[NameAt<'_, B>],
+    ) -> Result<Admitted<NameChangeGuard<'_, B>, B>, Errno> {
+        let dirs: SmallVec<[&Arc<Object<B>>; 2]> = names.iter().map(|one| one.dir).collect();
+        let NameAt { dir, name } = names[0];
         loop {
             let used = self.tree.names.enter(&dirs);
             match self.scopes.scope_at(dir, name) {
-                None => return Ok((Names::new(used, None), None)),
+                None => return Ok((NameChangeGuard::new(used, None), None)),
                 Some(scope) if scope.is_open() => {
                     let owned = Claim::own(Arc::clone(&scope.names));
-                    return Ok((Names::new(used, Some(owned)), Some(scope)));
+                    return Ok((NameChangeGuard::new(used, Some(owned)), Some(scope)));
                 }
                 Some(scope) => {
                     drop(used);
@@ -63,12 +63,12 @@ impl<B: Backing> Admission<B> {
     }
 
     /// Waits until names in a directory may be looked up, and returns the guard. Look-ups do not wait for an outcome.
-    pub(crate) fn share_names(&self, dir: &Arc<Object<B>>) -> StableNames<'_, B> {
+    pub(crate) fn share_names(&self, dir: &Arc<Object<B>>) -> StableNamesGuard<'_, B> {
         let used = self.tree.names.enter(&[dir]);
         let scopes = self.scopes.scope_of(dir).into_iter();
         let scopes = scopes.chain(self.scopes.with_names_in(dir));
         let shared = scopes.map(|scope| Claim::share(Arc::clone(&scope.names)));
-        StableNames::new(used, shared.collect())
+        StableNamesGuard::new(used, shared.collect())
     }
 
     /// Waits until data or attributes of an object may be changed, and returns the guard and the transaction. Fails as
@@ -76,7 +76,7 @@ impl<B: Backing> Admission<B> {
     pub(crate) fn enter_data_change(
         &self,
         object: &Arc<Object<B>>,
-    ) -> Result<Allowed<Use<'_, B>, B>, Errno> {
+    ) -> Result<Admitted<UseGuard<'_, B>, B>, Errno> {
         loop {
             let data = self.tree.data.enter(&[object]);
             // A nameless object is part of no commit, so a change of it waits for none.

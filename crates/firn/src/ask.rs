@@ -53,7 +53,7 @@ pub fn ask_each<Q: Sync, A: Send>(questions: &[Q], ask: impl Fn(&Q) -> A + Sync)
 
 /// Why a child gave no answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Unanswered {
+pub enum ChildFailure {
     /// It exceeded its timeout and was killed.
     Late,
     /// It printed a message instead, and ended with an exit status.
@@ -70,12 +70,12 @@ pub enum Unanswered {
 /// Runs this program with `arguments` in a child process, and returns its answer.
 ///
 /// The answer is the JSON at the end of the child's output; messages may precede it. An error says whether the child
-/// exceeded its timeout (`patience`), refused, or could not be run.
+/// exceeded `timeout`, refused, or could not be run.
 pub fn ask_child<T: DeserializeOwned>(
     arguments: Vec<OsString>,
-    patience: Duration,
-) -> Result<T, Unanswered> {
-    let deadline = Instant::now() + patience;
+    timeout: Duration,
+) -> Result<T, ChildFailure> {
+    let deadline = Instant::now() + timeout;
     let (answer, answered) = mpsc::channel();
     // This thread waits for the child. The child may hang in the kernel, and the caller must return at the timeout.
     let started = std::thread::Builder::new().spawn(move || {
@@ -90,18 +90,18 @@ pub fn ask_child<T: DeserializeOwned>(
         let _ = answer.send(firn_process::run(child, limits));
     });
     if let Err(error) = started {
-        return Err(Unanswered::NotRun(error.to_string()));
+        return Err(ChildFailure::NotRun(error.to_string()));
     }
-    match answered.recv_timeout(patience + GRACE) {
+    match answered.recv_timeout(timeout + GRACE) {
         Ok(Ok(ended)) => {
             let text = ended.text();
-            parse_answer(&text).ok_or_else(|| Unanswered::Refused {
+            parse_answer(&text).ok_or_else(|| ChildFailure::Refused {
                 text: text.strip_prefix("firn: ").unwrap_or(&text).to_owned(),
                 code: ended.status.code().and_then(|code| u8::try_from(code).ok()),
             })
         }
-        Ok(Err(RunError::Late)) | Err(_) => Err(Unanswered::Late),
-        Ok(Err(error)) => Err(Unanswered::NotRun(error.to_string())),
+        Ok(Err(RunError::Late)) | Err(_) => Err(ChildFailure::Late),
+        Ok(Err(error)) => Err(ChildFailure::NotRun(error.to_string())),
     }
 }
 

@@ -237,8 +237,8 @@ fn without_error_word(text: &str) -> &str {
 pub fn ended(result: Result<u8, Failure>) -> u8 {
     match result {
         Ok(code) => code,
-        Err(Failure::Unread) => DONE,
-        Err(Failure::Told { text, code }) => {
+        Err(Failure::OutputClosed) => DONE,
+        Err(Failure::Message { text, code }) => {
             // A usage message has several lines. It quotes only what the caller typed, so it is printed unescaped.
             if code == USAGE {
                 output::say_lines(&text)
@@ -286,7 +286,7 @@ mod tests {
             &["firn", "frobnicate"],
             &["firn", "wait", "--until", "eternal", "/"],
         ] {
-            let Err(Failure::Told { text, code }) = firn(args(words)) else {
+            let Err(Failure::Message { text, code }) = firn(args(words)) else {
                 panic!("{words:?} was taken")
             };
             assert_eq!(code, USAGE);
@@ -295,14 +295,15 @@ mod tests {
                 "{text}"
             );
         }
-        let Err(Failure::Told { text, .. }) = firn(args(&["firn", "statsu"])) else {
+        let Err(Failure::Message { text, .. }) = firn(args(&["firn", "statsu"])) else {
             panic!("statsu is no verb");
         };
         assert_eq!(
             text,
             "no verb is called `statsu`: did you mean `status`? `firn --help` lists the verbs"
         );
-        let Err(Failure::Told { text, .. }) = firn(args(&["firn", "mount", "--frontned"])) else {
+        let Err(Failure::Message { text, .. }) = firn(args(&["firn", "mount", "--frontned"]))
+        else {
             panic!("--frontned is no option");
         };
         assert!(text.contains("--frontend"), "{text}");
@@ -317,7 +318,7 @@ mod tests {
     fn a_word_of_another_program_leads_to_the_verb_and_is_none_itself() {
         for (words, ours) in FOREIGN_WORDS {
             for word in *words {
-                let Err(Failure::Told { text, code }) = firn(args(&["firn", word])) else {
+                let Err(Failure::Message { text, code }) = firn(args(&["firn", word])) else {
                     panic!("{word} was taken");
                 };
                 assert_eq!(code, USAGE);

@@ -26,13 +26,13 @@ use std::path::Path;
 
 use firn_config::Options;
 
-pub use examine::{Examination, Request, examine, run_check};
+pub use examine::{Examination, ExaminationRequest, examine, run_check};
 pub use finding::{Finding, Verdict};
 pub use fuse::{device_fault, find_program};
 
 /// The subject of a check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Group {
+pub enum CheckGroup {
     /// This host, and this user on it.
     Host,
     /// The backing. Its checks read facts only, apart from one file that they may create.
@@ -44,7 +44,7 @@ pub enum Group {
 
 /// What is examined.
 #[derive(Clone, Debug)]
-pub struct Subject<'a> {
+pub struct CheckSubject<'a> {
     /// The backing as the user gave it. `None` means that only the host is examined.
     pub backing: Option<&'a Path>,
     /// The options that a mount would use now.
@@ -58,49 +58,49 @@ pub struct Check {
     /// Name of the check in lines of output, in JSON and for `--only`.
     pub name: &'static str,
     /// The subject of the check, which decides when it runs.
-    pub group: Group,
+    pub group: CheckGroup,
     /// Runs the check, and returns its findings.
-    pub(crate) look: fn(&Subject<'_>) -> Vec<Finding>,
+    pub(crate) look: fn(&CheckSubject<'_>) -> Vec<Finding>,
 }
 
 /// All checks, in the order of the output.
 pub static CHECKS: [Check; 21] = [
-    Check::of_host("fuse", fuse::device),
-    Check::of_host("fusermount3", fuse::helper),
-    Check::of_host("allow-other", fuse::allow_other),
-    Check::of_host("kernel", kernel::look),
-    Check::of_host("memory", memory::room),
-    Check::of_host("locked-memory", memory::locked),
-    Check::of_host("logout", host::logout),
-    Check::of_host("limits", host::limits),
-    Check::of_host("mount-helpers", host::mount_helpers),
-    Check::of_host("settings", settings::look),
-    Check::of_host("mounts", mounts::mounts),
-    Check::of_host("arenas", mounts::arenas),
-    Check::of_host("mpi", mpi::look),
-    Check::of_backing("backing", backing::place),
-    Check::of_backing("writable", backing::writable),
-    Check::of_storage("room", storage::room),
-    Check::of_storage("sync", storage::sync),
-    Check::of_storage("names", storage::names),
-    Check::of_storage("locks", storage::locks),
-    Check::of_storage("files", storage::files),
-    Check::of_storage("clock", storage::clock),
+    Check::of_host("fuse", fuse::check_device),
+    Check::of_host("fusermount3", fuse::check_helper),
+    Check::of_host("allow-other", fuse::check_allow_other),
+    Check::of_host("kernel", kernel::check_kernel),
+    Check::of_host("memory", memory::check_room),
+    Check::of_host("locked-memory", memory::check_locked),
+    Check::of_host("logout", host::check_logout),
+    Check::of_host("limits", host::check_limits),
+    Check::of_host("mount-helpers", host::check_mount_helpers),
+    Check::of_host("settings", settings::check_settings),
+    Check::of_host("mounts", mounts::check_mounts),
+    Check::of_host("arenas", mounts::check_arenas),
+    Check::of_host("mpi", mpi::check_mpi),
+    Check::of_backing("backing", backing::check_place),
+    Check::of_backing("writable", backing::check_writable),
+    Check::of_storage("room", storage::check_room),
+    Check::of_storage("sync", storage::check_sync),
+    Check::of_storage("names", storage::check_names),
+    Check::of_storage("locks", storage::check_locks),
+    Check::of_storage("files", storage::check_files),
+    Check::of_storage("clock", storage::check_clock),
 ];
 
 impl Check {
-    const fn of_host(name: &'static str, look: fn(&Subject<'_>) -> Vec<Finding>) -> Self {
-        let group = Group::Host;
+    const fn of_host(name: &'static str, look: fn(&CheckSubject<'_>) -> Vec<Finding>) -> Self {
+        let group = CheckGroup::Host;
         Self { name, group, look }
     }
 
-    const fn of_backing(name: &'static str, look: fn(&Subject<'_>) -> Vec<Finding>) -> Self {
-        let group = Group::Backing;
+    const fn of_backing(name: &'static str, look: fn(&CheckSubject<'_>) -> Vec<Finding>) -> Self {
+        let group = CheckGroup::Backing;
         Self { name, group, look }
     }
 
-    const fn of_storage(name: &'static str, look: fn(&Subject<'_>) -> Vec<Finding>) -> Self {
-        let group = Group::Storage;
+    const fn of_storage(name: &'static str, look: fn(&CheckSubject<'_>) -> Vec<Finding>) -> Self {
+        let group = CheckGroup::Storage;
         Self { name, group, look }
     }
 }

@@ -25,7 +25,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use signal_hook::consts::{SIGINT, SIGTERM};
 
 use crate::failure::{FAILED, Failure};
-use crate::metrics::{self, Scraped};
+use crate::metrics::{self, MountScrape};
 
 pub use listener::{Address, Listener};
 
@@ -69,7 +69,7 @@ impl Scraper {
     /// Asks the firnd of each mount at the same time, and collects the answers until the timeout.
     ///
     /// A mount whose earlier question is still pending is not asked again, and counts as down.
-    fn scrape(&self) -> Result<Vec<Scraped>, Failure> {
+    fn scrape(&self) -> Result<Vec<MountScrape>, Failure> {
         let mounts = firn_client::mounts()?;
         let deadline = Instant::now() + ANSWER_WITHIN;
         let (sender, answers) = channel();
@@ -91,9 +91,9 @@ impl Scraper {
                 Err(_) => drop(lock(&self.asked).remove(&mounts[index].mount_point)),
             }
         }
-        let mut scraped: Vec<Option<Scraped>> = mounts
+        let mut scraped: Vec<Option<MountScrape>> = mounts
             .iter()
-            .map(|mount| Some(Scraped::down(mount)))
+            .map(|mount| Some(MountScrape::down(mount)))
             .collect();
         while waits > 0 {
             let left = deadline.saturating_duration_since(Instant::now());
@@ -102,7 +102,7 @@ impl Scraper {
             };
             waits -= 1;
             match answer {
-                Ok(status) => scraped[index] = Some(Scraped::Up(Box::new(status))),
+                Ok(status) => scraped[index] = Some(MountScrape::Up(Box::new(status))),
                 // The firnd may be healthy, but its socket is in another runtime directory. So the mount is left out,
                 // not shown as down.
                 Err(ClientError::NoSocket { .. }) => scraped[index] = None,
@@ -118,9 +118,9 @@ fn ask(mount: &Mount) -> Result<firn_protocol::Status, ClientError> {
 }
 
 /// Becomes readable when a signal asks the exporter to end.
-pub struct Ending(UnixStream);
+pub struct EndSignal(UnixStream);
 
-impl Ending {
+impl EndSignal {
     /// Catches SIGTERM and SIGINT from now on.
     pub fn on_signals() -> Result<Self, Failure> {
         let failed = |error| Failure::new(FAILED, format!("cannot watch for signals: {error}"));
@@ -149,7 +149,7 @@ fn wait_for(fds: &mut [PollFd<'_>], limit: Option<Duration>) -> Result<(), Failu
 }
 
 /// Serves metrics to the clients of all listeners until a signal comes.
-pub fn serve(listeners: &[Listener], ending: &Ending) -> Result<(), Failure> {
+pub fn serve(listeners: &[Listener], ending: &EndSignal) -> Result<(), Failure> {
     let scraper = Arc::new(Scraper::default());
     let clients = Arc::new(AtomicUsize::new(0));
     loop {
@@ -174,9 +174,9 @@ pub fn serve(listeners: &[Listener], ending: &Ending) -> Result<(), Failure> {
 }
 
 /// Counts a client as long as it is served.
-struct Seat(Arc<AtomicUsize>);
+struct ServedClient(Arc<AtomicUsize>);
 
-impl Drop for Seat {
+impl Drop for ServedClient {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::AcqRel);
     }
@@ -184,7 +184,7 @@ impl Drop for Seat {
 
 /// Serves a client in a thread of its own, or refuses it where [`CLIENTS_MAX`] clients are served already.
 fn begin(client: listener::Client, scraper: &Arc<Scraper>, clients: &Arc<AtomicUsize>) {
-    let seat = Seat(Arc::clone(clients));
+    let seat = ServedClient(Arc::clone(clients));
     if clients.fetch_add(1, Ordering::AcqRel) >= CLIENTS_MAX {
         // All places are taken. The refusal needs no thread, because the request is not read.
         http::refuse(client);

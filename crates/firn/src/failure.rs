@@ -25,30 +25,30 @@ pub const INTERRUPTED: u8 = 130;
 #[derive(Debug)]
 pub enum Failure {
     /// A message for stderr, and an exit status.
-    Told {
+    Message {
         /// What happened, and what the user should do, without `firn: ` before it.
         text: String,
         /// The exit status of the program.
         code: u8,
     },
     /// The reader of stdout has closed it (`firn status | head`). The program ends without a message.
-    Unread,
+    OutputClosed,
 }
 
 impl Failure {
     /// Creates a failure with a message and its exit status.
     pub fn new(code: u8, text: impl Into<String>) -> Self {
-        Self::Told {
+        Self::Message {
             text: text.into(),
             code,
         }
     }
 
-    /// Returns the message, for a verb that continues after the failure. Returns `None` for [`Failure::Unread`].
+    /// Returns the message, for a verb that continues after the failure. Returns `None` for [`Failure::OutputClosed`].
     pub fn text(&self) -> Option<String> {
         match self {
-            Self::Told { text, .. } => Some(text.clone()),
-            Self::Unread => None,
+            Self::Message { text, .. } => Some(text.clone()),
+            Self::OutputClosed => None,
         }
     }
 }
@@ -133,8 +133,8 @@ mod tests {
 
     fn code(failure: impl Into<Failure>) -> u8 {
         match failure.into() {
-            Failure::Told { code, .. } => code,
-            Failure::Unread => panic!("it has a text"),
+            Failure::Message { code, .. } => code,
+            Failure::OutputClosed => panic!("it has a text"),
         }
     }
 

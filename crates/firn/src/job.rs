@@ -31,7 +31,7 @@ pub struct Job {
     /// Path of the backing. It is canonical where the backing answered.
     pub backing: BytePath,
     /// Sums over the hosts that have the backing mounted, and over what dead hosts left.
-    pub total: Total,
+    pub total: JobTotals,
     /// Hosts, with the one in the worst trouble first.
     pub hosts: Vec<Host>,
     /// Sentences about what did not answer, and about anything else that the user should know.
@@ -42,7 +42,7 @@ pub struct Job {
 
 /// Sums over the hosts of a job.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Total {
+pub struct JobTotals {
     /// Hosts whose leases are renewed.
     pub alive: u64,
     /// Hosts whose leases are not renewed, and which are not known to be dead.
@@ -77,7 +77,7 @@ pub struct Total {
     pub errors: u64,
 }
 
-impl Total {
+impl JobTotals {
     /// Returns how many hosts are in each state, in words. States without a host are left out.
     pub fn hosts_by_state(&self) -> String {
         let states = [
@@ -170,7 +170,7 @@ pub fn life_word(life: Life) -> &'static str {
     }
 }
 
-impl Total {
+impl JobTotals {
     /// Sums up the hosts. Rates count only hosts whose leases are renewed.
     fn of(hosts: &[Host]) -> Self {
         let mut total = Self::default();

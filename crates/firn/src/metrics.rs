@@ -14,14 +14,14 @@ use prometheus_client::metrics::exemplar::Exemplar;
 use prometheus_client::registry::Registry;
 
 /// A mount that was asked for its figures.
-pub enum Scraped {
+pub enum MountScrape {
     /// Its firnd answered with this status.
     Up(Box<Status>),
     /// Its firnd did not answer before the timeout.
     Down(Scrape),
 }
 
-impl Scraped {
+impl MountScrape {
     /// Returns the entry of a mount whose firnd did not answer.
     pub fn down(mount: &Mount) -> Self {
         let host = rustix::system::uname();
@@ -58,9 +58,9 @@ impl Scraped {
 struct Snapshot(Figures);
 
 /// Returns the metrics of these mounts as text.
-pub fn text(all: &[Scraped]) -> String {
-    let scrapes: Vec<Scrape> = all.iter().map(Scraped::scrape).collect();
-    let figures = Figures::of(all.iter().filter_map(Scraped::status));
+pub fn text(all: &[MountScrape]) -> String {
+    let scrapes: Vec<Scrape> = all.iter().map(MountScrape::scrape).collect();
+    let figures = Figures::of(all.iter().filter_map(MountScrape::status));
     let mut registry = Registry::with_prefix("firn");
     registry.register_collector(Box::new(Snapshot(figures.with(Figures::of(&scrapes)))));
     let mut text = String::new();
@@ -126,12 +126,12 @@ mod tests {
     use firn_protocol::{LaneState, TokenState};
     use serde_json::Value;
 
-    use super::{Scrape, Scraped, Status};
+    use super::{MountScrape, Scrape, Status};
 
     fn text(all: &[Status]) -> String {
-        let all: Vec<Scraped> = all
+        let all: Vec<MountScrape> = all
             .iter()
-            .map(|status| Scraped::Up(Box::new(status.clone())))
+            .map(|status| MountScrape::Up(Box::new(status.clone())))
             .collect();
         super::text(&all)
     }
@@ -290,7 +290,10 @@ mod tests {
             mount_point: "/gone".into(),
             ..Scrape::default()
         };
-        let all = [Scraped::Up(Box::new(another())), Scraped::Down(down)];
+        let all = [
+            MountScrape::Up(Box::new(another())),
+            MountScrape::Down(down),
+        ];
         let text = super::text(&all);
         let up = |mount_point: &str, value| {
             format!("firn_up{{backing=\"\",mount_point=\"{mount_point}\",host=\"\"}} {value}")

@@ -1,7 +1,7 @@
 //! The two output streams of a verb: data goes to stdout, and messages go to stderr.
 //!
 //! A reader can close its end of a pipe early (`firn status | head`). Then [`print()`] and its JSON forms return
-//! [`Failure::Unread`]; `println!` would panic.
+//! [`Failure::OutputClosed`]; `println!` would panic.
 
 use std::io::{self, IsTerminal, Write};
 
@@ -10,14 +10,14 @@ use serde::Serialize;
 
 use crate::failure::{FAILED, Failure};
 
-/// Prints data on stdout. Returns [`Failure::Unread`] where the reader of stdout is gone.
+/// Prints data on stdout. Returns [`Failure::OutputClosed`] where the reader of stdout is gone.
 pub fn print(text: &str) -> Result<(), Failure> {
     let mut stdout = io::stdout().lock();
     stdout
         .write_all(text.as_bytes())
         .and_then(|()| stdout.flush())
         .map_err(|error| match error.kind() {
-            io::ErrorKind::BrokenPipe => Failure::Unread,
+            io::ErrorKind::BrokenPipe => Failure::OutputClosed,
             _ => Failure::new(FAILED, format!("cannot write to standard output: {error}")),
         })
 }

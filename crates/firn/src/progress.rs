@@ -37,7 +37,7 @@ pub struct Meter {
 
 /// What a command waited for, and how long.
 #[derive(Clone, Copy, Debug)]
-pub struct Waited {
+pub struct WaitSummary {
     /// The largest number of bytes that were left.
     pub bytes: u64,
     /// The largest number of files that had bytes left.
@@ -46,7 +46,7 @@ pub struct Waited {
     pub time: Duration,
 }
 
-impl Waited {
+impl WaitSummary {
     /// Returns the amount in words, such as `768.0 MiB in 32 files`.
     pub fn amount(&self) -> String {
         format!(
@@ -84,8 +84,8 @@ impl Meter {
     }
 
     /// Returns what was waited for until now.
-    pub fn waited(&self) -> Waited {
-        Waited {
+    pub fn waited(&self) -> WaitSummary {
+        WaitSummary {
             bytes: self.total_bytes,
             files: self.total_files,
             time: self.begin.elapsed(),

@@ -65,7 +65,7 @@ pub enum Removal {
 }
 
 /// The verdicts on all checkpoints of a directory.
-pub struct Judged {
+pub struct Judgements {
     /// The user's checkpoints, the newest first, and then those that do not count (of other users, or unexamined).
     pub checkpoints: Vec<Judgement>,
     /// Why some checkpoints could not be examined.
@@ -74,7 +74,7 @@ pub struct Judged {
 
 /// Judges the checkpoints of a directory of which `keep` whole ones are to stay. Returns a failure where the directory
 /// itself cannot be examined.
-pub fn judge_directory(directory: &Directory, keep: usize) -> Result<Judged, Failure> {
+pub fn judge_directory(directory: &Directory, keep: usize) -> Result<Judgements, Failure> {
     let looked = directory.look()?;
     let mut failures = Vec::new();
     let mut others = Vec::new();
@@ -95,9 +95,9 @@ pub fn judge_directory(directory: &Directory, keep: usize) -> Result<Judged, Fai
     }
     others.sort_by(|a, b| a.name.cmp(&b.name));
     let dirs = looked.checkpoints.into_iter().filter(|one| one.is_dir);
-    let mut checkpoints = judge(&dirs.collect::<Vec<_>>(), keep);
+    let mut checkpoints = judge_checkpoints(&dirs.collect::<Vec<_>>(), keep);
     checkpoints.extend(others);
-    Ok(Judged {
+    Ok(Judgements {
         checkpoints,
         failures,
     })
@@ -110,18 +110,18 @@ pub fn judge_directory(directory: &Directory, keep: usize) -> Result<Judged, Fai
 pub fn remove(directory: &Directory, checkpoint: &Judgement) -> Result<Removal, Failure> {
     let name = &checkpoint.name;
     let removed = removed_name(name);
-    rename(directory, name, &removed)?;
+    rename_checkpoint(directory, name, &removed)?;
     let is_same = directory
         .look_at(&removed)?
         .is_some_and(|stat| ObjectId::of(&stat) == checkpoint.object);
     // Another directory was moved to the name after the verdict. It gets its name back.
     if !is_same {
-        rename(directory, &removed, name)?;
+        rename_checkpoint(directory, &removed, name)?;
         return Err(failed(&directory.path().join(name))(Errno::STALE).into());
     }
     // A program opened a file of the checkpoint after the verdict.
     if directory.is_open(&removed)? {
-        rename(directory, &removed, name)?;
+        rename_checkpoint(directory, &removed, name)?;
         return Ok(Removal::Opened);
     }
     remove_renamed(directory, &removed, checkpoint.object)?;
@@ -148,7 +148,7 @@ pub fn finish_removals(directory: &Directory) -> Result<Vec<Failure>, Failure> {
 }
 
 /// Renames within the directory, and fails where the new name exists.
-fn rename(directory: &Directory, from: &OsStr, to: &OsStr) -> Result<(), Failure> {
+fn rename_checkpoint(directory: &Directory, from: &OsStr, to: &OsStr) -> Result<(), Failure> {
     let dir = directory.dir();
     let renamed = renameat_with(dir, from, dir, to, RenameFlags::NOREPLACE);
     Ok(renamed.map_err(failed(&directory.path().join(from)))?)
@@ -161,7 +161,7 @@ fn remove_renamed(directory: &Directory, name: &OsStr, object: ObjectId) -> Resu
 }
 
 /// Judges directories of the user, which are ordered with the newest first.
-fn judge(checkpoints: &[checkpoints::Checkpoint], keep: usize) -> Vec<Judgement> {
+fn judge_checkpoints(checkpoints: &[checkpoints::Checkpoint], keep: usize) -> Vec<Judgement> {
     let is_whole = |one: &&checkpoints::Checkpoint| one.wholeness == Wholeness::Whole;
     // A job may have no file open between two files of its checkpoint. So the file count of the newest is compared with
     // that of the whole one before it.
@@ -197,10 +197,12 @@ fn judge(checkpoints: &[checkpoints::Checkpoint], keep: usize) -> Vec<Judgement>
     judged
 }
 
+/// Returns the name that a checkpoint has while it is removed.
 fn removed_name(name: &OsStr) -> OsString {
     OsString::from_vec([b".", name.as_bytes(), REMOVED_SUFFIX].concat())
 }
 
+/// Returns whether a name is that of a checkpoint whose removal has begun.
 fn is_removed_name(name: &OsStr) -> bool {
     let name = name.as_bytes();
     name.starts_with(b".")
@@ -250,7 +252,7 @@ mod tests {
     }
 
     fn verdicts(found: &[Checkpoint], keep: usize) -> Vec<(String, Verdict)> {
-        let judged = judge(found, keep).into_iter();
+        let judged = judge_checkpoints(found, keep).into_iter();
         judged
             .map(|one| (one.name.into_string().expect("UTF-8"), one.verdict))
             .collect()

@@ -145,7 +145,7 @@ impl Run {
     /// Returns the last run of a backing that is not mounted any more. `backing` is canonical.
     fn of_ended(backing: &Path) -> Result<Self, Failure> {
         let file = RuntimeFiles::of(backing, None)?.record;
-        let mut run = match load(&file) {
+        let mut run = match load_record(&file) {
             Ok(Some(own)) => Self::with(own),
             Ok(None) => Self::default(),
             Err(why) => Self {
@@ -229,7 +229,7 @@ impl Run {
             self.records.push(record);
         } else {
             self.cut += 1;
-            self.records.push(cut(record));
+            self.records.push(bounded_record(record));
         }
     }
 
@@ -292,7 +292,7 @@ fn text_bytes(record: &RunRecord) -> usize {
 }
 
 /// Returns a reduced record: it has the sums and histograms, fewer moments, and neither checkpoints nor events.
-fn cut(mut record: RunRecord) -> RunRecord {
+fn bounded_record(mut record: RunRecord) -> RunRecord {
     let left_out = record.checkpoints.len() + record.events.len();
     record.forgotten = record.forgotten.saturating_add(left_out as u64);
     record.checkpoints = Vec::new();
@@ -313,12 +313,12 @@ fn cut(mut record: RunRecord) -> RunRecord {
 /// none.
 fn load_own(backing: &Path) -> Result<Option<RunRecord>, String> {
     let files = RuntimeFiles::of(backing, None).map_err(|error| error.to_string())?;
-    load(&files.record)
+    load_record(&files.record)
 }
 
 /// Returns the record in a file of the runtime directory, or `None` where there is no such file. Fails where the file
 /// is not a private file of this user.
-fn load(path: &Path) -> Result<Option<RunRecord>, String> {
+fn load_record(path: &Path) -> Result<Option<RunRecord>, String> {
     let opened = std::fs::OpenOptions::new()
         .read(true)
         .custom_flags((rustix::fs::OFlags::NOFOLLOW | rustix::fs::OFlags::NONBLOCK).bits() as i32)
@@ -343,13 +343,13 @@ fn load(path: &Path) -> Result<Option<RunRecord>, String> {
 }
 
 /// Returns the page of a run as HTML.
-pub fn page(run: &Run) -> String {
-    page::page(run)
+pub fn render_page(run: &Run) -> String {
+    page::render_page(run)
 }
 
 /// Writes the page of a run to a file.
 pub fn write(run: &Run, file: &Path) -> Result<(), Failure> {
-    output_file::write(file, page(run).as_bytes()).map_err(|error| {
+    output_file::write(file, render_page(run).as_bytes()).map_err(|error| {
         let file = text::path(file);
         Failure::new(
             FAILED,
@@ -426,7 +426,7 @@ mod tests {
             panic!("{:?}", run.failures);
         };
         assert!(told.contains("64.0 MiB"), "{told}");
-        let page = page(&run);
+        let page = render_page(&run);
         assert!(page.len() < 16 << 20, "{} bytes", page.len());
     }
 }

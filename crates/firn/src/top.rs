@@ -23,7 +23,7 @@ use std::collections::VecDeque;
 use firn_protocol::{HostReport, Status};
 
 use crate::job::{Host, Job};
-use crate::verb::history::Listed;
+use crate::verb::history::CheckpointEntry;
 
 /// Samples that a sparkline keeps: as many as a wide terminal has columns.
 const HISTORY_MAX: usize = 240;
@@ -95,7 +95,7 @@ pub enum Checkpoints {
     #[default]
     Asked,
     /// The checkpoints, with the newest first.
-    Listed(Vec<Listed>),
+    Listed(Vec<CheckpointEntry>),
     /// Why the checkpoints are unknown.
     Unknown(String),
 }

@@ -13,7 +13,9 @@ use firn_tests::mount::mount_args;
 use firn_tests::sandbox::is_mounted;
 use firn_tests::transaction::firn;
 use firn_tests::{FirnMount, Sandbox, run};
-use firn_transact::change_log::{ChangeLog, Data, Entry, Identity, Part, Range, Source};
+use firn_transact::change_log::{
+    BytesSource, ChangeLog, DataChange, Entry, EntrySide, Identity, WrittenRange,
+};
 
 /// Any user but root.
 const ATTACKER: u32 = 65534;
@@ -92,21 +94,21 @@ fn plant(sandbox: &Sandbox, entry: Entry) {
 /// Overwrites `victim`, a file beside the backing.
 fn forged_bytes(victim: &Path) -> Entry {
     let name = victim.file_name().expect("a name").to_string_lossy();
-    let data = Data {
+    let data = DataChange {
         cut: 6,
         size: 6,
-        written: vec![Range {
+        written: vec![WrittenRange {
             start: 0,
             end: 6,
-            source: Source::Inline(b"FORGED".to_vec()),
+            source: BytesSource::Inline(b"FORGED".to_vec()),
         }],
         grows: false,
     };
     Entry {
-        stays: Some((0, format!("../{name}").into_bytes())),
-        redo: Part {
+        unchanged_name: Some((0, format!("../{name}").into_bytes())),
+        redo: EntrySide {
             data: Some(data),
-            ..Part::default()
+            ..EntrySide::default()
         },
         ..Entry::new(1, identity(victim), false)
     }
@@ -168,11 +170,11 @@ fn regression_a_planted_record_makes_no_set_user_id_program() {
     let own = backing.join("own");
     run(as_attacker("touch").arg(&own)).ok();
     let entry = Entry {
-        stays: Some((0, b"own".to_vec())),
-        redo: Part {
+        unchanged_name: Some((0, b"own".to_vec())),
+        redo: EntrySide {
             copy_at: Some(("../../../..".into(), "tool-of-root".into())),
             changes_attributes: true,
-            ..Part::default()
+            ..EntrySide::default()
         },
         ..Entry::new(1, identity(&own), false)
     };

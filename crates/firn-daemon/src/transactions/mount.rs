@@ -48,7 +48,7 @@ impl<'a> StepsOfMount<'a> {
 
     /// Returns the answers to which hosts are alive; `None` if this host commits alone.
     fn liveness(&self) -> Result<Option<&LivingHosts>, Errno> {
-        let Some(members) = self.gate.store().home.members() else {
+        let Some(members) = self.gate.store().lower.members() else {
             return Ok(None);
         };
         if self.liveness.get().is_none() {

@@ -123,7 +123,7 @@ fn refuse_vote(error: &VoteError, scope: &str) -> Refused {
             libc::ECANCELED,
             participants::describe_conflict(report, scope),
         ),
-        VoteError::Published { .. } => (libc::EIO, error.to_string()),
+        VoteError::AccessList { .. } => (libc::EIO, error.to_string()),
         VoteError::Store(error) => refuse_store(error, scope),
     }
 }

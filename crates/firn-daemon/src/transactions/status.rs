@@ -19,7 +19,7 @@ pub(crate) fn status(gate: &Arc<TransactionGate>, owners: &Owners) -> Vec<Transa
         Stage::Decided(id) => (TransactionStage::Decided, Some(id)),
     };
     let pending = |scope: &[u8]| gate.engine().held_bytes_below(scope);
-    let one = |found: firn_transact::Transaction| TransactionStatus {
+    let one = |found: firn_transact::TransactionFigures| TransactionStatus {
         owner: owners.status(&found.scope).0,
         age_seconds: owners.status(&found.scope).1,
         bytes: found.written_bytes + pending(&found.path_now),
@@ -55,7 +55,7 @@ fn here(gate: &Arc<TransactionGate>, id: u64, scope: &[u8]) -> Vec<String> {
     /// Number of threads that read now. At the limit no more are started, because the backing hangs.
     static ASKING: AtomicUsize = AtomicUsize::new(0);
     const ASKING_MAX: usize = 4;
-    if gate.store().home.members().is_none() {
+    if gate.store().lower.members().is_none() {
         return Vec::new();
     }
     if ASKING.fetch_add(1, Ordering::AcqRel) >= ASKING_MAX {
@@ -80,7 +80,7 @@ fn here(gate: &Arc<TransactionGate>, id: u64, scope: &[u8]) -> Vec<String> {
 
 fn backup_status(progress: Progress) -> BackupStatus {
     BackupStatus {
-        whole: progress.is_whole,
+        whole: progress.is_complete,
         age_seconds: progress.age.map(|age| age.as_secs_f64()),
         copied_bytes: progress.copied_bytes,
         left_bytes: progress.left_bytes,

@@ -55,7 +55,7 @@ pub(super) fn note(gate: &TransactionGate, event: Event, scope: &[u8], id: Optio
         Event::Undone => 7,
     };
     EVENTS.count(index);
-    let members = gate.store().home.members();
+    let members = gate.store().lower.members();
     let host = members
         .map(|members| members.host.clone())
         .unwrap_or_default();

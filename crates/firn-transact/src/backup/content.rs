@@ -1,4 +1,9 @@
-//! The bytes of one staged file: out of a backing into its backup, and back.
+//! Copies the bytes of one staged file from the backing to the backup, or back.
+//!
+//! Holes are not copied. A checksum over the copied bytes is stored in the manifest and compared when they are copied
+//! back.
+//!
+//! Promise: an error says whether the backing or the backup failed.
 
 use std::ffi::OsStr;
 use std::ops::ControlFlow;
@@ -6,20 +11,24 @@ use std::ops::ControlFlow;
 use firn_backing::{Access, Backing, Errno, data_ranges};
 
 use super::mirror::{backup_failed, unlink_if_there};
-use crate::change_log::Content;
+use crate::change_log::BackupContent;
 use crate::copy::{CopyError, OpenFile, copy_blocks};
 use crate::error::{BackupError, ReviveError};
 use crate::staging;
 
-/// Copies a staged file. Fails with EAGAIN of the backing if it changed, or `go_on` returned false.
-pub(super) fn copy_out<B: Backing>(
+/// Copies the staged file `inode` of the backing `base` to the new file `name` in the directory `dir` of the backup
+/// `store`. Returns what the manifest says of the bytes.
+///
+/// Asks `goes_on` after each block. Fails with EAGAIN of the backing if `goes_on` returned false or the file became
+/// shorter meanwhile.
+pub(super) fn copy_to_backup<B: Backing>(
     base: &B,
     inode: &B::Inode,
     store: &B,
     dir: &B::Inode,
     name: &str,
-    go_on: impl Fn() -> bool,
-) -> Result<Content, BackupError> {
+    goes_on: impl Fn() -> bool,
+) -> Result<BackupContent, BackupError> {
     let from = base.open(inode, Access::Read)?;
     let size = base.attr_of_file(&from)?.size;
     unlink_if_there(store, dir, OsStr::new(name)).map_err(backup_failed)?;
@@ -30,7 +39,7 @@ pub(super) fn copy_out<B: Backing>(
     let mut crc = 0;
     let mut visit = |bytes: &[u8]| {
         crc = crc32c::crc32c_append(crc, bytes);
-        if go_on() {
+        if goes_on() {
             ControlFlow::Continue(())
         } else {
             ControlFlow::Break(())
@@ -52,7 +61,7 @@ pub(super) fn copy_out<B: Backing>(
         })?;
         ranges.push((data.start, data.end));
     }
-    Ok(Content {
+    Ok(BackupContent {
         file: name.to_owned(),
         size,
         ranges,
@@ -60,17 +69,27 @@ pub(super) fn copy_out<B: Backing>(
     })
 }
 
-/// Fills an empty file with what the backup, the directory `from` of a store, has of it.
-pub(super) fn copy_in<B: Backing>(
-    (store, dir): (&B, &B::Inode),
-    content: &Content,
+/// The directory of one transaction in a backup, to read from.
+pub(super) struct BackupDir<'a, B: Backing> {
+    pub(super) store: &'a B,
+    pub(super) dir: &'a B::Inode,
+}
+
+/// Fills the empty file `to` of the backing `base` with bytes of the backup.
+///
+/// Fails with `Damaged` if the backup does not have the file, or has other bytes than were copied to it.
+pub(super) fn copy_from_backup<B: Backing>(
+    backup: &BackupDir<'_, B>,
+    content: &BackupContent,
     base: &B,
     to: &B::File,
 ) -> Result<(), ReviveError> {
     let damaged = || ReviveError::Damaged {
         file: content.file.clone(),
     };
-    let found = staging::find(store, dir, OsStr::new(&content.file)).map_err(backup_failed)?;
+    let store = backup.store;
+    let found =
+        staging::find(store, backup.dir, OsStr::new(&content.file)).map_err(backup_failed)?;
     let (inode, _) = found.ok_or_else(damaged)?;
     let from = store.open(&inode, Access::Read).map_err(backup_failed)?;
     base.set_len(to, content.size)?;

@@ -1,4 +1,14 @@
-//! [`Mirror`]: the backup directory of a mount, with the state of each transaction's copy, and its file names.
+//! [`Mirror`]: the backup directory of a mount, and what it has of each transaction.
+//!
+//! Terms
+//! * The *copy* of a transaction is its directory in the backup ([`TransactionCopy`]).
+//! * A copy is *complete* if it has a manifest and all that the manifest names, durably. Then the commit can be finished
+//!   from the backup.
+//! * To *withdraw* a copy is to remove its manifest, durably. The files stay for a later prepare.
+//!
+//! Invariants
+//! * One thread at a time works with a copy ([`Mirror::with_copy`]). Threads that work with other copies do not wait.
+//! * The status takes only the lock of [`Mirror::progress`], so it waits for no call of the backing or the backup.
 
 use std::collections::{BTreeSet, HashMap};
 use std::ffi::OsStr;
@@ -12,18 +22,18 @@ use firn_backing::lock::Mutex;
 use firn_backing::{Attr, Backing, Errno, Time};
 
 use super::MANIFEST;
-use crate::change_log::{ChangeLog, Content, LogError, Staged};
+use crate::change_log::{BackupContent, ChangeLog, LogError, Staged};
 use crate::claim::Exclusive;
 use crate::error::BackupError;
 use crate::own::OwnError;
 use crate::scope::Scope;
 use crate::staging;
 
-/// How far the backup of a transaction is.
+/// Progress of the backup of one transaction.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Progress {
-    /// The backup has all of it, so that the commit can be finished from it.
-    pub is_whole: bool,
+    /// The copy is complete: the commit can be finished from the backup.
+    pub is_complete: bool,
     /// Time since the last complete round.
     pub age: Option<Duration>,
     /// Bytes that the backup has.
@@ -34,15 +44,15 @@ pub struct Progress {
     pub error: Option<String>,
 }
 
-/// Size and times of a file. If they stay the same for a round, so does the content.
+/// Size and times of a staged file. A file with the same values in two rounds has not changed between them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Stamp {
+pub(super) struct FileVersion {
     pub(super) size: u64,
     mtime: Time,
     ctime: Time,
 }
 
-impl Stamp {
+impl FileVersion {
     pub(super) fn of(attr: &Attr) -> Self {
         Self {
             size: attr.size,
@@ -52,66 +62,71 @@ impl Stamp {
     }
 }
 
-/// The backup's directory for this mount.
+/// The backup directory of a mount.
 pub(crate) struct Mirror<B: Backing> {
     pub(super) store: B,
     /// Copies by the serial numbers of their transactions.
-    copies: Mutex<HashMap<u64, Arc<Slot<B>>>>,
-    /// Directories of transactions that are over, which are not removed yet.
-    pub(super) over: Mutex<BTreeSet<String>>,
-    /// For the status, which does not wait for a round.
-    pub(super) told: Mutex<HashMap<u64, Told>>,
+    copies: Mutex<HashMap<u64, Arc<CopySlot<B>>>>,
+    /// Names of the directories of ended transactions that are not removed yet.
+    pub(super) ended: Mutex<BTreeSet<String>>,
+    /// Progress for the status, by the serial numbers of the transactions.
+    pub(super) progress: Mutex<HashMap<u64, ProgressEntry>>,
 }
 
-/// What the status says of a transaction.
+/// Progress of one transaction, without the age, which is computed when the status asks.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Told {
+pub(super) struct ProgressEntry {
     pub(super) progress: Progress,
-    /// When the last complete round ended.
-    pub(super) at: Option<Instant>,
+    /// Time of the end of the last round without an error; `None` before the first.
+    pub(super) last_round: Option<Instant>,
 }
 
-/// Where the copy of one transaction is. Transactions do not wait for each other's copies.
-struct Slot<B: Backing> {
-    place: Exclusive<SlotState<B>>,
-    /// Callers that wait for a round of this transaction to end.
-    hurry: AtomicU32,
+/// The copy of one transaction, which one thread at a time works with.
+struct CopySlot<B: Backing> {
+    state: Exclusive<CopyState<B>>,
+    /// Number of threads that wait for a round of this transaction to end. The round stops early for them.
+    waiting: AtomicU32,
 }
 
-/// What a caller has of a [`Slot`] alone.
-pub(super) struct SlotState<B: Backing> {
-    pub(super) copy: Option<Copy<B>>,
-    /// The slot is not in the table any more.
+/// The contents of a [`CopySlot`], for the thread that works with the copy.
+pub(super) struct CopyState<B: Backing> {
+    /// `None` before the first round and after the end of the transaction.
+    pub(super) copy: Option<TransactionCopy<B>>,
+    /// The slot is no longer in the table, because its transaction has ended. A thread that waited for it starts over.
     is_removed: bool,
 }
 
-impl<B: Backing> SlotState<B> {
-    pub(super) fn is_whole(&self) -> bool {
-        self.copy.as_ref().is_some_and(|copy| copy.is_whole)
+impl<B: Backing> CopyState<B> {
+    pub(super) fn is_complete(&self) -> bool {
+        self.copy.as_ref().is_some_and(|copy| copy.is_complete)
     }
 }
 
-/// What the backup has of one transaction.
-pub(super) struct Copy<B: Backing> {
+/// The directory of one transaction in the backup.
+pub(super) struct TransactionCopy<B: Backing> {
+    /// Name of the directory: `tx-N-TOKEN`.
     pub(super) name: String,
     pub(super) dir: B::Inode,
-    /// What the last round saw.
-    pub(super) seen: HashMap<String, Stamp>,
+    /// Versions of the staged files at the last round, by the names of their files in the backup.
+    pub(super) seen: HashMap<String, FileVersion>,
+    /// Files that were copied, by their names in the backup.
     pub(super) copied: HashMap<String, CopiedFile>,
-    /// A manifest may be there.
+    /// The directory may have a manifest.
     pub(super) has_manifest: bool,
     /// The manifest and all that it names are durable.
-    pub(super) is_whole: bool,
+    pub(super) is_complete: bool,
 }
 
-/// What the backup has of a staged file, and what that was when it was copied.
+/// A staged file that was copied to the backup.
 pub(super) struct CopiedFile {
-    pub(super) stamp: Stamp,
-    pub(super) content: Content,
+    /// Version of the staged file when it was copied.
+    pub(super) version: FileVersion,
+    pub(super) content: BackupContent,
 }
 
-impl<B: Backing> Copy<B> {
-    /// Nothing is known of the files in it; they count if there is a manifest.
+impl<B: Backing> TransactionCopy<B> {
+    /// Returns the copy in the directory `dir`. A manifest that is there counts as complete; other files are not known
+    /// and are copied again.
     pub(super) fn new(name: String, dir: B::Inode, has_manifest: bool) -> Self {
         Self {
             name,
@@ -119,22 +134,23 @@ impl<B: Backing> Copy<B> {
             seen: HashMap::new(),
             copied: HashMap::new(),
             has_manifest,
-            is_whole: has_manifest,
+            is_complete: has_manifest,
         }
     }
 
-    /// What the backup has of a file, if the file is unchanged.
-    pub(super) fn find_copied(&self, file: &str, now: Stamp) -> Option<&Content> {
+    /// Returns the copied content of a file; `None` if the file was not copied in this version.
+    pub(super) fn find_copied(&self, file: &str, version: FileVersion) -> Option<&BackupContent> {
         let copied = self.copied.get(file)?;
-        (copied.stamp == now).then_some(&copied.content)
+        (copied.version == version).then_some(&copied.content)
     }
 }
 
+/// Returns the error of a call of the backup, as opposed to the backing.
 pub(super) fn backup_failed(error: impl Into<OwnError>) -> BackupError {
     BackupError::of_backup(error.into())
 }
 
-/// Name of the file that has the bytes of a staged one.
+/// Returns the name of the file in the backup for the bytes of a staged file.
 pub(super) fn file_name(at: &Staged) -> String {
     format!("{}-{}", at.0, at.1)
 }
@@ -144,132 +160,137 @@ impl<B: Backing> Mirror<B> {
         Self {
             store,
             copies: Mutex::default(),
-            over: Mutex::default(),
-            told: Mutex::default(),
+            ended: Mutex::default(),
+            progress: Mutex::default(),
         }
     }
 
-    /// Takes up the copy of a transaction that an earlier process has made.
-    pub(super) fn adopt(&self, serial: u64, copy: Copy<B>) {
-        self.with_place(serial, |place| place.copy = Some(copy));
+    /// Adds the copy of a transaction that an earlier process has made.
+    pub(super) fn adopt(&self, serial: u64, copy: TransactionCopy<B>) {
+        self.with_copy(serial, |state| state.copy = Some(copy));
     }
 
-    /// Works with the copy of a transaction, alone. A round of it that is under way ends soon.
-    pub(super) fn with_place<T>(
-        &self,
-        serial: u64,
-        work: impl FnOnce(&mut SlotState<B>) -> T,
-    ) -> T {
-        self.work_in_slot(serial, true, |place, _| work(place))
+    /// Waits until no other thread works with the copy of a transaction, and calls `work` with the copy. A round that
+    /// works with the copy ends early.
+    pub(super) fn with_copy<T>(&self, serial: u64, work: impl FnOnce(&mut CopyState<B>) -> T) -> T {
+        loop {
+            let slot = self.slot(serial);
+            slot.waiting.fetch_add(1, Ordering::Relaxed);
+            let mut state = slot.state.take();
+            slot.waiting.fetch_sub(1, Ordering::Relaxed);
+            if !state.is_removed {
+                let result = work(&mut state);
+                self.remove_if_empty(serial, &mut state);
+                return result;
+            }
+        }
     }
 
-    /// Works with the copy of a transaction alone, for a round. `work` learns how many callers wait for its end.
-    pub(super) fn with_place_in_round<T>(
+    /// Waits and calls `work` as [`Self::with_copy`] does, but lets a round end by itself. `work` also gets the number
+    /// of threads that wait for its end.
+    pub(super) fn with_copy_in_round<T>(
         &self,
         serial: u64,
-        work: impl FnOnce(&mut SlotState<B>, &AtomicU32) -> T,
-    ) -> T {
-        self.work_in_slot(serial, false, work)
-    }
-
-    fn work_in_slot<T>(
-        &self,
-        serial: u64,
-        hurries: bool,
-        work: impl FnOnce(&mut SlotState<B>, &AtomicU32) -> T,
+        work: impl FnOnce(&mut CopyState<B>, &AtomicU32) -> T,
     ) -> T {
         loop {
             let slot = self.slot(serial);
-            slot.hurry.fetch_add(u32::from(hurries), Ordering::Relaxed);
-            let mut place = slot.place.take();
-            slot.hurry.fetch_sub(u32::from(hurries), Ordering::Relaxed);
-            // Its transaction ended during the wait.
-            if place.is_removed {
-                continue;
+            let mut state = slot.state.take();
+            if !state.is_removed {
+                let result = work(&mut state, &slot.waiting);
+                self.remove_if_empty(serial, &mut state);
+                return result;
             }
-            let result = work(&mut place, &slot.hurry);
-            if place.copy.is_none() {
-                place.is_removed = true;
-                self.copies.lock().remove(&serial);
-            }
-            return result;
         }
     }
 
-    fn slot(&self, serial: u64) -> Arc<Slot<B>> {
+    /// Removes the slot of a transaction that has no copy.
+    fn remove_if_empty(&self, serial: u64, state: &mut CopyState<B>) {
+        if state.copy.is_none() {
+            state.is_removed = true;
+            self.copies.lock().remove(&serial);
+        }
+    }
+
+    /// Returns the slot of a transaction, and makes it if there is none.
+    fn slot(&self, serial: u64) -> Arc<CopySlot<B>> {
         let new_slot = || {
-            let place = SlotState {
+            let state = CopyState {
                 copy: None,
                 is_removed: false,
             };
-            Arc::new(Slot {
-                place: Exclusive::new(place),
-                hurry: AtomicU32::new(0),
+            Arc::new(CopySlot {
+                state: Exclusive::new(state),
+                waiting: AtomicU32::new(0),
             })
         };
         let mut copies = self.copies.lock();
         Arc::clone(copies.entry(serial).or_insert_with(new_slot))
     }
 
-    /// Names of the directories of transactions that are over.
-    pub(super) fn names_of_over(&self) -> Vec<String> {
-        self.over.lock().iter().cloned().collect()
+    /// Returns the names of the directories of ended transactions that are not removed yet.
+    pub(super) fn names_of_ended(&self) -> Vec<String> {
+        self.ended.lock().iter().cloned().collect()
     }
 
-    pub(super) fn tell<T>(
+    /// Notes the result of a round or prepare, for the status. `left_bytes` are the bytes that it did not copy.
+    pub(super) fn note_progress<T>(
         &self,
         scope: &Scope<B>,
-        place: &SlotState<B>,
+        state: &CopyState<B>,
         result: &Result<T, BackupError>,
         left_bytes: u64,
     ) {
-        let copied = place.copy.as_ref().map_or(0, |copy| {
-            copy.copied.values().map(|file| file.stamp.size).sum()
+        let copied_bytes = state.copy.as_ref().map_or(0, |copy| {
+            copy.copied.values().map(|file| file.version.size).sum()
         });
-        let mut told = self.told.lock();
-        let Told { progress, at } = told.entry(scope.serial).or_default();
-        // A round that left all bytes has not written: its obstacle may last.
-        let has_written = left_bytes == 0 || copied > progress.copied_bytes;
+        let mut entries = self.progress.lock();
+        let entry = entries.entry(scope.serial).or_default();
+        let progress = &mut entry.progress;
+        // A round that copied nothing has not tried to write, so an earlier error may still hold.
+        let has_written = left_bytes == 0 || copied_bytes > progress.copied_bytes;
         if let Err(error) = result {
             progress.error = Some(error.to_string());
         } else if has_written {
             progress.error = None;
         }
-        progress.is_whole = place.is_whole();
-        (progress.copied_bytes, progress.left_bytes) = (copied, left_bytes);
+        progress.is_complete = state.is_complete();
+        progress.copied_bytes = copied_bytes;
+        progress.left_bytes = left_bytes;
         if result.is_ok() {
-            *at = Some(Instant::now());
+            entry.last_round = Some(Instant::now());
         }
     }
 
-    /// Invalidates a copy.
-    pub(super) fn withdraw(&self, copy: &mut Copy<B>) -> Result<(), Errno> {
+    /// Withdraws a copy: removes its manifest, durably.
+    pub(super) fn withdraw(&self, copy: &mut TransactionCopy<B>) -> Result<(), Errno> {
         if !copy.has_manifest {
             return Ok(());
         }
-        copy.is_whole = false;
+        copy.is_complete = false;
         remove_manifest(&self.store, &copy.dir)?;
         copy.has_manifest = false;
         Ok(())
     }
 
-    pub(super) fn remove(&self, name: &str) -> Result<(), OwnError> {
-        let removed = remove(&self.store, &self.store.root(), name);
+    /// Removes the directory `name`. Succeeds if another thread removed it.
+    fn remove(&self, name: &str) -> Result<(), OwnError> {
+        let removed = remove_directory(&self.store, &self.store.root(), name);
         if_still_there(&self.store, name, removed)
     }
 
-    /// Removes the directory of a transaction that is over; it is tried again where that fails.
-    pub(super) fn remove_over(&self, name: &str) -> Result<(), OwnError> {
-        // First: until it is removed, its manifest may be there.
-        self.over.lock().insert(name.to_owned());
+    /// Removes the directory of an ended transaction. After an error the next round tries again.
+    pub(super) fn remove_ended(&self, name: &str) -> Result<(), OwnError> {
+        // The name is noted before, because the manifest may be there until the directory is removed.
+        self.ended.lock().insert(name.to_owned());
         self.remove(name)?;
-        self.over.lock().remove(name);
+        self.ended.lock().remove(name);
         Ok(())
     }
 }
 
-/// A round and a prepare of another transaction may both remove what is over: an error counts only where the directory
-/// is still there.
+/// Returns the result of a removal in the directory `name`, or `Ok` if the directory no longer exists: a round and a
+/// prepare of another transaction may both remove the directory of an ended one.
 fn if_still_there<B: Backing>(
     store: &B,
     name: &str,
@@ -285,15 +306,16 @@ fn if_still_there<B: Backing>(
     }
 }
 
-/// Invalidates the directory of a backup, durably.
+/// Removes the manifest in the directory of a transaction, durably. Without it the other files have no meaning.
 fn remove_manifest<B: Backing>(store: &B, dir: &B::Inode) -> Result<(), Errno> {
     if staging::find(store, dir, OsStr::new(MANIFEST))?.is_some() {
         unlink_if_there(store, dir, OsStr::new(MANIFEST))?;
     }
-    // Also where an attempt before this one has removed it.
+    // An earlier attempt may have removed the manifest and failed to sync.
     store.sync_dir(dir)
 }
 
+/// Removes a file. Succeeds if there is none.
 pub(super) fn unlink_if_there<B: Backing>(
     store: &B,
     dir: &B::Inode,
@@ -305,39 +327,45 @@ pub(super) fn unlink_if_there<B: Backing>(
     }
 }
 
+/// Removes the manifest of the transaction whose directory is `name`, durably. Succeeds if there is no directory.
 pub(super) fn remove_manifest_of<B: Backing>(store: &B, name: &str) -> Result<(), BackupError> {
-    let stays = |error: OwnError| match error {
+    let not_removed = |error: OwnError| match error {
         OwnError::Backing(source) => BackupError::NotRemoved { source },
         error => BackupError::of_backup(error),
     };
-    match staging::find_dir(store, &store.root(), name).map_err(stays)? {
+    match staging::find_dir(store, &store.root(), name).map_err(not_removed)? {
         Some((dir, _)) => {
             let removed = remove_manifest(store, &dir).map_err(OwnError::from);
-            if_still_there(store, name, removed).map_err(stays)
+            if_still_there(store, name, removed).map_err(not_removed)
         }
         None => Ok(()),
     }
 }
 
-/// Removes a backup, the manifest first, without which the rest means nothing. What Firn did not put there stays, and
-/// then the directory, too: ENOTEMPTY.
-pub(super) fn remove<B: Backing>(store: &B, home: &B::Inode, name: &str) -> Result<(), OwnError> {
-    let Some((dir, _)) = staging::find_dir(store, home, name)? else {
+/// Removes the directory of a transaction, the manifest first. Succeeds if there is no directory.
+///
+/// Files that Firn did not make are left alone. Fails with ENOTEMPTY if there are any.
+pub(super) fn remove_directory<B: Backing>(
+    store: &B,
+    parent: &B::Inode,
+    name: &str,
+) -> Result<(), OwnError> {
+    let Some((dir, _)) = staging::find_dir(store, parent, name)? else {
         return Ok(());
     };
     remove_manifest(store, &dir)?;
     for (file, ..) in staging::list(store, &dir)? {
-        let is_ours =
-            std::str::from_utf8(&file).is_ok_and(|file| is_file(file) || is_unfinished(file));
+        let is_ours = std::str::from_utf8(&file)
+            .is_ok_and(|file| is_file_name(file) || is_unfinished_manifest(file));
         if is_ours {
             unlink_if_there(store, &dir, OsStr::from_bytes(&file))?;
         }
     }
-    Ok(store.rmdir(home, OsStr::new(name))?)
+    Ok(store.rmdir(parent, OsStr::new(name))?)
 }
 
-/// Whether a directory is that of a transaction: `tx-N-TOKEN`.
-pub(super) fn is_name(name: &str) -> bool {
+/// Returns whether a name is that of the directory of a transaction: `tx-N-TOKEN`.
+pub(super) fn is_directory_name(name: &str) -> bool {
     let is_token = |token: &str| {
         token.len() == TOKEN_DIGITS && token.bytes().all(|byte| byte.is_ascii_hexdigit())
     };
@@ -347,16 +375,16 @@ pub(super) fn is_name(name: &str) -> bool {
     parts.is_some_and(|(serial, token)| is_number(serial) && is_token(token))
 }
 
-/// Whether a file has the bytes of a staged one: `DIR-M` ([`file_name`]).
-fn is_file(name: &str) -> bool {
+/// Returns whether a name is that of a file with the bytes of a staged file: `DIR-M` ([`file_name`]).
+fn is_file_name(name: &str) -> bool {
     let parts = name.split_once('-');
     parts.is_some_and(|(staging_dir, name)| {
         staging_dir.strip_prefix('d').is_some_and(is_number) && is_number(name)
     })
 }
 
-/// Whether a file was being written ([`staging::new_name`]).
-fn is_unfinished(name: &str) -> bool {
+/// Returns whether a name is that of a manifest which was not renamed into place ([`staging::new_name`]).
+fn is_unfinished_manifest(name: &str) -> bool {
     name.strip_suffix(".new") == Some(MANIFEST)
 }
 
@@ -364,8 +392,9 @@ fn is_number(text: &str) -> bool {
     !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit())
 }
 
-/// The manifest in a directory, if there is one.
-pub(super) fn load<B: Backing>(
+/// Reads the manifest in the directory of a transaction. Returns `None` if there is none, and `Some(Err(_))` if it
+/// cannot be decoded.
+pub(super) fn load_manifest<B: Backing>(
     store: &B,
     dir: &B::Inode,
 ) -> Result<Option<Result<ChangeLog, LogError>>, BackupError> {
@@ -378,15 +407,20 @@ pub(super) fn load<B: Backing>(
         .map(decode))
 }
 
-pub(super) fn load_name<B: Backing>(base: &B, dir: &B::Inode) -> Result<Option<String>, OwnError> {
+/// Reads the name of the backup directory that is noted in a stored transaction of the backing.
+pub(super) fn load_directory_name<B: Backing>(
+    base: &B,
+    dir: &B::Inode,
+) -> Result<Option<String>, OwnError> {
     Ok(staging::read_file(base, dir, staging::BACKUP)?
         .and_then(|bytes| String::from_utf8(bytes).ok()))
 }
 
-/// Hexadecimal digits of a random number that no other transaction has.
+/// Number of hexadecimal digits of a token.
 const TOKEN_DIGITS: usize = 16;
 
-pub(super) fn token() -> Result<String, Errno> {
+/// Returns a random number in hexadecimal digits, so that no other transaction has the same directory name.
+pub(super) fn new_token() -> Result<String, Errno> {
     let mut bytes = [0; 8];
     let mut random = std::fs::File::open("/dev/urandom").map_err(|_| Errno::NOENT)?;
     random.read_exact(&mut bytes).map_err(|_| Errno::IO)?;

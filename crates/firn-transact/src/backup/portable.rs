@@ -5,43 +5,62 @@ use std::collections::HashMap;
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 
-use firn_backing::{Backing, Volume};
+use firn_backing::Backing;
 
-use crate::change_log::{ChangeLog, Entry as LogEntry, Identity, Known, Place};
+use crate::change_log::{ChangeLog, Entry as LogEntry, EntryName, Identity, PortableIdentity};
 use crate::error::BackupError;
+use crate::paths::join;
 use crate::staging;
 
-/// Path from the top of the backing, and the object.
-type Found<B> = (Vec<u8>, <B as Volume>::Inode);
-
-/// Finds the names that the objects of a record have in the backing, which is as it was before it.
-pub(super) struct Paths<'a, B: Backing> {
-    base: &'a B,
-    /// Device of the top.
-    device: u64,
-    log: &'a ChangeLog,
-    entries: HashMap<u64, &'a LogEntry>,
-    found: HashMap<u64, (Vec<u8>, B::Inode)>,
+/// An object of the backing, and a path of it from the top.
+struct FoundObject<B: Backing> {
+    path: Vec<u8>,
+    inode: B::Inode,
 }
 
-impl<'a, B: Backing> Paths<'a, B> {
+impl<B: Backing> Clone for FoundObject<B> {
+    fn clone(&self) -> Self {
+        Self {
+            path: self.path.clone(),
+            inode: self.inode.clone(),
+        }
+    }
+}
+
+/// Makes the portable log of a record. The backing must have the tree from before the transaction.
+pub(super) struct PortableLogMaker<'a, B: Backing> {
+    base: &'a B,
+    /// Device number of the top.
+    device: u64,
+    log: &'a ChangeLog,
+    /// Entries of the record by the numbers of their objects.
+    entries: HashMap<u64, &'a LogEntry>,
+    /// Directories that were found, by their numbers.
+    found: HashMap<u64, FoundObject<B>>,
+}
+
+impl<'a, B: Backing> PortableLogMaker<'a, B> {
     pub(super) fn new(base: &'a B, device: u64, log: &'a ChangeLog) -> Self {
         let entries = log
             .entries
             .iter()
             .map(|entry| (entry.number, entry))
             .collect();
+        let top = FoundObject {
+            path: Vec::new(),
+            inode: base.root(),
+        };
         Self {
             base,
             device,
             log,
             entries,
-            found: HashMap::from([(0, (Vec::new(), base.root()))]),
+            found: HashMap::from([(0, top)]),
         }
     }
 
-    /// The log for any copy of the tree: objects are found by their names, and nothing is kept to undo it.
-    pub(super) fn portable_log(mut self) -> Result<ChangeLog, BackupError> {
+    /// Returns a log that can be applied to any copy of the tree: objects are found by their paths. It has no undo parts.
+    pub(super) fn make_log(mut self) -> Result<ChangeLog, BackupError> {
         let mut entries = Vec::new();
         for entry in &self.log.entries {
             entries.extend(self.portable_entry(entry)?);
@@ -53,16 +72,19 @@ impl<'a, B: Backing> Paths<'a, B> {
         })
     }
 
-    /// `None` for an object that comes back to where it was.
+    /// Returns the portable form of an entry.
+    ///
+    /// Returns `None` if no name of the object is found and nothing is done to the object. Fails with `NoPath` if no
+    /// name is found and something is to be done.
     fn portable_entry(&mut self, entry: &'a LogEntry) -> Result<Option<LogEntry>, BackupError> {
         let mut portable = LogEntry {
             identity: Identity::NONE,
             kept_at: None,
-            undo: crate::change_log::Part::default(),
+            undo: crate::change_log::EntrySide::default(),
             ..entry.clone()
         };
         if entry.new_at.is_some() {
-            portable.stays = None;
+            portable.unchanged_name = None;
             return Ok(Some(portable));
         }
         if entry.number == 0 {
@@ -72,27 +94,28 @@ impl<'a, B: Backing> Paths<'a, B> {
         let mut found = None;
         for place in entry.names_before() {
             match self.find_at(entry, place, &mut vec![entry.number])? {
-                Some((path, inode)) => {
-                    paths.push(path);
-                    found = Some(inode);
+                Some(object) => {
+                    paths.push(object.path);
+                    found = Some(object.inode);
                 }
-                // A name that it has only after the transaction.
-                None => portable.stays = None,
+                // The object has this name only after the transaction.
+                None => portable.unchanged_name = None,
             }
         }
         paths.sort();
         paths.dedup();
         let Some(inode) = found else {
-            let is_idle = !entry.is_dir && entry.after.is_empty() && !entry.redo.changes_in_place();
+            let is_unchanged =
+                !entry.is_dir && entry.after.is_empty() && !entry.redo.changes_in_place();
             let number = entry.number;
-            return if is_idle {
+            return if is_unchanged {
                 Ok(None)
             } else {
                 Err(BackupError::NoPath { number })
             };
         };
         let attr = self.base.attr(&inode)?;
-        portable.known = Some(Known {
+        portable.portable = Some(PortableIdentity {
             kind: attr.mode & libc::S_IFMT,
             size: entry.redo.data.as_ref().map(|_| attr.size),
             paths,
@@ -100,28 +123,35 @@ impl<'a, B: Backing> Paths<'a, B> {
         Ok(Some(portable))
     }
 
+    /// Returns the object of an entry if it is at this name in the backing.
+    ///
+    /// `above` are the directories that the search is at; it ends where they form a circle.
     fn find_at(
         &mut self,
         entry: &LogEntry,
-        (dir, name): &'a Place,
+        (dir, name): &'a EntryName,
         above: &mut Vec<u64>,
-    ) -> Result<Option<Found<B>>, BackupError> {
-        let Some((path, dir)) = self.find_dir(*dir, above)? else {
+    ) -> Result<Option<FoundObject<B>>, BackupError> {
+        let Some(dir) = self.find_dir(*dir, above)? else {
             return Ok(None);
         };
-        let Some((inode, attr)) = staging::find(self.base, &dir, OsStr::from_bytes(name))? else {
+        let Some((inode, attr)) = staging::find(self.base, &dir.inode, OsStr::from_bytes(name))?
+        else {
             return Ok(None);
         };
-        let slash: &[u8] = if path.is_empty() { b"" } else { b"/" };
-        let is_it = Identity::of(&attr, self.device) == entry.identity;
-        Ok(is_it.then(|| ([&path, slash, name].concat(), inode)))
+        let is_object = Identity::of(&attr, self.device) == entry.identity;
+        Ok(is_object.then(|| FoundObject {
+            path: join(&dir.path, name),
+            inode,
+        }))
     }
 
+    /// Returns the directory with a number in the record; `None` if it is new or no name of it is found.
     fn find_dir(
         &mut self,
         number: u64,
         above: &mut Vec<u64>,
-    ) -> Result<Option<Found<B>>, BackupError> {
+    ) -> Result<Option<FoundObject<B>>, BackupError> {
         if let Some(found) = self.found.get(&number) {
             return Ok(Some(found.clone()));
         }

@@ -1,4 +1,9 @@
-//! [`Revival`]: prepares a transaction again from its backup, in a backing whose tree is that before the transaction.
+//! [`Revival`]: prepares a transaction again from its backup, after the host or `.firn/` was lost.
+//!
+//! The backing must have the tree from before the transaction. It may be a copy with other inode numbers, so objects are
+//! found by path. What can be compared without reading files is compared: kinds, sizes, links, and the last commit.
+//!
+//! Promise: after an error the backing is unchanged, apart from `.firn/`.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ffi::OsStr;
@@ -7,28 +12,40 @@ use std::sync::Arc;
 
 use firn_backing::{Attr, Backing, Errno, RenameFlags, SyncScope};
 
-use super::content::copy_in;
-use super::mirror::{backup_failed, load, remove};
-use crate::change_log::{ChangeLog, Direction, Identity, Known, LogError, Place, StagedObject};
+use super::content::{BackupDir, copy_from_backup};
+use super::mirror::{backup_failed, load_manifest, remove_directory};
+use crate::change_log::{
+    ChangeLog, Direction, EntryName, Identity, LogError, PortableIdentity, StagedObject,
+};
 use crate::error::{BackupError, ReviveError};
 use crate::hidden::OwnLinks;
-use crate::paths::names_in;
+use crate::lower_backing::LowerBacking;
+use crate::paths::{join, names_in};
 use crate::recovery::StoredScopes;
 use crate::scopes::Scopes;
 use crate::staging;
-use crate::staging_dir::Home;
 use crate::transactional::TransactionalBacking;
 
-fn tree(path: &[u8], what: &str) -> ReviveError {
+/// Returns the error of a backing that does not have the tree from before the transaction.
+fn other_tree(path: &[u8], difference: &str) -> ReviveError {
     ReviveError::OtherTree {
         path: path.to_vec(),
-        what: what.into(),
+        what: difference.into(),
     }
 }
 
-/// Makes transactions of backups.
+/// An object of the backing that takes part in the revived transaction.
+struct FoundObject<B: Backing> {
+    inode: B::Inode,
+    path: Vec<u8>,
+}
+
+/// The objects of the backing that a manifest refers to, by their numbers in it.
+type FoundObjects<B> = HashMap<u64, FoundObject<B>>;
+
+/// Prepares transactions again from their backups.
 pub struct Revival<B: Backing> {
-    pub(crate) home: Arc<Home<B>>,
+    pub(crate) lower: Arc<LowerBacking<B>>,
     pub(crate) scopes: Arc<Scopes<B>>,
     pub(crate) own_links: Arc<OwnLinks<B>>,
     pub(crate) stored_scopes: Arc<StoredScopes<B>>,
@@ -36,166 +53,187 @@ pub struct Revival<B: Backing> {
 
 impl<B: Backing> Revival<B> {
     pub(crate) fn new(
-        home: &Arc<Home<B>>,
+        lower: &Arc<LowerBacking<B>>,
         scopes: &Arc<Scopes<B>>,
         own_links: &Arc<OwnLinks<B>>,
         stored_scopes: &Arc<StoredScopes<B>>,
     ) -> Self {
         Self {
-            home: Arc::clone(home),
+            lower: Arc::clone(lower),
             scopes: Arc::clone(scopes),
             own_links: Arc::clone(own_links),
             stored_scopes: Arc::clone(stored_scopes),
         }
     }
 
-    /// Stages the contents of a backup, the directory `from` of a store that is named `called`, as a prepared
-    /// transaction. Where this fails the backing is as it was.
+    /// Prepares the transaction of `manifest` from its copy, the directory `dir` named `name` in the backup `store`.
+    ///
+    /// Fails with `OtherTree`, `Overlaps` or `Applied` if the backing does not have the tree from before the
+    /// transaction, and with `Damaged` if the copy does not have the bytes that the manifest says.
     pub fn revive(
         &self,
-        from: (&B, &B::Inode),
-        called: &OsStr,
-        wanted: &ChangeLog,
+        store: &B,
+        dir: &B::Inode,
+        name: &OsStr,
+        manifest: &ChangeLog,
     ) -> Result<(), ReviveError> {
-        wanted.check_portable().map_err(|_| ReviveError::Damaged {
-            file: super::MANIFEST.into(),
-        })?;
-        self.must_be_before(wanted)?;
-        let mut found = HashMap::from([(0, (self.home.base.root(), Vec::new()))]);
-        for entry in &wanted.entries {
-            if let Some(known) = &entry.known {
-                let inode = self.same(known)?;
-                found.insert(entry.number, (inode, known.paths[0].clone()));
+        manifest
+            .check_portable()
+            .map_err(|_| ReviveError::Damaged {
+                file: super::MANIFEST.into(),
+            })?;
+        self.must_precede(manifest)?;
+        let top = FoundObject {
+            inode: self.lower.base.root(),
+            path: Vec::new(),
+        };
+        let mut found = HashMap::from([(0, top)]);
+        for entry in &manifest.entries {
+            if let Some(known) = &entry.portable {
+                let object = FoundObject {
+                    inode: self.find_object(known)?,
+                    path: known.paths[0].clone(),
+                };
+                found.insert(entry.number, object);
             }
         }
-        self.must_have_room(wanted, &found)?;
+        self.must_have_room(manifest, &found)?;
+        let backup = BackupDir { store, dir };
+        let backup_name = name;
         let firn = self.own_links.make_hidden_staging_dir()?;
         let serial = self.scopes.next_serial();
         let name = format!("tx-{serial}");
-        let dir = staging::make_dir(&self.home.base, &firn, &name)?;
-        let staged = self.stage(from, wanted, &found, &dir).and_then(|record| {
-            // A mount with the same backup continues it.
-            staging::replace_file(&self.home.base, &dir, staging::BACKUP, called.as_bytes())?;
-            staging::replace_file(&self.home.base, &dir, staging::OPEN, &record.scope)?;
-            self.home.base.sync_scope(SyncScope::Changes)?;
-            staging::write_new_file(&self.home.base, &dir, staging::RECORD, &record.encode())?;
-            self.home.sync_staging_dir()?;
-            Ok(record)
-        });
+        let dir = staging::make_dir(&self.lower.base, &firn, &name)?;
+        let staged = self
+            .stage(&backup, manifest, &found, &dir)
+            .and_then(|record| {
+                // A mount with the same backup continues with this copy.
+                staging::replace_file(
+                    &self.lower.base,
+                    &dir,
+                    staging::BACKUP,
+                    backup_name.as_bytes(),
+                )?;
+                staging::replace_file(&self.lower.base, &dir, staging::OPEN, &record.scope)?;
+                self.lower.base.sync_scope(SyncScope::Changes)?;
+                staging::write_new_file(&self.lower.base, &dir, staging::RECORD, &record.encode())?;
+                self.lower.sync_staging_dir()?;
+                Ok(record)
+            });
         let record = match staged {
             Ok(record) => record,
             Err(error) => {
-                if let Err(errno) = self.home.remove_transaction(&firn, &dir, &name) {
+                if let Err(errno) = self.lower.remove_transaction(&firn, &dir, &name) {
                     tracing::warn!(%errno, name, "cannot remove what was staged; the next mount does");
                 }
                 return Err(error);
             }
         };
-        let new = staging::new_name(staging::RECORD);
-        let flags = RenameFlags::empty();
-        self.home.base.rename(
+        let written = staging::new_name(staging::RECORD);
+        self.lower.base.rename(
             &dir,
-            OsStr::new(&new),
+            OsStr::new(&written),
             &dir,
             OsStr::new(staging::RECORD),
-            flags,
+            RenameFlags::empty(),
         )?;
-        self.home.base.sync_dir(&dir)?;
+        self.lower.base.sync_dir(&dir)?;
         Ok(self.stored_scopes.wait_for_decision(serial, dir, record)?)
     }
 
-    /// Fails if it shows at once that the tree is another one.
-    fn must_be_before(&self, wanted: &ChangeLog) -> Result<(), ReviveError> {
-        let is_in = |a: &[u8], b: &[u8]| {
-            b.is_empty()
-                || a.strip_prefix(b)
+    /// Checks that no stored transaction overlaps the scope of the manifest, and that the last commit of the scope is
+    /// the one before the transaction. A backing without `.firn` has no last commit and passes.
+    fn must_precede(&self, manifest: &ChangeLog) -> Result<(), ReviveError> {
+        let is_at_or_below = |path: &[u8], dir: &[u8]| {
+            dir.is_empty()
+                || path
+                    .strip_prefix(dir)
                     .is_some_and(|rest| rest.is_empty() || rest[0] == b'/')
         };
-        let scope_after = wanted.scope_after(Direction::Redo);
-        let overlapping = self.scopes.paths_where(|one| {
-            is_in(&one.path, &wanted.scope)
-                || is_in(&wanted.scope, &one.path)
-                || one.is_at(&wanted.scope)
-                || one.is_at(scope_after)
+        let scope_after = manifest.scope_after(Direction::Redo);
+        let overlapping = self.scopes.paths_where(|scope| {
+            is_at_or_below(&scope.path, &manifest.scope)
+                || is_at_or_below(&manifest.scope, &scope.path)
+                || scope.is_at(&manifest.scope)
+                || scope.is_at(scope_after)
         });
         if let Some(open) = overlapping.first() {
             return Err(ReviveError::Overlaps {
                 scope: open.as_slice().into(),
             });
         }
-        if scope_after != wanted.scope && self.home.committed(scope_after)? == Some(wanted.id) {
-            return Err(ReviveError::Applied { id: wanted.id });
+        if scope_after != manifest.scope && self.lower.committed(scope_after)? == Some(manifest.id)
+        {
+            return Err(ReviveError::Applied { id: manifest.id });
         }
-        match self.home.committed(&wanted.scope)? {
-            found if found == wanted.id_before => Ok(()),
-            // A copy without `.firn`.
+        match self.lower.committed(&manifest.scope)? {
+            found if found == manifest.id_before => Ok(()),
+            // The backing is a copy without `.firn`.
             None => Ok(()),
-            Some(id) if id == wanted.id => Err(ReviveError::Applied { id }),
-            Some(id) => Err(tree(
-                &wanted.scope,
+            Some(id) if id == manifest.id => Err(ReviveError::Applied { id }),
+            Some(id) => Err(other_tree(
+                &manifest.scope,
                 &format!("its last commit is {id}, and not the one before"),
             )),
         }
     }
 
-    fn at(&self, path: &[u8]) -> Result<(B::Inode, Attr), Errno> {
-        let mut at = self.home.base.root();
-        let mut attr = self.home.base.attr(&at)?;
+    /// Returns the object at `path`, and its attributes.
+    fn look_up_path(&self, path: &[u8]) -> Result<(B::Inode, Attr), Errno> {
+        let mut at = self.lower.base.root();
+        let mut attr = self.lower.base.attr(&at)?;
         for name in names_in(path) {
-            (at, attr) = self.home.base.lookup(&at, name)?;
+            (at, attr) = self.lower.base.lookup(&at, name)?;
         }
         Ok((at, attr))
     }
 
-    /// The object that has these names here.
-    fn same(&self, known: &Known) -> Result<B::Inode, ReviveError> {
-        let mut same: Option<(B::Inode, Identity)> = None;
+    /// Returns the object that has all names of `known`. Fails with `OtherTree` if the names lead to different objects,
+    /// or to an object of another kind or size.
+    fn find_object(&self, known: &PortableIdentity) -> Result<B::Inode, ReviveError> {
+        let mut object: Option<(B::Inode, Identity)> = None;
         for path in &known.paths {
-            let (inode, attr) = match self.at(path) {
+            let (inode, attr) = match self.look_up_path(path) {
                 Ok(found) => found,
-                Err(Errno::NOENT | Errno::NOTDIR) => return Err(tree(path, "it is not there")),
+                Err(Errno::NOENT | Errno::NOTDIR) => {
+                    return Err(other_tree(path, "it is not there"));
+                }
                 Err(errno) => return Err(errno.into()),
             };
             if attr.mode & libc::S_IFMT != known.kind {
-                return Err(tree(path, "it is of another kind"));
+                return Err(other_tree(path, "it is of another kind"));
             }
             if known.size.is_some_and(|size| size != attr.size) {
-                return Err(tree(path, "it has another size"));
+                return Err(other_tree(path, "it has another size"));
             }
-            let identity = Identity::of(&attr, self.home.device);
-            if same.as_ref().is_some_and(|(_, other)| *other != identity) {
+            let identity = Identity::of(&attr, self.lower.device);
+            if object.as_ref().is_some_and(|(_, other)| *other != identity) {
                 let text = format!(
                     "it is not the same object as {}",
                     firn_format::quote::quoted(&known.paths[0])
                 );
-                return Err(tree(path, &text));
+                return Err(other_tree(path, &text));
             }
-            same = Some((inode, identity));
+            object = Some((inode, identity));
         }
-        Ok(same.expect("a manifest has a name for each").0)
+        Ok(object.expect("a manifest has a name for each").0)
     }
 
-    /// What would stop a commit half-way: a name that is taken, and a directory that goes and is not empty.
-    fn must_have_room(
-        &self,
-        log: &ChangeLog,
-        found: &HashMap<u64, (B::Inode, Vec<u8>)>,
-    ) -> Result<(), ReviveError> {
-        let left: BTreeSet<&Place> = log.entries.iter().flat_map(|entry| &entry.before).collect();
-        let full = |path: &[u8], name: &[u8]| {
-            let slash: &[u8] = if path.is_empty() { b"" } else { b"/" };
-            [path, slash, name].concat()
-        };
+    /// Checks for what would stop the application of the commit half-way: a new name that exists already, and a
+    /// directory that is removed and would not be empty.
+    fn must_have_room(&self, log: &ChangeLog, found: &FoundObjects<B>) -> Result<(), ReviveError> {
+        let removed_names: BTreeSet<&EntryName> =
+            log.entries.iter().flat_map(|entry| &entry.before).collect();
         for item in &log.entries {
-            for place in &item.after {
-                let Some((dir, path)) = found.get(&place.0) else {
+            for new_name in &item.after {
+                let (dir_number, name) = new_name;
+                let Some(dir) = found.get(dir_number) else {
                     continue;
                 };
-                let is_taken =
-                    staging::find(&self.home.base, dir, OsStr::from_bytes(&place.1))?.is_some();
-                if is_taken && !left.contains(place) {
-                    return Err(tree(
-                        &full(path, &place.1),
+                let taken = staging::find(&self.lower.base, &dir.inode, OsStr::from_bytes(name))?;
+                if taken.is_some() && !removed_names.contains(new_name) {
+                    return Err(other_tree(
+                        &join(&dir.path, name),
                         "the transaction makes it, and it is there",
                     ));
                 }
@@ -203,13 +241,13 @@ impl<B: Backing> Revival<B> {
             if !item.is_dir || item.before.is_empty() || !item.after.is_empty() {
                 continue;
             }
-            let Some((dir, path)) = found.get(&item.number) else {
+            let Some(dir) = found.get(&item.number) else {
                 continue;
             };
-            for (name, ..) in staging::list(&self.home.base, dir)? {
-                if !left.contains(&(item.number, name.clone())) {
-                    return Err(tree(
-                        &full(path, &name),
+            for (name, ..) in staging::list(&self.lower.base, &dir.inode)? {
+                if !removed_names.contains(&(item.number, name.clone())) {
+                    return Err(other_tree(
+                        &join(&dir.path, &name),
                         "the transaction removes its directory, and not it",
                     ));
                 }
@@ -218,61 +256,62 @@ impl<B: Backing> Revival<B> {
         Ok(())
     }
 
-    /// Stages everything; the record with the identities of this backing.
+    /// Stages all objects of the manifest in `dir`. Returns the record, which has the inode numbers of this backing.
     fn stage(
         &self,
-        from: (&B, &B::Inode),
-        wanted: &ChangeLog,
-        found: &HashMap<u64, (B::Inode, Vec<u8>)>,
+        backup: &BackupDir<'_, B>,
+        manifest: &ChangeLog,
+        found: &FoundObjects<B>,
         dir: &B::Inode,
     ) -> Result<ChangeLog, ReviveError> {
-        let new = staging::make_dir(&self.home.base, dir, staging::NEW)?;
-        staging::make_dir(&self.home.base, dir, staging::AWAY)?;
-        let mut made = BTreeMap::new();
-        for stored in &wanted.staged {
-            let staging_dir = staging::make_dir(&self.home.base, &new, &stored.at.0)?;
-            let inode = self.rebuild(from, stored, &staging_dir)?;
-            made.insert(
+        let new = staging::make_dir(&self.lower.base, dir, staging::NEW)?;
+        staging::make_dir(&self.lower.base, dir, staging::AWAY)?;
+        let mut identities = BTreeMap::new();
+        for stored in &manifest.staged {
+            let staging_dir = staging::make_dir(&self.lower.base, &new, &stored.at.0)?;
+            let inode = self.make_staged(backup, stored, &staging_dir)?;
+            identities.insert(
                 &stored.at,
-                Identity::of(&self.home.base.attr(&inode)?, self.home.device),
+                Identity::of(&self.lower.base.attr(&inode)?, self.lower.device),
             );
         }
         let mut record = ChangeLog {
             staged: Vec::new(),
-            ..wanted.clone()
+            ..manifest.clone()
         };
         for item in &mut record.entries {
-            item.known = None;
+            item.portable = None;
             item.identity = match &item.new_at {
-                Some(at) => made[at],
+                Some(at) => identities[at],
                 None => Identity::of(
-                    &self.home.base.attr(&found[&item.number].0)?,
-                    self.home.device,
+                    &self.lower.base.attr(&found[&item.number].inode)?,
+                    self.lower.device,
                 ),
             };
             if let Some((staging_dir, name)) = &item.anchor_at {
-                let staging_dir = staging::make_dir(&self.home.base, &new, staging_dir)?;
-                self.home
+                let staging_dir = staging::make_dir(&self.lower.base, &new, staging_dir)?;
+                self.lower
                     .base
-                    .link(&found[&item.number].0, &staging_dir, OsStr::new(name))?;
+                    .link(&found[&item.number].inode, &staging_dir, OsStr::new(name))?;
             }
         }
         Ok(record)
     }
 
-    fn rebuild(
+    /// Makes a staged object as the manifest describes it, with the bytes of the backup.
+    fn make_staged(
         &self,
-        from: (&B, &B::Inode),
+        backup: &BackupDir<'_, B>,
         stored: &StagedObject,
         staging_dir: &B::Inode,
     ) -> Result<B::Inode, ReviveError> {
-        let base = &self.home.base;
+        let base = &self.lower.base;
         let name = OsStr::new(&stored.at.1);
         let mode = stored.attributes.mode;
         let inode = if mode & libc::S_IFMT == libc::S_IFREG {
             let (inode, file, _) = base.create(&staging::own(), staging_dir, name, 0o600)?;
             if let Some(content) = &stored.content {
-                copy_in(from, content, base, &file)?;
+                copy_from_backup(backup, content, base, &file)?;
             }
             inode
         } else {
@@ -284,16 +323,17 @@ impl<B: Backing> Revival<B> {
 }
 
 impl<B: Backing> TransactionalBacking<B> {
-    /// The manifest in a directory of a backup; `None` where there is none.
+    /// Reads the manifest in a directory of a backup. Returns `None` if there is none, and `Some(Err(_))` if it cannot be
+    /// decoded.
     pub fn manifest(
         store: &B,
         dir: &B::Inode,
     ) -> Result<Option<Result<ChangeLog, LogError>>, BackupError> {
-        load(store, dir)
+        load_manifest(store, dir)
     }
 
-    /// Removes the backup `name` in `home`: its transaction is over.
-    pub fn remove_backup(home: &B, name: &str) -> Result<(), BackupError> {
-        remove(home, &home.root(), name).map_err(backup_failed)
+    /// Removes the backup `name` of a transaction that is over from the directory of a backup.
+    pub fn remove_backup(store: &B, name: &str) -> Result<(), BackupError> {
+        remove_directory(store, &store.root(), name).map_err(backup_failed)
     }
 }

@@ -1,4 +1,9 @@
-//! Copying what is staged to the backup, and removing it when its transaction is over.
+//! [`Backups`]: copies staged files to the backup, ahead in rounds and completely in a prepare, and removes the copies of
+//! ended transactions.
+//!
+//! Terms and invariants are those of [`super::mirror`]. A mount without a backup has no mirror; its calls do nothing.
+//!
+//! Relies on the caller of [`Backups::back_up`], which keeps the staged files unchanged until the call returns.
 
 use std::collections::{BTreeSet, HashMap};
 use std::ffi::OsStr;
@@ -9,98 +14,100 @@ use std::sync::{Arc, OnceLock};
 use firn_backing::{Backing, Errno, Kind, SyncScope};
 
 use super::MANIFEST;
-use super::content::copy_out;
+use super::content::copy_to_backup;
 use super::mirror::{
-    CopiedFile, Copy, Mirror, Progress, SlotState, Stamp, Told, backup_failed, file_name, is_name,
-    load, load_name, remove_manifest_of, token, unlink_if_there,
+    CopiedFile, CopyState, FileVersion, Mirror, Progress, TransactionCopy, backup_failed,
+    file_name, is_directory_name, load_directory_name, load_manifest, new_token,
+    remove_manifest_of, unlink_if_there,
 };
-use super::portable::Paths;
+use super::portable::PortableLogMaker;
 use crate::change_log::{ChangeLog, Direction, Staged, StagedObject};
 use crate::error::{BackupError, StoreError};
+use crate::lower_backing::LowerBacking;
 use crate::own::OwnError;
 use crate::scope::Scope;
 use crate::scopes::Scopes;
 use crate::staging;
-use crate::staging_dir::Home;
 use crate::transactional::TransactionalBacking;
 
-/// The backup of prepared transactions, if there is one.
+/// The backup of prepared transactions, if the mount has one.
 pub struct Backups<B: Backing> {
-    pub(crate) home: Arc<Home<B>>,
+    pub(crate) lower: Arc<LowerBacking<B>>,
     pub(crate) scopes: Arc<Scopes<B>>,
     /// Set at most once, before programs use the mount.
     pub(crate) mirror: OnceLock<Mirror<B>>,
 }
 
 impl<B: Backing> Backups<B> {
-    pub(crate) fn new(home: &Arc<Home<B>>, scopes: &Arc<Scopes<B>>) -> Self {
+    pub(crate) fn new(lower: &Arc<LowerBacking<B>>, scopes: &Arc<Scopes<B>>) -> Self {
         Self {
-            home: Arc::clone(home),
+            lower: Arc::clone(lower),
             scopes: Arc::clone(scopes),
             mirror: OnceLock::new(),
         }
     }
 
-    /// Where the backups of this mount are.
+    /// Returns the backup directory of this mount; `None` without a backup.
     pub fn directory(&self) -> Option<&B> {
         self.mirror.get().map(|mirror| &mirror.store)
     }
 
-    /// How far the backup of a transaction is.
+    /// Returns the progress of the backup of a transaction; `None` without a backup.
     pub(crate) fn backup_progress(&self, scope: &Scope<B>) -> Option<Progress> {
         let mirror = self.mirror.get()?;
-        let told = mirror.told.lock().get(&scope.serial).cloned();
-        let Told { progress, at } = told.unwrap_or_default();
+        let entry = mirror.progress.lock().get(&scope.serial).cloned();
+        let entry = entry.unwrap_or_default();
         Some(Progress {
-            age: at.map(|at| at.elapsed()),
-            ..progress
+            age: entry.last_round.map(|end| end.elapsed()),
+            ..entry.progress
         })
     }
 
-    /// One round: copies files that have stopped changing, and removes transactions that are over.
+    /// Runs one round: copies staged files that have not changed since the last round, and removes the copies of ended
+    /// transactions. Errors are noted for the status.
     pub fn back_up_ahead(&self) {
         let Some(mirror) = self.mirror.get() else {
             return;
         };
         for scope in self.scopes.all() {
-            mirror.with_place_in_round(scope.serial, |place, hurry| {
+            mirror.with_copy_in_round(scope.serial, |state, waiting| {
                 if !scope.is_open() {
                     return;
                 }
-                let result = self.copy_ahead(mirror, place, hurry, &scope);
-                // It may have ended meanwhile, and its staged files are gone.
+                let result = self.copy_ahead(mirror, state, waiting, &scope);
+                // If the transaction has ended, its staged files are gone and the errors mean nothing.
                 if scope.is_open() {
                     let left = result.as_ref().copied().unwrap_or(0);
-                    mirror.tell(&scope, place, &result, left);
+                    mirror.note_progress(&scope, state, &result, left);
                 }
             });
         }
-        for name in mirror.names_of_over() {
-            if let Err(errno) = mirror.remove_over(&name) {
+        for name in mirror.names_of_ended() {
+            if let Err(errno) = mirror.remove_ended(&name) {
                 tracing::debug!(%errno, name, "cannot remove a backup that is over");
             }
         }
     }
 
-    /// Returns the bytes that the backup does not have yet.
+    /// Runs the round of one transaction. Returns the number of bytes that it left for later.
     fn copy_ahead(
         &self,
         mirror: &Mirror<B>,
-        place: &mut SlotState<B>,
-        hurry: &AtomicU32,
+        state: &mut CopyState<B>,
+        waiting: &AtomicU32,
         scope: &Arc<Scope<B>>,
     ) -> Result<u64, BackupError> {
         let mut round = Round {
-            base: &self.home.base,
+            base: &self.lower.base,
             store: &mirror.store,
-            copy: self.copy_of(mirror, place, scope)?,
-            hurry,
+            copy: self.incomplete_copy(mirror, state, scope)?,
+            waiting,
             seen: HashMap::new(),
             left_bytes: 0,
         };
-        for (name, ..) in staging::list(&self.home.base, &scope.new)? {
+        for (name, ..) in staging::list(&self.lower.base, &scope.new)? {
             let dir = self
-                .home
+                .lower
                 .base
                 .lookup(&scope.new, OsStr::from_bytes(&name))?
                 .0;
@@ -109,51 +116,56 @@ impl<B: Backing> Backups<B> {
         round.finish()
     }
 
-    /// The copy of a transaction that is open or is being prepared; it has no manifest.
-    fn copy_of<'a>(
+    /// Returns the copy of a transaction that is open or is being prepared. Makes it if there is none, and withdraws it
+    /// if it has a manifest.
+    fn incomplete_copy<'a>(
         &self,
         mirror: &Mirror<B>,
-        place: &'a mut SlotState<B>,
+        state: &'a mut CopyState<B>,
         scope: &Scope<B>,
-    ) -> Result<&'a mut Copy<B>, BackupError> {
-        if place.copy.is_none() {
-            let name = format!("tx-{}-{}", scope.serial, token().map_err(backup_failed)?);
-            // In this order, so that every directory in the backup is known to the backing.
+    ) -> Result<&'a mut TransactionCopy<B>, BackupError> {
+        if state.copy.is_none() {
+            let name = format!(
+                "tx-{}-{}",
+                scope.serial,
+                new_token().map_err(backup_failed)?
+            );
+            // The name is stored first, so that the backing knows every directory in the backup.
             staging::replace_file(
-                &self.home.base,
+                &self.lower.base,
                 &scope.dir,
                 staging::BACKUP,
                 name.as_bytes(),
             )?;
             let dir = staging::make_dir(&mirror.store, &mirror.store.root(), &name)
                 .map_err(backup_failed)?;
-            place.copy = Some(Copy::new(name, dir, false));
+            state.copy = Some(TransactionCopy::new(name, dir, false));
         }
-        let copy = place.copy.as_mut().expect("just made");
+        let copy = state.copy.as_mut().expect("just made");
         mirror.withdraw(copy).map_err(backup_failed)?;
         Ok(copy)
     }
 
-    /// Whether the backup has all of a prepared transaction.
+    /// Returns whether the copy of a prepared transaction is complete; true without a backup.
     pub(crate) fn is_backed_up(&self, scope: &Scope<B>) -> bool {
         let Some(mirror) = self.mirror.get() else {
             return true;
         };
-        mirror.with_place(scope.serial, |place| place.is_whole())
+        mirror.with_copy(scope.serial, |state| state.is_complete())
     }
 
-    /// Makes the backup whole, durably. The caller keeps the staged copies unchanged until it returns.
+    /// Completes the copy of a transaction, durably. After an error the copy is withdrawn.
     pub(crate) fn back_up(&self, scope: &Scope<B>, record: &ChangeLog) -> Result<(), BackupError> {
         let Some(mirror) = self.mirror.get() else {
             return Ok(());
         };
-        let result = mirror.with_place(scope.serial, |place| {
-            let result = self.back_up_now(mirror, place, scope, record);
-            mirror.tell(scope, place, &result, 0);
+        let result = mirror.with_copy(scope.serial, |state| {
+            let result = self.complete_copy(mirror, state, scope, record);
+            mirror.note_progress(scope, state, &result, 0);
             if let Ok(bytes) = &result
-                && let Some(told) = mirror.told.lock().get_mut(&scope.serial)
+                && let Some(entry) = mirror.progress.lock().get_mut(&scope.serial)
             {
-                told.progress.copied_bytes = *bytes;
+                entry.progress.copied_bytes = *bytes;
             }
             result
         });
@@ -163,40 +175,42 @@ impl<B: Backing> Backups<B> {
         result.map(drop)
     }
 
-    fn back_up_now(
+    /// Copies what is left, and writes the manifest. Returns the number of bytes in the copy.
+    fn complete_copy(
         &self,
         mirror: &Mirror<B>,
-        place: &mut SlotState<B>,
+        state: &mut CopyState<B>,
         scope: &Scope<B>,
         record: &ChangeLog,
     ) -> Result<u64, BackupError> {
-        let before = self.home.committed(&scope.path)?;
-        for name in mirror.names_of_over() {
+        let id_before = self.lower.committed(&scope.path)?;
+        for name in mirror.names_of_ended() {
             remove_manifest_of(&mirror.store, &name)?;
         }
-        let copy = self.copy_of(mirror, place, scope)?;
-        let mut log = Paths::new(&self.home.base, self.home.device, record).portable_log()?;
-        log.id_before = before;
-        let mut staged = Vec::new();
-        for at in log
+        let copy = self.incomplete_copy(mirror, state, scope)?;
+        let mut log =
+            PortableLogMaker::new(&self.lower.base, self.lower.device, record).make_log()?;
+        log.id_before = id_before;
+        let needed = log
             .entries
             .iter()
-            .flat_map(|entry| entry.new_at.iter().chain(&entry.redo.copy_at))
-        {
-            staged.push(self.store(mirror, copy, scope, at)?);
+            .flat_map(|entry| entry.new_at.iter().chain(&entry.redo.copy_at));
+        let mut staged = Vec::new();
+        for at in needed {
+            staged.push(self.copy_staged(mirror, copy, scope, at)?);
         }
         log.staged = staged;
         let bytes = log
             .staged
             .iter()
-            .filter_map(|one| one.content.as_ref())
+            .filter_map(|object| object.content.as_ref())
             .map(|content| content.size)
             .sum();
         mirror
             .store
             .sync_scope(SyncScope::Changes)
             .map_err(backup_failed)?;
-        // Where this fails, too.
+        // Set before the write: after an error the manifest may be there.
         copy.has_manifest = true;
         staging::replace_file(&mirror.store, &copy.dir, MANIFEST, &log.encode())
             .map_err(backup_failed)?;
@@ -204,38 +218,46 @@ impl<B: Backing> Backups<B> {
             .store
             .sync_dir(&mirror.store.root())
             .map_err(backup_failed)?;
-        copy.is_whole = true;
+        copy.is_complete = true;
         Ok(bytes)
     }
 
-    fn store(
+    /// Copies a staged object, unless the copy has it in this version, and returns its description for the manifest.
+    fn copy_staged(
         &self,
         mirror: &Mirror<B>,
-        copy: &mut Copy<B>,
+        copy: &mut TransactionCopy<B>,
         scope: &Scope<B>,
         at: &Staged,
     ) -> Result<StagedObject, BackupError> {
-        let staging_dir = self.home.base.lookup(&scope.new, OsStr::new(&at.0))?.0;
-        let (inode, attr) = self.home.base.lookup(&staging_dir, OsStr::new(&at.1))?;
+        let staging_dir = self.lower.base.lookup(&scope.new, OsStr::new(&at.0))?.0;
+        let (inode, attr) = self.lower.base.lookup(&staging_dir, OsStr::new(&at.1))?;
         let file = file_name(at);
-        let content = match copy.find_copied(&file, Stamp::of(&attr)) {
+        let content = match copy.find_copied(&file, FileVersion::of(&attr)) {
             _ if attr.kind != Kind::File => None,
             Some(content) => Some(content.clone()),
             None => {
-                // Not recorded as copied: where the prepare fails, a change soon after may leave the same times.
+                // Not noted as copied: if the prepare fails, a change soon afterwards may leave the same times.
                 copy.copied.remove(&file);
-                let to_end = || true;
+                let never_stop = || true;
                 let dir = &copy.dir;
-                let content = copy_out(&self.home.base, &inode, &mirror.store, dir, &file, to_end);
+                let content = copy_to_backup(
+                    &self.lower.base,
+                    &inode,
+                    &mirror.store,
+                    dir,
+                    &file,
+                    never_stop,
+                );
                 Some(content?)
             }
         };
         Ok(StagedObject {
             at: at.clone(),
-            attributes: staging::read_attributes(&self.home.base, &inode, &attr)?,
+            attributes: staging::read_attributes(&self.lower.base, &inode, &attr)?,
             rdev: attr.rdev,
             target: if attr.kind == Kind::Symlink {
-                self.home.base.readlink(&inode)?
+                self.lower.base.readlink(&inode)?
             } else {
                 Vec::new()
             },
@@ -243,13 +265,14 @@ impl<B: Backing> Backups<B> {
         })
     }
 
-    /// The transaction was not prepared after all.
+    /// Withdraws the copy of a transaction whose prepare failed. An error is only logged, because the next prepare or
+    /// round withdraws the copy again.
     pub(crate) fn withdraw_backup(&self, scope: &Scope<B>) {
         let Some(mirror) = self.mirror.get() else {
             return;
         };
-        mirror.with_place(scope.serial, |place| {
-            if let Some(copy) = &mut place.copy
+        mirror.with_copy(scope.serial, |state| {
+            if let Some(copy) = &mut state.copy
                 && let Err(errno) = mirror.withdraw(copy)
             {
                 tracing::warn!(%errno, "a backup tells of a prepare that failed");
@@ -257,47 +280,53 @@ impl<B: Backing> Backups<B> {
         });
     }
 
-    /// The transaction is going to be aborted. Its backup is invalidated before its record is removed from the backing: else
-    /// it would seem to be all that is left of it. Its bytes may be removed later.
-    pub(crate) fn withdraw_for_good(&self, serial: u64) -> Result<(), BackupError> {
+    /// Withdraws the copy of a transaction that is about to be aborted, and removes it if possible.
+    ///
+    /// The caller removes the transaction's record afterwards. In the other order a crash could leave the copy as all
+    /// that is left of the transaction, and it would seem to be prepared.
+    pub(crate) fn withdraw_for_abort(&self, serial: u64) -> Result<(), BackupError> {
         let Some(mirror) = self.mirror.get() else {
             return Ok(());
         };
-        mirror.with_place(serial, |place| {
-            if let Some(copy) = &mut place.copy {
+        mirror.with_copy(serial, |state| {
+            if let Some(copy) = &mut state.copy {
                 mirror
                     .withdraw(copy)
                     .map_err(|source| BackupError::NotRemoved { source })?;
             }
-            drop_copy(mirror, place, serial);
+            drop_copy(mirror, state, serial);
             Ok(())
         })
     }
 
-    /// The transaction is applied, which the number of the last commit tells until the next one.
+    /// Removes the copy of an applied transaction. Until the removal the copy does no harm, because the number of the
+    /// last commit says that the transaction is applied.
     pub(crate) fn drop_backup(&self, serial: u64) {
         let Some(mirror) = self.mirror.get() else {
             return;
         };
-        mirror.with_place(serial, |place| drop_copy(mirror, place, serial));
+        mirror.with_copy(serial, |state| drop_copy(mirror, state, serial));
     }
 
-    /// Before the number of the last commit changes: invalidates what was applied and is still in the backup.
-    pub(crate) fn withdraw_what_is_over(&self) -> Result<(), BackupError> {
+    /// Withdraws the copies of applied transactions that are not removed yet. Called before the number of the last commit
+    /// changes, which says that they are applied.
+    pub(crate) fn withdraw_ended(&self) -> Result<(), BackupError> {
         let Some(mirror) = self.mirror.get() else {
             return Ok(());
         };
         mirror
-            .names_of_over()
+            .names_of_ended()
             .iter()
             .try_for_each(|name| remove_manifest_of(&mirror.store, name))
     }
 }
 
 impl<B: Backing> TransactionalBacking<B> {
-    /// Names of the backups that the backing knows of: to be asked before [`TransactionalBacking::open`], which ends
-    /// transactions. In the backup, `store`, those are invalidated that it is going to undo: once the backing has no record
-    /// of them they would seem to be all that is left.
+    /// Returns the names of the backup directories that stored transactions of the backing refer to. Called before
+    /// [`TransactionalBacking::open`], which ends transactions.
+    ///
+    /// Removes the manifests in the backup `store` of the transactions that `open` will undo. Otherwise a copy would be
+    /// all that is left of an undone transaction, and it would seem to be prepared.
     pub fn known_backups(base: &B, store: Option<&B>) -> Result<BTreeSet<String>, BackupError> {
         let mut known = BTreeSet::new();
         let Some((firn, _)) = staging::find_dir(base, &base.root(), staging::TOP)? else {
@@ -308,7 +337,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 let name = String::from_utf8_lossy(&name);
                 let found = staging::must_find_dir(base, &firn, &name);
                 let dir = found.map_err(|error| error.below(staging::TOP))?;
-                let Some(backup) = load_name(base, &dir)? else {
+                let Some(backup) = load_directory_name(base, &dir)? else {
                     continue;
                 };
                 let is_undecided =
@@ -325,41 +354,47 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(known)
     }
 
-    /// Adds a backup in `store`, a directory of this mount alone. Removes directories of transactions that are over.
-    /// A directory of an unknown transaction is an error, because it may be all that is left of it.
+    /// Adds a backup in `store`, a directory that no other mount uses, and completes the copies of the transactions
+    /// that are prepared. `known` are the names that [`TransactionalBacking::known_backups`] returned.
+    ///
+    /// Directories of ended transactions are removed later. Fails with `UnknownTransaction` if a directory has a
+    /// manifest of a transaction that the backing does not know, because the copy may be all that is left of it.
     pub fn backed_up(self, store: B, known: &BTreeSet<String>) -> Result<Self, BackupError> {
         let mirror = Mirror::new(store);
         let store = &mirror.store;
         let scopes = self.scopes.all();
         let root = store.root();
         for (name, ..) in staging::list(store, &root).map_err(backup_failed)? {
-            let Some(name) = String::from_utf8(name).ok().filter(|name| is_name(name)) else {
+            let Some(name) = String::from_utf8(name)
+                .ok()
+                .filter(|name| is_directory_name(name))
+            else {
                 continue;
             };
             let dir = staging::must_find_dir(store, &root, &name).map_err(backup_failed)?;
             let mut owner = None;
             for scope in &scopes {
-                if load_name(&self.home.base, &scope.dir)?.as_ref() == Some(&name) {
+                if load_directory_name(&self.lower.base, &scope.dir)?.as_ref() == Some(&name) {
                     owner = Some(scope.serial);
                 }
             }
-            let manifest = load(store, &dir)?;
+            let manifest = load_manifest(store, &dir)?;
             if let Some(serial) = owner {
-                mirror.adopt(serial, Copy::new(name, dir, manifest.is_some()));
+                mirror.adopt(serial, TransactionCopy::new(name, dir, manifest.is_some()));
                 continue;
             }
             if let Some(Ok(log)) = manifest
                 && !known.contains(&name)
-                && self.home.committed(log.scope_after(Direction::Redo))? != Some(log.id)
+                && self.lower.committed(log.scope_after(Direction::Redo))? != Some(log.id)
             {
                 return Err(BackupError::UnknownTransaction { id: log.id, name });
             }
-            mirror.over.lock().insert(name);
+            mirror.ended.lock().insert(name);
         }
         let is_first = self.backups.mirror.set(mirror).is_ok();
         assert!(is_first, "a mount has one backup");
         for scope in &scopes {
-            // It was prepared without a backup. The status and a commit say what is wrong.
+            // The transaction may have been prepared without a backup. The status and a commit report the error.
             if let Some(record) = &scope.recovered
                 && let Err(error) = self.backups.back_up(scope, record)
             {
@@ -370,23 +405,25 @@ impl<B: Backing> TransactionalBacking<B> {
     }
 }
 
-/// One look at the staged files of a transaction. What is the same as at the look before is copied.
+/// One round of one transaction: a file that has the same version as in the last round is copied.
 struct Round<'a, B: Backing> {
     base: &'a B,
     store: &'a B,
-    copy: &'a mut Copy<B>,
-    /// Callers that wait for this to end: nothing is copied meanwhile.
-    hurry: &'a AtomicU32,
-    seen: HashMap<String, Stamp>,
-    /// Bytes that the backup does not have yet.
+    copy: &'a mut TransactionCopy<B>,
+    /// Number of threads that wait for the end of the round. While it is not 0, nothing is copied.
+    waiting: &'a AtomicU32,
+    /// Versions of the staged files in this round.
+    seen: HashMap<String, FileVersion>,
+    /// Bytes of the files that this round did not copy.
     left_bytes: u64,
 }
 
 impl<B: Backing> Round<'_, B> {
+    /// Visits the files in one directory of staged objects.
     fn visit_dir(&mut self, dir_name: &[u8], dir: &B::Inode) -> Result<(), BackupError> {
         let text = |name: &[u8]| String::from_utf8_lossy(name).into_owned();
         for (name, _, kind) in staging::list(self.base, dir)? {
-            // One more name of an object that is not staged.
+            // A name with `l` is a further link to an object of the backing, whose content is not staged.
             if name.starts_with(b"l") || kind.is_some_and(|kind| kind != Kind::File) {
                 continue;
             }
@@ -395,62 +432,63 @@ impl<B: Backing> Round<'_, B> {
                 && attr.kind == Kind::File
             {
                 let file = file_name(&(text(dir_name), text(&name)));
-                self.visit_file(file, &inode, Stamp::of(&attr))?;
+                self.visit_file(file, &inode, FileVersion::of(&attr))?;
             }
         }
         Ok(())
     }
 
+    /// Copies a file if it has not changed since the last round; otherwise counts its bytes as left.
     fn visit_file(
         &mut self,
         file: String,
         inode: &B::Inode,
-        now: Stamp,
+        now: FileVersion,
     ) -> Result<(), BackupError> {
-        let is_quiet = self.copy.seen.get(&file) == Some(&now);
+        let is_unchanged = self.copy.seen.get(&file) == Some(&now);
         self.seen.insert(file.clone(), now);
         let is_copied = self.copy.find_copied(&file, now).is_some()
-            || (is_quiet && self.copy_file(file, inode, now)?);
+            || (is_unchanged && self.copy_file(file, inode, now)?);
         if !is_copied {
             self.left_bytes += now.size;
         }
         Ok(())
     }
 
-    /// False: the file changed during the copy, or another thread waits for this round to end.
+    /// Copies a file. Returns false if the file changed during the copy or a thread waits for the end of the round.
     fn copy_file(
         &mut self,
         file: String,
         inode: &B::Inode,
-        now: Stamp,
+        now: FileVersion,
     ) -> Result<bool, BackupError> {
-        let go_on = || self.hurry.load(Ordering::Relaxed) == 0;
-        if !go_on() {
+        let goes_on = || self.waiting.load(Ordering::Relaxed) == 0;
+        if !goes_on() {
             return Ok(false);
         }
         self.copy.copied.remove(&file);
-        let copied = copy_out(self.base, inode, self.store, &self.copy.dir, &file, go_on);
+        let copied = copy_to_backup(self.base, inode, self.store, &self.copy.dir, &file, goes_on);
         let content = match copied {
             Err(BackupError::Store(StoreError::Own(OwnError::Backing(Errno::AGAIN)))) => {
                 return Ok(false);
             }
             copied => copied?,
         };
-        if Stamp::of(&self.base.attr(inode)?) != now {
+        if FileVersion::of(&self.base.attr(inode)?) != now {
             return Ok(false);
         }
         let copied = CopiedFile {
-            stamp: now,
+            version: now,
             content,
         };
         self.copy.copied.insert(file, copied);
         Ok(true)
     }
 
-    /// Removes what was copied of files that are not staged any more.
+    /// Removes the copies of files that are no longer staged. Returns the number of bytes that were not copied.
     fn finish(self) -> Result<u64, BackupError> {
-        let is_gone = |file: &&String| !self.seen.contains_key(*file);
-        for file in self.copy.copied.keys().filter(is_gone) {
+        let is_removed = |file: &&String| !self.seen.contains_key(*file);
+        for file in self.copy.copied.keys().filter(is_removed) {
             unlink_if_there(self.store, &self.copy.dir, OsStr::new(file)).map_err(backup_failed)?;
         }
         self.copy
@@ -461,12 +499,13 @@ impl<B: Backing> Round<'_, B> {
     }
 }
 
-fn drop_copy<B: Backing>(mirror: &Mirror<B>, place: &mut SlotState<B>, serial: u64) {
-    mirror.told.lock().remove(&serial);
-    let Some(copy) = place.copy.take() else {
+/// Forgets the copy of an ended transaction, and removes its directory or leaves that to the next round.
+fn drop_copy<B: Backing>(mirror: &Mirror<B>, state: &mut CopyState<B>, serial: u64) {
+    mirror.progress.lock().remove(&serial);
+    let Some(copy) = state.copy.take() else {
         return;
     };
-    if let Err(errno) = mirror.remove_over(&copy.name) {
+    if let Err(errno) = mirror.remove_ended(&copy.name) {
         tracing::warn!(%errno, name = copy.name, "cannot remove a backup that is over; it is tried again");
     }
 }

@@ -1,62 +1,66 @@
-//! The list that a host publishes, and its bytes.
+//! [`AccessList`]: what a host publishes before a commit, and how a list is stored.
 //!
-//! It is sealed ([`firn_format::sealed`]) with the magic "FIRNACCS", as postcard writes it.
+//! A stored list is the struct as postcard writes it, sealed ([`firn_format::sealed`]) with the magic "FIRNACCS". A range
+//! is stored as its distance from the end of the range before and its length, because postcard needs few bytes for
+//! small numbers.
 //!
-//! A range is stored as its distance from the end of the one before and its length: few bytes each.
+//! Promise: the bytes come from another host, so [`AccessList::decode`] accepts no name that leads out of its directory.
 
 use firn_format::sealed::{Seal, SealError};
 use firn_trust::is_component;
 use serde::{Deserialize, Serialize};
 
-use super::ranges::Ranges;
+use super::ranges::RangeSet;
 
-/// The header of its file.
+/// The header of a stored list.
 pub const SEAL: Seal = Seal {
     magic: *b"FIRNACCS",
     version: 2,
 };
 
-/// Why the bytes of a list are none.
+/// Why bytes are not an access list.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum ListError {
-    /// The first bytes are others.
+pub enum AccessListError {
+    /// The bytes do not begin with the magic number.
     #[error("not a list of accesses (the magic number is missing)")]
     Magic,
-    /// Made by another version.
+    /// Another version of Firn wrote the list.
     #[error(
         "list of accesses version {found}, this firn reads version {}: the hosts run different versions",
         SEAL.version
     )]
     Version {
-        /// In the file.
+        /// The version in the list.
         found: u32,
     },
-    /// Cut off or changed.
+    /// The bytes were cut off or changed, or a name in the list is not a single path component.
     #[error("the list of accesses is damaged")]
     Damaged,
 }
 
-/// A name in a directory, by the directory's inode.
+/// A name in a directory of the backing.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct Name {
-    /// Inode of the directory.
+pub struct NameInDir {
+    /// Inode number of the directory, which is the same on all hosts.
     pub dir: u64,
-    /// The name in it.
+    /// The name in the directory, a single path component.
     pub name: Vec<u8>,
 }
 
-/// What one process did with one file.
+/// The accesses of one process to one file, packed for storage.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Process {
+pub struct ListedProcess {
     /// Process id; 0: unknown.
     pub pid: u32,
+    /// Gap and length of each range that was read ([`pack`]).
     read: Vec<(u64, u64)>,
+    /// Gap and length of each range that was written.
     written: Vec<(u64, u64)>,
 }
 
-impl Process {
-    /// From ranges.
-    pub fn new(pid: u32, read: &Ranges, written: &Ranges) -> Self {
+impl ListedProcess {
+    /// Packs the ranges that a process read and wrote.
+    pub fn new(pid: u32, read: &RangeSet, written: &RangeSet) -> Self {
         Self {
             pid,
             read: pack(read),
@@ -64,38 +68,40 @@ impl Process {
         }
     }
 
-    /// Bytes that it read: from, to.
+    /// Returns start and end of each range that the process read, in order.
     pub fn read(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
         unpack(&self.read)
     }
 
-    /// Bytes that it wrote: from, to.
+    /// Returns start and end of each range that the process wrote, in order.
     pub fn written(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
         unpack(&self.written)
     }
 
-    /// Number of ranges.
+    /// Returns the number of ranges, read and written.
     pub fn len(&self) -> usize {
         self.read.len() + self.written.len()
     }
 
-    /// Whether there are none.
+    /// Returns whether the process has no ranges.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 }
 
-fn pack(ranges: &Ranges) -> Vec<(u64, u64)> {
+/// Returns, for each range, its distance from the end of the range before, and its length.
+fn pack(ranges: &RangeSet) -> Vec<(u64, u64)> {
     let mut end = 0;
-    let one = |range: std::ops::Range<u64>| {
+    let pack_range = |range: std::ops::Range<u64>| {
         let packed = (range.start - end, range.end - range.start);
         end = range.end;
         packed
     };
-    ranges.iter().map(one).collect()
+    ranges.iter().map(pack_range).collect()
 }
 
-/// For any numbers, the ranges come in order, do not overlap, and have bytes.
+/// Returns start and end of each packed range. For any numbers, the ranges are in order, do not overlap, and are not
+/// empty.
 fn unpack(packed: &[(u64, u64)]) -> impl Iterator<Item = (u64, u64)> + '_ {
     let ranges = packed.iter().scan(0u64, |end, &(gap, len)| {
         let start = end.saturating_add(gap);
@@ -107,59 +113,60 @@ fn unpack(packed: &[(u64, u64)]) -> impl Iterator<Item = (u64, u64)> + '_ {
 
 /// A file of the backing that processes of a host read or wrote.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct File {
-    /// Its inode, which is the same on all hosts.
+pub struct ListedFile {
+    /// Inode number of the file, which is the same on all hosts.
     pub ino: u64,
-    /// A path of it relative to the backing, for people.
+    /// A path of the file relative to the backing, for messages.
     pub path: Vec<u8>,
-    /// Processes, by their numbers.
-    pub processes: Vec<Process>,
+    /// Accesses of each process, in the order of the process ids.
+    pub processes: Vec<ListedProcess>,
 }
 
-/// All that the other hosts must know of a host's transaction.
+/// What a host publishes of its part of a transaction, so that conflicts with the other hosts can be found.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Published {
-    /// The host.
+pub struct AccessList {
+    /// Name of the host.
     pub host: String,
-    /// Files that it shares with others, perhaps.
-    pub files: Vec<File>,
-    /// Names that lead to what it used.
-    pub used: Vec<Name>,
-    /// Names that it made, changed or took away, with their paths.
-    pub changed: Vec<(Name, Vec<u8>)>,
-    /// New directories, and what is in them, by path: whether it is a directory, which several hosts may make.
+    /// Files of the backing that processes of the host read or wrote.
+    pub files: Vec<ListedFile>,
+    /// Names on the way to the files that the processes used.
+    pub used: Vec<NameInDir>,
+    /// Names that the host makes, changes or removes in directories of the backing, with their paths.
+    pub changed: Vec<(NameInDir, Vec<u8>)>,
+    /// Paths of new directories and of everything in them, and whether the object is a directory. Several hosts may make
+    /// the same directory.
     pub made: Vec<(Vec<u8>, bool)>,
-    /// Objects whose owner, mode or extended attributes it changed, with their paths.
+    /// Inode number and path of each object whose owner, mode or extended attributes the host changes.
     pub attributes: Vec<(u64, Vec<u8>)>,
 }
 
-impl Published {
-    /// Number of ranges.
-    pub fn ranges(&self) -> usize {
+impl AccessList {
+    /// Returns the number of ranges of all files.
+    pub fn range_count(&self) -> usize {
         self.files
             .iter()
             .flat_map(|file| &file.processes)
-            .map(Process::len)
+            .map(ListedProcess::len)
             .sum()
     }
 
-    /// The bytes that are stored.
+    /// Returns the list as it is stored.
     pub fn encode(&self) -> Vec<u8> {
         SEAL.seal(&postcard::to_stdvec(self).expect("plain data"))
     }
 
-    /// From the bytes that were stored. Every name in what comes back is a single component.
-    pub fn decode(bytes: &[u8]) -> Result<Self, ListError> {
+    /// Decodes a stored list. Fails if the bytes are not a list, or if a name in it is not a single path component.
+    pub fn decode(bytes: &[u8]) -> Result<Self, AccessListError> {
         let list: Self =
-            postcard::from_bytes(SEAL.unseal(bytes)?).map_err(|_| ListError::Damaged)?;
+            postcard::from_bytes(SEAL.unseal(bytes)?).map_err(|_| AccessListError::Damaged)?;
         if list.components().all(is_component) {
             Ok(list)
         } else {
-            Err(ListError::Damaged)
+            Err(AccessListError::Damaged)
         }
     }
 
-    /// Everything in it that names something in a directory.
+    /// Returns all parts of the list that are to be single path components.
     fn components(&self) -> impl Iterator<Item = &[u8]> {
         let names = self
             .used
@@ -171,7 +178,7 @@ impl Published {
     }
 }
 
-impl From<SealError> for ListError {
+impl From<SealError> for AccessListError {
     fn from(error: SealError) -> Self {
         match error {
             SealError::Magic => Self::Magic,
@@ -185,25 +192,25 @@ impl From<SealError> for ListError {
 mod tests {
     use super::*;
 
-    fn list() -> Published {
-        let mut ranges = Ranges::default();
+    fn list() -> AccessList {
+        let mut ranges = RangeSet::default();
         for at in [0, 4096, 1 << 40] {
             ranges.insert(at..at + 100);
         }
-        let processes = vec![Process::new(12, &ranges, &Ranges::default())];
-        Published {
+        let processes = vec![ListedProcess::new(12, &ranges, &RangeSet::default())];
+        AccessList {
             host: "n1".into(),
-            files: vec![File {
+            files: vec![ListedFile {
                 ino: 5,
                 path: b"dir/\xff".to_vec(),
                 processes,
             }],
-            used: vec![Name {
+            used: vec![NameInDir {
                 dir: 2,
                 name: b"dir".to_vec(),
             }],
             changed: vec![(
-                Name {
+                NameInDir {
                     dir: 2,
                     name: b"x".to_vec(),
                 },
@@ -218,21 +225,24 @@ mod tests {
     #[test]
     fn regression_ranges_without_bytes_conflict_with_no_host() {
         let strange = vec![(0, 0), (7, 0), (u64::MAX, 1), (1, u64::MAX)];
-        let process = Process {
+        let process = ListedProcess {
             pid: 1,
             read: strange.clone(),
             written: strange,
         };
-        let host = |name: &str| Published {
+        let host = |name: &str| AccessList {
             host: name.into(),
-            files: vec![File {
+            files: vec![ListedFile {
                 ino: 5,
                 path: b"file".to_vec(),
                 processes: vec![process.clone()],
             }],
-            ..Published::default()
+            ..AccessList::default()
         };
-        assert_eq!(super::super::test(&[host("a"), host("b")]).conflicts, []);
+        assert_eq!(
+            super::super::find_conflicts(&[host("a"), host("b")]).conflicts,
+            []
+        );
     }
 
     #[test]
@@ -244,8 +254,8 @@ mod tests {
             bad[2].changed[0].0.name = name.into();
             for bad in bad {
                 assert_eq!(
-                    Published::decode(&bad.encode()),
-                    Err(ListError::Damaged),
+                    AccessList::decode(&bad.encode()),
+                    Err(AccessListError::Damaged),
                     "{name:?}"
                 );
             }
@@ -255,14 +265,14 @@ mod tests {
     #[test]
     fn a_list_comes_back_as_it_was_and_a_changed_one_does_not() {
         let bytes = list().encode();
-        assert_eq!(Published::decode(&bytes), Ok(list()));
+        assert_eq!(AccessList::decode(&bytes), Ok(list()));
         let read: Vec<_> = list().files[0].processes[0].read().collect();
         assert_eq!(read, [(0, 100), (4096, 4196), (1 << 40, (1 << 40) + 100)]);
         for at in 0..bytes.len() {
             let mut wrong = bytes.clone();
             wrong[at] ^= 0x40;
-            assert!(Published::decode(&wrong).is_err(), "byte {at}");
-            assert!(Published::decode(&bytes[..at]).is_err(), "cut at {at}");
+            assert!(AccessList::decode(&wrong).is_err(), "byte {at}");
+            assert!(AccessList::decode(&bytes[..at]).is_err(), "cut at {at}");
         }
     }
 }

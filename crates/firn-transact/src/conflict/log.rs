@@ -1,4 +1,9 @@
-//! What processes of this host read and write while a transaction is open.
+//! [`Log`]: the accesses of this host's processes to files, while a transaction of several hosts is open.
+//!
+//! The gate adds each read and write here. Before a vote the accesses of the files in the transaction's scope are taken
+//! out of the log and published; if the commit fails, they are put back.
+//!
+//! Promise: while the log is off, an access costs one load of an atomic and takes no lock.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
@@ -6,30 +11,30 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::Mutex;
 
-use super::ranges::Ranges;
+use super::ranges::RangeSet;
 
-/// Number of tables over which the files are spread, so that threads seldom meet.
+/// Number of tables over which the files are spread, so that two threads seldom wait for the same lock.
 const SHARDS: usize = 16;
 
-/// How bytes are used.
+/// Whether a process reads bytes or changes them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Access {
-    /// They were read, or there were none to read.
+    /// The bytes were read, also where the file ended before them.
     Read,
     /// The bytes were written, cut off or cleared.
     Write,
 }
 
-/// What one process did with one file.
+/// The accesses of one process to one file.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Accesses {
-    /// Bytes that it read.
-    pub read: Ranges,
-    /// Bytes that it wrote.
-    pub written: Ranges,
+pub struct ProcessAccesses {
+    /// Bytes that the process read.
+    pub read: RangeSet,
+    /// Bytes that the process wrote, cut off or cleared.
+    pub written: RangeSet,
 }
 
-impl Accesses {
+impl ProcessAccesses {
     fn add(&mut self, access: Access, range: Range<u64>) {
         match access {
             Access::Read => self.read.insert(range),
@@ -38,38 +43,39 @@ impl Accesses {
     }
 }
 
-/// A file that processes used.
+/// A file and the accesses of processes to it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Used {
-    /// Its inode in the backing.
+    /// Inode number of the file in the backing.
     pub ino: u64,
     /// A path of the file at its first use, relative to the backing.
     pub path: Vec<u8>,
-    /// Accesses by process id; 0: unknown process.
-    pub processes: BTreeMap<u32, Accesses>,
+    /// Accesses by process id; 0 stands for all processes whose id is not known.
+    pub processes: BTreeMap<u32, ProcessAccesses>,
 }
 
-/// Ranges by file and process. Files go by their inode.
+/// The accesses of processes to files, recorded while the log is on.
 #[derive(Debug, Default)]
 pub struct Log {
-    on: AtomicBool,
+    is_on: AtomicBool,
+    /// Used files by inode number, each in the table of [`Log::shard`].
     shards: [Mutex<HashMap<u64, Used>>; SHARDS],
 }
 
 impl Log {
-    /// A log that takes nothing down yet.
+    /// Returns an empty log, which is off.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// From now on accesses are taken down, or not.
-    pub fn switch(&self, on: bool) {
-        self.on.store(on, Ordering::Release);
+    /// Turns the log on or off. While it is off, [`Self::add`] does nothing; recorded accesses stay.
+    pub fn switch(&self, is_on: bool) {
+        self.is_on.store(is_on, Ordering::Release);
     }
 
-    /// Whether accesses are taken down.
+    /// Returns whether accesses are recorded.
     pub fn is_on(&self) -> bool {
-        self.on.load(Ordering::Acquire)
+        self.is_on.load(Ordering::Acquire)
     }
 
     /// Records an access of process `pid` (0: unknown) to the file `ino`. `path` is called only for a file that is
@@ -95,14 +101,15 @@ impl Log {
         used.processes.entry(pid).or_default().add(access, range);
     }
 
-    /// Takes out what was taken down of the files whose path `is_meant`, in the order of their inodes.
-    pub fn take(&self, is_meant: impl Fn(&[u8]) -> bool) -> Vec<Used> {
+    /// Removes the files for whose path `is_selected` returns true from the log, and returns them in the order of their
+    /// inode numbers.
+    pub fn take(&self, is_selected: impl Fn(&[u8]) -> bool) -> Vec<Used> {
         let mut taken = Vec::new();
         for shard in &self.shards {
             taken.extend(
                 shard
                     .lock()
-                    .extract_if(|_, used| is_meant(&used.path))
+                    .extract_if(|_, used| is_selected(&used.path))
                     .map(|(_, used)| used),
             );
         }
@@ -110,7 +117,7 @@ impl Log {
         taken
     }
 
-    /// Puts back what was taken out, to what came since.
+    /// Adds accesses that [`Self::take`] returned to those that were recorded since.
     pub fn put_back(&self, taken: Vec<Used>) {
         for used in taken {
             let mut shard = self.shard(used.ino).lock();
@@ -126,8 +133,8 @@ impl Log {
         }
     }
 
-    fn shard(&self, file: u64) -> &Mutex<HashMap<u64, Used>> {
-        &self.shards[file as usize % SHARDS]
+    fn shard(&self, ino: u64) -> &Mutex<HashMap<u64, Used>> {
+        &self.shards[ino as usize % SHARDS]
     }
 }
 

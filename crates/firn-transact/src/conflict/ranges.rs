@@ -1,73 +1,87 @@
-//! Ranges of a file: those that a transaction has written, or that a process has read.
+//! [`RangeSet`]: a set of the bytes of a file, kept as ranges.
+//!
+//! Invariant: the ranges are not empty, do not overlap and do not touch each other, so a set has one representation.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// Disjoint ranges that do not touch each other.
+/// A set of bytes of a file, such as those that a transaction has written or that a process has read.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Ranges(BTreeMap<u64, u64>);
+pub struct RangeSet {
+    /// The end of each range, by its start.
+    ends: BTreeMap<u64, u64>,
+}
 
-impl Ranges {
-    /// Adds a range.
+/// A part of a file that is as a whole in a [`RangeSet`], or as a whole outside of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SetPart {
+    /// Offset behind the last byte; `u64::MAX` behind the last range of the set.
+    pub end: u64,
+    /// Whether the part is in the set.
+    pub is_inside: bool,
+}
+
+impl RangeSet {
+    /// Adds the bytes of a range.
     pub fn insert(&mut self, range: Range<u64>) {
         if range.is_empty() {
             return;
         }
         let Range { mut start, mut end } = range;
-        // Those that overlap or touch become one with it.
-        while let Some((&at, &until)) = self.0.range(..=end).next_back()
+        // Ranges that overlap or touch the new one are merged with it.
+        while let Some((&at, &until)) = self.ends.range(..=end).next_back()
             && until >= start
         {
             (start, end) = (start.min(at), end.max(until));
-            self.0.remove(&at);
+            self.ends.remove(&at);
         }
-        self.0.insert(start, end);
+        self.ends.insert(start, end);
     }
 
-    /// Takes out everything from `from` on.
+    /// Removes all bytes from `from` on.
     pub fn cut(&mut self, from: u64) {
-        drop(self.0.split_off(&from));
-        if let Some(mut last) = self.0.last_entry() {
+        drop(self.ends.split_off(&from));
+        if let Some(mut last) = self.ends.last_entry() {
             let end = (*last.get()).min(from);
             last.insert(end);
         }
     }
 
-    /// The range that `at` is in, or else what lies between two: (its end, whether it is in one). The end is
-    /// `u64::MAX` behind the last one.
-    pub fn stretch(&self, at: u64) -> (u64, bool) {
-        if let Some((_, &end)) = self.0.range(..=at).next_back()
+    /// Returns whether the byte at `at` is in the set, and how far that holds.
+    pub fn part_at(&self, at: u64) -> SetPart {
+        if let Some((_, &end)) = self.ends.range(..=at).next_back()
             && at < end
         {
-            return (end, true);
+            return SetPart {
+                end,
+                is_inside: true,
+            };
         }
-        (
-            self.0
-                .range(at..)
-                .next()
-                .map_or(u64::MAX, |(&start, _)| start),
-            false,
-        )
+        let next = self.ends.range(at..).next();
+        SetPart {
+            end: next.map_or(u64::MAX, |(&start, _)| start),
+            is_inside: false,
+        }
     }
 
-    /// The ranges in order.
+    /// Returns the ranges in order.
     pub fn iter(&self) -> impl Iterator<Item = Range<u64>> {
-        self.0.iter().map(|(&start, &end)| start..end)
+        self.ends.iter().map(|(&start, &end)| start..end)
     }
 
-    /// Adds all of another's.
+    /// Adds the bytes of another set.
     pub fn extend(&mut self, other: &Self) {
         other.iter().for_each(|range| self.insert(range));
     }
 
-    /// Their number.
+    /// Returns the number of ranges.
     pub fn len(&self) -> usize {
-        self.0.len()
+        self.ends.len()
     }
 
-    /// Whether there is none.
+    /// Returns whether the set has no bytes.
     pub fn is_empty(&self) -> bool {
-        self.0.is_empty()
+        self.ends.is_empty()
     }
 }
 
@@ -79,7 +93,7 @@ mod tests {
     proptest! {
         #[test]
         fn ranges_are_a_set_of_bytes(ops in prop::collection::vec((0u64..60, 0u64..20, any::<bool>()), 1..40)) {
-            let mut ranges = Ranges::default();
+            let mut ranges = RangeSet::default();
             let mut model = [false; 100];
             for (at, len, add) in ops {
                 if add {
@@ -90,8 +104,8 @@ mod tests {
                     model[at as usize..].fill(false);
                 }
                 for (at, &expected) in model.iter().enumerate() {
-                    let (end, inside) = ranges.stretch(at as u64);
-                    prop_assert_eq!(inside, expected, "at {}", at);
+                    let SetPart { end, is_inside } = ranges.part_at(at as u64);
+                    prop_assert_eq!(is_inside, expected, "at {}", at);
                     let end = end.min(100) as usize;
                     prop_assert!(model[at..end].iter().all(|&byte| byte == expected));
                     prop_assert!(end == 100 || model[end] != expected);

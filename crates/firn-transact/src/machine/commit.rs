@@ -116,11 +116,11 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         path: &[u8],
         options: CommitOptions,
     ) -> Result<Step<'a, B>, TransactionError> {
-        let home = &self.store.home;
-        let Some(id) = options.id.filter(|_| home.members().is_none()) else {
+        let lower = &self.store.lower;
+        let Some(id) = options.id.filter(|_| lower.members().is_none()) else {
             return Err(self.no_transaction(path));
         };
-        if home.committed(path)? != Some(id) {
+        if lower.committed(path)? != Some(id) {
             return Err(self.no_transaction(path));
         }
         let commit = Unanswered {
@@ -145,12 +145,12 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         let id = match options.id.or(found.id()) {
             Some(id) => id,
             None => {
-                let last = self.store.home.committed(found.scope())?;
+                let last = self.store.lower.committed(found.scope())?;
                 last.map_or(1, |last| last.saturating_add(1))
             }
         };
         let hosts_save_together =
-            self.store.home.members().is_some() && self.store.mode() == Mode::Shadow;
+            self.store.lower.members().is_some() && self.store.mode() == Mode::Shadow;
         let next = match options.begins_next {
             false => NextBegin::Never,
             true if found.is_recovered() => NextBegin::AfterApply,
@@ -170,7 +170,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
             path_after: Vec::new(),
         };
         Ok(match found {
-            Found::Open(open) if self.store.home.members().is_some() => Step::Prepare {
+            Found::Open(open) if self.store.lower.members().is_some() => Step::Prepare {
                 open,
                 id,
                 then: AfterVote::Decide(plan),
@@ -245,7 +245,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         commit: &Decided<'a, B>,
         plan: Plan,
     ) -> Result<Step<'a, B>, TransactionError> {
-        if self.store.home.members().is_none() {
+        if self.store.lower.members().is_none() {
             return Ok(Step::Over(plan.committed(Vec::new())));
         }
         let not_applied_on = self.wait_until_applied(plan.id, commit.scope())?;

@@ -72,7 +72,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
             let prepared = open.prepare(id)?;
             let scope = open.handle().scope_path();
             self.mount.note(Event::Prepared, scope, Some(id));
-            if is_first && self.store.home.members().is_some() {
+            if is_first && self.store.lower.members().is_some() {
                 prepared.note_accesses(self.mount.take_accesses(scope));
             }
             Ok(prepared)
@@ -88,7 +88,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         prepared: Prepared<'a, B>,
         then: AfterVote,
     ) -> Result<Step<'a, B>, TransactionError> {
-        if self.store.home.members().is_some()
+        if self.store.lower.members().is_some()
             && let Err(error) = self.find_verdict(&prepared)
         {
             // The scope is not quiesced here: a quiesce would wait for programs whose changes wait for this reopening.

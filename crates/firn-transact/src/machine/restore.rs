@@ -102,7 +102,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
             match found.decide(id) {
                 // The background application has finished this commit meanwhile, so nothing is left to do.
                 Err(CommitError::Stage(StageError::NoTransaction))
-                    if self.store.home.committed(&path_after)? == Some(id) => {}
+                    if self.store.lower.committed(&path_after)? == Some(id) => {}
                 commit => commit?.apply()?,
             }
             self.end_part(Event::Applied, found.scope(), Some(id));

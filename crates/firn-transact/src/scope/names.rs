@@ -29,7 +29,7 @@ use crate::uses::Area;
 pub(crate) struct NameSet(Mutex<Arc<BTreeSet<OsString>>>);
 
 impl NameSet {
-    pub(crate) fn of(names: &[OsString]) -> Self {
+    pub(crate) fn from_names(names: &[OsString]) -> Self {
         let names = names.iter().cloned().collect();
         Self(Mutex::new(Arc::new(names)))
     }

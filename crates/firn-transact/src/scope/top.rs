@@ -93,7 +93,7 @@ impl<B: Backing> Top<B> {
     }
 
     /// Makes the empty names of a scope of names, which has no top.
-    pub(crate) fn none() -> Self {
+    pub(crate) fn without_names() -> Self {
         Self {
             parent: None,
             names: Mutex::default(),

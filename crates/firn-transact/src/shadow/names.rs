@@ -6,13 +6,14 @@ use std::sync::Arc;
 use firn_backing::{Backing, Errno, Kind, RenameFlags, Result};
 
 use super::{NO_BYTES, Shadow};
-use crate::names::Entries;
+use crate::names::{Entries, NameAt, RenamedObjects};
 use crate::object::{Key, Location, Object};
 use crate::scope::Scope;
-use crate::tree::Names;
+use crate::tree::NameChangeGuard;
 
 impl<B: Backing> Entries<B> {
-    /// Where an object counts as being that a transaction has removed: in the scope, under the name that it is kept by.
+    /// Returns where an object that a transaction has removed counts as being: in the scope's top, under its name in
+    /// `kept/`.
     pub(crate) fn hidden_place(&self, key: Key) -> Option<Location<B>> {
         let (serial, name) = {
             let hidden = self.tree.hidden.0.lock();
@@ -23,38 +24,42 @@ impl<B: Backing> Entries<B> {
         Some((Arc::clone(&scope.root), name))
     }
 
+    /// Removes a name of `object`. The backing loses the name at once; an object that existed before the transaction is
+    /// kept for an abort.
     pub(crate) fn remove_shadowed(
         &self,
-        (scope, shadow): (&Scope<B>, &Shadow<B>),
-        (parent, name): (&Arc<Object<B>>, &OsStr),
+        scope: &Scope<B>,
+        shadow: &Shadow<B>,
+        removed: NameAt<'_, B>,
         object: &Arc<Object<B>>,
     ) -> Result<()> {
+        let NameAt { dir: parent, name } = removed;
         self.originals
             .save_object(scope, shadow, parent, NO_BYTES)?;
-        let dir = parent.inode(&self.home.base)?;
+        let dir = parent.inode(&self.lower.base)?;
         if shadow.is_new(object.key.1) {
             match object.kind {
-                Kind::Dir => self.home.base.rmdir(&dir, name)?,
-                _ => self.home.base.unlink(&dir, name)?,
+                Kind::Dir => self.lower.base.rmdir(&dir, name)?,
+                _ => self.lower.base.unlink(&dir, name)?,
             }
-            self.new_one_lost_name(shadow, object);
+            self.forget_if_nameless(shadow, object);
             scope.check_names(&[]);
             return Ok(());
         }
-        self.keep(scope, shadow, object, (&dir, name))?;
+        self.move_to_kept(scope, shadow, object, &dir, name)?;
         scope.check_names(&[]);
         Ok(())
     }
 
-    /// An object that was made in the transaction and has no name any more does not concern an abort.
-    fn new_one_lost_name(&self, shadow: &Shadow<B>, object: &Object<B>) {
+    /// Forgets an object that the transaction made and that has no name any more, because an abort need not remove it.
+    fn forget_if_nameless(&self, shadow: &Shadow<B>, object: &Object<B>) {
         let owned = object.inner.own();
-        let Ok(inode) = owned.inode(&self.home.base) else {
+        let Ok(inode) = owned.inode(&self.lower.base) else {
             return;
         };
         let is_gone = object.kind == Kind::Dir
             || self
-                .home
+                .lower
                 .base
                 .attr(&inode)
                 .is_ok_and(|attr| attr.nlink == 0);
@@ -64,27 +69,28 @@ impl<B: Backing> Entries<B> {
         }
     }
 
-    /// Moves an object that was there to `kept/`: it seems to be gone.
-    fn keep(
+    /// Moves an object that existed before the transaction from `name` in `dir` to `kept/`, where programs do not see it.
+    fn move_to_kept(
         &self,
         scope: &Scope<B>,
         shadow: &Shadow<B>,
         object: &Arc<Object<B>>,
-        (dir, name): (&B::Inode, &OsStr),
+        dir: &B::Inode,
+        name: &OsStr,
     ) -> Result<()> {
         let kept = object.key.1.to_string();
-        // A directory is gone when it is there.
+        // A directory in `kept/` counts as removed, so programs need not be kept from seeing a second link.
         if object.kind != Kind::Dir {
             self.own_links.hide_link(scope, object, &shadow.kept, &kept);
         }
-        match shadow.move_to_kept(&self.home.base, dir, name, object.key.1) {
+        match shadow.move_to_kept(&self.lower.base, dir, name, object.key.1) {
             // A move of a directory needs permission to write in that directory; a removal does not.
             Err(Errno::ACCESS) if object.kind == Kind::Dir => {
                 self.originals
                     .save_object(scope, shadow, object, NO_BYTES)?;
-                let inode = object.inode(&self.home.base)?;
-                self.home.base.set_mode(&inode, 0o700)?;
-                shadow.move_to_kept(&self.home.base, dir, name, object.key.1)
+                let inode = object.inode(&self.lower.base)?;
+                self.lower.base.set_mode(&inode, 0o700)?;
+                shadow.move_to_kept(&self.lower.base, dir, name, object.key.1)
             }
             other => other,
         }?;
@@ -93,15 +99,25 @@ impl<B: Backing> Entries<B> {
         Ok(())
     }
 
-    pub(crate) fn move_shadowed(
+    /// Renames `old` to `new` in the backing at once. An object that existed before the transaction and is replaced is
+    /// kept for an abort.
+    pub(crate) fn rename_shadowed(
         &self,
-        names: &Names<'_, B>,
-        (scope, shadow): (&Scope<B>, &Shadow<B>),
-        (source, target): (&Arc<Object<B>>, Option<&Arc<Object<B>>>),
-        (from, name): (&Arc<Object<B>>, &OsStr),
-        (to, new_name): (&Arc<Object<B>>, &OsStr),
+        names: &NameChangeGuard<'_, B>,
+        scope: &Scope<B>,
+        shadow: &Shadow<B>,
+        objects: &RenamedObjects<B>,
+        old: NameAt<'_, B>,
+        new: NameAt<'_, B>,
         flags: RenameFlags,
     ) -> Result<()> {
+        let from = old.dir;
+        let NameAt {
+            dir: to,
+            name: new_name,
+        } = new;
+        let source = &objects.source;
+        let target = objects.target.as_ref();
         for dir in [from, to] {
             self.originals.save_object(scope, shadow, dir, NO_BYTES)?;
         }
@@ -111,43 +127,44 @@ impl<B: Backing> Entries<B> {
             self.originals
                 .save_object(scope, shadow, object, NO_BYTES)?;
         }
-        let go = || self.move_below(names, (from, name), (to, new_name), flags);
+        let rename = || self.rename_in_backing(names, old, new, flags);
         let replaced = target.filter(|target| {
             let is_replaced = flags.is_empty() && !Arc::ptr_eq(source, target);
             is_replaced && !shadow.is_new(target.key.1)
         });
         let Some(target) = replaced else {
-            go()?;
+            rename()?;
             let new_one = target.filter(|target| flags.is_empty() && shadow.is_new(target.key.1));
             if let Some(target) = new_one.filter(|target| !Arc::ptr_eq(source, target)) {
-                self.new_one_lost_name(shadow, target);
+                self.forget_if_nameless(shadow, target);
             }
             return Ok(());
         };
-        let dir = to.inode(&self.home.base)?;
+        let dir = to.inode(&self.lower.base)?;
         let text = target.key.1.to_string();
         let kept = OsStr::new(&text);
-        let inode = target.inode(&self.home.base)?;
-        // With one name more it is replaced as it would be without. A directory has one name.
+        let inode = target.inode(&self.lower.base)?;
+        // A further link keeps a file while the rename replaces it. A directory cannot have a second link, so it is
+        // moved to `kept/` first.
         let linked = if target.kind == Kind::Dir {
             Err(Errno::PERM)
         } else {
             self.own_links.hide_link(scope, target, &shadow.kept, &text);
-            self.home.base.link(&inode, &shadow.kept, kept).map(drop)
+            self.lower.base.link(&inode, &shadow.kept, kept).map(drop)
         };
         match linked {
             Ok(()) => {
-                if let Err(errno) = go() {
-                    let _ = self.home.base.unlink(&shadow.kept, kept);
+                if let Err(errno) = rename() {
+                    let _ = self.lower.base.unlink(&shadow.kept, kept);
                     return Err(errno);
                 }
             }
-            Err(Errno::EXIST) => go()?,
+            Err(Errno::EXIST) => rename()?,
             Err(_) => {
-                self.keep(scope, shadow, target, (&dir, new_name))?;
-                if let Err(errno) = go() {
+                self.move_to_kept(scope, shadow, target, &dir, new_name)?;
+                if let Err(errno) = rename() {
                     self.own_links.link_may_go(scope, target);
-                    let _ = self.home.base.rename(
+                    let _ = self.lower.base.rename(
                         &shadow.kept,
                         kept,
                         &dir,

@@ -8,12 +8,14 @@ use std::sync::atomic::Ordering;
 use firn_backing::{Access, Backing, Errno, Kind, RenameFlags, Result};
 
 use super::{Known, SAVED, Shadow};
-use crate::change_log::{ChangeLog, Data, Entry, Identity, Link, Part, Range, Source};
+use crate::change_log::{
+    BytesSource, ChangeLog, DataChange, Entry, EntrySide, Identity, Link, WrittenRange,
+};
 use crate::copy::copy_with_holes;
+use crate::lower_backing::LowerBacking;
 use crate::object::Object;
 use crate::scope::Scope;
 use crate::staging;
-use crate::staging_dir::Home;
 
 /// Records of a file after which all the rest of its bytes is saved at once, so that a program that writes downwards
 /// does not wait for a sync with each write.
@@ -23,13 +25,13 @@ const ALIGN: u64 = 4096;
 
 /// What objects were before a transaction in shadow mode changes them.
 pub(crate) struct Originals<B: Backing> {
-    pub(crate) home: Arc<Home<B>>,
+    pub(crate) lower: Arc<LowerBacking<B>>,
 }
 
 impl<B: Backing> Originals<B> {
-    pub(crate) fn new(home: &Arc<Home<B>>) -> Self {
+    pub(crate) fn new(lower: &Arc<LowerBacking<B>>) -> Self {
         Self {
-            home: Arc::clone(home),
+            lower: Arc::clone(lower),
         }
     }
 
@@ -80,7 +82,7 @@ impl<B: Backing> Originals<B> {
             // What another host saved counts. It may have been published and not be durable yet.
             let found = self.saved_by_others(shadow, ino, known)?;
             if found.is_some() {
-                self.home.base.sync_dir(&shadow.saved)?;
+                self.lower.base.sync_dir(&shadow.saved)?;
                 known = found;
             } else if let Some(mine) =
                 self.save_more(scope, shadow, (object, inner.base()), known, from)?
@@ -111,7 +113,7 @@ impl<B: Backing> Originals<B> {
         };
         let mut count = first;
         while let Some(bytes) =
-            staging::read_file(&self.home.base, &shadow.saved, &format!("{ino}.{count}"))?
+            staging::read_file(&self.lower.base, &shadow.saved, &format!("{ino}.{count}"))?
         {
             let saved = ChangeLog::decode(&bytes).map_err(|_| Errno::IO)?;
             for data in saved
@@ -139,7 +141,7 @@ impl<B: Backing> Originals<B> {
     ) -> Result<Option<Known>> {
         let inode = inode.ok_or(Errno::STALE)?;
         let (mut part, size, to, count) = match known {
-            Some(Known::Saved { size, low, count }) => (Part::default(), size, low, count),
+            Some(Known::Saved { size, low, count }) => (EntrySide::default(), size, low, count),
             _ => {
                 let (part, size) = self.original(object, &inode)?;
                 (part, size, size, 0)
@@ -155,12 +157,12 @@ impl<B: Backing> Originals<B> {
                 };
                 copied = Some((from, self.copy_bytes(shadow, &inode, from, to)?));
             }
-            let written = copied.iter().map(|(start, name)| Range {
+            let written = copied.iter().map(|(start, name)| WrittenRange {
                 start: *start,
                 end: to,
-                source: Source::File((SAVED.to_owned(), name.clone())),
+                source: BytesSource::File((SAVED.to_owned(), name.clone())),
             });
-            part.data = Some(Data {
+            part.data = Some(DataChange {
                 cut: size,
                 size,
                 written: written.collect(),
@@ -173,7 +175,7 @@ impl<B: Backing> Originals<B> {
         if let (Some((_, copy)), Err(_) | Ok(false)) = (&copied, &published) {
             // Nothing tells of it, unless only the sync failed: then it stays.
             if matches!(published, Ok(false)) || !self.is_published(shadow, &name) {
-                let _ = self.home.base.unlink(&shadow.saved, OsStr::new(copy));
+                let _ = self.lower.base.unlink(&shadow.saved, OsStr::new(copy));
             }
         }
         let count = count + 1;
@@ -181,23 +183,23 @@ impl<B: Backing> Originals<B> {
     }
 
     /// The attributes of an object, and of a directory its names; and its size.
-    fn original(&self, object: &Arc<Object<B>>, inode: &B::Inode) -> Result<(Part, u64)> {
-        let attr = self.home.base.attr(inode)?;
+    fn original(&self, object: &Arc<Object<B>>, inode: &B::Inode) -> Result<(EntrySide, u64)> {
+        let attr = self.lower.base.attr(inode)?;
         let names = match object.kind {
             Kind::Dir => Some(self.names_of(object, inode)?),
             _ => None,
         };
-        let part = Part {
-            attributes: Some(staging::read_attributes(&self.home.base, inode, &attr)?),
+        let part = EntrySide {
+            attributes: Some(staging::read_attributes(&self.lower.base, inode, &attr)?),
             names,
-            ..Part::default()
+            ..EntrySide::default()
         };
         Ok((part, attr.size))
     }
 
     fn names_of(&self, dir: &Arc<Object<B>>, inode: &B::Inode) -> Result<Vec<Link>> {
         let is_top = dir.parent().is_none();
-        let listed = staging::list(&self.home.base, inode)?.into_iter();
+        let listed = staging::list(&self.lower.base, inode)?.into_iter();
         let shown = listed.filter(|(name, ..)| !(is_top && name == staging::TOP.as_bytes()));
         Ok(shown.map(|(name, ino, _)| (name, ino)).collect())
     }
@@ -211,14 +213,18 @@ impl<B: Backing> Originals<B> {
         to: u64,
     ) -> Result<String> {
         let (name, copy) = self.make_file(shadow, "data")?;
-        let copied = self.home.base.open(inode, Access::Read).and_then(|source| {
-            copy_with_holes(&self.home.base, &source, &copy, from..to)?;
-            self.home.base.sync(&copy, false)
-        });
+        let copied = self
+            .lower
+            .base
+            .open(inode, Access::Read)
+            .and_then(|source| {
+                copy_with_holes(&self.lower.base, &source, &copy, from..to)?;
+                self.lower.base.sync(&copy, false)
+            });
         match copied {
             Ok(()) => Ok(name),
             Err(errno) => {
-                let _ = self.home.base.unlink(&shadow.saved, OsStr::new(&name));
+                let _ = self.lower.base.unlink(&shadow.saved, OsStr::new(&name));
                 Err(errno)
             }
         }
@@ -230,7 +236,7 @@ impl<B: Backing> Originals<B> {
             let number = shadow.last_number.fetch_add(1, Ordering::Relaxed) + 1;
             let name = format!("{what}-{number}");
             match self
-                .home
+                .lower
                 .base
                 .create(&staging::own(), &shadow.saved, OsStr::new(&name), 0o600)
             {
@@ -244,14 +250,14 @@ impl<B: Backing> Originals<B> {
     /// Puts a log in its place, durably; false where there is one.
     fn publish_log(&self, shadow: &Shadow<B>, log: &ChangeLog, name: &str) -> Result<bool> {
         let (new, file) = self.make_file(shadow, "new")?;
-        let written = staging::write_all(&self.home.base, &file, &log.encode(), 0)
-            .and_then(|()| self.home.base.sync(&file, false))
+        let written = staging::write_all(&self.lower.base, &file, &log.encode(), 0)
+            .and_then(|()| self.lower.base.sync(&file, false))
             .and_then(|()| self.name_log(shadow, &new, name));
         if written != Ok(true) {
-            let _ = self.home.base.unlink(&shadow.saved, OsStr::new(&new));
+            let _ = self.lower.base.unlink(&shadow.saved, OsStr::new(&new));
         }
         let is_mine = written?;
-        self.home.base.sync_dir(&shadow.saved)?;
+        self.lower.base.sync_dir(&shadow.saved)?;
         Ok(is_mine)
     }
 
@@ -261,17 +267,17 @@ impl<B: Backing> Originals<B> {
         let new = OsStr::new(new);
         let name = OsStr::new(name);
         let named = match self
-            .home
+            .lower
             .base
             .rename(dir, new, dir, name, RenameFlags::NOREPLACE)
         {
             // Not every file system can do this; a link replaces nothing on any.
             Err(Errno::INVAL | Errno::OPNOTSUPP | Errno::NOSYS) => {
-                let (inode, _) = self.home.base.lookup(dir, new)?;
-                self.home
+                let (inode, _) = self.lower.base.lookup(dir, new)?;
+                self.lower
                     .base
                     .link(&inode, dir, name)
-                    .and_then(|_| self.home.base.unlink(dir, new))
+                    .and_then(|_| self.lower.base.unlink(dir, new))
             }
             other => other,
         };
@@ -284,14 +290,14 @@ impl<B: Backing> Originals<B> {
 
     fn is_published(&self, shadow: &Shadow<B>, name: &str) -> bool {
         !matches!(
-            staging::find(&self.home.base, &shadow.saved, OsStr::new(name)),
+            staging::find(&self.lower.base, &shadow.saved, OsStr::new(name)),
             Ok(None)
         )
     }
 }
 
 /// The log that says what undoes changes of one object.
-fn log_of<B: Backing>(scope: &Scope<B>, object: &Arc<Object<B>>, undo: Part) -> ChangeLog {
+fn log_of<B: Backing>(scope: &Scope<B>, object: &Arc<Object<B>>, undo: EntrySide) -> ChangeLog {
     let ino = object.key.1;
     let identity = Identity {
         ino,

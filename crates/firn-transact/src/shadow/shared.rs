@@ -24,13 +24,13 @@ use firn_hosts::{Ballot, Joined, Members, Plan, Progress, Protocol, Unit, VoteDi
 use super::{KEPT, SAVED, SHARED, Shadow};
 use crate::change_log::ChangeLog;
 use crate::error::{AbortError, BeginError, OpenError, StageError, StoreError, VoteError};
+use crate::lower_backing::LowerBacking;
 use crate::recovery::Recovery;
 use crate::scope::{Scope, Stage};
 use crate::scopes::Scopes;
 use crate::staging;
-use crate::staging_dir::Home;
 use crate::transactional::TransactionalBacking;
-use crate::vote::{Outcome, scoped_name};
+use crate::vote::{JointDecision, Proposal, scoped_name};
 
 const DIR: &str = "shadow";
 const SCOPE: &str = "scope";
@@ -41,9 +41,9 @@ const UNDO: &str = "undo";
 pub(crate) struct ShadowEnd;
 
 impl Protocol for ShadowEnd {
-    type Decision = Outcome;
+    type Decision = JointDecision;
 
-    fn plan(&self, outcome: &Outcome) -> Plan {
+    fn plan(&self, outcome: &JointDecision) -> Plan {
         if outcome.commit {
             return Plan::default();
         }
@@ -69,7 +69,8 @@ impl<B: Backing> SharedDir<'_, B> {
         self.ballot.dir().name()
     }
 
-    pub(crate) fn outcome(&self) -> Result<Option<Outcome>, Errno> {
+    /// Returns the decision; `None` if there is none yet.
+    pub(crate) fn outcome(&self) -> Result<Option<JointDecision>, Errno> {
         self.ballot.decision()
     }
 
@@ -78,11 +79,11 @@ impl<B: Backing> SharedDir<'_, B> {
         self.ballot.joined()
     }
 
-    /// Stores this outcome unless there is one, and returns the outcome that counts.
-    pub(crate) fn settle(&self, commit: bool) -> Result<Outcome, Errno> {
-        let by = self.ballot.dir().host().to_owned();
+    /// Stores this host's proposal as the decision unless there is a decision already, and returns the decision that
+    /// counts.
+    pub(crate) fn decide(&self, proposal: Proposal) -> Result<JointDecision, Errno> {
         self.ballot
-            .decide(&Outcome { commit, by })?
+            .decide(&proposal.by(self.ballot.dir().host()))?
             .ok_or(Errno::IO)
     }
 
@@ -132,30 +133,30 @@ enum Fate {
 
 /// The shadow transactions that this host shares with others.
 pub struct SharedTransactions<B: Backing> {
-    pub(crate) home: Arc<Home<B>>,
+    pub(crate) lower: Arc<LowerBacking<B>>,
 }
 
 impl<B: Backing> SharedTransactions<B> {
-    pub(crate) fn new(home: &Arc<Home<B>>) -> Self {
+    pub(crate) fn new(lower: &Arc<LowerBacking<B>>) -> Self {
         Self {
-            home: Arc::clone(home),
+            lower: Arc::clone(lower),
         }
     }
 
     fn find_shared_dir(&self, name: &str) -> Result<Option<SharedDir<'_, B>>, Errno> {
-        let Some(members) = &self.home.members else {
+        let Some(members) = &self.lower.members else {
             return Ok(None);
         };
-        let Some(top) = self.home.find_top()? else {
+        let Some(top) = self.lower.find_top()? else {
             return Ok(None);
         };
-        let found = VoteDir::find(&self.home.base, &top, name, &members.host)?;
+        let found = VoteDir::find(&self.lower.base, &top, name, &members.host)?;
         Ok(found.map(|vote| self.shared_dir(vote)))
     }
 
     fn shared_dir<'a>(&'a self, vote: VoteDir<'a, B>) -> SharedDir<'a, B> {
         SharedDir {
-            base: &self.home.base,
+            base: &self.lower.base,
             ballot: Ballot::in_dir(vote, ShadowEnd),
         }
     }
@@ -174,11 +175,11 @@ impl<B: Backing> SharedTransactions<B> {
 
     /// Returns the shared directories of all scopes.
     fn all_shared(&self) -> Result<Vec<SharedDir<'_, B>>, Errno> {
-        let Some(top) = self.home.find_top()? else {
+        let Some(top) = self.lower.find_top()? else {
             return Ok(Vec::new());
         };
         let mut places = Vec::new();
-        for (name, ..) in staging::list(&self.home.base, &top)? {
+        for (name, ..) in staging::list(&self.lower.base, &top)? {
             let name = String::from_utf8_lossy(&name).into_owned();
             if name == DIR
                 || name
@@ -195,7 +196,7 @@ impl<B: Backing> SharedTransactions<B> {
     ///
     /// Returns `NotOver` while hosts have not left an earlier transaction of the scope; the caller may try again.
     pub(crate) fn join_hosts(&self, dir: &B::Inode, scope: &[u8]) -> Result<(), BeginError> {
-        staging::replace_file(&self.home.base, dir, SHARED, b"")?;
+        staging::replace_file(&self.lower.base, dir, SHARED, b"")?;
         match self.join_shared(scope) {
             // Another host has removed the directory of an earlier transaction, so a later try succeeds.
             Err(BeginError::Store(error)) if is_gone(&error) => {
@@ -206,18 +207,18 @@ impl<B: Backing> SharedTransactions<B> {
     }
 
     fn join_shared(&self, scope: &[u8]) -> Result<(), BeginError> {
-        let Some(members) = &self.home.members else {
+        let Some(members) = &self.lower.members else {
             return Ok(());
         };
-        let top = staging::make_dir(&self.home.base, &self.home.base.root(), staging::TOP)?;
+        let top = staging::make_dir(&self.lower.base, &self.lower.base.root(), staging::TOP)?;
         let name = scoped_name(DIR, scope);
-        let shared = self.shared_dir(VoteDir::make(&self.home.base, &top, &name, &members.host)?);
+        let shared = self.shared_dir(VoteDir::make(&self.lower.base, &top, &name, &members.host)?);
         if shared.outcome()?.is_some() {
             return self.not_over(&shared);
         }
         shared.ballot.dir().put_once(SCOPE, scope)?;
         for name in [SAVED, KEPT] {
-            staging::make_dir(&self.home.base, shared.dir(), name)?;
+            staging::make_dir(&self.lower.base, shared.dir(), name)?;
         }
         if shared.ballot.join(b"")? == Joined::Over {
             return self.not_over(&shared);
@@ -250,7 +251,7 @@ impl<B: Backing> SharedTransactions<B> {
             .iter()
             .filter(|other| other.name() != shared.name())
         {
-            let path = match staging::load_scope(&self.home.base, other.dir(), SCOPE) {
+            let path = match staging::load_scope(&self.lower.base, other.dir(), SCOPE) {
                 Ok(Some(path)) => path,
                 Ok(None) => continue,
                 Err(error) if is_gone(&error) => continue,
@@ -290,12 +291,12 @@ impl<B: Backing> SharedTransactions<B> {
         dir: &B::Inode,
         scope: &[u8],
     ) -> Result<Option<Shadow<B>>, Errno> {
-        if staging::find(&self.home.base, dir, OsStr::new(SHARED))?.is_none() {
-            return Shadow::find(&self.home.base, dir);
+        if staging::find(&self.lower.base, dir, OsStr::new(SHARED))?.is_none() {
+            return Shadow::find(&self.lower.base, dir);
         }
         match self.find_shared(scope)? {
             Some(shared) => {
-                Ok(Shadow::find(&self.home.base, shared.dir())?.map(Shadow::of_several))
+                Ok(Shadow::find(&self.lower.base, shared.dir())?.map(Shadow::of_several))
             }
             None => Ok(None),
         }
@@ -315,7 +316,7 @@ impl<B: Backing> SharedTransactions<B> {
 
     /// Returns whether the shared transaction that has `dir` as this host's part is committed.
     pub(crate) fn is_shared_commit(&self, dir: &B::Inode, scope: &[u8]) -> Result<bool, Errno> {
-        if staging::find(&self.home.base, dir, OsStr::new(SHARED))?.is_none() {
+        if staging::find(&self.lower.base, dir, OsStr::new(SHARED))?.is_none() {
             return Ok(false);
         }
         let Some(shared) = self.find_shared(scope)? else {
@@ -343,10 +344,10 @@ impl<B: Backing> SharedTransactions<B> {
                 (false, _) => shared.ballot.remove_if_over()?,
             }
         }
-        if self.home.members.is_some()
-            && let Some(top) = self.home.find_top()?
+        if self.lower.members.is_some()
+            && let Some(top) = self.lower.find_top()?
         {
-            VoteDir::remove_retired(&self.home.base, &top)?;
+            VoteDir::remove_retired(&self.lower.base, &top)?;
         }
         Ok(())
     }
@@ -357,22 +358,22 @@ impl<B: Backing> Recovery<B> {
     ///
     /// An unprepared one is aborted for all hosts. For a prepared one, a decision of the hosts is carried over to the
     /// record of this host. Transactions that are not shared are left alone.
-    pub(crate) fn recover_shared(&self, home: &B::Inode) -> Result<(), OpenError> {
-        for (name, ..) in staging::list(&self.home.base, home)? {
+    pub(crate) fn recover_shared(&self, staging_dir: &B::Inode) -> Result<(), OpenError> {
+        for (name, ..) in staging::list(&self.lower.base, staging_dir)? {
             let text = String::from_utf8_lossy(&name).into_owned();
             if !text.starts_with("tx-") {
                 continue;
             }
-            let found = staging::must_find_dir(&self.home.base, home, &text);
-            let dir = found.map_err(|error| error.below(&self.home.staging_path()))?;
+            let found = staging::must_find_dir(&self.lower.base, staging_dir, &text);
+            let dir = found.map_err(|error| error.below(&self.lower.staging_path()))?;
             let has = |file| {
-                Ok::<_, Errno>(staging::find(&self.home.base, &dir, OsStr::new(file))?.is_some())
+                Ok::<_, Errno>(staging::find(&self.lower.base, &dir, OsStr::new(file))?.is_some())
             };
             if !has(SHARED)? || has(staging::COMMIT)? {
                 continue;
             }
-            let record = self.home.load_record(&dir, &text, staging::RECORD)?;
-            let open = staging::load_scope(&self.home.base, &dir, staging::OPEN)?;
+            let record = self.lower.load_record(&dir, &text, staging::RECORD)?;
+            let open = staging::load_scope(&self.lower.base, &dir, staging::OPEN)?;
             if let Some(scope) = record.as_ref().map(|record| record.scope.clone()).or(open) {
                 self.recover_part(&dir, record, &scope)?;
             }
@@ -401,30 +402,32 @@ impl<B: Backing> Recovery<B> {
             Fate::Committed if record.is_some() => {
                 // The host that decided may have been killed before it stored the outcome in the vote as well.
                 match record.map_or(Ok(()), |record| {
-                    self.votes.decide_vote(record.id, scope, true)
+                    self.votes.decide_vote(record.id, scope, Proposal::Commit)
                 }) {
                     Ok(()) | Err(VoteError::NotVoted { .. }) => {}
                     Err(error) => return Err(error.into()),
                 }
                 let from = OsStr::new(staging::RECORD);
                 let to = OsStr::new(staging::COMMIT);
-                self.home
+                self.lower
                     .base
                     .rename(dir, from, dir, to, RenameFlags::empty())?;
-                return Ok(self.home.base.sync_dir(dir)?);
+                return Ok(self.lower.base.sync_dir(dir)?);
             }
             // Without a record this host was reopening its part when the others had agreed. Its changes are in the
             // backing.
-            Fate::Committed => return Ok(self.home.base.unlink(dir, OsStr::new(staging::OPEN))?),
+            Fate::Committed => {
+                return Ok(self.lower.base.unlink(dir, OsStr::new(staging::OPEN))?);
+            }
             Fate::Over => {}
             Fate::Aborted => {
                 let shared = shared.as_ref().ok_or(Errno::IO)?;
-                if shared.settle(false)?.commit {
+                if shared.decide(Proposal::Abort)?.commit {
                     return self.recover_part(dir, record, scope);
                 }
                 match &record {
                     None => self.votes.withdraw_from_votes(scope)?,
-                    Some(record) => self.votes.decide_vote(record.id, scope, false)?,
+                    Some(record) => self.votes.decide_vote(record.id, scope, Proposal::Abort)?,
                 }
                 shared.stop(|| {
                     self.shadow_undo
@@ -434,8 +437,8 @@ impl<B: Backing> Recovery<B> {
         }
         // Without its record the part counts as open, and the recovery removes it. The changes are undone already.
         if record.is_some() {
-            self.home.base.unlink(dir, OsStr::new(staging::RECORD))?;
-            self.home.base.sync_dir(dir)?;
+            self.lower.base.unlink(dir, OsStr::new(staging::RECORD))?;
+            self.lower.base.sync_dir(dir)?;
         }
         Ok(())
     }
@@ -468,7 +471,7 @@ impl<B: Backing> TransactionalBacking<B> {
             Stage::Ended => return Err(StageError::NoTransaction.into()),
         };
         if let Some(shared) = self.shared.find_shared(&scope.path)? {
-            let outcome = shared.settle(false)?;
+            let outcome = shared.decide(Proposal::Abort)?;
             if outcome.commit {
                 let id = id.unwrap_or_default();
                 return Err(StageError::Decided { id }.into());
@@ -483,7 +486,7 @@ impl<B: Backing> TransactionalBacking<B> {
             // Other hosts may wait for this host's list in a vote, so the vote is aborted too.
             match id {
                 None => self.votes.withdraw_from_votes(&scope.path)?,
-                Some(id) => self.votes.decide_vote(id, &scope.path, false)?,
+                Some(id) => self.votes.decide_vote(id, &scope.path, Proposal::Abort)?,
             }
             let mut undone = false;
             shared.stop(|| {
@@ -494,7 +497,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 self.shadow_undo.see_undone(scope, shadow)?;
             }
         }
-        self.home.forget_records(&scope.dir)?;
+        self.lower.forget_records(&scope.dir)?;
         if let Some(shared) = self.shared.find_shared(&scope.path)? {
             shared.ballot.leave()?;
         }

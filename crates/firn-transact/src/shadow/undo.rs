@@ -21,41 +21,50 @@ use firn_backing::{Attr, Backing, Errno, Kind, Result, SyncScope};
 
 use super::{KEPT, SAVED, Shadow};
 use crate::apply::Apply;
-use crate::change_log::{ChangeLog, Direction, Entry, Identity, Link, Part, Place};
+use crate::change_log::{ChangeLog, Direction, Entry, EntryName, EntrySide, Identity, Link};
 use crate::error::StoreError;
 use crate::hidden::OwnLinks;
+use crate::lower_backing::LowerBacking;
 use crate::object::Object;
 use crate::scope::Scope;
 use crate::staging;
-use crate::staging_dir::Home;
 use crate::transaction::top::TopUndo;
 use crate::tree::Tree;
 
 /// The saved state of one object.
-struct Save {
+struct SavedObject {
     /// Names and inode numbers from the scope's top, which is not included, down to the object.
     path: Vec<Link>,
     /// Whether the object is a directory.
     is_dir: bool,
     /// Old attributes and old bytes.
-    part: Part,
+    part: EntrySide,
     /// Old names in a directory, with their inode numbers.
     names: BTreeMap<Vec<u8>, u64>,
 }
 
 /// Result of an undo, from which objects in use are updated. All numbers are inode numbers.
 #[derive(Debug, Default)]
-pub(crate) struct Undone {
+pub(crate) struct UndoResult {
     /// Objects that were removed.
     removed: Vec<u64>,
     /// Objects that have a name in `kept/`, perhaps besides other names, until the transaction ends.
     kept: Vec<u64>,
-    /// Objects that got an old name back: object, directory and name.
-    placed: Vec<(u64, u64, Vec<u8>)>,
+    /// Objects that got an old name back.
+    placed: Vec<PlacedObject>,
+}
+
+/// An object that got an old name back.
+#[derive(Debug)]
+struct PlacedObject {
+    ino: u64,
+    /// Inode number of the directory.
+    dir: u64,
+    name: Vec<u8>,
 }
 
 /// One undo in progress. Numbers of objects are inode numbers.
-pub(crate) struct Undo<'a, B: Backing> {
+pub(crate) struct UndoPass<'a, B: Backing> {
     base: &'a B,
     shadow: &'a Shadow<B>,
     /// The top of the backing, whose name `.firn/` is skipped.
@@ -64,7 +73,7 @@ pub(crate) struct Undo<'a, B: Backing> {
     root: B::Inode,
     root_ino: u64,
     /// The saved states.
-    saves: BTreeMap<u64, Save>,
+    saves: BTreeMap<u64, SavedObject>,
     /// Objects that were in touched directories before the transaction.
     old: HashSet<u64>,
     /// Directories on the paths to saved objects.
@@ -75,23 +84,24 @@ pub(crate) struct Undo<'a, B: Backing> {
     kept: HashSet<u64>,
     /// Entries of the log that is being made.
     entries: BTreeMap<u64, Entry>,
-    undone: Undone,
+    undone: UndoResult,
     /// Undo of a change of the top's name.
     top_undo: Option<TopUndo<B>>,
 }
 
-impl<'a, B: Backing> Undo<'a, B> {
+impl<'a, B: Backing> UndoPass<'a, B> {
     /// Reads the saved state. `root` is the top of the scope; `place` names the transaction's directory in messages.
     pub(crate) fn new(
         base: &'a B,
         shadow: &'a Shadow<B>,
-        (root, top_undo): (B::Inode, Option<TopUndo<B>>),
+        root: B::Inode,
+        top_undo: Option<TopUndo<B>>,
         place: &str,
     ) -> std::result::Result<Self, StoreError> {
-        let mut saves = load(base, shadow, place)?;
+        let mut saves = load_saved(base, shadow, place)?;
         let root_ino = base.attr(&root)?.ino;
-        let there = there_before(&saves, root_ino);
-        saves.retain(|ino, _| there.contains(ino));
+        let existing = objects_before(&saves, root_ino);
+        saves.retain(|ino, _| existing.contains(ino));
         let mut old: HashSet<u64> = saves
             .values()
             .flat_map(|save| save.names.values().copied())
@@ -115,16 +125,16 @@ impl<'a, B: Backing> Undo<'a, B> {
             dirs: HashMap::new(),
             kept: HashSet::new(),
             entries: BTreeMap::new(),
-            undone: Undone::default(),
+            undone: UndoResult::default(),
             top_undo,
         })
     }
 
     /// Undoes the changes durably, and returns what became of the objects. After an error it can be repeated from the
     /// start.
-    pub(crate) fn run(mut self) -> Result<Undone> {
+    pub(crate) fn run(mut self) -> Result<UndoResult> {
         self.find_dirs()?;
-        let log = self.plan()?;
+        let log = self.make_log()?;
         let Shadow {
             saved, kept, dev, ..
         } = self.shadow;
@@ -151,7 +161,8 @@ impl<'a, B: Backing> Undo<'a, B> {
         Ok(self.undone)
     }
 
-    fn names(&self, ino: u64, inode: &B::Inode) -> Result<Vec<Link>> {
+    /// Returns the names in a directory, without `.firn` in the top of the backing.
+    fn list_names(&self, ino: u64, inode: &B::Inode) -> Result<Vec<Link>> {
         let listed = staging::list(self.base, inode)?
             .into_iter()
             .map(|(name, ino, _)| (name, ino));
@@ -167,15 +178,15 @@ impl<'a, B: Backing> Undo<'a, B> {
     /// missing; its changes are not undone.
     fn find_dirs(&mut self) -> Result<()> {
         let mut todo = VecDeque::from([(self.shadow.kept.clone(), 0)]);
-        self.found(self.root_ino, self.root.clone(), &mut todo);
+        self.note_found_dir(self.root_ino, self.root.clone(), &mut todo);
         loop {
             while let Some((inode, ino)) = todo.pop_front() {
-                self.look_in(&inode, ino, &mut todo)?;
+                self.search_dir(&inode, ino, &mut todo)?;
             }
-            let Some((ino, inode)) = self.follow_one()? else {
+            let Some((ino, inode)) = self.find_next_dir()? else {
                 break;
             };
-            self.found(ino, inode, &mut todo);
+            self.note_found_dir(ino, inode, &mut todo);
         }
         for (ino, save) in &self.saves {
             if save.is_dir && !self.dirs.contains_key(ino) {
@@ -187,21 +198,21 @@ impl<'a, B: Backing> Undo<'a, B> {
 
     /// Notes a directory that was found. A touched one is searched next, because other directories may have moved
     /// there.
-    fn found(&mut self, ino: u64, inode: B::Inode, todo: &mut VecDeque<(B::Inode, u64)>) {
+    fn note_found_dir(&mut self, ino: u64, inode: B::Inode, todo: &mut VecDeque<(B::Inode, u64)>) {
         if self.dirs.insert(ino, inode.clone()).is_none() && self.saves.contains_key(&ino) {
             todo.push_back((inode, ino));
         }
     }
 
     /// Searches a touched or new directory for the directories that are still missing.
-    fn look_in(
+    fn search_dir(
         &mut self,
         inode: &B::Inode,
         ino: u64,
         todo: &mut VecDeque<(B::Inode, u64)>,
     ) -> Result<()> {
-        self.open_up(inode)?;
-        for (name, child) in self.names(ino, inode)? {
+        self.give_owner_access(inode)?;
+        for (name, child) in self.list_names(ino, inode)? {
             let is_new = !self.old.contains(&child);
             let is_wanted = self.wanted.contains(&child) && !self.dirs.contains_key(&child);
             if !is_new && !is_wanted {
@@ -215,7 +226,7 @@ impl<'a, B: Backing> Undo<'a, B> {
                 continue;
             }
             if is_wanted {
-                self.found(child, found.clone(), todo);
+                self.note_found_dir(child, found.clone(), todo);
             }
             if is_new && !self.saves.contains_key(&child) {
                 todo.push_back((found, child));
@@ -226,7 +237,7 @@ impl<'a, B: Backing> Undo<'a, B> {
 
     /// Gives the owner all permissions on a directory, which a user other than root needs to change it. The undo sets
     /// the old mode at its end.
-    fn open_up(&self, inode: &B::Inode) -> Result<()> {
+    fn give_owner_access(&self, inode: &B::Inode) -> Result<()> {
         let mode = self.base.attr(inode)?.mode & 0o7777;
         if mode & 0o700 != 0o700 {
             self.base.set_mode(inode, mode | 0o700)?;
@@ -236,7 +247,7 @@ impl<'a, B: Backing> Undo<'a, B> {
 
     /// Returns a directory on the path to a saved object that was not found before, by its saved name; `None` if there
     /// is no further one.
-    fn follow_one(&self) -> Result<Option<(u64, B::Inode)>> {
+    fn find_next_dir(&self) -> Result<Option<(u64, B::Inode)>> {
         for save in self.saves.values() {
             let mut above = Some(&self.root);
             for (name, ino) in &save.path {
@@ -266,7 +277,7 @@ impl<'a, B: Backing> Undo<'a, B> {
     // ---- the log -----------------------------------------------------------------------------
 
     /// Makes the log that leads from the present tree back to the saved one.
-    fn plan(&mut self) -> Result<ChangeLog> {
+    fn make_log(&mut self) -> Result<ChangeLog> {
         self.plan_top()?;
         self.plan_names()?;
         self.plan_names_that_stay();
@@ -303,7 +314,7 @@ impl<'a, B: Backing> Undo<'a, B> {
         }
         if let Some(name) = &top.before {
             match self.find_at(&top.parent, name, top.ino)? {
-                Some(_) => entry.stays = Some((dir, name.clone())),
+                Some(_) => entry.unchanged_name = Some((dir, name.clone())),
                 None => entry.before.push((dir, name.clone())),
             }
         }
@@ -329,7 +340,7 @@ impl<'a, B: Backing> Undo<'a, B> {
         for dir in touched {
             let inode = self.dirs[&dir].clone();
             let mut right = BTreeSet::new();
-            for (name, child) in self.names(dir, &inode)? {
+            for (name, child) in self.list_names(dir, &inode)? {
                 if self.saves[&dir].names.get(&name) == Some(&child) {
                     right.insert(name);
                 } else {
@@ -365,11 +376,11 @@ impl<'a, B: Backing> Undo<'a, B> {
                 match entries.entry(*child) {
                     MapEntry::Vacant(vacant) if is_saved => {
                         let mut entry = new_entry(*child);
-                        entry.stays = Some(place);
+                        entry.unchanged_name = Some(place);
                         vacant.insert(entry);
                     }
                     MapEntry::Occupied(mut occupied) if !occupied.get().before.contains(&place) => {
-                        occupied.get_mut().stays = Some(place);
+                        occupied.get_mut().unchanged_name = Some(place);
                     }
                     _ => {}
                 }
@@ -402,7 +413,7 @@ impl<'a, B: Backing> Undo<'a, B> {
 
     fn plan_removal_of_dir(&mut self, ino: u64, inode: B::Inode) -> Result<()> {
         self.entry(ino).is_dir = true;
-        for (name, child) in self.names(ino, &inode)? {
+        for (name, child) in self.list_names(ino, &inode)? {
             self.plan_removal((ino, &inode), name, child)?;
         }
         self.dirs.insert(ino, inode);
@@ -429,7 +440,7 @@ impl<'a, B: Backing> Undo<'a, B> {
         }
         for (ino, entry) in &mut self.entries {
             let is_somewhere =
-                entry.stays.is_some() || !entry.after.is_empty() || kept.contains(ino);
+                entry.unchanged_name.is_some() || !entry.after.is_empty() || kept.contains(ino);
             if !is_somewhere {
                 for (_, name) in entry.before.drain(..) {
                     let name = String::from_utf8_lossy(&name);
@@ -437,7 +448,9 @@ impl<'a, B: Backing> Undo<'a, B> {
                 }
             }
             for (dir, name) in &entry.before {
-                self.undone.placed.push((*ino, *dir, name.clone()));
+                let (ino, dir) = (*ino, *dir);
+                let name = name.clone();
+                self.undone.placed.push(PlacedObject { ino, dir, name });
             }
         }
         self.kept = kept;
@@ -449,18 +462,18 @@ impl<'a, B: Backing> Undo<'a, B> {
         let save = &self.saves[&ino];
         let is_dir = save.is_dir;
         let part = save.part.clone();
-        let stays = self.place(save);
+        let saved_name = self.place(save);
         let is_known = self.dirs.contains_key(&ino) || self.kept.contains(&ino);
         let entry = self.entry(ino);
         entry.is_dir = is_dir;
         entry.undo = part;
-        if entry.stays.is_none() && entry.before.is_empty() && entry.after.is_empty() {
-            entry.stays = stays;
+        if entry.unchanged_name.is_none() && entry.before.is_empty() && entry.after.is_empty() {
+            entry.unchanged_name = saved_name;
         }
         if is_dir || is_known || !entry.before.is_empty() || !entry.after.is_empty() {
             return Ok(());
         }
-        let place = entry.stays.clone();
+        let place = entry.unchanged_name.clone();
         let found = match place.as_ref().and_then(|(dir, _)| self.dirs.get(dir)) {
             Some(dir) => self.find_at(dir, &place.as_ref().expect("it has a directory").1, ino)?,
             None => None,
@@ -473,7 +486,7 @@ impl<'a, B: Backing> Undo<'a, B> {
     }
 
     /// Returns directory and name of a saved object whose directory was not touched.
-    fn place(&self, save: &Save) -> Option<Place> {
+    fn place(&self, save: &SavedObject) -> Option<EntryName> {
         let (name, _) = save.path.last()?;
         let dir = match save.path.len() {
             1 => self.root_ino,
@@ -492,11 +505,11 @@ fn new_entry(ino: u64) -> Entry {
     Entry::new(ino, identity, false)
 }
 
-fn load<B: Backing>(
+fn load_saved<B: Backing>(
     base: &B,
     shadow: &Shadow<B>,
     place: &str,
-) -> std::result::Result<BTreeMap<u64, Save>, StoreError> {
+) -> std::result::Result<BTreeMap<u64, SavedObject>, StoreError> {
     let mut logs: BTreeMap<(u64, u32), ChangeLog> = BTreeMap::new();
     for (name, ..) in staging::list(base, &shadow.saved)? {
         let Ok(text) = String::from_utf8(name) else {
@@ -514,12 +527,12 @@ fn load<B: Backing>(
         })?;
         logs.insert(number, log);
     }
-    let mut saves: BTreeMap<u64, Save> = BTreeMap::new();
+    let mut saves: BTreeMap<u64, SavedObject> = BTreeMap::new();
     for ((ino, count), log) in logs {
         for mut entry in log.entries {
             if count == 0 {
                 let names = entry.undo.names.take().unwrap_or_default();
-                let save = Save {
+                let save = SavedObject {
                     path: entry.path,
                     is_dir: entry.is_dir,
                     part: entry.undo,
@@ -538,7 +551,7 @@ fn load<B: Backing>(
 
 /// Objects that were there before the transaction. An object that one host made may have been saved by another host
 /// that changed it; it is not in the saved names of the directory that it was found in.
-fn there_before(saves: &BTreeMap<u64, Save>, root: u64) -> HashSet<u64> {
+fn objects_before(saves: &BTreeMap<u64, SavedObject>, root: u64) -> HashSet<u64> {
     let mut there = HashSet::from([root]);
     loop {
         let mut more: HashSet<u64> = HashSet::new();
@@ -572,19 +585,19 @@ fn shown(path: &[Link]) -> String {
 
 /// Puts back what transactions in shadow mode changed.
 pub(crate) struct ShadowUndo<B: Backing> {
-    pub(crate) home: Arc<Home<B>>,
+    pub(crate) lower: Arc<LowerBacking<B>>,
     pub(crate) tree: Arc<Tree<B>>,
     pub(crate) own_links: Arc<OwnLinks<B>>,
 }
 
 impl<B: Backing> ShadowUndo<B> {
     pub(crate) fn new(
-        home: &Arc<Home<B>>,
+        lower: &Arc<LowerBacking<B>>,
         tree: &Arc<Tree<B>>,
         own_links: &Arc<OwnLinks<B>>,
     ) -> Self {
         Self {
-            home: Arc::clone(home),
+            lower: Arc::clone(lower),
             tree: Arc::clone(tree),
             own_links: Arc::clone(own_links),
         }
@@ -597,10 +610,10 @@ impl<B: Backing> ShadowUndo<B> {
         shadow: &Shadow<B>,
     ) -> std::result::Result<(), StoreError> {
         shadow.begin_undo();
-        let root = scope.root.inode(&self.home.base)?;
+        let root = scope.root.inode(&self.lower.base)?;
         let place = format!("tx-{}", scope.serial);
-        let top = self.home.find_top_undo(&scope.dir, &place, &shadow.kept)?;
-        let undone = Undo::new(&self.home.base, shadow, (root, top), &place)?.run()?;
+        let top = self.lower.find_top_undo(&scope.dir, &place, &shadow.kept)?;
+        let undone = UndoPass::new(&self.lower.base, shadow, root, top, &place)?.run()?;
         let dirs = std::mem::take(&mut *shadow.dirs.lock());
         let object = |ino: u64| self.tree.known((shadow.dev, ino));
         for ino in undone.kept {
@@ -616,7 +629,7 @@ impl<B: Backing> ShadowUndo<B> {
                 self.forget_object(&object);
             }
         }
-        for (ino, dir, name) in undone.placed {
+        for PlacedObject { ino, dir, name } in undone.placed {
             if let (Some(object), Some(dir)) =
                 (object(ino), dirs.get(&dir).cloned().or_else(|| object(dir)))
             {
@@ -633,9 +646,9 @@ impl<B: Backing> ShadowUndo<B> {
         scope: &Scope<B>,
         shadow: &Shadow<B>,
     ) -> std::result::Result<(), StoreError> {
-        let mut saves = load(&self.home.base, shadow, &format!("tx-{}", scope.serial))?;
-        let there = there_before(&saves, scope.root.key.1);
-        saves.retain(|ino, _| there.contains(ino));
+        let mut saves = load_saved(&self.lower.base, shadow, &format!("tx-{}", scope.serial))?;
+        let existing = objects_before(&saves, scope.root.key.1);
+        saves.retain(|ino, _| existing.contains(ino));
         let object = |ino: u64| self.tree.known((shadow.dev, ino));
         for (dir, save) in saves {
             let Some(dir) = object(dir) else { continue };
@@ -676,12 +689,12 @@ impl<B: Backing> ShadowUndo<B> {
         place: &str,
         scope: &[u8],
     ) -> std::result::Result<(), StoreError> {
-        let Some(shadow) = Shadow::find(&self.home.base, dir)? else {
+        let Some(shadow) = Shadow::find(&self.lower.base, dir)? else {
             return Ok(());
         };
-        let top = self.home.find_top_undo(dir, place, &shadow.kept)?;
+        let top = self.lower.find_top_undo(dir, place, &shadow.kept)?;
         let root = match &top {
-            None => self.home.directory_at(scope)?,
+            None => self.lower.directory_at(scope)?,
             Some(top) => match &top.root {
                 Some(root) => root.clone(),
                 // It was never put in its place, or was removed already.
@@ -689,7 +702,7 @@ impl<B: Backing> ShadowUndo<B> {
                 None => return Err(Errno::STALE.into()),
             },
         };
-        Undo::new(&self.home.base, &shadow, (root, top), place)?.run()?;
+        UndoPass::new(&self.lower.base, &shadow, root, top, place)?.run()?;
         Ok(())
     }
 }

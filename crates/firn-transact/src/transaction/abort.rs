@@ -14,6 +14,7 @@ use crate::change_log::NO_ID;
 use crate::error::{AbortError, StageError};
 use crate::scope::{Scope, Stage};
 use crate::transactional::TransactionalBacking;
+use crate::vote::Proposal;
 
 impl<B: Backing> TransactionalBacking<B> {
     /// Makes changes in a transaction fail from now on; see [`Found::refuse_changes`](crate::Found::refuse_changes).
@@ -58,22 +59,22 @@ impl<B: Backing> TransactionalBacking<B> {
                 if scope.key.is_none() {
                     self.votes.withdraw_from_votes(&scope.path)?;
                 }
-                self.backups.withdraw_for_good(scope.serial)?;
+                self.backups.withdraw_for_abort(scope.serial)?;
                 // If the mark `open` stayed, the next mount would drop data that programs write from now on.
                 if scope.shadow.is_none() {
-                    self.home.forget_records(&scope.dir)?;
+                    self.lower.forget_records(&scope.dir)?;
                 }
             }
             Stage::Prepared(id) => {
                 if scope.key.is_none() {
-                    self.votes.decide_vote(id, &scope.path, false)?;
+                    self.votes.decide_vote(id, &scope.path, Proposal::Abort)?;
                 }
-                self.backups.withdraw_for_good(scope.serial)?;
+                self.backups.withdraw_for_abort(scope.serial)?;
                 match scope.shadow {
                     // Without the record a crash ends in an undo, so the tree before the transaction is certain from
                     // here on.
-                    Some(_) => self.home.forget_record(&scope.dir)?,
-                    None => self.home.forget_records(&scope.dir)?,
+                    Some(_) => self.lower.forget_record(&scope.dir)?,
+                    None => self.lower.forget_records(&scope.dir)?,
                 }
             }
             Stage::Decided(id) => return Err(StageError::Decided { id }.into()),
@@ -84,7 +85,7 @@ impl<B: Backing> TransactionalBacking<B> {
         } else if let Some(shadow) = &scope.shadow {
             scope.stop_for_good();
             self.shadow_undo.undo_shadow(scope, shadow)?;
-            self.home.forget_records(&scope.dir)?;
+            self.lower.forget_records(&scope.dir)?;
         }
         scope.drop_names_in_root();
         let changed = std::mem::take(&mut *scope.changed.lock());

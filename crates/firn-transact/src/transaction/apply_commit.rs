@@ -32,6 +32,7 @@ use crate::change_log::Direction;
 use crate::claim::{Claim, Owning};
 use crate::error::{CommitError, StageError, StoreError};
 use crate::hidden::OwnLinks;
+use crate::lower_backing::LowerBacking;
 use crate::names_ballot::NamesBallots;
 use crate::object::{Change, Inner, Object};
 use crate::records::Endings;
@@ -39,16 +40,15 @@ use crate::scope::{Scope, Stage};
 use crate::scopes::Scopes;
 use crate::shadow::shared::SharedTransactions;
 use crate::staging;
-use crate::staging_dir::Home;
 use crate::transactional::TransactionalBacking;
-use crate::tree::Quiet;
+use crate::tree::QuietGuard;
 use crate::tree::Tree;
 use crate::unanswered::AppliedCommit;
 use crate::vote::Votes;
 
 /// Decided commits, and the means to apply them.
 pub(crate) struct Commits<B: Backing> {
-    pub(crate) home: Arc<Home<B>>,
+    pub(crate) lower: Arc<LowerBacking<B>>,
     pub(crate) tree: Arc<Tree<B>>,
     pub(crate) scopes: Arc<Scopes<B>>,
     pub(crate) own_links: Arc<OwnLinks<B>>,
@@ -71,7 +71,7 @@ impl<B: Backing> Commits<B> {
         endings: &Arc<Endings<B>>,
     ) -> Self {
         Self {
-            home: Arc::clone(&endings.home),
+            lower: Arc::clone(&endings.lower),
             tree: Arc::clone(&votes.tree),
             scopes: Arc::clone(&endings.scopes),
             own_links: Arc::clone(&endings.own_links),
@@ -113,7 +113,7 @@ impl<B: Backing> Commits<B> {
 
     /// Keeps names and data of a scope until the returned guard is dropped. If the end of the transaction changes the
     /// name of the scope's top, its parent directory is kept too.
-    pub(super) fn quiesce_scope(&self, scope: &Scope<B>) -> Quiet<'_, B> {
+    pub(super) fn quiesce_scope(&self, scope: &Scope<B>) -> QuietGuard<'_, B> {
         loop {
             let parts = scope.parts();
             let count = parts.len();
@@ -139,7 +139,7 @@ impl<B: Backing> Commits<B> {
         let Some(next) = scope.application.next() else {
             return Ok(false);
         };
-        self.home.forget_records(&next.dir)?;
+        self.lower.forget_records(&next.dir)?;
         scope.application.take_next();
         next.set_stage(Stage::Ended);
         // The following transaction has no changes yet, because they wait for the commit. They are made after the
@@ -176,7 +176,7 @@ impl<B: Backing> Commits<B> {
         let found = self.scopes.find(|one| one.serial == serial);
         let scope = found.expect("it was just entered");
         let applied = self
-            .home
+            .lower
             .sync_staging_dir()
             .map_err(StoreError::from)
             .and_then(|()| self.apply_and_end(&scope));
@@ -188,7 +188,7 @@ impl<B: Backing> Commits<B> {
     fn apply_alone(&self, scope: &Arc<Scope<B>>) -> Result<(), StoreError> {
         let _quiet = self.quiesce_scope(scope);
         if scope.is_undo {
-            self.home.sync_staging_dir()?;
+            self.lower.sync_staging_dir()?;
         }
         self.apply_and_end(scope)
     }
@@ -221,13 +221,13 @@ impl<B: Backing> Commits<B> {
     ///
     /// Does nothing on a mount of one host.
     fn make_shared_dirs(&self, scope: &Scope<B>) -> Result<(), StoreError> {
-        if self.home.members.is_none() {
+        if self.lower.members.is_none() {
             return Ok(());
         }
         let tx = format!("tx-{}", scope.serial);
-        let log = self.home.load_record(&scope.dir, &tx, staging::COMMIT)?;
+        let log = self.lower.load_record(&scope.dir, &tx, staging::COMMIT)?;
         let Some(log) = log else { return Ok(()) };
-        let below = (&self.home.base, self.home.device);
+        let below = (&self.lower.base, self.lower.device);
         let mut apply = Apply::new(below, (&log, Direction::Redo), &scope.new, &scope.away);
         let made = apply.make_shared_dirs()?;
         let changed = scope.changed.lock().clone();
@@ -253,13 +253,13 @@ impl<B: Backing> Commits<B> {
             Direction::Undo => staging::UNDO,
         };
         let log = self
-            .home
+            .lower
             .load_record(&scope.dir, &format!("tx-{}", scope.serial), name)?;
         let Some(log) = log else {
             // An earlier attempt applied the whole log and failed while it removed the rest of the directory.
-            return Ok(self.home.forget_records(&scope.dir)?);
+            return Ok(self.lower.forget_records(&scope.dir)?);
         };
-        let below = (&self.home.base, self.home.device);
+        let below = (&self.lower.base, self.lower.device);
         let mut apply = Apply::new(below, (&log, direction), &scope.new, &scope.away);
         let changed = scope.changed.lock().clone();
         for (number, object) in &changed {
@@ -290,7 +290,7 @@ impl<B: Backing> Commits<B> {
                 if inner.base.is_none() {
                     let held = change.copy.and_then(|copy| copy.held);
                     inner.base = held.map(|inode| match &place {
-                        Some((parent, name)) => self.home.base.moved_to(&inode, parent, name),
+                        Some((parent, name)) => self.lower.base.moved_to(&inode, parent, name),
                         None => inode,
                     });
                 }
@@ -382,7 +382,7 @@ impl<B: Backing> Commits<B> {
             change.and_then(|change| change.copy.clone())
         };
         let Some(copy) = copy else { return Ok(()) };
-        let held = copy.inode(&self.home.base)?;
+        let held = copy.inode(&self.lower.base)?;
         let mut inner = owned.edit();
         let copy = inner
             .change
@@ -454,24 +454,24 @@ impl<B: Backing> TransactionalBacking<B> {
                 }
                 let from = OsStr::new(staging::RECORD);
                 let to = OsStr::new(staging::COMMIT);
-                self.home
+                self.lower
                     .base
                     .rename(&scope.dir, from, &scope.dir, to, RenameFlags::empty())?;
                 scope.set_stage(Stage::Decided(id));
-                self.home.base.sync_dir(&scope.dir)?;
+                self.lower.base.sync_dir(&scope.dir)?;
             }
             Stage::Open => {
                 self.votes.agree_with_hosts(scope, stage, id)?;
                 // The record goes directly to `commit`. A crash before that rename leaves an open transaction, which is
                 // undone.
                 self.write_record(scope, id)?;
-                self.home
+                self.lower
                     .place_record(scope, staging::COMMIT)
                     .inspect_err(|_| self.backups.withdraw_backup(scope))?;
                 scope.set_stage(Stage::Decided(id));
-                self.home.base.sync_dir(&scope.dir)?;
+                self.lower.base.sync_dir(&scope.dir)?;
             }
-            Stage::Decided(_) => self.home.base.sync_dir(&scope.dir)?,
+            Stage::Decided(_) => self.lower.base.sync_dir(&scope.dir)?,
             Stage::Ended => return Err(StageError::NoTransaction.into()),
         }
         Ok(())

@@ -1,47 +1,58 @@
-//! Notes on which arena has pending data of which transaction.
+//! [`ArenaNotes`]: notes on which arena has pending data of which transaction.
 //!
-//! An *arena* is the memory of a mount that has data which is not drained to the backing yet.
+//! Terms
+//! * The *arena* of a mount has the data that is not drained to the backing yet (*pending* data).
+//! * The *attached* arena is the one of this mount. Other arenas may exist: with another `arena-dir`, on another host.
+//! * A *drop note* names an arena and a scope: the pending data of the arena in the scope belongs to an aborted
+//!   transaction and must be dropped.
 //!
-//! Data that programs wrote and that was not drained is in the arena of the mount that they used. When a transaction
-//! ends, the arena drops its data of it first. But a mount with another arena (`arena-dir`, another host) may end it,
-//! and the first arena may come back: its data must not count then, although no record of the transaction is left.
+//! Before an aborted transaction ends, the attached arena drops its pending data of it. If the transaction was begun
+//! with another arena, that arena may be attached later, when no record of the transaction is left. Its data must not
+//! count then, so a drop note is stored for it.
+//!
+//! ```text
+//! tx-N/arena   id of the arena that was attached at the begin; written before `tx-N/open`
+//! dropped      the drop notes, one in a line; a line is removed once its arena was attached and has dropped the data
+//! ```
 //!
 //! Promises
-//! * A transaction is known by the arena of the mount that began it: `tx-N/arena`, written before `tx-N/open`.
-//! * Of an arena that is at hand only what was written in its own transactions is dropped. Data in it that is older
-//!   counts, whatever was begun since with another one.
-//! * Before a transaction of another arena ends, `dropped` says durably what that has to drop. A line goes when the
-//!   arena was there and has dropped it.
+//! * An arena drops only data that was written in transactions which were begun with it.
+//! * Before a transaction of another arena ends, its drop notes are durable.
 //!
-//! Before a transaction begins, pending data in its scope is drained. So all data that its arena has there when its
-//! firnd is killed was written in the transaction or waited for its outcome.
+//! Relies on the drain of all pending data in a scope before a transaction begins there. So all pending data in the
+//! scope was written in the transaction, or waited for its outcome.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use base16ct::lower;
+use base16ct::lower as hex;
 use firn_backing::{Backing, Errno};
 
 use crate::change_log::LogError;
 use crate::error::StoreError;
+use crate::lower_backing::LowerBacking;
 use crate::names_ballot::NamesBallots;
 use crate::own::is_path;
 use crate::recovery::{LivingTransactions, Opening};
 use crate::scope::ArenaId;
 use crate::shadow::shared::SharedTransactions;
 use crate::staging;
-use crate::staging_dir::Home;
 use crate::transactional::TransactionalBacking;
 use crate::vote::Votes;
 use firn_hosts::host_dir::list_hosts;
 use firn_hosts::{Expected, Members};
 
-/// An arena, and the path of a scope of which it has nothing that counts.
-type Line = (ArenaId, Vec<u8>);
+/// Orders an arena to drop its pending data in a scope.
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]
+struct DropNote {
+    arena: ArenaId,
+    /// Path of the scope, relative to the backing.
+    scope: Vec<u8>,
+}
 
-/// Which arenas have data of which transactions.
+/// Stores and finds notes on arenas and their transactions.
 pub(crate) struct ArenaNotes<B: Backing> {
-    pub(crate) home: Arc<Home<B>>,
+    pub(crate) lower: Arc<LowerBacking<B>>,
     pub(crate) shared: Arc<SharedTransactions<B>>,
     pub(crate) votes: Arc<Votes<B>>,
     pub(crate) names_ballots: Arc<NamesBallots<B>>,
@@ -59,7 +70,7 @@ impl<B: Backing> ArenaNotes<B> {
         living: LivingTransactions,
     ) -> Self {
         Self {
-            home: Arc::clone(&votes.home),
+            lower: Arc::clone(&votes.lower),
             shared: Arc::clone(&votes.shared),
             votes: Arc::clone(votes),
             names_ballots: Arc::clone(names_ballots),
@@ -68,24 +79,25 @@ impl<B: Backing> ArenaNotes<B> {
         }
     }
 
-    /// Notes with which arena a transaction begins; durable with the next sync of its directory.
+    /// Notes the attached arena in the directory of a new transaction. Durable with the next sync of the directory.
     pub(super) fn note_arena(&self, dir: &B::Inode) -> Result<(), Errno> {
         let Some(arena) = self.arena else {
             return Ok(());
         };
         staging::replace_file_unsynced(
-            &self.home.base,
+            &self.lower.base,
             dir,
             staging::ARENA,
-            lower::encode_string(&arena).as_bytes(),
+            hex::encode_string(&arena).as_bytes(),
         )
     }
 
+    /// Returns the arena with which the transaction in `dir` was begun; `None` if it was begun without one.
     fn arena_of(&self, dir: &B::Inode) -> Result<Option<ArenaId>, StoreError> {
-        let Some(bytes) = staging::read_file(&self.home.base, dir, staging::ARENA)? else {
+        let Some(bytes) = staging::read_file(&self.lower.base, dir, staging::ARENA)? else {
             return Ok(None);
         };
-        let found = lower::decode_vec(&bytes).ok();
+        let found = hex::decode_vec(&bytes).ok();
         let damaged = || StoreError::Record {
             path: staging::ARENA.into(),
             source: LogError::Damaged,
@@ -96,10 +108,10 @@ impl<B: Backing> ArenaNotes<B> {
             .ok_or_else(damaged)
     }
 
-    /// Arenas and scopes of transactions that are not decided.
-    fn undecided(&self, home: &B::Inode) -> Result<BTreeSet<Line>, StoreError> {
+    /// Returns drop notes for the stored transactions that are about to be undone.
+    fn notes_of_undone(&self, staging_dir: &B::Inode) -> Result<BTreeSet<DropNote>, StoreError> {
         let mut found = BTreeSet::new();
-        for stored in self.home.stored_transactions(home)? {
+        for stored in self.lower.stored_transactions(staging_dir)? {
             if self.goes_on(&stored)? {
                 continue;
             }
@@ -108,29 +120,30 @@ impl<B: Backing> ArenaNotes<B> {
                 continue;
             }
             if let Some(arena) = self.arena_of(&stored.dir)? {
-                found.extend(scopes.into_iter().map(|scope| (arena, scope)));
+                found.extend(scopes.into_iter().map(|scope| DropNote { arena, scope }));
             }
         }
         Ok(found)
     }
 
-    fn load_dropped(&self, home: &B::Inode) -> Result<BTreeSet<Line>, StoreError> {
-        let bytes =
-            staging::read_file(&self.home.base, home, staging::DROPPED)?.unwrap_or_default();
-        let line = |line: &[u8]| {
+    /// Reads the stored drop notes.
+    fn load_drop_notes(&self, staging_dir: &B::Inode) -> Result<BTreeSet<DropNote>, StoreError> {
+        let bytes = staging::read_file(&self.lower.base, staging_dir, staging::DROPPED)?
+            .unwrap_or_default();
+        let parse_line = |line: &[u8]| {
             let (arena, scope) = std::str::from_utf8(line).ok()?.split_once(' ')?;
-            let line = (
-                lower::decode_vec(arena).ok()?.try_into().ok()?,
-                lower::decode_vec(scope).ok()?,
-            );
-            is_path(&line.1).then_some(line)
+            let note = DropNote {
+                arena: hex::decode_vec(arena).ok()?.try_into().ok()?,
+                scope: hex::decode_vec(scope).ok()?,
+            };
+            is_path(&note.scope).then_some(note)
         };
-        let path = format!("{}/{}", self.home.staging_path(), staging::DROPPED);
+        let path = format!("{}/{}", self.lower.staging_path(), staging::DROPPED);
         let lines = bytes
             .split(|&byte| byte == b'\n')
             .filter(|line| !line.is_empty());
         lines
-            .map(line)
+            .map(parse_line)
             .collect::<Option<_>>()
             .ok_or(StoreError::Record {
                 path,
@@ -138,101 +151,114 @@ impl<B: Backing> ArenaNotes<B> {
             })
     }
 
-    fn store_dropped(&self, home: &B::Inode, lines: &BTreeSet<Line>) -> Result<(), Errno> {
-        let line = |(arena, scope): &Line| {
+    fn store_drop_notes(
+        &self,
+        staging_dir: &B::Inode,
+        notes: &BTreeSet<DropNote>,
+    ) -> Result<(), Errno> {
+        let format_line = |DropNote { arena, scope }: &DropNote| {
             format!(
                 "{} {}\n",
-                lower::encode_string(arena),
-                lower::encode_string(scope)
+                hex::encode_string(arena),
+                hex::encode_string(scope)
             )
         };
-        let text: String = lines.iter().map(line).collect();
-        staging::replace_file(&self.home.base, home, staging::DROPPED, text.as_bytes())
+        let text: String = notes.iter().map(format_line).collect();
+        staging::replace_file(
+            &self.lower.base,
+            staging_dir,
+            staging::DROPPED,
+            text.as_bytes(),
+        )
     }
 
-    /// Scopes of which nothing counts that the arena at hand has. Changes nothing.
+    /// Returns the scopes in which the attached arena must drop its pending data. Changes nothing.
     pub(crate) fn scopes_to_drop(&self) -> Result<Vec<Vec<u8>>, StoreError> {
-        let (Some(arena), Some(home)) = (self.arena, self.home.find_staging_dir()?) else {
+        let (Some(arena), Some(staging_dir)) = (self.arena, self.lower.find_staging_dir()?) else {
             return Ok(Vec::new());
         };
-        let mut all = self.undecided(&home)?;
-        all.append(&mut self.load_dropped(&home)?);
-        let mine: BTreeSet<Vec<u8>> = all
+        let mut all = self.notes_of_undone(&staging_dir)?;
+        all.append(&mut self.load_drop_notes(&staging_dir)?);
+        let scopes: BTreeSet<Vec<u8>> = all
             .into_iter()
-            .filter(|(of, _)| *of == arena)
-            .map(|(_, scope)| scope)
+            .filter(|note| note.arena == arena)
+            .map(|note| note.scope)
             .collect();
-        Ok(mine.into_iter().collect())
+        Ok(scopes.into_iter().collect())
     }
 
-    /// The arena at hand has dropped what it must: notes what other arenas must drop, before the transactions end.
-    pub(crate) fn tell_arenas(&self) -> Result<(), StoreError> {
-        let Some(home) = self.home.find_staging_dir()? else {
+    /// Stores the drop notes for other arenas, and removes those of the attached arena, which has dropped its data.
+    ///
+    /// Called before transactions are undone.
+    pub(crate) fn note_drops_of_others(&self) -> Result<(), StoreError> {
+        let Some(staging_dir) = self.lower.find_staging_dir()? else {
             return Ok(());
         };
-        let told = self.load_dropped(&home)?;
-        let mut all = told.clone();
-        all.append(&mut self.undecided(&home)?);
-        all.retain(|(arena, _)| Some(*arena) != self.arena);
-        if all == told {
+        let stored = self.load_drop_notes(&staging_dir)?;
+        let mut all = stored.clone();
+        all.append(&mut self.notes_of_undone(&staging_dir)?);
+        all.retain(|note| Some(note.arena) != self.arena);
+        if all == stored {
             Ok(())
         } else {
-            Ok(self.store_dropped(&home, &all)?)
+            Ok(self.store_drop_notes(&staging_dir, &all)?)
         }
     }
 
-    /// The arena at hand has nothing any more of the transactions of this home, which stay.
+    /// Notes that an arena has dropped all its data of the transactions of this host, which remain stored.
     fn forget_arena(&self, arena: ArenaId) -> Result<(), StoreError> {
-        let Some(home) = self.home.find_staging_dir()? else {
+        let Some(staging_dir) = self.lower.find_staging_dir()? else {
             return Ok(());
         };
-        for stored in self.home.stored_transactions(&home)? {
+        for stored in self.lower.stored_transactions(&staging_dir)? {
             if self.arena_of(&stored.dir)? == Some(arena) {
-                self.home
+                self.lower
                     .base
                     .unlink(&stored.dir, std::ffi::OsStr::new(staging::ARENA))?;
-                self.home.base.sync_dir(&stored.dir)?;
+                self.lower.base.sync_dir(&stored.dir)?;
             }
         }
-        let told = self.load_dropped(&home)?;
-        let others: BTreeSet<Line> = told
+        let notes = self.load_drop_notes(&staging_dir)?;
+        let others: BTreeSet<DropNote> = notes
             .iter()
-            .filter(|(of, _)| *of != arena)
+            .filter(|note| note.arena != arena)
             .cloned()
             .collect();
-        if others == told {
+        if others == notes {
             Ok(())
         } else {
-            Ok(self.store_dropped(&home, &others)?)
+            Ok(self.store_drop_notes(&staging_dir, &others)?)
         }
     }
 }
 
 impl<B: Backing> TransactionalBacking<B> {
-    /// Homes of transactions for which [`TransactionalBacking::drop_of`] is to be called: the backing without hosts,
-    /// and each host that was ever there, except the home of `members`.
-    pub fn other_homes(
+    /// Returns the owners of staging directories other than that of `members`: each host that ever mounted the backing,
+    /// and `None` for a mount of one host. [`TransactionalBacking::drop_of`] is to be called for each.
+    pub fn other_staging_owners(
         base: &B,
         members: Option<&Members>,
     ) -> Result<Vec<Option<Members>>, StoreError> {
         if staging::find_dir(base, &base.root(), staging::TOP)?.is_none() {
             return Ok(Vec::new());
         }
-        let mut homes = vec![None];
+        let mut owners = vec![None];
         for host in list_hosts(base)? {
-            homes.push(Some(Members {
+            owners.push(Some(Members {
                 host,
                 expected: Expected::Count(0),
             }));
         }
-        homes.retain(|home| {
-            home.as_ref().map(|home| &home.host) != members.map(|members| &members.host)
+        owners.retain(|owner| {
+            owner.as_ref().map(|owner| &owner.host) != members.map(|members| &members.host)
         });
-        Ok(homes)
+        Ok(owners)
     }
 
-    /// What [`TransactionalBacking::open_with`] says of an arena, for transactions in another home than that of the
-    /// mount. They stay as they are, for a mount with their home, and have nothing in this arena any more.
+    /// Drops an arena's pending data of the transactions of another host, as [`TransactionalBacking::open_with`] does
+    /// for those of this host.
+    ///
+    /// `drop_pending` gets the scopes. The transactions remain stored, for a mount of that host.
     pub fn drop_of<E: From<StoreError>>(
         base: B,
         members: Option<Members>,

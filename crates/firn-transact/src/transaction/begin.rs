@@ -39,7 +39,7 @@ impl<B: Backing> StoredScopes<B> {
         recovered: Option<ChangeLog>,
     ) -> Result<Scope<B>, Errno> {
         let shadow = self.shared.shadow_of(&dir, &path)?;
-        Scope::new(&self.home.base, serial, root, path, dir, recovered, shadow)
+        Scope::new(&self.lower.base, serial, root, path, dir, recovered, shadow)
     }
 
     /// Makes the scope of a transaction that undoes a commit. The transaction counts as decided, and `record` is the
@@ -66,11 +66,11 @@ impl<B: Backing> StoredScopes<B> {
     /// If that fails the mark is removed and the error is returned. If the removal fails too, the scope is returned
     /// with the first error: the transaction is open and can be aborted.
     fn mark_open(&self, scope: Scope<B>) -> Result<(Scope<B>, Result<(), BeginError>), BeginError> {
-        let synced = self.home.base.sync_dir(&scope.dir);
+        let synced = self.lower.base.sync_dir(&scope.dir);
         let Err(errno) = synced.and_then(|()| self.place_new_top(&scope)) else {
             return Ok((scope, Ok(())));
         };
-        match self.home.forget_records(&scope.dir) {
+        match self.lower.forget_records(&scope.dir) {
             Ok(()) => {
                 self.shared.withdraw_from_hosts(&scope.path);
                 Err(errno.into())
@@ -119,7 +119,7 @@ impl<B: Backing> TransactionalBacking<B> {
         self.endings.remove_leftovers(&firn);
         let serial = self.scopes.next_serial();
         let name = format!("tx-{serial}");
-        let dir = staging::make_dir(&self.home.base, &firn, &name)?;
+        let dir = staging::make_dir(&self.lower.base, &firn, &name)?;
         let started =
             start(serial, &firn, &dir).and_then(|scope| self.stored_scopes.mark_open(scope));
         let (scope, result) = match started {
@@ -168,11 +168,11 @@ impl<B: Backing> TransactionalBacking<B> {
         if self.mode != Mode::Shadow {
             return Ok(());
         }
-        if !Shadow::tells_inodes(&self.home.base, firn, &format!("tx-{serial}"))? {
+        if !Shadow::tells_inodes(&self.lower.base, firn, &format!("tx-{serial}"))? {
             return Err(BeginError::InodesDiffer);
         }
-        match &self.home.members {
-            None => Ok(Shadow::make(&self.home.base, dir)?),
+        match &self.lower.members {
+            None => Ok(Shadow::make(&self.lower.base, dir)?),
             Some(_) => {
                 self.commits.leave_rest_of(path)?;
                 self.shared.join_hosts(dir, path)
@@ -191,10 +191,10 @@ impl<B: Backing> TransactionalBacking<B> {
         if self.mode == Mode::Shadow {
             // Shadow mode changes the backing at once, so the state to which an abort returns must be durable first.
             match path {
-                b"" => self.home.base.sync_all()?,
+                b"" => self.lower.base.sync_all()?,
                 _ => {
-                    let top = root.inode(&self.home.base)?;
-                    self.home.base.sync_scope(SyncScope::Tree(&top))?;
+                    let top = root.inode(&self.lower.base)?;
+                    self.lower.base.sync_scope(SyncScope::Tree(&top))?;
                 }
             }
         }
@@ -206,7 +206,7 @@ impl<B: Backing> TransactionalBacking<B> {
             None,
         )?;
         self.arena_notes.note_arena(dir)?;
-        staging::replace_file_unsynced(&self.home.base, dir, staging::OPEN, path)?;
+        staging::replace_file_unsynced(&self.lower.base, dir, staging::OPEN, path)?;
         Ok(scope)
     }
 }
@@ -230,7 +230,7 @@ impl<B: Backing> TransactionalBacking<B> {
         if self.mode != Mode::Buffer {
             return Err(BeginError::NotAmongHosts);
         }
-        if self.home.members.is_none() {
+        if self.lower.members.is_none() {
             return self.open_names(dir, path, names, None);
         }
         if let NamesEntry::NotYet(hosts) = self.names_ballots.join(key)? {
@@ -259,17 +259,17 @@ impl<B: Backing> TransactionalBacking<B> {
             let stored = &self.stored_scopes;
             let mut scope =
                 stored.new_scope(serial, Arc::clone(dir), path.clone(), tx.clone(), None)?;
-            scope.top = Top::none();
-            scope.names_in_root = Some(NameSet::of(names));
+            scope.top = Top::without_names();
+            scope.names_in_root = Some(NameSet::from_names(names));
             scope.key = key.map(Into::into);
             if let Some(key) = key {
-                staging::replace_file_unsynced(&self.home.base, tx, staging::KEY, key)?;
+                staging::replace_file_unsynced(&self.lower.base, tx, staging::KEY, key)?;
             }
             if !others.is_empty() {
-                self.home.write_names(&scope, dir.key, others)?;
+                self.lower.write_names(&scope, dir.key, others)?;
             }
             self.arena_notes.note_arena(tx)?;
-            staging::replace_file_unsynced(&self.home.base, tx, staging::OPEN, &path)?;
+            staging::replace_file_unsynced(&self.lower.base, tx, staging::OPEN, &path)?;
             Ok(scope)
         })
     }
@@ -312,7 +312,7 @@ impl<B: Backing> TransactionalBacking<B> {
             });
         }
         for name in &new {
-            self.home.note_name(scope, name)?;
+            self.lower.note_name(scope, name)?;
         }
         known.add(&new);
         Ok(())

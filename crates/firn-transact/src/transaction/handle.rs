@@ -283,7 +283,7 @@ impl<'a, B: Backing> Found<'a, B> {
 
     /// Whether the next firnd goes on with it where this one dies, in the stage that it has. What is decided is applied then.
     pub fn outlives_firnd(&self) -> bool {
-        let is_alone = self.handle().store.home.members().is_none();
+        let is_alone = self.handle().store.lower.members().is_none();
         let is_in_backing = self.handle().scope.shadow.is_some() && is_alone;
         is_in_backing || self.is_recovered() || matches!(self, Self::Decided(_))
     }

@@ -12,12 +12,12 @@ use std::sync::Arc;
 use firn_backing::{Backing, Errno, RenameFlags, SyncScope};
 
 use crate::error::{BackupError, PrepareError, StageError, VoteError};
+use crate::lower_backing::LowerBacking;
 use crate::scope::{Scope, Stage};
 use crate::staging;
-use crate::staging_dir::Home;
 use crate::transactional::TransactionalBacking;
 
-impl<B: Backing> Home<B> {
+impl<B: Backing> LowerBacking<B> {
     /// Renames the newly written record to `name`: `record` for a prepare, `commit` for a decision. Does not sync.
     pub(crate) fn place_record(&self, scope: &Scope<B>, name: &str) -> Result<(), Errno> {
         let new = staging::new_name(staging::RECORD);
@@ -53,14 +53,14 @@ impl<B: Backing> TransactionalBacking<B> {
             Stage::Ended => return Err(StageError::NoTransaction.into()),
         }
         self.write_record(scope, id)?;
-        self.home
+        self.lower
             .place_record(scope, staging::RECORD)
             .inspect_err(|_| self.backups.withdraw_backup(scope))?;
-        if let Err(errno) = self.home.base.sync_dir(&scope.dir) {
+        if let Err(errno) = self.lower.base.sync_dir(&scope.dir) {
             // The prepare failed for the caller, so the record is removed. A record that cannot be removed can be
             // decided, so the transaction must count as prepared.
             if self
-                .home
+                .lower
                 .base
                 .unlink(&scope.dir, OsStr::new(staging::RECORD))
                 .is_err()
@@ -82,11 +82,11 @@ impl<B: Backing> TransactionalBacking<B> {
         scope: &Arc<Scope<B>>,
         attempt: u64,
     ) -> Result<(), PrepareError> {
-        let (Some(key), Some(members)) = (&scope.key, &self.home.members) else {
+        let (Some(key), Some(members)) = (&scope.key, &self.lower.members) else {
             return Err(StageError::NoTransaction.into());
         };
         let tx = format!("tx-{}", scope.serial);
-        let record = self.home.load_record(&scope.dir, &tx, staging::RECORD)?;
+        let record = self.lower.load_record(&scope.dir, &tx, staging::RECORD)?;
         let record = record.ok_or(StageError::NoTransaction)?;
         let list = self.votes.list_accesses(members, &record, &[])?;
         let ballot = self.names_ballots.find(key)?;
@@ -101,7 +101,7 @@ impl<B: Backing> TransactionalBacking<B> {
         if scope.key.is_none() || !matches!(scope.stage(), Stage::Prepared(_)) {
             return Ok(());
         }
-        self.home.forget_record(&scope.dir)?;
+        self.lower.forget_record(&scope.dir)?;
         scope.set_stage(Stage::Open);
         Ok(())
     }
@@ -109,7 +109,7 @@ impl<B: Backing> TransactionalBacking<B> {
     /// Syncs everything that is staged, and writes the record under its temporary name. The backup is complete then,
     /// too.
     ///
-    /// The record takes effect when [`Home::place_record`] renames it.
+    /// The record takes effect when [`LowerBacking::place_record`] renames it.
     pub(crate) fn write_record(&self, scope: &Scope<B>, id: u64) -> Result<(), BackupError> {
         let mut record = self.differences.make_record(scope, id)?;
         self.history.stage_undo(scope, &mut record)?;
@@ -119,14 +119,14 @@ impl<B: Backing> TransactionalBacking<B> {
         } else {
             SyncScope::Changes
         };
-        self.home.base.sync_scope(changes)?;
+        self.lower.base.sync_scope(changes)?;
         staging::write_new_file(
-            &self.home.base,
+            &self.lower.base,
             &scope.dir,
             staging::RECORD,
             &record.encode(),
         )?;
-        self.home.sync_staging_dir()?;
+        self.lower.sync_staging_dir()?;
         // The backup comes last, because after it only the rename of the record can fail.
         self.backups.back_up(scope, &record)
     }

@@ -23,13 +23,13 @@ use firn_backing::{Backing, Caller, Errno, Kind, RenameFlags, Time};
 use super::handle::Open;
 use crate::change_log::{ChangeLog, Entry, Identity};
 use crate::error::{BeginError, ScopeError, StoreError};
-use crate::names::Entries;
+use crate::lower_backing::LowerBacking;
+use crate::names::{Entries, NameAt};
 use crate::object::{Change, Inner, Key, Object, StagedCopy};
 use crate::paths::{join, last_name, names_in, parent_of};
 use crate::recovery::StoredScopes;
 use crate::scope::{Scope, Stage, Top};
 use crate::staging;
-use crate::staging_dir::Home;
 use crate::top_names::TopName;
 use crate::transaction::apply_commit::Commits;
 use crate::transactional::TransactionalBacking;
@@ -70,7 +70,7 @@ impl<B: Backing> TopUndo<B> {
     }
 }
 
-impl<B: Backing> Home<B> {
+impl<B: Backing> LowerBacking<B> {
     /// Renames an object; fails with EEXIST if the new name exists.
     fn rename_without_replacing(
         &self,
@@ -215,10 +215,15 @@ impl<B: Backing> Entries<B> {
     /// treats the call as an ordinary rename.
     pub(crate) fn rename_top(
         &self,
-        (from, name): (&Arc<Object<B>>, &OsStr),
-        (to, new_name): (&Arc<Object<B>>, &OsStr),
+        old: NameAt<'_, B>,
+        new: NameAt<'_, B>,
         flags: RenameFlags,
     ) -> Option<Result<(), Errno>> {
+        let NameAt { dir: from, name } = old;
+        let NameAt {
+            dir: to,
+            name: new_name,
+        } = new;
         if self.scopes.is_empty() || !Arc::ptr_eq(from, to) {
             return None;
         }
@@ -272,14 +277,14 @@ impl<B: Backing> Entries<B> {
             return Err(Errno::NOENT);
         }
         // Several hosts identify the transaction by its path, and changes wait once it is prepared.
-        if self.home.members.is_some() || !scope.is_open() || scope.stage() != Stage::Open {
+        if self.lower.members.is_some() || !scope.is_open() || scope.stage() != Stage::Open {
             return Err(Errno::BUSY);
         }
-        self.home.note_name(scope, new_name)?;
+        self.lower.note_name(scope, new_name)?;
         if scope.shadow.is_some() {
-            let below = parent.inode(&self.home.base)?;
+            let below = parent.inode(&self.lower.base)?;
             let old = names.now.as_deref().ok_or(Errno::STALE)?;
-            self.home
+            self.lower
                 .rename_without_replacing((&below, old), (&below, new_name))?;
         }
         {
@@ -313,9 +318,7 @@ impl<B: Backing> Entries<B> {
             Some(_) if flags.contains(RenameFlags::NOREPLACE) => Err(Errno::EXIST),
             Some(_) if flags.contains(RenameFlags::EXCHANGE) => Err(Errno::BUSY),
             Some(target) if target.kind != Kind::Dir => Err(Errno::NOTDIR),
-            Some(target) if !self.dirs.list_entries(&target, false)?.is_empty() => {
-                Err(Errno::NOTEMPTY)
-            }
+            Some(target) if !self.dirs.list_entries(&target)?.is_empty() => Err(Errno::NOTEMPTY),
             Some(_) => Err(Errno::BUSY),
         }
     }
@@ -351,9 +354,9 @@ impl<B: Backing> StoredScopes<B> {
         let Some((staging_dir, name)) = staged else {
             return Ok(root);
         };
-        let new = staging::must_find_dir(&self.home.base, dir, staging::NEW)?;
-        let staging_dir = staging::must_find_dir(&self.home.base, &new, staging_dir)?;
-        let (inode, attr) = self.home.base.lookup(&staging_dir, OsStr::new(name))?;
+        let new = staging::must_find_dir(&self.lower.base, dir, staging::NEW)?;
+        let staging_dir = staging::must_find_dir(&self.lower.base, &new, staging_dir)?;
+        let (inode, attr) = self.lower.base.lookup(&staging_dir, OsStr::new(name))?;
         let inner = Inner {
             base: Some(inode),
             change: None,
@@ -385,11 +388,11 @@ impl<B: Backing> StoredScopes<B> {
         if scope.shadow.is_none() || names.before.is_some() {
             return Ok(());
         }
-        let below = parent.inode(&self.home.base)?;
-        let (_, staging_dir) = scope.staging_dir_for(&self.home.base, &below)?;
+        let below = parent.inode(&self.lower.base)?;
+        let (_, staging_dir) = scope.staging_dir_for(&self.lower.base, &below)?;
         // The parent's names are kept, so only a change past Firn can have taken the name.
         let staged = NEW_TOP.to_string();
-        self.home
+        self.lower
             .rename_without_replacing((&staging_dir, OsStr::new(&staged)), (&below, name))
     }
 
@@ -447,7 +450,7 @@ impl<B: Backing> TransactionalBacking<B> {
         if parent.kind != Kind::Dir {
             return Err(ScopeError::NotDirectory.into());
         }
-        if self.home.members.is_some() {
+        if self.lower.members.is_some() {
             return Err(BeginError::NotAmongHosts);
         }
         if parent.is_gone() {
@@ -495,12 +498,12 @@ impl<B: Backing> TransactionalBacking<B> {
             dir.clone(),
             None,
         )?;
-        let below = parent.inode(&self.home.base)?;
-        let (staging_name, staging_dir) = scope.staging_dir_for(&self.home.base, &below)?;
+        let below = parent.inode(&self.lower.base)?;
+        let (staging_name, staging_dir) = scope.staging_dir_for(&self.lower.base, &below)?;
         let number = scope.next_number();
         assert_eq!(number, NEW_TOP, "the top is made first");
         let text = number.to_string();
-        let (inode, attr) = self.home.base.mkdir(
+        let (inode, attr) = self.lower.base.mkdir(
             maker.caller,
             &staging_dir,
             OsStr::new(&text),
@@ -539,12 +542,12 @@ impl<B: Backing> TransactionalBacking<B> {
             None => drop(scope.changed.lock().insert(number, Arc::clone(&root))),
             Some(shadow) => {
                 shadow.note_new(attr.ino);
-                self.home.write_names(&scope, key, &[name.to_owned()])?;
+                self.lower.write_names(&scope, key, &[name.to_owned()])?;
             }
         }
         scope.root = root;
         self.arena_notes.note_arena(dir)?;
-        staging::replace_file_unsynced(&self.home.base, dir, staging::OPEN, path)?;
+        staging::replace_file_unsynced(&self.lower.base, dir, staging::OPEN, path)?;
         Ok(scope)
     }
 }

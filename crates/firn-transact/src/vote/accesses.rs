@@ -1,224 +1,332 @@
-//! What a host publishes before a vote: the bytes and names that its programs used and that its record changes.
+//! The access list that a host publishes before a vote: the bytes and names that its programs used, and the changes of
+//! its prepared change log.
 //!
-//! Objects are known by their inode numbers, which all hosts see. No other host sees what this one has made in its
-//! transaction, so that cannot conflict.
+//! Objects are identified by their inode numbers in the backing, which all hosts see. No other host sees what this host
+//! has made in its transaction, so new objects are listed only by the names that they take.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
 
-use crate::conflict::{Accesses, File, Name, Process, Published, Ranges, Used};
+use crate::conflict::{
+    AccessList, ListedFile, ListedProcess, NameInDir, ProcessAccesses, RangeSet, Used,
+};
 use crate::vote::Votes;
 use firn_backing::{Backing, Errno};
 use firn_hosts::Members;
 
-use crate::change_log::{ChangeLog, Entry, Place};
+use crate::change_log::{ChangeLog, DataChange, Entry, EntryName};
+use crate::paths::{join, last_name_bytes, parent_of};
 use crate::staging;
 
 impl<B: Backing> Votes<B> {
-    /// The list that a record and the accesses of programs give.
+    /// Returns this host's access list: the accesses of its programs, and the changes that `record` makes.
     pub(crate) fn list_accesses(
         &self,
         members: &Members,
         record: &ChangeLog,
         used: &[Used],
-    ) -> Result<Published, Errno> {
-        let mut list = Published {
-            host: members.host.clone(),
-            ..Published::default()
-        };
-        let items: BTreeMap<u64, &Entry> = record
+    ) -> Result<AccessList, Errno> {
+        let mut builder = ListBuilder::new(record, self.tree.top().key.1);
+        let new_inodes: BTreeSet<u64> = record
             .entries
             .iter()
-            .map(|item| (item.number, item))
+            .filter(|entry| entry.new_at.is_some())
+            .map(|entry| entry.identity.ino)
             .collect();
-        let top_ino = self.tree.top().key.1;
-        let ino = |number: u64| match number {
-            0 => Some(top_ino),
-            number => items
-                .get(&number)
-                .filter(|item| item.new_at.is_none())
-                .map(|item| item.identity.ino),
-        };
-        let name = |place: &Place| {
-            ino(place.0).map(|dir| Name {
-                dir,
-                name: place.1.clone(),
-            })
-        };
-        let mut names: BTreeSet<Name> = BTreeSet::new();
-        let mut files: BTreeMap<u64, (Vec<u8>, BTreeMap<u32, Accesses>)> = BTreeMap::new();
-        let is_new: BTreeSet<u64> = items
-            .values()
-            .filter(|item| item.new_at.is_some())
-            .map(|item| item.identity.ino)
-            .collect();
-        let mut directories = Directories {
-            base: &self.home.base,
+        let mut directories = UsedDirs {
+            base: &self.lower.base,
+            top_ino: builder.top_ino,
             known: HashMap::new(),
         };
-        for file in used.iter().filter(|file| !is_new.contains(&file.ino)) {
-            directories.names_of(&file.path, top_ino, &mut names)?;
-            let known = files
-                .entry(file.ino)
-                .or_insert_with(|| (file.path.clone(), BTreeMap::new()));
-            for (pid, accesses) in &file.processes {
-                let entry = known.1.entry(*pid).or_default();
-                entry.read.extend(&accesses.read);
-                entry.written.extend(&accesses.written);
-            }
+        for file in used.iter().filter(|file| !new_inodes.contains(&file.ino)) {
+            directories.add_names_on_path(&file.path, &mut builder.used_names)?;
+            builder.add_used_file(file);
         }
-        let is_left = |place: &Place| {
-            let mut entries = record.entries.iter();
-            entries.any(|entry| entry.before.contains(place))
-        };
-        for item in &record.entries {
-            let path = path_of(item.number, &items);
-            for place in &item.after {
-                let is_new_dir = item.is_dir && item.new_at.is_some() && !is_left(place);
-                match name(place) {
-                    // Each host makes it, or finds it.
-                    Some(name) if is_new_dir => drop(names.insert(name)),
-                    Some(_) => continue,
-                    None => {}
-                }
-                let path = join(&path_of(place.0, &items), &place.1);
-                list.made.push((path, is_new_dir));
-            }
-            let is_merged =
-                |place: &&Place| item.is_dir && item.new_at.is_some() && !is_left(place);
-            let after = item.after.iter().filter(|place| !is_merged(place));
-            for place in item.before.iter().chain(after) {
-                list.changed.extend(
-                    name(place).map(|name| (name, join(&path_of(place.0, &items), &place.1))),
-                );
-            }
-            if item.new_at.is_some() {
-                continue;
-            }
-            names.extend(item.names_before().filter_map(name));
-            if item.redo.changes_attributes {
-                list.attributes.push((item.identity.ino, path.clone()));
-            }
-            if let Some(data) = &item.redo.data {
-                let known = files
-                    .entry(item.identity.ino)
-                    .or_insert_with(|| (path, BTreeMap::new()));
-                let mut seen = Ranges::default();
-                known
-                    .1
-                    .values()
-                    .for_each(|accesses| seen.extend(&accesses.written));
-                // Bytes count also if the process that wrote them is not known, and so do bytes that were cut off.
-                let cut = (!data.grows).then_some((data.cut, u64::MAX));
-                let written = data.written.iter().map(|range| (range.start, range.end));
-                for (start, end) in written.chain(cut) {
-                    let (until, inside) = seen.stretch(start);
-                    if !inside || until < end {
-                        known.1.entry(0).or_default().written.insert(start..end);
-                    }
-                }
-            }
+        for entry in &record.entries {
+            builder.add_entry(entry);
         }
-        list.used = names.into_iter().collect();
-        let process = |(pid, accesses): (&u32, &Accesses)| {
-            Process::new(*pid, &accesses.read, &accesses.written)
-        };
-        let file = |(ino, (path, processes)): (u64, (Vec<u8>, BTreeMap<u32, Accesses>))| {
-            let processes = processes.iter().map(process).collect();
-            File {
-                ino,
-                path,
-                processes,
-            }
-        };
-        list.files = files.into_iter().map(file).collect();
-        Ok(list)
+        Ok(builder.finish(&members.host))
     }
 }
 
-fn join(dir: &[u8], name: &[u8]) -> Vec<u8> {
-    if dir.is_empty() {
-        name.to_vec()
-    } else {
-        [dir, b"/", name].concat()
+/// Accesses to one file of the backing, while the list is made.
+struct FileAccesses {
+    path: Vec<u8>,
+    /// Accesses by process id; 0 stands for all processes whose id is not known.
+    processes: BTreeMap<u32, ProcessAccesses>,
+}
+
+impl FileAccesses {
+    fn new(path: Vec<u8>) -> Self {
+        Self {
+            path,
+            processes: BTreeMap::new(),
+        }
+    }
+
+    /// Adds the ranges that a change log writes and no process is known to have written. They count as written by
+    /// process 0. A cut counts as a write of all bytes behind it.
+    fn add_change(&mut self, data: &DataChange) {
+        let mut known = RangeSet::default();
+        for accesses in self.processes.values() {
+            known.extend(&accesses.written);
+        }
+        let cut = (!data.grows).then_some((data.cut, u64::MAX));
+        let written = data.written.iter().map(|range| (range.start, range.end));
+        for (start, end) in written.chain(cut) {
+            let part = known.part_at(start);
+            if !part.is_inside || part.end < end {
+                let unknown = self.processes.entry(0).or_default();
+                unknown.written.insert(start..end);
+            }
+        }
+    }
+
+    fn into_listed(self, ino: u64) -> ListedFile {
+        let processes = self
+            .processes
+            .iter()
+            .map(|(pid, accesses)| ListedProcess::new(*pid, &accesses.read, &accesses.written));
+        ListedFile {
+            ino,
+            processes: processes.collect(),
+            path: self.path,
+        }
     }
 }
 
-/// A path of an object of a record, relative to the backing.
-fn path_of(number: u64, items: &BTreeMap<u64, &Entry>) -> Vec<u8> {
-    fn below(number: u64, items: &BTreeMap<u64, &Entry>, depth: usize) -> Vec<u8> {
-        let item = items.get(&number).filter(|_| number != 0 && depth < 1000);
-        let place = item.and_then(|item| {
-            item.stays
-                .iter()
-                .chain(&item.before)
-                .chain(&item.after)
-                .next()
-        });
-        place.map_or_else(Vec::new, |(dir, name)| {
-            join(&below(*dir, items, depth + 1), name)
+/// Collects the access list of a prepared transaction.
+struct ListBuilder<'a> {
+    record: &'a ChangeLog,
+    /// Entries of the record by the numbers of their objects.
+    entries: BTreeMap<u64, &'a Entry>,
+    /// Inode number of the backing's top, which has number 0 in the record.
+    top_ino: u64,
+    used_names: BTreeSet<NameInDir>,
+    files: BTreeMap<u64, FileAccesses>,
+    list: AccessList,
+}
+
+impl<'a> ListBuilder<'a> {
+    fn new(record: &'a ChangeLog, top_ino: u64) -> Self {
+        let numbered = record.entries.iter().map(|entry| (entry.number, entry));
+        Self {
+            record,
+            entries: numbered.collect(),
+            top_ino,
+            used_names: BTreeSet::new(),
+            files: BTreeMap::new(),
+            list: AccessList::default(),
+        }
+    }
+
+    /// Adds the accesses that the gate recorded for one file.
+    fn add_used_file(&mut self, used: &Used) {
+        let new = || FileAccesses::new(used.path.clone());
+        let file = self.files.entry(used.ino).or_insert_with(new);
+        for (pid, accesses) in &used.processes {
+            let listed = file.processes.entry(*pid).or_default();
+            listed.read.extend(&accesses.read);
+            listed.written.extend(&accesses.written);
+        }
+    }
+
+    /// Adds what the record changes of one object.
+    fn add_entry(&mut self, entry: &Entry) {
+        for place in &entry.after {
+            self.add_new_name(entry, place);
+        }
+        // A new directory conflicts with no directory that another host makes, so its names do not count as changed.
+        let after = entry
+            .after
+            .iter()
+            .filter(|place| !self.is_shareable_dir(entry, place));
+        let changed: Vec<_> = entry
+            .before
+            .iter()
+            .chain(after)
+            .filter_map(|place| Some((self.name_in_backing(place)?, self.path_of_name(place))))
+            .collect();
+        self.list.changed.extend(changed);
+        if entry.new_at.is_some() {
+            return;
+        }
+        let names: Vec<_> = entry
+            .names_before()
+            .filter_map(|place| self.name_in_backing(place))
+            .collect();
+        self.used_names.extend(names);
+        let ino = entry.identity.ino;
+        let path = self.path_of(entry.number);
+        if entry.redo.changes_attributes {
+            self.list.attributes.push((ino, path.clone()));
+        }
+        if let Some(data) = &entry.redo.data {
+            let new = || FileAccesses::new(path);
+            self.files.entry(ino).or_insert_with(new).add_change(data);
+        }
+    }
+
+    /// Adds a name that an object takes, if another host may take it as well.
+    fn add_new_name(&mut self, entry: &Entry, place: &EntryName) {
+        let is_shareable_dir = self.is_shareable_dir(entry, place);
+        match self.name_in_backing(place) {
+            // Another host may find the directory that this host makes, so it uses the name.
+            Some(name) if is_shareable_dir => drop(self.used_names.insert(name)),
+            // The name is listed as changed.
+            Some(_) => return,
+            None => {}
+        }
+        let path = self.path_of_name(place);
+        self.list.made.push((path, is_shareable_dir));
+    }
+
+    /// Returns whether an object is a new directory under a name that no other object of the record had before. Each
+    /// host makes such a directory, or uses the one that another host made.
+    fn is_shareable_dir(&self, entry: &Entry, place: &EntryName) -> bool {
+        let was_taken = || {
+            let mut entries = self.record.entries.iter();
+            entries.any(|other| other.before.contains(place))
+        };
+        entry.is_dir && entry.new_at.is_some() && !was_taken()
+    }
+
+    /// Returns a name of the record for other hosts; `None` if its directory is new.
+    fn name_in_backing(&self, (dir, name): &EntryName) -> Option<NameInDir> {
+        let dir = if *dir == 0 {
+            self.top_ino
+        } else {
+            let entry = self.entries.get(dir)?;
+            if entry.new_at.is_some() {
+                return None;
+            }
+            entry.identity.ino
+        };
+        Some(NameInDir {
+            dir,
+            name: name.clone(),
         })
     }
-    below(number, items, 0)
+
+    fn path_of_name(&self, (dir, name): &EntryName) -> Vec<u8> {
+        join(&self.path_of(*dir), name)
+    }
+
+    /// Returns a path of an object of the record, relative to the backing.
+    fn path_of(&self, number: u64) -> Vec<u8> {
+        self.path_at_depth(number, 0)
+    }
+
+    /// The record is stored where others may write, so a circle of directories ends at a depth of 1000.
+    fn path_at_depth(&self, number: u64, depth: usize) -> Vec<u8> {
+        let entry = self.entries.get(&number);
+        let entry = entry.filter(|_| number != 0 && depth < 1000);
+        let any_name = entry.and_then(|entry| {
+            let mut names = entry
+                .unchanged_name
+                .iter()
+                .chain(&entry.before)
+                .chain(&entry.after);
+            names.next()
+        });
+        any_name.map_or_else(Vec::new, |(dir, name)| {
+            join(&self.path_at_depth(*dir, depth + 1), name)
+        })
+    }
+
+    fn finish(self, host: &str) -> AccessList {
+        let files = self.files.into_iter();
+        AccessList {
+            host: host.to_owned(),
+            used: self.used_names.into_iter().collect(),
+            files: files.map(|(ino, file)| file.into_listed(ino)).collect(),
+            ..self.list
+        }
+    }
 }
 
-/// Directories of the backing on the way to files that were used.
-struct Directories<'a, B: Backing> {
+/// A directory of the backing, and its inode number.
+struct FoundDir<B: Backing> {
+    inode: B::Inode,
+    ino: u64,
+}
+
+impl<B: Backing> Clone for FoundDir<B> {
+    fn clone(&self) -> Self {
+        Self {
+            inode: self.inode.clone(),
+            ino: self.ino,
+        }
+    }
+}
+
+/// Finds the directories of the backing on the way to used files, each once.
+struct UsedDirs<'a, B: Backing> {
     base: &'a B,
-    /// The directory and its inode; `None`: it is not there, so this host has changed its name.
-    known: HashMap<Vec<u8>, Option<(B::Inode, u64)>>,
+    top_ino: u64,
+    /// Directories by path; `None` if there is none any more, because this host has changed its name.
+    known: HashMap<Vec<u8>, Option<FoundDir<B>>>,
 }
 
-impl<B: Backing> Directories<'_, B> {
-    fn find(
+impl<B: Backing> UsedDirs<'_, B> {
+    /// Adds all names on the way to the file at `path`.
+    fn add_names_on_path(
         &mut self,
         path: &[u8],
-        top: u64,
-        names: &mut BTreeSet<Name>,
-    ) -> Result<Option<(B::Inode, u64)>, Errno> {
+        names: &mut BTreeSet<NameInDir>,
+    ) -> Result<(), Errno> {
+        if let Some(dir) = self.find_dir(parent_of(path), names)? {
+            names.insert(NameInDir {
+                dir: dir.ino,
+                name: last_name_bytes(path).to_vec(),
+            });
+        }
+        Ok(())
+    }
+
+    /// Returns the directory at `path`, and adds the names on the way to it. Returns `None` if the directory does not
+    /// exist.
+    fn find_dir(
+        &mut self,
+        path: &[u8],
+        names: &mut BTreeSet<NameInDir>,
+    ) -> Result<Option<FoundDir<B>>, Errno> {
         if let Some(found) = self.known.get(path) {
             return Ok(found.clone());
         }
         let found = if path.is_empty() {
-            Some((self.base.root(), top))
+            Some(FoundDir {
+                inode: self.base.root(),
+                ino: self.top_ino,
+            })
         } else {
-            let (above, name) = split(path);
-            match self.find(above, top, names)? {
+            match self.find_dir(parent_of(path), names)? {
                 None => None,
-                Some((dir, ino)) => {
-                    names.insert(Name {
-                        dir: ino,
-                        name: name.to_vec(),
-                    });
-                    let name = <OsStr as std::os::unix::ffi::OsStrExt>::from_bytes(name);
-                    match staging::find(self.base, &dir, name) {
-                        Ok(found) => found.map(|(inode, attr)| (inode, attr.ino)),
-                        Err(Errno::NOTDIR) => None,
-                        Err(errno) => return Err(errno),
-                    }
-                }
+                Some(parent) => self.find_in(&parent, last_name_bytes(path), names)?,
             }
         };
         self.known.insert(path.to_vec(), found.clone());
         Ok(found)
     }
 
-    /// The names that lead to a file.
-    fn names_of(&mut self, path: &[u8], top: u64, names: &mut BTreeSet<Name>) -> Result<(), Errno> {
-        let (above, name) = split(path);
-        if let Some((_, dir)) = self.find(above, top, names)? {
-            names.insert(Name {
-                dir,
-                name: name.to_vec(),
-            });
+    fn find_in(
+        &self,
+        parent: &FoundDir<B>,
+        name: &[u8],
+        names: &mut BTreeSet<NameInDir>,
+    ) -> Result<Option<FoundDir<B>>, Errno> {
+        names.insert(NameInDir {
+            dir: parent.ino,
+            name: name.to_vec(),
+        });
+        match staging::find(self.base, &parent.inode, OsStr::from_bytes(name)) {
+            Ok(found) => Ok(found.map(|(inode, attr)| FoundDir {
+                inode,
+                ino: attr.ino,
+            })),
+            Err(Errno::NOTDIR) => Ok(None),
+            Err(errno) => Err(errno),
         }
-        Ok(())
-    }
-}
-
-fn split(path: &[u8]) -> (&[u8], &[u8]) {
-    match path.iter().rposition(|&byte| byte == b'/') {
-        Some(at) => (&path[..at], &path[at + 1..]),
-        None => (b"", path),
     }
 }

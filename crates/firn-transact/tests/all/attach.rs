@@ -740,7 +740,7 @@ fn regression_a_mount_without_the_others_drops_its_part_once() {
         for at in 0.. {
             let told = format!("{mode:?}, {stage:?}, killed at call {at}");
             let disk = SimBacking::from_disk(scene.left.disk.clone());
-            let homes = TransactionalBacking::other_homes(&disk, None).expect("list");
+            let homes = TransactionalBacking::other_staging_owners(&disk, None).expect("list");
             assert_eq!(
                 homes
                     .iter()

@@ -149,7 +149,7 @@ fn revived<B: Backing>(base: B, store: &B) -> TransactionalBacking<B> {
     let (dir, manifest) = only(store);
     backing
         .revival
-        .revive((store, &dir), OsStr::new("it"), &manifest)
+        .revive(store, &dir, OsStr::new("it"), &manifest)
         .expect("revive");
     backing
 }
@@ -338,7 +338,7 @@ fn a_new_top_and_a_new_name_of_a_top_are_finished_from_the_backup() {
         backing.backups.back_up_ahead();
         change_and_rename(&plain);
         let top = |backing: &TransactionalBacking<SimBacking>| {
-            backing.tops.top_known_as(b"p/d").expect("a transaction")
+            backing.tops.top_at_path(b"p/d").expect("a transaction")
         };
         backing.prepare(&top(&backing), 5).expect("prepare");
         let store = backing.backups.directory().expect("a backup").fork();
@@ -351,7 +351,7 @@ fn a_new_top_and_a_new_name_of_a_top_are_finished_from_the_backup() {
         let (dir, manifest) = only(&store);
         let again = undecided
             .revival
-            .revive((&store, &dir), OsStr::new("it"), &manifest);
+            .revive(&store, &dir, OsStr::new("it"), &manifest);
         assert!(
             matches!(again, Err(ReviveError::Overlaps { .. })),
             "{is_new}: {again:?}"
@@ -365,10 +365,10 @@ fn a_new_top_and_a_new_name_of_a_top_are_finished_from_the_backup() {
         done.commit(&top(&done), 5).expect("commit");
         assert_eq!(tree_in(&done), tree_in(&plain), "{is_new}: committed");
         done.base().fsck().expect("fsck");
-        assert_eq!(done.home.committed(b"p/n"), Ok(Some(5)), "{is_new}");
+        assert_eq!(done.lower.committed(b"p/n"), Ok(Some(5)), "{is_new}");
         let again = done
             .revival
-            .revive((&store, &dir), OsStr::new("it"), &manifest);
+            .revive(&store, &dir, OsStr::new("it"), &manifest);
         assert_eq!(again, Err(ReviveError::Applied { id: 5 }), "{is_new}");
     }
 }
@@ -452,7 +452,7 @@ fn a_backup_that_is_torn_or_has_lost_a_piece_is_refused() {
             let target = TransactionalBacking::open(before.fork()).expect("open").0;
             let refused = target
                 .revival
-                .revive((&bad, &dir), OsStr::new("it"), &manifest)
+                .revive(&bad, &dir, OsStr::new("it"), &manifest)
                 .expect_err("must be refused");
             assert_eq!(
                 refused,
@@ -484,7 +484,7 @@ fn a_tree_that_is_not_the_one_before_is_refused() {
         let target = TransactionalBacking::open(other).expect("open").0;
         let error = target
             .revival
-            .revive((store, &dir), OsStr::new("it"), &manifest)
+            .revive(store, &dir, OsStr::new("it"), &manifest)
             .expect_err("must be refused")
             .to_string();
         assert!(error.contains(word), "{error}");
@@ -510,7 +510,7 @@ fn a_tree_that_is_not_the_one_before_is_refused() {
     let target = revived(before.fork(), store);
     let again = target
         .revival
-        .revive((store, &dir), OsStr::new("it"), &manifest);
+        .revive(store, &dir, OsStr::new("it"), &manifest);
     assert!(
         matches!(again, Err(ReviveError::Overlaps { .. })),
         "{again:?}"
@@ -519,14 +519,14 @@ fn a_tree_that_is_not_the_one_before_is_refused() {
     let after: Result<Tree, Errno> = tree(&target);
     let late = target
         .revival
-        .revive((store, &dir), OsStr::new("it"), &manifest);
+        .revive(store, &dir, OsStr::new("it"), &manifest);
     assert_eq!(late, Err(ReviveError::Applied { id: 5 }));
     assert_eq!(tree(&target), after);
     target.begin(&target.root(), b"").expect("begin");
     target.commit(&target.root(), 6).expect("commit");
     let late = target
         .revival
-        .revive((store, &dir), OsStr::new("it"), &manifest)
+        .revive(store, &dir, OsStr::new("it"), &manifest)
         .expect_err("refused")
         .to_string();
     assert!(late.contains("its last commit is 6"), "{late}");

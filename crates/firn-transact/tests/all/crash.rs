@@ -122,7 +122,7 @@ fn settle(
     if outcome.waiting.is_empty() {
         assert_eq!(backing.transactions(), [], "{told}");
         assert_eq!(
-            backing.home.committed(b""),
+            backing.lower.committed(b""),
             Ok(is_new.then_some(5)),
             "{told}: its number tells it"
         );

@@ -347,7 +347,7 @@ impl World {
             .collect();
         let committed = self
             .backing()
-            .home
+            .lower
             .committed(b"")
             .expect("it answers")
             .expect("there were commits");

@@ -74,7 +74,7 @@ fn each_commit_that_is_kept_is_restored() {
                 expected,
                 "seed {seed}: {back} back, opened again"
             );
-            assert_eq!(again.home.committed(b""), Ok(Some(5 - back)));
+            assert_eq!(again.lower.committed(b""), Ok(Some(5 - back)));
             backing.base().fsck().expect("fsck");
             // And on from there.
             backing.begin(&backing.root(), b"").expect("begin");
@@ -117,7 +117,7 @@ fn a_crash_at_any_call_of_a_restore_leaves_one_of_the_commits_and_it_can_be_repe
             disk.fsck().expect("fsck");
             let backing = open(disk.clone());
             let now = backing
-                .home
+                .lower
                 .committed(b"")
                 .expect("it answers")
                 .expect("a number");
@@ -159,7 +159,7 @@ fn a_crash_at_any_call_of_a_commit_keeps_the_ones_before() {
             disk.power_loss(seed * 37 + at);
             let backing = open(disk.clone());
             let now = backing
-                .home
+                .lower
                 .committed(b"")
                 .expect("it answers")
                 .expect("a number");

@@ -9,7 +9,7 @@ use std::io::IoSlice;
 use common::{Verbs, in_firn, seen};
 use firn_backing::{Access, Backing, Caller, Errno, Files, Names, RenameFlags, Volume};
 use firn_sim::{Fault, SimBacking, Tree};
-use firn_transact::conflict::{Accesses, Party, Used, What};
+use firn_transact::conflict::{ConflictKind, Party, ProcessAccesses, Used};
 use firn_transact::{
     CommitError, Expected, Members, Stage, TransactionError, TransactionalBacking, Verdict, Vote,
     VoteError,
@@ -147,7 +147,7 @@ fn parts_of_one_file_by_several_hosts_are_committed_together() {
     assert_eq!(seen(hosts[1].as_ref().unwrap()), new);
     assert_eq!(votes(&disk), [""; 0]);
     for host in hosts.iter().flatten() {
-        assert_eq!(host.home.committed(b""), Ok(Some(ID)));
+        assert_eq!(host.lower.committed(b""), Ok(Some(ID)));
         assert_eq!(host.transactions(), []);
     }
 }
@@ -307,7 +307,7 @@ fn used(host: &Host, path: &str, pid: u32, read: &[std::ops::Range<u64>]) -> Use
         )
         .expect("attr")
         .ino;
-    let mut accesses = Accesses::default();
+    let mut accesses = ProcessAccesses::default();
     read.iter()
         .for_each(|range| accesses.read.insert(range.clone()));
     Used {
@@ -360,7 +360,7 @@ fn a_part_that_another_host_read_is_a_conflict_and_can_be_dropped() {
         };
         assert_eq!(
             (&conflict.path, &conflict.what),
-            (&"shared".into(), &What::Bytes(31, 32))
+            (&"shared".into(), &ConflictKind::Bytes(31, 32))
         );
         let parties = [("a", 0, true), ("c", 99, false)];
         assert_eq!(

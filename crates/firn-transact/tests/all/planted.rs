@@ -4,7 +4,9 @@ use std::ffi::OsStr;
 
 use firn_backing::{Access, Backing, Caller, Files, Names, NewKind, Volume};
 use firn_sim::SimBacking;
-use firn_transact::change_log::{ChangeLog, Data, Entry, Identity, Part, Range, Source};
+use firn_transact::change_log::{
+    BytesSource, ChangeLog, DataChange, Entry, EntrySide, Identity, WrittenRange,
+};
 use firn_transact::{OpenError, OwnError, StoreError, TransactionError, TransactionalBacking};
 
 fn us() -> u32 {
@@ -39,13 +41,13 @@ fn plant(disk: &SimBacking, caller: Caller, modes: [u32; 3]) {
         .expect("create");
     disk.write_at(&file, &[std::io::IoSlice::new(b"before")], 0)
         .expect("write");
-    let data = Data {
+    let data = DataChange {
         cut: 6,
         size: 6,
-        written: vec![Range {
+        written: vec![WrittenRange {
             start: 0,
             end: 6,
-            source: Source::Inline(b"FORGED".to_vec()),
+            source: BytesSource::Inline(b"FORGED".to_vec()),
         }],
         grows: false,
     };
@@ -54,10 +56,10 @@ fn plant(disk: &SimBacking, caller: Caller, modes: [u32; 3]) {
         elsewhere: false,
     };
     let entry = Entry {
-        stays: Some((0, b"victim".to_vec())),
-        redo: Part {
+        unchanged_name: Some((0, b"victim".to_vec())),
+        redo: EntrySide {
             data: Some(data),
-            ..Part::default()
+            ..EntrySide::default()
         },
         ..Entry::new(1, identity, false)
     };

@@ -281,7 +281,7 @@ fn finish(middle: Middle, mode: Mode, end: End, told: &str) {
             for path in [b"p/d".to_vec(), format!("p/{top}").into_bytes()] {
                 assert_eq!(backing.path_at_begin(&path), b"p/d", "{told}");
             }
-            let root = backing.tops.top_known_as(b"p/d").expect("it waits");
+            let root = backing.tops.top_at_path(b"p/d").expect("it waits");
             if end == End::RecoverThenCommit {
                 backing.commit(&root, 7).expect("commit");
             } else {
@@ -303,10 +303,10 @@ fn finish(middle: Middle, mode: Mode, end: End, told: &str) {
     } else {
         "p/d".into()
     };
-    let number = backing.home.committed(path.as_bytes());
+    let number = backing.lower.committed(path.as_bytes());
     assert_eq!(number, Ok(is_committed.then_some(7)), "{told}");
     if is_committed && top != "d" {
-        assert_eq!(backing.home.committed(b"p/d"), Ok(None), "{told}");
+        assert_eq!(backing.lower.committed(b"p/d"), Ok(None), "{told}");
     }
     backing.base().fsck().expect("fsck");
 }
@@ -401,7 +401,7 @@ fn a_restore_brings_the_name_of_the_top_back() {
             without_links(old),
             "{told}: opened again"
         );
-        assert_eq!(again.home.committed(b"p/d"), Ok(Some(1)), "{told}");
+        assert_eq!(again.lower.committed(b"p/d"), Ok(Some(1)), "{told}");
     }
 }
 
@@ -500,7 +500,7 @@ fn a_crash_at_any_call_leaves_the_old_name_and_tree_or_the_new_ones() {
                 );
                 let is_committed = matches!(end, End::Commit | End::PrepareThenCommit);
                 assert!(!(is_committed && result.is_ok()) || now == new, "{told}");
-                if let Some(root) = backing.tops.top_known_as(b"p/d") {
+                if let Some(root) = backing.tops.top_at_path(b"p/d") {
                     let shown = if mode == Mode::Buffer { &old } else { &new };
                     assert_eq!(&now, shown, "{told}: it waits");
                     backing.abort(&root).expect("abort");
@@ -561,7 +561,7 @@ fn what_the_backing_refuses_at_any_call_leaves_the_transaction_whole() {
                     break;
                 }
                 // Nothing or all of it is there, and what is open can be ended.
-                if let Some(root) = backing.tops.top_known_as(b"p/d") {
+                if let Some(root) = backing.tops.top_at_path(b"p/d") {
                     match backing.transactions()[0].stage {
                         Stage::Decided(id) => backing.commit(&root, id).expect("commit"),
                         _ => {

@@ -8,21 +8,21 @@ use firn_format::mountinfo::{self, Entry, FIRN, holding};
 use firn_format::quote::quoted_path;
 use rustix::fs::{AtFlags, CWD, statat};
 
-use crate::doctor::probe::{self, Probe};
-use crate::doctor::{Finding, Subject, user};
+use crate::doctor::probe::{self, ProbeDir};
+use crate::doctor::{CheckSubject, Finding, user};
 
 /// Name of Firn's own directory at the top of a backing.
 const OWN: &str = ".firn";
 
 /// Returns the canonical path of the backing, as a mount would record it. The error says why there is none.
-pub(crate) fn canonical(subject: &Subject<'_>) -> Result<PathBuf, String> {
+pub(crate) fn canonical(subject: &CheckSubject<'_>) -> Result<PathBuf, String> {
     let backing = subject.backing.unwrap_or(Path::new("."));
     let checked = firn_daemon::check_backing(backing, subject.options.read_only);
     checked.map_err(|error| error.to_string())
 }
 
 /// Reports the file system that the backing is on, and what the options of its mount mean for Firn.
-pub(crate) fn place(subject: &Subject<'_>) -> Vec<Finding> {
+pub(crate) fn check_place(subject: &CheckSubject<'_>) -> Vec<Finding> {
     let entries = mountinfo::parse(&std::fs::read("/proc/self/mountinfo").unwrap_or_default());
     let backing = match canonical(subject) {
         Ok(backing) => backing,
@@ -151,7 +151,7 @@ fn own_directory(backing: &Path) -> Option<Finding> {
 
 /// Reports whether files can be created at the top of the backing. It creates a probe there, unless the mount is to be
 /// read-only.
-pub(crate) fn writable(subject: &Subject<'_>) -> Vec<Finding> {
+pub(crate) fn check_writable(subject: &CheckSubject<'_>) -> Vec<Finding> {
     if subject.options.read_only {
         return vec![Finding::ok("nothing is to be written (read-only)")];
     }
@@ -167,7 +167,7 @@ pub(crate) fn writable(subject: &Subject<'_>) -> Vec<Finding> {
     if let Some(text) = firn_daemon::write_refusal(&backing) {
         return vec![Finding::wrong(text, advice)];
     }
-    let probe = match Probe::create(&backing) {
+    let probe = match ProbeDir::create(&backing) {
         Ok(probe) => probe,
         Err(error) => return vec![Finding::wrong(error.to_string(), advice)],
     };

@@ -5,12 +5,12 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-use crate::ask::{Unanswered, ask_child, ask_each};
-use crate::doctor::{CHECKS, Check, Finding, Group, Subject, Verdict};
+use crate::ask::{ChildFailure, ask_child, ask_each};
+use crate::doctor::{CHECKS, Check, CheckGroup, CheckSubject, Finding, Verdict};
 
 /// What to examine, and how a child process is called for one check.
 #[derive(Clone, Debug)]
-pub struct Request {
+pub struct ExaminationRequest {
     /// Whether there is a backing to examine. Without one, only the checks of the host run.
     pub has_backing: bool,
     /// Arguments with which this program runs one check and prints its findings as JSON. The name of the check is
@@ -19,7 +19,7 @@ pub struct Request {
     /// Index in `arguments` at which the name of the check is inserted.
     pub name_index: usize,
     /// Timeout for one check.
-    pub patience: Duration,
+    pub timeout: Duration,
 }
 
 /// The findings of all checks.
@@ -47,7 +47,7 @@ impl Examination {
 }
 
 /// Runs the check of that name in this process. Returns `None` where no check has that name.
-pub fn run_check(name: &str, subject: &Subject<'_>) -> Option<Vec<Finding>> {
+pub fn run_check(name: &str, subject: &CheckSubject<'_>) -> Option<Vec<Finding>> {
     let check = CHECKS.iter().find(|check| check.name == name)?;
     Some((check.look)(subject))
 }
@@ -56,23 +56,23 @@ pub fn run_check(name: &str, subject: &Subject<'_>) -> Option<Vec<Finding>> {
 ///
 /// The checks that try the backing with files run only where its other checks found no error. Each of them would
 /// otherwise report the same error again.
-pub fn examine(request: &Request) -> Examination {
-    let looks = |group: Group| match group {
-        Group::Host => true,
-        Group::Backing => request.has_backing,
-        Group::Storage => false,
+pub fn examine(request: &ExaminationRequest) -> Examination {
+    let looks = |group: CheckGroup| match group {
+        CheckGroup::Host => true,
+        CheckGroup::Backing => request.has_backing,
+        CheckGroup::Storage => false,
     };
     let mut findings = run_all(request, looks);
     if !request.has_backing {
         return Examination { findings };
     }
     let is_usable = !findings.iter().any(|found| {
-        let is_of_backing = |check: &&Check| check.group == Group::Backing;
+        let is_of_backing = |check: &&Check| check.group == CheckGroup::Backing;
         let mut of_backing = CHECKS.iter().filter(is_of_backing);
         found.verdict == Verdict::Wrong && of_backing.any(|check| check.name == found.check)
     });
     if is_usable {
-        findings.extend(run_all(request, |group| group == Group::Storage));
+        findings.extend(run_all(request, |group| group == CheckGroup::Storage));
     } else {
         let text = "what its file system can do was not tried";
         let advice = "mend what is wrong with the backing, and run `firn doctor` again";
@@ -85,7 +85,7 @@ pub fn examine(request: &Request) -> Examination {
 }
 
 /// Returns the findings of the checks of the wanted groups, in the order of [`CHECKS`].
-fn run_all(request: &Request, is_wanted: impl Fn(Group) -> bool) -> Vec<Finding> {
+fn run_all(request: &ExaminationRequest, is_wanted: impl Fn(CheckGroup) -> bool) -> Vec<Finding> {
     let checks: Vec<&Check> = CHECKS
         .iter()
         .filter(|check| is_wanted(check.group))
@@ -95,7 +95,7 @@ fn run_all(request: &Request, is_wanted: impl Fn(Group) -> bool) -> Vec<Finding>
 }
 
 /// Runs one check in a child process, and names the check in each of its findings.
-fn run_in_child(request: &Request, check: &Check) -> Vec<Finding> {
+fn run_in_child(request: &ExaminationRequest, check: &Check) -> Vec<Finding> {
     let mut findings = ask(request, check);
     for finding in &mut findings {
         finding.check = check.name.into();
@@ -104,25 +104,25 @@ fn run_in_child(request: &Request, check: &Check) -> Vec<Finding> {
 }
 
 /// Asks the child for its findings. A child that fails or exceeds its timeout yields a finding that says so.
-fn ask(request: &Request, check: &Check) -> Vec<Finding> {
+fn ask(request: &ExaminationRequest, check: &Check) -> Vec<Finding> {
     let mut arguments = request.arguments.clone();
     arguments.insert(request.name_index.min(arguments.len()), check.name.into());
-    let seconds = request.patience.as_secs_f64();
-    match ask_child(arguments, request.patience) {
+    let seconds = request.timeout.as_secs_f64();
+    match ask_child(arguments, request.timeout) {
         Ok(findings) => findings,
-        Err(Unanswered::Refused { text, .. }) => vec![Finding::note(
+        Err(ChildFailure::Refused { text, .. }) => vec![Finding::note(
             format!("the check ended without a finding: {text}"),
             "please report this as a fault of Firn",
         )],
-        Err(Unanswered::Late) if check.group == Group::Host => vec![Finding::note(
+        Err(ChildFailure::Late) if check.group == CheckGroup::Host => vec![Finding::note(
             format!("no answer within {seconds} s"),
             "run it again with a longer --timeout; look at `dmesg` and the load of this host",
         )],
-        Err(Unanswered::Late) => vec![Finding::wrong(
+        Err(ChildFailure::Late) => vec![Finding::wrong(
             format!("the file system did not answer within {seconds} s"),
             "look whether its server is reached (`dmesg`, `mount`); if it is only slow, run it again with a longer --timeout",
         )],
-        Err(Unanswered::NotRun(error)) => vec![Finding::note(
+        Err(ChildFailure::NotRun(error)) => vec![Finding::note(
             format!("the check could not be run: {error}"),
             "look at the limits on processes and memory (`ulimit -a`)",
         )],

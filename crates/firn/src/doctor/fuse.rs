@@ -8,7 +8,7 @@ use rustix::fs::{Access, AtFlags, CWD, StatVfsMountFlags, accessat};
 use rustix::io::Errno;
 use rustix::thread::{CapabilitySet, capabilities};
 
-use crate::doctor::{Finding, Subject, settings_in, user};
+use crate::doctor::{CheckSubject, Finding, settings_in, user};
 
 const DEVICE: &str = "/dev/fuse";
 const HELPER: &str = "fusermount3";
@@ -23,14 +23,14 @@ pub fn device_fault() -> Option<String> {
 }
 
 /// Why the FUSE device cannot be used, and what the user should do.
-struct Fault {
+struct DeviceFault {
     text: String,
     advice: String,
 }
 
 /// Opens the FUSE device as a mount would. The error says why this fails, with advice.
-fn look_at_device() -> Result<(), Fault> {
-    let fault = |text: String, advice: &str| Fault {
+fn look_at_device() -> Result<(), DeviceFault> {
+    let fault = |text: String, advice: &str| DeviceFault {
         text,
         advice: format!("{advice}; {WITHOUT_FUSE}"),
     };
@@ -61,10 +61,10 @@ fn look_at_device() -> Result<(), Fault> {
 }
 
 /// Reports whether this user can open the FUSE device.
-pub(crate) fn device(_: &Subject<'_>) -> Vec<Finding> {
+pub(crate) fn check_device(_: &CheckSubject<'_>) -> Vec<Finding> {
     vec![match look_at_device() {
         Ok(()) => Finding::ok(format!("{DEVICE} can be opened")),
-        Err(Fault { text, advice }) => Finding::wrong(text, advice),
+        Err(DeviceFault { text, advice }) => Finding::wrong(text, advice),
     }]
 }
 
@@ -74,7 +74,7 @@ fn may_mount() -> bool {
 }
 
 /// Reports whether this user can mount, either directly or through fuse3's helper.
-pub(crate) fn helper(_: &Subject<'_>) -> Vec<Finding> {
+pub(crate) fn check_helper(_: &CheckSubject<'_>) -> Vec<Finding> {
     if may_mount() {
         return vec![Finding::ok("not needed: this user may mount")];
     }
@@ -129,7 +129,7 @@ fn look_at_helper(program: &Path) -> Finding {
 }
 
 /// Reports whether a mount can give other users access (`allow_other`).
-pub(crate) fn allow_other(subject: &Subject<'_>) -> Vec<Finding> {
+pub(crate) fn check_allow_other(subject: &CheckSubject<'_>) -> Vec<Finding> {
     if may_mount() {
         return vec![Finding::ok("this user may let others in (allow-other)")];
     }

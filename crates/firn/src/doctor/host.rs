@@ -7,7 +7,7 @@ use firn_format::quote::quoted_path;
 use rustix::fs::{Access, AtFlags, CWD, accessat};
 use rustix::process::{Resource, getrlimit};
 
-use crate::doctor::{Finding, Subject, settings_in, user};
+use crate::doctor::{CheckSubject, Finding, settings_in, user};
 
 /// Lowest user id of a person. logind spares the files of users below it (`SYSTEM_UID_MAX` of systemd).
 const FIRST_USER: u32 = 1000;
@@ -18,7 +18,7 @@ const HELPERS: [&str; 2] = ["mount.firn", "umount.fuse.firn"];
 const HELPER_DIR: &str = "/sbin";
 
 /// Reports whether the user's files in /dev/shm outlive the user's sessions.
-pub(crate) fn logout(_: &Subject<'_>) -> Vec<Finding> {
+pub(crate) fn check_logout(_: &CheckSubject<'_>) -> Vec<Finding> {
     let runtime = firn_client::paths::runtime_dir().unwrap_or_default();
     vec![if !runtime.starts_with("/dev/shm") {
         Finding::ok("arenas are not in /dev/shm, which alone logind empties")
@@ -82,7 +82,7 @@ fn last_switch(settings: impl Iterator<Item = String>, name: &str) -> Option<boo
 }
 
 /// Reports limits that are too low. firnd inherits them from the process that mounts.
-pub(crate) fn limits(_: &Subject<'_>) -> Vec<Finding> {
+pub(crate) fn check_limits(_: &CheckSubject<'_>) -> Vec<Finding> {
     let mut findings = Vec::new();
     if let Some(limit) = getrlimit(Resource::Fsize).maximum {
         findings.push(Finding::note(
@@ -106,7 +106,7 @@ pub(crate) fn limits(_: &Subject<'_>) -> Vec<Finding> {
 }
 
 /// Reports whether mount(8) and umount(8) find Firn's helpers.
-pub(crate) fn mount_helpers(_: &Subject<'_>) -> Vec<Finding> {
+pub(crate) fn check_mount_helpers(_: &CheckSubject<'_>) -> Vec<Finding> {
     let is_there = |name: &&str| {
         let path = Path::new(HELPER_DIR).join(name);
         accessat(CWD, &path, Access::EXEC_OK, AtFlags::EACCESS).is_ok()

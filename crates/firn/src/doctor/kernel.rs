@@ -1,6 +1,6 @@
 //! Check of the kernel's version: which features that Firn uses the running kernel lacks.
 
-use crate::doctor::{Finding, Subject};
+use crate::doctor::{CheckSubject, Finding};
 
 /// Optional features: the first version of the kernel that has each, and what an older one lacks.
 const FEATURES: [((u32, u32), &str); 4] = [
@@ -19,7 +19,7 @@ const FEATURES: [((u32, u32), &str); 4] = [
 const OLDEST: (u32, u32) = (3, 15);
 
 /// Reports the features that the running kernel lacks.
-pub(crate) fn look(_: &Subject<'_>) -> Vec<Finding> {
+pub(crate) fn check_kernel(_: &CheckSubject<'_>) -> Vec<Finding> {
     let name = rustix::system::uname();
     let release = name.release().to_string_lossy().into_owned();
     vec![judge(&release)]

@@ -9,7 +9,7 @@ use firn_format::quantity;
 use firn_format::quote::quoted_path;
 use rustix::process::{Resource, getrlimit};
 
-use crate::doctor::{Finding, Subject};
+use crate::doctor::{CheckSubject, Finding};
 
 /// `f_type` of statfs(2) of the file systems whose pages are in memory.
 const MEMORY_MAGICS: [u64; 3] = [
@@ -26,7 +26,7 @@ const LIBFABRIC: [&str; 4] = [
 ];
 
 /// Reports whether there is space for the arena that a mount would create now.
-pub(crate) fn room(subject: &Subject<'_>) -> Vec<Finding> {
+pub(crate) fn check_room(subject: &CheckSubject<'_>) -> Vec<Finding> {
     let options = subject.options;
     if let Some(arena) = own_arena(subject) {
         let arena = quoted_path(&arena);
@@ -110,7 +110,7 @@ fn smaller(geometry: &Geometry, free: u64) -> String {
 }
 
 /// Returns the arena that a mount of the backing has now, or would find from an earlier mount.
-fn own_arena(subject: &Subject<'_>) -> Option<PathBuf> {
+fn own_arena(subject: &CheckSubject<'_>) -> Option<PathBuf> {
     let backing = subject.backing?.canonicalize().ok()?;
     let files = RuntimeFiles::of(&backing, subject.options.arena_dir.as_deref()).ok()?;
     files.arena.exists().then_some(files.arena)
@@ -158,7 +158,7 @@ fn cgroup_bytes() -> Option<u64> {
 }
 
 /// Reports how much memory may be locked. Only reads by libfabric need locked memory.
-pub(crate) fn locked(_: &Subject<'_>) -> Vec<Finding> {
+pub(crate) fn check_locked(_: &CheckSubject<'_>) -> Vec<Finding> {
     let Some(limit) = getrlimit(Resource::Memlock).current else {
         return vec![Finding::ok("no limit on locked memory (ulimit -l)")];
     };

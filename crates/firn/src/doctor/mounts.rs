@@ -9,19 +9,19 @@ use firn_format::quantity;
 use firn_format::quote::quoted_path;
 
 use crate::ask::ask_each;
-use crate::doctor::{Finding, Subject};
+use crate::doctor::{CheckSubject, Finding};
 
 /// Timeout for the kernel to say whether a firnd serves a mount.
-const PATIENCE: Duration = Duration::from_secs(2);
+const LIVENESS_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Reports mounts whose firnd has ended or does not answer.
-pub(crate) fn mounts(_: &Subject<'_>) -> Vec<Finding> {
+pub(crate) fn check_mounts(_: &CheckSubject<'_>) -> Vec<Finding> {
     let mounts = match firn_client::mounts() {
         Ok(mounts) => mounts,
         Err(error) => return vec![Finding::refused(error.to_string())],
     };
     // All mounts are asked at the same time, because each of them may use up the whole timeout.
-    let states = ask_each(&mounts, |mount| mount.liveness(PATIENCE));
+    let states = ask_each(&mounts, |mount| mount.liveness(LIVENESS_TIMEOUT));
     let mut findings: Vec<Finding> = mounts
         .iter()
         .zip(&states)
@@ -60,7 +60,7 @@ fn judge(mount: &Mount, state: Liveness) -> Option<Finding> {
 }
 
 /// Reports arenas that no running firnd uses.
-pub(crate) fn arenas(subject: &Subject<'_>) -> Vec<Finding> {
+pub(crate) fn check_arenas(subject: &CheckSubject<'_>) -> Vec<Finding> {
     let arenas = match firn_daemon::list_arenas(subject.options) {
         Ok(arenas) => arenas,
         Err(error) => return vec![Finding::refused(error.to_string())],

@@ -13,17 +13,17 @@ use firn_format::quote::quoted_path;
 use firn_process::{Excess, Limits};
 
 use crate::doctor::fuse::find_program;
-use crate::doctor::{Finding, Subject, settings_in};
+use crate::doctor::{CheckSubject, Finding, settings_in};
 
 /// Timeout for `mpirun --version`.
-const PATIENCE: Duration = Duration::from_secs(4);
+const COMMAND_TIMEOUT: Duration = Duration::from_secs(4);
 const OUTPUT_BYTES_MAX: usize = 16 << 10;
 const ROMIO_HINT: &str = "romio_ds_write";
 const OMPIO_SETTING: &str = "fbtl_posix_write_datasieving";
 const WHEN: &str = "with one host, or a file for each rank, nothing need be done";
 
 /// Reports what the installed MPI library does, and what turns data sieving off.
-pub(crate) fn look(_: &Subject<'_>) -> Vec<Finding> {
+pub(crate) fn check_mpi(_: &CheckSubject<'_>) -> Vec<Finding> {
     let Some(program) = ["mpirun", "mpiexec"].into_iter().find_map(find_program) else {
         return vec![Finding::ok("no mpirun in the PATH")];
     };
@@ -41,7 +41,7 @@ fn ask_version(program: &Path) -> String {
         input: b"",
         output_bytes_max: OUTPUT_BYTES_MAX,
         excess: Excess::Discard,
-        deadline: Instant::now() + PATIENCE,
+        deadline: Instant::now() + COMMAND_TIMEOUT,
     };
     firn_process::run(command, limits).map_or_else(|_| String::new(), |ended| ended.text())
 }

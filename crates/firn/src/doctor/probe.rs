@@ -3,7 +3,7 @@
 //! Promises
 //! * A check creates and removes files only through the descriptor of a directory that this process has just created
 //!   with mode 0700. It never opens, writes or removes an object of another user.
-//! * The directory is removed when the [`Probe`] is dropped. A check that is killed leaves its directory, and a later
+//! * The directory is removed when the [`ProbeDir`] is dropped. A check that is killed leaves its directory, and a later
 //!   check of the same user removes that. The later check recognises the directory by its name, owner, mode and age.
 //! * Removal is limited. In a shared backing, a user with permission to rename can give a probe's name to another
 //!   directory of this user. So only files whose names begin with [`PREFIX`] are removed from a directory, and the
@@ -31,7 +31,7 @@ pub(crate) const PREFIX: &str = ".firn-doctor-";
 const LEFT_AFTER_S: i64 = 3600;
 
 /// A probe directory. It is removed when the value is dropped.
-pub(crate) struct Probe {
+pub(crate) struct ProbeDir {
     /// Descriptor of the backing.
     backing: OwnedFd,
     /// Name of the probe directory.
@@ -42,7 +42,7 @@ pub(crate) struct Probe {
     object: ObjectId,
 }
 
-impl Probe {
+impl ProbeDir {
     /// Creates a probe directory at the top of a backing. Returns an error where the new directory is not this user's
     /// own.
     pub(crate) fn create(backing: &Path) -> io::Result<Self> {
@@ -134,7 +134,7 @@ fn is_left(found: &Stat, now_s: i64) -> bool {
     is_ours && now_s - found.st_mtime > LEFT_AFTER_S
 }
 
-impl Drop for Probe {
+impl Drop for ProbeDir {
     fn drop(&mut self) {
         let _ = remove(&self.backing, &self.name, self.object);
     }
@@ -177,7 +177,7 @@ mod tests {
     #[test]
     fn a_probe_leaves_nothing() {
         let dir = tempfile::tempdir().unwrap();
-        let probe = Probe::create(dir.path()).unwrap();
+        let probe = ProbeDir::create(dir.path()).unwrap();
         probe.file("a").unwrap();
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
         drop(probe);
@@ -187,7 +187,7 @@ mod tests {
     #[test]
     fn what_was_put_in_the_place_of_a_probe_stays() {
         let dir = tempfile::tempdir().unwrap();
-        let probe = Probe::create(dir.path()).unwrap();
+        let probe = ProbeDir::create(dir.path()).unwrap();
         let place = dir.path().join(&probe.name);
         fs::rename(&place, dir.path().join("moved")).unwrap();
         fs::create_dir(&place).unwrap();
@@ -219,7 +219,7 @@ mod tests {
         fs::write(&file, b"x").unwrap();
         fs::set_permissions(&file, fs::Permissions::from_mode(0o700)).unwrap();
         age(&file, old);
-        let probe = Probe::create(dir.path()).unwrap();
+        let probe = ProbeDir::create(dir.path()).unwrap();
         assert_eq!(probe.remove_left(), 1);
         assert!(!left.exists() && running.exists() && open_to_all.exists() && file.exists());
         assert!(renamed.join("model.pt").exists());

@@ -2,10 +2,10 @@
 
 use firn_client::paths::{open_runtime_dir, runtime_dir};
 
-use crate::doctor::{Finding, Subject, user};
+use crate::doctor::{CheckSubject, Finding, user};
 
 /// Reports whether a mount would accept the settings, and whether each of them has an effect.
-pub(crate) fn look(subject: &Subject<'_>) -> Vec<Finding> {
+pub(crate) fn check_settings(subject: &CheckSubject<'_>) -> Vec<Finding> {
     let mut findings = Vec::new();
     if let Some(fault) = subject.options_fault {
         findings.push(Finding::wrong(

@@ -15,8 +15,8 @@ use rustix::fs::{
 use rustix::io::Errno;
 
 use crate::doctor::backing::canonical;
-use crate::doctor::probe::{Probe, file_name};
-use crate::doctor::{Finding, Subject};
+use crate::doctor::probe::{ProbeDir, file_name};
+use crate::doctor::{CheckSubject, Finding};
 
 /// A sync that takes longer delays each program that waits for it noticeably.
 const SLOW_SYNC: Duration = Duration::from_secs(1);
@@ -28,8 +28,8 @@ const BLOCK_BYTES: u64 = 1 << 20;
 /// Runs `tried` in a new probe directory of the backing. Returns its findings. An error that `tried` returns becomes a
 /// finding of its own.
 fn with_probe(
-    subject: &Subject<'_>,
-    tried: impl FnOnce(&Probe) -> io::Result<Vec<Finding>>,
+    subject: &CheckSubject<'_>,
+    tried: impl FnOnce(&ProbeDir) -> io::Result<Vec<Finding>>,
 ) -> Vec<Finding> {
     if subject.options.read_only {
         return Vec::new();
@@ -38,7 +38,7 @@ fn with_probe(
         Ok(backing) => backing,
         Err(text) => return vec![Finding::refused(text)],
     };
-    Probe::create(&backing)
+    ProbeDir::create(&backing)
         .and_then(|probe| tried(&probe))
         .unwrap_or_else(|error| {
             let advice = "look at the log of the kernel and of the file server";
@@ -47,7 +47,7 @@ fn with_probe(
 }
 
 /// Reports how much space and how many names (inodes) are free in the backing.
-pub(crate) fn room(subject: &Subject<'_>) -> Vec<Finding> {
+pub(crate) fn check_room(subject: &CheckSubject<'_>) -> Vec<Finding> {
     let stat = canonical(subject).map(|backing| rustix::fs::statvfs(&backing));
     let stat = match stat {
         Ok(Ok(stat)) => stat,
@@ -77,7 +77,7 @@ pub(crate) fn room(subject: &Subject<'_>) -> Vec<Finding> {
 }
 
 /// Reports whether fsync(2) works for a file and for the directory that names it, and whether it is slow.
-pub(crate) fn sync(subject: &Subject<'_>) -> Vec<Finding> {
+pub(crate) fn check_sync(subject: &CheckSubject<'_>) -> Vec<Finding> {
     with_probe(subject, |probe| {
         let mut file = probe.file("synced")?;
         file.write_all(b"firn")?;
@@ -108,7 +108,7 @@ pub(crate) fn sync(subject: &Subject<'_>) -> Vec<Finding> {
 }
 
 /// Reports whether renames work as commits and the removal of checkpoints need them.
-pub(crate) fn names(subject: &Subject<'_>) -> Vec<Finding> {
+pub(crate) fn check_names(subject: &CheckSubject<'_>) -> Vec<Finding> {
     with_probe(subject, |probe| {
         let dir = probe.dir();
         probe.file("new")?.write_all(b"new")?;
@@ -144,7 +144,7 @@ pub(crate) fn names(subject: &Subject<'_>) -> Vec<Finding> {
 
 /// Reports whether file locks work between two open files of this host. Only another live host could show whether they
 /// reach other hosts.
-pub(crate) fn locks(subject: &Subject<'_>) -> Vec<Finding> {
+pub(crate) fn check_locks(subject: &CheckSubject<'_>) -> Vec<Finding> {
     with_probe(subject, |probe| {
         let base = probe.open_backing()?;
         let name = file_name("locked");
@@ -163,7 +163,7 @@ pub(crate) fn locks(subject: &Subject<'_>) -> Vec<Finding> {
 
 /// Reports whether the backing has extended attributes and holes. Programs find them on a mount only where the backing
 /// has them.
-pub(crate) fn files(subject: &Subject<'_>) -> Vec<Finding> {
+pub(crate) fn check_files(subject: &CheckSubject<'_>) -> Vec<Finding> {
     with_probe(subject, |probe| {
         let mut missing = Vec::new();
         let mut file = probe.file("attributes")?;
@@ -194,7 +194,7 @@ pub(crate) fn files(subject: &Subject<'_>) -> Vec<Finding> {
 }
 
 /// Reports by how much the clock of the file server differs from this host's.
-pub(crate) fn clock(subject: &Subject<'_>) -> Vec<Finding> {
+pub(crate) fn check_clock(subject: &CheckSubject<'_>) -> Vec<Finding> {
     with_probe(subject, |probe| {
         let before = SystemTime::now();
         let mut file = probe.file("stamped")?;

@@ -19,8 +19,8 @@ use firn_protocol::HostReport;
 use firn_protocol::path::BytePath;
 use serde::{Deserialize, Serialize};
 
-use super::{Host, Job, Total, rows};
-use crate::ask::{Unanswered, ask_child, ask_each};
+use super::{Host, Job, JobTotals, rows};
+use crate::ask::{ChildFailure, ask_child, ask_each};
 use crate::failure::{FAILED, Failure, NOT_FIRN, USAGE};
 use crate::text;
 
@@ -82,30 +82,30 @@ pub struct MountSeen {
 impl Job {
     /// Looks at the hosts of the backing, or of the mount, at `path`. Without a path, this user's only mount counts.
     ///
-    /// Returns at `patience` (a timeout). Fails where the backing does not answer and no mount of this host does
+    /// Returns at `timeout` at the latest. Fails where the backing does not answer and no mount of this host does
     /// either.
-    pub fn look(path: Option<&Path>, patience: Duration) -> Result<Self, Failure> {
-        let questions = [Subject::Backing, Subject::Mount];
+    pub fn look(path: Option<&Path>, timeout: Duration) -> Result<Self, Failure> {
+        let questions = [LookSource::Backing, LookSource::Mount];
         let mut backing = None;
         let mut mount = None;
-        for answer in ask_each(&questions, |subject| subject.ask(path, patience)) {
+        for answer in ask_each(&questions, |source| source.ask(path, timeout)) {
             match answer {
-                Answer::Backing(answer) => backing = Some(*answer),
-                Answer::Mount(answer) => mount = Some(*answer),
+                SourceAnswer::Backing(answer) => backing = Some(*answer),
+                SourceAnswer::Mount(answer) => mount = Some(*answer),
             }
         }
         let mut notes = Vec::new();
         let mount = match mount.unwrap_or(Ok(None)) {
             Ok(mount) => mount,
             Err(error) => {
-                notes.extend(tell_of_mount(&error, patience));
+                notes.extend(describe_mount_failure(&error, timeout));
                 None
             }
         };
-        let backing = match backing.unwrap_or(Err(Unanswered::Late)) {
+        let backing = match backing.unwrap_or(Err(ChildFailure::Late)) {
             Ok(backing) => Some(backing),
             Err(error) => {
-                let failure = tell_of_backing(error, path, patience);
+                let failure = failure_of_backing(error, path, timeout);
                 if mount.is_none() {
                     return Err(failure);
                 }
@@ -145,7 +145,7 @@ impl Job {
             );
         }
         Self {
-            total: Total::of(&hosts),
+            total: JobTotals::of(&hosts),
             backing: name,
             hosts,
             notes,
@@ -156,71 +156,75 @@ impl Job {
 
 /// The source that a child process asks.
 #[derive(Clone, Copy)]
-enum Subject {
+enum LookSource {
     /// The leases and reports in the backing.
     Backing,
     /// This host's own mount.
     Mount,
 }
 
-type Asked<T> = Box<Result<T, Unanswered>>;
+type ChildAnswer<T> = Box<Result<T, ChildFailure>>;
 
 /// The answer for one source.
-enum Answer {
-    Backing(Asked<BackingSeen>),
-    Mount(Asked<Option<MountSeen>>),
+enum SourceAnswer {
+    Backing(ChildAnswer<BackingSeen>),
+    Mount(ChildAnswer<Option<MountSeen>>),
 }
 
-impl Subject {
+impl LookSource {
     /// Asks the source in a child process (`firn hosts --only`).
-    fn ask(self, path: Option<&Path>, patience: Duration) -> Answer {
-        let arguments = |subject: &str| {
+    fn ask(self, path: Option<&Path>, timeout: Duration) -> SourceAnswer {
+        let arguments = |source: &str| {
             let mut arguments: Vec<OsString> =
-                vec!["hosts".into(), format!("--only={subject}").into()];
+                vec!["hosts".into(), format!("--only={source}").into()];
             if let Some(path) = path {
                 arguments.extend(["--".into(), path.into()]);
             }
             arguments
         };
         match self {
-            Self::Backing => Answer::Backing(Box::new(ask_child(arguments("backing"), patience))),
-            Self::Mount => Answer::Mount(Box::new(ask_child(arguments("mount"), patience))),
+            Self::Backing => {
+                SourceAnswer::Backing(Box::new(ask_child(arguments("backing"), timeout)))
+            }
+            Self::Mount => SourceAnswer::Mount(Box::new(ask_child(arguments("mount"), timeout))),
         }
     }
 }
 
 /// Returns a note about an own mount that did not answer, or `None` where the user need not know.
-fn tell_of_mount(error: &Unanswered, patience: Duration) -> Option<String> {
-    let seconds = text::seconds(patience.as_secs_f64());
+fn describe_mount_failure(error: &ChildFailure, timeout: Duration) -> Option<String> {
+    let seconds = text::seconds(timeout.as_secs_f64());
     match error {
-        Unanswered::Late => Some(format!(
+        ChildFailure::Late => Some(format!(
             "the firnd of this host's mount did not answer within {seconds}: its row shows its last beat; a mount \
              that shares nothing with other hosts has no row"
         )),
         // A wrong path concerns both sources. The failure of the backing reports it once.
-        Unanswered::Refused { code, .. } if *code == Some(NOT_FIRN) || *code == Some(USAGE) => None,
-        Unanswered::Refused { text, .. } => Some(format!("this host's own mount: {text}")),
-        Unanswered::NotRun(text) => Some(format!("this host's own mount was not asked: {text}")),
+        ChildFailure::Refused { code, .. } if *code == Some(NOT_FIRN) || *code == Some(USAGE) => {
+            None
+        }
+        ChildFailure::Refused { text, .. } => Some(format!("this host's own mount: {text}")),
+        ChildFailure::NotRun(text) => Some(format!("this host's own mount was not asked: {text}")),
     }
 }
 
 /// Returns the failure for a backing that did not answer, with what the user should do.
-fn tell_of_backing(error: Unanswered, path: Option<&Path>, patience: Duration) -> Failure {
+fn failure_of_backing(error: ChildFailure, path: Option<&Path>, timeout: Duration) -> Failure {
     let what = path.map_or_else(|| "the backing".to_owned(), text::path);
     match error {
-        Unanswered::Late => Failure::new(
+        ChildFailure::Late => Failure::new(
             FAILED,
             format!(
                 "{what} did not answer within {}: look whether its server is reached (`dmesg`, `firn doctor`); if it \
                  is only slow, give a longer --timeout",
-                text::seconds(patience.as_secs_f64())
+                text::seconds(timeout.as_secs_f64())
             ),
         ),
-        Unanswered::Refused { text, code } => {
+        ChildFailure::Refused { text, code } => {
             let code = if code == Some(USAGE) { USAGE } else { FAILED };
             Failure::new(code, text)
         }
-        Unanswered::NotRun(text) => Failure::new(
+        ChildFailure::NotRun(text) => Failure::new(
             FAILED,
             format!(
                 "{what} cannot be looked at: {text}; look at the limits on processes and memory (`ulimit -a`)"

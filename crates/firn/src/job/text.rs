@@ -9,8 +9,8 @@ use crate::text::{bytes, count, pad_columns, rate, seconds};
 
 /// Returns the text of `firn hosts`: a row for each host, and details below.
 pub fn hosts_text(job: &Job, paint: Paint) -> String {
-    let mut text = head(job, paint);
-    let hosts = shown(job);
+    let mut text = head_line(job, paint);
+    let hosts = shown_hosts(job);
     if !hosts.is_empty() {
         let head = [
             "HOST",
@@ -24,17 +24,17 @@ pub fn hosts_text(job: &Job, paint: Paint) -> String {
         ];
         let rows = hosts.iter().map(|host| host_row(host));
         text += "\n";
-        text += &table(&head, rows.collect(), &hosts, paint);
+        text += &format_table(&head, rows.collect(), &hosts, paint);
     }
     for host in &hosts {
-        text += &details(host, paint);
+        text += &host_details(host, paint);
     }
-    text + &notes(job, paint)
+    text + &note_lines(job, paint)
 }
 
 /// Returns the text of `firn status --job`: the sums, and a row for each host.
 pub fn status_text(job: &Job, paint: Paint) -> String {
-    let mut text = head(job, paint);
+    let mut text = head_line(job, paint);
     let total = &job.total;
     let mut line = |label: &str, what: String| text += &format!("  {label:<13} {what}\n");
     if total.stranded_bytes > 0 {
@@ -64,11 +64,11 @@ pub fn status_text(job: &Job, paint: Paint) -> String {
     );
     line(
         "received",
-        speed(total.ingest_bytes, total.ingest_bytes_per_second),
+        format_speed(total.ingest_bytes, total.ingest_bytes_per_second),
     );
     line(
         "written",
-        speed(total.drain_bytes, total.drain_bytes_per_second),
+        format_speed(total.drain_bytes, total.drain_bytes_per_second),
     );
     if total.logged_files > 0 {
         line(
@@ -88,28 +88,30 @@ pub fn status_text(job: &Job, paint: Paint) -> String {
             count(total.durable_files, "file")
         ),
     );
-    let hosts = shown(job);
+    let hosts = shown_hosts(job);
     if !hosts.is_empty() {
         let head = [
             "HOST", "STATE", "HELD", "FILES", "IN", "OUT", "ERRORS", "WAITS",
         ];
         let rows = hosts.iter().map(|host| status_row(host));
         text += "\n";
-        text += &table(&head, rows.collect(), &hosts, paint);
+        text += &format_table(&head, rows.collect(), &hosts, paint);
     }
     for host in &hosts {
         for advice in &host.advice {
             text += &format!("\n{}: {}\n", paint.odd(&host.host), printable(advice));
         }
     }
-    text + &notes(job, paint)
+    text + &note_lines(job, paint)
 }
 
-fn shown(job: &Job) -> Vec<&Host> {
+/// Returns the hosts that the table shows: all but those that have left.
+fn shown_hosts(job: &Job) -> Vec<&Host> {
     job.hosts.iter().filter(|host| !host.is_gone()).collect()
 }
 
-fn head(job: &Job, paint: Paint) -> String {
+/// Returns the first line: the backing, and the number of hosts in each state.
+fn head_line(job: &Job, paint: Paint) -> String {
     let total = &job.total;
     let hosts = total.alive + total.silent + total.dead;
     let states = total.hosts_by_state();
@@ -120,14 +122,16 @@ fn head(job: &Job, paint: Paint) -> String {
     }
 }
 
-fn notes(job: &Job, paint: Paint) -> String {
+/// Returns the notes of the job, with an empty line before each.
+fn note_lines(job: &Job, paint: Paint) -> String {
     let notes = job.notes.iter();
     notes
         .map(|note| format!("\n{}\n", paint.odd(&printable(note))))
         .collect()
 }
 
-fn speed(total: u64, now: f64) -> String {
+/// Returns a total in bytes, with the present speed.
+fn format_speed(total: u64, now: f64) -> String {
     let now = if now < 1.0 {
         String::new()
     } else {
@@ -136,26 +140,27 @@ fn speed(total: u64, now: f64) -> String {
     format!("{}{now}", bytes(total))
 }
 
-fn dash() -> String {
+/// Returns the sign for a value that is not known.
+fn no_value() -> String {
     "-".to_owned()
 }
 
 /// Returns the row of a host for `firn hosts`.
 fn host_row(host: &Host) -> Vec<String> {
     let report = host.report.as_ref();
-    let of = |get: fn(&firn_protocol::HostReport) -> String| report.map_or_else(dash, get);
+    let of = |get: fn(&firn_protocol::HostReport) -> String| report.map_or_else(no_value, get);
     vec![
         host.host.clone(),
         life_word(host.state).to_owned(),
         host.beat_age_seconds
-            .map_or_else(dash, |age| format!("{} ago", seconds(age))),
-        host.mounted_seconds.map_or_else(dash, seconds),
+            .map_or_else(no_value, |age| format!("{} ago", seconds(age))),
+        host.mounted_seconds.map_or_else(no_value, seconds),
         of(|report| report.user_id.to_string()),
         of(|report| printable(&report.version)),
         of(|report| bytes(report.held_bytes)),
         of(|report| {
             if report.mount_point.is_empty() {
-                dash()
+                no_value()
             } else {
                 report.mount_point.to_string()
             }
@@ -166,11 +171,11 @@ fn host_row(host: &Host) -> Vec<String> {
 /// Returns the row of a host for `firn status --job`.
 fn status_row(host: &Host) -> Vec<String> {
     let report = host.report.as_ref();
-    let of = |get: fn(&firn_protocol::HostReport) -> String| report.map_or_else(dash, get);
+    let of = |get: fn(&firn_protocol::HostReport) -> String| report.map_or_else(no_value, get);
     // The last known rate of a host whose lease is not renewed is no current rate, so a dash replaces it.
     let now = |get: fn(&firn_protocol::HostReport) -> f64| match host.state {
-        Life::Alive => report.map_or_else(dash, |report| rate(get(report))),
-        _ => dash(),
+        Life::Alive => report.map_or_else(no_value, |report| rate(get(report))),
+        _ => no_value(),
     };
     vec![
         host.host.clone(),
@@ -181,14 +186,14 @@ fn status_row(host: &Host) -> Vec<String> {
         now(|report| report.drain_bytes_per_second),
         of(|report| report.errors.to_string()),
         match &host.waits[..] {
-            [] => dash(),
+            [] => no_value(),
             waits => waits.join("; "),
         },
     ]
 }
 
 /// Returns a table with a head line. The colour of a row shows the rank of the host's trouble.
-fn table(head: &[&str], rows: Vec<Vec<String>>, hosts: &[&Host], paint: Paint) -> String {
+fn format_table(head: &[&str], rows: Vec<Vec<String>>, hosts: &[&Host], paint: Paint) -> String {
     let head = head.iter().map(|word| (*word).to_owned()).collect();
     let mut all: Vec<Vec<String>> = std::iter::once(head).chain(rows).collect();
     pad_columns(&mut all, &[]);
@@ -208,7 +213,7 @@ fn table(head: &[&str], rows: Vec<Vec<String>>, hosts: &[&Host], paint: Paint) -
 
 /// Returns the lines below the table for one host: the evidence for its state where that is not a beat, its
 /// differences, waits and advice.
-fn details(host: &Host, paint: Paint) -> String {
+fn host_details(host: &Host, paint: Paint) -> String {
     let mut lines = Vec::new();
     if host.state != Life::Alive {
         lines.push(host.evidence.clone());
@@ -218,7 +223,7 @@ fn details(host: &Host, paint: Paint) -> String {
             .iter()
             .map(|what| format!("differs: {what}")),
     );
-    lines.extend(tokens(host));
+    lines.extend(token_line(host));
     let partner = host
         .report
         .as_ref()
@@ -241,7 +246,7 @@ fn details(host: &Host, paint: Paint) -> String {
 
 /// Returns the lane tokens that a host holds, in words. A token gives a lane one writer among the hosts. Returns `None`
 /// where the host holds no token.
-fn tokens(host: &Host) -> Option<String> {
+fn token_line(host: &Host) -> Option<String> {
     let report = host.report.as_ref()?;
     let held = report.lanes.iter();
     let held = held.filter(|lane| lane.token == Some(firn_protocol::TokenState::Held));
@@ -256,7 +261,7 @@ fn tokens(host: &Host) -> Option<String> {
 #[cfg(test)]
 pub mod tests {
     use super::super::rows::tests::job;
-    use super::super::{Job, Total};
+    use super::super::{Job, JobTotals};
     use super::*;
 
     /// A job of five hosts.
@@ -264,7 +269,7 @@ pub mod tests {
         let hosts = job();
         Job {
             backing: "/scratch/run42".into(),
-            total: Total::of(&hosts),
+            total: JobTotals::of(&hosts),
             hosts,
             notes: vec!["a note".into()],
             is_partial: true,

@@ -3,7 +3,7 @@
 
 use std::fmt::Write;
 
-use super::html::Text;
+use super::html::HtmlText;
 use super::timeline::Timeline;
 use crate::text::{bytes, rate, seconds};
 
@@ -134,7 +134,7 @@ pub fn timeline(layout: &Layout, timeline: &Timeline, arena_bytes: u64, marks: &
             "<text class=\"tick\" x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"end\">{}</text>",
             layout.left - 8.0,
             top + 15.0,
-            Text(name)
+            HtmlText(name)
         );
         let strips: [(&str, Vec<f64>); 3] = [
             (
@@ -171,7 +171,7 @@ pub fn timeline(layout: &Layout, timeline: &Timeline, arena_bytes: u64, marks: &
             svg,
             "<g class=\"{class}\"><title>{}</title><line x1=\"{x:.1}\" x2=\"{x:.1}\" y1=\"{HEAD}\" y2=\"{bottom}\"/>\
              <circle cx=\"{x:.1}\" cy=\"{HEAD}\" r=\"3.5\"/></g>",
-            Text(&mark.title)
+            HtmlText(&mark.title)
         );
     }
     // The page's script reads these values and shows them under the pointer. They are all in the chart already.

@@ -8,7 +8,7 @@ use firn_protocol::path::BytePath;
 use firn_protocol::record::{CheckpointRecord, RunRecord};
 
 use super::Run;
-use super::html::Text;
+use super::html::HtmlText;
 use crate::text::{bytes, seconds};
 
 /// Maximum number of rows. The newest checkpoints are shown.
@@ -16,7 +16,7 @@ const ROWS_MAX: usize = 200;
 
 /// A checkpoint of all hosts. Times are seconds since the first host began.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Merged {
+pub struct MergedCheckpoint {
     /// Path of the checkpoint below the mount point.
     path: BytePath,
     /// Number of the checkpoint.
@@ -35,27 +35,27 @@ pub struct Merged {
 
 /// Joins what each host recorded of a checkpoint. The checkpoint is closed, drained or durable when the last host's
 /// part is.
-pub fn merge(records: &[RunRecord], began_unix_us: u64) -> Vec<Merged> {
-    let mut merged: BTreeMap<(u64, Vec<u8>), Merged> = BTreeMap::new();
+pub fn merge(records: &[RunRecord], began_unix_us: u64) -> Vec<MergedCheckpoint> {
+    let mut merged: BTreeMap<(u64, Vec<u8>), MergedCheckpoint> = BTreeMap::new();
     for record in records {
         let offset = (record.began_unix_us - began_unix_us) as f64 / 1e6;
         for one in &record.checkpoints {
-            let here = shift(one, offset);
+            let here = on_common_axis(one, offset);
             merged
                 .entry((one.step, one.path.as_bytes().to_vec()))
-                .and_modify(|all| all.add(&here))
+                .and_modify(|all| all.merge_host(&here))
                 .or_insert(here);
         }
     }
-    let mut merged: Vec<Merged> = merged.into_values().collect();
+    let mut merged: Vec<MergedCheckpoint> = merged.into_values().collect();
     merged.sort_by(|a, b| a.began.total_cmp(&b.began));
     merged
 }
 
 /// Returns the record of one host, with its times moved by `offset` seconds to the common axis.
-fn shift(record: &CheckpointRecord, offset: f64) -> Merged {
+fn on_common_axis(record: &CheckpointRecord, offset: f64) -> MergedCheckpoint {
     let at = |time: f64| time + offset;
-    Merged {
+    MergedCheckpoint {
         path: record.path.clone(),
         step: record.step,
         began: at(record.began_seconds),
@@ -66,8 +66,8 @@ fn shift(record: &CheckpointRecord, offset: f64) -> Merged {
     }
 }
 
-impl Merged {
-    fn add(&mut self, other: &Self) {
+impl MergedCheckpoint {
+    fn merge_host(&mut self, other: &Self) {
         let last = |a: Option<f64>, b: Option<f64>| Some(a?.max(b?));
         self.began = self.began.min(other.began);
         self.closed = last(self.closed, other.closed);
@@ -77,7 +77,7 @@ impl Merged {
     }
 
     /// Returns the spans of the checkpoint's bar. Each has a class, and its begin and end in seconds.
-    fn spans(&self, end: f64) -> Vec<(&'static str, f64, f64)> {
+    fn bar_spans(&self, end: f64) -> Vec<(&'static str, f64, f64)> {
         let closed = self.closed.unwrap_or(end);
         let drained = self.drained.map_or(end, |drained| drained.max(closed));
         let durable = self.durable.map(|durable| durable.max(drained));
@@ -92,7 +92,7 @@ impl Merged {
 }
 
 /// Returns the section of the page. `end` is the length of the run in seconds.
-pub fn section(run: &Run, merged: &[Merged], end: f64) -> String {
+pub fn render_section(run: &Run, merged: &[MergedCheckpoint], end: f64) -> String {
     let mut html = String::from("<section><h2>Checkpoints</h2>\n");
     if merged.is_empty() {
         html += "<p class=\"note\">None was seen: no file or directory with a step in its name (<code>step_100</code>, \
@@ -108,7 +108,7 @@ pub fn section(run: &Run, merged: &[Merged], end: f64) -> String {
              <th>Now</th></tr></thead><tbody>\n";
     let hidden = merged.len().saturating_sub(ROWS_MAX);
     for one in &merged[hidden..] {
-        html += &row(run, one, end);
+        html += &render_row(run, one, end);
     }
     html += "</tbody></table></div>\n";
     if hidden > 0 {
@@ -124,7 +124,7 @@ pub fn section(run: &Run, merged: &[Merged], end: f64) -> String {
 }
 
 /// Returns the row of a checkpoint: its times, its present state, and its bar.
-fn row(run: &Run, one: &Merged, end: f64) -> String {
+fn render_row(run: &Run, one: &MergedCheckpoint, end: f64) -> String {
     let now = run.checkpoints.get(&one.path);
     let since_close = |time: Option<f64>| match (time, one.closed) {
         (Some(time), Some(closed)) => seconds((time - closed).max(0.0)),
@@ -147,7 +147,7 @@ fn row(run: &Run, one: &Merged, end: f64) -> String {
         },
     };
     let spans: String = one
-        .spans(end)
+        .bar_spans(end)
         .into_iter()
         .filter(|(_, from, to)| to > from)
         .map(|(class, from, to)| {
@@ -160,11 +160,11 @@ fn row(run: &Run, one: &Merged, end: f64) -> String {
          <td class=\"n extra\">{}</td><td class=\"n extra\">{written}</td><td class=\"n\">{}</td><td class=\"n extra\">{}</td><td>{}</td></tr>\n\
          <tr class=\"way\"><td colspan=\"9\"><div class=\"bar\">{spans}</div></td></tr>\n",
         one.step,
-        Text(&one.path),
+        HtmlText(&one.path),
         seconds(one.began),
         since_close(one.drained),
         since_close(one.durable),
-        Text(state)
+        HtmlText(state)
     )
 }
 
@@ -193,7 +193,7 @@ mod tests {
             record("b", 10_000_000, Some(5.0)),
         ];
         let merged = merge(&records, 0);
-        let expected = Merged {
+        let expected = MergedCheckpoint {
             path: "step_5".into(),
             step: 5,
             began: 1.0,
@@ -206,7 +206,7 @@ mod tests {
         let records = [record("a", 0, Some(4.0)), record("b", 10_000_000, None)];
         assert_eq!(super::merge(&records, 0)[0].durable, None);
         // The bar has no gap, and extends to the end of the run.
-        let spans = expected.spans(20.0);
+        let spans = expected.bar_spans(20.0);
         assert!(
             spans.windows(2).all(|pair| pair[0].2 == pair[1].1),
             "{spans:?}"

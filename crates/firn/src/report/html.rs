@@ -3,17 +3,18 @@
 use std::fmt;
 
 /// Displays a value as text for HTML: no character of the value becomes markup.
-pub struct Text<T>(pub T);
+pub struct HtmlText<T>(pub T);
 
-impl<T: fmt::Display> fmt::Display for Text<T> {
+impl<T: fmt::Display> fmt::Display for HtmlText<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::write(&mut Escape(f), format_args!("{}", self.0))
+        fmt::write(&mut Escaper(f), format_args!("{}", self.0))
     }
 }
 
-struct Escape<'a, 'b>(&'a mut fmt::Formatter<'b>);
+/// Writes text to a formatter, with each character that HTML would interpret replaced by its entity.
+struct Escaper<'a, 'b>(&'a mut fmt::Formatter<'b>);
 
-impl fmt::Write for Escape<'_, '_> {
+impl fmt::Write for Escaper<'_, '_> {
     fn write_str(&mut self, text: &str) -> fmt::Result {
         text.chars().try_for_each(|one| match one {
             '&' => self.0.write_str("&amp;"),
@@ -34,7 +35,7 @@ mod tests {
 
     #[test]
     fn no_name_becomes_markup() {
-        let text = Text("<script>\"'&\u{1b}\n").to_string();
+        let text = HtmlText("<script>\"'&\u{1b}\n").to_string();
         assert_eq!(text, "&lt;script&gt;&quot;&#39;&amp;\u{fffd}\u{fffd}");
     }
 }

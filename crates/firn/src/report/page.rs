@@ -10,7 +10,7 @@ use firn_protocol::record::{EventRecord, RunRecord};
 use super::Run;
 use super::chart::{self, LAYOUTS, Mark};
 use super::checkpoint_table as checkpoints;
-use super::html::Text;
+use super::html::HtmlText;
 use super::timeline::Timeline;
 use crate::text::{self, bytes, count, seconds};
 
@@ -22,7 +22,7 @@ const EVENTS_MAX: usize = 500;
 const MARKS_MAX: usize = 60;
 
 /// Sums over all hosts.
-struct Total {
+struct RunTotals {
     /// Bytes that are in memory at the end of the records.
     held_bytes: u64,
     /// Bytes that were overwritten or removed in memory before they were drained.
@@ -45,7 +45,7 @@ struct Total {
     drain_seconds: HistogramStatus,
 }
 
-impl Total {
+impl RunTotals {
     /// Adds up the records of all hosts.
     fn of(records: &[RunRecord]) -> Self {
         let sum = |value: &dyn Fn(&RunRecord) -> u64| -> u64 {
@@ -98,8 +98,8 @@ fn add(all: &mut HistogramStatus, other: &HistogramStatus) {
 }
 
 /// Returns the page as HTML.
-pub fn page(run: &Run) -> String {
-    let total = Total::of(&run.records);
+pub fn render_page(run: &Run) -> String {
+    let total = RunTotals::of(&run.records);
     let timelines = LAYOUTS.map(|layout| Timeline::new(&run.records, layout.bin_count()));
     let [line, _] = &timelines;
     let title = run
@@ -111,19 +111,19 @@ pub fn page(run: &Run) -> String {
          <meta name=\"viewport\" content=\"width=device-width,initial-scale=1\">\
          <meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none';style-src 'unsafe-inline';script-src \
          'unsafe-inline'\"><title>Firn run: {}</title>\n<style>\n{STYLE}</style></head>\n<body><main>\n",
-        Text(&title)
+        HtmlText(&title)
     );
-    html += &header(run, &title, line);
-    html += &problems(run, &total);
-    html += &cards(&total);
-    html += &timeline(run, &timelines);
+    html += &render_header(run, &title, line);
+    html += &render_problems(run, &total);
+    html += &render_cards(&total);
+    html += &render_timeline(run, &timelines);
     let merged = checkpoints::merge(&run.records, line.began_unix_us);
-    html += &checkpoints::section(run, &merged, line.seconds);
-    html += &sizes(&total);
-    html += &calls(&total);
-    html += &saved(&total);
+    html += &checkpoints::render_section(run, &merged, line.seconds);
+    html += &render_sizes(&total);
+    html += &render_calls(&total);
+    html += &render_saved(&total);
     html += &event_table(run, line.began_unix_us);
-    html += &hosts(run);
+    html += &render_hosts(run);
     let _ = write!(
         html,
         "<footer>Made by firn {}. Times are of each host's own clock; sums are of all hosts. Each moment of the timeline is at \
@@ -141,7 +141,7 @@ fn longest_moment(records: &[RunRecord]) -> String {
 }
 
 /// Returns a moment as a date and time for readers.
-fn date(unix_us: u64) -> String {
+fn format_date(unix_us: u64) -> String {
     // humantime formats times before the year 10000. The check of a record bounds its beginning to less.
     let at = UNIX_EPOCH + Duration::from_micros(unix_us);
     let text = humantime::format_rfc3339_seconds(at).to_string();
@@ -149,7 +149,7 @@ fn date(unix_us: u64) -> String {
 }
 
 /// Returns the head of the page: mount point, begin, length, number of hosts, and backing.
-fn header(run: &Run, title: &str, line: &Timeline) -> String {
+fn render_header(run: &Run, title: &str, line: &Timeline) -> String {
     let hosts = count(host_count(&run.records), "host");
     let backing = run.records.first().map(|one| one.backing.to_string());
     let state = if run.records.iter().all(|one| one.has_ended) {
@@ -160,10 +160,10 @@ fn header(run: &Run, title: &str, line: &Timeline) -> String {
     format!(
         "<header><p class=\"eyebrow\">Firn · report of a run</p><h1>{}</h1><p class=\"sub\">{} · {} · {hosts} · files in \
          <code>{}</code>{state}</p></header>\n",
-        Text(title),
-        date(line.began_unix_us),
+        HtmlText(title),
+        format_date(line.began_unix_us),
         seconds(line.seconds),
-        Text(backing.unwrap_or_default()),
+        HtmlText(backing.unwrap_or_default()),
     )
 }
 
@@ -175,7 +175,7 @@ fn host_count(records: &[RunRecord]) -> u64 {
 }
 
 /// Returns the section about problems, which comes first. It is empty where there is none.
-fn problems(run: &Run, total: &Total) -> String {
+fn render_problems(run: &Run, total: &RunTotals) -> String {
     let mut all = run.failures.clone();
     if total.held_bytes > 0 && total.has_ended {
         all.push(format!(
@@ -203,13 +203,13 @@ fn problems(run: &Run, total: &Total) -> String {
     }
     let items: String = all
         .iter()
-        .map(|one| format!("<li>{}</li>", Text(one)))
+        .map(|one| format!("<li>{}</li>", HtmlText(one)))
         .collect();
     format!("<section class=\"problems\"><h2>Look at this first</h2><ul>{items}</ul></section>\n")
 }
 
 /// Returns the cards with the most important figures.
-fn cards(total: &Total) -> String {
+fn render_cards(total: &RunTotals) -> String {
     let ingest = &total.ingest_write_bytes;
     let drain = &total.drain_write_bytes;
     let mean = |histogram: &HistogramStatus| {
@@ -290,7 +290,7 @@ fn cards(total: &Total) -> String {
 }
 
 /// Returns the section of the timeline, with a chart for each layout.
-fn timeline(run: &Run, timelines: &[Timeline; 2]) -> String {
+fn render_timeline(run: &Run, timelines: &[Timeline; 2]) -> String {
     let mut html = String::from(
         "<section><h2>Timeline</h2>\n<p class=\"legend\"><span><i class=\"key in\"></i>written by programs</span> \
          <span><i class=\"key out\"></i>written to the backing</span> <span><i class=\"key held\"></i>in memory</span> \
@@ -300,7 +300,7 @@ fn timeline(run: &Run, timelines: &[Timeline; 2]) -> String {
         .records
         .iter()
         .fold(0u64, |sum, one| sum.saturating_add(one.arena_bytes));
-    let marks = marks(run, timelines[0].began_unix_us);
+    let marks = event_marks(run, timelines[0].began_unix_us);
     for (layout, line) in LAYOUTS.iter().zip(timelines) {
         html += &chart::timeline(layout, line, arena_bytes, &marks);
     }
@@ -318,7 +318,7 @@ fn timeline(run: &Run, timelines: &[Timeline; 2]) -> String {
 }
 
 /// Returns the marks of the events that a reader looks for first. The newest are shown.
-fn marks(run: &Run, began_unix_us: u64) -> Vec<Mark> {
+fn event_marks(run: &Run, began_unix_us: u64) -> Vec<Mark> {
     let mut marks: Vec<Mark> = all_events(run)
         .into_iter()
         .filter(|(_, event)| !matches!(event.kind.as_str(), "mounted" | "unmounted"))
@@ -382,7 +382,7 @@ fn event_text(event: &EventRecord) -> String {
 }
 
 /// Returns the section that compares the sizes of programs' writes with those of writes to the backing.
-fn sizes(total: &Total) -> String {
+fn render_sizes(total: &RunTotals) -> String {
     let (ingest, drain) = (&total.ingest_write_bytes, &total.drain_write_bytes);
     let mut html = String::from(
         "<section><h2>Sizes of writes, before and after</h2>\n<p class=\"legend\"><span><i class=\"key in\"></i>writes of programs</span> \
@@ -414,10 +414,10 @@ fn sizes(total: &Total) -> String {
         let _ = writeln!(
             html,
             "<tr><td class=\"n\">{size}</td><td class=\"n\">{}</td>{}<td class=\"n\">{}</td>{}</tr>",
-            number(one),
-            meter("in", one, most_in),
-            number(other),
-            meter("out", other, most_out)
+            format_count(one),
+            render_meter("in", one, most_in),
+            format_count(other),
+            render_meter("out", other, most_out)
         );
     }
     html += "</tbody></table>\n";
@@ -436,7 +436,7 @@ fn sizes(total: &Total) -> String {
 }
 
 /// Returns a count as text, which is empty for 0.
-fn number(count: u64) -> String {
+fn format_count(count: u64) -> String {
     if count == 0 {
         String::new()
     } else {
@@ -444,7 +444,7 @@ fn number(count: u64) -> String {
     }
 }
 
-fn meter(class: &str, count: u64, most: u64) -> String {
+fn render_meter(class: &str, count: u64, most: u64) -> String {
     let bar = if count == 0 {
         String::new()
     } else {
@@ -455,7 +455,7 @@ fn meter(class: &str, count: u64, most: u64) -> String {
 }
 
 /// Returns the section with the times of calls.
-fn calls(total: &Total) -> String {
+fn render_calls(total: &RunTotals) -> String {
     let rows = [
         (
             "write",
@@ -517,7 +517,7 @@ fn short_time(time: f64) -> String {
 }
 
 /// Returns the section on saved time: the time that programs waited, beside what direct writes would have taken.
-fn saved(total: &Total) -> String {
+fn render_saved(total: &RunTotals) -> String {
     let tag = |word: &str| format!(" <span class=\"tag\">{word}</span>");
     let (measured, inferred) = (tag("measured"), tag("inferred"));
     let mut html = String::from("<section><h2>Time saved beside writing directly</h2>\n");
@@ -574,8 +574,8 @@ fn event_table(run: &Run, began_unix_us: u64) -> String {
             html,
             "<tr><td class=\"n\">{}</td><td>{}</td><td{class}>{}</td></tr>",
             seconds(at),
-            Text(host),
-            Text(event_text(event))
+            HtmlText(host),
+            HtmlText(event_text(event))
         );
     }
     html += "</tbody></table></div>\n";
@@ -589,7 +589,7 @@ fn event_table(run: &Run, began_unix_us: u64) -> String {
 }
 
 /// Returns the section with the table of hosts.
-fn hosts(run: &Run) -> String {
+fn render_hosts(run: &Run) -> String {
     let mut html = String::from(
         "<section><h2>Hosts</h2>\n<div class=\"scroll\"><table><thead><tr><th>Host</th><th class=\"extra\">Mounted at</th><th class=\"n\">For</th>\
          <th class=\"n\">Written</th><th class=\"n\">To backing</th><th class=\"n\">In memory</th><th class=\"extra\">Version</th>\
@@ -606,13 +606,13 @@ fn hosts(run: &Run) -> String {
             html,
             "<tr><td>{}</td><td class=\"extra\">{}</td><td class=\"n\">{}</td><td class=\"n\">{}</td><td class=\"n\">{}</td>\
              <td class=\"n\">{}</td><td class=\"extra\">{}</td><td class=\"extra\">{state}</td></tr>",
-            Text(&record.host),
-            date(record.began_unix_us),
+            HtmlText(&record.host),
+            format_date(record.began_unix_us),
             seconds(record.lasted_seconds),
             bytes(sums.ingest_bytes),
             bytes(sums.drain_bytes),
             bytes(record.held_bytes),
-            Text(&record.firn_version)
+            HtmlText(&record.firn_version)
         );
     }
     html += "</tbody></table></div>\n";
@@ -624,7 +624,7 @@ fn hosts(run: &Run) -> String {
         let _ = writeln!(
             html,
             "<p class=\"note\">Options: <code>{}</code></p>",
-            Text(options.join(" "))
+            HtmlText(options.join(" "))
         );
     }
     html + "</section>\n"
@@ -667,7 +667,7 @@ mod tests {
 
     #[test]
     fn no_name_becomes_markup_anywhere() {
-        let html = page(&hostile());
+        let html = render_page(&hostile());
         assert!(!html.contains("<script>alert"), "{html}");
         assert_eq!(html.matches("<script>").count(), 1);
         assert_eq!(html.matches("</script>").count(), 1);
@@ -676,7 +676,7 @@ mod tests {
 
     #[test]
     fn the_page_asks_no_network() {
-        let html = page(&hostile());
+        let html = render_page(&hostile());
         for word in ["http://", "https://", "src=", "@import", "url("] {
             assert!(!html.contains(word), "{word}");
         }
@@ -697,10 +697,10 @@ mod tests {
             close_seconds: histogram(1, 0.5),
             ..RunRecord::default()
         };
-        let total = Total::of(&[record.clone(), record]);
+        let total = RunTotals::of(&[record.clone(), record]);
         assert_eq!(total.direct_seconds(), Some(20.0));
         assert_eq!(total.waited_seconds(), 3.0);
-        let none = Total::of(&[RunRecord::default()]);
+        let none = RunTotals::of(&[RunRecord::default()]);
         assert_eq!(none.direct_seconds(), None);
     }
 }

@@ -19,25 +19,25 @@ use firn_client::{ClientError, Connection, Mount};
 use firn_protocol::Status;
 
 use super::{Checkpoints, JobView, MountView, Rates, View};
-use crate::ask::{Unanswered, ask_child};
+use crate::ask::{ChildFailure, ask_child};
 use crate::job::Job;
 use crate::text;
-use crate::verb::history::Listed;
+use crate::verb::history::CheckpointEntry;
 
 /// Minimum time between two looks at a job. Hosts renew their leases every two seconds, so a shorter time shows nothing
 /// new.
-const JOB_EVERY_MIN: Duration = Duration::from_secs(2);
+const JOB_INTERVAL_MIN: Duration = Duration::from_secs(2);
 /// Timeout for a child process that looks at a job or at checkpoints.
-const CHILD_PATIENCE: Duration = Duration::from_millis(1500);
+const CHILD_TIMEOUT: Duration = Duration::from_millis(1500);
 /// Minimum time between two lists of checkpoints.
-const CHECKPOINTS_EVERY_MIN: Duration = Duration::from_secs(5);
+const CHECKPOINTS_INTERVAL_MIN: Duration = Duration::from_secs(5);
 /// Pause after a list of checkpoints, in multiples of the time that the list took. A list examines every file of the
 /// checkpoints, so the pause bounds its cost to about 0.5 % of the time.
-const REST_PER_LOOK: u32 = 200;
+const PAUSE_PER_LIST_TIME: u32 = 200;
 
 /// What the command line asks the screen to show.
 #[derive(Clone, Debug)]
-pub struct Wanted {
+pub struct TopRequest {
     /// Time between two samples of a mount.
     pub every: Duration,
     /// The directory whose checkpoints are shown. `None` means the mount that is chosen on the screen.
@@ -48,7 +48,7 @@ pub struct Wanted {
 
 /// The last answers of all threads. `Sampler::fill` copies them into a view.
 #[derive(Default)]
-struct Board {
+struct LastAnswers {
     /// Samples of each mount, by mount point.
     mounts: BTreeMap<PathBuf, MountSamples>,
     /// Why the mounts cannot be listed. `None` means that the last list succeeded.
@@ -72,11 +72,11 @@ struct MountSamples {
     /// Whether the socket of its firnd is in another runtime directory, so that this process cannot ask.
     is_elsewhere: bool,
     /// When firnd last answered, or when the thread began.
-    heard: Instant,
+    answered_at: Instant,
 }
 
 /// The user's choices on the screen that decide what the threads ask for.
-struct Choice {
+struct UserChoice {
     /// Whether the screen shows a job.
     shows_job: AtomicBool,
     /// Whether samples are paused.
@@ -90,11 +90,11 @@ struct Choice {
 /// The running threads, their answers, and the choices that steer them.
 pub struct Sampler {
     /// The last answers.
-    board: Arc<Mutex<Board>>,
+    board: Arc<Mutex<LastAnswers>>,
     /// The user's choices, which all threads read.
-    choice: Arc<Choice>,
+    choice: Arc<UserChoice>,
     /// What the command line asked for.
-    wanted: Wanted,
+    wanted: TopRequest,
 }
 
 /// Locks a mutex. A panic of another thread leaves usable values here, so poisoning is ignored.
@@ -105,10 +105,10 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl Sampler {
     /// Starts the threads. They send to `fresh` whenever there is something new to show. Returns an error where a
     /// thread cannot be started.
-    pub fn start(wanted: Wanted, shows_job: bool, fresh: &Sender<()>) -> std::io::Result<Self> {
+    pub fn start(wanted: TopRequest, shows_job: bool, fresh: &Sender<()>) -> std::io::Result<Self> {
         let sampler = Self {
             board: Arc::default(),
-            choice: Arc::new(Choice {
+            choice: Arc::new(UserChoice {
                 shows_job: AtomicBool::new(shows_job),
                 is_paused: AtomicBool::new(false),
                 directory: Mutex::new(wanted.directory.clone()),
@@ -123,8 +123,8 @@ impl Sampler {
     }
 
     /// Starts one thread that runs `work` until `fresh` has no receiver.
-    fn spawn(&self, fresh: &Sender<()>, work: fn(&Watch)) -> std::io::Result<()> {
-        let watch = Watch {
+    fn spawn(&self, fresh: &Sender<()>, work: fn(&SamplerThread)) -> std::io::Result<()> {
+        let watch = SamplerThread {
             board: Arc::clone(&self.board),
             choice: Arc::clone(&self.choice),
             wanted: self.wanted.clone(),
@@ -196,7 +196,7 @@ impl Sampler {
                 silent: samples
                     .silent
                     .clone()
-                    .map(|why| (why, samples.heard.elapsed().as_secs_f64())),
+                    .map(|why| (why, samples.answered_at.elapsed().as_secs_f64())),
                 rates: samples.rates.clone(),
             })
             .collect();
@@ -235,18 +235,18 @@ fn job_directory(job: &JobView, view: &View) -> Option<PathBuf> {
 }
 
 /// What each thread works with.
-struct Watch {
+struct SamplerThread {
     /// The last answers.
-    board: Arc<Mutex<Board>>,
+    board: Arc<Mutex<LastAnswers>>,
     /// The user's choices.
-    choice: Arc<Choice>,
+    choice: Arc<UserChoice>,
     /// What the command line asked for.
-    wanted: Wanted,
+    wanted: TopRequest,
     /// Gets a message whenever there is something new to show.
     fresh: Sender<()>,
 }
 
-impl Watch {
+impl SamplerThread {
     /// Signals that there is something new to show. Returns false where the screen is gone, so that the thread ends.
     fn tell(&self) -> bool {
         self.fresh.send(()).is_ok()
@@ -259,7 +259,7 @@ impl Watch {
 
 /// Lists the mounts of this host again and again. Starts a thread for each new mount, and ends that of each mount that
 /// is gone.
-fn watch_mounts(watch: &Watch) {
+fn watch_mounts(watch: &SamplerThread) {
     let mut asked: BTreeMap<PathBuf, Sender<()>> = BTreeMap::new();
     loop {
         let listed = firn_client::mounts();
@@ -290,7 +290,7 @@ fn watch_mounts(watch: &Watch) {
 
 /// Starts the thread that asks the firnd of a mount. The thread ends when the returned sender is dropped. Returns
 /// `None` where the thread cannot be started.
-fn ask_mount(watch: &Watch, mount: &Mount) -> Option<Sender<()>> {
+fn ask_mount(watch: &SamplerThread, mount: &Mount) -> Option<Sender<()>> {
     let (end, ended) = mpsc::channel();
     lock(&watch.board).mounts.insert(
         mount.mount_point.clone(),
@@ -299,10 +299,10 @@ fn ask_mount(watch: &Watch, mount: &Mount) -> Option<Sender<()>> {
             rates: Rates::default(),
             silent: None,
             is_elsewhere: false,
-            heard: Instant::now(),
+            answered_at: Instant::now(),
         },
     );
-    let watch = Watch {
+    let watch = SamplerThread {
         board: Arc::clone(&watch.board),
         choice: Arc::clone(&watch.choice),
         wanted: watch.wanted.clone(),
@@ -318,7 +318,7 @@ fn ask_mount(watch: &Watch, mount: &Mount) -> Option<Sender<()>> {
 
 /// Asks the firnd of one mount for its status until `ended` has no sender. An error is kept as the reason for silence,
 /// and the next question opens a new connection.
-fn sample_mount(watch: &Watch, mount: &Mount, ended: &Receiver<()>) {
+fn sample_mount(watch: &SamplerThread, mount: &Mount, ended: &Receiver<()>) {
     let mut connection: Option<Connection> = None;
     loop {
         if !watch.is_paused() {
@@ -341,7 +341,7 @@ fn sample_mount(watch: &Watch, mount: &Mount, ended: &Receiver<()>) {
                     samples.status = Some(Box::new(status));
                     samples.silent = None;
                     samples.is_elsewhere = false;
-                    samples.heard = Instant::now();
+                    samples.answered_at = Instant::now();
                     connection = Some(open);
                 }
                 Err(error) => {
@@ -361,7 +361,7 @@ fn sample_mount(watch: &Watch, mount: &Mount, ended: &Receiver<()>) {
 }
 
 /// Lists the checkpoints of the chosen directory again and again.
-fn watch_checkpoints(watch: &Watch) {
+fn watch_checkpoints(watch: &SamplerThread) {
     loop {
         let directory = lock(&watch.choice.directory).clone();
         let Some(directory) = directory.filter(|_| !watch.is_paused()) else {
@@ -381,8 +381,8 @@ fn watch_checkpoints(watch: &Watch) {
         let rest = watch
             .wanted
             .every
-            .max(CHECKPOINTS_EVERY_MIN)
-            .max(took * REST_PER_LOOK);
+            .max(CHECKPOINTS_INTERVAL_MIN)
+            .max(took * PAUSE_PER_LIST_TIME);
         let end = Instant::now() + rest;
         // A change of the chosen directory ends the pause, so that the new directory is listed at once.
         while Instant::now() < end && is_current() {
@@ -400,14 +400,14 @@ fn look_at_checkpoints(directory: &Path) -> Checkpoints {
         "--".into(),
         directory.into(),
     ];
-    match ask_child::<Vec<Listed>>(arguments, CHILD_PATIENCE) {
+    match ask_child::<Vec<CheckpointEntry>>(arguments, CHILD_TIMEOUT) {
         Ok(list) => Checkpoints::Listed(list),
-        Err(Unanswered::Late) => Checkpoints::Unknown(format!(
+        Err(ChildFailure::Late) => Checkpoints::Unknown(format!(
             "{} did not list its files within {}",
             text::path(directory),
-            text::seconds(CHILD_PATIENCE.as_secs_f64())
+            text::seconds(CHILD_TIMEOUT.as_secs_f64())
         )),
-        Err(Unanswered::Refused { text, .. } | Unanswered::NotRun(text)) => {
+        Err(ChildFailure::Refused { text, .. } | ChildFailure::NotRun(text)) => {
             Checkpoints::Unknown(text)
         }
     }
@@ -415,14 +415,14 @@ fn look_at_checkpoints(directory: &Path) -> Checkpoints {
 
 /// Looks at the chosen job again and again while the screen shows a job. An answer is dropped where the choice has
 /// changed meanwhile.
-fn watch_job(watch: &Watch) {
+fn watch_job(watch: &SamplerThread) {
     loop {
         if !watch.choice.shows_job.load(Ordering::Relaxed) || watch.is_paused() {
             std::thread::sleep(Duration::from_millis(100));
             continue;
         }
         let path = lock(&watch.choice.job_path).clone();
-        let seen = Job::look(path.as_deref(), CHILD_PATIENCE);
+        let seen = Job::look(path.as_deref(), CHILD_TIMEOUT);
         let seen = seen.map_err(|failure| failure.text().unwrap_or_default());
         if *lock(&watch.choice.job_path) != path {
             continue;
@@ -439,6 +439,6 @@ fn watch_job(watch: &Watch) {
         if !watch.tell() {
             return;
         }
-        std::thread::sleep(watch.wanted.every.max(JOB_EVERY_MIN));
+        std::thread::sleep(watch.wanted.every.max(JOB_INTERVAL_MIN));
     }
 }

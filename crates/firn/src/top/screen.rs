@@ -22,7 +22,7 @@ use ratatui::widgets::{Paragraph, Sparkline, Wrap};
 use super::{Checkpoints, JobView, MountView, Pane, Rates, View};
 use crate::job::{Host, Job, life_word};
 use crate::text::{bytes, count, rate, seconds};
-use crate::verb::history::Listed;
+use crate::verb::history::CheckpointEntry;
 
 /// Smallest size that shows anything useful. A smaller terminal shows a sentence that says so.
 const WIDTH_MIN: u16 = 40;
@@ -430,7 +430,12 @@ fn bar_width(width: u16) -> usize {
 }
 
 /// Returns the line of a checkpoint: its figures, and a bar of its durable, drained and held parts.
-fn checkpoint_line(one: &Listed, width: usize, is_chosen: bool, theme: Theme) -> Line<'static> {
+fn checkpoint_line(
+    one: &CheckpointEntry,
+    width: usize,
+    is_chosen: bool,
+    theme: Theme,
+) -> Line<'static> {
     let mark = if is_chosen { '>' } else { ' ' };
     let words = format!(
         "{mark}{:<18} {:<14} {:>10} {:>5} {:>10} ",
@@ -466,7 +471,7 @@ fn checkpoint_line(one: &Listed, width: usize, is_chosen: bool, theme: Theme) ->
 
 /// Returns the cells of a bar for durable, drained and held bytes, in this order. A part that is not empty has one cell
 /// at least.
-fn parts(one: &Listed, width: usize) -> (usize, usize, usize) {
+fn parts(one: &CheckpointEntry, width: usize) -> (usize, usize, usize) {
     let all = one.bytes.max(1) as f64;
     let cells = |part: u64| match part {
         0 => 0,

@@ -15,19 +15,19 @@ use ratatui::backend::TestBackend;
 use ratatui::buffer::Buffer;
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
 
-use super::sampler::{Sampler, Wanted};
+use super::sampler::{Sampler, TopRequest};
 use super::screen::draw;
 use super::{Checkpoints, JobView, Pane, Rates, View};
 use crate::failure::{DONE, FAILED, Failure, USAGE};
 
 /// Interval at which the loop checks for a signal that asks the process to end.
-const LOOK_EVERY: Duration = Duration::from_millis(250);
+const SIGNAL_CHECK_INTERVAL: Duration = Duration::from_millis(250);
 /// Samples that arrive within this time of each other are drawn together, once.
-const GATHER: Duration = Duration::from_millis(20);
+const REDRAW_DELAY: Duration = Duration::from_millis(20);
 /// Rows that PgUp and PgDn move.
-const PAGE: isize = 10;
+const PAGE_ROWS: isize = 10;
 /// Timeout for the answers that a printed screen (`--once`) shows.
-const ONCE_PATIENCE: Duration = Duration::from_secs(3);
+const ONCE_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Returns the failure for an error of the terminal.
 fn failed(error: std::io::Error) -> Failure {
@@ -35,7 +35,7 @@ fn failed(error: std::io::Error) -> Failure {
 }
 
 /// Returns a view without any answers yet.
-fn view_of(wanted: &Wanted, shows_job: bool, has_colour: bool) -> View {
+fn view_of(wanted: &TopRequest, shows_job: bool, has_colour: bool) -> View {
     View {
         host: rustix::system::uname()
             .nodename()
@@ -57,7 +57,7 @@ fn empty_job() -> JobView {
 }
 
 /// An event for the loop of the screen.
-enum Told {
+enum ScreenEvent {
     /// A sampler thread has something new to show.
     Fresh,
     /// The user typed a key, or the terminal changed its size.
@@ -67,7 +67,7 @@ enum Told {
 }
 
 /// Shows the screen until the user ends it. Returns the exit status, or a failure where the terminal cannot be used.
-pub fn show(wanted: Wanted, shows_job: bool, has_colour: bool) -> Result<u8, Failure> {
+pub fn show(wanted: TopRequest, shows_job: bool, has_colour: bool) -> Result<u8, Failure> {
     let can_draw = std::env::var_os("TERM").is_none_or(|term| term != "dumb");
     if !std::io::stdout().is_terminal() || !std::io::stdin().is_terminal() || !can_draw {
         return Err(Failure::new(
@@ -84,13 +84,13 @@ pub fn show(wanted: Wanted, shows_job: bool, has_colour: bool) -> Result<u8, Fai
     ] {
         signal_hook::flag::register(signal, Arc::clone(&stop)).map_err(failed)?;
     }
-    let (told, heard) = mpsc::channel();
-    let sampler = Sampler::start(wanted.clone(), shows_job, &relay(&told)?).map_err(failed)?;
+    let (sender, events) = mpsc::channel();
+    let sampler = Sampler::start(wanted.clone(), shows_job, &relay(&sender)?).map_err(failed)?;
     let mut view = view_of(&wanted, shows_job, has_colour);
     // `try_init` installs a panic hook that restores the terminal before the panic's message is printed.
     let mut terminal = ratatui::try_init().map_err(failed)?;
-    let result = read_keys(told).and_then(|()| {
-        run(&mut view, &sampler, &heard, &stop, &mut |view| {
+    let result = read_keys(sender).and_then(|()| {
+        run(&mut view, &sampler, &events, &stop, &mut |view| {
             terminal.draw(|frame| draw(frame, view)).map(drop)
         })
     });
@@ -98,16 +98,16 @@ pub fn show(wanted: Wanted, shows_job: bool, has_colour: bool) -> Result<u8, Fai
     result.map_err(failed).map(|()| DONE)
 }
 
-/// Returns a sender for sampler threads. A thread of its own forwards each message as [`Told::Fresh`].
-fn relay(told: &Sender<Told>) -> Result<Sender<()>, Failure> {
+/// Returns a sender for sampler threads. A thread of its own forwards each message as [`ScreenEvent::Fresh`].
+fn relay(sender: &Sender<ScreenEvent>) -> Result<Sender<()>, Failure> {
     let (fresh, samples) = mpsc::channel();
-    let told = told.clone();
+    let sender = sender.clone();
     let thread = std::thread::Builder::new();
     let relay = move || {
         while samples.recv().is_ok() {
-            std::thread::sleep(GATHER);
+            std::thread::sleep(REDRAW_DELAY);
             while samples.try_recv().is_ok() {}
-            if told.send(Told::Fresh).is_err() {
+            if sender.send(ScreenEvent::Fresh).is_err() {
                 return;
             }
         }
@@ -117,13 +117,13 @@ fn relay(told: &Sender<Told>) -> Result<Sender<()>, Failure> {
 }
 
 /// Starts the thread that reads keys and changes of size, and forwards each as an event.
-fn read_keys(told: Sender<Told>) -> std::io::Result<()> {
+fn read_keys(sender: Sender<ScreenEvent>) -> std::io::Result<()> {
     let thread = std::thread::Builder::new();
     let read = move || {
         loop {
-            let message = event::read().map_or(Told::Closed, Told::Typed);
-            let is_closed = matches!(message, Told::Closed);
-            if told.send(message).is_err() || is_closed {
+            let message = event::read().map_or(ScreenEvent::Closed, ScreenEvent::Typed);
+            let is_closed = matches!(message, ScreenEvent::Closed);
+            if sender.send(message).is_err() || is_closed {
                 return;
             }
         }
@@ -135,24 +135,24 @@ fn read_keys(told: Sender<Told>) -> std::io::Result<()> {
 fn run(
     view: &mut View,
     sampler: &Sampler,
-    heard: &Receiver<Told>,
+    events: &Receiver<ScreenEvent>,
     stop: &AtomicBool,
     draw: &mut dyn FnMut(&View) -> std::io::Result<()>,
 ) -> std::io::Result<()> {
     draw(view)?;
     while !stop.load(Ordering::Relaxed) {
-        match heard.recv_timeout(LOOK_EVERY) {
-            Ok(Told::Fresh) if view.is_paused => continue,
-            Ok(Told::Fresh) => sampler.fill(view),
-            Ok(Told::Typed(Event::Key(key))) if key.kind != KeyEventKind::Release => {
+        match events.recv_timeout(SIGNAL_CHECK_INTERVAL) {
+            Ok(ScreenEvent::Fresh) if view.is_paused => continue,
+            Ok(ScreenEvent::Fresh) => sampler.fill(view),
+            Ok(ScreenEvent::Typed(Event::Key(key))) if key.kind != KeyEventKind::Release => {
                 if is_end(key) {
                     return Ok(());
                 }
                 apply(view, key);
                 sampler.fill(view);
             }
-            Ok(Told::Typed(_)) => {}
-            Ok(Told::Closed) | Err(RecvTimeoutError::Disconnected) => return Ok(()),
+            Ok(ScreenEvent::Typed(_)) => {}
+            Ok(ScreenEvent::Closed) | Err(RecvTimeoutError::Disconnected) => return Ok(()),
             Err(RecvTimeoutError::Timeout) => continue,
         }
         sampler.choose(view);
@@ -172,8 +172,8 @@ fn apply(view: &mut View, key: KeyEvent) {
     match key.code {
         KeyCode::Up => view.step(-1),
         KeyCode::Down => view.step(1),
-        KeyCode::PageUp => view.step(-PAGE),
-        KeyCode::PageDown => view.step(PAGE),
+        KeyCode::PageUp => view.step(-PAGE_ROWS),
+        KeyCode::PageDown => view.step(PAGE_ROWS),
         KeyCode::Home => view.step(isize::MIN),
         KeyCode::End => view.step(isize::MAX),
         KeyCode::Tab | KeyCode::BackTab | KeyCode::Left | KeyCode::Right => {
@@ -202,13 +202,13 @@ fn apply(view: &mut View, key: KeyEvent) {
 ///
 /// The text is made when everything that is shown has answered, or at the timeout. Returns a failure where the user
 /// asked for a directory that is on no mount.
-pub fn once(wanted: Wanted, shows_job: bool, size: (u16, u16)) -> Result<String, Failure> {
+pub fn once(wanted: TopRequest, shows_job: bool, size: (u16, u16)) -> Result<String, Failure> {
     let (fresh, samples) = mpsc::channel();
     let mut view = view_of(&wanted, shows_job, false);
     let directory = wanted.directory.clone();
     let sampler = Sampler::start(wanted, shows_job, &fresh).map_err(failed)?;
     drop(fresh);
-    let deadline = Instant::now() + ONCE_PATIENCE;
+    let deadline = Instant::now() + ONCE_TIMEOUT;
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
         if samples.recv_timeout(left).is_err() {
@@ -280,7 +280,7 @@ mod tests {
     use super::super::{Checkpoints, MountView};
     use super::*;
     use crate::job::example;
-    use crate::verb::history::Listed;
+    use crate::verb::history::CheckpointEntry;
 
     fn status(held: u64) -> Status {
         Status {
@@ -311,8 +311,8 @@ mod tests {
         }
     }
 
-    fn checkpoint(step: u64, state: &str, held: u64, durable: u64) -> Listed {
-        Listed {
+    fn checkpoint(step: u64, state: &str, held: u64, durable: u64) -> CheckpointEntry {
+        CheckpointEntry {
             name: format!("step_{step}").into(),
             path: format!("/ckpt/step_{step}").into(),
             step,

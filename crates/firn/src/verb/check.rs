@@ -123,7 +123,7 @@ fn print_reports(reports: &Reports, as_json: bool) -> Result<u8, Failure> {
         output::print_json(reports)?;
     } else {
         if let Some(report) = &reports.arena {
-            output::print(&text(report, Paint::stdout()))?;
+            output::print(&format_report(report, Paint::stdout()))?;
         }
         if let Some(logs) = &reports.logs {
             output::print(&logs_text(logs, Paint::stdout()))?;
@@ -296,7 +296,7 @@ pub fn damage_line(damage: &Damage) -> String {
 }
 
 /// Returns the result for an arena as text.
-fn text(report: &CheckReport, paint: Paint) -> String {
+fn format_report(report: &CheckReport, paint: Paint) -> String {
     let verdict = if report.damage.is_empty() {
         paint.good("sound")
     } else {

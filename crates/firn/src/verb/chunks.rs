@@ -53,7 +53,7 @@ struct ChunksArgs {
 
 /// The pieces of a file, as JSON.
 #[derive(Serialize)]
-struct Listed {
+struct ChunkList {
     /// Path of the file below the mount point.
     path: BytePath,
     /// Size of the file in bytes.
@@ -70,7 +70,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let (place, mut connection) = connect(&args.path)?;
     let list = connection.chunks(&place.relative)?;
     let region = connection.region()?;
-    let listed = Listed {
+    let listed = ChunkList {
         path: place.relative,
         bytes: list.bytes,
         region,

@@ -46,7 +46,7 @@ fn args(command: Command) -> Command {
 
 /// One option, as JSON.
 #[derive(Serialize)]
-struct Line {
+struct OptionLine {
     /// Name of the option.
     name: &'static str,
     /// The value as a user would write it. An empty text means that the option is not set.
@@ -73,7 +73,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
 }
 
 /// Returns a line for each option, in the order of the table of options.
-fn lines(resolved: &Resolved) -> Vec<Line> {
+fn lines(resolved: &Resolved) -> Vec<OptionLine> {
     let line = |(row, origin): &(&'static firn_config::table::Row, Origin)| {
         let (source, place) = match origin {
             Origin::Flag => ("flag", None),
@@ -83,7 +83,7 @@ fn lines(resolved: &Resolved) -> Vec<Line> {
             Origin::Implied(name) => ("implied", Some((*name).to_owned())),
             Origin::Default => ("default", None),
         };
-        Line {
+        OptionLine {
             name: row.name,
             value: (row.get)(&resolved.options),
             default: row.default,
@@ -96,7 +96,7 @@ fn lines(resolved: &Resolved) -> Vec<Line> {
 }
 
 /// Returns the lines as text. Options that differ from their defaults are bold.
-fn text(lines: &[Line], paint: Paint) -> String {
+fn text(lines: &[OptionLine], paint: Paint) -> String {
     let name_width = lines.iter().map(|line| line.name.len()).max().unwrap_or(0);
     let value_width = lines
         .iter()

@@ -3,7 +3,9 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::doctor::{Examination, Finding, Request, Subject, Verdict, examine, run_check};
+use crate::doctor::{
+    CheckSubject, Examination, ExaminationRequest, Finding, Verdict, examine, run_check,
+};
 use clap::{Arg, ArgAction, ArgMatches, Command, ValueHint, value_parser};
 use firn_config::Options;
 
@@ -81,7 +83,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     if let Some(name) = matches.get_one::<String>(ONLY) {
         let resolved = resolve(matches).map(|resolved| resolved.options);
         let fault = resolved.as_ref().err().and_then(Failure::text);
-        let subject = Subject {
+        let subject = CheckSubject {
             backing: backing.map(PathBuf::as_path),
             options: &resolved.unwrap_or_else(|_| Options::default()),
             options_fault: fault.as_deref(),
@@ -91,15 +93,15 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         output::print_json_line(&findings)?;
         return Ok(DONE);
     }
-    let patience_ms = *matches.get_one::<u64>("timeout").expect("it has a default");
+    let timeout_ms = *matches.get_one::<u64>("timeout").expect("it has a default");
     // Each child gets the same command line, so that its check sees the same options.
     let mut arguments: Vec<_> = std::env::args_os().skip(1).collect();
     arguments.insert(1, format!("--{ONLY}").into());
-    let examination = examine(&Request {
+    let examination = examine(&ExaminationRequest {
         has_backing: backing.is_some(),
         arguments,
         name_index: 2,
-        patience: Duration::from_millis(patience_ms),
+        timeout: Duration::from_millis(timeout_ms),
     });
     if matches.get_flag("json") {
         output::print_json(&examination)?;

@@ -8,7 +8,7 @@ use firn_protocol::Request;
 use firn_protocol::path::BytePath;
 use serde::Serialize;
 
-use super::wait::{Say, wait};
+use super::wait::{WaitOutput, wait};
 use crate::failure::{DONE, Failure};
 use crate::verb::{NO_CONNECTION, Verb, connect};
 use crate::{output, text};
@@ -59,7 +59,7 @@ struct DrainArgs {
 
 /// What a drain began with, as JSON.
 #[derive(Serialize)]
-struct Begun {
+struct DrainStarted {
     mount_point: BytePath,
     /// Path below the mount point. An empty path means the whole mount.
     path: BytePath,
@@ -73,11 +73,11 @@ struct Begun {
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = DrainArgs::from_arg_matches(matches)?;
     if args.wait {
-        let say = Say {
+        let printing = WaitOutput {
             json: args.json,
             quiet: args.quiet,
         };
-        return wait(&args.path, DurabilityLevel::Drained, None, say);
+        return wait(&args.path, DurabilityLevel::Drained, None, printing);
     }
     let (place, mut connection) = connect(&args.path)?;
     let mut files = if args.json || !args.quiet {
@@ -91,7 +91,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         path: place.relative.clone(),
     })?;
     if args.json {
-        output::print_json(&Begun {
+        output::print_json(&DrainStarted {
             mount_point: place.mount.mount_point.into(),
             path: place.relative,
             held_files: files.len(),

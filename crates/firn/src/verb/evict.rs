@@ -44,7 +44,7 @@ struct EvictArgs {
 
 /// The result, as JSON.
 #[derive(Serialize)]
-struct Evicted {
+struct EvictResult {
     /// Bytes of memory freed.
     freed_bytes: u64,
     /// Bytes that stay in memory: they are not drained, or a program uses the list of their chunks.
@@ -57,7 +57,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let (place, mut connection) = connect(&args.path)?;
     let (freed_bytes, held_bytes) = connection.evict(&place.relative)?;
     if args.json {
-        output::print_json(&Evicted {
+        output::print_json(&EvictResult {
             freed_bytes,
             held_bytes,
         })?;

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use clap::{Arg, ArgMatches, Command, ValueHint, value_parser};
 
-use crate::exporter::{Address, Ending, Listener, Scraper, serve};
+use crate::exporter::{Address, EndSignal, Listener, Scraper, serve};
 use crate::failure::{DONE, FAILED, Failure};
 use crate::verb::Verb;
 use crate::{output, output_file, text};
@@ -70,7 +70,7 @@ fn args(command: Command) -> Command {
 /// Serves metrics until a signal comes. With `--textfile` it writes the file at intervals instead. Sockets that systemd
 /// passes replace `--listen`.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
-    let ending = Ending::on_signals()?;
+    let ending = EndSignal::on_signals()?;
     if let Some(file) = matches.get_one::<PathBuf>("textfile") {
         let scraper = Scraper::default();
         loop {

@@ -83,7 +83,7 @@ struct LatestArgs {
 
 /// A checkpoint as JSON.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Listed {
+pub struct CheckpointEntry {
     /// Name of the checkpoint in its directory.
     pub name: BytePath,
     /// Absolute path of the checkpoint.
@@ -110,7 +110,7 @@ pub struct Listed {
     pub host: Option<String>,
 }
 
-impl Listed {
+impl CheckpointEntry {
     /// Returns the entry of a checkpoint, or `None` where its name has no step.
     fn of(directory: &Directory, checkpoint: &Checkpoint, host: Option<&str>) -> Option<Self> {
         let is_in_memory = checkpoint
@@ -149,8 +149,8 @@ fn run_history(matches: &ArgMatches) -> Result<u8, Failure> {
     let host = directory.host()?;
     let looked = directory.look()?;
     let checkpoints = looked.checkpoints.iter();
-    let listed: Vec<Listed> = checkpoints
-        .filter_map(|one| Listed::of(&directory, one, host.as_deref()))
+    let listed: Vec<CheckpointEntry> = checkpoints
+        .filter_map(|one| CheckpointEntry::of(&directory, one, host.as_deref()))
         .collect();
     let failures: Vec<String> = looked
         .failed
@@ -191,7 +191,7 @@ const HEAD: [&str; 8] = [
 ];
 
 /// Returns a table of the checkpoints. The name of one that is not whole has the colour of a warning.
-fn table(listed: &[Listed], paint: Paint) -> String {
+fn table(listed: &[CheckpointEntry], paint: Paint) -> String {
     if listed.is_empty() {
         return String::new();
     }
@@ -213,7 +213,7 @@ fn table(listed: &[Listed], paint: Paint) -> String {
     lines
 }
 
-fn row(listed: &Listed) -> [String; HEAD.len()] {
+fn row(listed: &CheckpointEntry) -> [String; HEAD.len()] {
     let level = listed.level.map_or("-", DurabilityLevel::as_str);
     [
         listed.step.to_string(),
@@ -279,7 +279,7 @@ fn print_path(path: &Path) -> Result<(), Failure> {
     let line = [OsStr::as_bytes(path.as_os_str()), b"\n"].concat();
     let written = stdout.write_all(&line).and_then(|()| stdout.flush());
     written.map_err(|error| match error.kind() {
-        io::ErrorKind::BrokenPipe => Failure::Unread,
+        io::ErrorKind::BrokenPipe => Failure::OutputClosed,
         _ => Failure::new(FAILED, format!("cannot write to standard output: {error}")),
     })
 }

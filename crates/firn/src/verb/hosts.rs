@@ -12,7 +12,7 @@ use crate::output::{self, Paint};
 use crate::verb::Verb;
 
 /// Default timeout for the backing to answer. With the start of a child process it stays below two seconds.
-pub const PATIENCE: &str = "1500ms";
+pub const DEFAULT_TIMEOUT: &str = "1500ms";
 
 pub const VERB: Verb = Verb {
     name: "hosts",
@@ -56,15 +56,15 @@ struct HostsArgs {
     #[arg(long)]
     json: bool,
     /// How long the backing and the firnd of this host may take to answer.
-    #[arg(long, value_name = "DURATION", default_value = PATIENCE, value_parser = parse_timeout_ms)]
+    #[arg(long, value_name = "DURATION", default_value = DEFAULT_TIMEOUT, value_parser = parse_timeout_ms)]
     timeout: u64,
     /// For a process of its own: look at one thing and print what it says.
     #[arg(long, value_enum, hide = true)]
-    only: Option<Only>,
+    only: Option<ChildSource>,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
-enum Only {
+enum ChildSource {
     /// What hosts say in the backing.
     Backing,
     /// What this host's mount says.
@@ -77,8 +77,10 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = HostsArgs::from_arg_matches(matches)?;
     let path = args.backing.as_deref();
     match args.only {
-        Some(Only::Backing) => output::print_json_line(&look_at_backing(path)?).map(|()| DONE),
-        Some(Only::Mount) => output::print_json_line(&look_at_mount(path)?).map(|()| DONE),
+        Some(ChildSource::Backing) => {
+            output::print_json_line(&look_at_backing(path)?).map(|()| DONE)
+        }
+        Some(ChildSource::Mount) => output::print_json_line(&look_at_mount(path)?).map(|()| DONE),
         None => {
             let job = Job::look(path, Duration::from_millis(args.timeout))?;
             if args.json {

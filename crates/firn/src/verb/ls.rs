@@ -68,18 +68,18 @@ struct LsArgs {
 
 /// A file, as JSON.
 #[derive(Serialize)]
-struct Listed {
+struct ListedFile {
     /// Path below the mount point.
     path: BytePath,
     /// Size of the file in bytes.
     size: u64,
     #[serde(flatten)]
-    status: Shown,
+    status: FileState,
 }
 
 /// The status of a file.
 #[derive(Clone, Copy, Serialize)]
-struct Shown {
+struct FileState {
     /// The file's durability level.
     level: DurabilityLevel,
     /// How the last program left the file: still open, closed, or cut off before its close.
@@ -88,7 +88,7 @@ struct Shown {
     held_bytes: u64,
 }
 
-impl Shown {
+impl FileState {
     fn is(&self, state: &str) -> bool {
         self.level.as_str() == state || self.ending.as_str() == state
     }
@@ -105,21 +105,21 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let status = connection.status()?;
     let levels = Levels::ask(&mut connection, &place, &status)?;
     if args.checkpoints {
-        let listed = checkpoints::list(&paths, (&place, &status), &levels)?;
+        let listed = checkpoints::list(&paths, &place, &status, &levels)?;
         return checkpoints::print(&listed, args.json).map(|()| DONE);
     }
     let mut listed = Vec::new();
-    for Walked { path, size, .. } in paths {
+    for FoundFile { path, size, .. } in paths {
         let relative = path.strip_prefix(&place.mount.mount_point).unwrap_or(&path);
         let known = levels.known(relative);
-        let status = Shown {
+        let status = FileState {
             level: levels.level(relative),
             ending: levels.ending(relative),
             held_bytes: known.map_or(0, |file| file.held_bytes),
         };
         let size = levels.size(relative, size);
         if args.state.as_ref().is_none_or(|state| status.is(state)) {
-            listed.push(Listed {
+            listed.push(ListedFile {
                 path: relative.into(),
                 size,
                 status,
@@ -130,7 +130,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         output::print_json(&listed)?;
         return Ok(DONE);
     }
-    for Listed { path, size, status } in &listed {
+    for ListedFile { path, size, status } in &listed {
         let level = status.level.as_str();
         let ending = status.ending.as_str();
         let size = text::bytes(*size);
@@ -143,7 +143,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
 }
 
 /// A regular file that the walk found.
-struct Walked {
+struct FoundFile {
     path: PathBuf,
     size: u64,
     /// Time of the last modification, in seconds since 1970.
@@ -151,7 +151,7 @@ struct Walked {
 }
 
 /// Adds the regular files at or below `path` to `found`. A file that vanishes during the walk is left out.
-fn walk(path: &Path, found: &mut Vec<Walked>) -> Result<(), Failure> {
+fn walk(path: &Path, found: &mut Vec<FoundFile>) -> Result<(), Failure> {
     let failed =
         |error: std::io::Error| Failure::new(FAILED, format!("{}: {error}", text::path(path)));
     let metadata = match std::fs::symlink_metadata(path) {
@@ -159,7 +159,7 @@ fn walk(path: &Path, found: &mut Vec<Walked>) -> Result<(), Failure> {
         metadata => metadata.map_err(failed)?,
     };
     if metadata.is_file() {
-        found.push(Walked {
+        found.push(FoundFile {
             path: path.to_owned(),
             size: metadata.len(),
             modified_s: metadata.mtime() as f64 + metadata.mtime_nsec() as f64 / 1e9,

@@ -47,7 +47,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let pages = page::all();
     if let Some(dir) = &args.dir {
         for page in &pages {
-            write(dir, page)?;
+            write_page(dir, page)?;
         }
         return Ok(DONE);
     }
@@ -69,7 +69,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     Ok(DONE)
 }
 
-fn write(dir: &Path, page: &page::Page) -> Result<(), Failure> {
+fn write_page(dir: &Path, page: &page::Page) -> Result<(), Failure> {
     let section = dir.join(format!("man{}", page.section));
     let path = section.join(format!("{}.{}", page.name, page.section));
     let written =

@@ -62,7 +62,7 @@ pub fn page_command() -> Command {
 
 /// The call of mount(8).
 #[derive(Debug, Default)]
-struct Call {
+struct MountCall {
     /// The names on the command line: the backing and the mount point.
     places: Vec<PathBuf>,
     /// Lists of options after `-o`.
@@ -90,8 +90,8 @@ fn mount_8_status(code: u8) -> u8 {
     }
 }
 
-fn parse(args: &[OsString]) -> Result<Call, Failure> {
-    let mut call = Call::default();
+fn parse(args: &[OsString]) -> Result<MountCall, Failure> {
+    let mut call = MountCall::default();
     let mut args = args.iter();
     while let Some(arg) = args.next() {
         match arg.as_bytes() {
@@ -102,7 +102,7 @@ fn parse(args: &[OsString]) -> Result<Call, Failure> {
     Ok(call)
 }
 
-impl Call {
+impl MountCall {
     /// Takes the flags of one argument. A value is attached to its flag, or is the next argument in `rest`. Fails where
     /// a flag is unknown or lacks its value.
     fn take_flags<'a>(
@@ -154,7 +154,7 @@ impl Call {
 }
 
 /// Mounts as mount(8) asks. With `-f` the options are only checked. With `-s` unknown options are skipped.
-fn mount(call: Call) -> Result<u8, Failure> {
+fn mount(call: MountCall) -> Result<u8, Failure> {
     let minus_o = call.minus_o()?;
     let [backing, mount_point] = &call.places[..] else {
         return Err(usage(&format!(
@@ -202,7 +202,7 @@ fn usage(what: &str) -> Failure {
 mod tests {
     use super::*;
 
-    fn call(words: &[&str]) -> Result<Call, Failure> {
+    fn call(words: &[&str]) -> Result<MountCall, Failure> {
         parse(&words.iter().map(OsString::from).collect::<Vec<_>>())
     }
 

@@ -13,7 +13,7 @@ pub const VERB: Verb = Verb {
     name: "pin",
     about: "Keep files in memory after they are drained",
     long: "With drain=demand, drained files leave memory when new files need the space, in the order in which \
-               they were drained. Pinned files stay until `firn pin --off`, `firn evict` or the end of the \
+               they were drained. PinResult files stay until `firn pin --off`, `firn evict` or the end of the \
                mount. Only files that are in memory now are pinned.",
     examples: &[
         (
@@ -50,7 +50,7 @@ struct PinArgs {
 
 /// The result, as JSON.
 #[derive(Serialize)]
-struct Pinned {
+struct PinResult {
     /// Whether the files are pinned now.
     pinned: bool,
     /// Number of files in memory that the path means.
@@ -65,7 +65,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let (place, mut connection) = connect(&args.path)?;
     let (files, bytes) = connection.pin(&place.relative, !args.off)?;
     if args.json {
-        output::print_json(&Pinned {
+        output::print_json(&PinResult {
             pinned: !args.off,
             files,
             bytes,

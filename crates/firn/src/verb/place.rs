@@ -86,7 +86,7 @@ fn args(command: Command) -> Command {
 /// Explains the placement of a file, or removes a lane from those that a backing knows.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     if let Some(path) = matches.get_one::<PathBuf>("explain") {
-        return explain(path, matches.get_flag("json"));
+        return explain_placement(path, matches.get_flag("json"));
     }
     let required = |name| matches.get_one::<PathBuf>(name).expect("clap demands it");
     let lane = required("forget");
@@ -101,7 +101,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     Ok(DONE)
 }
 
-fn explain(path: &Path, json: bool) -> Result<u8, Failure> {
+fn explain_placement(path: &Path, json: bool) -> Result<u8, Failure> {
     let (place, mut connection) = connect(path)?;
     let explanation = connection.explain_placement(&place.relative)?;
     if json {

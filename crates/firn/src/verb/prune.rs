@@ -67,18 +67,18 @@ struct PruneArgs {
 
 /// The result, as JSON.
 #[derive(Serialize)]
-struct Pruned {
+struct PruneResult {
     /// Names of the checkpoints that were removed, or that would be.
     removed: Vec<BytePath>,
     /// Names of the checkpoints that stay, the newest first, each with the reason.
-    kept: Vec<Kept>,
+    kept: Vec<KeptCheckpoint>,
     /// Why some checkpoints could not be examined or removed.
     failures: Vec<String>,
 }
 
 /// A checkpoint that stays, and the reason in one word.
 #[derive(Serialize)]
-struct Kept {
+struct KeptCheckpoint {
     name: BytePath,
     why: &'static str,
 }
@@ -111,7 +111,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         };
         match verdict {
             Verdict::Remove => removed.push(shown),
-            stays => kept.push(Kept {
+            stays => kept.push(KeptCheckpoint {
                 name: shown,
                 why: stays.as_str(),
             }),
@@ -123,7 +123,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     }
     let status = if failures.is_empty() { DONE } else { PARTLY };
     if args.json {
-        output::print_json(&Pruned {
+        output::print_json(&PruneResult {
             removed,
             kept,
             failures,

@@ -140,7 +140,7 @@ struct PullArgs {
 
 /// The result of a copy, as JSON.
 #[derive(Serialize)]
-struct Pulled<'a> {
+struct PullResult<'a> {
     host: &'a str,
     source: &'a BytePath,
     target: BytePath,
@@ -154,7 +154,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = PullArgs::from_arg_matches(matches)?;
     check_encryption(&args.transport, args.encrypt)?;
     let (host, source) = parse_source(&args.source, args.list || args.follow)?;
-    let route = route(&args)?;
+    let route = route_of(&args)?;
     let carriage = Carriage {
         transport: args.transport,
         sums: args.verify,
@@ -170,7 +170,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
                 keep: args.keep as usize,
                 every: Duration::from_millis(args.every),
             };
-            follow(&request, args.json)
+            follow_source(&request, args.json)
         }
         Some(target) => {
             let target = name_target(target, &source)?;
@@ -184,16 +184,16 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
                 patience: Duration::from_millis(args.patience),
                 bytes_max: None,
             };
-            pull(&request, &source, args.json)
+            pull_once(&request, &source, args.json)
         }
-        None => list(&firn_agent::list(&host, &route, &source)?, args.json),
+        None => print_list(&firn_agent::list(&host, &route, &source)?, args.json),
     }
 }
 
 /// An event of `--follow`, as JSON.
 #[derive(Serialize)]
 #[serde(rename_all = "snake_case", tag = "event")]
-enum Followed<'a> {
+enum FollowLine<'a> {
     Copied {
         name: &'a BytePath,
         #[serde(flatten)]
@@ -207,21 +207,21 @@ enum Followed<'a> {
 }
 
 /// Copies new checkpoints until it is interrupted, and prints an event for each.
-fn follow(request: &FollowRequest, json: bool) -> Result<u8, Failure> {
+fn follow_source(request: &FollowRequest, json: bool) -> Result<u8, Failure> {
     if !request.target.is_dir() {
         let target = text::path(&request.target);
-        let told = format!("{target} is no directory: make it first, for the copies alone");
-        return Err(Failure::new(FAILED, told));
+        let message = format!("{target} is no directory: make it first, for the copies alone");
+        return Err(Failure::new(FAILED, message));
     }
-    match firn_agent::follow(request, &mut |event| tell_event(&event, json)) {
+    match firn_agent::follow(request, &mut |event| print_event(&event, json)) {
         Ok(never) => match never {},
         Err(error) => Err(error.into()),
     }
 }
 
 /// Prints an event of `--follow`: as JSON on stdout, or as a message on stderr.
-fn tell_event(event: &FollowEvent<'_>, json: bool) {
-    let told = match *event {
+fn print_event(event: &FollowEvent<'_>, json: bool) {
+    let message = match *event {
         FollowEvent::Copied {
             name,
             outcome,
@@ -230,10 +230,10 @@ fn tell_event(event: &FollowEvent<'_>, json: bool) {
         } => {
             let elapsed_s = elapsed.as_secs_f64();
             if !json {
-                output::say(&format!("{name}: {}", summary(outcome, elapsed_s)));
+                output::say(&format!("{name}: {}", summarize(outcome, elapsed_s)));
                 return;
             }
-            output::print_json_line(&Followed::Copied {
+            output::print_json_line(&FollowLine::Copied {
                 name,
                 outcome,
                 elapsed_s,
@@ -241,7 +241,7 @@ fn tell_event(event: &FollowEvent<'_>, json: bool) {
             })
         }
         FollowEvent::Removed { name } if json => {
-            output::print_json_line(&Followed::Removed { name })
+            output::print_json_line(&FollowLine::Removed { name })
         }
         FollowEvent::Removed { name } => {
             output::say(&format!("{name}: removed, newer copies are here"));
@@ -253,11 +253,11 @@ fn tell_event(event: &FollowEvent<'_>, json: bool) {
         }
     };
     // The copies matter even if nothing reads the messages, so an error of the output is ignored.
-    let _ = told;
+    let _ = message;
 }
 
 /// Copies the source with a progress bar, and prints the result.
-fn pull(request: &PullRequest, source: &BytePath, json: bool) -> Result<u8, Failure> {
+fn pull_once(request: &PullRequest, source: &BytePath, json: bool) -> Result<u8, Failure> {
     let begin = Instant::now();
     let mut meter = Meter::new();
     let outcome = firn_agent::pull(request, &mut |progress| {
@@ -266,7 +266,7 @@ fn pull(request: &PullRequest, source: &BytePath, json: bool) -> Result<u8, Fail
     drop(meter);
     let elapsed_s = begin.elapsed().as_secs_f64();
     if json {
-        output::print_json(&Pulled {
+        output::print_json(&PullResult {
             host: &request.host,
             source,
             target: request.target.clone().into(),
@@ -274,7 +274,7 @@ fn pull(request: &PullRequest, source: &BytePath, json: bool) -> Result<u8, Fail
             elapsed_s,
         })?;
     } else {
-        output::say(&summary(&outcome, elapsed_s));
+        output::say(&summarize(&outcome, elapsed_s));
     }
     for path in &outcome.changed {
         output::say(&format!(
@@ -291,7 +291,7 @@ fn pull(request: &PullRequest, source: &BytePath, json: bool) -> Result<u8, Fail
 }
 
 /// Returns a sentence about a finished copy.
-fn summary(outcome: &Outcome, elapsed_s: f64) -> String {
+fn summarize(outcome: &Outcome, elapsed_s: f64) -> String {
     let mut line = format!(
         "{} of {} in {} ({})",
         text::bytes(outcome.bytes),
@@ -321,7 +321,7 @@ fn summary(outcome: &Outcome, elapsed_s: f64) -> String {
 }
 
 /// Prints what a directory of the other host contains.
-fn list(listed: &[Listed], json: bool) -> Result<u8, Failure> {
+fn print_list(listed: &[Listed], json: bool) -> Result<u8, Failure> {
     if json {
         output::print_json(&listed)?;
         return Ok(DONE);
@@ -354,7 +354,7 @@ fn list(listed: &[Listed], json: bool) -> Result<u8, Failure> {
 }
 
 /// Returns how the agent is reached: by the key in the backing, by a key file, by MUNGE, or over ssh.
-fn route(args: &PullArgs) -> Result<Route, Failure> {
+fn route_of(args: &PullArgs) -> Result<Route, Failure> {
     let encrypt = args.encrypt.map_or(Encrypt::Auto, Encrypt::from);
     if let Some(dir) = &args.backing {
         return Ok(Route::Backing {
@@ -396,6 +396,7 @@ fn route(args: &PullArgs) -> Result<Route, Failure> {
     })
 }
 
+/// Parses a value that is `yes` or `no`.
 fn parse_yes_no(text: &str) -> Result<bool, &'static str> {
     match text {
         "yes" => Ok(true),

@@ -162,15 +162,15 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     if matches.get_flag("discard") {
         let yes = matches.get_flag("yes");
         let json = matches.get_flag("json");
-        return discard(path, &options, yes, json);
+        return discard_arena(path, &options, yes, json);
     }
     let backing = backing_of(path);
     if let Some(host) = matches.get_one::<String>("dead-host") {
-        return of_host(&backing, host, matches.get_flag("json"));
+        return recover_host(&backing, host, matches.get_flag("json"));
     }
     if let Some(dir) = matches.get_one::<PathBuf>("from-backup") {
         let id = matches.get_one::<u64>("id").copied();
-        return of_backup(
+        return recover_from_backup_dir(
             FromBackup {
                 dir: dir.clone(),
                 backing,
@@ -182,7 +182,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     }
     tell_damage(&backing, &options);
     let lost = match matches.get_one::<PathBuf>("save-lost") {
-        Some(dir) => LostPolicy::Save(outside(dir, &backing)?),
+        Some(dir) => LostPolicy::Save(resolve_outside(dir, &backing)?),
         None if matches.get_flag("discard-lost") => LostPolicy::Discard,
         None => LostPolicy::Keep,
     };
@@ -206,13 +206,13 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     if matches.get_flag("json") {
         output::print_json(&report)?;
     } else {
-        output::print(&summary(&backing, &report))?;
+        output::print(&summarize(&backing, &report))?;
     }
-    outcome(&backing, &report, stop.load(Ordering::Relaxed))
+    report_outcome(&backing, &report, stop.load(Ordering::Relaxed))
 }
 
 /// Drops what is held for a backing. The backing itself may no longer exist, so it is not accessed.
-fn discard(path: &Path, options: &Options, yes: bool, json: bool) -> Result<u8, Failure> {
+fn discard_arena(path: &Path, options: &Options, yes: bool, json: bool) -> Result<u8, Failure> {
     let found = match firn_daemon::find_arena(path, options) {
         Err(RecoverError::NoArena { .. }) => firn_daemon::find_arena(&backing_of(path), options)?,
         found => found?,
@@ -239,7 +239,7 @@ fn discard(path: &Path, options: &Options, yes: bool, json: bool) -> Result<u8, 
 }
 
 /// Continues the transaction of a lost host from its backup.
-fn of_backup(request: FromBackup, json: bool) -> Result<u8, Failure> {
+fn recover_from_backup_dir(request: FromBackup, json: bool) -> Result<u8, Failure> {
     let report = firn_daemon::recover_from_backup(&request)?;
     if json {
         output::print_json(&report)?;
@@ -263,7 +263,7 @@ fn of_backup(request: FromBackup, json: bool) -> Result<u8, Failure> {
 }
 
 /// Ends the transactions of a host that does not come back.
-fn of_host(backing: &Path, host: &str, json: bool) -> Result<u8, Failure> {
+fn recover_host(backing: &Path, host: &str, json: bool) -> Result<u8, Failure> {
     let report = firn_daemon::recover_host(backing, host.to_owned())?;
     if json {
         output::print_json(&report)?;
@@ -316,7 +316,7 @@ fn backing_of(path: &Path) -> PathBuf {
 
 /// Returns the canonical directory for saved files. Refuses a directory inside the backing: its files would be mixed
 /// with those of the backing, which may have the same names.
-fn outside(dir: &Path, backing: &Path) -> Result<PathBuf, Failure> {
+fn resolve_outside(dir: &Path, backing: &Path) -> Result<PathBuf, Failure> {
     let cannot = |error| Failure::new(FAILED, format!("cannot use {}: {error}", text::path(dir)));
     std::fs::create_dir_all(dir).map_err(cannot)?;
     let dir = dir.canonicalize().map_err(cannot)?;
@@ -353,7 +353,7 @@ fn tell_damage(backing: &Path, options: &Options) {
 }
 
 /// Returns the result of a recovery as text.
-fn summary(backing: &Path, report: &RecoverReport) -> String {
+fn summarize(backing: &Path, report: &RecoverReport) -> String {
     if let Some(gone_bytes) = report.gone_bytes {
         return format!(
             "this host was started again since it had {} mounted: {} that it held are gone; the other hosts list it as dead \
@@ -391,7 +391,7 @@ fn summary(backing: &Path, report: &RecoverReport) -> String {
 }
 
 /// Returns the exit status of a recovery: done, partly done where data is left, or failed where nothing was recovered.
-fn outcome(backing: &Path, report: &RecoverReport, stopped: bool) -> Result<u8, Failure> {
+fn report_outcome(backing: &Path, report: &RecoverReport, stopped: bool) -> Result<u8, Failure> {
     for error in &report.errors {
         let path = if error.path.is_empty() {
             "(file unknown)".to_owned()
@@ -449,9 +449,9 @@ mod tests {
             left_bytes,
             ..RecoverReport::default()
         };
-        match outcome(Path::new("/b"), &report, stopped) {
-            Ok(code) | Err(Failure::Told { code, .. }) => code,
-            Err(Failure::Unread) => panic!("nothing was printed"),
+        match report_outcome(Path::new("/b"), &report, stopped) {
+            Ok(code) | Err(Failure::Message { code, .. }) => code,
+            Err(Failure::OutputClosed) => panic!("nothing was printed"),
         }
     }
 
@@ -467,7 +467,7 @@ mod tests {
             [0, 3, 1, 130]
         );
         assert_eq!(
-            outcome(Path::new("/b"), &RecoverReport::default(), false).unwrap(),
+            report_outcome(Path::new("/b"), &RecoverReport::default(), false).unwrap(),
             DONE
         );
     }

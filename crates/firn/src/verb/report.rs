@@ -74,7 +74,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     }
     match &args.output {
         _ if args.json => output::print_json(&run.records)?,
-        None => output::print(&report::page(&run))?,
+        None => output::print(&report::render_page(&run))?,
         Some(file) => {
             report::write(&run, file)?;
             output::say(&format!("the report is in {}", text::path(file)));

@@ -125,7 +125,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
 
 /// A rule as JSON.
 #[derive(Serialize)]
-struct Listed<'a> {
+struct ListedRule<'a> {
     name: &'a str,
     rule: &'a str,
 }
@@ -134,9 +134,9 @@ struct Listed<'a> {
 fn list(matches: &ArgMatches) -> Result<u8, Failure> {
     if matches.get_flag("json") {
         let rules = parse_rules(BUILT_IN, "built-in rules").map_err(usage)?;
-        let listed: Vec<Listed<'_>> = rules
+        let listed: Vec<ListedRule<'_>> = rules
             .iter()
-            .map(|rule| Listed {
+            .map(|rule| ListedRule {
                 name: &rule.name,
                 rule: &rule.text,
             })
@@ -179,7 +179,7 @@ pub(super) fn rules_of_mount(status: &Status) -> Result<Arc<RuleSet>, Failure> {
 
 /// The result of `firn rules explain`.
 #[derive(Serialize)]
-struct Explained {
+struct ExplainResult {
     /// Name of the rule. `None` means that no rule covers the path.
     rule: Option<String>,
     text: Option<String>,
@@ -219,7 +219,7 @@ fn explain(matches: &ArgMatches) -> Result<u8, Failure> {
             .is_some_and(|(_, top)| top.as_slice() == scope)
     };
     let open = waits.iter().find(|one| is_in(one.scope.as_bytes()));
-    let explained = Explained {
+    let explained = ExplainResult {
         rule: found.as_ref().map(|(rule, _)| rule.name.clone()),
         text: found.as_ref().map(|(rule, _)| rule.text.clone()),
         scope: found
@@ -240,7 +240,7 @@ fn explain(matches: &ArgMatches) -> Result<u8, Failure> {
     })
 }
 
-impl Explained {
+impl ExplainResult {
     /// Returns the explanation for a path in words.
     fn in_words(&self, path: &[u8]) -> String {
         let path = String::from_utf8_lossy(path);
@@ -268,7 +268,7 @@ impl Explained {
 
 /// The result of `firn rules test`.
 #[derive(Serialize)]
-struct Tested<'a> {
+struct TestResult<'a> {
     /// What the rules did at each operation.
     outcomes: &'a [RuleReaction],
     /// Checkpoints that are still open at the end.
@@ -294,7 +294,7 @@ fn test(matches: &ArgMatches) -> Result<u8, Failure> {
     let mut player = TracePlayer::new(load(list)?);
     steps.iter().for_each(|step| player.play(step));
     player.end_job(steps.last().map_or(0, |step| step.line));
-    let tested = Tested {
+    let tested = TestResult {
         outcomes: player.reactions(),
         open: player.states(),
     };
@@ -306,7 +306,7 @@ fn test(matches: &ArgMatches) -> Result<u8, Failure> {
     Ok(if tested.open.is_empty() { DONE } else { FAILED })
 }
 
-impl Tested<'_> {
+impl TestResult<'_> {
     /// Returns the results of the recorded operations in words.
     fn in_words(&self) -> String {
         let mut text = String::new();

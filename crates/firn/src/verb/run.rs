@@ -29,9 +29,9 @@ use firn_protocol::HeldPolicy;
 use firn_protocol::path::BytePath;
 
 use self::command::{Environment, describe_end, exit_code};
-use self::job::{Ended, Job};
-use self::launcher::{Kind, Launcher, Program};
-use self::message::{Keep, Mounted, ReportWanted, Restart, Setup};
+use self::job::{Job, UnmountSummary};
+use self::launcher::{Launcher, LauncherKind, Program};
+use self::message::{Keep, MountSetup, MountedHost, ReportWanted, RestartTask};
 pub(super) use self::place::NAMES;
 use super::mount::{minus_o, resolve};
 use super::wait::parse_timeout_ms;
@@ -174,7 +174,7 @@ fn args(command: Command) -> Command {
                 .value_name("NAME")
                 .help("What says which hosts to mount on, and starts a process there")
                 .default_value("auto")
-                .value_parser(value_parser!(Kind)),
+                .value_parser(value_parser!(LauncherKind)),
         )
         .arg(
             Arg::new("remote-shell")
@@ -269,7 +269,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
 
 /// Writes the report of a run from what its hosts sent. A lost host has sent nothing, but may have left a record in the
 /// backing.
-fn write_report(ended: &mut Ended, file: &Path) -> Result<(), Failure> {
+fn write_report(ended: &mut UnmountSummary, file: &Path) -> Result<(), Failure> {
     let lost = !ended.lost.is_empty();
     let run = &mut ended.report;
     if let Some(mounted) = ended.mounted.first().filter(|_| lost) {
@@ -396,8 +396,8 @@ impl Run {
     }
 
     /// Returns what each host is told to mount. `hosts` are the names that the hosts give themselves.
-    fn setup(&self, hosts: &[String]) -> Setup {
-        let restart = self.restart.as_ref().map(|lost| Restart {
+    fn setup(&self, hosts: &[String]) -> MountSetup {
+        let restart = self.restart.as_ref().map(|lost| RestartTask {
             lost: lost.clone(),
             to: hosts
                 .iter()
@@ -405,7 +405,7 @@ impl Run {
                 .unwrap_or(&hosts[0])
                 .clone(),
         });
-        Setup {
+        MountSetup {
             backing: self.backing.clone().map(Into::into),
             prefix: self.prefix.clone().map(Into::into),
             default_prefix: self.default_prefix.clone(),
@@ -448,14 +448,14 @@ impl Run {
 
     /// Returns the environment of the command. Fails where hosts have different mount points, because the command gets
     /// only one FIRN_PREFIX.
-    fn environment(&self, mounted: &[Mounted]) -> Result<Environment, Failure> {
+    fn environment(&self, mounted: &[MountedHost]) -> Result<Environment, Failure> {
         let preload = if self.no_preload { None } else { library() };
         // Without FUSE, only the preload library can give the command its files.
         if preload.is_none() && mounted.iter().any(|mounted| mounted.is_tree) {
             return Err(without_library());
         }
         let first = &mounted[0];
-        let differs = |other: &&Mounted| {
+        let differs = |other: &&MountedHost| {
             other.prefix != first.prefix || other.romio_hints != first.romio_hints
         };
         if let Some(other) = mounted.iter().find(differs) {
@@ -508,7 +508,7 @@ impl Run {
         hosts: usize,
         status: Option<&ExitStatus>,
         held_policy: HeldPolicy,
-        ended: &Ended,
+        ended: &UnmountSummary,
     ) {
         let success = status.is_some_and(ExitStatus::success) && ended.failures.is_empty();
         if success && self.quiet {
@@ -549,7 +549,7 @@ impl Run {
 }
 
 /// Tells the user how files that stay in memory are used again.
-fn tell_held(how: &str, ended: &Ended) {
+fn tell_held(how: &str, ended: &UnmountSummary) {
     let held = text::bytes(ended.held_bytes);
     let [arena] = ended.arenas.as_slice() else {
         output::say(&format!(

@@ -16,14 +16,14 @@ use serde::Serialize;
 use crate::ask::ask_each;
 use crate::failure::{DONE, FAILED, Failure, PARTLY};
 use crate::job::{Job, hosts_text, status_text};
-use crate::metrics::{self, Scraped};
+use crate::metrics::{self, MountScrape};
 use crate::output::{self, Paint};
 use crate::output_file;
 use crate::text::{bytes, count};
-use crate::verb::hosts::{PATIENCE, exit_code};
+use crate::verb::hosts::{DEFAULT_TIMEOUT, exit_code};
 use crate::verb::wait::parse_timeout_ms;
 use crate::verb::{NO_CONNECTION, Verb, connect};
-use block::Detail;
+use block::StatusDetail;
 
 mod block;
 mod list;
@@ -108,7 +108,7 @@ struct StatusArgs {
     #[arg(long, conflicts_with_all = ["prometheus", "clear_errors"])]
     job: bool,
     /// With --job: how long the backing and the firnd of this host may take to answer.
-    #[arg(long, value_name = "DURATION", default_value = PATIENCE, requires = "job", value_parser = parse_timeout_ms)]
+    #[arg(long, value_name = "DURATION", default_value = DEFAULT_TIMEOUT, requires = "job", value_parser = parse_timeout_ms)]
     timeout: u64,
     /// Clear the recorded errors; their data is kept, and its drain is still retried.
     #[arg(long, requires = "path", conflicts_with_all = ["watch", "prometheus", "json"])]
@@ -116,11 +116,11 @@ struct StatusArgs {
 }
 
 impl StatusArgs {
-    fn detail(&self) -> Detail {
+    fn detail(&self) -> StatusDetail {
         if self.verbose {
-            Detail::All
+            StatusDetail::All
         } else {
-            Detail::Short
+            StatusDetail::Short
         }
     }
 }
@@ -128,7 +128,7 @@ impl StatusArgs {
 /// A mount as it was found. As JSON, it is the status object of the protocol, or what is known without an answer.
 #[derive(Serialize)]
 #[serde(untagged)]
-enum Seen {
+enum FoundMount {
     Alive {
         #[serde(flatten)]
         status: Box<Status>,
@@ -152,7 +152,7 @@ enum Seen {
     },
 }
 
-impl Seen {
+impl FoundMount {
     /// Returns what the user should do where no firnd answers. Returns `None` where one does.
     fn advice(&self) -> Option<String> {
         match self {
@@ -198,10 +198,10 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         return print_metrics(args.path.as_deref(), args.output.as_deref());
     }
     if !args.watch {
-        return show(&args);
+        return print_once(&args);
     }
     loop {
-        show(&args)?;
+        print_once(&args)?;
         sleep(WATCH_EVERY);
     }
 }
@@ -213,7 +213,7 @@ fn print_metrics(path: Option<&Path>, file: Option<&Path>) -> Result<u8, Failure
         None => scrape_all()?,
         Some(path) => {
             let status = Box::new(connect(path)?.1.status()?);
-            (vec![Scraped::Up(status)], DONE)
+            (vec![MountScrape::Up(status)], DONE)
         }
     };
     let text = metrics::text(&all);
@@ -231,20 +231,20 @@ fn print_metrics(path: Option<&Path>, file: Option<&Path>) -> Result<u8, Failure
 fn show_job(args: &StatusArgs) -> Result<u8, Failure> {
     let job = Job::look(args.path.as_deref(), Duration::from_millis(args.timeout))?;
     if args.json {
-        json(args, &job)?;
+        print_as_json(args, &job)?;
     } else {
         let paint = Paint::stdout();
         let mut text = status_text(&job, paint);
         if args.verbose {
             text += &format!("\n{}", hosts_text(&job, paint));
         }
-        human(args, &text)?;
+        print_for_people(args, &text)?;
     }
     Ok(exit_code(&job))
 }
 
 /// Shows the status once. Without a path, it returns [`PARTLY`] where a mount did not answer.
-fn show(args: &StatusArgs) -> Result<u8, Failure> {
+fn print_once(args: &StatusArgs) -> Result<u8, Failure> {
     if args.job {
         return show_job(args);
     }
@@ -252,24 +252,24 @@ fn show(args: &StatusArgs) -> Result<u8, Failure> {
         Some(path) => {
             let seen = look_at(path)?;
             if args.json {
-                json(args, &seen)?
+                print_as_json(args, &seen)?
             } else {
-                human(args, &block::text(&seen, args.detail(), Paint::stdout()))?
+                print_for_people(args, &block::text(&seen, args.detail(), Paint::stdout()))?
             }
             Ok(DONE)
         }
         None => {
             let mounts = firn_client::mounts()?;
-            let mut all = ask_each(&mounts, look);
+            let mut all = ask_each(&mounts, find_state);
             all.extend(left_arenas(&mounts)?);
             if args.json {
-                json(args, &all)?
+                print_as_json(args, &all)?
             } else {
-                human(args, &all_as_text(args, &all))?
+                print_for_people(args, &all_as_text(args, &all))?
             }
             let silent = all
                 .iter()
-                .filter(|seen| matches!(seen, Seen::Silent { .. }))
+                .filter(|seen| matches!(seen, FoundMount::Silent { .. }))
                 .count();
             Ok(if silent == 0 { DONE } else { PARTLY })
         }
@@ -278,18 +278,20 @@ fn show(args: &StatusArgs) -> Result<u8, Failure> {
 
 /// Returns a table of all mounts. With full detail, it returns each mount as if the user had asked for that mount
 /// alone.
-fn all_as_text(args: &StatusArgs, all: &[Seen]) -> String {
+fn all_as_text(args: &StatusArgs, all: &[FoundMount]) -> String {
     let paint = Paint::stdout();
     match args.detail() {
-        Detail::Short => list::text(all, paint),
-        Detail::All => {
-            let blocks = all.iter().map(|seen| block::text(seen, Detail::All, paint));
+        StatusDetail::Short => list::text(all, paint),
+        StatusDetail::All => {
+            let blocks = all
+                .iter()
+                .map(|seen| block::text(seen, StatusDetail::All, paint));
             blocks.collect::<Vec<_>>().join("\n")
         }
     }
 }
 
-fn json(args: &StatusArgs, value: &impl Serialize) -> Result<(), Failure> {
+fn print_as_json(args: &StatusArgs, value: &impl Serialize) -> Result<(), Failure> {
     if args.watch {
         output::print_json_line(value)
     } else {
@@ -297,46 +299,46 @@ fn json(args: &StatusArgs, value: &impl Serialize) -> Result<(), Failure> {
     }
 }
 
-fn human(args: &StatusArgs, text: &str) -> Result<(), Failure> {
+fn print_for_people(args: &StatusArgs, text: &str) -> Result<(), Failure> {
     if args.watch && io::stdout().is_terminal() {
         return output::print(&format!("{CLEAR}{text}"));
     }
     output::print(text)
 }
 
-fn look_at(path: &Path) -> Result<Seen, Failure> {
+fn look_at(path: &Path) -> Result<FoundMount, Failure> {
     let (place, mut connection) = connect(path)?;
     let status = Box::new(connection.status()?);
     let files = match &place.relative {
         top if top.is_empty() => None,
         relative => Some(connection.files(relative)?),
     };
-    Ok(Seen::Alive { status, files })
+    Ok(FoundMount::Alive { status, files })
 }
 
 /// Returns the arenas in this user's runtime directory that belong to no running firnd and to no mount.
-fn left_arenas(mounts: &[Mount]) -> Result<impl Iterator<Item = Seen>, Failure> {
+fn left_arenas(mounts: &[Mount]) -> Result<impl Iterator<Item = FoundMount>, Failure> {
     let arenas = firn_daemon::list_arenas(&Options::default())?;
     let files: Vec<PathBuf> = mounts.iter().map(|mount| mount.files().arena).collect();
     Ok(arenas
         .into_iter()
         .filter(move |report| !report.in_use && !files.contains(&report.arena))
-        .map(|report| Seen::Left {
+        .map(|report| FoundMount::Left {
             arena: report.arena.as_path().into(),
             backing: report.backing.unwrap_or_default(),
             held_bytes: report.held_bytes,
         }))
 }
 
-/// Asks the firnd of a mount for its status. A mount that does not answer becomes `Seen::Silent`.
-fn look(mount: &Mount) -> Seen {
+/// Asks the firnd of a mount for its status. A mount that does not answer becomes `FoundMount::Silent`.
+fn find_state(mount: &Mount) -> FoundMount {
     let asked = Connection::open(mount).and_then(|mut connection| connection.status());
     match asked {
-        Ok(status) => Seen::Alive {
+        Ok(status) => FoundMount::Alive {
             status: Box::new(status),
             files: None,
         },
-        Err(error) => Seen::Silent {
+        Err(error) => FoundMount::Silent {
             mount_point: mount.mount_point.as_path().into(),
             backing: mount.backing.as_path().into(),
             is_elsewhere: matches!(error, ClientError::NoSocket { .. }),
@@ -361,16 +363,16 @@ fn describe_elsewhere(mounts: usize) -> Option<String> {
 
 /// Asks all mounts for their figures. Returns the figures, and an exit status. A message names the mounts that did not
 /// answer, with the reason.
-fn scrape_all() -> Result<(Vec<Scraped>, u8), Failure> {
+fn scrape_all() -> Result<(Vec<MountScrape>, u8), Failure> {
     let mounts = firn_client::mounts()?;
     let answers = ask_each(&mounts, |mount| Connection::open(mount)?.status());
     let mut scraped = Vec::new();
     let mut silent = Vec::new();
     for (mount, answer) in mounts.iter().zip(answers) {
         match answer {
-            Ok(status) => scraped.push(Scraped::Up(Box::new(status))),
+            Ok(status) => scraped.push(MountScrape::Up(Box::new(status))),
             Err(error) => {
-                scraped.push(Scraped::down(mount));
+                scraped.push(MountScrape::down(mount));
                 silent.push((mount, error));
             }
         }

@@ -8,7 +8,7 @@ use clap::{ArgMatches, Args, FromArgMatches, ValueHint};
 use super::wait::parse_timeout_ms;
 use crate::failure::{DONE, Failure};
 use crate::output::{self, Paint};
-use crate::top::sampler::Wanted;
+use crate::top::sampler::TopRequest;
 use crate::top::terminal::{once, show};
 use crate::verb::Verb;
 
@@ -83,7 +83,7 @@ fn parse_size(text: &str) -> Result<(u16, u16), String> {
 
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = TopArgs::from_arg_matches(matches)?;
-    let wanted = Wanted {
+    let wanted = TopRequest {
         every: Duration::from_millis(args.every),
         directory: args.path.clone().filter(|_| !args.job),
         job_path: args.path.clone(),

@@ -172,7 +172,7 @@ struct CommitArgs {
 
 /// The result of a request, as JSON.
 #[derive(Serialize)]
-struct Outcome<'a> {
+struct RequestResult<'a> {
     mount_point: BytePath,
     /// Path of the transaction below the mount point. An empty path means the whole mount.
     scope: &'a BytePath,
@@ -185,21 +185,22 @@ struct Outcome<'a> {
 
 /// What is printed of a result.
 #[derive(Clone, Copy)]
-enum Say {
+enum ResultOutput {
     /// JSON on stdout.
     Json,
     /// A sentence on stderr.
-    Words,
+    Sentence,
     /// Only what is not done yet, for `--quiet`.
-    Little,
+    UnfinishedOnly,
 }
 
-impl Say {
-    fn of(json: bool, quiet: bool) -> Self {
+impl ResultOutput {
+    /// Returns what is printed with these flags; `--json` goes before `--quiet`.
+    fn from_flags(json: bool, quiet: bool) -> Self {
         match (json, quiet) {
             (true, _) => Self::Json,
-            (false, true) => Self::Little,
-            (false, false) => Self::Words,
+            (false, true) => Self::UnfinishedOnly,
+            (false, false) => Self::Sentence,
         }
     }
 }
@@ -223,7 +224,7 @@ fn changes_at(path: &Path) -> Result<Option<String>, Failure> {
 /// `words` makes the sentence for the user from the path and the number of the checkpoint.
 fn ask(
     path: &Path,
-    say: Say,
+    say: ResultOutput,
     request: impl FnOnce(BytePath) -> Request,
     words: impl FnOnce(&str, Option<u64>) -> String,
 ) -> Result<u8, Failure> {
@@ -233,15 +234,15 @@ fn ask(
         .unzip();
     let not_applied_on = not_applied_on.unwrap_or_default();
     let mount_point = place.mount.mount_point.into();
-    if let Say::Json = say {
-        output::print_json(&Outcome {
+    if let ResultOutput::Json = say {
+        output::print_json(&RequestResult {
             mount_point,
             scope: &place.relative,
             id,
             not_applied_on,
         })?;
     } else {
-        if let Say::Words = say {
+        if let ResultOutput::Sentence = say {
             output::say(&words(&quoted_path(path), id));
         }
         if !not_applied_on.is_empty() {
@@ -273,7 +274,7 @@ fn begin(matches: &ArgMatches) -> Result<u8, Failure> {
     };
     ask(
         &place.path,
-        Say::of(place.json, false),
+        ResultOutput::from_flags(place.json, false),
         |path| Request::Begin {
             path,
             owner,
@@ -289,7 +290,7 @@ fn prepare(matches: &ArgMatches) -> Result<u8, Failure> {
         |at: &str, _| format!("{at}: prepared as {id}; `firn commit` or `firn abort` ends it");
     ask(
         &place.path,
-        Say::of(place.json, false),
+        ResultOutput::from_flags(place.json, false),
         |path| Request::Prepare { path, id },
         words,
     )
@@ -327,7 +328,7 @@ fn commit(matches: &ArgMatches) -> Result<u8, Failure> {
     };
     ask(
         &place.path,
-        Say::of(place.json, quiet),
+        ResultOutput::from_flags(place.json, quiet),
         |path| Request::Commit {
             path,
             id,
@@ -342,7 +343,7 @@ fn abort(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = PlaceArgs::from_arg_matches(matches)?;
     ask(
         &args.path,
-        Say::of(args.json, false),
+        ResultOutput::from_flags(args.json, false),
         |path| Request::Abort { path },
         |at, _| format!("{at}: all changes are undone"),
     )
@@ -353,7 +354,7 @@ fn restore(matches: &ArgMatches) -> Result<u8, Failure> {
     let words = |at: &str, _| format!("{at}: the files are those of checkpoint {id}");
     ask(
         &place.path,
-        Say::of(place.json, false),
+        ResultOutput::from_flags(place.json, false),
         |path| Request::Restore { path, id },
         words,
     )

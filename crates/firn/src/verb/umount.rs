@@ -13,7 +13,7 @@ use rustix::mount::UnmountFlags;
 
 use crate::failure::{DONE, FAILED, Failure, PARTLY, USAGE};
 use crate::output;
-use crate::progress::{Meter, Waited};
+use crate::progress::{Meter, WaitSummary};
 use crate::text;
 use crate::verb::{NO_CONNECTION, Verb, find};
 
@@ -107,15 +107,15 @@ pub fn umount(args: &UmountArgs) -> Result<u8, Failure> {
         ));
     }
     match Connection::open(&mount) {
-        Ok(mut connection) => end(&mount, &mut connection, args),
+        Ok(mut connection) => end_mount(&mount, &mut connection, args),
         Err(ClientError::Dead { .. }) if args.discard => Err(discard_of_dead(&mount)),
-        Err(ClientError::Dead { .. }) => detach(&mount),
+        Err(ClientError::Dead { .. }) => detach_mount(&mount),
         Err(error) => Err(error.into()),
     }
 }
 
 /// Unmounts through firnd, and prints the result. With `--discard` the user is asked first.
-fn end(mount: &Mount, connection: &mut Connection, args: &UmountArgs) -> Result<u8, Failure> {
+fn end_mount(mount: &Mount, connection: &mut Connection, args: &UmountArgs) -> Result<u8, Failure> {
     let status = connection.status()?;
     if args.discard && !args.yes {
         confirm_discard(&describe_undrained(&status), "it is still mounted")?;
@@ -142,7 +142,7 @@ fn end(mount: &Mount, connection: &mut Connection, args: &UmountArgs) -> Result<
                 output::say(&format!("dropped {}", describe_undrained(&status)));
             } else if !args.quiet {
                 let kept = args.keep_held.then_some(status.held_bytes);
-                output::say(&summary(mount, &waited, kept));
+                output::say(&summarize(mount, &waited, kept));
             }
             Ok(DONE)
         }
@@ -163,7 +163,7 @@ pub(super) fn failure_of(error: ClientError, mount: &Mount) -> Failure {
 }
 
 /// Returns a sentence about an unmount. `kept_bytes` is what stays in the arena because the user asked for that.
-fn summary(mount: &Mount, waited: &Waited, kept_bytes: Option<u64>) -> String {
+fn summarize(mount: &Mount, waited: &WaitSummary, kept_bytes: Option<u64>) -> String {
     let (point, backing) = (text::path(&mount.mount_point), text::path(&mount.backing));
     match kept_bytes {
         Some(0) => format!("unmounted {point}; nothing was held that {backing} does not have"),
@@ -235,7 +235,7 @@ fn is_mounted(mount: &Mount) -> bool {
 }
 
 /// Unmounts a mount whose firnd was killed.
-fn detach(mount: &Mount) -> Result<u8, Failure> {
+fn detach_mount(mount: &Mount) -> Result<u8, Failure> {
     // The stub files of a dead tree hold names that the backing may lack, so the tree is not removed.
     if mount.is_tree {
         let prefix = text::path(&mount.mount_point);

@@ -22,7 +22,7 @@ pub fn main(args: &[OsString]) -> u8 {
 
 /// The call of umount(8).
 #[derive(Debug, Default, PartialEq)]
-struct Call {
+struct UmountCall {
     /// The mount point.
     dir: PathBuf,
     /// Whether the unmount is forced.
@@ -32,14 +32,14 @@ struct Call {
 }
 
 /// Reads the arguments of umount(8). Fails where a flag is unknown, or the mount point is missing.
-fn parse(args: &[OsString]) -> Result<Call, Failure> {
+fn parse(args: &[OsString]) -> Result<UmountCall, Failure> {
     let usage = |what: &str| {
         Failure::new(
             USAGE,
             format!("{what}; usage: umount.fuse.firn DIR [-flnrv]"),
         )
     };
-    let mut call = Call::default();
+    let mut call = UmountCall::default();
     let mut args = args.iter();
     while let Some(arg) = args.next() {
         let Some(flags) = arg.to_str().and_then(|text| text.strip_prefix('-')) else {
@@ -70,7 +70,7 @@ fn parse(args: &[OsString]) -> Result<Call, Failure> {
 }
 
 /// Unmounts. The kernel does it for a lazy unmount and for a firnd that does not answer; otherwise firnd drains first.
-fn run(call: Call) -> Result<u8, Failure> {
+fn run(call: UmountCall) -> Result<u8, Failure> {
     if call.lazy {
         // The mount leaves the tree of names at once. firnd drains and ends when the last file is closed.
         return by_kernel(&call.dir, UnmountFlags::DETACH);
@@ -112,7 +112,7 @@ fn by_kernel(dir: &Path, flags: UnmountFlags) -> Result<u8, Failure> {
 mod tests {
     use super::*;
 
-    fn call(words: &[&str]) -> Option<Call> {
+    fn call(words: &[&str]) -> Option<UmountCall> {
         parse(&words.iter().map(OsString::from).collect::<Vec<_>>()).ok()
     }
 
@@ -121,12 +121,12 @@ mod tests {
         let dir = PathBuf::from("/m");
         assert_eq!(
             call(&["/m"]),
-            Some(Call {
+            Some(UmountCall {
                 dir: dir.clone(),
-                ..Call::default()
+                ..UmountCall::default()
             })
         );
-        let all = Call {
+        let all = UmountCall {
             dir,
             force: true,
             lazy: true,

@@ -89,8 +89,8 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let mut connection = Connection::open_of_any_version(&mount)?;
     let (before, version) = (connection.pid, connection.version.clone());
     let keeper = connection.upgrade(&options)?;
-    let status = Upgrade::begin(&mount, before, keeper).wait()?;
-    judge(&status)?;
+    let status = Upgrade::begin(&mount, before, keeper).wait_for_upgrade()?;
+    check_upgraded(&status)?;
     output::say(&format!(
         "firn {} goes on with {} (before: {version}); programs waited {:.0} ms",
         status.version,
@@ -134,10 +134,10 @@ impl<'a> Upgrade<'a> {
 
     /// Waits for the status of the next firnd, which may be of the new version or of the old one. There is no timeout
     /// while the keeper lives, because the backing decides how long firnd takes. Fails where the mount has ended.
-    fn wait(&self) -> Result<Status, Failure> {
+    fn wait_for_upgrade(&self) -> Result<Status, Failure> {
         let mut until = None;
         loop {
-            match self.ask() {
+            match self.ask_status() {
                 Ok(Some(status)) => return Ok(status),
                 Err(error) if until.is_some_and(|until| until <= Instant::now()) => {
                     let mount_point = text::path(&self.mount.mount_point);
@@ -158,7 +158,7 @@ impl<'a> Upgrade<'a> {
     }
 
     /// Asks for the status of the next firnd. Returns `None` while the previous firnd still serves.
-    fn ask(&self) -> Result<Option<Status>, ClientError> {
+    fn ask_status(&self) -> Result<Option<Status>, ClientError> {
         let mut connection = Connection::open_of_any_version(self.mount)?;
         // The previous firnd answers until it hands over.
         if connection.pid == self.before {
@@ -181,7 +181,7 @@ impl<'a> Upgrade<'a> {
 }
 
 /// Returns a failure where the firnd of this status is not the one that was asked for.
-fn judge(status: &Status) -> Result<(), Failure> {
+fn check_upgraded(status: &Status) -> Result<(), Failure> {
     let failed = |why: &str| {
         let version = &status.version;
         Failure::new(

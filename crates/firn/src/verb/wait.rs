@@ -13,7 +13,7 @@ use serde::Serialize;
 
 use crate::failure::{DONE, Failure, PARTLY};
 use crate::output;
-use crate::progress::{Meter, Waited};
+use crate::progress::{Meter, WaitSummary};
 use crate::text;
 use crate::verb::{NO_CONNECTION, Verb, connect};
 
@@ -57,7 +57,7 @@ struct WaitArgs {
     path: PathBuf,
     /// What to wait for.
     #[arg(long, value_name = "LEVEL", value_enum, default_value = "durable")]
-    until: Until,
+    until: WaitLevel,
     /// Give up after this time (`30s`, `5min`; a plain number means seconds).
     #[arg(long, value_name = "DURATION", value_parser = parse_timeout_ms)]
     timeout: Option<u64>,
@@ -70,7 +70,7 @@ struct WaitArgs {
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
-enum Until {
+enum WaitLevel {
     /// Held, and copied into the memory of a partner host; survives the loss of one host.
     Partnered,
     /// In the backing, in its place or in a log (layout=log); survives the loss of the host, and other hosts see it
@@ -82,7 +82,7 @@ enum Until {
     Durable,
 }
 
-impl Until {
+impl WaitLevel {
     fn level(self) -> DurabilityLevel {
         match self {
             Self::Partnered => DurabilityLevel::Partnered,
@@ -95,7 +95,7 @@ impl Until {
 
 /// The result of a wait, as JSON.
 #[derive(Debug, Serialize)]
-struct Outcome<'a> {
+struct WaitResult<'a> {
     mount_point: BytePath,
     /// Path below the mount point. An empty path means the whole mount.
     path: &'a BytePath,
@@ -120,16 +120,16 @@ pub fn parse_timeout_ms(text: &str) -> Result<u64, String> {
 
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = WaitArgs::from_arg_matches(matches)?;
-    let say = Say {
+    let printing = WaitOutput {
         json: args.json,
         quiet: args.quiet,
     };
-    wait(&args.path, args.until.level(), args.timeout, say)
+    wait(&args.path, args.until.level(), args.timeout, printing)
 }
 
 /// What is printed of the result.
 #[derive(Clone, Copy, Debug)]
-pub struct Say {
+pub struct WaitOutput {
     /// Print JSON on stdout.
     pub json: bool,
     /// Print neither a summary nor progress on stderr.
@@ -143,11 +143,11 @@ pub fn wait(
     path: &std::path::Path,
     until: DurabilityLevel,
     timeout_ms: Option<u64>,
-    say: Say,
+    printing: WaitOutput,
 ) -> Result<u8, Failure> {
     let (place, mut connection) = connect(path)?;
     let begin = Instant::now();
-    let mut meter = Meter::quiet_if(say.quiet);
+    let mut meter = Meter::quiet_if(printing.quiet);
     let request = Request::Wait {
         path: place.relative.clone(),
         until,
@@ -163,8 +163,8 @@ pub fn wait(
     };
     let waited = meter.waited();
     drop(meter);
-    if say.json {
-        output::print_json(&Outcome {
+    if printing.json {
+        output::print_json(&WaitResult {
             mount_point: place.mount.mount_point.into(),
             path: &place.relative,
             until,
@@ -175,7 +175,7 @@ pub fn wait(
     }
     match result {
         Ok(()) => {
-            if !say.quiet && !say.json {
+            if !printing.quiet && !printing.json {
                 output::say(&summary(path, until, &waited));
             }
             Ok(DONE)
@@ -189,7 +189,7 @@ pub fn wait(
 
 /// Returns a sentence about what this call waited for. Files that had the level before are not counted, because firnd
 /// does not know all of them.
-fn summary(path: &std::path::Path, until: DurabilityLevel, waited: &Waited) -> String {
+fn summary(path: &std::path::Path, until: DurabilityLevel, waited: &WaitSummary) -> String {
     let level = until.as_str();
     let time = waited.seconds();
     let path = text::path(path);
@@ -221,7 +221,7 @@ mod tests {
 
     #[test]
     fn the_summary_counts_what_was_waited_for() {
-        let waited = |bytes, files| Waited {
+        let waited = |bytes, files| WaitSummary {
             bytes,
             files,
             time: std::time::Duration::from_millis(700),

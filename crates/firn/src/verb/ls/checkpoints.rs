@@ -12,7 +12,7 @@ use firn_protocol::Status;
 use firn_protocol::path::BytePath;
 use serde::Serialize;
 
-use super::Walked;
+use super::FoundFile;
 use crate::failure::Failure;
 use crate::verb::rules::rules_of_mount;
 use crate::{output, text};
@@ -42,7 +42,7 @@ pub(super) struct ListedCheckpoint {
 }
 
 impl ListedCheckpoint {
-    fn add(&mut self, path: &BytePath, file: &Walked, levels: &Levels) {
+    fn add(&mut self, path: &BytePath, file: &FoundFile, levels: &Levels) {
         let path = path.as_path();
         self.files += 1;
         self.bytes += levels.size(path, file.size);
@@ -60,8 +60,9 @@ impl ListedCheckpoint {
 
 /// Returns the checkpoints of these files, with the highest steps last.
 pub(super) fn list(
-    files: &[Walked],
-    (place, status): (&Place, &Status),
+    files: &[FoundFile],
+    place: &Place,
+    status: &Status,
     levels: &Levels,
 ) -> Result<Vec<ListedCheckpoint>, Failure> {
     let rules = rules_of_mount(status)?;
@@ -111,6 +112,7 @@ const HEAD: [&str; 9] = [
     "STEP", "RULE", "FILES", "SIZE", "OPEN", "COMPLETE", "DURABLE", "AGE", "NAME",
 ];
 
+/// Returns the word for a boolean.
 fn yes_or_no(is_so: bool) -> String {
     if is_so { "yes" } else { "no" }.to_owned()
 }

@@ -28,7 +28,8 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
 use super::message::{
-    Keep, Mounted, Order, Report, ReportWanted, Setup, Word, read_order, send_word,
+    HostMessage, HostOrder, Keep, MountSetup, MountedHost, ReportWanted, UnmountReport, read_order,
+    send_message,
 };
 use super::place::RunDirs;
 use super::{frontend_here, prune, restart};
@@ -40,32 +41,32 @@ use crate::verb::umount::{failure_of, wait_for_end};
 /// First argument with which the binary is this part of `firn run`.
 pub const NAME: &str = "run-host";
 /// Interval at which a mount that has to end is checked for programs that still use it.
-const LOOK_EVERY: Duration = Duration::from_secs(1);
-/// Number of checkpoints in one word. With paths of 4 KiB they still fit.
-const CHECKPOINTS_PER_WORD: usize = 100;
+const UNMOUNT_CHECK_INTERVAL: Duration = Duration::from_secs(1);
+/// Number of checkpoints in one message. With paths of 4 KiB they still fit.
+const CHECKPOINTS_PER_MESSAGE: usize = 100;
 /// Variable with the name of the host under Slurm, which may differ from its host name.
 const SLURM_HOST: &str = "SLURMD_NODENAME";
 
 /// An event for the main loop.
-enum Event {
+enum PartEvent {
     /// An order of `firn run`.
-    Order(Order),
+    Order(HostOrder),
     /// A signal that asks for the end.
     Signal,
     /// Standard input has ended, so `firn run` is gone.
     Alone,
 }
 
-/// Sends words to `firn run`.
+/// Sends messages to `firn run`.
 #[derive(Clone)]
-struct Speaker {
+struct MessageSender {
     /// Number of this sender, which its fragments carry.
     id: u64,
-    /// Standard output; the lock keeps the fragments of a word together.
+    /// Standard output; the lock keeps the fragments of a message together.
     out: Arc<Mutex<io::Stdout>>,
 }
 
-impl Speaker {
+impl MessageSender {
     fn new() -> Result<Self, Failure> {
         let id = getrandom::u64()
             .map_err(|error| Failure::new(FAILED, format!("no random number: {error}")))?;
@@ -73,14 +74,14 @@ impl Speaker {
         Ok(Self { id, out })
     }
 
-    /// Sends a word. An error is ignored: `firn run` is then gone, and standard input ends as well.
-    fn say(&self, word: &Word) {
+    /// Sends a message. An error is ignored: `firn run` is then gone, and standard input ends as well.
+    fn send_message(&self, message: &HostMessage) {
         let mut out = self.out.lock().unwrap_or_else(PoisonError::into_inner);
-        let _ = send_word(&mut *out, self.id, word);
+        let _ = send_message(&mut *out, self.id, message);
     }
 
     fn notice(&self, text: impl Into<String>) {
-        self.say(&Word::Notice(text.into()));
+        self.send_message(&HostMessage::Notice(text.into()));
     }
 }
 
@@ -95,21 +96,22 @@ pub fn main(args: &[std::ffi::OsString]) -> Result<u8, Failure> {
         let why = format!("firn {NAME} is started by `firn run` and by nothing else");
         return Err(Failure::new(USAGE, why));
     };
-    let speaker = Speaker::new()?;
-    let (sender, events) = channel();
-    watch_signals(sender.clone())?;
-    thread::spawn(move || pass_orders(&sender));
-    speaker.say(&Word::Hello(name_of_host()));
-    let beating = speaker.clone();
+    let sender = MessageSender::new()?;
+    let (event_sender, events) = channel();
+    watch_signals(event_sender.clone())?;
+    thread::spawn(move || pass_orders(&event_sender));
+    sender.send_message(&HostMessage::Hello(name_of_host()));
+    let alive_sender = sender.clone();
     thread::spawn(move || {
         loop {
             thread::sleep(Duration::from_millis(every_ms));
-            beating.say(&Word::Alive);
+            alive_sender.send_message(&HostMessage::Alive);
         }
     });
-    serve(&speaker, &events)
+    run_part(&sender, &events)
 }
 
+/// Returns the name that Slurm has for this host, or else its host name.
 fn name_of_host() -> String {
     let node = || {
         rustix::system::uname()
@@ -120,60 +122,63 @@ fn name_of_host() -> String {
     std::env::var(SLURM_HOST).unwrap_or_else(|_| node())
 }
 
-fn watch_signals(events: Sender<Event>) -> Result<(), Failure> {
+/// Starts the thread that forwards signals which ask the process to end as events.
+fn watch_signals(events: Sender<PartEvent>) -> Result<(), Failure> {
     let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP])
         .map_err(|error| Failure::new(FAILED, format!("cannot watch for signals: {error}")))?;
     thread::spawn(move || {
         for _ in &mut signals {
-            let _ = events.send(Event::Signal);
+            let _ = events.send(PartEvent::Signal);
         }
     });
     Ok(())
 }
 
-fn pass_orders(events: &Sender<Event>) {
+/// Reads orders from standard input and forwards each as an event. The end of standard input is the event `Alone`.
+fn pass_orders(events: &Sender<PartEvent>) {
     let mut from = BufReader::new(io::stdin());
     while let Ok(Some(order)) = read_order(&mut from) {
-        if events.send(Event::Order(order)).is_err() {
+        if events.send(PartEvent::Order(order)).is_err() {
             return;
         }
     }
-    let _ = events.send(Event::Alone);
+    let _ = events.send(PartEvent::Alone);
 }
 
 /// Waits for the order to mount, mounts, serves until the end, and unmounts. Returns the exit status.
-fn serve(speaker: &Speaker, events: &Receiver<Event>) -> Result<u8, Failure> {
+fn run_part(sender: &MessageSender, events: &Receiver<PartEvent>) -> Result<u8, Failure> {
     let setup = loop {
         match events.recv() {
-            Ok(Event::Order(Order::Mount(setup))) => break setup,
-            Ok(Event::Order(Order::Drain)) => {}
+            Ok(PartEvent::Order(HostOrder::Mount(setup))) => break setup,
+            Ok(PartEvent::Order(HostOrder::Drain)) => {}
             // Nothing is mounted yet, so there is nothing to undo.
-            Ok(Event::Order(Order::End(_)) | Event::Signal | Event::Alone) | Err(_) => {
+            Ok(PartEvent::Order(HostOrder::End(_)) | PartEvent::Signal | PartEvent::Alone)
+            | Err(_) => {
                 return Ok(DONE);
             }
         }
     };
-    let mount = match HostMount::make(&setup, speaker) {
+    let mount = match HostMount::mount(&setup, sender) {
         Ok(mount) => mount,
         Err(failure) => {
-            let (text, code) = told(failure);
-            speaker.say(&Word::Failed { text, code });
+            let (text, code) = text_and_status(failure);
+            sender.send_message(&HostMessage::Failed { text, code });
             return Ok(code);
         }
     };
-    speaker.say(&Word::Mounted(mount.describe()));
+    sender.send_message(&HostMessage::Mounted(mount.describe()));
     let is_mine = |keep: &&Keep| keep.by.as_ref().is_none_or(|by| *by == name_of_host());
     let keep = setup.keep.as_ref().filter(is_mine);
-    let pruning = keep.map(|keep| mount.start_pruning(keep.count, speaker));
-    let end = mount.serve(speaker, events);
+    let pruning = keep.map(|keep| mount.start_pruning(keep.count, sender));
+    let end = mount.run_until_end(sender, events);
     drop(pruning);
     let report = match (end, &setup.report) {
-        (Some(policy), None) => mount.take_down(policy, speaker),
-        (Some(policy), Some(wanted)) => mount.take_down_and_tell(policy, wanted, speaker),
+        (Some(policy), None) => mount.unmount(policy, sender),
+        (Some(policy), Some(wanted)) => mount.unmount_and_report(policy, wanted, sender),
         (None, _) => mount.end_alone(events),
     };
     let code = report.failure.as_ref().map_or(DONE, |(_, code)| *code);
-    speaker.say(&Word::Ended(report));
+    sender.send_message(&HostMessage::Ended(report));
     Ok(code)
 }
 
@@ -193,11 +198,11 @@ struct HostMount {
 
 impl HostMount {
     /// Mounts as the setup says. A failure after the mount unmounts again, and keeps what is held.
-    fn make(setup: &Setup, speaker: &Speaker) -> Result<Self, Failure> {
+    fn mount(setup: &MountSetup, sender: &MessageSender) -> Result<Self, Failure> {
         let path = |path: &Option<BytePath>| path.as_ref().map(|path| path.as_path().to_owned());
         let mut options = setup.options.clone();
         if setup.may_choose_frontend {
-            options.frontend = frontend_here(&mut |text| speaker.notice(text));
+            options.frontend = frontend_here(&mut |text| sender.notice(text));
         }
         let place = RunDirs::make(
             path(&setup.prefix),
@@ -213,7 +218,7 @@ impl HostMount {
             ends_with_parent: true,
             changes: Vec::new(),
         };
-        firn_daemon::mount_with_notices(request, &mut |text| speaker.notice(text))?;
+        firn_daemon::mount_with_notices(request, &mut |text| sender.notice(text))?;
         let mut mount = Self {
             place,
             is_tree,
@@ -223,14 +228,14 @@ impl HostMount {
         };
         let prepared = mount.prepare(setup);
         if let Err(failure) = prepared {
-            mount.take_down(HeldPolicy::Keep, speaker);
+            mount.unmount(HeldPolicy::Keep, sender);
             return Err(failure);
         }
         Ok(mount)
     }
 
     /// Prepares what a command needs besides the mount: the file with ROMIO hints, and the files of a lost host.
-    fn prepare(&mut self, setup: &Setup) -> Result<(), Failure> {
+    fn prepare(&mut self, setup: &MountSetup) -> Result<(), Failure> {
         if let Some(hints) = &setup.romio_hints {
             self.romio_hints = Some(write_hints(&self.place, hints)?);
         }
@@ -242,8 +247,8 @@ impl HostMount {
         Ok(())
     }
 
-    fn describe(&self) -> Mounted {
-        Mounted {
+    fn describe(&self) -> MountedHost {
+        MountedHost {
             prefix: self.place.prefix.clone().into(),
             backing: self.place.backing.clone().into(),
             is_tree: self.is_tree,
@@ -252,13 +257,13 @@ impl HostMount {
     }
 
     /// Starts to remove old checkpoints. The removal ends when the returned sender is dropped.
-    fn start_pruning(&self, keep: u32, speaker: &Speaker) -> Sender<()> {
+    fn start_pruning(&self, keep: u32, sender: &MessageSender) -> Sender<()> {
         let (pruning, on_end) = channel();
         let prefix = self.place.prefix.clone();
-        let speaker = speaker.clone();
+        let sender = sender.clone();
         thread::spawn(move || {
             prune::prune_until(&on_end, &prefix, keep as usize, &mut |text| {
-                speaker.notice(text);
+                sender.notice(text);
             });
         });
         pruning
@@ -266,25 +271,31 @@ impl HostMount {
 
     /// Serves orders and signals until the mount has to end. Returns the policy for held data, or `None` where `firn
     /// run` is gone.
-    fn serve(&self, speaker: &Speaker, events: &Receiver<Event>) -> Option<HeldPolicy> {
+    fn run_until_end(
+        &self,
+        sender: &MessageSender,
+        events: &Receiver<PartEvent>,
+    ) -> Option<HeldPolicy> {
         loop {
             match events.recv() {
-                Ok(Event::Signal | Event::Order(Order::Drain)) => self.start_drain(speaker),
-                Ok(Event::Order(Order::Mount(_))) => {}
-                Ok(Event::Order(Order::End(policy))) => return Some(policy),
-                Ok(Event::Alone) | Err(_) => return None,
+                Ok(PartEvent::Signal | PartEvent::Order(HostOrder::Drain)) => {
+                    self.start_drain(sender)
+                }
+                Ok(PartEvent::Order(HostOrder::Mount(_))) => {}
+                Ok(PartEvent::Order(HostOrder::End(policy))) => return Some(policy),
+                Ok(PartEvent::Alone) | Err(_) => return None,
             }
         }
     }
 
     /// Makes durable what is held now, in a thread of its own, so that the next event does not wait. All requests that
     /// come during a drain together cause one more drain.
-    fn start_drain(&self, speaker: &Speaker) {
+    fn start_drain(&self, sender: &MessageSender) {
         if self.place.memory_only || self.drains.fetch_add(1, Ordering::AcqRel) > 0 {
             return;
         }
         let prefix = self.place.prefix.clone();
-        let speaker = speaker.clone();
+        let sender = sender.clone();
         let (is_ending, drains) = (Arc::clone(&self.is_ending), Arc::clone(&self.drains));
         thread::spawn(move || {
             loop {
@@ -295,7 +306,7 @@ impl HostMount {
                     return;
                 }
                 if let Err(error) = drained {
-                    speaker.notice(format!("not all is durable yet: {error}"));
+                    sender.notice(format!("not all is durable yet: {error}"));
                 }
                 if drains.fetch_sub(asked, Ordering::AcqRel) == asked {
                     return;
@@ -308,49 +319,49 @@ impl HostMount {
     ///
     /// Names and sizes of checkpoints are read before the unmount, while the files can be seen. The record is the one
     /// after the unmount, which covers everything.
-    fn take_down_and_tell(
+    fn unmount_and_report(
         &self,
         policy: HeldPolicy,
         wanted: &ReportWanted,
-        speaker: &Speaker,
-    ) -> Report {
+        sender: &MessageSender,
+    ) -> UnmountReport {
         let by = wanted.checkpoints_by.as_ref();
         let looks = by.is_none_or(|by| *by == name_of_host());
         let seen = report::Run::of_own_mount(&self.place.prefix, looks);
-        let ended = self.take_down(policy, speaker);
+        let ended = self.unmount(policy, sender);
         let mut seen = match seen {
             Ok(seen) => seen,
             Err(failure) => {
-                speaker.say(&Word::NotReported(told(failure).0));
+                sender.send_message(&HostMessage::NotReported(text_and_status(failure).0));
                 return ended;
             }
         };
         seen.update_own(&self.place.backing);
         let all: Vec<report::CheckpointNow> = seen.checkpoints.into_values().collect();
-        for some in all.chunks(CHECKPOINTS_PER_WORD) {
-            speaker.say(&Word::Checkpoints(some.to_vec()));
+        for some in all.chunks(CHECKPOINTS_PER_MESSAGE) {
+            sender.send_message(&HostMessage::Checkpoints(some.to_vec()));
         }
         for failure in seen.failures {
-            speaker.say(&Word::NotReported(failure));
+            sender.send_message(&HostMessage::NotReported(failure));
         }
         for record in seen.records {
-            speaker.say(&Word::Record(Box::new(record)));
+            sender.send_message(&HostMessage::Record(Box::new(record)));
         }
         ended
     }
 
     /// Unmounts, even if programs that the command left behind still use the mount.
-    fn take_down(&self, policy: HeldPolicy, speaker: &Speaker) -> Report {
+    fn unmount(&self, policy: HeldPolicy, sender: &MessageSender) -> UnmountReport {
         self.remove_hints();
         let mut meter = Meter::quiet_if(true);
-        let mut report = Report::default();
+        let mut report = UnmountReport::default();
         let show = &mut |progress: Progress| {
             let (bytes, files) = (progress.bytes_left, progress.files_left);
             meter.show(bytes, files, &progress.phase);
-            speaker.say(&Word::Left { bytes, files });
+            sender.send_message(&HostMessage::Left { bytes, files });
         };
-        if let Err(failure) = self.end(policy, true, &mut report, show) {
-            report.failure = Some(told(failure));
+        if let Err(failure) = self.drain_and_unmount(policy, true, &mut report, show) {
+            report.failure = Some(text_and_status(failure));
         }
         let waited = meter.waited();
         (report.waited_bytes, report.waited_files) = (waited.bytes, waited.files);
@@ -361,11 +372,11 @@ impl HostMount {
     }
 
     /// Drains if the policy says so, and unmounts. `report` gets what stays in memory.
-    fn end(
+    fn drain_and_unmount(
         &self,
         policy: HeldPolicy,
         force: bool,
-        report: &mut Report,
+        report: &mut UnmountReport,
         show: &mut dyn FnMut(Progress),
     ) -> Result<(), Failure> {
         // Some files cannot be made durable yet, such as files that are open in logs. The unmount tries again, and its
@@ -403,7 +414,7 @@ impl HostMount {
     }
 
     /// Removes the names of a run without a backing, where no data is left for them.
-    fn remove_names(&self, policy: HeldPolicy, report: &mut Report) {
+    fn remove_names(&self, policy: HeldPolicy, report: &mut UnmountReport) {
         let backing = &self.place.backing;
         if policy == HeldPolicy::Discard {
             if let Err(error) = std::fs::remove_dir_all(backing) {
@@ -419,7 +430,7 @@ impl HostMount {
 
     /// Ends the mount without `firn run`. It unmounts when no program uses the mount any more. A signal forces the
     /// unmount.
-    fn end_alone(&self, events: &Receiver<Event>) -> Report {
+    fn end_alone(&self, events: &Receiver<PartEvent>) -> UnmountReport {
         self.remove_hints();
         // Without `firn run`, the result of the command is unknown. Files in memory only are kept, and others are
         // drained.
@@ -430,18 +441,18 @@ impl HostMount {
         };
         let mut force = false;
         loop {
-            let mut report = Report::default();
-            match self.end(policy, force, &mut report, &mut |_| {}) {
+            let mut report = UnmountReport::default();
+            match self.drain_and_unmount(policy, force, &mut report, &mut |_| {}) {
                 // A program still uses the mount. The unmount is tried again later.
                 Err(_) if !force && firn_client::find(&self.place.prefix).is_ok() => {}
                 Err(failure) => {
-                    report.failure = Some(told(failure));
+                    report.failure = Some(text_and_status(failure));
                     return report;
                 }
                 Ok(()) => return report,
             }
-            match events.recv_timeout(LOOK_EVERY) {
-                Ok(Event::Signal) => force = true,
+            match events.recv_timeout(UNMOUNT_CHECK_INTERVAL) {
+                Ok(PartEvent::Signal) => force = true,
                 Ok(_) | Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {}
             }
         }
@@ -481,9 +492,10 @@ fn write_hints(place: &RunDirs, hints: &str) -> Result<PathBuf, Failure> {
     Ok(file)
 }
 
-fn told(failure: Failure) -> (String, u8) {
+/// Returns the text and the exit status of a failure.
+fn text_and_status(failure: Failure) -> (String, u8) {
     match failure {
-        Failure::Told { text, code } => (text, code),
-        Failure::Unread => (String::from("its output is not read"), FAILED),
+        Failure::Message { text, code } => (text, code),
+        Failure::OutputClosed => (String::from("its output is not read"), FAILED),
     }
 }

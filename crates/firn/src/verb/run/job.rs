@@ -22,9 +22,12 @@ use signal_hook::consts::{SIGCONT, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SI
 use signal_hook::iterator::Signals;
 
 use super::launcher::{Launcher, Program, Start};
-use super::message::{Mounted, Order, Output, Report, Setup, Word, Words, send_order};
+use super::message::{
+    HostMessage, HostOrder, MessageReader, MountSetup, MountedHost, Output, UnmountReport,
+    send_order,
+};
 use crate::failure::{FAILED, Failure};
-use crate::progress::{Meter, Waited};
+use crate::progress::{Meter, WaitSummary};
 use crate::{output, report};
 
 /// Signals that are passed on to the command.
@@ -42,7 +45,7 @@ const START_LIMIT: Duration = Duration::from_secs(60);
 const LAUNCHER_END: Duration = Duration::from_secs(5);
 
 /// An event for the coordinator.
-enum Event {
+enum JobEvent {
     /// Output of the start with this index.
     Output(usize, Output),
     /// The start with this index has ended, and so have the parts on all its hosts.
@@ -54,7 +57,7 @@ enum Event {
 }
 
 /// A running start.
-struct Running {
+struct RunningStart {
     /// The local process.
     child: Child,
     /// Its standard input. `None` means that it accepts no more orders.
@@ -65,14 +68,14 @@ struct Running {
 
 /// Progress of a host.
 enum HostState {
-    /// The start was begun, and the host has sent no word.
+    /// The start was begun, and the host has sent no message.
     Starting,
     /// The host's part runs, and waits for the order to mount.
     Ready,
     /// The host's mount is usable.
     Mounted,
     /// The host has unmounted, with this result.
-    Ended(Report),
+    Ended(UnmountReport),
     /// The host has no mount: the reason, and the exit status.
     Failed(String, u8),
 }
@@ -83,14 +86,14 @@ struct Host {
     name: String,
     /// The name that the host gives itself.
     own_name: String,
-    /// Number of the sender in the host's words. `None` before its first word.
+    /// Number of the sender in the host's messages. `None` before its first message.
     id: Option<u64>,
     /// Progress of the host.
     state: HostState,
     /// The mount of the host. `None` before the mount is usable.
-    mounted: Option<Mounted>,
-    /// When the last word arrived.
-    last_word: Instant,
+    mounted: Option<MountedHost>,
+    /// When the last message arrived.
+    last_message: Instant,
     /// Whether the host has exceeded its timeout.
     is_lost: bool,
     /// Bytes that the last drain still has to write.
@@ -109,33 +112,33 @@ impl Host {
 pub(super) struct Job<'a> {
     /// The launcher that started the hosts.
     launcher: &'a dyn Launcher,
-    /// Time without a word after which a host is lost.
+    /// Time without a message after which a host is lost.
     timeout: Duration,
     /// All hosts, in the order of the launcher.
     hosts: Vec<Host>,
     /// All starts.
-    running: Vec<Running>,
+    running: Vec<RunningStart>,
     /// Sender for threads that produce events.
-    sender: SyncSender<Event>,
+    sender: SyncSender<JobEvent>,
     /// The queue of events.
-    events: Receiver<Event>,
+    events: Receiver<JobEvent>,
     /// Events that were taken since the last check for lost hosts.
     taken: usize,
     /// Notices that were printed already, without the name of a host.
-    told: Vec<String>,
+    shown_notices: Vec<String>,
     /// What hosts sent for the report of the run.
     report: report::Run,
 }
 
 /// The result of the unmounts of a run.
-pub(super) struct Ended {
+pub(super) struct UnmountSummary {
     /// What was waited for during the unmounts.
-    pub(super) waited: Waited,
+    pub(super) waited: WaitSummary,
     /// Bytes that stay in memory, and the arenas that hold them.
     pub(super) held_bytes: u64,
     pub(super) arenas: Vec<PathBuf>,
     /// The mounts that were usable.
-    pub(super) mounted: Vec<Mounted>,
+    pub(super) mounted: Vec<MountedHost>,
     /// Names of lost hosts that had a mount.
     pub(super) lost: Vec<String>,
     /// For each failed host, a message and its exit status.
@@ -159,7 +162,7 @@ impl<'a> Job<'a> {
             id: None,
             state: HostState::Starting,
             mounted: None,
-            last_word: Instant::now(),
+            last_message: Instant::now(),
             is_lost: false,
             left_bytes: 0,
             left_files: 0,
@@ -172,7 +175,7 @@ impl<'a> Job<'a> {
             sender,
             events,
             taken: 0,
-            told: Vec::new(),
+            shown_notices: Vec::new(),
             report: report::Run::default(),
         };
         // The handlers are set before the first process starts, so that no signal is lost in between.
@@ -191,7 +194,7 @@ impl<'a> Job<'a> {
         let sender = self.sender.clone();
         thread::spawn(move || {
             for signal in &mut signals {
-                let _ = sender.send(Event::Signal(signal));
+                let _ = sender.send(JobEvent::Signal(signal));
             }
         });
         Ok(())
@@ -212,17 +215,17 @@ impl<'a> Job<'a> {
         let orders = child.stdin.take();
         let number = self.running.len();
         let sender = self.sender.clone();
-        if let Some(words) = child.stdout.take() {
+        if let Some(messages) = child.stdout.take() {
             thread::spawn(move || {
-                for output in Words::new(BufReader::new(words)) {
-                    if sender.send(Event::Output(number, output)).is_err() {
+                for output in MessageReader::new(BufReader::new(messages)) {
+                    if sender.send(JobEvent::Output(number, output)).is_err() {
                         return;
                     }
                 }
-                let _ = sender.send(Event::StartEnded(number));
+                let _ = sender.send(JobEvent::StartEnded(number));
             });
         }
-        self.running.push(Running {
+        self.running.push(RunningStart {
             child,
             orders,
             hosts,
@@ -236,15 +239,15 @@ impl<'a> Job<'a> {
     /// Fails as `wait_for_all` does.
     pub(super) fn mount(
         &mut self,
-        make: impl FnOnce(&[String]) -> Setup,
-    ) -> Result<Vec<Mounted>, Failure> {
+        make: impl FnOnce(&[String]) -> MountSetup,
+    ) -> Result<Vec<MountedHost>, Failure> {
         self.wait_for_all(|state| matches!(state, HostState::Starting))?;
         let names: Vec<String> = self
             .hosts
             .iter()
             .map(|host| host.own_name.clone())
             .collect();
-        self.order(&Order::Mount(Box::new(make(&names))));
+        self.send_to_hosts(&HostOrder::Mount(Box::new(make(&names))));
         self.wait_for_all(|state| matches!(state, HostState::Ready))?;
         Ok(self
             .hosts
@@ -263,7 +266,7 @@ impl<'a> Job<'a> {
             if !self.hosts.iter().any(|host| is_before(&host.state)) {
                 return Ok(());
             }
-            if let Some(Event::Signal(signal)) = self.next_event()
+            if let Some(JobEvent::Signal(signal)) = self.next_event()
                 && signal != SIGCONT
             {
                 let code = u8::try_from(128 + signal).unwrap_or(FAILED);
@@ -313,33 +316,33 @@ impl<'a> Job<'a> {
         let pid = Pid::from_child(&command);
         let sender = self.sender.clone();
         thread::spawn(move || {
-            let _ = sender.send(Event::CommandEnded(command.wait()));
+            let _ = sender.send(JobEvent::CommandEnded(command.wait()));
         });
         loop {
             match self.next_event() {
-                Some(Event::Signal(signal)) => {
+                Some(JobEvent::Signal(signal)) => {
                     // At a terminal, a Ctrl-C reached the whole group already. A second one does no harm.
                     if let Some(signal) = Signal::from_named_raw(signal) {
                         let _ = kill_process(pid, signal);
                     }
                     if signal == SIGTERM {
-                        self.order(&Order::Drain);
+                        self.send_to_hosts(&HostOrder::Drain);
                     }
                 }
-                Some(Event::CommandEnded(status)) => {
+                Some(JobEvent::CommandEnded(status)) => {
                     return status.map_err(|error| {
                         Failure::new(FAILED, format!("cannot wait for the command: {error}"))
                     });
                 }
-                Some(Event::Output(..) | Event::StartEnded(_)) | None => {}
+                Some(JobEvent::Output(..) | JobEvent::StartEnded(_)) | None => {}
             }
         }
     }
 
     /// Tells all hosts to unmount, and waits for those that are not lost. A second signal during this ends the wait.
-    pub(super) fn end(mut self, policy: HeldPolicy, quiet: bool) -> Ended {
+    pub(super) fn end(mut self, policy: HeldPolicy, quiet: bool) -> UnmountSummary {
         let mut meter = Meter::quiet_if(quiet);
-        self.order(&Order::End(policy));
+        self.send_to_hosts(&HostOrder::End(policy));
         let mut signals = 0;
         // A host in the state `Starting` gets no order that counts. It ends when its standard input ends.
         let is_waited_for = |host: &Host| {
@@ -347,14 +350,14 @@ impl<'a> Job<'a> {
         };
         while self.hosts.iter().any(is_waited_for) {
             match self.next_event() {
-                Some(Event::Signal(SIGINT | SIGTERM)) => {
+                Some(JobEvent::Signal(SIGINT | SIGTERM)) => {
                     signals += 1;
                     if signals > 1 {
                         break;
                     }
                     output::say("draining; a second signal leaves that to the hosts");
                 }
-                Some(Event::Output(..)) => {
+                Some(JobEvent::Output(..)) => {
                     let bytes = self.hosts.iter().map(|host| host.left_bytes).sum();
                     let files = self.hosts.iter().map(|host| host.left_files).sum();
                     meter.show(bytes, files, "draining");
@@ -365,14 +368,14 @@ impl<'a> Job<'a> {
         let time = meter.waited().time;
         drop(meter);
         let ended = self.sum_up(time);
-        self.close();
+        self.end_launchers();
         ended
     }
 
     /// Sums up the results of all hosts. `time` is how long the unmounts took.
-    fn sum_up(&mut self, time: Duration) -> Ended {
-        let mut ended = Ended {
-            waited: Waited {
+    fn sum_up(&mut self, time: Duration) -> UnmountSummary {
+        let mut ended = UnmountSummary {
+            waited: WaitSummary {
                 bytes: 0,
                 files: 0,
                 time,
@@ -438,7 +441,7 @@ impl<'a> Job<'a> {
     }
 
     /// Ends the launchers. Hosts that have not ended yet notice it, because their standard input ends.
-    fn close(mut self) {
+    fn end_launchers(mut self) {
         for running in &mut self.running {
             running.orders = None;
         }
@@ -453,18 +456,19 @@ impl<'a> Job<'a> {
             }
             // srun and ssh would wait for a lost host, or for one that never answered. But a signal to srun ends all
             // hosts of its step, so it gets one only if none of its hosts still works.
-            let is_vain = running.hosts.iter().all(|at| {
+            let is_useless = running.hosts.iter().all(|at| {
                 let host = &self.hosts[*at];
                 host.has_ended() || host.is_lost || matches!(host.state, HostState::Starting)
             });
-            if is_vain && matches!(running.child.try_wait(), Ok(None)) {
+            if is_useless && matches!(running.child.try_wait(), Ok(None)) {
                 let _ = kill_process(Pid::from_child(&running.child), Signal::TERM);
                 let _ = running.child.try_wait();
             }
         }
     }
 
-    fn order(&mut self, order: &Order) {
+    /// Sends an order to all hosts, through the launchers that still run.
+    fn send_to_hosts(&mut self, order: &HostOrder) {
         for running in &mut self.running {
             if let Some(orders) = &mut running.orders
                 && send_order(orders, order).is_err()
@@ -477,8 +481,8 @@ impl<'a> Job<'a> {
 
     /// Returns the next event, after the part of it that concerns hosts is done. Returns `None` where nothing happened
     /// for [`LOOK_EVERY`].
-    fn next_event(&mut self) -> Option<Event> {
-        // After a stop of this process (Ctrl-Z), old words wait in the queue. They are taken first, so that no live
+    fn next_event(&mut self) -> Option<JobEvent> {
+        // After a stop of this process (Ctrl-Z), old messages wait in the queue. They are taken first, so that no live
         // host counts as lost.
         let mut event = None;
         if self.taken < EVENTS_MAX {
@@ -491,18 +495,20 @@ impl<'a> Job<'a> {
         }
         self.taken += 1;
         match &event {
-            Some(Event::Output(start, Output::Word(id, word))) => self.take(*start, *id, word),
-            Some(Event::Output(_, Output::Other(line))) => output::say(line),
-            Some(Event::StartEnded(start)) => self.start_ended(*start),
-            Some(Event::Signal(_) | Event::CommandEnded(_)) | None => {}
+            Some(JobEvent::Output(start, Output::Message(id, message))) => {
+                self.record_message(*start, *id, message)
+            }
+            Some(JobEvent::Output(_, Output::Other(line))) => output::say(line),
+            Some(JobEvent::StartEnded(start)) => self.start_ended(*start),
+            Some(JobEvent::Signal(_) | JobEvent::CommandEnded(_)) | None => {}
         }
         event
     }
 
-    /// Records a word of a host. Any word also shows that the host is alive, even one that counted as lost.
-    fn take(&mut self, start: usize, id: u64, word: &Word) {
-        let at = match word {
-            Word::Hello(name) => self.assign(start, id, name),
+    /// Records a message of a host. Any message also shows that the host is alive, even one that counted as lost.
+    fn record_message(&mut self, start: usize, id: u64, message: &HostMessage) {
+        let at = match message {
+            HostMessage::Hello(name) => self.find_sender(start, id, name),
             _ => self.hosts.iter().position(|host| host.id == Some(id)),
         };
         let Some(at) = at else {
@@ -510,53 +516,57 @@ impl<'a> Job<'a> {
         };
         let is_one = self.hosts.len() == 1;
         let host = &mut self.hosts[at];
-        host.last_word = Instant::now();
+        host.last_message = Instant::now();
         // The host was only slow. It takes part in the run again.
         if std::mem::take(&mut host.is_lost) {
             output::say(&format!("{} answers again", host.name));
         }
-        match word {
-            Word::Hello(name) => {
+        match message {
+            HostMessage::Hello(name) => {
                 host.own_name.clone_from(name);
                 host.state = HostState::Ready;
             }
-            Word::Alive => {}
-            Word::Notice(text) if is_one => output::say(text),
+            HostMessage::Alive => {}
+            HostMessage::Notice(text) if is_one => output::say(text),
             // Many hosts often send the same notice, so its text is printed once.
-            Word::Notice(text) if !self.told.contains(text) => {
+            HostMessage::Notice(text) if !self.shown_notices.contains(text) => {
                 output::say(&format!("{}: {text}", host.name));
-                self.told.push(text.clone());
+                self.shown_notices.push(text.clone());
             }
-            Word::Notice(_) => {}
-            Word::Mounted(mounted) => {
+            HostMessage::Notice(_) => {}
+            HostMessage::Mounted(mounted) => {
                 host.mounted = Some(mounted.clone());
                 host.state = HostState::Mounted;
             }
-            Word::Failed { text, code } => host.state = HostState::Failed(text.clone(), *code),
-            Word::Record(record) => match record.as_ref().clone().check() {
+            HostMessage::Failed { text, code } => {
+                host.state = HostState::Failed(text.clone(), *code)
+            }
+            HostMessage::Record(record) => match record.as_ref().clone().check() {
                 Ok(record) => self.report.add(record),
                 Err(error) => self
                     .report
                     .failures
                     .push(format!("the record of {}: {error}", host.name)),
             },
-            Word::Checkpoints(some) => {
+            HostMessage::Checkpoints(some) => {
                 let some = some.iter().map(|one| (one.path.clone(), one.clone()));
                 self.report.checkpoints.extend(some);
             }
-            Word::NotReported(text) if is_one => self.report.failures.push(text.clone()),
-            Word::NotReported(text) => {
+            HostMessage::NotReported(text) if is_one => self.report.failures.push(text.clone()),
+            HostMessage::NotReported(text) => {
                 let text = format!("{}: {text}", host.name);
                 self.report.failures.push(text);
             }
-            Word::Left { bytes, files } => (host.left_bytes, host.left_files) = (*bytes, *files),
-            Word::Ended(report) => host.state = HostState::Ended(report.clone()),
+            HostMessage::Left { bytes, files } => {
+                (host.left_bytes, host.left_files) = (*bytes, *files)
+            }
+            HostMessage::Ended(report) => host.state = HostState::Ended(report.clone()),
         }
     }
 
-    /// Returns the host that sent a first word. The name decides. Where no name fits, it is the next host of that start
+    /// Returns the host that sent a first message. The name decides. Where no name fits, it is the next host of that start
     /// that has sent nothing yet.
-    fn assign(&mut self, start: usize, id: u64, name: &str) -> Option<usize> {
+    fn find_sender(&mut self, start: usize, id: u64, name: &str) -> Option<usize> {
         let short = |name: &str| name.split('.').next().unwrap_or_default().to_owned();
         let free = |at: &usize| self.hosts[*at].id.is_none();
         let of_start = || self.running[start].hosts.iter().copied().filter(free);
@@ -568,13 +578,14 @@ impl<'a> Job<'a> {
         Some(at)
     }
 
+    /// Counts the hosts of an ended launcher as lost, unless they have ended.
     fn start_ended(&mut self, start: usize) {
         for at in self.running[start].hosts.clone() {
-            self.lose(at);
+            self.mark_lost(at);
         }
     }
 
-    /// Marks hosts as lost whose last word is older than their timeout.
+    /// Marks hosts as lost whose last message is older than their timeout.
     fn find_lost(&mut self) {
         for at in 0..self.hosts.len() {
             let host = &self.hosts[at];
@@ -583,13 +594,14 @@ impl<'a> Job<'a> {
                 HostState::Starting | HostState::Ready => self.timeout.max(START_LIMIT),
                 HostState::Mounted | HostState::Ended(_) | HostState::Failed(..) => self.timeout,
             };
-            if host.last_word.elapsed() > limit {
-                self.lose(at);
+            if host.last_message.elapsed() > limit {
+                self.mark_lost(at);
             }
         }
     }
 
-    fn lose(&mut self, at: usize) {
+    /// Counts a host as lost, unless it has ended.
+    fn mark_lost(&mut self, at: usize) {
         let host = &mut self.hosts[at];
         if host.is_lost || host.has_ended() {
             return;

@@ -20,7 +20,7 @@ use crate::failure::{FAILED, Failure};
 
 /// Where the hosts of a run come from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(super) enum Kind {
+pub(super) enum LauncherKind {
     /// The job that the command runs in, or this host where there is none.
     Auto,
     /// This host.
@@ -89,11 +89,11 @@ pub(super) fn choose(matches: &ArgMatches) -> Result<Box<dyn Launcher>, Failure>
     if let Some(file) = matches.get_one::<PathBuf>("hosts") {
         return Ok(Box::new(remote_shell::RemoteShell::of_file(file, shell())?));
     }
-    let kind = matches.get_one::<Kind>("launcher").copied();
-    match kind.unwrap_or(Kind::Auto) {
-        Kind::Auto if slurm::is_in_job() => Ok(Box::new(slurm::Slurm::of_job()?)),
-        Kind::Auto if flux::is_in_instance() => Ok(Box::new(flux::Flux::of_instance()?)),
-        Kind::Auto if remote_shell::is_in_pbs_job() => {
+    let kind = matches.get_one::<LauncherKind>("launcher").copied();
+    match kind.unwrap_or(LauncherKind::Auto) {
+        LauncherKind::Auto if slurm::is_in_job() => Ok(Box::new(slurm::Slurm::of_job()?)),
+        LauncherKind::Auto if flux::is_in_instance() => Ok(Box::new(flux::Flux::of_instance()?)),
+        LauncherKind::Auto if remote_shell::is_in_pbs_job() => {
             let pbs = remote_shell::RemoteShell::of_pbs_job(shell())?;
             // A PBS job on one host needs no remote shell.
             if pbs.hosts().len() > 1 {
@@ -101,10 +101,10 @@ pub(super) fn choose(matches: &ArgMatches) -> Result<Box<dyn Launcher>, Failure>
             }
             Ok(Box::new(local::Local::new()))
         }
-        Kind::Auto | Kind::Local => Ok(Box::new(local::Local::new())),
-        Kind::Slurm => Ok(Box::new(slurm::Slurm::of_job()?)),
-        Kind::Pbs => Ok(Box::new(remote_shell::RemoteShell::of_pbs_job(shell())?)),
-        Kind::Flux => Ok(Box::new(flux::Flux::of_instance()?)),
+        LauncherKind::Auto | LauncherKind::Local => Ok(Box::new(local::Local::new())),
+        LauncherKind::Slurm => Ok(Box::new(slurm::Slurm::of_job()?)),
+        LauncherKind::Pbs => Ok(Box::new(remote_shell::RemoteShell::of_pbs_job(shell())?)),
+        LauncherKind::Flux => Ok(Box::new(flux::Flux::of_instance()?)),
     }
 }
 

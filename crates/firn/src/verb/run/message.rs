@@ -1,12 +1,12 @@
 //! The messages between `firn run` and its part on each host.
 //!
-//! Orders go to a host's standard input. Words, which are a host's messages, come from its standard output. Both are
-//! JSON. A launcher may mix the outputs of many hosts, and may cut long lines. So a word is sent as fragments: short
+//! Orders go to a host's standard input. Messages of a host come from its standard output. Both are
+//! JSON. A launcher may mix the outputs of many hosts, and may cut long lines. So a message is sent as fragments: short
 //! lines, each with the number of its sender. A line without the mark is output of something else, such as a login
 //! script.
 //!
 //! Bounds
-//! * An order has at most `ORDER_BYTES_MAX` bytes, a word `WORD_BYTES_MAX`, and a line of output `LINE_BYTES_MAX`.
+//! * An order has at most `ORDER_BYTES_MAX` bytes, a message `MESSAGE_BYTES_MAX`, and a line of output `LINE_BYTES_MAX`.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -23,24 +23,24 @@ use crate::report::CheckpointNow;
 
 /// Maximum size of an order in bytes. Options have some kilobytes, and a file with ROMIO hints has at most 64 KiB.
 const ORDER_BYTES_MAX: u64 = 1 << 20;
-/// Maximum size of a word in bytes. The longest word is the record of a mount.
-const WORD_BYTES_MAX: usize = RECORD_BYTES_MAX as usize + (64 << 10);
+/// Maximum size of a message in bytes. The longest message is the record of a mount.
+const MESSAGE_BYTES_MAX: usize = RECORD_BYTES_MAX as usize + (64 << 10);
 /// Bytes of a line that are read at once. A longer line arrives in parts.
 const LINE_BYTES_MAX: u64 = 64 << 10;
 /// Bytes of text in a fragment. Slurm passes on lines of up to 1,024 bytes in one piece.
 const FRAGMENT_BYTES: usize = 800;
 /// First word of each line that is a fragment.
 const MARK: &str = "firn-run";
-/// Marks of a fragment that others follow, and of the last fragment of a word.
+/// Marks of a fragment that others follow, and of the last fragment of a message.
 const MORE: &str = "+";
 const LAST: &str = ".";
 
 /// An order: what the part of `firn run` on a host has to do.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub(super) enum Order {
+pub(super) enum HostOrder {
     /// Mount as the setup says.
-    Mount(Box<Setup>),
+    Mount(Box<MountSetup>),
     /// Make durable what is held now. The mount stays.
     Drain,
     /// Unmount and end. The policy says what happens to held files.
@@ -49,7 +49,7 @@ pub(super) enum Order {
 
 /// What a host has to mount, and how.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(super) struct Setup {
+pub(super) struct MountSetup {
     /// Directory where drained files end up. `None` means that files are in memory only.
     pub(super) backing: Option<BytePath>,
     /// Mount point. `None` means the directory `default_prefix` in the runtime directory.
@@ -63,7 +63,7 @@ pub(super) struct Setup {
     /// Content of the file for `ROMIO_HINTS`. `None` means that there is no such file.
     pub(super) romio_hints: Option<String>,
     /// The lost host whose files are restored from its partner, and the host that restores them.
-    pub(super) restart: Option<Restart>,
+    pub(super) restart: Option<RestartTask>,
     /// Which old checkpoints are removed while the command runs. `None` means that all of them stay.
     pub(super) keep: Option<Keep>,
     /// What hosts send for the report of the run before they end. `None` means that there is no report.
@@ -90,17 +90,17 @@ pub(super) struct Keep {
 
 /// Whose files are restored, and which host restores them.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(super) struct Restart {
+pub(super) struct RestartTask {
     /// Name of the lost host.
     pub(super) lost: String,
-    /// Name of the restoring host, as it gives it in [`Word::Hello`].
+    /// Name of the restoring host, as it gives it in [`HostMessage::Hello`].
     pub(super) to: String,
 }
 
-/// A word: a message of a host.
+/// A message of a host to `firn run`.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub(super) enum Word {
+pub(super) enum HostMessage {
     /// The host's part has started, and gives its name.
     Hello(String),
     /// The host's part is alive. It sends this at regular intervals.
@@ -108,7 +108,7 @@ pub(super) enum Word {
     /// A message for the user.
     Notice(String),
     /// The mount is usable.
-    Mounted(Mounted),
+    Mounted(MountedHost),
     /// The mount failed, and the host's part ends.
     Failed {
         /// Reason of the failure.
@@ -130,12 +130,12 @@ pub(super) enum Word {
     /// A sentence about something that the report of the run lacks.
     NotReported(String),
     /// The unmount is over, and the host's part ends.
-    Ended(Report),
+    Ended(UnmountReport),
 }
 
 /// The mount of a host.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(super) struct Mounted {
+pub(super) struct MountedHost {
     /// Mount point.
     pub(super) prefix: BytePath,
     /// The backing.
@@ -148,7 +148,7 @@ pub(super) struct Mounted {
 
 /// The result of a host's unmount.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
-pub(super) struct Report {
+pub(super) struct UnmountReport {
     /// The largest number of bytes that were left to drain.
     pub(super) waited_bytes: u64,
     /// The largest number of files that were left to drain.
@@ -162,7 +162,7 @@ pub(super) struct Report {
 }
 
 /// Sends an order to the part of `firn run` on a host.
-pub(super) fn send_order(to: &mut impl Write, order: &Order) -> io::Result<()> {
+pub(super) fn send_order(to: &mut impl Write, order: &HostOrder) -> io::Result<()> {
     let mut line = serde_json::to_vec(order)?;
     line.push(b'\n');
     to.write_all(&line)?;
@@ -170,7 +170,7 @@ pub(super) fn send_order(to: &mut impl Write, order: &Order) -> io::Result<()> {
 }
 
 /// Reads the next order. Returns `None` at the end of standard input, after which no order comes.
-pub(super) fn read_order(from: &mut impl BufRead) -> io::Result<Option<Order>> {
+pub(super) fn read_order(from: &mut impl BufRead) -> io::Result<Option<HostOrder>> {
     let mut line = Vec::new();
     from.take(ORDER_BYTES_MAX).read_until(b'\n', &mut line)?;
     if line.is_empty() {
@@ -179,12 +179,13 @@ pub(super) fn read_order(from: &mut impl BufRead) -> io::Result<Option<Order>> {
     Ok(Some(serde_json::from_slice(&line)?))
 }
 
-/// Sends a word as fragments with the number `id` of the sender.
-pub(super) fn send_word(to: &mut impl Write, id: u64, word: &Word) -> io::Result<()> {
-    to.write_all(fragments(id, &serde_json::to_string(word)?).as_bytes())?;
+/// Sends a message as fragments with the number `id` of the sender.
+pub(super) fn send_message(to: &mut impl Write, id: u64, message: &HostMessage) -> io::Result<()> {
+    to.write_all(fragments(id, &serde_json::to_string(message)?).as_bytes())?;
     to.flush()
 }
 
+/// Returns the lines that carry a message: fragments short enough not to be cut.
 fn fragments(id: u64, text: &str) -> String {
     let mut lines = String::new();
     let mut rest = text;
@@ -202,20 +203,20 @@ fn fragments(id: u64, text: &str) -> String {
 /// A piece of a launcher's output.
 #[derive(Debug)]
 pub(super) enum Output {
-    /// A complete word, and the number of its sender.
-    Word(u64, Box<Word>),
-    /// A line that is not part of a word.
+    /// A complete message, and the number of its sender.
+    Message(u64, Box<HostMessage>),
+    /// A line that is not part of a message.
     Other(String),
 }
 
-/// Reads the output of a launcher, in which the words of several hosts are mixed.
-pub(super) struct Words<R> {
+/// Reads the output of a launcher, in which the messages of several hosts are mixed.
+pub(super) struct MessageReader<R> {
     from: R,
-    /// For each sender, the beginning of a word whose last fragment has not arrived yet.
+    /// For each sender, the beginning of a message whose last fragment has not arrived yet.
     begun: BTreeMap<u64, String>,
 }
 
-impl<R: BufRead> Words<R> {
+impl<R: BufRead> MessageReader<R> {
     pub(super) fn new(from: R) -> Self {
         Self {
             from,
@@ -223,7 +224,7 @@ impl<R: BufRead> Words<R> {
         }
     }
 
-    /// Adds a line. Returns the word that the line completes, or the line itself where it is not part of a word.
+    /// Adds a line. Returns the message that the line completes, or the line itself where it is not part of a message.
     fn take(&mut self, line: &str) -> Option<Output> {
         let other = || Some(Output::Other(line.to_owned()));
         let Some((id, kind, text)) = split_fragment(line) else {
@@ -232,7 +233,7 @@ impl<R: BufRead> Words<R> {
         let begun = self.begun.entry(id).or_default();
         begun.push_str(text);
         // Fragments without an end must not fill the memory.
-        if begun.len() > WORD_BYTES_MAX {
+        if begun.len() > MESSAGE_BYTES_MAX {
             self.begun.remove(&id);
             return other();
         }
@@ -241,13 +242,13 @@ impl<R: BufRead> Words<R> {
         }
         let whole = self.begun.remove(&id).unwrap_or_default();
         match serde_json::from_str(&whole) {
-            Ok(word) => Some(Output::Word(id, Box::new(word))),
+            Ok(message) => Some(Output::Message(id, Box::new(message))),
             Err(_) => other(),
         }
     }
 }
 
-impl<R: BufRead> Iterator for Words<R> {
+impl<R: BufRead> Iterator for MessageReader<R> {
     type Item = Output;
 
     /// Returns the next piece of output. Returns `None` at the end of the output, or where reading fails.
@@ -268,6 +269,7 @@ impl<R: BufRead> Iterator for Words<R> {
     }
 }
 
+/// Returns the sender, the kind and the text of a line, or `None` if the line is no fragment.
 fn split_fragment(line: &str) -> Option<(u64, &str, &str)> {
     let (id, rest) = line
         .strip_prefix(MARK)?
@@ -282,13 +284,13 @@ fn split_fragment(line: &str) -> Option<(u64, &str, &str)> {
 mod tests {
     use super::*;
 
-    fn words(lines: &str) -> Vec<Output> {
-        Words::new(lines.as_bytes()).collect()
+    fn messages(lines: &str) -> Vec<Output> {
+        MessageReader::new(lines.as_bytes()).collect()
     }
 
     #[test]
-    fn words_of_several_hosts_may_be_mixed_line_by_line() {
-        let notice = |text: &str| Word::Notice(text.repeat(1000));
+    fn messages_of_several_hosts_may_be_mixed_line_by_line() {
+        let notice = |text: &str| HostMessage::Notice(text.repeat(1000));
         let [a, b] = [(1, "ä"), (2, "b\n")].map(|(id, text)| {
             let json = serde_json::to_string(&notice(text)).unwrap();
             fragments(id, &json)
@@ -306,14 +308,14 @@ mod tests {
                 mixed += &format!("{line}\n");
             }
         }
-        let outputs = words(&mixed);
+        let outputs = messages(&mixed);
         assert!(matches!(&outputs[0], Output::Other(line) if line == "Welcome to n17"));
         let mut texts: Vec<(u64, String)> = outputs[1..]
             .iter()
             .map(|output| match output {
-                Output::Word(id, word) => match &**word {
-                    Word::Notice(text) => (*id, text.clone()),
-                    word => panic!("{word:?}"),
+                Output::Message(id, message) => match &**message {
+                    HostMessage::Notice(text) => (*id, text.clone()),
+                    message => panic!("{message:?}"),
                 },
                 Output::Other(line) => panic!("{line}"),
             })
@@ -330,32 +332,32 @@ mod tests {
             "firn-run x . \"alive\"",
             "firn-run 1 ? \"alive\"",
         ] {
-            let outputs = words(line);
+            let outputs = messages(line);
             assert!(matches!(&outputs[..], [Output::Other(other)] if other == line));
         }
-        let outputs = words("firn-run 1 . \"alive\"\r\n");
-        assert!(matches!(&outputs[..], [Output::Word(1, _)]));
+        let outputs = messages("firn-run 1 . \"alive\"\r\n");
+        assert!(matches!(&outputs[..], [Output::Message(1, _)]));
     }
 
     #[test]
     fn a_word_without_end_is_not_kept() {
         let line = format!("firn-run 1 + {}\n", "x".repeat(800));
-        let count = WORD_BYTES_MAX / 800 + 2;
-        let mut words = Words::new(io::Cursor::new(line.repeat(count)));
-        assert!(matches!(words.next(), Some(Output::Other(_))));
-        assert!(words.begun.values().map(String::len).sum::<usize>() <= WORD_BYTES_MAX);
+        let count = MESSAGE_BYTES_MAX / 800 + 2;
+        let mut messages = MessageReader::new(io::Cursor::new(line.repeat(count)));
+        assert!(matches!(messages.next(), Some(Output::Other(_))));
+        assert!(messages.begun.values().map(String::len).sum::<usize>() <= MESSAGE_BYTES_MAX);
     }
 
     #[test]
     fn an_order_is_one_line() {
         let mut sent = Vec::new();
-        send_order(&mut sent, &Order::Drain).unwrap();
-        send_order(&mut sent, &Order::End(HeldPolicy::Keep)).unwrap();
+        send_order(&mut sent, &HostOrder::Drain).unwrap();
+        send_order(&mut sent, &HostOrder::End(HeldPolicy::Keep)).unwrap();
         let mut from = sent.as_slice();
-        assert!(matches!(read_order(&mut from), Ok(Some(Order::Drain))));
+        assert!(matches!(read_order(&mut from), Ok(Some(HostOrder::Drain))));
         assert!(matches!(
             read_order(&mut from),
-            Ok(Some(Order::End(HeldPolicy::Keep)))
+            Ok(Some(HostOrder::End(HeldPolicy::Keep)))
         ));
         assert!(matches!(read_order(&mut from), Ok(None)));
     }

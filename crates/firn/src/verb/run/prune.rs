@@ -20,14 +20,14 @@ pub(super) fn prune_until(
     on_end: &Receiver<()>,
     prefix: &Path,
     keep: usize,
-    say: &mut dyn FnMut(String),
+    show: &mut dyn FnMut(String),
 ) {
-    let mut told = HashSet::new();
+    let mut shown = HashSet::new();
     while on_end.recv_timeout(PRUNE_EVERY) == Err(RecvTimeoutError::Timeout) {
         let failures = prune(prefix, keep).unwrap_or_else(|failure| vec![failure]);
         for text in failures.iter().filter_map(Failure::text) {
-            if told.insert(text.clone()) {
-                say(format!("cannot remove old checkpoints: {text}"));
+            if shown.insert(text.clone()) {
+                show(format!("cannot remove old checkpoints: {text}"));
             }
         }
     }

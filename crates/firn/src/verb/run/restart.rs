@@ -33,7 +33,7 @@ const STAGED: &str = ".firn-restart";
 /// Name of the staged tree in that directory.
 const TREE: &str = "tree";
 /// Timeout for an agent that does not answer.
-const PATIENCE: Duration = Duration::from_secs(60);
+const RESTART_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The restart of one lost host.
 struct Restart<'a> {
@@ -57,7 +57,7 @@ struct Restart<'a> {
 
 /// What this mount has of a file that a partner has a copy of.
 #[derive(PartialEq)]
-enum Here {
+enum LocalState {
     /// The file does not exist here, is empty, or is older than the copy.
     Missing,
     /// The file has the same size and time here.
@@ -95,7 +95,7 @@ pub(super) fn restore(host: &str, prefix: &Path, backing: &Path) -> Result<(), F
             Ok(false) => {}
             // The present partner was taking over from this earlier one. Its copies are already restored, so this
             // failure is only reported.
-            Err(Failure::Told { text, .. }) if at > 0 => output::say(&format!(
+            Err(Failure::Message { text, .. }) if at > 0 => output::say(&format!(
                 "{partner}, an earlier partner of {host}, may have more: {text}"
             )),
             Err(failure) => return Err(failure),
@@ -141,7 +141,7 @@ impl Restart<'_> {
     fn restore_name(&mut self, name: &BytePath, entries: &[&Entry]) -> Result<(), Failure> {
         let wanted = entries
             .iter()
-            .any(|entry| self.find(entry) == Some(Here::Missing));
+            .any(|entry| self.find(entry) == Some(LocalState::Missing));
         if wanted {
             let staged = firn_trust::create_private_dir(&self.top, Path::new(STAGED));
             let staged = staged.map_err(failed)?;
@@ -161,22 +161,22 @@ impl Restart<'_> {
     }
 
     /// Returns the state of a file here, or `None` where the entry is no regular file.
-    fn find(&self, entry: &Entry) -> Option<Here> {
+    fn find(&self, entry: &Entry) -> Option<LocalState> {
         let EntryKind::File { bytes, .. } = entry.kind else {
             return None;
         };
         let Ok(found) = self.look_at(&entry.path) else {
-            return Some(Here::Missing);
+            return Some(LocalState::Missing);
         };
         // The width of these fields differs between architectures.
         #[allow(clippy::unnecessary_cast)]
         let time = (found.st_mtime as i64, found.st_mtime_nsec as u32);
         Some(match found.st_size as u64 {
-            len if len == bytes && time == (entry.mtime_s, entry.mtime_ns) => Here::Same,
+            len if len == bytes && time == (entry.mtime_s, entry.mtime_ns) => LocalState::Same,
             // An empty file is a name without data, so the copy overwrites nothing.
-            0 => Here::Missing,
-            _ if time > (entry.mtime_s, entry.mtime_ns) => Here::Newer,
-            _ => Here::Missing,
+            0 => LocalState::Missing,
+            _ if time > (entry.mtime_s, entry.mtime_ns) => LocalState::Newer,
+            _ => LocalState::Missing,
         })
     }
 
@@ -187,12 +187,12 @@ impl Restart<'_> {
 
     fn tell_near(&mut self, entry: &Entry) {
         match self.find(entry) {
-            Some(Here::Same) => self.near_files += 1,
-            Some(Here::Newer) => output::say(&format!(
+            Some(LocalState::Same) => self.near_files += 1,
+            Some(LocalState::Newer) => output::say(&format!(
                 "{} was written since {} was lost: it stays as it is",
                 entry.path, self.host
             )),
-            Some(Here::Missing) | None => {}
+            Some(LocalState::Missing) | None => {}
         }
     }
 
@@ -205,7 +205,7 @@ impl Restart<'_> {
             carriage: Carriage::connection(),
             target: staged.to_owned(),
             cut: false,
-            patience: PATIENCE,
+            patience: RESTART_TIMEOUT,
             bytes_max: None,
         };
         let mut meter = Meter::new();
@@ -225,7 +225,7 @@ impl Restart<'_> {
             EntryKind::Directory => {
                 make_dir(&dir, last_name(to), entry.mode).map_err(|errno| broken(&shown, errno))
             }
-            EntryKind::File { bytes, .. } if self.find(entry) == Some(Here::Missing) => {
+            EntryKind::File { bytes, .. } if self.find(entry) == Some(LocalState::Missing) => {
                 let below = to.strip_prefix(name).expect("it is of that name");
                 let from = if below.as_os_str().is_empty() {
                     PathBuf::from(TREE)

@@ -10,7 +10,7 @@ use firn_protocol::{
     SpillStatus, Status, TokenState, TokenStatus, TransactionStage, TransactionStatus,
 };
 
-use super::Seen;
+use super::FoundMount;
 use super::list::fill;
 use crate::output::Paint;
 use crate::text::{bytes, count, figure, rate, seconds};
@@ -22,7 +22,7 @@ const NEARLY_FULL: f64 = 0.9;
 
 /// How much of a mount's status is shown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Detail {
+pub enum StatusDetail {
     /// What is wrong, and the main figures.
     Short,
     /// All figures and options.
@@ -30,19 +30,19 @@ pub enum Detail {
 }
 
 /// Returns the text for a mount, or for what is known of one that does not answer.
-pub fn text(seen: &Seen, detail: Detail, paint: Paint) -> String {
+pub fn text(seen: &FoundMount, detail: StatusDetail, paint: Paint) -> String {
     match seen {
-        Seen::Alive { status, files } => {
+        FoundMount::Alive { status, files } => {
             let mut text = mount(status, detail, paint);
             if let Some(files) = files {
                 text += &pending(files);
             }
             text
         }
-        Seen::Silent {
+        FoundMount::Silent {
             mount_point: name, ..
         }
-        | Seen::Left { arena: name, .. } => {
+        | FoundMount::Left { arena: name, .. } => {
             let advice = seen.advice().unwrap_or_default();
             format!("{}\n  {advice}\n", paint.bad(&name.to_string()))
         }
@@ -61,9 +61,9 @@ enum LineRank {
 }
 
 /// The lines of a mount, in the order in which they were added.
-struct Lines(Vec<(LineRank, String)>);
+struct BlockLines(Vec<(LineRank, String)>);
 
-impl Lines {
+impl BlockLines {
     fn add(&mut self, place: LineRank, label: &str, what: &str) {
         self.0.push((place, format!("  {label:<13} {what}\n")));
     }
@@ -75,8 +75,8 @@ impl Lines {
 }
 
 /// Returns the lines of a mount whose firnd answered, in the order of their ranks.
-fn mount(s: &Status, detail: Detail, paint: Paint) -> String {
-    let mut lines = Lines(Vec::new());
+fn mount(s: &Status, detail: StatusDetail, paint: Paint) -> String {
+    let mut lines = BlockLines(Vec::new());
     add_trouble(s, paint, &mut lines);
     add_main(s, paint, &mut lines);
     add_detail(s, paint, &mut lines);
@@ -90,14 +90,14 @@ fn mount(s: &Status, detail: Detail, paint: Paint) -> String {
     let mut text = format!("{head}  on  {}{health}\n", s.backing);
     text.extend(lines.in_place(LineRank::Trouble));
     text.extend(lines.in_place(LineRank::Main));
-    if detail == Detail::All {
+    if detail == StatusDetail::All {
         text.extend(lines.in_place(LineRank::Detail));
     }
     text
 }
 
 /// Adds lines about what is wrong, each with the command or the option that helps.
-fn add_trouble(s: &Status, paint: Paint, lines: &mut Lines) {
+fn add_trouble(s: &Status, paint: Paint, lines: &mut BlockLines) {
     let mut line = |label: &str, what: String| lines.add(LineRank::Trouble, label, &what);
     let point = &s.mount_point;
     let retry = s
@@ -211,7 +211,7 @@ fn is_lane_in_trouble(lane: &LaneStatus) -> bool {
 }
 
 /// Adds the figures that a user of the mount needs.
-fn add_main(s: &Status, paint: Paint, lines: &mut Lines) {
+fn add_main(s: &Status, paint: Paint, lines: &mut BlockLines) {
     let mut line = |label: &str, what: String| lines.add(LineRank::Main, label, &what);
     line("in memory", format!("{}; {}", held(s), arena(s, paint)));
     line(
@@ -261,7 +261,7 @@ fn add_main(s: &Status, paint: Paint, lines: &mut Lines) {
 }
 
 /// Adds all other figures and options.
-fn add_detail(s: &Status, paint: Paint, lines: &mut Lines) {
+fn add_detail(s: &Status, paint: Paint, lines: &mut BlockLines) {
     let mut line = |label: &str, what: String| lines.add(LineRank::Detail, label, &what);
     let chunk = bytes(s.chunk_bytes);
     let used = bytes(s.arena_used_bytes);
@@ -793,7 +793,7 @@ mod tests {
     #[test]
     fn a_healthy_mount_has_five_lines() {
         assert_eq!(
-            mount(&healthy(), Detail::Short, Paint::stdout()),
+            mount(&healthy(), StatusDetail::Short, Paint::stdout()),
             "/ckpt  on  /scratch/run42  healthy
   in memory     12.0 MiB in 3 files (held, not drained yet), the oldest for 2.0 s; [#---------] 12% of 256.0 MiB in use
   received      384.0 MiB in 6144 writes, 1.0 MiB/s in the last seconds
@@ -801,13 +801,13 @@ mod tests {
   options       close waits for the backing (close=held: at once)
 "
         );
-        let all = mount(&healthy(), Detail::All, Paint::stdout());
+        let all = mount(&healthy(), StatusDetail::All, Paint::stdout());
         for part in ["lookup (names not found) 23", "drain-cpu=100"] {
             assert!(all.contains(part), "{all}");
         }
         let mut other = healthy();
         other.options.push("history=3".into());
-        let shown = mount(&other, Detail::Short, Paint::stdout());
+        let shown = mount(&other, StatusDetail::Short, Paint::stdout());
         assert!(shown.contains("at once), history=3\n"), "{shown}");
     }
 
@@ -818,7 +818,7 @@ mod tests {
             pending: true,
             ..ErrorStatus::default()
         }];
-        let shown = mount(&status, Detail::Short, Paint::stdout());
+        let shown = mount(&status, StatusDetail::Short, Paint::stdout());
         let mut lines = shown.lines();
         assert_eq!(lines.next(), Some("/ckpt  on  /scratch/run42"));
         assert!(lines.next().unwrap().trim_start().starts_with("error "));
@@ -835,7 +835,7 @@ mod tests {
         let transaction = &mut status.transactions[0];
         transaction.error = None;
         transaction.backup.as_mut().expect("an example").error = None;
-        let before = mount(&status, Detail::All, Paint::stdout());
+        let before = mount(&status, StatusDetail::All, Paint::stdout());
         let figures = Figures::of([&status]);
         for name in IN_LINES {
             assert!(figures.iter().any(|one| one.name == *name), "{name}");
@@ -845,7 +845,7 @@ mod tests {
             change(&mut json, one.json.trim_start_matches('.'));
             let changed: Status = serde_json::from_value(json).unwrap();
             assert_ne!(
-                mount(&changed, Detail::All, Paint::stdout()),
+                mount(&changed, StatusDetail::All, Paint::stdout()),
                 before,
                 "{}",
                 one.name

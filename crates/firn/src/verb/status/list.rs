@@ -2,7 +2,7 @@
 
 use firn_protocol::Status;
 
-use super::{Seen, describe_elsewhere};
+use super::{FoundMount, describe_elsewhere};
 use crate::output::Paint;
 use crate::text::{bytes, pad_columns, rate, seconds};
 
@@ -11,7 +11,7 @@ const HEAD: [&str; 8] = [
 ];
 
 /// Returns the table, and below it the advice for mounts that do not answer.
-pub fn text(all: &[Seen], paint: Paint) -> String {
+pub fn text(all: &[FoundMount], paint: Paint) -> String {
     if all.is_empty() {
         return "no firn mounts\n".to_owned();
     }
@@ -24,16 +24,16 @@ pub fn text(all: &[Seen], paint: Paint) -> String {
         let line = line.trim_end();
         text += &match index.checked_sub(1).map(|at| &all[at]) {
             None => paint.head(line),
-            Some(Seen::Silent { .. } | Seen::Left { .. }) => paint.bad(line),
-            Some(Seen::Alive { status, .. }) if !status.errors.is_empty() => paint.odd(line),
-            Some(Seen::Alive { .. }) => line.to_owned(),
+            Some(FoundMount::Silent { .. } | FoundMount::Left { .. }) => paint.bad(line),
+            Some(FoundMount::Alive { status, .. }) if !status.errors.is_empty() => paint.odd(line),
+            Some(FoundMount::Alive { .. }) => line.to_owned(),
         };
         text.push('\n');
     }
-    let is_elsewhere = |seen: &&Seen| {
+    let is_elsewhere = |seen: &&FoundMount| {
         matches!(
             seen,
-            Seen::Silent {
+            FoundMount::Silent {
                 is_elsewhere: true,
                 ..
             }
@@ -51,10 +51,10 @@ pub fn text(all: &[Seen], paint: Paint) -> String {
 }
 
 /// Returns the row of a mount.
-fn row(seen: &Seen) -> [String; 8] {
+fn row(seen: &FoundMount) -> [String; 8] {
     let dash = || "-".to_owned();
     match seen {
-        Seen::Left {
+        FoundMount::Left {
             backing,
             held_bytes,
             ..
@@ -68,8 +68,8 @@ fn row(seen: &Seen) -> [String; 8] {
             dash(),
             "not mounted".to_owned(),
         ],
-        Seen::Alive { status, .. } => alive(status),
-        Seen::Silent {
+        FoundMount::Alive { status, .. } => alive(status),
+        FoundMount::Silent {
             mount_point,
             backing,
             ..
@@ -121,8 +121,8 @@ mod tests {
         Paint::stdout()
     }
 
-    fn elsewhere(mount_point: &str) -> Seen {
-        Seen::Silent {
+    fn elsewhere(mount_point: &str) -> FoundMount {
+        FoundMount::Silent {
             mount_point: mount_point.into(),
             backing: "/b".into(),
             error: "lives, but its socket is not in".into(),
@@ -133,7 +133,7 @@ mod tests {
     #[test]
     fn what_is_left_of_a_run_is_told_from_what_a_dead_firnd_left() {
         let left = |backing: &str| {
-            let seen = Seen::Left {
+            let seen = FoundMount::Left {
                 arena: "/dev/shm/firn-0/1.arena".into(),
                 backing: backing.into(),
                 held_bytes: 1_000_000,
@@ -157,11 +157,11 @@ mod tests {
             ..Status::default()
         };
         let all = [
-            Seen::Alive {
+            FoundMount::Alive {
                 status: Box::new(status),
                 files: None,
             },
-            Seen::Silent {
+            FoundMount::Silent {
                 mount_point: "/dead".into(),
                 backing: "/b".into(),
                 error: "dead: mount it again".into(),
@@ -169,7 +169,7 @@ mod tests {
             },
             elsewhere("/a"),
             elsewhere("/b"),
-            Seen::Left {
+            FoundMount::Left {
                 arena: "/dev/shm/firn-0/1.arena".into(),
                 backing: "/gone".into(),
                 held_bytes: 2048,

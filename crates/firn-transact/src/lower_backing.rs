@@ -1,4 +1,4 @@
-//! [`Home`]: the backing below a [`TransactionalBacking`](crate::TransactionalBacking), and the directory in it where
+//! [`LowerBacking`]: the backing below a [`TransactionalBacking`](crate::TransactionalBacking), and the directory in it where
 //! this mount keeps its transactions.
 //!
 //! A mount of one host uses `.firn/`. With several hosts, each one has a directory of its own below `.firn/`.
@@ -17,7 +17,7 @@ pub(crate) fn staging_dir_name(members: &Members) -> String {
 
 /// The lowest part of a [`TransactionalBacking`](crate::TransactionalBacking): the backing below, and the place of this
 /// mount's transactions in it.
-pub struct Home<B: Backing> {
+pub struct LowerBacking<B: Backing> {
     pub(crate) base: B,
     /// The hosts that commit together; `None` on a mount of one host.
     pub(crate) members: Option<Members>,
@@ -25,7 +25,7 @@ pub struct Home<B: Backing> {
     pub(crate) device: u64,
 }
 
-impl<B: Backing> Home<B> {
+impl<B: Backing> LowerBacking<B> {
     /// Returns the hosts that commit together; `None` on a mount of one host.
     pub fn members(&self) -> Option<&Members> {
         self.members.as_ref()

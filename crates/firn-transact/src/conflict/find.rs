@@ -1,0 +1,504 @@
+//! The search for conflicts in the access lists of several hosts.
+//!
+//! * Two ranges of a file *conflict* if they overlap, processes of two hosts accessed them, and one of the accesses was
+//!   a write.
+//! * Two hosts conflict over a name if both changed it, or if one changed it and the other used it.
+//! * Two hosts conflict over an object if both changed its owner, mode or extended attributes.
+//!
+//! For each file that several hosts used, the search visits all ranges in the order of their starts. Of the ranges
+//! before the current one it keeps the two furthest ends, each of another host ([`FurthestEnds`]). A range overlaps an
+//! earlier range of another host exactly if that host's furthest end lies behind the range's start, so each range takes
+//! constant time. Only if there is a conflict, the processes are compared one by one.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fmt;
+
+use firn_protocol::path::BytePath;
+
+use serde::{Deserialize, Serialize};
+
+use super::list::{AccessList, ListedFile, NameInDir};
+use super::log::Access;
+
+/// One side of a conflict: a process of a host, or the host if its process is not known.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Party {
+    /// The host.
+    pub host: String,
+    /// Process id; 0: unknown.
+    pub pid: u32,
+    /// Whether it wrote or changed what the conflict is over; otherwise it read or used that.
+    pub writes: bool,
+}
+
+impl fmt::Display for Party {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let did = if self.writes { "written" } else { "read" };
+        match self.pid {
+            0 => write!(f, "{did} on {}", self.host),
+            pid => write!(f, "{did} on {} by process {pid}", self.host),
+        }
+    }
+}
+
+/// What two hosts conflict over.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ConflictKind {
+    /// A range of a file: the offset of its first byte, and the offset behind its last byte.
+    Bytes(u64, u64),
+    /// The name at the conflict's path.
+    Name,
+    /// Owner, mode or extended attributes of the object.
+    Attributes,
+}
+
+/// One conflict between two hosts.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Conflict {
+    /// Path of the file or name, relative to the backing.
+    pub path: BytePath,
+    /// What of the file the conflict is over.
+    pub what: ConflictKind,
+    /// The two parties of the conflict; without processes if the conflict is over a name or attributes.
+    pub parties: [Party; 2],
+}
+
+impl fmt::Display for Conflict {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            path,
+            what,
+            parties: [one, other],
+        } = self;
+        match what {
+            ConflictKind::Bytes(start, u64::MAX) => {
+                write!(f, "{path}, from byte {start} on: {one}, {other}")
+            }
+            ConflictKind::Bytes(start, end) => {
+                write!(f, "{path}, bytes {start} to {}: {one}, {other}", end - 1)
+            }
+            ConflictKind::Name if other.writes => {
+                write!(
+                    f,
+                    "{path}: the name was changed on {} and on {}",
+                    one.host, other.host
+                )
+            }
+            ConflictKind::Name => write!(
+                f,
+                "{path}: the name was changed on {}, used on {}",
+                one.host, other.host
+            ),
+            ConflictKind::Attributes => {
+                write!(
+                    f,
+                    "{path}: owner, mode or attributes changed on {} and on {}",
+                    one.host, other.host
+                )
+            }
+        }
+    }
+}
+
+/// The conflicts that a search found.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ConflictReport {
+    /// At most [`Self::LISTED_MAX`] of the conflicts, ordered by path and then by range.
+    pub conflicts: Vec<Conflict>,
+    /// Number of all conflicts, including those that are not listed.
+    pub total: u64,
+}
+
+impl ConflictReport {
+    /// Largest number of conflicts in [`Self::conflicts`].
+    pub const LISTED_MAX: usize = 1000;
+
+    /// Counts a conflict, and lists it if there is room.
+    fn add(&mut self, conflict: impl FnOnce() -> Conflict) {
+        self.total += 1;
+        if self.conflicts.len() < Self::LISTED_MAX {
+            self.conflicts.push(conflict());
+        }
+    }
+}
+
+/// Returns the conflicts between the lists, each of which is of another host.
+pub fn find_conflicts(lists: &[AccessList]) -> ConflictReport {
+    let mut report = ConflictReport::default();
+    let mut files: BTreeMap<u64, Vec<(usize, &ListedFile)>> = BTreeMap::new();
+    for (host, list) in lists.iter().enumerate() {
+        for file in &list.files {
+            files.entry(file.ino).or_default().push((host, file));
+        }
+    }
+    for lists_of_file in files.values() {
+        if lists_of_file
+            .iter()
+            .any(|(host, _)| *host != lists_of_file[0].0)
+        {
+            find_conflicts_of_file(lists, lists_of_file, &mut report);
+        }
+    }
+    find_name_conflicts(lists, &mut report);
+    find_conflicts_of_new_names(lists, &mut report);
+    find_attribute_conflicts(lists, &mut report);
+    report.conflicts.sort();
+    report
+}
+
+/// One access of one process to a contiguous range of a file.
+struct RangeAccess {
+    start: u64,
+    end: u64,
+    /// Index of the process in the list of all processes that used the file.
+    process: usize,
+    access: Access,
+}
+
+/// The end of a range, and the index of the host that accessed the range.
+#[derive(Clone, Copy, Default)]
+struct RangeEnd {
+    offset: u64,
+    host: usize,
+}
+
+/// The furthest end of the ranges seen so far, and the furthest end among the ranges of the other hosts.
+#[derive(Clone, Copy, Default)]
+struct FurthestEnds {
+    first: RangeEnd,
+    second: RangeEnd,
+}
+
+impl FurthestEnds {
+    fn add(&mut self, range: RangeEnd) {
+        if range.host == self.first.host {
+            self.first.offset = self.first.offset.max(range.offset);
+        } else if range.offset > self.first.offset {
+            self.second = self.first;
+            self.first = range;
+        } else if range.offset > self.second.offset {
+            self.second = range;
+        }
+    }
+
+    /// Returns the furthest end among the ranges of all hosts but `host`; 0 if there is none.
+    fn of_other_hosts(&self, host: usize) -> u64 {
+        if self.first.host == host {
+            self.second.offset
+        } else {
+            self.first.offset
+        }
+    }
+}
+
+/// The ends of the last read and of the last write of a process, among the ranges seen so far.
+#[derive(Clone, Copy, Default)]
+struct LastEnds {
+    read: u64,
+    written: u64,
+}
+
+/// A process that used a file: the index of its host, and its process id (0: unknown).
+#[derive(Clone, Copy)]
+struct FileUser {
+    host: usize,
+    pid: u32,
+}
+
+/// Adds the conflicts over one file, which the hosts in `lists_of_file` used.
+fn find_conflicts_of_file(
+    lists: &[AccessList],
+    lists_of_file: &[(usize, &ListedFile)],
+    report: &mut ConflictReport,
+) {
+    let mut processes: Vec<FileUser> = Vec::new();
+    let mut accesses = Vec::new();
+    for &(host, file) in lists_of_file {
+        for listed in &file.processes {
+            let process = processes.len();
+            let with_access = |access| {
+                move |(start, end)| RangeAccess {
+                    start,
+                    end,
+                    process,
+                    access,
+                }
+            };
+            accesses.extend(listed.read().map(with_access(Access::Read)));
+            accesses.extend(listed.written().map(with_access(Access::Write)));
+            let pid = listed.pid;
+            processes.push(FileUser { host, pid });
+        }
+    }
+    accesses.sort_unstable_by_key(|access| access.start);
+    let party = |process: usize, access| {
+        let FileUser { host, pid } = processes[process];
+        Party {
+            host: lists[host].host.clone(),
+            pid,
+            writes: access == Access::Write,
+        }
+    };
+    let mut all_ends = FurthestEnds::default();
+    let mut write_ends = FurthestEnds::default();
+    let mut last_ends = vec![LastEnds::default(); processes.len()];
+    for RangeAccess {
+        start,
+        end,
+        process,
+        access,
+    } in accesses
+    {
+        let host = processes[process].host;
+        let is_write = access == Access::Write;
+        // A write conflicts with reads and writes, a read with writes only.
+        let conflicting_ends = if is_write { &all_ends } else { &write_ends };
+        if conflicting_ends.of_other_hosts(host) > start {
+            for (other, last) in last_ends.iter().enumerate() {
+                if processes[other].host == host {
+                    continue;
+                }
+                let other_end = if is_write {
+                    last.read.max(last.written)
+                } else {
+                    last.written
+                };
+                if other_end <= start {
+                    continue;
+                }
+                let other_access = if last.written > start {
+                    Access::Write
+                } else {
+                    Access::Read
+                };
+                report.add(|| Conflict {
+                    path: lists_of_file[0].1.path.as_slice().into(),
+                    what: ConflictKind::Bytes(start, end.min(other_end)),
+                    parties: [party(other, other_access), party(process, access)],
+                });
+            }
+        }
+        let range = RangeEnd { offset: end, host };
+        all_ends.add(range);
+        let last = &mut last_ends[process];
+        if is_write {
+            write_ends.add(range);
+            last.written = end.max(last.written);
+        } else {
+            last.read = end.max(last.read);
+        }
+    }
+}
+
+/// Returns the conflict of two hosts that both changed something at `path`.
+fn changed_by_both(path: &[u8], what: ConflictKind, hosts: [&AccessList; 2]) -> Conflict {
+    Conflict {
+        path: path.into(),
+        what,
+        parties: hosts.map(|host| Party {
+            host: host.host.clone(),
+            pid: 0,
+            writes: true,
+        }),
+    }
+}
+
+/// Adds the conflicts over names that one host changed and another host changed or used.
+fn find_name_conflicts(lists: &[AccessList], report: &mut ConflictReport) {
+    // The first host that changed each name, and the path of the name.
+    let mut changed: HashMap<&NameInDir, (usize, &[u8])> = HashMap::new();
+    for (host, list) in lists.iter().enumerate() {
+        for (name, path) in &list.changed {
+            let (first, _) = *changed.entry(name).or_insert((host, path));
+            if first != host {
+                report.add(|| changed_by_both(path, ConflictKind::Name, [&lists[first], list]));
+            }
+        }
+    }
+    for (host, list) in lists.iter().enumerate() {
+        for name in &list.used {
+            if let Some(&(by, path)) = changed.get(name).filter(|(by, _)| *by != host) {
+                report.add(|| {
+                    let mut conflict =
+                        changed_by_both(path, ConflictKind::Name, [&lists[by], list]);
+                    conflict.parties[1].writes = false;
+                    conflict
+                });
+            }
+        }
+    }
+}
+
+/// Adds the conflicts over names that several hosts make in new directories. Several hosts may make the same directory.
+fn find_conflicts_of_new_names(lists: &[AccessList], report: &mut ConflictReport) {
+    // The first host that makes each name, and whether it makes a directory.
+    let mut made: HashMap<&[u8], (usize, bool)> = HashMap::new();
+    for (host, list) in lists.iter().enumerate() {
+        for (path, is_dir) in &list.made {
+            let (first, is_first_dir) = *made.entry(path).or_insert((host, *is_dir));
+            if first != host && !(is_first_dir && *is_dir) {
+                report.add(|| changed_by_both(path, ConflictKind::Name, [&lists[first], list]));
+            }
+        }
+    }
+}
+
+/// Adds the conflicts over objects whose owner, mode or extended attributes several hosts changed.
+fn find_attribute_conflicts(lists: &[AccessList], report: &mut ConflictReport) {
+    // The first host that changed the attributes of each inode.
+    let mut changed: HashMap<u64, usize> = HashMap::new();
+    for (host, list) in lists.iter().enumerate() {
+        for (ino, path) in &list.attributes {
+            let first = *changed.entry(*ino).or_insert(host);
+            if first != host {
+                let hosts = [&lists[first], list];
+                report.add(|| changed_by_both(path, ConflictKind::Attributes, hosts));
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::list::ListedProcess;
+    use super::super::ranges::RangeSet;
+    use super::*;
+    use proptest::prelude::*;
+
+    type Op = (u64, u64, bool);
+
+    fn ranges(ops: &[Op], writes: bool) -> RangeSet {
+        let mut ranges = RangeSet::default();
+        ops.iter()
+            .filter(|op| op.2 == writes)
+            .for_each(|(at, len, _)| ranges.insert(*at..at + len));
+        ranges
+    }
+
+    fn host(index: usize, processes: &[Vec<Op>]) -> AccessList {
+        let process = |(pid, ops): (usize, &Vec<Op>)| {
+            ListedProcess::new(pid as u32 + 1, &ranges(ops, false), &ranges(ops, true))
+        };
+        let processes = processes.iter().enumerate().map(process).collect();
+        let files = vec![ListedFile {
+            ino: 1,
+            path: b"file".to_vec(),
+            processes,
+        }];
+        AccessList {
+            host: format!("n{index}"),
+            files,
+            ..AccessList::default()
+        }
+    }
+
+    proptest! {
+        /// Every byte that two hosts use, one of them for writing, is in a conflict, and no other byte is.
+        #[test]
+        fn conflicts_are_those_of_bytes_one_by_one(
+            hosts in prop::collection::vec(
+                prop::collection::vec(prop::collection::vec((0u64..60, 0u64..12, any::<bool>()), 0..6), 1..3), 1..4)
+        ) {
+            let lists: Vec<_> = hosts.iter().enumerate().map(|(at, processes)| host(at, processes)).collect();
+            let report = find_conflicts(&lists);
+            prop_assert_eq!(report.total, report.conflicts.len() as u64);
+            for byte in 0..80u64 {
+                let touches = |ops: &Vec<Op>, writes: bool| {
+                    ops.iter().any(|(at, len, w)| *w == writes && (*at..at + len).contains(&byte))
+                };
+                let mut expected = Vec::new();
+                for (a, one) in hosts.iter().enumerate() {
+                    for (b, other) in hosts.iter().enumerate().skip(a + 1) {
+                        for (p, ops) in one.iter().enumerate() {
+                            for (q, others) in other.iter().enumerate() {
+                                let reads = touches(ops, false);
+                                let writes = touches(ops, true);
+                                let read = touches(others, false);
+                                let written = touches(others, true);
+                                if writes && (read || written) || reads && written {
+                                    expected.push(((a, p), (b, q)));
+                                }
+                            }
+                        }
+                    }
+                }
+                let mut found: Vec<_> = report.conflicts.iter()
+                    .filter(|c| matches!(c.what, ConflictKind::Bytes(start, end) if (start..end).contains(&byte)))
+                    .map(|c| {
+                        let place = |party: &Party| {
+                            (party.host[1..].parse::<usize>().unwrap(), party.pid as usize - 1)
+                        };
+                        let [one, other] = [place(&c.parties[0]), place(&c.parties[1])];
+                        (one.min(other), one.max(other))
+                    })
+                    .collect();
+                found.sort_unstable();
+                found.dedup();
+                expected.sort_unstable();
+                prop_assert_eq!(found, expected, "byte {}", byte);
+            }
+        }
+    }
+
+    #[test]
+    fn names_and_attributes_conflict_only_between_hosts() {
+        let name = |name: &str| NameInDir {
+            dir: 2,
+            name: name.into(),
+        };
+        let changed = |names: &[&str]| {
+            names
+                .iter()
+                .map(|n| (name(n), n.as_bytes().to_vec()))
+                .collect()
+        };
+        let mut lists = [
+            AccessList {
+                host: "a".into(),
+                changed: changed(&["x", "y", "y"]),
+                ..AccessList::default()
+            },
+            AccessList {
+                host: "b".into(),
+                changed: changed(&["z"]),
+                ..AccessList::default()
+            },
+        ];
+        lists[0].used = vec![name("x"), name("y")];
+        lists[0].attributes = vec![(7, b"f".to_vec()), (7, b"f".to_vec())];
+        assert_eq!(find_conflicts(&lists), ConflictReport::default());
+        lists[1].used = vec![name("x")];
+        lists[1].changed = changed(&["z", "y"]);
+        lists[1].attributes = vec![(7, b"f".to_vec())];
+        let found: Vec<_> = find_conflicts(&lists)
+            .conflicts
+            .iter()
+            .map(ToString::to_string)
+            .collect();
+        let expected = [
+            "f: owner, mode or attributes changed on a and on b",
+            "x: the name was changed on a, used on b",
+            "y: the name was changed on a and on b",
+        ];
+        assert_eq!(found, expected);
+    }
+
+    #[test]
+    fn more_conflicts_than_are_listed_are_counted() {
+        let every = |from: u64| {
+            (0..5000)
+                .map(|at| (at * 10 + from, 1, true))
+                .collect::<Vec<_>>()
+        };
+        let report = find_conflicts(&[host(0, &[every(0)]), host(1, &[every(0)])]);
+        assert_eq!(
+            (report.total, report.conflicts.len()),
+            (5000, ConflictReport::LISTED_MAX)
+        );
+        assert_eq!(
+            find_conflicts(&[host(0, &[every(0)]), host(1, &[every(5)])]),
+            ConflictReport::default()
+        );
+    }
+}
