@@ -837,11 +837,14 @@ impl Run {
             return Ok(());
         }
         let mut levels = BTreeMap::new();
-        for path in self.model.names.keys() {
-            let level = self
-                .world
-                .find(path)
-                .and_then(|inode| self.world.engine.durability.state_of(inode));
+        // All names are looked up first: a name from before a stop, which may not be synced, counts once it is known.
+        let found = self
+            .model
+            .names
+            .keys()
+            .map(|path| (path, self.world.find(path)));
+        for (path, inode) in found.collect::<Vec<_>>() {
+            let level = inode.and_then(|inode| self.world.engine.durability.state_of(inode));
             if let Ok(level) = level {
                 levels.insert(path.clone(), level);
             }
