@@ -80,7 +80,7 @@ struct Cells {
     handles: HashMap<u64, HandleCell>,
     /// Transactions, by their serial number.
     transactions: HashMap<u64, TransactionCell>,
-    /// Scopes that were undone, and processes that were told, with their cells.
+    /// Aborted scopes and informed processes, with their cells.
     undone_scopes: Vec<(UndoneScope, u32)>,
 }
 
@@ -621,7 +621,7 @@ impl LiveTable {
             .insert(transaction.serial, entry);
     }
 
-    /// A scope is about to be undone, or a process was told that it was. Nothing changes where that is noted already.
+    /// Notes an aborted scope, or a process that was informed of the abort. Does nothing if the entry exists.
     pub fn note_undone_scope(&self, scope: UndoneScope) {
         let mut cells = self.cells.lock();
         let is_noted = |(noted, _): &(UndoneScope, u32)| *noted == scope;
@@ -635,7 +635,7 @@ impl LiveTable {
         cells.undone_scopes.push((scope, cell));
     }
 
-    /// No program has to be told of the scope at this path any more.
+    /// Removes the entries of the scope at this path.
     pub fn forget_undone_scope(&self, path: PathSum) {
         let mut cells = self.cells.lock();
         let all = std::mem::take(&mut cells.undone_scopes);
@@ -647,7 +647,7 @@ impl LiveTable {
         }
     }
 
-    /// Scopes that were undone, and processes that were told of them.
+    /// Returns the aborted scopes, and the processes that were informed.
     pub fn undone_scopes(&self) -> Vec<UndoneScope> {
         let cells = self.cells.lock();
         cells
@@ -868,10 +868,10 @@ mod tests {
     fn an_undone_scope_and_what_was_told_of_it_outlive_firnd_until_they_are_forgotten() {
         let dir = tempfile::tempdir().unwrap();
         let (path, table) = sealed(dir.path());
-        let scope = |path: &[u8], told| UndoneScope {
+        let scope = |path: &[u8], informed| UndoneScope {
             path: PathSum::of(path),
             died_ticks: 3,
-            told,
+            informed,
         };
         let all = [scope(b"a", None), scope(b"a", Some(7)), scope(b"b", None)];
         for _ in 0..2 {

@@ -276,7 +276,7 @@ impl CommitRules {
         }
     }
 
-    /// Counts the checkpoint that a firnd had open in this scope when it died.
+    /// Counts an abort for the rule whose checkpoint an earlier firnd had open in this scope when it died.
     pub(crate) fn count_undone(&self, path: &[u8]) {
         let located = self.rules.locate(path);
         let mut table = self.table.lock();
@@ -506,10 +506,10 @@ impl CommitRules {
         match committed {
             Ok(()) => {
                 for path in &transaction.paths {
-                    self.gate.settle_undone_scope(path);
+                    self.gate.forget_undone_scope(path);
                     let key = self.checkpoint_key(path);
                     key.iter()
-                        .for_each(|key| self.gate.settle_undone_scope(key));
+                        .for_each(|key| self.gate.forget_undone_scope(key));
                 }
                 let paths = shown(&transaction.paths);
                 tracing::info!(rule = transaction.rule, %paths, "a commit rule has committed a checkpoint");

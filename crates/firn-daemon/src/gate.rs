@@ -46,7 +46,7 @@ use parking_lot::Condvar;
 
 use crate::process;
 use crate::store::{Layers as _, LoggableStore, Store, TransactionalObject, TransactionalStore};
-use crate::undone_scopes::{AskedChange, UndoneScopes};
+use crate::undone_scopes::{RequestedChange, UndoneScopes};
 
 /// The directory at the top of a scope.
 pub(crate) type ScopeRoot = TransactionalObject;
@@ -71,7 +71,7 @@ pub(crate) struct TransactionGate {
     switching: Mutex<()>,
     /// The kernel has names from an earlier firnd until then, which this one does not know.
     foreign_names_until: Option<Instant>,
-    /// Scopes whose programs an earlier firnd left; none where there was no such firnd.
+    /// Scopes of transactions that were aborted when an earlier firnd died. `None` if this firnd made the mount.
     undone_scopes: Option<UndoneScopes>,
 }
 
@@ -139,7 +139,7 @@ impl TransactionGate {
         }
     }
 
-    /// The gate of a mount that was taken over. The kernel may keep names from before for `names_cached`.
+    /// Returns the gate of a mount that was taken over. The kernel may use names from before the takeover for `names_cached`.
     pub(crate) fn of_taken_over(self, names_cached: Duration) -> Self {
         let undone_scopes = self.engine.live().map(UndoneScopes::of);
         Self {
@@ -149,14 +149,14 @@ impl TransactionGate {
         }
     }
 
-    /// The programs of the transaction that had this scope when firnd died need not be told of its end any more.
-    pub(crate) fn settle_undone_scope(&self, path: &[u8]) {
+    /// Stops the refusal of changes in an aborted scope: its program knows of the abort.
+    pub(crate) fn forget_undone_scope(&self, path: &[u8]) {
         if let Some(scopes) = &self.undone_scopes {
-            scopes.settle(path);
+            scopes.forget(path);
         }
     }
 
-    /// The path of what is changed; none: it has no name, and belongs to no transaction.
+    /// Returns the path of a changed object. `None` if the object has no name; then it belongs to no transaction.
     fn path_of_change(&self, object: ChangedObject<'_>) -> Option<Vec<u8>> {
         let tree = &self.engine.tree;
         match object {
@@ -419,7 +419,7 @@ impl Gate for TransactionGate {
             let checkpoint_key = path
                 .zip(self.watch())
                 .and_then(|(path, watch)| watch.checkpoint_key(path));
-            scopes.admit(&AskedChange {
+            scopes.check_change(&RequestedChange {
                 caller,
                 path,
                 checkpoint_key: checkpoint_key.as_deref(),

@@ -149,21 +149,21 @@ fn living_transactions(resumed: Option<&Resumed>) -> LivingTransactions {
     living
 }
 
-/// What was written in transactions that do not go on counts no more. That programs were in them is noted first: a later firnd
-/// would not find the transactions.
+/// Drops the pending bytes of transactions that are aborted. First notes their scopes in the live table: a later firnd would
+/// not find the transactions any more.
 fn drop_uncommitted(
     target: &Target<'_>,
     arena: &mut Found,
     scopes: &[Vec<u8>],
 ) -> Result<(), AttachError> {
     if let Some(resumed) = target.resumed {
-        resumed.lose_scopes(scopes, &checkpoint_keys(&target.options.rules, scopes));
+        resumed.abandon_scopes(scopes, &checkpoint_keys(&target.options.rules, scopes));
     }
     arena.drop_below(scopes)
 }
 
-/// The keys of those scopes that are checkpoints of a commit rule. None if the rules cannot be loaded: the mount is refused
-/// for that later.
+/// Returns the keys of those scopes that are checkpoints of a commit rule. Returns no key if the rules cannot be loaded; the
+/// mount is refused for that later.
 fn checkpoint_keys(rules: &[String], scopes: &[Vec<u8>]) -> Vec<Vec<u8>> {
     let Ok(rules) = commit_rules::load(rules) else {
         return Vec::new();

@@ -1,9 +1,14 @@
-//! A mount that another firnd can go on with: what is kept for it, and how it is found again.
+//! Takes over a mount whose firnd died, and prepares a mount for a later takeover.
+//!
+//! Parts
+//! * [`Takeover`] gives the FUSE connection to the keeper and writes the live table, as long as this firnd serves.
+//! * [`TakenOver`] is what the next firnd opens: the connection, the live table, and files without a name.
 //!
 //! Promises
-//! * What another firnd needs is kept before the kernel hears that the mount works.
-//! * A table is believed only if it is this user's, of this version, of this arena, and whole in its header.
-//! * Where the mount cannot be gone on with, the keeper is told: it aborts the connection, and no program waits for ever.
+//! * All that another firnd needs is kept before the first request of the kernel is answered.
+//! * A live table is used only if it belongs to this user, this version and this arena, and its header is whole.
+//! * If a firnd cannot take the mount over, it informs the keeper. The keeper aborts the connection, so that no program
+//!   waits for ever.
 
 use std::collections::BTreeSet;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -40,20 +45,20 @@ use crate::parts::Forget;
 use crate::spawn::write_request;
 use crate::store::{Layers as _, Store};
 
-/// A mount of the kernel whose firnd died, and that this one goes on with.
+/// A mount whose firnd died, and which this firnd serves from now on.
 pub(crate) struct TakenOver {
     /// The connection to the kernel.
     pub(crate) device: OwnedFd,
     pub(crate) header: Header,
-    /// When the death of the other was seen, since the host started.
+    /// Time of the death of the earlier firnd, since the host started.
     died: Duration,
     pub(crate) resumed: Resumed,
-    /// What concerns the kernel's requests, once the engine has gone on.
+    /// The resumed requests, once recovery has found them.
     pub(crate) left: Mutex<Option<ResumedRequests>>,
 }
 
 impl TakenOver {
-    /// Opens what the firnd that died has left.
+    /// Opens the live table that the dead firnd has left.
     pub(crate) fn open(
         files: &RuntimeFiles,
         connection: Connection,
@@ -90,7 +95,7 @@ impl TakenOver {
         })
     }
 
-    /// Takes what recovery found of the kernel's requests. Refuses an arena that the table is not of.
+    /// Takes the resumed requests from recovery. Fails if the live table belongs to another arena.
     pub(crate) fn go_on_with(&self, attached: &mut Attached) -> Result<(), MountError> {
         let refuse = |why: &str| Err(MountError::NotTakenOver { why: why.into() });
         if attached.engine.arena().superblock().uuid != self.header.arena {
@@ -100,7 +105,8 @@ impl TakenOver {
         Ok(())
     }
 
-    /// Waits until the kernel has no name from a transaction that was undone: this firnd does not know all of them.
+    /// Waits until names from aborted transactions have expired in the kernel. This firnd does not know all of these names, so
+    /// it cannot invalidate each.
     pub(crate) fn await_lost_names(&self, names_cached: Duration) {
         if let Some(loss) = self.last_loss() {
             let until = loss + names_cached.min(NAMES_AWAITED_MAX);
@@ -108,7 +114,7 @@ impl TakenOver {
         }
     }
 
-    /// When the last firnd died whose transactions were undone, since the host started.
+    /// Returns the last time a firnd died whose transactions were aborted, since the host started.
     fn last_loss(&self) -> Option<Duration> {
         let scopes = self.resumed.table.undone_scopes().into_iter();
         scopes
@@ -117,19 +123,19 @@ impl TakenOver {
             .map(time_of_ticks)
     }
 
-    /// Scopes of which the kernel may have what was undone.
+    /// Returns the scopes from which the kernel may have cached names and bytes of an aborted transaction.
     fn lost_scopes(&self) -> BTreeSet<Vec<u8>> {
         let scopes = self.resumed.losses.lock().scopes.clone();
         let is_recent = |loss| uptime().saturating_sub(loss) < RECENT_LOSS;
         if scopes.is_empty() && self.last_loss().is_some_and(is_recent) {
-            // A firnd that undid them has died since, and no path is known.
+            // The firnd that aborted the transactions has died too, and the table has no full paths: the whole mount.
             return BTreeSet::from([Vec::new()]);
         }
         scopes
     }
 
-    /// Has the kernel drop what it has of files in transactions that were undone. Programs must be served meanwhile: the
-    /// kernel waits for requests that it has under way.
+    /// Makes the kernel drop cached names and bytes of aborted transactions. Runs as a job while requests are answered,
+    /// because the kernel waits for requests of the same files.
     pub(crate) fn forget_lost(&self, attached: &Attached, forget: &Forget) {
         let scopes = self.lost_scopes();
         if scopes.is_empty() {
@@ -145,12 +151,12 @@ impl TakenOver {
         });
     }
 
-    /// Where the mount is.
+    /// Returns the mount point.
     pub(crate) fn mount_point(&self) -> PathBuf {
         std::ffi::OsString::from_vec(self.header.mount_point.clone()).into()
     }
 
-    /// Programs are answered again.
+    /// Notes that requests are answered again, and logs the length of the pause.
     pub(crate) fn note_end_of_pause(&self) {
         let pause = uptime().saturating_sub(self.died);
         let table = &self.resumed.table;
@@ -165,20 +171,20 @@ impl TakenOver {
     }
 }
 
-/// A time since the host started, as the starts of processes are told.
+/// Converts a time since the host started to clock ticks, the unit of process start times in /proc.
 fn ticks_of_time(time: Duration) -> u64 {
     time.as_millis() as u64 * clock_ticks_per_second() / 1000
 }
 
-/// The end of the tick.
+/// Returns the end of a clock tick, as time since the host started.
 fn time_of_ticks(ticks: u64) -> Duration {
     Duration::from_millis((ticks + 1).saturating_mul(1000) / clock_ticks_per_second())
 }
 
-/// For so long the keeper tries to start a firnd.
+/// After this time an abort no longer affects the kernel's cache: the keeper gives up starting a firnd within a minute.
 const RECENT_LOSS: Duration = Duration::from_secs(60);
 
-/// A table that is none is refused for good; what cannot be opened or mapped now is tried again.
+/// Translates an error of the live table. An invalid table ends the takeover; other errors make the keeper try again.
 fn refuse_table(error: LiveTableError) -> MountError {
     match error {
         LiveTableError::Io(errno) if errno != Errno::NOENT => {
@@ -193,7 +199,7 @@ fn refuse_table(error: LiveTableError) -> MountError {
     }
 }
 
-/// Why a mount is not taken over if its firnd dies; none: it is.
+/// Returns why a mount cannot be taken over if its firnd dies; `None` if it can.
 fn name_obstacle(engine: &Engine<Store>) -> Option<&'static str> {
     if engine.backing().features().finishes_files || engine.backing().logged().is_some() {
         return Some("layout=log: firnd keeps the locks of files");
@@ -201,7 +207,7 @@ fn name_obstacle(engine: &Engine<Store>) -> Option<&'static str> {
     None
 }
 
-/// What keeps a mount for another firnd.
+/// Keeps a mount ready for a takeover by another firnd.
 pub(crate) struct Takeover {
     link: Option<Arc<KeeperLink>>,
     table: Option<Arc<LiveTable>>,
@@ -212,12 +218,12 @@ pub(crate) struct Takeover {
     bad_handles: u64,
     arena: [u8; 16],
     mount_point: PathBuf,
-    /// What the mount was made with, and what upgrades changed.
+    /// The request that made the mount, with the changes of later upgrades.
     request: MountRequest,
 }
 
 impl Takeover {
-    /// For a mount that is made now.
+    /// Prepares a mount that is being made.
     pub(crate) fn begin(
         request: &MountRequest,
         engine: &Arc<Engine<Store>>,
@@ -248,7 +254,7 @@ impl Takeover {
                 }
             }
         } else {
-            // One of an earlier mount tells nothing of this one.
+            // A live table of an earlier mount does not describe this one.
             let _ = std::fs::remove_file(&files.live);
         }
         Arc::new(Self {

@@ -1,18 +1,21 @@
-//! Scopes of transactions that ended with an earlier firnd, as long as a program that was in one may not know it.
+//! Refuses changes of programs that do not know yet that their transaction was aborted.
 //!
-//! A transaction in buffer mode is in the memory of its firnd, and the next one undoes it. A program that goes on would
-//! make the rest of its changes outside of any transaction, or in a new checkpoint of a commit rule. So it is told:
+//! A transaction in buffer mode lives in the memory of its firnd. If that firnd dies, the next one aborts the transaction.
+//! A program in the transaction may not have noticed. It would make the rest of its changes outside of any transaction,
+//! or in a new checkpoint of a commit rule. So firnd informs the program by an error:
 //!
-//! | change in such a scope | answer |
+//! | change in the scope of an aborted transaction | answer |
 //! |---|---|
-//! | by a handle that could write there when firnd died, and was lost with it | ECANCELED, until it is closed |
-//! | the kernel sends it again: it was under way when firnd died | ECANCELED |
-//! | the first one of a process that ran when firnd died | ECANCELED |
-//! | any other one | is made |
+//! | through a handle that could write in the scope when firnd died | ECANCELED, until the handle is closed |
+//! | a request that the kernel sends again, because firnd died during it | ECANCELED |
+//! | the first change of a process that was running when firnd died | ECANCELED |
+//! | any other change | is made |
 //!
-//! Promise: the live table has which processes are to be told, so a kill of this firnd changes nothing.
+//! Promise: the live table stores the aborted scopes and the processes that were informed. A kill of this firnd loses
+//! neither.
 //!
-//! Relies on: a scope is forgotten with the next request about its transaction, or the next checkpoint that is committed there.
+//! Relies on: a scope is forgotten at the next request about its transaction, and at the next checkpoint that a rule
+//! commits in it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -24,34 +27,35 @@ use firn_format::quote::quoted;
 
 use crate::process::process_of;
 
-/// What a change is about, for [`UndoneScopes::admit`].
-pub(crate) struct AskedChange<'a> {
+/// A change that a program requests.
+pub(crate) struct RequestedChange<'a> {
     pub(crate) caller: Caller,
-    /// None: what it is about lost its name with the transaction, and may be in any scope.
+    /// Path of the changed object. `None`: the object lost its name with the transaction, so it may be in any scope.
     pub(crate) path: Option<&'a [u8]>,
     /// The key of the commit rule's checkpoint that the path belongs to.
     pub(crate) checkpoint_key: Option<&'a [u8]>,
-    /// An earlier firnd had the request already.
+    /// Whether an earlier firnd received the request already.
     pub(crate) is_repeated: bool,
 }
 
-/// The scopes of one mount.
+/// The aborted scopes of one mount.
 pub(crate) struct UndoneScopes {
     table: Arc<LiveTable>,
+    /// Whether the table has an aborted scope. Read for each change, so that most changes do not lock the table.
     has_some: AtomicBool,
 }
 
 impl UndoneScopes {
     pub(crate) fn of(table: &Arc<LiveTable>) -> Self {
-        let found = Self {
+        let scopes = Self {
             table: Arc::clone(table),
             has_some: AtomicBool::new(false),
         };
-        found.look();
-        found
+        scopes.update_has_some();
+        scopes
     }
 
-    fn look(&self) {
+    fn update_has_some(&self) {
         let has_some = !self.table.undone_scopes().is_empty();
         self.has_some.store(has_some, Ordering::Release);
     }
@@ -60,8 +64,8 @@ impl UndoneScopes {
         self.has_some.load(Ordering::Acquire)
     }
 
-    /// Refuses a change of a program that is to be told.
-    pub(crate) fn admit(&self, change: &AskedChange<'_>) -> Result<(), Errno> {
+    /// Fails with ECANCELED if the program has to be informed of an abort, and notes that its process was informed.
+    pub(crate) fn check_change(&self, change: &RequestedChange<'_>) -> Result<(), Errno> {
         let noted = self.table.undone_scopes();
         let is_covering = |scope: &&UndoneScope| match change.path {
             Some(path) => {
@@ -71,7 +75,8 @@ impl UndoneScopes {
             None => true,
         };
         let covering = noted.iter().filter(is_covering);
-        let (told, scopes): (Vec<&UndoneScope>, _) = covering.partition(|one| one.told.is_some());
+        let (informed, scopes): (Vec<&UndoneScope>, _) =
+            covering.partition(|scope| scope.informed.is_some());
         let Some(last) = scopes
             .iter()
             .max_by_key(|scope: &&&UndoneScope| scope.died_ticks)
@@ -79,19 +84,19 @@ impl UndoneScopes {
             return Ok(());
         };
         let process = process_of(change.caller.pid);
-        let was_told = told
+        let was_informed = informed
             .iter()
-            .any(|one| one.told == Some(process) && one.died_ticks == last.died_ticks);
-        if !change.is_repeated && (was_told || !ran_at(process, last.died_ticks)) {
+            .any(|entry| entry.informed == Some(process) && entry.died_ticks == last.died_ticks);
+        if !change.is_repeated && (was_informed || !was_running_at(process, last.died_ticks)) {
             return Ok(());
         }
         for scope in scopes {
             self.table.note_undone_scope(UndoneScope {
-                told: Some(process),
+                informed: Some(process),
                 ..*scope
             });
         }
-        if !was_told {
+        if !was_informed {
             let path = change.path.map(quoted);
             tracing::warn!(
                 process,
@@ -102,17 +107,18 @@ impl UndoneScopes {
         Err(Errno::CANCELED)
     }
 
-    /// The program that a transaction was for knows of its end.
-    pub(crate) fn settle(&self, path: &[u8]) {
+    /// Forgets the scope at `path`: its program has made a request about the transaction, and so knows of the abort.
+    pub(crate) fn forget(&self, path: &[u8]) {
         if self.has_some() {
             self.table.forget_undone_scope(PathSum::of(path));
-            self.look();
+            self.update_has_some();
         }
     }
 }
 
-/// Whether a process had begun by a time in clock ticks. One that is not seen may have.
-fn ran_at(process: u32, ticks: u64) -> bool {
-    let began = firn_client::start_ticks_of(process);
-    !began.is_ok_and(|began| began > ticks)
+/// Returns whether a process started before a time, in clock ticks since the host started. True also if firnd does not see
+/// the process.
+fn was_running_at(process: u32, ticks: u64) -> bool {
+    let started = firn_client::start_ticks_of(process);
+    !started.is_ok_and(|started| started > ticks)
 }

@@ -62,10 +62,10 @@ pub struct TakeoverLosses {
     cells: HashSet<u32>,
 }
 
-/// What of it concerns requests and their answers.
+/// The part of a resumed mount that concerns requests and their answers.
 #[derive(Debug, Default)]
 pub struct ResumedRequests {
-    /// Handles that are open, and the inodes that they are of.
+    /// Open handles with their inodes.
     pub handles: Vec<ResumedHandle>,
     /// Requests that were in work, by the kernel's number.
     pub requests: HashMap<u64, ResumedRequest>,
@@ -73,14 +73,14 @@ pub struct ResumedRequests {
     pub bad_handles: u64,
 }
 
-/// A handle that an earlier firnd gave.
+/// A handle that an earlier firnd gave to the kernel.
 #[derive(Clone, Copy, Debug)]
 pub struct ResumedHandle {
     /// The handle.
     pub id: HandleId,
     /// Its inode.
     pub inode: InodeId,
-    /// The request that opened it.
+    /// Number of the request that opened it.
     pub unique: u64,
     /// What serves it.
     pub served_by: ServedBy,
@@ -89,25 +89,27 @@ pub struct ResumedHandle {
 /// A request that an earlier firnd had in work.
 #[derive(Clone, Copy, Debug)]
 pub struct ResumedRequest {
-    /// What is known of it.
+    /// The request, as the live table has it.
     pub request: Request,
     cell: u32,
 }
 
 impl Resumed {
-    /// What programs wrote below these paths does not count: the transactions that they wrote it in do not go on. To be
-    /// called before that is so in the backing, where a later firnd would not find them any more.
+    /// Abandons the scopes of transactions that are about to be aborted, because their firnd died.
     ///
-    /// A handle that writes there goes: its program would write on after what was dropped.
+    /// * Notes each scope in the live table, so that firnd can inform the programs in it.
+    /// * Removes the handles that could write in a scope. Their programs would go on after writes that are dropped.
     ///
-    /// `checkpoint_keys`: keys of the scopes that are checkpoints of a commit rule. A file that has such a key, and that no
-    /// program had written yet, belongs to the checkpoint too.
-    pub fn lose_scopes(&self, scopes: &[Vec<u8>], checkpoint_keys: &[Vec<u8>]) {
+    /// Call this before the backing forgets the transactions: after a kill in between, the next firnd finds them there.
+    ///
+    /// `checkpoint_keys`: keys of the scopes that are checkpoints of a commit rule. A file with such a key belongs to the
+    /// checkpoint even if no program has written it yet.
+    pub fn abandon_scopes(&self, scopes: &[Vec<u8>], checkpoint_keys: &[Vec<u8>]) {
         for path in scopes.iter().chain(checkpoint_keys) {
             self.table.note_undone_scope(UndoneScope {
                 path: PathSum::of(path),
                 died_ticks: self.died_ticks,
-                told: None,
+                informed: None,
             });
         }
         let paths = NodePaths::of(&self.contents.nodes);
@@ -128,10 +130,11 @@ impl Resumed {
     }
 }
 
-/// Directories above each other in a path of 4096 bytes.
+/// Maximum number of nested directories in a path of 4096 bytes.
 const PATH_DEPTH_MAX: usize = 2048;
 
-/// Whether a handle writes, or is read from a memory file, which may have what was dropped.
+/// Returns whether the bytes that a handle writes or shows may belong to an aborted transaction: the handle is open for
+/// writing, or its file is read from a memory file.
 fn has_uncommitted_bytes(handle: &Handle) -> bool {
     let writes = handle.flags & O_ACCMODE != 0;
     handle.served_by != ServedBy::Directory && (writes || handle.view.is_some())
@@ -690,7 +693,7 @@ mod tests {
             losses: Mutex::default(),
         };
         for _ in 0..2 {
-            resumed.lose_scopes(&[b"scope".to_vec()], &[b"key".to_vec()]);
+            resumed.abandon_scopes(&[b"scope".to_vec()], &[b"key".to_vec()]);
         }
         let (table, contents) = open(&path);
         let mut left: Vec<u64> = contents.handles.iter().map(|one| one.entry.id).collect();
@@ -699,7 +702,7 @@ mod tests {
         let scopes = table.undone_scopes();
         assert_eq!(scopes.len(), 2);
         assert!(scopes[0].covers(b"scope/file") && scopes[1].covers(b"key"));
-        resumed.lose_scopes(&[Vec::new()], &[]);
+        resumed.abandon_scopes(&[Vec::new()], &[]);
         let (_, contents) = open(&path);
         let left: Vec<u64> = contents.handles.iter().map(|one| one.entry.id).collect();
         assert_eq!(left, [8, 10]);

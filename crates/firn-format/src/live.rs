@@ -301,17 +301,17 @@ pub enum TransactionOwner {
     Connection,
 }
 
-/// A path, by what is enough to know it again.
+/// Length and checksum of a path: enough to recognize the path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PathSum {
-    /// Its bytes.
+    /// Length in bytes.
     pub len: u32,
-    /// CRC32C of them.
+    /// CRC32C of the path.
     pub sum: u32,
 }
 
 impl PathSum {
-    /// Of a path relative to the backing.
+    /// Computes the sum of a path relative to the backing.
     pub fn of(path: &[u8]) -> Self {
         Self {
             len: path.len() as u32,
@@ -320,19 +320,19 @@ impl PathSum {
     }
 }
 
-/// The scope of a transaction that could not go on when its firnd died. Programs that were in it are told.
+/// The scope of a transaction that was aborted because its firnd died, or a process that was informed of the abort.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct UndoneScope {
-    /// Its path, or the key of a commit rule's checkpoint, which some of its files have in common.
+    /// Path of the scope, or key of the checkpoint of a commit rule. All files of a checkpoint have the same key.
     pub path: PathSum,
     /// When firnd died, in clock ticks since the host started. A process that began later was not in the transaction.
     pub died_ticks: u64,
-    /// A process that was told; none: the entry is the scope's own.
-    pub told: Option<u32>,
+    /// The process that was informed; `None` in the entry of the scope itself.
+    pub informed: Option<u32>,
 }
 
 impl UndoneScope {
-    /// Whether a path is that of the scope or below it.
+    /// Returns whether a path is the path of the scope, or lies below it.
     pub fn covers(&self, path: &[u8]) -> bool {
         let len = self.path.len as usize;
         let is_whole = len == 0 || path.len() == len || path.get(len) == Some(&b'/');
@@ -367,7 +367,7 @@ pub enum Cell {
     Request(Request),
     /// A transaction.
     Transaction(Transaction),
-    /// A scope that was undone, or a process that was told of it.
+    /// An aborted scope, or a process that was informed of the abort.
     UndoneScope(UndoneScope),
 }
 
@@ -483,13 +483,13 @@ struct RawTransaction {
 struct RawUndoneScope {
     seal: u32,
     tag: u8,
-    /// 1: a process was told, 0: the scope itself.
-    is_told: u8,
+    /// 1: a process that was informed, 0: the scope itself.
+    is_informed: u8,
     unused: u16,
     died_ticks: u64,
     path_len: u32,
     path_sum: u32,
-    told: u32,
+    informed: u32,
     unused_too: u32,
     rest: [u8; 96],
 }
@@ -691,12 +691,12 @@ impl UndoneScope {
         let raw = RawUndoneScope {
             seal: 0,
             tag: TAG_UNDONE_SCOPE,
-            is_told: self.told.is_some().into(),
+            is_informed: self.informed.is_some().into(),
             unused: 0,
             died_ticks: self.died_ticks,
             path_len: self.path.len,
             path_sum: self.path.sum,
-            told: self.told.unwrap_or_default(),
+            informed: self.informed.unwrap_or_default(),
             unused_too: 0,
             rest: [0; 96],
         };
@@ -827,7 +827,7 @@ fn decode_undone_scope(cell: &CellBytes) -> Option<Cell> {
             sum: raw.path_sum,
         },
         died_ticks: raw.died_ticks,
-        told: (raw.is_told != 0).then_some(raw.told),
+        informed: (raw.is_informed != 0).then_some(raw.informed),
     }))
 }
 
@@ -842,7 +842,7 @@ pub struct Contents {
     pub requests: Vec<Stored<Request>>,
     /// The transactions. One may occur twice. It is ending if either of its entries says so.
     pub transactions: Vec<Stored<Transaction>>,
-    /// Scopes that were undone, and processes that were told of them.
+    /// Aborted scopes, and the processes that were informed.
     pub undone_scopes: Vec<Stored<UndoneScope>>,
     /// Number of damaged cells and of nodes whose name is incomplete.
     pub damaged: u64,
@@ -1058,11 +1058,11 @@ mod tests {
 
     #[test]
     fn scopes_that_were_undone_come_back_and_cover_what_is_below() {
-        for told in [None, Some(0), Some(7)] {
+        for informed in [None, Some(0), Some(7)] {
             let scope = UndoneScope {
                 path: PathSum::of(b"a/b"),
                 died_ticks: 9,
-                told,
+                informed,
             };
             let decoded = decode_cell(&scope.encode()).unwrap();
             assert_eq!(decoded, Some(Cell::UndoneScope(scope)));
@@ -1070,7 +1070,7 @@ mod tests {
         let scope = |path: &[u8]| UndoneScope {
             path: PathSum::of(path),
             died_ticks: 0,
-            told: None,
+            informed: None,
         };
         for below in [&b"a/b"[..], b"a/b/c"] {
             assert!(scope(b"a/b").covers(below) && scope(b"").covers(below));

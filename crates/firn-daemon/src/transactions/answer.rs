@@ -154,7 +154,7 @@ pub(crate) fn answer_owned(
         _ => {}
     }
     under_way.end(is_open(gate, scope));
-    gate.settle_undone_scope(scope);
+    gate.forget_undone_scope(scope);
     forget_ended(gate);
     reply
 }
