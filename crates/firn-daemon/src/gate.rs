@@ -149,7 +149,20 @@ impl TransactionGate {
         }
     }
 
-    /// Stops the refusal of changes in an aborted scope: its program knows of the abort.
+    /// Returns whether the last transaction of a scope was aborted because its firnd died.
+    pub(crate) fn is_undone_scope(&self, path: &[u8]) -> bool {
+        let scopes = self.undone_scopes.as_ref();
+        scopes.is_some_and(|scopes| scopes.is_aborted(path))
+    }
+
+    /// Stops the refusal of changes in an aborted scope, because a request about its transaction is refused.
+    pub(crate) fn note_refused_request(&self, path: &[u8]) {
+        if let Some(scopes) = &self.undone_scopes {
+            scopes.note_refused_request(path);
+        }
+    }
+
+    /// Forgets an aborted scope: its program knows of the abort, and works on.
     pub(crate) fn forget_undone_scope(&self, path: &[u8]) {
         if let Some(scopes) = &self.undone_scopes {
             scopes.forget(path);

@@ -14,15 +14,16 @@
 //! Promise: the live table stores the aborted scopes and the processes that were informed. A kill of this firnd loses
 //! neither.
 //!
-//! Relies on: a scope is forgotten at the next request about its transaction, and at the next checkpoint that a rule
-//! commits in it.
+//! A prepare or commit of the aborted transaction is refused too. From then on changes are made, and a repeated request gets
+//! the same answer: firnd may have died before it was sent. The next begin or abort in the scope, or the next checkpoint that
+//! a rule commits there, ends all of this.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use firn_arena::live::LiveTable;
 use firn_backing::{Caller, Errno};
-use firn_format::live::{PathSum, UndoneScope};
+use firn_format::live::{ALL_PROCESSES, PathSum, UndoneScope};
 use firn_format::quote::quoted;
 
 use crate::process::process_of;
@@ -41,7 +42,7 @@ pub(crate) struct RequestedChange<'a> {
 /// The aborted scopes of one mount.
 pub(crate) struct UndoneScopes {
     table: Arc<LiveTable>,
-    /// Whether the table has an aborted scope. Read for each change, so that most changes do not lock the table.
+    /// Whether the table has an aborted scope in which a change may have to be refused. Read for each change, so that most changes do not lock the table.
     has_some: AtomicBool,
 }
 
@@ -56,7 +57,8 @@ impl UndoneScopes {
     }
 
     fn update_has_some(&self) {
-        let has_some = !self.table.undone_scopes().is_empty();
+        let entries = self.table.undone_scopes();
+        let has_some = entries.iter().any(|entry| needs_check(entry, &entries));
         self.has_some.store(has_some, Ordering::Release);
     }
 
@@ -74,7 +76,9 @@ impl UndoneScopes {
             }
             None => true,
         };
-        let covering = noted.iter().filter(is_covering);
+        let covering = noted.iter().filter(|entry| {
+            is_covering(entry) && (entry.informed.is_some() || needs_check(entry, &noted))
+        });
         let (informed, scopes): (Vec<&UndoneScope>, _) =
             covering.partition(|scope| scope.informed.is_some());
         let Some(last) = scopes
@@ -107,13 +111,43 @@ impl UndoneScopes {
         Err(Errno::CANCELED)
     }
 
+    /// Returns whether the last transaction of the scope at `path` was aborted because its firnd died.
+    pub(crate) fn is_aborted(&self, path: &[u8]) -> bool {
+        let path = PathSum::of(path);
+        let entries = self.table.undone_scopes();
+        entries.iter().any(|entry| entry.path == path)
+    }
+
+    /// Notes that a request about the aborted transaction at `path` is refused, so that no change is refused any more.
+    pub(crate) fn note_refused_request(&self, path: &[u8]) {
+        let path = PathSum::of(path);
+        for scope in self.table.undone_scopes() {
+            if scope.path == path && scope.informed.is_none() {
+                self.table.note_undone_scope(UndoneScope {
+                    informed: Some(ALL_PROCESSES),
+                    ..scope
+                });
+            }
+        }
+        self.update_has_some();
+    }
+
     /// Forgets the scope at `path`: its program has made a request about the transaction, and so knows of the abort.
     pub(crate) fn forget(&self, path: &[u8]) {
-        if self.has_some() {
+        if self.is_aborted(path) {
             self.table.forget_undone_scope(PathSum::of(path));
             self.update_has_some();
         }
     }
+}
+
+/// Returns whether an entry is an aborted scope of which not all processes are informed.
+fn needs_check(entry: &UndoneScope, entries: &[UndoneScope]) -> bool {
+    let informs_all = UndoneScope {
+        informed: Some(ALL_PROCESSES),
+        ..*entry
+    };
+    entry.informed.is_none() && !entries.contains(&informs_all)
 }
 
 /// Returns whether a process started before a time, in clock ticks since the host started. True also if firnd does not see

@@ -327,9 +327,13 @@ pub struct UndoneScope {
     pub path: PathSum,
     /// When firnd died, in clock ticks since the host started. A process that began later was not in the transaction.
     pub died_ticks: u64,
-    /// The process that was informed; `None` in the entry of the scope itself.
+    /// The process that was informed, or [`ALL_PROCESSES`]; `None` in the entry of the scope itself.
     pub informed: Option<u32>,
 }
+
+/// Stands for all processes in [`UndoneScope::informed`]: a request about the aborted transaction was refused, so the
+/// programs know of the abort.
+pub const ALL_PROCESSES: u32 = u32::MAX;
 
 impl UndoneScope {
     /// Returns whether a path is the path of the scope, or lies below it.

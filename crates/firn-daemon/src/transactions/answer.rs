@@ -136,6 +136,7 @@ pub(crate) fn answer_owned(
         _ => None,
     };
     let (mut reply, path_after) = answer(gate, request, peer, context);
+    let mut is_refused_as_aborted = false;
     match (request, &reply, owner) {
         (Request::Begin { .. }, Reply::Done, Some(owner)) => {
             under_way.begun(owner);
@@ -147,14 +148,22 @@ pub(crate) fn answer_owned(
             note_begun(gate, owners, next);
         }
         (_, Reply::Error { .. }, _) if needs_owner && is_open(gate, scope).is_none() => {
-            if let Some(cause) = owners.abort_cause(scope) {
+            let is_undone = gate.is_undone_scope(scope);
+            let cause = owners.abort_cause(scope);
+            if let Some(cause) = cause.or(is_undone.then_some(AbortCause::FirndDied)) {
                 reply = aborted(scope, &cause);
+                is_refused_as_aborted = true;
             }
         }
         _ => {}
     }
     under_way.end(is_open(gate, scope));
-    gate.forget_undone_scope(scope);
+    // If firnd dies before the answer is sent, the repeated request gets the same answer.
+    if is_refused_as_aborted {
+        gate.note_refused_request(scope);
+    } else {
+        gate.forget_undone_scope(scope);
+    }
     forget_ended(gate);
     reply
 }

@@ -103,35 +103,8 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
             }),
             (_, Some(found)) => self.plan_commit(found, options),
             (Some(commit), None) => self.plan_commit(Found::Decided(commit), options),
-            (None, None) => self.find_last_commit(path, options),
+            (None, None) => Err(self.no_transaction(path)),
         }
-    }
-
-    /// Returns the step that answers a request for the last commit of a scope again: firnd may have died before its answer
-    /// was sent. Fails if the last commit has another number.
-    ///
-    /// With several hosts, the vote of the commit has the answer, for as long as it is there.
-    fn find_last_commit(
-        &self,
-        path: &[u8],
-        options: CommitOptions,
-    ) -> Result<Step<'a, B>, TransactionError> {
-        let lower = &self.store.lower;
-        let Some(id) = options.id.filter(|_| lower.members().is_none()) else {
-            return Err(self.no_transaction(path));
-        };
-        if lower.committed(path)? != Some(id) {
-            return Err(self.no_transaction(path));
-        }
-        let commit = Unanswered {
-            id,
-            scope: path.to_vec(),
-            path_after: path.to_vec(),
-        };
-        Ok(Step::AnswerApplied {
-            commit,
-            begins_next: options.begins_next,
-        })
     }
 
     /// Makes the plan of the commit, and returns `Prepare` for an open transaction of several hosts or else `Decide`.

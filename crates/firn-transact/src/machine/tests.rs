@@ -317,28 +317,6 @@ fn each_request_takes_the_steps_of_the_drawing() {
     assert_eq!(stages(&store), []);
 }
 
-/// Proves S-tx-124.
-#[test]
-fn the_last_commit_of_a_scope_is_answered_again() {
-    let disk = disk();
-    let store = open(&disk);
-    assert!(steps(&store, Verb::Begin).1.is_ok());
-    put(&store, "file", b"one");
-    assert_eq!(steps(&store, commit(5, false, false)).1, committed(5));
-    // firnd dies before the answer is sent.
-    let store = open(&disk);
-    let again = steps(&store, commit(5, false, false));
-    assert_eq!(again, (vec!["answer applied"], committed(5)));
-    let other = steps(&store, commit(6, false, false));
-    assert_eq!(other.1, Err(StageError::NoTransaction.into()));
-    let next = steps(&store, commit(5, true, false));
-    assert_eq!(next, (vec!["answer applied", "begin"], committed(5)));
-    // Now the number means the open transaction.
-    put(&store, "file", b"two");
-    assert_eq!(steps(&store, commit(5, false, false)).1, committed(5));
-    assert_eq!(seen(&store)[&b"file"[..]].content, b"two");
-}
-
 /// Proves S-tx-62.
 #[test]
 fn a_commit_that_is_asked_for_again_is_the_one_that_is_meant() {
