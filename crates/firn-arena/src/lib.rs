@@ -57,7 +57,7 @@ pub use map::set_probe;
 pub use memory_files::{MemoryFile, MemoryFileFigures, remove_memory_files};
 pub use moves::{Located, Place, SpillFigures, Spilled};
 pub use pool::NumaNodeFigures;
-pub use refs::{PieceRef, SlabRef, Stored};
+pub use refs::{NewPiece, PieceRef, SlabRef, Stored};
 pub use spill::{SpillFault, SpillFile};
 pub use topology::{SYSFS_NODES, Topology};
 

@@ -41,7 +41,7 @@ use crate::ArenaError;
 use crate::arena::Arena;
 use crate::damage::Damage;
 use crate::lease::Lease;
-use crate::map::probe;
+use crate::map::crash_point;
 use crate::refs::Stored;
 use crate::tables::Tables;
 
@@ -230,7 +230,7 @@ impl MemoryFiles {
         };
         let number = number.ok_or(Errno::NOSPC)?;
         let name = self.name(number);
-        probe();
+        crash_point();
         let create = || {
             firn_trust::create_private_file(self.dir()?, Path::new(&name), OFlags::RDWR)
                 .map_err(|error| error.errno())
@@ -615,11 +615,11 @@ impl Arena {
             index,
         };
         let word = place.to_word(slot, &self.superblock.uuid);
-        probe();
+        crash_point();
         self.tables
             .memory_place(slot)
             .store(word, Ordering::Release);
-        probe();
+        crash_point();
         // A crash before this leaves memory in both files; the next attach frees it.
         let _ = free_memory(self.map.file(), offset, bytes);
         self.memory_files.note_slot(file, index, slot);
@@ -716,9 +716,9 @@ impl Arena {
             self.pool.lock().put_stuck_slot(slot);
             return false;
         }
-        probe();
+        crash_point();
         self.tables.memory_place(slot).store(0, Ordering::Release);
-        probe();
+        crash_point();
         self.memory_files.forget_slot(slot);
         self.pool.lock().unlend_slot(slot);
         self.listeners.report_freed();

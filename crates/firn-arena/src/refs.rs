@@ -20,10 +20,23 @@ pub struct PieceRef {
     pub record: u32,
 }
 
+/// What the writer of a new piece gives for its record.
+#[derive(Clone, Copy, Debug)]
+pub struct NewPiece {
+    /// The id of the file.
+    pub file_id: u64,
+    /// Offset in the file.
+    pub offset: u64,
+    /// The piece's number in the order of all writes.
+    pub sequence: u64,
+    /// Time of the write, in nanoseconds since 1970.
+    pub modified: u64,
+}
+
 /// A piece that the arena found when it was attached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stored {
-    /// The place of the piece's record.
+    /// The record.
     pub at: PieceRef,
     /// The decoded record.
     pub piece: Piece,

@@ -21,7 +21,7 @@ use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::fs::{Advice, FallocateFlags, FlockOperation, Mode, OFlags};
 use rustix::io::Errno;
 
-use crate::map::probe;
+use crate::map::crash_point;
 
 /// Longest wait for the lock of the file. A killed firnd closes its files one by one, so the lock may end late.
 const LOCK_WAIT: Duration = Duration::from_secs(5);
@@ -362,7 +362,7 @@ impl SpillFile {
 
     /// Writes a slot. When this returns, the device has the bytes.
     pub(crate) fn write(&self, slot: u32, bytes: &[u8]) -> Result<(), Errno> {
-        probe();
+        crash_point();
         let offset = self.offset(slot, 0);
         if let Some(direct) = &self.direct {
             match write_all(direct.as_fd(), bytes, offset) {

@@ -48,7 +48,16 @@ fn append(
         return Some(arena.extend_piece(lease, reserved.len, 0).0);
     }
     let sequence = arena.next_sequence();
-    Some(arena.publish_piece(lease, reserved, (file, offset), sequence, 0))
+    Some(arena.publish_piece(
+        lease,
+        reserved,
+        firn_arena::NewPiece {
+            file_id: file,
+            offset,
+            sequence,
+            modified: 0,
+        },
+    ))
 }
 
 /// Proves S-write-1.
@@ -301,7 +310,16 @@ fn fill_lease(arena: &Arena, lease: &mut Lease, file: u64, offset: &mut u64, rng
             arena.extend_piece(lease, reserved.len, 0);
         } else {
             let sequence = arena.next_sequence();
-            arena.publish_piece(lease, reserved, (file, *offset), sequence, 0);
+            arena.publish_piece(
+                lease,
+                reserved,
+                firn_arena::NewPiece {
+                    file_id: file,
+                    offset: *offset,
+                    sequence,
+                    modified: 0,
+                },
+            );
         }
         *offset += len + u64::from(rng.random_bool(0.1)) * 100;
     }

@@ -62,7 +62,16 @@ fn publish(arena: &Arena, mut lease: Lease, file: u64, offset: u64, len: u64) ->
     assert_eq!(u64::from(room.len), len);
     arena.fill_slab(lease.slab(), room.position, &bytes_of(file, offset, len));
     let sequence = arena.next_sequence();
-    let piece = arena.publish_piece(&mut lease, room, (file, offset), sequence, 0);
+    let piece = arena.publish_piece(
+        &mut lease,
+        room,
+        firn_arena::NewPiece {
+            file_id: file,
+            offset,
+            sequence,
+            modified: 0,
+        },
+    );
     arena.seal_slab(lease);
     piece
 }

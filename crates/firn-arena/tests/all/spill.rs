@@ -89,7 +89,16 @@ fn append(arena: &Arena, lease: &mut Lease, file: u64, offset: u64, len: u64) ->
         &bytes_of(file, offset, len),
     );
     let sequence = arena.next_sequence();
-    Some(arena.publish_piece(lease, reserved, (file, offset), sequence, 0))
+    Some(arena.publish_piece(
+        lease,
+        reserved,
+        firn_arena::NewPiece {
+            file_id: file,
+            offset,
+            sequence,
+            modified: 0,
+        },
+    ))
 }
 
 /// Fills a whole chunk with bytes of one file, seals it, and returns its piece.
