@@ -13,7 +13,7 @@ use firn_backing::DirEntry;
 use firn_workers::{Class, Topic};
 
 use super::*;
-use crate::removal::Removal;
+use crate::removal::PendingRemoval;
 use crate::rule::Reason;
 use crate::state::Call;
 
@@ -81,7 +81,7 @@ struct Attempt<B: Backing> {
     /// The link in the staging directory.
     link: B::Inode,
     link_attr: Attr,
-    has_ended: Arc<AtomicBool>,
+    is_creation_finished: Arc<AtomicBool>,
 }
 
 /// The attempts to create one file.
@@ -316,13 +316,13 @@ impl<B: Backing> Lanes<B> {
         // Create the link first. If the creation is interrupted, the next mount finds the file by this link.
         let (link, link_attr) = self.primary.symlink(owner, staging, &entry, &target)?;
         let mark = self.mark_of(&link_attr);
-        let has_ended = Arc::new(AtomicBool::new(false));
+        let is_creation_finished = Arc::new(AtomicBool::new(false));
         attempts.under_way.push(Attempt {
             lane,
             entry: entry.clone(),
             link,
             link_attr,
-            has_ended: Arc::clone(&has_ended),
+            is_creation_finished: Arc::clone(&is_creation_finished),
         });
         let sender = attempts.sender.clone();
         let (owner, mode) = (*owner, new.mode);
@@ -333,7 +333,7 @@ impl<B: Backing> Lanes<B> {
         };
         self.workers.run_about(Class::Call, topic, move || {
             // Dropped before the answer is sent, also if the creation panics.
-            let end = EndOfTask(has_ended);
+            let end = EndOfTask(is_creation_finished);
             let result = lane_of_file.make_file(&entry, &owner, mode, mark, room);
             drop(end);
             // The caller may have taken the file of another lane by now. Then it removes this one later.
@@ -417,11 +417,11 @@ impl<B: Backing> Lanes<B> {
     fn abandon(&self, attempts: Attempts<B>) {
         for attempt in attempts.under_way {
             self.setup.lanes[attempt.lane].note_hang();
-            let removal = Removal {
+            let removal = PendingRemoval {
                 link: attempt.link,
                 lane: attempt.lane,
                 entry: attempt.entry,
-                has_ended: attempt.has_ended,
+                is_creation_finished: attempt.is_creation_finished,
             };
             self.removals.insert(attempt.link_attr.ino, removal);
         }

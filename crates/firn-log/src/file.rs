@@ -1190,7 +1190,7 @@ impl<B: Backing> Generation<B> {
         if self.is_joined.swap(false, Ordering::AcqRel)
             && let Some(ending) = self.ending(site)?
         {
-            self.container.sort_own(site.base);
+            self.container.finish_own_index(site.base);
             ending.end_writing()?;
         }
         Ok(())
