@@ -145,7 +145,7 @@ impl Arena {
             }
         }
         let slabs_with_pieces: HashSet<SlabRef> =
-            stored.iter().map(|found| found.at.slab).collect();
+            stored.iter().map(|found| found.record.slab).collect();
         for LingeringWriter { slab, .. } in lingering {
             pool.lease_on(slab.chunk);
             self.uses.count_lease();
@@ -161,9 +161,9 @@ impl Arena {
     fn find_used_chunks(&self, stored: &[Stored], lingering: &[LingeringWriter]) -> Vec<UsedChunk> {
         // For each chunk in use: its slabs in use, and the sequence number of its newest piece.
         let mut used: BTreeMap<u32, (Vec<u32>, u64)> = BTreeMap::new();
-        for Stored { at, piece, .. } in stored {
-            let (slabs, newest) = used.entry(at.slab.chunk).or_default();
-            slabs.push(at.slab.slab);
+        for Stored { record, piece, .. } in stored {
+            let (slabs, newest) = used.entry(record.slab.chunk).or_default();
+            slabs.push(record.slab.slab);
             *newest = piece.sequence.max(*newest);
         }
         for LingeringWriter { slab, .. } in lingering {
@@ -226,7 +226,7 @@ impl Arena {
     /// Releases the pins that the attach set on the slabs of `stored`. This frees each slab of which no piece was kept.
     /// The caller does this once, after it has kept all pieces that it needs.
     pub fn free_unkept_slabs(&self, stored: &[Stored]) {
-        let mut slabs: Vec<SlabRef> = stored.iter().map(|found| found.at.slab).collect();
+        let mut slabs: Vec<SlabRef> = stored.iter().map(|found| found.record.slab).collect();
         slabs.sort_unstable();
         slabs.dedup();
         for slab in slabs {

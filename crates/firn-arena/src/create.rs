@@ -133,15 +133,15 @@ impl Arena {
         // Read before the allocation: one that fails may have allocated a part.
         let free_bytes = rustix::fs::fstatvfs(&file).map_or(0, |fs| fs.f_bavail * fs.f_frsize);
         let failed = |what| {
-            move |why| {
+            move |reason| {
                 let path = quoted_path(path);
-                match why {
+                match reason {
                     Errno::NOSPC | Errno::FBIG | Errno::NOMEM => ArenaError::NoRoom {
                         path,
                         arena_bytes: geometry.data_bytes(),
                         need: geometry.allocated_bytes(),
-                        why,
-                        room: (why == Errno::NOSPC).then(|| Room {
+                        reason,
+                        room: (reason == Errno::NOSPC).then(|| Room {
                             free_bytes,
                             fitting_bytes: geometry.proposed_arena_bytes(free_bytes),
                         }),

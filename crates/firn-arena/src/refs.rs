@@ -37,7 +37,7 @@ pub struct NewPiece {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stored {
     /// The record.
-    pub at: PieceRef,
+    pub record: PieceRef,
     /// The decoded record.
     pub piece: Piece,
     /// Time of the last write to the piece, in nanoseconds since 1970; 0 if unknown. No checksum covers this time.

@@ -38,24 +38,24 @@ pub enum Damage {
         half: usize,
     },
     /// Bytes between two valid records could not be decoded.
-    #[error("journal half {half}, byte {at}: {bytes} bytes are damaged, records follow")]
+    #[error("journal half {half}, byte {offset}: {bytes} bytes are damaged, records follow")]
     Hole {
         /// 0 or 1.
         half: usize,
         /// Offset in the half.
-        at: usize,
+        offset: usize,
         /// Number of bytes that were skipped.
         bytes: usize,
     },
     /// A frame is complete, but its content is invalid.
-    #[error("journal half {half}, byte {at}: {why}")]
+    #[error("journal half {half}, byte {offset}: {reason}")]
     Record {
         /// 0 or 1.
         half: usize,
         /// Offset in the half.
-        at: usize,
+        offset: usize,
         /// What is invalid.
-        why: String,
+        reason: String,
     },
 }
 
@@ -166,7 +166,7 @@ pub fn replay<M: Medium>(medium: &M) -> Replay {
         if offset > replay.end {
             replay.damage.push(Damage::Hole {
                 half,
-                at: replay.end,
+                offset: replay.end,
                 bytes: offset - replay.end,
             });
         }
@@ -179,8 +179,8 @@ pub fn replay<M: Medium>(medium: &M) -> Replay {
             }
             Err(error) => replay.damage.push(Damage::Record {
                 half,
-                at: offset,
-                why: error.to_string(),
+                offset,
+                reason: error.to_string(),
             }),
         }
         replay.records += 1;

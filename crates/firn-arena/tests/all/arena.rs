@@ -80,7 +80,7 @@ fn published_pieces_outlive_the_process_that_wrote_them() {
     assert_eq!(pieces, [(7, 100, 11), (8, 5000, 9000)]);
     let mut text = [0; 11];
     arena
-        .copy_out(stored[0].at.slab, stored[0].piece.position, &mut text)
+        .copy_out(stored[0].record.slab, stored[0].piece.position, &mut text)
         .unwrap();
     assert_eq!(&text, b"hello world");
     assert_eq!(u64::from(stored[1].piece.position) % 4096, 5000 % 4096);
@@ -333,7 +333,7 @@ fn verify_all(arena: &Arena) -> usize {
         let mut bytes = vec![0; stored_piece.piece.len as usize];
         arena
             .copy_out(
-                stored_piece.at.slab,
+                stored_piece.record.slab,
                 stored_piece.piece.position,
                 &mut bytes,
             )

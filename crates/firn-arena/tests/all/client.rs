@@ -255,7 +255,7 @@ fn regression_a_record_beyond_the_largest_offset_does_not_count_after_the_death_
             assert_eq!(found, [0], "a piece at {offset}");
             stored
                 .iter()
-                .for_each(|stored| arena.keep_piece(stored.at, stored.piece.len));
+                .for_each(|stored| arena.keep_piece(stored.record, stored.piece.len));
             arena.free_unkept_slabs(&stored);
         }
     }
