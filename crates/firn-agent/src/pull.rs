@@ -33,7 +33,7 @@ use crate::peer::{Peer, Route};
 use crate::transport_choice::{Carriage, TransportChoice};
 use crate::units::{Unit, group_by_name};
 pub(crate) use compare::is_same_file;
-use fetch::{Fetch, Wanted};
+use fetch::{Fetch, FileToFetch};
 use plan::Plan;
 use remote::Remote;
 use staging::Staging;
@@ -246,26 +246,26 @@ fn attempt(
     }
     state.check_total(plan.entries())?;
     staging.prepare(&plan)?;
-    let wanted: VecDeque<Wanted> = plan
+    let to_fetch: VecDeque<FileToFetch> = plan
         .files()
         .filter(|(entry, ..)| !state.is_done(entry))
-        .map(|(entry, bytes, _)| Wanted {
+        .map(|(entry, bytes, _)| FileToFetch {
             entry: entry.clone(),
             bytes,
             tries: 0,
         })
         .collect();
-    let bytes = wanted
+    let bytes = to_fetch
         .iter()
-        .fold(0_u64, |sum, wanted| sum.saturating_add(wanted.bytes));
-    state.set_left(wanted.len() as u64, bytes);
+        .fold(0_u64, |sum, file| sum.saturating_add(file.bytes));
+    state.set_left(to_fetch.len() as u64, bytes);
     let remote = Remote::agree(&mut peer, carriage, writers)?;
     state.outcome.transport = match &remote {
         Some(remote) => format!("ofi:{}", remote.provider()),
         None if peer.near().is_some() => "tcp".into(),
         None => "ssh".into(),
     };
-    Fetch::new(&mut peer, staging, writers, remote, state, top, wanted).run()?;
+    Fetch::new(&mut peer, staging, writers, remote, state, top, to_fetch).run()?;
     Ok(plan)
 }
 

@@ -4,10 +4,14 @@
 //! * client leases are revoked first, so that no client adds records during the scan;
 //! * the scan reads all piece records, of all chunks;
 //! * homes, memory files and the spill file are read, and what cannot be read is reported as damage;
-//! * pool, homes and uses are filled in. Each slab with pieces gets a pin.
+//! * the state in firnd's memory is restored: the pool of free chunks, the home of each chunk, the uses of each slab.
 //!
-//! The caller then counts the pieces that it keeps ([`Arena::keep_piece`]), and [`Arena::free_unkept_slabs`] takes
-//! the pins off. So no slab is freed before the caller has decided about all its pieces.
+//! Pins
+//! * Each slab with a piece gets a pin. The caller counts the pieces that it keeps ([`Arena::keep_piece`]), and
+//!   [`Arena::free_unkept_slabs`] releases the pins. So no slab is freed before the caller has decided about all its
+//!   pieces.
+//! * Each slab of a lingering client gets a pin, which is released when the client has stopped or died.
+//! * A slab with a piece and a lingering client has both pins.
 
 use std::collections::{BTreeMap, HashSet};
 use std::path::Path;
@@ -34,12 +38,12 @@ use crate::topology::Topology;
 use crate::uses::PIN;
 
 /// A chunk that is in use when an arena is attached.
-struct AdoptedChunk {
+struct UsedChunk {
     chunk: u32,
     /// Sequence number of its newest piece. [`u64::MAX`]: its class is damaged.
-    newest: u64,
+    newest_sequence: u64,
     /// The class of its slabs, and the slabs in use in order. `None`: the class is damaged.
-    cut: Option<(Class, Vec<u32>)>,
+    class_and_slabs: Option<(Class, Vec<u32>)>,
 }
 
 impl Arena {
@@ -63,7 +67,7 @@ impl Arena {
         let mut arena = Self::assemble(path, map, superblock, topology);
         prefer_numa_nodes(&arena.map, &arena.geometry, topology);
         // Before the scan: no client can publish a record that the scan would miss.
-        let lingering = revoke_all(&arena.tables, &arena.cut_chunks());
+        let lingering = revoke_all(&arena.tables, &arena.chunk_classes());
         let mut damage = Vec::new();
         let mut stored = Vec::new();
         scan(&arena.tables, &mut damage, &mut |piece| stored.push(piece));
@@ -76,7 +80,7 @@ impl Arena {
             report_unreadable(&homes, &stored, &arena.spill, &mut damage);
         }
         arena.adopt_memory_files(slots, &homes)?;
-        arena.adopt(&stored, &lingering, &homes);
+        arena.restore_allocation(&stored, &lingering, &homes);
         arena.lingering = LingeringWriters::new(lingering);
         Ok((arena, stored, damage))
     }
@@ -89,10 +93,11 @@ impl Arena {
         (stored, damage)
     }
 
-    /// Sets the sequence counter to at least the highest sequence number of the pieces. No checksum covers the counter:
-    /// a damaged one is too low, or so high that no number is left above it.
+    /// Sets the sequence counter to at least the highest sequence number of the pieces.
+    ///
+    /// No checksum covers the counter. A damaged counter may be too low, or so high that the numbers above it run out.
     fn restore_sequence(&self, stored: &[Stored]) {
-        let highest = stored.iter().map(|stored| stored.piece.sequence).max();
+        let highest = stored.iter().map(|found| found.piece.sequence).max();
         let highest = highest.unwrap_or(0);
         let counter = self.map.u64(state_word::SEQUENCE);
         if counter.fetch_max(highest, Ordering::Relaxed) > SEQUENCE_MAX / 2 {
@@ -101,17 +106,22 @@ impl Arena {
     }
 
     /// The chunks that are cut into slabs, with the class of the slabs. A chunk whose class is damaged is left out.
-    fn cut_chunks(&self) -> Vec<(u32, Class)> {
+    fn chunk_classes(&self) -> Vec<(u32, Class)> {
         let class = |chunk| self.tables.class(chunk).ok().flatten();
         (0..self.geometry.chunks())
             .filter_map(|chunk| Some((chunk, class(chunk)?)))
             .collect()
     }
 
-    /// Enters the chunks, slots and slabs in use into pool, homes and uses. Everything else is free.
-    fn adopt(&self, stored: &[Stored], lingering: &[LingeringWriter], homes: &[Option<Home>]) {
-        let mut adopted = self.sort_out_chunks(stored, lingering);
-        let used_chunks: HashSet<u32> = adopted.iter().map(|adopted| adopted.chunk).collect();
+    /// Restores the allocation in firnd's memory: marks each chunk, slot and slab in use, and all others as free.
+    fn restore_allocation(
+        &self,
+        stored: &[Stored],
+        lingering: &[LingeringWriter],
+        homes: &[Option<Home>],
+    ) {
+        let mut chunks = self.find_used_chunks(stored, lingering);
+        let used_chunks: HashSet<u32> = chunks.iter().map(|used| used.chunk).collect();
         let used_slots: HashSet<Home> = used_chunks
             .iter()
             .filter_map(|chunk| homes[*chunk as usize])
@@ -121,64 +131,71 @@ impl Arena {
             used_slots.contains(&home)
         });
         // The oldest first: chunks move to the spill file in this order.
-        adopted.sort_unstable_by_key(|adopted| (adopted.newest, adopted.chunk));
-        for AdoptedChunk { chunk, cut, .. } in adopted {
+        chunks.sort_unstable_by_key(|used| (used.newest_sequence, used.chunk));
+        for UsedChunk {
+            chunk,
+            class_and_slabs,
+            ..
+        } in chunks
+        {
             let home = homes[chunk as usize];
             self.homes.set(chunk, home);
-            if let Some((class, slabs)) = cut {
+            if let Some((class, slabs)) = class_and_slabs {
                 pool.adopt(chunk, class, &slabs, home);
             }
         }
+        let slabs_with_pieces: HashSet<SlabRef> =
+            stored.iter().map(|found| found.record.slab).collect();
         for LingeringWriter { slab, .. } in lingering {
             pool.lease_on(slab.chunk);
             self.uses.count_lease();
-            // This pin ends when the writer is gone. A slab with pieces has a second one, which `free_unkept_slabs` takes off.
-            if stored.iter().any(|stored| stored.at.slab == *slab) {
+            // `seal_used_slabs` set one pin. It is the pin of the lingering client unless the slab has pieces: then that one is
+            // released by `free_unkept_slabs`, and the client needs its own.
+            if slabs_with_pieces.contains(slab) {
                 self.uses.add(*slab, PIN);
             }
         }
     }
 
     /// Returns the chunks in use, pins their slabs in use, and makes all other slabs and chunks free.
-    fn sort_out_chunks(
-        &self,
-        stored: &[Stored],
-        lingering: &[LingeringWriter],
-    ) -> Vec<AdoptedChunk> {
+    fn find_used_chunks(&self, stored: &[Stored], lingering: &[LingeringWriter]) -> Vec<UsedChunk> {
         // For each chunk in use: its slabs in use, and the sequence number of its newest piece.
         let mut used: BTreeMap<u32, (Vec<u32>, u64)> = BTreeMap::new();
-        for Stored { at, piece, .. } in stored {
-            let (slabs, newest) = used.entry(at.slab.chunk).or_default();
-            slabs.push(at.slab.slab);
+        for Stored { record, piece, .. } in stored {
+            let (slabs, newest) = used.entry(record.slab.chunk).or_default();
+            slabs.push(record.slab.slab);
             *newest = piece.sequence.max(*newest);
         }
         for LingeringWriter { slab, .. } in lingering {
             used.entry(slab.chunk).or_default().0.push(slab.slab);
         }
-        let mut adopted = Vec::new();
+        let mut chunks = Vec::new();
         for chunk in 0..self.geometry.chunks() {
             match (self.tables.class(chunk), used.remove(&chunk)) {
-                // Its pieces may still be valid. No slab of it is leased while this arena is attached.
-                (Err(_), _) => adopted.push(AdoptedChunk {
+                // The class is damaged, but the pieces may be valid. No slab of the chunk is leased while this arena is attached.
+                (Err(_), _) => chunks.push(UsedChunk {
                     chunk,
-                    newest: u64::MAX,
-                    cut: None,
+                    newest_sequence: u64::MAX,
+                    class_and_slabs: None,
                 }),
-                (Ok(Some(class)), Some((mut slabs, newest))) => {
+                (Ok(Some(class)), Some((mut slabs, newest_sequence))) => {
                     slabs.sort_unstable();
                     slabs.dedup();
-                    self.adopt_slabs(chunk, &slabs);
-                    let cut = Some((class, slabs));
-                    adopted.push(AdoptedChunk { chunk, newest, cut });
+                    self.seal_used_slabs(chunk, &slabs);
+                    chunks.push(UsedChunk {
+                        chunk,
+                        newest_sequence,
+                        class_and_slabs: Some((class, slabs)),
+                    });
                 }
                 _ => self.clear_chunk(chunk),
             }
         }
-        adopted
+        chunks
     }
 
-    /// Pins the slabs `used` of a chunk and makes its other slabs free. `used` is sorted.
-    fn adopt_slabs(&self, chunk: u32, used: &[u32]) {
+    /// Seals and pins the slabs `used` of a chunk, and makes its other slabs free. `used` is sorted.
+    fn seal_used_slabs(&self, chunk: u32, used: &[u32]) {
         for slab in 0..self.geometry.small_slabs() {
             let slab_ref = SlabRef { chunk, slab };
             if used.binary_search(&slab).is_ok() {
@@ -201,14 +218,15 @@ impl Arena {
         self.homes.set(chunk, None);
     }
 
-    /// Says after an attach that `bytes` of this piece are pending.
+    /// Counts `bytes` of a piece as pending after an attach.
     pub fn keep_piece(&self, piece: PieceRef, bytes: u32) {
         self.uses.add(piece.slab, u64::from(bytes));
     }
 
-    /// Frees the slabs of which the caller kept nothing. To be called once after an attach.
+    /// Releases the pins that the attach set on the slabs of `stored`. This frees each slab of which no piece was kept.
+    /// The caller does this once, after it has kept all pieces that it needs.
     pub fn free_unkept_slabs(&self, stored: &[Stored]) {
-        let mut slabs: Vec<SlabRef> = stored.iter().map(|stored| stored.at.slab).collect();
+        let mut slabs: Vec<SlabRef> = stored.iter().map(|found| found.record.slab).collect();
         slabs.sort_unstable();
         slabs.dedup();
         for slab in slabs {

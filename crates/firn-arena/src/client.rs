@@ -27,7 +27,7 @@ use firn_format::superblock::state_word;
 use crate::arena::Arena;
 use crate::lease::Lease;
 use crate::lingering::{LingeringWriter, take_writer_word};
-use crate::map::probe;
+use crate::map::crash_point;
 use crate::refs::{PieceRef, SlabRef};
 
 /// A client's right to fill a slab. It ends with [`Arena::end_client`]: a dropped one would keep its slab for ever.
@@ -45,12 +45,12 @@ pub struct ClientLease {
     record_count: u32,
     /// How many records were accepted.
     accepted: u32,
-    /// The last accepted record while it may still grow; `None` once it is frozen, and before the first.
-    growing: Option<Piece>,
+    /// The last accepted record while the client may still extend it. `None` before the first record, and after a freeze.
+    open_record: Option<Piece>,
     /// Where the bytes of the last accepted record end, in bytes from the start of the chunk.
-    end: u32,
+    accepted_end: u32,
     /// Whether the client can no longer begin to store bytes, and is not storing any.
-    stopped: bool,
+    is_stopped: bool,
     /// Whether the lease was revoked.
     is_revoked: bool,
 }
@@ -117,13 +117,13 @@ impl Arena {
             .u64(state_word::SEQUENCE)
             .fetch_add(record_count.into(), Ordering::AcqRel)
             + 1;
-        probe();
+        crash_point();
         self.tables.holder(slab).store(pid, Ordering::Relaxed);
         self.tables
             .writer(slab)
             .store(writer_idle(lease.generation()), Ordering::Release);
         Some(ClientLease {
-            end: lease.start(),
+            accepted_end: lease.start(),
             lease,
             file_id,
             pid,
@@ -131,8 +131,8 @@ impl Arena {
             first_record: records.start,
             record_count,
             accepted: 0,
-            growing: None,
-            stopped: false,
+            open_record: None,
+            is_stopped: false,
             is_revoked: false,
         })
     }
@@ -160,72 +160,74 @@ impl Arena {
     /// Accepts what the client published since the last call, passes it to `sink`, and counts the bytes as live.
     ///
     /// Fails at the first record that breaks the rules; `sink` got all that precedes it.
-    pub fn take_client(
+    pub fn accept_published(
         &self,
         lease: &mut ClientLease,
         sink: &mut dyn FnMut(AcceptedBytes),
     ) -> Result<(), InvalidRecord> {
         while !lease.is_revoked {
-            // Read the next record before the last one's length: a client publishes a record only when the one before it has its
-            // final length.
+            // The next record is read before the length of the last one. A client publishes a record only after the record before
+            // it has its final length. So if the next record is there, the length that is read after it is final.
             let next = self.client_piece(lease, lease.accepted)?;
-            self.take_growth(lease, sink)?;
+            self.accept_extension(lease, sink)?;
             let Some(piece) = next else { break };
             let record_ref = lease.record_ref(lease.accepted);
-            if piece.position < lease.end {
+            // Records must not share bytes: each begins at or after the end of the one before it.
+            if piece.position < lease.accepted_end {
                 return Err(InvalidRecord(record_ref));
             }
             lease.accepted += 1;
-            lease.end = piece.position + piece.len;
-            lease.growing = Some(piece);
-            self.enter(lease, piece, 0, sink);
+            lease.accepted_end = piece.position + piece.len;
+            lease.open_record = Some(piece);
+            self.report_accepted(lease, piece, 0, sink);
         }
         Ok(())
     }
 
-    /// Accepts the bytes by which the last accepted record grew. It fails if anything but the length changed, or if the
-    /// length shrank.
-    fn take_growth(
+    /// Accepts the bytes by which the client extended the last accepted record. Fails if anything but the length changed, or
+    /// if the length shrank.
+    fn accept_extension(
         &self,
         lease: &mut ClientLease,
         sink: &mut dyn FnMut(AcceptedBytes),
     ) -> Result<(), InvalidRecord> {
-        let Some(before) = lease.growing else {
+        let Some(before) = lease.open_record else {
             return Ok(());
         };
-        let wrong = InvalidRecord(lease.record_ref(lease.accepted - 1));
-        let now = self.client_piece(lease, lease.accepted - 1)?.ok_or(wrong)?;
-        if (Piece {
+        let last_index = lease.accepted - 1;
+        let invalid = InvalidRecord(lease.record_ref(last_index));
+        let now = self.client_piece(lease, last_index)?.ok_or(invalid)?;
+        let with_old_len = Piece {
             len: before.len,
             ..now
-        }) != before
-            || now.len < before.len
-        {
-            return Err(wrong);
+        };
+        if with_old_len != before || now.len < before.len {
+            return Err(invalid);
         }
         if now.len > before.len {
-            lease.growing = Some(now);
-            lease.end = now.position + now.len;
-            self.enter(lease, now, before.len, sink);
+            lease.open_record = Some(now);
+            lease.accepted_end = now.position + now.len;
+            self.report_accepted(lease, now, before.len, sink);
         }
         Ok(())
     }
 
-    /// Counts the bytes of the last accepted record from `from` on as live, and passes them to `sink`.
-    fn enter(
+    /// Counts the new bytes of the last accepted record as live, and passes them to `sink`. The record's first `known_len`
+    /// bytes were counted before.
+    fn report_accepted(
         &self,
         lease: &ClientLease,
         piece: Piece,
-        from: u32,
+        known_len: u32,
         sink: &mut dyn FnMut(AcceptedBytes),
     ) {
-        let len = piece.len - from;
+        let len = piece.len - known_len;
         self.uses.add(lease.slab(), len.into());
         let record_ref = lease.record_ref(lease.accepted - 1);
         sink(AcceptedBytes {
             piece: record_ref,
-            offset: piece.offset + u64::from(from),
-            position: piece.position + from,
+            offset: piece.offset + u64::from(known_len),
+            position: piece.position + known_len,
             len,
             sequence: piece.sequence,
             // The client stores this time before it stores the seal. A newer time belongs to a write under way.
@@ -268,21 +270,26 @@ impl Arena {
         lease.accepted > 0 || !matches!(self.client_piece(lease, 0), Ok(None))
     }
 
-    /// Freezes the last accepted record: the next bytes of the client begin a new piece. Accepts first what was published.
+    /// Freezes the client's last record, so that its next bytes begin a new piece. Accepts all records published before.
+    ///
+    /// The client publishes at the same time, so a record may follow between the accept and the freeze. Then the new record
+    /// is the last one and is frozen in turn. The loop ends at the latest when all records of the lease are used.
     pub fn freeze_client(
         &self,
         lease: &mut ClientLease,
         sink: &mut dyn FnMut(AcceptedBytes),
     ) -> Result<(), InvalidRecord> {
-        self.take_client(lease, sink)?;
-        while lease.growing.is_some() {
-            let frozen = lease.accepted;
-            let seal = self.client_seal(lease, frozen - 1);
-            probe();
-            seal.fetch_or(FROZEN, Ordering::SeqCst);
-            self.take_client(lease, sink)?;
-            if lease.accepted == frozen {
-                lease.growing = None;
+        self.accept_published(lease, sink)?;
+        while lease.open_record.is_some() {
+            let accepted_before = lease.accepted;
+            let last_index = accepted_before - 1;
+            crash_point();
+            // The client extends a record by a compare-and-swap of the same word, which fails once the flag is set.
+            self.record_seal(lease, last_index)
+                .fetch_or(FROZEN, Ordering::SeqCst);
+            self.accept_published(lease, sink)?;
+            if lease.accepted == accepted_before {
+                lease.open_record = None;
             }
         }
         Ok(())
@@ -299,22 +306,22 @@ impl Arena {
         if lease.is_revoked {
             return Ok(());
         }
-        self.stop_client(lease);
-        let result = self.poison_client(lease, sink);
+        self.revoke_writer_word(lease);
+        let result = self.poison_next_record(lease, sink);
         if result.is_err() {
-            // A later attach reads the records again. It must not accept any from the invalid one on.
+            // A later attach reads the records again. It must not accept the invalid record or any after it.
             for index in lease.accepted..lease.record_count {
-                self.client_seal(lease, index)
+                self.record_seal(lease, index)
                     .store(poison(lease.lease.generation()), Ordering::Release);
             }
             if lease.accepted > 0 {
-                self.client_seal(lease, lease.accepted - 1)
+                self.record_seal(lease, lease.accepted - 1)
                     .fetch_or(FROZEN, Ordering::SeqCst);
             }
         }
-        lease.growing = None;
+        lease.open_record = None;
         lease.is_revoked = true;
-        probe();
+        crash_point();
         self.tables
             .published(lease.slab())
             .store(lease.accepted, Ordering::Release);
@@ -323,7 +330,7 @@ impl Arena {
 
     /// Poisons the first record that is not published, so that the client can publish nothing more. The client may publish
     /// that record first: then it is accepted, and the next one is tried.
-    fn poison_client(
+    fn poison_next_record(
         &self,
         lease: &mut ClientLease,
         sink: &mut dyn FnMut(AcceptedBytes),
@@ -335,12 +342,13 @@ impl Arena {
             if lease.accepted == lease.record_count {
                 return Ok(());
             }
-            let seal = self.client_seal(lease, lease.accepted);
+            let seal = self.record_seal(lease, lease.accepted);
             let seal_before = seal.load(Ordering::Acquire);
+            // The client published this record since the last accept: accept it, and try the next one.
             if self.client_piece(lease, lease.accepted)?.is_some() {
                 continue;
             }
-            probe();
+            crash_point();
             let success = Ordering::SeqCst;
             let failure = Ordering::Relaxed;
             if seal
@@ -353,24 +361,24 @@ impl Arena {
         Err(InvalidRecord(lease.record_ref(lease.accepted)))
     }
 
-    /// Takes the client's right to begin to store bytes. `lease.stopped` stays false if the client is storing some now.
-    fn stop_client(&self, lease: &mut ClientLease) {
-        probe();
-        lease.stopped = take_writer_word(&self.tables, lease.slab(), lease.lease.generation());
+    /// Takes from the client the right to begin to store bytes. Leaves `is_stopped` false if the client is storing some now.
+    fn revoke_writer_word(&self, lease: &mut ClientLease) {
+        crash_point();
+        lease.is_stopped = take_writer_word(&self.tables, lease.slab(), lease.lease.generation());
     }
 
     /// Gives back a revoked lease. The slab is freed when nothing in it is pending and the client can no longer store
     /// bytes into it. Until then a client in the middle of a copy is listed as lingering.
     pub fn end_client(&self, mut lease: ClientLease) {
         assert!(lease.is_revoked, "a lease is revoked before it ends");
-        if !lease.stopped {
-            self.stop_client(&mut lease);
+        if !lease.is_stopped {
+            self.revoke_writer_word(&mut lease);
         }
-        if lease.stopped {
+        if lease.is_stopped {
             return self.seal_slab(lease.lease);
         }
         let slab = lease.slab();
-        probe();
+        crash_point();
         self.tables.set_state(slab, SlabState::Sealed);
         self.lingering.add(LingeringWriter {
             slab,
@@ -390,7 +398,7 @@ impl Arena {
         self.lingering.count()
     }
 
-    fn client_seal(&self, lease: &ClientLease, index: u32) -> &AtomicU64 {
+    fn record_seal(&self, lease: &ClientLease, index: u32) -> &AtomicU64 {
         self.tables.seal(lease.record_ref(index))
     }
 
@@ -402,12 +410,11 @@ impl Arena {
         (offset, self.map.u32(offset).load(Ordering::Acquire))
     }
 
-    /// Raises a file word: readers see that what firnd told them of the word's files holds no longer. To be called before
-    /// the bytes change or their room is used again.
+    /// Raises a file word, so that direct readers discard the chunk lists of the word's files. The caller must do this
+    /// before the bytes change and before their memory is used again.
     pub fn raise_file_word(&self, index: u32) {
-        self.map
-            .u32(self.geometry().word_offset(index))
-            .fetch_add(1, Ordering::SeqCst);
+        let word = self.map.u32(self.geometry().word_offset(index));
+        word.fetch_add(1, Ordering::SeqCst);
         // A reader must not see new bytes before it sees the raised word.
         std::sync::atomic::fence(Ordering::SeqCst);
     }

@@ -20,7 +20,7 @@ use rustix::fs::{FallocateFlags, Mode, OFlags, RenameFlags};
 use rustix::io::Errno;
 
 use crate::arena::Arena;
-use crate::map::{Map, probe};
+use crate::map::{Map, crash_point};
 use crate::pool::numa_node_of;
 use crate::spill::SpillFile;
 use crate::spill_area::SpillArea;
@@ -103,11 +103,11 @@ impl Arena {
         let unfinished = path.with_extension("unfinished");
         let _ = rustix::fs::unlink(&unfinished);
         let new_file = NewFile::create(path, &unfinished).map_err(io("create it"))?;
-        probe();
+        crash_point();
         let NewFile { file, is_named } = new_file;
         let created =
             Self::initialise(path, file, geometry, identity, spill, topology).and_then(|arena| {
-                probe();
+                crash_point();
                 let naming = give_name(arena.map.file(), is_named.then_some(&unfinished), path);
                 if naming.is_err() && arena.spill.file().is_some() {
                     let _ = rustix::fs::unlink(spill);
@@ -133,15 +133,15 @@ impl Arena {
         // Read before the allocation: one that fails may have allocated a part.
         let free_bytes = rustix::fs::fstatvfs(&file).map_or(0, |fs| fs.f_bavail * fs.f_frsize);
         let failed = |what| {
-            move |why| {
+            move |reason| {
                 let path = quoted_path(path);
-                match why {
+                match reason {
                     Errno::NOSPC | Errno::FBIG | Errno::NOMEM => ArenaError::NoRoom {
                         path,
                         arena_bytes: geometry.data_bytes(),
                         need: geometry.allocated_bytes(),
-                        why,
-                        room: (why == Errno::NOSPC).then(|| Room {
+                        reason,
+                        room: (reason == Errno::NOSPC).then(|| Room {
                             free_bytes,
                             fitting_bytes: geometry.proposed_arena_bytes(free_bytes),
                         }),
@@ -166,7 +166,7 @@ impl Arena {
             )
             .map_err(failed("allocate it"))?;
         }
-        probe();
+        crash_point();
         let uuid = random_uuid(getrandom::fill).map_err(failed("get random numbers for it"))?;
         let superblock = Superblock {
             uuid,

@@ -27,7 +27,7 @@ pub enum Damage {
     },
     /// Pieces have their data in the spill file, and the data cannot be read.
     #[error(
-        "chunk {chunk}: {pieces} pieces, {bytes} bytes, are in slot {slot} of the spill file and cannot be read: {why}"
+        "chunk {chunk}: {pieces} pieces, {bytes} bytes, are in slot {slot} of the spill file and cannot be read: {reason}"
     )]
     Spill {
         /// Index of the chunk.
@@ -39,11 +39,11 @@ pub enum Damage {
         /// Total bytes of these pieces.
         bytes: u64,
         /// What is wrong with the file.
-        why: String,
+        reason: String,
     },
     /// Pieces have their data in a memory file, and the data cannot be read.
     #[error(
-        "chunk {chunk}: {pieces} pieces, {bytes} bytes, are in slot {slot} and cannot be read: {why}"
+        "chunk {chunk}: {pieces} pieces, {bytes} bytes, are in slot {slot} and cannot be read: {reason}"
     )]
     MemoryFile {
         /// Index of the chunk.
@@ -55,7 +55,7 @@ pub enum Damage {
         /// Total bytes of these pieces.
         bytes: u64,
         /// What is wrong with the file.
-        why: String,
+        reason: String,
     },
     /// The state word of a slab is invalid.
     #[error("chunk {} slab {}: state word {word:#010x} is none; its records were read all the same", slab.chunk, slab.slab)]

@@ -17,7 +17,7 @@ use firn_format::slab::{Class, SlabState};
 use firn_format::superblock::state_word;
 
 use crate::arena::Arena;
-use crate::map::probe;
+use crate::map::crash_point;
 use crate::pool::{TakenSlab, numa_node_of};
 use crate::refs::{PieceRef, SlabRef};
 use crate::uses::PIN;
@@ -91,18 +91,18 @@ impl Arena {
             .u64(state_word::GENERATION)
             .fetch_add(1, Ordering::AcqRel)
             + 1;
-        probe();
+        crash_point();
         self.tables.published(slab_ref).store(0, Ordering::Release);
         self.tables
             .generation(slab_ref)
             .store(generation, Ordering::Release);
         if let Some(slot) = cut {
-            probe();
+            crash_point();
             self.store_home(chunk, Home::Memory(slot));
-            probe();
+            crash_point();
             self.tables.set_class(chunk, Some(class));
         }
-        probe();
+        crash_point();
         self.tables.set_state(slab_ref, SlabState::Leased);
         self.uses.begin_lease(slab_ref);
         generation
@@ -140,7 +140,7 @@ impl Arena {
     /// Ends a lease. The slab is freed when nothing in it is pending.
     pub fn seal_slab(&self, lease: Lease) {
         let slab = lease.slab;
-        probe();
+        crash_point();
         self.tables.set_state(slab, SlabState::Sealed);
         self.end_lease(slab);
     }

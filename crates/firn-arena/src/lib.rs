@@ -57,7 +57,7 @@ pub use map::set_probe;
 pub use memory_files::{MemoryFile, MemoryFileFigures, remove_memory_files};
 pub use moves::{Located, Place, SpillFigures, Spilled};
 pub use pool::NumaNodeFigures;
-pub use refs::{PieceRef, SlabRef, Stored};
+pub use refs::{NewPiece, PieceRef, SlabRef, Stored};
 pub use spill::{SpillFault, SpillFile};
 pub use topology::{SYSFS_NODES, Topology};
 
@@ -75,7 +75,7 @@ pub enum ArenaError {
         source: rustix::io::Errno,
     },
     /// The file system has too little room.
-    #[error("{}", describe_no_room(path, *arena_bytes, *need, *why, *room))]
+    #[error("{}", describe_no_room(path, *arena_bytes, *need, *reason, *room))]
     NoRoom {
         /// The file.
         path: String,
@@ -84,7 +84,7 @@ pub enum ArenaError {
         /// Bytes that the file needs in all.
         need: u64,
         /// The errno of the failed call.
-        why: rustix::io::Errno,
+        reason: rustix::io::Errno,
         /// The room that the file system has, if it is full.
         room: Option<Room>,
     },
@@ -93,13 +93,13 @@ pub enum ArenaError {
     Spill(#[from] SpillFault),
     /// The file is not one that only this user could have made.
     #[error(
-        "arena {path} {why}; Firn reads nothing from it: remove it, or give another place with arena-dir"
+        "arena {path} {reason}; Firn reads nothing from it: remove it, or give another place with arena-dir"
     )]
     Distrusted {
         /// The file.
         path: String,
         /// What is wrong with it.
-        why: firn_trust::Distrust,
+        reason: firn_trust::Distrust,
     },
     /// The file's contents are not an arena that this version can use.
     #[error("{path}: {source}")]
@@ -125,14 +125,14 @@ fn describe_no_room(
     path: &str,
     arena_bytes: u64,
     need: u64,
-    why: rustix::io::Errno,
+    reason: rustix::io::Errno,
     room: Option<Room>,
 ) -> String {
     let size = size_option(arena_bytes);
     let need = bytes(need);
     let Some(room) = room else {
         return format!(
-            "{path}: {size} needs {need} ({why}): lower arena-size (--memory), or put the arena elsewhere with arena-dir"
+            "{path}: {size} needs {need} ({reason}): lower arena-size (--memory), or put the arena elsewhere with arena-dir"
         );
     };
     let dir = path.rsplit_once('/').map_or(path, |(dir, _)| dir);
@@ -159,7 +159,7 @@ impl ArenaError {
     pub fn errno(&self) -> rustix::io::Errno {
         match self {
             Self::Io { source, .. } => *source,
-            Self::NoRoom { why, .. } => *why,
+            Self::NoRoom { reason, .. } => *reason,
             Self::Spill(fault) => fault.errno(),
             Self::Distrusted { .. } => rustix::io::Errno::PERM,
             Self::Format { .. } => rustix::io::Errno::INVAL,

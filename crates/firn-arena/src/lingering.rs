@@ -18,7 +18,7 @@ use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{Pid, PidfdFlags};
 
-use crate::map::probe;
+use crate::map::crash_point;
 use crate::refs::{PieceRef, SlabRef};
 use crate::tables::Tables;
 
@@ -128,7 +128,7 @@ fn revoke_slab(tables: &Tables, slab: SlabRef, class: Class) -> Option<Lingering
         return None;
     }
     let generation = tables.generation(slab).load(Ordering::Acquire);
-    probe();
+    crash_point();
     // Once before the writer word is cleared: a crash after that would leave these records valid for ever. Once after it:
     // the client may have published more in between.
     void_beyond_max(tables, slab, class, generation);
@@ -165,7 +165,7 @@ fn void_beyond_max(tables: &Tables, slab: SlabRef, class: Class, generation: u64
                 record,
                 "a client recorded bytes beyond the largest offset; they are dropped"
             );
-            probe();
+            crash_point();
             tables
                 .seal(record_ref)
                 .store(poison(generation), Ordering::SeqCst);
@@ -186,7 +186,7 @@ fn poison_slab(tables: &Tables, slab: SlabRef, class: Class, generation: u64) {
             .load(record_ref)
             .check(generation, bytes.start.into(), bytes.end.into())
             .is_ok();
-        probe();
+        crash_point();
         if is_published {
             seal.fetch_or(FROZEN, Ordering::SeqCst);
             records.next();

@@ -21,17 +21,21 @@ use crate::ArenaError;
 
 #[cfg(feature = "probe")]
 thread_local! {
+    /// The function that a test has set for this thread.
     static PROBE: std::cell::RefCell<Option<Box<dyn FnMut()>>> = const { std::cell::RefCell::new(None) };
 }
 
-/// Calls `f` before each store that this thread makes to any arena from now on. `None`: no more.
+/// Sets the function that [`crash_point`] calls on this thread, for any arena. `None` removes the function.
 #[cfg(feature = "probe")]
 pub fn set_probe(f: Option<Box<dyn FnMut()>>) {
     PROBE.with(|probe| *probe.borrow_mut() = f);
 }
 
-/// Marks a store to the arena that is about to be made, for tests that copy the arena between two stores.
-pub(crate) fn probe() {
+/// Marks an instant at which a crash is to be tested: the thread is about to store a word of the arena.
+///
+/// Does nothing in a normal build. With the feature `probe`, calls the test's function ([`set_probe`]). A test copies the
+/// arena there and attaches the copy, as after a crash between two stores.
+pub(crate) fn crash_point() {
     #[cfg(feature = "probe")]
     PROBE.with(|probe| {
         if let Some(f) = &mut *probe.borrow_mut() {
@@ -139,7 +143,7 @@ impl Map {
     }
 
     pub(crate) fn write(&self, offset: u64, bytes: &[u8]) {
-        probe();
+        crash_point();
         let to = self.address(offset, bytes.len() as u64);
         // SAFETY: the range is in the mapping, and the caller owns it.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) }
@@ -147,7 +151,7 @@ impl Map {
 
     /// Copies bytes within the file. The caller owns the target, and the ranges must not overlap.
     pub(crate) fn copy_within(&self, from: u64, to: u64, len: u64) {
-        probe();
+        crash_point();
         assert!(from + len <= to || to + len <= from, "a copy onto itself");
         let (source, target) = (self.address(from, len), self.address(to, len));
         // SAFETY: both ranges are in the mapping and do not overlap, as asserted. The caller owns the target.
@@ -299,7 +303,7 @@ impl Medium for JournalRegion {
         match <[u8; 8]>::try_from(bytes) {
             Ok(word) if position.is_multiple_of(8) => {
                 let word = u64::from_ne_bytes(word);
-                probe();
+                crash_point();
                 self.map
                     .u64(self.offset + position as u64)
                     .store(word, std::sync::atomic::Ordering::Release);
@@ -341,7 +345,7 @@ impl Medium for JournalRegion {
         if len == 0 {
             return;
         }
-        probe();
+        crash_point();
         let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         if rustix::fs::fallocate(
             self.map.file(),

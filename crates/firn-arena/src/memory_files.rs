@@ -41,7 +41,7 @@ use crate::ArenaError;
 use crate::arena::Arena;
 use crate::damage::Damage;
 use crate::lease::Lease;
-use crate::map::probe;
+use crate::map::crash_point;
 use crate::refs::Stored;
 use crate::tables::Tables;
 
@@ -230,7 +230,7 @@ impl MemoryFiles {
         };
         let number = number.ok_or(Errno::NOSPC)?;
         let name = self.name(number);
-        probe();
+        crash_point();
         let create = || {
             firn_trust::create_private_file(self.dir()?, Path::new(&name), OFlags::RDWR)
                 .map_err(|error| error.errno())
@@ -388,7 +388,8 @@ pub(crate) fn read_places(tables: &Tables, files: &MemoryFiles, uuid: &[u8; 16])
         let place = MemoryPlace::from_word(word, slot, uuid)
             .ok_or_else(|| format!("word {word:#018x} is no place of slot {slot}"))?;
         let name = files.name(place.file);
-        let error = |why: String| format!("memory file {}: {why}", quoted_path(Path::new(&name)));
+        let error =
+            |reason: String| format!("memory file {}: {reason}", quoted_path(Path::new(&name)));
         let file = files.open(place.file).map_err(error)?;
         let stat = rustix::fs::fstat(&file.file).map_err(|errno| error(errno.to_string()))?;
         let start = u64::from(place.index) * chunk_bytes;
@@ -428,19 +429,23 @@ pub(crate) fn report_unreadable_slots(
             continue;
         };
         found_slot.has_chunk = true;
-        let pieces_of_chunk = || pieces.iter().filter(|stored| stored.at.slab.chunk == chunk);
+        let pieces_of_chunk = || {
+            pieces
+                .iter()
+                .filter(|stored| stored.record.slab.chunk == chunk)
+        };
         let end = |stored: &Stored| u64::from(stored.piece.position) + u64::from(stored.piece.len);
         let needed_bytes = pieces_of_chunk().map(end).max().unwrap_or(0);
-        let why = match place {
+        let reason = match place {
             Ok(place) if place.bytes >= needed_bytes => continue,
             Ok(place) => format!(
                 "the memory file has {} of {needed_bytes} bytes of it",
                 place.bytes
             ),
-            Err(why) => why.clone(),
+            Err(reason) => reason.clone(),
         };
         homes[chunk as usize] = None;
-        *place = Err(why.clone());
+        *place = Err(reason.clone());
         damage.push(Damage::MemoryFile {
             chunk,
             slot: *slot,
@@ -448,7 +453,7 @@ pub(crate) fn report_unreadable_slots(
             bytes: pieces_of_chunk()
                 .map(|stored| u64::from(stored.piece.len))
                 .sum(),
-            why,
+            reason,
         });
     }
 }
@@ -615,11 +620,11 @@ impl Arena {
             index,
         };
         let word = place.to_word(slot, &self.superblock.uuid);
-        probe();
+        crash_point();
         self.tables
             .memory_place(slot)
             .store(word, Ordering::Release);
-        probe();
+        crash_point();
         // A crash before this leaves memory in both files; the next attach frees it.
         let _ = free_memory(self.map.file(), offset, bytes);
         self.memory_files.note_slot(file, index, slot);
@@ -716,9 +721,9 @@ impl Arena {
             self.pool.lock().put_stuck_slot(slot);
             return false;
         }
-        probe();
+        crash_point();
         self.tables.memory_place(slot).store(0, Ordering::Release);
-        probe();
+        crash_point();
         self.memory_files.forget_slot(slot);
         self.pool.lock().unlend_slot(slot);
         self.listeners.report_freed();

@@ -1,7 +1,7 @@
 //! Reads, fills and changes the bytes of chunks, and moves chunks from memory to the spill file.
 //!
-//! A *slot* is room for one chunk, in memory or in the spill file. The *home word* in a chunk's header names the slot
-//! that has its data. A move has three steps
+//! A *slot* has space for the data of one chunk, in memory or in the spill file. The *home word* in a chunk's header
+//! names the slot that has its data. A move has three steps
 //! * the bytes are copied from the slot of memory to a free slot of the spill file;
 //! * the home word is stored;
 //! * the slot of memory becomes free.
@@ -20,7 +20,7 @@ use rustix::io::Errno;
 
 use crate::arena::Arena;
 use crate::lease::Lease;
-use crate::map::probe;
+use crate::map::crash_point;
 use crate::memory_files::MemoryFile;
 use crate::refs::SlabRef;
 use crate::spill::{SpillFault, SpillFile};
@@ -36,7 +36,7 @@ pub enum Spilled {
     Nothing,
 }
 
-/// Where pending bytes are. The answer holds while their slab is pinned.
+/// Where pending bytes are. Valid while their slab is pinned.
 #[derive(Clone, Debug)]
 pub enum Place {
     /// In memory, mapped at this address.
@@ -161,7 +161,7 @@ impl Arena {
         }
     }
 
-    /// Copies `data` to reserved room of a leased slab. Readers see the bytes only after they are published.
+    /// Copies `data` to reserved space of a leased slab. Readers see the bytes only after they are published.
     pub fn fill_slab(&self, slab: SlabRef, position: u32, data: &[u8]) {
         let offset = self
             .in_memory(slab, position)
@@ -169,17 +169,18 @@ impl Arena {
         self.map.write(offset, data);
     }
 
-    /// Copies `len` bytes of a pinned slab to offset `to` of a leased slab's chunk. Readers see the copy only after it is
-    /// published. Fails if the bytes are spilled and cannot be read.
+    /// Copies `len` bytes of a pinned slab to a leased slab. Both positions count from the start of the chunk. Readers see
+    /// the copy only after it is published. Fails if the bytes are spilled and cannot be read.
     pub fn copy_slab(
         &self,
         (source, position): (SlabRef, u32),
         lease: &Lease,
-        to: u32,
+        target_position: u32,
         len: usize,
     ) -> Result<(), Errno> {
-        assert!(lease.start() <= to && u64::from(to) + len as u64 <= u64::from(lease.end()));
-        let target = self.data_offset(lease.slab().chunk) + u64::from(to);
+        let target_end = u64::from(target_position) + len as u64;
+        assert!(lease.start() <= target_position && target_end <= u64::from(lease.end()));
+        let target = self.data_offset(lease.slab().chunk) + u64::from(target_position);
         match self.place(source, position, len as u32) {
             Place::Memory(_) => {
                 let source = self.in_memory(source, position).ok_or(Errno::IO)?;
@@ -218,7 +219,7 @@ impl Arena {
             Place::Memory(_) => {
                 let offset = self
                     .in_memory(slab, position)
-                    .expect("it stays while we are inside");
+                    .expect("a chunk keeps its home while a thread is inside");
                 self.map.read(offset, out);
                 Ok(())
             }
@@ -248,13 +249,14 @@ impl Arena {
 
     /// Moves to the spill file the chunk whose last lease ended longest ago.
     ///
-    /// `on_moved` is called with a chunk that moved, before its slot of memory can be used again. An error is the
-    /// device's; then the chunk stays in memory.
+    /// `on_moved` is called with the moved chunk before its slot of memory can be used again. An error comes from the
+    /// device; the chunk then stays in memory.
     pub fn spill_oldest(&self, on_moved: &dyn Fn(u32)) -> Result<Spilled, Errno> {
         let Some(file) = self.spill.usable_file() else {
             return Ok(Spilled::Nothing);
         };
-        let _only_mover = self.spill.begin();
+        // Only one move at a time: the pool keeps the state of one move.
+        let _mover_lock = self.spill.begin();
         let chosen = self
             .pool
             .lock()
@@ -278,26 +280,27 @@ impl Arena {
         });
         let moved = written.is_ok() && self.homes.close(chunk);
         let mut pool = self.pool.lock();
-        let stays = !moved || pool.is_emptied();
-        if stays {
+        // The pool is locked from this check to the store of the new home, so no last piece is released between them.
+        let stays_in_memory = !moved || pool.is_emptied();
+        if stays_in_memory {
             // The copy failed, an I/O kept its use of the chunk, or the last piece of the chunk died meanwhile.
             if let Some(emptied) = pool.abandon_move(written.is_err()) {
                 self.forget_chunk(emptied, &mut pool);
             }
         } else {
-            probe();
+            crash_point();
             self.store_home(chunk, Home::Spill(target_slot));
             pool.finish_move();
         }
         drop(pool);
         self.homes.open(chunk);
-        if !stays {
+        if !stays_in_memory {
             on_moved(chunk);
             self.pool.lock().free_left_slot(memory_slot);
         }
         written?;
         self.listeners.report_freed();
-        if stays {
+        if stays_in_memory {
             return Ok(Spilled::Again);
         }
         self.spill.count_moved(bytes);

@@ -41,20 +41,26 @@ pub(crate) fn open_arena(
     let file = rustix::fs::open(path, flags, Mode::empty()).map_err(|errno| match errno {
         // O_NOFOLLOW reports a symbolic link with ELOOP.
         Errno::LOOP => {
-            let why = Distrust::Kind {
+            let reason = Distrust::Kind {
                 found: "a symbolic link",
                 expected: "a regular file",
             };
-            ArenaError::Distrusted { path: name(), why }
+            ArenaError::Distrusted {
+                path: name(),
+                reason,
+            }
         }
         errno => io("open it")(errno),
     })?;
     let stat = rustix::fs::fstat(&file).map_err(io("stat it"))?;
     let size = stat.st_size as u64;
     let trust = Facts::of(&stat).check(Expected::File, rustix::process::geteuid().as_raw());
-    let distrusted = |why| ArenaError::Distrusted { path: name(), why };
-    if let Err(why @ Distrust::Kind { .. }) = trust {
-        return Err(distrusted(why));
+    let distrusted = |reason| ArenaError::Distrusted {
+        path: name(),
+        reason,
+    };
+    if let Err(reason @ Distrust::Kind { .. }) = trust {
+        return Err(distrusted(reason));
     }
     let mut superblock_bytes = vec![0u8; SUPERBLOCK_BYTES.min(size as usize)];
     rustix::io::pread(&file, &mut superblock_bytes[..], 0).map_err(io("read it"))?;

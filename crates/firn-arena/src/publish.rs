@@ -1,7 +1,10 @@
 //! Publishes pieces, and counts what keeps their slabs in use.
 //!
-//! A *use* of a slab is a byte that is pending (live), a lease, an I/O that reads it, or a hold. A slab is freed with
-//! its last use.
+//! Terms
+//! * A *piece* is one recorded append of bytes of one file to a slab. Its record is in the chunk's piece table.
+//! * To *publish* a piece is to store the *seal* of its record. The piece counts from then on, whatever process dies.
+//! * A byte is *live* while it is pending: the backing does not have it yet.
+//! * A *use* of a slab is a live byte, a lease, an I/O that reads the slab, or a hold. A slab is freed with its last use.
 //!
 //! Invariants
 //! * A slab is free when nothing uses it.
@@ -15,13 +18,13 @@ use firn_format::slab::SlabState;
 
 use crate::arena::Arena;
 use crate::lease::Lease;
-use crate::map::probe;
+use crate::map::crash_point;
 use crate::pool::Pool;
-use crate::refs::{PieceRef, SlabRef};
+use crate::refs::{NewPiece, PieceRef, SlabRef};
 use crate::tables::Tables;
 use crate::uses::PIN;
 
-/// The piece records of one slab, as firn-format's append rule wants to see them.
+/// The piece records of one slab. Implements the trait through which `firn_format::append` reads and stores records.
 struct Records<'a> {
     tables: &'a Tables,
     slab: SlabRef,
@@ -37,25 +40,17 @@ impl RecordTable for Records<'_> {
     }
 
     fn before_store(&self) {
-        probe();
+        crash_point();
     }
 }
 
 impl Arena {
-    /// Publishes the bytes at `room` as a new piece of the file, and counts them as live. `modified` is the time of the
-    /// write, in nanoseconds since 1970.
-    pub fn publish_piece(
-        &self,
-        lease: &mut Lease,
-        room: Room,
-        (file, offset): (u64, u64),
-        sequence: u64,
-        modified: u64,
-    ) -> PieceRef {
+    /// Publishes the bytes that were stored at `room` as a new piece, and counts them as live. Returns the piece.
+    pub fn publish_piece(&self, lease: &mut Lease, room: Room, new_piece: NewPiece) -> PieceRef {
         let piece = Piece {
-            file,
-            offset,
-            sequence,
+            file: new_piece.file_id,
+            offset: new_piece.offset,
+            sequence: new_piece.sequence,
             position: room.position,
             len: room.len,
         };
@@ -63,9 +58,9 @@ impl Arena {
         self.uses.add(slab, piece.len.into());
         let record = lease
             .cursor
-            .publish_piece(&self.records(slab), piece, modified)
-            .expect("nobody else ends a lease of firnd's own");
-        probe();
+            .publish_piece(&self.records(slab), piece, new_piece.modified)
+            .expect("only firnd ends its own leases");
+        crash_point();
         self.tables.published(slab).fetch_add(1, Ordering::Release);
         PieceRef { slab, record }
     }
@@ -78,7 +73,7 @@ impl Arena {
         lease
             .cursor
             .extend_piece(&self.records(slab), len, modified)
-            .expect("nobody else freezes a piece of firnd's own");
+            .expect("only firnd freezes its own pieces");
         let (record, piece) = lease.cursor.last().expect("it was just extended");
         (PieceRef { slab, record }, piece.sequence)
     }
@@ -94,7 +89,7 @@ impl Arena {
         }
     }
 
-    /// The records of a slab, for firn-format's append rule.
+    /// The records of a slab, for `firn_format::append`.
     fn records(&self, slab: SlabRef) -> Records<'_> {
         Records {
             tables: &self.tables,
@@ -102,10 +97,10 @@ impl Arena {
         }
     }
 
-    /// Takes `bytes` of a piece off the count of pending bytes. `last` says that none is left; then the piece is marked dead
-    /// before its slab can be leased again.
-    pub fn retire_bytes(&self, piece_ref: PieceRef, bytes: u32, last: bool) {
-        if last {
+    /// Counts `bytes` of a piece as no longer live. `is_rest`: the piece has no other live bytes. Then the piece is marked
+    /// dead first. Otherwise the slab could be leased again while the piece still counts for a recovery.
+    pub fn retire_bytes(&self, piece_ref: PieceRef, bytes: u32, is_rest: bool) {
+        if is_rest {
             self.mark_dead(piece_ref);
         }
         self.release_uses(piece_ref.slab, u64::from(bytes));
@@ -122,15 +117,17 @@ impl Arena {
             .tables
             .generation(piece_ref.slab)
             .load(Ordering::Relaxed);
-        probe();
+        crash_point();
         self.tables
             .seal(piece_ref)
             .store(dead(generation), Ordering::Release);
     }
 
-    /// Shortens a piece to the bytes before `end` of its chunk, after its file was truncated. The record must not be longer
-    /// than a memory file that was truncated with it: an attach would report damage. The seal is one word, so a crash
-    /// leaves the old length or the new one. Nothing changes if the piece is dead or if `end` is not inside it.
+    /// Shortens a piece after its file was truncated. `end`: offset in the chunk where the piece ends from now on.
+    ///
+    /// If the file has a memory file, that was truncated too, and an attach reports a record that ends beyond it as damage.
+    /// The seal is one word, so a crash leaves the old length or the new one. Nothing changes if the piece is dead or if
+    /// `end` is not inside it.
     pub fn shorten_piece(&self, piece_ref: PieceRef, end: u64) {
         let generation = self
             .tables
@@ -149,9 +146,9 @@ impl Arena {
             len: len as u32,
             ..piece
         };
-        probe();
+        crash_point();
         self.tables.seal(piece_ref).store(
-            shorter.seal(generation) | raw.seal & FROZEN,
+            shorter.seal(generation) | (raw.seal & FROZEN),
             Ordering::Release,
         );
     }
@@ -161,9 +158,10 @@ impl Arena {
         self.tables.modified(piece_ref).load(Ordering::Relaxed)
     }
 
-    /// Stores in a piece's record the time of a write: to the piece, or to its file if no other record can have it.
+    /// Stores the time of a write in a piece's record. The write went to the piece, or to another part of the file that has
+    /// no record of its own.
     pub fn set_modified(&self, piece_ref: PieceRef, modified: u64) {
-        probe();
+        crash_point();
         self.tables
             .modified(piece_ref)
             .store(modified, Ordering::Relaxed);
@@ -199,7 +197,8 @@ impl Arena {
         if !self.uses.release(slab, amount) {
             return;
         }
-        probe();
+        crash_point();
+        // The state is stored before the pool learns of the slab: from then on another thread may lease it.
         self.tables.set_state(slab, SlabState::Free);
         let mut pool = self.pool.lock();
         if pool.free_slab(slab.chunk, slab.slab) {
@@ -211,7 +210,7 @@ impl Arena {
 
     /// Makes a chunk and its slot free. All its slabs are free.
     pub(crate) fn forget_chunk(&self, chunk: u32, pool: &mut Pool) {
-        probe();
+        crash_point();
         self.tables.set_class(chunk, None);
         if let Some(home) = self.homes.get(chunk) {
             self.homes.set(chunk, None);

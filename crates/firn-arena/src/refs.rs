@@ -20,11 +20,24 @@ pub struct PieceRef {
     pub record: u32,
 }
 
+/// What the writer of a new piece gives for its record.
+#[derive(Clone, Copy, Debug)]
+pub struct NewPiece {
+    /// The id of the file.
+    pub file_id: u64,
+    /// Offset in the file.
+    pub offset: u64,
+    /// The piece's number in the order of all writes.
+    pub sequence: u64,
+    /// Time of the write, in nanoseconds since 1970.
+    pub modified: u64,
+}
+
 /// A piece that the arena found when it was attached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stored {
-    /// The place of the piece's record.
-    pub at: PieceRef,
+    /// The record.
+    pub record: PieceRef,
     /// The decoded record.
     pub piece: Piece,
     /// Time of the last write to the piece, in nanoseconds since 1970; 0 if unknown. No checksum covers this time.

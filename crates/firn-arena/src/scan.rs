@@ -99,7 +99,7 @@ fn read_records(tables: &Tables, slab: SlabRef, class: Class, generation: u64) -
             Ok(Checked::Live(piece)) => {
                 let modified = tables.modified(piece_ref).load(Ordering::Relaxed);
                 records_read.live.push(Stored {
-                    at: piece_ref,
+                    record: piece_ref,
                     piece,
                     modified,
                 });
@@ -128,7 +128,7 @@ pub(crate) fn report_unreadable(
     // Number of pieces and their bytes, by chunk and slot of the spill file.
     let mut unreadable: BTreeMap<(u32, u32), (u64, u64)> = BTreeMap::new();
     for stored in pieces {
-        let chunk = stored.at.slab.chunk;
+        let chunk = stored.record.slab.chunk;
         if let Some(Home::Spill(slot)) = homes[chunk as usize]
             && !spill.file().is_some_and(|file| file.has_slot(slot))
         {
@@ -137,7 +137,7 @@ pub(crate) fn report_unreadable(
             *bytes += u64::from(stored.piece.len);
         }
     }
-    let why = spill
+    let reason = spill
         .fault()
         .map_or_else(|| "it is not there".into(), ToString::to_string);
     for ((chunk, slot), (pieces, bytes)) in unreadable {
@@ -146,7 +146,7 @@ pub(crate) fn report_unreadable(
             slot,
             pieces,
             bytes,
-            why: why.clone(),
+            reason: reason.clone(),
         });
     }
 }

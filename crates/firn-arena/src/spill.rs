@@ -21,7 +21,7 @@ use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::fs::{Advice, FallocateFlags, FlockOperation, Mode, OFlags};
 use rustix::io::Errno;
 
-use crate::map::probe;
+use crate::map::crash_point;
 
 /// Longest wait for the lock of the file. A killed firnd closes its files one by one, so the lock may end late.
 const LOCK_WAIT: Duration = Duration::from_secs(5);
@@ -43,7 +43,7 @@ pub enum SpillFault {
     },
     /// The device has too little space.
     #[error(
-        "spill file {}: no room for {} ({why}): lower spill-size, or put it elsewhere with spill",
+        "spill file {}: no room for {} ({reason}): lower spill-size, or put it elsewhere with spill",
         quoted_path(path),
         firn_format::quantity::bytes(*need)
     )]
@@ -53,7 +53,7 @@ pub enum SpillFault {
         /// Bytes that the file needs.
         need: u64,
         /// Error of the allocation.
-        why: Errno,
+        reason: Errno,
     },
     /// Another file is there that is no spill file.
     #[error(
@@ -68,14 +68,14 @@ pub enum SpillFault {
     },
     /// Another user could have made the file.
     #[error(
-        "spill file {} {why}; Firn reads nothing from it: remove it, or name another with spill",
+        "spill file {} {reason}; Firn reads nothing from it: remove it, or name another with spill",
         quoted_path(path)
     )]
     Distrusted {
         /// The file.
         path: PathBuf,
         /// What is wrong with it.
-        why: Distrust,
+        reason: Distrust,
     },
     /// The file belongs to an existing arena.
     #[error(
@@ -126,7 +126,7 @@ impl SpillFault {
     pub fn errno(&self) -> Errno {
         match self {
             Self::Io { source, .. } => *source,
-            Self::NoRoom { why, .. } => *why,
+            Self::NoRoom { reason, .. } => *reason,
             Self::NotSpill { .. } | Self::Taken { .. } => Errno::EXIST,
             Self::Distrusted { .. } => Errno::PERM,
             Self::Foreign { .. } | Self::Truncated { .. } => Errno::IO,
@@ -170,9 +170,9 @@ fn open_fault(path: &Path) -> impl Fn(Errno) -> SpillFault {
         let facts = rustix::fs::lstat(&path).map(|stat| Facts::of(&stat));
         let uid = rustix::process::geteuid().as_raw();
         match facts.map(|facts| facts.check(Expected::File, uid)) {
-            Ok(Err(why)) => SpillFault::Distrusted {
+            Ok(Err(reason)) => SpillFault::Distrusted {
                 path: path.clone(),
-                why,
+                reason,
             },
             _ => call_fault(&path, "open it")(errno),
         }
@@ -184,9 +184,9 @@ fn check_trust(path: &Path, file: BorrowedFd<'_>) -> Result<(), SpillFault> {
     let stat = rustix::fs::fstat(file).map_err(call_fault(path, "stat it"))?;
     Facts::of(&stat)
         .check(Expected::File, rustix::process::geteuid().as_raw())
-        .map_err(|why| SpillFault::Distrusted {
+        .map_err(|reason| SpillFault::Distrusted {
             path: path.into(),
-            why,
+            reason,
         })
 }
 
@@ -245,11 +245,11 @@ impl SpillFile {
             Err(Errno::OPNOTSUPP) => {
                 rustix::fs::ftruncate(&file, need).map_err(call_fault(path, "size it"))?
             }
-            Err(why @ (Errno::NOSPC | Errno::FBIG | Errno::DQUOT)) => {
+            Err(reason @ (Errno::NOSPC | Errno::FBIG | Errno::DQUOT)) => {
                 return Err(SpillFault::NoRoom {
                     path: path.into(),
                     need,
-                    why,
+                    reason,
                 });
             }
             Err(source) => return Err(call_fault(path, "allocate it")(source)),
@@ -305,10 +305,10 @@ impl SpillFile {
         let geometry = &superblock.geometry;
         let expected = (superblock.uuid, geometry.chunk_bytes, geometry.spill_count);
         if (header.uuid, header.slot_bytes, header.slot_count) != expected {
-            let why = "it was made for another arena".into();
+            let reason = "it was made for another arena".into();
             let source = FormatError::Field {
                 what: "spill header",
-                why,
+                why: reason,
             };
             return Err(SpillFault::Foreign { path, source });
         }
@@ -362,7 +362,7 @@ impl SpillFile {
 
     /// Writes a slot. When this returns, the device has the bytes.
     pub(crate) fn write(&self, slot: u32, bytes: &[u8]) -> Result<(), Errno> {
-        probe();
+        crash_point();
         let offset = self.offset(slot, 0);
         if let Some(direct) = &self.direct {
             match write_all(direct.as_fd(), bytes, offset) {

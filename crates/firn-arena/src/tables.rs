@@ -131,27 +131,30 @@ impl Tables {
 
     // ---- records -----------------------------------------------------------------------------
 
-    pub(crate) fn record_word(&self, at: PieceRef, word: u64) -> &AtomicU64 {
+    pub(crate) fn record_word(&self, record: PieceRef, word: u64) -> &AtomicU64 {
         debug_assert!(
-            at.record < self.geometry.records_per_chunk(),
-            "{at:?} is beyond the table of its chunk"
+            record.record < self.geometry.records_per_chunk(),
+            "{record:?} is beyond the table of its chunk"
         );
-        self.map
-            .u64(self.geometry.record_offset(at.slab.chunk, at.record) + word)
+        self.map.u64(
+            self.geometry
+                .record_offset(record.slab.chunk, record.record)
+                + word,
+        )
     }
 
-    pub(crate) fn seal(&self, at: PieceRef) -> &AtomicU64 {
-        self.record_word(at, word::SEAL)
+    pub(crate) fn seal(&self, record: PieceRef) -> &AtomicU64 {
+        self.record_word(record, word::SEAL)
     }
 
-    pub(crate) fn modified(&self, at: PieceRef) -> &AtomicU64 {
-        self.record_word(at, word::MODIFIED)
+    pub(crate) fn modified(&self, record: PieceRef) -> &AtomicU64 {
+        self.record_word(record, word::MODIFIED)
     }
 
     /// Loads a record without checking it. The caller must check the record.
-    pub(crate) fn load(&self, at: PieceRef) -> RawPiece {
-        let seal = self.seal(at).load(Ordering::Acquire);
-        let load = |word| self.record_word(at, word).load(Ordering::Relaxed);
+    pub(crate) fn load(&self, record: PieceRef) -> RawPiece {
+        let seal = self.seal(record).load(Ordering::Acquire);
+        let load = |word| self.record_word(record, word).load(Ordering::Relaxed);
         RawPiece {
             who: load(word::WHO),
             offset: load(word::OFFSET),

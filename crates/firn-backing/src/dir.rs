@@ -24,7 +24,7 @@ use rustix::fs::{
     self, Advice, AtFlags, CWD, FallocateFlags, FileType, Gid, Mode, OFlags, SeekFrom, Uid,
 };
 
-use crate::unsynced::{self, Key, Place, Tracked, Unsynced, path_of_entry};
+use crate::unsynced::{self, Key, ObjectPath, Tracked, Unsynced, path_of_entry};
 use crate::{
     Access, Adopted, AdoptedBy, Attr, AttrChange, Attributes, Backing, Caller, Created, DataPart,
     DescriptorUse, DirEntry, DurabilityLevel, Errno, Facts, Features, FileUse, Files, Freshness,
@@ -145,7 +145,7 @@ impl DirBacking {
     /// Records a change of an object, if the object must be synced by itself.
     fn record_change(&self, key: Key, fd: BorrowedFd<'_>) {
         if self.devices.is_synced_one_by_one(key.0, fd) {
-            self.unsynced.changed(key, || self.place(fd));
+            self.unsynced.record_change(key, || self.path_of(fd));
         }
     }
 
@@ -166,33 +166,33 @@ impl DirBacking {
         if self
             .devices
             .is_synced_one_by_one(parent.key.0, parent.as_fd())
-            && let Some(path) = path_of_entry(self.place(parent.as_fd()), name)
+            && let Some(path) = path_of_entry(self.path_of(parent.as_fd()), name)
         {
-            self.unsynced.removed(&path);
+            self.unsynced.record_removal(&path);
         }
         Ok(())
     }
 
-    /// Returns the present place of an object, as the kernel tells it.
-    fn place(&self, fd: BorrowedFd<'_>) -> Place {
+    /// Returns the present path of an object, which the kernel gives for its descriptor.
+    fn path_of(&self, fd: BorrowedFd<'_>) -> ObjectPath {
         let Ok(links) = attr::links(fd) else {
-            return Place::Unknown;
+            return ObjectPath::Unknown;
         };
         if links == 0 {
-            return Place::Gone;
+            return ObjectPath::Gone;
         }
         let (Ok(path), Ok(top)) = (absolute(fd), absolute(self.root.as_fd())) else {
-            return Place::Unknown;
+            return ObjectPath::Unknown;
         };
         // The object was opened by this name, which was removed. It has other names.
         if path.ends_with(b" (deleted)") {
-            return Place::Unknown;
+            return ObjectPath::Unknown;
         }
         let top = if top == b"/" { &[][..] } else { &top };
         match path.strip_prefix(top) {
-            Some(b"") => Place::At(Vec::new(), links),
-            Some([b'/', path @ ..]) => Place::At(path.to_vec(), links),
-            _ => Place::Unknown,
+            Some(b"") => ObjectPath::Known(Vec::new(), links),
+            Some([b'/', path @ ..]) => ObjectPath::Known(path.to_vec(), links),
+            _ => ObjectPath::Unknown,
         }
     }
 
@@ -490,9 +490,10 @@ impl Names for DirBacking {
         if self
             .devices
             .is_synced_one_by_one(inode.key.0, inode.as_fd())
-            && let Some(path) = path_of_entry(self.place(parent.as_fd()), name)
+            && let Some(path) = path_of_entry(self.path_of(parent.as_fd()), name)
         {
-            self.unsynced.linked(inode.key, path, u64::from(attr.nlink));
+            self.unsynced
+                .record_link(inode.key, path, u64::from(attr.nlink));
         }
         Ok(attr)
     }
@@ -527,7 +528,7 @@ impl Names for DirBacking {
         }
         let ticket = self.unsynced.begin_rename();
         let result = rename();
-        let path = |dir: &DirInode, name| path_of_entry(self.place(dir.as_fd()), name);
+        let path = |dir: &DirInode, name| path_of_entry(self.path_of(dir.as_fd()), name);
         match (result, path(parent, name), path(new_parent, new_name)) {
             (Err(_), ..) => self.unsynced.end_rename(ticket, None, is_exchange),
             (Ok(()), Some(from), Some(to)) => {

@@ -11,9 +11,9 @@
 //! * Every object that was changed through this backing and not synced since has an `Entry`, or `lost_track` is set.
 //! * `inherited` is set until everything was synced once after the backing was opened. An earlier process may have been
 //!   killed before it synced its changes.
-//! * An object of an entry is at one of the entry's paths, or a rename is under way. If neither is so, another process
-//!   moved the object: `lost_track` is set, and a walk follows. A path is only a hint; device and inode number decide
-//!   whether the object there is the one that is meant.
+//! * The object of an entry is at one of the entry's paths, unless a rename is under way. Otherwise another process moved
+//!   the object: then `lost_track` is set, and a walk follows. A path is only a hint: device and inode number decide
+//!   whether the object at the path is the entry's object.
 //! * `names` and the `paths` of the entries are the same relation, in both directions.
 //!
 //! Entries have paths and not descriptors, because a process may change more files than it can hold open. No lock is held
@@ -40,10 +40,10 @@ const WALK_NAMES: usize = 64;
 /// Number of objects to sync for which another thread is worth its start.
 const OBJECTS_PER_THREAD: usize = 4;
 
-/// Where an object is in the backing.
-pub enum Place {
-    /// At this path from the top of the backing. The number is that of the object's names.
-    At(Vec<u8>, u64),
+/// What is known of the path of an object in the backing.
+pub enum ObjectPath {
+    /// One path of the object from the top of the backing, and the number of the object's names.
+    Known(Vec<u8>, u64),
     /// The object has no name any more, so nothing of it survives its last close.
     Gone,
     /// The object has a name, but the name is not known.
@@ -128,17 +128,17 @@ impl AccountState {
         self.last_ticket
     }
 
-    /// Notes that a change is not recorded by any entry.
-    fn lose_track(&mut self) {
+    /// Records that the entries do not cover all changes, so that the next sync must walk the tree.
+    fn mark_incomplete(&mut self) {
         self.lost_track = Some(self.version);
     }
 
     /// Adds an entry for the object at `path`, which has `links` names.
-    fn enter(&mut self, key: Key, path: Vec<u8>, links: u64) {
+    fn insert(&mut self, key: Key, path: Vec<u8>, links: u64) {
         if self.objects.len() >= ENTRIES_MAX {
             self.objects.clear();
             self.names.clear();
-            self.lose_track();
+            self.mark_incomplete();
             return;
         }
         let entry = Entry {
@@ -172,7 +172,7 @@ impl AccountState {
             let has_unknown_name = entry.has_more_names;
             self.objects.remove(&key);
             if has_unknown_name {
-                self.lose_track();
+                self.mark_incomplete();
             }
         }
     }
@@ -199,8 +199,8 @@ impl AccountState {
             .map(|(path, key)| (path[top.len()..].to_vec(), *key))
             .collect();
         taken.extend(self.names.get(top).map(|key| (Vec::new(), *key)));
-        for (rest, key) in &taken {
-            let path = [top, rest].concat();
+        for (suffix, key) in &taken {
+            let path = [top, suffix].concat();
             self.names.remove(&path);
             if let Some(entry) = self.objects.get_mut(key) {
                 entry.paths.retain(|entry_path| *entry_path != path);
@@ -211,16 +211,17 @@ impl AccountState {
 
     /// Adds names that `take_below` removed, below another top.
     fn put_below(&mut self, top: &[u8], taken: Vec<(Vec<u8>, Key)>) {
-        for (rest, key) in taken {
-            self.add_name(key, [top, &rest].concat());
+        for (suffix, key) in taken {
+            self.add_name(key, [top, &suffix].concat());
         }
     }
 }
 
 impl Unsynced {
-    /// Records a change of an object. Called after the change was made and before it is reported to the caller. `place`
-    /// finds the object's path; it is called only if the object has no entry.
-    pub fn changed(&self, key: Key, place: impl FnOnce() -> Place) {
+    /// Records a change of an object. Called after the change was made and before its caller gets the result.
+    ///
+    /// `find_path` is called only if the object has no entry, and without the lock, because it asks the kernel.
+    pub fn record_change(&self, key: Key, find_path: impl FnOnce() -> ObjectPath) {
         {
             let mut state = self.state.lock();
             state.version += 1;
@@ -230,17 +231,17 @@ impl Unsynced {
                 return;
             }
         }
-        let place = place();
+        let found = find_path();
         let mut state = self.state.lock();
-        match place {
-            Place::At(path, links) => state.enter(key, path, links),
-            Place::Gone => {}
-            Place::Unknown => state.lose_track(),
+        match found {
+            ObjectPath::Known(path, links) => state.insert(key, path, links),
+            ObjectPath::Gone => {}
+            ObjectPath::Unknown => state.mark_incomplete(),
         }
     }
 
     /// Records that an object got another name. It then has `links` names.
-    pub fn linked(&self, key: Key, path: Vec<u8>, links: u64) {
+    pub fn record_link(&self, key: Key, path: Vec<u8>, links: u64) {
         let mut state = self.state.lock();
         state.add_name(key, path);
         if let Some(entry) = state.objects.get_mut(&key) {
@@ -249,7 +250,7 @@ impl Unsynced {
     }
 
     /// Records that a name was removed.
-    pub fn removed(&self, path: &[u8]) {
+    pub fn record_removal(&self, path: &[u8]) {
         self.state.lock().drop_name(path);
     }
 
@@ -298,7 +299,7 @@ impl Unsynced {
     pub fn end_unknown_rename(&self, ticket: u64) {
         let mut state = self.state.lock();
         state.version += 1;
-        state.lose_track();
+        state.mark_incomplete();
         state.renames.remove(&ticket);
         self.rename_over.notify_all();
     }
@@ -382,7 +383,7 @@ pub fn sync_entries<B: Tracked>(base: &B) -> Result<()> {
         || {
             while let Some(key) = keys.get(next.fetch_add(1, Ordering::Relaxed)) {
                 if let Err(errno) = sync_entry(base, *key) {
-                    // The other objects are synced all the same. The first error is returned.
+                    // The other objects are synced nevertheless. The first error is returned.
                     failed.lock().get_or_insert(errno);
                 }
             }
@@ -415,7 +416,7 @@ fn sync_entry<B: Tracked>(base: &B, key: Key) -> Result<()> {
         if paths_now == paths {
             let mut state = unsynced.state.lock();
             state.forget(key);
-            state.lose_track();
+            state.mark_incomplete();
             return Ok(());
         }
         paths = paths_now;
@@ -589,10 +590,9 @@ impl<B: Tracked> Walk<'_, B> {
         let stream = self.base.open_dir_to_sync(dir)?;
         let mut names = Vec::new();
         self.base.read_dir(&stream, 0, &mut |entry| {
-            let is_below = entry.name != "." && entry.name != "..";
-            if is_below
-                && !matches!(entry.kind, Some(kind) if kind != Kind::File && kind != Kind::Dir)
-            {
+            let is_child = entry.name != "." && entry.name != "..";
+            // Other kinds need no sync of their own. Some file systems do not give the kind here; then the lookup does.
+            if is_child && matches!(entry.kind, None | Some(Kind::File | Kind::Dir)) {
                 names.push(entry.name.to_owned());
             }
             true
@@ -624,11 +624,11 @@ fn run_in_threads(count: usize, work: impl Fn() + Sync) {
     });
 }
 
-/// Returns the path of `name` in a directory; `None` if the place of the directory is not known.
-pub fn path_of_entry(dir: Place, name: &OsStr) -> Option<Vec<u8>> {
+/// Returns the path of `name` in a directory; `None` if the path of the directory is not known.
+pub fn path_of_entry(dir: ObjectPath, name: &OsStr) -> Option<Vec<u8>> {
     match dir {
-        Place::At(path, _) => Some(join(&path, name)),
-        Place::Gone | Place::Unknown => None,
+        ObjectPath::Known(path, _) => Some(join(&path, name)),
+        ObjectPath::Gone | ObjectPath::Unknown => None,
     }
 }
 

@@ -71,7 +71,7 @@ impl<B: Backing> Intake<B> {
     /// Ingests what a client published of this file.
     pub(crate) fn ingest_published(&self, file: &Arc<File<B>>, state: &mut FileState<B>) {
         self.ingest_from_client(file, state, |arena, lease, sink| {
-            arena.take_client(lease, sink)
+            arena.accept_published(lease, sink)
         });
     }
 

@@ -103,7 +103,9 @@ impl StoredArena {
             .map(|(file, _)| file)
             .collect();
         for file in files {
-            for Stored { at, piece, .. } in self
+            for Stored {
+                record: at, piece, ..
+            } in self
                 .stored
                 .iter()
                 .filter(|stored| stored.piece.file == file)
@@ -310,7 +312,7 @@ impl<B: Backing> Recovery<'_, B> {
         }
         let layers = lay_pieces(&stored, &drained_ranges);
         let last_write = self.find_last_write(known, &stored, &layers);
-        for Stored { at, .. } in &stored {
+        for Stored { record: at, .. } in &stored {
             // All of the piece was drained or overwritten. Without this mark it would outlive the file id.
             if layers.pieces.get(at).is_none() {
                 self.engine.base.arena.mark_dead(*at);
@@ -426,7 +428,12 @@ impl<B: Backing> Recovery<'_, B> {
             .map(|stored| bounded(stored.modified))
             .max()
             .unwrap_or(0);
-        for Stored { at, modified, .. } in stored {
+        for Stored {
+            record: at,
+            modified,
+            ..
+        } in stored
+        {
             if *modified > latest {
                 self.engine.base.arena.set_modified(*at, now);
             }
@@ -574,7 +581,10 @@ fn lay_pieces(stored: &[Stored], drained_ranges: &[DrainedRange]) -> PieceLayers
     let mut ordered: Vec<&Stored> = stored.iter().collect();
     ordered.sort_by_key(|s| s.piece.sequence);
     let mut extents = Extents::default();
-    for Stored { at, piece, .. } in ordered {
+    for Stored {
+        record: at, piece, ..
+    } in ordered
+    {
         let extent = Extent {
             len: u64::from(piece.len),
             piece: *at,
@@ -593,7 +603,7 @@ fn lay_pieces(stored: &[Stored], drained_ranges: &[DrainedRange]) -> PieceLayers
         pieces.insert(extent.piece, PieceUse { len: 0, live });
     }
     for stored in stored {
-        if let Some(used) = pieces.get_mut(&stored.at) {
+        if let Some(used) = pieces.get_mut(&stored.record) {
             used.len = u64::from(stored.piece.len);
         }
     }

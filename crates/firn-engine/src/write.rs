@@ -301,8 +301,13 @@ impl<B: Backing> Writes<B> {
             arena.extend_piece(lease, reserved.len, modified)
         } else {
             let sequence = arena.next_sequence();
-            let record = (file_id.get(), offset);
-            let piece = arena.publish_piece(lease, reserved, record, sequence, modified);
+            let new_piece = firn_arena::NewPiece {
+                file_id: file_id.get(),
+                offset,
+                sequence,
+                modified,
+            };
+            let piece = arena.publish_piece(lease, reserved, new_piece);
             (piece, sequence)
         };
         Extent {

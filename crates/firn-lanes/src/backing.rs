@@ -192,11 +192,11 @@ impl<B: Backing> Names for Lanes<B> {
 
     fn remove(&self, parent: &LanesInode<B>, name: &OsStr, what: Remove) -> Result<()> {
         let parent = parent.in_primary();
-        let doomed = match what {
+        let pending = match what {
             Remove::Dir => return self.primary.remove(parent, name, what),
-            Remove::NonDir => self.doom(parent, name)?,
+            Remove::NonDir => self.prepare_unlink(parent, name)?,
         };
-        self.end_names(doomed, parent, || self.primary.remove(parent, name, what))
+        self.run_unlink(pending, parent, || self.primary.remove(parent, name, what))
     }
 
     fn rename(
@@ -211,11 +211,11 @@ impl<B: Backing> Names for Lanes<B> {
         let new_parent = new_parent.in_primary();
         let may_replace = !flags.intersects(RenameFlags::NOREPLACE | RenameFlags::EXCHANGE);
         let replaced = if may_replace {
-            self.doom(new_parent, new_name)?
+            self.prepare_unlink(new_parent, new_name)?
         } else {
             None
         };
-        self.end_names(replaced, new_parent, || {
+        self.run_unlink(replaced, new_parent, || {
             self.primary
                 .rename(parent, name, new_parent, new_name, flags)
         })

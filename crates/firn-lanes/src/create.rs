@@ -13,7 +13,7 @@ use firn_backing::DirEntry;
 use firn_workers::{Class, Topic};
 
 use super::*;
-use crate::removal::Removal;
+use crate::removal::PendingRemoval;
 use crate::rule::Reason;
 use crate::state::Call;
 
@@ -38,7 +38,7 @@ pub(crate) struct NewFile<'a, B: Backing> {
     pub(crate) mode: u32,
 }
 
-/// The place where a file will have its name, by which the rule chooses a lane.
+/// The directory and name that a file will have. The rule chooses a lane by them.
 pub(crate) struct PlaceByName<'a, B: Backing> {
     pub(crate) parent: &'a B::Inode,
     /// Sum of the numbers in the path of the directory.
@@ -48,11 +48,11 @@ pub(crate) struct PlaceByName<'a, B: Backing> {
 
 /// The lanes that are allowed for a file.
 #[derive(Clone, Copy)]
-enum Wanted {
+enum AllowedLanes {
     /// The file goes to this lane or is not created.
     Fixed(usize),
-    /// The file goes to this lane or to one that follows it; the second number is the number of lanes.
-    First(usize, usize),
+    /// The file goes to `first`, or to the next usable lane in the order of their numbers.
+    From { first: usize, lane_count: usize },
 }
 
 /// A created file in a lane that has no name in the primary yet.
@@ -81,7 +81,7 @@ struct Attempt<B: Backing> {
     /// The link in the staging directory.
     link: B::Inode,
     link_attr: Attr,
-    has_ended: Arc<AtomicBool>,
+    is_creation_finished: Arc<AtomicBool>,
 }
 
 /// The attempts to create one file.
@@ -137,11 +137,14 @@ impl<B: Backing> Lanes<B> {
         };
         let count_files = || self.count_files_in(place.parent, rule.lane_count());
         let (lane, reason) = rule.choose(parent, place.name, count_files);
-        let wanted = match reason {
-            Reason::Line(_) => Wanted::Fixed(lane),
-            Reason::Number(_) | Reason::Balance => Wanted::First(lane, rule.lane_count()),
+        let allowed = match reason {
+            Reason::Line(_) => AllowedLanes::Fixed(lane),
+            Reason::Number(_) | Reason::Balance => AllowedLanes::From {
+                first: lane,
+                lane_count: rule.lane_count(),
+            },
         };
-        let (lane, created) = self.create_wanted(wanted, &owner, new)?;
+        let (lane, created) = self.create_in_allowed(allowed, &owner, new)?;
         self.setup.lanes[lane].progress.count_file();
         rule.note_file(dir, lane);
         Ok(created)
@@ -155,15 +158,18 @@ impl<B: Backing> Lanes<B> {
         new: &NewFile<'_, B>,
     ) -> Result<Created<B>> {
         let (_, owner) = self.owner_in(new.parent, new.caller)?;
-        let wanted = Wanted::First(rule.lane_of_turn(turn), rule.lane_count());
-        let (_, created) = self.create_wanted(wanted, &owner, new)?;
+        let allowed = AllowedLanes::From {
+            first: rule.lane_of_turn(turn),
+            lane_count: rule.lane_count(),
+        };
+        let (_, created) = self.create_in_allowed(allowed, &owner, new)?;
         Ok(created)
     }
 
     /// Creates a file in the lane of another file.
     pub(crate) fn create_in_lane(&self, lane: usize, new: &NewFile<'_, B>) -> Result<Created<B>> {
         let (_, owner) = self.owner_in(new.parent, new.caller)?;
-        let (_, created) = self.create_wanted(Wanted::Fixed(lane), &owner, new)?;
+        let (_, created) = self.create_in_allowed(AllowedLanes::Fixed(lane), &owner, new)?;
         Ok(created)
     }
 
@@ -209,20 +215,25 @@ impl<B: Backing> Lanes<B> {
         counts
     }
 
-    /// Creates a file in the wanted lane. If that lane is full, gone or hanging and not fixed, the next usable lane
-    /// is taken.
-    fn create_wanted(
+    /// Creates a file in one of the allowed lanes. If the first one is full, gone or hanging, and is not the only one, the next
+    /// usable lane is taken.
+    fn create_in_allowed(
         &self,
-        wanted: Wanted,
+        allowed: AllowedLanes,
         owner: &Caller,
         new: &NewFile<'_, B>,
     ) -> Result<(usize, Created<B>)> {
         let mut attempts = Attempts::default();
-        let made = match wanted {
-            Wanted::Fixed(lane) => self.create_in_one(&mut attempts, lane, owner, new),
-            Wanted::First(lane, 1) => self.create_in_one(&mut attempts, lane, owner, new),
-            Wanted::First(first, count) => {
-                let order = (0..count).map(|step| (first + step) % count).collect();
+        let made = match allowed {
+            AllowedLanes::Fixed(lane) => self.create_in_one(&mut attempts, lane, owner, new),
+            AllowedLanes::From {
+                first: lane,
+                lane_count: 1,
+            } => self.create_in_one(&mut attempts, lane, owner, new),
+            AllowedLanes::From { first, lane_count } => {
+                let order = (0..lane_count)
+                    .map(|step| (first + step) % lane_count)
+                    .collect();
                 self.create_in_any(&mut attempts, order, owner, new)
             }
         };
@@ -260,7 +271,7 @@ impl<B: Backing> Lanes<B> {
         let lane_hangs = |lane: &usize| self.setup.lanes[*lane].names_hang();
         let (hung, others): (Vec<usize>, Vec<usize>) = order.into_iter().partition(lane_hangs);
         for lane in others {
-            self.begin(attempts, lane, self.room_wanted(lane), owner, new)?;
+            self.begin(attempts, lane, self.required_room(lane), owner, new)?;
             if let Some(made) = self.await_attempt(attempts, Some(ANSWER_TIMEOUT))? {
                 return Ok(made);
             }
@@ -289,7 +300,7 @@ impl<B: Backing> Lanes<B> {
     }
 
     /// Returns the room in bytes that a full lane must have for a new file. Returns `None` if the lane is not full.
-    fn room_wanted(&self, lane: usize) -> Option<u64> {
+    fn required_room(&self, lane: usize) -> Option<u64> {
         let lane = &self.setup.lanes[lane];
         if lane.progress.state() != LaneState::Full {
             return None;
@@ -316,13 +327,13 @@ impl<B: Backing> Lanes<B> {
         // Create the link first. If the creation is interrupted, the next mount finds the file by this link.
         let (link, link_attr) = self.primary.symlink(owner, staging, &entry, &target)?;
         let mark = self.mark_of(&link_attr);
-        let has_ended = Arc::new(AtomicBool::new(false));
+        let is_creation_finished = Arc::new(AtomicBool::new(false));
         attempts.under_way.push(Attempt {
             lane,
             entry: entry.clone(),
             link,
             link_attr,
-            has_ended: Arc::clone(&has_ended),
+            is_creation_finished: Arc::clone(&is_creation_finished),
         });
         let sender = attempts.sender.clone();
         let (owner, mode) = (*owner, new.mode);
@@ -333,7 +344,7 @@ impl<B: Backing> Lanes<B> {
         };
         self.workers.run_about(Class::Call, topic, move || {
             // Dropped before the answer is sent, also if the creation panics.
-            let end = EndOfTask(has_ended);
+            let end = EndOfTask(is_creation_finished);
             let result = lane_of_file.make_file(&entry, &owner, mode, mark, room);
             drop(end);
             // The caller may have taken the file of another lane by now. Then it removes this one later.
@@ -417,11 +428,11 @@ impl<B: Backing> Lanes<B> {
     fn abandon(&self, attempts: Attempts<B>) {
         for attempt in attempts.under_way {
             self.setup.lanes[attempt.lane].note_hang();
-            let removal = Removal {
+            let removal = PendingRemoval {
                 link: attempt.link,
                 lane: attempt.lane,
                 entry: attempt.entry,
-                has_ended: attempt.has_ended,
+                is_creation_finished: attempt.is_creation_finished,
             };
             self.removals.insert(attempt.link_attr.ino, removal);
         }

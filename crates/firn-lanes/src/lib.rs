@@ -49,7 +49,7 @@ pub use record::{Record, RecordError};
 pub use rule::Rule;
 pub use state::{LaneFigures, LaneState};
 
-use removal::Removals;
+use removal::PendingRemovals;
 use state::{Call, Progress};
 
 /// A directory for placed files, on one server.
@@ -130,7 +130,7 @@ pub struct Setup<B: Backing> {
 pub struct Lanes<B: Backing> {
     primary: B,
     setup: Setup<B>,
-    removals: Removals<B>,
+    removals: PendingRemovals<B>,
     /// Threads for calls of lanes that may hang.
     workers: Workers,
     /// Size in bytes of the longest file that was written.
@@ -268,7 +268,7 @@ impl<B: Backing> Lanes<B> {
         let opened = Self {
             primary,
             setup,
-            removals: Removals::default(),
+            removals: PendingRemovals::default(),
             workers: Workers::default(),
             longest: AtomicU64::new(0),
         };

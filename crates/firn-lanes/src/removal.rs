@@ -1,8 +1,16 @@
-//! Removes placed files: first the last name, and at the end the file in the lane.
+//! Removes files whose data is on a lane.
 //!
-//! The file may be removed only after the removal of its name is durable in the primary. Otherwise a power loss could
-//! bring back the name without the file. A sync for each removal would be slow, so files wait for a common sync.
-//! Meanwhile each has a link in the staging directory, by which the next mount continues after a crash.
+//! Terms
+//! * The *primary* is the directory with all names. A *lane* is another directory that has the data of some files.
+//! * A *placed* file has its data on a lane. Its names in the primary are hard links of one symbolic link, the file's *link*.
+//!
+//! A removal has three steps
+//! * the last name is removed from the primary. Before that, the link gets a name in the staging directory;
+//! * the primary is synced. Without the sync, a power loss could bring back the name of a file that is gone;
+//! * the file is removed from its lane, and then the name from the staging directory.
+//!
+//! A sync for each removal would be slow, so removed files wait for a common sync. After a crash the next mount finds them
+//! by their names in the staging directory.
 
 use firn_backing::SyncScope;
 use std::collections::HashMap;
@@ -15,32 +23,36 @@ use super::*;
 /// Maximum number of files that wait for a sync.
 const WAITING_MAX: usize = 64;
 
-/// Files that have no name but are still in their lanes, by the inode number of their link.
-pub(crate) struct Removals<B: Backing> {
-    waiting: Mutex<HashMap<u64, Removal<B>>>,
+/// Files that lost their last name and are still on their lanes. The key is the inode number of the file's link.
+pub(crate) struct PendingRemovals<B: Backing> {
+    waiting: Mutex<HashMap<u64, PendingRemoval<B>>>,
 }
 
-/// A file that must be removed from its lane, with its link in the staging directory.
-pub(crate) struct Removal<B: Backing> {
+/// A file that must be removed from its lane.
+pub(crate) struct PendingRemoval<B: Backing> {
+    /// The file's link, which has a name in the staging directory only.
     pub(crate) link: B::Inode,
+    /// Index of the lane.
     pub(crate) lane: usize,
+    /// Name of the file on the lane, and of its link in the staging directory.
     pub(crate) entry: OsString,
-    /// Whether the attempt to create the file has ended.
-    pub(crate) has_ended: Arc<AtomicBool>,
+    /// Whether the call that creates the file on the lane has returned. A creation that was given up because the lane hangs
+    /// leaves its file to the removals. Until that call returns, it may still create the file.
+    pub(crate) is_creation_finished: Arc<AtomicBool>,
 }
 
-impl<B: Backing> Clone for Removal<B> {
+impl<B: Backing> Clone for PendingRemoval<B> {
     fn clone(&self) -> Self {
         Self {
             link: self.link.clone(),
             lane: self.lane,
             entry: self.entry.clone(),
-            has_ended: Arc::clone(&self.has_ended),
+            is_creation_finished: Arc::clone(&self.is_creation_finished),
         }
     }
 }
 
-impl<B: Backing> Default for Removals<B> {
+impl<B: Backing> Default for PendingRemovals<B> {
     fn default() -> Self {
         Self {
             waiting: Mutex::new(HashMap::new()),
@@ -48,25 +60,25 @@ impl<B: Backing> Default for Removals<B> {
     }
 }
 
-/// A placed file from which a call is about to remove a name.
-pub(crate) struct Doomed<B: Backing> {
+/// A placed file of which a call is about to remove a name.
+pub(crate) struct PendingUnlink<B: Backing> {
     placed: Arc<PlacedFile<B>>,
     ino: u64,
-    /// The name is the file's last one, and a link in the staging directory stands for it.
+    /// Whether the name is the file's last one. Then the link has a name in the staging directory, too.
     is_staged: bool,
 }
 
-impl<B: Backing> Removals<B> {
-    /// Returns whether the only name of a link is the one in the staging directory.
+impl<B: Backing> PendingRemovals<B> {
+    /// Returns whether the file of a link waits for its removal.
     pub(crate) fn contains(&self, link: u64) -> bool {
         self.waiting.lock().contains_key(&link)
     }
 
-    pub(crate) fn insert(&self, link: u64, removal: Removal<B>) {
+    pub(crate) fn insert(&self, link: u64, removal: PendingRemoval<B>) {
         self.waiting.lock().insert(link, removal);
     }
 
-    fn count(&self, is_counted: impl Fn(&Removal<B>) -> bool) -> usize {
+    fn count(&self, is_counted: impl Fn(&PendingRemoval<B>) -> bool) -> usize {
         let waiting = self.waiting.lock();
         waiting
             .values()
@@ -74,7 +86,7 @@ impl<B: Backing> Removals<B> {
             .count()
     }
 
-    fn find(&self, is_found: impl Fn(&Removal<B>) -> bool) -> Vec<(u64, Removal<B>)> {
+    fn find(&self, is_found: impl Fn(&PendingRemoval<B>) -> bool) -> Vec<(u64, PendingRemoval<B>)> {
         let waiting = self.waiting.lock();
         let matching = waiting.iter().filter(|(_, removal)| is_found(removal));
         matching
@@ -90,8 +102,12 @@ impl<B: Backing> Removals<B> {
 impl<B: Backing> Lanes<B> {
     /// Prepares the removal or replacement of `name`. Returns `None` if the name does not lead to a placed file.
     ///
-    /// If it is the last name, a link in the staging directory keeps the file known.
-    pub(crate) fn doom(&self, parent: &B::Inode, name: &OsStr) -> Result<Option<Doomed<B>>> {
+    /// If it is the last name, the link first gets a name in the staging directory.
+    pub(crate) fn prepare_unlink(
+        &self,
+        parent: &B::Inode,
+        name: &OsStr,
+    ) -> Result<Option<PendingUnlink<B>>> {
         let (link, attr) = match self.primary.lookup(parent, name) {
             Ok((link, attr)) if attr.kind == Kind::Symlink => (link, attr),
             // The call that removes the name reports any error of the lookup.
@@ -107,65 +123,65 @@ impl<B: Backing> Lanes<B> {
                 Err(error) => return Err(error),
             }
         }
-        Ok(Some(Doomed {
+        Ok(Some(PendingUnlink {
             placed: Arc::new(placed),
             ino: attr.ino,
             is_staged,
         }))
     }
 
-    /// Runs `call`, which removes names. If it succeeds, `doomed` has lost a name in `parent`.
-    pub(crate) fn end_names(
+    /// Runs `call`, which removes a name in `parent`, and completes or undoes the preparation `pending`.
+    pub(crate) fn run_unlink(
         &self,
-        doomed: Option<Doomed<B>>,
+        pending: Option<PendingUnlink<B>>,
         parent: &B::Inode,
         call: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
         let result = call();
-        match (result, doomed) {
-            (Ok(()), Some(doomed)) => self.remove(doomed, parent),
-            (Err(error), Some(doomed)) => {
-                self.spare(doomed);
+        match (result, pending) {
+            (Ok(()), Some(pending)) => self.complete_unlink(pending, parent),
+            (Err(error), Some(pending)) => {
+                self.undo_unlink(pending);
                 Err(error)
             }
             (result, None) => result,
         }
     }
 
-    /// Undoes the preparation, because the name still exists.
-    fn spare(&self, doomed: Doomed<B>) {
-        if doomed.is_staged {
+    /// Undoes [`Lanes::prepare_unlink`], because the name still exists.
+    fn undo_unlink(&self, pending: PendingUnlink<B>) {
+        if pending.is_staged {
             // If this fails, the link keeps a second name in the staging directory, which the next mount removes.
             let staging = self.staging();
-            let _ = staging.and_then(|dir| self.primary.unlink(dir, &doomed.placed.entry));
+            let _ = staging.and_then(|dir| self.primary.unlink(dir, &pending.placed.entry));
         }
     }
 
-    /// Continues after the call has removed the name.
-    fn remove(&self, doomed: Doomed<B>, parent: &B::Inode) -> Result<()> {
-        let names = self.primary.attr(&doomed.placed.link)?.nlink;
-        if doomed.is_staged {
+    /// Continues after the call has removed the name. If it was the last one, the file joins those that wait for a sync.
+    fn complete_unlink(&self, pending: PendingUnlink<B>, parent: &B::Inode) -> Result<()> {
+        let names = self.primary.attr(&pending.placed.link)?.nlink;
+        if pending.is_staged {
             if names > 1 {
                 // The name still exists: the call renamed it onto itself, or another host created a name.
-                self.spare(doomed);
+                self.undo_unlink(pending);
                 return Ok(());
             }
-            let removal = Removal {
-                link: doomed.placed.link.clone(),
-                lane: doomed.placed.lane,
-                entry: doomed.placed.entry.clone(),
-                has_ended: Arc::new(AtomicBool::new(true)),
+            let removal = PendingRemoval {
+                link: pending.placed.link.clone(),
+                lane: pending.placed.lane,
+                entry: pending.placed.entry.clone(),
+                is_creation_finished: Arc::new(AtomicBool::new(true)),
             };
-            self.removals.insert(doomed.ino, removal);
+            self.removals.insert(pending.ino, removal);
             if self.removals.count(|removal| self.is_ready(removal)) >= WAITING_MAX {
                 self.finish_removals()?;
             }
             return Ok(());
         }
-        // Another host may have removed the other name at the same time.
+        // The name was not the last one before the call. Another host may have removed the others meanwhile.
         if names == 0 {
             self.primary.sync_dir(parent)?;
-            self.remove_from_lane(&doomed.placed)?;
+            self.remove_from_lane(&pending.placed)?;
         }
         Ok(())
     }
@@ -177,8 +193,9 @@ impl<B: Backing> Lanes<B> {
 
     /// Returns whether a file can be removed now. Files of a hanging lane wait, because a thread that removed them
     /// would hang too.
-    fn is_ready(&self, removal: &Removal<B>) -> bool {
-        removal.has_ended.load(Ordering::Acquire) && !self.setup.lanes[removal.lane].names_hang()
+    fn is_ready(&self, removal: &PendingRemoval<B>) -> bool {
+        removal.is_creation_finished.load(Ordering::Acquire)
+            && !self.setup.lanes[removal.lane].names_hang()
     }
 
     /// Removes the waiting files, after one sync of the primary for all of them.

@@ -196,7 +196,7 @@ impl<B: Backing> Drop for Opened<B> {
         let wrote_last = may_write && file.writers.fetch_sub(1, Ordering::AcqRel) == 1;
         let is_removed = file.is_removed.load(Ordering::Acquire);
         if wrote_last {
-            file.is_written.store(false, Ordering::Release);
+            file.has_local_writer.store(false, Ordering::Release);
         }
         if (wrote_last && file.has_containers()) || (was_last && is_removed) {
             self.ended.add(file, &self.inode);
@@ -504,7 +504,7 @@ impl<B: Backing> LogBacking<B> {
     fn see_closed_changes(&self, opened: &Opened<B>) -> Result<()> {
         let site = self.site();
         let file = &opened.file;
-        file.wait_for(&site, &mut || file.refresh(&site))?;
+        file.retry_while_lagging(&site, &mut || file.refresh(&site))?;
         if opened.access != Access::Read {
             file.raise_epoch();
         }
@@ -521,7 +521,7 @@ impl<B: Backing> LogBacking<B> {
         let plain_len = || self.plain_len(file);
         let site = self.site();
         let logged = &opened.file;
-        logged.wait_for(&site, &mut || logged.begin_writing(&site, &plain_len))
+        logged.retry_while_lagging(&site, &mut || logged.begin_writing(&site, &plain_len))
     }
 
     /// Sets the modification time of the plain file after a write by this host, at most once in [`MODIFIED_EVERY`].
@@ -551,7 +551,7 @@ impl<B: Backing> LogBacking<B> {
         let files: Vec<_> = self.files.lock().by_id.values().map(Arc::clone).collect();
         for file in files {
             let site = self.site();
-            file.wait_for(&site, &mut || file.sync(&site))?;
+            file.retry_while_lagging(&site, &mut || file.sync(&site))?;
         }
         Ok(())
     }
@@ -574,7 +574,7 @@ impl<B: Backing> LogBacking<B> {
     /// Marks the containers of a file, with repetitions while the backing lags.
     fn mark(&self, file: &LoggedFile<B>, mark: &str) -> Result<()> {
         let site = self.site();
-        file.wait_for(&site, &mut || file.mark(&site, mark))
+        file.retry_while_lagging(&site, &mut || file.mark(&site, mark))
     }
 
     /// Begins the removal of a last name: marks the file's containers. A container that is made later gets the mark
@@ -627,7 +627,7 @@ impl<B: Backing> LogBacking<B> {
         };
         if outcome.is_err() {
             self.cancel_removal(&file);
-            file.wait_for(&self.site(), &mut || file.unmark(&self.site()))?;
+            file.retry_while_lagging(&self.site(), &mut || file.unmark(&self.site()))?;
             return outcome;
         }
         let marked = self.mark(&file, DEAD);

@@ -105,8 +105,8 @@ pub struct Memory {
 
 /// Fractions of the memory for table blocks, as divisors of its bytes: what may be unsorted, or in one step of a walk.
 const SORT_SHARE: u64 = 128;
-const SORT_LAST_SHARE: u64 = 512;
-const SORT_OTHERS_SHARE: u64 = 32;
+const FINAL_SORT_SHARE: u64 = 512;
+const FOREIGN_SORT_SHARE: u64 = 32;
 const PIECES_SHARE: u64 = 512;
 
 impl Memory {
@@ -123,19 +123,19 @@ impl Memory {
     }
 
     /// Returns from how many unsorted bytes on a host sorts its own index.
-    fn sort_bytes(&self) -> u64 {
+    fn own_sort_threshold(&self) -> u64 {
         self.bytes / SORT_SHARE
     }
 
     /// Returns from how many unsorted bytes on a host sorts its own index when it ends writing. Fewer bytes cost
     /// readers little.
-    fn sort_last_bytes(&self) -> u64 {
-        self.bytes / SORT_LAST_SHARE
+    fn final_sort_threshold(&self) -> u64 {
+        self.bytes / FINAL_SORT_SHARE
     }
 
     /// Returns from how many unsorted bytes on a host sorts another host's index. That host died or could not sort.
-    fn sort_others_bytes(&self) -> u64 {
-        self.bytes / SORT_OTHERS_SHARE
+    fn foreign_sort_threshold(&self) -> u64 {
+        self.bytes / FOREIGN_SORT_SHARE
     }
 
     /// Returns how many pieces one step of a [`Walk`] may hold in memory.
@@ -558,7 +558,7 @@ impl<B: Backing> Container<B> {
         }
         let is_due = self.note_appended(own_log, appended);
         if is_due {
-            self.sort(base, &own_log.writer, self.memory.sort_bytes());
+            self.sort(base, &own_log.writer, self.memory.own_sort_threshold());
         }
         Ok(())
     }
@@ -580,7 +580,7 @@ impl<B: Backing> Container<B> {
             return false;
         };
         state.offset = state.offset.max(offset + bytes);
-        state.is_due(self.memory.sort_bytes())
+        state.is_due(self.memory.own_sort_threshold())
     }
 
     /// Returns whether this process is writing the index of `writer`.

@@ -57,7 +57,7 @@ pub(crate) struct LoggedFile<B: Backing> {
     /// Number of open descriptors of this host.
     pub(crate) opens: AtomicU64,
     /// Whether this host has begun to write and has not yet published that it ended.
-    pub(crate) is_written: AtomicBool,
+    pub(crate) has_local_writer: AtomicBool,
     /// Whether there are containers without bytes that count: a dead host did not complete or remove them.
     has_remains: AtomicBool,
     /// When this host last updated the plain file's modification time; `None` after a program set the file's times
@@ -103,6 +103,8 @@ pub enum Flattened {
     UnderWay,
     /// A host is writing to the file, so the file cannot be flattened yet.
     Written,
+    /// This host has nothing to do for the file now. A later close or request flattens it.
+    NotDue,
 }
 
 /// Receives the losses of one file, which is reported under `path`.
@@ -182,7 +184,7 @@ impl<B: Backing> LoggedFile<B> {
             refresh_ended: Condvar::new(),
             writers: AtomicU64::new(0),
             opens: AtomicU64::new(0),
-            is_written: AtomicBool::new(false),
+            has_local_writer: AtomicBool::new(false),
             has_remains: AtomicBool::new(false),
             is_dying: AtomicBool::new(false),
             is_removed: AtomicBool::new(false),
@@ -195,7 +197,7 @@ impl<B: Backing> LoggedFile<B> {
 
     /// Runs `work`, and repeats it while its error may come from a backing that lags behind other hosts
     /// ([`crate::lag`]). Returns the last result. The file is refreshed before each repetition.
-    pub(crate) fn wait_for<T>(
+    pub(crate) fn retry_while_lagging<T>(
         &self,
         site: &ContainerSite<'_, B>,
         work: &mut dyn FnMut() -> Result<T>,
@@ -558,12 +560,12 @@ impl<B: Backing> LoggedFile<B> {
 
     /// Tells each generation the length of the file below it.
     fn set_bases(generations: &[Arc<Generation<B>>], plain_bytes: u64) {
-        let mut below = plain_bytes;
+        let mut base_bytes = plain_bytes;
         for generation in generations {
             if !generation.has_own_base {
-                generation.container.set_base(below);
+                generation.container.set_base(base_bytes);
             }
-            below = generation.container.len();
+            base_bytes = generation.container.len();
         }
     }
 
@@ -719,7 +721,7 @@ impl<B: Backing> LoggedFile<B> {
         site: &ContainerSite<'_, B>,
         plain_len: &PlainLen<'_>,
     ) -> Result<()> {
-        self.is_written.store(true, Ordering::Release);
+        self.has_local_writer.store(true, Ordering::Release);
         self.join(site, plain_len).map(drop)
     }
 
@@ -807,7 +809,7 @@ impl<B: Backing> LoggedFile<B> {
         plain_len: &PlainLen<'_>,
         make: &dyn Fn(&Container<B>) -> Changed,
     ) -> Result<()> {
-        self.is_written.store(true, Ordering::Release);
+        self.has_local_writer.store(true, Ordering::Release);
         self.refresh_after_sync(site)?;
         for _ in 0..ATTEMPTS_MAX {
             self.check_readable()?;
@@ -1044,7 +1046,7 @@ impl<B: Backing> LoggedFile<B> {
     ) -> Result<bool> {
         let mut listed = self.list(site)?;
         listed.sort_unstable();
-        let mut below = plain.size;
+        let mut base_bytes = plain.size;
         for listed in listed {
             let name = self.id.container_name(listed.number);
             let mut reporter = LossReporter {
@@ -1059,7 +1061,7 @@ impl<B: Backing> LoggedFile<B> {
                 continue;
             };
             if !generation.has_own_base {
-                generation.container.set_base(below);
+                generation.container.set_base(base_bytes);
             }
             let Some(ending) = generation.ending(site)? else {
                 continue;
@@ -1068,7 +1070,7 @@ impl<B: Backing> LoggedFile<B> {
             if !ending.give_up(unit_bytes, &is_written_by, &mut reporter)? {
                 return Ok(false);
             }
-            below = generation.container.len();
+            base_bytes = generation.container.len();
         }
         Ok(true)
     }
@@ -1190,7 +1192,7 @@ impl<B: Backing> Generation<B> {
         if self.is_joined.swap(false, Ordering::AcqRel)
             && let Some(ending) = self.ending(site)?
         {
-            self.container.sort_own(site.base);
+            self.container.finish_own_index(site.base);
             ending.end_writing()?;
         }
         Ok(())

@@ -77,7 +77,7 @@ impl<B: Backing> Sorter<'_, B> {
     }
 
     /// Merges the last tables of an index, from the first one that is not much longer than all after it together.
-    pub(crate) fn merge_last(&self, cover: &[Arc<Table<B>>]) -> Result<()> {
+    pub(crate) fn merge_final(&self, cover: &[Arc<Table<B>>]) -> Result<()> {
         let mut bytes = 0u64;
         let mut first_merged = cover.len();
         for (index, table) in cover.iter().enumerate().rev() {

@@ -16,7 +16,7 @@ use super::disk::{CTIME, Disk, Inode, MTIME, ROOT};
 use super::lag::{Entry, Listing};
 use super::rename::rename;
 use super::{DiskState, SimBacking};
-use firn_backing::unsynced::{self, Place, Tracked, Unsynced, path_of_entry};
+use firn_backing::unsynced::{self, ObjectPath, Tracked, Unsynced, path_of_entry};
 use firn_backing::{
     Access, AdoptedBy, Attr, AttrChange, Attributes, Backing, Caller, Created, DataPart,
     DescriptorUse, DirEntry, DurabilityLevel, Errno, Facts, Features, FileUse, Files, Freshness,
@@ -118,7 +118,7 @@ impl SimBacking {
     fn enter_to_write(&self, op: &'static str) -> Result<(MutexGuard<'_, DiskState>, usize)> {
         firn_backing::lock::assert_none_held(op);
         let mut state = self.state.lock();
-        if let Some(hung) = self.own(&mut state).take_hang(op) {
+        if let Some(hung) = self.this_process(&mut state).take_hang(op) {
             parking_lot::MutexGuard::unlocked(&mut state, || hung.wait());
         }
         let most = state.step(self.process, op)?;
@@ -149,7 +149,7 @@ impl SimBacking {
         self.lag.lock().note_object_changed(ino);
         if self.is_synced_one_by_one() {
             self.unsynced
-                .changed((disk.device, ino), || disk.place(ino));
+                .record_change((disk.device, ino), || disk.path_of(ino));
         }
     }
 
@@ -164,9 +164,9 @@ impl SimBacking {
         self.lag.lock().note_changed(parent);
         self.changed(disk, parent);
         if self.is_synced_one_by_one()
-            && let Some(path) = path_of_entry(disk.place(parent), name)
+            && let Some(path) = path_of_entry(disk.path_of(parent), name)
         {
-            self.unsynced.removed(&path);
+            self.unsynced.record_removal(&path);
         }
     }
 
@@ -210,38 +210,35 @@ impl Tracked for SimBacking {
 }
 
 impl Disk {
-    /// Where an object is: one of its names.
-    fn place(&self, ino: u64) -> Place {
+    /// Returns one path of an inode, and the number of its names. Builds the path from the inode upward.
+    fn path_of(&self, ino: u64) -> ObjectPath {
         let Ok(inode) = self.inode(ino) else {
-            return Place::Gone;
+            return ObjectPath::Gone;
         };
         if inode.nlink == 0 {
-            return Place::Gone;
+            return ObjectPath::Gone;
         }
         let links = if inode.is_dir() {
             1
         } else {
             u64::from(inode.nlink)
         };
-        let mut path = Vec::new();
-        let mut at = ino;
-        while at != ROOT {
-            let mut dirs = self.inodes.iter();
-            let found = dirs.find_map(|(dir, inode)| {
-                let name = inode.entries.iter().find(|(_, (child, _))| *child == at)?.0;
+        let mut names: Vec<&[u8]> = Vec::new();
+        let mut current = ino;
+        while current != ROOT {
+            let parent = self.inodes.iter().find_map(|(dir, inode)| {
+                let mut entries = inode.entries.iter();
+                let (name, _) = entries.find(|(_, (child, _))| *child == current)?;
                 Some((*dir, name))
             });
-            let Some((dir, name)) = found else {
-                return Place::Gone;
+            let Some((dir, name)) = parent else {
+                return ObjectPath::Gone;
             };
-            let below = std::mem::replace(&mut path, name.as_bytes().to_vec());
-            if !below.is_empty() {
-                path.push(b'/');
-                path.extend(below);
-            }
-            at = dir;
+            names.push(name.as_bytes());
+            current = dir;
         }
-        Place::At(path, links)
+        names.reverse();
+        ObjectPath::Known(names.join(&b'/'), links)
     }
 
     /// The names in a directory, in the order of their cookies.
@@ -433,9 +430,9 @@ impl Names for SimBacking {
         disk.change(&[(parent.ino, name, Some(object.ino))]);
         self.made(disk, parent.ino, object.ino);
         if self.is_synced_one_by_one()
-            && let Some(path) = path_of_entry(disk.place(parent.ino), name)
+            && let Some(path) = path_of_entry(disk.path_of(parent.ino), name)
         {
-            self.unsynced.linked(
+            self.unsynced.record_link(
                 (disk.device, object.ino),
                 path,
                 u64::from(disk.inode(object.ino)?.nlink),
@@ -463,7 +460,7 @@ impl Names for SimBacking {
         rename(disk, (parent.ino, name), (new_parent.ino, new_name), flags)?;
         if self.is_synced_one_by_one() {
             let ticket = self.unsynced.begin_rename();
-            let path = |dir: &SimInode, name| path_of_entry(disk.place(dir.ino), name);
+            let path = |dir: &SimInode, name| path_of_entry(disk.path_of(dir.ino), name);
             let is_exchange = flags.contains(RenameFlags::EXCHANGE);
             match (path(parent, name), path(new_parent, new_name)) {
                 (Some(from), Some(to)) => {

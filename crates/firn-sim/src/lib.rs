@@ -1,16 +1,22 @@
-//! A simulated backing: in memory, deterministic, with faults, crashes and lost writes.
+//! A simulated backing for tests: in memory and deterministic, with faults, crashes and lost writes.
 //!
-//! * Every operation is one *step*; a [`Plan`] sees its name and number and may make it fail.
-//! * [`SimBacking::fork`] makes another world that goes on from the same disk.
-//! * [`SimBacking::power_loss`] leaves one of the states that a real disk may be left in.
-//! * A call may hang ([`SimBacking::hang`]); one that is made with a lock held that must not be, panics.
-//! * [`SimBacking::another_process`] is another host or process over the same disk, with faults of its own. Locks of a
-//!   process end with it.
-//! * It may have several lanes, over which its files are spread, and each of which may fail
-//!   ([`SimBacking::set_lanes`]).
-//! * Its listings of directories may lag behind what other processes change ([`SimBacking::set_listing_lag`]), or its
-//!   attributes and names of directories ([`SimBacking::set_attribute_lag`]).
-//! * No permissions are checked: the caller is taken to be root.
+//! Terms
+//! * A *step* is one call of the backing by one process. Each process counts its steps.
+//! * A *plan* is a function that sees the name and number of each step and may return a fault for it ([`Plan`]).
+//! * A *process* is a user of the disk with its own steps, plan, hangs and locks.
+//!
+//! What a test can do
+//! * Make calls fail, or stop the process at a call ([`SimBacking::revive`] ends that).
+//! * Make a call hang until the test releases it ([`SimBacking::hang`]).
+//! * Lose power: [`SimBacking::power_loss`] leaves one of the states that a real disk may be left in.
+//! * Copy the disk: [`SimBacking::fork`] returns a backing over the copy, which then changes independently.
+//! * Add a process or host on the same disk: [`SimBacking::another_process`].
+//! * Divide the files over several lanes, each of which may fail ([`SimBacking::set_lanes`]).
+//! * Let a process see old listings of directories ([`SimBacking::set_listing_lag`]), or old attributes and old names in
+//!   directories ([`SimBacking::set_attribute_lag`]).
+//!
+//! A call panics if the calling thread holds a lock that must not be held across calls of a backing. Permissions are not
+//! checked, as if the caller were root.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, AtomicUsize, Ordering};
@@ -40,29 +46,27 @@ pub use tree::{Tree, TreeEntry, tree};
 /// What goes wrong with a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// It fails and changes nothing.
+    /// The call fails and changes nothing.
     Error(Errno),
-    /// `write_at` writes at most this many bytes; other calls go on as if nothing was.
+    /// `write_at` writes at most this many bytes. Other calls are not affected.
     ShortWrite(usize),
-    /// It does nothing, and neither does any later call, all failing with EIO, until
-    /// [`SimBacking::revive`].
+    /// The process dies: this call and all later ones change nothing and fail with EIO, until [`SimBacking::revive`].
     Crash,
 }
 
-/// Decides, from the name of the operation and the step (the first is 1), what goes wrong. Where a value says what a call does,
-/// each value has a name: [`firn_backing::Names::make`] is `mkdir`, `mknod` or `symlink`.
+/// Returns the fault of a call, from the call's name and the number of its step; the first step is 1. A call with variants
+/// has a name for each: [`firn_backing::Names::make`] is `mkdir`, `mknod` or `symlink`.
 pub type Plan = Box<dyn FnMut(&'static str, u64) -> Option<Fault> + Send>;
 
-/// The simulated backing. Clones are the same process; see [`SimBacking::another_process`] for one that shares the
-/// disk only, and [`SimBacking::fork`] for one that does not even do that.
+/// The simulated backing, as one process uses it. Clones belong to the same process.
 #[derive(Clone, Default)]
 pub struct SimBacking {
     state: Arc<Mutex<DiskState>>,
     /// Index of this process in [`DiskState::processes`].
     process: usize,
-    /// Files that are open.
+    /// Number of open files.
     open: Arc<AtomicUsize>,
-    /// Entries of directories that this process has read.
+    /// Number of directory entries that this process has read.
     entries_read: Arc<AtomicU64>,
     /// syncfs(2) has no effect.
     is_synced_one_by_one: Arc<AtomicBool>,
@@ -75,7 +79,7 @@ pub struct SimBacking {
 /// The lanes of a simulated backing.
 #[derive(Default)]
 struct SimLanes {
-    /// How many beside the first.
+    /// Number of lanes besides the first.
     further: AtomicU16,
     /// A bit for each lane whose files cannot be written.
     failing: AtomicU64,
@@ -98,24 +102,24 @@ impl Default for DiskState {
     }
 }
 
-/// Calls of one process, and what becomes of them.
+/// State of one process: its steps, and the faults and hangs of its next calls.
 #[derive(Default)]
 struct Process {
     steps: u64,
     plan: Option<Plan>,
     dead: bool,
-    /// The next call like each of these does not begin before its [`Hang`] is released.
-    hangs: Vec<(Hangs, Arc<HangState>)>,
+    /// Calls that are to hang. The next call that matches one begins only after its [`Hang`] is released.
+    hangs: Vec<(HangTrigger, Arc<HangState>)>,
 }
 
-/// The call that hangs.
+/// Which call is to hang.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Hangs {
+enum HangTrigger {
     Op(&'static str),
     Step(u64),
 }
 
-/// A call that hangs: see [`SimBacking::hang`]. Dropped, it lets the call go on.
+/// A call that is to hang, see [`SimBacking::hang`]. Dropping this value lets the call continue.
 pub struct Hang(Arc<HangState>);
 
 #[derive(Default)]
@@ -144,7 +148,7 @@ impl Hang {
         self.0.progress.lock().reached
     }
 
-    /// Lets it go on.
+    /// Lets the call continue.
     pub fn release(self) {}
 }
 
@@ -196,7 +200,7 @@ impl SimBacking {
         self.state.lock().disk.clone()
     }
 
-    /// Another world from here on: same disk, no plan, no steps, alive.
+    /// Returns a new backing over a copy of the disk, with one process that has no plan and no steps.
     pub fn fork(&self) -> Self {
         let fork = Self::from_disk(self.snapshot());
         fork.sync_one_by_one(self.is_synced_one_by_one.load(Ordering::Relaxed));
@@ -224,14 +228,13 @@ impl SimBacking {
         }
     }
 
-    /// Has this process's listings of directories be old ones now and then, as `seed` says, or ends that: then they are
-    /// all read anew.
+    /// Makes this process sometimes see old listings of directories, chosen by `seed`. `None` ends that.
     pub fn set_listing_lag(&self, seed: Option<u64>) {
         self.lag.lock().set(seed, false);
     }
 
-    /// The same of attributes, lengths among them, and of names of directories, instead of listings
-    /// ([`firn_backing::Freshness`]).
+    /// Makes this process sometimes see old attributes, which include lengths, and old names in directories, instead of old
+    /// listings ([`firn_backing::Freshness`]). `None` ends that.
     pub fn set_attribute_lag(&self, seed: Option<u64>) {
         self.lag.lock().set(seed, true);
     }
@@ -301,7 +304,7 @@ impl SimBacking {
 
     /// Calls so far.
     pub fn steps(&self) -> u64 {
-        self.own(&mut self.state.lock()).steps
+        self.this_process(&mut self.state.lock()).steps
     }
 
     /// Files open now.
@@ -309,19 +312,19 @@ impl SimBacking {
         self.open.load(Ordering::Relaxed)
     }
 
-    /// Entries of directories that this process has read.
+    /// Number of directory entries that this process has read.
     pub fn entries_read(&self) -> u64 {
         self.entries_read.load(Ordering::Relaxed)
     }
 
     /// Has every later call ask `plan`.
     pub fn set_plan(&self, plan: impl FnMut(&'static str, u64) -> Option<Fault> + Send + 'static) {
-        self.own(&mut self.state.lock()).plan = Some(Box::new(plan));
+        self.this_process(&mut self.state.lock()).plan = Some(Box::new(plan));
     }
 
     /// No more faults.
     pub fn clear_plan(&self) {
-        self.own(&mut self.state.lock()).plan = None;
+        self.this_process(&mut self.state.lock()).plan = None;
     }
 
     /// Crashes at this step (`n` calls from the start), as [`Fault::Crash`].
@@ -332,29 +335,31 @@ impl SimBacking {
     /// The next call with this name, and only that one, does not return before what this gives is dropped.
     /// All others go on meanwhile.
     pub fn hang(&self, op: &'static str) -> Hang {
-        self.hang_one(Hangs::Op(op))
+        self.hang_one(HangTrigger::Op(op))
     }
 
     /// The same for the call that would be this step (`n` calls from the start), whatever it is. It does nothing
     /// before it goes on, and is not yet counted.
     pub fn hang_at(&self, n: u64) -> Hang {
-        self.hang_one(Hangs::Step(n))
+        self.hang_one(HangTrigger::Step(n))
     }
 
-    fn own<'a>(&self, state: &'a mut DiskState) -> &'a mut Process {
+    fn this_process<'a>(&self, state: &'a mut DiskState) -> &'a mut Process {
         &mut state.processes[self.process]
     }
 
-    fn hang_one(&self, which: Hangs) -> Hang {
+    fn hang_one(&self, trigger: HangTrigger) -> Hang {
         let hang = Arc::new(HangState::default());
         let mut state = self.state.lock();
-        self.own(&mut state).hangs.push((which, Arc::clone(&hang)));
+        self.this_process(&mut state)
+            .hangs
+            .push((trigger, Arc::clone(&hang)));
         Hang(hang)
     }
 
     /// Whether a crash has happened.
     pub fn is_dead(&self) -> bool {
-        self.own(&mut self.state.lock()).dead
+        self.this_process(&mut self.state.lock()).dead
     }
 
     /// Ends a crash, and the plan with it. What was written is still there; see also
@@ -362,13 +367,13 @@ impl SimBacking {
     pub fn revive(&self) {
         self.begin_new_process();
         let mut state = self.state.lock();
-        let process = self.own(&mut state);
+        let process = self.this_process(&mut state);
         process.dead = false;
         process.plan = None;
     }
 
-    /// The power fails: some of what was not synced is lost, chosen by `seed`. Inodes and files from
-    /// before are worth nothing (ESTALE where the object is gone).
+    /// Simulates a power loss: drops some of the unsynced changes, chosen by `seed`. Inodes and files from before must not be
+    /// used any more; they give ESTALE if the object is gone.
     pub fn power_loss(&self, seed: u64) {
         self.begin_new_process();
         self.state.lock().disk.power_loss(seed);
@@ -379,7 +384,7 @@ impl SimBacking {
         self.state.lock().disk.capacity_bytes = bytes;
     }
 
-    /// The disk has another device number, as after it was mounted again: it is not in use meanwhile.
+    /// Gives the disk another device number, as if it had been unmounted and mounted again.
     pub fn set_device(&self, device: u64) {
         self.begin_new_process();
         self.state.lock().disk.device = device;
@@ -390,7 +395,7 @@ impl SimBacking {
         self.state.lock().disk.read_only = read_only;
     }
 
-    /// Checks the disk's invariants; the first broken one in words.
+    /// Checks the disk's invariants. The error describes the first one that is broken.
     pub fn fsck(&self) -> std::result::Result<(), String> {
         self.state.lock().disk.fsck()
     }
@@ -404,12 +409,13 @@ impl SimBacking {
 impl Process {
     /// The hang that this call runs into.
     fn take_hang(&mut self, op: &'static str) -> Option<Arc<HangState>> {
-        let now = [Hangs::Op(op), Hangs::Step(self.steps + 1)];
-        let at = self.hangs.iter().position(|(hung, _)| now.contains(hung))?;
-        Some(self.hangs.swap_remove(at).1)
+        let matching = [HangTrigger::Op(op), HangTrigger::Step(self.steps + 1)];
+        let mut hangs = self.hangs.iter();
+        let index = hangs.position(|(trigger, _)| matching.contains(trigger))?;
+        Some(self.hangs.swap_remove(index).1)
     }
 
-    /// Counts a step and asks the plan; the most bytes that a write may take.
+    /// Counts a step and applies the plan's fault. Returns the most bytes that a write may take.
     fn step(&mut self, op: &'static str) -> Result<usize> {
         self.steps += 1;
         if self.dead {
@@ -429,12 +435,12 @@ impl Process {
 }
 
 impl DiskState {
-    /// [`Process::step`] of one of the processes; one that dies of it loses its locks.
+    /// Does [`Process::step`] for one process. If the process dies at this step, its locks end.
     fn step(&mut self, process: usize, op: &'static str) -> Result<usize> {
-        let most = self.processes[process].step(op);
+        let bytes_max = self.processes[process].step(op);
         if self.processes[process].dead {
             self.locks.end_all_of(process);
         }
-        most
+        bytes_max
     }
 }

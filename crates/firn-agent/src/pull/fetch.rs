@@ -46,8 +46,10 @@ const IN_FLIGHT: usize = 16;
 const _: () = assert!(IN_FLIGHT as u64 <= STAGING_BUFFERS);
 /// Maximum number of files that are open at once.
 const AHEAD_FILES: usize = 16;
-/// No further file is opened while the open files have as many bytes. Two files may be open whatever their size.
+/// No further file is opened while the open files have as many bytes.
 const AHEAD_BYTES: u64 = 64 << 20;
+/// As many files may be open whatever their size, so that the next file is opened before the current one ends.
+const ALWAYS_OPEN_FILES: usize = 2;
 /// Maximum number of reads of a file that changes meanwhile, and of damaged blocks of one file.
 const TRIES: u32 = 5;
 /// Pause before an agent that answered `Full` is asked again.
@@ -66,24 +68,24 @@ pub(crate) struct Fetch<'a, 't> {
     remote: Option<Remote>,
     state: &'a mut PullState<'t>,
     /// Path of the pulled tree, relative to the mount point of the source.
-    top: BytePath,
+    root: BytePath,
     /// Files for which no `Open` was sent, or whose `Open` was answered with `Full`.
-    queue: VecDeque<Wanted>,
-    /// Numbers of open files with blocks that were not requested yet.
-    reading: VecDeque<u32>,
-    /// Requests to send before the next block of `reading`.
-    ready: VecDeque<FileRequest>,
+    queue: VecDeque<FileToFetch>,
+    /// Numbers of the open files that have blocks which were not requested yet. The first one is requested now.
+    partly_requested: VecDeque<u32>,
+    /// Requests to send before the next block of `partly_requested`: repeated blocks, `Check` and `Release`.
+    urgent: VecDeque<FileRequest>,
     /// Requests that were sent and have no reply yet, oldest first.
-    outstanding: VecDeque<FileRequest>,
+    sent_requests: VecDeque<FileRequest>,
     /// Files whose `Open` was sent and whose `Release` was not answered, by the number that both sides use.
-    open: BTreeMap<u32, OpenFile>,
+    open_files: BTreeMap<u32, OpenFile>,
     last_file_number: u32,
     /// The agent answered `Full`: no file is opened until one of this pull is released, or [`FULL_PAUSE`] is over.
     is_full: bool,
 }
 
-/// A file to pull.
-pub(crate) struct Wanted {
+/// A file that is to be fetched, with what earlier tries have shown.
+pub(crate) struct FileToFetch {
     pub(crate) entry: Entry,
     /// Size by the list, or by the last `Open` if there was one.
     pub(crate) bytes: u64,
@@ -93,7 +95,7 @@ pub(crate) struct Wanted {
 
 /// A file that is open at the agent, or for which an `Open` is under way.
 struct OpenFile {
-    wanted: Wanted,
+    to_fetch: FileToFetch,
     /// The file in the staging directory; `None` until `Open` is answered.
     staged: Option<Arc<StagedFile>>,
     /// Size of the file as the agent holds it.
@@ -138,8 +140,8 @@ impl<'a, 't> Fetch<'a, 't> {
         writers: &'a Writers,
         remote: Option<Remote>,
         state: &'a mut PullState<'t>,
-        top: BytePath,
-        queue: VecDeque<Wanted>,
+        root: BytePath,
+        queue: VecDeque<FileToFetch>,
     ) -> Self {
         Self {
             peer,
@@ -147,12 +149,12 @@ impl<'a, 't> Fetch<'a, 't> {
             writers,
             remote,
             state,
-            top,
+            root,
             queue,
-            reading: VecDeque::new(),
-            ready: VecDeque::new(),
-            outstanding: VecDeque::new(),
-            open: BTreeMap::new(),
+            partly_requested: VecDeque::new(),
+            urgent: VecDeque::new(),
+            sent_requests: VecDeque::new(),
+            open_files: BTreeMap::new(),
             last_file_number: 0,
             is_full: false,
         }
@@ -172,13 +174,14 @@ impl<'a, 't> Fetch<'a, 't> {
     fn fetch_all(&mut self) -> Result<(), PullError> {
         loop {
             self.send_requests()?;
-            // If no reply is outstanding, the only thing to wait for is a block that libfabric reads.
-            let waits_for_block = self.outstanding.is_empty();
-            self.take_landed(waits_for_block)?;
-            if waits_for_block && (self.under_way() > 0 || self.has_ready()) {
+            // Without an outstanding reply, this thread can wait only for blocks that libfabric reads. With one, it must not wait
+            // for blocks: it waits for the reply below.
+            let waits_for_block = self.sent_requests.is_empty();
+            self.write_arrived_blocks(waits_for_block)?;
+            if waits_for_block && (self.under_way() > 0 || self.has_request()) {
                 continue;
             }
-            let Some(request) = self.outstanding.pop_front() else {
+            let Some(request) = self.sent_requests.pop_front() else {
                 if self.queue.is_empty() {
                     return Ok(());
                 }
@@ -208,21 +211,21 @@ impl<'a, 't> Fetch<'a, 't> {
 
     /// Sends requests until [`IN_FLIGHT`] are outstanding, or none can be sent now.
     fn send_requests(&mut self) -> Result<(), PullError> {
-        while self.outstanding.len() + self.under_way() < IN_FLIGHT {
+        while self.sent_requests.len() + self.under_way() < IN_FLIGHT {
             let Some(request) = self.next_request() else {
                 break;
             };
             let request = self.choose_staging(request);
             let message = self.make_request(request);
             self.peer.send(&message)?;
-            self.outstanding.push_back(request);
+            self.sent_requests.push_back(request);
         }
         Ok(())
     }
 
     /// Whether a request about an open file can be sent.
-    fn has_ready(&self) -> bool {
-        !self.ready.is_empty() || !self.reading.is_empty()
+    fn has_request(&self) -> bool {
+        !self.urgent.is_empty() || !self.partly_requested.is_empty()
     }
 
     /// Number of blocks that libfabric is reading.
@@ -242,24 +245,28 @@ impl<'a, 't> Fetch<'a, 't> {
         }
     }
 
-    /// Returns the next request: first what is ready, then the next block of an open file, then a new file.
+    /// Returns the next request: first an urgent one, then the next block of an open file, then a new file.
     fn next_request(&mut self) -> Option<FileRequest> {
-        if let Some(request) = self.ready.pop_front() {
+        if let Some(request) = self.urgent.pop_front() {
             return Some(request);
         }
-        if let Some(file_number) = self.reading.front().copied() {
+        if let Some(file_number) = self.partly_requested.front().copied() {
             return Some(self.next_block(file_number));
         }
-        let open_bytes: u64 = self.open.values().map(|file| file.wanted.bytes).sum();
-        let may_open =
-            self.open.len() < 2 || (self.open.len() < AHEAD_FILES && open_bytes < AHEAD_BYTES);
+        let open_bytes: u64 = self
+            .open_files
+            .values()
+            .map(|file| file.to_fetch.bytes)
+            .sum();
+        let may_open = self.open_files.len() < ALWAYS_OPEN_FILES
+            || (self.open_files.len() < AHEAD_FILES && open_bytes < AHEAD_BYTES);
         if self.is_full || !may_open {
             return None;
         }
-        let wanted = self.queue.pop_front()?;
+        let to_fetch = self.queue.pop_front()?;
         self.last_file_number += 1;
         let file = OpenFile {
-            wanted,
+            to_fetch,
             staged: None,
             bytes: 0,
             staged_bytes: 0,
@@ -268,7 +275,7 @@ impl<'a, 't> Fetch<'a, 't> {
             damaged: 0,
             is_newer: false,
         };
-        self.open.insert(self.last_file_number, file);
+        self.open_files.insert(self.last_file_number, file);
         Some(FileRequest::Open(self.last_file_number))
     }
 
@@ -277,12 +284,15 @@ impl<'a, 't> Fetch<'a, 't> {
     ///
     /// The agent decides how many blocks a file has, so a block takes memory only once it is requested.
     fn next_block(&mut self, file_number: u32) -> FileRequest {
-        let file = self.open.get_mut(&file_number).expect("it is open");
+        let file = self
+            .open_files
+            .get_mut(&file_number)
+            .expect("the file is open");
         let block = file.next_block;
         file.next_block += 1;
         let is_staged = block * BLOCK_BYTES + file.block_bytes(block) <= file.staged_bytes;
         if file.next_block == file.bytes.div_ceil(BLOCK_BYTES) {
-            self.reading.pop_front();
+            self.partly_requested.pop_front();
         }
         if is_staged {
             FileRequest::Sum(file_number, block)
@@ -297,24 +307,24 @@ impl<'a, 't> Fetch<'a, 't> {
             FileRequest::Open(file_number) => Request::Open {
                 file: file_number,
                 path: join(
-                    &self.top,
-                    self.open[&file_number].wanted.entry.path.as_path(),
+                    &self.root,
+                    self.open_files[&file_number].to_fetch.entry.path.as_path(),
                 ),
             },
             FileRequest::Sum(file_number, block) => Request::Sum {
                 file: file_number,
                 offset: block * BLOCK_BYTES,
-                bytes: self.open[&file_number].block_bytes(block),
+                bytes: self.open_files[&file_number].block_bytes(block),
             },
             FileRequest::Read(file_number, block) => Request::Read {
                 file: file_number,
                 offset: block * BLOCK_BYTES,
-                bytes: self.open[&file_number].block_bytes(block),
+                bytes: self.open_files[&file_number].block_bytes(block),
             },
             FileRequest::Place(file_number, block, staging) => Request::Place {
                 file: file_number,
                 offset: block * BLOCK_BYTES,
-                bytes: self.open[&file_number].block_bytes(block),
+                bytes: self.open_files[&file_number].block_bytes(block),
                 buffer: staging,
             },
             FileRequest::Check(file_number) => Request::Check { file: file_number },
@@ -329,10 +339,10 @@ impl<'a, 't> Fetch<'a, 't> {
             Reply::Opened { bytes, changes } => (bytes, changes),
             Reply::Full => {
                 let file = self
-                    .open
+                    .open_files
                     .remove(&file_number)
                     .expect("an answered request names an open file");
-                self.queue.push_front(file.wanted);
+                self.queue.push_front(file.to_fetch);
                 self.is_full = true;
                 return Ok(());
             }
@@ -341,26 +351,26 @@ impl<'a, 't> Fetch<'a, 't> {
         if bytes > i64::MAX as u64 {
             return Err(self.peer.implausible(format!("a file of {bytes} bytes")));
         }
-        let expected_bytes = self.open[&file_number].wanted.bytes;
+        let expected_bytes = self.open_files[&file_number].to_fetch.bytes;
         self.state.check_size(expected_bytes, bytes)?;
         let file = self
-            .open
+            .open_files
             .get_mut(&file_number)
             .expect("an answered request names an open file");
-        let path = self.staging.locate(&file.wanted.entry.path);
-        let opened = self.staging.open_file(&file.wanted.entry.path)?;
+        let path = self.staging.locate(&file.to_fetch.entry.path);
+        let opened = self.staging.open_file(&file.to_fetch.entry.path)?;
         file.staged_bytes = opened.metadata().map_err(local(&path))?.len();
         let is_direct = self.staging.is_synced() && bytes >= BLOCK_BYTES;
         let direct = is_direct.then(|| DirectFile::open(&opened)).flatten();
         file.staged = Some(StagedFile::new(path, opened, direct));
         file.bytes = bytes;
-        file.is_newer = file.wanted.entry.is_older_than(changes);
+        file.is_newer = file.to_fetch.entry.is_older_than(changes);
         file.blocks_left = bytes.div_ceil(BLOCK_BYTES);
-        self.state.correct_size(file.wanted.bytes, bytes);
-        file.wanted.bytes = bytes;
+        self.state.correct_size(file.to_fetch.bytes, bytes);
+        file.to_fetch.bytes = bytes;
         match file.blocks_left {
-            0 => self.ready.push_back(FileRequest::Check(file_number)),
-            _ => self.reading.push_back(file_number),
+            0 => self.urgent.push_back(FileRequest::Check(file_number)),
+            _ => self.partly_requested.push_back(file_number),
         }
         Ok(())
     }
@@ -371,9 +381,9 @@ impl<'a, 't> Fetch<'a, 't> {
             Reply::Sum { bytes, xxh3 } => (bytes, xxh3),
             other => return Err(self.peer.out_of_turn(&other)),
         };
-        let file = &self.open[&file_number];
+        let file = &self.open_files[&file_number];
         let mut staged_block = vec![0; file.block_bytes(block) as usize];
-        let staged = file.staged.as_ref().expect("it is open");
+        let staged = file.staged.as_ref().expect("the file is open");
         let is_same = bytes == staged_block.len() as u64
             && staged
                 .file()
@@ -381,7 +391,8 @@ impl<'a, 't> Fetch<'a, 't> {
                 .is_ok()
             && format!("{:032x}", xxh3_128(&staged_block)) == sum;
         if !is_same {
-            self.ready.push_front(FileRequest::Read(file_number, block));
+            self.urgent
+                .push_front(FileRequest::Read(file_number, block));
             return Ok(());
         }
         self.state.count_reused(bytes);
@@ -392,8 +403,8 @@ impl<'a, 't> Fetch<'a, 't> {
     /// Receives a block and hands it to the writers. A damaged block is requested again.
     fn receive_read(&mut self, file_number: u32, block: u64) -> Result<(), PullError> {
         let mut buffer = self.writers.take_buffer()?;
-        let expected_bytes = self.open[&file_number].block_bytes(block);
-        let has_staged_bytes = self.open[&file_number].staged_bytes > block * BLOCK_BYTES;
+        let expected_bytes = self.open_files[&file_number].block_bytes(block);
+        let has_staged_bytes = self.open_files[&file_number].staged_bytes > block * BLOCK_BYTES;
         let received = self.receive_block(&mut buffer, expected_bytes, has_staged_bytes);
         let received = match received {
             Ok(Some(received)) => received,
@@ -406,7 +417,10 @@ impl<'a, 't> Fetch<'a, 't> {
                 return Err(error);
             }
         };
-        let staged = self.open[&file_number].staged.as_ref().expect("it is open");
+        let staged = self.open_files[&file_number]
+            .staged
+            .as_ref()
+            .expect("the file is open");
         let block = Block {
             offset: block * BLOCK_BYTES,
             buffer,
@@ -433,13 +447,13 @@ impl<'a, 't> Fetch<'a, 't> {
             bytes: 0,
         };
         let mut hasher = self.peer.block_hasher();
-        let mut at = 0;
+        let mut position = 0;
         let mut reply = self.peer.receive()?;
         loop {
             let (bytes, is_zero) = match reply {
                 Reply::Bytes { bytes } => (bytes, false),
                 Reply::Zeros { bytes } => (bytes, true),
-                Reply::End { mac } if at == expected_bytes => {
+                Reply::End { mac } if position == expected_bytes => {
                     let is_right = match (hasher, mac) {
                         (Some(hasher), Some(mac)) => hasher.is(&mac),
                         // Decryption has authenticated each byte on arrival.
@@ -454,7 +468,7 @@ impl<'a, 't> Fetch<'a, 't> {
                 }
                 other => return Err(self.peer.out_of_turn(&other)),
             };
-            let part = self.check_part(at, bytes, expected_bytes)?;
+            let part = self.check_part(position, bytes, expected_bytes)?;
             if is_zero {
                 buffer[part.clone()].fill(0);
             } else {
@@ -464,23 +478,23 @@ impl<'a, 't> Fetch<'a, 't> {
             if !is_zero || has_staged_bytes {
                 add_part(&mut received.parts, part);
             }
-            at += bytes;
+            position += bytes;
             reply = self.peer.receive_more()?;
         }
     }
 
-    /// Returns the range of the buffer for the next `bytes` of a block. `at` bytes came before; `expected_bytes` is the
-    /// size of the block. An agent that sends nothing, or more than the rest of the block, is refused.
+    /// Returns the range of the buffer for the next `bytes` of a block, which begin at `position` of the block.
+    /// `expected_bytes` is the size of the block. Fails if the agent sends no bytes, or more than the block still lacks.
     fn check_part(
         &self,
-        at: u64,
+        position: u64,
         bytes: u64,
         expected_bytes: u64,
     ) -> Result<Range<usize>, PullError> {
-        if bytes == 0 || bytes > expected_bytes - at {
+        if bytes == 0 || bytes > expected_bytes - position {
             return Err(self.peer.implausible("more bytes than were asked for"));
         }
-        Ok(at as usize..(at + bytes) as usize)
+        Ok(position as usize..(position + bytes) as usize)
     }
 
     /// Receives where a block is in the agent's memory, and begins to read it by libfabric.
@@ -516,17 +530,17 @@ impl<'a, 't> Fetch<'a, 't> {
         block: u64,
         buffer: &mut [u8],
     ) -> Result<(Answer, Option<ExpectedMac>), PullError> {
-        let file = &self.open[&file_number];
+        let file = &self.open_files[&file_number];
         let expected_bytes = file.block_bytes(block);
         let has_staged_bytes = file.staged_bytes > block * BLOCK_BYTES;
         let mut answer = Answer::default();
-        let mut at = 0;
+        let mut position = 0;
         let mut reply = self.peer.receive()?;
         loop {
             let (bytes, is_zero) = match reply {
                 Reply::InMemory { bytes, .. } | Reply::Staged { bytes, .. } => (bytes, false),
                 Reply::Zeros { bytes } => (bytes, true),
-                Reply::Placed { mac } if at == expected_bytes => {
+                Reply::Placed { mac } if position == expected_bytes => {
                     return Ok((answer, self.expect_mac(mac)?));
                 }
                 // The file is shorter than when it was held, so its chunk list describes another state of it.
@@ -535,7 +549,7 @@ impl<'a, 't> Fetch<'a, 't> {
                 }
                 other => return Err(self.peer.out_of_turn(&other)),
             };
-            let part = self.check_part(at, bytes, expected_bytes)?;
+            let part = self.check_part(position, bytes, expected_bytes)?;
             if is_zero {
                 buffer[part.clone()].fill(0);
             } else {
@@ -549,7 +563,7 @@ impl<'a, 't> Fetch<'a, 't> {
             if !is_zero || has_staged_bytes {
                 add_part(&mut answer.parts, part);
             }
-            at += bytes;
+            position += bytes;
             reply = self.peer.receive_more()?;
         }
     }
@@ -564,24 +578,25 @@ impl<'a, 't> Fetch<'a, 't> {
         }
     }
 
-    /// Hands all blocks that libfabric has read to the writers. With `waits` it first waits a short time for one.
-    fn take_landed(&mut self, mut waits: bool) -> Result<(), PullError> {
+    /// Hands all blocks that libfabric has read to the writers. `waits`: if no block has arrived yet, the function first
+    /// waits a short time for one.
+    fn write_arrived_blocks(&mut self, mut waits: bool) -> Result<(), PullError> {
         while let Some(remote) = &mut self.remote
             && remote.under_way() > 0
         {
-            let landed = remote.next_landed(waits);
-            let landed = landed.map_err(|error| pull_error(self.peer, error))?;
-            let Some((incoming, buffer)) = landed else {
+            let arrived = remote.next_landed(waits);
+            let arrived = arrived.map_err(|error| pull_error(self.peer, error))?;
+            let Some((incoming, buffer)) = arrived else {
                 return Ok(());
             };
             waits = false;
-            self.take_block(incoming, buffer)?;
+            self.write_arrived_block(incoming, buffer)?;
         }
         Ok(())
     }
 
     /// Hands a block that libfabric has read to the writers. A damaged block is requested again.
-    fn take_block(&mut self, incoming: Incoming, buffer: Buffer) -> Result<(), PullError> {
+    fn write_arrived_block(&mut self, incoming: Incoming, buffer: Buffer) -> Result<(), PullError> {
         let Incoming {
             file_number, block, ..
         } = incoming;
@@ -589,8 +604,8 @@ impl<'a, 't> Fetch<'a, 't> {
             self.writers.return_buffer(buffer);
             return self.read_again(file_number, block);
         }
-        let file = &self.open[&file_number];
-        let staged = file.staged.as_ref().expect("it is open");
+        let file = &self.open_files[&file_number];
+        let staged = file.staged.as_ref().expect("the file is open");
         let expected_bytes = file.block_bytes(block);
         let read_bytes = incoming.read_bytes();
         let block = Block {
@@ -621,25 +636,32 @@ impl<'a, 't> Fetch<'a, 't> {
 
     /// Requests a damaged block again. A file with [`TRIES`] damaged blocks ends the pull.
     fn read_again(&mut self, file_number: u32, block: u64) -> Result<(), PullError> {
-        let file = self.open.get_mut(&file_number).expect("it is open");
+        let file = self
+            .open_files
+            .get_mut(&file_number)
+            .expect("the file is open");
         file.damaged += 1;
         self.state.outcome.damaged_blocks += 1;
         if file.damaged >= TRIES {
             return Err(PullError::Corrupt {
-                path: file.wanted.entry.path.clone(),
+                path: file.to_fetch.entry.path.clone(),
                 tries: file.damaged,
             });
         }
-        self.ready.push_front(FileRequest::Read(file_number, block));
+        self.urgent
+            .push_front(FileRequest::Read(file_number, block));
         Ok(())
     }
 
     /// Counts a block as complete. After the last one the file is checked.
     fn end_block(&mut self, file_number: u32) {
-        let file = self.open.get_mut(&file_number).expect("it is open");
+        let file = self
+            .open_files
+            .get_mut(&file_number)
+            .expect("the file is open");
         file.blocks_left -= 1;
         if file.blocks_left == 0 {
-            self.ready.push_back(FileRequest::Check(file_number));
+            self.urgent.push_back(FileRequest::Check(file_number));
         }
     }
 
@@ -650,30 +672,33 @@ impl<'a, 't> Fetch<'a, 't> {
             other => return Err(self.peer.out_of_turn(&other)),
         };
         // The release goes before the next `Open`, because it makes room at the agent.
-        self.ready.push_front(FileRequest::Release(file_number));
-        let file = self.open.get_mut(&file_number).expect("it is open");
+        self.urgent.push_front(FileRequest::Release(file_number));
+        let file = self
+            .open_files
+            .get_mut(&file_number)
+            .expect("the file is open");
         if snapshot {
-            let entry = file.wanted.entry.clone();
-            let staged = file.staged.as_ref().expect("it is open");
+            let entry = file.to_fetch.entry.clone();
+            let staged = file.staged.as_ref().expect("the file is open");
             self.state
                 .record_done(&entry, file.bytes, changed || file.is_newer);
             let bytes = file.bytes;
             self.writers.finish(staged, Finish { bytes, entry });
             return Ok(());
         }
-        let tries = file.wanted.tries + 1;
+        let tries = file.to_fetch.tries + 1;
         if tries >= TRIES {
             return Err(PullError::KeepsChanging {
                 host: self.peer.host().into(),
-                path: file.wanted.entry.path.clone(),
+                path: file.to_fetch.entry.path.clone(),
                 tries,
             });
         }
         // The next try writes the same file, so no block of this try may be written after it began.
         self.writers.wait()?;
         self.state.undo_file(file.bytes);
-        self.queue.push_back(Wanted {
-            entry: file.wanted.entry.clone(),
+        self.queue.push_back(FileToFetch {
+            entry: file.to_fetch.entry.clone(),
             bytes: file.bytes,
             tries,
         });
@@ -685,7 +710,7 @@ impl<'a, 't> Fetch<'a, 't> {
             Reply::Done => {}
             other => return Err(self.peer.out_of_turn(&other)),
         }
-        self.open.remove(&file_number);
+        self.open_files.remove(&file_number);
         self.is_full = false;
         Ok(())
     }

@@ -48,7 +48,7 @@ pub(crate) struct Staging {
     /// Path of the staging directory, for messages only.
     path: PathBuf,
     /// Descriptor of the staging directory.
-    own: OwnedFd,
+    dir: OwnedFd,
     /// Whether files and names are made durable. On a firn mount they are not: there a user wants them held in memory.
     is_synced: bool,
     _lock: File,
@@ -58,7 +58,7 @@ pub(crate) struct Staging {
 struct Parent {
     dir: OwnedFd,
     name: OsString,
-    staged: OsString,
+    staging_name: OsString,
 }
 
 impl Parent {
@@ -73,12 +73,12 @@ impl Parent {
         let opened = rustix::fs::open(dir, flags, Mode::empty());
         let opened = opened.map_err(|errno| local(dir)(errno.into()))?;
         firn_trust::check_shared_parent(&opened, dir)?;
-        let mut staged = OsString::from(".firn-pull-");
-        staged.push(name);
+        let mut staging_name = OsString::from(".firn-pull-");
+        staging_name.push(name);
         Ok(Self {
             dir: opened,
             name: name.to_owned(),
-            staged,
+            staging_name,
         })
     }
 
@@ -88,21 +88,24 @@ impl Parent {
 
     /// Removes the staging directory if it has no tree. A pull that was killed after its rename leaves such a
     /// directory.
-    fn remove_empty(&self, own: &OwnedFd) {
-        let is_empty = names_in(own).is_ok_and(|names| names.iter().all(|name| name == LOCK));
+    fn remove_empty(&self, staging_dir: &OwnedFd) {
+        let is_empty =
+            names_in(staging_dir).is_ok_and(|names| names.iter().all(|name| name == LOCK));
         if is_empty {
-            let _ = rustix::fs::unlinkat(own, LOCK, AtFlags::empty());
-            let _ = rustix::fs::unlinkat(&self.dir, &self.staged, AtFlags::REMOVEDIR);
+            let _ = rustix::fs::unlinkat(staging_dir, LOCK, AtFlags::empty());
+            let _ = rustix::fs::unlinkat(&self.dir, &self.staging_name, AtFlags::REMOVEDIR);
         }
     }
 
     /// Removes an empty staging directory, unless a pull has locked it.
     fn remove_abandoned(&self, path: &Path) {
-        let Ok(own) = firn_trust::open_private_dir(&self.dir, Path::new(&self.staged)) else {
+        let Ok(staging_dir) =
+            firn_trust::open_private_dir(&self.dir, Path::new(&self.staging_name))
+        else {
             return;
         };
-        if let Ok(_lock) = lock(&own, path, path) {
-            self.remove_empty(&own);
+        if let Ok(_lock) = lock(&staging_dir, path, path) {
+            self.remove_empty(&staging_dir);
         }
     }
 }
@@ -114,20 +117,21 @@ impl Staging {
     pub(crate) fn open(target: &Path) -> Result<Self, PullError> {
         let target = std::path::absolute(target).map_err(local(target))?;
         let parent = Parent::open(&target)?;
-        let path = target.with_file_name(&parent.staged);
+        let path = target.with_file_name(&parent.staging_name);
         if parent.has(&parent.name) {
             parent.remove_abandoned(&path);
             return Err(PullError::Exists { path: target });
         }
-        let own = firn_trust::create_private_dir(&parent.dir, Path::new(&parent.staged))
-            .map_err(|error| error.at(&path))?;
-        let lock = lock(&own, &path, &target)?;
+        let staging_dir =
+            firn_trust::create_private_dir(&parent.dir, Path::new(&parent.staging_name))
+                .map_err(|error| error.at(&path))?;
+        let lock = lock(&staging_dir, &path, &target)?;
         let is_synced = target.parent().is_none_or(|dir| !is_on_firn(dir));
         Ok(Self {
             target,
             parent,
             path,
-            own,
+            dir: staging_dir,
             is_synced,
             _lock: lock,
         })
@@ -147,11 +151,11 @@ impl Staging {
     pub(crate) fn open_file(&self, path: &BytePath) -> Result<File, PullError> {
         let flags = OFlags::RDWR | OFlags::CREATE | OFlags::NONBLOCK;
         let below = below_own(path);
-        let open = || open_beneath(&self.own, &below, flags, Mode::RUSR | Mode::WUSR);
+        let open = || open_beneath(&self.dir, &below, flags, Mode::RUSR | Mode::WUSR);
         let opened = match open() {
             // An earlier pull has finished this file with a mode that denies writing. It is created again.
             Err(Errno::ACCESS) => {
-                let dir = open_parent_beneath(&self.own, &below);
+                let dir = open_parent_beneath(&self.dir, &below);
                 dir.and_then(|dir| remove_beneath(dir, last_name(&below)))
                     .and_then(|()| open())
             }
@@ -173,7 +177,7 @@ impl Staging {
 
     /// Removes what the plan does not have, and then creates directories and symbolic links.
     pub(crate) fn prepare(&self, plan: &Plan) -> Result<(), PullError> {
-        self.remove_strays(plan, &self.own, TREE.as_ref(), &BytePath::default())?;
+        self.remove_strays(plan, &self.dir, TREE.as_ref(), &BytePath::default())?;
         for entry in plan.entries() {
             match &entry.kind {
                 EntryKind::Directory => self.make_dir(&entry.path)?,
@@ -213,7 +217,7 @@ impl Staging {
     fn parent_of(&self, path: &BytePath) -> Result<(OwnedFd, OsString), PullError> {
         let below = below_own(path);
         let name = last_name(&below).to_owned();
-        match open_parent_beneath(&self.own, &below) {
+        match open_parent_beneath(&self.dir, &below) {
             Ok(dir) => Ok((dir, name)),
             Err(Errno::LOOP | Errno::NOTDIR) => Err(self.collision(path)),
             Err(errno) => Err(self.failed(path)(errno)),
@@ -270,7 +274,7 @@ impl Staging {
             }
         }
         let Parent { dir, name, .. } = &self.parent;
-        rename_new(&self.own, TREE.as_ref(), dir, name).map_err(|errno| match errno {
+        rename_new(&self.dir, TREE.as_ref(), dir, name).map_err(|errno| match errno {
             Errno::EXIST | Errno::NOTEMPTY => PullError::Exists {
                 path: self.target.clone(),
             },
@@ -299,7 +303,7 @@ impl Staging {
     ///
     /// It is an error if the directory has fewer names than the plan: then the file system took two names for one.
     fn finish_dir(&self, plan: &Plan, entry: &Entry) -> Result<OwnedFd, PullError> {
-        let opened = open_dir_beneath(&self.own, &below_own(&entry.path));
+        let opened = open_dir_beneath(&self.dir, &below_own(&entry.path));
         let dir = opened.map_err(|errno| self.failed(&entry.path)(errno))?;
         let names = names_in(&dir).map_err(|errno| self.failed(&entry.path)(errno))?;
         if names.len() < plan.count_in(&entry.path) {
@@ -338,7 +342,7 @@ impl Staging {
 impl Drop for Staging {
     /// Removes the staging directory if it has no tree: then a later pull could use nothing of it.
     fn drop(&mut self) {
-        self.parent.remove_empty(&self.own);
+        self.parent.remove_empty(&self.dir);
     }
 }
 

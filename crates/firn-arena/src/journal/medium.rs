@@ -8,17 +8,17 @@ pub trait Medium: Send {
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
-    /// Stores `bytes` at `at`. A later process sees stores in the order in which they were made. A store of 8 aligned bytes is
+    /// Stores `bytes` at `offset`. A later process sees stores in the order in which they were made. A store of 8 aligned bytes is
     /// atomic.
-    fn write(&mut self, at: usize, bytes: &[u8]);
-    /// Reads bytes from `at`.
-    fn read(&self, at: usize, bytes: &mut [u8]);
+    fn write(&mut self, offset: usize, bytes: &[u8]);
+    /// Reads bytes from `offset`.
+    fn read(&self, offset: usize, bytes: &mut [u8]);
     /// Allocates memory for a range, which may be written only then. Returns false if there is none; nothing has changed then.
-    fn reserve(&mut self, at: usize, len: usize) -> bool;
-    /// Frees the memory of a range, which reads as zeros from now on. A crash meanwhile leaves zeros at its front only.
-    fn release(&mut self, at: usize, len: usize);
-    /// Returns the number of bytes up to the last one that was stored in a range, or more. Behind them are only zeros.
-    fn used(&self, at: usize, len: usize) -> usize;
+    fn reserve(&mut self, offset: usize, len: usize) -> bool;
+    /// Frees the memory of a range, which reads as zeros from now on. After a crash meanwhile, only a front part of the range may read as zeros.
+    fn release(&mut self, offset: usize, len: usize);
+    /// Returns the number of bytes up to the last one that was stored in a range, or more. All bytes after them are zero.
+    fn used(&self, offset: usize, len: usize) -> usize;
 }
 
 /// A region in ordinary memory, for tests and tools.
@@ -29,19 +29,19 @@ impl Medium for Memory {
     fn len(&self) -> usize {
         self.0.len()
     }
-    fn write(&mut self, at: usize, bytes: &[u8]) {
-        self.0[at..at + bytes.len()].copy_from_slice(bytes);
+    fn write(&mut self, offset: usize, bytes: &[u8]) {
+        self.0[offset..offset + bytes.len()].copy_from_slice(bytes);
     }
-    fn read(&self, at: usize, bytes: &mut [u8]) {
-        bytes.copy_from_slice(&self.0[at..at + bytes.len()]);
+    fn read(&self, offset: usize, bytes: &mut [u8]) {
+        bytes.copy_from_slice(&self.0[offset..offset + bytes.len()]);
     }
-    fn reserve(&mut self, _at: usize, _len: usize) -> bool {
+    fn reserve(&mut self, _offset: usize, _len: usize) -> bool {
         true
     }
-    fn release(&mut self, at: usize, len: usize) {
-        self.0[at..at + len].fill(0);
+    fn release(&mut self, offset: usize, len: usize) {
+        self.0[offset..offset + len].fill(0);
     }
-    fn used(&self, _at: usize, len: usize) -> usize {
+    fn used(&self, _offset: usize, len: usize) -> usize {
         len
     }
 }

@@ -1,8 +1,16 @@
-//! The journal itself: append, snapshot and replay.
+//! The journal: appends records, takes snapshots and replays.
+//!
+//! Terms
+//! * The *medium* is the byte region that contains the journal. It has two *halves*. One half is active.
+//! * A *frame* is one encoded record in a half. Records are appended to the active half.
+//! * The *ledger* is the table that results from all records.
+//! * A *snapshot* writes the ledger as records to the other half and makes that half the active one. It makes room,
+//!   because it leaves out the records that later records made void.
+//! * The *generation* of a half numbers the snapshots. The valid header with the higher generation marks the active half.
 //!
 //! Invariants
-//! * `snapshot_end <= end <= reserved[half] <= half_bytes`, so all bytes in use have memory.
-//! * A replay of the bytes gives the ledger and the place of the next record.
+//! * `snapshot_end <= end <= reserved[half] <= half_bytes`, so memory is allocated for all bytes in use.
+//! * A replay of the bytes gives the same ledger and the same append position.
 
 use firn_format::journal::{
     FRAME_HEADER_BYTES, HALF_HEADER_BYTES, decode_half_header, encode_frame, encode_half_header,
@@ -29,25 +37,25 @@ pub enum Damage {
         /// 0 or 1.
         half: usize,
     },
-    /// Bytes between records are no record.
-    #[error("journal half {half}, byte {at}: {bytes} bytes are damaged, records follow")]
+    /// Bytes between two valid records could not be decoded.
+    #[error("journal half {half}, byte {offset}: {bytes} bytes are damaged, records follow")]
     Hole {
         /// 0 or 1.
         half: usize,
         /// Offset in the half.
-        at: usize,
+        offset: usize,
         /// Number of bytes that were skipped.
         bytes: usize,
     },
     /// A frame is complete, but its content is invalid.
-    #[error("journal half {half}, byte {at}: {why}")]
+    #[error("journal half {half}, byte {offset}: {reason}")]
     Record {
         /// 0 or 1.
         half: usize,
         /// Offset in the half.
-        at: usize,
+        offset: usize,
         /// What is invalid.
-        why: String,
+        reason: String,
     },
 }
 
@@ -68,7 +76,7 @@ pub struct Replay {
     sequence: u64,
 }
 
-/// Number of bytes at the start of each half that always have memory, and by which a half grows at least.
+/// Number of bytes at the start of each half that are always allocated, and the least by which a half grows.
 const STEP: usize = firn_format::geometry::JOURNAL_STEP as usize;
 /// Alignment of frames in a half.
 const FRAME_ALIGN: usize = 8;
@@ -79,8 +87,8 @@ const GAIN_SHARE_MIN: usize = 64;
 
 /// A journal that is open for appending.
 ///
-/// Only the reserved bytes of a half have memory. Both halves grow together, because otherwise a snapshot, which alone makes
-/// room, would not fit. Memory far beyond the size of the last snapshot is freed.
+/// Memory is allocated only for the reserved bytes of a half. Both halves grow together. Otherwise a snapshot would not fit
+/// in the other half, and only a snapshot makes room. Memory far beyond the size of the last snapshot is freed.
 pub struct Journal<M: Medium> {
     medium: M,
     ledger: Ledger,
@@ -90,10 +98,10 @@ pub struct Journal<M: Medium> {
     end: usize,
     /// Value of `end` after the last snapshot.
     snapshot_end: usize,
-    /// Size of the records since then that the next snapshot leaves out.
+    /// Size of the records since the last snapshot that the next one leaves out.
     ended_bytes: usize,
     sequence: u64,
-    /// Number of bytes at the start of each half that have memory and may be written.
+    /// Number of bytes at the start of each half that are allocated and may be written.
     reserved: [usize; 2],
     /// Number of bytes appended since the invariants were checked.
     unchecked: usize,
@@ -158,7 +166,7 @@ pub fn replay<M: Medium>(medium: &M) -> Replay {
         if offset > replay.end {
             replay.damage.push(Damage::Hole {
                 half,
-                at: replay.end,
+                offset: replay.end,
                 bytes: offset - replay.end,
             });
         }
@@ -171,8 +179,8 @@ pub fn replay<M: Medium>(medium: &M) -> Replay {
             }
             Err(error) => replay.damage.push(Damage::Record {
                 half,
-                at: offset,
-                why: error.to_string(),
+                offset,
+                reason: error.to_string(),
             }),
         }
         replay.records += 1;
@@ -251,15 +259,18 @@ impl<M: Medium> Journal<M> {
         }
         // The other half is cleared: frames of it that were skipped as damaged would otherwise be valid after those of a
         // snapshot with the same generation.
-        let other = (1 - journal.half) * half_bytes;
-        let first = STEP.min(half_bytes);
-        journal.medium.write(other, &vec![0; first]);
-        journal.medium.release(other + first, half_bytes - first);
-        let after = replayed.end.next_multiple_of(STEP);
-        if after < half_bytes {
+        let other_start = (1 - journal.half) * half_bytes;
+        let cleared = STEP.min(half_bytes);
+        journal.medium.write(other_start, &vec![0; cleared]);
+        journal
+            .medium
+            .release(other_start + cleared, half_bytes - cleared);
+        let unused_from = replayed.end.next_multiple_of(STEP);
+        if unused_from < half_bytes {
+            let start = journal.half * half_bytes;
             journal
                 .medium
-                .release(journal.half * half_bytes + after, half_bytes - after);
+                .release(start + unused_from, half_bytes - unused_from);
         }
         // If the snapshot does not fit, the active half stays in use: it is valid up to `end`.
         let _ = journal.snapshot();
@@ -327,7 +338,11 @@ impl<M: Medium> Journal<M> {
     /// Asserts that a replay gives the present state.
     fn assert_replay(&self) {
         let replayed = replay(&self.medium);
-        assert_eq!(replayed.damage, [], "a journal that nobody damaged");
+        assert_eq!(
+            replayed.damage,
+            [],
+            "a replay of an intact journal finds no damage"
+        );
         let present = (self.half, self.generation, self.end, self.sequence);
         let after_replay = (
             replayed.half,
@@ -347,33 +362,34 @@ impl<M: Medium> Journal<M> {
 
     /// Makes room for `frame` more bytes in the active half: by a snapshot, or by more memory.
     fn make_room(&mut self, frame: usize, is_end: bool) -> Result<(), Full> {
-        // A record that begins something leaves a sixteenth for records that end something, and leaves room for a snapshot in
-        // the other half.
+        // A record that ends something may fill the active half. A record that begins something leaves a share of it for records
+        // that end something, and must also leave the other half large enough for a snapshot.
         let fits = |journal: &Self| {
-            let [this, other] = [
-                journal.reserved[journal.half],
-                journal.reserved[1 - journal.half],
-            ];
-            journal.end + frame
-                <= if is_end {
-                    this
-                } else {
-                    this.min(other) / KEPT_SHARE * (KEPT_SHARE - 1)
-                }
+            let active_bytes = journal.reserved[journal.half];
+            let other_bytes = journal.reserved[1 - journal.half];
+            let limit = if is_end {
+                active_bytes
+            } else {
+                active_bytes.min(other_bytes) / KEPT_SHARE * (KEPT_SHARE - 1)
+            };
+            journal.end + frame <= limit
         };
         if fits(self) {
             return Ok(());
         }
-        // A snapshot costs time, because it writes the whole state. It is worth that if the half is twice as long as a snapshot.
-        // Else it is the last resort, if it gains enough: it must not be taken for each record that does not fit.
+        // A snapshot writes the whole ledger, so it is taken first only if it halves the journal. Otherwise the halves grow. A
+        // snapshot that gains less is taken when they cannot grow; a minimum gain keeps it from being taken for each record.
         let gained = self.gained_bytes();
-        let may_help = is_end || gained >= self.reserved[self.half] / GAIN_SHARE_MIN;
-        let _ = gained >= self.end / 2 && self.snapshot().is_ok();
+        let may_take_snapshot = is_end || gained >= self.reserved[self.half] / GAIN_SHARE_MIN;
+        if gained >= self.end / 2 {
+            // If it fails, the loop below tries to grow.
+            let _ = self.snapshot();
+        }
         while !fits(self) {
             if self.grow() {
                 continue;
             }
-            if !may_help || self.gained_bytes() == 0 {
+            if !may_take_snapshot || self.gained_bytes() == 0 {
                 return Err(Full);
             }
             self.snapshot()?;
@@ -381,7 +397,8 @@ impl<M: Medium> Journal<M> {
         Ok(())
     }
 
-    /// Lets both halves grow by half of their memory. Returns false if there is no memory, or if they have all of it.
+    /// Grows both halves by half of their memory, or by one step if there is less. Returns false if there is no memory, or if
+    /// both have their full size.
     fn grow(&mut self) -> bool {
         let half = self.half;
         let reserved = self.reserved[0].min(self.reserved[1]);
@@ -395,11 +412,11 @@ impl<M: Medium> Journal<M> {
     fn reserve(&mut self, half: usize, bytes: usize) -> bool {
         let start = half * self.half_bytes();
         let reserved = self.reserved[half];
-        let wanted = bytes.next_multiple_of(STEP).min(self.half_bytes());
+        let requested = bytes.next_multiple_of(STEP).min(self.half_bytes());
         let is_reserved =
-            wanted <= reserved || self.medium.reserve(start + reserved, wanted - reserved);
+            requested <= reserved || self.medium.reserve(start + reserved, requested - reserved);
         if is_reserved {
-            self.reserved[half] = wanted.max(reserved);
+            self.reserved[half] = requested.max(reserved);
         }
         is_reserved
     }
@@ -429,7 +446,7 @@ impl<M: Medium> Journal<M> {
     /// Writes the ledger to the other half and makes that the active one. The header comes last: until then the old half is
     /// the journal.
     fn snapshot(&mut self) -> Result<(), Full> {
-        // Only a forged header has the largest generation. Then the active half stays in use.
+        // Only a forged header has the largest generation. Then there is no next one, and the active half stays in use.
         let other = 1 - self.half;
         let generation = self.generation.checked_add(1).ok_or(Full)?;
         let mut bytes = Vec::new();
@@ -452,9 +469,9 @@ impl<M: Medium> Journal<M> {
         (self.snapshot_end, self.ended_bytes) = (self.end, 0);
         self.write_header();
         // The header of the old half stays: if the new one is damaged, a replay finds by it which generation to look for.
-        let enough = used + used / 2 + STEP;
-        if self.reserved.iter().all(|&reserved| reserved >= 2 * enough) {
-            self.shrink(enough);
+        let kept = used + used / 2 + STEP;
+        if self.reserved.iter().all(|&reserved| reserved >= 2 * kept) {
+            self.shrink(kept);
         }
         Ok(())
     }

@@ -48,7 +48,16 @@ fn append(
         return Some(arena.extend_piece(lease, reserved.len, 0).0);
     }
     let sequence = arena.next_sequence();
-    Some(arena.publish_piece(lease, reserved, (file, offset), sequence, 0))
+    Some(arena.publish_piece(
+        lease,
+        reserved,
+        firn_arena::NewPiece {
+            file_id: file,
+            offset,
+            sequence,
+            modified: 0,
+        },
+    ))
 }
 
 /// Proves S-write-1.
@@ -71,7 +80,7 @@ fn published_pieces_outlive_the_process_that_wrote_them() {
     assert_eq!(pieces, [(7, 100, 11), (8, 5000, 9000)]);
     let mut text = [0; 11];
     arena
-        .copy_out(stored[0].at.slab, stored[0].piece.position, &mut text)
+        .copy_out(stored[0].record.slab, stored[0].piece.position, &mut text)
         .unwrap();
     assert_eq!(&text, b"hello world");
     assert_eq!(u64::from(stored[1].piece.position) % 4096, 5000 % 4096);
@@ -301,7 +310,16 @@ fn fill_lease(arena: &Arena, lease: &mut Lease, file: u64, offset: &mut u64, rng
             arena.extend_piece(lease, reserved.len, 0);
         } else {
             let sequence = arena.next_sequence();
-            arena.publish_piece(lease, reserved, (file, *offset), sequence, 0);
+            arena.publish_piece(
+                lease,
+                reserved,
+                firn_arena::NewPiece {
+                    file_id: file,
+                    offset: *offset,
+                    sequence,
+                    modified: 0,
+                },
+            );
         }
         *offset += len + u64::from(rng.random_bool(0.1)) * 100;
     }
@@ -315,7 +333,7 @@ fn verify_all(arena: &Arena) -> usize {
         let mut bytes = vec![0; stored_piece.piece.len as usize];
         arena
             .copy_out(
-                stored_piece.at.slab,
+                stored_piece.record.slab,
                 stored_piece.piece.position,
                 &mut bytes,
             )

@@ -93,7 +93,7 @@ fn lease(arena: &Arena, class: Class) -> ClientLease {
 fn take(arena: &Arena, lease: &mut ClientLease) -> Vec<(u64, u32)> {
     let mut accepted = Vec::new();
     arena
-        .take_client(lease, &mut |bytes| accepted.push((bytes.offset, bytes.len)))
+        .accept_published(lease, &mut |bytes| accepted.push((bytes.offset, bytes.len)))
         .unwrap();
     accepted
 }
@@ -255,7 +255,7 @@ fn regression_a_record_beyond_the_largest_offset_does_not_count_after_the_death_
             assert_eq!(found, [0], "a piece at {offset}");
             stored
                 .iter()
-                .for_each(|stored| arena.keep_piece(stored.at, stored.piece.len));
+                .for_each(|stored| arena.keep_piece(stored.record, stored.piece.len));
             arena.free_unkept_slabs(&stored);
         }
     }
@@ -290,7 +290,7 @@ fn a_record_that_breaks_the_rules_ends_the_lease_and_never_counts() {
         };
         spoil(&mut piece, 4);
         client.record(&slab, 1, piece);
-        let looked = arena.take_client(&mut lease, &mut |bytes| panic!("{bytes:?}"));
+        let looked = arena.accept_published(&mut lease, &mut |bytes| panic!("{bytes:?}"));
         // A piece that leaves the slab does not even pass for one.
         assert_eq!(looked.is_err(), case != 3, "case {case}");
         let revoked = arena.revoke_client(&mut lease, &mut |bytes| panic!("{bytes:?}"));

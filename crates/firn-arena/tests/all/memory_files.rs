@@ -62,7 +62,16 @@ fn publish(arena: &Arena, mut lease: Lease, file: u64, offset: u64, len: u64) ->
     assert_eq!(u64::from(room.len), len);
     arena.fill_slab(lease.slab(), room.position, &bytes_of(file, offset, len));
     let sequence = arena.next_sequence();
-    let piece = arena.publish_piece(&mut lease, room, (file, offset), sequence, 0);
+    let piece = arena.publish_piece(
+        &mut lease,
+        room,
+        firn_arena::NewPiece {
+            file_id: file,
+            offset,
+            sequence,
+            modified: 0,
+        },
+    );
     arena.seal_slab(lease);
     piece
 }
@@ -119,7 +128,7 @@ fn verify(arena: &Arena) -> Vec<Piece> {
         let mut bytes = vec![0; stored_piece.piece.len as usize];
         arena
             .copy_out(
-                stored_piece.at.slab,
+                stored_piece.record.slab,
                 stored_piece.piece.position,
                 &mut bytes,
             )
@@ -155,7 +164,7 @@ fn begin_file(arena: &Arena, slots: u32) -> Arc<MemoryFile> {
 fn attach(path: &Path) -> (Arena, Vec<Damage>) {
     let (arena, stored, damage) = Arena::attach(path).expect("attached");
     for stored_piece in &stored {
-        arena.keep_piece(stored_piece.at, stored_piece.piece.len);
+        arena.keep_piece(stored_piece.record, stored_piece.piece.len);
     }
     arena.free_unkept_slabs(&stored);
     arena.remove_unused_memory_files();
@@ -328,7 +337,7 @@ fn a_crash_at_any_store_leaves_each_piece_whole_and_each_slot_usable() {
         }
         let (stored, _) = arena.read_pieces();
         for stored in stored {
-            arena.retire_bytes(stored.at, stored.piece.len, true);
+            arena.retire_bytes(stored.record, stored.piece.len, true);
         }
         lease_all(&arena);
         arena.assert_invariants();
@@ -371,7 +380,7 @@ fn count_unreadable(fixture: &Fixture) -> usize {
     let unreadable = stored.iter().filter(|stored_piece| {
         let mut bytes = vec![0; stored_piece.piece.len as usize];
         let read = fixture.arena.copy_out(
-            stored_piece.at.slab,
+            stored_piece.record.slab,
             stored_piece.piece.position,
             &mut bytes,
         );
@@ -438,7 +447,7 @@ fn a_memory_file_that_is_gone_short_or_of_others_is_told_and_not_read() {
 fn a_flipped_bit_in_the_word_of_a_slot_is_damage_of_that_slot() {
     let (fixture, damage) = damaged(|_, fixture| {
         let geometry = *fixture.arena.geometry();
-        let chunk = fixture.arena.read_pieces().0[1].at.slab.chunk;
+        let chunk = fixture.arena.read_pieces().0[1].record.slab.chunk;
         let firn_format::home::Home::Memory(slot) = fixture.arena.home(chunk).expect("a home")
         else {
             panic!("in memory");

@@ -162,11 +162,20 @@ fn an_arena_keeps_its_parts_over_an_attach() {
     let reserved = lease.reserve(1, 0, 100).expect("room");
     arena.fill_slab(lease.slab(), reserved.position, &[7; 100]);
     let sequence = arena.next_sequence();
-    arena.publish_piece(&mut lease, reserved, (1, 0), sequence, 0);
+    arena.publish_piece(
+        &mut lease,
+        reserved,
+        firn_arena::NewPiece {
+            file_id: 1,
+            offset: 0,
+            sequence,
+            modified: 0,
+        },
+    );
     drop(arena);
     let (arena, stored, damage) = Arena::attach_on(&path, &topology).expect("attach");
     assert!(damage.is_empty());
-    arena.keep_piece(stored[0].at, 100);
+    arena.keep_piece(stored[0].record, 100);
     arena.free_unkept_slabs(&stored);
     assert_eq!(arena.numa_node_figures()[1].used_bytes, CHUNK);
     assert_eq!(lease_all_near(&arena, 1, 2).0, [1, 0, 0]);

@@ -59,7 +59,7 @@ impl Fixture {
         change(self);
         let (arena, stored, damage) = Arena::attach(&self.path()).expect("attached");
         for kept in &stored {
-            arena.keep_piece(kept.at, kept.piece.len);
+            arena.keep_piece(kept.record, kept.piece.len);
         }
         arena.free_unkept_slabs(&stored);
         self.arena = Some(arena);
@@ -89,7 +89,16 @@ fn append(arena: &Arena, lease: &mut Lease, file: u64, offset: u64, len: u64) ->
         &bytes_of(file, offset, len),
     );
     let sequence = arena.next_sequence();
-    Some(arena.publish_piece(lease, reserved, (file, offset), sequence, 0))
+    Some(arena.publish_piece(
+        lease,
+        reserved,
+        firn_arena::NewPiece {
+            file_id: file,
+            offset,
+            sequence,
+            modified: 0,
+        },
+    ))
 }
 
 /// Fills a whole chunk with bytes of one file, seals it, and returns its piece.
@@ -109,7 +118,7 @@ fn verify(arena: &Arena) -> usize {
         let mut bytes = vec![0; stored_piece.piece.len as usize];
         arena
             .copy_out(
-                stored_piece.at.slab,
+                stored_piece.record.slab,
                 stored_piece.piece.position,
                 &mut bytes,
             )
@@ -398,13 +407,13 @@ fn readers_see_the_same_bytes_while_chunks_move_and_memory_is_used_again() {
                             position,
                             ..
                         } = found.piece;
-                        arena.pin_slab(found.at.slab);
+                        arena.pin_slab(found.record.slab);
                         let mut bytes = vec![0; len as usize];
                         arena
-                            .copy_out(found.at.slab, position, &mut bytes)
+                            .copy_out(found.record.slab, position, &mut bytes)
                             .expect("readable");
                         assert!(bytes == bytes_of(file, offset, u64::from(len)), "{found:?}");
-                        arena.unpin_slab(found.at.slab);
+                        arena.unpin_slab(found.record.slab);
                     }
                 }
             }));
@@ -501,7 +510,7 @@ fn readable(arena: &Arena) -> Vec<u64> {
     for found in arena.read_pieces().0 {
         let mut bytes = vec![0; found.piece.len as usize];
         if arena
-            .copy_out(found.at.slab, found.piece.position, &mut bytes)
+            .copy_out(found.record.slab, found.piece.position, &mut bytes)
             .is_ok()
         {
             assert!(bytes == bytes_of(found.piece.file, found.piece.offset, bytes.len() as u64));
@@ -520,7 +529,7 @@ fn a_missing_spill_file_is_named_and_the_rest_is_kept() {
         fixture.reattach(|fixture| std::fs::rename(fixture.spill(), &aside).unwrap());
     assert_eq!(pieces.len(), 2, "nothing is dropped");
     assert!(
-        matches!(&damage[..], [Damage::Spill { pieces: 1, bytes: CHUNK, why, .. }] if why.contains("cannot open it")),
+        matches!(&damage[..], [Damage::Spill { pieces: 1, bytes: CHUNK, reason, .. }] if reason.contains("cannot open it")),
         "{damage:?}"
     );
     assert!(matches!(
@@ -569,7 +578,7 @@ fn a_foreign_spill_file_is_neither_read_nor_written() {
         std::fs::copy(other.spill(), fixture.spill()).unwrap();
     });
     assert!(
-        matches!(&damage[..], [Damage::Spill { why, .. }] if why.contains("another arena")),
+        matches!(&damage[..], [Damage::Spill { reason, .. }] if reason.contains("another arena")),
         "{damage:?}"
     );
     assert_eq!(readable(fixture.arena()), [2]);

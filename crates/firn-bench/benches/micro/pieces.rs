@@ -28,10 +28,16 @@ impl Slab<'_> {
             .reserve(1, offset, data.len() as u64)
             .expect("room in the chunk");
         self.arena.fill_slab(lease.slab(), reserved.position, data);
-        self.pieces.push(
-            self.arena
-                .publish_piece(lease, reserved, (1, offset), index as u64, 0),
-        );
+        self.pieces.push(self.arena.publish_piece(
+            lease,
+            reserved,
+            firn_arena::NewPiece {
+                file_id: 1,
+                offset,
+                sequence: index as u64,
+                modified: 0,
+            },
+        ));
     }
 
     fn empty(&mut self) {

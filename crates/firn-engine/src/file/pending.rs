@@ -482,9 +482,16 @@ mod tests {
             let sequence = self.arena.next_sequence();
             let modified = self.pending.recorded_ns();
             let lease = &mut self.lease;
-            let piece = self
-                .arena
-                .publish_piece(lease, reserved, (1, offset), sequence, modified);
+            let piece = self.arena.publish_piece(
+                lease,
+                reserved,
+                firn_arena::NewPiece {
+                    file_id: 1,
+                    offset,
+                    sequence,
+                    modified,
+                },
+            );
             let extent = Extent {
                 len,
                 piece,

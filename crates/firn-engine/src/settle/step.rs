@@ -272,9 +272,12 @@ impl<B: Backing> Room<B> {
         let piece = arena.publish_piece(
             lease,
             room,
-            (file_id.get(), range.start),
-            sequence,
-            modified,
+            firn_arena::NewPiece {
+                file_id: file_id.get(),
+                offset: range.start,
+                sequence,
+                modified,
+            },
         );
         state.direct.invalidate_lists(arena);
         state.pending.insert(

@@ -269,7 +269,9 @@ impl<B: Backing> Files for LogBacking<B> {
         match file.logged() {
             Some(logged) => {
                 let site = self.site();
-                logged.wait_for(&site, &mut || logged.read(&site, &file.below, buf, offset))
+                logged.retry_while_lagging(&site, &mut || {
+                    logged.read(&site, &file.below, buf, offset)
+                })
             }
             None => {
                 if let Some(opened) = opened {
@@ -292,7 +294,7 @@ impl<B: Backing> Files for LogBacking<B> {
         let parts = take_for_one_frame(parts)?;
         let plain_len = || self.plain_len(file);
         let site = self.site();
-        logged.wait_for(&site, &mut || logged.write(&site, &plain_len, parts))?;
+        logged.retry_while_lagging(&site, &mut || logged.write(&site, &plain_len, parts))?;
         self.note_modified(file);
         Ok(parts.iter().map(DataPart::len).sum())
     }
@@ -305,7 +307,8 @@ impl<B: Backing> Files for LogBacking<B> {
         match resize {
             Resize::To(len) => {
                 let plain_len = || self.plain_len(file);
-                logged.wait_for(&site, &mut || logged.set_len(&site, &plain_len, len))?;
+                logged
+                    .retry_while_lagging(&site, &mut || logged.set_len(&site, &plain_len, len))?;
             }
             Resize::AtLeast(len) => {
                 let plain_len = || Ok(self.below.attr_of_file(&file.below)?.size);
@@ -346,13 +349,15 @@ impl<B: Backing> Files for LogBacking<B> {
                         offset,
                         len: zeroed,
                     };
-                    logged.wait_for(&site, &mut || logged.zero(&site, &plain_len, piece))?;
+                    logged.retry_while_lagging(&site, &mut || {
+                        logged.zero(&site, &plain_len, piece)
+                    })?;
                 }
             }
             _ => return Err(Errno::OPNOTSUPP),
         }
         if end > file_bytes && !keeps_size {
-            logged.wait_for(&site, &mut || logged.grow(&site, &plain_len, end))?;
+            logged.retry_while_lagging(&site, &mut || logged.grow(&site, &plain_len, end))?;
         }
         // The time is set even if no byte changed, as on ext4, xfs and btrfs.
         self.note_modified(file);
@@ -364,7 +369,7 @@ impl<B: Backing> Files for LogBacking<B> {
             None => self.below.seek(&file.below, offset, what),
             Some(logged) => {
                 let site = self.site();
-                logged.wait_for(&site, &mut || {
+                logged.retry_while_lagging(&site, &mut || {
                     let plain_bytes = self.plain_len(file)?;
                     logged.seek(&site, plain_bytes, offset, what)
                 })
@@ -398,7 +403,7 @@ impl<B: Backing> Files for LogBacking<B> {
             let site = self.site();
             opened
                 .file
-                .wait_for(&site, &mut || opened.file.sync(&site))?;
+                .retry_while_lagging(&site, &mut || opened.file.sync(&site))?;
             if !opened.file.is_logged() {
                 self.see_closed_changes(opened)?;
             }
@@ -491,14 +496,14 @@ impl<B: Backing> Sharing for LogBacking<B> {
                 Ok(())
             }
             FileUse::Written => {
-                opened.file.is_written.store(false, Ordering::Release);
+                opened.file.has_local_writer.store(false, Ordering::Release);
                 if opened.file.has_containers() {
                     self.ended.add(&opened.file, &opened.inode);
                 }
                 Ok(())
             }
             FileUse::Finished => {
-                opened.file.is_written.store(false, Ordering::Release);
+                opened.file.has_local_writer.store(false, Ordering::Release);
                 self.finish(opened)
             }
         }

@@ -120,7 +120,7 @@ impl Left {
     /// Counts the result for one file.
     fn count(&mut self, flattened: Result<Flattened>) {
         match flattened {
-            Ok(Flattened::Flat) => {}
+            Ok(Flattened::Flat | Flattened::NotDue) => {}
             Ok(Flattened::UnderWay) => self.under_way += 1,
             Ok(Flattened::Written) => self.written += 1,
             Err(error) => {
@@ -165,7 +165,7 @@ impl<B: Backing> LogBacking<B> {
         let mut left = Left::default();
         for (ended, settled) in ended.into_iter().zip(settled) {
             left.count(settled);
-            if settled != Ok(Flattened::Flat) {
+            if !matches!(settled, Ok(Flattened::Flat | Flattened::NotDue)) {
                 let mut state = self.ended.state.lock();
                 state.files.entry(ended.file.id).or_insert(ended);
             }
@@ -186,7 +186,7 @@ impl<B: Backing> LogBacking<B> {
         let mut waits = RETRY_WAITS.start();
         while opened.file.has_containers() {
             match self.settle_file(&opened.file, &opened.inode)? {
-                Flattened::Flat => break,
+                Flattened::Flat | Flattened::NotDue => break,
                 Flattened::Written => {
                     self.ended.add(&opened.file, &opened.inode);
                     break;
@@ -459,36 +459,39 @@ impl<B: Backing> LogBacking<B> {
     /// Publishes this host's writes and removes its registration as a writer. Does nothing while a program on this host
     /// is writing.
     fn publish(&self, file: &LoggedFile<B>) -> Result<()> {
-        if file.is_written.load(Ordering::Acquire) {
+        if file.has_local_writer.load(Ordering::Acquire) {
             return Ok(());
         }
         let site = self.site();
-        file.wait_for(&site, &mut || file.end_writing(&site))
+        file.retry_while_lagging(&site, &mut || file.end_writing(&site))
     }
 
-    /// Does the next step for a file that this host has written. Returns [`Flattened::Flat`] also if there is no step
-    /// now: a later close or request does it.
+    /// Publishes this host's logs of a file. Then removes the containers if the file was removed, or flattens the file if the
+    /// mount does that when a file is closed.
+    ///
+    /// Returns [`Flattened::NotDue`] if a program of this host still uses the file, or if the mount keeps files in logs.
     fn settle_file(&self, file: &Arc<LoggedFile<B>>, inode: &B::Inode) -> Result<Flattened> {
         let site = self.site();
-        if file.is_written.load(Ordering::Acquire) {
-            return Ok(Flattened::Flat);
+        if file.has_local_writer.load(Ordering::Acquire) {
+            return Ok(Flattened::NotDue);
         }
         self.publish(file)?;
         if file.is_removed.load(Ordering::Acquire) {
             if file.opens.load(Ordering::Acquire) > 0 {
-                return Ok(Flattened::Flat);
+                return Ok(Flattened::NotDue);
             }
             if file.has_other_writers(&site, &self.setup.is_alive)? {
                 return Ok(Flattened::Written);
             }
-            file.wait_for(&site, &mut || file.remove(&site))?;
+            file.retry_while_lagging(&site, &mut || file.remove(&site))?;
             let removed = self.files.lock().by_id.remove(&file.id);
+            // Dropped after the lock is released: the last reference may close files.
             drop(removed);
             return Ok(Flattened::Flat);
         }
         match self.setup.when_closed {
             WhenClosed::Flatten | WhenClosed::FlattenBehind => self.flatten_file(file, inode),
-            WhenClosed::Keep => Ok(Flattened::Flat),
+            WhenClosed::Keep => Ok(Flattened::NotDue),
         }
     }
 
@@ -496,7 +499,7 @@ impl<B: Backing> LogBacking<B> {
     fn flatten_file(&self, file: &Arc<LoggedFile<B>>, inode: &B::Inode) -> Result<Flattened> {
         let unit_bytes = self.setup.unit_bytes;
         let site = self.site();
-        let flattened = file.wait_for(&site, &mut || {
+        let flattened = file.retry_while_lagging(&site, &mut || {
             file.flatten(&site, inode, unit_bytes, &self.setup.is_alive)
         })?;
         if flattened == Flattened::Flat {
@@ -522,6 +525,7 @@ impl<B: Backing> LogBacking<B> {
             }
             is_unused.then(|| files.by_id.remove(&file.id))
         };
+        // Dropped after the lock is released: the last reference may close files.
         drop(removed);
     }
 }

@@ -1,7 +1,8 @@
 //! Reads bytes from logs, and compares each block of another host's log with its checksum before its first use.
 //!
 //! Terms
-//! * Change: one frame of an index. Its bytes lie in one log, one after the other, in its span.
+//! * Change: one frame of an index. Its bytes are contiguous in one log.
+//! * Span: the range of a log with the bytes of one change, and their checksums.
 //! * Block: [`CHECKED_BYTES`] of a span, or less at its end. A block has one checksum.
 //! * Lost block: a block that was given up as damaged. It reads as zeros.
 //!
@@ -73,8 +74,8 @@ enum BlockHolder {
     /// From the file with this index in the list.
     File(usize),
     /// From firnd, which must check the block first.
-    ToBeAsked,
-    /// From firnd: the list does not have the bytes.
+    UncheckedByFirnd,
+    /// From firnd, because the list does not say where the bytes are.
     Unlisted,
 }
 
@@ -175,16 +176,17 @@ fn is_near<B: Backing>(group: &[LogPiece<'_, B>], piece: &LogPiece<'_, B>) -> bo
 impl<B: Backing> Container<B> {
     /// Reads from `offset` until `buf` is full or the file ends, and returns the number of bytes read.
     ///
-    /// `below` reads the file below the container: it fills a buffer from an offset and returns how many bytes it read.
+    /// `read_plain` reads the plain file below the container. It fills a buffer from an offset and returns the number of
+    /// bytes read.
     pub fn read(
         &self,
         base: &B,
-        below: &dyn Fn(&mut [u8], u64) -> Result<usize>,
+        read_plain: &dyn Fn(&mut [u8], u64) -> Result<usize>,
         buf: &mut [u8],
         offset: u64,
     ) -> Result<usize> {
         let mut walk = Walk::new(offset..offset.saturating_add(buf.len() as u64));
-        let mut rest = buf;
+        let mut unfilled = buf;
         let mut bytes_read = 0;
         loop {
             let segments = self.find_next(base, &mut walk)?;
@@ -194,14 +196,14 @@ impl<B: Backing> Container<B> {
             let mut wanted = Vec::new();
             for segment in segments {
                 let len = (segment.file.end - segment.file.start) as usize;
-                let (part, later) = rest.split_at_mut(len);
-                rest = later;
+                let (part, remaining) = unfilled.split_at_mut(len);
+                unfilled = remaining;
                 bytes_read += len;
                 match segment.source {
                     Source::Hole | Source::Zeros => part.fill(0),
                     Source::Plain => {
-                        let count = below(part, segment.file.start)?;
-                        // The file below is shorter than its head says: a program cut it without Firn.
+                        let count = read_plain(part, segment.file.start)?;
+                        // If the plain file is shorter than its head says, a program truncated it without Firn.
                         part[count..].fill(0);
                     }
                     Source::Log { position, key, .. } => wanted.push(WantedBytes {
@@ -215,12 +217,12 @@ impl<B: Backing> Container<B> {
         }
     }
 
-    /// Finds where the bytes of `range` lie, until `located` is full. `below` does the same for the file below the
-    /// container.
+    /// Finds where the bytes of `range` lie, until `located` is full. `locate_plain` does the same for a range of the plain
+    /// file below the container.
     pub(crate) fn locate(
         &self,
         base: &B,
-        below: &dyn Fn(Range<u64>, &mut LocatedList) -> Result<Room>,
+        locate_plain: &dyn Fn(Range<u64>, &mut LocatedList) -> Result<Room>,
         range: Range<u64>,
         located: &mut LocatedList,
     ) -> Result<Room> {
@@ -234,7 +236,7 @@ impl<B: Backing> Container<B> {
             for Segment { file, source } in segments {
                 let room = match source {
                     Source::Hole | Source::Zeros => located.skip(file),
-                    Source::Plain => below(file, located)?,
+                    Source::Plain => locate_plain(file, located)?,
                     Source::Log { position, key, .. } => {
                         let change = match changes.entry(key) {
                             Entry::Occupied(known) => known.into_mut(),
@@ -283,7 +285,7 @@ impl<B: Backing> Container<B> {
                 BlockHolder::File(index) => {
                     located.add(part, index, source.span.position + bytes.start)
                 }
-                BlockHolder::ToBeAsked => located.add_unchecked(part),
+                BlockHolder::UncheckedByFirnd => located.add_unchecked(part),
                 BlockHolder::Unlisted => located.skip(part),
             };
             if room == Room::Full {
@@ -316,7 +318,7 @@ impl<B: Backing> Container<B> {
                         return Ok(Some(BlockHolder::Unlisted));
                     }
                 }
-                Check::Later => return Ok(Some(BlockHolder::ToBeAsked)),
+                Check::Later => return Ok(Some(BlockHolder::UncheckedByFirnd)),
                 Check::Enough => return Ok(None),
             }
         }
@@ -338,14 +340,14 @@ impl<B: Backing> Container<B> {
         segments: &[Segment],
         buf: &mut [u8],
     ) -> Result<()> {
-        let mut rest = buf;
+        let mut unfilled = buf;
         let mut wanted = Vec::with_capacity(segments.len());
         for Segment { file, source } in segments {
             let Source::Log { position, key, .. } = *source else {
                 return Err(Errno::INVAL);
             };
-            let (buf, later) = rest.split_at_mut((file.end - file.start) as usize);
-            rest = later;
+            let (buf, remaining) = unfilled.split_at_mut((file.end - file.start) as usize);
+            unfilled = remaining;
             wanted.push(WantedBytes { key, position, buf });
         }
         self.read_logs(base, wanted, PageUse::Forget)
@@ -400,15 +402,15 @@ impl<B: Backing> Container<B> {
         let WantedBytes { key, position, buf } = wanted;
         let span = &log.span;
         let range = range_in_span(span, position, buf.len() as u64)?;
-        let mut rest = buf;
+        let mut unfilled = buf;
         for BlockPart {
             block,
             block_start,
             bytes,
         } in BlockPart::split(range)
         {
-            let (part, later) = rest.split_at_mut((bytes.end - bytes.start) as usize);
-            rest = later;
+            let (part, remaining) = unfilled.split_at_mut((bytes.end - bytes.start) as usize);
+            unfilled = remaining;
             if log.lost.contains(&(span.position + block_start)) {
                 part.fill(0);
             } else if log.is_own || self.is_checked(key, block) {
@@ -446,11 +448,11 @@ impl<B: Backing> Container<B> {
             let Unchecked {
                 key, span, block, ..
             } = &pieces[0];
-            let whole = self.load_block(base, *key, span, *block, pages)?;
+            let block_bytes = self.load_block(base, *key, span, *block, pages)?;
             // A reader of a part of a block usually reads the rest next, so the block stays in memory.
             let window = Arc::new(Window {
                 start: span.position + block * CHECKED_BYTES,
-                bytes: whole.ok_or(Errno::IO)?,
+                bytes: block_bytes.ok_or(Errno::IO)?,
             });
             let id = (self.number, key.writer, span.log);
             self.memory.ahead.insert(id, &window);
@@ -504,7 +506,8 @@ impl<B: Backing> Container<B> {
         Ok(())
     }
 
-    /// Reads a block of a change and compares it with its checksum. Returns `None` if the bytes are not those written.
+    /// Reads a block of a change and compares it with its checksum. Returns `None` if bytes of the block are missing, or if
+    /// the checksum differs; the damage is then recorded as a fault.
     fn load_block(
         &self,
         base: &B,
@@ -514,25 +517,28 @@ impl<B: Backing> Container<B> {
         pages: PageUse,
     ) -> Result<Option<Vec<u8>>> {
         let block_start = block * CHECKED_BYTES;
-        let mut whole = vec![0; CHECKED_BYTES.min(span.bytes - block_start) as usize];
+        let mut block_bytes = vec![0; CHECKED_BYTES.min(span.bytes - block_start) as usize];
         let count = match self.open_log(base, key.writer, span.log)? {
             Some(file) => {
-                let count = read_whole(base, &file, &mut whole, span.position + block_start)?;
+                let count = read_whole(base, &file, &mut block_bytes, span.position + block_start)?;
                 pages.note_read(base, &file, span.position + block_start, count);
                 count
             }
             None => 0,
         };
-        if count < whole.len() || crc32c::crc32c(&whole) != span.checksums[block as usize] {
+        if count < block_bytes.len()
+            || crc32c::crc32c(&block_bytes) != span.checksums[block as usize]
+        {
             self.note_damage(&key, span.log, span.position + block_start);
             return Ok(None);
         }
         let mut view = self.view.lock();
         if view.checked.len() >= CHECKED_BLOCKS_MAX {
+            // The set has no order of use. Dropping all of it costs only that blocks are checked again.
             view.checked.clear();
         }
         view.checked.insert((key, block));
-        Ok(Some(whole))
+        Ok(Some(block_bytes))
     }
 
     /// Returns the positions of the lost blocks of a log.
@@ -546,13 +552,13 @@ impl<B: Backing> Container<B> {
         name.map_or_else(BTreeSet::new, |name| seal.lost.lost_blocks(&name))
     }
 
-    /// Returns the parts of a segment whose blocks are damaged, if the segment lies in a log. Blocks in `known` are
+    /// Returns the parts of a segment whose blocks are damaged, if the segment lies in a log. Blocks in `known_lost` are
     /// taken as damaged without a read. Fails if the backing fails.
     pub(crate) fn find_unreadable(
         &self,
         base: &B,
         segment: &Segment,
-        known: &Lost,
+        known_lost: &Lost,
     ) -> Result<Vec<Unreadable>> {
         let Source::Log { position, key, .. } = segment.source else {
             return Ok(Vec::new());
@@ -566,7 +572,7 @@ impl<B: Backing> Container<B> {
         for part in parts.take_while(|part| part.block_start < span.bytes) {
             let BlockPart { block, bytes, .. } = part;
             let position = span.position + part.block_start;
-            let is_lost = known.has_block(&log, position)
+            let is_lost = known_lost.has_block(&log, position)
                 || (!self.is_checked(key, block)
                     && self
                         .load_block(base, key, &span, block, PageUse::Keep)?

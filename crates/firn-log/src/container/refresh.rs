@@ -321,7 +321,7 @@ impl<B: Backing> Container<B> {
             let reached_end = frames_read.reached_end;
             let is_due = self.add_frames(frames_read);
             if is_due {
-                self.sort(base, writer, self.memory.sort_others_bytes());
+                self.sort(base, writer, self.memory.foreign_sort_threshold());
             }
             if has_read_none {
                 return if reached_end && limit == u64::MAX {
@@ -516,7 +516,7 @@ impl<B: Backing> Container<B> {
         }
         state.offset = frames_read.to;
         let has_new_frames = !frames_read.frames.is_empty();
-        let is_due = state.is_due(self.memory.sort_others_bytes());
+        let is_due = state.is_due(self.memory.foreign_sort_threshold());
         for (offset, frame) in frames_read.frames {
             view.add(frames_read.writer, offset, frame);
         }

@@ -1,7 +1,12 @@
-//! Sorts the indexes of a container: makes tables of their unsorted parts.
+//! Sorts the indexes of a container.
 //!
-//! Sorting only makes reads faster and saves memory. If it fails, the unsorted part stays in memory, and readers use
-//! that. So callers get no error.
+//! Terms
+//! * An *index* lists the changes that one writer made to the container's file, in the order in which they were written.
+//! * A *table* is a file with the changes of one part of an index, sorted by file offset.
+//! * To *merge* is to make one table of several that cover adjacent parts of an index.
+//!
+//! Sorting only makes reads faster and saves memory. If it fails, readers use the unsorted part, which stays in memory. So
+//! callers get no error.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -31,12 +36,12 @@ impl<B: Backing> Container<B> {
             tracing::debug!(index = writer.index_name(), %error, "an index stays unsorted");
             let mut view = self.view.lock();
             if let Some(state) = view.indexes.get_mut(&writer.id()) {
-                state.sort_from = state.offset + self.memory.sort_others_bytes();
+                state.sort_from = state.offset + self.memory.foreign_sort_threshold();
             }
         }
     }
 
-    /// Makes tables until the known part of the index is sorted, and merges them.
+    /// Makes tables until the known part of the index is sorted. After each one, merges tables of the same level.
     fn sort_parts(&self, base: &B, writer: &Writer, bytes: u64) -> Result<()> {
         let sorter = self.sorter(base, writer);
         loop {
@@ -94,25 +99,30 @@ impl<B: Backing> Container<B> {
         Ok(self.use_tables(base, writer, &tables.collect::<Vec<_>>())?)
     }
 
-    /// Sorts this host's own index when the host ends writing, and merges its tables.
-    pub fn sort_own(&self, base: &B) {
-        let Some(own) = self.existing_own_log() else {
+    /// Sorts and merges this host's own index after the host has ended writing.
+    ///
+    /// Sorts the unsorted part only if it has enough bytes to slow readers down. Failures are logged: then readers use the
+    /// tables that exist.
+    pub fn finish_own_index(&self, base: &B) {
+        let Some(own_log) = self.existing_own_log() else {
             return;
         };
-        let writer = &own.writer;
-        let is_due = {
+        let writer = &own_log.writer;
+        let should_sort = {
             let view = self.view.lock();
             let state = view.indexes.get(&writer.id());
-            state.is_some_and(|state| state.is_own && state.is_due(self.memory.sort_last_bytes()))
+            state.is_some_and(|state| {
+                state.is_own && state.is_due(self.memory.final_sort_threshold())
+            })
         };
-        if is_due {
-            self.sort(base, writer, self.memory.sort_bytes());
+        if should_sort {
+            self.sort(base, writer, self.memory.own_sort_threshold());
         }
         let merged = self
             .sorter(base, writer)
-            .merge_last(&self.tables_of(writer));
+            .merge_final(&self.tables_of(writer));
         if let Err(error) = merged.and_then(|()| self.use_new_tables(base, writer)) {
-            tracing::debug!(index = writer.index_name(), %error, "it stays in parts");
+            tracing::debug!(index = writer.index_name(), %error, "the final merge of an index failed; its tables stay separate");
         }
     }
 }

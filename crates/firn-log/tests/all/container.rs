@@ -483,7 +483,7 @@ fn sorted_indexes_say_what_unsorted_ones_do() {
             host.apply(&change).expect("a change");
             change.apply(&mut expected);
             if random.random_ratio(1, 40) {
-                host.container.sort_own(&host.disk);
+                host.container.finish_own_index(&host.disk);
             }
             if step % 20 == 0 {
                 let reader = &hosts[random.random_range(0..hosts.len())];
@@ -491,7 +491,7 @@ fn sorted_indexes_say_what_unsorted_ones_do() {
             }
         }
         for host in &hosts {
-            host.container.sort_own(&host.disk);
+            host.container.finish_own_index(&host.disk);
         }
         assert!(
             world.host("d").read().expect("read") == expected,
@@ -559,7 +559,7 @@ fn an_index_is_sorted_whichever_host_dies() {
         }
         host.container.sync(&host.disk).expect("sync");
         host.disk.crash_at(host.disk.steps() + step);
-        host.container.sort_own(&host.disk);
+        host.container.finish_own_index(&host.disk);
         let is_over = !host.disk.is_dead();
         if step % 2 == 0 {
             host.disk.begin_new_process();
