@@ -416,9 +416,9 @@ fn draw_checkpoints(frame: &mut Frame<'_>, area: Rect, view: &View, theme: Theme
     let mut lines = vec![Line::styled(fitted(&head, area.width), theme.head())];
     let room = (area.height as usize).saturating_sub(1);
     let first = (view.lower + 1).saturating_sub(room);
-    for (index, one) in list.iter().enumerate().skip(first).take(room) {
+    for (index, checkpoint) in list.iter().enumerate().skip(first).take(room) {
         let is_chosen = index == view.lower && list.len() > 1 && view.pane == Pane::Lower;
-        lines.push(checkpoint_line(one, bar, is_chosen, theme));
+        lines.push(checkpoint_line(checkpoint, bar, is_chosen, theme));
     }
     frame.render_widget(Paragraph::new(lines), area);
 }
@@ -431,7 +431,7 @@ fn bar_width(width: u16) -> usize {
 
 /// Returns the line of a checkpoint: its figures, and a bar of its durable, drained and held parts.
 fn checkpoint_line(
-    one: &CheckpointEntry,
+    checkpoint: &CheckpointEntry,
     width: usize,
     is_chosen: bool,
     theme: Theme,
@@ -439,13 +439,13 @@ fn checkpoint_line(
     let mark = if is_chosen { '>' } else { ' ' };
     let words = format!(
         "{mark}{:<18} {:<14} {:>10} {:>5} {:>10} ",
-        fitted(&one.name.to_string(), 18),
-        fitted(&one.state, 14),
-        bytes(one.bytes),
-        one.files,
-        bytes(one.held_bytes),
+        fitted(&checkpoint.name.to_string(), 18),
+        fitted(&checkpoint.state, 14),
+        bytes(checkpoint.bytes),
+        checkpoint.files,
+        bytes(checkpoint.held_bytes),
     );
-    let style = match one.whole {
+    let style = match checkpoint.whole {
         Some(false) => theme.odd(),
         _ => Style::new(),
     };
@@ -454,7 +454,7 @@ fn checkpoint_line(
     } else {
         style
     };
-    let (durable, drained, held) = parts(one, width);
+    let cells = bar_cells(checkpoint, width);
     let part = |sign: char, cells: usize, colour| {
         Span::styled(
             std::iter::repeat_n(sign, cells).collect::<String>(),
@@ -463,31 +463,53 @@ fn checkpoint_line(
     };
     Line::from(vec![
         Span::styled(words, style),
-        part(DURABLE, durable, Color::Green),
-        part(DRAINED, drained, Color::Blue),
-        part(HELD, held, Color::Yellow),
+        part(DURABLE, cells.durable, Color::Green),
+        part(DRAINED, cells.drained, Color::Blue),
+        part(HELD, cells.held, Color::Yellow),
     ])
 }
 
-/// Returns the cells of a bar for durable, drained and held bytes, in this order. A part that is not empty has one cell
-/// at least.
-fn parts(one: &CheckpointEntry, width: usize) -> (usize, usize, usize) {
-    let all = one.bytes.max(1) as f64;
-    let cells = |part: u64| match part {
-        0 => 0,
-        part => ((part as f64 / all * width as f64).round() as usize).clamp(1, width),
-    };
-    if one.bytes == 0 {
-        return (0, 0, 0);
+/// Widths of the three parts of a checkpoint's bar, in characters.
+#[derive(Debug, PartialEq, Eq)]
+struct BarCells {
+    durable: usize,
+    drained: usize,
+    held: usize,
+}
+
+/// Divides the `width` characters of a bar among the durable, drained and held bytes of a checkpoint.
+///
+/// Each part that has bytes gets one character first, so that a small part is visible. The remaining characters are
+/// divided in proportion to the bytes, and the largest part gets what rounding leaves over. A checkpoint without bytes
+/// has an empty bar. `width` must be at least the number of parts.
+fn bar_cells(checkpoint: &CheckpointEntry, width: usize) -> BarCells {
+    let held_bytes = checkpoint.held_bytes.min(checkpoint.bytes);
+    let drained_or_durable_bytes = checkpoint.bytes - held_bytes;
+    let durable_bytes = checkpoint.durable_bytes.min(drained_or_durable_bytes);
+    let drained_bytes = drained_or_durable_bytes - durable_bytes;
+    if checkpoint.bytes == 0 {
+        return BarCells {
+            durable: 0,
+            drained: 0,
+            held: 0,
+        };
     }
-    let held = cells(one.held_bytes);
-    let durable = cells(one.durable_bytes).min(width - held);
-    let rest = one.bytes.saturating_sub(one.held_bytes + one.durable_bytes);
-    let drained = width - held - durable;
-    match (rest, durable) {
-        (0, 0) => (0, 0, width),
-        (0, durable) => (durable + drained, 0, held),
-        _ => (durable, drained, held),
+    let part_bytes = [durable_bytes, drained_bytes, held_bytes];
+    let visible_parts = part_bytes.iter().filter(|bytes| **bytes > 0).count();
+    let shared_cells = width.saturating_sub(visible_parts);
+    let mut cells = part_bytes.map(|bytes| {
+        let proportion = u128::from(bytes) * shared_cells as u128 / u128::from(checkpoint.bytes);
+        usize::from(bytes > 0) + proportion as usize
+    });
+    let largest = (0..part_bytes.len())
+        .max_by_key(|part| part_bytes[*part])
+        .unwrap_or(0);
+    cells[largest] += width.saturating_sub(cells.iter().sum());
+    let [durable, drained, held] = cells;
+    BarCells {
+        durable,
+        drained,
+        held,
     }
 }
 
@@ -694,4 +716,50 @@ fn fitted(text: &str, width: u16) -> String {
         short.push('…');
     }
     short
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn checkpoint(bytes: u64, durable_bytes: u64, held_bytes: u64) -> CheckpointEntry {
+        CheckpointEntry {
+            name: "step_1".into(),
+            path: "/ckpt/step_1".into(),
+            step: 1,
+            bytes,
+            held_bytes,
+            durable_bytes,
+            files: 1,
+            whole: Some(true),
+            state: "whole".to_owned(),
+            level: None,
+            age_seconds: 0.0,
+            host: None,
+        }
+    }
+
+    /// Returns the widths of the durable, drained and held parts of a bar of ten characters.
+    fn ten_cells(bytes: u64, durable_bytes: u64, held_bytes: u64) -> [usize; 3] {
+        let cells = bar_cells(&checkpoint(bytes, durable_bytes, held_bytes), 10);
+        [cells.durable, cells.drained, cells.held]
+    }
+
+    #[test]
+    fn regression_a_small_part_of_a_bar_has_one_character() {
+        assert_eq!(ten_cells(1000, 990, 0), [9, 1, 0]);
+        assert_eq!(ten_cells(1000, 10, 990), [1, 0, 9]);
+        assert_eq!(ten_cells(1000, 1, 1), [1, 8, 1]);
+        assert_eq!(ten_cells(1000, 998, 1), [8, 1, 1]);
+    }
+
+    #[test]
+    fn a_bar_is_divided_in_proportion_to_the_bytes() {
+        assert_eq!(ten_cells(0, 0, 0), [0, 0, 0]);
+        assert_eq!(ten_cells(1000, 1000, 0), [10, 0, 0]);
+        assert_eq!(ten_cells(1000, 0, 0), [0, 10, 0]);
+        assert_eq!(ten_cells(1000, 0, 1000), [0, 0, 10]);
+        assert_eq!(ten_cells(1000, 500, 500), [5, 0, 5]);
+        assert_eq!(ten_cells(u64::MAX, u64::MAX, 0), [10, 0, 0]);
+    }
 }
