@@ -18,7 +18,7 @@ use std::sync::Arc;
 use firn_backing::{Backing, Errno, Kind, RenameFlags, SyncScope};
 use firn_hosts::Members;
 
-use crate::apply::Apply;
+use crate::apply::{Apply, StagingDirs};
 use crate::change_log::{ChangeLog, Direction};
 use crate::error::{OpenError, StoreError};
 use crate::hidden::OwnLinks;
@@ -419,8 +419,11 @@ impl<B: Backing> Recovery<B> {
     ) -> Result<(), OpenError> {
         let new = staging::make_dir(&self.lower.base, dir, staging::NEW)?;
         let away = staging::make_dir(&self.lower.base, dir, staging::AWAY)?;
-        let below = (&self.lower.base, self.lower.device);
-        Apply::new(below, (log, direction), &new, &away).run()?;
+        let dirs = StagingDirs {
+            new: &new,
+            away: &away,
+        };
+        Apply::new(&self.lower.base, self.lower.device, log, direction, &dirs).run()?;
         if self.lower.has_more_names(dir)? {
             self.lower.base.sync_all()?;
         } else {

@@ -494,7 +494,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 self.shadow_undo.undo_shadow(scope, shadow)
             })?;
             if !undone {
-                self.shadow_undo.see_undone(scope, shadow)?;
+                self.shadow_undo.update_after_remote_undo(scope, shadow)?;
             }
         }
         self.lower.forget_records(&scope.dir)?;

@@ -26,9 +26,9 @@ use std::sync::Arc;
 use firn_backing::lock::Mutex;
 use firn_backing::{Backing, Errno, Kind, RenameFlags};
 
-use crate::apply::Apply;
+use crate::apply::{Apply, StagingDirs};
 use crate::attributes::Objects;
-use crate::change_log::Direction;
+use crate::change_log::{ChangeLog, Direction};
 use crate::claim::{Claim, Owning};
 use crate::error::{CommitError, StageError, StoreError};
 use crate::hidden::OwnLinks;
@@ -227,8 +227,7 @@ impl<B: Backing> Commits<B> {
         let tx = format!("tx-{}", scope.serial);
         let log = self.lower.load_record(&scope.dir, &tx, staging::COMMIT)?;
         let Some(log) = log else { return Ok(()) };
-        let below = (&self.lower.base, self.lower.device);
-        let mut apply = Apply::new(below, (&log, Direction::Redo), &scope.new, &scope.away);
+        let mut apply = self.start_apply(scope, &log, Direction::Redo);
         let made = apply.make_shared_dirs()?;
         let changed = scope.changed.lock().clone();
         for (number, inode) in made {
@@ -245,6 +244,20 @@ impl<B: Backing> Commits<B> {
         Ok(())
     }
 
+    /// Prepares an application of `log` with the staging directories of the scope. Nothing is changed yet.
+    fn start_apply<'a>(
+        &'a self,
+        scope: &'a Scope<B>,
+        log: &'a ChangeLog,
+        direction: Direction,
+    ) -> Apply<'a, B> {
+        let dirs = StagingDirs {
+            new: &scope.new,
+            away: &scope.away,
+        };
+        Apply::new(&self.lower.base, self.lower.device, log, direction, &dirs)
+    }
+
     /// Applies the stored log of a decided transaction to the backing, and stores the number of the commit.
     fn apply(&self, scope: &Scope<B>) -> Result<(), StoreError> {
         let direction = scope.direction();
@@ -259,8 +272,7 @@ impl<B: Backing> Commits<B> {
             // An earlier attempt applied the whole log and failed while it removed the rest of the directory.
             return Ok(self.lower.forget_records(&scope.dir)?);
         };
-        let below = (&self.lower.base, self.lower.device);
-        let mut apply = Apply::new(below, (&log, direction), &scope.new, &scope.away);
+        let mut apply = self.start_apply(scope, &log, direction);
         let changed = scope.changed.lock().clone();
         for (number, object) in &changed {
             if let Some(inode) = object.base() {
