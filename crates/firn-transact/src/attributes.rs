@@ -230,7 +230,7 @@ impl<B: Backing> Objects<B> {
         note: impl FnOnce(&mut Change<B>),
     ) -> Result<()> {
         let (_data, scope) = self.admission.enter_data_change(object)?;
-        let Some(scope) = self.originals.holding(scope, object, NO_BYTES)? else {
+        let Some(scope) = self.originals.buffering_scope(scope, object, NO_BYTES)? else {
             let inner = object.inner.share();
             return change(&inner.inode(&self.lower.base)?);
         };

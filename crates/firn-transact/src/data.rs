@@ -295,7 +295,7 @@ impl<B: Backing> FileData<B> {
         data: &[IoSlice<'_>],
         offset: u64,
     ) -> Result<usize> {
-        let Some(scope) = self.originals.holding(scope, object, offset)? else {
+        let Some(scope) = self.originals.buffering_scope(scope, object, offset)? else {
             let inner = object.inner.share();
             let lower_file = object.lower_file(&self.lower.base, &inner, LowerFile::Writer)?;
             return self.lower.base.write_at(&lower_file, data, offset);
@@ -361,7 +361,11 @@ impl<B: Backing> FileData<B> {
         change: impl FnOnce(&B::File) -> Result<T>,
     ) -> Result<Option<T>> {
         let (_data, scope) = self.admission.enter_data_change(&file.object)?;
-        if self.originals.holding(scope, &file.object, from)?.is_some() {
+        if self
+            .originals
+            .buffering_scope(scope, &file.object, from)?
+            .is_some()
+        {
             return Ok(None);
         }
         let inner = file.object.inner.share();
@@ -455,7 +459,7 @@ impl<B: Backing> FileData<B> {
         file.check_writable(Errno::INVAL)?;
         let object = &file.object;
         let (_data, scope) = self.admission.enter_data_change(object)?;
-        let Some(scope) = self.originals.holding(scope, object, len)? else {
+        let Some(scope) = self.originals.buffering_scope(scope, object, len)? else {
             let inner = object.inner.share();
             return self.lower.base.set_len(
                 &*object.lower_file(&self.lower.base, &inner, LowerFile::Writer)?,
@@ -489,7 +493,7 @@ impl<B: Backing> FileData<B> {
         let (_data, scope) = self.admission.enter_data_change(object)?;
         let only_allocates = mode & !libc::FALLOC_FL_KEEP_SIZE == 0;
         let from = if only_allocates { NO_BYTES } else { offset };
-        let Some(scope) = self.originals.holding(scope, object, from)? else {
+        let Some(scope) = self.originals.buffering_scope(scope, object, from)? else {
             let inner = object.inner.share();
             let lower_file = object.lower_file(&self.lower.base, &inner, LowerFile::Writer)?;
             return self.lower.base.allocate(&lower_file, mode, offset, len);
@@ -582,7 +586,7 @@ impl<B: Backing> FileData<B> {
         to.check_writable(Errno::BADF)?;
         let object = &to.object;
         let (_data, scope) = self.admission.enter_data_change(object)?;
-        let is_buffered = match &self.originals.holding(scope, object, to_offset)? {
+        let is_buffered = match &self.originals.buffering_scope(scope, object, to_offset)? {
             Some(scope) => self.prepare_write(scope, object).map(|()| true)?,
             None => false,
         };

@@ -148,7 +148,7 @@ impl<B: Backing> Entries<B> {
         }
         self.tops.must_not_be_top(parent, name)?;
         let within = scope.clone();
-        let Some(scope) = self.originals.holding(scope, parent, NO_BYTES)? else {
+        let Some(scope) = self.originals.buffering_scope(scope, parent, NO_BYTES)? else {
             let dir = parent.inode(&self.lower.base)?;
             let new = NewObject {
                 dir: &dir,
@@ -157,7 +157,7 @@ impl<B: Backing> Entries<B> {
             };
             let (inode, attr) = make(&new)?;
             if let Some(shadow) = shadow_of(&within) {
-                shadow.note_new(attr.ino);
+                shadow.add_new(attr.ino);
             }
             return Ok((
                 self.tree
@@ -404,7 +404,7 @@ impl<B: Backing> Entries<B> {
         {
             return Err(Errno::NOENT);
         }
-        let Some(scope) = self.originals.holding(scope, parent, NO_BYTES)? else {
+        let Some(scope) = self.originals.buffering_scope(scope, parent, NO_BYTES)? else {
             let inode = object.inode(&self.lower.base)?;
             let dir = parent.inode(&self.lower.base)?;
             let attr = self.lower.base.link(&inode, &dir, name)?;

@@ -59,7 +59,7 @@ impl<B: Backing> LowerBacking<B> {
 
     /// Removes a transaction's record, durably: without it the rest means nothing.
     pub(crate) fn forget_records(&self, dir: &B::Inode) -> Result<(), Errno> {
-        let is_shadow = Shadow::is_at(&self.base, dir)?;
+        let is_shadow = Shadow::is_in_dir(&self.base, dir)?;
         // In this order: a record that is still to be applied goes last.
         for record in [
             staging::OPEN,
@@ -161,7 +161,7 @@ impl<B: Backing> Endings<B> {
             }
         };
         // The last host removes what several hosts share.
-        if is_removed && !scope.shadow.as_ref().is_some_and(Shadow::is_of_several) {
+        if is_removed && !scope.shadow.as_ref().is_some_and(Shadow::is_shared) {
             self.own_links.links_are_gone(scope);
         }
     }

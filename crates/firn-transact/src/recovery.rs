@@ -180,7 +180,7 @@ impl<B: Backing> ArenaNotes<B> {
             }
         }
         let is_begun = staging::find(base, &stored.dir, OsStr::new(staging::OPEN))?.is_some();
-        Ok(is_begun && Shadow::is_at(base, &stored.dir)?)
+        Ok(is_begun && Shadow::is_in_dir(base, &stored.dir)?)
     }
 
     /// Returns whether the hosts have decided to commit a transaction that this host has prepared.

@@ -2,14 +2,14 @@
 //!
 //! ```text
 //!   firnd of each mount ──► thread of the mount ─┐
-//!   mounts of this host ──► thread of the list ──┼──► Board ──► View ──► Screen ──► terminal, or text
+//!   mounts of this host ──► thread of the list ──┼─► Answers ─► View ──► Screen ──► terminal, or text
 //!   firn history DIR ─────► a child, seldom ─────┤                ▲
 //!   hosts of the backing ─► a child ─────────────┘         keys, size
 //! ```
 //!
 //! Parts
 //! * [`sampler`] asks each source in a thread or a child process of its own, so that a slow answer never delays the
-//!   screen. Its last answers are the board.
+//!   screen. Its last answers are kept for the view.
 //! * [`View`] holds the answers and the user's choices. It uses neither I/O nor a clock.
 //! * [`screen`] draws a view on a terminal or into a buffer.
 //! * [`terminal`] reads keys, and restores the terminal in every case.

@@ -65,7 +65,7 @@ impl<B: Backing> Entries<B> {
                 .is_ok_and(|attr| attr.nlink == 0);
         if is_gone {
             object.become_nameless(&mut owned.edit(), inode);
-            shadow.known.lock().remove(&object.key.1);
+            shadow.save_states.lock().remove(&object.key.1);
         }
     }
 

@@ -722,10 +722,10 @@ impl<B: Backing> ShadowUndo<B> {
 
     /// Forgets the new objects of a transaction. This includes objects without a name, which the undo does not find.
     fn forget_new(&self, shadow: &Shadow<B>) {
-        let known = std::mem::take(&mut *shadow.known.lock());
+        let known = std::mem::take(&mut *shadow.save_states.lock());
         for (ino, known) in known {
             let object = self.tree.known((shadow.dev, ino));
-            if let (super::Known::New, Some(object)) = (known, object) {
+            if let (super::SaveState::New, Some(object)) = (known, object) {
                 self.forget_object(&object);
             }
         }

@@ -541,7 +541,7 @@ impl<B: Backing> TransactionalBacking<B> {
         match &scope.shadow {
             None => drop(scope.changed.lock().insert(number, Arc::clone(&root))),
             Some(shadow) => {
-                shadow.note_new(attr.ino);
+                shadow.add_new(attr.ino);
                 self.lower.write_names(&scope, key, &[name.to_owned()])?;
             }
         }

@@ -42,17 +42,17 @@ pub fn status_text(job: &Job, paint: Paint) -> String {
             "{} that nothing drains by itself",
             bytes(total.stranded_bytes)
         );
-        line("stranded", paint.bad(&what));
+        line("stranded", paint.error(&what));
     }
     if total.errors > 0 {
-        line("errors", paint.bad(&total.errors.to_string()));
+        line("errors", paint.error(&total.errors.to_string()));
     }
     if total.waiting_writers > 0 {
         let what = format!(
             "{} for room in memory",
             count(total.waiting_writers, "writer")
         );
-        line("waiting", paint.odd(&what));
+        line("waiting", paint.warning(&what));
     }
     line(
         "in memory",
@@ -99,7 +99,7 @@ pub fn status_text(job: &Job, paint: Paint) -> String {
     }
     for host in &hosts {
         for advice in &host.advice {
-            text += &format!("\n{}: {}\n", paint.odd(&host.host), printable(advice));
+            text += &format!("\n{}: {}\n", paint.warning(&host.host), printable(advice));
         }
     }
     text + &note_lines(job, paint)
@@ -126,7 +126,7 @@ fn head_line(job: &Job, paint: Paint) -> String {
 fn note_lines(job: &Job, paint: Paint) -> String {
     let notes = job.notes.iter();
     notes
-        .map(|note| format!("\n{}\n", paint.odd(&printable(note))))
+        .map(|note| format!("\n{}\n", paint.warning(&printable(note))))
         .collect()
 }
 
@@ -202,8 +202,8 @@ fn format_table(head: &[&str], rows: Vec<Vec<String>>, hosts: &[&Host], paint: P
         let line = line.trim_end();
         let painted = match index.checked_sub(1).map(|at| hosts[at].rank()) {
             None => paint.head(line),
-            Some(0..=1) => paint.bad(line),
-            Some(2..=4) => paint.odd(line),
+            Some(0..=1) => paint.error(line),
+            Some(2..=4) => paint.warning(line),
             Some(_) => line.to_owned(),
         };
         painted + "\n"

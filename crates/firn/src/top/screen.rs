@@ -31,6 +31,12 @@ const HEIGHT_MIN: u16 = 10;
 const UPPER_ROWS_MAX: usize = 6;
 const LANE_ROWS_MAX: usize = 4;
 const BAR_MIN: usize = 10;
+/// Maximum width of a last column, which takes the rest of a line. It is wider than the texts in it.
+const UNBOUNDED: usize = 200;
+/// Maximum number of lines about the trouble of the chosen mount.
+const TROUBLE_LINES_MAX: usize = 2;
+/// Maximum number of lines about the chosen host.
+const HOST_LINES_MAX: usize = 7;
 
 const DURABLE: char = '█';
 const DRAINED: char = '▓';
@@ -46,7 +52,7 @@ struct Theme {
 }
 
 impl Theme {
-    fn of(self, colour: Color) -> Style {
+    fn coloured(self, colour: Color) -> Style {
         if self.has_colour {
             Style::new().fg(colour)
         } else {
@@ -58,12 +64,12 @@ impl Theme {
         Style::new().add_modifier(Modifier::BOLD)
     }
 
-    fn bad(self) -> Style {
-        self.of(Color::Red).add_modifier(Modifier::BOLD)
+    fn error(self) -> Style {
+        self.coloured(Color::Red).add_modifier(Modifier::BOLD)
     }
 
-    fn odd(self) -> Style {
-        self.of(Color::Yellow)
+    fn warning(self) -> Style {
+        self.coloured(Color::Yellow)
     }
 
     fn chosen(self) -> Style {
@@ -90,7 +96,7 @@ pub fn draw(frame: &mut Frame<'_>, view: &View) {
     .areas(area);
     frame.render_widget(head_line(view, theme, head.width), head);
     frame.render_widget(
-        Line::styled(foot_text(foot.width), theme.of(Color::Cyan)),
+        Line::styled(foot_text(foot.width), theme.coloured(Color::Cyan)),
         foot,
     );
     if view.shows_help {
@@ -161,7 +167,7 @@ fn draw_mounts(frame: &mut Frame<'_>, area: Rect, view: &View, theme: Theme) {
     let Some(chosen) = mounts.get(view.upper.min(mounts.len().saturating_sub(1))) else {
         if let Some(fault) = &view.fault {
             let text = Paragraph::new(format!("\n {}", printable(fault)));
-            frame.render_widget(text.wrap(Wrap { trim: false }).style(theme.bad()), area);
+            frame.render_widget(text.wrap(Wrap { trim: false }).style(theme.error()), area);
             return;
         }
         let text = "\n nothing of yours is mounted on this host\n\n `firn mount BACKING DIR` mounts; `firn top --job BACKING` \
@@ -174,7 +180,7 @@ fn draw_mounts(frame: &mut Frame<'_>, area: Rect, view: &View, theme: Theme) {
     let trouble = trouble_of(chosen);
     let [table, notes, rates, checkpoints, lane_area] = Layout::vertical([
         Constraint::Length(1 + mounts.len().min(UPPER_ROWS_MAX) as u16),
-        Constraint::Length(trouble.len().min(2) as u16),
+        Constraint::Length(trouble.len().min(TROUBLE_LINES_MAX) as u16),
         Constraint::Length(3),
         Constraint::Min(2),
         Constraint::Length(match lanes.len().min(LANE_ROWS_MAX) {
@@ -189,13 +195,13 @@ fn draw_mounts(frame: &mut Frame<'_>, area: Rect, view: &View, theme: Theme) {
         .map(|mount| rank_style(mount.rank(), theme))
         .collect();
     let columns = [
-        ("MOUNT", 22, 14),
-        ("STATE", 7, 6),
-        ("HELD", 11, 10),
-        ("ARENA", 5, 5),
-        ("IN", 13, 12),
-        ("OUT", 13, 12),
-        ("WAITS", 200, 9),
+        Column::new("MOUNT", 22, 14),
+        Column::new("STATE", 7, 6),
+        Column::new("HELD", 11, 10),
+        Column::new("ARENA", 5, 5),
+        Column::new("IN", 13, 12),
+        Column::new("OUT", 13, 12),
+        Column::new("WAITS", UNBOUNDED, 9),
     ];
     draw_table(
         frame,
@@ -207,12 +213,12 @@ fn draw_mounts(frame: &mut Frame<'_>, area: Rect, view: &View, theme: Theme) {
         view.pane == Pane::Upper,
         theme,
     );
-    let notes_text: Vec<Line<'_>> = trouble
+    let trouble_lines: Vec<Line<'_>> = trouble
         .iter()
-        .take(2)
-        .map(|line| Line::styled(fitted(&format!(" {line}"), notes.width), theme.bad()))
+        .take(TROUBLE_LINES_MAX)
+        .map(|line| Line::styled(fitted(&format!(" {line}"), notes.width), theme.error()))
         .collect();
-    frame.render_widget(Paragraph::new(notes_text), notes);
+    frame.render_widget(Paragraph::new(trouble_lines), notes);
     draw_rates(frame, rates, &chosen.rates, theme);
     draw_checkpoints(frame, checkpoints, view, theme);
     draw_lanes(frame, lane_area, &lanes, theme);
@@ -221,8 +227,8 @@ fn draw_mounts(frame: &mut Frame<'_>, area: Rect, view: &View, theme: Theme) {
 /// Returns sentences about what is wrong with a mount and what its programs and lanes (I/O servers) wait for.
 fn trouble_of(mount: &MountView) -> Vec<String> {
     let mut lines = Vec::new();
-    if let Some((why, _)) = &mount.silent {
-        lines.push(printable(why));
+    if let Some((reason, _)) = &mount.silent {
+        lines.push(printable(reason));
     }
     let errors = mount.status.iter().flat_map(|status| &status.errors);
     lines.extend(errors.rev().map(|error| {
@@ -274,27 +280,46 @@ fn mount_row(mount: &MountView) -> Vec<String> {
 
 fn rank_style(rank: u8, theme: Theme) -> Style {
     match rank {
-        0 | 1 => theme.bad(),
-        2..=4 => theme.odd(),
+        0 | 1 => theme.error(),
+        2..=4 => theme.warning(),
         _ => Style::new(),
     }
 }
 
-/// Draws a table with a head line.
-///
-/// A column is as wide as its cells need, within its minimum and maximum. The last column takes the remaining width.
+/// A column of a table. All widths are in characters.
+struct Column {
+    /// Heading of the column.
+    name: &'static str,
+    /// Width that the column never exceeds.
+    max_width: usize,
+    /// Width below which the column does not shrink for the columns after it. It is left out if it does not fit.
+    min_width: usize,
+}
+
+impl Column {
+    const fn new(name: &'static str, max_width: usize, min_width: usize) -> Self {
+        Self {
+            name,
+            max_width,
+            min_width,
+        }
+    }
+}
+
+/// Draws a table with a head line. `chosen` is the index of the marked row; `has_keys` says whether the arrow keys move
+/// that mark.
 #[allow(clippy::too_many_arguments)]
 fn draw_table(
     frame: &mut Frame<'_>,
     area: Rect,
-    columns: &[(&str, usize, usize)],
+    columns: &[Column],
     rows: Vec<Vec<String>>,
     styles: &[Style],
     chosen: Option<usize>,
     has_keys: bool,
     theme: Theme,
 ) {
-    let widths = widths(columns, &rows, area.width as usize);
+    let widths = column_widths(columns, &rows, area.width as usize);
     let line = |cells: &mut dyn Iterator<Item = &str>| {
         let cells: Vec<String> = cells
             .zip(&widths)
@@ -304,7 +329,7 @@ fn draw_table(
         fitted(&format!(" {}", cells.join(" ")), area.width)
     };
     let mut lines = vec![Line::styled(
-        line(&mut columns.iter().map(|(name, ..)| *name)),
+        line(&mut columns.iter().map(|column| column.name)),
         theme.head(),
     )];
     let room = (area.height as usize).saturating_sub(1);
@@ -324,24 +349,28 @@ fn draw_table(
 }
 
 /// Returns the width of each column in characters. A width of 0 means that the column does not fit and is left out.
-fn widths(columns: &[(&str, usize, usize)], rows: &[Vec<String>], width: usize) -> Vec<usize> {
-    let need = |column: usize| {
-        let cells = rows.iter().filter_map(|row| row.get(column));
+///
+/// Columns get their widths from left to right. A column gets what its cells need, up to its maximum width. It gives
+/// up width for the columns after it, down to its minimum width.
+fn column_widths(columns: &[Column], rows: &[Vec<String>], line_width: usize) -> Vec<usize> {
+    let needed_width = |(index, column): (usize, &Column)| {
+        let cells = rows.iter().filter_map(|row| row.get(index));
         let longest = cells.map(|cell| cell.chars().count()).max().unwrap_or(0);
-        let (name, most, _) = columns[column];
-        longest.max(name.len()).min(most)
+        longest.max(column.name.len()).min(column.max_width)
     };
-    let needs: Vec<usize> = (0..columns.len()).map(need).collect();
-    let least = |column: usize| needs[column].min(columns[column].2);
+    let needed: Vec<usize> = columns.iter().enumerate().map(needed_width).collect();
+    let smallest = |index: usize| needed[index].min(columns[index].min_width);
     let mut widths: Vec<usize> = Vec::new();
-    for (column, need) in needs.iter().enumerate() {
+    for (index, needed_width) in needed.iter().enumerate() {
+        // Each column has one space before it.
         let used: usize = widths.iter().map(|width| width + 1).sum();
-        let later: usize = (column + 1..columns.len())
-            .map(|later| least(later) + 1)
+        let reserved: usize = (index + 1..columns.len())
+            .map(|later| smallest(later) + 1)
             .sum();
-        let room = width.saturating_sub(used + 1);
-        let wanted = (*need).min(room.saturating_sub(later).max(least(column)));
-        widths.push(if wanted > room { 0 } else { wanted });
+        let available = line_width.saturating_sub(used + 1);
+        let unreserved = available.saturating_sub(reserved);
+        let width = (*needed_width).min(unreserved.max(smallest(index)));
+        widths.push(if width > available { 0 } else { width });
     }
     widths
 }
@@ -360,9 +389,9 @@ fn draw_rates(frame: &mut Frame<'_>, area: Rect, rates: &Rates, theme: Theme) {
     ] {
         let [words, line] =
             Layout::vertical([Constraint::Length(1), Constraint::Min(1)]).areas(area);
-        let now = history.back().copied().unwrap_or(0) as f64;
-        let most = history.iter().max().copied().unwrap_or(0) as f64;
-        let text = format!(" {name} {}, most {}", rate(now), rate(most));
+        let newest = history.back().copied().unwrap_or(0) as f64;
+        let highest = history.iter().max().copied().unwrap_or(0) as f64;
+        let text = format!(" {name} {}, most {}", rate(newest), rate(highest));
         frame.render_widget(
             Line::styled(fitted(&text, words.width), theme.head()),
             words,
@@ -382,7 +411,9 @@ fn draw_rates(frame: &mut Frame<'_>, area: Rect, rates: &Rates, theme: Theme) {
             ..line
         };
         frame.render_widget(
-            Sparkline::default().data(&shown).style(theme.of(colour)),
+            Sparkline::default()
+                .data(&shown)
+                .style(theme.coloured(colour)),
             bars,
         );
     }
@@ -396,10 +427,10 @@ fn draw_checkpoints(frame: &mut Frame<'_>, area: Rect, view: &View, theme: Theme
             frame.render_widget(Line::raw(" checkpoints are looked for"), area);
             return;
         }
-        Checkpoints::Unknown(why) => {
-            let why = format!(" no checkpoints are shown: {}", printable(why));
-            let lines = Paragraph::new(why).wrap(Wrap { trim: false });
-            frame.render_widget(lines.style(theme.odd()), area);
+        Checkpoints::Unknown(reason) => {
+            let text = format!(" no checkpoints are shown: {}", printable(reason));
+            let lines = Paragraph::new(text).wrap(Wrap { trim: false });
+            frame.render_widget(lines.style(theme.warning()), area);
             return;
         }
     };
@@ -446,7 +477,7 @@ fn checkpoint_line(
         bytes(checkpoint.held_bytes),
     );
     let style = match checkpoint.whole {
-        Some(false) => theme.odd(),
+        Some(false) => theme.warning(),
         _ => Style::new(),
     };
     let style = if is_chosen {
@@ -458,7 +489,7 @@ fn checkpoint_line(
     let part = |sign: char, cells: usize, colour| {
         Span::styled(
             std::iter::repeat_n(sign, cells).collect::<String>(),
-            theme.of(colour),
+            theme.coloured(colour),
         )
     };
     Line::from(vec![
@@ -530,19 +561,19 @@ fn draw_lanes(frame: &mut Frame<'_>, area: Rect, lanes: &[LaneReport], theme: Th
         .iter()
         .map(|lane| {
             if lane.is_in_trouble() {
-                theme.bad()
+                theme.error()
             } else {
                 Style::new()
             }
         })
         .collect();
     let columns = [
-        ("LANE", 6, 4),
-        ("STATE", 6, 5),
-        ("HELD", 11, 10),
-        ("IN LINE", 9, 9),
-        ("WRITERS", 7, 7),
-        ("TOKEN", 200, 20),
+        Column::new("LANE", 6, 4),
+        Column::new("STATE", 6, 5),
+        Column::new("HELD", 11, 10),
+        Column::new("IN LINE", 9, 9),
+        Column::new("WRITERS", 7, 7),
+        Column::new("TOKEN", UNBOUNDED, 20),
     ];
     draw_table(frame, area, &columns, rows, &styles, None, false, theme);
 }
@@ -572,11 +603,12 @@ fn lane_row(lane: &LaneReport) -> Vec<String> {
 
 /// Draws the table of a job's hosts, and the advice for the chosen host.
 fn draw_job(frame: &mut Frame<'_>, area: Rect, view: &View, job: &JobView, theme: Theme) {
-    let seen = match &job.seen {
-        Some(Ok(seen)) => seen,
-        Some(Err(why)) => {
-            let lines = Paragraph::new(format!("\n {}", printable(why))).wrap(Wrap { trim: false });
-            frame.render_widget(lines.style(theme.bad()), area);
+    let seen_job = match &job.seen {
+        Some(Ok(seen_job)) => seen_job,
+        Some(Err(reason)) => {
+            let lines =
+                Paragraph::new(format!("\n {}", printable(reason))).wrap(Wrap { trim: false });
+            frame.render_widget(lines.style(theme.error()), area);
             return;
         }
         None => {
@@ -586,7 +618,10 @@ fn draw_job(frame: &mut Frame<'_>, area: Rect, view: &View, job: &JobView, theme
     };
     let hosts = view.hosts();
     let chosen = hosts.get(view.upper.min(hosts.len().saturating_sub(1)));
-    let words = chosen.map_or_else(|| seen.notes.clone(), |host| words_of(host, seen));
+    let words = chosen.map_or_else(
+        || seen_job.notes.clone(),
+        |host| host_advice(host, seen_job),
+    );
     let words_text = Paragraph::new(
         words
             .iter()
@@ -604,11 +639,11 @@ fn draw_job(frame: &mut Frame<'_>, area: Rect, view: &View, job: &JobView, theme
         Constraint::Length(2),
         Constraint::Length(3),
         Constraint::Length(1 + hosts.len().clamp(1, UPPER_ROWS_MAX) as u16),
-        Constraint::Max(lines.min(7) as u16),
+        Constraint::Max(lines.min(HOST_LINES_MAX) as u16),
         Constraint::Min(2),
     ])
     .areas(area);
-    draw_sums(frame, sums, seen, theme);
+    draw_sums(frame, sums, seen_job, theme);
     draw_rates(frame, rates, &job.rates, theme);
     let rows = hosts.iter().map(|host| host_row(host)).collect();
     let styles: Vec<Style> = hosts
@@ -616,13 +651,13 @@ fn draw_job(frame: &mut Frame<'_>, area: Rect, view: &View, job: &JobView, theme
         .map(|host| rank_style(host.rank(), theme))
         .collect();
     let columns = [
-        ("HOST", 16, 8),
-        ("STATE", 8, 8),
-        ("BEAT", 14, 9),
-        ("HELD", 11, 10),
-        ("IN", 13, 12),
-        ("OUT", 13, 12),
-        ("WAITS", 200, 9),
+        Column::new("HOST", 16, 8),
+        Column::new("STATE", 8, 8),
+        Column::new("BEAT", 14, 9),
+        Column::new("HELD", 11, 10),
+        Column::new("IN", 13, 12),
+        Column::new("OUT", 13, 12),
+        Column::new("WAITS", UNBOUNDED, 9),
     ];
     draw_table(
         frame,
@@ -664,7 +699,7 @@ fn draw_sums(frame: &mut Frame<'_>, area: Rect, job: &Job, theme: Theme) {
     let lines = vec![
         Line::styled(
             fitted(&first, area.width),
-            if is_bad { theme.bad() } else { Style::new() },
+            if is_bad { theme.error() } else { Style::new() },
         ),
         Line::raw(fitted(&second, area.width)),
     ];
@@ -692,8 +727,9 @@ fn host_row(host: &Host) -> Vec<String> {
     ]
 }
 
-/// Returns what a user should know of a host, and what to do about it, in sentences.
-fn words_of(host: &Host, job: &Job) -> Vec<String> {
+/// Returns sentences about a host: why it counts as dead or silent, what the user can do, and where its options differ
+/// from those of the other hosts. The notes about the whole job follow.
+fn host_advice(host: &Host, job: &Job) -> Vec<String> {
     let mut words = Vec::new();
     if host.state != Life::Alive {
         words.push(format!("{}: {}", host.host, host.evidence));
