@@ -238,7 +238,7 @@ impl<B: Backing> Commits<B> {
             let mut inner = owned.edit();
             let change = inner.change.as_mut();
             if let Some(copy) = change.and_then(|change| change.copy.as_mut()) {
-                copy.held = Some(inode);
+                copy.kept_inode = Some(inode);
             }
         }
         Ok(())
@@ -300,7 +300,7 @@ impl<B: Backing> Commits<B> {
                     continue;
                 };
                 if inner.base.is_none() {
-                    let held = change.copy.and_then(|copy| copy.held);
+                    let held = change.copy.and_then(|copy| copy.kept_inode);
                     inner.base = held.map(|inode| match &place {
                         Some((parent, name)) => self.lower.base.moved_to(&inode, parent, name),
                         None => inode,
@@ -370,11 +370,11 @@ impl<B: Backing> Commits<B> {
             let Some(copy) = change.copy.as_mut() else {
                 return Ok(());
             };
-            if copy.held.is_some() || copy.goes_to.is_some() {
+            if copy.kept_inode.is_some() || copy.final_name.is_some() {
                 return Ok(());
             }
             if let (Some(dir), Some((_, name)), 1) = (place, location, change.links) {
-                copy.goes_to = Some((dir, name));
+                copy.final_name = Some((dir, name));
                 return Ok(());
             }
         }
@@ -401,7 +401,7 @@ impl<B: Backing> Commits<B> {
             .as_mut()
             .and_then(|change| change.copy.as_mut());
         if let Some(copy) = copy {
-            copy.held = Some(held);
+            copy.kept_inode = Some(held);
         }
         Ok(())
     }
@@ -415,7 +415,9 @@ impl<B: Backing> Commits<B> {
         if !Arc::ptr_eq(named, object) {
             return None;
         }
-        dir.base.clone().or_else(|| dir.staged_copy()?.held.clone())
+        dir.base
+            .clone()
+            .or_else(|| dir.staged_copy()?.kept_inode.clone())
     }
 
     /// Keeps the inodes of new objects that callers refer to, before their staged names are removed. Other new objects

@@ -519,8 +519,8 @@ impl<B: Backing> TransactionalBacking<B> {
             let copy = StagedCopy {
                 staging_dir: staging_dir.clone(),
                 at: (staging_name, text.clone()),
-                held: None,
-                goes_to: None,
+                kept_inode: None,
+                final_name: None,
             };
             Inner {
                 base: None,

@@ -3,7 +3,7 @@
 use firn_format::quote::printable;
 use firn_hosts::Life;
 
-use super::{Host, Job, life_word};
+use super::{Host, Job, TroubleColour, life_word};
 use crate::output::Paint;
 use crate::text::{bytes, count, pad_columns, rate, seconds};
 
@@ -192,23 +192,27 @@ fn status_row(host: &Host) -> Vec<String> {
     ]
 }
 
-/// Returns a table with a head line. The colour of a row shows the rank of the host's trouble.
+/// Returns a table with a head line. The colour of a row shows the trouble of the host.
 fn format_table(head: &[&str], rows: Vec<Vec<String>>, hosts: &[&Host], paint: Paint) -> String {
     let head = head.iter().map(|word| (*word).to_owned()).collect();
-    let mut all: Vec<Vec<String>> = std::iter::once(head).chain(rows).collect();
-    pad_columns(&mut all, &[]);
-    let lines = all.iter().enumerate().map(|(index, row)| {
+    let mut lines: Vec<Vec<String>> = std::iter::once(head).chain(rows).collect();
+    pad_columns(&mut lines, &[]);
+    let painted_lines = lines.iter().enumerate().map(|(index, row)| {
         let line = row.join("  ");
         let line = line.trim_end();
-        let painted = match index.checked_sub(1).map(|at| hosts[at].rank()) {
+        // Row 0 is the head line.
+        let colour = index
+            .checked_sub(1)
+            .map(|host| hosts[host].trouble().colour());
+        let painted = match colour {
             None => paint.head(line),
-            Some(0..=1) => paint.error(line),
-            Some(2..=4) => paint.warning(line),
-            Some(_) => line.to_owned(),
+            Some(TroubleColour::Error) => paint.error(line),
+            Some(TroubleColour::Warning) => paint.warning(line),
+            Some(TroubleColour::Plain) => line.to_owned(),
         };
         painted + "\n"
     });
-    lines.collect()
+    painted_lines.collect()
 }
 
 /// Returns the lines below the table for one host: the evidence for its state where that is not a beat, its

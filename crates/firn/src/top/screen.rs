@@ -20,7 +20,7 @@ use ratatui::text::{Line, Span};
 use ratatui::widgets::{Paragraph, Sparkline, Wrap};
 
 use super::{Checkpoints, JobView, MountView, Pane, Rates, View};
-use crate::job::{Host, Job, life_word};
+use crate::job::{Host, Job, Trouble, TroubleColour, life_word};
 use crate::text::{bytes, count, rate, seconds};
 use crate::verb::history::CheckpointEntry;
 
@@ -192,7 +192,7 @@ fn draw_mounts(frame: &mut Frame<'_>, area: Rect, view: &View, theme: Theme) {
     let rows = mounts.iter().map(|mount| mount_row(mount));
     let styles: Vec<Style> = mounts
         .iter()
-        .map(|mount| rank_style(mount.rank(), theme))
+        .map(|mount| trouble_style(mount.trouble(), theme))
         .collect();
     let columns = [
         Column::new("MOUNT", 22, 14),
@@ -278,11 +278,11 @@ fn mount_row(mount: &MountView) -> Vec<String> {
     ]
 }
 
-fn rank_style(rank: u8, theme: Theme) -> Style {
-    match rank {
-        0 | 1 => theme.error(),
-        2..=4 => theme.warning(),
-        _ => Style::new(),
+fn trouble_style(trouble: Trouble, theme: Theme) -> Style {
+    match trouble.colour() {
+        TroubleColour::Error => theme.error(),
+        TroubleColour::Warning => theme.warning(),
+        TroubleColour::Plain => Style::new(),
     }
 }
 
@@ -648,7 +648,7 @@ fn draw_job(frame: &mut Frame<'_>, area: Rect, view: &View, job: &JobView, theme
     let rows = hosts.iter().map(|host| host_row(host)).collect();
     let styles: Vec<Style> = hosts
         .iter()
-        .map(|host| rank_style(host.rank(), theme))
+        .map(|host| trouble_style(host.trouble(), theme))
         .collect();
     let columns = [
         Column::new("HOST", 16, 8),
