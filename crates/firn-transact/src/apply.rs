@@ -136,8 +136,8 @@ pub(crate) struct Apply<'a, B: Backing> {
     completed_entries: HashSet<u64>,
     /// Whether other hosts apply logs of the same transaction ([`ChangeLog::shared`]). An undo is never shared.
     shared: bool,
-    /// New directories that other hosts may make as well. They are made under their final names, because two hosts cannot
-    /// both move a directory there.
+    /// New directories that other hosts may make as well. They are made under their final names, because two hosts
+    /// cannot both move a directory there.
     made_dirs: BTreeSet<u64>,
     /// For a shared log: modification times of the objects before the application began.
     mtimes_before: HashMap<u64, Time>,
@@ -693,8 +693,8 @@ impl<'a, B: Backing> Apply<'a, B> {
             .set_times(inode, set_or_keep(side.atime), set_or_keep(side.mtime))
     }
 
-    /// Copies attributes from the staged copy. In a shared log without a change of owner, mode or extended attributes, only
-    /// the modification time is copied, because another host may have set the other attributes.
+    /// Copies attributes from the staged copy. In a shared log without a change of owner, mode or extended attributes,
+    /// only the modification time is copied, because another host may have set the other attributes.
     fn copy_attributes(
         &mut self,
         change: &EntryChange<'a>,

@@ -156,8 +156,8 @@ impl<B: Backing> Inner<B> {
         }
     }
 
-    /// Returns the file that has all bytes of the object: the lower file of an unchanged object, or the staged copy of a
-    /// new one. Returns `None` if the bytes come from several sources.
+    /// Returns the file that has all bytes of the object: the lower file of an unchanged object, or the staged copy of
+    /// a new one. Returns `None` if the bytes come from several sources.
     fn single_source(&self) -> Option<LowerFile> {
         match (&self.base, self.staged_copy()) {
             (Some(_), None) if self.inline().is_none() => Some(LowerFile::Reader),
@@ -241,7 +241,8 @@ impl<B: Backing> FileData<B> {
         self.read_from_all_sources(&file.object, &inner, buf, offset)
     }
 
-    /// Reads bytes that may come from several sources, part by part. Returns how many bytes lie below the end of the file.
+    /// Reads bytes that may come from several sources, part by part. Returns how many bytes lie below the end of the
+    /// file.
     fn read_from_all_sources(
         &self,
         object: &Object<B>,
@@ -328,8 +329,8 @@ impl<B: Backing> FileData<B> {
         }
     }
 
-    /// Writes several parts, with one call of the backing where no transaction has the file. Returns the number of bytes
-    /// written.
+    /// Writes several parts, with one call of the backing where no transaction has the file. Returns the number of
+    /// bytes written.
     pub(crate) fn write_tracked(
         &self,
         file: &TrackedFile<B>,
@@ -375,8 +376,8 @@ impl<B: Backing> FileData<B> {
         change(&lower_file).map(Some)
     }
 
-    /// Runs `query` on the file that has all bytes of the object. Returns `None` if there is no such file, or if it cannot
-    /// be opened.
+    /// Runs `query` on the file that has all bytes of the object. Returns `None` if there is no such file, or if it
+    /// cannot be opened.
     pub(crate) fn query_lower_file<T>(
         &self,
         file: &TrackedFile<B>,
@@ -406,8 +407,8 @@ impl<B: Backing> FileData<B> {
         self.query_lower_file(file, descriptor).flatten()
     }
 
-    /// Does what [`Self::query_lower_file`] does, but only on a backing whose files several hosts may write. Returns `None`
-    /// otherwise.
+    /// Does what [`Self::query_lower_file`] does, but only on a backing whose files several hosts may write. Returns
+    /// `None` otherwise.
     ///
     /// A query opens the lower file. Without such a backing the file must stay closed until its first read or write,
     /// because programs may have more files open than a process may have descriptors.
@@ -433,8 +434,8 @@ impl<B: Backing> FileData<B> {
         inner.base.clone().filter(|_| !is_changed)
     }
 
-    /// Makes the staged copy that a write in the transaction needs, so that [`Inner::target`] can be written. Does nothing
-    /// if there is one already, or if the object has no name.
+    /// Makes the staged copy that a write in the transaction needs, so that [`Inner::target`] can be written. Does
+    /// nothing if there is one already, or if the object has no name.
     fn prepare_write(&self, scope: &Scope<B>, object: &Arc<Object<B>>) -> Result<()> {
         let is_staged = object.inner.share().look().staged_copy().is_some();
         if is_staged || object.is_nameless() {

@@ -386,7 +386,8 @@ impl<B: Backing> View<'_, Inner<B>> {
         self.look().staged_copy().cloned()
     }
 
-    /// Returns the inode that has the attributes that programs see: the staged copy if there is one, otherwise the base.
+    /// Returns the inode that has the attributes that programs see: the staged copy if there is one, otherwise the
+    /// base.
     pub(crate) fn inode(&self, base: &B) -> Result<B::Inode> {
         match self.staged_copy() {
             Some(copy) => copy.inode(base),

@@ -69,8 +69,8 @@ impl<B: Backing> LowerBacking<B> {
         ] {
             if staging::find(&self.base, dir, OsStr::new(record))?.is_some() {
                 self.base.unlink(dir, OsStr::new(record))?;
-                // Each removal must be durable before the next one. Otherwise, after a crash, only `open` could be left, and
-                // recovery would undo changes that count.
+                // Each removal must be durable before the next one. Otherwise, after a crash, only `open` could be
+                // left, and recovery would undo changes that count.
                 if is_shadow {
                     self.base.sync_dir(dir)?;
                 }
@@ -127,8 +127,8 @@ impl<B: Backing> Endings<B> {
         serial: u64,
     ) -> Result<(), StoreError> {
         self.lower.base.sync_scope(SyncScope::Changes)?;
-        // The backup is dropped before the record is removed, because a backup without a record would seem to be the only
-        // copy of the transaction.
+        // The backup is dropped before the record is removed, because a backup without a record would seem to be the
+        // only copy of the transaction.
         self.backups.drop_backup(serial);
         let _numbers_claim = Claim::own(&self.history.numbers);
         let firn = self.lower.staging_dir()?;
@@ -146,15 +146,16 @@ impl<B: Backing> Endings<B> {
         Ok(self.lower.forget_records(dir)?)
     }
 
-    /// Ends a transaction for programs: they see the backing from now on, with the changes of a transaction that follows.
+    /// Ends a transaction for programs: they see the backing from now on, with the changes of a transaction that
+    /// follows.
     pub(crate) fn end_transaction(&self, scope: &Arc<Scope<B>>) {
         self.own_links.unhide(scope);
         self.scopes.replace_by_next(scope);
         scope.set_stage(Stage::Ended);
     }
 
-    /// Removes the directory of a transaction whose outcome is durable. After an error, a later begin or open removes the
-    /// rest.
+    /// Removes the directory of a transaction whose outcome is durable. After an error, a later begin or open removes
+    /// the rest.
     pub(crate) fn clean_up(&self, scope: &Scope<B>) {
         let is_removed = match self.lower.staging_dir() {
             Ok(firn) => self.remove_or_leave(&firn, scope.serial, &scope.dir),

@@ -168,7 +168,8 @@ impl<B: Backing> ArenaNotes<B> {
         Ok(scopes)
     }
 
-    /// Returns whether a stored transaction can continue: its programs live on, and the backing has all of their changes.
+    /// Returns whether a stored transaction can continue: its programs live on, and the backing has all of their
+    /// changes.
     pub(super) fn can_continue(&self, stored: &StoredTransaction<B>) -> Result<bool, StoreError> {
         let base = &self.lower.base;
         if self.lower.members.is_some() || !self.living.open.contains(&stored.serial) {
@@ -399,8 +400,8 @@ impl<B: Backing> Recovery<B> {
         Ok(outcome)
     }
 
-    /// Returns the hosts' decision about a transaction that this host has prepared: `true` for a commit, `None` if there is
-    /// none.
+    /// Returns the hosts' decision about a transaction that this host has prepared: `true` for a commit, `None` if
+    /// there is none.
     ///
     /// A scope of names without a decision is aborted, because no program will ask for its commit again.
     fn find_decision(&self, dir: &B::Inode, record: &ChangeLog) -> Result<Option<bool>, OpenError> {
@@ -517,8 +518,8 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(names.iter().any(|(name, ..)| name.starts_with(b"tx-")))
     }
 
-    /// Returns the numbers of commits that are decided and not fully applied. [`TransactionalBacking::open`] applies them;
-    /// this function changes nothing.
+    /// Returns the numbers of commits that are decided and not fully applied. [`TransactionalBacking::open`] applies
+    /// them; this function changes nothing.
     pub fn decided_commits(base: B) -> Result<Vec<u64>, StoreError> {
         let backing = Self::open_unrecovered(base, Opening::default())?;
         let mut decided = Vec::new();
@@ -569,12 +570,12 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// [`Self::open`] for an arena with pending data.
     ///
-    /// Before anything changes, `drop_pending` gets the scopes whose pending data must be dropped. That data was written in
-    /// a transaction that is undone, or after the prepare of a transaction. If another arena may have such data, a durable
-    /// record says what that arena must drop at its return.
+    /// Before anything changes, `drop_pending` gets the scopes whose pending data must be dropped. That data was
+    /// written in a transaction that is undone, or after the prepare of a transaction. If another arena may have such
+    /// data, a durable record says what that arena must drop at its return.
     ///
-    /// The records of the transactions are removed afterwards. So after a crash at any point the data is dropped already,
-    /// or the next open drops it.
+    /// The records of the transactions are removed afterwards. So after a crash at any point the data is dropped
+    /// already, or the next open drops it.
     pub fn open_with<E: From<OpenError> + From<StoreError>>(
         base: B,
         opening: Opening,

@@ -9,9 +9,9 @@
 //! So a file that only grows costs no saved bytes, a truncated file costs its tail, and a directory in which a million
 //! files are made costs one list. Nothing is saved of objects that the transaction makes.
 //!
-//! An object is saved as `saved/INO.K`, K = 0, 1, 2 and so on. Each file is a change log with one entry that has an undo
-//! side only. Log 0 has the attributes, the size and the names. Each further log has more bytes of a file, which end
-//! where the bytes of the log before it begin.
+//! An object is saved as `saved/INO.K`, K = 0, 1, 2 and so on. Each file is a change log with one entry that has an
+//! undo side only. Log 0 has the attributes, the size and the names. Each further log has more bytes of a file, which
+//! end where the bytes of the log before it begin.
 //!
 //! Guarantees
 //! * The saved state of an object is durable before its first change (`save.rs`).
@@ -233,8 +233,8 @@ impl<B: Backing> Shadow<B> {
         self.save_states.lock().insert(ino, SaveState::New);
     }
 
-    /// Removes a name of an object that existed before the transaction. The object moves to `kept/`, unless it has a name
-    /// there already.
+    /// Removes a name of an object that existed before the transaction. The object moves to `kept/`, unless it has a
+    /// name there already.
     fn move_to_kept(&self, base: &B, dir: &B::Inode, name: &OsStr, ino: u64) -> Result<()> {
         let text = ino.to_string();
         let kept_name = OsStr::new(&text);

@@ -69,7 +69,8 @@ impl<B: Backing> Entries<B> {
         }
     }
 
-    /// Moves an object that existed before the transaction from `name` in `dir` to `kept/`, where programs do not see it.
+    /// Moves an object that existed before the transaction from `name` in `dir` to `kept/`, where programs do not see
+    /// it.
     fn move_to_kept(
         &self,
         scope: &Scope<B>,

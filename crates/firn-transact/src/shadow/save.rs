@@ -46,8 +46,8 @@ impl<B: Backing> Originals<B> {
     /// Prepares a change of an object, whose bytes from `from` on may change. `scope` is the transaction that has the
     /// object.
     ///
-    /// Returns the scope of a transaction in buffer mode, which must get the change. Returns `None` if the change goes to
-    /// the backing at once: outside of transactions, and in shadow mode after the old state was saved.
+    /// Returns the scope of a transaction in buffer mode, which must get the change. Returns `None` if the change goes
+    /// to the backing at once: outside of transactions, and in shadow mode after the old state was saved.
     pub(crate) fn buffering_scope(
         &self,
         scope: Option<Arc<Scope<B>>>,
@@ -244,8 +244,8 @@ impl<B: Backing> Originals<B> {
         Ok(shown.map(|(name, ino, _)| (name, ino)).collect())
     }
 
-    /// Copies a range of bytes to a new file in `saved/`, and returns the name of that file. The bytes are durable then;
-    /// the name becomes durable when the log is published.
+    /// Copies a range of bytes to a new file in `saved/`, and returns the name of that file. The bytes are durable
+    /// then; the name becomes durable when the log is published.
     fn copy_bytes(
         &self,
         shadow: &Shadow<B>,

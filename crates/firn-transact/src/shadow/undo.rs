@@ -424,8 +424,8 @@ impl<'a, B: Backing> UndoPass<'a, B> {
         }
     }
 
-    /// Plans the removal of a name that was added by the transaction. The contents of a new directory are removed too. A
-    /// preexisting object loses the name and moves to `kept/`.
+    /// Plans the removal of a name that was added by the transaction. The contents of a new directory are removed too.
+    /// A preexisting object loses the name and moves to `kept/`.
     ///
     /// Does nothing if the name no longer leads to `child`: it was changed after the directory was listed.
     fn plan_removal(&mut self, dir: &DirRef<'_, B>, name: Vec<u8>, child: u64) -> Result<()> {
@@ -456,11 +456,11 @@ impl<'a, B: Backing> UndoPass<'a, B> {
         Ok(())
     }
 
-    /// Plans the removal of new directories that an earlier attempt moved to `kept/`, and collects the names that objects
-    /// get back.
+    /// Plans the removal of new directories that an earlier attempt moved to `kept/`, and collects the names that
+    /// objects get back.
     ///
-    /// A preexisting object that no longer exists cannot get its old names back. They are dropped from the log, and each
-    /// one is logged as an error.
+    /// A preexisting object that no longer exists cannot get its old names back. They are dropped from the log, and
+    /// each one is logged as an error.
     fn plan_kept_and_missing(&mut self) -> Result<()> {
         let mut inos_in_kept = HashSet::new();
         for (name, ino, kind) in staging::list(self.base, &self.shadow.kept)? {
@@ -528,8 +528,8 @@ impl<'a, B: Backing> UndoPass<'a, B> {
         Ok(())
     }
 
-    /// Returns the saved name of an object, by which it is found if its directory was not touched. Returns `None` if that
-    /// directory was not found.
+    /// Returns the saved name of an object, by which it is found if its directory was not touched. Returns `None` if
+    /// that directory was not found.
     fn saved_name(&self, save: &SavedObject) -> Option<EntryName> {
         let (name, _) = save.path.last()?;
         let dir = match save.path.len() {

@@ -332,8 +332,8 @@ fn start_mount_thread(thread: &SamplerThread, mount: &Mount) -> Option<Sender<()
     Some(stop)
 }
 
-/// Asks the firnd of one mount for its status until `stopped` has no sender. An error is kept as the reason for silence,
-/// and the next question opens a new connection.
+/// Asks the firnd of one mount for its status until `stopped` has no sender. An error is kept as the reason for
+/// silence, and the next question opens a new connection.
 fn sample_mount(thread: &SamplerThread, mount: &Mount, stopped: &Receiver<()>) {
     let mut connection: Option<Connection> = None;
     loop {

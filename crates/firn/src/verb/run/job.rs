@@ -344,7 +344,8 @@ impl<'a> Job<'a> {
         }
     }
 
-    /// Sends all hosts the order to unmount, and waits for those that are not lost. A second signal during this ends the wait.
+    /// Sends all hosts the order to unmount, and waits for those that are not lost. A second signal during this ends
+    /// the wait.
     pub(super) fn end(mut self, policy: HeldPolicy, quiet: bool) -> UnmountSummary {
         let mut meter = Meter::quiet_if(quiet);
         self.send_to_hosts(&HostOrder::End(policy));
@@ -578,8 +579,8 @@ impl<'a> Job<'a> {
 
     /// Assigns the sender of a first message to a host of its start, and returns the index of that host.
     ///
-    /// The host with the same name is chosen, or else the host with the same name up to the first dot. If no name fits, it
-    /// is the next host that has sent nothing yet. Returns `None` if all hosts of the start have sent messages.
+    /// The host with the same name is chosen, or else the host with the same name up to the first dot. If no name fits,
+    /// it is the next host that has sent nothing yet. Returns `None` if all hosts of the start have sent messages.
     fn find_sender(&mut self, start: usize, id: u64, name: &str) -> Option<usize> {
         let short = |name: &str| name.split('.').next().unwrap_or_default().to_owned();
         let is_unassigned = |index: &usize| self.hosts[*index].id.is_none();
