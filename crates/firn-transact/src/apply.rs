@@ -3,20 +3,27 @@
 //! All changes of transactions are applied here: commits (redo), restores of earlier commits (undo), and aborts in
 //! shadow mode (undo of a log that [`crate::shadow`] makes from the saved state).
 //!
+//! Terms
+//! * A name is *removed* or *added* by the application if the object has it only before or only after it.
+//! * The *side* of an entry ([`EntrySide`]) is its data and attributes after the application.
+//! * An object is *staged* at a path below the transaction's directory while it has no name in the tree.
+//! * `away/` is the directory of objects that lost an old name and have not got their new one yet.
+//!
 //! Steps
-//! 1. In an undo, cut files that become shorter, because later writes may need the space.
-//! 2. Change the data of existing files: cut them, then write the ranges.
-//! 3. Remove names. An object that gets another name waits in `away/`; an object that an undo may need is kept.
-//! 4. Add names, of directories before the names in them.
-//! 5. Set attributes, those of directories last.
-//! 6. Remove directories without a name.
+//! 1. In an undo, truncate the files that become shorter, because later writes may need the space.
+//! 2. Change the data of existing files: truncate them, then write the ranges.
+//! 3. Remove names. An object that gets another name waits in `away/`. An object that an undo may need moves to its
+//!    staged path.
+//! 4. Add names. A directory gets its name before the names in it are added.
+//! 5. Set attributes, those of directories last, because the steps before change their times.
+//! 6. Remove directories that have no name left.
 //!
-//! Files whose names do not change and that only get a few bytes depend on no other step. Step 2 writes several of them
-//! at a time and sets their times, because most commits consist of such files.
+//! A file whose only change is small writes does not depend on the other steps. Most commits consist of such files, so
+//! step 2 writes several of them at a time and sets their times.
 //!
-//! Promise: an application can be repeated after a crash at any point, with the same result. Each step checks whether
-//! it is done already: a name is moved only while it leads to the object in the log, and an object is looked up under
-//! its names in the order in which it gets them.
+//! Guarantee: an application can be repeated after a crash at any point, with the same result. Each step checks whether
+//! its change is made already. A name is moved only while it leads to the object in the log. An object is looked up
+//! under its names in the order in which it gets them.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::ffi::OsStr;
@@ -32,41 +39,46 @@ use crate::change_log::{
 use crate::copy::copy_with_holes;
 use crate::staging::{self, find, own, write_all};
 
+/// Object number of the top of the backing ([`Entry::number`]).
+const TOP_NUMBER: u64 = 0;
 /// Number of threads that write files at the same time.
 const THREADS: usize = 4;
-/// The calling thread writes fewer files than this alone, because starting threads would cost more.
+/// Below this number of files no threads are started, because starting them costs more than they save.
 const PARALLEL_MIN: usize = 64;
 
-/// What an entry requires in the direction in which its log is applied.
+/// An entry, viewed in the direction in which its log is applied.
 #[derive(Clone, Copy)]
-struct Step<'a> {
+struct EntryChange<'a> {
     entry: &'a Entry,
-    part: &'a EntrySide,
-    leaves: &'a [EntryName],
-    comes: &'a [EntryName],
-    /// Staged name of an object that has no name in the tree yet.
+    /// Data and attributes after the application.
+    side: &'a EntrySide,
+    /// Names that the object has only before the application.
+    removed_names: &'a [EntryName],
+    /// Names that the object has only after the application.
+    added_names: &'a [EntryName],
+    /// Staged path of an object that has no name in the tree before the application.
     staged_at: Option<&'a Staged>,
-    /// Staged name that the object gets instead of a removal when it loses its last name.
+    /// Staged path to which the object moves, instead of a removal, when it loses its last name.
     kept_at: Option<&'a Staged>,
 }
 
-impl<'a> Step<'a> {
+impl<'a> EntryChange<'a> {
     fn new(entry: &'a Entry, direction: Direction) -> Self {
         match direction {
             Direction::Redo => Self {
                 entry,
-                part: &entry.redo,
-                leaves: &entry.before,
-                comes: &entry.after,
+                side: &entry.redo,
+                removed_names: &entry.before,
+                added_names: &entry.after,
                 staged_at: entry.new_at.as_ref(),
                 kept_at: entry.kept_at.as_ref(),
             },
-            // An undo removes what the commit made: there is no redo after it.
+            // No redo follows an undo, so the objects that the commit made are removed and not kept.
             Direction::Undo => Self {
                 entry,
-                part: &entry.undo,
-                leaves: &entry.after,
-                comes: &entry.before,
+                side: &entry.undo,
+                removed_names: &entry.after,
+                added_names: &entry.before,
                 staged_at: entry.kept_at.as_ref(),
                 kept_at: None,
             },
@@ -75,10 +87,10 @@ impl<'a> Step<'a> {
 
     /// Returns whether the entry only writes bytes from the log into a file that keeps its names, size and attributes.
     fn only_writes_inline(&self) -> bool {
-        let keeps_names = self.leaves.is_empty() && self.comes.is_empty();
+        let keeps_names = self.removed_names.is_empty() && self.added_names.is_empty();
         let is_staged = self.staged_at.is_some() || self.kept_at.is_some();
-        let has_attributes = self.part.copy_at.is_some() || self.part.attributes.is_some();
-        let writes_inline = self.part.data.as_ref().is_some_and(|data| {
+        let has_attributes = self.side.copy_at.is_some() || self.side.attributes.is_some();
+        let writes_inline = self.side.data.as_ref().is_some_and(|data| {
             let mut sources = data.written.iter().map(|range| &range.source);
             data.cut >= data.size && sources.all(|source| matches!(source, BytesSource::Inline(_)))
         });
@@ -87,69 +99,85 @@ impl<'a> Step<'a> {
 
     /// Returns whether the entry makes a new directory with one name.
     fn is_new_dir(&self) -> bool {
-        self.entry.is_dir && self.entry.new_at.is_some() && self.comes.len() == 1
+        self.entry.is_dir && self.entry.new_at.is_some() && self.added_names.len() == 1
     }
 
+    /// Returns the name of the object in `away/`.
     fn away_name(&self) -> String {
         self.entry.number.to_string()
     }
 }
 
+/// Directories of a transaction, in which objects wait for their names.
+pub(crate) struct StagingDirs<'a, B: Backing> {
+    /// The directory `new/` with the staged objects.
+    pub(crate) new: &'a B::Inode,
+    /// The directory `away/` with objects between an old and a new name.
+    pub(crate) away: &'a B::Inode,
+}
+
+/// One application of a change log.
 pub(crate) struct Apply<'a, B: Backing> {
     base: &'a B,
-    /// The device of the top of the backing.
+    /// Device number of the top of the backing.
     device: u64,
     direction: Direction,
-    steps: BTreeMap<u64, Step<'a>>,
-    new: &'a B::Inode,
-    away: &'a B::Inode,
-    known: HashMap<u64, B::Inode>,
+    /// All entries by object number.
+    changes: BTreeMap<u64, EntryChange<'a>>,
+    new_dir: &'a B::Inode,
+    away_dir: &'a B::Inode,
+    /// Inodes of the objects that were found, by object number.
+    inodes: HashMap<u64, B::Inode>,
+    /// Inodes of the directories of staged objects, by name.
     staging_dirs: HashMap<String, B::Inode>,
-    placed: BTreeSet<u64>,
+    /// Entries whose added names were given, or are being given in a call above on the stack.
+    entries_with_new_names: BTreeSet<u64>,
     /// Entries that [`Apply::write_inline_changes`] has completed.
-    written: HashSet<u64>,
-    /// See [`ChangeLog::shared`].
+    completed_entries: HashSet<u64>,
+    /// Whether other hosts apply logs of the same transaction ([`ChangeLog::shared`]). An undo is never shared.
     shared: bool,
-    /// New directories that other hosts may make as well. They are made in place and not moved there.
-    made: BTreeSet<u64>,
+    /// New directories that other hosts may make as well. They are made under their final names, because two hosts
+    /// cannot both move a directory there.
+    made_dirs: BTreeSet<u64>,
     /// For a shared log: modification times of the objects before the application began.
-    mtimes: HashMap<u64, Time>,
+    mtimes_before: HashMap<u64, Time>,
 }
 
 impl<'a, B: Backing> Apply<'a, B> {
-    /// `device` is that of the top of the backing.
+    /// `device` is the device number of the top of the backing.
     pub(crate) fn new(
-        (base, device): (&'a B, u64),
-        (log, direction): (&'a ChangeLog, Direction),
-        new: &'a B::Inode,
-        away: &'a B::Inode,
+        base: &'a B,
+        device: u64,
+        log: &'a ChangeLog,
+        direction: Direction,
+        dirs: &StagingDirs<'a, B>,
     ) -> Self {
-        let steps = log
+        let changes = log
             .entries
             .iter()
-            .map(|entry| (entry.number, Step::new(entry, direction)))
+            .map(|entry| (entry.number, EntryChange::new(entry, direction)))
             .collect();
         Self {
             base,
             device,
             direction,
-            steps,
-            new,
-            away,
-            known: HashMap::from([(0, base.root())]),
+            changes,
+            new_dir: dirs.new,
+            away_dir: dirs.away,
+            inodes: HashMap::from([(TOP_NUMBER, base.root())]),
             staging_dirs: HashMap::new(),
-            placed: BTreeSet::new(),
-            written: HashSet::new(),
+            entries_with_new_names: BTreeSet::new(),
+            completed_entries: HashSet::new(),
             shared: log.shared && direction == Direction::Redo,
-            made: BTreeSet::new(),
-            mtimes: HashMap::new(),
+            made_dirs: BTreeSet::new(),
+            mtimes_before: HashMap::new(),
         }
     }
 
     /// Sets the inode of an object number, so that it is not looked up.
     pub(crate) fn set_object(&mut self, number: u64, inode: B::Inode) {
-        if number != 0 {
-            self.known.insert(number, inode);
+        if number != TOP_NUMBER {
+            self.inodes.insert(number, inode);
         }
     }
 
@@ -158,38 +186,39 @@ impl<'a, B: Backing> Apply<'a, B> {
         self.staging_dirs.insert(name.to_owned(), inode);
     }
 
+    /// Applies the log. After an error the application can be repeated from the start.
     pub(crate) fn run(&mut self) -> Result<()> {
-        let steps: Vec<Step<'a>> = self.steps.values().copied().collect();
+        let changes: Vec<EntryChange<'a>> = self.changes.values().copied().collect();
         self.make_shared_dirs()?;
         // All directories are looked up before any of them moves; their inodes stay valid after a move.
-        for step in steps.iter().filter(|step| step.entry.is_dir) {
-            self.locate(step.entry.number, &mut Vec::new())?;
+        for change in changes.iter().filter(|change| change.entry.is_dir) {
+            self.find_object(change.entry.number, &mut Vec::new())?;
         }
         if self.shared {
-            self.note_mtimes(&steps)?;
+            self.store_mtimes(&changes)?;
         }
         if self.direction == Direction::Undo {
-            for step in &steps {
-                self.cut(step)?;
+            for change in &changes {
+                self.shorten_file(change)?;
             }
         }
-        self.write_inline_changes(&steps)?;
-        for step in &steps {
-            self.write(step)?;
+        self.write_inline_changes(&changes)?;
+        for change in &changes {
+            self.write_data(change)?;
         }
-        for step in &steps {
-            self.leave(step)?;
+        for change in &changes {
+            self.remove_old_names(change)?;
         }
-        for step in &steps {
-            self.place(*step)?;
+        for change in &changes {
+            self.add_new_names(*change)?;
         }
         let (dirs, others): (Vec<_>, Vec<_>) =
-            steps.into_iter().partition(|step| step.entry.is_dir);
-        for step in others.iter().chain(&dirs) {
-            self.set_attributes(step)?;
+            changes.into_iter().partition(|change| change.entry.is_dir);
+        for change in others.iter().chain(&dirs) {
+            self.set_attributes(change)?;
         }
-        for step in &dirs {
-            self.remove_dir(step)?;
+        for change in &dirs {
+            self.remove_dir(change)?;
         }
         Ok(())
     }
@@ -200,38 +229,55 @@ impl<'a, B: Backing> Apply<'a, B> {
         if !self.shared {
             return Ok(Vec::new());
         }
-        let steps: Vec<Step<'a>> = self.steps.values().copied().collect();
-        let new_dirs = steps.iter().filter(|step| step.is_new_dir());
-        let leaves: HashSet<&EntryName> = steps.iter().flat_map(|step| step.leaves).collect();
-        let mut left: Vec<Step<'a>> = new_dirs.copied().collect();
-        left.retain(|step| !leaves.contains(&step.comes[0]));
-        let numbers: BTreeSet<u64> = left.iter().map(|step| step.entry.number).collect();
-        let mut made = Vec::new();
-        // Parents come first: each round makes the directories whose parents exist by now.
-        while !left.is_empty() {
-            let count = left.len();
-            for step in std::mem::take(&mut left) {
-                let (above, name) = &step.comes[0];
-                if numbers.contains(above) && !self.made.contains(above) {
-                    left.push(step);
+        let changes: Vec<EntryChange<'a>> = self.changes.values().copied().collect();
+        // A name that another object of the log must leave first cannot be given yet, so its directory is staged and
+        // moved like any other object.
+        let removed_names: HashSet<&EntryName> = changes
+            .iter()
+            .flat_map(|change| change.removed_names)
+            .collect();
+        let mut remaining: Vec<EntryChange<'a>> = changes
+            .into_iter()
+            .filter(|change| change.is_new_dir() && !removed_names.contains(&change.added_names[0]))
+            .collect();
+        let numbers: BTreeSet<u64> = remaining.iter().map(|change| change.entry.number).collect();
+        let mut made_dirs = Vec::new();
+        // Each round makes the directories whose parents exist by now.
+        while !remaining.is_empty() {
+            let count_before = remaining.len();
+            for change in std::mem::take(&mut remaining) {
+                let (parent, name) = &change.added_names[0];
+                let must_wait = numbers.contains(parent) && !self.made_dirs.contains(parent);
+                if must_wait {
+                    remaining.push(change);
                     continue;
                 }
-                let Some(dir) = self.locate(*above, &mut Vec::new())? else {
+                let Some(parent) = self.find_object(*parent, &mut Vec::new())? else {
                     continue;
                 };
-                let inode = self.make_dir(&step, &dir, OsStr::from_bytes(name))?;
-                self.known.insert(step.entry.number, inode.clone());
-                self.made.insert(step.entry.number);
-                made.push((step.entry.number, inode));
+                let inode = self.find_or_make_dir(&change, &parent, OsStr::from_bytes(name))?;
+                let number = change.entry.number;
+                self.inodes.insert(number, inode.clone());
+                self.made_dirs.insert(number);
+                made_dirs.push((number, inode));
             }
-            if left.len() == count {
+            // A round without progress means that the parents form a cycle, or that a parent is
+            // missing.
+            if remaining.len() == count_before {
                 return Err(Errno::STALE);
             }
         }
-        Ok(made)
+        Ok(made_dirs)
     }
 
-    fn make_dir(&mut self, step: &Step<'a>, dir: &B::Inode, name: &OsStr) -> Result<B::Inode> {
+    /// Makes a directory that other hosts may make as well, or finds the one that another host has made. Sets its
+    /// attributes in both cases.
+    fn find_or_make_dir(
+        &mut self,
+        change: &EntryChange<'a>,
+        dir: &B::Inode,
+        name: &OsStr,
+    ) -> Result<B::Inode> {
         let inode = match self.base.mkdir(&own(), dir, name, 0o700) {
             Ok((inode, _)) => inode,
             Err(Errno::EXIST) => self.base.lookup(dir, name)?.0,
@@ -239,7 +285,7 @@ impl<'a, B: Backing> Apply<'a, B> {
         };
         // Attributes are also set if another host made the directory, because that host may have died before it set
         // them.
-        if let Some((staging_dir, staged)) = step.staged_at {
+        if let Some((staging_dir, staged)) = change.staged_at {
             let staging_dir = self.staging_dir(staging_dir)?;
             if let Some((from, _)) = find(self.base, &staging_dir, OsStr::new(staged))? {
                 staging::copy_attributes(self.base, &from, &inode)?;
@@ -248,71 +294,92 @@ impl<'a, B: Backing> Apply<'a, B> {
         Ok(inode)
     }
 
-    fn note_mtimes(&mut self, steps: &[Step<'a>]) -> Result<()> {
-        for step in steps.iter().filter(|step| step.part.copy_at.is_some()) {
-            let number = step.entry.number;
-            if let Some(inode) = self.locate(number, &mut Vec::new())? {
-                self.mtimes.insert(number, self.base.attr(&inode)?.mtime);
+    /// Stores the modification times of objects whose attributes come from a staged copy.
+    fn store_mtimes(&mut self, changes: &[EntryChange<'a>]) -> Result<()> {
+        for change in changes
+            .iter()
+            .filter(|change| change.side.copy_at.is_some())
+        {
+            let number = change.entry.number;
+            if let Some(inode) = self.find_object(number, &mut Vec::new())? {
+                self.mtimes_before
+                    .insert(number, self.base.attr(&inode)?.mtime);
             }
         }
         Ok(())
     }
 
-    // ---- finding -----------------------------------------------------------------------------
+    // ---- search for objects ------------------------------------------------------------------
 
-    /// Returns the inode of an object, at any place where an earlier attempt may have left it; `None` if it is gone.
-    fn locate(&mut self, number: u64, above: &mut Vec<u64>) -> Result<Option<B::Inode>> {
-        if let Some(inode) = self.known.get(&number) {
+    /// Returns the inode of an object, wherever an earlier attempt may have left it; `None` if the object is gone.
+    ///
+    /// The search for an object looks for the directories of its names first. `ancestors` has the numbers of the
+    /// objects whose searches led to this one.
+    fn find_object(&mut self, number: u64, ancestors: &mut Vec<u64>) -> Result<Option<B::Inode>> {
+        if let Some(inode) = self.inodes.get(&number) {
             return Ok(Some(inode.clone()));
         }
-        let Some(&step) = self.steps.get(&number) else {
+        let Some(&change) = self.changes.get(&number) else {
             return Ok(None);
         };
-        // Two directories that are exchanged each have a name below the other, so the search must not go round in a
-        // circle.
-        if above.contains(&number) {
+        // If the log exchanges two directories, each has a name below the other. Their searches would then call each
+        // other without an end.
+        if ancestors.contains(&number) {
             return Ok(None);
         }
-        above.push(number);
-        let found = self.search(&step, above);
-        above.pop();
+        ancestors.push(number);
+        let found = self.search_names(&change, ancestors);
+        ancestors.pop();
         let found = found?;
         // Only directories are cached, because there may be more files than a process may have descriptors.
-        if let Some(inode) = found.as_ref().filter(|_| step.entry.is_dir) {
-            self.known.insert(number, inode.clone());
+        if let Some(inode) = found.as_ref().filter(|_| change.entry.is_dir) {
+            self.inodes.insert(number, inode.clone());
         }
         Ok(found)
     }
 
-    fn search(&mut self, step: &Step<'a>, above: &mut Vec<u64>) -> Result<Option<B::Inode>> {
-        let entry = step.entry;
-        let places = entry
+    /// Looks for an object under its names in the tree, in `away/`, and then at its staged paths.
+    fn search_names(
+        &mut self,
+        change: &EntryChange<'a>,
+        ancestors: &mut Vec<u64>,
+    ) -> Result<Option<B::Inode>> {
+        let entry = change.entry;
+        let names = entry
             .unchanged_name
             .iter()
-            .chain(step.comes)
-            .chain(step.leaves);
-        for (dir, name) in places {
-            if let Some(dir) = self.locate(*dir, above)?
-                && let Some(inode) = self.find_at(entry, &dir, name)?
+            .chain(change.added_names)
+            .chain(change.removed_names);
+        for (dir, name) in names {
+            if let Some(dir) = self.find_object(*dir, ancestors)?
+                && let Some(inode) = self.find_under_name(entry, &dir, name)?
             {
                 return Ok(Some(inode));
             }
         }
-        if let Some(inode) = self.find_at(entry, self.away, step.away_name().as_bytes())? {
+        if let Some(inode) =
+            self.find_under_name(entry, self.away_dir, change.away_name().as_bytes())?
+        {
             return Ok(Some(inode));
         }
-        let staged = [step.kept_at, step.staged_at, entry.anchor_at.as_ref()];
+        let staged = [change.kept_at, change.staged_at, entry.anchor_at.as_ref()];
         for (dir, name) in staged.into_iter().flatten() {
             let dir = self.staging_dir(dir)?;
-            if let Some(inode) = self.find_at(entry, &dir, name.as_bytes())? {
+            if let Some(inode) = self.find_under_name(entry, &dir, name.as_bytes())? {
                 return Ok(Some(inode));
             }
         }
         Ok(None)
     }
 
-    /// Returns the object if the name leads to it.
-    fn find_at(&self, entry: &Entry, dir: &B::Inode, name: &[u8]) -> Result<Option<B::Inode>> {
+    /// Returns the object if `name` in `dir` leads to it. Returns `None` if the name is missing or leads to another
+    /// object.
+    fn find_under_name(
+        &self,
+        entry: &Entry,
+        dir: &B::Inode,
+        name: &[u8],
+    ) -> Result<Option<B::Inode>> {
         match find(self.base, dir, OsStr::from_bytes(name)) {
             Ok(found) => Ok(found
                 .filter(|(_, attr)| Identity::of(attr, self.device) == entry.identity)
@@ -322,11 +389,12 @@ impl<'a, B: Backing> Apply<'a, B> {
         }
     }
 
+    /// Returns the directory `name` of staged objects. ESTALE or ENOENT means that it is missing.
     fn staging_dir(&mut self, name: &str) -> Result<B::Inode> {
         if let Some(inode) = self.staging_dirs.get(name) {
             return Ok(inode.clone());
         }
-        let inode = staging::must_find_dir(self.base, self.new, name)?;
+        let inode = staging::must_find_dir(self.base, self.new_dir, name)?;
         self.staging_dirs.insert(name.to_owned(), inode.clone());
         Ok(inode)
     }
@@ -336,17 +404,19 @@ impl<'a, B: Backing> Apply<'a, B> {
         Ok(self.base.lookup(&dir, OsStr::new(name))?.0)
     }
 
-    fn find_dir(&mut self, place: &EntryName) -> Result<Option<B::Inode>> {
-        self.locate(place.0, &mut Vec::new())
+    /// Returns the directory of a name.
+    fn find_dir(&mut self, name: &EntryName) -> Result<Option<B::Inode>> {
+        self.find_object(name.0, &mut Vec::new())
     }
 
     // ---- steps -------------------------------------------------------------------------------
 
-    fn cut(&mut self, step: &Step<'a>) -> Result<()> {
-        let Some(data) = &step.part.data else {
+    /// Truncates a file to its new size if it is longer.
+    fn shorten_file(&mut self, change: &EntryChange<'a>) -> Result<()> {
+        let Some(data) = &change.side.data else {
             return Ok(());
         };
-        let Some(inode) = self.locate(step.entry.number, &mut Vec::new())? else {
+        let Some(inode) = self.find_object(change.entry.number, &mut Vec::new())? else {
             return Ok(());
         };
         if self.base.attr(&inode)?.size > data.size {
@@ -356,30 +426,32 @@ impl<'a, B: Backing> Apply<'a, B> {
         Ok(())
     }
 
-    /// Writes the files for which [`Step::only_writes_inline`] is true, several at a time, and sets their times.
+    /// Writes the files for which [`EntryChange::only_writes_inline`] is true, several at a time, and sets their times.
     ///
     /// Files that are not found under their unchanged names are left to the later steps.
-    fn write_inline_changes(&mut self, steps: &[Step<'a>]) -> Result<()> {
-        let inline: Vec<_> = steps
+    fn write_inline_changes(&mut self, changes: &[EntryChange<'a>]) -> Result<()> {
+        let inline: Vec<_> = changes
             .iter()
-            .filter(|step| step.only_writes_inline())
+            .filter(|change| change.only_writes_inline())
             .collect();
         if inline.len() < PARALLEL_MIN || self.shared {
             return Ok(());
         }
         let this = &*self;
-        let write = |step: &&Step<'a>| -> Result<_> {
-            let is_written = this.write_in_place(step)?;
-            Ok(is_written.then_some(step.entry.number))
+        let write = |change: &&EntryChange<'a>| -> Result<_> {
+            let is_complete = this.write_one_inline_change(change)?;
+            Ok(is_complete.then_some(change.entry.number))
         };
         let written = try_map("firn-apply", THREADS, &inline, &write)?;
-        self.written.extend(written.into_iter().flatten());
+        self.completed_entries.extend(written.into_iter().flatten());
         Ok(())
     }
 
-    /// Writes one such file. Returns whether it was found and has the expected size; otherwise nothing was written.
-    fn write_in_place(&self, step: &Step<'a>) -> Result<bool> {
-        let (Some(data), Some(inode)) = (&step.part.data, self.find_in_place(step)?) else {
+    /// Writes one file for [`Self::write_inline_changes`]. Returns false, without a write, if the file is not found or
+    /// has another size than the log expects.
+    fn write_one_inline_change(&self, change: &EntryChange<'a>) -> Result<bool> {
+        let (Some(data), Some(inode)) = (&change.side.data, self.find_by_unchanged_name(change)?)
+        else {
             return Ok(false);
         };
         if self.base.attr(&inode)?.size != data.size {
@@ -391,32 +463,33 @@ impl<'a, B: Backing> Apply<'a, B> {
                 write_all(self.base, &to, bytes, range.start)?;
             }
         }
-        self.set_times(&inode, step.part)?;
+        self.set_times(&inode, change.side)?;
         Ok(true)
     }
 
     /// Returns the object if it is cached, or is found under its unchanged name in a cached directory.
-    fn find_in_place(&self, step: &Step<'a>) -> Result<Option<B::Inode>> {
-        if let Some(inode) = self.known.get(&step.entry.number) {
+    fn find_by_unchanged_name(&self, change: &EntryChange<'a>) -> Result<Option<B::Inode>> {
+        if let Some(inode) = self.inodes.get(&change.entry.number) {
             return Ok(Some(inode.clone()));
         }
-        let Some((dir, name)) = &step.entry.unchanged_name else {
+        let Some((dir, name)) = &change.entry.unchanged_name else {
             return Ok(None);
         };
-        match self.known.get(dir) {
-            Some(dir) => self.find_at(step.entry, dir, name),
+        match self.inodes.get(dir) {
+            Some(dir) => self.find_under_name(change.entry, dir, name),
             None => Ok(None),
         }
     }
 
-    fn write(&mut self, step: &Step<'a>) -> Result<()> {
-        if self.written.contains(&step.entry.number) {
+    /// Changes size and bytes of a file. A file that has all of the change already stays as it is.
+    fn write_data(&mut self, change: &EntryChange<'a>) -> Result<()> {
+        if self.completed_entries.contains(&change.entry.number) {
             return Ok(());
         }
-        let Some(data) = &step.part.data else {
+        let Some(data) = &change.side.data else {
             return Ok(());
         };
-        let Some(inode) = self.locate(step.entry.number, &mut Vec::new())? else {
+        let Some(inode) = self.find_object(change.entry.number, &mut Vec::new())? else {
             return Ok(());
         };
         let unchanged = data.written.is_empty() && data.cut >= data.size;
@@ -427,7 +500,8 @@ impl<'a, B: Backing> Apply<'a, B> {
         }
         let to = self.base.open(&inode, Access::ReadWrite)?;
         if may_grow {
-            // Another host's part may have made the file longer. The ranges of this host have no bytes of other hosts.
+            // Another host's log may have made the file longer already, so the file is not shortened. The hosts write
+            // separate ranges, so this host overwrites no bytes of another one.
             if data.size > size {
                 self.base.set_len(&to, data.size)?;
             }
@@ -437,7 +511,7 @@ impl<'a, B: Backing> Apply<'a, B> {
         let mut copy = None;
         for range in &data.written {
             if copy.is_none() && range.source == BytesSource::Copy {
-                let at = step.part.copy_at.as_ref().ok_or(Errno::STALE)?;
+                let at = change.side.copy_at.as_ref().ok_or(Errno::STALE)?;
                 copy = Some(self.base.open(&self.find_staged(at)?, Access::Read)?);
             }
             self.write_range(range, copy.as_ref(), &to, data.size)?;
@@ -445,9 +519,9 @@ impl<'a, B: Backing> Apply<'a, B> {
         Ok(())
     }
 
-    /// Cuts the file and then sets its new size, so that a hole lies between.
+    /// Truncates the file at the cut, and then sets its new size, so that the bytes between the two are a hole.
     ///
-    /// A repeated attempt cuts off bytes that an earlier one wrote, and writes them again.
+    /// A repeated attempt removes bytes that an earlier attempt wrote after the cut, and writes them again.
     fn set_size(&self, data: &DataChange, size: u64, to: &B::File) -> Result<()> {
         if data.cut < size {
             self.base.set_len(to, data.cut)?;
@@ -458,6 +532,7 @@ impl<'a, B: Backing> Apply<'a, B> {
         Ok(())
     }
 
+    /// Writes one range. `copy` is the staged copy of the file, opened for reading.
     fn write_range(
         &mut self,
         range: &WrittenRange,
@@ -474,7 +549,8 @@ impl<'a, B: Backing> Apply<'a, B> {
             (BytesSource::Copy, None) => Err(Errno::STALE),
             (BytesSource::File((dir, name)), _) => {
                 let dir = self.staging_dir(dir)?;
-                // Without the staged file the saved entry was never durable, so the object was not changed after it.
+                // The staged file is durable before the object changes. A missing staged file therefore means that the
+                // object was not changed.
                 let Some((from, _)) = find(self.base, &dir, OsStr::new(name))? else {
                     return Ok(());
                 };
@@ -484,19 +560,29 @@ impl<'a, B: Backing> Apply<'a, B> {
         }
     }
 
-    fn leave(&mut self, step: &Step<'a>) -> Result<()> {
-        let away_name = step.away_name();
+    /// Removes the old names of an object, as far as they still lead to it.
+    ///
+    /// The object itself must not be removed while it is still needed:
+    /// * the first old name moves to the staged path of an object that an undo may need;
+    /// * otherwise it moves to `away/` if the object gets a new name, or if it is a directory, which
+    ///   [`Self::remove_dir`] removes when it is empty;
+    /// * all further names are unlinked.
+    fn remove_old_names(&mut self, change: &EntryChange<'a>) -> Result<()> {
+        let away_name = change.away_name();
         let away_name = OsStr::new(&away_name);
-        for place in step.leaves {
-            let Some(dir) = self.find_dir(place)? else {
+        let no_flags = RenameFlags::empty();
+        for entry_name in change.removed_names {
+            let Some(dir) = self.find_dir(entry_name)? else {
                 continue;
             };
-            if self.find_at(step.entry, &dir, &place.1)?.is_none() {
+            if self
+                .find_under_name(change.entry, &dir, &entry_name.1)?
+                .is_none()
+            {
                 continue;
             }
-            let name = OsStr::from_bytes(&place.1);
-            let no_flags = RenameFlags::empty();
-            if let Some((kept_dir, kept_name)) = step.kept_at {
+            let name = OsStr::from_bytes(&entry_name.1);
+            if let Some((kept_dir, kept_name)) = change.kept_at {
                 let kept_dir = self.staging_dir(kept_dir)?;
                 let kept_name = OsStr::new(kept_name);
                 if find(self.base, &kept_dir, kept_name)?.is_none() {
@@ -505,11 +591,12 @@ impl<'a, B: Backing> Apply<'a, B> {
                     continue;
                 }
             }
-            let goes_away = step.entry.is_dir
-                || (!step.comes.is_empty() && find(self.base, self.away, away_name)?.is_none());
-            if goes_away {
+            let gets_name = !change.added_names.is_empty();
+            let moves_away = change.entry.is_dir
+                || (gets_name && find(self.base, self.away_dir, away_name)?.is_none());
+            if moves_away {
                 self.base
-                    .rename(&dir, name, self.away, away_name, no_flags)?;
+                    .rename(&dir, name, self.away_dir, away_name, no_flags)?;
             } else {
                 self.base.unlink(&dir, name)?;
             }
@@ -517,41 +604,48 @@ impl<'a, B: Backing> Apply<'a, B> {
         Ok(())
     }
 
-    fn place(&mut self, step: Step<'a>) -> Result<()> {
-        if step.comes.is_empty() || !self.placed.insert(step.entry.number) {
+    /// Adds the new names of an object, as far as they are missing. The directories of the names get theirs first.
+    fn add_new_names(&mut self, change: EntryChange<'a>) -> Result<()> {
+        let number = change.entry.number;
+        if change.added_names.is_empty() || !self.entries_with_new_names.insert(number) {
             return Ok(());
         }
-        if self.made.contains(&step.entry.number) {
+        if self.made_dirs.contains(&number) {
             return Ok(());
         }
-        for place in step.comes {
-            if let Some(&above) = self.steps.get(&place.0) {
-                self.place(above)?;
+        for entry_name in change.added_names {
+            if let Some(&dir_change) = self.changes.get(&entry_name.0) {
+                self.add_new_names(dir_change)?;
             }
-            let dir = self.find_dir(place)?.ok_or(Errno::STALE)?;
-            if self.find_at(step.entry, &dir, &place.1)?.is_some() {
+            let dir = self.find_dir(entry_name)?.ok_or(Errno::STALE)?;
+            if self
+                .find_under_name(change.entry, &dir, &entry_name.1)?
+                .is_some()
+            {
                 continue;
             }
-            self.give_name(&step, &dir, OsStr::from_bytes(&place.1))?;
+            self.add_name(&change, &dir, OsStr::from_bytes(&entry_name.1))?;
         }
         Ok(())
     }
 
-    fn give_name(&mut self, step: &Step<'a>, dir: &B::Inode, name: &OsStr) -> Result<()> {
+    /// Gives an object one new name: moves it from `away/` or from its staged path, or else links it under a name that
+    /// it has already.
+    fn add_name(&mut self, change: &EntryChange<'a>, dir: &B::Inode, name: &OsStr) -> Result<()> {
         let no_flags = RenameFlags::empty();
-        let away_name = step.away_name();
+        let away_name = change.away_name();
         if self
-            .find_at(step.entry, self.away, away_name.as_bytes())?
+            .find_under_name(change.entry, self.away_dir, away_name.as_bytes())?
             .is_some()
         {
             return self
                 .base
-                .rename(self.away, OsStr::new(&away_name), dir, name, no_flags);
+                .rename(self.away_dir, OsStr::new(&away_name), dir, name, no_flags);
         }
-        if let Some((staging_dir, staged)) = step.staged_at.or(step.entry.anchor_at.as_ref()) {
+        if let Some((staging_dir, staged)) = change.staged_at.or(change.entry.anchor_at.as_ref()) {
             let staging_dir = self.staging_dir(staging_dir)?;
             if self
-                .find_at(step.entry, &staging_dir, staged.as_bytes())?
+                .find_under_name(change.entry, &staging_dir, staged.as_bytes())?
                 .is_some()
             {
                 return self
@@ -559,81 +653,85 @@ impl<'a, B: Backing> Apply<'a, B> {
                     .rename(&staging_dir, OsStr::new(staged), dir, name, no_flags);
             }
         }
-        // It has a name already.
+        // The object is neither in `away/` nor staged, so it has a name in the tree.
         let inode = self
-            .locate(step.entry.number, &mut Vec::new())?
+            .find_object(change.entry.number, &mut Vec::new())?
             .ok_or(Errno::STALE)?;
         self.base.link(&inode, dir, name).map(drop)
     }
 
-    fn set_attributes(&mut self, step: &Step<'a>) -> Result<()> {
-        let part = step.part;
-        let sets_times = part.atime.is_some() || part.mtime.is_some();
-        // The staged object is the object itself.
-        let copy_at = part.copy_at.as_ref();
-        let is_done = self.written.contains(&step.entry.number);
-        if is_done || (copy_at.is_none() && part.attributes.is_none() && !sets_times) {
+    /// Sets the attributes of an object after all names and data have changed.
+    fn set_attributes(&mut self, change: &EntryChange<'a>) -> Result<()> {
+        let side = change.side;
+        let sets_times = side.atime.is_some() || side.mtime.is_some();
+        let copy_at = side.copy_at.as_ref();
+        let is_complete = self.completed_entries.contains(&change.entry.number);
+        if is_complete || (copy_at.is_none() && side.attributes.is_none() && !sets_times) {
             return Ok(());
         }
-        let Some(inode) = self.locate(step.entry.number, &mut Vec::new())? else {
+        let Some(inode) = self.find_object(change.entry.number, &mut Vec::new())? else {
             return Ok(());
         };
-        self.set_times(&inode, part)?;
-        if let Some(wanted) = &part.attributes {
+        self.set_times(&inode, side)?;
+        if let Some(wanted) = &side.attributes {
             staging::set_attributes(self.base, &inode, wanted)?;
         }
         match copy_at {
-            Some(at) => self.copy_attributes(step, &inode, at),
+            Some(at) => self.copy_attributes(change, &inode, at),
             None => Ok(()),
         }
     }
 
-    fn set_times(&self, inode: &B::Inode, part: &EntrySide) -> Result<()> {
-        if part.atime.is_none() && part.mtime.is_none() {
+    /// Sets the times that the side has, and keeps the others.
+    fn set_times(&self, inode: &B::Inode, side: &EntrySide) -> Result<()> {
+        if side.atime.is_none() && side.mtime.is_none() {
             return Ok(());
         }
-        let set =
+        let set_or_keep =
             |time: Option<StoredTime>| time.map_or(SetTime::Keep, |time| SetTime::At(time.into()));
-        self.base.set_times(inode, set(part.atime), set(part.mtime))
+        self.base
+            .set_times(inode, set_or_keep(side.atime), set_or_keep(side.mtime))
     }
 
+    /// Copies attributes from the staged copy. In a shared log without a change of owner, mode or extended attributes,
+    /// only the modification time is copied, because another host may have set the other attributes.
     fn copy_attributes(
         &mut self,
-        step: &Step<'a>,
+        change: &EntryChange<'a>,
         inode: &B::Inode,
         copy_at: &Staged,
     ) -> Result<()> {
         let copy = self.find_staged(copy_at)?;
-        if !self.shared || step.part.changes_attributes {
+        if !self.shared || change.side.changes_attributes {
             return staging::copy_attributes(self.base, &copy, inode);
         }
-        // An object that only this host changed gets this host's times, even older ones. Otherwise the latest time
-        // counts.
-        let wanted = self.base.attr(&copy)?.mtime;
-        let now = self.mtimes.get(&step.entry.number).copied();
-        let now = now.unwrap_or(wanted);
-        let is_unchanged = step
-            .part
+        // If only this host changed the object, its time counts even if it is older. Otherwise the latest time counts.
+        let copied_mtime = self.base.attr(&copy)?.mtime;
+        let mtime_before = self.mtimes_before.get(&change.entry.number).copied();
+        let mtime_before = mtime_before.unwrap_or(copied_mtime);
+        let only_this_host_changed = change
+            .side
             .mtime_before
-            .is_some_and(|before| now == Time::from(before));
-        let mtime = if is_unchanged {
-            wanted
+            .is_some_and(|logged| mtime_before == Time::from(logged));
+        let mtime = if only_this_host_changed {
+            copied_mtime
         } else {
-            wanted.max(now)
+            copied_mtime.max(mtime_before)
         };
         self.base
             .set_times(inode, SetTime::Keep, SetTime::At(mtime))
     }
 
-    fn remove_dir(&mut self, step: &Step<'a>) -> Result<()> {
-        let may_be_away = !step.leaves.is_empty() || step.entry.unchanged_name.is_none();
-        if !step.comes.is_empty() || step.kept_at.is_some() || !may_be_away {
+    /// Removes a directory that lost its last name. It is empty in `away/` by now.
+    fn remove_dir(&mut self, change: &EntryChange<'a>) -> Result<()> {
+        let may_be_away = !change.removed_names.is_empty() || change.entry.unchanged_name.is_none();
+        if !change.added_names.is_empty() || change.kept_at.is_some() || !may_be_away {
             return Ok(());
         }
-        let name = step.away_name();
+        let name = change.away_name();
         let name = OsStr::new(&name);
-        if find(self.base, self.away, name)?.is_some() {
-            self.base.rmdir(self.away, name)?;
+        if find(self.base, self.away_dir, name)?.is_some() {
+            self.base.rmdir(self.away_dir, name)?;
         }
         Ok(())
     }

@@ -29,8 +29,8 @@ struct ChangedAttributes<B: Backing> {
     inline_times: Option<(Time, Time)>,
     links: i64,
     removed: bool,
-    touched: Option<Time>,
-    named: Option<Time>,
+    names_changed_at: Option<Time>,
+    own_names_changed_at: Option<Time>,
 }
 
 impl<B: Backing> ChangedAttributes<B> {
@@ -42,15 +42,15 @@ impl<B: Backing> ChangedAttributes<B> {
             inline_times: change.inline.as_ref().map(times),
             links: change.links,
             removed: change.removed,
-            touched: change.touched,
-            named: change.named,
+            names_changed_at: change.names_changed_at,
+            own_names_changed_at: change.own_names_changed_at,
         }
     }
 }
 
 impl<B: Backing> LowerBacking<B> {
-    /// Makes a new object with the attributes and the size of another, without its data. Returns the other's
-    /// attributes.
+    /// Makes a staged object with the attributes and the size of `inode`, without its data. Returns the attributes of
+    /// `inode`.
     pub(crate) fn copy_object(
         &self,
         kind: Kind,
@@ -58,14 +58,14 @@ impl<B: Backing> LowerBacking<B> {
         staging_dir: &B::Inode,
         name: &OsStr,
     ) -> Result<Attr> {
-        let me = staging::own();
+        let owner = staging::own();
         let attr = self.base.attr(inode)?;
         let make_file = || {
-            // A sparse copy, which is written into the file by the commit: on the same server.
+            // The commit copies the written bytes into the file, so the sparse copy is put on the same server.
             let beside = Placing::Beside(inode);
             let made = self
                 .base
-                .create_placed(&me, staging_dir, name, 0o600, beside);
+                .create_placed(&owner, staging_dir, name, 0o600, beside);
             let (copy, file, _) = made?;
             self.base.set_len(&file, attr.size)?;
             Ok(copy)
@@ -78,9 +78,9 @@ impl<B: Backing> LowerBacking<B> {
             };
             let (mode, rdev) = (attr.mode, attr.rdev);
             match staging::make_special(&self.base, staging_dir, name, mode, rdev, &target) {
-                // Not every user may make a device; a file has its attributes as well.
+                // A user other than root may not make a device. A plain file can have the same attributes.
                 Err(Errno::PERM) if !matches!(kind, Kind::Dir | Kind::Symlink) => {
-                    Ok(self.base.create(&me, staging_dir, name, 0o600)?.0)
+                    Ok(self.base.create(&owner, staging_dir, name, 0o600)?.0)
                 }
                 made => made,
             }
@@ -166,7 +166,7 @@ impl<B: Backing> Objects<B> {
         let mut attr = match (inode, copy) {
             (None, None) => return Err(Errno::STALE),
             (None, Some(copy)) if object.kind == Kind::Dir => copy,
-            // Its staged name is not one of its names.
+            // The staged name is not counted as a link.
             (None, Some(copy)) => Attr { nlink: 0, ..copy },
             (Some(inode), None) => {
                 let below = self.own_links.attr_below(object, inode)?;
@@ -199,17 +199,19 @@ impl<B: Backing> Objects<B> {
                 }
             }
         };
-        // Some file systems do not count subdirectories and say 1.
+        // A link count of 1 means that the file system does not count subdirectories.
         if object.kind != Kind::Dir || attr.nlink > 1 {
             attr.nlink = (i64::from(attr.nlink) + change.links).max(0) as u32;
         }
         if change.removed {
             attr.nlink = 0;
         }
-        if let Some(touched) = change.touched {
-            (attr.mtime, attr.ctime) = (attr.mtime.max(touched), attr.ctime.max(touched));
+        if let Some(changed_at) = change.names_changed_at {
+            (attr.mtime, attr.ctime) = (attr.mtime.max(changed_at), attr.ctime.max(changed_at));
         }
-        attr.ctime = attr.ctime.max(change.named.unwrap_or(attr.ctime));
+        attr.ctime = attr
+            .ctime
+            .max(change.own_names_changed_at.unwrap_or(attr.ctime));
         Ok(attr)
     }
 
@@ -222,15 +224,15 @@ impl<B: Backing> Objects<B> {
         self.change_staged_copy(object, change, |change| change.attributes = true)
     }
 
-    /// Changes the attributes of a staged copy. `note` records the kind of the change in the object.
+    /// Changes the attributes of a staged copy. `record_kind` records in the object what changed.
     fn change_staged_copy(
         &self,
         object: &Arc<Object<B>>,
         change: impl FnOnce(&B::Inode) -> Result<()>,
-        note: impl FnOnce(&mut Change<B>),
+        record_kind: impl FnOnce(&mut Change<B>),
     ) -> Result<()> {
         let (_data, scope) = self.admission.enter_data_change(object)?;
-        let Some(scope) = self.originals.holding(scope, object, NO_BYTES)? else {
+        let Some(scope) = self.originals.buffering_scope(scope, object, NO_BYTES)? else {
             let inner = object.inner.share();
             return change(&inner.inode(&self.lower.base)?);
         };
@@ -239,7 +241,7 @@ impl<B: Backing> Objects<B> {
             self.stage_copy(&scope, object, &inner)?;
         }
         change(&inner.inode(&self.lower.base)?)?;
-        inner.edit().change.as_deref_mut().map(note);
+        inner.edit().change.as_deref_mut().map(record_kind);
         drop(inner);
         scope.check_changed(object);
         Ok(())
@@ -259,7 +261,7 @@ impl<B: Backing> Objects<B> {
         self.change_staged_copy(object, set, |change| {
             // The requested time counts, whatever changed in the directory before.
             if mtime != SetTime::Keep {
-                change.touched = None;
+                change.names_changed_at = None;
             }
         })
     }
@@ -271,7 +273,7 @@ impl<B: Backing> Objects<B> {
         object: &Arc<Object<B>>,
         inner: &Owning<'_, Inner<B>>,
     ) -> Result<()> {
-        assert!(scope.shadow.is_none(), "nothing is held in shadow mode");
+        assert!(scope.shadow.is_none(), "shadow mode makes no staged copies");
         let (number, inline) = {
             let mut inner = inner.edit();
             if inner.base.is_none() && inner.change.is_none() {
@@ -294,8 +296,8 @@ impl<B: Backing> Objects<B> {
         let change = scope.change(object, &mut inner);
         if let Some(inline) = change.inline.take() {
             Self::forget_inline(scope, &inline);
-            for (at, piece) in inline.overwrites() {
-                change.written.insert(at..at + piece.len() as u64);
+            for (offset, bytes) in inline.overwrites() {
+                change.written.insert(offset..offset + bytes.len() as u64);
             }
         }
         (change.copy, change.cut, change.before) =
@@ -319,8 +321,8 @@ impl<B: Backing> Objects<B> {
             StagedCopy {
                 staging_dir,
                 at: (staging_name, text),
-                held: None,
-                goes_to: None,
+                kept_inode: None,
+                final_name: None,
             },
             attr,
         ))

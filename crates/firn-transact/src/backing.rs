@@ -234,9 +234,9 @@ impl<B: Backing> Files for TransactionalBacking<B> {
     }
 
     fn advise(&self, file: &TrackedFile<B>, range: Range<u64>, advice: PageAdvice) {
-        let _ = self
-            .file_data
-            .ask_below(file, |below| self.lower.base.advise(below, range, advice));
+        let _ = self.file_data.query_lower_file(file, |lower_file| {
+            self.lower.base.advise(lower_file, range, advice)
+        });
     }
 
     /// Locks between hosts are taken in the backing below and not here.
@@ -276,7 +276,7 @@ impl<B: Backing> Sharing for TransactionalBacking<B> {
     fn kernel_reads(&self, file: &TrackedFile<B>) -> KernelReads {
         let asked = self
             .file_data
-            .ask_shared(file, |below| self.lower.base.kernel_reads(below));
+            .query_shared_lower_file(file, |lower_file| self.lower.base.kernel_reads(lower_file));
         asked.unwrap_or(KernelReads::Cached)
     }
 
@@ -290,9 +290,9 @@ impl<B: Backing> Sharing for TransactionalBacking<B> {
     }
 
     fn note_use(&self, file: &TrackedFile<B>, what: FileUse) -> Result<()> {
-        let noted = self
-            .file_data
-            .ask_shared(file, |below| self.lower.base.note_use(below, what));
+        let noted = self.file_data.query_shared_lower_file(file, |lower_file| {
+            self.lower.base.note_use(lower_file, what)
+        });
         noted.unwrap_or(Ok(()))
     }
 

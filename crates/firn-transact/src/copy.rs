@@ -9,74 +9,78 @@ use crate::staging::write_all;
 /// Bytes of one read and write of a copy through memory.
 pub(crate) const BLOCK: usize = 1 << 20;
 
-/// An open file, with what it is in.
+/// An open file, with the backing that has it.
 pub(crate) struct OpenFile<'a, B: Backing> {
     pub(crate) backing: &'a B,
     pub(crate) file: &'a B::File,
 }
 
-/// Why a copy between two backings ended before its range did.
+/// Why a copy ended before the end of its range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum CopyError {
     /// The file that is copied cannot be read.
     Read(Errno),
     /// The copy cannot be written.
     Write(Errno),
-    /// The file that is copied ends there.
+    /// The file that is copied ends at this offset.
     EndsAt(u64),
-    /// The caller wanted no more.
+    /// The caller stopped the copy.
     Stopped,
 }
 
-/// Copies a range through memory. The caller sees each block before it is written, and may end the copy there.
+/// Copies a range through memory. `visit` gets each block before it is written, and may stop the copy there.
 pub(crate) fn copy_blocks<B: Backing>(
     from: OpenFile<'_, B>,
     to: OpenFile<'_, B>,
     range: Range<u64>,
     visit: &mut dyn FnMut(&[u8]) -> ControlFlow<()>,
 ) -> std::result::Result<(), CopyError> {
-    let mut at = range.start;
-    let mut block = vec![0; BLOCK.min(usize::try_from(range.end - at).unwrap_or(BLOCK))];
-    while at < range.end {
-        let len = block.len().min((range.end - at) as usize);
-        let read = from.backing.read_at(from.file, &mut block[..len], at);
+    let mut offset = range.start;
+    let mut block = vec![0; BLOCK.min(usize::try_from(range.end - offset).unwrap_or(BLOCK))];
+    while offset < range.end {
+        let len = block.len().min((range.end - offset) as usize);
+        let read = from.backing.read_at(from.file, &mut block[..len], offset);
         let count = read.map_err(CopyError::Read)?;
         if count == 0 {
-            return Err(CopyError::EndsAt(at));
+            return Err(CopyError::EndsAt(offset));
         }
         let bytes = &block[..count];
         if visit(bytes).is_break() {
             return Err(CopyError::Stopped);
         }
-        write_all(to.backing, to.file, bytes, at).map_err(CopyError::Write)?;
-        at += count as u64;
+        write_all(to.backing, to.file, bytes, offset).map_err(CopyError::Write)?;
+        offset += count as u64;
     }
     Ok(())
 }
 
-/// Copies a range to another file of the same backing; what is a hole there becomes one here.
+/// Copies a range to another file of the same backing. Holes of the source become holes of the copy.
 pub(crate) fn copy_with_holes<B: Backing>(
     base: &B,
     from: &B::File,
     to: &B::File,
     range: Range<u64>,
 ) -> Result<()> {
-    let mut at = range.start;
+    let mut offset = range.start;
     for data in data_ranges(base, from, range.clone()) {
-        clear(base, to, at..data.start)?;
-        at = data.end;
+        clear(base, to, offset..data.start)?;
+        offset = data.end;
         copy_data(base, from, to, data)?;
     }
-    clear(base, to, at..range.end)
+    clear(base, to, offset..range.end)
 }
 
+/// Copies a range without holes: in the backing if it can, otherwise through memory.
 fn copy_data<B: Backing>(base: &B, from: &B::File, to: &B::File, data: Range<u64>) -> Result<()> {
-    let Range { start: mut at, end } = data;
-    while at < end {
-        match base.copy_range(from, at, to, at, end - at) {
-            Ok(count) if count > 0 => at += count,
+    let Range {
+        start: mut offset,
+        end,
+    } = data;
+    while offset < end {
+        match base.copy_range(from, offset, to, offset, end - offset) {
+            Ok(count) if count > 0 => offset += count,
             Ok(_) | Err(Errno::XDEV | Errno::OPNOTSUPP | Errno::NOSYS | Errno::INVAL) => {
-                return copy_data_through_memory(base, from, to, at..end);
+                return copy_data_through_memory(base, from, to, offset..end);
             }
             Err(errno) => return Err(errno),
         }
@@ -94,16 +98,16 @@ fn copy_data_through_memory<B: Backing>(
         backing: base,
         file,
     };
-    let go_on = &mut |_: &[u8]| ControlFlow::Continue(());
-    match copy_blocks(side(from), side(to), data.clone(), go_on) {
+    let continue_copy = &mut |_: &[u8]| ControlFlow::Continue(());
+    match copy_blocks(side(from), side(to), data.clone(), continue_copy) {
         Ok(()) | Err(CopyError::Stopped) => Ok(()),
-        // Past its end a file reads as zeros here.
-        Err(CopyError::EndsAt(at)) => clear(base, to, at..data.end),
+        // The source is shorter than the range. Bytes after its end count as zeros.
+        Err(CopyError::EndsAt(offset)) => clear(base, to, offset..data.end),
         Err(CopyError::Read(errno) | CopyError::Write(errno)) => Err(errno),
     }
 }
 
-/// Makes a range a hole, or zeros where the backing cannot.
+/// Makes a range a hole. If the backing cannot do so, writes zeros.
 fn clear<B: Backing>(base: &B, to: &B::File, range: Range<u64>) -> Result<()> {
     if range.is_empty() {
         return Ok(());
@@ -115,11 +119,11 @@ fn clear<B: Backing>(base: &B, to: &B::File, range: Range<u64>) -> Result<()> {
         Err(errno) => return Err(errno),
     }
     let zeros = vec![0; BLOCK];
-    let mut at = range.start;
-    while at < range.end {
-        let count = (range.end - at).min(BLOCK as u64);
-        write_all(base, to, &zeros[..count as usize], at)?;
-        at += count;
+    let mut offset = range.start;
+    while offset < range.end {
+        let count = (range.end - offset).min(BLOCK as u64);
+        write_all(base, to, &zeros[..count as usize], offset)?;
+        offset += count;
     }
     Ok(())
 }

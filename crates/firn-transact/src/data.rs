@@ -1,11 +1,20 @@
 //! [`FileData`]: reads and writes of file data, with the changes of an open transaction.
 //!
-//! In a transaction a file has up to three sources of bytes:
-//! * written ranges come from the staged copy, or from memory if the change is inline ([`crate::inline_changes`]);
-//! * other bytes below the cut come from the backing;
-//! * the rest of the file is a hole.
+//! Terms
+//! * The *lower file* of an object is its file in the backing. The *staged copy* is another file of the backing, in the
+//!   directory of the transaction.
+//! * An *inline change* is a small change in memory only ([`crate::inline_changes`]).
+//! * The *cut* is the lowest size that the file had in the transaction: old bytes from the cut on are gone.
 //!
-//! Outside of transactions every call goes to the backing's file.
+//! In a transaction in buffer mode the bytes of a file have up to three sources:
+//! * a range that the transaction wrote comes from the staged copy, or from memory if the change is inline;
+//! * other bytes below the cut come from the lower file;
+//! * all other bytes are a hole.
+//!
+//! Outside of transactions, and in shadow mode, every call goes to the lower file.
+//!
+//! Lock order: first the admission of the change, which keeps transactions from beginning, being prepared or ending
+//! during the call; then the lock of the object (`Object::inner`).
 
 use std::io::IoSlice;
 use std::os::fd::OwnedFd;
@@ -26,12 +35,12 @@ use crate::shadow::NO_BYTES;
 use crate::shadow::save::Originals;
 use crate::waiting::Admission;
 
-/// Bytes of one read and write of a copy that the backing cannot do by itself.
-const BLOCK: usize = 1 << 20;
+/// Size of one read and write when bytes are copied through memory.
+const COPY_BLOCK_BYTES: usize = 1 << 20;
 
 /// Contiguous staged bytes of a file after which their write to the device starts, so that the commit waits for less.
 /// Data that is overwritten later is then written to the device twice.
-const EARLY_BYTES: u64 = 16 << 20;
+const EARLY_WRITEOUT_BYTES: u64 = 16 << 20;
 
 /// An open file. Each read and write checks whether the file is in a transaction.
 pub struct TrackedFile<B: Backing> {
@@ -48,7 +57,8 @@ impl<B: Backing> TrackedFile<B> {
         }
     }
 
-    fn must_read(&self) -> Result<()> {
+    /// Fails with EBADF if the file was opened for writing only.
+    fn check_readable(&self) -> Result<()> {
         if self.access == Access::Write {
             Err(Errno::BADF)
         } else {
@@ -56,7 +66,8 @@ impl<B: Backing> TrackedFile<B> {
         }
     }
 
-    fn must_write(&self, errno: Errno) -> Result<()> {
+    /// Fails with `errno` if the file was opened for reading only. The error depends on the system call.
+    fn check_writable(&self, errno: Errno) -> Result<()> {
         if self.access == Access::Read {
             Err(errno)
         } else {
@@ -82,28 +93,27 @@ struct FilePart {
 enum PartSource {
     /// Nothing was written there; the bytes are zeros.
     Hole,
-    /// The bytes are in a file of the backing, at the same offset.
+    /// The bytes are in the lower file or the staged copy, at the same offset.
     LowerFile(LowerFile),
     /// The bytes are in memory, in an inline change.
     Memory,
 }
 
 impl<B: Backing> Inner<B> {
-    /// Returns the source of the bytes from `at` on, below `size`.
-    fn part_at(&self, at: u64, size: u64) -> FilePart {
-        self.copy_from_memory(at, size, &mut [])
+    /// Returns the part of the file that begins at `offset` and has one source. `size` is the size of the file.
+    fn resolve_at(&self, offset: u64, size: u64) -> FilePart {
+        self.resolve_and_copy(offset, size, &mut [])
     }
 
-    /// Returns the source of the bytes from `at` on, below `size`. Bytes in memory are copied to `buf`, as far as they
-    /// fit.
-    fn copy_from_memory(&self, at: u64, size: u64, buf: &mut [u8]) -> FilePart {
+    /// Does what [`Self::resolve_at`] does. If the bytes are in memory, it also copies those that fit into `buf`.
+    fn resolve_and_copy(&self, offset: u64, size: u64, buf: &mut [u8]) -> FilePart {
         if let Some(inline) = self.inline() {
-            return match inline.part_at(at) {
+            return match inline.part_at(offset) {
                 InlinePart::Overwritten(bytes) => {
                     let len = bytes.len().min(buf.len());
                     buf[..len].copy_from_slice(&bytes[..len]);
                     FilePart {
-                        end: at + bytes.len() as u64,
+                        end: offset + bytes.len() as u64,
                         source: PartSource::Memory,
                     }
                 }
@@ -119,13 +129,14 @@ impl<B: Backing> Inner<B> {
                 source: PartSource::LowerFile(LowerFile::Reader),
             };
         };
+        // A new object has no lower file, so the staged copy has all of its bytes.
         if self.base.is_none() {
             return FilePart {
                 end: size,
                 source: PartSource::LowerFile(LowerFile::StagedCopy),
             };
         }
-        let written = change.written.part_at(at);
+        let written = change.written.part_at(offset);
         let end = written.end.min(size);
         if written.is_inside {
             return FilePart {
@@ -133,7 +144,7 @@ impl<B: Backing> Inner<B> {
                 source: PartSource::LowerFile(LowerFile::StagedCopy),
             };
         }
-        if at < change.cut {
+        if offset < change.cut {
             return FilePart {
                 end: end.min(change.cut),
                 source: PartSource::LowerFile(LowerFile::Reader),
@@ -145,8 +156,9 @@ impl<B: Backing> Inner<B> {
         }
     }
 
-    /// Returns the file of the backing that alone has all bytes of the object; `None` if there is no such file.
-    fn whole(&self) -> Option<LowerFile> {
+    /// Returns the file that has all bytes of the object: the lower file of an unchanged object, or the staged copy of
+    /// a new one. Returns `None` if the bytes come from several sources.
+    fn single_source(&self) -> Option<LowerFile> {
         match (&self.base, self.staged_copy()) {
             (Some(_), None) if self.inline().is_none() => Some(LowerFile::Reader),
             (None, Some(_)) => Some(LowerFile::StagedCopy),
@@ -178,15 +190,16 @@ impl<B: Backing> FileData<B> {
         }
     }
 
+    /// Opens an object. The lower file is opened again at the first read or write, and not kept open until then.
     pub(crate) fn open_tracked(
         &self,
         object: &Arc<Object<B>>,
         access: Access,
     ) -> Result<TrackedFile<B>> {
         let inner = object.inner.share();
-        let whole = inner.look().whole();
-        // The file is opened so that open(2) of the program gets the errors of the backing.
-        let inode = match whole {
+        let single_source = inner.look().single_source();
+        // The file is opened and closed at once, so that the program's open(2) gets the errors of the backing.
+        let inode = match single_source {
             Some(LowerFile::StagedCopy) => inner.inode(&self.lower.base)?,
             _ => inner.base().ok_or(Errno::STALE)?,
         };
@@ -197,7 +210,7 @@ impl<B: Backing> FileData<B> {
 
     fn size(&self, object: &Object<B>, inner: &View<'_, Inner<B>>) -> Result<u64> {
         let is_staged = inner.look().staged_copy().is_some();
-        let below = if is_staged {
+        let which = if is_staged {
             LowerFile::StagedCopy
         } else {
             LowerFile::Reader
@@ -205,7 +218,7 @@ impl<B: Backing> FileData<B> {
         Ok(self
             .lower
             .base
-            .attr_of_file(&*object.lower_file(&self.lower.base, inner, below)?)?
+            .attr_of_file(&*object.lower_file(&self.lower.base, inner, which)?)?
             .size)
     }
 
@@ -215,20 +228,22 @@ impl<B: Backing> FileData<B> {
         buf: &mut [u8],
         offset: u64,
     ) -> Result<usize> {
-        file.must_read()?;
+        file.check_readable()?;
         let inner = file.object.inner.share();
-        let whole = inner.look().whole();
-        if let Some(below) = whole {
+        let single_source = inner.look().single_source();
+        if let Some(which) = single_source {
             return self.lower.base.read_at(
-                &*file.object.lower_file(&self.lower.base, &inner, below)?,
+                &*file.object.lower_file(&self.lower.base, &inner, which)?,
                 buf,
                 offset,
             );
         }
-        self.read_merged(&file.object, &inner, buf, offset)
+        self.read_from_all_sources(&file.object, &inner, buf, offset)
     }
 
-    fn read_merged(
+    /// Reads bytes that may come from several sources, part by part. Returns how many bytes lie below the end of the
+    /// file.
+    fn read_from_all_sources(
         &self,
         object: &Object<B>,
         inner: &View<'_, Inner<B>>,
@@ -237,29 +252,30 @@ impl<B: Backing> FileData<B> {
     ) -> Result<usize> {
         let size = self.size(object, inner)?;
         let end = size.min(offset.saturating_add(buf.len() as u64));
-        let mut at = offset;
-        while at < end {
-            let wanted = &mut buf[(at - offset) as usize..(end - offset) as usize];
-            let part = inner.look().copy_from_memory(at, size, wanted);
-            let until = part.end.min(end);
-            let bytes = &mut wanted[..(until - at) as usize];
+        let mut position = offset;
+        while position < end {
+            let unread = &mut buf[(position - offset) as usize..(end - offset) as usize];
+            let part = inner.look().resolve_and_copy(position, size, unread);
+            let part_end = part.end.min(end);
+            let part_bytes = &mut unread[..(part_end - position) as usize];
             match part.source {
                 PartSource::Memory => {}
-                PartSource::Hole => bytes.fill(0),
-                PartSource::LowerFile(below) => {
-                    let below = object.lower_file(&self.lower.base, inner, below)?;
-                    let count = self.lower.base.read_at(&below, bytes, at)?;
-                    // The file of the backing is shorter than the object; the rest is a hole.
-                    bytes[count..].fill(0);
+                PartSource::Hole => part_bytes.fill(0),
+                PartSource::LowerFile(which) => {
+                    let lower_file = object.lower_file(&self.lower.base, inner, which)?;
+                    let count = self.lower.base.read_at(&lower_file, part_bytes, position)?;
+                    // The lower file is shorter than the object. The bytes after its end are a hole.
+                    part_bytes[count..].fill(0);
                 }
             }
-            at = until;
+            position = part_end;
         }
         Ok(end.saturating_sub(offset) as usize)
     }
 
+    /// Writes contiguous bytes, and counts them for the transaction.
     fn write_part(&self, file: &TrackedFile<B>, part: &DataPart<'_>) -> Result<usize> {
-        file.must_write(Errno::BADF)?;
+        file.check_writable(Errno::BADF)?;
         let object = &file.object;
         let (_data, scope) = self.admission.enter_data_change(object)?;
         let count = self.write_object(object, scope.clone(), part.data, part.offset)?;
@@ -270,7 +286,9 @@ impl<B: Backing> FileData<B> {
         Ok(count)
     }
 
-    /// Writes to an object. The caller ensures that no transaction begins, is prepared or ends during the call.
+    /// Writes to an object: to the lower file outside of a transaction, otherwise to memory or to the staged copy.
+    ///
+    /// The caller ensures that no transaction begins, is prepared or ends during the call.
     fn write_object(
         &self,
         object: &Arc<Object<B>>,
@@ -278,33 +296,41 @@ impl<B: Backing> FileData<B> {
         data: &[IoSlice<'_>],
         offset: u64,
     ) -> Result<usize> {
-        let Some(scope) = self.originals.holding(scope, object, offset)? else {
+        let Some(scope) = self.originals.buffering_scope(scope, object, offset)? else {
             let inner = object.inner.share();
-            return self.lower.base.write_at(
-                &*object.lower_file(&self.lower.base, &inner, LowerFile::Writer)?,
-                data,
-                offset,
-            );
+            let lower_file = object.lower_file(&self.lower.base, &inner, LowerFile::Writer)?;
+            return self.lower.base.write_at(&lower_file, data, offset);
         };
         if let Some(count) = self.objects.write_inline(&scope, object, data, offset)? {
             return Ok(count);
         }
-        self.ready(&scope, object)?;
+        self.prepare_write(&scope, object)?;
         let inner = object.inner.share();
         let target = inner.look().target();
-        let below = object.lower_file(&self.lower.base, &inner, target)?;
-        let count = self.lower.base.write_at(&below, data, offset)?;
+        let staged_file = object.lower_file(&self.lower.base, &inner, target)?;
+        let count = self.lower.base.write_at(&staged_file, data, offset)?;
         drop(inner);
-        let window = offset / EARLY_BYTES..(offset + count as u64) / EARLY_BYTES;
-        if !window.is_empty() {
-            let early = window.start * EARLY_BYTES..window.end * EARLY_BYTES;
-            self.lower.base.advise(&below, early, PageAdvice::WriteOut);
-        }
-        self.wrote(object, offset, count as u64);
+        self.start_early_writeout(&staged_file, offset, count as u64);
+        self.add_written_range(object, offset, count as u64);
         scope.check_changed(object);
         Ok(count)
     }
 
+    /// Starts the write to the device of each window of [`EARLY_WRITEOUT_BYTES`] whose end this write has passed.
+    fn start_early_writeout(&self, staged_file: &B::File, offset: u64, count: u64) {
+        let first_window = offset / EARLY_WRITEOUT_BYTES;
+        let unfinished_window = (offset + count) / EARLY_WRITEOUT_BYTES;
+        if first_window < unfinished_window {
+            let finished =
+                first_window * EARLY_WRITEOUT_BYTES..unfinished_window * EARLY_WRITEOUT_BYTES;
+            self.lower
+                .base
+                .advise(staged_file, finished, PageAdvice::WriteOut);
+        }
+    }
+
+    /// Writes several parts, with one call of the backing where no transaction has the file. Returns the number of
+    /// bytes written.
     pub(crate) fn write_tracked(
         &self,
         file: &TrackedFile<B>,
@@ -313,22 +339,22 @@ impl<B: Backing> FileData<B> {
         if let [part] = parts {
             return Ok(self.write_part(file, part)? as u64);
         }
-        file.must_write(Errno::BADF)?;
+        file.check_writable(Errno::BADF)?;
         let from = parts
             .iter()
             .map(|part| part.offset)
             .min()
             .unwrap_or(NO_BYTES);
-        let write = |below: &B::File| self.lower.base.write_parts(below, parts);
+        let write = |lower_file: &B::File| self.lower.base.write_parts(lower_file, parts);
         if let Some(written) = self.outside_transactions(file, from, write)? {
             return Ok(written);
         }
         write_parts_singly(parts, |part| self.write_part(file, part))
     }
 
-    /// Runs a change of a file from the byte `from` on directly on the backing, while no transaction begins or ends.
+    /// Runs `change` on the lower file, while no transaction begins or ends. `from` is the lowest offset of the change.
     ///
-    /// Returns `None` without a change if a transaction in buffer mode has the file.
+    /// Returns `None` without a call of `change` if a transaction in buffer mode has the file.
     pub(crate) fn outside_transactions<T>(
         &self,
         file: &TrackedFile<B>,
@@ -336,55 +362,65 @@ impl<B: Backing> FileData<B> {
         change: impl FnOnce(&B::File) -> Result<T>,
     ) -> Result<Option<T>> {
         let (_data, scope) = self.admission.enter_data_change(&file.object)?;
-        if self.originals.holding(scope, &file.object, from)?.is_some() {
+        if self
+            .originals
+            .buffering_scope(scope, &file.object, from)?
+            .is_some()
+        {
             return Ok(None);
         }
         let inner = file.object.inner.share();
-        let below = file
+        let lower_file = file
             .object
             .lower_file(&self.lower.base, &inner, LowerFile::Writer)?;
-        change(&below).map(Some)
+        change(&lower_file).map(Some)
     }
 
-    /// Runs a query on the file of the backing that alone has all bytes of the object, if there is one.
-    pub(crate) fn ask_below<T>(
+    /// Runs `query` on the file that has all bytes of the object. Returns `None` if there is no such file, or if it
+    /// cannot be opened.
+    pub(crate) fn query_lower_file<T>(
         &self,
         file: &TrackedFile<B>,
-        ask: impl FnOnce(&B::File) -> T,
+        query: impl FnOnce(&B::File) -> T,
     ) -> Option<T> {
         let inner = file.object.inner.share();
-        let which = match inner.look().whole()? {
+        let which = match inner.look().single_source()? {
             LowerFile::Reader if file.access != Access::Read => LowerFile::Writer,
             which => which,
         };
-        let below = file
+        let lower_file = file
             .object
             .lower_file(&self.lower.base, &inner, which)
             .ok()?;
-        Some(ask(&below))
+        Some(query(&lower_file))
     }
 
-    /// Returns a descriptor by which a later firnd can take the file over; `None` if a transaction has changed its
-    /// data.
+    /// Returns a descriptor with which a later firnd can take the open file over. Returns `None` if a transaction has
+    /// changed the data of the file.
     pub(crate) fn descriptor_to_keep(&self, file: &TrackedFile<B>) -> Option<OwnedFd> {
         self.unchanged(&file.object)?;
-        let keep = |below: &B::File| self.lower.base.descriptor(below, DescriptorUse::Keeping);
-        self.ask_below(file, keep).flatten()
+        let descriptor = |lower_file: &B::File| {
+            self.lower
+                .base
+                .descriptor(lower_file, DescriptorUse::Keeping)
+        };
+        self.query_lower_file(file, descriptor).flatten()
     }
 
-    /// Does what [`Self::ask_below`] does if several hosts may write the file.
+    /// Does what [`Self::query_lower_file`] does, but only on a backing whose files several hosts may write. Returns
+    /// `None` otherwise.
     ///
-    /// Otherwise the file of the backing stays closed until it is read or written, because programs may have more files
-    /// open than a process may have descriptors.
-    pub(crate) fn ask_shared<T>(
+    /// A query opens the lower file. Without such a backing the file must stay closed until its first read or write,
+    /// because programs may have more files open than a process may have descriptors.
+    pub(crate) fn query_shared_lower_file<T>(
         &self,
         file: &TrackedFile<B>,
-        ask: impl FnOnce(&B::File) -> T,
+        query: impl FnOnce(&B::File) -> T,
     ) -> Option<T> {
         if !self.lower.base.features().finishes_files {
             return None;
         }
-        self.ask_below(file, ask)
+        self.query_lower_file(file, query)
     }
 
     /// Returns the object's inode in the backing if no transaction has changed its data. Does not call the backing or
@@ -398,8 +434,9 @@ impl<B: Backing> FileData<B> {
         inner.base.clone().filter(|_| !is_changed)
     }
 
-    /// Makes a staged copy if a write in the transaction needs one, so that [`Inner::target`] can be written.
-    fn ready(&self, scope: &Scope<B>, object: &Arc<Object<B>>) -> Result<()> {
+    /// Makes the staged copy that a write in the transaction needs, so that [`Inner::target`] can be written. Does
+    /// nothing if there is one already, or if the object has no name.
+    fn prepare_write(&self, scope: &Scope<B>, object: &Arc<Object<B>>) -> Result<()> {
         let is_staged = object.inner.share().look().staged_copy().is_some();
         if is_staged || object.is_nameless() {
             return Ok(());
@@ -407,7 +444,8 @@ impl<B: Backing> FileData<B> {
         self.objects.stage_copy(scope, object, &object.inner.own())
     }
 
-    fn wrote(&self, object: &Object<B>, offset: u64, len: u64) {
+    /// Adds a range to the written ranges of the change. A new object has none, because its staged copy has all bytes.
+    fn add_written_range(&self, object: &Object<B>, offset: u64, len: u64) {
         let owned = object.inner.own();
         let mut inner = owned.edit();
         if inner.base.is_some()
@@ -417,22 +455,23 @@ impl<B: Backing> FileData<B> {
         }
     }
 
+    /// Sets the size of a file. In a transaction the bytes from the new size on are cut off in the staged copy.
     pub(crate) fn set_len_tracked(&self, file: &TrackedFile<B>, len: u64) -> Result<()> {
-        file.must_write(Errno::INVAL)?;
+        file.check_writable(Errno::INVAL)?;
         let object = &file.object;
         let (_data, scope) = self.admission.enter_data_change(object)?;
-        let Some(scope) = self.originals.holding(scope, object, len)? else {
+        let Some(scope) = self.originals.buffering_scope(scope, object, len)? else {
             let inner = object.inner.share();
             return self.lower.base.set_len(
                 &*object.lower_file(&self.lower.base, &inner, LowerFile::Writer)?,
                 len,
             );
         };
-        self.ready(&scope, object)?;
+        self.prepare_write(&scope, object)?;
         let inner = object.inner.own();
         let target = inner.look().target();
-        let below = object.lower_file(&self.lower.base, &inner, target)?;
-        self.lower.base.set_len(&below, len)?;
+        let lower_file = object.lower_file(&self.lower.base, &inner, target)?;
+        self.lower.base.set_len(&lower_file, len)?;
         if let Some(change) = &mut inner.edit().change {
             change.cut = change.cut.min(len);
             change.written.cut(len);
@@ -442,6 +481,7 @@ impl<B: Backing> FileData<B> {
         Ok(())
     }
 
+    /// Does what fallocate(2) does. In a transaction, EOPNOTSUPP is returned for modes that move bytes within the file.
     pub(crate) fn allocate_tracked(
         &self,
         file: &TrackedFile<B>,
@@ -449,29 +489,29 @@ impl<B: Backing> FileData<B> {
         offset: u64,
         len: u64,
     ) -> Result<()> {
-        file.must_write(Errno::BADF)?;
+        file.check_writable(Errno::BADF)?;
         let object = &file.object;
         let (_data, scope) = self.admission.enter_data_change(object)?;
-        let keeps_bytes = mode & !libc::FALLOC_FL_KEEP_SIZE == 0;
-        let from = if keeps_bytes { NO_BYTES } else { offset };
-        let Some(scope) = self.originals.holding(scope, object, from)? else {
+        let only_allocates = mode & !libc::FALLOC_FL_KEEP_SIZE == 0;
+        let from = if only_allocates { NO_BYTES } else { offset };
+        let Some(scope) = self.originals.buffering_scope(scope, object, from)? else {
             let inner = object.inner.share();
-            let below = object.lower_file(&self.lower.base, &inner, LowerFile::Writer)?;
-            return self.lower.base.allocate(&below, mode, offset, len);
+            let lower_file = object.lower_file(&self.lower.base, &inner, LowerFile::Writer)?;
+            return self.lower.base.allocate(&lower_file, mode, offset, len);
         };
         // These two modes move bytes within the file, which a list of written ranges cannot express.
         if mode & (libc::FALLOC_FL_COLLAPSE_RANGE | libc::FALLOC_FL_INSERT_RANGE) != 0 {
             return Err(Errno::OPNOTSUPP);
         }
-        self.ready(&scope, object)?;
+        self.prepare_write(&scope, object)?;
         let owned = object.inner.own();
         let target = owned.look().target();
-        let below = object.lower_file(&self.lower.base, &owned, target)?;
-        self.lower.base.allocate(&below, mode, offset, len)?;
-        let cleared = mode & (libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_ZERO_RANGE) != 0;
-        let size = self.lower.base.attr_of_file(&below)?.size;
+        let lower_file = object.lower_file(&self.lower.base, &owned, target)?;
+        self.lower.base.allocate(&lower_file, mode, offset, len)?;
+        let clears_bytes = mode & (libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_ZERO_RANGE) != 0;
+        let size = self.lower.base.attr_of_file(&lower_file)?.size;
         let mut inner = owned.edit();
-        if cleared
+        if clears_bytes
             && inner.base.is_some()
             && let Some(change) = &mut inner.change
         {
@@ -485,6 +525,7 @@ impl<B: Backing> FileData<B> {
         Ok(())
     }
 
+    /// Finds the next data or hole from `offset` on, part by part. ENXIO means that there is none.
     pub(crate) fn seek_tracked(
         &self,
         file: &TrackedFile<B>,
@@ -493,37 +534,39 @@ impl<B: Backing> FileData<B> {
     ) -> Result<u64> {
         let object = &file.object;
         let inner = object.inner.share();
-        let whole = inner.look().whole();
-        if let Some(below) = whole {
+        let single_source = inner.look().single_source();
+        if let Some(which) = single_source {
             return self.lower.base.seek(
-                &*object.lower_file(&self.lower.base, &inner, below)?,
+                &*object.lower_file(&self.lower.base, &inner, which)?,
                 offset,
                 what,
             );
         }
         let size = self.size(object, &inner)?;
-        let mut at = offset;
-        while at < size {
-            let part = inner.look().part_at(at, size);
+        let mut position = offset;
+        while position < size {
+            let part = inner.look().resolve_at(position, size);
             let found = match (part.source, what) {
-                (PartSource::Hole, Seek::Hole) | (PartSource::Memory, Seek::Data) => return Ok(at),
+                (PartSource::Hole, Seek::Hole) | (PartSource::Memory, Seek::Data) => {
+                    return Ok(position);
+                }
                 (PartSource::Hole, Seek::Data) | (PartSource::Memory, Seek::Hole) => None,
-                (PartSource::LowerFile(below), _) => {
+                (PartSource::LowerFile(which), _) => {
                     match self.lower.base.seek(
-                        &*object.lower_file(&self.lower.base, &inner, below)?,
-                        at,
+                        &*object.lower_file(&self.lower.base, &inner, which)?,
+                        position,
                         what,
                     ) {
                         Ok(found) => Some(found),
-                        // The file of the backing ends here, so a hole begins.
-                        Err(Errno::NXIO) => (what == Seek::Hole).then_some(at),
+                        // The lower file ends here, so a hole begins.
+                        Err(Errno::NXIO) => (what == Seek::Hole).then_some(position),
                         Err(errno) => return Err(errno),
                     }
                 }
             };
             match found {
                 Some(found) if found < part.end => return Ok(found),
-                _ => at = part.end,
+                _ => position = part.end,
             }
         }
         if offset < size && what == Seek::Hole {
@@ -533,58 +576,60 @@ impl<B: Backing> FileData<B> {
         }
     }
 
+    /// Copies a range between two files, as copy_file_range(2) does. EINVAL means that the ranges overlap.
     pub(crate) fn copy_tracked(
         &self,
         (from, from_offset): (&TrackedFile<B>, u64),
         (to, to_offset): (&TrackedFile<B>, u64),
         len: u64,
     ) -> Result<u64> {
-        from.must_read()?;
-        to.must_write(Errno::BADF)?;
+        from.check_readable()?;
+        to.check_writable(Errno::BADF)?;
         let object = &to.object;
         let (_data, scope) = self.admission.enter_data_change(object)?;
-        let is_held = match &self.originals.holding(scope, object, to_offset)? {
-            Some(scope) => self.ready(scope, object).map(|()| true)?,
+        let is_buffered = match &self.originals.buffering_scope(scope, object, to_offset)? {
+            Some(scope) => self.prepare_write(scope, object).map(|()| true)?,
             None => false,
         };
         let target = {
             let inner = object.inner.share();
-            let below = if is_held {
+            let which = if is_buffered {
                 inner.look().target()
             } else {
                 LowerFile::Writer
             };
-            object.lower_file(&self.lower.base, &inner, below)?
+            object.lower_file(&self.lower.base, &inner, which)?
         };
         let inner = from.object.inner.share();
         // As in the kernel, bytes past the end are ignored, also in the test for overlap.
         let len = len.min(self.size(&from.object, &inner)?.saturating_sub(from_offset));
-        let is_same = Arc::ptr_eq(&from.object, object);
-        let ends = (
-            from_offset.saturating_add(len),
-            to_offset.saturating_add(len),
-        );
-        if is_same && from_offset < ends.1 && to_offset < ends.0 && len > 0 {
+        let is_same_file = Arc::ptr_eq(&from.object, object);
+        let from_end = from_offset.saturating_add(len);
+        let to_end = to_offset.saturating_add(len);
+        let ranges_overlap = from_offset < to_end && to_offset < from_end && len > 0;
+        if is_same_file && ranges_overlap {
             return Err(Errno::INVAL);
         }
-        let whole = inner.look().whole();
-        let count = match whole {
-            Some(below) => {
-                let source = from.object.lower_file(&self.lower.base, &inner, below)?;
+        let single_source = inner.look().single_source();
+        let count = match single_source {
+            Some(which) => {
+                let source = from.object.lower_file(&self.lower.base, &inner, which)?;
                 self.lower
                     .base
                     .copy_range(&source, from_offset, &target, to_offset, len)?
             }
             None => {
-                let mut block = vec![0; BLOCK.min(usize::try_from(len).unwrap_or(BLOCK))];
-                let count = self.read_merged(&from.object, &inner, &mut block, from_offset)?;
+                let mut block =
+                    vec![0; COPY_BLOCK_BYTES.min(usize::try_from(len).unwrap_or(COPY_BLOCK_BYTES))];
+                let count =
+                    self.read_from_all_sources(&from.object, &inner, &mut block, from_offset)?;
                 crate::staging::write_all(&self.lower.base, &target, &block[..count], to_offset)?;
                 count as u64
             }
         };
         drop(inner);
-        if is_held {
-            self.wrote(object, to_offset, count);
+        if is_buffered {
+            self.add_written_range(object, to_offset, count);
         }
         Ok(count)
     }
@@ -592,16 +637,16 @@ impl<B: Backing> FileData<B> {
     /// Syncs a file, for fsync(2). In a transaction the staged data becomes durable, and takes effect with the commit.
     pub(crate) fn sync_tracked(&self, file: &TrackedFile<B>, data_only: bool) -> Result<()> {
         let inner = file.object.inner.share();
-        let below = {
+        let which = {
             let inner = inner.look();
-            // Inline changes become durable with the record that takes them.
+            // An inline change becomes durable with the transaction's record, which includes its bytes.
             if inner.inline().is_some() {
                 return Ok(());
             }
             inner.target()
         };
         self.lower.base.sync(
-            &*file.object.lower_file(&self.lower.base, &inner, below)?,
+            &*file.object.lower_file(&self.lower.base, &inner, which)?,
             data_only,
         )
     }

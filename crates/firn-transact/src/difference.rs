@@ -96,7 +96,7 @@ impl<B: Backing> Differences<B> {
             let is_root = number == 0;
             let mut item = Entry::new(number, self.identity(object), object.kind == Kind::Dir);
             let at = change.copy.as_ref().map(|copy| copy.at.clone());
-            if let (Some(copy), Some(touched)) = (&change.copy, change.touched) {
+            if let (Some(copy), Some(touched)) = (&change.copy, change.names_changed_at) {
                 let inode = copy.inode(&self.lower.base)?;
                 let mtime = self.lower.base.attr(&inode)?.mtime.max(touched);
                 self.lower
@@ -121,7 +121,7 @@ impl<B: Backing> Differences<B> {
             {
                 // Names that came and went changed only the times. Other hosts may have changed more there.
                 if let (Some(touched), None, None, Some(inode)) = (
-                    change.touched.filter(|_| item.is_dir),
+                    change.names_changed_at.filter(|_| item.is_dir),
                     &at,
                     &self.lower.members,
                     &base,

@@ -148,7 +148,7 @@ impl<B: Backing> Entries<B> {
         }
         self.tops.must_not_be_top(parent, name)?;
         let within = scope.clone();
-        let Some(scope) = self.originals.holding(scope, parent, NO_BYTES)? else {
+        let Some(scope) = self.originals.buffering_scope(scope, parent, NO_BYTES)? else {
             let dir = parent.inode(&self.lower.base)?;
             let new = NewObject {
                 dir: &dir,
@@ -157,7 +157,7 @@ impl<B: Backing> Entries<B> {
             };
             let (inode, attr) = make(&new)?;
             if let Some(shadow) = shadow_of(&within) {
-                shadow.note_new(attr.ino);
+                shadow.add_new(attr.ino);
             }
             return Ok((
                 self.tree
@@ -188,8 +188,8 @@ impl<B: Backing> Entries<B> {
             copy: Some(StagedCopy {
                 staging_dir,
                 at: (staging_name, text),
-                held: None,
-                goes_to: None,
+                kept_inode: None,
+                final_name: None,
             }),
             links: i64::from(!is_dir),
             ..Change::new(number, None)
@@ -269,7 +269,7 @@ impl<B: Backing> Entries<B> {
             let count = &scope.subdirectories_in_root;
             count.fetch_add(subdirectories, Ordering::AcqRel);
         }
-        change.touched = Some(Time::now());
+        change.names_changed_at = Some(Time::now());
         if let Some(object) = object {
             object.move_to(dir, name);
         }
@@ -281,7 +281,7 @@ impl<B: Backing> Entries<B> {
         let mut inner = owned.edit();
         let change = scope.change(object, &mut inner);
         change.links += more;
-        change.named = Some(Time::now());
+        change.own_names_changed_at = Some(Time::now());
     }
 
     /// Notes that an object lost a name in `scope`.
@@ -293,7 +293,7 @@ impl<B: Backing> Entries<B> {
             let mut inner = owned.edit();
             let is_new = inner.base.is_none();
             let change = scope.change(object, &mut inner);
-            change.named = Some(Time::now());
+            change.own_names_changed_at = Some(Time::now());
             if object.kind == Kind::Dir {
                 change.removed = true;
             } else {
@@ -404,7 +404,7 @@ impl<B: Backing> Entries<B> {
         {
             return Err(Errno::NOENT);
         }
-        let Some(scope) = self.originals.holding(scope, parent, NO_BYTES)? else {
+        let Some(scope) = self.originals.buffering_scope(scope, parent, NO_BYTES)? else {
             let inode = object.inode(&self.lower.base)?;
             let dir = parent.inode(&self.lower.base)?;
             let attr = self.lower.base.link(&inode, &dir, name)?;

@@ -79,9 +79,9 @@ pub(crate) struct Change<B: Backing> {
     /// Whether the directory was removed.
     pub(crate) removed: bool,
     /// Time of the last change of names in the directory.
-    pub(crate) touched: Option<Time>,
+    pub(crate) names_changed_at: Option<Time>,
     /// Time of the last change of the object's own names.
-    pub(crate) named: Option<Time>,
+    pub(crate) own_names_changed_at: Option<Time>,
     /// Bytes from the start of the old content that still count where nothing was written. `u64::MAX` without a cut.
     pub(crate) cut: u64,
     /// Ranges that were written, in bytes.
@@ -114,8 +114,8 @@ impl<B: Backing> Change<B> {
             names: BTreeMap::new(),
             links: 0,
             removed: false,
-            touched: None,
-            named: None,
+            names_changed_at: None,
+            own_names_changed_at: None,
             cut: u64::MAX,
             written: RangeSet::default(),
             before: None,
@@ -136,8 +136,8 @@ impl<B: Backing> Change<B> {
             names: BTreeMap::new(),
             links: self.links,
             removed: self.removed,
-            touched: self.touched,
-            named: self.named,
+            names_changed_at: self.names_changed_at,
+            own_names_changed_at: self.own_names_changed_at,
             cut: self.cut,
             written: self.written.clone(),
             before: self.before,
@@ -155,9 +155,9 @@ pub(crate) struct StagedCopy<B: Backing> {
     /// Names of the staging directory and of the object in it.
     pub(crate) at: Staged,
     /// The inode itself, kept because the staged name is about to be removed or is removed.
-    pub(crate) held: Option<B::Inode>,
+    pub(crate) kept_inode: Option<B::Inode>,
     /// Directory and name that the commit being applied moves the object to.
-    pub(crate) goes_to: Option<(B::Inode, OsString)>,
+    pub(crate) final_name: Option<(B::Inode, OsString)>,
 }
 
 impl<B: Backing> Clone for StagedCopy<B> {
@@ -165,8 +165,8 @@ impl<B: Backing> Clone for StagedCopy<B> {
         Self {
             staging_dir: self.staging_dir.clone(),
             at: self.at.clone(),
-            held: self.held.clone(),
-            goes_to: self.goes_to.clone(),
+            kept_inode: self.kept_inode.clone(),
+            final_name: self.final_name.clone(),
         }
     }
 }
@@ -174,12 +174,12 @@ impl<B: Backing> Clone for StagedCopy<B> {
 impl<B: Backing> StagedCopy<B> {
     /// Returns the staged inode: the kept handle, or what the staged name or the name after the commit leads to.
     pub(crate) fn inode(&self, base: &B) -> Result<B::Inode> {
-        if let Some(inode) = &self.held {
+        if let Some(inode) = &self.kept_inode {
             return Ok(inode.clone());
         }
         match (
             base.lookup(&self.staging_dir, OsStr::new(&self.at.1)),
-            &self.goes_to,
+            &self.final_name,
         ) {
             // The commit has moved the object with one rename since the first look-up.
             (Err(Errno::NOENT), Some((dir, name))) => Ok(base.lookup(dir, name)?.0),
@@ -260,12 +260,12 @@ impl<B: Backing> Object<B> {
 
     /// Returns whether this object is `other` or is below it.
     pub(crate) fn is_below(self: &Arc<Self>, other: &Arc<Self>) -> bool {
-        let mut at = Some(Arc::clone(self));
-        while let Some(object) = at {
+        let mut current = Some(Arc::clone(self));
+        while let Some(object) = current {
             if Arc::ptr_eq(&object, other) {
                 return true;
             }
-            at = object.parent();
+            current = object.parent();
         }
         false
     }
@@ -326,8 +326,8 @@ impl<B: Backing> Object<B> {
         inner: &View<'_, Inner<B>>,
         which: LowerFile,
     ) -> Result<Arc<B::File>> {
-        let known = self.files.lock().slot(which).clone();
-        if let Some(file) = known {
+        let open_file = self.files.lock().slot(which).clone();
+        if let Some(file) = open_file {
             return Ok(file);
         }
         let (inode, access) = match which {
@@ -339,7 +339,8 @@ impl<B: Backing> Object<B> {
             }
         };
         let opened = Arc::new(base.open(&inode, access)?);
-        // Another caller may have opened the file at the same time. The first one is kept and the other is closed.
+        // Race: another thread may have opened the file since the check. Its handle is then used, and this one is
+        // closed.
         let mut files = self.files.lock();
         let slot = files.slot(which);
         Ok(Arc::clone(slot.get_or_insert_with(|| Arc::clone(&opened))))
@@ -385,7 +386,8 @@ impl<B: Backing> View<'_, Inner<B>> {
         self.look().staged_copy().cloned()
     }
 
-    /// What to ask for attributes and their like: the staged copy where there is one.
+    /// Returns the inode that has the attributes that programs see: the staged copy if there is one, otherwise the
+    /// base.
     pub(crate) fn inode(&self, base: &B) -> Result<B::Inode> {
         match self.staged_copy() {
             Some(copy) => copy.inode(base),

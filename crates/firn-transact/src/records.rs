@@ -25,7 +25,7 @@ use crate::shadow::Shadow;
 use crate::staging;
 
 impl<B: Backing> LowerBacking<B> {
-    /// A record in the directory `name` of `.firn/`; `None` where there is none.
+    /// Reads a record in the directory `name` of `.firn/`. Returns `None` if there is none.
     pub(crate) fn load_record(
         &self,
         dir: &B::Inode,
@@ -41,7 +41,7 @@ impl<B: Backing> LowerBacking<B> {
             .transpose()
     }
 
-    /// The number of the last commit of a scope, or of what was restored since.
+    /// Returns the number of the commit whose files a scope has: the last commit, or an earlier one that was restored.
     pub fn committed(&self, scope: &[u8]) -> Result<Option<u64>, StoreError> {
         let Some(firn) = self.find_staging_dir()? else {
             return Ok(None);
@@ -49,7 +49,7 @@ impl<B: Backing> LowerBacking<B> {
         Ok(staging::load_commit_numbers(&self.base, &firn)?.remove(scope))
     }
 
-    /// Makes a prepared transaction an open one, durably.
+    /// Removes the record of a prepared transaction, durably. The transaction then counts as open.
     pub(crate) fn forget_record(&self, dir: &B::Inode) -> Result<(), Errno> {
         if staging::find(&self.base, dir, OsStr::new(staging::RECORD))?.is_some() {
             self.base.unlink(dir, OsStr::new(staging::RECORD))?;
@@ -57,10 +57,10 @@ impl<B: Backing> LowerBacking<B> {
         self.base.sync_dir(dir)
     }
 
-    /// Removes a transaction's record, durably: without it the rest means nothing.
+    /// Removes all records of a transaction, durably. The next open then treats the directory as unused.
     pub(crate) fn forget_records(&self, dir: &B::Inode) -> Result<(), Errno> {
-        let is_shadow = Shadow::is_at(&self.base, dir)?;
-        // In this order: a record that is still to be applied goes last.
+        let is_shadow = Shadow::is_in_dir(&self.base, dir)?;
+        // A log that may still have to be applied is removed last.
         for record in [
             staging::OPEN,
             staging::RECORD,
@@ -69,7 +69,8 @@ impl<B: Backing> LowerBacking<B> {
         ] {
             if staging::find(&self.base, dir, OsStr::new(record))?.is_some() {
                 self.base.unlink(dir, OsStr::new(record))?;
-                // Without the sync the transaction could seem to be open after a crash, and would be undone.
+                // Each removal must be durable before the next one. Otherwise, after a crash, only `open` could be
+                // left, and recovery would undo changes that count.
                 if is_shadow {
                     self.base.sync_dir(dir)?;
                 }
@@ -78,7 +79,7 @@ impl<B: Backing> LowerBacking<B> {
         self.base.sync_dir(dir)
     }
 
-    /// Removes a transaction's directory.
+    /// Removes the directory of a transaction: its records first, then everything else.
     pub(crate) fn remove_transaction(
         &self,
         firn: &B::Inode,
@@ -91,7 +92,7 @@ impl<B: Backing> LowerBacking<B> {
     }
 }
 
-/// How transactions leave the backing: records, directories, links.
+/// Ends transactions: removes their records, directories and hidden links.
 pub(crate) struct Endings<B: Backing> {
     pub(crate) lower: Arc<LowerBacking<B>>,
     pub(crate) scopes: Arc<Scopes<B>>,
@@ -117,7 +118,8 @@ impl<B: Backing> Endings<B> {
         }
     }
 
-    /// After the last step of a commit: stores its number, keeps what undoes it, and removes its record.
+    /// Ends a commit or restore whose log is applied: stores the number of the commit, keeps the log for an undo if the
+    /// history wants it, and removes the record otherwise.
     pub(crate) fn finish_commit(
         &self,
         dir: &B::Inode,
@@ -125,9 +127,10 @@ impl<B: Backing> Endings<B> {
         serial: u64,
     ) -> Result<(), StoreError> {
         self.lower.base.sync_scope(SyncScope::Changes)?;
-        // Before the record is removed: a manifest without a record would seem to be all that is left.
+        // The backup is dropped before the record is removed, because a backup without a record would seem to be the
+        // only copy of the transaction.
         self.backups.drop_backup(serial);
-        let _one = Claim::own(&self.history.numbers);
+        let _numbers_claim = Claim::own(&self.history.numbers);
         let firn = self.lower.staging_dir()?;
         let mut numbers = staging::load_commit_numbers(&self.lower.base, &firn)?;
         numbers.remove(log.scope_before(direction));
@@ -143,14 +146,16 @@ impl<B: Backing> Endings<B> {
         Ok(self.lower.forget_records(dir)?)
     }
 
-    /// A transaction is over: programs see the backing, or what the transaction that follows makes of it.
+    /// Ends a transaction for programs: they see the backing from now on, with the changes of a transaction that
+    /// follows.
     pub(crate) fn end_transaction(&self, scope: &Arc<Scope<B>>) {
         self.own_links.unhide(scope);
         self.scopes.replace_by_next(scope);
         scope.set_stage(Stage::Ended);
     }
 
-    /// Removes what a transaction staged. Its outcome is durable, and the next open removes what is left.
+    /// Removes the directory of a transaction whose outcome is durable. After an error, a later begin or open removes
+    /// the rest.
     pub(crate) fn clean_up(&self, scope: &Scope<B>) {
         let is_removed = match self.lower.staging_dir() {
             Ok(firn) => self.remove_or_leave(&firn, scope.serial, &scope.dir),
@@ -161,13 +166,13 @@ impl<B: Backing> Endings<B> {
             }
         };
         // The last host removes what several hosts share.
-        if is_removed && !scope.shadow.as_ref().is_some_and(Shadow::is_of_several) {
+        if is_removed && !scope.shadow.as_ref().is_some_and(Shadow::is_shared) {
             self.own_links.links_are_gone(scope);
         }
     }
 
-    /// Removes the directory of a transaction that is over; whether that is done. What is left goes when the next one
-    /// begins, or with the next mount.
+    /// Removes the directory of a transaction that is over, and returns whether it is removed. After an error, the next
+    /// begin or the next mount tries again.
     pub(crate) fn remove_or_leave(&self, firn: &B::Inode, serial: u64, dir: &B::Inode) -> bool {
         let removed = self.history.remove_or_keep(firn, serial, dir);
         if let Err(errno) = removed {

@@ -18,7 +18,7 @@ use std::sync::Arc;
 use firn_backing::{Backing, Errno, Kind, RenameFlags, SyncScope};
 use firn_hosts::Members;
 
-use crate::apply::Apply;
+use crate::apply::{Apply, StagingDirs};
 use crate::change_log::{ChangeLog, Direction};
 use crate::error::{OpenError, StoreError};
 use crate::hidden::OwnLinks;
@@ -117,12 +117,12 @@ impl<B: Backing> LowerBacking<B> {
         Ok(found)
     }
 
-    /// Syncs all that a killed process may have applied without a sync.
-    fn sync_what_was_applied(&self, firn: &B::Inode, scope: &[u8]) -> Result<(), Errno> {
+    /// Syncs the staging directory and the scope, where a killed process may have applied changes without a sync.
+    fn sync_applied_changes(&self, firn: &B::Inode, scope: &[u8]) -> Result<(), Errno> {
         self.base.sync_scope(SyncScope::Tree(firn))?;
         match self.directory_at(scope) {
             Ok(top) => self.base.sync_scope(SyncScope::Tree(&top)),
-            // A scope of names that are files, or that it removed.
+            // The scope is not a directory: its names are files, or the transaction removed it.
             Err(Errno::NOTDIR | Errno::NOENT) => self.base.sync_all(),
             Err(errno) => Err(errno),
         }
@@ -143,7 +143,7 @@ impl<B: Backing> ArenaNotes<B> {
         let StoredTransaction { dir, name, .. } = stored;
         for decided in [staging::COMMIT, staging::UNDO] {
             if staging::find(&self.lower.base, dir, OsStr::new(decided))?.is_some() {
-                // What came after the decision counts.
+                // The transaction is decided, so pending data was written after the decision and counts.
                 return Ok(Vec::new());
             }
         }
@@ -168,8 +168,9 @@ impl<B: Backing> ArenaNotes<B> {
         Ok(scopes)
     }
 
-    /// Returns whether a stored transaction continues: its programs live on, and the backing has all of their changes.
-    pub(super) fn goes_on(&self, stored: &StoredTransaction<B>) -> Result<bool, StoreError> {
+    /// Returns whether a stored transaction can continue: its programs live on, and the backing has all of their
+    /// changes.
+    pub(super) fn can_continue(&self, stored: &StoredTransaction<B>) -> Result<bool, StoreError> {
         let base = &self.lower.base;
         if self.lower.members.is_some() || !self.living.open.contains(&stored.serial) {
             return Ok(false);
@@ -180,7 +181,7 @@ impl<B: Backing> ArenaNotes<B> {
             }
         }
         let is_begun = staging::find(base, &stored.dir, OsStr::new(staging::OPEN))?.is_some();
-        Ok(is_begun && Shadow::is_at(base, &stored.dir)?)
+        Ok(is_begun && Shadow::is_in_dir(base, &stored.dir)?)
     }
 
     /// Returns whether the hosts have decided to commit a transaction that this host has prepared.
@@ -353,7 +354,7 @@ impl<B: Backing> Recovery<B> {
     }
 
     /// Continues a transaction of an earlier firnd. Returns `false` without a change if that is not possible.
-    fn go_on(
+    fn continue_transaction(
         &self,
         stored: &StoredTransaction<B>,
         prepared: Option<&ChangeLog>,
@@ -373,6 +374,7 @@ impl<B: Backing> Recovery<B> {
         Ok(true)
     }
 
+    /// Recovers all transactions. `drop_pending` first drops the pending data of those that are undone.
     fn recover_all<E: From<OpenError> + From<StoreError>>(
         &self,
         drop_pending: impl FnOnce(&[Vec<u8>]) -> Result<(), E>,
@@ -398,8 +400,10 @@ impl<B: Backing> Recovery<B> {
         Ok(outcome)
     }
 
-    /// Finds the hosts' decision about a transaction that is prepared here. For a scope of names this call decides an
-    /// abort where there is no decision: the programs that wrote them do not ask for it again.
+    /// Returns the hosts' decision about a transaction that this host has prepared: `true` for a commit, `None` if
+    /// there is none.
+    ///
+    /// A scope of names without a decision is aborted, because no program will ask for its commit again.
     fn find_decision(&self, dir: &B::Inode, record: &ChangeLog) -> Result<Option<bool>, OpenError> {
         Ok(
             match staging::read_file(&self.lower.base, dir, staging::KEY)? {
@@ -419,13 +423,16 @@ impl<B: Backing> Recovery<B> {
     ) -> Result<(), OpenError> {
         let new = staging::make_dir(&self.lower.base, dir, staging::NEW)?;
         let away = staging::make_dir(&self.lower.base, dir, staging::AWAY)?;
-        let below = (&self.lower.base, self.lower.device);
-        Apply::new(below, (log, direction), &new, &away).run()?;
+        let dirs = StagingDirs {
+            new: &new,
+            away: &away,
+        };
+        Apply::new(&self.lower.base, self.lower.device, log, direction, &dirs).run()?;
         if self.lower.has_more_names(dir)? {
             self.lower.base.sync_all()?;
         } else {
             self.lower
-                .sync_what_was_applied(firn, log.scope_after(direction))?;
+                .sync_applied_changes(firn, log.scope_after(direction))?;
         }
         self.endings.finish_commit(dir, (log, direction), *serial)?;
         self.history.remove_or_keep(firn, *serial, dir)?;
@@ -441,14 +448,15 @@ impl<B: Backing> Recovery<B> {
         Ok(())
     }
 
+    /// Recovers each stored transaction as the table in the head of this file says.
     fn recover(&self, firn: &B::Inode, outcome: &mut Outcome) -> Result<(), OpenError> {
         for stored in self.lower.stored_transactions(firn)? {
-            let goes_on = self.arena_notes.goes_on(&stored)?;
+            let can_continue = self.arena_notes.can_continue(&stored)?;
             let StoredTransaction { serial, name, dir } = stored.clone();
             self.scopes.skip_serial(serial);
             let record = |file| self.lower.load_record(&dir, &name, file);
             let mut prepared = record(staging::RECORD)?;
-            // What the other hosts decided while this one was away.
+            // The other hosts may have decided while this host was down.
             let decision = match &prepared {
                 Some(record) => self.find_decision(&dir, record)?,
                 None => None,
@@ -475,13 +483,13 @@ impl<B: Backing> Recovery<B> {
             };
             if let Some((log, direction)) = decided {
                 self.finish_decided(firn, &stored, (&log, direction), outcome)?;
-            } else if goes_on && self.go_on(&stored, prepared.as_ref())? {
+            } else if can_continue && self.continue_transaction(&stored, prepared.as_ref())? {
                 outcome.going_on.push(serial);
             } else if let Some(record) = prepared {
                 outcome.waiting.push((record.id, record.scope.clone()));
                 self.stored_scopes.wait_for_decision(serial, dir, record)?;
             } else {
-                // Without `open` the transaction was over, and only its directory was left.
+                // Without the record `open` the transaction was over, and only its directory is left.
                 let scope = staging::load_scope(&self.lower.base, &dir, staging::OPEN)?;
                 if let Some(scope) = &scope {
                     self.shadow_undo.undo_stored(&dir, &name, scope)?;
@@ -496,7 +504,7 @@ impl<B: Backing> Recovery<B> {
 }
 
 impl<B: Backing> TransactionalBacking<B> {
-    /// Whether the backing has transactions that [`TransactionalBacking::open`] must recover first.
+    /// Returns whether the backing has transactions that [`TransactionalBacking::open`] must recover first.
     pub fn has_transactions(base: &B) -> Result<bool, StoreError> {
         let Some((firn, _)) = staging::find_dir(base, &base.root(), staging::TOP)? else {
             return Ok(false);
@@ -504,14 +512,14 @@ impl<B: Backing> TransactionalBacking<B> {
         Self::has_transactions_in(base, &firn)
     }
 
-    /// Whether the staging directory `dir` of a host has transactions that must be recovered first.
+    /// Returns whether the staging directory `dir` of a host has transactions that must be recovered first.
     pub fn has_transactions_in(base: &B, dir: &B::Inode) -> Result<bool, StoreError> {
         let names = staging::list(base, dir)?;
         Ok(names.iter().any(|(name, ..)| name.starts_with(b"tx-")))
     }
 
-    /// Numbers of commits that are decided and not applied to the end: [`TransactionalBacking::open`] applies them.
-    /// Nothing is changed.
+    /// Returns the numbers of commits that are decided and not fully applied. [`TransactionalBacking::open`] applies
+    /// them; this function changes nothing.
     pub fn decided_commits(base: B) -> Result<Vec<u64>, StoreError> {
         let backing = Self::open_unrecovered(base, Opening::default())?;
         let mut decided = Vec::new();
@@ -530,8 +538,8 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(decided)
     }
 
-    /// A backing that can have transactions, after earlier ones were finished or undone. For callers that have no arena
-    /// with pending data.
+    /// Opens a backing for transactions, and finishes or undoes earlier ones. For callers without an arena with pending
+    /// data.
     pub fn open(base: B) -> Result<(Self, Outcome), OpenError> {
         Self::open_with_history(base, 0)
     }
@@ -560,10 +568,14 @@ impl<B: Backing> TransactionalBacking<B> {
         )
     }
 
-    /// [`Self::open`] for an arena with data that was not drained. Before anything changes, `drop_pending` gets the
-    /// scopes whose pending data does not count: a transaction that has ended wrote it, or a program after the
-    /// prepared state. If another arena has such data, a record says what that arena has to drop. The records of the
-    /// transactions go afterwards, so a crash at any instant leaves the data dropped, or leaves it to the next open.
+    /// [`Self::open`] for an arena with pending data.
+    ///
+    /// Before anything changes, `drop_pending` gets the scopes whose pending data must be dropped. That data was
+    /// written in a transaction that is undone, or after the prepare of a transaction. If another arena may have such
+    /// data, a durable record says what that arena must drop at its return.
+    ///
+    /// The records of the transactions are removed afterwards. So after a crash at any point the data is dropped
+    /// already, or the next open drops it.
     pub fn open_with<E: From<OpenError> + From<StoreError>>(
         base: B,
         opening: Opening,
@@ -572,17 +584,17 @@ impl<B: Backing> TransactionalBacking<B> {
         Self::try_open(base, opening, drop_pending).map_err(|(_, error)| error)
     }
 
-    /// [`Self::open_with`] that gives the backing back with an error.
+    /// Does what [`Self::open_with`] does, but also returns the backing with an error.
     pub fn try_open<E: From<OpenError> + From<StoreError>>(
         base: B,
         opening: Opening,
         drop_pending: impl FnOnce(&[Vec<u8>]) -> Result<(), E>,
     ) -> Result<(Self, Outcome), (B, E)> {
-        let (top, has_own) = match Self::find_root(&base) {
+        let (top, has_staging_top) = match Self::find_root(&base) {
             Ok(found) => found,
             Err(error) => return Err((base, error.into())),
         };
-        let backing = Self::assemble_over(base, &top, has_own, opening);
+        let backing = Self::assemble_over(base, &top, has_staging_top, opening);
         let recovered = Recovery::new(&backing).recover_all(drop_pending);
         match recovered {
             Ok(outcome) => {
@@ -595,28 +607,33 @@ impl<B: Backing> TransactionalBacking<B> {
         }
     }
 
-    /// A backing that can have transactions, of which nothing is known yet.
+    /// Opens a backing for transactions without a recovery of earlier ones.
     pub(super) fn open_unrecovered(base: B, opening: Opening) -> Result<Self, StoreError> {
-        let (top, has_own) = Self::find_root(&base)?;
-        Ok(Self::assemble_over(base, &top, has_own, opening))
+        let (top, has_staging_top) = Self::find_root(&base)?;
+        Ok(Self::assemble_over(base, &top, has_staging_top, opening))
     }
 
-    /// The top directory, and whether `.firn` is in it.
+    /// Returns the top of the backing, and whether it has a `.firn`.
     fn find_root(base: &B) -> Result<(Arc<Object<B>>, bool), StoreError> {
         let root = base.root();
         let attr = base.attr(&root)?;
-        let has_own = staging::find_dir(base, &root, staging::TOP)?.is_some();
+        let has_staging_top = staging::find_dir(base, &root, staging::TOP)?.is_some();
         let inner = Inner {
             base: Some(root),
             change: None,
         };
         let top = Object::new((attr.dev, attr.ino), Kind::Dir, inner, None);
-        Ok((Arc::new(top), has_own))
+        Ok((Arc::new(top), has_staging_top))
     }
 
-    fn assemble_over(base: B, top: &Arc<Object<B>>, has_own: bool, opening: Opening) -> Self {
+    fn assemble_over(
+        base: B,
+        top: &Arc<Object<B>>,
+        has_staging_top: bool,
+        opening: Opening,
+    ) -> Self {
         let backing = Self::assemble(base, top, opening);
-        if has_own {
+        if has_staging_top {
             backing.own_links.hide_own_top();
         }
         backing

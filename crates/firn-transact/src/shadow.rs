@@ -1,26 +1,30 @@
-//! Shadow mode: changes go to the backing at once, and what brings the old state back is saved before.
+//! Shadow mode: changes go to the backing at once, after the old state of the object was saved.
 //!
-//! For jobs on several hosts that share parts of files, where held changes conflict. Saved is the old state, not a
-//! history of changes, so nothing in it has an order. It has attributes and size of each object that changes, the names
-//! in a directory, and the bytes of a file from the lowest changed offset to the old end. So a file that only grows
-//! costs no bytes, one that is cut costs its tail, and a directory in which a million files are made costs one list. Of
-//! new objects nothing is saved.
+//! This mode is for jobs whose hosts write parts of the same files, where buffered changes would conflict. The saved
+//! data is the old state and not a history of changes, so its parts have no order. It has:
+//! * the attributes and the size of each changed object;
+//! * the names in a changed directory;
+//! * the bytes of a changed file, from the lowest changed offset to the old end.
 //!
-//! Promises
-//! * What is saved of an object is durable before its first change (`save.rs`).
-//! * An object that was there is never removed: with its last known name it goes to `kept/` (`names.rs`).
-//! * Putting back (`undo.rs`) makes each directory that was touched have its old names, and each object its old
-//!   attributes and bytes. It makes one change log of what is saved and of what is there, and applies it backward
-//!   (module `apply`), so it can be done over and over.
+//! So a file that only grows costs no saved bytes, a truncated file costs its tail, and a directory in which a million
+//! files are made costs one list. Nothing is saved of objects that the transaction makes.
 //!
-//! An object is saved as `saved/INO.K`: change logs of one entry with an undo part only. Log 0 has the attributes, the
-//! size and, of a directory, the names. Each further one has more bytes of a file: from the lowest that is saved
-//! there up to where the log before begins.
+//! An object is saved as `saved/INO.K`, K = 0, 1, 2 and so on. Each file is a change log with one entry that has an
+//! undo side only. Log 0 has the attributes, the size and the names. Each further log has more bytes of a file, which
+//! end where the bytes of the log before it begin.
+//!
+//! Guarantees
+//! * The saved state of an object is durable before its first change (`save.rs`).
+//! * An object that existed before the transaction is never removed. With its last known name it moves to `kept/`
+//!   (`names.rs`).
+//! * An undo (`undo.rs`) gives each changed directory its old names, and each object its old attributes and bytes. It
+//!   compares the saved state with the present tree and applies one change log backward (module `apply`), so it can be
+//!   repeated.
 //!
 //! Relies on
-//! * What is saved of an object is saved once, for all hosts. A host publishes the record under the inode's number
-//!   before its own first change, with a link or rename that replaces nothing.
-//! * Directories naming the inode numbers that stat(2) tells.
+//! * Hosts save an object once for all of them. A host publishes a log with a link or rename that replaces nothing,
+//!   before its own first change of the object.
+//! * The inode numbers in a listing of a directory are those of stat(2).
 
 use std::collections::HashMap;
 use std::ffi::OsStr;
@@ -42,71 +46,80 @@ pub(crate) mod undo;
 /// Offset that stands for a change of no bytes.
 pub(crate) const NO_BYTES: u64 = u64::MAX;
 
-/// Directory of the saved logs, of one object each, and of the old bytes of files.
+/// Directory with the saved logs, each of one object, and with the old bytes of files.
 const SAVED: &str = "saved";
-/// Directory of removed old objects, named by their inode numbers.
+/// Directory of removed objects that existed before the transaction, named by their inode numbers.
 const KEPT: &str = "kept";
 
-/// File in the directory of a host's transaction that marks it as a part of a shared one.
+/// File that marks the directory of a host's transaction as a part of a transaction that several hosts share.
 const SHARED: &str = "shared";
 
 /// What becomes of changes before they are committed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Mode {
-    /// Changes are held until the commit.
+    /// Changes wait in memory and in staged copies until the commit.
     #[default]
     Buffer,
     /// Changes go to the backing at once, after the old state was saved.
     Shadow,
 }
 
-/// An object in `kept/`: see [`Shadow::kept`].
+/// An object in `kept/`: its key, its name there, and whether it is a directory.
 type KeptObject = (Key, String, bool);
 
-/// How much is saved of an object.
+/// How much of an object is saved.
 #[derive(Clone, Copy, Debug)]
-enum Known {
-    /// Nothing needs to be saved: it was made in the transaction.
+enum SaveState {
+    /// The transaction made the object, so nothing needs to be saved.
     New,
-    /// A file of `size` bytes: those from `low` to the old end. `count` logs tell it.
-    Saved { size: u64, low: u64, count: u32 },
+    /// The old state is saved, in `log_count` logs. `size` is the old size in bytes. The bytes from `saved_from` to
+    /// `size` are saved.
+    Saved {
+        size: u64,
+        saved_from: u64,
+        log_count: u32,
+    },
 }
 
-impl Known {
-    /// Whether bytes from `from` on may change.
-    fn covers(self, from: u64) -> bool {
+impl SaveState {
+    /// Returns whether the bytes from `offset` on may change without a further save.
+    fn covers(self, offset: u64) -> bool {
         match self {
             Self::New => true,
-            Self::Saved { low, .. } => from >= low,
+            Self::Saved { saved_from, .. } => offset >= saved_from,
         }
     }
 }
 
 /// The saved state of a transaction in shadow mode.
 pub(crate) struct Shadow<B: Backing> {
+    /// The directory `saved/`.
     saved: B::Inode,
+    /// The directory `kept/`.
     kept: B::Inode,
-    /// Device of all objects.
+    /// Device number of all objects.
     dev: u64,
-    known: Mutex<HashMap<u64, Known>>,
-    /// Directories of which the names are saved; an abort brings objects back to them.
+    /// The state of each object that is saved or new, by inode number.
+    save_states: Mutex<HashMap<u64, SaveState>>,
+    /// Directories whose names are saved, by inode number. An abort gives objects their names in these back.
     dirs: Mutex<HashMap<u64, Arc<Object<B>>>>,
+    /// Number of the last file that was made in `saved/` under a temporary name.
     last_number: AtomicU64,
-    /// Whether an abort has begun; it may have failed half-way.
-    undoing: AtomicBool,
-    /// Whether other hosts save in the same directory.
-    several: bool,
+    /// Whether an abort has begun. The abort may have failed with some changes undone.
+    is_undo_begun: AtomicBool,
+    /// Whether several hosts share the transaction and save in the same directory.
+    is_shared: bool,
 }
 
 impl<B: Backing> Shadow<B> {
-    /// Makes room for it in the directory of a transaction.
+    /// Makes the directories of the saved state in the directory of a transaction.
     pub(crate) fn make(base: &B, dir: &B::Inode) -> Result<()> {
         staging::make_dir(base, dir, SAVED)?;
         staging::make_dir(base, dir, KEPT)?;
         Ok(())
     }
 
-    /// What is saved in the directory of a transaction; `None` where that holds its changes.
+    /// Returns the saved state in the directory of a transaction; `None` if the transaction is in buffer mode.
     pub(crate) fn find(base: &B, dir: &B::Inode) -> Result<Option<Self>> {
         let Some((saved, attr)) = staging::find_dir(base, dir, SAVED)? else {
             return Ok(None);
@@ -116,35 +129,37 @@ impl<B: Backing> Shadow<B> {
             saved,
             kept,
             dev: attr.dev,
-            known: Mutex::default(),
+            save_states: Mutex::default(),
             dirs: Mutex::default(),
             last_number: AtomicU64::new(0),
-            undoing: AtomicBool::new(false),
-            several: false,
+            is_undo_begun: AtomicBool::new(false),
+            is_shared: false,
         }))
     }
 
-    /// Whether a transaction's directory is that of one in shadow mode.
-    pub(crate) fn is_at(base: &B, dir: &B::Inode) -> Result<bool> {
+    /// Returns whether `dir` is the directory of a transaction in shadow mode.
+    pub(crate) fn is_in_dir(base: &B, dir: &B::Inode) -> Result<bool> {
         let marks = [SAVED, SHARED];
         Ok(staging::list(base, dir)?
             .iter()
             .any(|(name, ..)| marks.iter().any(|mark| name == mark.as_bytes())))
     }
 
-    pub(crate) fn of_several(self) -> Self {
+    /// Marks the saved state as shared by several hosts.
+    pub(crate) fn into_shared(self) -> Self {
         Self {
-            several: true,
+            is_shared: true,
             ..self
         }
     }
 
-    pub(crate) fn is_of_several(&self) -> bool {
-        self.several
+    /// Returns whether several hosts share the transaction.
+    pub(crate) fn is_shared(&self) -> bool {
+        self.is_shared
     }
 
     /// Returns whether directories list the same inode numbers that stat(2) returns.
-    pub(crate) fn tells_inodes(base: &B, parent: &B::Inode, name: &str) -> Result<bool> {
+    pub(crate) fn lists_stat_inodes(base: &B, parent: &B::Inode, name: &str) -> Result<bool> {
         let (_, attr) = base.lookup(parent, OsStr::new(name))?;
         let listed = staging::list(base, parent)?
             .into_iter()
@@ -152,9 +167,9 @@ impl<B: Backing> Shadow<B> {
         Ok(listed.is_some_and(|(_, ino, _)| ino == attr.ino))
     }
 
-    /// Asserts what is known of what is saved.
+    /// Asserts that the tables of saved objects and directories agree.
     pub(crate) fn check_invariants(&self) {
-        let known = self.known.lock();
+        let save_states = self.save_states.lock();
         for (ino, dir) in self.dirs.lock().iter() {
             assert_eq!(
                 dir.key,
@@ -162,13 +177,13 @@ impl<B: Backing> Shadow<B> {
                 "a directory is listed by its inode"
             );
             assert!(
-                matches!(known.get(ino), Some(Known::Saved { .. })),
+                matches!(save_states.get(ino), Some(SaveState::Saved { .. })),
                 "the names of {ino} are saved"
             );
         }
-        let counts = known.values().filter_map(|known| match known {
-            Known::New => None,
-            Known::Saved { count, .. } => Some(*count),
+        let counts = save_states.values().filter_map(|state| match state {
+            SaveState::New => None,
+            SaveState::Saved { log_count, .. } => Some(*log_count),
         });
         assert!(
             counts.into_iter().all(|count| count > 0),
@@ -176,13 +191,12 @@ impl<B: Backing> Shadow<B> {
         );
     }
 
-    /// Objects of which something is saved, or that are new.
+    /// Returns the number of objects that are saved or new.
     pub(crate) fn saved_count(&self) -> u64 {
-        self.known.lock().len() as u64
+        self.save_states.lock().len() as u64
     }
 
-    /// The objects that would be gone: device and inode, their name in [`Shadow::kept_dir`], and whether it is a
-    /// directory.
+    /// Returns the objects in `kept/`.
     pub(crate) fn list_kept(&self, base: &B) -> Result<Vec<KeptObject>> {
         let mut found = Vec::new();
         for (name, ino, kind) in staging::list(base, &self.kept)? {
@@ -196,36 +210,38 @@ impl<B: Backing> Shadow<B> {
         Ok(found)
     }
 
-    /// Where they are.
+    /// Returns the directory `kept/`.
     pub(crate) fn kept_dir(&self) -> &B::Inode {
         &self.kept
     }
 
-    /// Notes that an abort has begun, so that only an abort may change anything from now on.
+    /// Marks the beginning of an abort. From then on only an abort may change the objects.
     pub(crate) fn begin_undo(&self) {
-        self.undoing.store(true, Ordering::Release);
+        self.is_undo_begun.store(true, Ordering::Release);
     }
 
     pub(crate) fn is_undoing(&self) -> bool {
-        self.undoing.load(Ordering::Acquire)
+        self.is_undo_begun.load(Ordering::Acquire)
     }
 
     fn is_new(&self, ino: u64) -> bool {
-        matches!(self.known.lock().get(&ino), Some(Known::New))
+        matches!(self.save_states.lock().get(&ino), Some(SaveState::New))
     }
 
-    /// Notes an object that was made in the transaction.
-    pub(crate) fn note_new(&self, ino: u64) {
-        self.known.lock().insert(ino, Known::New);
+    /// Adds an object that the transaction made.
+    pub(crate) fn add_new(&self, ino: u64) {
+        self.save_states.lock().insert(ino, SaveState::New);
     }
 
-    /// Takes a name from an object that was there before: to `kept/`, if it is not there yet.
+    /// Removes a name of an object that existed before the transaction. The object moves to `kept/`, unless it has a
+    /// name there already.
     fn move_to_kept(&self, base: &B, dir: &B::Inode, name: &OsStr, ino: u64) -> Result<()> {
         let text = ino.to_string();
         let kept_name = OsStr::new(&text);
         match base.rename(dir, name, &self.kept, kept_name, RenameFlags::NOREPLACE) {
             Err(Errno::EXIST) => base.unlink(dir, name),
-            // Not every file system can do without replacing. Onto itself a rename does nothing.
+            // The file system has no rename that replaces nothing. A plain rename to another link of the same object
+            // would do nothing and leave both names.
             Err(Errno::INVAL | Errno::OPNOTSUPP | Errno::NOSYS) => {
                 match staging::find(base, &self.kept, kept_name)? {
                     Some(_) => base.unlink(dir, name),

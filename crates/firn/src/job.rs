@@ -142,20 +142,65 @@ impl Host {
         self.state.may_live()
     }
 
-    /// Returns the rank of the host's trouble. A smaller number is worse.
-    pub fn rank(&self) -> u8 {
+    /// Returns how much attention the host needs.
+    pub fn trouble(&self) -> Trouble {
         let report = self.report.as_ref();
         let has_errors = report.is_some_and(|report| report.errors > 0);
         match self.state {
-            Life::Dead if self.report.is_none() || self.held_bytes() > 0 => 0,
-            Life::Silent => 1,
-            Life::Dead => 2,
-            Life::Left if self.held_bytes() > 0 => 2,
-            Life::Alive if has_errors => 3,
-            Life::Alive if !self.waits.is_empty() => 4,
-            Life::Alive if !self.differences.is_empty() => 5,
-            Life::Alive => 6,
-            Life::Left => 7,
+            Life::Dead if self.report.is_none() || self.held_bytes() > 0 => Trouble::DataAtRisk,
+            Life::Silent => Trouble::NoAnswer,
+            Life::Dead => Trouble::Gone,
+            Life::Left if self.held_bytes() > 0 => Trouble::Gone,
+            Life::Alive if has_errors => Trouble::HostErrors,
+            Life::Alive if !self.waits.is_empty() => Trouble::Waits,
+            Life::Alive if !self.differences.is_empty() => Trouble::OptionsDiffer,
+            Life::Alive => Trouble::Healthy,
+            Life::Left => Trouble::HasLeft,
+        }
+    }
+}
+
+/// How much attention a host or a mount needs. The worst variant comes first, and tables are sorted by it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Trouble {
+    /// The host is dead, and data that it held may be lost.
+    DataAtRisk,
+    /// The host does not renew its lease, or the firnd of the mount does not answer.
+    NoAnswer,
+    /// The mount has errors.
+    MountErrors,
+    /// The host is dead without data, or it has unmounted and left data in memory.
+    Gone,
+    /// The host of a job has errors.
+    HostErrors,
+    /// Programs, lanes or the drain wait for something.
+    Waits,
+    /// Options of the host differ from those of the other hosts.
+    OptionsDiffer,
+    /// The host or mount is healthy.
+    Healthy,
+    /// The host has unmounted and left nothing behind.
+    HasLeft,
+}
+
+/// Colour in which a table shows a row with some trouble.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TroubleColour {
+    /// The colour of an error.
+    Error,
+    /// The colour of a warning.
+    Warning,
+    /// No colour.
+    Plain,
+}
+
+impl Trouble {
+    /// Returns the colour of the row.
+    pub fn colour(self) -> TroubleColour {
+        match self {
+            Self::DataAtRisk | Self::NoAnswer | Self::MountErrors => TroubleColour::Error,
+            Self::Gone | Self::HostErrors | Self::Waits => TroubleColour::Warning,
+            Self::OptionsDiffer | Self::Healthy | Self::HasLeft => TroubleColour::Plain,
         }
     }
 }

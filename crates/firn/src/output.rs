@@ -41,7 +41,7 @@ pub fn say(text: &str) {
     say_lines(&printable(text));
 }
 
-/// Prints a message on stderr unchanged: the caller vouches for its line breaks and its colours.
+/// Prints a message on stderr unchanged. The caller must escape untrusted text.
 pub fn say_lines(text: &str) {
     // A closed stderr leaves no other stream for the message, so the error is ignored.
     let _ = writeln!(io::stderr().lock(), "firn: {text}");
@@ -57,14 +57,14 @@ impl Paint {
     /// The setting for stdout: colours on a terminal that has them, unless NO_COLOR is set (no-color.org).
     pub fn stdout() -> Self {
         Self {
-            on: io::stdout().is_terminal() && wanted(),
+            on: io::stdout().is_terminal() && is_colour_allowed(),
         }
     }
 
     /// The setting for stderr, by the same rule as for stdout.
     pub fn stderr() -> Self {
         Self {
-            on: io::stderr().is_terminal() && wanted(),
+            on: io::stderr().is_terminal() && is_colour_allowed(),
         }
     }
 
@@ -74,17 +74,17 @@ impl Paint {
     }
 
     /// Returns `text` in the colour of an error (red).
-    pub fn bad(self, text: &str) -> String {
+    pub fn error(self, text: &str) -> String {
         self.with("31", text)
     }
 
     /// Returns `text` in the colour of a warning (yellow).
-    pub fn odd(self, text: &str) -> String {
+    pub fn warning(self, text: &str) -> String {
         self.with("33", text)
     }
 
     /// Returns `text` in the colour of a healthy state (green).
-    pub fn good(self, text: &str) -> String {
+    pub fn healthy(self, text: &str) -> String {
         self.with("32", text)
     }
 
@@ -103,7 +103,7 @@ impl Paint {
 }
 
 /// Returns whether the environment allows colours: NO_COLOR is unset or empty, and TERM is not `dumb`.
-fn wanted() -> bool {
+fn is_colour_allowed() -> bool {
     let no_color = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
     !no_color && std::env::var_os("TERM").is_none_or(|term| term != "dumb")
 }

@@ -2,14 +2,14 @@
 //!
 //! ```text
 //!   firnd of each mount ──► thread of the mount ─┐
-//!   mounts of this host ──► thread of the list ──┼──► Board ──► View ──► Screen ──► terminal, or text
+//!   mounts of this host ──► thread of the list ──┼─► Answers ─► View ──► Screen ──► terminal, or text
 //!   firn history DIR ─────► a child, seldom ─────┤                ▲
 //!   hosts of the backing ─► a child ─────────────┘         keys, size
 //! ```
 //!
 //! Parts
 //! * [`sampler`] asks each source in a thread or a child process of its own, so that a slow answer never delays the
-//!   screen. Its last answers are the board.
+//!   screen. Its last answers are kept for the view.
 //! * [`View`] holds the answers and the user's choices. It uses neither I/O nor a clock.
 //! * [`screen`] draws a view on a terminal or into a buffer.
 //! * [`terminal`] reads keys, and restores the terminal in every case.
@@ -22,7 +22,7 @@ use std::collections::VecDeque;
 
 use firn_protocol::{HostReport, Status};
 
-use crate::job::{Host, Job};
+use crate::job::{Host, Job, Trouble};
 use crate::verb::history::CheckpointEntry;
 
 /// Samples that a sparkline keeps: as many as a wide terminal has columns.
@@ -75,15 +75,14 @@ impl MountView {
         self.status.as_ref().map_or(0, |status| status.held_bytes)
     }
 
-    /// Returns the rank of the mount's trouble. A smaller number is worse. The numbers are those of a host of a job.
-    pub fn rank(&self) -> u8 {
+    /// Returns how much attention the mount needs.
+    pub fn trouble(&self) -> Trouble {
         let has_errors = |status: &Status| !status.errors.is_empty();
         match &self.status {
-            _ if self.silent.is_some() => 0,
-            Some(status) if has_errors(status) => 1,
-            Some(_) if !self.waits().is_empty() => 4,
-            // A healthy host of a job has the same rank.
-            _ => 6,
+            _ if self.silent.is_some() => Trouble::NoAnswer,
+            Some(status) if has_errors(status) => Trouble::MountErrors,
+            Some(_) if !self.waits().is_empty() => Trouble::Waits,
+            _ => Trouble::Healthy,
         }
     }
 }
@@ -156,7 +155,7 @@ impl View {
     pub fn ordered_mounts(&self) -> Vec<&MountView> {
         let mut mounts: Vec<&MountView> = self.mounts.iter().collect();
         mounts.sort_by(|a, b| {
-            let key = |mount: &MountView| (mount.rank(), std::cmp::Reverse(mount.held_bytes()));
+            let key = |mount: &MountView| (mount.trouble(), std::cmp::Reverse(mount.held_bytes()));
             (key(a), &a.mount_point).cmp(&(key(b), &b.mount_point))
         });
         mounts

@@ -65,11 +65,12 @@ impl<B: Backing> Entries<B> {
                 .is_ok_and(|attr| attr.nlink == 0);
         if is_gone {
             object.become_nameless(&mut owned.edit(), inode);
-            shadow.known.lock().remove(&object.key.1);
+            shadow.save_states.lock().remove(&object.key.1);
         }
     }
 
-    /// Moves an object that existed before the transaction from `name` in `dir` to `kept/`, where programs do not see it.
+    /// Moves an object that existed before the transaction from `name` in `dir` to `kept/`, where programs do not see
+    /// it.
     fn move_to_kept(
         &self,
         scope: &Scope<B>,

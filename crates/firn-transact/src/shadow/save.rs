@@ -1,13 +1,21 @@
 //! [`Originals`]: saves the old state of an object durably, before its first change in shadow mode.
+//!
+//! The state is saved as numbered logs, `saved/INO.0`, `saved/INO.1` and so on ([`super`]). Log 0 has the attributes.
+//! Each further log adds bytes of the file, from a lower offset up to the lowest offset that is saved already.
+//!
+//! Race: several hosts may save the same object at the same time. A log is published with a rename or link that
+//! replaces nothing, so one host wins. The other one reads the published log and continues after it. It syncs `saved/`
+//! first, because the winner may not have done so yet.
 
 use std::ffi::OsStr;
+use std::ops::Range;
 use std::os::unix::ffi::OsStrExt;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use firn_backing::{Access, Backing, Errno, Kind, RenameFlags, Result};
 
-use super::{Known, SAVED, Shadow};
+use super::{SAVED, SaveState, Shadow};
 use crate::change_log::{
     BytesSource, ChangeLog, DataChange, Entry, EntrySide, Identity, Link, WrittenRange,
 };
@@ -17,13 +25,13 @@ use crate::object::Object;
 use crate::scope::Scope;
 use crate::staging;
 
-/// Records of a file after which all the rest of its bytes is saved at once, so that a program that writes downwards
-/// does not wait for a sync with each write.
-const RECORDS_MAX: u32 = 4;
-/// Bytes are saved from a multiple of this on, so that the backing can share blocks instead of copying.
-const ALIGN: u64 = 4096;
+/// Maximum number of logs of a file. The last one saves all remaining bytes. Otherwise a program that writes from the
+/// end of a file to its start would wait for a sync at each write.
+const LOGS_MAX: u32 = 4;
+/// Saved ranges start at a multiple of this size in bytes, so that the backing can share blocks instead of copying.
+const ALIGNMENT_BYTES: u64 = 4096;
 
-/// What objects were before a transaction in shadow mode changes them.
+/// Saves what objects were before a transaction in shadow mode changes them.
 pub(crate) struct Originals<B: Backing> {
     pub(crate) lower: Arc<LowerBacking<B>>,
 }
@@ -35,22 +43,27 @@ impl<B: Backing> Originals<B> {
         }
     }
 
-    /// The transaction that an object is changed in, if that holds the change. In shadow mode none does: what
-    /// undoes it is saved first, and it goes through. Bytes before `from` do not change.
-    pub(crate) fn holding(
+    /// Prepares a change of an object, whose bytes from `from` on may change. `scope` is the transaction that has the
+    /// object.
+    ///
+    /// Returns the scope of a transaction in buffer mode, which must get the change. Returns `None` if the change goes
+    /// to the backing at once: outside of transactions, and in shadow mode after the old state was saved.
+    pub(crate) fn buffering_scope(
         &self,
         scope: Option<Arc<Scope<B>>>,
         object: &Arc<Object<B>>,
         from: u64,
     ) -> Result<Option<Arc<Scope<B>>>> {
-        let Some(shadow) = scope.as_ref().and_then(|scope| scope.shadow.as_ref()) else {
-            return Ok(scope);
-        };
-        let scope = scope.as_ref().expect("it has a shadow");
-        self.save_object(scope, shadow, object, from)?;
-        Ok(None)
+        if let Some(scope) = &scope
+            && let Some(shadow) = &scope.shadow
+        {
+            self.save_object(scope, shadow, object, from)?;
+            return Ok(None);
+        }
+        Ok(scope)
     }
 
+    /// Saves the old state of an object durably, with its bytes from `from` on, as far as they are not saved yet.
     pub(super) fn save_object(
         &self,
         scope: &Scope<B>,
@@ -61,7 +74,7 @@ impl<B: Backing> Originals<B> {
         let (dev, ino) = object.key;
         let is_saved = || {
             shadow
-                .known
+                .save_states
                 .lock()
                 .get(&ino)
                 .is_some_and(|known| known.covers(from))
@@ -72,131 +85,158 @@ impl<B: Backing> Originals<B> {
         if dev != shadow.dev {
             return Err(Errno::XDEV);
         }
-        // One at a time, and no thread has the object's data in flight below the offset that is saved.
+        // The lock excludes other threads that save the object. It also waits for writes of the object to end, so the
+        // copied bytes do not change meanwhile.
         let inner = object.inner.own();
         if object.is_nameless() {
             return Ok(());
         }
-        let mut known = shadow.known.lock().get(&ino).copied();
+        let mut known = shadow.save_states.lock().get(&ino).copied();
         while !known.is_some_and(|known| known.covers(from)) {
-            // What another host saved counts. It may have been published and not be durable yet.
-            let found = self.saved_by_others(shadow, ino, known)?;
-            if found.is_some() {
+            let saved_by_others = self.read_logs_of_others(shadow, ino, known)?;
+            if saved_by_others.is_some() {
+                // Another host has published these logs. They may not be durable yet.
                 self.lower.base.sync_dir(&shadow.saved)?;
-                known = found;
-            } else if let Some(mine) =
-                self.save_more(scope, shadow, (object, inner.base()), known, from)?
-            {
-                known = Some(mine);
+                known = saved_by_others;
+                continue;
             }
+            let inode = inner.base().ok_or(Errno::STALE)?;
+            let saved_here = self.save_next_log(scope, shadow, object, &inode, known, from)?;
+            // `None` means that another host was faster: the next round reads its log.
+            known = saved_here.or(known);
         }
         shadow
-            .known
+            .save_states
             .lock()
-            .insert(ino, known.expect("the loop ends with it"));
+            .insert(ino, known.expect("the loop ends when the bytes are saved"));
         if object.kind == Kind::Dir {
             shadow.dirs.lock().insert(ino, Arc::clone(object));
         }
         Ok(())
     }
 
-    /// What the records behind those that are `known` add; `None` where there is none.
-    fn saved_by_others(
+    /// Reads the logs of an object that follow the `known` ones. Returns `None` if there are none.
+    fn read_logs_of_others(
         &self,
         shadow: &Shadow<B>,
         ino: u64,
-        known: Option<Known>,
-    ) -> Result<Option<Known>> {
-        let (mut size, mut low, first) = match known {
-            Some(Known::Saved { size, low, count }) => (size, low, count),
+        known: Option<SaveState>,
+    ) -> Result<Option<SaveState>> {
+        let (mut size, mut saved_from, first_unknown) = match known {
+            Some(SaveState::Saved {
+                size,
+                saved_from,
+                log_count,
+            }) => (size, saved_from, log_count),
             _ => (0, 0, 0),
         };
-        let mut count = first;
-        while let Some(bytes) =
-            staging::read_file(&self.lower.base, &shadow.saved, &format!("{ino}.{count}"))?
-        {
-            let saved = ChangeLog::decode(&bytes).map_err(|_| Errno::IO)?;
-            for data in saved
+        let mut log_count = first_unknown;
+        while let Some(bytes) = staging::read_file(
+            &self.lower.base,
+            &shadow.saved,
+            &format!("{ino}.{log_count}"),
+        )? {
+            let log = ChangeLog::decode(&bytes).map_err(|_| Errno::IO)?;
+            let changes = log
                 .entries
                 .iter()
-                .filter_map(|one| one.undo.data.as_ref())
-            {
+                .filter_map(|entry| entry.undo.data.as_ref());
+            for data in changes {
                 size = data.size;
-                low = if count == 0 { size } else { low };
-                low = data.written.first().map_or(low, |range| range.start);
+                // Log 0 saves from the end of the file on, unless it has a range of bytes.
+                if log_count == 0 {
+                    saved_from = size;
+                }
+                if let Some(range) = data.written.first() {
+                    saved_from = range.start;
+                }
             }
-            count += 1;
+            log_count += 1;
         }
-        Ok((count > first).then_some(Known::Saved { size, low, count }))
+        Ok((log_count > first_unknown).then_some(SaveState::Saved {
+            size,
+            saved_from,
+            log_count,
+        }))
     }
 
-    /// Publishes one record more; `None` where another host was faster.
-    fn save_more(
+    /// Publishes the next log of an object. Returns `None` if another host has published it first.
+    fn save_next_log(
         &self,
         scope: &Scope<B>,
         shadow: &Shadow<B>,
-        (object, inode): (&Arc<Object<B>>, Option<B::Inode>),
-        known: Option<Known>,
+        object: &Arc<Object<B>>,
+        inode: &B::Inode,
+        known: Option<SaveState>,
         from: u64,
-    ) -> Result<Option<Known>> {
-        let inode = inode.ok_or(Errno::STALE)?;
-        let (mut part, size, to, count) = match known {
-            Some(Known::Saved { size, low, count }) => (EntrySide::default(), size, low, count),
+    ) -> Result<Option<SaveState>> {
+        // `saved_from` is the lowest offset that is saved. Nothing is saved of a file at first, so it is the size.
+        let (mut undo_side, size, saved_from, log_count) = match known {
+            Some(SaveState::Saved {
+                size,
+                saved_from,
+                log_count,
+            }) => (EntrySide::default(), size, saved_from, log_count),
             _ => {
-                let (part, size) = self.original(object, &inode)?;
-                (part, size, size, 0)
+                let (undo_side, size) = self.read_original(object, inode)?;
+                (undo_side, size, size, 0)
             }
         };
         let mut copied = None;
         if object.kind == Kind::File {
-            if from < to {
-                let from = if count + 1 >= RECORDS_MAX {
+            if from < saved_from {
+                let start = if log_count + 1 >= LOGS_MAX {
                     0
                 } else {
-                    from - from % ALIGN
+                    from - from % ALIGNMENT_BYTES
                 };
-                copied = Some((from, self.copy_bytes(shadow, &inode, from, to)?));
+                copied = Some((start, self.copy_bytes(shadow, inode, start..saved_from)?));
             }
             let written = copied.iter().map(|(start, name)| WrittenRange {
                 start: *start,
-                end: to,
+                end: saved_from,
                 source: BytesSource::File((SAVED.to_owned(), name.clone())),
             });
-            part.data = Some(DataChange {
+            undo_side.data = Some(DataChange {
                 cut: size,
                 size,
                 written: written.collect(),
                 grows: false,
             });
         }
-        let low = copied.as_ref().map_or(to, |(from, _)| *from);
-        let name = format!("{}.{count}", object.key.1);
-        let published = self.publish_log(shadow, &log_of(scope, object, part), &name);
+        let new_saved_from = copied.as_ref().map_or(saved_from, |(start, _)| *start);
+        let name = format!("{}.{log_count}", object.key.1);
+        let published = self.publish_log(shadow, &log_of(scope, object, undo_side), &name);
         if let (Some((_, copy)), Err(_) | Ok(false)) = (&copied, &published) {
-            // Nothing tells of it, unless only the sync failed: then it stays.
-            if matches!(published, Ok(false)) || !self.is_published(shadow, &name) {
+            // No log refers to the copy, so it is removed. If only the sync failed, the log exists and needs the copy.
+            let is_unused = matches!(published, Ok(false)) || !self.is_published(shadow, &name);
+            if is_unused {
                 let _ = self.lower.base.unlink(&shadow.saved, OsStr::new(copy));
             }
         }
-        let count = count + 1;
-        Ok(published?.then_some(Known::Saved { size, low, count }))
+        Ok(published?.then_some(SaveState::Saved {
+            size,
+            saved_from: new_saved_from,
+            log_count: log_count + 1,
+        }))
     }
 
-    /// The attributes of an object, and of a directory its names; and its size.
-    fn original(&self, object: &Arc<Object<B>>, inode: &B::Inode) -> Result<(EntrySide, u64)> {
+    /// Returns the attributes of an object, with the names in a directory, and the size of the object.
+    fn read_original(&self, object: &Arc<Object<B>>, inode: &B::Inode) -> Result<(EntrySide, u64)> {
         let attr = self.lower.base.attr(inode)?;
         let names = match object.kind {
             Kind::Dir => Some(self.names_of(object, inode)?),
             _ => None,
         };
-        let part = EntrySide {
+        let undo_side = EntrySide {
             attributes: Some(staging::read_attributes(&self.lower.base, inode, &attr)?),
             names,
             ..EntrySide::default()
         };
-        Ok((part, attr.size))
+        Ok((undo_side, attr.size))
     }
 
+    /// Returns the names in a directory, without `.firn` in the top of the backing.
     fn names_of(&self, dir: &Arc<Object<B>>, inode: &B::Inode) -> Result<Vec<Link>> {
         let is_top = dir.parent().is_none();
         let listed = staging::list(&self.lower.base, inode)?.into_iter();
@@ -204,13 +244,13 @@ impl<B: Backing> Originals<B> {
         Ok(shown.map(|(name, ino, _)| (name, ino)).collect())
     }
 
-    /// Copies bytes to a file of their own, durably but for its name, which it returns.
+    /// Copies a range of bytes to a new file in `saved/`, and returns the name of that file. The bytes are durable
+    /// then; the name becomes durable when the log is published.
     fn copy_bytes(
         &self,
         shadow: &Shadow<B>,
         inode: &B::Inode,
-        from: u64,
-        to: u64,
+        range: Range<u64>,
     ) -> Result<String> {
         let (name, copy) = self.make_file(shadow, "data")?;
         let copied = self
@@ -218,7 +258,7 @@ impl<B: Backing> Originals<B> {
             .base
             .open(inode, Access::Read)
             .and_then(|source| {
-                copy_with_holes(&self.lower.base, &source, &copy, from..to)?;
+                copy_with_holes(&self.lower.base, &source, &copy, range)?;
                 self.lower.base.sync(&copy, false)
             });
         match copied {
@@ -230,11 +270,11 @@ impl<B: Backing> Originals<B> {
         }
     }
 
-    /// Makes a file in `saved/` with a name that no host has.
-    fn make_file(&self, shadow: &Shadow<B>, what: &str) -> Result<(String, B::File)> {
+    /// Makes a new file in `saved/`, with a name that begins with `prefix` and that no other host uses.
+    fn make_file(&self, shadow: &Shadow<B>, prefix: &str) -> Result<(String, B::File)> {
         loop {
             let number = shadow.last_number.fetch_add(1, Ordering::Relaxed) + 1;
-            let name = format!("{what}-{number}");
+            let name = format!("{prefix}-{number}");
             match self
                 .lower
                 .base
@@ -247,7 +287,7 @@ impl<B: Backing> Originals<B> {
         }
     }
 
-    /// Puts a log in its place, durably; false where there is one.
+    /// Publishes a log under `name`, durably. Returns false if there is a log of that name already.
     fn publish_log(&self, shadow: &Shadow<B>, log: &ChangeLog, name: &str) -> Result<bool> {
         let (new, file) = self.make_file(shadow, "new")?;
         let written = staging::write_all(&self.lower.base, &file, &log.encode(), 0)
@@ -256,12 +296,12 @@ impl<B: Backing> Originals<B> {
         if written != Ok(true) {
             let _ = self.lower.base.unlink(&shadow.saved, OsStr::new(&new));
         }
-        let is_mine = written?;
+        let is_published = written?;
         self.lower.base.sync_dir(&shadow.saved)?;
-        Ok(is_mine)
+        Ok(is_published)
     }
 
-    /// Gives a file its name, if no other has it.
+    /// Renames a file in `saved/` from `new` to `name`. Returns false if `name` exists already.
     fn name_log(&self, shadow: &Shadow<B>, new: &str, name: &str) -> Result<bool> {
         let dir = &shadow.saved;
         let new = OsStr::new(new);
@@ -271,7 +311,7 @@ impl<B: Backing> Originals<B> {
             .base
             .rename(dir, new, dir, name, RenameFlags::NOREPLACE)
         {
-            // Not every file system can do this; a link replaces nothing on any.
+            // The file system has no rename that replaces nothing. A link never replaces a name.
             Err(Errno::INVAL | Errno::OPNOTSUPP | Errno::NOSYS) => {
                 let (inode, _) = self.lower.base.lookup(dir, new)?;
                 self.lower
@@ -288,6 +328,7 @@ impl<B: Backing> Originals<B> {
         }
     }
 
+    /// Returns whether the log `name` exists. An error counts as yes.
     fn is_published(&self, shadow: &Shadow<B>, name: &str) -> bool {
         !matches!(
             staging::find(&self.lower.base, &shadow.saved, OsStr::new(name)),
@@ -296,7 +337,7 @@ impl<B: Backing> Originals<B> {
     }
 }
 
-/// The log that says what undoes changes of one object.
+/// Returns the log that undoes the changes of one object.
 fn log_of<B: Backing>(scope: &Scope<B>, object: &Arc<Object<B>>, undo: EntrySide) -> ChangeLog {
     let ino = object.key.1;
     let identity = Identity {
@@ -304,7 +345,7 @@ fn log_of<B: Backing>(scope: &Scope<B>, object: &Arc<Object<B>>, undo: EntrySide
         elsewhere: false,
     };
     let entry = Entry {
-        path: path(scope, object),
+        path: path_from_top(scope, object),
         undo,
         ..Entry::new(ino, identity, object.kind == Kind::Dir)
     };
@@ -316,16 +357,16 @@ fn log_of<B: Backing>(scope: &Scope<B>, object: &Arc<Object<B>>, undo: EntrySide
     }
 }
 
-/// The way from the scope's top down to an object.
-fn path<B: Backing>(scope: &Scope<B>, object: &Arc<Object<B>>) -> Vec<Link> {
+/// Returns the names from the top of the scope down to an object, each with its inode number.
+fn path_from_top<B: Backing>(scope: &Scope<B>, object: &Arc<Object<B>>) -> Vec<Link> {
     let mut path = Vec::new();
-    let mut at = Arc::clone(object);
-    while !Arc::ptr_eq(&at, &scope.root) {
-        let Some((parent, name)) = at.location.lock().clone() else {
+    let mut current = Arc::clone(object);
+    while !Arc::ptr_eq(&current, &scope.root) {
+        let Some((parent, name)) = current.location.lock().clone() else {
             break;
         };
-        path.push((name.as_bytes().to_vec(), at.key.1));
-        at = parent;
+        path.push((name.as_bytes().to_vec(), current.key.1));
+        current = parent;
     }
     path.reverse();
     path

@@ -296,7 +296,7 @@ impl<B: Backing> SharedTransactions<B> {
         }
         match self.find_shared(scope)? {
             Some(shared) => {
-                Ok(Shadow::find(&self.lower.base, shared.dir())?.map(Shadow::of_several))
+                Ok(Shadow::find(&self.lower.base, shared.dir())?.map(Shadow::into_shared))
             }
             None => Ok(None),
         }
@@ -448,7 +448,7 @@ impl<B: Backing> Scopes<B> {
     /// Returns whether [`TransactionalBacking::to_be_stopped`] may return something. Does not call the backing.
     pub fn shares(&self) -> bool {
         !self
-            .paths_where(|scope| scope.shadow.as_ref().is_some_and(Shadow::is_of_several))
+            .paths_where(|scope| scope.shadow.as_ref().is_some_and(Shadow::is_shared))
             .is_empty()
     }
 }
@@ -494,7 +494,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 self.shadow_undo.undo_shadow(scope, shadow)
             })?;
             if !undone {
-                self.shadow_undo.see_undone(scope, shadow)?;
+                self.shadow_undo.update_after_remote_undo(scope, shadow)?;
             }
         }
         self.lower.forget_records(&scope.dir)?;
@@ -506,7 +506,7 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// Returns the scopes of shared transactions that another host has aborted and this host must still abort.
     pub fn to_be_stopped(&self) -> Vec<Vec<u8>> {
-        let is_shared = |shadow: &Shadow<B>| shadow.is_of_several();
+        let is_shared = |shadow: &Shadow<B>| shadow.is_shared();
         let scopes = self.scopes.paths_where(|scope| {
             scope.shadow.as_ref().is_some_and(is_shared)
                 && !matches!(scope.stage(), Stage::Decided(_))

@@ -1,15 +1,20 @@
 //! Undo of a transaction in shadow mode, from the state that was saved before each change.
 //!
-//! A directory is *touched* if its names were saved, which is so if the transaction may have changed them.
+//! Terms
+//! * A directory is *touched* if its names were saved. They are saved before the transaction changes any of them.
+//! * An object is *preexisting* if it existed before the transaction. All others are *new*.
+//! * `kept/` is the directory to which a preexisting object moves when it loses a name. It is named there by its inode
+//!   number, so that an undo can give its old name back.
 //!
-//! 1. Find the touched directories where they are now: by their paths, or in other touched directories. A directory can
-//!    only have moved from one touched directory to another.
+//! Steps
+//! 1. Find the touched directories at their present paths: by their saved paths, or in other touched directories. A
+//!    directory can only have moved from one touched directory to another.
 //! 2. Make a change log. It removes new names from touched directories, gives missing names back, and gives each saved
-//!    object its old bytes and attributes. Objects between two names wait in `kept/`.
-//! 3. Apply the log backward ([`crate::apply`]).
+//!    object its old bytes and attributes.
+//! 3. Apply the log backward ([`crate::apply`]). An object between two names waits in `kept/`.
 //!
-//! Promise: an undo can be repeated after a crash or an error, because each attempt makes the log anew from what
-//! exists.
+//! Guarantee: an undo can be repeated after a crash or an error, because each attempt makes the log anew from the
+//! present tree.
 
 use std::collections::btree_map::Entry as MapEntry;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
@@ -20,7 +25,7 @@ use std::sync::Arc;
 use firn_backing::{Attr, Backing, Errno, Kind, Result, SyncScope};
 
 use super::{KEPT, SAVED, Shadow};
-use crate::apply::Apply;
+use crate::apply::{Apply, StagingDirs};
 use crate::change_log::{ChangeLog, Direction, Entry, EntryName, EntrySide, Identity, Link};
 use crate::error::StoreError;
 use crate::hidden::OwnLinks;
@@ -38,8 +43,8 @@ struct SavedObject {
     /// Whether the object is a directory.
     is_dir: bool,
     /// Old attributes and old bytes.
-    part: EntrySide,
-    /// Old names in a directory, with their inode numbers.
+    undo_side: EntrySide,
+    /// Names in the directory before the transaction, with their inode numbers. Empty for other objects.
     names: BTreeMap<Vec<u8>, u64>,
 }
 
@@ -49,83 +54,92 @@ pub(crate) struct UndoResult {
     /// Objects that were removed.
     removed: Vec<u64>,
     /// Objects that have a name in `kept/`, perhaps besides other names, until the transaction ends.
-    kept: Vec<u64>,
-    /// Objects that got an old name back.
-    placed: Vec<PlacedObject>,
+    moved_to_kept: Vec<u64>,
+    /// Old names that objects got back.
+    restored_names: Vec<RestoredName>,
 }
 
-/// An object that got an old name back.
+/// An old name that an object got back.
 #[derive(Debug)]
-struct PlacedObject {
+struct RestoredName {
+    /// Inode number of the object.
     ino: u64,
-    /// Inode number of the directory.
-    dir: u64,
+    /// Inode number of the directory that has the name.
+    dir_ino: u64,
     name: Vec<u8>,
+}
+
+/// A directory that was found, with its inode number.
+struct DirRef<'d, B: Backing> {
+    ino: u64,
+    inode: &'d B::Inode,
 }
 
 /// One undo in progress. Numbers of objects are inode numbers.
 pub(crate) struct UndoPass<'a, B: Backing> {
     base: &'a B,
     shadow: &'a Shadow<B>,
-    /// The top of the backing, whose name `.firn/` is skipped.
-    top: u64,
+    /// The top of the backing. A list of its names leaves out `.firn`.
+    backing_top_ino: u64,
     /// The top of the scope.
     root: B::Inode,
     root_ino: u64,
     /// The saved states.
     saves: BTreeMap<u64, SavedObject>,
     /// Objects that were in touched directories before the transaction.
-    old: HashSet<u64>,
-    /// Directories on the paths to saved objects.
-    wanted: HashSet<u64>,
-    /// Directories that were found.
+    preexisting: HashSet<u64>,
+    /// Directories on the saved paths of saved objects.
+    ancestor_dirs: HashSet<u64>,
+    /// Directories that were found at their present paths.
     dirs: HashMap<u64, B::Inode>,
     /// Objects in `kept/`.
-    kept: HashSet<u64>,
-    /// Entries of the log that is being made.
+    inos_in_kept: HashSet<u64>,
+    /// Entries of the log that is being made. The log is applied backward: `after` has names that the undo removes, and
+    /// `before` has names that the undo gives back.
     entries: BTreeMap<u64, Entry>,
-    undone: UndoResult,
+    result: UndoResult,
     /// Undo of a change of the top's name.
     top_undo: Option<TopUndo<B>>,
 }
 
 impl<'a, B: Backing> UndoPass<'a, B> {
-    /// Reads the saved state. `root` is the top of the scope; `place` names the transaction's directory in messages.
+    /// Reads the saved state. `root` is the top of the scope; `transaction_dir` names the transaction's
+    /// directory in messages.
     pub(crate) fn new(
         base: &'a B,
         shadow: &'a Shadow<B>,
         root: B::Inode,
         top_undo: Option<TopUndo<B>>,
-        place: &str,
+        transaction_dir: &str,
     ) -> std::result::Result<Self, StoreError> {
-        let mut saves = load_saved(base, shadow, place)?;
+        let mut saves = load_saved(base, shadow, transaction_dir)?;
         let root_ino = base.attr(&root)?.ino;
-        let existing = objects_before(&saves, root_ino);
+        let existing = preexisting_objects(&saves, root_ino);
         saves.retain(|ino, _| existing.contains(ino));
-        let mut old: HashSet<u64> = saves
+        let mut preexisting: HashSet<u64> = saves
             .values()
             .flat_map(|save| save.names.values().copied())
             .collect();
-        old.extend(top_undo.iter().filter_map(TopUndo::old_ino));
+        preexisting.extend(top_undo.iter().filter_map(TopUndo::old_ino));
         let dirs = saves.values().flat_map(|save| {
-            let above = save.path.len().saturating_sub(usize::from(!save.is_dir));
-            save.path[..above].iter().map(|(_, ino)| *ino)
+            let dir_count = save.path.len().saturating_sub(usize::from(!save.is_dir));
+            save.path[..dir_count].iter().map(|(_, ino)| *ino)
         });
-        let wanted = dirs.collect();
-        let top = base.attr(&base.root())?.ino;
+        let ancestor_dirs = dirs.collect();
+        let backing_top_ino = base.attr(&base.root())?.ino;
         Ok(Self {
             base,
             shadow,
-            top,
+            backing_top_ino,
             root,
             root_ino,
             saves,
-            old,
-            wanted,
+            preexisting,
+            ancestor_dirs,
             dirs: HashMap::new(),
-            kept: HashSet::new(),
+            inos_in_kept: HashSet::new(),
             entries: BTreeMap::new(),
-            undone: UndoResult::default(),
+            result: UndoResult::default(),
             top_undo,
         })
     }
@@ -138,8 +152,11 @@ impl<'a, B: Backing> UndoPass<'a, B> {
         let Shadow {
             saved, kept, dev, ..
         } = self.shadow;
-        let below = (self.base, *dev);
-        let mut apply = Apply::new(below, (&log, Direction::Undo), saved, kept);
+        let dirs = StagingDirs {
+            new: saved,
+            away: kept,
+        };
+        let mut apply = Apply::new(self.base, *dev, &log, Direction::Undo, &dirs);
         apply.set_staging_dir(SAVED, saved.clone());
         apply.set_staging_dir(KEPT, kept.clone());
         for (ino, inode) in self.dirs {
@@ -158,7 +175,7 @@ impl<'a, B: Backing> UndoPass<'a, B> {
         {
             self.base.sync_scope(SyncScope::Tree(&self.root))?;
         }
-        Ok(self.undone)
+        Ok(self.result)
     }
 
     /// Returns the names in a directory, without `.firn` in the top of the backing.
@@ -166,70 +183,80 @@ impl<'a, B: Backing> UndoPass<'a, B> {
         let listed = staging::list(self.base, inode)?
             .into_iter()
             .map(|(name, ino, _)| (name, ino));
-        let is_top = ino == self.top;
+        let is_backing_top = ino == self.backing_top_ino;
         Ok(listed
-            .filter(|(name, _)| !(is_top && name == staging::TOP.as_bytes()))
+            .filter(|(name, _)| !(is_backing_top && name == staging::TOP.as_bytes()))
             .collect())
     }
 
-    // ---- finding -----------------------------------------------------------------------------
+    // ---- search for directories --------------------------------------------------------------
 
-    /// Finds the touched directories and those on the paths to saved objects. Logs an error for each one that is
-    /// missing; its changes are not undone.
+    /// Finds the touched directories and those on the saved paths of saved objects, at their present paths.
+    ///
+    /// Two searches alternate until neither finds more: the names in each touched or new directory are searched for
+    /// directories that moved there, and the saved paths are followed from directories that were found. A touched
+    /// directory that is not found is logged as an error, and its changes are not undone.
     fn find_dirs(&mut self) -> Result<()> {
-        let mut todo = VecDeque::from([(self.shadow.kept.clone(), 0)]);
-        self.note_found_dir(self.root_ino, self.root.clone(), &mut todo);
+        let mut dirs_to_search = VecDeque::from([(self.shadow.kept.clone(), 0)]);
+        self.add_found_dir(self.root_ino, self.root.clone(), &mut dirs_to_search);
         loop {
-            while let Some((inode, ino)) = todo.pop_front() {
-                self.search_dir(&inode, ino, &mut todo)?;
+            while let Some((inode, ino)) = dirs_to_search.pop_front() {
+                self.search_dir(&inode, ino, &mut dirs_to_search)?;
             }
-            let Some((ino, inode)) = self.find_next_dir()? else {
+            let Some((ino, inode)) = self.find_dir_by_saved_name()? else {
                 break;
             };
-            self.note_found_dir(ino, inode, &mut todo);
+            self.add_found_dir(ino, inode, &mut dirs_to_search);
         }
         for (ino, save) in &self.saves {
             if save.is_dir && !self.dirs.contains_key(ino) {
-                tracing::error!(ino, path = %shown(&save.path), "a directory is not found and not undone");
+                tracing::error!(ino, path = %path_text(&save.path), "a directory is not found and not undone");
             }
         }
         Ok(())
     }
 
-    /// Notes a directory that was found. A touched one is searched next, because other directories may have moved
-    /// there.
-    fn note_found_dir(&mut self, ino: u64, inode: B::Inode, todo: &mut VecDeque<(B::Inode, u64)>) {
+    /// Adds a directory that was found. A touched directory is queued for a search, because other directories may have
+    /// moved there.
+    fn add_found_dir(
+        &mut self,
+        ino: u64,
+        inode: B::Inode,
+        dirs_to_search: &mut VecDeque<(B::Inode, u64)>,
+    ) {
         if self.dirs.insert(ino, inode.clone()).is_none() && self.saves.contains_key(&ino) {
-            todo.push_back((inode, ino));
+            dirs_to_search.push_back((inode, ino));
         }
     }
 
-    /// Searches a touched or new directory for the directories that are still missing.
+    /// Searches a touched or new directory for directories that are not found yet. New directories in it are queued.
     fn search_dir(
         &mut self,
         inode: &B::Inode,
         ino: u64,
-        todo: &mut VecDeque<(B::Inode, u64)>,
+        dirs_to_search: &mut VecDeque<(B::Inode, u64)>,
     ) -> Result<()> {
         self.give_owner_access(inode)?;
         for (name, child) in self.list_names(ino, inode)? {
-            let is_new = !self.old.contains(&child);
-            let is_wanted = self.wanted.contains(&child) && !self.dirs.contains_key(&child);
-            if !is_new && !is_wanted {
+            let is_new = !self.preexisting.contains(&child);
+            let is_missing_ancestor =
+                self.ancestor_dirs.contains(&child) && !self.dirs.contains_key(&child);
+            if !is_new && !is_missing_ancestor {
                 continue;
             }
-            let Some((found, attr)) = staging::find(self.base, inode, OsStr::from_bytes(&name))?
+            let Some((child_inode, attr)) =
+                staging::find(self.base, inode, OsStr::from_bytes(&name))?
             else {
                 continue;
             };
             if attr.kind != Kind::Dir {
                 continue;
             }
-            if is_wanted {
-                self.note_found_dir(child, found.clone(), todo);
+            if is_missing_ancestor {
+                self.add_found_dir(child, child_inode.clone(), dirs_to_search);
             }
             if is_new && !self.saves.contains_key(&child) {
-                todo.push_back((found, child));
+                dirs_to_search.push_back((child_inode, child));
             }
         }
         Ok(())
@@ -245,23 +272,24 @@ impl<'a, B: Backing> UndoPass<'a, B> {
         Ok(())
     }
 
-    /// Returns a directory on the path to a saved object that was not found before, by its saved name; `None` if there
-    /// is no further one.
-    fn find_next_dir(&self) -> Result<Option<(u64, B::Inode)>> {
+    /// Follows the saved paths, and returns the first directory that was not found before but is still under its saved
+    /// name. Returns `None` if the saved paths lead to no further directory.
+    fn find_dir_by_saved_name(&self) -> Result<Option<(u64, B::Inode)>> {
         for save in self.saves.values() {
-            let mut above = Some(&self.root);
+            let mut parent = Some(&self.root);
             for (name, ino) in &save.path {
                 if let Some(inode) = self.dirs.get(ino) {
-                    above = Some(inode);
-                } else if self.wanted.contains(ino) {
-                    let found = above
-                        .map(|dir| self.find_at(dir, name, *ino))
+                    parent = Some(inode);
+                } else if self.ancestor_dirs.contains(ino) {
+                    let found = parent
+                        .map(|parent| self.find_at(parent, name, *ino))
                         .transpose()?
                         .flatten();
                     if let Some((inode, _)) = found {
                         return Ok(Some((*ino, inode)));
                     }
-                    above = None;
+                    // The directory has moved, so its saved children cannot be looked up along this path.
+                    parent = None;
                 }
             }
         }
@@ -276,12 +304,12 @@ impl<'a, B: Backing> UndoPass<'a, B> {
 
     // ---- the log -----------------------------------------------------------------------------
 
-    /// Makes the log that leads from the present tree back to the saved one.
+    /// Makes the log whose backward application leads from the present tree to the saved one.
     fn make_log(&mut self) -> Result<ChangeLog> {
         self.plan_top()?;
         self.plan_names()?;
-        self.plan_names_that_stay();
-        self.plan_missing()?;
+        self.note_unchanged_names();
+        self.plan_kept_and_missing()?;
         let saved: Vec<u64> = self.saves.keys().copied().collect();
         for ino in saved {
             self.plan_contents(ino)?;
@@ -293,7 +321,8 @@ impl<'a, B: Backing> UndoPass<'a, B> {
         })
     }
 
-    fn entry(&mut self, ino: u64) -> &mut Entry {
+    /// Returns the entry of an object in the log, which is added if it is missing.
+    fn planned_entry(&mut self, ino: u64) -> &mut Entry {
         self.entries.entry(ino).or_insert_with(|| new_entry(ino))
     }
 
@@ -305,25 +334,25 @@ impl<'a, B: Backing> UndoPass<'a, B> {
         };
         let mut entry = new_entry(top.ino);
         entry.is_dir = true;
-        let dir = top.parent_ino;
+        let parent_ino = top.parent_ino;
         for name in &top.names {
-            let is_there = self.find_at(&top.parent, name, top.ino)?.is_some();
-            if is_there && top.before.as_ref() != Some(name) {
-                entry.after.push((dir, name.clone()));
+            let leads_to_top = self.find_at(&top.parent, name, top.ino)?.is_some();
+            if leads_to_top && top.before.as_ref() != Some(name) {
+                entry.after.push((parent_ino, name.clone()));
             }
         }
         if let Some(name) = &top.before {
             match self.find_at(&top.parent, name, top.ino)? {
-                Some(_) => entry.unchanged_name = Some((dir, name.clone())),
-                None => entry.before.push((dir, name.clone())),
+                Some(_) => entry.unchanged_name = Some((parent_ino, name.clone())),
+                None => entry.before.push((parent_ino, name.clone())),
             }
         }
         let ino = top.ino;
         let is_new = top.before.is_none();
-        self.dirs.insert(dir, top.parent.clone());
+        self.dirs.insert(parent_ino, top.parent.clone());
         self.entries.insert(ino, entry);
         if is_new {
-            self.undone.removed.push(ino);
+            self.result.removed.push(ino);
             self.plan_removal_of_dir(ino, self.root.clone())?;
         }
         Ok(())
@@ -339,30 +368,35 @@ impl<'a, B: Backing> UndoPass<'a, B> {
             .collect();
         for dir in touched {
             let inode = self.dirs[&dir].clone();
-            let mut right = BTreeSet::new();
+            let mut unchanged_names = BTreeSet::new();
             for (name, child) in self.list_names(dir, &inode)? {
                 if self.saves[&dir].names.get(&name) == Some(&child) {
-                    right.insert(name);
+                    unchanged_names.insert(name);
                 } else {
-                    self.plan_removal((dir, &inode), name, child)?;
+                    let dir_ref = DirRef {
+                        ino: dir,
+                        inode: &inode,
+                    };
+                    self.plan_removal(&dir_ref, name, child)?;
                 }
             }
-            let wrong: Vec<Link> = self.saves[&dir]
+            let missing_names: Vec<Link> = self.saves[&dir]
                 .names
                 .iter()
-                .filter(|(name, _)| !right.contains(*name))
+                .filter(|(name, _)| !unchanged_names.contains(*name))
                 .map(|(name, child)| (name.clone(), *child))
                 .collect();
-            for (name, child) in wrong {
-                self.entry(child).before.push((dir, name));
+            for (name, child) in missing_names {
+                self.planned_entry(child).before.push((dir, name));
             }
         }
         Ok(())
     }
 
-    /// Notes one unchanged name of each object that the log changes, by which the object is found. Other objects get no
-    /// entry, because there may be many.
-    fn plan_names_that_stay(&mut self) {
+    /// Sets one unchanged name of each object that the log changes, so that the application can find the object.
+    ///
+    /// Objects without a change get no entry, because a directory may have very many of them.
+    fn note_unchanged_names(&mut self) {
         let Self {
             saves,
             entries,
@@ -372,15 +406,17 @@ impl<'a, B: Backing> UndoPass<'a, B> {
         for (dir, save) in saves.iter().filter(|(dir, _)| dirs.contains_key(dir)) {
             for (name, child) in &save.names {
                 let is_saved = saves.contains_key(child);
-                let place = (*dir, name.clone());
+                let entry_name = (*dir, name.clone());
                 match entries.entry(*child) {
                     MapEntry::Vacant(vacant) if is_saved => {
                         let mut entry = new_entry(*child);
-                        entry.unchanged_name = Some(place);
+                        entry.unchanged_name = Some(entry_name);
                         vacant.insert(entry);
                     }
-                    MapEntry::Occupied(mut occupied) if !occupied.get().before.contains(&place) => {
-                        occupied.get_mut().unchanged_name = Some(place);
+                    MapEntry::Occupied(mut occupied)
+                        if !occupied.get().before.contains(&entry_name) =>
+                    {
+                        occupied.get_mut().unchanged_name = Some(entry_name);
                     }
                     _ => {}
                 }
@@ -388,72 +424,77 @@ impl<'a, B: Backing> UndoPass<'a, B> {
         }
     }
 
-    /// Plans the removal of a name. The contents of a new directory are removed too; an old object goes to `kept/`.
-    fn plan_removal(
-        &mut self,
-        (dir, inode): (u64, &B::Inode),
-        name: Vec<u8>,
-        child: u64,
-    ) -> Result<()> {
-        let found = staging::find(self.base, inode, OsStr::from_bytes(&name))?;
-        let Some((found, attr)) = found.filter(|(_, attr)| attr.ino == child) else {
+    /// Plans the removal of a name that was added by the transaction. The contents of a new directory are removed too.
+    /// A preexisting object loses the name and moves to `kept/`.
+    ///
+    /// Does nothing if the name no longer leads to `child`: it was changed after the directory was listed.
+    fn plan_removal(&mut self, dir: &DirRef<'_, B>, name: Vec<u8>, child: u64) -> Result<()> {
+        let found = self.find_at(dir.inode, &name, child)?;
+        let Some((child_inode, attr)) = found else {
             return Ok(());
         };
-        self.entry(child).after.push((dir, name));
-        if self.old.contains(&child) {
-            self.undone.kept.push(child);
+        self.planned_entry(child).after.push((dir.ino, name));
+        if self.preexisting.contains(&child) {
+            self.result.moved_to_kept.push(child);
             return Ok(());
         }
-        self.undone.removed.push(child);
+        self.result.removed.push(child);
         if attr.kind == Kind::Dir {
-            self.plan_removal_of_dir(child, found)?;
+            self.plan_removal_of_dir(child, child_inode)?;
         }
         Ok(())
     }
 
+    /// Plans the removal of all names in a directory that is removed itself.
     fn plan_removal_of_dir(&mut self, ino: u64, inode: B::Inode) -> Result<()> {
-        self.entry(ino).is_dir = true;
+        self.planned_entry(ino).is_dir = true;
+        let dir = DirRef { ino, inode: &inode };
         for (name, child) in self.list_names(ino, &inode)? {
-            self.plan_removal((ino, &inode), name, child)?;
+            self.plan_removal(&dir, name, child)?;
         }
         self.dirs.insert(ino, inode);
         Ok(())
     }
 
-    /// Plans the removal of new directories that an earlier attempt moved to `kept/`.
+    /// Plans the removal of new directories that an earlier attempt moved to `kept/`, and collects the names that
+    /// objects get back.
     ///
-    /// Logs an error for an old object that exists nowhere any more: it cannot be given back.
-    fn plan_missing(&mut self) -> Result<()> {
-        let mut kept = HashSet::new();
+    /// A preexisting object that no longer exists cannot get its old names back. They are dropped from the log, and
+    /// each one is logged as an error.
+    fn plan_kept_and_missing(&mut self) -> Result<()> {
+        let mut inos_in_kept = HashSet::new();
         for (name, ino, kind) in staging::list(self.base, &self.shadow.kept)? {
-            kept.insert(ino);
-            if self.old.contains(&ino) || kind.is_some_and(|kind| kind != Kind::Dir) {
+            inos_in_kept.insert(ino);
+            if self.preexisting.contains(&ino) || kind.is_some_and(|kind| kind != Kind::Dir) {
                 continue;
             }
             let found = staging::find(self.base, &self.shadow.kept, OsStr::from_bytes(&name))?;
             if let Some((inode, attr)) = found
                 && attr.kind == Kind::Dir
             {
-                self.undone.removed.push(ino);
+                self.result.removed.push(ino);
                 self.plan_removal_of_dir(ino, inode)?;
             }
         }
         for (ino, entry) in &mut self.entries {
-            let is_somewhere =
-                entry.unchanged_name.is_some() || !entry.after.is_empty() || kept.contains(ino);
-            if !is_somewhere {
+            let exists = entry.unchanged_name.is_some()
+                || !entry.after.is_empty()
+                || inos_in_kept.contains(ino);
+            if !exists {
                 for (_, name) in entry.before.drain(..) {
                     let name = String::from_utf8_lossy(&name);
                     tracing::error!(ino, %name, "an object is gone and not brought back");
                 }
             }
-            for (dir, name) in &entry.before {
-                let (ino, dir) = (*ino, *dir);
-                let name = name.clone();
-                self.undone.placed.push(PlacedObject { ino, dir, name });
+            for (dir_ino, name) in &entry.before {
+                self.result.restored_names.push(RestoredName {
+                    ino: *ino,
+                    dir_ino: *dir_ino,
+                    name: name.clone(),
+                });
             }
         }
-        self.kept = kept;
+        self.inos_in_kept = inos_in_kept;
         Ok(())
     }
 
@@ -461,32 +502,35 @@ impl<'a, B: Backing> UndoPass<'a, B> {
     fn plan_contents(&mut self, ino: u64) -> Result<()> {
         let save = &self.saves[&ino];
         let is_dir = save.is_dir;
-        let part = save.part.clone();
-        let saved_name = self.place(save);
-        let is_known = self.dirs.contains_key(&ino) || self.kept.contains(&ino);
-        let entry = self.entry(ino);
+        let undo_side = save.undo_side.clone();
+        let saved_name = self.saved_name(save);
+        let is_found = self.dirs.contains_key(&ino) || self.inos_in_kept.contains(&ino);
+        let entry = self.planned_entry(ino);
         entry.is_dir = is_dir;
-        entry.undo = part;
+        entry.undo = undo_side;
         if entry.unchanged_name.is_none() && entry.before.is_empty() && entry.after.is_empty() {
             entry.unchanged_name = saved_name;
         }
-        if is_dir || is_known || !entry.before.is_empty() || !entry.after.is_empty() {
+        if is_dir || is_found || !entry.before.is_empty() || !entry.after.is_empty() {
             return Ok(());
         }
-        let place = entry.unchanged_name.clone();
-        let found = match place.as_ref().and_then(|(dir, _)| self.dirs.get(dir)) {
-            Some(dir) => self.find_at(dir, &place.as_ref().expect("it has a directory").1, ino)?,
+        let found = match entry.unchanged_name.clone() {
+            Some((dir, name)) => match self.dirs.get(&dir) {
+                Some(dir) => self.find_at(dir, &name, ino)?,
+                None => None,
+            },
             None => None,
         };
         if found.is_none() {
-            let path = shown(&self.saves[&ino].path);
+            let path = path_text(&self.saves[&ino].path);
             tracing::error!(ino, %path, "a file is not found and not undone");
         }
         Ok(())
     }
 
-    /// Returns directory and name of a saved object whose directory was not touched.
-    fn place(&self, save: &SavedObject) -> Option<EntryName> {
+    /// Returns the saved name of an object, by which it is found if its directory was not touched. Returns `None` if
+    /// that directory was not found.
+    fn saved_name(&self, save: &SavedObject) -> Option<EntryName> {
         let (name, _) = save.path.last()?;
         let dir = match save.path.len() {
             1 => self.root_ino,
@@ -496,7 +540,7 @@ impl<'a, B: Backing> UndoPass<'a, B> {
     }
 }
 
-/// An object in the log: its number is that of its inode, as in `kept/`.
+/// Returns an entry without changes. Its object number is the inode number, because `kept/` names objects so.
 fn new_entry(ino: u64) -> Entry {
     let identity = Identity {
         ino,
@@ -505,10 +549,14 @@ fn new_entry(ino: u64) -> Entry {
     Entry::new(ino, identity, false)
 }
 
+/// Index of the log of an object that has its attributes, its size and the names in it. The logs after it add bytes.
+const FIRST_LOG_INDEX: u32 = 0;
+
+/// Reads the saved state of all objects, from the files `saved/INO.INDEX`.
 fn load_saved<B: Backing>(
     base: &B,
     shadow: &Shadow<B>,
-    place: &str,
+    transaction_dir: &str,
 ) -> std::result::Result<BTreeMap<u64, SavedObject>, StoreError> {
     let mut logs: BTreeMap<(u64, u32), ChangeLog> = BTreeMap::new();
     for (name, ..) in staging::list(base, &shadow.saved)? {
@@ -517,10 +565,10 @@ fn load_saved<B: Backing>(
         };
         let number = text
             .split_once('.')
-            .and_then(|(ino, k)| Some((ino.parse().ok()?, k.parse().ok()?)));
+            .and_then(|(ino, index)| Some((ino.parse().ok()?, index.parse().ok()?)));
         let Some(number) = number else { continue };
         let bytes = staging::read_file(base, &shadow.saved, &text)?.unwrap_or_default();
-        let path = || format!("{}/{place}/{SAVED}/{text}", staging::TOP);
+        let path = || format!("{}/{transaction_dir}/{SAVED}/{text}", staging::TOP);
         let log = ChangeLog::decode(&bytes).map_err(|source| StoreError::Record {
             path: path(),
             source,
@@ -528,19 +576,19 @@ fn load_saved<B: Backing>(
         logs.insert(number, log);
     }
     let mut saves: BTreeMap<u64, SavedObject> = BTreeMap::new();
-    for ((ino, count), log) in logs {
+    for ((ino, log_index), log) in logs {
         for mut entry in log.entries {
-            if count == 0 {
+            if log_index == FIRST_LOG_INDEX {
                 let names = entry.undo.names.take().unwrap_or_default();
                 let save = SavedObject {
                     path: entry.path,
                     is_dir: entry.is_dir,
-                    part: entry.undo,
+                    undo_side: entry.undo,
                     names: names.into_iter().collect(),
                 };
                 saves.insert(ino, save);
             } else if let Some(save) = saves.get_mut(&ino)
-                && let (Some(data), Some(more)) = (&mut save.part.data, entry.undo.data)
+                && let (Some(data), Some(more)) = (&mut save.undo_side.data, entry.undo.data)
             {
                 data.written.extend(more.written);
             }
@@ -549,33 +597,39 @@ fn load_saved<B: Backing>(
     Ok(saves)
 }
 
-/// Objects that were there before the transaction. An object that one host made may have been saved by another host
-/// that changed it; it is not in the saved names of the directory that it was found in.
-fn objects_before(saves: &BTreeMap<u64, SavedObject>, root: u64) -> HashSet<u64> {
-    let mut there = HashSet::from([root]);
+/// Returns the objects that existed before the transaction.
+///
+/// A saved object may still be new: one host made it, and another host saved it before its own change. The saved names
+/// of its directory do not have it. So existence is derived from the top of the scope down:
+/// * the saved names of an existing touched directory exist;
+/// * an object on a saved path exists if the object before it on the path exists and was not touched.
+fn preexisting_objects(saves: &BTreeMap<u64, SavedObject>, root: u64) -> HashSet<u64> {
+    let mut existing = HashSet::from([root]);
+    // Each round goes down by at least one level, until a round adds nothing.
     loop {
-        let mut more: HashSet<u64> = HashSet::new();
+        let mut added: HashSet<u64> = HashSet::new();
         for (ino, save) in saves {
-            if there.contains(ino) {
-                more.extend(save.names.values());
+            if existing.contains(ino) {
+                added.extend(save.names.values());
             }
-            let mut above = root;
+            let mut parent = root;
             for (_, ino) in &save.path {
-                if there.contains(&above) && !saves.contains_key(&above) {
-                    more.insert(*ino);
+                if existing.contains(&parent) && !saves.contains_key(&parent) {
+                    added.insert(*ino);
                 }
-                above = *ino;
+                parent = *ino;
             }
         }
-        let count = there.len();
-        there.extend(more);
-        if there.len() == count {
-            return there;
+        let count_before = existing.len();
+        existing.extend(added);
+        if existing.len() == count_before {
+            return existing;
         }
     }
 }
 
-fn shown(path: &[Link]) -> String {
+/// Returns a path for a message.
+fn path_text(path: &[Link]) -> String {
     let names: Vec<_> = path
         .iter()
         .map(|(name, _)| String::from_utf8_lossy(name))
@@ -583,7 +637,7 @@ fn shown(path: &[Link]) -> String {
     names.join("/")
 }
 
-/// Puts back what transactions in shadow mode changed.
+/// Undoes transactions in shadow mode.
 pub(crate) struct ShadowUndo<B: Backing> {
     pub(crate) lower: Arc<LowerBacking<B>>,
     pub(crate) tree: Arc<Tree<B>>,
@@ -603,7 +657,7 @@ impl<B: Backing> ShadowUndo<B> {
         }
     }
 
-    /// Puts back what a transaction changed in the backing, and updates the objects that are referred to.
+    /// Undoes the changes of a transaction in the backing, and updates the objects in memory.
     pub(crate) fn undo_shadow(
         &self,
         scope: &Scope<B>,
@@ -611,12 +665,14 @@ impl<B: Backing> ShadowUndo<B> {
     ) -> std::result::Result<(), StoreError> {
         shadow.begin_undo();
         let root = scope.root.inode(&self.lower.base)?;
-        let place = format!("tx-{}", scope.serial);
-        let top = self.lower.find_top_undo(&scope.dir, &place, &shadow.kept)?;
-        let undone = UndoPass::new(&self.lower.base, shadow, root, top, &place)?.run()?;
+        let transaction_dir = format!("tx-{}", scope.serial);
+        let top = self
+            .lower
+            .find_top_undo(&scope.dir, &transaction_dir, &shadow.kept)?;
+        let undone = UndoPass::new(&self.lower.base, shadow, root, top, &transaction_dir)?.run()?;
         let dirs = std::mem::take(&mut *shadow.dirs.lock());
         let object = |ino: u64| self.tree.known((shadow.dev, ino));
-        for ino in undone.kept {
+        for ino in undone.moved_to_kept {
             self.own_links.link_goes(
                 scope.serial,
                 (shadow.dev, ino),
@@ -629,10 +685,11 @@ impl<B: Backing> ShadowUndo<B> {
                 self.forget_object(&object);
             }
         }
-        for PlacedObject { ino, dir, name } in undone.placed {
-            if let (Some(object), Some(dir)) =
-                (object(ino), dirs.get(&dir).cloned().or_else(|| object(dir)))
-            {
+        for RestoredName { ino, dir_ino, name } in undone.restored_names {
+            if let (Some(object), Some(dir)) = (
+                object(ino),
+                dirs.get(&dir_ino).cloned().or_else(|| object(dir_ino)),
+            ) {
                 object.move_to(&dir, OsStr::from_bytes(&name));
             }
         }
@@ -640,14 +697,14 @@ impl<B: Backing> ShadowUndo<B> {
         Ok(())
     }
 
-    /// Another host has undone the transaction: updates the objects that this one knows.
-    pub(crate) fn see_undone(
+    /// Updates the objects in memory after another host has undone the transaction.
+    pub(crate) fn update_after_remote_undo(
         &self,
         scope: &Scope<B>,
         shadow: &Shadow<B>,
     ) -> std::result::Result<(), StoreError> {
         let mut saves = load_saved(&self.lower.base, shadow, &format!("tx-{}", scope.serial))?;
-        let existing = objects_before(&saves, scope.root.key.1);
+        let existing = preexisting_objects(&saves, scope.root.key.1);
         saves.retain(|ino, _| existing.contains(ino));
         let object = |ino: u64| self.tree.known((shadow.dev, ino));
         for (dir, save) in saves {
@@ -663,18 +720,18 @@ impl<B: Backing> ShadowUndo<B> {
         Ok(())
     }
 
-    /// Forgets new objects without a name, which the undo found nowhere.
+    /// Forgets the new objects of a transaction. This includes objects without a name, which the undo does not find.
     fn forget_new(&self, shadow: &Shadow<B>) {
-        let known = std::mem::take(&mut *shadow.known.lock());
+        let known = std::mem::take(&mut *shadow.save_states.lock());
         for (ino, known) in known {
             let object = self.tree.known((shadow.dev, ino));
-            if let (super::Known::New, Some(object)) = (known, object) {
+            if let (super::SaveState::New, Some(object)) = (known, object) {
                 self.forget_object(&object);
             }
         }
     }
 
-    /// The object is gone from the backing.
+    /// Marks an object in memory as gone from the backing.
     fn forget_object(&self, object: &Object<B>) {
         self.tree.forget(object.key);
         let owned = object.inner.own();
@@ -682,27 +739,29 @@ impl<B: Backing> ShadowUndo<B> {
         object.close_lower_files();
     }
 
-    /// After a crash: the same for a transaction of which only the stored part is left.
+    /// Undoes a transaction after a crash, from its stored part alone. Does nothing for a transaction in buffer mode.
     pub(crate) fn undo_stored(
         &self,
         dir: &B::Inode,
-        place: &str,
+        transaction_dir: &str,
         scope: &[u8],
     ) -> std::result::Result<(), StoreError> {
         let Some(shadow) = Shadow::find(&self.lower.base, dir)? else {
             return Ok(());
         };
-        let top = self.lower.find_top_undo(dir, place, &shadow.kept)?;
+        let top = self
+            .lower
+            .find_top_undo(dir, transaction_dir, &shadow.kept)?;
         let root = match &top {
             None => self.lower.directory_at(scope)?,
             Some(top) => match &top.root {
                 Some(root) => root.clone(),
-                // It was never put in its place, or was removed already.
+                // The new top was never moved to its final name, or it was removed already.
                 None if top.before.is_none() => return Ok(()),
                 None => return Err(Errno::STALE.into()),
             },
         };
-        UndoPass::new(&self.lower.base, &shadow, root, top, place)?.run()?;
+        UndoPass::new(&self.lower.base, &shadow, root, top, transaction_dir)?.run()?;
         Ok(())
     }
 }

@@ -43,10 +43,7 @@ impl<B: Backing> TransactionalBacking<B> {
         self.tree.check_all(scope);
         self.own_links.unhide(scope);
         let stage = *scope.stage.lock();
-        let several = scope
-            .shadow
-            .as_ref()
-            .filter(|shadow| shadow.is_of_several());
+        let several = scope.shadow.as_ref().filter(|shadow| shadow.is_shared());
         if let (Some(key), Stage::Open | Stage::Prepared(_)) = (&scope.key, stage)
             && self.names_ballots.settle_or_abort(key)?
         {

@@ -26,9 +26,9 @@ use std::sync::Arc;
 use firn_backing::lock::Mutex;
 use firn_backing::{Backing, Errno, Kind, RenameFlags};
 
-use crate::apply::Apply;
+use crate::apply::{Apply, StagingDirs};
 use crate::attributes::Objects;
-use crate::change_log::Direction;
+use crate::change_log::{ChangeLog, Direction};
 use crate::claim::{Claim, Owning};
 use crate::error::{CommitError, StageError, StoreError};
 use crate::hidden::OwnLinks;
@@ -227,8 +227,7 @@ impl<B: Backing> Commits<B> {
         let tx = format!("tx-{}", scope.serial);
         let log = self.lower.load_record(&scope.dir, &tx, staging::COMMIT)?;
         let Some(log) = log else { return Ok(()) };
-        let below = (&self.lower.base, self.lower.device);
-        let mut apply = Apply::new(below, (&log, Direction::Redo), &scope.new, &scope.away);
+        let mut apply = self.start_apply(scope, &log, Direction::Redo);
         let made = apply.make_shared_dirs()?;
         let changed = scope.changed.lock().clone();
         for (number, inode) in made {
@@ -239,10 +238,24 @@ impl<B: Backing> Commits<B> {
             let mut inner = owned.edit();
             let change = inner.change.as_mut();
             if let Some(copy) = change.and_then(|change| change.copy.as_mut()) {
-                copy.held = Some(inode);
+                copy.kept_inode = Some(inode);
             }
         }
         Ok(())
+    }
+
+    /// Prepares an application of `log` with the staging directories of the scope. Nothing is changed yet.
+    fn start_apply<'a>(
+        &'a self,
+        scope: &'a Scope<B>,
+        log: &'a ChangeLog,
+        direction: Direction,
+    ) -> Apply<'a, B> {
+        let dirs = StagingDirs {
+            new: &scope.new,
+            away: &scope.away,
+        };
+        Apply::new(&self.lower.base, self.lower.device, log, direction, &dirs)
     }
 
     /// Applies the stored log of a decided transaction to the backing, and stores the number of the commit.
@@ -259,8 +272,7 @@ impl<B: Backing> Commits<B> {
             // An earlier attempt applied the whole log and failed while it removed the rest of the directory.
             return Ok(self.lower.forget_records(&scope.dir)?);
         };
-        let below = (&self.lower.base, self.lower.device);
-        let mut apply = Apply::new(below, (&log, direction), &scope.new, &scope.away);
+        let mut apply = self.start_apply(scope, &log, direction);
         let changed = scope.changed.lock().clone();
         for (number, object) in &changed {
             if let Some(inode) = object.base() {
@@ -288,7 +300,7 @@ impl<B: Backing> Commits<B> {
                     continue;
                 };
                 if inner.base.is_none() {
-                    let held = change.copy.and_then(|copy| copy.held);
+                    let held = change.copy.and_then(|copy| copy.kept_inode);
                     inner.base = held.map(|inode| match &place {
                         Some((parent, name)) => self.lower.base.moved_to(&inode, parent, name),
                         None => inode,
@@ -358,11 +370,11 @@ impl<B: Backing> Commits<B> {
             let Some(copy) = change.copy.as_mut() else {
                 return Ok(());
             };
-            if copy.held.is_some() || copy.goes_to.is_some() {
+            if copy.kept_inode.is_some() || copy.final_name.is_some() {
                 return Ok(());
             }
             if let (Some(dir), Some((_, name)), 1) = (place, location, change.links) {
-                copy.goes_to = Some((dir, name));
+                copy.final_name = Some((dir, name));
                 return Ok(());
             }
         }
@@ -389,7 +401,7 @@ impl<B: Backing> Commits<B> {
             .as_mut()
             .and_then(|change| change.copy.as_mut());
         if let Some(copy) = copy {
-            copy.held = Some(held);
+            copy.kept_inode = Some(held);
         }
         Ok(())
     }
@@ -403,7 +415,9 @@ impl<B: Backing> Commits<B> {
         if !Arc::ptr_eq(named, object) {
             return None;
         }
-        dir.base.clone().or_else(|| dir.staged_copy()?.held.clone())
+        dir.base
+            .clone()
+            .or_else(|| dir.staged_copy()?.kept_inode.clone())
     }
 
     /// Keeps the inodes of new objects that callers refer to, before their staged names are removed. Other new objects

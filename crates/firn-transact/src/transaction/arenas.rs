@@ -112,7 +112,7 @@ impl<B: Backing> ArenaNotes<B> {
     fn notes_of_undone(&self, staging_dir: &B::Inode) -> Result<BTreeSet<DropNote>, StoreError> {
         let mut found = BTreeSet::new();
         for stored in self.lower.stored_transactions(staging_dir)? {
-            if self.goes_on(&stored)? {
+            if self.can_continue(&stored)? {
                 continue;
             }
             let scopes = self.scopes_to_drop_of(&stored)?;

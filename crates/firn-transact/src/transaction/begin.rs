@@ -168,7 +168,7 @@ impl<B: Backing> TransactionalBacking<B> {
         if self.mode != Mode::Shadow {
             return Ok(());
         }
-        if !Shadow::tells_inodes(&self.lower.base, firn, &format!("tx-{serial}"))? {
+        if !Shadow::lists_stat_inodes(&self.lower.base, firn, &format!("tx-{serial}"))? {
             return Err(BeginError::InodesDiffer);
         }
         match &self.lower.members {

@@ -519,8 +519,8 @@ impl<B: Backing> TransactionalBacking<B> {
             let copy = StagedCopy {
                 staging_dir: staging_dir.clone(),
                 at: (staging_name, text.clone()),
-                held: None,
-                goes_to: None,
+                kept_inode: None,
+                final_name: None,
             };
             Inner {
                 base: None,
@@ -541,7 +541,7 @@ impl<B: Backing> TransactionalBacking<B> {
         match &scope.shadow {
             None => drop(scope.changed.lock().insert(number, Arc::clone(&root))),
             Some(shadow) => {
-                shadow.note_new(attr.ino);
+                shadow.add_new(attr.ino);
                 self.lower.write_names(&scope, key, &[name.to_owned()])?;
             }
         }

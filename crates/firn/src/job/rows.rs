@@ -39,7 +39,7 @@ pub fn rows(backing: Option<BackingSeen>, mount: Option<MountSeen>, name: &ByteP
         host.advice = advice::of(host, name);
     }
     hosts.sort_by(|a, b| {
-        let key = |host: &Host| (host.rank(), std::cmp::Reverse(host.held_bytes()));
+        let key = |host: &Host| (host.trouble(), std::cmp::Reverse(host.held_bytes()));
         (key(a), &a.host).cmp(&(key(b), &b.host))
     });
     hosts

@@ -3,7 +3,7 @@
 use firn_format::quote::printable;
 use firn_hosts::Life;
 
-use super::{Host, Job, life_word};
+use super::{Host, Job, TroubleColour, life_word};
 use crate::output::Paint;
 use crate::text::{bytes, count, pad_columns, rate, seconds};
 
@@ -42,17 +42,17 @@ pub fn status_text(job: &Job, paint: Paint) -> String {
             "{} that nothing drains by itself",
             bytes(total.stranded_bytes)
         );
-        line("stranded", paint.bad(&what));
+        line("stranded", paint.error(&what));
     }
     if total.errors > 0 {
-        line("errors", paint.bad(&total.errors.to_string()));
+        line("errors", paint.error(&total.errors.to_string()));
     }
     if total.waiting_writers > 0 {
         let what = format!(
             "{} for room in memory",
             count(total.waiting_writers, "writer")
         );
-        line("waiting", paint.odd(&what));
+        line("waiting", paint.warning(&what));
     }
     line(
         "in memory",
@@ -99,7 +99,7 @@ pub fn status_text(job: &Job, paint: Paint) -> String {
     }
     for host in &hosts {
         for advice in &host.advice {
-            text += &format!("\n{}: {}\n", paint.odd(&host.host), printable(advice));
+            text += &format!("\n{}: {}\n", paint.warning(&host.host), printable(advice));
         }
     }
     text + &note_lines(job, paint)
@@ -126,7 +126,7 @@ fn head_line(job: &Job, paint: Paint) -> String {
 fn note_lines(job: &Job, paint: Paint) -> String {
     let notes = job.notes.iter();
     notes
-        .map(|note| format!("\n{}\n", paint.odd(&printable(note))))
+        .map(|note| format!("\n{}\n", paint.warning(&printable(note))))
         .collect()
 }
 
@@ -192,23 +192,27 @@ fn status_row(host: &Host) -> Vec<String> {
     ]
 }
 
-/// Returns a table with a head line. The colour of a row shows the rank of the host's trouble.
+/// Returns a table with a head line. The colour of a row shows the trouble of the host.
 fn format_table(head: &[&str], rows: Vec<Vec<String>>, hosts: &[&Host], paint: Paint) -> String {
     let head = head.iter().map(|word| (*word).to_owned()).collect();
-    let mut all: Vec<Vec<String>> = std::iter::once(head).chain(rows).collect();
-    pad_columns(&mut all, &[]);
-    let lines = all.iter().enumerate().map(|(index, row)| {
+    let mut lines: Vec<Vec<String>> = std::iter::once(head).chain(rows).collect();
+    pad_columns(&mut lines, &[]);
+    let painted_lines = lines.iter().enumerate().map(|(index, row)| {
         let line = row.join("  ");
         let line = line.trim_end();
-        let painted = match index.checked_sub(1).map(|at| hosts[at].rank()) {
+        // Row 0 is the head line.
+        let colour = index
+            .checked_sub(1)
+            .map(|host| hosts[host].trouble().colour());
+        let painted = match colour {
             None => paint.head(line),
-            Some(0..=1) => paint.bad(line),
-            Some(2..=4) => paint.odd(line),
-            Some(_) => line.to_owned(),
+            Some(TroubleColour::Error) => paint.error(line),
+            Some(TroubleColour::Warning) => paint.warning(line),
+            Some(TroubleColour::Plain) => line.to_owned(),
         };
         painted + "\n"
     });
-    lines.collect()
+    painted_lines.collect()
 }
 
 /// Returns the lines below the table for one host: the evidence for its state where that is not a beat, its

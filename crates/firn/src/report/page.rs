@@ -51,12 +51,14 @@ impl RunTotals {
         let sum = |value: &dyn Fn(&RunRecord) -> u64| -> u64 {
             records
                 .iter()
-                .fold(0, |sum, one| sum.saturating_add(value(one)))
+                .fold(0, |sum, record| sum.saturating_add(value(record)))
         };
         let merge = |histogram: &dyn Fn(&RunRecord) -> &HistogramStatus| {
-            let mut all = HistogramStatus::default();
-            records.iter().for_each(|one| add(&mut all, histogram(one)));
-            all
+            let mut merged = HistogramStatus::default();
+            for record in records {
+                add(&mut merged, histogram(record));
+            }
+            merged
         };
         Self {
             held_bytes: sum(&|one| one.held_bytes),

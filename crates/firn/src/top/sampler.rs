@@ -29,6 +29,12 @@ use crate::verb::history::CheckpointEntry;
 const JOB_INTERVAL_MIN: Duration = Duration::from_secs(2);
 /// Timeout for a child process that looks at a job or at checkpoints.
 const CHILD_TIMEOUT: Duration = Duration::from_millis(1500);
+/// Interval at which the thread for checkpoints checks whether the selection has changed.
+const SELECTION_CHECK_INTERVAL: Duration = Duration::from_millis(200);
+/// Interval at which the thread for jobs checks whether the screen shows a job.
+const JOB_CHECK_INTERVAL: Duration = Duration::from_millis(100);
+/// Minimum interval between two lists of mounts.
+const MOUNTS_INTERVAL_MIN: Duration = Duration::from_secs(1);
 /// Minimum time between two lists of checkpoints.
 const CHECKPOINTS_INTERVAL_MIN: Duration = Duration::from_secs(5);
 /// Pause after a list of checkpoints, in multiples of the time that the list took. A list examines every file of the
@@ -75,8 +81,11 @@ struct MountSamples {
     answered_at: Instant,
 }
 
-/// The user's choices on the screen that decide what the threads ask for.
-struct UserChoice {
+/// What the user selected on the screen. It decides what the threads ask for.
+///
+/// [`Sampler::publish_selection`] writes it, and the threads read it. A thread may get the answer about an earlier
+/// selection, so it compares the selection again before it stores the answer.
+struct UserSelection {
     /// Whether the screen shows a job.
     shows_job: AtomicBool,
     /// Whether samples are paused.
@@ -87,14 +96,14 @@ struct UserChoice {
     job_path: Mutex<Option<PathBuf>>,
 }
 
-/// The running threads, their answers, and the choices that steer them.
+/// The running threads, their last answers, and the selection that they follow.
 pub struct Sampler {
     /// The last answers.
-    board: Arc<Mutex<LastAnswers>>,
-    /// The user's choices, which all threads read.
-    choice: Arc<UserChoice>,
+    answers: Arc<Mutex<LastAnswers>>,
+    /// The user's selection, which all threads read.
+    selection: Arc<UserSelection>,
     /// What the command line asked for.
-    wanted: TopRequest,
+    request: TopRequest,
 }
 
 /// Locks a mutex. A panic of another thread leaves usable values here, so poisoning is ignored.
@@ -103,73 +112,80 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Sampler {
-    /// Starts the threads. They send to `fresh` whenever there is something new to show. Returns an error where a
+    /// Starts the threads. They send to `updates` whenever there is something new to show. Returns an error where a
     /// thread cannot be started.
-    pub fn start(wanted: TopRequest, shows_job: bool, fresh: &Sender<()>) -> std::io::Result<Self> {
+    pub fn start(
+        request: TopRequest,
+        shows_job: bool,
+        updates: &Sender<()>,
+    ) -> std::io::Result<Self> {
         let sampler = Self {
-            board: Arc::default(),
-            choice: Arc::new(UserChoice {
+            answers: Arc::default(),
+            selection: Arc::new(UserSelection {
                 shows_job: AtomicBool::new(shows_job),
                 is_paused: AtomicBool::new(false),
-                directory: Mutex::new(wanted.directory.clone()),
-                job_path: Mutex::new(wanted.job_path.clone()),
+                directory: Mutex::new(request.directory.clone()),
+                job_path: Mutex::new(request.job_path.clone()),
             }),
-            wanted,
+            request,
         };
-        sampler.spawn(fresh, watch_mounts)?;
-        sampler.spawn(fresh, watch_checkpoints)?;
-        sampler.spawn(fresh, watch_job)?;
+        sampler.spawn(updates, watch_mounts)?;
+        sampler.spawn(updates, watch_checkpoints)?;
+        sampler.spawn(updates, watch_job)?;
         Ok(sampler)
     }
 
-    /// Starts one thread that runs `work` until `fresh` has no receiver.
-    fn spawn(&self, fresh: &Sender<()>, work: fn(&SamplerThread)) -> std::io::Result<()> {
-        let watch = SamplerThread {
-            board: Arc::clone(&self.board),
-            choice: Arc::clone(&self.choice),
-            wanted: self.wanted.clone(),
-            fresh: fresh.clone(),
+    /// Starts one thread that runs `work` until `updates` has no receiver.
+    fn spawn(&self, updates: &Sender<()>, work: fn(&SamplerThread)) -> std::io::Result<()> {
+        let context = SamplerThread {
+            answers: Arc::clone(&self.answers),
+            selection: Arc::clone(&self.selection),
+            request: self.request.clone(),
+            updates: updates.clone(),
         };
         let thread = std::thread::Builder::new();
-        thread.spawn(move || work(&watch)).map(drop)
+        thread.spawn(move || work(&context)).map(drop)
     }
 
-    /// Passes the user's choices on the screen to the threads.
+    /// Publishes the user's selection on the screen to the threads.
     ///
-    /// Where the chosen directory or mount changes, the answers about the previous one are dropped from the board.
-    pub fn choose(&self, view: &View) {
-        self.choice
+    /// A directory or job on the command line stays selected. Without one, the selected mount decides. If it changes,
+    /// the answers about the previous one are deleted, and the screen shows that new ones are awaited.
+    pub fn publish_selection(&self, view: &View) {
+        self.selection
             .shows_job
             .store(view.job.is_some(), Ordering::Relaxed);
-        self.choice
+        self.selection
             .is_paused
             .store(view.is_paused, Ordering::Relaxed);
-        let path = match &view.job {
+        let selected_directory = match &view.job {
             Some(job) => job_directory(job, view),
             None => self.mount_directory(view),
         };
-        if view.job.is_none() && self.wanted.job_path.is_none() {
-            self.choose_job(path.clone());
+        // While mounts are shown, the selected mount decides which job the user would see next. While a job is shown,
+        // its path must not change.
+        if view.job.is_none() && self.request.job_path.is_none() {
+            self.select_next_job(selected_directory.clone());
         }
-        if self.wanted.directory.is_none() {
-            let mut directory = lock(&self.choice.directory);
-            if *directory != path {
-                *directory = path;
+        if self.request.directory.is_none() {
+            let mut directory = lock(&self.selection.directory);
+            if *directory != selected_directory {
+                *directory = selected_directory;
                 drop(directory);
-                lock(&self.board).checkpoints = Checkpoints::Asked;
+                lock(&self.answers).checkpoints = Checkpoints::Asked;
             }
         }
     }
 
-    /// Makes the job of `mount` the one that is shown when the user asks for a job.
-    fn choose_job(&self, mount: Option<PathBuf>) {
-        let mut job_path = lock(&self.choice.job_path);
+    /// Selects the job of `mount` as the one that is shown when the user asks for a job.
+    fn select_next_job(&self, mount: Option<PathBuf>) {
+        let mut job_path = lock(&self.selection.job_path);
         if *job_path != mount {
             *job_path = mount;
             drop(job_path);
-            let mut board = lock(&self.board);
-            board.job = None;
-            board.job_rates = Rates::default();
+            let mut answers = lock(&self.answers);
+            answers.job = None;
+            answers.job_rates = Rates::default();
         }
     }
 
@@ -177,16 +193,16 @@ impl Sampler {
     fn mount_directory(&self, view: &View) -> Option<PathBuf> {
         let mounts = view.ordered_mounts();
         let chosen = mounts.get(view.upper)?;
-        let board = lock(&self.board);
-        let mut paths = board.mounts.keys();
-        let found = paths.find(|path| text::path(path) == chosen.mount_point);
-        found.cloned()
+        let answers = lock(&self.answers);
+        let mut paths = answers.mounts.keys();
+        let path = paths.find(|path| text::path(path) == chosen.mount_point);
+        path.cloned()
     }
 
     /// Copies the last answers into a view, and keeps the user's choice within the new rows.
     pub fn fill(&self, view: &mut View) {
-        let board = lock(&self.board);
-        view.mounts = board
+        let answers = lock(&self.answers);
+        view.mounts = answers
             .mounts
             .iter()
             .filter(|(_, samples)| !samples.is_elsewhere)
@@ -196,28 +212,29 @@ impl Sampler {
                 silent: samples
                     .silent
                     .clone()
-                    .map(|why| (why, samples.answered_at.elapsed().as_secs_f64())),
+                    .map(|error| (error, samples.answered_at.elapsed().as_secs_f64())),
                 rates: samples.rates.clone(),
             })
             .collect();
-        view.elsewhere = board.mounts.len() - view.mounts.len();
-        view.fault = board.fault.clone();
+        view.elsewhere = answers.mounts.len() - view.mounts.len();
+        view.fault = answers.fault.clone();
         if view.chosen.is_none()
-            && let Some(directory) = self.wanted.directory.as_ref()
+            && let Some(directory) = self.request.directory.as_ref()
         {
             let directory = std::path::absolute(directory).unwrap_or_default();
-            let mut above = board.mounts.keys().rev();
-            let mount = above.find(|path| directory.starts_with(path));
+            // The longest mount point comes last in the order of paths below each other.
+            let mut longest_first = answers.mounts.keys().rev();
+            let mount = longest_first.find(|path| directory.starts_with(path));
             view.chosen = mount.map(|path| text::path(path));
         }
-        view.checkpoints = board.checkpoints.clone();
+        view.checkpoints = answers.checkpoints.clone();
         if view.job.is_some() {
             view.job = Some(JobView {
-                seen: board.job.clone(),
-                rates: board.job_rates.clone(),
+                seen: answers.job.clone(),
+                rates: answers.job_rates.clone(),
             });
         }
-        drop(board);
+        drop(answers);
         view.clamp();
     }
 }
@@ -229,70 +246,70 @@ fn job_directory(job: &JobView, view: &View) -> Option<PathBuf> {
         return None;
     };
     let mut answered = view.mounts.iter().filter_map(|mount| mount.status.as_ref());
-    let own = answered.find(|status| status.backing == job.backing);
-    let path = own.map_or(&job.backing, |status| &status.mount_point);
+    let own_mount = answered.find(|status| status.backing == job.backing);
+    let path = own_mount.map_or(&job.backing, |status| &status.mount_point);
     Some(path.as_path().to_owned())
 }
 
-/// What each thread works with.
+/// What each thread works with: its own handle of the shared state.
 struct SamplerThread {
     /// The last answers.
-    board: Arc<Mutex<LastAnswers>>,
-    /// The user's choices.
-    choice: Arc<UserChoice>,
+    answers: Arc<Mutex<LastAnswers>>,
+    /// The user's selection.
+    selection: Arc<UserSelection>,
     /// What the command line asked for.
-    wanted: TopRequest,
+    request: TopRequest,
     /// Gets a message whenever there is something new to show.
-    fresh: Sender<()>,
+    updates: Sender<()>,
 }
 
 impl SamplerThread {
     /// Signals that there is something new to show. Returns false where the screen is gone, so that the thread ends.
-    fn tell(&self) -> bool {
-        self.fresh.send(()).is_ok()
+    fn send_update(&self) -> bool {
+        self.updates.send(()).is_ok()
     }
 
     fn is_paused(&self) -> bool {
-        self.choice.is_paused.load(Ordering::Relaxed)
+        self.selection.is_paused.load(Ordering::Relaxed)
     }
 }
 
 /// Lists the mounts of this host again and again. Starts a thread for each new mount, and ends that of each mount that
 /// is gone.
-fn watch_mounts(watch: &SamplerThread) {
-    let mut asked: BTreeMap<PathBuf, Sender<()>> = BTreeMap::new();
+fn watch_mounts(thread: &SamplerThread) {
+    let mut mount_threads: BTreeMap<PathBuf, Sender<()>> = BTreeMap::new();
     loop {
         let listed = firn_client::mounts();
-        lock(&watch.board).fault = listed.as_ref().err().map(ToString::to_string);
+        lock(&thread.answers).fault = listed.as_ref().err().map(ToString::to_string);
         if let Ok(mounts) = listed {
             let paths: BTreeSet<&Path> = mounts
                 .iter()
                 .map(|mount| mount.mount_point.as_path())
                 .collect();
-            asked.retain(|path, _| paths.contains(path.as_path()));
-            lock(&watch.board)
+            mount_threads.retain(|path, _| paths.contains(path.as_path()));
+            lock(&thread.answers)
                 .mounts
                 .retain(|path, _| paths.contains(path.as_path()));
             for mount in &mounts {
-                if !asked.contains_key(&mount.mount_point)
-                    && let Some(end) = ask_mount(watch, mount)
+                if !mount_threads.contains_key(&mount.mount_point)
+                    && let Some(stop) = start_mount_thread(thread, mount)
                 {
-                    asked.insert(mount.mount_point.clone(), end);
+                    mount_threads.insert(mount.mount_point.clone(), stop);
                 }
             }
         }
-        if !watch.tell() {
+        if !thread.send_update() {
             return;
         }
-        std::thread::sleep(watch.wanted.every.max(Duration::from_secs(1)));
+        std::thread::sleep(thread.request.every.max(MOUNTS_INTERVAL_MIN));
     }
 }
 
 /// Starts the thread that asks the firnd of a mount. The thread ends when the returned sender is dropped. Returns
 /// `None` where the thread cannot be started.
-fn ask_mount(watch: &SamplerThread, mount: &Mount) -> Option<Sender<()>> {
-    let (end, ended) = mpsc::channel();
-    lock(&watch.board).mounts.insert(
+fn start_mount_thread(thread: &SamplerThread, mount: &Mount) -> Option<Sender<()>> {
+    let (stop, stopped) = mpsc::channel();
+    lock(&thread.answers).mounts.insert(
         mount.mount_point.clone(),
         MountSamples {
             status: None,
@@ -302,34 +319,33 @@ fn ask_mount(watch: &SamplerThread, mount: &Mount) -> Option<Sender<()>> {
             answered_at: Instant::now(),
         },
     );
-    let watch = SamplerThread {
-        board: Arc::clone(&watch.board),
-        choice: Arc::clone(&watch.choice),
-        wanted: watch.wanted.clone(),
-        fresh: watch.fresh.clone(),
+    let context = SamplerThread {
+        answers: Arc::clone(&thread.answers),
+        selection: Arc::clone(&thread.selection),
+        request: thread.request.clone(),
+        updates: thread.updates.clone(),
     };
     let mount = mount.clone();
-    let thread = std::thread::Builder::new();
-    thread
-        .spawn(move || sample_mount(&watch, &mount, &ended))
+    std::thread::Builder::new()
+        .spawn(move || sample_mount(&context, &mount, &stopped))
         .ok()?;
-    Some(end)
+    Some(stop)
 }
 
-/// Asks the firnd of one mount for its status until `ended` has no sender. An error is kept as the reason for silence,
-/// and the next question opens a new connection.
-fn sample_mount(watch: &SamplerThread, mount: &Mount, ended: &Receiver<()>) {
+/// Asks the firnd of one mount for its status until `stopped` has no sender. An error is kept as the reason for
+/// silence, and the next question opens a new connection.
+fn sample_mount(thread: &SamplerThread, mount: &Mount, stopped: &Receiver<()>) {
     let mut connection: Option<Connection> = None;
     loop {
-        if !watch.is_paused() {
+        if !thread.is_paused() {
             let open = match connection.take() {
                 Some(open) => Ok(open),
                 None => Connection::open(mount),
             };
             let answer = open.and_then(|mut open| Ok((open.status()?, open)));
-            let mut board = lock(&watch.board);
+            let mut answers = lock(&thread.answers);
             // The mount has left the list, so its thread ends.
-            let Some(samples) = board.mounts.get_mut(&mount.mount_point) else {
+            let Some(samples) = answers.mounts.get_mut(&mount.mount_point) else {
                 return;
             };
             match answer {
@@ -349,51 +365,54 @@ fn sample_mount(watch: &SamplerThread, mount: &Mount, ended: &Receiver<()>) {
                     samples.silent = Some(error.to_string());
                 }
             }
-            drop(board);
-            if !watch.tell() {
+            drop(answers);
+            if !thread.send_update() {
                 return;
             }
         }
-        if let Err(mpsc::RecvTimeoutError::Disconnected) = ended.recv_timeout(watch.wanted.every) {
+        if let Err(mpsc::RecvTimeoutError::Disconnected) =
+            stopped.recv_timeout(thread.request.every)
+        {
             return;
         }
     }
 }
 
 /// Lists the checkpoints of the chosen directory again and again.
-fn watch_checkpoints(watch: &SamplerThread) {
+fn watch_checkpoints(thread: &SamplerThread) {
     loop {
-        let directory = lock(&watch.choice.directory).clone();
-        let Some(directory) = directory.filter(|_| !watch.is_paused()) else {
-            std::thread::sleep(Duration::from_millis(200));
+        let directory = lock(&thread.selection.directory).clone();
+        let Some(directory) = directory.filter(|_| !thread.is_paused()) else {
+            std::thread::sleep(SELECTION_CHECK_INTERVAL);
             continue;
         };
-        let begin = Instant::now();
-        let seen = look_at_checkpoints(&directory);
-        let took = begin.elapsed();
-        let is_current = || lock(&watch.choice.directory).as_ref() == Some(&directory);
+        let start = Instant::now();
+        let checkpoints = list_checkpoints(&directory);
+        let list_time = start.elapsed();
+        let is_current = || lock(&thread.selection.directory).as_ref() == Some(&directory);
+        // The user may have selected another directory meanwhile. This answer is then dropped.
         if is_current() {
-            lock(&watch.board).checkpoints = seen;
+            lock(&thread.answers).checkpoints = checkpoints;
         }
-        if !watch.tell() {
+        if !thread.send_update() {
             return;
         }
-        let rest = watch
-            .wanted
+        let pause = thread
+            .request
             .every
             .max(CHECKPOINTS_INTERVAL_MIN)
-            .max(took * PAUSE_PER_LIST_TIME);
-        let end = Instant::now() + rest;
+            .max(list_time * PAUSE_PER_LIST_TIME);
+        let end = Instant::now() + pause;
         // A change of the chosen directory ends the pause, so that the new directory is listed at once.
         while Instant::now() < end && is_current() {
-            std::thread::sleep(Duration::from_millis(200));
+            std::thread::sleep(SELECTION_CHECK_INTERVAL);
         }
     }
 }
 
 /// Lists the checkpoints of a directory in a child process (`firn history --json`). Returns the reason where the child
 /// fails or exceeds its timeout.
-fn look_at_checkpoints(directory: &Path) -> Checkpoints {
+fn list_checkpoints(directory: &Path) -> Checkpoints {
     let arguments = vec![
         "history".into(),
         "--json".into(),
@@ -415,30 +434,30 @@ fn look_at_checkpoints(directory: &Path) -> Checkpoints {
 
 /// Looks at the chosen job again and again while the screen shows a job. An answer is dropped where the choice has
 /// changed meanwhile.
-fn watch_job(watch: &SamplerThread) {
+fn watch_job(thread: &SamplerThread) {
     loop {
-        if !watch.choice.shows_job.load(Ordering::Relaxed) || watch.is_paused() {
-            std::thread::sleep(Duration::from_millis(100));
+        if !thread.selection.shows_job.load(Ordering::Relaxed) || thread.is_paused() {
+            std::thread::sleep(JOB_CHECK_INTERVAL);
             continue;
         }
-        let path = lock(&watch.choice.job_path).clone();
-        let seen = Job::look(path.as_deref(), CHILD_TIMEOUT);
-        let seen = seen.map_err(|failure| failure.text().unwrap_or_default());
-        if *lock(&watch.choice.job_path) != path {
+        let path = lock(&thread.selection.job_path).clone();
+        let job = Job::look(path.as_deref(), CHILD_TIMEOUT);
+        let job = job.map_err(|failure| failure.text().unwrap_or_default());
+        if *lock(&thread.selection.job_path) != path {
             continue;
         }
-        let mut board = lock(&watch.board);
-        if let Ok(job) = &seen {
+        let mut answers = lock(&thread.answers);
+        if let Ok(job) = &job {
             let total = &job.total;
-            board
+            answers
                 .job_rates
                 .push(total.ingest_bytes_per_second, total.drain_bytes_per_second);
         }
-        board.job = Some(seen);
-        drop(board);
-        if !watch.tell() {
+        answers.job = Some(job);
+        drop(answers);
+        if !thread.send_update() {
             return;
         }
-        std::thread::sleep(watch.wanted.every.max(JOB_INTERVAL_MIN));
+        std::thread::sleep(thread.request.every.max(JOB_INTERVAL_MIN));
     }
 }

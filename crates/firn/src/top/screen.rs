@@ -20,7 +20,7 @@ use ratatui::text::{Line, Span};
 use ratatui::widgets::{Paragraph, Sparkline, Wrap};
 
 use super::{Checkpoints, JobView, MountView, Pane, Rates, View};
-use crate::job::{Host, Job, life_word};
+use crate::job::{Host, Job, Trouble, TroubleColour, life_word};
 use crate::text::{bytes, count, rate, seconds};
 use crate::verb::history::CheckpointEntry;
 
@@ -31,6 +31,12 @@ const HEIGHT_MIN: u16 = 10;
 const UPPER_ROWS_MAX: usize = 6;
 const LANE_ROWS_MAX: usize = 4;
 const BAR_MIN: usize = 10;
+/// Maximum width of a last column, which takes the rest of a line. It is wider than the texts in it.
+const UNBOUNDED: usize = 200;
+/// Maximum number of lines about the trouble of the chosen mount.
+const TROUBLE_LINES_MAX: usize = 2;
+/// Maximum number of lines about the chosen host.
+const HOST_LINES_MAX: usize = 7;
 
 const DURABLE: char = '█';
 const DRAINED: char = '▓';
@@ -46,7 +52,7 @@ struct Theme {
 }
 
 impl Theme {
-    fn of(self, colour: Color) -> Style {
+    fn coloured(self, colour: Color) -> Style {
         if self.has_colour {
             Style::new().fg(colour)
         } else {
@@ -58,12 +64,12 @@ impl Theme {
         Style::new().add_modifier(Modifier::BOLD)
     }
 
-    fn bad(self) -> Style {
-        self.of(Color::Red).add_modifier(Modifier::BOLD)
+    fn error(self) -> Style {
+        self.coloured(Color::Red).add_modifier(Modifier::BOLD)
     }
 
-    fn odd(self) -> Style {
-        self.of(Color::Yellow)
+    fn warning(self) -> Style {
+        self.coloured(Color::Yellow)
     }
 
     fn chosen(self) -> Style {
@@ -90,7 +96,7 @@ pub fn draw(frame: &mut Frame<'_>, view: &View) {
     .areas(area);
     frame.render_widget(head_line(view, theme, head.width), head);
     frame.render_widget(
-        Line::styled(foot_text(foot.width), theme.of(Color::Cyan)),
+        Line::styled(foot_text(foot.width), theme.coloured(Color::Cyan)),
         foot,
     );
     if view.shows_help {
@@ -161,7 +167,7 @@ fn draw_mounts(frame: &mut Frame<'_>, area: Rect, view: &View, theme: Theme) {
     let Some(chosen) = mounts.get(view.upper.min(mounts.len().saturating_sub(1))) else {
         if let Some(fault) = &view.fault {
             let text = Paragraph::new(format!("\n {}", printable(fault)));
-            frame.render_widget(text.wrap(Wrap { trim: false }).style(theme.bad()), area);
+            frame.render_widget(text.wrap(Wrap { trim: false }).style(theme.error()), area);
             return;
         }
         let text = "\n nothing of yours is mounted on this host\n\n `firn mount BACKING DIR` mounts; `firn top --job BACKING` \
@@ -174,7 +180,7 @@ fn draw_mounts(frame: &mut Frame<'_>, area: Rect, view: &View, theme: Theme) {
     let trouble = trouble_of(chosen);
     let [table, notes, rates, checkpoints, lane_area] = Layout::vertical([
         Constraint::Length(1 + mounts.len().min(UPPER_ROWS_MAX) as u16),
-        Constraint::Length(trouble.len().min(2) as u16),
+        Constraint::Length(trouble.len().min(TROUBLE_LINES_MAX) as u16),
         Constraint::Length(3),
         Constraint::Min(2),
         Constraint::Length(match lanes.len().min(LANE_ROWS_MAX) {
@@ -186,16 +192,16 @@ fn draw_mounts(frame: &mut Frame<'_>, area: Rect, view: &View, theme: Theme) {
     let rows = mounts.iter().map(|mount| mount_row(mount));
     let styles: Vec<Style> = mounts
         .iter()
-        .map(|mount| rank_style(mount.rank(), theme))
+        .map(|mount| trouble_style(mount.trouble(), theme))
         .collect();
     let columns = [
-        ("MOUNT", 22, 14),
-        ("STATE", 7, 6),
-        ("HELD", 11, 10),
-        ("ARENA", 5, 5),
-        ("IN", 13, 12),
-        ("OUT", 13, 12),
-        ("WAITS", 200, 9),
+        Column::new("MOUNT", 22, 14),
+        Column::new("STATE", 7, 6),
+        Column::new("HELD", 11, 10),
+        Column::new("ARENA", 5, 5),
+        Column::new("IN", 13, 12),
+        Column::new("OUT", 13, 12),
+        Column::new("WAITS", UNBOUNDED, 9),
     ];
     draw_table(
         frame,
@@ -207,12 +213,12 @@ fn draw_mounts(frame: &mut Frame<'_>, area: Rect, view: &View, theme: Theme) {
         view.pane == Pane::Upper,
         theme,
     );
-    let notes_text: Vec<Line<'_>> = trouble
+    let trouble_lines: Vec<Line<'_>> = trouble
         .iter()
-        .take(2)
-        .map(|line| Line::styled(fitted(&format!(" {line}"), notes.width), theme.bad()))
+        .take(TROUBLE_LINES_MAX)
+        .map(|line| Line::styled(fitted(&format!(" {line}"), notes.width), theme.error()))
         .collect();
-    frame.render_widget(Paragraph::new(notes_text), notes);
+    frame.render_widget(Paragraph::new(trouble_lines), notes);
     draw_rates(frame, rates, &chosen.rates, theme);
     draw_checkpoints(frame, checkpoints, view, theme);
     draw_lanes(frame, lane_area, &lanes, theme);
@@ -221,8 +227,8 @@ fn draw_mounts(frame: &mut Frame<'_>, area: Rect, view: &View, theme: Theme) {
 /// Returns sentences about what is wrong with a mount and what its programs and lanes (I/O servers) wait for.
 fn trouble_of(mount: &MountView) -> Vec<String> {
     let mut lines = Vec::new();
-    if let Some((why, _)) = &mount.silent {
-        lines.push(printable(why));
+    if let Some((reason, _)) = &mount.silent {
+        lines.push(printable(reason));
     }
     let errors = mount.status.iter().flat_map(|status| &status.errors);
     lines.extend(errors.rev().map(|error| {
@@ -272,29 +278,48 @@ fn mount_row(mount: &MountView) -> Vec<String> {
     ]
 }
 
-fn rank_style(rank: u8, theme: Theme) -> Style {
-    match rank {
-        0 | 1 => theme.bad(),
-        2..=4 => theme.odd(),
-        _ => Style::new(),
+fn trouble_style(trouble: Trouble, theme: Theme) -> Style {
+    match trouble.colour() {
+        TroubleColour::Error => theme.error(),
+        TroubleColour::Warning => theme.warning(),
+        TroubleColour::Plain => Style::new(),
     }
 }
 
-/// Draws a table with a head line.
-///
-/// A column is as wide as its cells need, within its minimum and maximum. The last column takes the remaining width.
+/// A column of a table. All widths are in characters.
+struct Column {
+    /// Heading of the column.
+    name: &'static str,
+    /// Width that the column never exceeds.
+    max_width: usize,
+    /// Width below which the column does not shrink for the columns after it. It is left out if it does not fit.
+    min_width: usize,
+}
+
+impl Column {
+    const fn new(name: &'static str, max_width: usize, min_width: usize) -> Self {
+        Self {
+            name,
+            max_width,
+            min_width,
+        }
+    }
+}
+
+/// Draws a table with a head line. `chosen` is the index of the marked row; `has_keys` says whether the arrow keys move
+/// that mark.
 #[allow(clippy::too_many_arguments)]
 fn draw_table(
     frame: &mut Frame<'_>,
     area: Rect,
-    columns: &[(&str, usize, usize)],
+    columns: &[Column],
     rows: Vec<Vec<String>>,
     styles: &[Style],
     chosen: Option<usize>,
     has_keys: bool,
     theme: Theme,
 ) {
-    let widths = widths(columns, &rows, area.width as usize);
+    let widths = column_widths(columns, &rows, area.width as usize);
     let line = |cells: &mut dyn Iterator<Item = &str>| {
         let cells: Vec<String> = cells
             .zip(&widths)
@@ -304,7 +329,7 @@ fn draw_table(
         fitted(&format!(" {}", cells.join(" ")), area.width)
     };
     let mut lines = vec![Line::styled(
-        line(&mut columns.iter().map(|(name, ..)| *name)),
+        line(&mut columns.iter().map(|column| column.name)),
         theme.head(),
     )];
     let room = (area.height as usize).saturating_sub(1);
@@ -324,24 +349,28 @@ fn draw_table(
 }
 
 /// Returns the width of each column in characters. A width of 0 means that the column does not fit and is left out.
-fn widths(columns: &[(&str, usize, usize)], rows: &[Vec<String>], width: usize) -> Vec<usize> {
-    let need = |column: usize| {
-        let cells = rows.iter().filter_map(|row| row.get(column));
+///
+/// Columns get their widths from left to right. A column gets what its cells need, up to its maximum width. It gives
+/// up width for the columns after it, down to its minimum width.
+fn column_widths(columns: &[Column], rows: &[Vec<String>], line_width: usize) -> Vec<usize> {
+    let needed_width = |(index, column): (usize, &Column)| {
+        let cells = rows.iter().filter_map(|row| row.get(index));
         let longest = cells.map(|cell| cell.chars().count()).max().unwrap_or(0);
-        let (name, most, _) = columns[column];
-        longest.max(name.len()).min(most)
+        longest.max(column.name.len()).min(column.max_width)
     };
-    let needs: Vec<usize> = (0..columns.len()).map(need).collect();
-    let least = |column: usize| needs[column].min(columns[column].2);
+    let needed: Vec<usize> = columns.iter().enumerate().map(needed_width).collect();
+    let smallest = |index: usize| needed[index].min(columns[index].min_width);
     let mut widths: Vec<usize> = Vec::new();
-    for (column, need) in needs.iter().enumerate() {
+    for (index, needed_width) in needed.iter().enumerate() {
+        // Each column has one space before it.
         let used: usize = widths.iter().map(|width| width + 1).sum();
-        let later: usize = (column + 1..columns.len())
-            .map(|later| least(later) + 1)
+        let reserved: usize = (index + 1..columns.len())
+            .map(|later| smallest(later) + 1)
             .sum();
-        let room = width.saturating_sub(used + 1);
-        let wanted = (*need).min(room.saturating_sub(later).max(least(column)));
-        widths.push(if wanted > room { 0 } else { wanted });
+        let available = line_width.saturating_sub(used + 1);
+        let unreserved = available.saturating_sub(reserved);
+        let width = (*needed_width).min(unreserved.max(smallest(index)));
+        widths.push(if width > available { 0 } else { width });
     }
     widths
 }
@@ -360,9 +389,9 @@ fn draw_rates(frame: &mut Frame<'_>, area: Rect, rates: &Rates, theme: Theme) {
     ] {
         let [words, line] =
             Layout::vertical([Constraint::Length(1), Constraint::Min(1)]).areas(area);
-        let now = history.back().copied().unwrap_or(0) as f64;
-        let most = history.iter().max().copied().unwrap_or(0) as f64;
-        let text = format!(" {name} {}, most {}", rate(now), rate(most));
+        let newest = history.back().copied().unwrap_or(0) as f64;
+        let highest = history.iter().max().copied().unwrap_or(0) as f64;
+        let text = format!(" {name} {}, most {}", rate(newest), rate(highest));
         frame.render_widget(
             Line::styled(fitted(&text, words.width), theme.head()),
             words,
@@ -382,7 +411,9 @@ fn draw_rates(frame: &mut Frame<'_>, area: Rect, rates: &Rates, theme: Theme) {
             ..line
         };
         frame.render_widget(
-            Sparkline::default().data(&shown).style(theme.of(colour)),
+            Sparkline::default()
+                .data(&shown)
+                .style(theme.coloured(colour)),
             bars,
         );
     }
@@ -396,10 +427,10 @@ fn draw_checkpoints(frame: &mut Frame<'_>, area: Rect, view: &View, theme: Theme
             frame.render_widget(Line::raw(" checkpoints are looked for"), area);
             return;
         }
-        Checkpoints::Unknown(why) => {
-            let why = format!(" no checkpoints are shown: {}", printable(why));
-            let lines = Paragraph::new(why).wrap(Wrap { trim: false });
-            frame.render_widget(lines.style(theme.odd()), area);
+        Checkpoints::Unknown(reason) => {
+            let text = format!(" no checkpoints are shown: {}", printable(reason));
+            let lines = Paragraph::new(text).wrap(Wrap { trim: false });
+            frame.render_widget(lines.style(theme.warning()), area);
             return;
         }
     };
@@ -416,9 +447,9 @@ fn draw_checkpoints(frame: &mut Frame<'_>, area: Rect, view: &View, theme: Theme
     let mut lines = vec![Line::styled(fitted(&head, area.width), theme.head())];
     let room = (area.height as usize).saturating_sub(1);
     let first = (view.lower + 1).saturating_sub(room);
-    for (index, one) in list.iter().enumerate().skip(first).take(room) {
+    for (index, checkpoint) in list.iter().enumerate().skip(first).take(room) {
         let is_chosen = index == view.lower && list.len() > 1 && view.pane == Pane::Lower;
-        lines.push(checkpoint_line(one, bar, is_chosen, theme));
+        lines.push(checkpoint_line(checkpoint, bar, is_chosen, theme));
     }
     frame.render_widget(Paragraph::new(lines), area);
 }
@@ -431,7 +462,7 @@ fn bar_width(width: u16) -> usize {
 
 /// Returns the line of a checkpoint: its figures, and a bar of its durable, drained and held parts.
 fn checkpoint_line(
-    one: &CheckpointEntry,
+    checkpoint: &CheckpointEntry,
     width: usize,
     is_chosen: bool,
     theme: Theme,
@@ -439,14 +470,14 @@ fn checkpoint_line(
     let mark = if is_chosen { '>' } else { ' ' };
     let words = format!(
         "{mark}{:<18} {:<14} {:>10} {:>5} {:>10} ",
-        fitted(&one.name.to_string(), 18),
-        fitted(&one.state, 14),
-        bytes(one.bytes),
-        one.files,
-        bytes(one.held_bytes),
+        fitted(&checkpoint.name.to_string(), 18),
+        fitted(&checkpoint.state, 14),
+        bytes(checkpoint.bytes),
+        checkpoint.files,
+        bytes(checkpoint.held_bytes),
     );
-    let style = match one.whole {
-        Some(false) => theme.odd(),
+    let style = match checkpoint.whole {
+        Some(false) => theme.warning(),
         _ => Style::new(),
     };
     let style = if is_chosen {
@@ -454,40 +485,62 @@ fn checkpoint_line(
     } else {
         style
     };
-    let (durable, drained, held) = parts(one, width);
+    let cells = bar_cells(checkpoint, width);
     let part = |sign: char, cells: usize, colour| {
         Span::styled(
             std::iter::repeat_n(sign, cells).collect::<String>(),
-            theme.of(colour),
+            theme.coloured(colour),
         )
     };
     Line::from(vec![
         Span::styled(words, style),
-        part(DURABLE, durable, Color::Green),
-        part(DRAINED, drained, Color::Blue),
-        part(HELD, held, Color::Yellow),
+        part(DURABLE, cells.durable, Color::Green),
+        part(DRAINED, cells.drained, Color::Blue),
+        part(HELD, cells.held, Color::Yellow),
     ])
 }
 
-/// Returns the cells of a bar for durable, drained and held bytes, in this order. A part that is not empty has one cell
-/// at least.
-fn parts(one: &CheckpointEntry, width: usize) -> (usize, usize, usize) {
-    let all = one.bytes.max(1) as f64;
-    let cells = |part: u64| match part {
-        0 => 0,
-        part => ((part as f64 / all * width as f64).round() as usize).clamp(1, width),
-    };
-    if one.bytes == 0 {
-        return (0, 0, 0);
+/// Widths of the three parts of a checkpoint's bar, in characters.
+#[derive(Debug, PartialEq, Eq)]
+struct BarCells {
+    durable: usize,
+    drained: usize,
+    held: usize,
+}
+
+/// Divides the `width` characters of a bar among the durable, drained and held bytes of a checkpoint.
+///
+/// Each part that has bytes gets one character first, so that a small part is visible. The remaining characters are
+/// divided in proportion to the bytes, and the largest part gets what rounding leaves over. A checkpoint without bytes
+/// has an empty bar. `width` must be at least the number of parts.
+fn bar_cells(checkpoint: &CheckpointEntry, width: usize) -> BarCells {
+    let held_bytes = checkpoint.held_bytes.min(checkpoint.bytes);
+    let drained_or_durable_bytes = checkpoint.bytes - held_bytes;
+    let durable_bytes = checkpoint.durable_bytes.min(drained_or_durable_bytes);
+    let drained_bytes = drained_or_durable_bytes - durable_bytes;
+    if checkpoint.bytes == 0 {
+        return BarCells {
+            durable: 0,
+            drained: 0,
+            held: 0,
+        };
     }
-    let held = cells(one.held_bytes);
-    let durable = cells(one.durable_bytes).min(width - held);
-    let rest = one.bytes.saturating_sub(one.held_bytes + one.durable_bytes);
-    let drained = width - held - durable;
-    match (rest, durable) {
-        (0, 0) => (0, 0, width),
-        (0, durable) => (durable + drained, 0, held),
-        _ => (durable, drained, held),
+    let part_bytes = [durable_bytes, drained_bytes, held_bytes];
+    let visible_parts = part_bytes.iter().filter(|bytes| **bytes > 0).count();
+    let shared_cells = width.saturating_sub(visible_parts);
+    let mut cells = part_bytes.map(|bytes| {
+        let proportion = u128::from(bytes) * shared_cells as u128 / u128::from(checkpoint.bytes);
+        usize::from(bytes > 0) + proportion as usize
+    });
+    let largest = (0..part_bytes.len())
+        .max_by_key(|part| part_bytes[*part])
+        .unwrap_or(0);
+    cells[largest] += width.saturating_sub(cells.iter().sum());
+    let [durable, drained, held] = cells;
+    BarCells {
+        durable,
+        drained,
+        held,
     }
 }
 
@@ -508,19 +561,19 @@ fn draw_lanes(frame: &mut Frame<'_>, area: Rect, lanes: &[LaneReport], theme: Th
         .iter()
         .map(|lane| {
             if lane.is_in_trouble() {
-                theme.bad()
+                theme.error()
             } else {
                 Style::new()
             }
         })
         .collect();
     let columns = [
-        ("LANE", 6, 4),
-        ("STATE", 6, 5),
-        ("HELD", 11, 10),
-        ("IN LINE", 9, 9),
-        ("WRITERS", 7, 7),
-        ("TOKEN", 200, 20),
+        Column::new("LANE", 6, 4),
+        Column::new("STATE", 6, 5),
+        Column::new("HELD", 11, 10),
+        Column::new("IN LINE", 9, 9),
+        Column::new("WRITERS", 7, 7),
+        Column::new("TOKEN", UNBOUNDED, 20),
     ];
     draw_table(frame, area, &columns, rows, &styles, None, false, theme);
 }
@@ -550,11 +603,12 @@ fn lane_row(lane: &LaneReport) -> Vec<String> {
 
 /// Draws the table of a job's hosts, and the advice for the chosen host.
 fn draw_job(frame: &mut Frame<'_>, area: Rect, view: &View, job: &JobView, theme: Theme) {
-    let seen = match &job.seen {
-        Some(Ok(seen)) => seen,
-        Some(Err(why)) => {
-            let lines = Paragraph::new(format!("\n {}", printable(why))).wrap(Wrap { trim: false });
-            frame.render_widget(lines.style(theme.bad()), area);
+    let seen_job = match &job.seen {
+        Some(Ok(seen_job)) => seen_job,
+        Some(Err(reason)) => {
+            let lines =
+                Paragraph::new(format!("\n {}", printable(reason))).wrap(Wrap { trim: false });
+            frame.render_widget(lines.style(theme.error()), area);
             return;
         }
         None => {
@@ -564,7 +618,10 @@ fn draw_job(frame: &mut Frame<'_>, area: Rect, view: &View, job: &JobView, theme
     };
     let hosts = view.hosts();
     let chosen = hosts.get(view.upper.min(hosts.len().saturating_sub(1)));
-    let words = chosen.map_or_else(|| seen.notes.clone(), |host| words_of(host, seen));
+    let words = chosen.map_or_else(
+        || seen_job.notes.clone(),
+        |host| host_advice(host, seen_job),
+    );
     let words_text = Paragraph::new(
         words
             .iter()
@@ -582,25 +639,25 @@ fn draw_job(frame: &mut Frame<'_>, area: Rect, view: &View, job: &JobView, theme
         Constraint::Length(2),
         Constraint::Length(3),
         Constraint::Length(1 + hosts.len().clamp(1, UPPER_ROWS_MAX) as u16),
-        Constraint::Max(lines.min(7) as u16),
+        Constraint::Max(lines.min(HOST_LINES_MAX) as u16),
         Constraint::Min(2),
     ])
     .areas(area);
-    draw_sums(frame, sums, seen, theme);
+    draw_sums(frame, sums, seen_job, theme);
     draw_rates(frame, rates, &job.rates, theme);
     let rows = hosts.iter().map(|host| host_row(host)).collect();
     let styles: Vec<Style> = hosts
         .iter()
-        .map(|host| rank_style(host.rank(), theme))
+        .map(|host| trouble_style(host.trouble(), theme))
         .collect();
     let columns = [
-        ("HOST", 16, 8),
-        ("STATE", 8, 8),
-        ("BEAT", 14, 9),
-        ("HELD", 11, 10),
-        ("IN", 13, 12),
-        ("OUT", 13, 12),
-        ("WAITS", 200, 9),
+        Column::new("HOST", 16, 8),
+        Column::new("STATE", 8, 8),
+        Column::new("BEAT", 14, 9),
+        Column::new("HELD", 11, 10),
+        Column::new("IN", 13, 12),
+        Column::new("OUT", 13, 12),
+        Column::new("WAITS", UNBOUNDED, 9),
     ];
     draw_table(
         frame,
@@ -642,7 +699,7 @@ fn draw_sums(frame: &mut Frame<'_>, area: Rect, job: &Job, theme: Theme) {
     let lines = vec![
         Line::styled(
             fitted(&first, area.width),
-            if is_bad { theme.bad() } else { Style::new() },
+            if is_bad { theme.error() } else { Style::new() },
         ),
         Line::raw(fitted(&second, area.width)),
     ];
@@ -670,8 +727,9 @@ fn host_row(host: &Host) -> Vec<String> {
     ]
 }
 
-/// Returns what a user should know of a host, and what to do about it, in sentences.
-fn words_of(host: &Host, job: &Job) -> Vec<String> {
+/// Returns sentences about a host: why it counts as dead or silent, what the user can do, and where its options differ
+/// from those of the other hosts. The notes about the whole job follow.
+fn host_advice(host: &Host, job: &Job) -> Vec<String> {
     let mut words = Vec::new();
     if host.state != Life::Alive {
         words.push(format!("{}: {}", host.host, host.evidence));
@@ -694,4 +752,50 @@ fn fitted(text: &str, width: u16) -> String {
         short.push('…');
     }
     short
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn checkpoint(bytes: u64, durable_bytes: u64, held_bytes: u64) -> CheckpointEntry {
+        CheckpointEntry {
+            name: "step_1".into(),
+            path: "/ckpt/step_1".into(),
+            step: 1,
+            bytes,
+            held_bytes,
+            durable_bytes,
+            files: 1,
+            whole: Some(true),
+            state: "whole".to_owned(),
+            level: None,
+            age_seconds: 0.0,
+            host: None,
+        }
+    }
+
+    /// Returns the widths of the durable, drained and held parts of a bar of ten characters.
+    fn ten_cells(bytes: u64, durable_bytes: u64, held_bytes: u64) -> [usize; 3] {
+        let cells = bar_cells(&checkpoint(bytes, durable_bytes, held_bytes), 10);
+        [cells.durable, cells.drained, cells.held]
+    }
+
+    #[test]
+    fn regression_a_small_part_of_a_bar_has_one_character() {
+        assert_eq!(ten_cells(1000, 990, 0), [9, 1, 0]);
+        assert_eq!(ten_cells(1000, 10, 990), [1, 0, 9]);
+        assert_eq!(ten_cells(1000, 1, 1), [1, 8, 1]);
+        assert_eq!(ten_cells(1000, 998, 1), [8, 1, 1]);
+    }
+
+    #[test]
+    fn a_bar_is_divided_in_proportion_to_the_bytes() {
+        assert_eq!(ten_cells(0, 0, 0), [0, 0, 0]);
+        assert_eq!(ten_cells(1000, 1000, 0), [10, 0, 0]);
+        assert_eq!(ten_cells(1000, 0, 0), [0, 10, 0]);
+        assert_eq!(ten_cells(1000, 0, 1000), [0, 0, 10]);
+        assert_eq!(ten_cells(1000, 500, 500), [5, 0, 5]);
+        assert_eq!(ten_cells(u64::MAX, u64::MAX, 0), [10, 0, 0]);
+    }
 }

@@ -155,7 +155,7 @@ fn run(
             Ok(ScreenEvent::Closed) | Err(RecvTimeoutError::Disconnected) => return Ok(()),
             Err(RecvTimeoutError::Timeout) => continue,
         }
-        sampler.choose(view);
+        sampler.publish_selection(view);
         draw(view)?;
     }
     Ok(())
@@ -215,7 +215,7 @@ pub fn once(wanted: TopRequest, shows_job: bool, size: (u16, u16)) -> Result<Str
             break;
         }
         sampler.fill(&mut view);
-        sampler.choose(&view);
+        sampler.publish_selection(&view);
         if is_answered(&view) {
             break;
         }

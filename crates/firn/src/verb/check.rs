@@ -180,8 +180,8 @@ fn count_damaged(logs: &LogsReport) -> u64 {
 /// Returns the result for logs as text.
 fn logs_text(logs: &LogsReport, paint: Paint) -> String {
     let verdict = match count_damaged(logs) {
-        0 => paint.good("sound"),
-        _ => paint.bad("damaged"),
+        0 => paint.healthy("sound"),
+        _ => paint.error("damaged"),
     };
     let containers = count(logs.containers as u64, "container");
     let mut text = format!(
@@ -298,9 +298,9 @@ pub fn damage_line(damage: &Damage) -> String {
 /// Returns the result for an arena as text.
 fn format_report(report: &CheckReport, paint: Paint) -> String {
     let verdict = if report.damage.is_empty() {
-        paint.good("sound")
+        paint.healthy("sound")
     } else {
-        paint.bad("damaged")
+        paint.error("damaged")
     };
     let mut text = format!("{}: {verdict}\n", path_text(&report.arena));
     let mut line = |label: &str, what: String| {

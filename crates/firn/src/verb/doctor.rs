@@ -125,9 +125,9 @@ fn text(examination: &Examination, paint: Paint) -> String {
         let Finding { check, verdict, .. } = finding;
         let word = format!("{:<5}", verdict.word());
         let word = match verdict {
-            Verdict::Ok => paint.good(&word),
-            Verdict::Note => paint.odd(&word),
-            Verdict::Wrong => paint.bad(&word),
+            Verdict::Ok => paint.healthy(&word),
+            Verdict::Note => paint.warning(&word),
+            Verdict::Wrong => paint.error(&word),
         };
         let what = firn_format::quote::printable(&finding.text);
         text += &format!("{word}  {check:<width$}  {what}\n");

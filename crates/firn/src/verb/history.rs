@@ -205,7 +205,7 @@ fn table(listed: &[CheckpointEntry], paint: Paint) -> String {
         lines += "  ";
         lines += &match index.checked_sub(1).map(|at| listed[at].whole) {
             None => paint.head(name),
-            Some(Some(false)) => paint.odd(name),
+            Some(Some(false)) => paint.warning(name),
             Some(_) => name.clone(),
         };
         lines.push('\n');

@@ -1,4 +1,4 @@
-//! The part of `firn run` on one host: it mounts, makes data durable when told so, and unmounts.
+//! The part of `firn run` on one host: it mounts, makes data durable on request, and unmounts.
 //!
 //! A launcher starts this process ([`super::launcher`]), and firnd is its child. A resource manager may end everything
 //! that an ended process has started (a step of Slurm), so this process lives as long as firnd.
@@ -93,8 +93,8 @@ pub fn main(args: &[std::ffi::OsString]) -> Result<u8, Failure> {
         .and_then(|text| text.to_str()?.parse::<u64>().ok())
         .filter(|every_ms| *every_ms > 0);
     let Some(every_ms) = every_ms else {
-        let why = format!("firn {NAME} is started by `firn run` and by nothing else");
-        return Err(Failure::new(USAGE, why));
+        let text = format!("firn {NAME} is started by `firn run` and by nothing else");
+        return Err(Failure::new(USAGE, text));
     };
     let sender = MessageSender::new()?;
     let (event_sender, events) = channel();
@@ -167,8 +167,8 @@ fn run_part(sender: &MessageSender, events: &Receiver<PartEvent>) -> Result<u8, 
         }
     };
     sender.send_message(&HostMessage::Mounted(mount.describe()));
-    let is_mine = |keep: &&Keep| keep.by.as_ref().is_none_or(|by| *by == name_of_host());
-    let keep = setup.keep.as_ref().filter(is_mine);
+    let prunes_here = |keep: &&Keep| keep.by.as_ref().is_none_or(|by| *by == name_of_host());
+    let keep = setup.keep.as_ref().filter(prunes_here);
     let pruning = keep.map(|keep| mount.start_pruning(keep.count, sender));
     let end = mount.run_until_end(sender, events);
     drop(pruning);
@@ -190,7 +190,7 @@ struct HostMount {
     is_tree: bool,
     /// The file with ROMIO hints, which the unmount removes.
     romio_hints: Option<PathBuf>,
-    /// Number of drains that were asked for and are not finished.
+    /// Number of requested drains that are not finished. The thread that drains runs while it is not 0.
     drains: Arc<AtomicU32>,
     /// Set when the unmount begins. A drain that fails after that is no error.
     is_ending: Arc<AtomicBool>,
@@ -299,7 +299,8 @@ impl HostMount {
         let (is_ending, drains) = (Arc::clone(&self.is_ending), Arc::clone(&self.drains));
         thread::spawn(move || {
             loop {
-                let asked = drains.load(Ordering::Acquire);
+                // Requests that arrive after this load are not in the count, so they cause another round.
+                let served_requests = drains.load(Ordering::Acquire);
                 let drained = make_durable(&prefix, &mut |_| {});
                 // The unmount has begun and drains by itself, so an error here would be misleading.
                 if is_ending.load(Ordering::Acquire) {
@@ -308,7 +309,7 @@ impl HostMount {
                 if let Err(error) = drained {
                     sender.notice(format!("not all is durable yet: {error}"));
                 }
-                if drains.fetch_sub(asked, Ordering::AcqRel) == asked {
+                if drains.fetch_sub(served_requests, Ordering::AcqRel) == served_requests {
                     return;
                 }
             }
@@ -325,29 +326,29 @@ impl HostMount {
         wanted: &ReportWanted,
         sender: &MessageSender,
     ) -> UnmountReport {
-        let by = wanted.checkpoints_by.as_ref();
-        let looks = by.is_none_or(|by| *by == name_of_host());
-        let seen = report::Run::of_own_mount(&self.place.prefix, looks);
-        let ended = self.unmount(policy, sender);
-        let mut seen = match seen {
-            Ok(seen) => seen,
+        let reporting_host = wanted.checkpoints_by.as_ref();
+        let lists_checkpoints = reporting_host.is_none_or(|host| *host == name_of_host());
+        let run = report::Run::of_own_mount(&self.place.prefix, lists_checkpoints);
+        let unmount_report = self.unmount(policy, sender);
+        let mut run = match run {
+            Ok(run) => run,
             Err(failure) => {
                 sender.send_message(&HostMessage::NotReported(text_and_status(failure).0));
-                return ended;
+                return unmount_report;
             }
         };
-        seen.update_own(&self.place.backing);
-        let all: Vec<report::CheckpointNow> = seen.checkpoints.into_values().collect();
-        for some in all.chunks(CHECKPOINTS_PER_MESSAGE) {
-            sender.send_message(&HostMessage::Checkpoints(some.to_vec()));
+        run.update_own(&self.place.backing);
+        let checkpoints: Vec<report::CheckpointNow> = run.checkpoints.into_values().collect();
+        for chunk in checkpoints.chunks(CHECKPOINTS_PER_MESSAGE) {
+            sender.send_message(&HostMessage::Checkpoints(chunk.to_vec()));
         }
-        for failure in seen.failures {
+        for failure in run.failures {
             sender.send_message(&HostMessage::NotReported(failure));
         }
-        for record in seen.records {
+        for record in run.records {
             sender.send_message(&HostMessage::Record(Box::new(record)));
         }
-        ended
+        unmount_report
     }
 
     /// Unmounts, even if programs that the command left behind still use the mount.

@@ -44,6 +44,9 @@ const START_LIMIT: Duration = Duration::from_secs(60);
 /// Time for launchers to end after all hosts have ended.
 const LAUNCHER_END: Duration = Duration::from_secs(5);
 
+/// Exit status of a program that was ended by signal N, minus N, as shells report it.
+const SIGNAL_STATUS_BASE: i32 = 128;
+
 /// An event for the coordinator.
 enum JobEvent {
     /// Output of the start with this index.
@@ -183,7 +186,7 @@ impl<'a> Job<'a> {
         let beat = (timeout / BEATS).max(Duration::from_millis(100));
         let program = program(u64::try_from(beat.as_millis()).unwrap_or(u64::MAX))?;
         for start in launcher.starts(&program) {
-            job.begin(start)?;
+            job.spawn_start(start)?;
         }
         Ok(job)
     }
@@ -200,8 +203,9 @@ impl<'a> Job<'a> {
         Ok(())
     }
 
-    /// Starts one start, with threads that turn its output into events. Fails where its program cannot be started.
-    fn begin(&mut self, start: Start) -> Result<(), Failure> {
+    /// Starts the program of one start, and a thread that turns its output into events. Fails if the program cannot be
+    /// started.
+    fn spawn_start(&mut self, start: Start) -> Result<(), Failure> {
         let Start { mut command, hosts } = start;
         let program = command.get_program().to_string_lossy().into_owned();
         command.stdin(Stdio::piped()).stdout(Stdio::piped());
@@ -233,13 +237,14 @@ impl<'a> Job<'a> {
         Ok(())
     }
 
-    /// Tells all hosts to mount, and waits until they have.
+    /// Sends all hosts the order to mount, and waits until they have.
     ///
-    /// `make` returns the order from the names that the hosts give themselves. So all hosts must have reported first.
+    /// `make_setup` makes the order from the names that the hosts give themselves, so it is called after all hosts have
+    /// sent their names.
     /// Fails as `wait_for_all` does.
     pub(super) fn mount(
         &mut self,
-        make: impl FnOnce(&[String]) -> MountSetup,
+        make_setup: impl FnOnce(&[String]) -> MountSetup,
     ) -> Result<Vec<MountedHost>, Failure> {
         self.wait_for_all(|state| matches!(state, HostState::Starting))?;
         let names: Vec<String> = self
@@ -247,7 +252,7 @@ impl<'a> Job<'a> {
             .iter()
             .map(|host| host.own_name.clone())
             .collect();
-        self.send_to_hosts(&HostOrder::Mount(Box::new(make(&names))));
+        self.send_to_hosts(&HostOrder::Mount(Box::new(make_setup(&names))));
         self.wait_for_all(|state| matches!(state, HostState::Ready))?;
         Ok(self
             .hosts
@@ -269,7 +274,7 @@ impl<'a> Job<'a> {
             if let Some(JobEvent::Signal(signal)) = self.next_event()
                 && signal != SIGCONT
             {
-                let code = u8::try_from(128 + signal).unwrap_or(FAILED);
+                let code = u8::try_from(SIGNAL_STATUS_BASE + signal).unwrap_or(FAILED);
                 return Err(Failure::new(code, self.describe_interruption(&is_before)));
             }
         }
@@ -286,10 +291,10 @@ impl<'a> Job<'a> {
 
     /// Returns the failure of the first host that has no mount and will get none.
     fn find_failure(&self) -> Option<Failure> {
-        let is_one = self.hosts.len() == 1;
+        let is_single_host = self.hosts.len() == 1;
         self.hosts.iter().find_map(|host| {
             let (text, code) = match &host.state {
-                HostState::Failed(text, code) if is_one => (text.clone(), *code),
+                HostState::Failed(text, code) if is_single_host => (text.clone(), *code),
                 HostState::Failed(text, code) => (format!("{}: {text}", host.name), *code),
                 HostState::Ended(_) => (format!("the mount on {} has ended", host.name), FAILED),
                 _ if host.is_lost => {
@@ -339,7 +344,8 @@ impl<'a> Job<'a> {
         }
     }
 
-    /// Tells all hosts to unmount, and waits for those that are not lost. A second signal during this ends the wait.
+    /// Sends all hosts the order to unmount, and waits for those that are not lost. A second signal during this ends
+    /// the wait.
     pub(super) fn end(mut self, policy: HeldPolicy, quiet: bool) -> UnmountSummary {
         let mut meter = Meter::quiet_if(quiet);
         self.send_to_hosts(&HostOrder::End(policy));
@@ -367,14 +373,14 @@ impl<'a> Job<'a> {
         }
         let time = meter.waited().time;
         drop(meter);
-        let ended = self.sum_up(time);
+        let summary = self.sum_up(time);
         self.end_launchers();
-        ended
+        summary
     }
 
     /// Sums up the results of all hosts. `time` is how long the unmounts took.
     fn sum_up(&mut self, time: Duration) -> UnmountSummary {
-        let mut ended = UnmountSummary {
+        let mut summary = UnmountSummary {
             waited: WaitSummary {
                 bytes: 0,
                 files: 0,
@@ -391,34 +397,34 @@ impl<'a> Job<'a> {
             failures: Vec::new(),
             report: std::mem::take(&mut self.report),
         };
-        let is_one = self.hosts.len() == 1;
+        let is_single_host = self.hosts.len() == 1;
         for host in &self.hosts {
             match &host.state {
                 HostState::Ended(report) => {
-                    ended.waited.bytes += report.waited_bytes;
-                    ended.waited.files += report.waited_files;
-                    ended.held_bytes += report.held_bytes;
-                    ended.arenas.push(report.arena.clone());
+                    summary.waited.bytes += report.waited_bytes;
+                    summary.waited.files += report.waited_files;
+                    summary.held_bytes += report.held_bytes;
+                    summary.arenas.push(report.arena.clone());
                     if let Some((text, code)) = &report.failure {
-                        let text = if is_one {
+                        let text = if is_single_host {
                             text.clone()
                         } else {
                             format!("{}: {text}", host.name)
                         };
-                        ended.failures.push((text, *code));
+                        summary.failures.push((text, *code));
                     }
                 }
                 // The host never had a mount, so nothing of it is left.
                 HostState::Failed(..) | HostState::Starting | HostState::Ready => {}
                 HostState::Mounted => {
-                    ended.failures.extend(self.describe_lost(host));
+                    summary.failures.extend(self.describe_lost(host));
                     if host.is_lost {
-                        ended.lost.push(host.own_name.clone());
+                        summary.lost.push(host.own_name.clone());
                     }
                 }
             }
         }
-        ended
+        summary
     }
 
     /// Returns a message for a host whose unmount did not finish, with the command that recovers its data. Returns
@@ -428,13 +434,13 @@ impl<'a> Job<'a> {
         let line = self
             .launcher
             .line_on(&host.name, &format!("firn recover {backing}"));
-        let why = if host.is_lost {
+        let reason = if host.is_lost {
             "is lost"
         } else {
             "has not ended"
         };
         let text = format!(
-            "{} {why}: what it held that was not durable is in its memory; if it was not rebooted, drain that with `{line}`",
+            "{} {reason}: what it held that was not durable is in its memory; if it was not rebooted, drain that with `{line}`",
             host.name
         );
         Some((text, FAILED))
@@ -445,10 +451,13 @@ impl<'a> Job<'a> {
         for running in &mut self.running {
             running.orders = None;
         }
-        let until = Instant::now() + LAUNCHER_END;
+        let deadline = Instant::now() + LAUNCHER_END;
         for running in &mut self.running {
-            let is_over = running.hosts.iter().all(|at| self.hosts[*at].has_ended());
-            while is_over && Instant::now() < until {
+            let have_hosts_ended = running
+                .hosts
+                .iter()
+                .all(|index| self.hosts[*index].has_ended());
+            while have_hosts_ended && Instant::now() < deadline {
                 if !matches!(running.child.try_wait(), Ok(None)) {
                     break;
                 }
@@ -456,11 +465,11 @@ impl<'a> Job<'a> {
             }
             // srun and ssh would wait for a lost host, or for one that never answered. But a signal to srun ends all
             // hosts of its step, so it gets one only if none of its hosts still works.
-            let is_useless = running.hosts.iter().all(|at| {
-                let host = &self.hosts[*at];
+            let no_host_works = running.hosts.iter().all(|index| {
+                let host = &self.hosts[*index];
                 host.has_ended() || host.is_lost || matches!(host.state, HostState::Starting)
             });
-            if is_useless && matches!(running.child.try_wait(), Ok(None)) {
+            if no_host_works && matches!(running.child.try_wait(), Ok(None)) {
                 let _ = kill_process(Pid::from_child(&running.child), Signal::TERM);
                 let _ = running.child.try_wait();
             }
@@ -507,15 +516,15 @@ impl<'a> Job<'a> {
 
     /// Records a message of a host. Any message also shows that the host is alive, even one that counted as lost.
     fn record_message(&mut self, start: usize, id: u64, message: &HostMessage) {
-        let at = match message {
+        let sender = match message {
             HostMessage::Hello(name) => self.find_sender(start, id, name),
             _ => self.hosts.iter().position(|host| host.id == Some(id)),
         };
-        let Some(at) = at else {
+        let Some(sender) = sender else {
             return;
         };
-        let is_one = self.hosts.len() == 1;
-        let host = &mut self.hosts[at];
+        let is_single_host = self.hosts.len() == 1;
+        let host = &mut self.hosts[sender];
         host.last_message = Instant::now();
         // The host was only slow. It takes part in the run again.
         if std::mem::take(&mut host.is_lost) {
@@ -527,7 +536,7 @@ impl<'a> Job<'a> {
                 host.state = HostState::Ready;
             }
             HostMessage::Alive => {}
-            HostMessage::Notice(text) if is_one => output::say(text),
+            HostMessage::Notice(text) if is_single_host => output::say(text),
             // Many hosts often send the same notice, so its text is printed once.
             HostMessage::Notice(text) if !self.shown_notices.contains(text) => {
                 output::say(&format!("{}: {text}", host.name));
@@ -548,11 +557,15 @@ impl<'a> Job<'a> {
                     .failures
                     .push(format!("the record of {}: {error}", host.name)),
             },
-            HostMessage::Checkpoints(some) => {
-                let some = some.iter().map(|one| (one.path.clone(), one.clone()));
-                self.report.checkpoints.extend(some);
+            HostMessage::Checkpoints(checkpoints) => {
+                let by_path = checkpoints
+                    .iter()
+                    .map(|checkpoint| (checkpoint.path.clone(), checkpoint.clone()));
+                self.report.checkpoints.extend(by_path);
             }
-            HostMessage::NotReported(text) if is_one => self.report.failures.push(text.clone()),
+            HostMessage::NotReported(text) if is_single_host => {
+                self.report.failures.push(text.clone())
+            }
             HostMessage::NotReported(text) => {
                 let text = format!("{}: {text}", host.name);
                 self.report.failures.push(text);
@@ -564,45 +577,50 @@ impl<'a> Job<'a> {
         }
     }
 
-    /// Returns the host that sent a first message. The name decides. Where no name fits, it is the next host of that start
-    /// that has sent nothing yet.
+    /// Assigns the sender of a first message to a host of its start, and returns the index of that host.
+    ///
+    /// The host with the same name is chosen, or else the host with the same name up to the first dot. If no name fits,
+    /// it is the next host that has sent nothing yet. Returns `None` if all hosts of the start have sent messages.
     fn find_sender(&mut self, start: usize, id: u64, name: &str) -> Option<usize> {
         let short = |name: &str| name.split('.').next().unwrap_or_default().to_owned();
-        let free = |at: &usize| self.hosts[*at].id.is_none();
-        let of_start = || self.running[start].hosts.iter().copied().filter(free);
-        let at = of_start()
-            .find(|at| self.hosts[*at].name == name)
-            .or_else(|| of_start().find(|at| short(&self.hosts[*at].name) == short(name)))
-            .or_else(|| of_start().next())?;
-        self.hosts[at].id = Some(id);
-        Some(at)
+        let is_unassigned = |index: &usize| self.hosts[*index].id.is_none();
+        let candidates = || {
+            let hosts = self.running[start].hosts.iter().copied();
+            hosts.filter(is_unassigned)
+        };
+        let sender = candidates()
+            .find(|index| self.hosts[*index].name == name)
+            .or_else(|| candidates().find(|index| short(&self.hosts[*index].name) == short(name)))
+            .or_else(|| candidates().next())?;
+        self.hosts[sender].id = Some(id);
+        Some(sender)
     }
 
     /// Counts the hosts of an ended launcher as lost, unless they have ended.
     fn start_ended(&mut self, start: usize) {
-        for at in self.running[start].hosts.clone() {
-            self.mark_lost(at);
+        for index in self.running[start].hosts.clone() {
+            self.mark_lost(index);
         }
     }
 
     /// Marks hosts as lost whose last message is older than their timeout.
     fn find_lost(&mut self) {
-        for at in 0..self.hosts.len() {
-            let host = &self.hosts[at];
+        for index in 0..self.hosts.len() {
+            let host = &self.hosts[index];
             let limit = match host.state {
                 // A host that has no mount yet may need longer: see `START_LIMIT`.
                 HostState::Starting | HostState::Ready => self.timeout.max(START_LIMIT),
                 HostState::Mounted | HostState::Ended(_) | HostState::Failed(..) => self.timeout,
             };
             if host.last_message.elapsed() > limit {
-                self.mark_lost(at);
+                self.mark_lost(index);
             }
         }
     }
 
     /// Counts a host as lost, unless it has ended.
-    fn mark_lost(&mut self, at: usize) {
-        let host = &mut self.hosts[at];
+    fn mark_lost(&mut self, index: usize) {
+        let host = &mut self.hosts[index];
         if host.is_lost || host.has_ended() {
             return;
         }

@@ -33,9 +33,9 @@ pub enum StatusDetail {
 pub fn text(seen: &FoundMount, detail: StatusDetail, paint: Paint) -> String {
     match seen {
         FoundMount::Alive { status, files } => {
-            let mut text = mount(status, detail, paint);
+            let mut text = mount_text(status, detail, paint);
             if let Some(files) = files {
-                text += &pending(files);
+                text += &undrained_files_text(files);
             }
             text
         }
@@ -44,7 +44,7 @@ pub fn text(seen: &FoundMount, detail: StatusDetail, paint: Paint) -> String {
         }
         | FoundMount::Left { arena: name, .. } => {
             let advice = seen.advice().unwrap_or_default();
-            format!("{}\n  {advice}\n", paint.bad(&name.to_string()))
+            format!("{}\n  {advice}\n", paint.error(&name.to_string()))
         }
     }
 }
@@ -64,52 +64,52 @@ enum LineRank {
 struct BlockLines(Vec<(LineRank, String)>);
 
 impl BlockLines {
-    fn add(&mut self, place: LineRank, label: &str, what: &str) {
-        self.0.push((place, format!("  {label:<13} {what}\n")));
+    fn add(&mut self, rank: LineRank, label: &str, text: &str) {
+        self.0.push((rank, format!("  {label:<13} {text}\n")));
     }
 
-    fn in_place(&self, place: LineRank) -> impl Iterator<Item = &str> {
-        let in_place = self.0.iter().filter(move |(of, _)| *of == place);
-        in_place.map(|(_, line)| line.as_str())
+    fn with_rank(&self, rank: LineRank) -> impl Iterator<Item = &str> {
+        let lines = self.0.iter().filter(move |(own_rank, _)| *own_rank == rank);
+        lines.map(|(_, line)| line.as_str())
     }
 }
 
 /// Returns the lines of a mount whose firnd answered, in the order of their ranks.
-fn mount(s: &Status, detail: StatusDetail, paint: Paint) -> String {
+fn mount_text(status: &Status, detail: StatusDetail, paint: Paint) -> String {
     let mut lines = BlockLines(Vec::new());
-    add_trouble(s, paint, &mut lines);
-    add_main(s, paint, &mut lines);
-    add_detail(s, paint, &mut lines);
-    let is_healthy = lines.in_place(LineRank::Trouble).next().is_none();
-    let head = paint.head(&s.mount_point.to_string());
+    add_trouble(status, paint, &mut lines);
+    add_main(status, paint, &mut lines);
+    add_detail(status, paint, &mut lines);
+    let is_healthy = lines.with_rank(LineRank::Trouble).next().is_none();
+    let head = paint.head(&status.mount_point.to_string());
     let health = if is_healthy {
-        format!("  {}", paint.good("healthy"))
+        format!("  {}", paint.healthy("healthy"))
     } else {
         String::new()
     };
-    let mut text = format!("{head}  on  {}{health}\n", s.backing);
-    text.extend(lines.in_place(LineRank::Trouble));
-    text.extend(lines.in_place(LineRank::Main));
+    let mut text = format!("{head}  on  {}{health}\n", status.backing);
+    text.extend(lines.with_rank(LineRank::Trouble));
+    text.extend(lines.with_rank(LineRank::Main));
     if detail == StatusDetail::All {
-        text.extend(lines.in_place(LineRank::Detail));
+        text.extend(lines.with_rank(LineRank::Detail));
     }
     text
 }
 
 /// Adds lines about what is wrong, each with the command or the option that helps.
-fn add_trouble(s: &Status, paint: Paint, lines: &mut BlockLines) {
+fn add_trouble(status: &Status, paint: Paint, lines: &mut BlockLines) {
     let mut line = |label: &str, what: String| lines.add(LineRank::Trouble, label, &what);
-    let point = &s.mount_point;
-    let retry = s
+    let point = &status.mount_point;
+    let retry = status
         .lanes
         .iter()
         .filter_map(|lane| lane.retry_seconds)
         .reduce(f64::min);
-    for error in &s.errors {
-        line("error", paint.bad(&error_line(error, retry)));
+    for error in &status.errors {
+        line("error", paint.error(&error_line(error, retry)));
     }
-    if !s.errors.is_empty() {
-        let help = if s.errors.iter().any(|error| error.pending) {
+    if !status.errors.is_empty() {
+        let help = if status.errors.iter().any(|error| error.pending) {
             format!("mend that, then `firn drain {point}` tries again at once")
         } else {
             format!(
@@ -118,155 +118,167 @@ fn add_trouble(s: &Status, paint: Paint, lines: &mut BlockLines) {
         };
         line("", help);
     }
-    for (lane, wait) in s
+    for (lane, wait) in status
         .lanes
         .iter()
         .filter_map(|lane| Some((lane, lane.retry_seconds?)))
     {
         let what = format!("{} is tried again in {}", lane.path, seconds(wait));
-        line("retry", paint.odd(&what));
+        line("retry", paint.warning(&what));
     }
-    if s.waiting_writers > 0 {
-        let writers = count(s.waiting_writers, "writer");
+    if status.waiting_writers > 0 {
+        let writers = count(status.waiting_writers, "writer");
         line(
             "waiting",
-            paint.odd(&format!(
+            paint.warning(&format!(
                 "{writers} for space in memory: the backing is slower than they are; a larger arena-size holds more"
             )),
         );
     }
-    for program in &s.waiting_programs {
-        line("waits", paint.odd(&crate::job::program_wait(program)));
+    for program in &status.waiting_programs {
+        line("waits", paint.warning(&crate::job::program_wait(program)));
     }
-    if s.spill.as_ref().is_some_and(|spill| spill.failing) {
+    if status.spill.as_ref().is_some_and(|spill| spill.failing) {
         line(
             "spill",
-            paint.bad("the spill file cannot be used, nothing moves to it: look at its disk"),
+            paint.error("the spill file cannot be used, nothing moves to it: look at its disk"),
         );
     }
-    if s.lost_file_bytes > 0 {
+    if status.lost_file_bytes > 0 {
         let what = format!(
             "{} whose file is gone from the backing, kept in {}: put the file back and mount again, or unmount and run \
              `firn recover --save-lost DIR {}`",
-            bytes(s.lost_file_bytes),
-            s.arena,
-            s.backing
+            bytes(status.lost_file_bytes),
+            status.arena,
+            status.backing
         );
-        line("orphaned", paint.bad(&what));
+        line("orphaned", paint.error(&what));
     }
-    if let Some(partner) = s.partner.as_ref().filter(|partner| !partner.present) {
-        line("partner", partnered(partner, paint));
+    if let Some(partner) = status.partner.as_ref().filter(|partner| !partner.present) {
+        line("partner", partner_text(partner, paint));
     }
-    for one in &s.transactions {
-        if is_in_trouble(one) {
-            line("open", transaction(one, paint));
+    for transaction in &status.transactions {
+        if needs_attention(transaction) {
+            line("open", transaction_line(transaction, paint));
         }
     }
-    for lane in s.lanes.iter().filter(|lane| is_lane_in_trouble(lane)) {
+    for lane in status
+        .lanes
+        .iter()
+        .filter(|lane| lane_needs_attention(lane))
+    {
         line("lane", lane_line(lane, paint));
     }
-    if s.misplaced_files > 0 {
+    if status.misplaced_files > 0 {
         let what = format!(
             "{} not put by the file system where it was asked to: see the log",
-            count(s.misplaced_files, "file")
+            count(status.misplaced_files, "file")
         );
-        line("placement", paint.odd(&what));
+        line("placement", paint.warning(&what));
     }
-    for advice in &s.placement_advice {
-        line("placement", paint.odd(advice));
+    for advice in &status.placement_advice {
+        line("placement", paint.warning(advice));
     }
-    for difference in &s.host_differences {
-        line("hosts", paint.odd(difference));
+    for difference in &status.host_differences {
+        line("hosts", paint.warning(difference));
     }
-    if s.log_lines_lost > 0 {
-        let lines = count(s.log_lines_lost, "line");
+    if status.log_lines_lost > 0 {
+        let lines = count(status.log_lines_lost, "line");
         let what = format!(
             "{lines} could not be written: is the file system of the runtime directory full?"
         );
-        line("log", paint.odd(&what));
+        line("log", paint.warning(&what));
     }
-    if let Some(limit) = s.file_size_limit_bytes {
+    if let Some(limit) = status.file_size_limit_bytes {
         let what = format!(
             "files larger than {} cannot be drained (ulimit -f when it was mounted): unmount, and mount from a shell \
              without that limit",
             bytes(limit)
         );
-        line("limit", paint.odd(&what));
+        line("limit", paint.warning(&what));
     }
 }
 
 /// Returns whether a transaction waits for the user's decision, or has failed.
-fn is_in_trouble(one: &TransactionStatus) -> bool {
-    let backup_fails = one
+fn needs_attention(transaction: &TransactionStatus) -> bool {
+    let backup_fails = transaction
         .backup
         .as_ref()
         .is_some_and(|backup| backup.error.is_some());
-    one.stage == TransactionStage::Prepared || one.error.is_some() || backup_fails
+    transaction.stage == TransactionStage::Prepared || transaction.error.is_some() || backup_fails
 }
 
-fn is_lane_in_trouble(lane: &LaneStatus) -> bool {
+fn lane_needs_attention(lane: &LaneStatus) -> bool {
     let is_bad = |placed: &PlacedStatus| placed.state != LaneState::Ok;
-    let goes_without = |token: &TokenStatus| token.state == TokenState::Without;
-    lane.placed.as_ref().is_some_and(is_bad) || lane.token.as_ref().is_some_and(goes_without)
+    let writes_without_token = |token: &TokenStatus| token.state == TokenState::Without;
+    lane.placed.as_ref().is_some_and(is_bad)
+        || lane.token.as_ref().is_some_and(writes_without_token)
 }
 
 /// Adds the figures that a user of the mount needs.
-fn add_main(s: &Status, paint: Paint, lines: &mut BlockLines) {
+fn add_main(status: &Status, paint: Paint, lines: &mut BlockLines) {
     let mut line = |label: &str, what: String| lines.add(LineRank::Main, label, &what);
-    line("in memory", format!("{}; {}", held(s), arena(s, paint)));
+    line(
+        "in memory",
+        format!("{}; {}", held_text(status), arena_text(status, paint)),
+    );
     line(
         "received",
         format!(
             "{} in {}{}",
-            bytes(s.ingest_bytes),
-            count(s.ingest_writes, "write"),
-            recent_rate(s.ingest_bytes_per_second)
+            bytes(status.ingest_bytes),
+            count(status.ingest_writes, "write"),
+            recent_rate(status.ingest_bytes_per_second)
         ),
     );
-    line("written", drained(s));
-    line("options", options(s));
-    if let Some(hint) = s.close_hint() {
-        line("hint", paint.odd(&hint));
+    line("written", drained_text(status));
+    line("options", options_text(status));
+    if let Some(hint) = status.close_hint() {
+        line("hint", paint.warning(&hint));
     }
-    if s.logged_files > 0 || s.logged_bytes > 0 {
+    if status.logged_files > 0 || status.logged_bytes > 0 {
         line(
             "logged",
             format!(
                 "{} of this host in logs of {}",
-                bytes(s.logged_bytes),
-                count(s.logged_files, "file")
+                bytes(status.logged_bytes),
+                count(status.logged_files, "file")
             ),
         );
     }
-    if let Some(spill) = &s.spill {
-        line("spilled", spilled(spill));
+    if let Some(spill) = &status.spill {
+        line("spilled", spilled_text(spill));
     }
-    for one in &s.transactions {
-        if !is_in_trouble(one) {
-            line("open", transaction(one, paint));
+    for transaction in &status.transactions {
+        if !needs_attention(transaction) {
+            line("open", transaction_line(transaction, paint));
         }
     }
-    if let Some(partner) = s.partner.as_ref().filter(|partner| partner.present) {
-        line("partner", partnered(partner, paint));
+    if let Some(partner) = status.partner.as_ref().filter(|partner| partner.present) {
+        line("partner", partner_text(partner, paint));
     }
-    if s.pulls > 0 {
-        line("pulled", pulled(s));
+    if status.pulls > 0 {
+        line("pulled", pulled_text(status));
     }
-    if s.recovered_bytes > 0 {
+    if status.recovered_bytes > 0 {
         line(
             "recovered",
-            format!("{} held by an earlier firnd", bytes(s.recovered_bytes)),
+            format!("{} held by an earlier firnd", bytes(status.recovered_bytes)),
         );
     }
 }
 
 /// Adds all other figures and options.
-fn add_detail(s: &Status, paint: Paint, lines: &mut BlockLines) {
+fn add_detail(status: &Status, paint: Paint, lines: &mut BlockLines) {
     let mut line = |label: &str, what: String| lines.add(LineRank::Detail, label, &what);
-    let chunk = bytes(s.chunk_bytes);
-    let used = bytes(s.arena_used_bytes);
+    let chunk = bytes(status.chunk_bytes);
+    let used = bytes(status.arena_used_bytes);
     line("arena", format!("{used} in use, chunks of {chunk}"));
-    for numa_node in s.numa_nodes.iter().filter(|_| s.numa_nodes.len() > 1) {
+    for numa_node in status
+        .numa_nodes
+        .iter()
+        .filter(|_| status.numa_nodes.len() > 1)
+    {
         let used = bytes(numa_node.used_bytes);
         let all = bytes(numa_node.bytes);
         let foreign = count(numa_node.foreign_slabs, "slab");
@@ -278,18 +290,18 @@ fn add_detail(s: &Status, paint: Paint, lines: &mut BlockLines) {
             ),
         );
     }
-    if s.pulls == 0 && s.pulled_bytes > 0 {
-        line("pulled", pulled(s));
+    if status.pulls == 0 && status.pulled_bytes > 0 {
+        line("pulled", pulled_text(status));
     }
     for (label, counts) in [
-        ("not done", &s.failed_requests),
-        ("drain steps", &s.drain_decisions),
-        ("commit steps", &s.transaction_steps),
-        ("rules commit", &s.rule_commits),
-        ("rules drop", &s.rule_aborts),
-        ("rules fail", &s.rule_failures),
-        ("rules remove", &s.rule_removals),
-        ("rules wait", &s.rule_waits),
+        ("not done", &status.failed_requests),
+        ("drain steps", &status.drain_decisions),
+        ("commit steps", &status.transaction_steps),
+        ("rules commit", &status.rule_commits),
+        ("rules drop", &status.rule_aborts),
+        ("rules fail", &status.rule_failures),
+        ("rules remove", &status.rule_removals),
+        ("rules wait", &status.rule_waits),
     ] {
         if !counts.is_empty() {
             let counts = counts.iter().map(|(what, count)| match what.as_str() {
@@ -299,13 +311,13 @@ fn add_detail(s: &Status, paint: Paint, lines: &mut BlockLines) {
             line(label, counts.collect::<Vec<_>>().join(", "));
         }
     }
-    let others = other_figures(s);
+    let others = other_figures(status);
     if !others.is_empty() {
         line("figures", others.join(", "));
     }
-    let up = seconds(s.uptime_seconds);
-    let open = count(s.open_files, "open file");
-    let restarts = match s.epoch.saturating_sub(1) {
+    let up = seconds(status.uptime_seconds);
+    let open = count(status.open_files, "open file");
+    let restarts = match status.epoch.saturating_sub(1) {
         0 => String::new(),
         1 => ", restarted once with data".to_owned(),
         times => format!(", restarted {times} times with data"),
@@ -314,14 +326,18 @@ fn add_detail(s: &Status, paint: Paint, lines: &mut BlockLines) {
         "firnd",
         format!(
             "{}, process {}, up {up}{restarts}, {open}",
-            s.version, s.pid
+            status.version, status.pid
         ),
     );
-    line("all options", s.options.join(" "));
-    for lane in s.lanes.iter().filter(|lane| !is_lane_in_trouble(lane)) {
+    line("all options", status.options.join(" "));
+    for lane in status
+        .lanes
+        .iter()
+        .filter(|lane| !lane_needs_attention(lane))
+    {
         line("lane", lane_line(lane, paint));
     }
-    for (index, lane) in s.lanes.iter().enumerate() {
+    for (index, lane) in status.lanes.iter().enumerate() {
         if let Some(token) = &lane.token {
             line(&format!("token {index}"), token_line(token, paint));
         }
@@ -329,19 +345,21 @@ fn add_detail(s: &Status, paint: Paint, lines: &mut BlockLines) {
 }
 
 /// Returns what a close guarantees, which decides about speed, and the options that differ from their defaults.
-fn options(s: &Status) -> String {
+fn options_text(status: &Status) -> String {
     let defaults = Options::default().in_force();
-    let mut close = None;
-    let mut others = Vec::new();
-    for option in &s.options {
+    let mut close_text = None;
+    let mut changed_options = Vec::new();
+    for option in &status.options {
         match option.as_str() {
-            "close=drain" => close = Some("close waits for the backing (close=held: at once)"),
-            "close=held" => close = Some("close=held: close returns when its data is in memory"),
+            "close=drain" => close_text = Some("close waits for the backing (close=held: at once)"),
+            "close=held" => {
+                close_text = Some("close=held: close returns when its data is in memory")
+            }
             option if defaults.iter().any(|default| default == option) => {}
-            option => others.push(option),
+            option => changed_options.push(option),
         }
     }
-    let words: Vec<&str> = close.into_iter().chain(others).collect();
+    let words: Vec<&str> = close_text.into_iter().chain(changed_options).collect();
     if words.is_empty() {
         "as by default".to_owned()
     } else {
@@ -357,13 +375,13 @@ fn recent_rate(bytes_per_second: f64) -> String {
     format!(", {} in the last seconds", rate(bytes_per_second))
 }
 
-fn pulled(s: &Status) -> String {
+fn pulled_text(status: &Status) -> String {
     format!(
         "{} in {}, {} under way{}",
-        bytes(s.pulled_bytes),
-        count(s.pulled_files, "file"),
-        count(s.pulls, "pull"),
-        recent_rate(s.pulled_bytes_per_second)
+        bytes(status.pulled_bytes),
+        count(status.pulled_files, "file"),
+        count(status.pulls, "pull"),
+        recent_rate(status.pulled_bytes_per_second)
     )
 }
 
@@ -454,12 +472,18 @@ const IN_LINES: &[&str] = &[
 ];
 
 /// Returns all other figures that are not 0, by name. A figure that is new in the table appears here without a change.
-fn other_figures(s: &Status) -> Vec<String> {
+fn other_figures(status: &Status) -> Vec<String> {
     let mut shown = Vec::new();
-    let figures = Figures::of([s]);
-    let others = figures.iter().filter(|one| !IN_LINES.contains(&&*one.name));
+    let figures = Figures::of([status]);
+    let others = figures
+        .iter()
+        .filter(|figure| !IN_LINES.contains(&&*figure.name));
     for other in others {
-        for sample in other.samples.iter().filter(|one| !one.value.is_zero()) {
+        for sample in other
+            .samples
+            .iter()
+            .filter(|sample| !sample.value.is_zero())
+        {
             let labels: Vec<String> = sample
                 .labels
                 .iter()
@@ -478,7 +502,7 @@ fn other_figures(s: &Status) -> Vec<String> {
 
 /// Returns a histogram as a few quantiles in words.
 fn histogram_text(name: &str, histogram: &HistogramStatus) -> String {
-    let upto = |share| match histogram.quantile(share) {
+    let quantile_text = |share| match histogram.quantile(share) {
         Some(bound) if bound.is_finite() => format!("<={}", figure(name, bound)),
         _ => "more".to_owned(),
     };
@@ -486,8 +510,8 @@ fn histogram_text(name: &str, histogram: &HistogramStatus) -> String {
         "{} of {} on average, half {}, 99 % {}",
         histogram.count(),
         figure(name, histogram.mean().unwrap_or(0.0)),
-        upto(0.5),
-        upto(0.99)
+        quantile_text(0.5),
+        quantile_text(0.99)
     )
 }
 
@@ -514,10 +538,10 @@ fn placed_text(placed: &PlacedStatus, paint: Paint) -> String {
     let files = count(placed.files, "file");
     let written = bytes(placed.bytes);
     let state = match placed.state {
-        LaneState::Ok => paint.good("ok"),
-        LaneState::Full => paint.bad("full"),
-        LaneState::Gone => paint.bad("gone"),
-        LaneState::Hung => paint.bad("hung"),
+        LaneState::Ok => paint.healthy("ok"),
+        LaneState::Full => paint.error("full"),
+        LaneState::Gone => paint.error("gone"),
+        LaneState::Hung => paint.error("hung"),
     };
     let role = if placed.takes_files {
         ""
@@ -527,7 +551,9 @@ fn placed_text(placed: &PlacedStatus, paint: Paint) -> String {
     format!("{state}, {role}{files} placed, {written} written, ")
 }
 
-/// Returns the state of a lane's token. The token gives the lane one writer among several hosts.
+/// Returns the state of a lane's token, which grants one host at a time the right to write to the lane.
+///
+/// `Without` means that the host writes to the lane although the token was not granted in time.
 fn token_line(token: &TokenStatus, paint: Paint) -> String {
     let time = seconds(token.state_seconds);
     let state = match (token.state, &token.holder) {
@@ -535,7 +561,7 @@ fn token_line(token: &TokenStatus, paint: Paint) -> String {
         (TokenState::Held, _) => format!("held for {time}"),
         (TokenState::Waiting, Some(holder)) => format!("waiting for {time}, {holder} has it"),
         (TokenState::Waiting, None) => format!("waiting for {time}"),
-        (TokenState::Without, _) => paint.odd(&format!("going without for {time}")),
+        (TokenState::Without, _) => paint.warning(&format!("going without for {time}")),
     };
     let mut text = format!(
         "{state}; granted {} times, waited {} in all, {} times without",
@@ -544,52 +570,57 @@ fn token_line(token: &TokenStatus, paint: Paint) -> String {
         token.went_without
     );
     if token.errors > 0 {
-        let why = printable(token.last_error.as_deref().unwrap_or_default());
-        text += &format!("; {}, the last: {why}", count(token.errors, "error"));
+        let last_error = printable(token.last_error.as_deref().unwrap_or_default());
+        text += &format!("; {}, the last: {last_error}", count(token.errors, "error"));
     }
     text
 }
 
-fn held(s: &Status) -> String {
-    if (s.held_bytes, s.held_files, s.oldest_held_seconds) == (0, 0, None) {
+fn held_text(status: &Status) -> String {
+    if (
+        status.held_bytes,
+        status.held_files,
+        status.oldest_held_seconds,
+    ) == (0, 0, None)
+    {
         return "everything is drained".to_owned();
     }
-    let oldest = s.oldest_held_seconds.map_or_else(String::new, |age| {
+    let oldest = status.oldest_held_seconds.map_or_else(String::new, |age| {
         format!(", the oldest for {}", seconds(age))
     });
     format!(
         "{} in {} (held, not drained yet){oldest}",
-        bytes(s.held_bytes),
-        count(s.held_files, "file")
+        bytes(status.held_bytes),
+        count(status.held_files, "file")
     )
 }
 
 /// Returns a bar of the arena's use. It has the colour of a warning where the arena is nearly full.
-fn arena(s: &Status, paint: Paint) -> String {
-    let fill = fill(s);
+fn arena_text(status: &Status, paint: Paint) -> String {
+    let fill = fill(status);
     let full = (fill * BAR_WIDTH as f64).round() as usize;
     let bar = format!("{}{}", "#".repeat(full), "-".repeat(BAR_WIDTH - full));
     let bar = if fill > NEARLY_FULL {
-        paint.odd(&bar)
+        paint.warning(&bar)
     } else {
         bar
     };
     format!(
         "[{bar}] {:.0}% of {} in use",
         fill * 100.0,
-        bytes(s.arena_bytes)
+        bytes(status.arena_bytes)
     )
 }
 
-/// Returns a line about a transaction, with the state of its backup where it has one.
-fn transaction(one: &TransactionStatus, paint: Paint) -> String {
-    let text = stage(one, paint);
-    let Some(backup) = &one.backup else {
+/// Returns a line about a transaction, with the state of its backup where there is one.
+fn transaction_line(transaction: &TransactionStatus, paint: Paint) -> String {
+    let text = stage_text(transaction, paint);
+    let Some(backup) = &transaction.backup else {
         return text;
     };
-    let is_open = one.stage == TransactionStage::Open;
+    let is_open = transaction.stage == TransactionStage::Open;
     let state = match (&backup.error, backup.whole, backup.age_seconds) {
-        (Some(error), ..) => paint.bad(&format!("not in the backup: {error}")),
+        (Some(error), ..) => paint.error(&format!("not in the backup: {error}")),
         (None, true, _) => format!("backup of {} is complete", bytes(backup.copied_bytes)),
         (None, false, Some(age)) if is_open => format!(
             "backup {} old, {} copied, {} left to copy",
@@ -603,8 +634,8 @@ fn transaction(one: &TransactionStatus, paint: Paint) -> String {
     format!("{text}; {state}")
 }
 
-fn rule(one: &TransactionStatus) -> String {
-    match (&one.rule, &one.waits_for) {
+fn rule_text(transaction: &TransactionStatus) -> String {
+    match (&transaction.rule, &transaction.waits_for) {
         (Some(rule), Some(waits_for)) => format!("; rule {rule} waits for {waits_for}"),
         (Some(rule), None) => format!("; rule {rule}"),
         (None, _) => String::new(),
@@ -612,38 +643,40 @@ fn rule(one: &TransactionStatus) -> String {
 }
 
 /// Returns the stage of a transaction in words, with the command that continues it.
-fn stage(one: &TransactionStatus, paint: Paint) -> String {
-    let scope = if one.scope.is_empty() {
+fn stage_text(transaction: &TransactionStatus, paint: Paint) -> String {
+    let scope = if transaction.scope.is_empty() {
         "the whole mount".to_owned()
     } else {
-        one.scope.to_string()
+        transaction.scope.to_string()
     };
-    let number = one.id.map_or_else(String::new, |id| format!(" as {id}"));
-    let objects = count(one.objects, "object");
-    match one.stage {
+    let number = transaction
+        .id
+        .map_or_else(String::new, |id| format!(" as {id}"));
+    let objects = count(transaction.objects, "object");
+    match transaction.stage {
         TransactionStage::Open => format!(
             "transaction in {scope}, {objects} changed, {}{}{}{}",
-            bytes(one.bytes),
-            one.age_seconds.map_or_else(String::new, |age| format!(", {} old", seconds(age))),
-            owner(one),
-            rule(one)
+            bytes(transaction.bytes),
+            transaction.age_seconds.map_or_else(String::new, |age| format!(", {} old", seconds(age))),
+            owner_text(transaction),
+            rule_text(transaction)
         ),
         TransactionStage::Prepared => {
             let here =
-                if one.here.is_empty() { String::new() } else { format!(" on {}", one.here.join(", ")) };
-            paint.odd(&format!("transaction in {scope}, prepared{number}{here}: firn commit or firn abort"))
+                if transaction.here.is_empty() { String::new() } else { format!(" on {}", transaction.here.join(", ")) };
+            paint.warning(&format!("transaction in {scope}, prepared{number}{here}: firn commit or firn abort"))
         }
-        TransactionStage::Decided => match &one.error {
-            None => paint.odd(&format!("transaction in {scope}, decided{number}, {objects} are being applied")),
-            Some(error) => paint.bad(&format!(
+        TransactionStage::Decided => match &transaction.error {
+            None => paint.warning(&format!("transaction in {scope}, decided{number}, {objects} are being applied")),
+            Some(error) => paint.error(&format!(
                 "transaction in {scope}, decided{number}: {error}; it is retried automatically, and at once by firn commit"
             )),
         },
     }
 }
 
-fn owner(one: &TransactionStatus) -> String {
-    match one.owner {
+fn owner_text(transaction: &TransactionStatus) -> String {
+    match transaction.owner {
         None => ", no owner".into(),
         Some(owner) if owner.connection => {
             format!(", owner: a connection of process {}", owner.pid)
@@ -653,13 +686,13 @@ fn owner(one: &TransactionStatus) -> String {
 }
 
 /// Returns the state of the copies in a partner host's memory.
-fn partnered(partner: &PartnerStatus, paint: Paint) -> String {
+fn partner_text(partner: &PartnerStatus, paint: Paint) -> String {
     let copied = bytes(partner.copied_bytes);
     let mut text = if partner.present {
         let host = partner.host.as_deref().unwrap_or_default();
         format!("{host} has copies of {copied}")
     } else {
-        paint.odd("none: what is held is lost if this host is")
+        paint.warning("none: what is held is lost if this host is")
     };
     if partner.present && partner.left_files > 0 {
         let left = bytes(partner.left_bytes);
@@ -667,12 +700,12 @@ fn partnered(partner: &PartnerStatus, paint: Paint) -> String {
         text += &format!(", and not of {left}, the oldest written {lag} ago");
     }
     if !partner.note.is_empty() {
-        text += &format!("; {}", paint.odd(&printable(&partner.note)));
+        text += &format!("; {}", paint.warning(&printable(&partner.note)));
     }
     text
 }
 
-fn spilled(spill: &SpillStatus) -> String {
+fn spilled_text(spill: &SpillStatus) -> String {
     format!(
         "{} of {} in {}, {} moved{}",
         bytes(spill.used_bytes),
@@ -685,21 +718,21 @@ fn spilled(spill: &SpillStatus) -> String {
 
 /// Returns what was drained, and the mean size of the writes to the backing, which shows that many small writes became
 /// few large ones.
-fn drained(s: &Status) -> String {
-    let mean = s
+fn drained_text(status: &Status) -> String {
+    let mean = status
         .drain_bytes
-        .checked_div(s.drain_writes)
+        .checked_div(status.drain_writes)
         .map_or_else(String::new, |mean| format!(" of {}", bytes(mean)));
-    let failed = if s.drain_errors > 0 {
-        format!(", {} failed", count(s.drain_errors, "write"))
+    let failed = if status.drain_errors > 0 {
+        format!(", {} failed", count(status.drain_errors, "write"))
     } else {
         String::new()
     };
     format!(
         "{} in {}{mean} (drained){failed}{}",
-        bytes(s.drain_bytes),
-        count(s.drain_writes, "write"),
-        recent_rate(s.drain_bytes_per_second)
+        bytes(status.drain_bytes),
+        count(status.drain_writes, "write"),
+        recent_rate(status.drain_bytes_per_second)
     )
 }
 
@@ -724,7 +757,7 @@ fn error_line(error: &ErrorStatus, retry_seconds: Option<f64>) -> String {
 }
 
 /// Returns a line for each undrained file at or below a path.
-fn pending(files: &[FileStatus]) -> String {
+fn undrained_files_text(files: &[FileStatus]) -> String {
     if files.is_empty() {
         return "  all files here are drained\n".to_owned();
     }
@@ -793,7 +826,7 @@ mod tests {
     #[test]
     fn a_healthy_mount_has_five_lines() {
         assert_eq!(
-            mount(&healthy(), StatusDetail::Short, Paint::stdout()),
+            mount_text(&healthy(), StatusDetail::Short, Paint::stdout()),
             "/ckpt  on  /scratch/run42  healthy
   in memory     12.0 MiB in 3 files (held, not drained yet), the oldest for 2.0 s; [#---------] 12% of 256.0 MiB in use
   received      384.0 MiB in 6144 writes, 1.0 MiB/s in the last seconds
@@ -801,13 +834,13 @@ mod tests {
   options       close waits for the backing (close=held: at once)
 "
         );
-        let all = mount(&healthy(), StatusDetail::All, Paint::stdout());
+        let all = mount_text(&healthy(), StatusDetail::All, Paint::stdout());
         for part in ["lookup (names not found) 23", "drain-cpu=100"] {
             assert!(all.contains(part), "{all}");
         }
         let mut other = healthy();
         other.options.push("history=3".into());
-        let shown = mount(&other, StatusDetail::Short, Paint::stdout());
+        let shown = mount_text(&other, StatusDetail::Short, Paint::stdout());
         assert!(shown.contains("at once), history=3\n"), "{shown}");
     }
 
@@ -818,7 +851,7 @@ mod tests {
             pending: true,
             ..ErrorStatus::default()
         }];
-        let shown = mount(&status, StatusDetail::Short, Paint::stdout());
+        let shown = mount_text(&status, StatusDetail::Short, Paint::stdout());
         let mut lines = shown.lines();
         assert_eq!(lines.next(), Some("/ckpt  on  /scratch/run42"));
         assert!(lines.next().unwrap().trim_start().starts_with("error "));
@@ -835,7 +868,7 @@ mod tests {
         let transaction = &mut status.transactions[0];
         transaction.error = None;
         transaction.backup.as_mut().expect("an example").error = None;
-        let before = mount(&status, StatusDetail::All, Paint::stdout());
+        let before = mount_text(&status, StatusDetail::All, Paint::stdout());
         let figures = Figures::of([&status]);
         for name in IN_LINES {
             assert!(figures.iter().any(|one| one.name == *name), "{name}");
@@ -845,7 +878,7 @@ mod tests {
             change(&mut json, one.json.trim_start_matches('.'));
             let changed: Status = serde_json::from_value(json).unwrap();
             assert_ne!(
-                mount(&changed, StatusDetail::All, Paint::stdout()),
+                mount_text(&changed, StatusDetail::All, Paint::stdout()),
                 before,
                 "{}",
                 one.name
@@ -884,6 +917,9 @@ mod tests {
 
     #[test]
     fn a_mount_without_writes_has_no_mean_write() {
-        assert_eq!(drained(&Status::default()), "0 B in 0 writes (drained)");
+        assert_eq!(
+            drained_text(&Status::default()),
+            "0 B in 0 writes (drained)"
+        );
     }
 }

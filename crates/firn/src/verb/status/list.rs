@@ -24,8 +24,10 @@ pub fn text(all: &[FoundMount], paint: Paint) -> String {
         let line = line.trim_end();
         text += &match index.checked_sub(1).map(|at| &all[at]) {
             None => paint.head(line),
-            Some(FoundMount::Silent { .. } | FoundMount::Left { .. }) => paint.bad(line),
-            Some(FoundMount::Alive { status, .. }) if !status.errors.is_empty() => paint.odd(line),
+            Some(FoundMount::Silent { .. } | FoundMount::Left { .. }) => paint.error(line),
+            Some(FoundMount::Alive { status, .. }) if !status.errors.is_empty() => {
+                paint.warning(line)
+            }
             Some(FoundMount::Alive { .. }) => line.to_owned(),
         };
         text.push('\n');
@@ -41,11 +43,11 @@ pub fn text(all: &[FoundMount], paint: Paint) -> String {
     };
     for seen in all.iter().filter(|seen| !is_elsewhere(seen)) {
         if let Some(advice) = seen.advice() {
-            text += &format!("\n{}\n", paint.bad(&advice));
+            text += &format!("\n{}\n", paint.error(&advice));
         }
     }
     if let Some(advice) = describe_elsewhere(all.iter().filter(is_elsewhere).count()) {
-        text += &format!("\n{}\n", paint.odd(&advice));
+        text += &format!("\n{}\n", paint.warning(&advice));
     }
     text
 }
