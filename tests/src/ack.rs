@@ -349,19 +349,24 @@ fn verify_result(dir: &Path, log: &Path) -> Result<Verified, String> {
         let before = model.files.get(&file);
         let may_be_missing = before.is_none();
         let seconds = [before.map(|b| b.1), Some(*second_after)];
-        let found = seconds
+        let read = seconds
             .iter()
             .flatten()
-            .find_map(|second| std::fs::read(dir.join(name(file, *second))).ok());
-        let Some(found) = found else {
+            .map(|second| std::fs::read(dir.join(name(file, *second))));
+        let read: Vec<_> = read.collect();
+        let Some(found) = read.iter().flatten().next() else {
             if may_be_missing {
                 continue;
             }
-            return Err(format!("file {file} in {dir:?} is missing"));
+            let errors: Vec<_> = read.iter().filter_map(|read| read.as_ref().err()).collect();
+            let names: Vec<_> = std::fs::read_dir(dir).into_iter().flatten().collect();
+            return Err(format!(
+                "file {file} in {dir:?} is missing: {errors:?} (last begun: {begun:?}, names: {names:?})"
+            ));
         };
         let empty = Vec::new();
         let is_before = before.map_or(&empty, |b| &b.0);
-        compare(&found, is_before, is_after)
+        compare(found, is_before, is_after)
             .map_err(|e| format!("{dir:?}, file {file}: {e} (last begun: {begun:?})"))?;
         verified.bytes += found.len() as u64;
     }

@@ -133,8 +133,16 @@ impl AccountState {
         self.lost_track = Some(self.version);
     }
 
-    /// Adds an entry for the object at `path`, which has `links` names.
+    /// Adds an entry for the object at `path`, which has `links` names. Another thread may have added it meanwhile, with the
+    /// same path or another one; then both changes are one entry.
     fn insert(&mut self, key: Key, path: Vec<u8>, links: u64) {
+        if let Some(entry) = self.objects.get_mut(&key) {
+            entry.version = self.version;
+            if self.names.get(&path) != Some(&key) {
+                self.add_name(key, path);
+            }
+            return;
+        }
         if self.objects.len() >= ENTRIES_MAX {
             self.objects.clear();
             self.names.clear();
@@ -645,5 +653,29 @@ pub fn relative(path: &[u8]) -> OsString {
         OsString::from(".")
     } else {
         OsString::from_vec(path.to_vec())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn regression_two_first_changes_of_one_object_at_once_are_one_entry() {
+        for other in [&b"dir/name"[..], b"dir/other"] {
+            let unsynced = Unsynced::default();
+            let key = Key::default();
+            let path = || ObjectPath::Known(b"dir/name".to_vec(), 2);
+            // The second thread records its change while the first one asks for the path.
+            unsynced.record_change(key, || {
+                unsynced.record_change(key, || ObjectPath::Known(other.to_vec(), 2));
+                path()
+            });
+            let state = unsynced.state.lock();
+            let entry = &state.objects[&key];
+            assert_eq!(entry.version, state.version);
+            assert!(entry.paths.contains(&b"dir/name".to_vec()), "{other:?}");
+            assert!(entry.paths.contains(&other.to_vec()), "{other:?}");
+        }
     }
 }
