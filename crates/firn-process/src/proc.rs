@@ -36,7 +36,7 @@ pub fn has_memory(thread: u32) -> Option<bool> {
     // pages is 0.
     let mut pages = [0; 2];
     let mut statm = File::open(format!("/proc/{thread}/statm")).ok()?;
-    statm.read(&mut pages).ok()?;
+    statm.read_exact(&mut pages).ok()?;
     Some(&pages != b"0 ")
 }
 

@@ -475,7 +475,8 @@ impl<B: Backing> Entries<B> {
             return Ok(());
         };
         if let Some(shadow) = &scope.shadow {
-            return self.rename_shadowed(&names, &scope, shadow, &objects, old, new, flags);
+            let rename = RequestedRename { old, new, flags };
+            return self.rename_shadowed(&names, &scope, shadow, &objects, rename);
         }
         let RenamedObjects { source, target } = objects;
         let exchange = flags.contains(RenameFlags::EXCHANGE);
@@ -602,6 +603,13 @@ impl<B: Backing> Entries<B> {
         }
         Ok(())
     }
+}
+
+/// A rename that a program requests.
+pub(crate) struct RequestedRename<'a, B: Backing> {
+    pub(crate) old: NameAt<'a, B>,
+    pub(crate) new: NameAt<'a, B>,
+    pub(crate) flags: RenameFlags,
 }
 
 /// A name in a directory, as programs see it. The name need not exist.

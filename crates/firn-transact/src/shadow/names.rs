@@ -6,7 +6,7 @@ use std::sync::Arc;
 use firn_backing::{Backing, Errno, Kind, RenameFlags, Result};
 
 use super::{NO_BYTES, Shadow};
-use crate::names::{Entries, NameAt, RenamedObjects};
+use crate::names::{Entries, NameAt, RenamedObjects, RequestedRename};
 use crate::object::{Key, Location, Object};
 use crate::scope::Scope;
 use crate::tree::NameChangeGuard;
@@ -100,7 +100,7 @@ impl<B: Backing> Entries<B> {
         Ok(())
     }
 
-    /// Renames `old` to `new` in the backing at once. An object that existed before the transaction and is replaced is
+    /// Makes a rename in the backing at once. An object that existed before the transaction and is replaced is
     /// kept for an abort.
     pub(crate) fn rename_shadowed(
         &self,
@@ -108,10 +108,9 @@ impl<B: Backing> Entries<B> {
         scope: &Scope<B>,
         shadow: &Shadow<B>,
         objects: &RenamedObjects<B>,
-        old: NameAt<'_, B>,
-        new: NameAt<'_, B>,
-        flags: RenameFlags,
+        rename: RequestedRename<'_, B>,
     ) -> Result<()> {
+        let RequestedRename { old, new, flags } = rename;
         let from = old.dir;
         let NameAt {
             dir: to,
