@@ -8,7 +8,7 @@
 //! * Attributes are copied into the tables before the first step ([`Change::frozen`]).
 //! * Names that a step changes are in the tables.
 //! * Bytes that a step writes are read from the staged copy or from memory.
-//! * New objects are found where they are or where they are moved to ([`StagedCopy::goes_to`]); a move does not change
+//! * New objects are found where they are or where they are moved to ([`StagedCopy::final_name`]); a move does not change
 //!   the object itself.
 //!
 //! Changes of the scope wait for the end of the application, unless a transaction follows the commit. The following
@@ -17,7 +17,7 @@
 //! A commit of an earlier firnd has no tables, so programs wait while it is applied.
 //!
 //! [`Change::frozen`]: crate::object::Change
-//! [`StagedCopy::goes_to`]: crate::object::StagedCopy::goes_to
+//! [`StagedCopy::final_name`]: crate::object::StagedCopy::final_name
 
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
