@@ -33,7 +33,7 @@ pub fn set_probe(f: Option<Box<dyn FnMut()>>) {
 
 /// Marks an instant at which a crash is to be tested: the thread is about to store a word of the arena.
 ///
-/// Does nothing in a normal build. With the feature `probe`, calls the test's function ([`set_probe`]). A test copies the
+/// Does nothing in a normal build. With the feature `probe`, calls the test's function (`set_probe`). A test copies the
 /// arena there and attaches the copy, as after a crash between two stores.
 pub(crate) fn crash_point() {
     #[cfg(feature = "probe")]
