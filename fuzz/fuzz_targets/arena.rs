@@ -8,7 +8,7 @@ use std::path::PathBuf;
 
 use arbitrary::Arbitrary;
 use firn_arena::journal::replay;
-use firn_arena::{Arena, Damage, Identity, Stored, check};
+use firn_arena::{Arena, Damage, Identity, NewPiece, Stored, check};
 use firn_format::geometry::Geometry;
 use firn_format::slab::Class;
 use firn_format::superblock::SUPERBLOCK_BYTES;
@@ -60,7 +60,13 @@ fn sample() -> Sample {
         let reserved = lease.reserve(n, n * 10_000, 3000).expect("room");
         arena.fill_slab(lease.slab(), reserved.position, &[n as u8; 3000]);
         let sequence = arena.next_sequence();
-        let piece = arena.publish_piece(&mut lease, reserved, (n, n * 10_000), sequence, 0);
+        let new = NewPiece {
+            file_id: n,
+            offset: n * 10_000,
+            sequence,
+            modified: 0,
+        };
+        let piece = arena.publish_piece(&mut lease, reserved, new);
         if n == 2 {
             arena.retire_bytes(piece, 3000, true);
         }
@@ -153,7 +159,8 @@ fn compare(sample: &Sample, input: &Input) {
     // The sum of every record is whole, so a piece that is found is one that was written, though
     // damage to its state may bring back a dead one. The time of a write is not in the sum (FORMAT, "Damage").
     for found in &report.pieces {
-        let is_same = |written: &Stored| (written.at, written.piece) == (found.at, found.piece);
+        let is_same =
+            |written: &Stored| (written.record, written.piece) == (found.record, found.piece);
         assert!(
             found.piece.file == 2 || sample.pieces.iter().any(is_same),
             "{found:?}"
