@@ -10,7 +10,9 @@
 //! * A call does one thing: it does not retry or cache, and it returns the kernel's errno.
 //! * Any thread may make any call at any time. Each call may take for ever, so no caller holds a lock of [`lock`].
 
+use std::ffi::OsStr;
 use std::io::IoSlice;
+use std::os::unix::ffi::OsStrExt as _;
 
 pub use data_ranges::{DataRanges, data_ranges};
 pub use descriptors::raise_descriptor_limit;
@@ -94,6 +96,12 @@ pub fn copy_through_memory<B: Backing>(
     let count = backing.read_at(from, &mut buf, from_offset)?;
     let written = backing.write_at(to, &[IoSlice::new(&buf[..count])], to_offset)?;
     Ok(written as u64)
+}
+
+/// Returns the path of a name in the directory with path `dir`, which is empty for the top.
+pub fn join_path(dir: &[u8], name: &OsStr) -> Vec<u8> {
+    let slash: &[u8] = if dir.is_empty() { b"" } else { b"/" };
+    [dir, slash, name.as_bytes()].concat()
 }
 
 /// Whether `path` is `top` or below it. Both are relative to the root, whose path is empty.

@@ -26,7 +26,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use parking_lot::{Condvar, Mutex};
 
-use crate::{Access, Attr, Backing, Errno, Kind, Result};
+use crate::{Access, Attr, Backing, Errno, Kind, Result, join_path};
 
 /// Identity of an object: device and inode number.
 pub type Key = (u64, u64);
@@ -109,16 +109,6 @@ impl Default for AccountState {
             last_ticket: 0,
         }
     }
-}
-
-/// Returns the path of a name in the directory with path `dir`.
-pub fn join(dir: &[u8], name: &OsStr) -> Vec<u8> {
-    let mut path = dir.to_vec();
-    if !path.is_empty() {
-        path.push(b'/');
-    }
-    path.extend(name.as_bytes());
-    path
 }
 
 impl AccountState {
@@ -635,7 +625,7 @@ fn run_in_threads(count: usize, work: impl Fn() + Sync) {
 /// Returns the path of `name` in a directory; `None` if the path of the directory is not known.
 pub fn path_of_entry(dir: ObjectPath, name: &OsStr) -> Option<Vec<u8>> {
     match dir {
-        ObjectPath::Known(path, _) => Some(join(&path, name)),
+        ObjectPath::Known(path, _) => Some(join_path(&path, name)),
         ObjectPath::Gone | ObjectPath::Unknown => None,
     }
 }

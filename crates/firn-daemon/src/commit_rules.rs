@@ -29,7 +29,7 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use firn_backing::lock::{Mutex, MutexGuard};
-use firn_backing::{Caller, Errno};
+use firn_backing::{Caller, Errno, join_path};
 use firn_engine::{Closing, HandleId, InodeId};
 use firn_format::mountinfo;
 use firn_format::quote::quoted;
@@ -46,7 +46,7 @@ use parking_lot::Condvar;
 use self::exits::Exits;
 use self::joint::{End, EventKind, Hosts, Joint};
 use crate::error::MountError;
-use crate::gate::{TransactionGate, join_path};
+use crate::gate::TransactionGate;
 use crate::parts::Forget;
 use crate::process::process_of;
 
@@ -289,6 +289,19 @@ impl CommitRules {
         }
     }
 
+    /// Forgets aborted checkpoints at these paths: a later checkpoint is committed there.
+    fn forget_undone(&self, paths: &BTreeSet<Vec<u8>>) {
+        if !self.gate.has_undone_scopes() {
+            return;
+        }
+        for path in paths {
+            self.gate.forget_undone_scope(path);
+            if let Some(key) = self.rules.checkpoint_key(path) {
+                self.gate.forget_undone_scope(&key);
+            }
+        }
+    }
+
     /// Waits for the ends of writers, until [`CommitRules::stop`].
     pub(crate) fn watch_exits(&self) {
         self.exits
@@ -313,7 +326,7 @@ impl CommitRules {
     }
 
     fn locate_name(&self, (parent, name): (InodeId, &OsStr), is_file: bool) -> Option<LocatedPath> {
-        let path = join_path(self.gate.engine().tree.path_of(parent)?, name);
+        let path = join_path(&self.gate.engine().tree.path_of(parent)?, name);
         Some(if is_file {
             self.rules.locate_file(&path)
         } else {
@@ -505,12 +518,7 @@ impl CommitRules {
         self.publish(table);
         match committed {
             Ok(()) => {
-                for path in &transaction.paths {
-                    self.gate.forget_undone_scope(path);
-                    let key = self.checkpoint_key(path);
-                    key.iter()
-                        .for_each(|key| self.gate.forget_undone_scope(key));
-                }
+                self.forget_undone(&transaction.paths);
                 let paths = shown(&transaction.paths);
                 tracing::info!(rule = transaction.rule, %paths, "a commit rule has committed a checkpoint");
                 self.carry_out(more)
@@ -695,7 +703,7 @@ impl ChangeWatch for CommitRules {
     }
 
     fn checkpoint_key(&self, path: &[u8]) -> Option<Vec<u8>> {
-        Some(self.rules.checkpoint_of(path)?.group.into_bytes())
+        self.rules.checkpoint_key(path)
     }
 
     fn begin_change(&self, caller: Caller, change: &WatchedChange) -> Result<WatchTicket, Errno> {

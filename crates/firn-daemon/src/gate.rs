@@ -26,16 +26,14 @@
 //! every lock of the engine.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::ffi::OsStr;
 use std::ops::Range;
-use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use firn_backing::lock::{Mutex, assert_none_held};
-use firn_backing::{Caller, Errno, is_below};
+use firn_backing::{Caller, Errno, is_below, join_path};
 use firn_engine::{Engine, HandleId, InodeId};
 use firn_format::durability::DurabilityLevel;
 use firn_fuse::{ChangeWatch, ChangedObject, Gate, Pass, RangeAccess};
@@ -149,6 +147,12 @@ impl TransactionGate {
         }
     }
 
+    /// Returns whether the live table has an aborted scope.
+    pub(crate) fn has_undone_scopes(&self) -> bool {
+        let scopes = self.undone_scopes.as_ref();
+        scopes.is_some_and(|scopes| !scopes.is_empty())
+    }
+
     /// Returns whether the last transaction of a scope was aborted because its firnd died.
     pub(crate) fn is_undone_scope(&self, path: &[u8]) -> bool {
         let scopes = self.undone_scopes.as_ref();
@@ -176,7 +180,7 @@ impl TransactionGate {
             ChangedObject::Inode(inode)
             | ChangedObject::Handle(inode, _)
             | ChangedObject::Closed(inode, _) => tree.path_of(inode),
-            ChangedObject::Name(dir, name) => Some(join_path(tree.path_of(dir)?, name)),
+            ChangedObject::Name(dir, name) => Some(join_path(&tree.path_of(dir)?, name)),
         }
     }
 
@@ -340,15 +344,6 @@ impl TransactionGate {
     }
 }
 
-/// The path of a name in a directory.
-pub(crate) fn join_path(mut dir: Vec<u8>, name: &OsStr) -> Vec<u8> {
-    if !dir.is_empty() {
-        dir.push(b'/');
-    }
-    dir.extend_from_slice(name.as_bytes());
-    dir
-}
-
 fn not_a_scope(errno: Errno) -> TransactionError {
     match errno {
         Errno::NOENT => ScopeError::Missing.into(),
@@ -425,26 +420,24 @@ impl Gate for TransactionGate {
             ChangedObject::Handle(..) => true,
             ChangedObject::Inode(_) | ChangedObject::Name(..) => false,
         };
-        let path = self.path_of_change(object);
-        let may_be_in_one = has_lost_handle || path.is_some();
-        let admitted = if scopes.has_some() && may_be_in_one {
-            let path = path.as_deref();
-            let checkpoint_key = path
-                .zip(self.watch())
-                .and_then(|(path, watch)| watch.checkpoint_key(path));
-            scopes.check_change(&RequestedChange {
-                caller,
-                path,
-                checkpoint_key: checkpoint_key.as_deref(),
-                is_repeated,
-            })
-        } else {
-            Ok(())
-        };
+        // Most changes of a mount that was taken over end here.
+        if scopes.has_some() {
+            let path = self.path_of_change(object);
+            if has_lost_handle || path.is_some() {
+                let watched = path.as_deref().zip(self.watch());
+                let checkpoint_key = watched.and_then(|(path, watch)| watch.checkpoint_key(path));
+                scopes.check_change(&RequestedChange {
+                    caller,
+                    path: path.as_deref(),
+                    checkpoint_key: checkpoint_key.as_deref(),
+                    is_repeated,
+                })?;
+            }
+        }
         if has_lost_handle {
             return Err(Errno::CANCELED);
         }
-        admitted
+        Ok(())
     }
 
     fn watch(&self) -> Option<Arc<dyn ChangeWatch>> {

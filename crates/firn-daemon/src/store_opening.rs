@@ -168,10 +168,10 @@ fn checkpoint_keys(rules: &[String], scopes: &[Vec<u8>]) -> Vec<Vec<u8>> {
     let Ok(rules) = commit_rules::load(rules) else {
         return Vec::new();
     };
-    let checkpoints = scopes.iter().filter_map(|scope| rules.checkpoint_of(scope));
-    checkpoints
-        .map(|checkpoint| checkpoint.group.into_bytes())
-        .collect()
+    let keys = scopes
+        .iter()
+        .filter_map(|scope| rules.checkpoint_key(scope));
+    keys.collect()
 }
 
 /// A transaction belongs to the participants and the host that it was begun with. Only a mount with the same ones, or

@@ -42,7 +42,8 @@ pub(crate) struct RequestedChange<'a> {
 /// The aborted scopes of one mount.
 pub(crate) struct UndoneScopes {
     table: Arc<LiveTable>,
-    /// Whether the table has an aborted scope in which a change may have to be refused. Read for each change, so that most changes do not lock the table.
+    /// Whether the table has an aborted scope in which a change may have to be refused. Read for each change, so that
+    /// most changes do not lock the table.
     has_some: AtomicBool,
 }
 
@@ -62,6 +63,12 @@ impl UndoneScopes {
         self.has_some.store(has_some, Ordering::Release);
     }
 
+    /// Returns whether the table has no entry.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.table.undone_scopes().is_empty()
+    }
+
+    /// Returns whether a change may have to be refused.
     pub(crate) fn has_some(&self) -> bool {
         self.has_some.load(Ordering::Acquire)
     }

@@ -19,7 +19,7 @@ use std::sync::atomic::Ordering;
 use firn_arena::MemoryFile;
 use firn_arena::live::LiveTable;
 use firn_backing::lock::Mutex;
-use firn_backing::{Attr, Backing, Errno, Kind, Time, is_below};
+use firn_backing::{Attr, Backing, Errno, Kind, Time, is_below, join_path};
 use firn_format::live::{
     Contents, Handle, Moment, Node, ObjectIdentity, PathSum, Request, ServedBy, Stored, UndoneScope,
 };
@@ -158,17 +158,16 @@ impl<'a> NodePaths<'a> {
             return vec![Vec::new()];
         }
         let nodes = self.0.get(&id).filter(|_| depth > 0);
-        let paths_below = |node: &&Node| {
-            let mut paths = self.paths_of(node.parent, depth - 1);
-            for path in &mut paths {
-                if !path.is_empty() {
-                    path.push(b'/');
-                }
-                path.extend_from_slice(&node.name);
-            }
-            paths
+        let paths_of_node = |node: &'a Node| {
+            let dirs = self.paths_of(node.parent, depth - 1);
+            let name = OsStr::from_bytes(&node.name);
+            dirs.into_iter().map(move |dir| join_path(&dir, name))
         };
-        nodes.into_iter().flatten().flat_map(paths_below).collect()
+        nodes
+            .into_iter()
+            .flatten()
+            .flat_map(|node| paths_of_node(node))
+            .collect()
     }
 }
 

@@ -26,7 +26,7 @@ use std::sync::{Arc, OnceLock, Weak};
 
 use firn_arena::live::LiveTable;
 use firn_backing::lock::Mutex;
-use firn_backing::{Attr, Backing, Errno, Kind, Time, Volume};
+use firn_backing::{Attr, Backing, Errno, Kind, Time, Volume, join_path};
 use quick_cache::sync::Cache;
 use smallvec::SmallVec;
 
@@ -348,12 +348,7 @@ impl<B: Backing> Inode<B> {
 
     /// Returns the path of a name in this directory, or `None` if the directory has no known path.
     pub(crate) fn path_of(&self, name: &OsStr) -> Option<Vec<u8>> {
-        let mut path = self.paths().into_iter().next()?;
-        if !path.is_empty() {
-            path.push(b'/');
-        }
-        path.extend_from_slice(name.as_bytes());
-        Some(path)
+        Some(join_path(&self.paths().into_iter().next()?, name))
     }
 }
 

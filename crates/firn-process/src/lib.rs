@@ -1,5 +1,8 @@
 //! Runs a program to its end: passes its input, collects its output, and kills the program at a deadline.
 //!
+//! Also asks how a process ended ([`end_of_process`]), and reads of a process in /proc what does not wait for its exec
+//! ([`has_memory`]).
+//!
 //! Promises
 //! * [`run`] returns at most [`KILL_WAIT`] after the deadline, whatever the program and its descendants do.
 //! * A program that did not end by itself is killed with its process group, and is reaped.

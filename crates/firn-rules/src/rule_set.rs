@@ -95,6 +95,11 @@ impl RuleSet {
         })
     }
 
+    /// Returns the bytes of [`CheckpointOfPath::group`] for a path.
+    pub fn checkpoint_key(&self, path: &[u8]) -> Option<Vec<u8>> {
+        Some(self.checkpoint_of(path)?.group.into_bytes())
+    }
+
     /// Compiles the rules.
     pub fn new(rules: Vec<Rule>) -> Result<Self, RuleSetError> {
         let expressions = rules

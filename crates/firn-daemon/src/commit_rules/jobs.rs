@@ -49,8 +49,7 @@ fn read_relations(process: u32) -> Option<ProcessRelations> {
     let fields: Vec<&str> = stat.rsplit_once(')')?.1.split_ascii_whitespace().collect();
     let field = |index: usize| fields.get(index)?.parse::<i64>().ok();
     let (parent, session, terminal) = (field(1)?, field(3)?, field(4)?);
-    let status = fs::read_to_string(format!("/proc/{process}/status")).ok()?;
-    let user = status.lines().find_map(|line| line.strip_prefix("Uid:"))?;
+    let user = firn_process::read_status(process, "Uid")?;
     Some(ProcessRelations {
         parent: u32::try_from(parent).ok()?,
         user: user.split_ascii_whitespace().next()?.parse().ok()?,

@@ -9,7 +9,7 @@ use std::collections::BTreeSet;
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
 
-use firn_backing::{Errno, Kind};
+use firn_backing::{Errno, Kind, join_path};
 use firn_engine::{Cached, InodeId, ROOT};
 use firn_rules::{LocatedPath, ScopeNumber, parent_of};
 use firn_transact::machine::Pending;
@@ -36,16 +36,6 @@ struct ListedName {
     kind: Kind,
 }
 
-/// Returns the path of `name` in `dir`.
-fn join(dir: &[u8], name: &OsStr) -> Vec<u8> {
-    let mut path = dir.to_vec();
-    if !path.is_empty() {
-        path.push(b'/');
-    }
-    path.extend_from_slice(name.as_bytes());
-    path
-}
-
 impl CommitRules {
     /// Removes old checkpoints in each directory where a checkpoint was committed. A failure is logged, and the
     /// checkpoints stay until the next commit.
@@ -67,7 +57,7 @@ impl CommitRules {
         let mut names: Vec<LocatedPath> = Vec::new();
         let mut linked = BTreeSet::new();
         for ListedName { name, kind } in self.list(found.inode)? {
-            names.push(self.rules.locate(&join(dir, &name)));
+            names.push(self.rules.locate(&join_path(dir, &name)));
             if kind == Kind::Symlink {
                 linked.extend(self.first_name_of_link(&found, dir, &name));
             }
@@ -97,7 +87,7 @@ impl CommitRules {
         } else {
             first
         };
-        Some(join(path, OsStr::from_bytes(first)))
+        Some(join_path(path, OsStr::from_bytes(first)))
     }
 
     fn look_up(&self, parent: InodeId, name: &OsStr) -> Result<LookedUpInode<'_>, Errno> {
