@@ -33,11 +33,12 @@ pub fn env_count(name: &str, default: u64) -> u64 {
 /// hole cannot pass for data).
 pub fn fill(key: u64, buf: &mut [u8]) {
     let mut state = key.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    for byte in buf.iter_mut() {
+    for eight in buf.chunks_mut(8) {
         state ^= state << 13;
         state ^= state >> 7;
         state ^= state << 17;
-        *byte = (state >> 32) as u8 | 1;
+        let nonzero = state | 0x0101_0101_0101_0101;
+        eight.copy_from_slice(&nonzero.to_le_bytes()[..eight.len()]);
     }
 }
 

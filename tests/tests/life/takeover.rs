@@ -201,6 +201,8 @@ fn run_writers_under_kills(name: &str, prepare: fn(&mut Command)) {
     assert_eq!(mount.status().takeovers, kills);
     let mut operations = 0;
     for (_, dir, log) in &writers {
+        // A campaign has gigabytes to compare.
+        mount.note_progress();
         operations += verify(dir, log).ops;
     }
     let backing = mount.umount();

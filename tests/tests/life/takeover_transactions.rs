@@ -790,6 +790,7 @@ fn kills_at_random_moments_abort_what_is_open_and_nothing_else() {
         assert!(returned_operations(log) > 0);
         writer.kill().expect("kill a writer");
         writer.wait().expect("wait");
+        mount.note_progress();
         verify(dir, log);
     }
     assert_eq!(find_generation(&scope), generation);
