@@ -90,8 +90,8 @@ pub static TABLE: [Row; 53] = [
         },
         default: "4M",
         help: "Unit in which data is collected and written to the backing",
-        long: "Choose larger chunks where each write is expensive (a network file system), smaller ones for \
-               a small arena or very many small files.",
+        long: "Choose larger chunks where each write is expensive, as on a network file system; smaller ones \
+               for a small arena or very many small files.",
         changes_promises: false,
         get: |o| size_text(o.chunk_bytes),
         set: |o, v| o.chunk_bytes = v.number(),
@@ -106,7 +106,7 @@ pub static TABLE: [Row; 53] = [
         default: "4",
         help: "Number of threads that write to the backing in parallel",
         long: "Choose more where the backing has a long latency and serves many requests in parallel; few \
-               for a disk; with `placement`, at least one for each lane.",
+               for a disk, or where many hosts share a server; with `placement`, at least one for each lane.",
         changes_promises: false,
         get: |o| o.io_threads.to_string(),
         set: |o, v| o.io_threads = v.number() as u32,
@@ -118,7 +118,7 @@ pub static TABLE: [Row; 53] = [
         help: "Order in which the files of one I/O server are written",
         long: "`interleaved`: each file with data gets one write in turn. `sequential`: one file after the \
                other, which saves time on a disk that seeks, and none on flash. Files that a program waits \
-               for (close, fsync, `firn wait`) come first. With several hosts, add `tokens`.",
+               for come first. With several hosts, add `tokens`.",
         changes_promises: true,
         get: |o| word(o.order),
         set: |o, v| o.order = v.choice(),
@@ -133,8 +133,7 @@ pub static TABLE: [Row; 53] = [
         default: "all",
         help: "Number of writes that one I/O server gets at once; all: one for each I/O thread",
         long: "Choose `1` for a disk or a server with one disk, more for a server that needs several \
-               requests to be busy. The number is for each lane of `placement`; without lanes, for the \
-               whole backing.",
+               requests to be busy. Without lanes, the number is for the whole backing.",
         changes_promises: false,
         get: |o| match o.lane_writers {
             0 => "all".into(),
@@ -148,9 +147,9 @@ pub static TABLE: [Row; 53] = [
         default: "fuse",
         help: "How programs reach the files: a FUSE mount, or the preload library alone",
         long: "`fuse`: the kernel serves every program; the preload library makes programs faster. \
-               `preload`: the mount point is a tree of empty files on tmpfs, and only dynamically linked \
-               programs of the mounting user with the preload library (LD_PRELOAD) reach the data. For \
-               root, a tmpfs is mounted there; other users must give a directory on a tmpfs.",
+               `preload`: the mount point is a tree of empty files on tmpfs. Only dynamically linked \
+               programs of the mounting user with the preload library (LD_PRELOAD) reach the data. For root, \
+               a tmpfs is mounted there; other users must give a directory on a tmpfs.",
         changes_promises: true,
         get: |o| word(o.frontend),
         set: |o, v| o.frontend = v.choice(),
@@ -177,10 +176,10 @@ pub static TABLE: [Row; 53] = [
             zero: Some("off"),
         },
         default: "off",
-        help: "With drain=commit: number of commits before the last one that `firn restore` can bring back",
+        help: "With drain=commit: number of older commits that `firn restore` can bring back",
         long: "Each commit first copies what it overwrites to `.firn/` in the backing, and keeps what it \
-               removes. Where the backing shares blocks between files (btrfs, xfs), copies take no space. \
-               Changes outside of transactions are not brought back.",
+               removes. On btrfs and xfs, whose files can share blocks, copies take no space. Changes \
+               outside of transactions are not brought back.",
         changes_promises: true,
         get: |o| {
             if o.history == 0 {
@@ -197,8 +196,7 @@ pub static TABLE: [Row; 53] = [
         default: "buffer",
         help: "With drain=commit: hold changes back until the commit (buffer), or write them at once and undo \
                them on abort (shadow)",
-        long: "`shadow` shows each change once it is drained; `.firn/` first gets the old bytes from the first \
-               changed one on, and the names of changed directories. Choose `shadow` if processes on other \
+        long: "`shadow` shows each change in the backing once it is drained. Choose it if processes on other \
                hosts read changes before the commit. All `participants` must use the same mode.",
         changes_promises: true,
         get: |o| word(o.mode),
@@ -209,12 +207,11 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Choice(words::<Placement>()),
         default: "none",
         help: "What chooses the I/O server of a new file: the file system (none), Firn over several \
-               directories (dirs), or Firn by telling the file system (lustre, moosefs, command)",
+               directories (dirs), or Firn on one file system (lustre, moosefs, command)",
         long: "`dirs`: each new file lies whole in one of the `lanes`; the backing has a symbolic link to \
-               it, the mount a plain file. `lustre`, `moosefs`: the file system is told to put each new \
-               file whole on one of the `servers`; names stay as they are. `command`: `place-command` tells \
-               it. `firn status` counts files that the file system puts elsewhere. Choose placement for \
-               four files or more on each server.",
+               it, the mount a plain file. On one file system, each new file lies whole on one of the \
+               `servers`, and names stay as they are; `firn status` counts files that the file system puts \
+               elsewhere. Choose placement for four files or more on each server.",
         changes_promises: true,
         get: |o| word(o.placement),
         set: |o, v| o.placement = v.choice(),
@@ -240,10 +237,10 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Path,
         default: "",
         help: "With placement: a file that says which names go to which lane",
-        long: "Each line has a pattern (`*`, `?`, `[…]`, `{…,…}`), a space and the number of a lane, from \
-               0. The first pattern that matches a new file's name, without directories, decides. Lines \
-               that are empty or begin with `#` are skipped. If no line matches, the numbers in the path \
-               decide; without a number, the file goes to the lane with the fewest files of its directory.",
+        long: "Each line has a pattern (`*`, `?`, `[…]`, `{…,…}`), a space and the number of a lane, from 0; \
+               empty lines and lines that begin with `#` are skipped. The first pattern that matches a new \
+               file's name, without directories, decides. If none matches, the numbers in the path decide; \
+               without a number, the file goes to the lane with the fewest files of its directory.",
         changes_promises: false,
         get: |o| path_text(o.lane_map.as_ref()),
         set: |o, v| o.lane_map = v.directory(),
@@ -254,8 +251,8 @@ pub static TABLE: [Row; 53] = [
         default: "",
         help: "With placement on one file system: its servers, one for each lane, with colons between them",
         long: "`lustre`: indices of OSTs (`lfs osts`). `moosefs`: storage classes, each with the label of \
-               one chunk server (strict ones, `mfsscadmin create -m s`, unless a busy server may be left \
-               out). `command`: what the program takes. Give all hosts the same list.",
+               one chunk server; strict ones (`mfsscadmin create -m s`), unless a busy server may be left \
+               out. `command`: what the program takes. Give all hosts the same list.",
         changes_promises: false,
         get: |o| o.servers.join(":"),
         set: |o, v| o.servers = v.names(),
@@ -267,8 +264,8 @@ pub static TABLE: [Row; 53] = [
         help: "With placement=command: the program that makes a new file on a server",
         long: "Firn runs `PROGRAM SERVER . NAME` in the new file's directory, as the user who makes the \
                file. The program must make an empty regular file, and fail if the name exists. If it fails, \
-               or runs longer than 10 s, the file is made without it. `examples/placement` of the source \
-               has programs for BeeGFS, CephFS and OrangeFS.",
+               or runs longer than 10 s, the file is made without it. The source has programs for BeeGFS, \
+               CephFS and OrangeFS in `examples/placement`.",
         changes_promises: false,
         get: |o| path_text(o.place_command.as_ref()),
         set: |o, v| o.place_command = v.directory(),
@@ -329,9 +326,8 @@ pub static TABLE: [Row; 53] = [
         help: "Which host keeps copies of this host's held files in its memory: none, the next one (next), \
                or the one of this name",
         long: "Needs `firn agent` on both hosts, and a backing that both see. A file of which the partner \
-               has all bytes is `partnered`. `next`: hosts are a ring, sorted by name; the partner is the \
-               next host outside this host's failure domain (`partner-domains`) whose agent answers. After \
-               the loss of a host, `firn run --restart HOST` takes its files from its partner.",
+               has all bytes is `partnered`. `next`: the partner is the next host by name, in a ring, that \
+               is outside this host's failure domain (`partner-domains`) and whose agent answers.",
         changes_promises: true,
         get: |o| match &o.partner {
             Partner::None => "none".to_owned(),
@@ -352,8 +348,8 @@ pub static TABLE: [Row; 53] = [
         default: "",
         help: "With partner=next: a file that says which hosts fail together",
         long: "Each line has a pattern of host names and the name of a failure domain, such as a rack; \
-               syntax as in `lane-map`. The first pattern that matches decides. A host without a line fails \
-               alone. If no other domain has an agent, the partner is a host of this one.",
+               syntax as in `lane-map`. A host without a line fails alone. If no other domain has an agent, \
+               the partner is a host of this one.",
         changes_promises: false,
         get: |o| path_text(o.partner_domains.as_ref()),
         set: |o, v| o.partner_domains = v.directory(),
@@ -379,9 +375,8 @@ pub static TABLE: [Row; 53] = [
         },
         default: "1s",
         help: "How long a host keeps a token while others wait for it",
-        long: "With a shorter time each host waits less for its turn; with a longer one the server changes \
-               less often between the files of hosts. A host with nothing to write passes the token on at \
-               once.",
+        long: "With a shorter time each host waits less; with a longer one the server changes less often \
+               between hosts. A host with nothing to write passes the token on at once.",
         changes_promises: false,
         get: |o| duration_text(o.token_hold_ms),
         set: |o, v| o.token_hold_ms = v.number(),
@@ -406,7 +401,7 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Endpoints,
         default: "",
         help: "With tokens=etcd: client addresses of the members of the cluster",
-        long: "They are asked in turn, first the one that answered last. Firn speaks plain HTTP without a \
+        long: "Firn asks them in turn, first the one that answered last. It speaks plain HTTP without a \
                password: use a trusted network, or a proxy on each host.",
         changes_promises: false,
         get: |o| o.token_endpoints.join("+"),
@@ -417,8 +412,8 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Host,
         default: "",
         help: "With tokens=etcd: name under which hosts share tokens; default: that of the backing",
-        long: "Without it, hosts with the same backing share tokens. Give jobs with different backings the \
-               same name if they write to the same I/O servers in the same order of lanes.",
+        long: "Give jobs with different backings the same name if they write to the same I/O servers in the \
+               same order of lanes.",
         changes_promises: false,
         get: |o| o.token_group.clone().unwrap_or_default(),
         set: |o, v| o.token_group = v.names().pop(),
@@ -428,10 +423,9 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Rules,
         default: "",
         help: "Commit rules: make the checkpoints of unchanged programs atomic",
-        long: "A rule says which changes of programs are one checkpoint, and when it is complete. Until \
-               then the backing has the state before; the programs see what they write. If all writers end \
-               earlier, the checkpoint is undone. An older checkpoint is removed only when a newer one is \
-               durable. Give names of `firn rules list`, or files with your own rules.",
+        long: "A rule says which changes of programs are one checkpoint, and when it is complete. If all \
+               writers end before, the checkpoint is undone. Give names of `firn rules list`, or files with \
+               your own rules.",
         changes_promises: true,
         get: |o| o.rules.join(":"),
         set: |o, v| o.rules = v.names(),
@@ -443,9 +437,9 @@ pub static TABLE: [Row; 53] = [
         help: "With drain=commit: a second directory for prepared transactions, on another host or a \
                parallel file system",
         long: "When `firn prepare` or `firn commit` returns, everything that the commit needs is durable \
-               there too; `firn recover --from-backup` finishes it on a copy of the backing. It needs as \
-               much space as the transaction writes; if it cannot be written, prepare and commit fail. \
-               Owner and mode of the directory: as for `arena-dir`.",
+               there too; `firn recover --from-backup` finishes it on a copy of the backing. The backup \
+               needs as much space as the transaction writes; if it cannot be written, prepare and commit \
+               fail. Owner and mode of the directory: as for `arena-dir`.",
         changes_promises: true,
         get: |o| path_text(o.backup.as_ref()),
         set: |o, v| o.backup = v.directory(),
@@ -510,10 +504,10 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Choice(words::<Close>()),
         default: "auto",
         help: "When close returns: when the file is in the backing (drain), or at once (held)",
-        long: "`auto`: `held` with drain=demand and with drain=commit in buffer mode, else `drain`. \
-               `drain`: other hosts see a closed file as after a native close, and close reports errors of \
-               the backing. `held`: close returns at memory speed. The data survives the death of every \
-               process and drains in the background; it is lost if the host fails before.",
+        long: "`auto`: `held` with drain=demand and with drain=commit in buffer mode, else `drain`. `drain`: \
+               other hosts and programs beside the mount see a closed file as after a native close, and \
+               close reports errors of the backing. `held`: close returns at memory speed. The data survives \
+               the death of every process and drains in the background; it is lost if the host fails before.",
         changes_promises: true,
         get: |o| word(o.close),
         set: |o, v| o.close = v.choice(),
@@ -523,9 +517,9 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Choice(words::<Fsync>()),
         default: "durable",
         help: "What fsync waits for: data durable in the backing (durable), or nothing (held)",
-        long: "With `held`, fsync promises no more than write: the data survives the death of every \
-               process, but not of the host. Choose `held` for programs that call fsync far more often than \
-               they need.",
+        long: "With `held`, fsync promises no more than write: the data survives the death of every process, \
+               but not of the host. Choose `held` for programs that call fsync far more often than they \
+               need, or if a partner covers the loss of the host.",
         changes_promises: true,
         get: |o| word(o.fsync),
         set: |o, v| o.fsync = v.choice(),
@@ -538,8 +532,8 @@ pub static TABLE: [Row; 53] = [
         },
         default: "5s",
         help: "Longest time that written data waits for its chunk to fill before it drains",
-        long: "It bounds how much is lost if the host fails. A shorter time makes smaller writes to the \
-               backing.",
+        long: "The time bounds how much is lost if the host fails. A shorter time makes smaller writes to \
+               the backing.",
         changes_promises: true,
         get: |o| duration_text(o.drain_age_ms),
         set: |o, v| o.drain_age_ms = v.number(),
@@ -553,9 +547,9 @@ pub static TABLE: [Row; 53] = [
         },
         default: "100",
         help: "Percentage of one CPU that the drain takes while programs want all CPUs; 100: no limit",
-        long: "Below 100, the limit holds while programs compute on all CPUs, no caller waits for a drain \
-               (close, fsync, `firn wait`), and at least a quarter of the arena is free. Data then stays \
-               longer in the arena, where it is lost if the host fails. Choose `3` for a training loop, and \
+        long: "Below 100, the limit holds while programs compute on all CPUs, no caller waits for a drain, \
+               and at least a quarter of the arena is free. Data then stays longer in the arena, half a \
+               minute with `3`, where it is lost if the host fails. Choose `3` for a training loop, and \
                `100` for MPI programs, which use all CPUs even while they wait.",
         changes_promises: true,
         get: |o| o.drain_cpu_percent.to_string(),
@@ -598,8 +592,7 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Choice(words::<Passthrough>()),
         default: "auto",
         help: "Let the kernel read drained files straight from the backing",
-        long: "`auto`: where firnd is allowed to, as root, on Linux 6.9 or later, over a backing that is \
-               not stacked.",
+        long: "`auto`: as root, on Linux 6.9 or later, over a backing that is not stacked.",
         changes_promises: false,
         get: |o| word(o.passthrough),
         set: |o, v| o.passthrough = v.choice(),
@@ -609,12 +602,11 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Choice(words::<Takeover>()),
         default: "auto",
         help: "Let another firnd continue the mount if firnd dies, so that programs only wait",
-        long: "With `auto`, a small process (firn-keeper) keeps the connection to the kernel, and starts firnd \
-               again when it was killed: open files, directories, locks and mappings go on. Before Linux 6.9, calls \
-               that wait for firnd then end with EIO. A mount in the foreground or with layout=log is not taken over: \
-               programs that use it get errors until it is mounted again, as with `no`. A transaction that is open in buffer mode, \
-               and an open checkpoint of a commit rule, are aborted, and their programs get errors. `firn status` says whether \
-               the mount would be taken over.",
+        long: "With `auto`, a small process (firn-keeper) keeps the connection to the kernel, and starts \
+               firnd again when it was killed: open files, directories, locks and mappings go on. Open \
+               transactions in buffer mode and open checkpoints of commit rules are aborted. A mount in the \
+               foreground or with layout=log is not taken over: as with `no`, programs get errors until it \
+               is mounted again. `firn status` says whether a mount would be taken over.",
         changes_promises: true,
         get: |o| word(o.takeover),
         set: |o, v| o.takeover = v.choice(),
@@ -644,12 +636,11 @@ pub static TABLE: [Row; 53] = [
         },
         default: "16M",
         help: "Smallest held file that gets a memory file; 0: none does",
-        long: "With `drain=demand`, such a file is moved to its own file in memory, in order and in huge \
-               pages, once its writers have closed it. As root, on Linux 6.9 or later and with \
-               `passthrough=auto`, the kernel then reads it there at the speed of its page cache. Elsewhere \
-               the kernel keeps pages of it, and the preload library reads it in place. The bytes are in \
-               memory once, and count in `arena-size`. The move is a copy in the background, at the pace of \
-               `drain-cpu`. Not with `drain=commit` and `frontend=preload`.",
+        long: "With `drain=demand`, such a file moves to its own file in memory, in order and in huge pages, \
+               once its writers have closed it. As root, on Linux 6.9 or later and with `passthrough=auto`, \
+               the kernel reads it there at the speed of its page cache. The bytes are in memory once, and \
+               count in `arena-size`. The move is a copy in the background, at the pace of `drain-cpu`. Not \
+               with `drain=commit` and `frontend=preload`.",
         changes_promises: false,
         get: |o| size_text(o.memory_file_bytes_min),
         set: |o, v| o.memory_file_bytes_min = v.number(),
@@ -671,8 +662,8 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Path,
         default: "/sys/devices/system/node",
         help: "Directory that describes the NUMA nodes of the machine; empty: ignore NUMA",
-        long: "Each NUMA node gets an equal part of the arena, and a writer gets memory of the nearest node \
-               with some free. Give another directory of the same form (`online`, `nodeN/cpulist`, \
+        long: "Each NUMA node gets an equal part of the arena; a writer gets memory of the nearest node with \
+               some free. Give another directory of the same form (`online`, `nodeN/cpulist`, \
                `nodeN/distance`) where the kernel's is not visible, as in some containers, or to divide \
                memory differently.",
         changes_promises: false,
@@ -685,9 +676,9 @@ pub static TABLE: [Row; 53] = [
         default: "",
         help: "File or directory on a local disk that takes data when memory runs short",
         long: "Above `spill-upper` percent of the arena in use, the oldest full chunks move to this file \
-               until `spill-lower`; they are read and drained there. In a directory, Firn creates and names \
-               the file. It must not be in the mount, the backing or memory, and is removed with the arena. \
-               Owner and mode of the directory: as for `arena-dir`.",
+               until `spill-lower`; they are read and drained there. In a directory, Firn makes the file. It \
+               must not be in the mount, the backing or memory, and is removed with the arena. Owner and \
+               mode of the directory: as for `arena-dir`.",
         changes_promises: false,
         get: |o| path_text(o.spill.as_ref()),
         set: |o, v| o.spill = v.directory(),
@@ -768,8 +759,8 @@ pub static TABLE: [Row; 53] = [
         help: "Socket of the host's system log, of journald or syslog",
         long: "The `.log` file is in memory and gone after a reboot. So firnd in the background also sends \
                errors, warnings and `info` lines here, as `firnd` (`journalctl -t firnd`); `log-level=warn` \
-               leaves `info` out. firnd never waits: lines that the system log does not take at once are \
-               dropped and counted there. Its readers see paths of your files.",
+               leaves `info` out. firnd drops lines that the system log does not take at once, and counts \
+               them there. Readers of the log see paths of your files.",
         changes_promises: false,
         get: |o| match &o.system_log {
             Some(path) => quoted_path(path),
@@ -795,7 +786,7 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Switch,
         default: "no",
         help: "Refuse all changes",
-        long: "The same as `-o ro`. Data held in an existing arena is drained all the same.",
+        long: "Data held in an existing arena is drained all the same.",
         changes_promises: false,
         get: |o| switch_text(o.read_only),
         set: |o, v| o.read_only = v.switch(),
