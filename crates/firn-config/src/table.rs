@@ -74,9 +74,9 @@ pub static TABLE: [Row; 53] = [
         },
         default: "256M",
         help: "Memory for data that is not in the backing yet",
-        long: "When the arena is full, writers wait for the drain. Choose the size of one checkpoint of \
-               this host if memory allows, and a few chunks per I/O thread at least. The size cannot change \
-               while the arena holds data.",
+        long: "When the arena is full, writers wait for the drain. Choose the size of one checkpoint of this \
+               host if memory allows; at least a few chunks for each I/O thread, and two for each file that \
+               is written at a time. The size cannot change while the arena holds data.",
         changes_promises: false,
         get: |o| size_text(o.arena_bytes),
         set: |o, v| o.arena_bytes = v.number(),
@@ -359,10 +359,9 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Choice(words::<TokenService>()),
         default: "none",
         help: "With several hosts: locks that give each lane one writing host at a time",
-        long: "A host asks for a lane's token before it drains there, so hosts write to a disk one after \
-               the other. `flock`: locks of files in the backing, whose file system must keep locks for all \
-               hosts. `etcd`: keys in etcd, 3.4 or later. Give every host the same value. No data depends \
-               on a token.",
+        long: "`flock`: locks of files in the backing, whose file system must keep locks for all hosts. \
+               `etcd`: keys in etcd, 3.4 or later. Give every host the same value. No data depends on a \
+               token.",
         changes_promises: false,
         get: |o| word(o.tokens),
         set: |o, v| o.tokens = v.choice(),
@@ -375,8 +374,8 @@ pub static TABLE: [Row; 53] = [
         },
         default: "1s",
         help: "How long a host keeps a token while others wait for it",
-        long: "With a shorter time each host waits less; with a longer one the server changes less often \
-               between hosts. A host with nothing to write passes the token on at once.",
+        long: "A shorter time lets hosts wait less; a longer one lets the server change less often between \
+               hosts. A host with nothing to write passes the token on at once.",
         changes_promises: false,
         get: |o| duration_text(o.token_hold_ms),
         set: |o, v| o.token_hold_ms = v.number(),
@@ -453,7 +452,7 @@ pub static TABLE: [Row; 53] = [
         default: "10s",
         help: "How often files of an open transaction are copied to the backup",
         long: "A file is copied when it has not changed for this long, and again if it changes later. Early \
-               copies shorten the prepare, during which programs wait. Without a prepare they are not used.",
+               copies shorten the prepare, during which programs wait.",
         changes_promises: false,
         get: |o| duration_text(o.backup_every_ms),
         set: |o, v| o.backup_every_ms = v.number(),
@@ -491,10 +490,9 @@ pub static TABLE: [Row; 53] = [
         help: "When the logs of a file become the plain file: after the last host has closed it, while \
                programs go on (behind), before that close returns (close), at the unmount (demand), also \
                when it is opened for reading (read), or not before a mount with another value (off)",
-        long: "With `behind`, close returns when the bytes are synced in a log, where every host that has \
-               the backing mounted sees them. Programs beside Firn see them when the file is plain: use \
-               `firn wait`, or choose `close`. `firn umount` flattens what no host writes, except with \
-               `off`; `firn flatten`, `firn drain --wait` and `firn wait` do so at any time.",
+        long: "Until a closed file is plain, only mounts of the backing show its bytes. For programs beside \
+               Firn use `firn wait`, or choose `close`. `firn umount` flattens what no host writes, except \
+               with `off`; `firn flatten`, `firn drain --wait` and `firn wait` do so at any time.",
         changes_promises: true,
         get: |o| word(o.flatten),
         set: |o, v| o.flatten = v.choice(),
@@ -619,10 +617,9 @@ pub static TABLE: [Row; 53] = [
         },
         default: "0",
         help: "Kill a firnd that hangs for this long, and let another one continue the mount",
-        long: "With `takeover=auto`, the keeper asks firnd four times in this time. The answer needs the \
-               engine's locks and no backing: a firnd that waits for a slow backing answers. `0`: do not \
-               ask. A lack of memory or CPUs may stop a healthy firnd for seconds, and a debugger for \
-               longer.",
+        long: "With `takeover=auto`, the keeper asks firnd four times in this time. A firnd that waits for a \
+               slow backing answers. `0`: do not ask. A lack of memory or CPUs may stop a healthy firnd for \
+               seconds, and a debugger for longer.",
         changes_promises: false,
         get: |o| duration_text(o.watchdog_ms),
         set: |o, v| o.watchdog_ms = v.number(),
