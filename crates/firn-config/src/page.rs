@@ -57,7 +57,7 @@ pub fn configuration_page() -> String {
     let mut page = HEAD.to_owned();
     for row in &TABLE {
         let default = if row.default.is_empty() {
-            "none".to_owned()
+            "–".to_owned()
         } else {
             format!("`{}`", row.default)
         };
@@ -66,9 +66,14 @@ pub fn configuration_page() -> String {
     }
     for row in &TABLE {
         let allowed = row.kind.allowed();
+        // A range of sizes, durations or numbers shows by its units which of them it is.
+        let range = ["a size from ", "a duration from ", "a number from "]
+            .iter()
+            .find_map(|noun| allowed.strip_prefix(noun));
+        let value = range.unwrap_or(&allowed);
         write!(
             page,
-            "\n## {}\n\nValue: {allowed}. {}\n",
+            "\n## {}\n\nValue: {value}. {}\n",
             row.name, row.long
         )
         .expect("a String");
