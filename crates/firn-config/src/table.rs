@@ -208,10 +208,10 @@ pub static TABLE: [Row; 53] = [
         default: "none",
         help: "What chooses the I/O server of a new file: the file system (none), Firn over several \
                directories (dirs), or Firn on one file system (lustre, moosefs, command)",
-        long: "`dirs`: each new file lies whole in one of the `lanes`; the backing has a symbolic link to \
-               it, the mount a plain file. On one file system, each new file lies whole on one of the \
-               `servers`, and names stay as they are; `firn status` counts files that the file system puts \
-               elsewhere. Choose placement for four files or more on each server.",
+        long: "Each new file lies whole on one server. `dirs`: it lies in one of the `lanes`; the backing \
+               has a symbolic link to it, the mount a plain file. On one file system, names stay as they \
+               are; `firn status` counts files that the file system puts elsewhere. Choose placement for \
+               four files or more on each server.",
         changes_promises: true,
         get: |o| word(o.placement),
         set: |o, v| o.placement = v.choice(),
@@ -325,9 +325,9 @@ pub static TABLE: [Row; 53] = [
         default: "none",
         help: "Which host keeps copies of this host's held files in its memory: none, the next one (next), \
                or the one of this name",
-        long: "Needs `firn agent` on both hosts, and a backing that both see. A file of which the partner \
-               has all bytes is `partnered`. `next`: the partner is the next host by name, in a ring, that \
-               is outside this host's failure domain (`partner-domains`) and whose agent answers.",
+        long: "Needs `firn agent` on both hosts, and a backing that both see. `next`: the partner is the \
+               next host by name, in a ring, that is outside this host's failure domain (`partner-domains`) \
+               and whose agent answers.",
         changes_promises: true,
         get: |o| match &o.partner {
             Partner::None => "none".to_owned(),
@@ -504,8 +504,8 @@ pub static TABLE: [Row; 53] = [
         help: "When close returns: when the file is in the backing (drain), or at once (held)",
         long: "`auto`: `held` with drain=demand and with drain=commit in buffer mode, else `drain`. `drain`: \
                other hosts and programs beside the mount see a closed file as after a native close, and \
-               close reports errors of the backing. `held`: close returns at memory speed. The data survives \
-               the death of every process and drains in the background; it is lost if the host fails before.",
+               close reports errors of the backing. `held`: the data survives the death of every process and \
+               drains in the background; it is lost if the host fails before.",
         changes_promises: true,
         get: |o| word(o.close),
         set: |o, v| o.close = v.choice(),
@@ -562,8 +562,7 @@ pub static TABLE: [Row; 53] = [
         },
         default: "auto",
         help: "Number of threads that serve requests of the kernel",
-        long: "`auto`: one per core. If all are in calls of the backing that do not return, worker threads \
-               serve the other requests.",
+        long: "`auto`: one per core.",
         changes_promises: false,
         get: |o| {
             if o.fuse_threads == 0 {
@@ -649,7 +648,7 @@ pub static TABLE: [Row; 53] = [
         help: "Directory for the arena, on tmpfs, hugetlbfs or a DAX file system",
         long: "The default is the runtime directory, /dev/shm/firn-UID. Give the same directory to recover \
                the arena. It and the directories above must belong to you or to root; one that others may \
-               write to needs the sticky bit. An arena that is not yours alone is refused.",
+               write to needs the sticky bit.",
         changes_promises: false,
         get: |o| path_text(o.arena_dir.as_ref()),
         set: |o, v| o.arena_dir = v.directory(),
@@ -754,10 +753,10 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::PathOrOff,
         default: "/dev/log",
         help: "Socket of the host's system log, of journald or syslog",
-        long: "The `.log` file is in memory and gone after a reboot. So firnd in the background also sends \
-               errors, warnings and `info` lines here, as `firnd` (`journalctl -t firnd`); `log-level=warn` \
-               leaves `info` out. firnd drops lines that the system log does not take at once, and counts \
-               them there. Readers of the log see paths of your files.",
+        long: "firnd in the background sends errors, warnings and `info` lines here too, as `firnd` \
+               (`journalctl -t firnd`); `log-level=warn` leaves `info` out. firnd drops lines that the \
+               system log does not take at once, and counts them there. Readers of the log see paths of your \
+               files.",
         changes_promises: false,
         get: |o| match &o.system_log {
             Some(path) => quoted_path(path),
@@ -770,10 +769,9 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Choice(words::<RecordPlace>()),
         default: "host",
         help: "Where firnd leaves its record of the run, for `firn report`",
-        long: "The record has the sums of each moment, the checkpoints and the events, at most 1 MiB. \
-               `host`: in the runtime directory, when the mount ends. `backing`: also in `.firn/records` of \
-               the backing, once a minute and at the end, so that a report shows all hosts of a job; the \
-               last 8 of each host stay, for 90 days at most.",
+        long: "The record has at most 1 MiB. `host`: in the runtime directory, when the mount ends. \
+               `backing`: also in `.firn/records` of the backing, once a minute and at the end, so that a \
+               report shows all hosts of a job; the last 8 of each host stay, for 90 days at most.",
         changes_promises: false,
         get: |o| word(o.record),
         set: |o, v| o.record = v.choice(),
@@ -793,9 +791,8 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Switch,
         default: "no",
         help: "Mount over a directory that is not empty, and hide what is in it",
-        long: "Without it such a mount is refused, so that swapped arguments hide no files. After the \
-               unmount the files are there again. A stub tree (`frontend=preload`) always needs an empty \
-               directory.",
+        long: "Without it such a mount is refused, so that swapped arguments hide no files. A stub tree \
+               (`frontend=preload`) always needs an empty directory.",
         changes_promises: false,
         get: |o| switch_text(o.nonempty),
         set: |o, v| o.nonempty = v.switch(),
