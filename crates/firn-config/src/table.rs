@@ -435,10 +435,10 @@ pub static TABLE: [Row; 53] = [
         default: "",
         help: "With drain=commit: a second directory for prepared transactions, on another host or a \
                parallel file system",
-        long: "When `firn prepare` or `firn commit` returns, everything that the commit needs is durable \
-               there too; `firn recover --from-backup` finishes it on a copy of the backing. The backup \
-               needs as much space as the transaction writes; if it cannot be written, prepare and commit \
-               fail. Owner and mode of the directory: as for `arena-dir`.",
+        long: "When `firn prepare` or `firn commit` returns, everything that the commit needs is durable in \
+               this directory too; `firn recover --from-backup` finishes it on a copy of the backing. The \
+               backup needs as much space as the transaction writes; if it cannot be written, prepare and \
+               commit fail. Owner and mode of the directory: as for `arena-dir`.",
         changes_promises: true,
         get: |o| path_text(o.backup.as_ref()),
         set: |o, v| o.backup = v.directory(),
@@ -632,11 +632,11 @@ pub static TABLE: [Row; 53] = [
         },
         default: "16M",
         help: "Smallest held file that gets a memory file; 0: none does",
-        long: "With `drain=demand`, such a file moves to its own file in memory, in order and in huge pages, \
-               once its writers have closed it. As root, on Linux 6.9 or later and with `passthrough=auto`, \
-               the kernel reads it there at the speed of its page cache. The bytes are in memory once, and \
-               count in `arena-size`. The move is a copy in the background, at the pace of `drain-cpu`. Not \
-               with `drain=commit` and `frontend=preload`.",
+        long: "With `drain=demand`, a held file of this size moves to its own file in memory, in order and \
+               in huge pages, once its writers have closed it. As root, on Linux 6.9 or later and with \
+               `passthrough=auto`, the kernel reads it there at the speed of its page cache. The bytes are \
+               in memory once, and count in `arena-size`. The move is a copy in the background, at the pace \
+               of `drain-cpu`. Not with `drain=commit` and `frontend=preload`.",
         changes_promises: false,
         get: |o| size_text(o.memory_file_bytes_min),
         set: |o, v| o.memory_file_bytes_min = v.number(),
@@ -791,8 +791,8 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Switch,
         default: "no",
         help: "Mount over a directory that is not empty, and hide what is in it",
-        long: "Without it such a mount is refused, so that swapped arguments hide no files. A stub tree \
-               (`frontend=preload`) always needs an empty directory.",
+        long: "Without it a mount over files is refused, because swapped arguments would hide them. A stub \
+               tree (`frontend=preload`) always needs an empty directory.",
         changes_promises: false,
         get: |o| switch_text(o.nonempty),
         set: |o, v| o.nonempty = v.switch(),
