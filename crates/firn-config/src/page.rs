@@ -71,12 +71,7 @@ pub fn configuration_page() -> String {
             .iter()
             .find_map(|noun| allowed.strip_prefix(noun));
         let value = range.unwrap_or(&allowed);
-        write!(
-            page,
-            "\n## {}\n\nValue: {value}. {}\n",
-            row.name, row.long
-        )
-        .expect("a String");
+        write!(page, "\n## {}\n\nValue: {value}. {}\n", row.name, row.long).expect("a String");
     }
     page.push_str("\n## Implied values\n\nAn option sets another one that it needs, unless that one is given.\n\n| Option | Implies |\n|---|---|\n");
     for Implied {
