@@ -104,7 +104,7 @@ pub static TABLE: [Row; 53] = [
             zero: None,
         },
         default: "4",
-        help: "Number of threads that write to the backing in parallel",
+        help: "Threads that write to the backing in parallel",
         long: "Choose more where the backing has a long latency and serves many requests in parallel; few \
                for a disk, or where many hosts share a server; with `placement`, at least one for each lane.",
         changes_promises: false,
@@ -131,7 +131,7 @@ pub static TABLE: [Row; 53] = [
             zero: Some("all"),
         },
         default: "all",
-        help: "Number of writes that one I/O server gets at once; all: one for each I/O thread",
+        help: "Writes that one I/O server gets at once; all: one for each I/O thread",
         long: "Choose `1` for a disk or a server with one disk, more for a server that needs several \
                requests to be busy. Without lanes, the number is for the whole backing.",
         changes_promises: false,
@@ -220,7 +220,7 @@ pub static TABLE: [Row; 53] = [
         name: "lanes",
         kind: Kind::Directories,
         default: "",
-        help: "With placement=dirs: directories for files, each on its own server, with colons between them",
+        help: "With placement=dirs: directories for files, each on its own server",
         long: "The directories must exist, belong to you or to root, and not lie in the backing, the mount \
                point or one another. Other backings and hosts may share them. A file's lane is the sum of \
                the numbers in its path, modulo the number of lanes: give all hosts the same list in the \
@@ -249,7 +249,7 @@ pub static TABLE: [Row; 53] = [
         name: "servers",
         kind: Kind::Servers,
         default: "",
-        help: "With placement on one file system: its servers, one for each lane, with colons between them",
+        help: "With placement on one file system: its servers, one for each lane",
         long: "`lustre`: indices of OSTs (`lfs osts`). `moosefs`: storage classes, each with the label of \
                one chunk server; strict ones (`mfsscadmin create -m s`), unless a busy server may be left \
                out. `command`: what the program takes. Give all hosts the same list.",
@@ -274,8 +274,7 @@ pub static TABLE: [Row; 53] = [
         name: "participants",
         kind: Kind::Hosts,
         default: "off",
-        help: "With drain=commit: hosts that mount the same backing and commit together, as a number or as \
-               names",
+        help: "With drain=commit: hosts that commit together, as a number or as names",
         long: "A commit waits for all hosts and counts on all of them. It is refused on all if processes of \
                two hosts accessed the same part of a file and at least one of them wrote. Give every host \
                the same participants.",
@@ -323,8 +322,8 @@ pub static TABLE: [Row; 53] = [
         name: "partner",
         kind: Kind::Host,
         default: "none",
-        help: "Which host keeps copies of this host's held files in its memory: none, the next one (next), \
-               or the one of this name",
+        help: "Host that keeps copies of this host's held files in its memory: none, the next one (next), or \
+               the one of this name",
         long: "Needs `firn agent` on both hosts, and a backing that both see. `next`: the partner is the \
                next host by name, in a ring, that is outside this host's failure domain (`partner-domains`) \
                and whose agent answers.",
@@ -433,8 +432,7 @@ pub static TABLE: [Row; 53] = [
         name: "backup",
         kind: Kind::Directory,
         default: "",
-        help: "With drain=commit: a second directory for prepared transactions, on another host or a \
-               parallel file system",
+        help: "With drain=commit: a second directory for prepared transactions, on another file system",
         long: "When `firn prepare` or `firn commit` returns, everything that the commit needs is durable in \
                this directory too; `firn recover --from-backup` finishes it on a copy of the backing. The \
                backup needs as much space as the transaction writes; if it cannot be written, prepare and \
@@ -475,8 +473,7 @@ pub static TABLE: [Row; 53] = [
         name: "log-files",
         kind: Kind::Patterns,
         default: "",
-        help: "With layout=log: patterns of the names of files that lie in logs, with colons between them; \
-               default: all files",
+        help: "With layout=log: patterns of names of files that lie in logs; default: all files",
         long: "A file's name, without directories, is compared when the file is opened. A pattern may have \
                `*`, `?`, `[…]` and, in a configuration file, `{…,…}`: `log-files=*.h5:restart_*.nc`.",
         changes_promises: false,
@@ -487,9 +484,9 @@ pub static TABLE: [Row; 53] = [
         name: "flatten",
         kind: Kind::Choice(words::<Flatten>()),
         default: "behind",
-        help: "When the logs of a file become the plain file: after the last host has closed it, while \
-               programs go on (behind), before that close returns (close), at the unmount (demand), also \
-               when it is opened for reading (read), or not before a mount with another value (off)",
+        help: "When the logs of a file become the plain file: after its last close, while programs go on \
+               (behind), before that close returns (close), at the unmount (demand), also when it is opened \
+               for reading (read), or not before a mount with another value (off)",
         long: "Until a closed file is plain, only mounts of the backing show its bytes. For programs beside \
                Firn use `firn wait`, or choose `close`. `firn umount` flattens what no host writes, except \
                with `off`; `firn flatten`, `firn drain --wait` and `firn wait` do so at any time.",
@@ -529,7 +526,7 @@ pub static TABLE: [Row; 53] = [
             max_ms: 86_400_000,
         },
         default: "5s",
-        help: "Longest time that written data waits for its chunk to fill before it drains",
+        help: "Longest time that written data waits for its chunk to fill",
         long: "The time bounds how much is lost if the host fails. A shorter time makes smaller writes to \
                the backing.",
         changes_promises: true,
@@ -561,7 +558,7 @@ pub static TABLE: [Row; 53] = [
             zero: Some("auto"),
         },
         default: "auto",
-        help: "Number of threads that serve requests of the kernel",
+        help: "Threads that serve requests of the kernel",
         long: "`auto`: one per core.",
         changes_promises: false,
         get: |o| {

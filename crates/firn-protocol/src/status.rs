@@ -82,7 +82,7 @@ part! {
         gauge live_table_bytes: u64,
         /// Entries for which the live table had no room.
         counter live_table_lost: u64,
-        /// Programs with a call that has waited for a second or longer; the 8 longest.
+        /// Programs with a call that has waited for a second or longer: the 8 longest.
         part waiting_programs: Vec<WaitingProgram>,
         /// Files that the file system did not put on the server that `placement` chose.
         counter misplaced_files: u64,
@@ -132,7 +132,7 @@ part! {
         gauge direct_files: u64,
         /// Slabs leased for direct access.
         gauge direct_leases: u64,
-        /// Leases ended because their client broke the rules.
+        /// Leases ended because their client broke rules.
         counter direct_errors: u64,
         /// Chunk lists that programs hold.
         gauge chunk_lists: u64,
@@ -164,7 +164,7 @@ part! {
         counter log_lines_lost: u64,
         /// Bytes of the largest file that firnd may write: the limit of the process that started it.
         gauge file_size_limit_bytes: Option<u64>,
-        /// Requests of the kernel that failed, by operation. A lookup of a name that is not there is one.
+        /// Failed requests of the kernel, by operation; look-ups of missing names count.
         counter failed_requests: BTreeMap<String, u64>,
         /// Decisions of the drain: `picked`, `written`, `waits` (after an error), `retried`, `given up` (the callers that
         /// waited got the error), `spilled`, `put off` (programs wanted the CPUs), `settled` (a chunk went to a memory file).
@@ -176,7 +176,7 @@ part! {
         counter rule_commits: BTreeMap<String, u64>,
         /// Checkpoints dropped because their writers ended before they were complete, by rule.
         counter rule_aborts: BTreeMap<String, u64>,
-        /// Failed begins and commits of commit rules, by rule; the log has them.
+        /// Failed begins and commits of commit rules, by rule.
         counter rule_failures: BTreeMap<String, u64>,
         /// Old checkpoints that `keep` removed, by rule.
         counter rule_removals: BTreeMap<String, u64>,
