@@ -164,7 +164,7 @@ part! {
         counter log_lines_lost: u64,
         /// Bytes of the largest file that firnd may write: the limit of the process that started it.
         gauge file_size_limit_bytes: Option<u64>,
-        /// Failed requests of the kernel, by operation; look-ups of missing names count.
+        /// Requests of the kernel that failed, by operation. A lookup of a name that is not there is one.
         counter failed_requests: BTreeMap<String, u64>,
         /// Decisions of the drain: `picked`, `written`, `waits` (after an error), `retried`, `given up` (the callers that
         /// waited got the error), `spilled`, `put off` (programs wanted the CPUs), `settled` (a chunk went to a memory file).
