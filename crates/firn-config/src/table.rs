@@ -450,7 +450,7 @@ pub static TABLE: [Row; 53] = [
         default: "10s",
         help: "How often files of an open transaction are copied to the backup",
         long: "A file is copied when it has not changed for this long, and again if it changes later. Early \
-               copies shorten the prepare, during which programs wait.",
+               copies shorten the prepare, during which programs wait. Without a prepare they are not used.",
         changes_promises: false,
         get: |o| duration_text(o.backup_every_ms),
         set: |o, v| o.backup_every_ms = v.number(),
