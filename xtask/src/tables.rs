@@ -147,7 +147,9 @@ mod tests {
         for (name, dependencies) in &crates {
             for dependency in dependencies {
                 if place(&format!("firn-{dependency}")) > place(name) {
-                    faults.push(format!("{name} depends on {dependency}, which stands below it"));
+                    faults.push(format!(
+                        "{name} depends on {dependency}, which stands below it"
+                    ));
                 }
             }
         }
