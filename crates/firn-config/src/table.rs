@@ -598,9 +598,10 @@ pub static TABLE: [Row; 53] = [
         help: "Let another firnd continue the mount if firnd dies, so that programs only wait",
         long: "With `auto`, a small process (firn-keeper) keeps the connection to the kernel, and starts \
                firnd again when it was killed: open files, directories, locks and mappings go on. Open \
-               transactions in buffer mode and open checkpoints of commit rules are aborted. A mount in the \
-               foreground or with layout=log is not taken over: as with `no`, programs get errors until it \
-               is mounted again. `firn status` says whether a mount would be taken over.",
+               transactions in buffer mode and open checkpoints of commit rules are aborted. For a mount in \
+               the foreground, systemd has to keep the connection (FileDescriptorStoreMax=). With layout=log \
+               in a FUSE file system, programs get errors until the mount is made again, as with `no`. \
+               `firn status` says whether a mount would be taken over.",
         changes_promises: true,
         get: |o| word(o.takeover),
         set: |o, v| o.takeover = v.choice(),

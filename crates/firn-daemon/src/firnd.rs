@@ -157,8 +157,10 @@ fn find_mount(
     let Some(connection) = connection else {
         return find_new(request, reporter);
     };
-    // The keeper has made the log standard error.
-    log::start_in_background(&request.options, &request.mount_point);
+    if !request.foreground {
+        // The keeper has made the log standard error.
+        log::start_in_background(&request.options, &request.mount_point);
+    }
     find_served(request, connection, link)
 }
 

@@ -18,11 +18,14 @@
 //! If it died before or just after it began to serve, a pause comes first, which doubles each time. Five such deaths in
 //! a minute end the mount.
 //!
+//! A service manager that stores descriptors can have the keeper's place (`service_manager.rs`).
+//!
 //! Upgrades: a firnd that is upgraded gives the keeper another program and dies. The keeper tries that program once. If
 //! the program does not begin to serve, the keeper starts the program that served last.
 
 mod link;
 mod message;
+mod service_manager;
 mod watchdog;
 
 use std::fs::File;
@@ -424,10 +427,15 @@ impl Keeper {
 
     /// Aborts the connection, so that calls of programs fail. If the mount has ended, there is nothing to abort.
     fn give_up(&self) {
-        let control = self.kept.iter().find(|kept| kept.label.tag == Tag::Control);
-        if let Some(control) = control {
-            let _ = rustix::io::write(&control.descriptor, b"1");
-        }
+        abort_connection(&self.kept);
+    }
+}
+
+/// Aborts the connection of a mount, so that no program waits for an answer.
+fn abort_connection(kept: &[KeptDescriptor]) {
+    let control = kept.iter().find(|kept| kept.label.tag == Tag::Control);
+    if let Some(control) = control {
+        let _ = rustix::io::write(&control.descriptor, b"1");
     }
 }
 

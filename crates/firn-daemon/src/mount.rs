@@ -4,6 +4,8 @@ use std::fs::File;
 use std::io::Read;
 use std::process::ExitCode;
 
+use firn_config::Takeover;
+
 use crate::error::MountError;
 use crate::firnd;
 use crate::keeper::{KEPT, Summons};
@@ -30,7 +32,18 @@ pub fn mount_with_notices(
     }
     process::prepare();
     log::start(&request.options);
-    firnd::serve(&request, Reporter::Foreground(notice), None)
+    let summons = if request.options.takeover == Takeover::Auto {
+        let found = Summons::from_service_manager();
+        found.map_err(MountError::io(
+            "talk to the service manager (NOTIFY_SOCKET)",
+        ))?
+    } else {
+        None
+    };
+    if summons.is_some() {
+        process::abort_on_panic();
+    }
+    firnd::serve(&request, Reporter::Foreground(notice), summons)
 }
 
 /// The main function of firnd. stdin is the request, or a socket to the keeper that has the request; stdout is the pipe
@@ -57,7 +70,7 @@ pub fn firnd_main() -> ExitCode {
                 return firnd::serve(&request, Reporter::Pipe(reporter), None);
             }
             let summons = Summons::receive().map_err(MountError::io("hear from the keeper"))?;
-            let file = summons.request.try_clone();
+            let file = summons.link.request();
             let file = file.map_err(MountError::io("read the request"))?;
             let request = read_request(File::from(file))?.with_changes()?;
             firnd::serve(&request, Reporter::Pipe(reporter), Some(summons))

@@ -257,7 +257,9 @@ impl Takeover {
     ) -> Arc<Self> {
         let options = &request.options;
         let mut obstacle = match link {
-            None => Some("takeover=no, or the mount is in the foreground"),
+            None => {
+                Some("takeover=no, or the mount is in the foreground without a service manager")
+            }
             Some(_) => name_obstacle(engine),
         };
         let is_mount = options.frontend == firn_config::Frontend::Fuse;
@@ -358,6 +360,10 @@ enum UpgradeError {
     #[error("the mount cannot be taken over, so no other firnd can go on with it: {0}")]
     NotReady(&'static str),
     #[error(
+        "a service manager starts the firnd of this mount: install the new program, and kill firnd"
+    )]
+    OfServiceManager,
+    #[error(
         "`firn upgrade` runs in another PID namespace, where firnd does not see its program: run it where firnd runs"
     )]
     Unseen,
@@ -379,6 +385,9 @@ impl Takeover {
         let Some(link) = &self.link else {
             return Err(UpgradeError::NotReady("it has no keeper"));
         };
+        if link.is_to_service_manager() {
+            return Err(UpgradeError::OfServiceManager);
+        }
         let program = open_program(client)?;
         let mut request = self.request.clone();
         if !changes.is_empty() {

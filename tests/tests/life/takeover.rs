@@ -4,7 +4,7 @@
 
 use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions};
-use std::io::{Read, Seek, SeekFrom, Write};
+use std::io::{BufRead, BufReader, Read, Seek, SeekFrom, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
@@ -15,8 +15,8 @@ use std::time::{Duration, Instant};
 use firn_format::live::{HEADER_BYTES, Header};
 use firn_tests::ack::{returned_operations, verify};
 use firn_tests::faultfs::FaultFs;
-use firn_tests::mount::SMALL;
-use firn_tests::preloaded::DIRECT_AFTER;
+use firn_tests::mount::{SMALL, status_of};
+use firn_tests::preloaded::{DIRECT_AFTER, python};
 use firn_tests::random::{env_count, generator};
 use firn_tests::sandbox::{is_mounted, is_zombie, keeper_of, kill, kill_alone, preload_library};
 use firn_tests::trace::{CallFilter, KillAt, Moment, kill_running_at_call};
@@ -753,6 +753,127 @@ fn kill_before_answers(options: &str) {
     mount.umount();
     println!("{kills} kills, every {step}. answer");
     assert!(kills > 3);
+}
+
+/// A service manager as far as `firn` uses one: it stores descriptors (sd_notify(3)), and starts a program that was killed
+/// again, with these descriptors (sd_listen_fds(3)). Prints the number of each process. Kills the program when its standard
+/// input ends, as after a failed test.
+const SERVICE_MANAGER: &str = r#"
+import array, fcntl, os, signal, socket, sys
+directory, command = sys.argv[1], sys.argv[2:]
+notify = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+notify.bind(directory + "/notify")
+notify.settimeout(0.02)
+stored = {}
+def start():
+    names = list(stored)
+    process = os.fork()
+    if process:
+        print(process, flush=True)
+        return process
+    environment = dict(os.environ, NOTIFY_SOCKET=directory + "/notify", FDSTORE="4096")
+    if names:
+        environment.update(LISTEN_PID=str(os.getpid()), LISTEN_FDS=str(len(names)), LISTEN_FDNAMES=":".join(names))
+    high = [fcntl.fcntl(stored[name], fcntl.F_DUPFD, 500) for name in names]
+    for at, descriptor in enumerate(high):
+        os.dup2(descriptor, 3 + at, inheritable=True)
+    os.closerange(3 + len(names), 4096)
+    os.execvpe(command[0], command, environment)
+def receive():
+    try:
+        state, rights, _, _ = notify.recvmsg(4096, socket.CMSG_SPACE(4))
+    except TimeoutError:
+        return False
+    words = dict(line.split("=", 1) for line in state.decode().splitlines())
+    name = words.get("FDNAME")
+    if "FDSTOREREMOVE" in words and name in stored:
+        os.close(stored.pop(name))
+    if "FDSTORE" in words:
+        descriptors = array.array("i")
+        descriptors.frombytes(rights[0][2])
+        stored[name] = descriptors[0]
+    return True
+os.set_blocking(0, False)
+def is_abandoned():
+    try:
+        return os.read(0, 1) == b""
+    except BlockingIOError:
+        return False
+process = start()
+while True:
+    while receive():
+        pass
+    if is_abandoned():
+        os.kill(process, signal.SIGKILL)
+        sys.exit(1)
+    ended, status = os.waitpid(process, os.WNOHANG)
+    if ended and os.WIFSIGNALED(status):
+        process = start()
+    elif ended:
+        sys.exit(os.waitstatus_to_exitcode(status) or len(stored))
+"#;
+
+/// Proves S-crash-11, S-crash-14: systemd keeps a mount in the foreground as the keeper does.
+#[test]
+fn a_service_manager_has_the_keepers_place() {
+    let sandbox = Sandbox::new("manager");
+    let (backing, point) = (sandbox.join("backing"), sandbox.join("mnt"));
+    let mut manager = python(SERVICE_MANAGER, sandbox.path());
+    let mount = sandbox.firn(&["mount", "--foreground", "-o", SMALL]);
+    manager.arg(mount.get_program()).args(mount.get_args());
+    manager.arg(&backing).arg(&point);
+    sandbox.environment(&mut manager);
+    let mut manager = manager
+        .stdin(std::process::Stdio::piped())
+        .stdout(std::process::Stdio::piped())
+        .spawn()
+        .expect("start the service manager");
+    let mut processes = BufReader::new(manager.stdout.take().expect("its output")).lines();
+    let mut next_process = || -> u32 {
+        let line = processes.next().expect("a line").expect("read");
+        line.parse().expect("a process")
+    };
+    let serves = |process: u32| {
+        let is_it = || is_mounted(&point) && status_of(&sandbox, &point).pid == process;
+        wait_until("firnd serves", Duration::from_secs(60), is_it);
+    };
+    let mut firnd = next_process();
+    wait_until("the mount is there", Duration::from_secs(60), || {
+        is_mounted(&point)
+    });
+    serves(firnd);
+    assert_eq!(status_of(&sandbox, &point).takeover, "ready");
+    let file = File::create(point.join("file")).expect("create");
+    let nameless = File::create(point.join("nameless")).expect("create");
+    fs::remove_file(point.join("nameless")).expect("unlink");
+    for round in 0..3_u64 {
+        kill_alone(firnd, libc::SIGKILL);
+        file.write_all_at(b"round", round * 5).expect("write");
+        nameless.write_all_at(b"round", round * 5).expect("write");
+        firnd = next_process();
+        serves(firnd);
+        assert_eq!(status_of(&sandbox, &point).takeovers, round + 1);
+    }
+    assert_eq!(nameless.metadata().expect("stat").len(), 15);
+    let refused = sandbox.run(["upgrade".as_ref(), point.as_os_str()]);
+    assert_ne!(refused.code, 0);
+    assert!(refused.stderr.contains("service manager"), "{refused}");
+    drop((file, nameless));
+    sandbox.run(["umount".as_ref(), point.as_os_str()]).ok();
+    // wait(2) by the library would close its standard input first.
+    let mut ended = None;
+    wait_until("the service manager ends", Duration::from_secs(60), || {
+        ended = manager.try_wait().expect("wait");
+        ended.is_some()
+    });
+    assert!(
+        ended.is_some_and(|ended| ended.success()),
+        "descriptors are left, or firnd failed: {ended:?}"
+    );
+    assert_eq!(
+        fs::read(backing.join("file")).expect("read"),
+        b"roundroundround"
+    );
 }
 
 /// Proves S-crash-13.

@@ -1,4 +1,5 @@
 //! firnd's end of the connection with its keeper: gives it descriptors, answers its pings, and replaces it if it dies.
+//! A service manager can have the keeper's place.
 //!
 //! Promises
 //! * All descriptors that a keeper holds are held here too, so another keeper can get them.
@@ -16,8 +17,9 @@ use firn_workers::spawn_thread;
 use parking_lot::Mutex;
 use rustix::process::{Pid, PidfdFlags, getpid, getppid, pidfd_open};
 
-use super::message::{KeptDescriptor, Label, LastUpgrade, Message, Socket, Tag};
-use super::{KEEPER_NAME, REPLACES};
+use super::message::{KeptDescriptor, Label, LastUpgrade, Message, Socket, Tag, uptime};
+use super::service_manager::{self, ServiceManager};
+use super::{KEEPER_NAME, REPLACES, abort_connection};
 use crate::spawn::read_failure;
 
 /// Limit of keepers that firnd starts: a host that kills each of them does not want one.
@@ -30,8 +32,6 @@ const SEND_TIMEOUT: Duration = Duration::from_secs(2);
 pub(crate) struct Summons {
     /// The connection with the keeper.
     pub(crate) link: Arc<KeeperLink>,
-    /// The mount request, a file of JSON.
-    pub(crate) request: OwnedFd,
     /// The process whose end ends the mount, if there is one.
     pub(crate) caller: Option<OwnedFd>,
     /// The mount that an earlier firnd served, if this firnd takes it over.
@@ -76,8 +76,31 @@ pub(crate) struct NextFirnd {
     pub(crate) report: OwnedFd,
 }
 
+/// The process that holds the descriptors.
+#[derive(Clone)]
+enum Holder {
+    Keeper(Arc<Socket>),
+    ServiceManager(Arc<ServiceManager>),
+}
+
+impl Holder {
+    fn keep(&self, label: Label, descriptor: &OwnedFd) -> io::Result<()> {
+        match self {
+            Self::Keeper(socket) => socket.send(label, descriptor),
+            Self::ServiceManager(manager) => manager.store(label, descriptor.as_fd()),
+        }
+    }
+
+    fn drop_kept(&self, label: Label) -> io::Result<()> {
+        match self {
+            Self::Keeper(socket) => socket.drop_kept(label),
+            Self::ServiceManager(manager) => manager.remove(label),
+        }
+    }
+}
+
 struct LinkState {
-    socket: Arc<Socket>,
+    holder: Holder,
     /// The descriptors that the keeper has, for another keeper.
     kept: Vec<KeptDescriptor>,
     is_ending: bool,
@@ -106,9 +129,7 @@ impl Summons {
             let found = kept.iter().find(|kept| kept.label.tag == tag);
             found.map(|kept| kept.descriptor.try_clone()).transpose()
         };
-        let request = copy_of(Tag::Request)?.ok_or(io::ErrorKind::InvalidData)?;
         let caller = copy_of(Tag::Caller)?;
-        let device = copy_of(Tag::Device)?;
         let last_upgrade = match upgrade {
             LastUpgrade::None => String::new(),
             LastUpgrade::Done => "done".into(),
@@ -117,42 +138,86 @@ impl Summons {
                 None => "refused: the new firnd ended and did not say why".into(),
             },
         };
-        let copies_of = |tag: Tag| copy_descriptors(&kept, tag);
-        let files = copies_of(Tag::NamelessFile)?.into_iter();
+        let resumed = died.map(|died| ResumedMount::of(&kept, died)).transpose()?;
+        let holder = Holder::Keeper(Arc::new(socket));
+        Ok(Self {
+            link: KeeperLink::new(holder, kept, last_upgrade),
+            caller,
+            resumed,
+        })
+    }
+
+    /// Finds a service manager that holds the descriptors of this mount; `None` if there is none. The mount goes on if
+    /// the service manager has passed its connection.
+    pub(crate) fn from_service_manager() -> io::Result<Option<Self>> {
+        let Some(manager) = ServiceManager::find()? else {
+            return Ok(None);
+        };
+        let kept = service_manager::take_stored();
+        let is_resumed = kept.iter().any(|kept| kept.label.tag == Tag::Device);
+        // The service manager does not tell when the earlier firnd died. A later time counts more programs as affected.
+        let resumed = is_resumed
+            .then(|| ResumedMount::of(&kept, uptime()))
+            .transpose()?;
+        let holder = Holder::ServiceManager(Arc::new(manager));
+        Ok(Some(Self {
+            link: KeeperLink::new(holder, kept, String::new()),
+            caller: None,
+            resumed,
+        }))
+    }
+}
+
+impl ResumedMount {
+    /// Returns the mount to which kept descriptors belong.
+    fn of(kept: &[KeptDescriptor], died: Duration) -> io::Result<Self> {
+        let device = copy_descriptors(kept, Tag::Device)?.pop();
+        let files = copy_descriptors(kept, Tag::NamelessFile)?.into_iter();
         let files = files.map(|(number, descriptor)| KeptFile {
             node: InodeId(number),
             descriptor,
         });
-        let lock_files = copies_of(Tag::LockFile)?.into_iter();
+        let lock_files = copy_descriptors(kept, Tag::LockFile)?.into_iter();
         let lock_files = lock_files.map(|(ino, descriptor)| KeptLockFile { ino, descriptor });
-        let resumed = died.map(|died| ResumedMount {
-            device,
+        Ok(Self {
+            device: device.map(|(_, device)| device),
             died,
             files: files.collect(),
             lock_files: lock_files.collect(),
-        });
+        })
+    }
+}
+
+impl KeeperLink {
+    fn new(holder: Holder, kept: Vec<KeptDescriptor>, last_upgrade: String) -> Arc<Self> {
         let state = LinkState {
-            socket: Arc::new(socket),
+            holder,
             kept,
             is_ending: false,
             started: 0,
             keeper: getppid(),
             watchdog: Duration::ZERO,
         };
-        Ok(Self {
-            link: Arc::new(KeeperLink {
-                state: Mutex::new(state),
-                probe: Mutex::new(None),
-                last_upgrade,
-            }),
-            request,
-            caller,
-            resumed,
+        Arc::new(Self {
+            state: Mutex::new(state),
+            probe: Mutex::new(None),
+            last_upgrade,
         })
     }
-}
 
-impl KeeperLink {
+    /// Returns the mount request that the keeper has, a file of JSON.
+    pub(crate) fn request(&self) -> io::Result<OwnedFd> {
+        let state = self.state.lock();
+        let mut requests = copy_descriptors(&state.kept, Tag::Request)?;
+        let (_, request) = requests.pop().ok_or(io::ErrorKind::InvalidData)?;
+        Ok(request)
+    }
+
+    /// Returns whether a service manager has the keeper's place.
+    pub(crate) fn is_to_service_manager(&self) -> bool {
+        matches!(self.state.lock().holder, Holder::ServiceManager(_))
+    }
+
     /// Gives the keeper a descriptor to hold. An error means that the keeper did not get it; the next keeper does.
     pub(crate) fn keep(
         &self,
@@ -162,7 +227,7 @@ impl KeeperLink {
         let label = label.into();
         let descriptor = descriptor.try_clone_to_owned()?;
         let mut state = self.state.lock();
-        let sent = state.socket.send(label, &descriptor);
+        let sent = state.holder.keep(label, &descriptor);
         state.kept.retain(|kept| kept.label != label);
         state.kept.push(KeptDescriptor { label, descriptor });
         sent
@@ -172,7 +237,7 @@ impl KeeperLink {
     pub(crate) fn drop_kept(&self, label: Label) {
         let mut state = self.state.lock();
         // After a failure the keeper is dead, and the next keeper does not get the descriptor.
-        let _ = state.socket.drop_kept(label);
+        let _ = state.holder.drop_kept(label);
         state.kept.retain(|kept| kept.label != label);
     }
 
@@ -214,7 +279,9 @@ impl KeeperLink {
         *self.probe.lock() = Some(probe);
         let mut state = self.state.lock();
         state.watchdog = limit;
-        let _ = state.socket.say_watch(limit);
+        if let Holder::Keeper(socket) = &state.holder {
+            let _ = socket.say_watch(limit);
+        }
     }
 
     /// Runs the probe and answers the ping. While firnd hangs, the probe does not return and no answer is sent.
@@ -228,14 +295,26 @@ impl KeeperLink {
 
     /// Tells the keeper that programs see the mount.
     pub(crate) fn say_serving(&self) {
-        let _ = self.state.lock().socket.say_serving();
+        let _ = match &self.state.lock().holder {
+            Holder::Keeper(socket) => socket.say_serving(),
+            Holder::ServiceManager(manager) => manager.say_serving(),
+        };
     }
 
     /// Tells the keeper that the mount ends or cannot be taken over, so it must start no other firnd.
     pub(crate) fn say_ending(&self) {
         let mut state = self.state.lock();
         state.is_ending = true;
-        let _ = state.socket.say_ending();
+        match &state.holder {
+            Holder::Keeper(socket) => drop(socket.say_ending()),
+            Holder::ServiceManager(manager) => {
+                let _ = manager.say_ending();
+                for kept in &state.kept {
+                    let _ = manager.remove(kept.label);
+                }
+                abort_connection(&state.kept);
+            }
+        }
     }
 
     /// Starts the thread that answers pings, and starts another keeper when the current one dies.
@@ -254,10 +333,16 @@ impl KeeperLink {
         spawn_thread("firn-keeper", watch)
     }
 
-    /// Returns the socket of the keeper; `None` if the mount ends or too many keepers have died.
+    /// Returns the socket of the keeper; `None` if the mount ends, too many keepers have died, or a service manager has the
+    /// keeper's place.
     fn socket_to_watch(&self) -> Option<Arc<Socket>> {
         let state = self.state.lock();
-        (!state.is_ending && state.started < KEEPERS_MAX).then(|| Arc::clone(&state.socket))
+        match &state.holder {
+            Holder::Keeper(socket) if !state.is_ending && state.started < KEEPERS_MAX => {
+                Some(Arc::clone(socket))
+            }
+            Holder::Keeper(_) | Holder::ServiceManager(_) => None,
+        }
     }
 
     /// Starts another keeper. If that fails, no more keepers are started.
@@ -270,7 +355,7 @@ impl KeeperLink {
         match start_keeper(&state.kept) {
             Ok(StartedKeeper { socket, keeper }) => {
                 let _ = socket.say_watch(state.watchdog);
-                state.socket = Arc::new(socket);
+                state.holder = Holder::Keeper(Arc::new(socket));
                 state.keeper = Some(keeper);
                 tracing::warn!("the keeper of the mount was killed; another one has its place");
             }

@@ -47,7 +47,7 @@ pub(crate) enum Tag {
 }
 
 impl Tag {
-    fn of(number: u8) -> Option<Self> {
+    pub(super) fn of(number: u8) -> Option<Self> {
         [
             Self::Request,
             Self::Device,
