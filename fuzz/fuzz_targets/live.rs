@@ -32,8 +32,15 @@ fn read(bytes: &[u8]) {
     let nodes = contents.nodes.iter().map(|stored| &stored.cells);
     let handles = contents.handles.iter().map(|stored| &stored.cells);
     let requests = contents.requests.iter().map(|stored| &stored.cells);
-    for cells in nodes.chain(handles).chain(requests) {
+    let transactions = contents.transactions.iter().map(|stored| &stored.cells);
+    let undone_scopes = contents.undone_scopes.iter().map(|stored| &stored.cells);
+    let file_locks = contents.file_locks.iter().map(|stored| &stored.cells);
+    let named = nodes.chain(handles).chain(requests);
+    for cells in named.chain(transactions).chain(undone_scopes).chain(file_locks) {
         assert!(cells.iter().all(|cell| (*cell as usize) < count));
+    }
+    for stored in &contents.file_locks {
+        assert!(stored.entry.first <= stored.entry.last);
     }
 }
 
