@@ -40,7 +40,7 @@ use firn_rules::{
     RuleSetError, ScopeNumber, load_rules,
 };
 use firn_transact::machine::Pending;
-use firn_transact::{Expected, Found, TransactionError};
+use firn_transact::{Expected, TransactionHandle, TransactionError};
 use parking_lot::Condvar;
 
 use self::exits::Exits;
@@ -474,7 +474,7 @@ impl CommitRules {
             .gate
             .quiesce_names(&transaction.dir, &paths, Pending::Drain, |_| {
                 match self.gate.store().transaction_numbered(transaction.serial) {
-                    Some(Found::Open(open)) => Ok(open.add_names(&names)?),
+                    Some(TransactionHandle::Open(open)) => Ok(open.add_names(&names)?),
                     _ => Err(Errno::STALE.into()),
                 }
             });
@@ -546,7 +546,7 @@ impl CommitRules {
         let store = self.gate.store();
         let (dir, paths) = (&transaction.dir, &transaction.paths);
         let is_open = || match store.transaction_numbered(transaction.serial) {
-            Some(Found::Open(open)) => Some(open),
+            Some(TransactionHandle::Open(open)) => Some(open),
             _ => None,
         };
         if is_open().is_some() {
@@ -557,7 +557,7 @@ impl CommitRules {
                 })?;
         }
         match store.transaction_numbered(transaction.serial) {
-            Some(Found::Decided(decided)) => Ok(decided.apply()?),
+            Some(TransactionHandle::Decided(decided)) => Ok(decided.apply()?),
             _ => Ok(()),
         }
     }

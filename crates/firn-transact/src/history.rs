@@ -24,7 +24,7 @@ use crate::object::Object;
 use crate::scope::Scope;
 use crate::scopes::Scopes;
 use crate::staging;
-use crate::transaction::handle::Found;
+use crate::transaction::handle::TransactionHandle;
 use crate::transactional::TransactionalBacking;
 use crate::tree::Tree;
 use crate::tree::path_of;
@@ -486,7 +486,7 @@ impl<B: Backing> TransactionalBacking<B> {
     /// Restores checkpoint `id`: finishes the transaction that was prepared with it, or undoes what came after it,
     /// commits too, as far as they are kept.
     pub fn restore(&self, root: &Arc<Object<B>>, id: u64) -> Result<(), RestoreError> {
-        if let Some(Found::Decided(commit)) = self.transaction_at(root)
+        if let Some(TransactionHandle::Decided(commit)) = self.transaction_at(root)
             && commit.is_undo()
         {
             // An earlier attempt began it.

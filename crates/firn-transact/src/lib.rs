@@ -96,7 +96,7 @@ pub use report::TransactionFigures;
 pub use scope::{ArenaId, Stage};
 pub use shadow::Mode;
 pub use staging::TOP;
-pub use transaction::handle::{Decided, Found, Open, Place, Prepared};
+pub use transaction::handle::{Decided, Open, Prepared, QuiesceTarget, TransactionHandle};
 pub use transaction::top::TopMaker;
 pub use transactional::TransactionalBacking;
 pub use vote::{Verdict, Vote};

@@ -26,7 +26,7 @@ use firn_protocol::path::BytePath;
 use firn_rules::joint::{Attempt, EVENT, HostState, JointStep, JointView, OwnPart, next_step};
 use firn_rules::{Action, Ending, Operation, ScopeNumber, Writer};
 use firn_transact::machine::Pending;
-use firn_transact::{Found, NamesBallot, NamesView, TransactionError, Verdict, parent_of};
+use firn_transact::{TransactionHandle, NamesBallot, NamesView, TransactionError, Verdict, parent_of};
 use serde::{Deserialize, Serialize};
 
 use super::{CommitRules, Transaction, name_of, shown};
@@ -466,7 +466,7 @@ impl CommitRules {
         transaction: &Transaction,
     ) -> Result<(), TransactionError> {
         let store = self.gate.store();
-        if let Some(Found::Prepared(prepared)) = store.transaction_numbered(transaction.serial) {
+        if let Some(TransactionHandle::Prepared(prepared)) = store.transaction_numbered(transaction.serial) {
             prepared.reopen_names()?;
         }
         let mut table = self.table.lock();
@@ -489,12 +489,12 @@ impl CommitRules {
         let store = self.gate.store();
         let found = || store.transaction_numbered(transaction.serial);
         let applied = match found() {
-            Some(Found::Prepared(prepared)) => prepared
+            Some(TransactionHandle::Prepared(prepared)) => prepared
                 .decide()
                 .map_err(TransactionError::from)
                 .and_then(|decided| Ok(decided.apply()?)),
-            Some(Found::Decided(decided)) => decided.apply().map_err(Into::into),
-            Some(Found::Open(_)) => Err(Errno::STALE.into()),
+            Some(TransactionHandle::Decided(decided)) => decided.apply().map_err(Into::into),
+            Some(TransactionHandle::Open(_)) => Err(Errno::STALE.into()),
             None => Ok(()),
         };
         // If the part itself is applied and only the message to other hosts failed, the thread sends that message again

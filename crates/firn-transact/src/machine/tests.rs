@@ -76,13 +76,13 @@ impl Mount<SimBacking> for SimMount<'_> {
 
     fn quiesce<T>(
         &self,
-        place: &Place<'_, SimBacking>,
+        target: &QuiesceTarget<'_, SimBacking>,
         pending: Pending,
         work: impl FnOnce(&Arc<Object<SimBacking>>) -> Result<T, TransactionError>,
     ) -> Result<T, TransactionError> {
-        let root = match place.root() {
+        let root = match target.root() {
             Some(root) => Arc::clone(root),
-            None => self.directory_at(&place.path_now())?,
+            None => self.directory_at(&target.path_now())?,
         };
         self.ask(format!("quiesce {pending:?}"));
         if pending == Pending::Drain && self.drain_fails.get() {
@@ -158,7 +158,7 @@ fn trace<'a>(
             Ok(Step::Over(answer)) => return (names, Ok(answer)),
             Ok(step) => {
                 names.push(step.name());
-                next = machine.take(step);
+                next = machine.take_step(step);
             }
             Err(error) => return (names, Err(error)),
         }
@@ -547,12 +547,12 @@ fn where_a_commit_cannot_be_applied_the_next_transaction_is_given_up_until_it_is
     let verb = commit(5, true, false);
     let mut step = machine.find_step(verb, TOP).expect("it is open");
     while !matches!(step, Step::Apply { .. }) {
-        step = machine.take(step).expect("nothing fails yet");
+        step = machine.take_step(step).expect("nothing fails yet");
     }
     assert_eq!(stages(&store), [Stage::Decided(5), Stage::Open]);
     let mut is_first = true;
     disk.set_plan(move |_, _| std::mem::take(&mut is_first).then_some(Fault::Error(Errno::NOSPC)));
-    assert!(machine.take(step).is_err());
+    assert!(machine.take_step(step).is_err());
     assert_eq!(stages(&store), [Stage::Decided(5)]);
     assert_eq!(machine.run(verb, TOP), committed(5));
     assert_eq!(stages(&store), [Stage::Open]);

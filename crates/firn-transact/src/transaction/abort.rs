@@ -17,7 +17,7 @@ use crate::transactional::TransactionalBacking;
 use crate::vote::Proposal;
 
 impl<B: Backing> TransactionalBacking<B> {
-    /// Makes changes in a transaction fail from now on; see [`Found::refuse_changes`](crate::Found::refuse_changes).
+    /// Makes changes in a transaction fail from now on; see [`TransactionHandle::refuse_changes`](crate::TransactionHandle::refuse_changes).
     /// Fails if the transaction is over.
     pub(super) fn refuse_changes(&self, scope: &Arc<Scope<B>>) -> Result<(), AbortError> {
         // Changes of a transaction that follows a commit wait for that commit, so the commit's scope refuses them.
@@ -30,7 +30,7 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(())
     }
 
-    /// Aborts a transaction; see [`Found::abort`](crate::Found::abort).
+    /// Aborts a transaction; see [`TransactionHandle::abort`](crate::TransactionHandle::abort).
     ///
     /// Fails if the commit is decided, here or by another host. Of a transaction that follows a commit nothing but the
     /// records must be removed.
