@@ -112,7 +112,7 @@ pub struct SetAttr {
 }
 
 impl SetAttr {
-    /// Whether nothing is to be set.
+    /// Returns whether nothing is to be set.
     pub fn is_empty(&self) -> bool {
         let ids = self.uid.is_none() && self.gid.is_none();
         ids && self.mode.is_none()

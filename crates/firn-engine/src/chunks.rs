@@ -183,8 +183,8 @@ impl<B: Backing> HeldChunks<B> {
         self.changes
     }
 
-    /// Whether the file was changed since the list was made. Also true while the kernel may write the backing file
-    /// itself, which the engine does not see.
+    /// Returns whether the file was changed since the list was made. Also true while the kernel may write the backing
+    /// file itself, which the engine does not see.
     pub fn changed(&self) -> bool {
         let mut state = self.file.lock();
         self.engine.intake.ingest_published(&self.file, &mut state);

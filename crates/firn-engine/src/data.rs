@@ -212,8 +212,9 @@ impl<B: Backing> Engine<B> {
         self.intake.size_of(file).ok()
     }
 
-    /// Whether the kernel may keep pages of a held file that it cannot read by itself: it has no writer, and all of its
-    /// `size` bytes are in a memory file. Bytes of the backing do not qualify, because another host may change them unseen.
+    /// Returns whether the kernel may keep pages of a held file that it cannot read by itself: it has no writer, and
+    /// all of its `size` bytes are in a memory file. Bytes of the backing do not qualify, because another host may
+    /// change them unseen.
     fn may_keep_pages(&self, state: &FileState<B>, size: Option<u64>) -> bool {
         let is_used_otherwise =
             state.opens.has_passthrough() || state.opens.has_writers() || state.direct.has_grant();

@@ -64,8 +64,8 @@ struct LocatedInBacking<B: Backing> {
     changes_by_others: u64,
 }
 
-/// Whether a reader may get a list of where the bytes of a file lie. It may if each change of the bytes makes the list
-/// invalid, so a file with a writer, a grant or an exclusive use has no list.
+/// Returns whether a reader may get a list of where the bytes of a file lie. It may if each change of the bytes makes
+/// the list invalid, so a file with a writer, a grant or an exclusive use has no list.
 fn allows_lists<B: Backing>(state: &FileState<B>) -> bool {
     !state.opens.has_writers()
         && !state.opens.has_passthrough()

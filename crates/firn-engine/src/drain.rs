@@ -72,7 +72,7 @@ impl<B: Backing> Drain<B> {
         self.lanes.len()
     }
 
-    /// Whether all files go to the same lane in the same way.
+    /// Returns whether all files go to the same lane in the same way.
     pub(crate) fn has_one_route(&self) -> bool {
         self.lanes.len() == 1 && !self.gathers
     }
@@ -90,7 +90,7 @@ impl<B: Backing> Drain<B> {
         self.queue(file.lane)
     }
 
-    /// Whether a file of any lane is in line or being written.
+    /// Returns whether a file of any lane is in line or being written.
     pub(crate) fn is_busy(&self) -> bool {
         self.lanes.iter().any(DrainQueue::is_busy)
     }
@@ -197,7 +197,7 @@ impl<B: Backing> Drain<B> {
         );
     }
 
-    /// Whether some caller waits for a file to be drained.
+    /// Returns whether some caller waits for a file to be drained.
     pub(crate) fn has_waiters(&self) -> bool {
         self.waiter_count.load(Ordering::SeqCst) > 0
     }

@@ -94,7 +94,7 @@ impl<B: Backing> Engine<B> {
         self.base.counters.drain_decisions.of(Decision::GivenUp)
     }
 
-    /// Whether a write to the backing failed and waits for its next try.
+    /// Returns whether a write to the backing failed and waits for its next try.
     pub fn waits_for_retry(&self) -> bool {
         self.drain
             .figures()

@@ -230,14 +230,15 @@ impl<B: Backing> FileState<B> {
         self.writer.as_ref().or(self.reader.as_ref()).cloned()
     }
 
-    /// Whether the descriptors of the backing file may be closed: no handle or I/O uses them, and a name leads to the
-    /// file.
+    /// Returns whether the descriptors of the backing file may be closed: no handle or I/O uses them, and a name leads
+    /// to the file.
     pub(crate) fn may_close(&self) -> bool {
         let is_busy = self.drain.is_exclusive() || self.drain.writes_in_flight() > 0;
         self.opens.is_empty() && !is_busy && !self.unlinked
     }
 
-    /// Whether the file table must keep the file, for handles, bytes in the arena, the drain or lists of chunks.
+    /// Returns whether the file table must keep the file, for handles, bytes in the arena, the drain or lists of
+    /// chunks.
     pub(crate) fn is_in_use(&self) -> bool {
         !self.opens.is_empty()
             || !self.pending.is_empty()
@@ -294,7 +295,7 @@ impl<B: Backing> FileState<B> {
         }
     }
 
-    /// Whether a partner has all present bytes, and no writer has the file open.
+    /// Returns whether a partner has all present bytes, and no writer has the file open.
     pub(crate) fn is_partnered(&self) -> bool {
         self.partnered_changes == self.changes && !self.opens.has_writers()
     }

@@ -45,7 +45,7 @@ impl FileJournal {
         self.last_rename_id.fetch_add(1, Ordering::Relaxed) + 1
     }
 
-    /// Whether no file has pending data, so that a record would be about none.
+    /// Returns whether no file has pending data, so that a record would be about none.
     pub(crate) fn is_empty(&self) -> bool {
         self.journal.lock().ledger().is_empty()
     }

@@ -204,7 +204,7 @@ pub(crate) struct PageCacheStamp {
 }
 
 impl PageCacheStamp {
-    /// Whether the kernel may have pages from before the last change by another host.
+    /// Returns whether the kernel may have pages from before the last change by another host.
     pub(crate) fn has_stale_pages(&self) -> bool {
         self.changes_in_pages < self.changes_by_others
     }
@@ -233,8 +233,8 @@ impl<B: Backing> FileIdentity for Inode<B> {
 }
 
 impl<B: Backing> Inode<B> {
-    /// Whether this inode belongs to the object that `attr` describes. The inode number alone is not enough: the
-    /// backing uses it again after the object is removed. The birth time decides where both are known.
+    /// Returns whether this inode belongs to the object that `attr` describes. The inode number alone is not enough:
+    /// the backing uses it again after the object is removed. The birth time decides where both are known.
     pub(crate) fn is_object(&self, attr: &Attr) -> bool {
         let same_birth = self
             .btime
@@ -294,8 +294,8 @@ impl<B: Backing> Inode<B> {
         self.synced.get().filter(|_| is_covered)
     }
 
-    /// Whether each name up to the root is synced: by a sync of the object, or by one of the directory that has the
-    /// name.
+    /// Returns whether each name up to the root is synced: by a sync of the object, or by one of the directory that has
+    /// the name.
     pub(crate) fn are_names_synced(&self) -> bool {
         let is_synced = !self.name_unsynced.load(Ordering::Acquire);
         let changed = self.names_changed.load(Ordering::Acquire);
@@ -324,12 +324,12 @@ impl<B: Backing> Inode<B> {
         self.is_cut.store(is_cut, Ordering::Release);
     }
 
-    /// Whether the inode has facts that the backing cannot tell: that the file was synced, or that it was cut.
+    /// Returns whether the inode has facts that the backing cannot tell: that the file was synced, or that it was cut.
     pub(crate) fn is_remembered(&self) -> bool {
         self.synced.get().is_some() || self.is_cut.load(Ordering::Acquire)
     }
 
-    /// Whether a name of this inode is known.
+    /// Returns whether a name of this inode is known.
     pub(crate) fn has_names(&self) -> bool {
         !self.names.lock().is_empty()
     }
@@ -440,8 +440,8 @@ impl KnownObject {
 #[derive(Clone, Copy)]
 pub(crate) struct NumberBase(pub u64);
 
-/// Whether the live table must have this inode. A later firnd finds a file again by its inode number, which a lookup
-/// of its name gives. It cannot find a made-up number, nor the directory that a process works in.
+/// Returns whether the live table must have this inode. A later firnd finds a file again by its inode number, which a
+/// lookup of its name gives. It cannot find a made-up number, nor the directory that a process works in.
 fn must_be_in_live_table<B: Backing>(inode: &Inode<B>) -> bool {
     inode.id != ROOT && (inode.kind == Kind::Dir || inode.id.0 >= FIRST_SYNTHETIC_NUMBER)
 }

@@ -84,9 +84,9 @@ impl<B: Backing> Namespace<B> {
         }
     }
 
-    /// Whether a name that was just entered for `inode` is right. That is so if no names changed below the engine
-    /// since `before` was read: the next such change will then check this name too. Otherwise the name is looked up
-    /// again, and dropped if it is wrong.
+    /// Returns whether a name that was just entered for `inode` is right. That is so if no names changed below the
+    /// engine since `before` was read: the next such change will then check this name too. Otherwise the name is looked
+    /// up again, and dropped if it is wrong.
     fn is_name_current(
         &self,
         before: u64,

@@ -52,13 +52,13 @@ impl<B: Backing> OpenFiles<B> {
 }
 
 impl<B: Backing> FileState<B> {
-    /// Whether the file is open in the backing.
+    /// Returns whether the file is open in the backing.
     fn has_open(&self) -> bool {
         self.writer.is_some() || self.reader.is_some()
     }
 
-    /// Whether the backing's file may be closed although handles are open, because nothing uses it now and a name
-    /// leads to it.
+    /// Returns whether the backing's file may be closed although handles are open, because nothing uses it now and a
+    /// name leads to it.
     fn may_be_reopened(&self) -> bool {
         let is_busy = self.drain.is_exclusive() || self.drain.writes_in_flight() > 0;
         self.has_open() && !self.unlinked && !is_busy
@@ -66,7 +66,7 @@ impl<B: Backing> FileState<B> {
 }
 
 impl<B: Backing> OpenFiles<B> {
-    /// Whether the handle may write.
+    /// Returns whether the handle may write.
     pub fn is_writer(&self, handle: HandleId) -> bool {
         self.handle(handle).is_ok_and(|handle| handle.writable)
     }

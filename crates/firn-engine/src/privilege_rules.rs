@@ -113,7 +113,7 @@ impl<B: Backing> PrivilegeRules<B> {
         }
     }
 
-    /// Whether a change of the contents by `by` takes some privilege away.
+    /// Returns whether a change of the contents by `by` takes some privilege away.
     pub(crate) fn would_strip(&self, file: &File<B>, by: &dyn Principal) -> Result<bool> {
         let attr = self
             .open_files

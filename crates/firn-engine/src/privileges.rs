@@ -35,11 +35,11 @@ pub(crate) const SET_ID_BITS: u32 = SET_USER_ID | SET_GROUP_ID;
 
 /// The process that changes a file, as far as it decides which privileges the file keeps.
 pub trait Principal {
-    /// Whether the process has CAP_FSETID where the kernel asks for it.
+    /// Returns whether the process has CAP_FSETID where the kernel asks for it.
     fn has_cap_fsetid(&self) -> bool;
-    /// Whether the group is the process's own, or one of its supplementary groups.
+    /// Returns whether the group is the process's own, or one of its supplementary groups.
     fn is_in_group(&self, gid: u32) -> bool;
-    /// Whether the process was killed or stopped waiting. Work that has not begun is not done then.
+    /// Returns whether the process was killed or stopped waiting. Work that has not begun is not done then.
     fn has_left(&self) -> bool {
         false
     }
@@ -116,7 +116,7 @@ pub(crate) fn mode_after_content_change(attr: &Attr, by: &dyn Principal) -> u32 
     }
 }
 
-/// Whether `by` may leave set-group-id on an object of this group, if no other rule takes it away.
+/// Returns whether `by` may leave set-group-id on an object of this group, if no other rule takes it away.
 pub(crate) fn may_keep_set_group_id(gid: u32, by: &dyn Principal) -> bool {
     by.is_in_group(gid) || by.has_cap_fsetid()
 }

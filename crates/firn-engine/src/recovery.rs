@@ -552,7 +552,7 @@ impl<B: Backing> Recovery<'_, B> {
     }
 }
 
-/// Whether an inode is the file that the journal knows, by inode number and birth time.
+/// Returns whether an inode is the file that the journal knows, by inode number and birth time.
 fn is_same_object<B: Backing>(known: &KnownFile, inode: &Inode<B>) -> bool {
     let birth = inode.btime.map(|t| (t.sec, t.nsec));
     // The device is not compared: it may have another number after the backing was mounted again.

@@ -98,8 +98,8 @@ struct ChunkSource {
 }
 
 impl<B: Backing> FileState<B> {
-    /// Whether the file has no writer, no grant and no drain under way or requested, and no list or view relies on
-    /// where its bytes lie.
+    /// Returns whether the file has no writer, no grant and no drain under way or requested, and no list or view relies
+    /// on where its bytes lie.
     fn may_be_settled(&self) -> bool {
         let has_drain_request = self.drain.has_waiters()
             || self

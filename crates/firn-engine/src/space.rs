@@ -50,7 +50,7 @@ impl<B: Backing> Default for Space<B> {
 }
 
 impl<B: Backing> Space<B> {
-    /// Whether a writer would find space. If so, waiting writers are called back soon.
+    /// Returns whether a writer would find space. If so, waiting writers are called back soon.
     pub(crate) fn note_room(&self, arena: &Arena) -> bool {
         let room = arena.has_room(Class::Small);
         if room {
@@ -141,7 +141,7 @@ impl SpaceWaiters {
         self.freed.load(Ordering::Acquire)
     }
 
-    /// Whether space was freed since the last call.
+    /// Returns whether space was freed since the last call.
     pub(crate) fn take_freed(&self) -> bool {
         self.freed.swap(false, Ordering::AcqRel)
     }

@@ -69,7 +69,7 @@ impl Spill {
         }
     }
 
-    /// Whether the last try to spill failed.
+    /// Returns whether the last try to spill failed.
     pub(crate) fn fails(&self) -> bool {
         self.state.lock().failure.is_some()
     }

@@ -52,7 +52,7 @@ impl<B: Backing> Engine<B> {
         }
     }
 
-    /// Whether a close of this handle has something to wait for, or an error to return.
+    /// Returns whether a close of this handle has something to wait for, or an error to return.
     pub fn is_pending(&self, handle: HandleId) -> bool {
         self.open_files.handle(handle).is_ok_and(|handle| {
             let state = handle.file.lock();
@@ -89,9 +89,9 @@ impl<B: Backing> Engine<B> {
         }
     }
 
-    /// Whether the backing has work to do for the file after this close(2). If so, the answering thread calls
-    /// [`Engine::finish_file`] after [`Engine::flush`] is done. There is no such work while other writers have the
-    /// file open, or if another process than the opener's closes it.
+    /// Returns whether the backing has work to do for the file after this close(2). If so, the answering thread calls
+    /// [`Engine::finish_file`] after [`Engine::flush`] is done. There is no such work while other writers have the file
+    /// open, or if another process than the opener's closes it.
     pub fn finishes_file(&self, handle: HandleId, is_opener: &dyn Fn(u32) -> bool) -> bool {
         if !self.base.backing.features().finishes_files
             || self.base.options.close == ClosePolicy::Held

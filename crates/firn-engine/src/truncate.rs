@@ -55,7 +55,7 @@ impl<B: Backing> Engine<B> {
         })
     }
 
-    /// Whether the file has pending bytes, so that these calls would wait for a drain.
+    /// Returns whether the file has pending bytes, so that these calls would wait for a drain.
     pub fn needs_drain(&self, handle: HandleId) -> bool {
         self.open_files.handle(handle).is_ok_and(|h| {
             let mut state = h.file.lock();

@@ -30,13 +30,13 @@ const COMPARE_BYTES: usize = 64 << 10;
 const EXCLUSIVE_BYTES: u64 = 8 << 20;
 
 impl<B: Backing> FileState<B> {
-    /// Whether drained bytes may stay in the arena. They may not while a program can store to a mapping of the memory
-    /// file: such a store would change the cache and never reach the backing.
+    /// Returns whether drained bytes may stay in the arena. They may not while a program can store to a mapping of the
+    /// memory file: such a store would change the cache and never reach the backing.
     pub(crate) fn may_cache(&self) -> bool {
         !self.is_passed_through_memory() || !self.opens.has_writers()
     }
 
-    /// Whether the kernel reads the file from its memory file.
+    /// Returns whether the kernel reads the file from its memory file.
     pub(crate) fn is_passed_through_memory(&self) -> bool {
         self.view.is_some() && self.opens.has_passthrough()
     }
@@ -169,7 +169,7 @@ impl<B: Backing> OpenFiles<B> {
         rustix::io::fcntl_dupfd_cloexec(view.file(), 0).ok()
     }
 
-    /// Whether programs may have stored bytes to a mapping that only the memory file has. A shared mapping that
+    /// Returns whether programs may have stored bytes to a mapping that only the memory file has. A shared mapping that
     /// allows stores needs a descriptor that reads and writes.
     pub fn may_have_stores(&self, handle: HandleId) -> bool {
         self.handle(handle).is_ok_and(|handle| {

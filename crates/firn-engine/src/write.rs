@@ -124,8 +124,8 @@ impl<B: Backing> Writes<B> {
         }
     }
 
-    /// Whether a write up to `end` calls the backing or waits for another thread before its bytes are taken. All
-    /// other waits of [`Engine::write`](crate::Engine::write) are short.
+    /// Returns whether a write up to `end` calls the backing or waits for another thread before its bytes are taken.
+    /// All other waits of [`Engine::write`](crate::Engine::write) are short.
     pub fn write_may_wait(&self, handle: HandleId, end: u64, by: Option<&dyn Principal>) -> bool {
         if end > SIZE_CHECKED_ABOVE {
             return true;
@@ -146,7 +146,7 @@ impl<B: Backing> Writes<B> {
         !has_file_id && (self.tree.paths.has_changes() || !handle.file.inode.has_names())
     }
 
-    /// Whether such a write changes the backing before its bytes are taken: it takes privileges, makes the file
+    /// Returns whether such a write changes the backing before its bytes are taken: it takes privileges, makes the file
     /// longer there, or goes to the backing itself. Only needed if [`Writes::write_may_wait`] returns true. It calls
     /// the backing.
     pub fn write_changes_backing(

@@ -335,7 +335,7 @@ impl CommitRules {
             from: &located_from,
             to: &located_to,
         };
-        let entered = self.table.lock().machine.before(writer.process, &operation);
+        let entered = self.table.lock().machine.enter_operation(writer.process, &operation);
         let Ok(entered) = entered else {
             return Err(Errno::BUSY.into());
         };
@@ -353,10 +353,10 @@ impl CommitRules {
         let mut more =
             table
                 .machine
-                .after(writer.process, &operation, entered.scope, renamed.is_ok());
+                .finish_operation(writer.process, &operation, entered.scope, renamed.is_ok());
         // A program that has ended reports no more ends: the machine hears its end again after the rename.
         if !writer.is_living {
-            more.extend(table.machine.exited(writer.process, Ending::Success));
+            more.extend(table.machine.note_exit(writer.process, Ending::Success));
         }
         drop(table);
         self.carry_out(more)?;
@@ -470,7 +470,7 @@ impl CommitRules {
             prepared.reopen_names()?;
         }
         let mut table = self.table.lock();
-        table.machine.not_committed(scope);
+        table.machine.note_commit_failed(scope);
         let joint = table.joint.entry(scope).or_default();
         joint.prepared = None;
         joint.is_refused = true;
@@ -507,7 +507,7 @@ impl CommitRules {
         counts.commits += u64::from(!transaction.is_rotation);
         counts.removals += u64::from(transaction.is_rotation);
         table.scopes.remove(&scope);
-        let mut more = table.machine.committed(scope);
+        let mut more = table.machine.note_committed(scope);
         more.retain(|action| may_rotate || !matches!(action, Action::Rotate { .. }));
         table.note_end(scope, true);
         self.publish(table);

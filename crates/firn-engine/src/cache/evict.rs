@@ -15,7 +15,7 @@ use crate::space::Room;
 use crate::view::refresh_view;
 
 impl<B: Backing> FileState<B> {
-    /// Whether a list of chunks, or a reader of the file's memory file, relies on where its bytes are.
+    /// Returns whether a list of chunks, or a reader of the file's memory file, relies on where its bytes are.
     fn is_read_in_place(&self) -> bool {
         self.direct.has_chunk_lists() || self.view.is_some()
     }

@@ -184,12 +184,12 @@ impl<T> Turn<T> {
         }
     }
 
-    /// Whether this is the turn of `file`.
+    /// Returns whether this is the turn of `file`.
     fn is_of(&self, file: &Arc<T>) -> bool {
         std::ptr::eq(self.file.as_ptr(), Arc::as_ptr(file))
     }
 
-    /// Whether the turn has written all that it may.
+    /// Returns whether the turn has written all that it may.
     fn is_over(&self) -> bool {
         self.bytes_max.is_some_and(|max| self.bytes >= max)
     }

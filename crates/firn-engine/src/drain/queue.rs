@@ -126,13 +126,13 @@ impl<T> DrainQueue<T> {
         state.active -= 1;
     }
 
-    /// Whether a file is in line, being examined or being written.
+    /// Returns whether a file is in line, being examined or being written.
     pub(crate) fn is_busy(&self) -> bool {
         let state = self.state.lock();
         state.active > 0 || !state.line.is_empty()
     }
 
-    /// Whether a file is in line.
+    /// Returns whether a file is in line.
     pub(crate) fn has_files(&self) -> bool {
         !self.state.lock().line.is_empty()
     }
@@ -213,7 +213,7 @@ impl<T> DrainQueue<T> {
         self.state.lock().line.count(file)
     }
 
-    /// Whether a try of this file is planned at `when`.
+    /// Returns whether a try of this file is planned at `when`.
     pub(crate) fn has_retry(&self, when: Instant, file: &Arc<T>) -> bool {
         let state = self.state.lock();
         let is_it = |(at, known): &(Instant, Arc<T>)| *at == when && Arc::ptr_eq(known, file);

@@ -260,7 +260,8 @@ impl<B: Backing> Drainer<B> {
         }
     }
 
-    /// Whether a candidate is written now: a part of it is forced, or the policy is eager and it is long enough.
+    /// Returns whether a candidate is written now: a part of it is forced, or the policy is eager and it is long
+    /// enough.
     fn is_worth_a_write(&self, candidate: &JobCandidate) -> bool {
         let is_long = || candidate.bytes >= self.base.write_bytes_min();
         candidate.is_forced || (self.base.options.drain == DrainPolicy::Eager && is_long())
@@ -308,7 +309,7 @@ struct JobCandidate {
 }
 
 impl JobCandidate {
-    /// Whether another part fits into the same job.
+    /// Returns whether another part fits into the same job.
     fn has_room_for(&self, part: &Part, is_spilled: bool, limits: JobLimits) -> bool {
         let len = part.extent.len;
         let spilled = if is_spilled { len } else { 0 };

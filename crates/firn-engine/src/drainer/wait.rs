@@ -61,7 +61,7 @@ impl<B: Backing> Drainer<B> {
         self.drain.lanes()
     }
 
-    /// Whether a caller waits for a drain: for a file, or for room in the arena.
+    /// Returns whether a caller waits for a drain: for a file, or for room in the arena.
     pub fn has_waiters(&self) -> bool {
         self.drain.has_waiters() || self.room.space.waiters.count() > 0
     }
@@ -79,8 +79,8 @@ impl<B: Backing> Drainer<B> {
         }
     }
 
-    /// Whether a caller waits for a drain or soon may, because more than three quarters of the arena are in use.
-    /// Other drains are not urgent.
+    /// Returns whether a caller waits for a drain or soon may, because more than three quarters of the arena are in
+    /// use. Other drains are not urgent.
     pub fn is_drain_awaited(&self) -> bool {
         let is_nearly_full = || {
             let slots = u64::from(self.base.arena.geometry().chunk_count);

@@ -90,8 +90,8 @@ impl DirectState {
         lists.is_some_and(|lists| *lists.changes_by_others.get_or_insert(change) == change)
     }
 
-    /// Whether readers have a list that names files of the backing, made when the count of changes by other hosts was
-    /// another than `change`.
+    /// Returns whether readers have a list that names files of the backing, made when the count of changes by other
+    /// hosts was another than `change`.
     pub(crate) fn has_outdated_backing_list(&self, change: u64) -> bool {
         let lists = self.lists.as_ref();
         let known = lists.and_then(|lists| lists.changes_by_others);

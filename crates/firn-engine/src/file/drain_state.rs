@@ -173,7 +173,7 @@ impl DrainState {
         );
     }
 
-    /// Whether a write to some byte of this range is under way.
+    /// Returns whether a write to some byte of this range is under way.
     pub(crate) fn is_in_flight(&self, range: &Range<u64>) -> bool {
         let overlaps = |known: &Range<u64>| known.start < range.end && range.start < known.end;
         self.in_flight.iter().any(overlaps)
@@ -209,7 +209,7 @@ impl DrainState {
         self.is_setting_time = is_setting_time;
     }
 
-    /// Whether no write, no exclusive use and no setting of its time uses the backing file.
+    /// Returns whether no write, no exclusive use and no setting of its time uses the backing file.
     pub(crate) fn is_idle(&self) -> bool {
         !self.exclusive && !self.is_setting_time && self.in_flight.is_empty()
     }
@@ -220,7 +220,7 @@ impl DrainState {
         self.failure.as_deref().copied()
     }
 
-    /// Whether the file failed and its next try is still to come.
+    /// Returns whether the file failed and its next try is still to come.
     pub(crate) fn waits_for_retry(&self, now: Instant) -> bool {
         self.failure().is_some_and(|failure| failure.retry_at > now)
     }
@@ -299,7 +299,7 @@ impl DrainState {
         self.waiters.len()
     }
 
-    /// Whether there is a waiter.
+    /// Returns whether there is a waiter.
     pub(crate) fn has_waiters(&self) -> bool {
         !self.waiters.is_empty()
     }

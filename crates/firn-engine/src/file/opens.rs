@@ -83,7 +83,7 @@ impl Opens {
         self.handles.is_empty()
     }
 
-    /// Whether this handle is the only one and is served by the engine.
+    /// Returns whether this handle is the only one and is served by the engine.
     pub(crate) fn is_only(&self, handle: HandleId) -> bool {
         self.handles[..] == [handle] && self.through_engine == 1
     }
@@ -99,7 +99,7 @@ impl Opens {
         self.closing_writers -= 1;
     }
 
-    /// Whether each writer has closed a descriptor. Most have only one, so the file is most likely complete.
+    /// Returns whether each writer has closed a descriptor. Most have only one, so the file is most likely complete.
     pub(crate) fn are_writers_closing(&self) -> bool {
         self.closing_writers == self.writers
     }
@@ -112,7 +112,7 @@ impl Opens {
         self.mapped -= 1;
     }
 
-    /// Whether the kernel or a process may read the file's memory file without a request.
+    /// Returns whether the kernel or a process may read the file's memory file without a request.
     pub(crate) fn has_viewers(&self) -> bool {
         self.passthrough + self.mapped > 0
     }
@@ -129,7 +129,7 @@ impl Opens {
         self.passthrough > 0
     }
 
-    /// Whether the kernel caches pages of the file.
+    /// Returns whether the kernel caches pages of the file.
     pub(crate) fn has_cached(&self) -> bool {
         self.cached > 0
     }

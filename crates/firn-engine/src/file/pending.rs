@@ -250,8 +250,8 @@ impl Pending {
         arena.mark_dead(piece);
     }
 
-    /// Whether some piece would be partly pending after `gone` is drained. The journal then needs the drained range;
-    /// without it a recovery would take the whole piece for pending.
+    /// Returns whether some piece would be partly pending after `gone` is drained. The journal then needs the drained
+    /// range; without it a recovery would take the whole piece for pending.
     pub(crate) fn would_leave_partial_pieces(&self, gone: &[(u64, Extent)]) -> bool {
         let mut drained: HashMap<PieceRef, u64> = HashMap::new();
         for (_, extent) in gone {
@@ -299,7 +299,7 @@ impl Pending {
         self.drained_ranges = 0;
     }
 
-    /// Whether this is the tail, which may be extended.
+    /// Returns whether this is the tail, which may be extended.
     pub(crate) fn is_tail(&self, piece: PieceRef) -> bool {
         self.tail == Some(piece)
     }

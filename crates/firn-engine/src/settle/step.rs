@@ -42,8 +42,8 @@ impl<B: Backing> Room<B> {
         *self.settle.waker.write() = Some(waker);
     }
 
-    /// Whether files are settled at all. With an eager drain they are not, because it leaves no bytes in the arena to
-    /// be read.
+    /// Returns whether files are settled at all. With an eager drain they are not, because it leaves no bytes in the
+    /// arena to be read.
     pub fn settles(&self) -> bool {
         let options = &self.base.options;
         options.memory_file_bytes_min > 0

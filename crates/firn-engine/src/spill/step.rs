@@ -111,7 +111,7 @@ impl<B: Backing> Room<B> {
         wait
     }
 
-    /// Whether spilling will free memory, so that writers can wait for that. Wakes the thread that spills.
+    /// Returns whether spilling will free memory, so that writers can wait for that. Wakes the thread that spills.
     pub(crate) fn spill_makes_room(&self) -> bool {
         let room = !self.spill.fails() && (self.base.arena.can_spill() || self.seal_for_spill());
         if room {
