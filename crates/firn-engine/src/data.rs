@@ -1,4 +1,12 @@
-//! Open, create, read, write, release.
+//! Handles of regular files: create, open, read, write, release.
+//!
+//! A write appends its bytes to the arena, and returns when they survive the death of every process. A read returns the
+//! newest bytes, from the arena or the backing. An open chooses the [`OpenMode`], which says who serves the reads of
+//! the handle: the engine, the kernel's page cache, or the kernel itself (*passthrough*).
+//!
+//! Invariants
+//! * All handles of an inode that the kernel reads by itself are in one mode, because the kernel refuses a mix.
+//! * Only one client may write a file directly, so each further open, read or write of the file ends its grant.
 
 use std::ffi::OsStr;
 use std::sync::Arc;
@@ -23,7 +31,7 @@ const O_EXCL: i32 = 0o200;
 const O_TRUNC: i32 = 0o1000;
 
 impl<B: Backing> Engine<B> {
-    /// Creates and opens a regular file; opens it if it is there and `flags` lack `O_EXCL`.
+    /// Creates and opens a regular file. An existing file is opened, unless `flags` have `O_EXCL`.
     pub fn create(
         &self,
         caller: &Caller,
@@ -40,7 +48,8 @@ impl<B: Backing> Engine<B> {
         })
     }
 
-    /// [`Engine::create`] of a file that is renamed to `later` afterwards: the backing places its data by that name.
+    /// Creates and opens a file as [`Engine::create`] does. The caller will rename it to `later`, and the backing
+    /// places its data by that name.
     pub fn create_placed(
         &self,
         caller: &Caller,
@@ -63,6 +72,8 @@ impl<B: Backing> Engine<B> {
         })
     }
 
+    /// Creates a file with `create`, and opens it. If the file exists already, it is opened, unless `flags` have
+    /// `O_EXCL`.
     fn create_file(
         &self,
         dir: &Arc<Inode<B>>,
@@ -196,7 +207,7 @@ impl<B: Backing> Engine<B> {
         size.is_some_and(|size| state.begin_view(&self.base.arena, size).is_some())
     }
 
-    /// The length of a file all of whose bytes are in one memory file.
+    /// Returns the length of a file if all of its bytes are in one memory file.
     fn settled_size(&self, file: &Arc<File<B>>) -> Option<u64> {
         if !self.room.settles() {
             return None;
@@ -222,11 +233,11 @@ impl<B: Backing> Engine<B> {
         settled.is_some_and(|size| state.memory_file(&self.base.arena, size).is_some())
     }
 
-    /// Opens what a handle needs of the backing, so that open(2) tells what is wrong.
+    /// Opens the file in the backing as a new handle needs it, so that open(2) returns the error of the backing.
     pub(crate) fn open_backing(&self, file: &Arc<File<B>>, wants_write: bool) -> Result<()> {
         if wants_write {
             let writer = self.open_files.writer(file)?;
-            return self.see_others(file, &writer.file, true);
+            return self.note_open(file, &writer.file, true);
         }
         // Passthrough needs one descriptor that can do everything, for writers that come later.
         let writer = if self.kernel_cache.can_pass_through() {
@@ -235,11 +246,12 @@ impl<B: Backing> Engine<B> {
             None
         };
         let open = writer.map_or_else(|| self.open_files.reader(file), Ok)?;
-        self.see_others(file, &open.file, false)
+        self.note_open(file, &open.file, false)
     }
 
-    /// Close-to-open: what other hosts have closed is seen, the length included, which the kernel may have kept.
-    fn see_others(&self, file: &File<B>, open: &B::File, writes: bool) -> Result<()> {
+    /// Makes changes visible that other hosts made before their close (close-to-open consistency). The kernel's cached
+    /// attributes are dropped, because the length may have changed.
+    fn note_open(&self, file: &File<B>, open: &B::File, writes: bool) -> Result<()> {
         let opened = if writes {
             FileUse::OpenedToWrite
         } else {
@@ -250,6 +262,7 @@ impl<B: Backing> Engine<B> {
         Ok(())
     }
 
+    /// Enters a handle under a new number; see [`Self::insert_handle`].
     fn add_handle(
         &self,
         inode: &Arc<Inode<B>>,
@@ -260,7 +273,8 @@ impl<B: Backing> Engine<B> {
         self.insert_handle(id, inode, flags, mode)
     }
 
-    /// Enters a handle under a number that nothing else has.
+    /// Enters a handle under the unused number `id`, and returns what the kernel must know. `mode` chooses the mode of
+    /// the handle under the file's lock.
     pub(crate) fn insert_handle(
         &self,
         id: HandleId,
@@ -279,7 +293,7 @@ impl<B: Backing> Engine<B> {
             is_first_writer = writable && !state.opens.has_writers();
             state.opens.add(id, chosen, writable);
             if writable {
-                // What the kernel writes by itself is not seen here.
+                // The engine does not see what the kernel writes by itself, so the contents count as changed now.
                 state.changes += u64::from(chosen == OpenMode::Passthrough);
                 state.direct.invalidate_lists(&self.base.arena);
                 if !state.may_cache() {
@@ -292,7 +306,7 @@ impl<B: Backing> Engine<B> {
             let events = &self.base.file_events;
             events.note(&file.inode, FileChange::Opened);
         }
-        // No process gets a grant from here on: the file is open twice.
+        // The file now has a further handle, so a client must not write it directly.
         self.intake.end_grant(&file);
         let size = self.intake.size_for_kernel(&file);
         let access = flags & O_ACCMODE;
@@ -317,14 +331,16 @@ impl<B: Backing> Engine<B> {
         }
     }
 
-    /// Reads pending bytes over backing bytes; less than asked only at the end of the file.
+    /// Reads the newest bytes at `offset` into `buf`. Returns how many were read, which is less than asked only at the
+    /// end of the file.
     pub fn read(&self, handle: HandleId, offset: u64, buf: &mut [u8]) -> Result<usize> {
         self.open_files.close_excess_files();
         self.open_files
-            .with_descriptor(|| self.read_with(handle, offset, buf))
+            .with_descriptor(|| self.read_counted(handle, offset, buf))
     }
 
-    fn read_with(&self, handle: HandleId, offset: u64, buf: &mut [u8]) -> Result<usize> {
+    /// Does the work of [`Self::read`] while a descriptor may be opened.
+    fn read_counted(&self, handle: HandleId, offset: u64, buf: &mut [u8]) -> Result<usize> {
         let handle = self.open_files.handle(handle)?;
         let bytes = self.reads.read_at_one_moment(&handle.file, offset, buf)?;
         self.base
@@ -334,15 +350,18 @@ impl<B: Backing> Engine<B> {
         Ok(bytes as usize)
     }
 
-    /// The byte at `offset`, for the kernel's cache.
+    /// Returns the byte at `offset`, which the kernel's cache needs.
     pub fn byte_at(&self, handle: HandleId, offset: u64) -> std::result::Result<u8, Errno> {
         let mut byte = [0];
         self.read(handle, offset, &mut byte)?;
         Ok(byte[0])
     }
 
-    /// Takes bytes from a program. When this returns, they survive the death of every process.
-    /// `by`: whose write(2) it is, which takes privileges of the file away; none: a store to a mapping, which does not.
+    /// Writes bytes of a program at `offset`. Returns how many were written, or `Full` if the arena has no room. The
+    /// written bytes survive the death of every process.
+    ///
+    /// `by` is the caller of write(2), which takes privileges of the file away. It is `None` for stores to a mapping,
+    /// which do not.
     pub fn write(
         &self,
         handle: HandleId,
@@ -370,28 +389,30 @@ impl<B: Backing> Engine<B> {
             }
             WriteStart::Append(file_id) => file_id,
         };
-        let mut done = 0;
+        let mut written = 0;
         let mut slot = handle.lease.lock();
-        while done < data.len() {
-            let rest = &data[done..];
-            let n = self
+        while written < data.len() {
+            let unwritten = &data[written..];
+            let position = offset + written as u64;
+            let appended = self
                 .writes
-                .append(&handle, &mut slot, file_id, offset + done as u64, rest);
-            if n == 0 {
+                .append(&handle, &mut slot, file_id, position, unwritten);
+            if appended == 0 {
                 break;
             }
-            done += n;
+            written += appended;
         }
         drop(slot);
         self.room.wake_writers();
-        if done == 0 {
+        if written == 0 {
             return Ok(Written::Full);
         }
-        self.base.counters.count_ingest(done as u64);
-        Ok(Written::Bytes(done))
+        self.base.counters.count_ingest(written as u64);
+        Ok(Written::Bytes(written))
     }
 
-    /// The last use of a handle is over. What is pending stays and is drained.
+    /// Ends a handle after its last use. Pending bytes stay pending and are drained. A file without a name and without
+    /// another handle is discarded.
     pub fn release(&self, handle: HandleId) {
         let Some(handle) = self.open_files.handles.remove(handle) else {
             return;
