@@ -175,7 +175,7 @@ pub struct DirectList {
     pub end: u64,
     /// Descriptors of the files that extents name by index.
     pub files: Vec<OwnedFd>,
-    /// Time after which the list may be invalid. `None`: only a change of the word makes it invalid.
+    /// Time after which the list may be invalid; `None` if only a change of the word makes it invalid.
     pub until: Option<Instant>,
 }
 

@@ -46,7 +46,8 @@ struct CachedExtents {
     /// Sum of the cached bytes of all files.
     total: Arc<AtomicU64>,
     /// State of the backing's file when it was last known to have the cached bytes. A different state later means that
-    /// the file was changed beside the mount. `None`: there is nothing to compare with, and the cached bytes are used.
+    /// the file was changed beside the mount. If this is `None`, there is nothing to compare with, and the cached bytes
+    /// are used.
     backing_stamp: Option<BackingStamp>,
 }
 

@@ -71,10 +71,11 @@ pub struct HeldChunks<B: Backing> {
 }
 
 impl<B: Backing> HeldChunks<B> {
-    /// Lists the file at `path`, without gap or overlap from offset 0 to its end, and holds the slabs that the list
-    /// names. Waits for a truncation under way.
+    /// Lists where the bytes of the file at `path` are, without gap or overlap from offset 0 to its end. The slabs that
+    /// the list names are held until the returned value is dropped. Waits for a truncation under way.
     ///
-    /// EISDIR, EINVAL: not a regular file. EIO: pending parts of it cannot be read.
+    /// Fails with EISDIR or EINVAL if `path` is not a regular file, and with EIO if pending parts of the file cannot be
+    /// read.
     pub fn list_file(engine: &Arc<Engine<B>>, path: &[u8]) -> Result<(Self, Vec<ListedPart>)> {
         let inode = engine.tree.find(path)?;
         match inode.kind {

@@ -138,7 +138,7 @@ impl<B: Backing> Drain<B> {
         }
     }
 
-    /// Records when the oldest pending byte of a file was written. `None`: the file has no pending bytes.
+    /// Records when the oldest pending byte of a file was written. `at` is `None` if the file has no pending bytes.
     pub(crate) fn set_oldest(
         &self,
         file: &Arc<File<B>>,

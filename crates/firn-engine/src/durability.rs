@@ -45,10 +45,12 @@ struct AwaitedFile<B: Backing> {
 }
 
 impl DrainCountdown {
+    /// Counts a file whose drain begins.
     fn begin(&self) {
         *self.files.lock() += 1;
     }
 
+    /// Counts a file whose drain has ended. The last one wakes the caller.
     fn end(&self) {
         let mut files = self.files.lock();
         *files -= 1;
@@ -89,13 +91,13 @@ impl<B: Backing> Durability<B> {
         }
     }
 
-    /// Returns the durability level of all bytes of an inode. STALE: the inode is not known.
+    /// Returns the durability level of all bytes of an inode. Fails with ESTALE if the inode is not known.
     pub fn state_of(&self, inode: InodeId) -> Result<DurabilityLevel> {
         Ok(self.level_of(&*self.tree.inode(inode)?))
     }
 
-    /// Returns the durability level of all bytes of a file: the one answer for the attribute, `firn ls` and all other
-    /// callers. It waits for the backing.
+    /// Returns the durability level of all bytes of a file. All answers come from here: the extended attribute, `firn
+    /// ls` and the control socket. The call waits for the backing.
     pub(crate) fn level_of(&self, inode: &Inode<B>) -> DurabilityLevel {
         let pending = self.open_files.known_file(inode).and_then(|file| {
             let mut state = file.lock();
@@ -172,7 +174,7 @@ impl<B: Backing> Durability<B> {
             .into_iter()
             .filter(|inode| inode.kind == firn_backing::Kind::File)
             .collect();
-        // Read before the sync, as for one file.
+        // The state that the sync covers is read before the sync, because files may be changed or drained during it.
         let change = last_name_change();
         let covered: Vec<_> = files
             .iter()
@@ -346,8 +348,8 @@ impl<B: Backing> Durability<B> {
         }
     }
 
-    /// Makes durable what is at the path, and the names that lead to it. An earlier firnd may have made those without
-    /// a sync.
+    /// Syncs the file or tree at `path`, and all names that lead to it. An earlier firnd may have made these names
+    /// without a sync.
     fn make_durable(&self, path: &[u8]) -> Result<()> {
         let inode = self.tree.find(path)?;
         if inode.kind == firn_backing::Kind::File {

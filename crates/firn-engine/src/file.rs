@@ -44,7 +44,7 @@ pub(crate) struct BackingFile<B: Backing> {
     pub access: Access,
 }
 
-/// What the lock of a file protects.
+/// The state of a file that its lock protects.
 pub(crate) struct FileState<B: Backing> {
     pub pending: Pending,
     pub drain: DrainState,
@@ -100,7 +100,7 @@ static FIRST_CHANGE: AtomicU64 = AtomicU64::new(1);
 /// Numbers of changes reserved for each file: more than it has while firnd knows it.
 const CHANGES_OF_A_FILE: u64 = 1 << 32;
 
-/// Bounds the memory of a file: there may be 10^5 held files. Fields that few files need are boxed.
+/// Bounds the memory of a file, because there may be 10^5 held files. Fields that few files need are boxed.
 const _: () = assert!(size_of::<File<firn_backing::DirBacking>>() <= 400);
 
 impl<B: Backing> File<B> {
@@ -322,6 +322,7 @@ impl<B: Backing> FileState<B> {
         }
     }
 
+    /// Panics if a byte is both pending and cached.
     fn assert_no_overlap(&self) {
         self.cache.extents().assert_invariants();
         for (offset, extent) in self.pending.extents().iter() {

@@ -230,8 +230,8 @@ impl<B: Backing> Intake<B> {
         }
     }
 
-    /// Returns the length of a file whose bytes came by direct access, for the kernel at an open. `None`: the kernel
-    /// knows it.
+    /// Returns the length of a file whose bytes came by direct access, which the kernel must learn at an open. Returns
+    /// `None` if the kernel knows the length.
     pub(crate) fn size_for_kernel(&self, file: &File<B>) -> Option<u64> {
         if !file.inode.is_size_stale_in_kernel.load(Ordering::Acquire) {
             return None;

@@ -318,12 +318,14 @@ impl<B: Backing> OpenFiles<B> {
             }
             _ => return,
         };
-        // The lock is released first, as a close may write to a server.
+        // The lock is released first, because a close may write to a server.
         drop(closed);
     }
 
-    /// Calls the backing. If no descriptor was free, closes files and calls once more. ENFILE: there is still none,
-    /// and the caller's own limit is not the cause.
+    /// Makes a call of the backing that may need a descriptor. If none is free, closes files and makes the call once
+    /// more.
+    ///
+    /// Fails with ENFILE if there is still no descriptor. (EMFILE would blame a limit of the program.)
     pub(crate) fn with_descriptor<T>(&self, mut call: impl FnMut() -> Result<T>) -> Result<T> {
         let none_left = |errno: &Errno| matches!(*errno, Errno::MFILE | Errno::NFILE);
         match call() {

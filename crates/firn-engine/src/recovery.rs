@@ -355,7 +355,8 @@ impl<B: Backing> Recovery<'_, B> {
             && known.truncating.is_empty()
             && let Some(mtime) = last_write.mtime
         {
-            // All data was drained, but its time may not be set yet. If the backing refuses, its own time stays.
+            // All data was drained, but the file's time may not be set yet. If the backing refuses to set it, the file
+            // keeps the time of the drain.
             let set_mtime = |object| {
                 self.engine
                     .base
@@ -462,7 +463,7 @@ impl<B: Backing> Recovery<'_, B> {
     /// Completes the truncations that had begun. Returns the truncations that the file must show, as sequence and
     /// length, and the error of one that failed.
     ///
-    /// A truncation that the backing never began is left out, because the file is still as before it.
+    /// A truncation that the backing never began is left out, because the file was not changed.
     fn finish_truncations(
         &self,
         id: FileId,
@@ -518,8 +519,8 @@ impl<B: Backing> Recovery<'_, B> {
         let mut is_replaced = false;
         for (path, _) in &known.paths {
             match self.engine.tree.find(path) {
-                // The search goes on after a match, so that all names are known. Otherwise the removal of one could
-                // be taken for that of the last.
+                // The search continues after a match, so that all names are known. Otherwise the removal of one name
+                // could count as that of the last one.
                 Ok(inode) if is_same_object(known, &inode) => found = Some(inode),
                 Ok(_) => {
                     is_replaced = true;

@@ -129,8 +129,8 @@ impl<B: Backing> FileState<B> {
         if is_mixed || bytes != end { 0 } else { bytes }
     }
 
-    /// Returns the memory file that has the first `bytes` bytes of the file, each at its file offset. `None`: no
-    /// single one has all.
+    /// Returns the memory file that has the first `bytes` bytes of the file, each at its file offset. Returns `None` if
+    /// no single memory file has all of them.
     pub(crate) fn memory_file(&self, arena: &Arena, bytes: u64) -> Option<Arc<MemoryFile>> {
         if bytes == 0 || self.pending.bytes() + self.cache.bytes() != bytes {
             return None;

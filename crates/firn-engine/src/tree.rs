@@ -71,12 +71,12 @@ impl<B: Backing> NameTree<B> {
         child.is_some_and(|inode| inode.kind != Kind::Dir)
     }
 
-    /// Returns the inode of a number. ESTALE: the kernel's number is not known.
+    /// Returns the inode with this number. Fails with ESTALE if there is none.
     pub(crate) fn inode(&self, id: InodeId) -> Result<Arc<Inode<B>>> {
         self.names.get(id).ok_or(Errno::STALE)
     }
 
-    /// Returns the object of an inode in the backing. ESTALE: no known name leads to it any more.
+    /// Returns the object of an inode in the backing. Fails with ESTALE if no known name leads to it any more.
     pub(crate) fn object(&self, inode: &Inode<B>) -> Result<B::Inode> {
         self.names.find_object(&self.base.backing, inode)
     }

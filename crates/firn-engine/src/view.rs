@@ -41,8 +41,10 @@ impl<B: Backing> FileState<B> {
         self.view.is_some() && self.opens.has_passthrough()
     }
 
-    /// Makes the memory file with all `size` bytes of the file its view. `None`: no memory file has all of them, or
-    /// the file is written, passed through or listed. A list of chunks keeps its bytes, but a view shows changes.
+    /// Makes the memory file that has all `size` bytes of the file its view, and returns it.
+    ///
+    /// Returns `None` if no memory file has all bytes, or if the file is written, passed through or listed. (The bytes
+    /// in a list of chunks must not change, but a view shows changes.)
     pub(crate) fn begin_view(&mut self, arena: &Arena, size: u64) -> Option<Arc<MemoryFile>> {
         let is_used_otherwise = self.opens.has_passthrough()
             || self.opens.has_writers()

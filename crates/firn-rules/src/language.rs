@@ -69,7 +69,7 @@ pub struct Rule {
     pub(crate) scope: ScopePattern,
     pub(crate) event: RuleEvent,
     pub(crate) needs: Vec<Condition>,
-    /// Number of complete checkpoints that are kept. `None`: all of them are kept.
+    /// Number of complete checkpoints that are kept; `None` if all are kept.
     pub(crate) keep: Option<usize>,
 }
 
@@ -80,7 +80,7 @@ pub(crate) struct ScopePattern {
     /// Pattern of the top names of scopes.
     tops: Pattern,
     has_captures: bool,
-    /// For a scope in a directory: the names that begin a scope. `None`: every name does.
+    /// For a scope that is a directory: the names in it that begin the scope; `None` if every name does.
     begins: Option<Pattern>,
 }
 
@@ -193,7 +193,7 @@ impl ScopePattern {
 }
 
 impl Rule {
-    /// Returns the number of complete checkpoints that are kept. `None`: all of them are kept.
+    /// Returns the number of complete checkpoints that are kept; `None` if all are kept.
     pub fn keep(&self) -> Option<usize> {
         self.keep
     }

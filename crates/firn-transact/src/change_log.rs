@@ -50,9 +50,11 @@ pub type Link = (Vec<u8>, u64);
 
 /// Identity of an object in the backing.
 ///
-/// A log outlives a mount of the file system and is read on other hosts. Device numbers do neither: a server, a
-/// pool or a disk that comes back may have another one. Nor is the time of birth compared: overlayfs makes a file
-/// anew when it is first written to, also by an attempt to apply a log, and only its inode number stays.
+/// A log outlives a mount of the file system and is read on other hosts. Its device number is left out, because the
+/// same file system may have another one on another host or after the next mount.
+///
+/// The birth time is left out too. Overlayfs makes a file anew at its first write, for example while a log is applied,
+/// and only the inode number remains.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Identity {
     /// Inode number.

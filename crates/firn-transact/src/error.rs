@@ -105,7 +105,7 @@ pub enum BeginError {
         "it exists: firn begin without --create opens a transaction in a directory that is there"
     )]
     Exists,
-    /// The transaction was to make its directory, and the mount has `participants`: each host would make the directory.
+    /// A transaction cannot create its directory on a mount with several hosts, because each host would create it.
     #[error(
         "with participants each host would make the directory: make it first, then firn begin without --create"
     )]

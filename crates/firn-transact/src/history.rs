@@ -483,8 +483,10 @@ impl<B: Backing> TransactionalBacking<B> {
         self.commits.apply_undo(serial)
     }
 
-    /// Restores checkpoint `id`: finishes the transaction that was prepared with it, or undoes what came after it,
-    /// commits too, as far as they are kept.
+    /// Restores the scope at `root` to the commit `id`.
+    ///
+    /// If `id` is the number of a prepared or decided transaction, its commit is finished. Otherwise the open
+    /// transaction and the commits after `id` are undone, as far as the history has their logs.
     pub fn restore(&self, root: &Arc<Object<B>>, id: u64) -> Result<(), RestoreError> {
         if let Some(TransactionHandle::Decided(commit)) = self.transaction_at(root)
             && commit.is_undo()

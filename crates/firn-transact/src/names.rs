@@ -1,8 +1,10 @@
 //! [`Entries`]: look-ups of names, and creates, renames, links and removals, with the changes of transactions.
 //!
 //! In buffer mode a change of names is noted in the tables of the transaction; the errors are those that the backing
-//! would return. In shadow mode and outside of transactions the change goes to the backing. "The caller keeps the
-//! names" means that it has a guard of [`crate::waiting`] for the directories.
+//! would return. In shadow mode and outside of transactions the change goes to the backing.
+//!
+//! The caller *keeps the names* of a directory if it has a guard of [`crate::waiting`] for the directory. No other
+//! thread changes these names meanwhile.
 
 use std::ffi::OsStr;
 use std::sync::Arc;
@@ -64,10 +66,12 @@ impl<B: Backing> Entries<B> {
         }
     }
 
+    /// Returns whether a name is that of Firn's own directory, which programs do not see.
     pub(crate) fn is_hidden(&self, parent: &Arc<Object<B>>, name: &OsStr) -> bool {
         parent.parent().is_none() && name == staging::TOP
     }
 
+    /// Returns the object of a name and its attributes, as programs see them. Fails with NOENT if there is none.
     pub(crate) fn look_up(
         &self,
         parent: &Arc<Object<B>>,
@@ -76,8 +80,8 @@ impl<B: Backing> Entries<B> {
         let _names = self.admission.share_names(parent);
         let found = self.find_entry(parent, name)?.ok_or(Errno::NOENT)?;
         let object = found.object;
-        let as_below = found.attr.filter(|_| self.shows_attr_below(&object));
-        let attr = as_below.map_or_else(|| self.objects.read_attr(&object), Ok)?;
+        let unchanged_attr = found.attr.filter(|_| self.shows_attr_below(&object));
+        let attr = unchanged_attr.map_or_else(|| self.objects.read_attr(&object), Ok)?;
         Ok((object, attr))
     }
 
@@ -107,7 +111,7 @@ impl<B: Backing> Entries<B> {
         if self.is_hidden(parent, name) {
             return Ok(None);
         }
-        // A new directory's staged copy is empty, and says what is wrong with a name.
+        // The staged copy of a new directory is empty, but a look-up there returns the right error for an invalid name.
         let inode = inner
             .base()
             .map_or_else(|| inner.inode(&self.lower.base), Ok)?;
@@ -130,7 +134,10 @@ impl<B: Backing> Entries<B> {
             && !self.tops.has_tops_in(object)
     }
 
-    /// Makes a new object. `make` creates it in the backing, in the directory and under the name that it is given.
+    /// Makes a new object with `make`, which creates it in the backing at the place that it is given. Returns the
+    /// object and its attributes.
+    ///
+    /// In a transaction in buffer mode the object is made in the staging directory, and only the tables have its name.
     pub(crate) fn make_object(
         &self,
         parent: &Arc<Object<B>>,
@@ -230,8 +237,10 @@ impl<B: Backing> Entries<B> {
         }
     }
 
-    /// Notes in the transaction that a name leads to `object` (`None`: to nothing), and by how much the number of
-    /// subdirectories changes. `existed` says whether the backing may have the name.
+    /// Notes in the transaction that a name now leads to `object`, or to nothing if that is `None`.
+    ///
+    /// `existed` says whether the backing may have the name. `subdirectories` is the change of the directory's number
+    /// of subdirectories.
     fn note_name_change(
         &self,
         scope: &Scope<B>,
@@ -336,6 +345,7 @@ impl<B: Backing> Entries<B> {
         }
     }
 
+    /// Removes a name, with the errors of unlink(2) or rmdir(2), as `what` says.
     pub(crate) fn remove_name(
         &self,
         parent: &Arc<Object<B>>,
@@ -383,6 +393,8 @@ impl<B: Backing> Entries<B> {
         Ok(())
     }
 
+    /// Gives an object a further name, with the errors of link(2), and returns its attributes. Fails with EXDEV if the
+    /// object and the name are not in the same transaction.
     pub(crate) fn add_link(
         &self,
         object: &Arc<Object<B>>,

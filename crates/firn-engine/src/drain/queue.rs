@@ -92,7 +92,8 @@ impl<T> DrainQueue<T> {
 
     /// Takes the next file in line. It counts as active until [`DrainQueue::finish`].
     ///
-    /// `leaves_hung_file`: runs that are under way hang, so in sequential order another file may begin beside them.
+    /// `leaves_hung_file` says whether the runs that are under way hang. In sequential order another file may then
+    /// begin beside them.
     pub(crate) fn pop(&self, leaves_hung_file: bool) -> Option<Arc<T>> {
         let mut state = self.state.lock();
         let runs = match state.active {
@@ -175,8 +176,8 @@ impl<T> DrainQueue<T> {
         state.next_retry().into_iter().chain(age).min()
     }
 
-    /// Replaces the time at which the oldest pending byte of a file was written. `None`: the file has no pending
-    /// bytes.
+    /// Replaces the time at which the oldest pending byte of a file was written. A time is `None` if the file has no
+    /// pending bytes.
     pub(crate) fn change_oldest(
         &self,
         file: &Arc<T>,

@@ -19,8 +19,8 @@ use crate::tables::Handle;
 use crate::{Done, Result};
 
 impl<B: Backing> Room<B> {
-    /// Leases a slab for the next bytes of a handle: small at first, so that many small files fit, and a whole chunk
-    /// for a file that proves large. `None`: the arena has no space; reclaiming was begun.
+    /// Leases a slab for the next bytes of a handle. The first slabs of a file are small, so that many small files fit;
+    /// a large file gets whole chunks. Returns `None` if the arena has no space, after it has begun to reclaim some.
     ///
     /// The handle's lease is not locked while files are evicted. Dropping the last reference to a file closes its
     /// descriptor, which may ask a server.
@@ -48,9 +48,10 @@ impl<B: Backing> Room<B> {
         lease
     }
 
-    /// Calls `waiter` when there may be space in the arena (`Ok`: write again), or when nothing can be drained (`Err`:
-    /// fail the write with this error). The call comes from a later [`Drainer::pick`](crate::Drainer::pick), not from
-    /// here.
+    /// Calls `waiter` with `Ok` when there may be space in the arena, so that the write can be tried again. Calls it
+    /// with an error, which the write must return, when nothing can be drained.
+    ///
+    /// The call never comes from this function, but from a later [`Drainer::pick`](crate::Drainer::pick).
     pub fn on_space(&self, waiter: Done) {
         self.space.waiters.add(waiter);
         self.reclaim();
