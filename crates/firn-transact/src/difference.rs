@@ -41,7 +41,7 @@ struct ChangedObject<B: Backing> {
 /// Returns the change of an object; `None` if it has none.
 fn change_of<B: Backing>(object: &Object<B>) -> Option<ChangedObject<B>> {
     let shared = object.inner.share();
-    let inner = shared.look();
+    let inner = shared.read();
     let change = inner.change.as_deref().map(Change::clone_without_names)?;
     Some(ChangedObject {
         base: inner.base.clone(),
@@ -60,7 +60,7 @@ struct ChangedDir<B: Backing> {
 /// Returns the names in a directory that the transaction changes; `None` if the directory has no change.
 fn changed_names<B: Backing>(scope: &Scope<B>, dir: &Object<B>) -> Option<ChangedDir<B>> {
     let shared = dir.inner.share();
-    let inner = shared.look();
+    let inner = shared.read();
     let names = inner.change.as_deref()?.names.iter();
     // Scopes of names share the change of their directory.
     let names = names.filter(|(_, named)| named.serial == scope.serial);
@@ -269,7 +269,7 @@ impl<'a, B: Backing> LogBuilder<'a, B> {
         if change.removed {
             return Ok(0);
         }
-        let attr = self.own_links.attr_below(object, inode)?;
+        let attr = self.own_links.attr_without_own_links(object, inode)?;
         Ok(if attr.kind == Kind::Dir {
             2
         } else {
@@ -396,7 +396,7 @@ impl<'a, B: Backing> LogBuilder<'a, B> {
         let (staging_name, staging_dir) = self.scope.plain_staging_dir(&self.lower.base)?;
         let link_name = format!("{ANCHOR}{number}");
         self.own_links
-            .hide_link(self.scope, object, &staging_dir, &link_name);
+            .note_link_before_making(self.scope, object, &staging_dir, &link_name);
         match self
             .lower
             .base
@@ -406,7 +406,7 @@ impl<'a, B: Backing> LogBuilder<'a, B> {
             Err(errno) => return Err(errno),
         }
         self.own_links
-            .link_is_hidden(self.scope, object, &staging_dir, &link_name);
+            .note_link_made(self.scope, object, &staging_dir, &link_name);
         self.entry_of(object).anchor_at = Some((staging_name, link_name));
         Ok(())
     }

@@ -91,7 +91,7 @@ pub use names_ballot::{NamesAttempt, NamesBallot, NamesBallots, NamesEntry, Name
 pub use object::Object;
 pub use paths::parent_of;
 pub use plain::{PlainBacking, PlainDir, PlainInode};
-pub use recovery::{LivingTransactions, Opening, Outcome};
+pub use recovery::{LivingTransactions, Opening, RecoveryOutcome};
 pub use report::TransactionFigures;
 pub use scope::{ArenaId, Stage};
 pub use shadow::Mode;

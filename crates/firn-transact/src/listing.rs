@@ -121,7 +121,7 @@ impl<B: Backing> Dirs<B> {
         }
         let inner = object.inner.share();
         let (base, is_changed, is_removed) = {
-            let inner = inner.look();
+            let inner = inner.read();
             let change = inner.change.as_ref();
             let is_removed = change.is_some_and(|change| change.removed);
             (inner.base.clone(), change.is_some(), is_removed)
@@ -134,7 +134,7 @@ impl<B: Backing> Dirs<B> {
             let is_top = object.parent().is_none();
             let tops = self.tops.top_names_in(object);
             let below = staging::list(&self.lower.base, inode)?;
-            let inner = inner.look();
+            let inner = inner.read();
             let change = inner.change.as_ref();
             for (name, ino, kind) in below {
                 let name = OsString::from_vec(name);
@@ -151,7 +151,7 @@ impl<B: Backing> Dirs<B> {
         } else if !is_changed {
             return Err(Errno::STALE);
         }
-        if let Some(change) = &inner.look().change {
+        if let Some(change) = &inner.read().change {
             let made = change
                 .names
                 .iter()

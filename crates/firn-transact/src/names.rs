@@ -103,7 +103,7 @@ impl<B: Backing> Entries<B> {
             TopName::Reserved => return Ok(None),
         }
         let inner = parent.inner.share();
-        if let Some(change) = &inner.look().change
+        if let Some(change) = &inner.read().change
             && let Some(found) = change.names.get(name)
         {
             return Ok(found.object.clone().map(FoundName::without_attr));
@@ -127,7 +127,7 @@ impl<B: Backing> Entries<B> {
     /// Returns whether programs see the attributes that the backing just returned for an object, without changes by
     /// Firn.
     fn shows_attr_below(&self, object: &Object<B>) -> bool {
-        let is_changed = object.inner.share().look().change.is_some();
+        let is_changed = object.inner.share().read().change.is_some();
         !is_changed
             && !object.may_hide_links()
             && !object.is_gone()
@@ -228,7 +228,7 @@ impl<B: Backing> Entries<B> {
     /// Fails with NOENT or STALE if a directory no longer exists.
     fn must_exist(&self, dir: &Arc<Object<B>>) -> Result<()> {
         let shared = dir.inner.share();
-        let inner = shared.look();
+        let inner = shared.read();
         match &inner.change {
             Some(change) if change.removed => Err(Errno::NOENT),
             None if inner.base.is_none() => Err(Errno::STALE),

@@ -379,11 +379,11 @@ impl<B: Backing> Inner<B> {
 
 impl<B: Backing> View<'_, Inner<B>> {
     pub(crate) fn base(&self) -> Option<B::Inode> {
-        self.look().base.clone()
+        self.read().base.clone()
     }
 
     pub(crate) fn staged_copy(&self) -> Option<StagedCopy<B>> {
-        self.look().staged_copy().cloned()
+        self.read().staged_copy().cloned()
     }
 
     /// Returns the inode that has the attributes that programs see: the staged copy if there is one, otherwise the

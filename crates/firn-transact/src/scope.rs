@@ -205,7 +205,7 @@ impl<B: Backing> Scope<B> {
     }
 
     /// Makes every new change fail with ECANCELED, for the rest of the transaction. Does not wake waiting threads.
-    pub(crate) fn stop_for_good(&self) {
+    pub(crate) fn refuse_changes_for_good(&self) {
         self.refusing.store(true, Ordering::Release);
     }
 

@@ -103,7 +103,7 @@ impl<B: Backing> Tops<B> {
         loop {
             let tops = self.shown_tops(dir);
             let in_backing = self.which_are_in_backing(inode, &tops.new)?;
-            let mut attr = self.own_links.attr_below(dir, inode)?;
+            let mut attr = self.own_links.attr_without_own_links(dir, inode)?;
             // A commit that is being applied moves tops to the backing. After such a move the attributes are read again.
             if self.which_are_in_backing(inode, &tops.new)? != in_backing {
                 continue;

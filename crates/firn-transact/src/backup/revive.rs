@@ -180,12 +180,12 @@ impl<B: Backing> Revival<B> {
 
     /// Returns the object at `path`, and its attributes.
     fn look_up_path(&self, path: &[u8]) -> Result<(B::Inode, Attr), Errno> {
-        let mut at = self.lower.base.root();
-        let mut attr = self.lower.base.attr(&at)?;
+        let mut inode = self.lower.base.root();
+        let mut attr = self.lower.base.attr(&inode)?;
         for name in names_in(path) {
-            (at, attr) = self.lower.base.lookup(&at, name)?;
+            (inode, attr) = self.lower.base.lookup(&inode, name)?;
         }
-        Ok((at, attr))
+        Ok((inode, attr))
     }
 
     /// Returns the object that has all names of `known`. Fails with `OtherTree` if the names lead to different objects,

@@ -25,9 +25,9 @@ use super::log::Access;
 pub struct Party {
     /// The host.
     pub host: String,
-    /// Process id; 0: unknown.
+    /// Process id; 0 if it is not known.
     pub pid: u32,
-    /// Whether it wrote or changed what the conflict is over; otherwise it read or used that.
+    /// Whether the party wrote the bytes or changed the name or attributes. Otherwise it only read or used them.
     pub writes: bool,
 }
 
@@ -41,7 +41,7 @@ impl fmt::Display for Party {
     }
 }
 
-/// What two hosts conflict over.
+/// The object of a conflict.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ConflictKind {
@@ -58,7 +58,7 @@ pub enum ConflictKind {
 pub struct Conflict {
     /// Path of the file or name, relative to the backing.
     pub path: BytePath,
-    /// What of the file the conflict is over.
+    /// The bytes, name or attributes that the conflict is over.
     pub what: ConflictKind,
     /// The two parties of the conflict; without processes if the conflict is over a name or attributes.
     pub parties: [Party; 2],
@@ -171,6 +171,7 @@ struct FurthestEnds {
 }
 
 impl FurthestEnds {
+    /// Adds the end of a further range.
     fn add(&mut self, range: RangeEnd) {
         if range.host == self.first.host {
             self.first.offset = self.first.offset.max(range.offset);
@@ -199,7 +200,7 @@ struct LastEnds {
     written: u64,
 }
 
-/// A process that used a file: the index of its host, and its process id (0: unknown).
+/// A process that used a file: the index of its host, and its process id, which is 0 if it is not known.
 #[derive(Clone, Copy)]
 struct FileUser {
     host: usize,

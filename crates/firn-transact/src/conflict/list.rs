@@ -50,7 +50,7 @@ pub struct NameInDir {
 /// The accesses of one process to one file, packed for storage.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ListedProcess {
-    /// Process id; 0: unknown.
+    /// Process id; 0 if it is not known.
     pub pid: u32,
     /// Gap and length of each range that was read ([`pack`]).
     read: Vec<(u64, u64)>,

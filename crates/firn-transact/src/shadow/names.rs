@@ -82,7 +82,8 @@ impl<B: Backing> Entries<B> {
         let kept = object.key.1.to_string();
         // A directory in `kept/` counts as removed, so programs need not be kept from seeing a second link.
         if object.kind != Kind::Dir {
-            self.own_links.hide_link(scope, object, &shadow.kept, &kept);
+            self.own_links
+                .note_link_before_making(scope, object, &shadow.kept, &kept);
         }
         match shadow.move_to_kept(&self.lower.base, dir, name, object.key.1) {
             // A move of a directory needs permission to write in that directory; a removal does not.
@@ -96,7 +97,7 @@ impl<B: Backing> Entries<B> {
             other => other,
         }?;
         self.own_links
-            .link_is_hidden(scope, object, &shadow.kept, &kept);
+            .note_link_made(scope, object, &shadow.kept, &kept);
         Ok(())
     }
 
@@ -149,7 +150,8 @@ impl<B: Backing> Entries<B> {
         let linked = if target.kind == Kind::Dir {
             Err(Errno::PERM)
         } else {
-            self.own_links.hide_link(scope, target, &shadow.kept, &text);
+            self.own_links
+                .note_link_before_making(scope, target, &shadow.kept, &text);
             self.lower.base.link(&inode, &shadow.kept, kept).map(drop)
         };
         match linked {
@@ -163,7 +165,7 @@ impl<B: Backing> Entries<B> {
             Err(_) => {
                 self.move_to_kept(scope, shadow, target, &dir, new_name)?;
                 if let Err(errno) = rename() {
-                    self.own_links.link_may_go(scope, target);
+                    self.own_links.note_links_uncertain(scope, target);
                     let _ = self.lower.base.rename(
                         &shadow.kept,
                         kept,
@@ -176,7 +178,7 @@ impl<B: Backing> Entries<B> {
             }
         }
         self.own_links
-            .link_is_hidden(scope, target, &shadow.kept, &text);
+            .note_link_made(scope, target, &shadow.kept, &text);
         scope.check_names(&[]);
         Ok(())
     }

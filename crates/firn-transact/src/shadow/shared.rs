@@ -328,7 +328,10 @@ impl<B: Backing> SharedTransactions<B> {
     /// After a crash, leaves the shared transactions in which this host has nothing left to do.
     ///
     /// `waiting` has number and scope of each transaction that this host still has.
-    pub(crate) fn leave_shared_ones(&self, waiting: &[(u64, Vec<u8>)]) -> Result<(), OpenError> {
+    pub(crate) fn leave_finished_shared(
+        &self,
+        waiting: &[(u64, Vec<u8>)],
+    ) -> Result<(), OpenError> {
         for shared in self.all_shared()? {
             if waiting
                 .iter()
@@ -476,7 +479,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 let id = id.unwrap_or_default();
                 return Err(StageError::Decided { id }.into());
             }
-            scope.stop_for_good();
+            scope.refuse_changes_for_good();
             shadow.begin_undo();
             if outcome.by != shared.ballot.dir().host() {
                 self.stopped_by

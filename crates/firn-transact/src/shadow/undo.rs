@@ -673,7 +673,7 @@ impl<B: Backing> ShadowUndo<B> {
         let dirs = std::mem::take(&mut *shadow.dirs.lock());
         let object = |ino: u64| self.tree.known((shadow.dev, ino));
         for ino in undone.moved_to_kept {
-            self.own_links.link_goes(
+            self.own_links.note_link_until_end(
                 scope.serial,
                 (shadow.dev, ino),
                 &shadow.kept,

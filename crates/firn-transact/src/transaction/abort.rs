@@ -41,7 +41,7 @@ impl<B: Backing> TransactionalBacking<B> {
             return Ok(());
         }
         self.tree.check_all(scope);
-        self.own_links.unhide(scope);
+        self.own_links.note_links_ending(scope);
         let stage = *scope.stage.lock();
         let several = scope.shadow.as_ref().filter(|shadow| shadow.is_shared());
         if let (Some(key), Stage::Open | Stage::Prepared(_)) = (&scope.key, stage)
@@ -80,7 +80,7 @@ impl<B: Backing> TransactionalBacking<B> {
         if let Some(shadow) = several {
             self.abort_shared(scope, shadow, stage)?;
         } else if let Some(shadow) = &scope.shadow {
-            scope.stop_for_good();
+            scope.refuse_changes_for_good();
             self.shadow_undo.undo_shadow(scope, shadow)?;
             self.lower.forget_records(&scope.dir)?;
         }
@@ -96,7 +96,7 @@ impl<B: Backing> TransactionalBacking<B> {
             drop(change);
         }
         scope.put_top_back();
-        self.own_links.dirs_are_back(scope);
+        self.own_links.forget_links_of_dirs(scope);
         self.endings.end_transaction(scope);
         self.endings.clean_up(scope);
         match (&scope.key, stage) {
