@@ -30,6 +30,21 @@ pub(crate) const O_RDWR: i32 = 0o2;
 const O_EXCL: i32 = 0o200;
 const O_TRUNC: i32 = 0o1000;
 
+/// What decides about the mode of a new handle, apart from the state of the file.
+struct ModeChoice {
+    wants_write: bool,
+    /// Whether the kernel may cache what is read through the handle.
+    is_cacheable: bool,
+    /// Whether the kernel may read the backing's file by itself.
+    allows_passthrough: bool,
+    /// Whether the pages that the kernel has cached of the backing's file are still right.
+    has_current_pages: bool,
+    /// Whether the kernel may read memory files by itself.
+    reads_memory: bool,
+    /// Length of the file, if all of its bytes are in one memory file.
+    settled_size: Option<u64>,
+}
+
 impl<B: Backing> Engine<B> {
     /// Creates and opens a regular file. An existing file is opened, unless `flags` have `O_EXCL`.
     pub fn create(
@@ -155,48 +170,79 @@ impl<B: Backing> Engine<B> {
             return Err(errno);
         }
         let kernel_reads = self.open_files.kernel_reads(&file);
-        let allowed =
+        let allows_passthrough =
             self.kernel_cache.allows_passthrough() && kernel_reads == KernelReads::Passthrough;
         let is_cacheable = !wants_write && !self.base.options.serves_every_read;
-        let is_shared = kernel_reads == KernelReads::Shared;
-        // In any case it is noted how the file is now.
-        let unchanged =
-            is_cacheable && !allowed && self.kernel_cache.is_as_cached(&inode) && !is_shared;
-        let reads_memory = self.kernel_cache.passes_memory_through();
-        let is_in_memory_file = is_cacheable && kernel_reads == KernelReads::Passthrough;
-        let settled_size = is_in_memory_file
+        // `is_as_cached` also records the present state of the file for the next open, so it is called for shared files
+        // too.
+        let has_current_pages = is_cacheable
+            && !allows_passthrough
+            && self.kernel_cache.is_as_cached(&inode)
+            && kernel_reads != KernelReads::Shared;
+        let may_be_in_memory_file = is_cacheable && kernel_reads == KernelReads::Passthrough;
+        let settled_size = may_be_in_memory_file
             .then(|| self.settled_size(&file))
             .flatten();
+        let choice = ModeChoice {
+            wants_write,
+            is_cacheable,
+            allows_passthrough,
+            has_current_pages,
+            reads_memory: self.kernel_cache.passes_memory_through(),
+            settled_size,
+        };
         let opened = self.add_handle(&inode, flags, |state| {
-            // The file may have been dropped and made anew meanwhile; its descriptors come again.
-            let both = state
-                .writer
-                .as_ref()
-                .is_some_and(|w| w.access == Access::ReadWrite);
-            let in_backing =
-                state.pending.is_empty() && state.cache.is_empty() && !state.direct.has_grant();
-            let quiet = in_backing && !state.opens.has_through_engine() && !wants_write;
-            // While the kernel caches pages for an open file, it refuses to pass the inode through.
-            let is_cached = state.opens.has_cached();
-            if state.is_passed_through_memory()
-                || (reads_memory && self.begin_view(state, settled_size))
-            {
-                OpenMode::Memory
-            } else if state.opens.has_passthrough() || (allowed && both && quiet && !is_cached) {
-                OpenMode::Passthrough
-            } else if is_cacheable && in_backing && (!allowed || is_cached) {
-                OpenMode::Cached { keep: unchanged }
-            } else if !reads_memory && self.may_keep_pages(state, settled_size) {
-                let keep = inode.note_pages_of_memory_file(state.changes);
-                OpenMode::Cached { keep }
-            } else {
-                OpenMode::Engine
-            }
+            self.choose_open_mode(&inode, state, &choice)
         });
         if is_cacheable && settled_size.is_none() {
             self.room.settle_later(&file);
         }
         Ok(opened)
+    }
+
+    /// Chooses who serves the reads of a new handle. The kernel has an inode in one mode only, so the other handles of
+    /// the file limit the choice. The file may have been dropped and made anew since `choice` was made.
+    fn choose_open_mode(
+        &self,
+        inode: &Inode<B>,
+        state: &mut FileState<B>,
+        choice: &ModeChoice,
+    ) -> OpenMode {
+        let &ModeChoice {
+            wants_write,
+            is_cacheable,
+            allows_passthrough,
+            has_current_pages,
+            reads_memory,
+            settled_size,
+        } = choice;
+        let can_read_and_write = state
+            .writer
+            .as_ref()
+            .is_some_and(|writer| writer.access == Access::ReadWrite);
+        let is_only_in_backing =
+            state.pending.is_empty() && state.cache.is_empty() && !state.direct.has_grant();
+        let is_quiet = is_only_in_backing && !state.opens.has_through_engine() && !wants_write;
+        // While the kernel caches pages for an open file, it refuses to pass the inode through.
+        let is_cached = state.opens.has_cached();
+        if state.is_passed_through_memory()
+            || (reads_memory && self.begin_view(state, settled_size))
+        {
+            OpenMode::Memory
+        } else if state.opens.has_passthrough()
+            || (allows_passthrough && can_read_and_write && is_quiet && !is_cached)
+        {
+            OpenMode::Passthrough
+        } else if is_cacheable && is_only_in_backing && (!allows_passthrough || is_cached) {
+            OpenMode::Cached {
+                keep: has_current_pages,
+            }
+        } else if !reads_memory && self.may_keep_pages(state, settled_size) {
+            let keep = inode.note_pages_of_memory_file(state.changes);
+            OpenMode::Cached { keep }
+        } else {
+            OpenMode::Engine
+        }
     }
 
     /// Lets the kernel read a file of `size` bytes from its memory file, if all of it is in one and it has no writer.

@@ -64,6 +64,32 @@ struct LocatedInBacking<B: Backing> {
     changes_by_others: u64,
 }
 
+/// A list that is being made.
+struct PartialList {
+    extents: Vec<ListedExtent>,
+    /// File offset up to which the list is complete.
+    end: u64,
+    /// Descriptors of the files that extents name by index.
+    files: Vec<OwnedFd>,
+}
+
+impl PartialList {
+    /// Adds the places of bytes that only the backing has.
+    fn add_backing_parts(&mut self, mut located: Located) {
+        for part in &mut located.parts {
+            part.file = part.file.map(|index| index + self.files.len());
+        }
+        self.end = self.end.min(located.end);
+        self.extents.retain(|extent| extent.offset < self.end);
+        self.extents = fill_gaps(&self.extents, &located.parts);
+        if let Some(first_left_out) = self.extents.get(EXTENTS_MAX) {
+            self.end = first_left_out.offset;
+            self.extents.truncate(EXTENTS_MAX);
+        }
+        self.files.extend(located.files);
+    }
+}
+
 /// Returns whether a reader may get a list of where the bytes of a file lie. It may if each change of the bytes makes
 /// the list invalid, so a file with a writer, a grant or an exclusive use has no list.
 fn allows_lists<B: Backing>(state: &FileState<B>) -> bool {
@@ -422,27 +448,15 @@ impl<B: Backing> DirectAccess<B> {
         // This comes before any place is looked up. A chunk that moves afterwards then invalidates this list.
         self.intake.grants.note_list();
         let pending_end = state.pending.end();
-        // An extent without a place cannot be listed. The kernel's read returns the error.
-        let list = |(offset, extent)| self.base.list(offset, extent).ok_or(DirectRefusal::Busy);
-        let mut extents = state
-            .extents_in_arena(from, EXTENTS_MAX)
-            .into_iter()
-            .map(list)
-            .collect::<DirectResult<Vec<_>>>()?;
-        let mut end = match extents.last() {
-            Some(last) if extents.len() >= EXTENTS_MAX => last.offset + last.len,
-            _ => u64::MAX,
-        };
-        // The descriptors are opened under the lock, so that the memory files keep the bytes of this file.
-        let mut files = self.open_memory_files(&mut extents, files_max);
+        let mut list = self.list_arena_extents(&state, from, files_max)?;
         let word = (file.inode.id.0 % u64::from(WORDS_COUNT)) as u32;
         state.direct.note_list(word);
         let (slot, mut stamp) = self.base.arena.file_word(word);
         let source = state.open_reader();
         drop(state);
-        let located = match files_max - files.len() {
+        let located = match files_max - list.files.len() {
             0 => None,
-            more => self.locate(file, source, from..end, more),
+            more => self.locate(file, source, from..list.end, more),
         };
         // The size is read after the list. Bytes that are drained in between still count, and a truncation
         // invalidates the list.
@@ -452,23 +466,13 @@ impl<B: Backing> DirectAccess<B> {
             .map_err(|_| DirectRefusal::Busy)?;
         let mut until = None;
         if let Some(LocatedInBacking {
-            mut located,
+            located,
             object,
             changes_by_others,
         }) = located
         {
-            for part in &mut located.parts {
-                part.file = part.file.map(|index| index + files.len());
-            }
-            end = end.min(located.end);
-            extents.retain(|extent| extent.offset < end);
-            extents = fill_gaps(&extents, &located.parts);
-            if let Some(cut) = extents.get(EXTENTS_MAX) {
-                end = cut.offset;
-                extents.truncate(EXTENTS_MAX);
-            }
-            files.extend(located.files);
             until = Some(located.until);
+            list.add_backing_parts(located);
             let mut state = file.lock();
             if !allows_lists(&state) {
                 return Err(DirectRefusal::Busy);
@@ -488,6 +492,11 @@ impl<B: Backing> DirectAccess<B> {
                 stamp = self.base.arena.file_word(word).1;
             }
         }
+        let PartialList {
+            extents,
+            end,
+            files,
+        } = list;
         Ok(Some(DirectList {
             size,
             slot,
@@ -497,6 +506,34 @@ impl<B: Backing> DirectAccess<B> {
             files,
             until,
         }))
+    }
+
+    /// Lists the extents of a file that are in the arena, from offset `from` on. Opens at most `files_max` memory files,
+    /// under the lock of the file, so that these keep the bytes of this file.
+    ///
+    /// Fails with `Busy` if an extent cannot be located. The kernel's read then returns the error.
+    fn list_arena_extents(
+        &self,
+        state: &FileState<B>,
+        from: u64,
+        files_max: usize,
+    ) -> DirectResult<PartialList> {
+        let list = |(offset, extent)| self.base.list(offset, extent).ok_or(DirectRefusal::Busy);
+        let mut extents = state
+            .extents_in_arena(from, EXTENTS_MAX)
+            .into_iter()
+            .map(list)
+            .collect::<DirectResult<Vec<_>>>()?;
+        let end = match extents.last() {
+            Some(last) if extents.len() >= EXTENTS_MAX => last.offset + last.len,
+            _ => u64::MAX,
+        };
+        let files = self.open_memory_files(&mut extents, files_max);
+        Ok(PartialList {
+            extents,
+            end,
+            files,
+        })
     }
 
     /// Opens the memory files that extents lie in, at most `files_max`, and returns them. The extents in these files

@@ -289,25 +289,29 @@ impl<B: Backing> Durability<B> {
         if !path.is_empty() {
             self.tree.find(path)?;
         }
+        self.drain_and_wait_below(path, progress)?;
+        if until == DurabilityLevel::Durable {
+            self.make_durable(path)
+        } else {
+            Ok(())
+        }
+    }
+
+    /// Drains the files at or below `path`, and blocks until each drain has ended. Reports progress, and returns errors,
+    /// as [`Self::wait_tree`] does.
+    fn drain_and_wait_below(
+        &self,
+        path: &[u8],
+        progress: &mut dyn FnMut(u64, u64) -> bool,
+    ) -> Result<()> {
         let mut awaited = Vec::new();
-        // Counted before any file is drained, so that the caller knows how much it waits for.
+        // Each file is counted before it is drained, so that the caller knows how much it waits for.
         let (mut total_bytes, mut total_files) = (0, 0);
         let countdown = Arc::new(DrainCountdown::default());
         for file in self.pending_below(path) {
-            let result = Arc::new(parking_lot::Mutex::new(None));
             total_bytes += file.lock().pending.bytes();
             total_files += 1;
-            awaited.push(AwaitedFile {
-                file: Arc::clone(&file),
-                result: Arc::clone(&result),
-            });
-            let countdown = Arc::clone(&countdown);
-            countdown.begin();
-            let done = move |drained| {
-                *result.lock() = Some(drained);
-                countdown.end();
-            };
-            self.drainer.when_drained(&file, Box::new(done));
+            awaited.push(self.begin_awaited_drain(file, &countdown));
         }
         if !progress(total_bytes, total_files) {
             return Err(Errno::CANCELED);
@@ -334,18 +338,29 @@ impl<B: Backing> Durability<B> {
                 return Err(Errno::CANCELED);
             }
             if left_files == 0 {
-                break;
+                return failed.map_or(Ok(()), Err);
             }
             countdown.wait(REPORT_EVERY);
         }
-        if let Some(errno) = failed {
-            return Err(errno);
-        }
-        if until == DurabilityLevel::Durable {
-            self.make_durable(path)
-        } else {
-            Ok(())
-        }
+    }
+
+    /// Begins to drain a file, and counts it in `countdown` until the drain has ended.
+    fn begin_awaited_drain(
+        &self,
+        file: Arc<File<B>>,
+        countdown: &Arc<DrainCountdown>,
+    ) -> AwaitedFile<B> {
+        let result = Arc::new(parking_lot::Mutex::new(None));
+        countdown.begin();
+        let done = {
+            let (result, countdown) = (Arc::clone(&result), Arc::clone(countdown));
+            move |drained| {
+                *result.lock() = Some(drained);
+                countdown.end();
+            }
+        };
+        self.drainer.when_drained(&file, Box::new(done));
+        AwaitedFile { file, result }
     }
 
     /// Syncs the file or tree at `path`, and all names that lead to it. An earlier firnd may have made these names

@@ -787,32 +787,7 @@ impl<B: Backing> Names<B> {
         let key = ObjectKey::of(attr);
         let inode = match tables.by_key.get(&key).and_then(Weak::upgrade) {
             Some(inode) if inode.is_object(attr) => inode,
-            _ => {
-                // The object's own number is used if it is on the root's device, not reserved, and not taken by an
-                // older object.
-                let own_number = InodeId(attr.ino);
-                let is_usable = attr.dev == self.root.key.dev
-                    && attr.ino > 1
-                    && attr.ino < FIRST_SYNTHETIC_NUMBER;
-                let id = if is_usable && !tables.by_id.contains_key(&own_number) {
-                    own_number
-                } else {
-                    tables.next_synthetic += 1;
-                    InodeId(tables.next_synthetic)
-                };
-                tables.last_serial += 1;
-                let inode = new_inode(
-                    id,
-                    tables.last_serial,
-                    &self.objects,
-                    KnownObject::of(attr),
-                    self.names_unsynced,
-                );
-                let inode = Arc::new(inode);
-                tables.sweep();
-                tables.by_key.insert(key, Arc::downgrade(&inode));
-                inode
-            }
+            _ => self.add_inode(tables, attr),
         };
         if inode.id != ROOT {
             self.objects.insert(inode.serial, object);
@@ -836,6 +811,34 @@ impl<B: Backing> Names<B> {
                 live.note_found(node.id, node.parent, &node.name);
             }
         }
+        inode
+    }
+
+    /// Makes the inode of a new object, and enters it in the table by key.
+    ///
+    /// The inode gets the object's own number, if the object is on the root's device and the number is neither reserved
+    /// nor taken by an older object. Otherwise it gets a synthetic number.
+    fn add_inode(&self, tables: &mut InodeTables<B>, attr: &Attr) -> Arc<Inode<B>> {
+        let own_number = InodeId(attr.ino);
+        let is_usable =
+            attr.dev == self.root.key.dev && attr.ino > 1 && attr.ino < FIRST_SYNTHETIC_NUMBER;
+        let id = if is_usable && !tables.by_id.contains_key(&own_number) {
+            own_number
+        } else {
+            tables.next_synthetic += 1;
+            InodeId(tables.next_synthetic)
+        };
+        tables.last_serial += 1;
+        let inode = Arc::new(new_inode(
+            id,
+            tables.last_serial,
+            &self.objects,
+            KnownObject::of(attr),
+            self.names_unsynced,
+        ));
+        tables.sweep();
+        let key = ObjectKey::of(attr);
+        tables.by_key.insert(key, Arc::downgrade(&inode));
         inode
     }
 

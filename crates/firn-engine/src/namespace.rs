@@ -564,28 +564,12 @@ impl<B: Backing> Namespace<B> {
             // Both names lead to one file, so rename(2) changes nothing. The backing gives the answer.
             return self.base.backing.rename(&from, name, &to, new_name, flags);
         }
+        // An exchange removes no name, so only a replaced object may lose its last one.
         let replaced = if exchange {
             None
         } else {
-            let replaced = self.tree.names.child(new_dir.id, new_name);
-            replaced.and_then(|inode| self.open_files.known_file(&inode))
+            self.prepare_replacement(&new_dir, new_name)?
         };
-        if let Some(file) = &replaced
-            && let Some(path) = new_dir.path_of(new_name)
-        {
-            self.record_name_removal(file, path)?;
-            self.open_files.keep_before_removal(file);
-        }
-        // An exchange removes no name, so only a replaced object may lose its last one.
-        if !exchange {
-            self.open_files.with_descriptor(|| {
-                self.tree.names.keep_open_before_last_name_goes(
-                    &self.base.backing,
-                    new_dir.id,
-                    new_name,
-                )
-            })?;
-        }
         let old = DirName { dir: &dir, name };
         let new = DirName {
             dir: &new_dir,
@@ -608,6 +592,29 @@ impl<B: Backing> Namespace<B> {
             self.note_removed_name(&file);
         }
         Ok(())
+    }
+
+    /// Prepares for a rename that replaces what has this name: records the removal of the name in the journal, and keeps
+    /// the object open if the name is its last one. Returns the file, if it is in use or has pending data.
+    fn prepare_replacement(
+        &self,
+        dir: &Arc<Inode<B>>,
+        name: &OsStr,
+    ) -> Result<Option<Arc<File<B>>>> {
+        let replaced = self.tree.names.child(dir.id, name);
+        let replaced = replaced.and_then(|inode| self.open_files.known_file(&inode));
+        if let Some(file) = &replaced
+            && let Some(path) = dir.path_of(name)
+        {
+            self.record_name_removal(file, path)?;
+            self.open_files.keep_before_removal(file);
+        }
+        self.open_files.with_descriptor(|| {
+            self.tree
+                .names
+                .keep_open_before_last_name_goes(&self.base.backing, dir.id, name)
+        })?;
+        Ok(replaced)
     }
 
     /// Records in the journal that a rename begins, and returns the number of the rename. Returns `None` if no file has

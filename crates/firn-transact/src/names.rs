@@ -154,47 +154,72 @@ impl<B: Backing> Entries<B> {
             return Err(Errno::NOENT);
         }
         self.tops.must_not_be_top(parent, name)?;
-        let within = scope.clone();
+        let shadow_scope = scope.clone();
         let Some(scope) = self.originals.buffering_scope(scope, parent, NO_BYTES)? else {
-            let dir = parent.inode(&self.lower.base)?;
-            let new = NewObject {
-                dir: &dir,
-                name,
-                placing: Placing::Named { parent: &dir, name },
-            };
-            let (inode, attr) = make(&new)?;
-            if let Some(shadow) = shadow_of(&within) {
-                shadow.add_new(attr.ino);
-            }
-            return Ok((
-                self.tree
-                    .intern(&self.lower.base, inode, &attr, parent, name),
-                attr,
-            ));
+            let shadow = shadow_of(&shadow_scope);
+            return self.make_in_backing(parent, name, shadow, make);
         };
         if parent.kind != Kind::Dir {
             return Err(Errno::NOTDIR);
         }
-        let exists = self.find_name(parent, name)?;
+        let existing = self.find_name(parent, name)?;
         let dir = parent.inode(&self.lower.base)?;
-        if exists.is_some() {
+        if existing.is_some() {
             return Err(Errno::EXIST);
         }
         self.must_exist(parent)?;
-        let (staging_name, staging_dir) = scope.staging_dir_for(&self.lower.base, &dir)?;
+        self.make_staged(&scope, parent, &dir, name, make)
+    }
+
+    /// Makes a new object under its name in the backing. `shadow` is the saved state of the transaction in shadow mode,
+    /// if the object belongs to one.
+    fn make_in_backing(
+        &self,
+        parent: &Arc<Object<B>>,
+        name: &OsStr,
+        shadow: Option<&Shadow<B>>,
+        make: impl FnOnce(&NewObject<'_, B>) -> Result<(B::Inode, Attr)>,
+    ) -> Result<(Arc<Object<B>>, Attr)> {
+        let dir = parent.inode(&self.lower.base)?;
+        let new = NewObject {
+            dir: &dir,
+            name,
+            placing: Placing::Named { parent: &dir, name },
+        };
+        let (inode, attr) = make(&new)?;
+        if let Some(shadow) = shadow {
+            shadow.add_new(attr.ino);
+        }
+        let object = self
+            .tree
+            .intern(&self.lower.base, inode, &attr, parent, name);
+        Ok((object, attr))
+    }
+
+    /// Makes a new object in the staging directory, and enters it with its name in the tables of the transaction. `dir`
+    /// is the inode of `parent`.
+    fn make_staged(
+        &self,
+        scope: &Arc<Scope<B>>,
+        parent: &Arc<Object<B>>,
+        dir: &B::Inode,
+        name: &OsStr,
+        make: impl FnOnce(&NewObject<'_, B>) -> Result<(B::Inode, Attr)>,
+    ) -> Result<(Arc<Object<B>>, Attr)> {
+        let (staging_name, staging_dir) = scope.staging_dir_for(&self.lower.base, dir)?;
         let number = scope.next_number();
-        let text = number.to_string();
+        let staged_name = number.to_string();
         let new = NewObject {
             dir: &staging_dir,
-            name: OsStr::new(&text),
-            placing: Placing::Named { parent: &dir, name },
+            name: OsStr::new(&staged_name),
+            placing: Placing::Named { parent: dir, name },
         };
         let (inode, attr) = make(&new)?;
         let is_dir = attr.kind == Kind::Dir;
         let change = Change {
             copy: Some(StagedCopy {
                 staging_dir,
-                at: (staging_name, text),
+                at: (staging_name, staged_name),
                 kept_inode: None,
                 final_name: None,
             }),
@@ -211,14 +236,8 @@ impl<B: Backing> Entries<B> {
         let object = Arc::new(object);
         scope.changed.lock().insert(number, Arc::clone(&object));
         self.tree.adopt(&object);
-        self.note_name_change(
-            &scope,
-            parent,
-            name,
-            false,
-            Some(&object),
-            i64::from(is_dir),
-        );
+        let subdirectories = i64::from(is_dir);
+        self.note_name_change(scope, parent, name, false, Some(&object), subdirectories);
         scope.check_names(&[parent, &object]);
         // No further call of the backing is made, because it could fail although the object has its name already.
         let nlink = if is_dir { attr.nlink } else { 1 };

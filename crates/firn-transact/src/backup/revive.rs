@@ -83,6 +83,40 @@ impl<B: Backing> Revival<B> {
                 file: super::MANIFEST.into(),
             })?;
         self.must_precede(manifest)?;
+        let found = self.find_objects(manifest)?;
+        self.must_have_room(manifest, &found)?;
+        let backup = BackupDir { store, dir };
+        let firn = self.own_links.make_hidden_staging_dir()?;
+        let serial = self.scopes.next_serial();
+        let transaction = format!("tx-{serial}");
+        let dir = staging::make_dir(&self.lower.base, &firn, &transaction)?;
+        let staged = self
+            .stage(&backup, manifest, &found, &dir)
+            .and_then(|record| self.store_staged(record, &dir, name));
+        let record = match staged {
+            Ok(record) => record,
+            Err(error) => {
+                if let Err(errno) = self.lower.remove_transaction(&firn, &dir, &transaction) {
+                    tracing::warn!(%errno, name = transaction, "cannot remove what was staged; the next mount does");
+                }
+                return Err(error);
+            }
+        };
+        // The rename prepares the transaction.
+        let written = staging::new_name(staging::RECORD);
+        self.lower.base.rename(
+            &dir,
+            OsStr::new(&written),
+            &dir,
+            OsStr::new(staging::RECORD),
+            RenameFlags::empty(),
+        )?;
+        self.lower.base.sync_dir(&dir)?;
+        Ok(self.stored_scopes.wait_for_decision(serial, dir, record)?)
+    }
+
+    /// Finds all objects of the backing that the manifest refers to. The top of the backing has number 0.
+    fn find_objects(&self, manifest: &ChangeLog) -> Result<FoundObjects<B>, ReviveError> {
         let top = FoundObject {
             inode: self.lower.base.root(),
             path: Vec::new(),
@@ -97,48 +131,24 @@ impl<B: Backing> Revival<B> {
                 found.insert(entry.number, object);
             }
         }
-        self.must_have_room(manifest, &found)?;
-        let backup = BackupDir { store, dir };
-        let backup_name = name;
-        let firn = self.own_links.make_hidden_staging_dir()?;
-        let serial = self.scopes.next_serial();
-        let name = format!("tx-{serial}");
-        let dir = staging::make_dir(&self.lower.base, &firn, &name)?;
-        let staged = self
-            .stage(&backup, manifest, &found, &dir)
-            .and_then(|record| {
-                // A mount with the same backup continues with this copy.
-                staging::replace_file(
-                    &self.lower.base,
-                    &dir,
-                    staging::BACKUP,
-                    backup_name.as_bytes(),
-                )?;
-                staging::replace_file(&self.lower.base, &dir, staging::OPEN, &record.scope)?;
-                self.lower.base.sync_scope(SyncScope::Changes)?;
-                staging::write_new_file(&self.lower.base, &dir, staging::RECORD, &record.encode())?;
-                self.lower.sync_staging_dir()?;
-                Ok(record)
-            });
-        let record = match staged {
-            Ok(record) => record,
-            Err(error) => {
-                if let Err(errno) = self.lower.remove_transaction(&firn, &dir, &name) {
-                    tracing::warn!(%errno, name, "cannot remove what was staged; the next mount does");
-                }
-                return Err(error);
-            }
-        };
-        let written = staging::new_name(staging::RECORD);
-        self.lower.base.rename(
-            &dir,
-            OsStr::new(&written),
-            &dir,
-            OsStr::new(staging::RECORD),
-            RenameFlags::empty(),
-        )?;
-        self.lower.base.sync_dir(&dir)?;
-        Ok(self.stored_scopes.wait_for_decision(serial, dir, record)?)
+        Ok(found)
+    }
+
+    /// Stores the files of a transaction whose objects are staged in `dir`, and syncs them. The record has its temporary
+    /// name then. `backup_name` is the name of the copy, with which a mount with the same backup continues.
+    fn store_staged(
+        &self,
+        record: ChangeLog,
+        dir: &B::Inode,
+        backup_name: &OsStr,
+    ) -> Result<ChangeLog, ReviveError> {
+        let base = &self.lower.base;
+        staging::replace_file(base, dir, staging::BACKUP, backup_name.as_bytes())?;
+        staging::replace_file(base, dir, staging::OPEN, &record.scope)?;
+        base.sync_scope(SyncScope::Changes)?;
+        staging::write_new_file(base, dir, staging::RECORD, &record.encode())?;
+        self.lower.sync_staging_dir()?;
+        Ok(record)
     }
 
     /// Checks that no stored transaction overlaps the scope of the manifest, and that the last commit of the scope is
