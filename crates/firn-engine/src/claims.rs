@@ -72,6 +72,7 @@ impl PathClaims {
         self.claim(paths, ClaimKind::Change)
     }
 
+    /// Waits for the claims that conflict with a new one, and enters it.
     fn claim(&self, paths: impl Fn() -> Vec<Path>, kind: ClaimKind) -> ClaimGuard<'_> {
         let (mut list, paths) = self.wait_for_conflicts(paths, kind);
         list.last_id += 1;

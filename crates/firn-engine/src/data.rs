@@ -99,51 +99,59 @@ impl<B: Backing> Engine<B> {
         self.open_files.close_excess_files();
         let before = self.tree.names.backing_name_changes();
         let privileges = self.privileges.epoch();
-        match self.open_files.with_descriptor(create) {
-            Ok((object, backing_file, attr)) => {
-                self.base.counters.count_opened();
-                self.base
-                    .backing
-                    .note_use(&backing_file, FileUse::OpenedToWrite)?;
-                let inode = self
-                    .namespace
-                    .register_created(before, dir, name, object, &attr)?;
-                let opened = Arc::new(BackingFile {
-                    file: backing_file,
-                    access: Access::ReadWrite,
-                });
-                let opened = self.add_handle(&inode, flags, |state| {
-                    state.writer.get_or_insert_with(|| Arc::clone(&opened));
-                    if !has_set_id_bits(&attr) {
-                        state.unprivileged_epoch = privileges;
-                    }
-                    OpenMode::Engine
-                });
-                Ok((
-                    Entry {
-                        inode: inode.id,
-                        attr,
-                    },
-                    opened,
-                ))
-            }
+        let (object, backing_file, attr) = match self.open_files.with_descriptor(create) {
+            Ok(created) => created,
             Err(Errno::EXIST) if flags & O_EXCL == 0 => {
-                let entry = self.namespace.lookup(dir.id, name)?;
-                let truncates = flags & O_TRUNC != 0;
-                let ready = if truncates {
-                    self.privilege_rules.drop_privileges(entry.inode, &Anybody)
-                } else {
-                    Ok(())
-                };
-                match ready.and_then(|()| self.open(entry.inode, flags)) {
-                    Ok(opened) => Ok((entry, opened)),
-                    Err(errno) => {
-                        self.namespace.forget(entry.inode, 1);
-                        Err(errno)
-                    }
-                }
+                return self.open_existing(dir, name, flags);
             }
-            Err(errno) => Err(errno),
+            Err(errno) => return Err(errno),
+        };
+        self.base.counters.count_opened();
+        self.base
+            .backing
+            .note_use(&backing_file, FileUse::OpenedToWrite)?;
+        let inode = self
+            .namespace
+            .register_created(before, dir, name, object, &attr)?;
+        let writer = Arc::new(BackingFile {
+            file: backing_file,
+            access: Access::ReadWrite,
+        });
+        let opened = self.add_handle(&inode, flags, |state| {
+            state.writer.get_or_insert_with(|| Arc::clone(&writer));
+            if !has_set_id_bits(&attr) {
+                state.unprivileged_epoch = privileges;
+            }
+            OpenMode::Engine
+        });
+        let entry = Entry {
+            inode: inode.id,
+            attr,
+        };
+        Ok((entry, opened))
+    }
+
+    /// Looks up and opens a file that another create has made first. Its name counts as looked up if the open
+    /// succeeds.
+    fn open_existing(
+        &self,
+        dir: &Arc<Inode<B>>,
+        name: &OsStr,
+        flags: i32,
+    ) -> Result<(Entry, Opened)> {
+        let entry = self.namespace.lookup(dir.id, name)?;
+        let truncates = flags & O_TRUNC != 0;
+        let unprivileged = if truncates {
+            self.privilege_rules.drop_privileges(entry.inode, &Anybody)
+        } else {
+            Ok(())
+        };
+        match unprivileged.and_then(|()| self.open(entry.inode, flags)) {
+            Ok(opened) => Ok((entry, opened)),
+            Err(errno) => {
+                self.namespace.forget(entry.inode, 1);
+                Err(errno)
+            }
         }
     }
 
@@ -488,15 +496,16 @@ impl<B: Backing> Engine<B> {
             }
         }
         let is_closed = state.opens.is_empty();
-        let orphan = state.unlinked && is_closed;
-        // The kernel drops the FLUSH of a process that was killed before firnd had read it.
-        let is_written = handle.writable && !state.opens.has_writers();
-        if is_written && self.base.options.close == ClosePolicy::Drain && !state.unlinked {
+        let is_orphan = state.unlinked && is_closed;
+        let was_last_writer = handle.writable && !state.opens.has_writers();
+        // The FLUSH of the close usually requests the drain. But the kernel drops the FLUSH of a process that was
+        // killed before firnd had read it.
+        if was_last_writer && self.base.options.close == ClosePolicy::Drain && !state.unlinked {
             self.drain.force(file, &mut state);
         }
         file.inode.note_cut(state.opens.is_cut());
         drop(state);
-        if is_written {
+        if was_last_writer {
             let events = &self.base.file_events;
             events.note(&file.inode, FileChange::Closed);
         }
@@ -505,13 +514,13 @@ impl<B: Backing> Engine<B> {
             self.open_files.note_written(file);
         }
         self.open_files.close_if_unused(file);
-        if orphan {
+        if is_orphan {
             self.exclusive.discard(file);
         }
         if is_closed {
             self.open_files.take_from_keeper(file);
         }
-        if is_written {
+        if was_last_writer {
             self.room.settle_later(file);
         }
         self.open_files.drop_if_unused(file);

@@ -1,7 +1,8 @@
 //! Exclusive use of a file of the backing: changes of its length, and other changes during which no drain of it may
 //! run.
 //!
-//! How: [`File::begin_exclusive`] waits for I/O in flight and keeps new drains away. The lock of the file is released
+//! [`File::begin_exclusive`] waits for drains in flight and keeps new ones away. So the lock of the file can be
+//! released
 //! while the backing works.
 
 use std::sync::Arc;

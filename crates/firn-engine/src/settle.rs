@@ -69,6 +69,7 @@ impl<B: Backing> Settle<B> {
         self.settled_bytes.load(Ordering::Relaxed)
     }
 
+    /// Wakes the settling thread, if there is one.
     fn wake(&self) {
         if let Some(wake) = &*self.waker.read() {
             wake();

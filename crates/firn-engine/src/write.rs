@@ -257,8 +257,8 @@ impl<B: Backing> Writes<B> {
                 return 0;
             };
             let Some(reserved) = lease.reserve(file_id.get(), offset, data.len() as u64) else {
-                let full = slot.take().expect("just used");
-                self.base.arena.seal_slab(full);
+                let full_lease = slot.take().expect("the lease was just used");
+                self.base.arena.seal_slab(full_lease);
                 continue;
             };
             self.base.arena.fill_slab(

@@ -4,8 +4,8 @@
 //!
 //! * A *use* is shared: a thread that looks up or changes objects enters a use of them ([`UseTable::enter`]).
 //! * An area is *kept* by one thread: a thread that begins, prepares or ends a transaction keeps the transaction's
-//! scope ([`UseTable::keep`]). It waits until no use is in the scope, and later uses of the scope wait. Other uses
-//! continue.
+//!   scope ([`UseTable::keep`]). It waits until no use is in the scope, and later uses of the scope wait. Other uses
+//!   continue.
 //!
 //! Invariants
 //! * Kept areas never overlap. Once [`UseTable::keep`] has returned, no use is in its area.

@@ -33,7 +33,7 @@ impl<B: Backing> Room<B> {
         self.evict_until(&|| self.base.arena.has_room(class))
     }
 
-    /// Evicts cached files until `enough` returns true. Returns its last answer.
+    /// Evicts cached files until `enough` returns true. Returns false if it does not when nothing is left to evict.
     pub(crate) fn evict_until(&self, enough: &dyn Fn() -> bool) -> bool {
         // Each file is tried once: a file that cannot be evicted now is put back.
         let candidates = self.space.evictable.len();
@@ -59,7 +59,7 @@ impl<B: Backing> Room<B> {
         enough()
     }
 
-    /// Drops all cached bytes of a file, after its lists. Returns their number.
+    /// Drops all cached bytes of a file, after making the lists that name them invalid. Returns the number of bytes.
     fn evict(&self, state: &mut FileState<B>) -> u64 {
         state.direct.invalidate_lists(&self.base.arena);
         let bytes = state.cache.drop_all(&self.base.arena);
@@ -70,7 +70,8 @@ impl<B: Backing> Room<B> {
         bytes
     }
 
-    fn cached_below(&self, path: &[u8]) -> Vec<Arc<File<B>>> {
+    /// Returns the open or cached files at or below `path`. The empty path is the top of the mount.
+    fn known_files_below(&self, path: &[u8]) -> Vec<Arc<File<B>>> {
         let files = self.open_files.files.all();
         let below = |file: &Arc<File<B>>| {
             path.is_empty() || file.inode.paths().iter().any(|known| is_below(known, path))
@@ -84,7 +85,7 @@ impl<B: Backing> Room<B> {
         self.must_exist(path)?;
         let mut freed = 0;
         let mut stay = 0;
-        for file in self.cached_below(path) {
+        for file in self.known_files_below(path) {
             let mut state = file.lock();
             stay += state.pending.bytes();
             state.is_pinned = false;
@@ -106,7 +107,7 @@ impl<B: Backing> Room<B> {
         self.must_exist(path)?;
         let mut files = 0;
         let mut bytes = 0;
-        for file in self.cached_below(path) {
+        for file in self.known_files_below(path) {
             let mut state = file.lock();
             let held = state.pending.bytes() + state.cache.bytes();
             if held == 0 {
@@ -119,6 +120,7 @@ impl<B: Backing> Room<B> {
         Ok((files, bytes))
     }
 
+    /// Fails with ENOENT if nothing has this path.
     fn must_exist(&self, path: &[u8]) -> Result<()> {
         if path.is_empty() {
             Ok(())

@@ -67,6 +67,7 @@ pub(crate) struct QueueFigures<T> {
 }
 
 impl<T> DrainQueue<T> {
+    /// Makes an empty queue, whose files are taken in this order.
     pub(crate) fn new(order: Order) -> Self {
         let state = QueueState {
             line: match order {
@@ -195,6 +196,7 @@ impl<T> DrainQueue<T> {
         }
     }
 
+    /// Returns what the status shows of the queue.
     pub(crate) fn figures(&self) -> QueueFigures<T> {
         let state = self.state.lock();
         let now = Instant::now();

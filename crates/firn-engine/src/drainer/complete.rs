@@ -71,7 +71,7 @@ impl<B: Backing> Drainer<B> {
         } = job;
         self.count_outcome(&file, &span, &outcome);
         let mut state = file.lock();
-        let before = state.pending.bytes();
+        let bytes_before = state.pending.bytes();
         state.drain.end_write(&span);
         let mut error = outcome.error;
         if outcome.written > 0 {
@@ -98,26 +98,26 @@ impl<B: Backing> Drainer<B> {
             }
         }
         self.drain
-            .note_pending_change(&file, before, state.pending.bytes());
+            .note_pending_change(&file, bytes_before, state.pending.bytes());
         let satisfied = self.finish_drained(&file, &mut state);
         if error.is_some() {
             // The next write must return the error, and only a write through the kernel can. So direct access ends.
             self.intake.revoke_grant(&file, &mut state);
         }
         file.notify_io_ended();
-        let has_no_pending = state.pending.is_empty();
-        let has_cached = !state.cache.is_empty();
+        let is_drained = state.pending.is_empty();
+        let is_cached = !state.cache.is_empty();
         drop(state);
         if outcome.written > 0 {
             self.kernel_cache.note_drained_among_others(&file);
         }
-        if has_no_pending {
+        if is_drained {
             self.open_files.note_written(&file);
             self.open_files.close_if_unused(&file);
         }
-        if has_cached {
+        if is_cached {
             self.room.note_cached(&file);
-            if has_no_pending {
+            if is_drained {
                 self.room.confirm_cache(&file);
             }
         }

@@ -1,7 +1,8 @@
 //! Reclaiming: makes space in the arena, and calls waiting writers back.
 //!
-//! Cached bytes go first, then unused slabs; then the file with the most pending bytes is drained. If nothing can be
-//! drained, writers get an error.
+//! Cached bytes are evicted first, then unused slabs are freed, then the file with the most pending bytes is drained.
+//! If
+//! nothing can be drained, waiting writers get an error.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -109,8 +110,9 @@ impl<B: Backing> Room<B> {
         }
     }
 
-    /// Makes space, unless a drain is under way that will: frees unused slabs, and drains the file with the most
-    /// pending bytes. If nothing can be drained, waiting writers get the error.
+    /// Frees unused slabs, and requests a drain of the file with the most pending bytes. Does nothing while a drain is
+    /// under
+    /// way, because it will make space. If no file can be drained, waiting writers get the error of the last failure.
     pub(crate) fn reclaim(&self) {
         if self.drain.is_busy() {
             return;
