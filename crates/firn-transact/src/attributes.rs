@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use firn_backing::{Attr, Backing, Errno, Kind, Placing, Result, SetTime, Time};
 
+use crate::change_log::StagedPath;
 use crate::claim::Owning;
 use crate::hidden::OwnLinks;
 use crate::inline_changes::InlineChanges;
@@ -324,19 +325,20 @@ impl<B: Backing> Objects<B> {
         inode: &B::Inode,
         number: u64,
     ) -> Result<(StagedCopy<B>, Attr)> {
-        let (staging_name, staging_dir) = scope.plain_staging_dir(&self.lower.base)?;
-        let text = number.to_string();
+        let staging_dir = scope.plain_staging_dir(&self.lower.base)?;
+        let name = number.to_string();
         let attr = self
             .lower
-            .copy_object(kind, inode, &staging_dir, OsStr::new(&text))?;
-        Ok((
-            StagedCopy {
-                staging_dir,
-                at: (staging_name, text),
-                kept_inode: None,
-                final_name: None,
+            .copy_object(kind, inode, &staging_dir.inode, OsStr::new(&name))?;
+        let copy = StagedCopy {
+            staging_dir: staging_dir.inode,
+            at: StagedPath {
+                dir: staging_dir.name,
+                name,
             },
-            attr,
-        ))
+            kept_inode: None,
+            final_name: None,
+        };
+        Ok((copy, attr))
     }
 }

@@ -20,7 +20,8 @@ use std::sync::Arc;
 use firn_backing::{Backing, Errno, Kind, SetTime};
 
 use crate::change_log::{
-    BytesSource, ChangeLog, DataChange, Entry, Identity, TopChange, WrittenRange,
+    BytesSource, ChangeLog, DataChange, Entry, EntryName, Identity, StagedPath, TopChange,
+    WrittenRange,
 };
 use crate::hidden::OwnLinks;
 use crate::history::ANCHOR;
@@ -296,7 +297,7 @@ impl<'a, B: Backing> LogBuilder<'a, B> {
             if key_before == key_after {
                 continue;
             }
-            let entry_name = (dir_number, name.as_bytes().to_vec());
+            let entry_name = EntryName::new(dir_number, name.as_bytes());
             if let Some(object_before) = key_before.and_then(|key| self.tree.known(key)) {
                 let entry = self.entry_of(&object_before);
                 entry.before.push(entry_name.clone());
@@ -331,7 +332,7 @@ impl<'a, B: Backing> LogBuilder<'a, B> {
         }
         let number = self.number_of(root);
         let parent_number = self.number_of(parent);
-        let entry_name = |name: OsString| (parent_number, name.into_encoded_bytes());
+        let entry_name = |name: OsString| EntryName::new(parent_number, name.into_encoded_bytes());
         let entry = self.entry_of(root);
         if !is_changed {
             entry.unchanged_name = names.now.map(entry_name);
@@ -374,7 +375,7 @@ impl<'a, B: Backing> LogBuilder<'a, B> {
             if found.is_some_and(|(_, attr)| (attr.dev, attr.ino) == object.key) {
                 let parent_number = self.number_of(&parent);
                 let entry = self.entry_of(object);
-                entry.unchanged_name = Some((parent_number, name.as_bytes().to_vec()));
+                entry.unchanged_name = Some(EntryName::new(parent_number, name.as_bytes()));
                 return Ok(());
             }
         }
@@ -393,21 +394,24 @@ impl<'a, B: Backing> LogBuilder<'a, B> {
         inode: &B::Inode,
         number: u64,
     ) -> Result<(), Errno> {
-        let (staging_name, staging_dir) = self.scope.plain_staging_dir(&self.lower.base)?;
+        let staging_dir = self.scope.plain_staging_dir(&self.lower.base)?;
         let link_name = format!("{ANCHOR}{number}");
         self.own_links
-            .note_link_before_making(self.scope, object, &staging_dir, &link_name);
+            .note_link_before_making(self.scope, object, &staging_dir.inode, &link_name);
         match self
             .lower
             .base
-            .link(inode, &staging_dir, OsStr::new(&link_name))
+            .link(inode, &staging_dir.inode, OsStr::new(&link_name))
         {
             Ok(_) | Err(Errno::EXIST) => {}
             Err(errno) => return Err(errno),
         }
         self.own_links
-            .note_link_made(self.scope, object, &staging_dir, &link_name);
-        self.entry_of(object).anchor_at = Some((staging_name, link_name));
+            .note_link_made(self.scope, object, &staging_dir.inode, &link_name);
+        self.entry_of(object).anchor_at = Some(StagedPath {
+            dir: staging_dir.name,
+            name: link_name,
+        });
         Ok(())
     }
 
@@ -434,7 +438,8 @@ impl<'a, B: Backing> LogBuilder<'a, B> {
         let location = object.location.lock().clone();
         if let Some((parent, name)) = location {
             let parent_number = self.number_of(&parent);
-            self.entry_of(object).unchanged_name = Some((parent_number, name.as_bytes().to_vec()));
+            let entry_name = EntryName::new(parent_number, name.as_bytes());
+            self.entry_of(object).unchanged_name = Some(entry_name);
         }
         number
     }

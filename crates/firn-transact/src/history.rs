@@ -14,7 +14,8 @@ use std::sync::Arc;
 use firn_backing::{Access, Attr, Backing, Errno, RenameFlags, SetTime};
 
 use crate::change_log::{
-    BytesSource, ChangeLog, DataChange, Direction, Entry, EntrySide, LogError, NO_ID, WrittenRange,
+    BytesSource, ChangeLog, DataChange, Direction, Entry, EntrySide, LogError, NO_ID, StagedPath,
+    WrittenRange,
 };
 use crate::claim::Claim;
 use crate::copy::copy_with_holes;
@@ -41,8 +42,11 @@ fn undo_dir_name(serial: u64) -> String {
 }
 
 /// Returns the staged path of an object in `new/u/`.
-fn staged_in_undo_dir(name: String) -> Option<(String, String)> {
-    Some((UNDO_DIR.to_owned(), name))
+fn staged_in_undo_dir(name: String) -> StagedPath {
+    StagedPath {
+        dir: UNDO_DIR.to_owned(),
+        name,
+    }
 }
 
 /// Returns the serial numbers of the logs that lead back from the present state of a scope, newest first. Follows
@@ -134,7 +138,7 @@ impl<B: Backing> History<B> {
             return Ok(());
         }
         if entry.after.is_empty() && !entry.before.is_empty() {
-            entry.kept_at = staged_in_undo_dir(format!("k{}", entry.number));
+            entry.kept_at = Some(staged_in_undo_dir(format!("k{}", entry.number)));
         }
         let below = object.and_then(|object| object.base());
         let (Some(object), Some(inode)) = (object, below) else {
@@ -166,7 +170,7 @@ impl<B: Backing> History<B> {
         let name = OsStr::new(&text);
         let old = self.lower.copy_object(object.kind, inode, dir, name)?;
         let mut part = EntrySide {
-            copy_at: staged_in_undo_dir(text.clone()),
+            copy_at: Some(staged_in_undo_dir(text.clone())),
             ..entry.undo.clone()
         };
         if let Some(data) = &entry.redo.data {

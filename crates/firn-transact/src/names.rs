@@ -13,6 +13,7 @@ use std::sync::atomic::Ordering;
 use firn_backing::{Attr, Backing, Errno, Kind, Placing, Remove, RenameFlags, Result, Time};
 
 use crate::attributes::Objects;
+use crate::change_log::StagedPath;
 use crate::hidden::OwnLinks;
 use crate::listing::Dirs;
 use crate::lower_backing::LowerBacking;
@@ -206,11 +207,11 @@ impl<B: Backing> Entries<B> {
         name: &OsStr,
         make: impl FnOnce(&NewObject<'_, B>) -> Result<(B::Inode, Attr)>,
     ) -> Result<(Arc<Object<B>>, Attr)> {
-        let (staging_name, staging_dir) = scope.staging_dir_for(&self.lower.base, dir)?;
+        let staging_dir = scope.staging_dir_for(&self.lower.base, dir)?;
         let number = scope.next_number();
         let staged_name = number.to_string();
         let new = NewObject {
-            dir: &staging_dir,
+            dir: &staging_dir.inode,
             name: OsStr::new(&staged_name),
             placing: Placing::Named { parent: dir, name },
         };
@@ -218,8 +219,11 @@ impl<B: Backing> Entries<B> {
         let is_dir = attr.kind == Kind::Dir;
         let change = Change {
             copy: Some(StagedCopy {
-                staging_dir,
-                at: (staging_name, staged_name),
+                staging_dir: staging_dir.inode,
+                at: StagedPath {
+                    dir: staging_dir.name,
+                    name: staged_name,
+                },
                 kept_inode: None,
                 final_name: None,
             }),
@@ -347,7 +351,7 @@ impl<B: Backing> Entries<B> {
     /// Removes the name of a staged object, and returns its inode, which exists until the last reference is dropped.
     fn unstage(&self, kind: Kind, copy: &StagedCopy<B>) -> Result<B::Inode> {
         let inode = copy.inode(&self.lower.base)?;
-        let name = OsStr::new(&copy.at.1);
+        let name = OsStr::new(&copy.at.name);
         if kind == Kind::Dir {
             self.lower.base.rmdir(&copy.staging_dir, name)?;
         } else {

@@ -19,7 +19,7 @@ use firn_backing::{Backing, Errno, Kind, RenameFlags, SyncScope};
 use firn_hosts::Members;
 
 use crate::apply::{Apply, StagingDirs};
-use crate::change_log::{ChangeLog, Direction};
+use crate::change_log::{ChangeLog, Direction, StagedPath};
 use crate::error::{OpenError, StoreError};
 use crate::hidden::OwnLinks;
 use crate::history::History;
@@ -300,10 +300,8 @@ impl<B: Backing> StoredScopes<B> {
             .filter_map(|entry| Some((entry.identity, entry.anchor_at.clone()?)))
             .collect();
         let scope = self.new_scope(serial, root, record.scope.clone(), dir, Some(record))?;
-        for (identity, (staging_dir, name)) in anchored {
-            if let Some((staging_dir, _)) =
-                staging::find_dir(&self.lower.base, &scope.new, &staging_dir)?
-            {
+        for (identity, StagedPath { dir, name }) in anchored {
+            if let Some((staging_dir, _)) = staging::find_dir(&self.lower.base, &scope.new, &dir)? {
                 self.own_links.note_link_found(
                     serial,
                     (self.lower.device, identity.ino),

@@ -15,7 +15,7 @@ use firn_backing::{Attr, Backing, Errno, RenameFlags, SyncScope};
 use super::content::{BackupDir, copy_from_backup};
 use super::mirror::{backup_failed, load_manifest, remove_directory};
 use crate::change_log::{
-    ChangeLog, Direction, EntryName, Identity, LogError, PortableIdentity, StagedObject,
+    ChangeLog, Direction, EntryName, Identity, LogError, PortableIdentity, StagedObject, StagedPath,
 };
 use crate::error::{BackupError, ReviveError};
 use crate::hidden::OwnLinks;
@@ -236,8 +236,8 @@ impl<B: Backing> Revival<B> {
             log.entries.iter().flat_map(|entry| &entry.before).collect();
         for item in &log.entries {
             for new_name in &item.after {
-                let (dir_number, name) = new_name;
-                let Some(dir) = found.get(dir_number) else {
+                let EntryName { dir, name } = new_name;
+                let Some(dir) = found.get(dir) else {
                     continue;
                 };
                 let taken = staging::find(&self.lower.base, &dir.inode, OsStr::from_bytes(name))?;
@@ -255,7 +255,7 @@ impl<B: Backing> Revival<B> {
                 continue;
             };
             for (name, ..) in staging::list(&self.lower.base, &dir.inode)? {
-                if !removed_names.contains(&(item.number, name.clone())) {
+                if !removed_names.contains(&EntryName::new(item.number, name.clone())) {
                     return Err(other_tree(
                         &join(&dir.path, &name),
                         "the transaction removes its directory, and not it",
@@ -278,7 +278,7 @@ impl<B: Backing> Revival<B> {
         staging::make_dir(&self.lower.base, dir, staging::AWAY)?;
         let mut identities = BTreeMap::new();
         for stored in &manifest.staged {
-            let staging_dir = staging::make_dir(&self.lower.base, &new, &stored.at.0)?;
+            let staging_dir = staging::make_dir(&self.lower.base, &new, &stored.at.dir)?;
             let inode = self.make_staged(backup, stored, &staging_dir)?;
             identities.insert(
                 &stored.at,
@@ -292,14 +292,14 @@ impl<B: Backing> Revival<B> {
         for item in &mut record.entries {
             item.portable = None;
             item.identity = match &item.new_at {
-                Some(at) => identities[at],
+                Some(path) => identities[path],
                 None => Identity::of(
                     &self.lower.base.attr(&found[&item.number].inode)?,
                     self.lower.device,
                 ),
             };
-            if let Some((staging_dir, name)) = &item.anchor_at {
-                let staging_dir = staging::make_dir(&self.lower.base, &new, staging_dir)?;
+            if let Some(StagedPath { dir, name }) = &item.anchor_at {
+                let staging_dir = staging::make_dir(&self.lower.base, &new, dir)?;
                 self.lower
                     .base
                     .link(&found[&item.number].inode, &staging_dir, OsStr::new(name))?;
@@ -316,7 +316,7 @@ impl<B: Backing> Revival<B> {
         staging_dir: &B::Inode,
     ) -> Result<B::Inode, ReviveError> {
         let base = &self.lower.base;
-        let name = OsStr::new(&stored.at.1);
+        let name = OsStr::new(&stored.at.name);
         let mode = stored.attributes.mode;
         let inode = if mode & libc::S_IFMT == libc::S_IFREG {
             let (inode, file, _) = base.create(&staging::own(), staging_dir, name, 0o600)?;

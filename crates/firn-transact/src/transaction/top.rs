@@ -21,7 +21,7 @@ use std::sync::Arc;
 use firn_backing::{Backing, Caller, Errno, Kind, RenameFlags, Time};
 
 use super::handle::Open;
-use crate::change_log::{ChangeLog, Entry, Identity};
+use crate::change_log::{ChangeLog, Entry, EntryName, Identity, StagedPath};
 use crate::error::{BeginError, ScopeError, StoreError};
 use crate::lower_backing::LowerBacking;
 use crate::names::{Entries, NameAt};
@@ -103,7 +103,7 @@ impl<B: Backing> LowerBacking<B> {
         let noted = noted.map(|entry| entry.after).unwrap_or_default();
         let mut names: Vec<OsString> = noted
             .into_iter()
-            .map(|(_, name)| OsString::from_vec(name))
+            .map(|entry_name| OsString::from_vec(entry_name.name))
             .collect();
         if names.iter().any(|known| known == name) {
             return Ok(());
@@ -131,11 +131,11 @@ impl<B: Backing> LowerBacking<B> {
             ino,
             elsewhere: device != self.device,
         };
-        let place = |name: &OsString| (0, name.as_bytes().to_vec());
+        let entry_name = |name: &OsString| EntryName::new(0, name.as_bytes());
         let before = scope.top.names().before;
         let entry = Entry {
-            before: before.iter().map(place).collect(),
-            after: names.iter().map(place).collect(),
+            before: before.iter().map(entry_name).collect(),
+            after: names.iter().map(entry_name).collect(),
             ..Entry::new(ino, identity, true)
         };
         let log = ChangeLog {
@@ -155,7 +155,7 @@ impl<B: Backing> LowerBacking<B> {
         let log = self.load_record(dir, place, staging::NAMES)?;
         let of_log = log.iter().flat_map(|log| {
             let names = log.entries.iter().flat_map(|entry| &entry.after);
-            names.map(|(_, name)| join(parent_of(&log.scope), name))
+            names.map(|entry_name| join(parent_of(&log.scope), &entry_name.name))
         });
         Ok(of_log.collect())
     }
@@ -174,7 +174,7 @@ impl<B: Backing> LowerBacking<B> {
             return Ok(None);
         };
         let parent = self.directory_at(parent_of(&log.scope))?;
-        let name_of = |(_, name): &(u64, Vec<u8>)| name.clone();
+        let name_of = |entry_name: &EntryName| entry_name.name.clone();
         let names: Vec<Vec<u8>> = entry.after.iter().map(name_of).collect();
         let before = entry.before.first().map(name_of);
         let ino = entry.identity.ino;
@@ -351,12 +351,15 @@ impl<B: Backing> StoredScopes<B> {
             path
         };
         let root = self.intern_path(above)?;
-        let Some((staging_dir, name)) = staged else {
+        let Some(staged) = staged else {
             return Ok(root);
         };
         let new = staging::must_find_dir(&self.lower.base, dir, staging::NEW)?;
-        let staging_dir = staging::must_find_dir(&self.lower.base, &new, staging_dir)?;
-        let (inode, attr) = self.lower.base.lookup(&staging_dir, OsStr::new(name))?;
+        let staging_dir = staging::must_find_dir(&self.lower.base, &new, &staged.dir)?;
+        let (inode, attr) = self
+            .lower
+            .base
+            .lookup(&staging_dir, OsStr::new(&staged.name))?;
         let inner = Inner {
             base: Some(inode),
             change: None,
@@ -389,7 +392,7 @@ impl<B: Backing> StoredScopes<B> {
             return Ok(());
         }
         let below = parent.inode(&self.lower.base)?;
-        let (_, staging_dir) = scope.staging_dir_for(&self.lower.base, &below)?;
+        let staging_dir = scope.staging_dir_for(&self.lower.base, &below)?.inode;
         // The parent's names are kept, so only a change past Firn can have taken the name.
         let staged = NEW_TOP.to_string();
         self.lower
@@ -499,14 +502,14 @@ impl<B: Backing> TransactionalBacking<B> {
             None,
         )?;
         let below = parent.inode(&self.lower.base)?;
-        let (staging_name, staging_dir) = scope.staging_dir_for(&self.lower.base, &below)?;
+        let staging_dir = scope.staging_dir_for(&self.lower.base, &below)?;
         let number = scope.next_number();
         assert_eq!(number, NEW_TOP, "the top is made first");
-        let text = number.to_string();
+        let staged_name = number.to_string();
         let (inode, attr) = self.lower.base.mkdir(
             maker.caller,
-            &staging_dir,
-            OsStr::new(&text),
+            &staging_dir.inode,
+            OsStr::new(&staged_name),
             maker.mode & 0o1777,
         )?;
         let key = (attr.dev, attr.ino);
@@ -517,8 +520,11 @@ impl<B: Backing> TransactionalBacking<B> {
             }
         } else {
             let copy = StagedCopy {
-                staging_dir: staging_dir.clone(),
-                at: (staging_name, text.clone()),
+                staging_dir: staging_dir.inode,
+                at: StagedPath {
+                    dir: staging_dir.name,
+                    name: staged_name,
+                },
                 kept_inode: None,
                 final_name: None,
             };
