@@ -40,7 +40,7 @@ use firn_rules::{
     RuleSetError, ScopeNumber, load_rules,
 };
 use firn_transact::machine::Pending;
-use firn_transact::{Expected, TransactionHandle, TransactionError};
+use firn_transact::{Expected, TransactionError, TransactionHandle};
 use parking_lot::Condvar;
 
 use self::exits::Exits;
@@ -673,7 +673,9 @@ impl CommitRules {
             handle: handle.0,
             ending,
         };
-        let actions = table.machine.finish_operation(process, &operation, None, true);
+        let actions = table
+            .machine
+            .finish_operation(process, &operation, None, true);
         drop(table);
         self.carry_out_event(actions, EventKind::Close)
     }
@@ -739,9 +741,10 @@ impl ChangeWatch for CommitRules {
         }
         let mut table = self.table.lock();
         if let Err(errno) = done {
-            let more = table
-                .machine
-                .finish_operation(process, &change.operation(0), entered.scope, false);
+            let more =
+                table
+                    .machine
+                    .finish_operation(process, &change.operation(0), entered.scope, false);
             drop(table);
             self.carry_out(more)?;
             return Err(errno);
@@ -772,9 +775,10 @@ impl ChangeWatch for CommitRules {
         let operation = ticket
             .change
             .operation(handle.map_or(NOT_OPEN, |handle| handle.0));
-        let actions = table
-            .machine
-            .finish_operation(ticket.process, &operation, ticket.scope, is_made);
+        let actions =
+            table
+                .machine
+                .finish_operation(ticket.process, &operation, ticket.scope, is_made);
         drop(table);
         if let Err(errno) = self.carry_out_event(actions, EventKind::Name) {
             tracing::warn!(%errno, "a checkpoint that is complete is not committed yet");

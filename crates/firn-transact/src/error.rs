@@ -172,12 +172,12 @@ pub enum VoteError {
         id: u64,
     },
     /// A host gave the vote up or aborted its part.
-    #[error("{by} gave the commit up: {why}")]
+    #[error("{by} gave the commit up: {reason}")]
     GivenUp {
         /// Name of the host.
         by: String,
         /// The reason, for messages.
-        why: String,
+        reason: String,
     },
     /// The accesses of the hosts conflict.
     #[error("{} with other hosts", match .0.total { 1 => "1 conflict".to_owned(), n => format!("{n} conflicts") })]

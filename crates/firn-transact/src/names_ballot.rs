@@ -413,10 +413,11 @@ impl<B: Backing> NamesBallot<'_, B> {
         self.dir().read_json(&name)
     }
 
-    /// Gives an attempt up for the reason `why`, unless it has a verdict.
-    pub fn give_up(&self, number: u64, why: String) -> Result<(), Errno> {
+    /// Gives an attempt up, unless it has a verdict. `reason` is a text for people.
+    pub fn give_up(&self, number: u64, reason: String) -> Result<(), Errno> {
         let by = self.dir().host().to_owned();
-        self.judge(number, &Verdict::GivenUp { by, why }).map(drop)
+        self.judge(number, &Verdict::GivenUp { by, reason })
+            .map(drop)
     }
 
     /// Tests the published parts of these hosts for conflicts, and returns the verdict. Does not store it.

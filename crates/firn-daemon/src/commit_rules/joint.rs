@@ -26,7 +26,9 @@ use firn_protocol::path::BytePath;
 use firn_rules::joint::{Attempt, EVENT, HostState, JointStep, JointView, OwnPart, next_step};
 use firn_rules::{Action, Ending, Operation, ScopeNumber, Writer};
 use firn_transact::machine::Pending;
-use firn_transact::{TransactionHandle, NamesBallot, NamesView, TransactionError, Verdict, parent_of};
+use firn_transact::{
+    NamesBallot, NamesView, TransactionError, TransactionHandle, Verdict, parent_of,
+};
 use serde::{Deserialize, Serialize};
 
 use super::{CommitRules, Transaction, name_of, shown};
@@ -266,12 +268,12 @@ impl CommitRules {
             JointStep::Publish(number) => {
                 self.publish_part(scope, &transaction, number, &own, &ballot)?
             }
-            JointStep::GiveUp { number, why } => ballot.give_up(number, why)?,
+            JointStep::GiveUp { number, reason } => ballot.give_up(number, reason)?,
             JointStep::Judge(attempt) => self.judge(&attempt, &transaction, &ballot)?,
-            JointStep::Decide { commit, why } => {
+            JointStep::Decide { commit, reason } => {
                 if !commit {
                     let paths = shown(&transaction.paths);
-                    tracing::warn!(rule = transaction.rule, %paths, why, "hosts drop a checkpoint");
+                    tracing::warn!(rule = transaction.rule, %paths, why = reason, "hosts drop a checkpoint");
                 }
                 ballot.settle(commit)?;
             }
@@ -335,7 +337,11 @@ impl CommitRules {
             from: &located_from,
             to: &located_to,
         };
-        let entered = self.table.lock().machine.enter_operation(writer.process, &operation);
+        let entered = self
+            .table
+            .lock()
+            .machine
+            .enter_operation(writer.process, &operation);
         let Ok(entered) = entered else {
             return Err(Errno::BUSY.into());
         };
@@ -350,10 +356,12 @@ impl CommitRules {
         };
         let renamed = rename();
         let mut table = self.table.lock();
-        let mut more =
-            table
-                .machine
-                .finish_operation(writer.process, &operation, entered.scope, renamed.is_ok());
+        let mut more = table.machine.finish_operation(
+            writer.process,
+            &operation,
+            entered.scope,
+            renamed.is_ok(),
+        );
         // A program that has ended reports no more ends: the machine hears its end again after the rename.
         if !writer.is_living {
             more.extend(table.machine.note_exit(writer.process, Ending::Success));
@@ -416,8 +424,8 @@ impl CommitRules {
             .begin_attempt(scope, own.state.changes);
         // A change after the state was published would not be in what the hosts agree on.
         if !begun {
-            let why = "its programs have changed more".to_owned();
-            return Ok(ballot.give_up(number, why)?);
+            let reason = "its programs have changed more".to_owned();
+            return Ok(ballot.give_up(number, reason)?);
         }
         let store = self.gate.store();
         let (dir, paths) = (&transaction.dir, &transaction.paths);
@@ -466,7 +474,9 @@ impl CommitRules {
         transaction: &Transaction,
     ) -> Result<(), TransactionError> {
         let store = self.gate.store();
-        if let Some(TransactionHandle::Prepared(prepared)) = store.transaction_numbered(transaction.serial) {
+        if let Some(TransactionHandle::Prepared(prepared)) =
+            store.transaction_numbered(transaction.serial)
+        {
             prepared.reopen_names()?;
         }
         let mut table = self.table.lock();

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use firn_transact::{TransactionHandle, Machine};
+use firn_transact::{Machine, TransactionHandle};
 
 use super::apply_commit;
 use super::mount::StepsOfMount;

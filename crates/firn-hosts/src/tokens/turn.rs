@@ -434,9 +434,9 @@ impl TokenMachine {
     }
 
     /// Records that the service did not answer, or refused the request.
-    pub(crate) fn note_failure(&mut self, why: String, now: Instant) {
+    pub(crate) fn note_failure(&mut self, reason: String, now: Instant) {
         self.figures.errors += 1;
-        self.figures.last_error = Some(why);
+        self.figures.last_error = Some(reason);
         match &mut self.phase {
             Phase::Waiting(waiting) => {
                 waiting.failures += 1;
@@ -455,9 +455,9 @@ impl TokenMachine {
     }
 
     /// Records that the token is lost. Another host may have it.
-    pub(crate) fn note_lost(&mut self, why: String, now: Instant) {
+    pub(crate) fn note_lost(&mut self, reason: String, now: Instant) {
         self.figures.errors += 1;
-        self.figures.last_error = Some(why);
+        self.figures.last_error = Some(reason);
         if matches!(self.phase, Phase::Held(_)) {
             self.end_holding(now);
         }

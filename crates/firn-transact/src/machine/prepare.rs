@@ -131,8 +131,8 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
                         missing => format!(", {} missing", missing.join(", ")),
                     };
                     let count = published.len();
-                    let why = format!("only {count} of {expected} hosts came{missing}");
-                    prepared.give_vote_up(why)?;
+                    let reason = format!("only {count} of {expected} hosts came{missing}");
+                    prepared.give_vote_up(reason)?;
                 }
             }
         }

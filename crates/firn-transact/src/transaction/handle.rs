@@ -167,10 +167,13 @@ impl<'a, B: Backing> Prepared<'a, B> {
             .poll_vote(self.id, &self.scope_ref.scope.path)
     }
 
-    /// Ends the vote without agreement for the reason `why`, unless it has a verdict already.
-    pub(crate) fn give_vote_up(&self, why: String) -> Result<(), VoteError> {
+    /// Ends the vote without agreement, unless it has a verdict already. `reason` is a text for people.
+    pub(crate) fn give_vote_up(&self, reason: String) -> Result<(), VoteError> {
         let path = &self.scope_ref.scope.path;
-        self.scope_ref.store.votes.give_vote_up(self.id, path, why)
+        self.scope_ref
+            .store
+            .votes
+            .give_vote_up(self.id, path, reason)
     }
 
     /// Decides for all hosts that the transaction is not committed. Fails with

@@ -183,7 +183,7 @@ fn step(
                 return Err(error.into());
             }
         }
-        JointStep::GiveUp { number, why } => ballot.give_up(number, why)?,
+        JointStep::GiveUp { number, reason } => ballot.give_up(number, reason)?,
         JointStep::Judge(attempt) => {
             let hosts = attempt.changes.keys().cloned().collect();
             let verdict = ballot.test(attempt.number, &hosts)?;
