@@ -208,6 +208,7 @@ impl<B: Backing> FileData<B> {
         Ok(TrackedFile::new(object, access))
     }
 
+    /// Returns the size of a file without its inline changes, which never change it.
     fn size(&self, object: &Object<B>, inner: &View<'_, Inner<B>>) -> Result<u64> {
         let is_staged = inner.read().staged_copy().is_some();
         let which = if is_staged {
@@ -222,6 +223,9 @@ impl<B: Backing> FileData<B> {
             .size)
     }
 
+    /// Reads from `offset` on, with the changes of the transaction. Returns the number of bytes, which is smaller at
+    /// the end of
+    /// the file. Fails with EBADF if the file is not open for reading.
     pub(crate) fn read_tracked(
         &self,
         file: &TrackedFile<B>,

@@ -509,36 +509,61 @@ impl<B: Backing> Entries<B> {
         let Some(objects) = self.check_rename(old, new, flags)? else {
             return Ok(());
         };
-        if let Some(shadow) = &scope.shadow {
-            let rename = RequestedRename { old, new, flags };
-            return self.rename_shadowed(&names, &scope, shadow, &objects, rename);
-        }
-        let RenamedObjects { source, target } = objects;
-        let exchange = flags.contains(RenameFlags::EXCHANGE);
-        let is_dir = |object: &Arc<Object<B>>| object.kind == Kind::Dir;
-        let subdirectory = |object: &Arc<Object<B>>| i64::from(is_dir(object));
-        let is_replaced = target.is_some();
-        let mut more = subdirectory(&source);
-        if let Some(target) = target {
-            if exchange {
-                // The changes are made before the move, while the objects' present places are those in the backing.
-                for object in [&source, &target] {
-                    self.note_link_change(&scope, object, 0);
-                }
-                let more = subdirectory(&source) - subdirectory(&target);
-                self.note_name_change(&scope, from, name, true, Some(&target), -more);
-                self.note_name_change(&scope, to, new_name, true, Some(&source), more);
-                scope.check_names(&[from, to, &source, &target]);
-                return Ok(());
+        let rename = RequestedRename { old, new, flags };
+        match &scope.shadow {
+            Some(shadow) => self.rename_shadowed(&names, &scope, shadow, &objects, rename),
+            None => {
+                self.rename_in_tables(&scope, &objects, rename);
+                Ok(())
             }
-            self.note_lost_name(&scope, &target);
-            more -= subdirectory(&target);
         }
-        self.note_link_change(&scope, &source, 0);
-        self.note_name_change(&scope, from, name, true, None, -subdirectory(&source));
-        self.note_name_change(&scope, to, new_name, is_replaced, Some(&source), more);
-        scope.check_names(&[from, to, &source]);
-        Ok(())
+    }
+
+    /// Enters a rename that was checked in the tables of a transaction in buffer mode.
+    fn rename_in_tables(
+        &self,
+        scope: &Arc<Scope<B>>,
+        objects: &RenamedObjects<B>,
+        rename: RequestedRename<'_, B>,
+    ) {
+        let RenamedObjects { source, target } = objects;
+        let RequestedRename { old, new, flags } = rename;
+        let subdirectories = |object: &Object<B>| i64::from(object.kind == Kind::Dir);
+        let mut added_subdirectories = subdirectories(source);
+        if let Some(target) = target {
+            added_subdirectories -= subdirectories(target);
+            if flags.contains(RenameFlags::EXCHANGE) {
+                // The changes are made before the move, while the objects' present places are those in the backing.
+                for object in [source, target] {
+                    self.note_link_change(scope, object, 0);
+                }
+                let (old_dir, added) = (old.dir, added_subdirectories);
+                self.note_name_change(scope, old_dir, old.name, true, Some(target), -added);
+                self.note_name_change(scope, new.dir, new.name, true, Some(source), added);
+                scope.check_names(&[old_dir, new.dir, source, target]);
+                return;
+            }
+            self.note_lost_name(scope, target);
+        }
+        self.note_link_change(scope, source, 0);
+        let removed_subdirectories = subdirectories(source);
+        self.note_name_change(
+            scope,
+            old.dir,
+            old.name,
+            true,
+            None,
+            -removed_subdirectories,
+        );
+        self.note_name_change(
+            scope,
+            new.dir,
+            new.name,
+            target.is_some(),
+            Some(source),
+            added_subdirectories,
+        );
+        scope.check_names(&[old.dir, new.dir, source]);
     }
 
     /// Checks a rename in a transaction. Returns the objects of the rename, or `None` if it changes nothing.

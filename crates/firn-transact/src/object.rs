@@ -202,6 +202,7 @@ impl<B: Backing> Files<B> {
         copy: None,
     };
 
+    /// Returns the selected file, or `None` in its place if it is not open.
     fn slot(&mut self, which: LowerFile) -> &mut Option<Arc<B::File>> {
         match which {
             LowerFile::Reader => &mut self.reader,

@@ -588,7 +588,7 @@ impl<B: Backing> Votes<B> {
         }
     }
 
-    /// Returns the names of the hosts that have published their lists; empty if there is no vote.
+    /// Returns the names of the hosts that have published their lists. Returns none if there is no vote.
     pub fn hosts_published(&self, id: u64, scope: &[u8]) -> Result<Vec<String>, Errno> {
         match self.find_vote(id, scope)? {
             Some(vote) => vote.ballot.joined(),

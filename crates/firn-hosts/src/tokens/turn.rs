@@ -336,6 +336,9 @@ impl TokenMachine {
         }
     }
 
+    /// Returns the next step while this host has the token. Gives the token back if no write uses it and either others
+    /// wait and
+    /// the batch is over, or nothing was written for [`KEEP_UNUSED_FOR`].
     fn next_step_while_held(&mut self, now: Instant) -> Step {
         let Phase::Held(held) = &self.phase else {
             return Step::Sleep(None);
@@ -354,21 +357,19 @@ impl TokenMachine {
         if now >= held.check_others_at && !held.is_awaited {
             return Step::LookForOthers;
         }
-        let mut until = overdue_at;
+        let mut wake_at = overdue_at;
         if self.uses == 0 {
-            until = until.min(lingers_until);
+            wake_at = wake_at.min(lingers_until);
         }
-        if held.is_awaited {
-            until = if now < held.batch_ends {
-                until.min(held.batch_ends)
-            } else {
-                until
-            };
-        } else {
-            until = until.min(held.check_others_at);
+        if !held.is_awaited {
+            wake_at = wake_at.min(held.check_others_at);
+        } else if now < held.batch_ends {
+            wake_at = wake_at.min(held.batch_ends);
         }
-        until = held.renew_at.map_or(until, |at| until.min(at));
-        Step::Sleep(Some(until - now))
+        if let Some(renew_at) = held.renew_at {
+            wake_at = wake_at.min(renew_at);
+        }
+        Step::Sleep(Some(wake_at - now))
     }
 
     /// Records that the service granted the token.

@@ -53,6 +53,7 @@ pub(super) struct FileVersion {
 }
 
 impl FileVersion {
+    /// Returns the version of the file with these attributes.
     pub(super) fn of(attr: &Attr) -> Self {
         Self {
             size: attr.size,

@@ -43,6 +43,7 @@ pub(crate) struct ShadowEnd;
 impl Protocol for ShadowEnd {
     type Decision = JointDecision;
 
+    /// Returns the work that the hosts share after this outcome.
     fn plan(&self, outcome: &JointDecision) -> Plan {
         if outcome.commit {
             return Plan::default();
@@ -143,6 +144,7 @@ impl<B: Backing> SharedTransactions<B> {
         }
     }
 
+    /// Returns the shared directory with this name. Returns `None` if there is none, or if the mount has one host.
     fn find_shared_dir(&self, name: &str) -> Result<Option<SharedDir<'_, B>>, Errno> {
         let Some(members) = &self.lower.members else {
             return Ok(None);

@@ -83,6 +83,7 @@ impl FileAccesses {
         }
     }
 
+    /// Returns the accesses as they are published. `ino` is the inode number of the file.
     fn into_listed(self, ino: u64) -> ListedFile {
         let processes = self
             .processes
@@ -238,6 +239,7 @@ impl<'a> ListBuilder<'a> {
         })
     }
 
+    /// Returns the finished list, as that of `host`.
     fn finish(self, host: &str) -> AccessList {
         let files = self.files.into_iter();
         AccessList {
@@ -313,6 +315,9 @@ impl<B: Backing> UsedDirs<'_, B> {
         Ok(found)
     }
 
+    /// Looks up a directory in its parent, and adds the name to `names`, because this host uses it. Returns `None` if
+    /// the
+    /// name does not exist.
     fn find_in(
         &self,
         parent: &FoundDir<B>,
