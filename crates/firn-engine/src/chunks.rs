@@ -6,10 +6,8 @@
 //! * [`HeldChunks::changed`] is true after the bytes or the length of the file were changed through the mount.
 //!
 //! The slabs of the parts are held ([`firn_arena::Arena::hold_slab`]). So their space is not used again, and their
-//! chunk
-//! does not move. The file's pending bytes are not overwritten in place. Bytes that only the backing has cannot be
-//! kept:
-//! a reader of them asks afterwards whether the file was changed.
+//! chunk does not move. The file's pending bytes are not overwritten in place. Bytes that only the backing has cannot
+//! be kept: a reader of them asks afterwards whether the file was changed.
 
 use std::collections::HashSet;
 use std::sync::Arc;

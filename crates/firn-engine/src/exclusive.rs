@@ -2,8 +2,7 @@
 //! run.
 //!
 //! [`File::begin_exclusive`] waits for drains in flight and keeps new ones away. So the lock of the file can be
-//! released
-//! while the backing works.
+//! released while the backing works.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

@@ -78,8 +78,7 @@ impl<B: Backing> Intake<B> {
     }
 
     /// Ingests the bytes that a client has published of this file, and freezes their pieces: the client cannot extend
-    /// them
-    /// any more, so the drain may write them.
+    /// them any more, so the drain may write them.
     pub(crate) fn freeze_published(&self, file: &Arc<File<B>>, state: &mut FileState<B>) {
         self.ingest_from_client(file, state, |arena, lease, sink| {
             arena.freeze_client(lease, sink)

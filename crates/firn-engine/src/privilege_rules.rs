@@ -72,8 +72,7 @@ impl<B: Backing> PrivilegeRules<B> {
     }
 
     /// Records that an object got privileges, and ends direct writes to it: a client may have got the grant meanwhile,
-    /// for a
-    /// file without privileges.
+    /// for a file without privileges.
     fn note_privileges_given_to(&self, inode: &Inode<B>) {
         self.privileges.begin_epoch();
         if let Some(file) = self.open_files.known_file(inode) {
@@ -82,8 +81,7 @@ impl<B: Backing> PrivilegeRules<B> {
     }
 
     /// Removes the privileges that a regular file loses, before `by` changes its contents other than by a write. A
-    /// write
-    /// does this itself.
+    /// write does this itself.
     pub fn drop_privileges(&self, inode: InodeId, by: &dyn Principal) -> Result<()> {
         let inode = self.tree.inode(inode)?;
         if inode.kind != Kind::File {
@@ -124,8 +122,7 @@ impl<B: Backing> PrivilegeRules<B> {
     }
 
     /// Removes the privileges that a file loses if `by` changes its contents. Returns whether the file has no set-id
-    /// bits
-    /// left.
+    /// bits left.
     fn strip(&self, file: &Arc<File<B>>, by: &dyn Principal) -> Result<bool> {
         let inode = &*file.inode;
         let attr = self
@@ -205,8 +202,7 @@ impl<B: Backing> PrivilegeRules<B> {
     }
 
     /// Sets the mode as a part of a change that removes privileges. It restores no set-id bit: `mode` comes from the
-    /// kernel,
-    /// which may not know yet that the bits are gone.
+    /// kernel, which may not know yet that the bits are gone.
     pub(crate) fn set_mode_besides(&self, inode: &Inode<B>, mode: u32) -> Result<()> {
         let object = self.tree.object(inode)?;
         let present_mode = self.base.backing.attr(&object)?.mode & 0o7777;
@@ -221,8 +217,7 @@ impl<B: Backing> PrivilegeRules<B> {
     /// Sets the mode, as chmod(2) of `by` does.
     ///
     /// The kernel also requests this on behalf of a process that changes something else. Its mode then has the
-    /// set-group-id
-    /// bit if group execute is missing, whatever groups the process is in.
+    /// set-group-id bit if group execute is missing, whatever groups the process is in.
     pub(crate) fn set_mode(
         &self,
         inode: &Inode<B>,

@@ -63,8 +63,7 @@ pub(crate) type AttributesChanged = Arc<dyn Fn(InodeId) + Send + Sync>;
 /// What the engine knows of the privileges of all files.
 pub(crate) struct Privileges {
     /// Counts the times that some file may have got privileges. It is never 0, which stands for a file whose privileges
-    /// are
-    /// not known.
+    /// are not known.
     epoch: AtomicU32,
     attributes_changed: RwLock<Option<AttributesChanged>>,
 }

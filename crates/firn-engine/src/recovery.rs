@@ -461,8 +461,7 @@ impl<B: Backing> Recovery<'_, B> {
     }
 
     /// Completes the truncations of a file that the backing has begun. A truncation that the backing never began did
-    /// not
-    /// change the file, so it is not among the returned ones.
+    /// not change the file, so it is not among the returned ones.
     fn finish_truncations(
         &self,
         id: FileId,

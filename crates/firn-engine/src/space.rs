@@ -30,8 +30,7 @@ use crate::spill::Spill;
 use crate::tree::NameTree;
 
 /// Waiting writers, and the memory that can be freed for them. Each part has a lock of its own, and no two of these
-/// locks
-/// are taken together.
+/// locks are taken together.
 pub(crate) struct Space<B: Backing> {
     /// Writers that wait for space.
     pub waiters: SpaceWaiters,

@@ -76,8 +76,7 @@ impl Spill {
     }
 
     /// Checks whether a chunk must move now, with `used` slots of memory in use. `upper` and `lower` are the thresholds
-    /// in
-    /// slots. If no chunk must move, `Err` has the result of the step.
+    /// in slots. If no chunk must move, `Err` has the result of the step.
     fn begin_step(&self, used: u32, upper: u32, lower: u32) -> Result<(), SpillStep> {
         let mut state = self.state.lock();
         state.active |= used > upper;

@@ -39,8 +39,7 @@ impl<B: Backing> FileTable<B> {
     }
 
     /// Returns the file of an inode, and makes it if the table does not have it. Applies `change` before another thread
-    /// could
-    /// remove the file.
+    /// could remove the file.
     pub(crate) fn change(
         &self,
         inode: &Arc<Inode<B>>,

@@ -272,8 +272,7 @@ impl<B: Backing> ExaminedLease<B> {
     /// Decides whether the host lives, by the table in the head of this file. Returns the evidence too.
     ///
     /// `beating` are the hosts whose beats changed while they were watched. `do_locks_reach` says whether locks of
-    /// other
-    /// hosts are visible on this one.
+    /// other hosts are visible on this one.
     fn judge(
         &self,
         clock: &Clock,
@@ -337,8 +336,7 @@ struct Clock {
 
 impl Clock {
     /// Reads the clock by the time stamp of a new file. If this process cannot create one, the time of the youngest
-    /// beat
-    /// takes its place.
+    /// beat takes its place.
     fn read<B: Backing>(base: &B, leases: &[ExaminedLease<B>]) -> Result<Self, OwnError> {
         Ok(match probe(base)? {
             Some(now_ns) => Self {

@@ -300,8 +300,9 @@ impl LineParser<'_> {
         kinds: &BTreeMap<String, CaptureKind>,
         around: (&str, &str),
     ) -> Result<Pattern, RuleError> {
-        Pattern::new(word.text, kinds, around)
-            .map_err(|PatternError { at, message }| self.error(word.offset + at, message, None))
+        Pattern::new(word.text, kinds, around).map_err(|PatternError { offset, message }| {
+            self.error(word.offset + offset, message, None)
+        })
     }
 
     /// Parses the line. Returns `None` if the line has only a comment or nothing.

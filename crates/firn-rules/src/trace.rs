@@ -534,13 +534,7 @@ impl TracePlayer {
                     scope, rule, tops, ..
                 } => {
                     let tops = shown(&tops);
-                    let is_removed = |name: &String| {
-                        let mut rests = tops
-                            .iter()
-                            .filter_map(|top| name.strip_prefix(top.as_str()));
-                        rests.any(|rest| rest.is_empty() || rest.starts_with('/'))
-                    };
-                    self.names.retain(|name| !is_removed(name));
+                    self.forget_names_below(&tops);
                     self.record(line, "remove", rule, tops, String::new());
                     let further_actions = self.machine.note_committed(scope);
                     self.carry_out(line, further_actions);
@@ -554,6 +548,17 @@ impl TracePlayer {
             };
             self.record(line, what, rule, paths, reason);
         }
+    }
+
+    /// Removes the names at or below these paths from the names that exist.
+    fn forget_names_below(&mut self, tops: &[String]) {
+        let is_removed = |name: &String| {
+            let mut rests = tops
+                .iter()
+                .filter_map(|top| name.strip_prefix(top.as_str()));
+            rests.any(|rest| rest.is_empty() || rest.starts_with('/'))
+        };
+        self.names.retain(|name| !is_removed(name));
     }
 
     /// Records one reaction of the rules.

@@ -261,8 +261,7 @@ impl<'a, B: Backing> Apply<'a, B> {
                 self.made_dirs.insert(number);
                 made_dirs.push((number, inode));
             }
-            // A round without progress means that the parents form a cycle, or that a parent is
-            // missing.
+            // A round without progress means that the parents form a cycle, or that a parent is missing.
             if remaining.len() == count_before {
                 return Err(Errno::STALE);
             }

@@ -224,8 +224,7 @@ impl<B: Backing> FileData<B> {
     }
 
     /// Reads from `offset` on, with the changes of the transaction. Returns the number of bytes, which is smaller at
-    /// the end of
-    /// the file. Fails with EBADF if the file is not open for reading.
+    /// the end of the file. Fails with EBADF if the file is not open for reading.
     pub(crate) fn read_tracked(
         &self,
         file: &TrackedFile<B>,

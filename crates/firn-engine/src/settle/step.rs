@@ -105,8 +105,7 @@ impl<B: Backing> Room<B> {
     }
 
     /// Frees the slots of memory files that no file uses. The next step follows at once if some slots were freed, and
-    /// after
-    /// [`ROOM_RETRY_EVERY`] otherwise.
+    /// after [`ROOM_RETRY_EVERY`] otherwise.
     fn make_room_to_settle(&self) -> SettleStep {
         let returned = self.base.arena.trim_memory_files(0);
         self.wake_writers();
@@ -196,8 +195,7 @@ impl<B: Backing> Room<B> {
     }
 
     /// Returns the extents of a range of the task's file, with their slabs pinned. Returns `None` if the file was
-    /// changed or
-    /// is in use, or if some of the bytes are not in memory.
+    /// changed or is in use, or if some of the bytes are not in memory.
     fn pin_source(&self, task: &SettleTask<B>, range: Range<u64>) -> Option<ChunkSource> {
         let state = task.file.lock();
         if state.changes != task.changes || !state.may_be_settled() {

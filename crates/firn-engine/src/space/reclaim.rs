@@ -1,8 +1,7 @@
 //! Reclaiming: makes space in the arena, and calls waiting writers back.
 //!
 //! Cached bytes are evicted first, then unused slabs are freed, then the file with the most pending bytes is drained.
-//! If
-//! nothing can be drained, waiting writers get an error.
+//! If nothing can be drained, waiting writers get an error.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -111,8 +110,8 @@ impl<B: Backing> Room<B> {
     }
 
     /// Frees unused slabs, and requests a drain of the file with the most pending bytes. Does nothing while a drain is
-    /// under
-    /// way, because it will make space. If no file can be drained, waiting writers get the error of the last failure.
+    /// under way, because it will make space. If no file can be drained, waiting writers get the error of the last
+    /// failure.
     pub(crate) fn reclaim(&self) {
         if self.drain.is_busy() {
             return;

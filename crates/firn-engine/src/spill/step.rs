@@ -22,8 +22,7 @@ impl<B: Backing> Room<B> {
     }
 
     /// Returns how many slots of memory may be in use at a threshold of `percent`. One slot always remains free, even
-    /// at 100
-    /// percent, because writers wait for a slot.
+    /// at 100 percent, because writers wait for a slot.
     fn slots_at(&self, percent: u32) -> u32 {
         let count = self.base.arena.geometry().chunk_count;
         let slots = (u64::from(count) * u64::from(percent) / 100) as u32;

@@ -337,8 +337,7 @@ impl TokenMachine {
     }
 
     /// Returns the next step while this host has the token. Gives the token back if no write uses it and either others
-    /// wait and
-    /// the batch is over, or nothing was written for [`KEEP_UNUSED_FOR`].
+    /// wait and the batch is over, or nothing was written for [`KEEP_UNUSED_FOR`].
     fn next_step_while_held(&mut self, now: Instant) -> Step {
         let Phase::Held(held) = &self.phase else {
             return Step::Sleep(None);

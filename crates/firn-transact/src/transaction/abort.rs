@@ -33,8 +33,7 @@ impl<B: Backing> TransactionalBacking<B> {
     /// Aborts a transaction; see [`TransactionHandle::abort`](crate::TransactionHandle::abort).
     ///
     /// Fails if the commit is decided, here or by another host. A transaction that follows a commit has changed nothing
-    /// yet, so
-    /// only its records are removed.
+    /// yet, so only its records are removed.
     pub(super) fn abort_scope(&self, scope: &Arc<Scope<B>>) -> Result<(), AbortError> {
         let _quiet = self.commits.quiesce_scope(scope);
         if let Some(before) = self.scopes.commit_before(scope) {
@@ -75,9 +74,8 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(())
     }
 
-    /// Makes the abort of a transaction certain, for this host and for the hosts that vote with it: a crash
-    /// afterwards ends
-    /// with the tree before the transaction. Fails if the commit is decided, or if the transaction is over.
+    /// Makes the abort of a transaction certain, for this host and for the hosts that vote with it: a crash afterwards
+    /// ends with the tree before the transaction. Fails if the commit is decided, or if the transaction is over.
     fn make_abort_certain(&self, scope: &Scope<B>, stage: Stage) -> Result<(), AbortError> {
         match stage {
             Stage::Open => {

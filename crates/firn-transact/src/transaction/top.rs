@@ -63,6 +63,18 @@ pub struct TopMaker<'a> {
     pub mode: u32,
 }
 
+/// A top that a transaction creates.
+#[derive(Clone, Copy)]
+struct NewTop<'a, B: Backing> {
+    /// The directory that gets the top.
+    parent: &'a Arc<Object<B>>,
+    /// Name of the top in that directory.
+    name: &'a OsStr,
+    /// Path of the top, relative to the backing.
+    path: &'a [u8],
+    maker: TopMaker<'a>,
+}
+
 impl<B: Backing> TopUndo<B> {
     /// Returns the inode number of the top if it existed before the transaction.
     pub(crate) fn old_ino(&self) -> Option<u64> {
@@ -424,8 +436,15 @@ impl<B: Backing> TransactionalBacking<B> {
         let name = self.name_of_new_top(parent, path)?;
         // A removed directory of this path may have left a history of commits, which must not count for the new one.
         self.history.forget_commits(path)?;
+        let new_top = NewTop {
+            parent,
+            name: &name,
+            path,
+            maker,
+        };
         self.open_scope(path, None, |serial, firn, dir| {
-            self.start_created(serial, (parent, &name, path), maker, (firn, dir))
+            self.make_shadow(serial, path, firn, dir)?;
+            self.start_created(serial, dir, new_top)
         })
     }
 
@@ -459,8 +478,8 @@ impl<B: Backing> TransactionalBacking<B> {
         if parent.is_gone() {
             return Err(ScopeError::Missing.into());
         }
-        let known_as_path = || self.scopes.at_path(path);
-        if let Some(other) = self.scopes.scope_of(parent).or_else(known_as_path) {
+        let scope_of_path = || self.scopes.at_path(path);
+        if let Some(other) = self.scopes.scope_of(parent).or_else(scope_of_path) {
             return Err(BeginError::Overlaps {
                 scope: other.path_now().as_slice().into(),
             });
@@ -484,15 +503,17 @@ impl<B: Backing> TransactionalBacking<B> {
             .try_for_each(|scope| self.commits.apply_commit(&scope).map(drop))
     }
 
-    /// Makes the scope of a transaction that creates its top: creates the directory in staging, and stores `open`.
+    /// Makes the scope of a transaction that creates its top: creates the top in staging, and stores `open` in `dir`,
+    /// the directory of the transaction.
     fn start_created(
         &self,
         serial: u64,
-        (parent, name, path): (&Arc<Object<B>>, &OsStr, &[u8]),
-        maker: TopMaker<'_>,
-        (firn, dir): (&B::Inode, &B::Inode),
+        dir: &B::Inode,
+        new_top: NewTop<'_, B>,
     ) -> Result<Scope<B>, BeginError> {
-        self.make_shadow(serial, path, firn, dir)?;
+        let NewTop {
+            parent, name, path, ..
+        } = new_top;
         // The scope needs a root before the top exists, so the parent takes its place for now.
         let mut scope = self.stored_scopes.new_scope(
             serial,
@@ -501,18 +522,51 @@ impl<B: Backing> TransactionalBacking<B> {
             dir.clone(),
             None,
         )?;
-        let below = parent.inode(&self.lower.base)?;
-        let staging_dir = scope.staging_dir_for(&self.lower.base, &below)?;
         let number = scope.next_number();
         assert_eq!(number, NEW_TOP, "the top is made first");
-        let staged_name = number.to_string();
+        let root = self.make_staged_top(&scope, new_top)?;
+        scope.top = Top::new(&root, path, None, scope.shadow.is_some());
+        {
+            let mut names = scope.top.names.lock();
+            names.before = None;
+            names.touched = Some(Time::now());
+        }
+        match &scope.shadow {
+            None => drop(scope.changed.lock().insert(number, Arc::clone(&root))),
+            Some(shadow) => {
+                shadow.add_new(root.key.1);
+                self.lower
+                    .write_names(&scope, root.key, &[name.to_owned()])?;
+            }
+        }
+        scope.root = root;
+        self.arena_notes.note_arena(dir)?;
+        staging::replace_file_unsynced(&self.lower.base, dir, staging::OPEN, path)?;
+        Ok(scope)
+    }
+
+    /// Creates the directory of a new top in staging. In shadow mode it counts as an object of the backing,
+    /// otherwise as a change of the transaction.
+    fn make_staged_top(
+        &self,
+        scope: &Scope<B>,
+        new_top: NewTop<'_, B>,
+    ) -> Result<Arc<Object<B>>, Errno> {
+        let NewTop {
+            parent,
+            name,
+            maker,
+            ..
+        } = new_top;
+        let parent_inode = parent.inode(&self.lower.base)?;
+        let staging_dir = scope.staging_dir_for(&self.lower.base, &parent_inode)?;
+        let staged_name = NEW_TOP.to_string();
         let (inode, attr) = self.lower.base.mkdir(
             maker.caller,
             &staging_dir.inode,
             OsStr::new(&staged_name),
             maker.mode & 0o1777,
         )?;
-        let key = (attr.dev, attr.ino);
         let inner = if scope.shadow.is_some() {
             Inner {
                 base: Some(inode),
@@ -532,29 +586,13 @@ impl<B: Backing> TransactionalBacking<B> {
                 base: None,
                 change: Some(Box::new(Change {
                     copy: Some(copy),
-                    ..Change::new(number, None)
+                    ..Change::new(NEW_TOP, None)
                 })),
             }
         };
+        let key = (attr.dev, attr.ino);
         let location = Some((Arc::clone(parent), name.to_owned()));
-        let root = Arc::new(Object::new(key, Kind::Dir, inner, location));
-        scope.top = Top::new(&root, path, None, scope.shadow.is_some());
-        {
-            let mut names = scope.top.names.lock();
-            names.before = None;
-            names.touched = Some(Time::now());
-        }
-        match &scope.shadow {
-            None => drop(scope.changed.lock().insert(number, Arc::clone(&root))),
-            Some(shadow) => {
-                shadow.add_new(attr.ino);
-                self.lower.write_names(&scope, key, &[name.to_owned()])?;
-            }
-        }
-        scope.root = root;
-        self.arena_notes.note_arena(dir)?;
-        staging::replace_file_unsynced(&self.lower.base, dir, staging::OPEN, path)?;
-        Ok(scope)
+        Ok(Arc::new(Object::new(key, Kind::Dir, inner, location)))
     }
 }
 

@@ -221,8 +221,7 @@ impl<'a> ListBuilder<'a> {
     }
 
     /// Returns a path of an object of the record, with `depth` directories found below it already. The record is stored
-    /// where
-    /// others may write, so the search ends at a depth of 1000 if directories form a circle.
+    /// where others may write, so the search ends at a depth of 1000 if directories form a circle.
     fn path_at_depth(&self, number: u64, depth: usize) -> Vec<u8> {
         let entry = self.entries.get(&number);
         let entry = entry.filter(|_| number != 0 && depth < 1000);
@@ -316,8 +315,7 @@ impl<B: Backing> UsedDirs<'_, B> {
     }
 
     /// Looks up a directory in its parent, and adds the name to `names`, because this host uses it. Returns `None` if
-    /// the
-    /// name does not exist.
+    /// the name does not exist.
     fn find_in(
         &self,
         parent: &FoundDir<B>,
