@@ -18,6 +18,8 @@ use firn_backing::{Attr, Time};
 
 use crate::extents::{Extent, Extents};
 
+pub use evict::{Evicted, Pinned};
+
 /// Size and modification time of a file in the backing.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct BackingStamp {

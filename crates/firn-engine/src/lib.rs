@@ -85,6 +85,7 @@ mod view;
 mod write;
 
 pub use api::*;
+pub use cache::{Evicted, Pinned};
 pub use chunks::{HeldChunks, ListedPart, PartPlace};
 pub use counters::RequestTimes;
 pub use direct_access::DirectAccess;

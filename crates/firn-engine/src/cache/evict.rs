@@ -14,6 +14,24 @@ use crate::file::{File, FileState};
 use crate::space::Room;
 use crate::view::refresh_view;
 
+/// Result of [`Room::evict_tree`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Evicted {
+    /// Cached bytes that were dropped.
+    pub freed_bytes: u64,
+    /// Bytes that remain in the arena, because they are pending or in use by a list of chunks or a memory file.
+    pub held_bytes: u64,
+}
+
+/// Result of [`Room::pin_tree`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Pinned {
+    /// Number of files.
+    pub files: u64,
+    /// Their bytes in the arena.
+    pub bytes: u64,
+}
+
 impl<B: Backing> FileState<B> {
     /// Returns whether a list of chunks, or a reader of the file's memory file, relies on where its bytes are.
     fn is_read_in_place(&self) -> bool {
@@ -79,34 +97,35 @@ impl<B: Backing> Room<B> {
         files.into_iter().filter(below).collect()
     }
 
-    /// Evicts the cached bytes at or below `path`, and unpins the files. Returns the bytes freed, and the bytes that
-    /// stay because they are pending or in use by a list of chunks or a memory file.
-    pub fn evict_tree(&self, path: &[u8]) -> Result<(u64, u64)> {
+    /// Evicts the cached bytes at or below `path`, and unpins the files. Fails with ENOENT if nothing has this path.
+    pub fn evict_tree(&self, path: &[u8]) -> Result<Evicted> {
         self.must_exist(path)?;
-        let mut freed = 0;
-        let mut stay = 0;
+        let mut evicted = Evicted {
+            freed_bytes: 0,
+            held_bytes: 0,
+        };
         for file in self.known_files_below(path) {
             let mut state = file.lock();
-            stay += state.pending.bytes();
+            evicted.held_bytes += state.pending.bytes();
             state.is_pinned = false;
             if state.is_read_in_place() {
-                stay += state.cache.bytes();
+                evicted.held_bytes += state.cache.bytes();
                 continue;
             }
-            freed += self.evict(&mut state);
+            evicted.freed_bytes += self.evict(&mut state);
             drop(state);
             self.open_files.drop_if_unused(&file);
         }
         self.wake_writers();
-        Ok((freed, stay))
+        Ok(evicted)
     }
 
-    /// Pins or unpins the files that are at or below `path` now: pinned files stay in memory after they are drained.
-    /// Returns their number and their bytes in memory.
-    pub fn pin_tree(&self, path: &[u8], pinned: bool) -> Result<(u64, u64)> {
+    /// Pins or unpins the files that are at or below `path` now. The bytes of a pinned file remain in the arena after
+    /// they
+    /// are drained. Returns the number of files that have bytes there. Fails with ENOENT if nothing has this path.
+    pub fn pin_tree(&self, path: &[u8], pinned: bool) -> Result<Pinned> {
         self.must_exist(path)?;
-        let mut files = 0;
-        let mut bytes = 0;
+        let mut result = Pinned { files: 0, bytes: 0 };
         for file in self.known_files_below(path) {
             let mut state = file.lock();
             let held = state.pending.bytes() + state.cache.bytes();
@@ -114,10 +133,10 @@ impl<B: Backing> Room<B> {
                 continue;
             }
             state.is_pinned = pinned;
-            files += 1;
-            bytes += held;
+            result.files += 1;
+            result.bytes += held;
         }
-        Ok((files, bytes))
+        Ok(result)
     }
 
     /// Fails with ENOENT if nothing has this path.
