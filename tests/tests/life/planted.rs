@@ -14,7 +14,8 @@ use firn_tests::sandbox::is_mounted;
 use firn_tests::transaction::firn;
 use firn_tests::{FirnMount, Sandbox, run};
 use firn_transact::change_log::{
-    BytesSource, ChangeLog, DataChange, Entry, EntryName, EntrySide, Identity, StagedPath, WrittenRange,
+    BytesSource, ChangeLog, DataChange, Entry, EntryName, EntrySide, Identity, StagedPath,
+    WrittenRange,
 };
 
 /// Any user but root.
@@ -173,8 +174,8 @@ fn regression_a_planted_record_makes_no_set_user_id_program() {
         unchanged_name: Some(EntryName::new(0, b"own")),
         redo: EntrySide {
             copy_at: Some(StagedPath {
-            dir: "../../../..".into(),
-            name: "tool-of-root".into(),
+                dir: "../../../..".into(),
+                name: "tool-of-root".into(),
             }),
             changes_attributes: true,
             ..EntrySide::default()
