@@ -16,8 +16,8 @@ fuzz_target!(|input: Input| {
         }
         log.entries.iter().for_each(must_stay_inside);
         for object in &log.staged {
-            must_be_name(object.at.0.as_bytes());
-            must_be_name(object.at.1.as_bytes());
+            must_be_name(object.at.dir.as_bytes());
+            must_be_name(object.at.name.as_bytes());
             if let Some(content) = &object.content {
                 must_be_name(content.file.as_bytes());
             }
