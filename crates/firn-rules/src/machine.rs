@@ -239,7 +239,8 @@ struct Scope {
     event_seen: bool,
     /// Files that were closed by the end of a process, by process.
     closed_by_exit: BTreeMap<u32, Vec<Vec<u8>>>,
-    /// Number of operations in the scope that were allowed by [`Machine::enter_operation`] and not ended by [`Machine::finish_operation`].
+    /// Number of operations in the scope that were allowed by [`Machine::enter_operation`] and not ended by
+    /// [`Machine::finish_operation`].
     operations_under_way: usize,
     /// Whether the caller is still beginning the scope, or adding a name to it.
     is_beginning: bool,

@@ -161,8 +161,8 @@ impl WrittenRange {
     }
 }
 
-/// The change of a file's bytes. In order: all bytes from `cut` on are cut off, the file gets its new size, and ranges are
-/// written.
+/// The change of a file's bytes. In order: all bytes from `cut` on are cut off, the file gets its new size, and ranges
+/// are written.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DataChange {
     /// Offset from which on the old bytes are cut off.
@@ -171,7 +171,8 @@ pub struct DataChange {
     pub size: u64,
     /// The ranges that are written.
     pub written: Vec<WrittenRange>,
-    /// Whether nothing of the old content was cut off. Then the file keeps what another host of the same commit appended.
+    /// Whether nothing of the old content was cut off. Then the file keeps what another host of the same commit
+    /// appended.
     pub grows: bool,
 }
 

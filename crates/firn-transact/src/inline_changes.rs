@@ -72,7 +72,8 @@ impl InlineChanges {
         let mut merged: Vec<u8> = data.iter().flat_map(|part| part.iter().copied()).collect();
         let mut start = offset;
         let end = offset + merged.len() as u64;
-        // Earlier overwrites that overlap or touch the new one are merged with it. Where they overlap, the new bytes count.
+        // Earlier overwrites that overlap or touch the new one are merged with it. Where they overlap, the new bytes
+        // count.
         while let Some((&old_start, old)) = self.overwrites.range(..=end).next_back()
             && old_start + old.len() as u64 >= start
         {

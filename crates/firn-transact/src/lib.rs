@@ -10,8 +10,8 @@
 //!
 //! In shadow mode ([`shadow`]) changes go to the backing at once, after the old state was saved.
 //!
-//! [`TransactionalBacking`] is a list of parts, each a struct with its own fields, locks and methods, made with parts below it.
-//! It keeps the operations of the backing's traits, and those that need many parts.
+//! [`TransactionalBacking`] is a list of parts, each a struct with its own fields, locks and methods, made with parts
+//! below it. It keeps the operations of the backing's traits, and those that need many parts.
 //!
 //! Each layer calls only those above it in this table.
 //!

@@ -54,8 +54,8 @@ pub(crate) struct Scope<B: Backing> {
     pub(crate) serial: u64,
     /// The directory of the scope.
     pub(crate) root: Arc<Object<B>>,
-    /// Path of the scope at the begin; of a scope of names, the path of its first name. No other object can get this path
-    /// while the transaction is open.
+    /// Path of the scope at the begin; of a scope of names, the path of its first name. No other object can get this
+    /// path while the transaction is open.
     pub(crate) path: Vec<u8>,
     /// The names in `root` that a scope of names has; `None` if the scope is all of `root`.
     pub(crate) names_in_root: Option<NameSet>,

@@ -394,8 +394,8 @@ impl<B: Backing> Votes<B> {
 
     /// Decides a commit or an abort for all hosts, if there is no decision yet.
     ///
-    /// Returns `Ok` if the decision that counts is the proposal, and an error with the other decision if not. A commit fails with
-    /// `NotVoted` without a verdict, and with the conflict or reason after a verdict that rules it out.
+    /// Returns `Ok` if the decision that counts is the proposal, and an error with the other decision if not. A commit
+    /// fails with `NotVoted` without a verdict, and with the conflict or reason after a verdict that rules it out.
     pub(crate) fn decide_vote(
         &self,
         id: u64,

@@ -121,8 +121,7 @@ impl<B: Backing> Room<B> {
     }
 
     /// Pins or unpins the files that are at or below `path` now. The bytes of a pinned file remain in the arena after
-    /// they
-    /// are drained. Returns the number of files that have bytes there. Fails with ENOENT if nothing has this path.
+    /// they are drained. Returns the number of files that have bytes there. Fails with ENOENT if nothing has this path.
     pub fn pin_tree(&self, path: &[u8], pinned: bool) -> Result<Pinned> {
         self.must_exist(path)?;
         let mut result = Pinned { files: 0, bytes: 0 };

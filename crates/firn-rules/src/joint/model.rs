@@ -1,7 +1,7 @@
 //! Model check of [`next_step`]: all interleavings of two hosts that commit one checkpoint together.
 //!
-//! In the model, programs write and close files, end or are killed, and hosts die. A host reads the shared state and acts
-//! on it in two separate steps, so it may act on a state that is no longer true.
+//! In the model, programs write and close files, end or are killed, and hosts die. A host reads the shared state and
+//! acts on it in two separate steps, so it may act on a state that is no longer true.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 

@@ -59,7 +59,8 @@ impl<'a, B: Backing> PortableLogMaker<'a, B> {
         }
     }
 
-    /// Returns a log that can be applied to any copy of the tree: objects are found by their paths. It has no undo parts.
+    /// Returns a log that can be applied to any copy of the tree: objects are found by their paths. It has no undo
+    /// parts.
     pub(super) fn make_log(mut self) -> Result<ChangeLog, BackupError> {
         let mut entries = Vec::new();
         for entry in &self.log.entries {

@@ -333,8 +333,8 @@ impl<B: Backing> Revival<B> {
 }
 
 impl<B: Backing> TransactionalBacking<B> {
-    /// Reads the manifest in a directory of a backup. Returns `None` if there is none, and `Some(Err(_))` if it cannot be
-    /// decoded.
+    /// Reads the manifest in a directory of a backup. Returns `None` if there is none, and `Some(Err(_))` if it cannot
+    /// be decoded.
     pub fn manifest(
         store: &B,
         dir: &B::Inode,

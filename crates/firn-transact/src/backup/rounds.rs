@@ -309,8 +309,8 @@ impl<B: Backing> Backups<B> {
         mirror.with_copy(serial, |state| drop_copy(mirror, state, serial));
     }
 
-    /// Withdraws the copies of applied transactions that are not removed yet. Called before the number of the last commit
-    /// changes, which says that they are applied.
+    /// Withdraws the copies of applied transactions that are not removed yet. Called before the number of the last
+    /// commit changes, which says that they are applied.
     pub(crate) fn withdraw_ended(&self) -> Result<(), BackupError> {
         let Some(mirror) = self.mirror.get() else {
             return Ok(());

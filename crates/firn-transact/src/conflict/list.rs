@@ -1,8 +1,8 @@
 //! [`AccessList`]: what a host publishes before a commit, and how a list is stored.
 //!
-//! A stored list is the struct as postcard writes it, sealed ([`firn_format::sealed`]) with the magic "FIRNACCS". A range
-//! is stored as its distance from the end of the range before and its length, because postcard needs few bytes for
-//! small numbers.
+//! A stored list is the struct as postcard writes it, sealed ([`firn_format::sealed`]) with the magic "FIRNACCS". A
+//! range is stored as its distance from the end of the range before and its length, because postcard needs few bytes
+//! for small numbers.
 //!
 //! Promise: the bytes come from another host, so [`AccessList::decode`] accepts no name that leads out of its directory.
 

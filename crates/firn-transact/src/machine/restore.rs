@@ -44,8 +44,8 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         }
     }
 
-    /// Returns the next step of a restore to commit `id`, as the table in the head says. `transaction` is the present transaction of the
-    /// scope.
+    /// Returns the next step of a restore to commit `id`, as the table in the head says. `transaction` is the present
+    /// transaction of the scope.
     ///
     /// All checks come before the first loss of data: a request that fails here has dropped nothing.
     pub(super) fn choose_restore(

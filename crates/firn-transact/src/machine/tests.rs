@@ -605,8 +605,8 @@ fn a_request_that_failed_at_any_call_of_the_backing_goes_on_when_it_is_made_agai
     }
 }
 
-/// Commits on hosts `a` and `b`, with a failure of call number `at` of host `a`. Returns the disk and the store of `a`, its
-/// answer, and whether its commit made fewer calls than that.
+/// Commits on hosts `a` and `b`, with a failure of call number `at` of host `a`. Returns the disk and the store of `a`,
+/// its answer, and whether its commit made fewer calls than that.
 fn commit_of_hosts_that_fails(
     at: u64,
 ) -> (SimBacking, Store, Result<Answer, TransactionError>, bool) {

@@ -144,10 +144,11 @@ impl<B: Backing> Entries<B> {
     }
 
     /// Makes a rename that replaces `target`, an object that existed before the transaction, and keeps `target` for an
-    /// abort. `new` is the name of `target`, which the renamed object gets. If `rename` fails, `target` has its name back.
+    /// abort. `new` is the name of `target`, which the renamed object gets. If `rename` fails, `target` has its name
+    /// back.
     ///
-    /// A further link keeps a file while the rename replaces it. A directory cannot have a second link, so it is moved to
-    /// `kept/` first. A file is moved too if the file system has no links.
+    /// A further link keeps a file while the rename replaces it. A directory cannot have a second link, so it is moved
+    /// to `kept/` first. A file is moved too if the file system has no links.
     fn replace_preexisting(
         &self,
         scope: &Scope<B>,

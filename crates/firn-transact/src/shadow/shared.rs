@@ -459,7 +459,8 @@ impl<B: Backing> Scopes<B> {
 }
 
 impl<B: Backing> TransactionalBacking<B> {
-    /// Aborts a shared transaction for all hosts, as a part of [`TransactionHandle::abort`](crate::TransactionHandle::abort).
+    /// Aborts a shared transaction for all hosts, as a part of
+    /// [`TransactionHandle::abort`](crate::TransactionHandle::abort).
     ///
     /// Fails with [`AbortError::Stopping`] until all hosts have stopped and the changes are undone; the caller tries
     /// again. The caller keeps names and data.

@@ -17,8 +17,9 @@ use crate::transactional::TransactionalBacking;
 use crate::vote::Proposal;
 
 impl<B: Backing> TransactionalBacking<B> {
-    /// Makes changes in a transaction fail from now on; see [`TransactionHandle::refuse_changes`](crate::TransactionHandle::refuse_changes).
-    /// Fails if the transaction is over.
+    /// Makes changes in a transaction fail from now on; see
+    /// [`TransactionHandle::refuse_changes`](crate::TransactionHandle::refuse_changes). Fails if the transaction is
+    /// over.
     pub(super) fn refuse_changes(&self, scope: &Arc<Scope<B>>) -> Result<(), AbortError> {
         // Changes of a transaction that follows a commit wait for that commit, so the commit's scope refuses them.
         let before = self.scopes.commit_before(scope);

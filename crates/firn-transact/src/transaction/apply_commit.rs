@@ -438,7 +438,8 @@ impl<B: Backing> Commits<B> {
 }
 
 impl<B: Backing> TransactionalBacking<B> {
-    /// Decides the commit of a transaction durably under the number `id`; see [`TransactionHandle::decide`](crate::TransactionHandle::decide).
+    /// Decides the commit of a transaction durably under the number `id`; see
+    /// [`TransactionHandle::decide`](crate::TransactionHandle::decide).
     ///
     /// Returns `Ok` if the commit is decided, also by an earlier call. Fails if the transaction has another number, is
     /// being undone, or if the other hosts do not agree. After an error of the last sync the commit counts as decided.

@@ -60,7 +60,8 @@ fn put<B: Backing>(on: &B, dir: &B::Inode, name: &str, bytes: &[u8]) {
     );
 }
 
-/// What a rank on each host does: its files in the new directory, which each of them makes; the first has the pointer, too.
+/// What a rank on each host does: its files in the new directory, which each of them makes; the first has the pointer,
+/// too.
 fn work<B: Backing>(on: &B, index: usize) {
     let root = on.root();
     let dir = match on.mkdir(&ME, &root, OsStr::new("checkpoint-1"), 0o750) {
