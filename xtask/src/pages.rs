@@ -55,15 +55,29 @@ const METRICS_HEAD: &str = "\
 is the unit; 1 means yes. A figure that a mount does not have, such as one of a spill file, is absent.
 
 * A `_total` counts from the attach on. A *histogram* has `_bucket`, `_sum` and `_count`; in JSON `bounds`, `counts` (of each
-  bound, not added up) and `sum`. All others are gauges.
+  bound, not added up) and `sum`. All others are gauges. A rate is an average over the last seconds.
 * In JSON `firn_held_bytes` is `.held_bytes`, `firn_lane_held_bytes` is `.lanes[].held_bytes`, `firn_spill_used_bytes` is
   `.spill.used_bytes`; `_total` is left out. `firn_up` is for collectors alone.
-* All samples have the labels `host`, `backing` and `mount_point`. Of the samples with `state`, that of the present state is 1.
-  `kind` is what is counted.
+* All samples have the labels `host`, `backing` and `mount_point`; those of a lane `lane` and `path`, of a NUMA node
+  `numa_node`, of a transaction `scope`, of an error `error`, `path` and `errno`. Of the samples with `state`, that of the
+  present state is 1. `kind` is what is counted.
 
 | metric | more labels | says |
 |---|---|---|
 ";
+
+/// Labels that the text before the table names.
+const COMMON_LABELS: [&str; 9] = [
+    "backing",
+    "host",
+    "mount_point",
+    "lane",
+    "path",
+    "numa_node",
+    "scope",
+    "error",
+    "errno",
+];
 
 /// docs/METRICS.md, made from the table.
 fn metrics_page() -> String {
@@ -77,7 +91,7 @@ fn metrics_page() -> String {
         };
         let keys = figure.samples[0].labels.iter().map(|(key, _)| *key);
         let mut labels: Vec<String> = keys
-            .filter(|key| !["backing", "host", "mount_point"].contains(key))
+            .filter(|key| !COMMON_LABELS.contains(key))
             .map(|key| format!("`{key}`"))
             .collect();
         if matches!(figure.kind, Kind::Histogram) {

@@ -1,7 +1,7 @@
 //! The live table of a mount: what a later firnd needs to go on with the mount if this one dies.
 //!
 //! The table is a mapped file beside the arena, so it outlives firnd. It notes the nodes that the kernel knows, open
-//! handles, requests under way and transactions.
+//! handles, requests under way, transactions and file locks.
 //!
 //! Terms
 //! * A *cell* is a record of fixed size. It counts only while its first word, the *seal*, is valid.
@@ -20,9 +20,9 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 
 use firn_format::live::{
-    CELL_BYTES, Cell, CellBytes, Contents, HEADER_BYTES, Handle, Header, LOOKUPS_AT, LiveError,
-    Node, PathSum, Request, Stored, Transaction, UndoneScope, WORDS_AT, cells_of_name, decode_cell,
-    encode_node, read_contents, word,
+    CELL_BYTES, Cell, CellBytes, Contents, FileLock, HEADER_BYTES, Handle, Header, LOOKUPS_AT,
+    LiveError, Node, PathSum, Request, Stored, Transaction, UndoneScope, WORDS_AT, cells_of_name,
+    decode_cell, encode_node, read_contents, word,
 };
 use firn_trust::{TrustError, create_private_file, open_private_file};
 use parking_lot::Mutex;
@@ -82,6 +82,8 @@ struct Cells {
     transactions: HashMap<u64, TransactionCell>,
     /// Aborted scopes and informed processes, with their cells.
     undone_scopes: Vec<(UndoneScope, u32)>,
+    /// File locks, with their cells, by the inode number of their lock file.
+    file_locks: HashMap<u64, Vec<(FileLock, u32)>>,
 }
 
 struct TransactionCell {
@@ -159,6 +161,7 @@ impl LiveTable {
                 end: allocated,
                 allocated,
                 undone_scopes: contents.undone_scopes.iter().map(undone_cell).collect(),
+                file_locks: group_by_lock_file(&contents.file_locks),
                 ..Cells::default()
             }),
         };
@@ -177,7 +180,9 @@ impl LiveTable {
         let transactions = transactions.flat_map(|stored| &stored.cells);
         let undone_scopes = contents.undone_scopes.iter();
         let undone_scopes = undone_scopes.flat_map(|stored| &stored.cells);
-        let used = nodes.chain(handles).chain(requests);
+        let file_locks = contents.file_locks.iter();
+        let file_locks = file_locks.flat_map(|stored| &stored.cells);
+        let used = nodes.chain(handles).chain(requests).chain(file_locks);
         for cell in used.chain(transactions).chain(undone_scopes) {
             is_used[*cell as usize] = true;
         }
@@ -520,6 +525,11 @@ impl LiveTable {
         Some(cell)
     }
 
+    /// Notes that a request that was begun may write at `request.append_offset` from now on.
+    pub fn note_append(&self, cell: u32, request: &Request) {
+        self.store(cell, &request.encode());
+    }
+
     /// Notes that a request was answered. `node`: the node that it was about, or 0.
     pub fn end_request(&self, cell: u32, node: u64) {
         let mut cells = self.cells.lock();
@@ -657,10 +667,57 @@ impl LiveTable {
             .collect()
     }
 
+    /// Notes the file locks that are held by means of a lock file. They replace those that were noted before.
+    ///
+    /// New locks are noted before the others are removed, so at each instant the table has all locks that are noted
+    /// both before and after this call. Returns false if there is no room; the locks from before then stay noted too.
+    #[must_use]
+    pub fn set_file_locks(&self, lock_file: u64, locks: &[FileLock]) -> bool {
+        let mut cells = self.cells.lock();
+        let before = cells.file_locks.remove(&lock_file).unwrap_or_default();
+        let is_held = |(lock, _): &(FileLock, u32)| locks.contains(lock);
+        let (mut noted, gone): (Vec<_>, Vec<_>) = before.into_iter().partition(is_held);
+        let mut has_room = true;
+        for lock in locks {
+            if noted.iter().any(|(known, _)| known == lock) {
+                continue;
+            }
+            match self.take_cell(&mut cells) {
+                Some(cell) => {
+                    self.store(cell, &lock.encode());
+                    noted.push((*lock, cell));
+                }
+                None => has_room = false,
+            }
+        }
+        if has_room {
+            let unused: Vec<u32> = gone.iter().map(|(_, cell)| *cell).collect();
+            self.free(&mut cells, &unused);
+        } else {
+            noted.extend(gone);
+        }
+        if !noted.is_empty() {
+            cells.file_locks.insert(lock_file, noted);
+        }
+        has_room
+    }
+
     /// Frees cells of an earlier firnd that are not taken over.
     pub fn drop_cells(&self, unused: &[u32]) {
         self.free(&mut self.cells.lock(), unused);
     }
+}
+
+/// Groups file locks, with their cells, by the inode number of their lock file.
+fn group_by_lock_file(stored: &[Stored<FileLock>]) -> HashMap<u64, Vec<(FileLock, u32)>> {
+    let mut groups: HashMap<u64, Vec<(FileLock, u32)>> = HashMap::new();
+    for Stored { entry, cells } in stored {
+        groups
+            .entry(entry.lock_file)
+            .or_default()
+            .push((*entry, cells[0]));
+    }
+    groups
 }
 
 fn undone_cell(stored: &Stored<UndoneScope>) -> (UndoneScope, u32) {
@@ -825,16 +882,73 @@ mod tests {
             subject: None,
             other: None,
             node: 3,
+            append_offset: None,
         };
         let about = node(3, 1, "about");
         let cell = table.begin_request(&request, Some(&about)).unwrap();
         let (_, left) = LiveTable::open(&path).unwrap();
         assert_eq!(left.contents.requests[0].entry, request);
+        let appending = Request {
+            append_offset: Some(7),
+            ..request
+        };
+        table.note_append(cell, &appending);
+        let (_, left) = LiveTable::open(&path).unwrap();
+        assert_eq!(left.contents.requests[0].entry, appending);
         assert_eq!(left.contents.nodes[0].entry.id, 3);
         table.end_request(cell, request.node);
         let (_, left) = LiveTable::open(&path).unwrap();
         assert!(left.contents.requests.is_empty());
         assert!(left.contents.nodes.is_empty());
+    }
+
+    #[test]
+    fn file_locks_are_there_at_each_store_of_their_change() {
+        let dir = tempfile::tempdir().unwrap();
+        let (path, table) = sealed(dir.path());
+        let lock = |first, last| FileLock {
+            file: 3,
+            lock_file: 4,
+            kind: 1,
+            is_exclusive: true,
+            owner: 5,
+            handle: 6,
+            pid: 7,
+            first,
+            last,
+        };
+        let noted_in = |path: &Path| {
+            let (_, left) = LiveTable::open(path).unwrap();
+            let stored = left.contents.file_locks.into_iter();
+            stored.map(|stored| stored.entry).collect::<Vec<_>>()
+        };
+        assert!(table.set_file_locks(4, &[lock(0, 9), lock(20, 29)]));
+        // A probe sees each store: no byte that stays locked is ever missing.
+        let copy = dir.path().join("copy");
+        let (from, to) = (path.clone(), copy.clone());
+        let stores = std::rc::Rc::new(std::cell::RefCell::new(Vec::new()));
+        let copies = std::rc::Rc::clone(&stores);
+        crate::set_probe(Some(Box::new(move || {
+            std::fs::copy(&from, &to).unwrap();
+            copies.borrow_mut().push(std::fs::read(&to).unwrap());
+        })));
+        assert!(table.set_file_locks(4, &[lock(0, 3), lock(6, 9), lock(20, 29)]));
+        crate::set_probe(None);
+        assert!(!stores.borrow().is_empty());
+        for bytes in stores.borrow().iter() {
+            std::fs::write(&copy, bytes).unwrap();
+            let noted = noted_in(&copy);
+            let covers = |byte| {
+                let mut all = noted.iter();
+                all.any(|lock: &FileLock| (lock.first..=lock.last).contains(&byte))
+            };
+            assert!([0, 3, 6, 9, 20].into_iter().all(covers), "{noted:?}");
+        }
+        drop(table);
+        let (table, _) = LiveTable::open(&path).unwrap();
+        assert_eq!(noted_in(&path).len(), 3);
+        assert!(table.set_file_locks(4, &[]));
+        assert_eq!(noted_in(&path), []);
     }
 
     #[test]

@@ -47,6 +47,7 @@ mod times;
 mod xattr;
 
 use devices::Devices;
+use lock::RangeOwner;
 use proc::FdPath;
 use steering::Steering;
 pub use stream::DirStream;
@@ -64,6 +65,7 @@ pub struct DirBacking {
     /// File systems that were seen in the directory, and how each is synced.
     devices: Devices,
     unsynced: Unsynced,
+    range_owner: RangeOwner,
     /// Decides on which server new files go, if the mount asks for that.
     steering: Option<Arc<dyn Steering>>,
 }
@@ -129,6 +131,7 @@ impl DirBacking {
         let devices = Devices::new(root.key.0, reopen::dir(&root)?)?;
         Ok(Self {
             path,
+            range_owner: RangeOwner::in_file_system_of(root.as_fd()),
             root,
             devices,
             unsynced: Unsynced::default(),
@@ -374,6 +377,7 @@ impl Volume for DirBacking {
         Features {
             lane_count: steering.map_or(1, |steering| steering.lanes()),
             finishes_files: false,
+            shares_range_locks: self.range_owner == RangeOwner::OpenFile,
         }
     }
 
@@ -738,9 +742,13 @@ impl Files for DirBacking {
         let fd = file.fd.as_fd();
         match request {
             LockRequest::File(mode) => lock::take_file(fd, mode),
-            LockRequest::Range(range, mode) => lock::set_range(fd, range, Some(mode)),
-            LockRequest::Unlock(range) => lock::set_range(fd, range, None),
-            LockRequest::Test(range, mode) => lock::is_range_free(fd, range, mode),
+            LockRequest::Range(range, mode) => {
+                lock::set_range(self.range_owner, fd, range, Some(mode))
+            }
+            LockRequest::Unlock(range) => lock::set_range(self.range_owner, fd, range, None),
+            LockRequest::Test(range, mode) => {
+                lock::is_range_free(self.range_owner, fd, range, mode)
+            }
         }
     }
 

@@ -294,13 +294,14 @@ pub enum LockRequest {
     /// `F_OFD_SETLK` is no alternative. When a file is closed, Linux tells a FUSE server to unlock locks of flock(2) and of
     /// processes, but not those of `F_OFD_SETLK`. So such a lock of a killed process would stay.
     File(LockMode),
-    /// Lock a range in this mode for this process (fcntl(2) with `F_SETLK`). All locks of a process on a file end when it
-    /// closes any open file of it, so a process that locks ranges has the file open once. An exclusive lock needs a file that
-    /// is open for writing, a shared one a file that is open for reading.
+    /// Lock a range in this mode (fcntl(2) with `F_OFD_SETLK` or `F_SETLK`). The lock belongs to the open file if
+    /// [`Features::shares_range_locks`](crate::Features::shares_range_locks), else to the process. All locks of a process on
+    /// a file end when it closes any open file of it. So a process that locks ranges has the file open once. An exclusive
+    /// lock needs a file that is open for writing, a shared one a file that is open for reading.
     Range(LockRange, LockMode),
     /// Unlock a range (fcntl(2) with `F_UNLCK`).
     Unlock(LockRange),
-    /// Test whether [`LockRequest::Range`] would be granted now (fcntl(2) with `F_GETLK`).
+    /// Test whether [`LockRequest::Range`] would be granted now (fcntl(2) with `F_OFD_GETLK` or `F_GETLK`).
     Test(LockRange, LockMode),
 }
 

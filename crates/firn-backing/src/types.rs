@@ -39,6 +39,9 @@ pub struct Features {
     /// Whether a file needs further work after the last program of this host has closed it for writing
     /// ([`FileUse::Written`](crate::FileUse::Written)).
     pub finishes_files: bool,
+    /// Whether a lock of a range ([`LockRequest::Range`](crate::LockRequest)) lives as long as any process has a descriptor
+    /// of its open file. Otherwise it ends with the process that took it.
+    pub shares_range_locks: bool,
 }
 
 /// Properties of an object that are known without a call of the file system.

@@ -10,7 +10,7 @@ const HEAD: &str = "# Configuration
 
 <!-- Generated from the table in crates/firn-config by `cargo xtask pages`. Edit the table. -->
 
-An option has the same name everywhere. The first of these that has it gives its value; `firn config` shows which:
+An option has the same name everywhere. Its value is that of the first of these that has it; `firn config` shows which:
 
 1. a flag, `firn mount --arena-size 1G …`, or a key of `-o` or fstab, `-o arena-size=1G`;
 2. the environment, `FIRN_ARENA_SIZE=1G`;
@@ -22,7 +22,7 @@ Errors (exit code 2; mount.firn: 1): an unknown name, a value out of range, a co
 
 * **Sizes** are a number and `K`, `M`, `G` or `T` (or `KiB`, …), powers of 1024: `256M`, `1.5G`.
 * **Durations** have a unit: `500ms`, `5s`, `2min`, `1h`; or `0`.
-* **Switches** are `yes` or `no`; alone they mean `yes`. `-o ro` and `-o rw` are `read-only=yes` and `read-only=no`.
+* **Switches** are `yes` or `no`; alone they mean `yes`. `-o ro` and `-o rw` are `read-only=yes` and `no`.
 * **Paths** are absolute, byte for byte. A file writes one that is not UTF-8 as JSON does,
   `spill = { escaped = \"/disk/caf\\\\xe9\" }`. In `-o` and fstab a path has no comma and no blank at its ends (`\\040` in fstab).
 * In `-o`, underscores count as hyphens. `nodev nosuid noexec noatime sync dirsync` and their opposites go to the kernel;
@@ -57,7 +57,7 @@ pub fn configuration_page() -> String {
     let mut page = HEAD.to_owned();
     for row in &TABLE {
         let default = if row.default.is_empty() {
-            "none".to_owned()
+            "–".to_owned()
         } else {
             format!("`{}`", row.default)
         };
@@ -66,14 +66,14 @@ pub fn configuration_page() -> String {
     }
     for row in &TABLE {
         let allowed = row.kind.allowed();
-        write!(
-            page,
-            "\n## {}\n\nValue: {allowed}. {}\n",
-            row.name, row.long
-        )
-        .expect("a String");
+        // A range of sizes, durations or numbers shows by its units which of them it is.
+        let range = ["a size from ", "a duration from ", "a number from "]
+            .iter()
+            .find_map(|noun| allowed.strip_prefix(noun));
+        let value = range.unwrap_or(&allowed);
+        write!(page, "\n## {}\n\nValue: {value}. {}\n", row.name, row.long).expect("a String");
     }
-    page.push_str("\n## Implied values\n\nAn option sets another one that it needs, unless a source gives that one.\n\n| Option | Implies |\n|---|---|\n");
+    page.push_str("\n## Implied values\n\nAn option sets another one that it needs, unless that one is given.\n\n| Option | Implies |\n|---|---|\n");
     for Implied {
         name, other, value, ..
     } in &IMPLIED

@@ -74,9 +74,9 @@ pub static TABLE: [Row; 53] = [
         },
         default: "256M",
         help: "Memory for data that is not in the backing yet",
-        long: "When the arena is full, writers wait for the drain. Choose the size of one checkpoint of \
-               this host if memory allows, and a few chunks per I/O thread at least. The size cannot change \
-               while the arena holds data.",
+        long: "When the arena is full, writers wait for the drain. Choose the size of one checkpoint of this \
+               host if memory allows; at least a few chunks for each I/O thread, and two for each file that \
+               is written at a time. The size cannot change while the arena holds data.",
         changes_promises: false,
         get: |o| size_text(o.arena_bytes),
         set: |o, v| o.arena_bytes = v.number(),
@@ -90,8 +90,8 @@ pub static TABLE: [Row; 53] = [
         },
         default: "4M",
         help: "Unit in which data is collected and written to the backing",
-        long: "Choose larger chunks where each write is expensive (a network file system), smaller ones for \
-               a small arena or very many small files.",
+        long: "Choose larger chunks where each write is expensive, as on a network file system; smaller ones \
+               for a small arena or very many small files.",
         changes_promises: false,
         get: |o| size_text(o.chunk_bytes),
         set: |o, v| o.chunk_bytes = v.number(),
@@ -104,9 +104,9 @@ pub static TABLE: [Row; 53] = [
             zero: None,
         },
         default: "4",
-        help: "Number of threads that write to the backing in parallel",
+        help: "Threads that write to the backing in parallel",
         long: "Choose more where the backing has a long latency and serves many requests in parallel; few \
-               for a disk; with `placement`, at least one for each lane.",
+               for a disk, or where many hosts share a server; with `placement`, at least one for each lane.",
         changes_promises: false,
         get: |o| o.io_threads.to_string(),
         set: |o, v| o.io_threads = v.number() as u32,
@@ -118,7 +118,7 @@ pub static TABLE: [Row; 53] = [
         help: "Order in which the files of one I/O server are written",
         long: "`interleaved`: each file with data gets one write in turn. `sequential`: one file after the \
                other, which saves time on a disk that seeks, and none on flash. Files that a program waits \
-               for (close, fsync, `firn wait`) come first. With several hosts, add `tokens`.",
+               for come first. With several hosts, add `tokens`.",
         changes_promises: true,
         get: |o| word(o.order),
         set: |o, v| o.order = v.choice(),
@@ -131,10 +131,9 @@ pub static TABLE: [Row; 53] = [
             zero: Some("all"),
         },
         default: "all",
-        help: "Number of writes that one I/O server gets at once; all: one for each I/O thread",
+        help: "Writes that one I/O server gets at once; all: one for each I/O thread",
         long: "Choose `1` for a disk or a server with one disk, more for a server that needs several \
-               requests to be busy. The number is for each lane of `placement`; without lanes, for the \
-               whole backing.",
+               requests to be busy. Without lanes, the number is for the whole backing.",
         changes_promises: false,
         get: |o| match o.lane_writers {
             0 => "all".into(),
@@ -148,9 +147,9 @@ pub static TABLE: [Row; 53] = [
         default: "fuse",
         help: "How programs reach the files: a FUSE mount, or the preload library alone",
         long: "`fuse`: the kernel serves every program; the preload library makes programs faster. \
-               `preload`: the mount point is a tree of empty files on tmpfs, and only dynamically linked \
-               programs of the mounting user with the preload library (LD_PRELOAD) reach the data. For \
-               root, a tmpfs is mounted there; other users must give a directory on a tmpfs.",
+               `preload`: the mount point is a tree of empty files on tmpfs. Only dynamically linked \
+               programs of the mounting user with the preload library (LD_PRELOAD) reach the data. For root, \
+               a tmpfs is mounted there; other users must give a directory on a tmpfs.",
         changes_promises: true,
         get: |o| word(o.frontend),
         set: |o, v| o.frontend = v.choice(),
@@ -177,10 +176,10 @@ pub static TABLE: [Row; 53] = [
             zero: Some("off"),
         },
         default: "off",
-        help: "With drain=commit: number of commits before the last one that `firn restore` can bring back",
+        help: "With drain=commit: number of older commits that `firn restore` can bring back",
         long: "Each commit first copies what it overwrites to `.firn/` in the backing, and keeps what it \
-               removes. Where the backing shares blocks between files (btrfs, xfs), copies take no space. \
-               Changes outside of transactions are not brought back.",
+               removes. On btrfs and xfs, whose files can share blocks, copies take no space. Changes \
+               outside of transactions are not brought back.",
         changes_promises: true,
         get: |o| {
             if o.history == 0 {
@@ -197,8 +196,7 @@ pub static TABLE: [Row; 53] = [
         default: "buffer",
         help: "With drain=commit: hold changes back until the commit (buffer), or write them at once and undo \
                them on abort (shadow)",
-        long: "`shadow` shows each change once it is drained; `.firn/` first gets the old bytes from the first \
-               changed one on, and the names of changed directories. Choose `shadow` if processes on other \
+        long: "`shadow` shows each change in the backing once it is drained. Choose it if processes on other \
                hosts read changes before the commit. All `participants` must use the same mode.",
         changes_promises: true,
         get: |o| word(o.mode),
@@ -209,11 +207,10 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Choice(words::<Placement>()),
         default: "none",
         help: "What chooses the I/O server of a new file: the file system (none), Firn over several \
-               directories (dirs), or Firn by telling the file system (lustre, moosefs, command)",
-        long: "`dirs`: each new file lies whole in one of the `lanes`; the backing has a symbolic link to \
-               it, the mount a plain file. `lustre`, `moosefs`: the file system is told to put each new \
-               file whole on one of the `servers`; names stay as they are. `command`: `place-command` tells \
-               it. `firn status` counts files that the file system puts elsewhere. Choose placement for \
+               directories (dirs), or Firn on one file system (lustre, moosefs, command)",
+        long: "Each new file lies whole on one server. `dirs`: it lies in one of the `lanes`; the backing \
+               has a symbolic link to it, the mount a plain file. On one file system, names stay as they \
+               are; `firn status` counts files that the file system puts elsewhere. Choose placement for \
                four files or more on each server.",
         changes_promises: true,
         get: |o| word(o.placement),
@@ -223,7 +220,7 @@ pub static TABLE: [Row; 53] = [
         name: "lanes",
         kind: Kind::Directories,
         default: "",
-        help: "With placement=dirs: directories for files, each on its own server, with colons between them",
+        help: "With placement=dirs: directories for files, each on its own server",
         long: "The directories must exist, belong to you or to root, and not lie in the backing, the mount \
                point or one another. Other backings and hosts may share them. A file's lane is the sum of \
                the numbers in its path, modulo the number of lanes: give all hosts the same list in the \
@@ -240,10 +237,10 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Path,
         default: "",
         help: "With placement: a file that says which names go to which lane",
-        long: "Each line has a pattern (`*`, `?`, `[…]`, `{…,…}`), a space and the number of a lane, from \
-               0. The first pattern that matches a new file's name, without directories, decides. Lines \
-               that are empty or begin with `#` are skipped. If no line matches, the numbers in the path \
-               decide; without a number, the file goes to the lane with the fewest files of its directory.",
+        long: "Each line has a pattern (`*`, `?`, `[…]`, `{…,…}`), a space and the number of a lane, from 0; \
+               empty lines and lines that begin with `#` are skipped. The first pattern that matches a new \
+               file's name, without directories, decides. If none matches, the numbers in the path decide; \
+               without a number, the file goes to the lane with the fewest files of its directory.",
         changes_promises: false,
         get: |o| path_text(o.lane_map.as_ref()),
         set: |o, v| o.lane_map = v.directory(),
@@ -252,10 +249,10 @@ pub static TABLE: [Row; 53] = [
         name: "servers",
         kind: Kind::Servers,
         default: "",
-        help: "With placement on one file system: its servers, one for each lane, with colons between them",
+        help: "With placement on one file system: its servers, one for each lane",
         long: "`lustre`: indices of OSTs (`lfs osts`). `moosefs`: storage classes, each with the label of \
-               one chunk server (strict ones, `mfsscadmin create -m s`, unless a busy server may be left \
-               out). `command`: what the program takes. Give all hosts the same list.",
+               one chunk server; strict ones (`mfsscadmin create -m s`), unless a busy server may be left \
+               out. `command`: what the program takes. Give all hosts the same list.",
         changes_promises: false,
         get: |o| o.servers.join(":"),
         set: |o, v| o.servers = v.names(),
@@ -267,8 +264,8 @@ pub static TABLE: [Row; 53] = [
         help: "With placement=command: the program that makes a new file on a server",
         long: "Firn runs `PROGRAM SERVER . NAME` in the new file's directory, as the user who makes the \
                file. The program must make an empty regular file, and fail if the name exists. If it fails, \
-               or runs longer than 10 s, the file is made without it. `examples/placement` of the source \
-               has programs for BeeGFS, CephFS and OrangeFS.",
+               or runs longer than 10 s, the file is made without it. The source has programs for BeeGFS, \
+               CephFS and OrangeFS in `examples/placement`.",
         changes_promises: false,
         get: |o| path_text(o.place_command.as_ref()),
         set: |o, v| o.place_command = v.directory(),
@@ -277,8 +274,7 @@ pub static TABLE: [Row; 53] = [
         name: "participants",
         kind: Kind::Hosts,
         default: "off",
-        help: "With drain=commit: hosts that mount the same backing and commit together, as a number or as \
-               names",
+        help: "With drain=commit: hosts that commit together, as a number or as names",
         long: "A commit waits for all hosts and counts on all of them. It is refused on all if processes of \
                two hosts accessed the same part of a file and at least one of them wrote. Give every host \
                the same participants.",
@@ -326,12 +322,11 @@ pub static TABLE: [Row; 53] = [
         name: "partner",
         kind: Kind::Host,
         default: "none",
-        help: "Which host keeps copies of this host's held files in its memory: none, the next one (next), \
-               or the one of this name",
-        long: "Needs `firn agent` on both hosts, and a backing that both see. A file of which the partner \
-               has all bytes is `partnered`. `next`: hosts are a ring, sorted by name; the partner is the \
-               next host outside this host's failure domain (`partner-domains`) whose agent answers. After \
-               the loss of a host, `firn run --restart HOST` takes its files from its partner.",
+        help: "Host that keeps copies of this host's held files in its memory: none, the next one (next), or \
+               the one of this name",
+        long: "Needs `firn agent` on both hosts, and a backing that both see. `next`: the partner is the \
+               next host by name, in a ring, that is outside this host's failure domain (`partner-domains`) \
+               and whose agent answers.",
         changes_promises: true,
         get: |o| match &o.partner {
             Partner::None => "none".to_owned(),
@@ -352,8 +347,8 @@ pub static TABLE: [Row; 53] = [
         default: "",
         help: "With partner=next: a file that says which hosts fail together",
         long: "Each line has a pattern of host names and the name of a failure domain, such as a rack; \
-               syntax as in `lane-map`. The first pattern that matches decides. A host without a line fails \
-               alone. If no other domain has an agent, the partner is a host of this one.",
+               syntax as in `lane-map`. A host without a line fails alone. If no other domain has an agent, \
+               the partner is a host of this one.",
         changes_promises: false,
         get: |o| path_text(o.partner_domains.as_ref()),
         set: |o, v| o.partner_domains = v.directory(),
@@ -363,10 +358,9 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Choice(words::<TokenService>()),
         default: "none",
         help: "With several hosts: locks that give each lane one writing host at a time",
-        long: "A host asks for a lane's token before it drains there, so hosts write to a disk one after \
-               the other. `flock`: locks of files in the backing, whose file system must keep locks for all \
-               hosts. `etcd`: keys in etcd, 3.4 or later. Give every host the same value. No data depends \
-               on a token.",
+        long: "`flock`: locks of files in the backing, whose file system must keep locks for all hosts. \
+               `etcd`: keys in etcd, 3.4 or later. Give every host the same value. No data depends on a \
+               token.",
         changes_promises: false,
         get: |o| word(o.tokens),
         set: |o, v| o.tokens = v.choice(),
@@ -379,9 +373,8 @@ pub static TABLE: [Row; 53] = [
         },
         default: "1s",
         help: "How long a host keeps a token while others wait for it",
-        long: "With a shorter time each host waits less for its turn; with a longer one the server changes \
-               less often between the files of hosts. A host with nothing to write passes the token on at \
-               once.",
+        long: "A shorter time lets hosts wait less; a longer one lets the server change less often between \
+               hosts. A host with nothing to write passes the token on at once.",
         changes_promises: false,
         get: |o| duration_text(o.token_hold_ms),
         set: |o, v| o.token_hold_ms = v.number(),
@@ -406,7 +399,7 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Endpoints,
         default: "",
         help: "With tokens=etcd: client addresses of the members of the cluster",
-        long: "They are asked in turn, first the one that answered last. Firn speaks plain HTTP without a \
+        long: "Firn asks them in turn, first the one that answered last. It speaks plain HTTP without a \
                password: use a trusted network, or a proxy on each host.",
         changes_promises: false,
         get: |o| o.token_endpoints.join("+"),
@@ -417,8 +410,8 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Host,
         default: "",
         help: "With tokens=etcd: name under which hosts share tokens; default: that of the backing",
-        long: "Without it, hosts with the same backing share tokens. Give jobs with different backings the \
-               same name if they write to the same I/O servers in the same order of lanes.",
+        long: "Give jobs with different backings the same name if they write to the same I/O servers in the \
+               same order of lanes.",
         changes_promises: false,
         get: |o| o.token_group.clone().unwrap_or_default(),
         set: |o, v| o.token_group = v.names().pop(),
@@ -428,10 +421,9 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Rules,
         default: "",
         help: "Commit rules: make the checkpoints of unchanged programs atomic",
-        long: "A rule says which changes of programs are one checkpoint, and when it is complete. Until \
-               then the backing has the state before; the programs see what they write. If all writers end \
-               earlier, the checkpoint is undone. An older checkpoint is removed only when a newer one is \
-               durable. Give names of `firn rules list`, or files with your own rules.",
+        long: "A rule says which changes of programs are one checkpoint, and when it is complete. If all \
+               writers end before, the checkpoint is undone. Give names of `firn rules list`, or files with \
+               your own rules.",
         changes_promises: true,
         get: |o| o.rules.join(":"),
         set: |o, v| o.rules = v.names(),
@@ -440,12 +432,11 @@ pub static TABLE: [Row; 53] = [
         name: "backup",
         kind: Kind::Directory,
         default: "",
-        help: "With drain=commit: a second directory for prepared transactions, on another host or a \
-               parallel file system",
-        long: "When `firn prepare` or `firn commit` returns, everything that the commit needs is durable \
-               there too; `firn recover --from-backup` finishes it on a copy of the backing. It needs as \
-               much space as the transaction writes; if it cannot be written, prepare and commit fail. \
-               Owner and mode of the directory: as for `arena-dir`.",
+        help: "With drain=commit: a second directory for prepared transactions, on another file system",
+        long: "When `firn prepare` or `firn commit` returns, everything that the commit needs is durable in \
+               this directory too; `firn recover --from-backup` finishes it on a copy of the backing. The \
+               backup needs as much space as the transaction writes; if it cannot be written, prepare and \
+               commit fail. Owner and mode of the directory: as for `arena-dir`.",
         changes_promises: true,
         get: |o| path_text(o.backup.as_ref()),
         set: |o, v| o.backup = v.directory(),
@@ -482,8 +473,7 @@ pub static TABLE: [Row; 53] = [
         name: "log-files",
         kind: Kind::Patterns,
         default: "",
-        help: "With layout=log: patterns of the names of files that lie in logs, with colons between them; \
-               default: all files",
+        help: "With layout=log: patterns of names of files that lie in logs; default: all files",
         long: "A file's name, without directories, is compared when the file is opened. A pattern may have \
                `*`, `?`, `[…]` and, in a configuration file, `{…,…}`: `log-files=*.h5:restart_*.nc`.",
         changes_promises: false,
@@ -494,13 +484,12 @@ pub static TABLE: [Row; 53] = [
         name: "flatten",
         kind: Kind::Choice(words::<Flatten>()),
         default: "behind",
-        help: "When the logs of a file become the plain file: after the last host has closed it, while \
-               programs go on (behind), before that close returns (close), at the unmount (demand), also \
-               when it is opened for reading (read), or not before a mount with another value (off)",
-        long: "With `behind`, close returns when the bytes are synced in a log, where every host that has \
-               the backing mounted sees them. Programs beside Firn see them when the file is plain: use \
-               `firn wait`, or choose `close`. `firn umount` flattens what no host writes, except with \
-               `off`; `firn flatten`, `firn drain --wait` and `firn wait` do so at any time.",
+        help: "When the logs of a file become the plain file: after its last close, while programs go on \
+               (behind), before that close returns (close), at the unmount (demand), also when it is opened \
+               for reading (read), or not before a mount with another value (off)",
+        long: "Until a closed file is plain, only mounts of the backing show its bytes. For programs beside \
+               Firn use `firn wait`, or choose `close`. `firn umount` flattens what no host writes, except \
+               with `off`; `firn flatten`, `firn drain --wait` and `firn wait` do so at any time.",
         changes_promises: true,
         get: |o| word(o.flatten),
         set: |o, v| o.flatten = v.choice(),
@@ -510,10 +499,10 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Choice(words::<Close>()),
         default: "auto",
         help: "When close returns: when the file is in the backing (drain), or at once (held)",
-        long: "`auto`: `held` with drain=demand and with drain=commit in buffer mode, else `drain`. \
-               `drain`: other hosts see a closed file as after a native close, and close reports errors of \
-               the backing. `held`: close returns at memory speed. The data survives the death of every \
-               process and drains in the background; it is lost if the host fails before.",
+        long: "`auto`: `held` with drain=demand and with drain=commit in buffer mode, else `drain`. `drain`: \
+               other hosts and programs beside the mount see a closed file as after a native close, and \
+               close reports errors of the backing. `held`: the data survives the death of every process and \
+               drains in the background; it is lost if the host fails before.",
         changes_promises: true,
         get: |o| word(o.close),
         set: |o, v| o.close = v.choice(),
@@ -523,9 +512,9 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Choice(words::<Fsync>()),
         default: "durable",
         help: "What fsync waits for: data durable in the backing (durable), or nothing (held)",
-        long: "With `held`, fsync promises no more than write: the data survives the death of every \
-               process, but not of the host. Choose `held` for programs that call fsync far more often than \
-               they need.",
+        long: "With `held`, fsync promises no more than write: the data survives the death of every process, \
+               but not of the host. Choose `held` for programs that call fsync far more often than they \
+               need, or if a partner covers the loss of the host.",
         changes_promises: true,
         get: |o| word(o.fsync),
         set: |o, v| o.fsync = v.choice(),
@@ -537,9 +526,9 @@ pub static TABLE: [Row; 53] = [
             max_ms: 86_400_000,
         },
         default: "5s",
-        help: "Longest time that written data waits for its chunk to fill before it drains",
-        long: "It bounds how much is lost if the host fails. A shorter time makes smaller writes to the \
-               backing.",
+        help: "Longest time that written data waits for its chunk to fill",
+        long: "The time bounds how much is lost if the host fails. A shorter time makes smaller writes to \
+               the backing.",
         changes_promises: true,
         get: |o| duration_text(o.drain_age_ms),
         set: |o, v| o.drain_age_ms = v.number(),
@@ -553,9 +542,9 @@ pub static TABLE: [Row; 53] = [
         },
         default: "100",
         help: "Percentage of one CPU that the drain takes while programs want all CPUs; 100: no limit",
-        long: "Below 100, the limit holds while programs compute on all CPUs, no caller waits for a drain \
-               (close, fsync, `firn wait`), and at least a quarter of the arena is free. Data then stays \
-               longer in the arena, where it is lost if the host fails. Choose `3` for a training loop, and \
+        long: "Below 100, the limit holds while programs compute on all CPUs, no caller waits for a drain, \
+               and at least a quarter of the arena is free. Data then stays longer in the arena, half a \
+               minute with `3`, where it is lost if the host fails. Choose `3` for a training loop, and \
                `100` for MPI programs, which use all CPUs even while they wait.",
         changes_promises: true,
         get: |o| o.drain_cpu_percent.to_string(),
@@ -569,9 +558,8 @@ pub static TABLE: [Row; 53] = [
             zero: Some("auto"),
         },
         default: "auto",
-        help: "Number of threads that serve requests of the kernel",
-        long: "`auto`: one per core. If all are in calls of the backing that do not return, worker threads \
-               serve the other requests.",
+        help: "Threads that serve requests of the kernel",
+        long: "`auto`: one per core.",
         changes_promises: false,
         get: |o| {
             if o.fuse_threads == 0 {
@@ -598,8 +586,7 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Choice(words::<Passthrough>()),
         default: "auto",
         help: "Let the kernel read drained files straight from the backing",
-        long: "`auto`: where firnd is allowed to, as root, on Linux 6.9 or later, over a backing that is \
-               not stacked.",
+        long: "`auto`: as root, on Linux 6.9 or later, over a backing that is not stacked.",
         changes_promises: false,
         get: |o| word(o.passthrough),
         set: |o, v| o.passthrough = v.choice(),
@@ -609,12 +596,11 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Choice(words::<Takeover>()),
         default: "auto",
         help: "Let another firnd continue the mount if firnd dies, so that programs only wait",
-        long: "With `auto`, a small process (firn-keeper) keeps the connection to the kernel, and starts firnd \
-               again when it was killed: open files, directories, locks and mappings go on. Before Linux 6.9, calls \
-               that wait for firnd then end with EIO. A mount in the foreground or with layout=log is not taken over: \
-               programs that use it get errors until it is mounted again, as with `no`. A transaction that is open in buffer mode, \
-               and an open checkpoint of a commit rule, are aborted, and their programs get errors. `firn status` says whether \
-               the mount would be taken over.",
+        long: "With `auto`, a small process (firn-keeper) keeps the connection to the kernel, and starts \
+               firnd again when it was killed: open files, directories, locks and mappings go on. Open \
+               transactions in buffer mode and open checkpoints of commit rules are aborted. A mount in the \
+               foreground or with layout=log is not taken over: as with `no`, programs get errors until it \
+               is mounted again. `firn status` says whether a mount would be taken over.",
         changes_promises: true,
         get: |o| word(o.takeover),
         set: |o, v| o.takeover = v.choice(),
@@ -627,10 +613,9 @@ pub static TABLE: [Row; 53] = [
         },
         default: "0",
         help: "Kill a firnd that hangs for this long, and let another one continue the mount",
-        long: "With `takeover=auto`, the keeper asks firnd four times in this time. The answer needs the \
-               engine's locks and no backing: a firnd that waits for a slow backing answers. `0`: do not \
-               ask. A lack of memory or CPUs may stop a healthy firnd for seconds, and a debugger for \
-               longer.",
+        long: "With `takeover=auto`, the keeper asks firnd four times in this time. A firnd that waits for a \
+               slow backing answers. `0`: do not ask. A lack of memory or CPUs may stop a healthy firnd for \
+               seconds, and a debugger for longer.",
         changes_promises: false,
         get: |o| duration_text(o.watchdog_ms),
         set: |o, v| o.watchdog_ms = v.number(),
@@ -644,12 +629,11 @@ pub static TABLE: [Row; 53] = [
         },
         default: "16M",
         help: "Smallest held file that gets a memory file; 0: none does",
-        long: "With `drain=demand`, such a file is moved to its own file in memory, in order and in huge \
-               pages, once its writers have closed it. As root, on Linux 6.9 or later and with \
-               `passthrough=auto`, the kernel then reads it there at the speed of its page cache. Elsewhere \
-               the kernel keeps pages of it, and the preload library reads it in place. The bytes are in \
-               memory once, and count in `arena-size`. The move is a copy in the background, at the pace of \
-               `drain-cpu`. Not with `drain=commit` and `frontend=preload`.",
+        long: "With `drain=demand`, a held file of this size moves to its own file in memory, in order and \
+               in huge pages, once its writers have closed it. As root, on Linux 6.9 or later and with \
+               `passthrough=auto`, the kernel reads it there at the speed of its page cache. The bytes are \
+               in memory once, and count in `arena-size`. The move is a copy in the background, at the pace \
+               of `drain-cpu`. Not with `drain=commit` and `frontend=preload`.",
         changes_promises: false,
         get: |o| size_text(o.memory_file_bytes_min),
         set: |o, v| o.memory_file_bytes_min = v.number(),
@@ -661,7 +645,7 @@ pub static TABLE: [Row; 53] = [
         help: "Directory for the arena, on tmpfs, hugetlbfs or a DAX file system",
         long: "The default is the runtime directory, /dev/shm/firn-UID. Give the same directory to recover \
                the arena. It and the directories above must belong to you or to root; one that others may \
-               write to needs the sticky bit. An arena that is not yours alone is refused.",
+               write to needs the sticky bit.",
         changes_promises: false,
         get: |o| path_text(o.arena_dir.as_ref()),
         set: |o, v| o.arena_dir = v.directory(),
@@ -671,8 +655,8 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Path,
         default: "/sys/devices/system/node",
         help: "Directory that describes the NUMA nodes of the machine; empty: ignore NUMA",
-        long: "Each NUMA node gets an equal part of the arena, and a writer gets memory of the nearest node \
-               with some free. Give another directory of the same form (`online`, `nodeN/cpulist`, \
+        long: "Each NUMA node gets an equal part of the arena; a writer gets memory of the nearest node with \
+               some free. Give another directory of the same form (`online`, `nodeN/cpulist`, \
                `nodeN/distance`) where the kernel's is not visible, as in some containers, or to divide \
                memory differently.",
         changes_promises: false,
@@ -685,9 +669,9 @@ pub static TABLE: [Row; 53] = [
         default: "",
         help: "File or directory on a local disk that takes data when memory runs short",
         long: "Above `spill-upper` percent of the arena in use, the oldest full chunks move to this file \
-               until `spill-lower`; they are read and drained there. In a directory, Firn creates and names \
-               the file. It must not be in the mount, the backing or memory, and is removed with the arena. \
-               Owner and mode of the directory: as for `arena-dir`.",
+               until `spill-lower`; they are read and drained there. In a directory, Firn makes the file. It \
+               must not be in the mount, the backing or memory, and is removed with the arena. Owner and \
+               mode of the directory: as for `arena-dir`.",
         changes_promises: false,
         get: |o| path_text(o.spill.as_ref()),
         set: |o, v| o.spill = v.directory(),
@@ -766,10 +750,10 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::PathOrOff,
         default: "/dev/log",
         help: "Socket of the host's system log, of journald or syslog",
-        long: "The `.log` file is in memory and gone after a reboot. So firnd in the background also sends \
-               errors, warnings and `info` lines here, as `firnd` (`journalctl -t firnd`); `log-level=warn` \
-               leaves `info` out. firnd never waits: lines that the system log does not take at once are \
-               dropped and counted there. Its readers see paths of your files.",
+        long: "firnd in the background sends errors, warnings and `info` lines here too, as `firnd` \
+               (`journalctl -t firnd`); `log-level=warn` leaves `info` out. firnd drops lines that the \
+               system log does not take at once, and counts them there. Readers of the log see paths of your \
+               files.",
         changes_promises: false,
         get: |o| match &o.system_log {
             Some(path) => quoted_path(path),
@@ -782,10 +766,9 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Choice(words::<RecordPlace>()),
         default: "host",
         help: "Where firnd leaves its record of the run, for `firn report`",
-        long: "The record has the sums of each moment, the checkpoints and the events, at most 1 MiB. \
-               `host`: in the runtime directory, when the mount ends. `backing`: also in `.firn/records` of \
-               the backing, once a minute and at the end, so that a report shows all hosts of a job; the \
-               last 8 of each host stay, for 90 days at most.",
+        long: "The record has at most 1 MiB. `host`: in the runtime directory, when the mount ends. \
+               `backing`: also in `.firn/records` of the backing, once a minute and at the end, so that a \
+               report shows all hosts of a job; the last 8 of each host stay, for 90 days at most.",
         changes_promises: false,
         get: |o| word(o.record),
         set: |o, v| o.record = v.choice(),
@@ -795,7 +778,7 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Switch,
         default: "no",
         help: "Refuse all changes",
-        long: "The same as `-o ro`. Data held in an existing arena is drained all the same.",
+        long: "Data held in an existing arena is drained all the same.",
         changes_promises: false,
         get: |o| switch_text(o.read_only),
         set: |o, v| o.read_only = v.switch(),
@@ -805,9 +788,8 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Switch,
         default: "no",
         help: "Mount over a directory that is not empty, and hide what is in it",
-        long: "Without it such a mount is refused, so that swapped arguments hide no files. After the \
-               unmount the files are there again. A stub tree (`frontend=preload`) always needs an empty \
-               directory.",
+        long: "Without it a mount over files is refused, because swapped arguments would hide them. A stub \
+               tree (`frontend=preload`) always needs an empty directory.",
         changes_promises: false,
         get: |o| switch_text(o.nonempty),
         set: |o, v| o.nonempty = v.switch(),

@@ -14,7 +14,7 @@ use crate::attach::Attached;
 use crate::commit_rules::{self, CommitRules};
 use crate::data_socket::DataSocket;
 use crate::error::MountError;
-use crate::file_locks;
+use crate::file_locks::{self, MountWithLocks};
 use crate::frontend::Frontend;
 use crate::gate::TransactionGate;
 use crate::host_name::shown_host_name;
@@ -57,11 +57,16 @@ impl MountSetup<'_> {
 
     fn start_list(&self, list: &mut Vec<Arc<dyn Part>>) -> Result<Assembled, MountError> {
         let data_path = self.attached.files.socket.with_extension("data");
-        let file_locks =
-            file_locks::start(&self.checked.backing, &self.attached.engine, self.options)?;
         let gate = self.make_gate();
         let takeover = self.prepare_takeover();
         list.push(Arc::clone(&takeover) as _);
+        let file_locks = file_locks::start(&MountWithLocks {
+            backing: &self.checked.backing,
+            engine: &self.attached.engine,
+            options: self.options,
+            link: self.link.as_ref(),
+            taken_over: self.taken_over,
+        })?;
         let prepared = Prepared::new(self, &data_path, gate.clone(), file_locks.clone())?;
         self.add_parts(list, &data_path, gate, file_locks, &prepared)?;
         let parts = Parts::new(list.clone());

@@ -3,26 +3,50 @@
 //! A mount with logs has them, because several hosts may write the files of its backing. On all other mounts the kernel
 //! keeps the locks of its host, and firnd does nothing for them.
 
+//!
+//! If firnd dies, the next one goes on with the locks: the keeper of the mount has the lock files, and the live table has
+//! the locks of each program.
+
+use std::os::fd::BorrowedFd;
 use std::path::Path;
 use std::sync::Arc;
 
-use firn_backing::Volume;
+use firn_arena::live::LiveTable;
+use firn_backing::{LockMode, LockRange, Volume};
 use firn_config::Options;
 use firn_engine::Engine;
+use firn_format::live::FileLock;
 use firn_hosts::own::{self, TOP};
-use firn_hosts::{FILE_LOCKS, FileLocks, LeaseUse};
+use firn_hosts::{
+    FILE_LOCKS, FileLocks, HeldLock, KeptLock, KeptLocks, LeaseUse, LockFileKey, LockKeeping,
+    LockKind, LockSetup, Owner,
+};
 
 use crate::error::AttachError;
 use crate::host_lease::{LivingHosts, open_backing, own_error};
 use crate::host_name::host_name;
+use crate::keeper::{KeeperLink, Label, Tag};
 use crate::store::{Layers as _, Store};
+use crate::takeover::TakenOver;
+
+/// What the locks of a mount need.
+pub(crate) struct MountWithLocks<'a> {
+    pub(crate) backing: &'a Path,
+    pub(crate) engine: &'a Engine<Store>,
+    pub(crate) options: &'a Options,
+    pub(crate) link: Option<&'a Arc<KeeperLink>>,
+    pub(crate) taken_over: Option<&'a TakenOver>,
+}
 
 /// Returns the locks of a mount; `None` if the kernel keeps them. A read-only mount refuses all locks.
-pub(crate) fn start(
-    backing: &Path,
-    engine: &Engine<Store>,
-    options: &Options,
-) -> Result<Option<Arc<FileLocks>>, AttachError> {
+pub(crate) fn start(mount: &MountWithLocks<'_>) -> Result<Option<Arc<FileLocks>>, AttachError> {
+    let &MountWithLocks {
+        backing,
+        engine,
+        options,
+        link,
+        taken_over,
+    } = mount;
     if engine.backing().logged().is_none() {
         return Ok(None);
     }
@@ -36,8 +60,118 @@ pub(crate) fn start(
     let dir = own::make_dir(&base, &firn, FILE_LOCKS);
     let dir = dir.map_err(|error| refused(error.below(TOP)))?;
     let hosts = LivingHosts::over(backing, LeaseUse::Logs, &host)?;
-    let others = Box::new(move || hosts.others_living());
-    FileLocks::start(base, dir, &host, others)
+    let keeping = engine.live().zip(link).map(|(table, link)| {
+        let keeping = LocksForNextFirnd {
+            table: Arc::clone(table),
+            link: Arc::clone(link),
+        };
+        Box::new(keeping) as Box<dyn LockKeeping>
+    });
+    let setup = LockSetup {
+        base,
+        dir,
+        host,
+        other_hosts: Box::new(move || hosts.others_living()),
+        keeping,
+        kept: taken_over.map(take_kept_locks).unwrap_or_default(),
+    };
+    FileLocks::start(setup)
         .map(Some)
         .map_err(AttachError::io("start the thread of locks"))
+}
+
+/// Keeps locks in the live table, and lock files in the keeper of the mount.
+struct LocksForNextFirnd {
+    table: Arc<LiveTable>,
+    link: Arc<KeeperLink>,
+}
+
+impl LockKeeping for LocksForNextFirnd {
+    fn keep_lock_file(&self, lock_file: u64, descriptor: BorrowedFd<'_>) {
+        if let Err(error) = self.link.keep(label_of(lock_file), descriptor) {
+            tracing::warn!(%error, "if firnd dies, locks of a file are lost to their programs");
+        }
+    }
+
+    fn drop_lock_file(&self, lock_file: u64) {
+        self.link.drop_kept(label_of(lock_file));
+    }
+
+    fn note_locks(&self, lock_file: u64, key: LockFileKey, locks: &[HeldLock]) -> bool {
+        let locks = locks.iter().map(|lock| FileLock {
+            file: key.file,
+            lock_file,
+            kind: key.kind as u8,
+            is_exclusive: lock.mode == LockMode::Exclusive,
+            owner: lock.owner.number,
+            handle: lock.owner.handle,
+            pid: lock.owner.pid,
+            first: lock.range.first,
+            last: lock.range.last,
+        });
+        self.table
+            .set_file_locks(lock_file, &locks.collect::<Vec<_>>())
+    }
+}
+
+fn label_of(lock_file: u64) -> Label {
+    Label {
+        tag: Tag::LockFile,
+        number: lock_file,
+    }
+}
+
+/// Takes the locks of the earlier firnd. A lock whose handle or lock file is gone leaves the live table; closing its lock
+/// file, or the first change of its locks, releases it in the backing.
+fn take_kept_locks(taken: &TakenOver) -> KeptLocks {
+    let files = std::mem::take(&mut *taken.lock_files.lock());
+    let resumed = &taken.resumed;
+    let goes_on = |lock: &FileLock| {
+        resumed.has_handle(lock.handle) && files.iter().any(|file| file.ino == lock.lock_file)
+    };
+    let noted = resumed.contents.file_locks.iter();
+    let noted: Vec<FileLock> = noted.map(|stored| stored.entry).collect();
+    for lock in &noted {
+        let in_file = noted
+            .iter()
+            .filter(|other| other.lock_file == lock.lock_file);
+        let left: Vec<FileLock> = in_file.copied().filter(&goes_on).collect();
+        // These locks are noted already, so there is room.
+        let _ = resumed.table.set_file_locks(lock.lock_file, &left);
+    }
+    KeptLocks {
+        locks: noted
+            .iter()
+            .filter(|lock| goes_on(lock))
+            .filter_map(kept_lock)
+            .collect(),
+        files: files.into_iter().map(|file| file.descriptor).collect(),
+    }
+}
+
+/// Returns a lock of the live table; `None` if its kind is unknown.
+fn kept_lock(lock: &FileLock) -> Option<KeptLock> {
+    let mode = if lock.is_exclusive {
+        LockMode::Exclusive
+    } else {
+        LockMode::Shared
+    };
+    Some(KeptLock {
+        key: LockFileKey {
+            file: lock.file,
+            kind: LockKind::of_number(lock.kind)?,
+        },
+        lock: HeldLock {
+            owner: Owner {
+                number: lock.owner,
+                handle: lock.handle,
+                pid: lock.pid,
+            },
+            range: LockRange {
+                first: lock.first,
+                last: lock.last,
+            },
+            mode,
+        },
+    })
 }

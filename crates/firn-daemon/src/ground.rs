@@ -65,7 +65,9 @@ pub(crate) fn open_ground(
         }
         Purpose::Salvage => (directory, None, placement::NewFiles::InBacking),
     };
-    let store = open_layers(backing, directory, options, wanted, lease, notice)?;
+    let nameless = target.resumed.map_or(&[][..], |resumed| &resumed.files);
+    let placeable = placement::open(backing, directory, options, wanted, notice)?;
+    let store = logs::open(backing, placeable, options, wanted, nameless, lease)?;
     let steered = steered.map(|steered| SteeredLanes::new(steered, backing));
     Ok(OpenedGround {
         store,
@@ -82,17 +84,6 @@ pub(crate) fn serve_ground(
     let directory = open_backing(backing)?;
     let mut notice = |text| tracing::warn!("{text}");
     let wanted = placement::NewFiles::InBacking;
-    open_layers(backing, directory, options, wanted, lease, &mut notice)
-}
-
-fn open_layers(
-    backing: &Path,
-    directory: DirBacking,
-    options: &Options,
-    wanted: placement::NewFiles,
-    lease: &mut HostLease,
-    notice: &mut dyn FnMut(String),
-) -> Result<LoggableStore, AttachError> {
-    let placeable = placement::open(backing, directory, options, wanted, notice)?;
-    logs::open(backing, placeable, options, wanted, lease)
+    let placeable = placement::open(backing, directory, options, wanted, &mut notice)?;
+    logs::open(backing, placeable, options, wanted, &[], lease)
 }

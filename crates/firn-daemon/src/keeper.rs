@@ -41,9 +41,9 @@ use rustix::process::{
 
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
-pub(crate) use link::{KeeperLink, NextFirnd, ResumedMount, Summons};
-pub(crate) use message::uptime;
-use message::{KeptDescriptor, Label, LastUpgrade, Message, Socket, Tag};
+pub(crate) use link::{KeeperLink, KeptLockFile, NextFirnd, ResumedMount, Summons};
+use message::{KeptDescriptor, LastUpgrade, Message, Socket};
+pub(crate) use message::{Label, Tag, uptime};
 use watchdog::{Watchdog, WatchdogAction};
 
 /// The name (argument 0) under which the binary is a keeper.

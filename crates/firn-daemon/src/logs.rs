@@ -27,7 +27,7 @@ use std::time::{Duration, Instant};
 
 use firn_backing::{Backing, DirBacking, Errno};
 use firn_config::{Flatten, Layout, Options};
-use firn_engine::Engine;
+use firn_engine::{Engine, KeptFile};
 use firn_hosts::LeaseUse;
 use firn_hosts::own::{self, TOP};
 use firn_log::seal::UNIT_BYTES;
@@ -63,6 +63,8 @@ const CLOSE_REPORT_DELAY_MAX: Duration = Duration::from_secs(1);
 /// Adds the log layer to the store `base` if the backing has containers, if the options ask for logs, or if another
 /// host may make containers. Otherwise it returns `base` as it is.
 ///
+/// `nameless` are the open files of an earlier firnd that may have lost their last name: their containers stay.
+///
 /// If this host may write to logs, it takes its lease first, because other hosts must see that it is alive. Fails if
 /// another process has the lease.
 pub(crate) fn open(
@@ -70,6 +72,7 @@ pub(crate) fn open(
     base: PlaceableStore,
     options: &Options,
     new_files: NewFiles,
+    nameless: &[KeptFile],
     lease: &mut HostLease,
 ) -> Result<LoggableStore, AttachError> {
     let may_write = !options.read_only;
@@ -102,7 +105,10 @@ pub(crate) fn open(
         when_closed: when_closed(options),
         flattens_read: may_write && options.flatten == Flatten::Read,
     };
-    let logs = LogBacking::open(base, setup).map_err(own_error(backing))?;
+    let nameless = nameless.iter().map(|file| file.descriptor.try_clone());
+    let nameless = nameless.collect::<Result<_, _>>();
+    let nameless = nameless.map_err(AttachError::io("duplicate a descriptor"))?;
+    let logs = LogBacking::resume(base, setup, nameless).map_err(own_error(backing))?;
     Ok(LoggableStore::Upper(logs))
 }
 
@@ -432,6 +438,7 @@ fn with_logs<T>(
         placeable,
         options,
         NewFiles::InBacking,
+        &[],
         locks.host_lease(),
     )?;
     let LoggableStore::Upper(logs) = &store else {

@@ -2,7 +2,7 @@
 //!
 //! Parts
 //! * [`Takeover`] gives the FUSE connection to the keeper and writes the live table, as long as this firnd serves.
-//! * [`TakenOver`] is what the next firnd opens: the connection, the live table, and files without a name.
+//! * [`TakenOver`] is what the next firnd opens: the connection, the live table, files without a name, and lock files.
 //!
 //! Promises
 //! * All that another firnd needs is kept before the first request of the kernel is answered.
@@ -10,7 +10,7 @@
 //! * If a firnd cannot take the mount over, it informs the keeper. The keeper aborts the connection, so that no program
 //!   waits for ever.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashSet};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
@@ -23,7 +23,7 @@ use firn_arena::live::{Left, LiveTable, LiveTableError};
 use firn_backing::Volume as _;
 use firn_client::paths::RuntimeFiles;
 use firn_engine::{Engine, KeptFile, Resumed, ResumedRequests};
-use firn_format::live::{Device, Exchange, Header};
+use firn_format::live::{Device, Exchange, FileLock, Header};
 use firn_format::mountinfo;
 use firn_fuse::KeepConnection;
 use firn_protocol::{Reply, Request, Status};
@@ -38,7 +38,7 @@ use rustix::process::{Pid, Signal, geteuid, getpid, kill_process};
 use crate::attach::Attached;
 use crate::error::MountError;
 use crate::gate::NAMES_AWAITED_MAX;
-use crate::keeper::{KeeperLink, NextFirnd, ResumedMount, uptime};
+use crate::keeper::{KeeperLink, KeptLockFile, NextFirnd, ResumedMount, uptime};
 use crate::mount_request::MountRequest;
 use crate::part::{Part, Question, Stop};
 use crate::parts::Forget;
@@ -53,6 +53,8 @@ pub(crate) struct TakenOver {
     /// Time of the death of the earlier firnd, since the host started.
     died: Duration,
     pub(crate) resumed: Resumed,
+    /// Lock files of the earlier firnd, until the lock thread has them.
+    pub(crate) lock_files: Mutex<Vec<KeptLockFile>>,
     /// The resumed requests, once recovery has found them.
     pub(crate) left: Mutex<Option<ResumedRequests>>,
 }
@@ -68,6 +70,7 @@ impl TakenOver {
             device,
             died,
             files: kept,
+            lock_files,
         } = connection;
         let (table, Left { header, contents }) =
             LiveTable::open(&files.live).map_err(refuse_table)?;
@@ -78,19 +81,22 @@ impl TakenOver {
             );
         }
         let takeovers = table.count_takeover();
+        let resumed = Resumed {
+            table: Arc::new(table),
+            contents,
+            takeovers,
+            files: kept,
+            keeper: link.map(|link| Arc::clone(link) as _),
+            died_ticks: ticks_of_time(died),
+            losses: Default::default(),
+        };
+        abandon_unlocked_handles(&resumed, &lock_files);
         Ok(Self {
             device,
             header,
             died,
-            resumed: Resumed {
-                table: Arc::new(table),
-                contents,
-                takeovers,
-                files: kept,
-                keeper: link.map(|link| Arc::clone(link) as _),
-                died_ticks: ticks_of_time(died),
-                losses: Default::default(),
-            },
+            resumed,
+            lock_files: Mutex::new(lock_files),
             left: Mutex::new(None),
         })
     }
@@ -171,6 +177,23 @@ impl TakenOver {
     }
 }
 
+/// Abandons handles whose programs have locks in a lock file that was not kept. Another host may have these locks by now.
+fn abandon_unlocked_handles(resumed: &Resumed, kept: &[KeptLockFile]) {
+    let is_kept = |lock: &FileLock| kept.iter().any(|file| file.ino == lock.lock_file);
+    let locks = resumed.contents.file_locks.iter();
+    let lost: HashSet<u64> = locks
+        .filter(|stored| !is_kept(&stored.entry))
+        .map(|stored| stored.entry.handle)
+        .collect();
+    if !lost.is_empty() {
+        tracing::error!(
+            handles = lost.len(),
+            "locks of files are lost, because the keeper did not have them: their programs get EIO"
+        );
+        resumed.abandon_handles(|handle| lost.contains(&handle));
+    }
+}
+
 /// Converts a time since the host started to clock ticks, the unit of process start times in /proc.
 fn ticks_of_time(time: Duration) -> u64 {
     time.as_millis() as u64 * clock_ticks_per_second() / 1000
@@ -201,8 +224,9 @@ fn refuse_table(error: LiveTableError) -> MountError {
 
 /// Returns why a mount cannot be taken over if its firnd dies; `None` if it can.
 fn name_obstacle(engine: &Engine<Store>) -> Option<&'static str> {
-    if engine.backing().features().finishes_files || engine.backing().logged().is_some() {
-        return Some("layout=log: firnd keeps the locks of files");
+    let features = engine.backing().features();
+    if engine.backing().logged().is_some() && !features.shares_range_locks {
+        return Some("layout=log in a FUSE file system: locks of files end with firnd");
     }
     None
 }
@@ -474,11 +498,13 @@ pub(crate) fn connection_of(resumed: Option<ResumedMount>) -> Option<Connection>
         device,
         died,
         files,
+        lock_files,
     } = resumed?;
     Some(Connection {
         device: device?,
         died,
         files,
+        lock_files,
     })
 }
 
@@ -487,4 +513,5 @@ pub(crate) struct Connection {
     pub(crate) device: OwnedFd,
     pub(crate) died: Duration,
     pub(crate) files: Vec<KeptFile>,
+    pub(crate) lock_files: Vec<KeptLockFile>,
 }

@@ -138,6 +138,13 @@ impl<B: Backing> KernelCache<B> {
         }
     }
 
+    /// Notes that the kernel has pages that an earlier firnd answered, where other hosts may have written the file since.
+    pub(crate) fn expect_stale_pages(&self, inode: &Inode<B>) {
+        if self.base.backing.features().finishes_files {
+            *inode.page_cache_stamp.lock() = Some(Box::new(PageCacheStamp::stale()));
+        }
+    }
+
     /// Records that the kernel has no page from before this change.
     pub fn note_pages_dropped(&self, inode: InodeId, change: u64) {
         if let Ok(inode) = self.tree.inode(inode)

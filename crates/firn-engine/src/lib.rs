@@ -116,6 +116,7 @@ pub use privileges::Principal;
 pub use recovery::{Recovered, StoredArena};
 pub use repeat::{Creation, MadeObject};
 pub use settle::SettleStep;
+pub use shared::SharedAppend;
 pub use space::Room;
 pub use spill::SpillStep;
 pub use tree::NameTree;

@@ -51,12 +51,12 @@ pub struct Resumed {
     pub losses: Mutex<TakeoverLosses>,
 }
 
-/// What programs lose at a takeover: what they wrote in transactions that do not go on.
+/// What programs lose at a takeover: what they wrote in transactions that do not go on, and handles.
 #[derive(Debug, Default)]
 pub struct TakeoverLosses {
     /// Paths of the scopes.
     pub scopes: BTreeSet<Vec<u8>>,
-    /// Handles that are not open any more.
+    /// Handles that are not open any more. Their programs get EIO.
     handles: HashSet<u64>,
     /// Their cells, which are free.
     cells: HashSet<u32>,
@@ -130,6 +130,24 @@ impl Resumed {
     }
 }
 
+impl Resumed {
+    /// Gives up handles whose programs lost file locks: they get EIO instead of going on without the locks.
+    pub fn abandon_handles(&self, is_lost: impl Fn(u64) -> bool) {
+        let mut losses = self.losses.lock();
+        for stored in &self.contents.handles {
+            if is_lost(stored.entry.id) && losses.handles.insert(stored.entry.id) {
+                self.table.drop_cells(&stored.cells);
+            }
+        }
+    }
+
+    /// Returns whether a handle of the earlier firnd is still open.
+    pub fn has_handle(&self, id: u64) -> bool {
+        let is_noted = |stored: &Stored<Handle>| stored.entry.id == id;
+        self.contents.handles.iter().any(is_noted) && !self.losses.lock().handles.contains(&id)
+    }
+}
+
 /// Maximum number of nested directories in a path of 4096 bytes.
 const PATH_DEPTH_MAX: usize = 2048;
 
@@ -176,7 +194,15 @@ impl<'a> NodePaths<'a> {
 pub struct NotedRequest {
     table: Arc<LiveTable>,
     cell: u32,
-    node: u64,
+    request: Request,
+}
+
+impl NotedRequest {
+    /// Notes that the request writes at `offset` from now on. If firnd dies, the repeated request writes there too.
+    pub fn note_append(&mut self, offset: u64) {
+        self.request.append_offset = Some(offset);
+        self.table.note_append(self.cell, &self.request);
+    }
 }
 
 /// What a request that must not take effect twice is about.
@@ -200,7 +226,7 @@ impl std::fmt::Debug for Resumed {
 
 impl Drop for NotedRequest {
     fn drop(&mut self) {
-        self.table.end_request(self.cell, self.node);
+        self.table.end_request(self.cell, self.request.node);
     }
 }
 
@@ -360,11 +386,12 @@ impl<B: Backing> Engine<B> {
             subject,
             other,
             node: node.as_ref().map_or(0, |node| node.id),
+            append_offset: None,
         };
         Some(NotedRequest {
             cell: table.begin_request(&request, node.as_ref())?,
             table: Arc::clone(table),
-            node: request.node,
+            request,
         })
     }
 
@@ -373,7 +400,7 @@ impl<B: Backing> Engine<B> {
         Some(NotedRequest {
             table: Arc::clone(self.live()?),
             cell: resumed.cell,
-            node: resumed.request.node,
+            request: resumed.request,
         })
     }
 
@@ -464,6 +491,9 @@ impl<B: Backing> Engine<B> {
             inserted.note_mapped(&mut inserted.file.lock());
         }
         self.note_opener(id, handle.opener);
+        if matches!(mode, OpenMode::Cached { .. }) {
+            self.kernel_cache.expect_stale_pages(&known);
+        }
         // Where a process wrote directly, the kernel may take the file for shorter than it is.
         if self.open_files.is_writer(id) {
             known.is_size_stale_in_kernel.store(true, Ordering::Release);

@@ -204,6 +204,19 @@ pub(crate) struct PageCacheStamp {
 }
 
 impl PageCacheStamp {
+    /// Returns the stamp of pages of unknown age: the kernel must drop them.
+    pub(crate) fn stale() -> Self {
+        Self {
+            size: 0,
+            mtime: Time::default(),
+            ctime: Time::default(),
+            is_settled: false,
+            changes_by_others: 1,
+            changes_in_pages: 0,
+            memory_file_changes: None,
+        }
+    }
+
     /// Returns whether the kernel may have pages from before the last change by another host.
     pub(crate) fn has_stale_pages(&self) -> bool {
         self.changes_in_pages < self.changes_by_others

@@ -14,6 +14,20 @@ use firn_backing::{Backing, Errno};
 use crate::engine::Engine;
 use crate::{Appended, HandleId, Principal, Result};
 
+/// An append to a file that several hosts use. Its caller holds the lock of the file's end.
+pub struct SharedAppend<'a> {
+    /// The bytes.
+    pub data: &'a [u8],
+    /// The file does not grow beyond this length.
+    pub size_max: u64,
+    /// The process that appends, if its privileges matter.
+    pub by: Option<&'a dyn Principal>,
+    /// Offset at which an earlier firnd may have written the bytes. They are written there again; `None`: at the end.
+    pub repeated_at: Option<u64>,
+    /// Called with the offset before the first byte is written.
+    pub note_offset: &'a mut (dyn FnMut(u64) + Send),
+}
+
 impl<B: Backing> Engine<B> {
     /// Makes changes that other hosts published to a file visible here. Later writes of this host cover them.
     pub fn catch_up(&self, handle: HandleId) -> Result<()> {
@@ -37,13 +51,14 @@ impl<B: Backing> Engine<B> {
     /// hosts. Returns their position and number.
     ///
     /// Only as many bytes are written as fit into a file of `size_max` bytes. Fails with EFBIG if none fits.
-    pub fn append_known(
-        &self,
-        handle: HandleId,
-        data: &[u8],
-        size_max: u64,
-        by: Option<&dyn Principal>,
-    ) -> Result<Appended> {
+    pub fn append_known(&self, handle: HandleId, append: SharedAppend<'_>) -> Result<Appended> {
+        let SharedAppend {
+            data,
+            size_max,
+            by,
+            repeated_at,
+            note_offset,
+        } = append;
         let handle = self.open_files.handle(handle)?;
         let file = &handle.file;
         if !handle.writable {
@@ -65,12 +80,16 @@ impl<B: Backing> Engine<B> {
         let appended = self.exclusive.with_exclusive_file(file, |target| {
             // Other programs of this host may write beyond the end at the same time, so the end is read under
             // exclusive use.
-            let offset = self.intake.size_of(file)?;
+            let offset = match repeated_at {
+                Some(offset) => offset,
+                None => self.intake.size_of(file)?,
+            };
             let room = size_max.saturating_sub(offset);
             let data = &data[..data.len().min(usize::try_from(room).unwrap_or(usize::MAX))];
             if data.is_empty() {
                 return Err(Errno::FBIG);
             }
+            note_offset(offset);
             let mut done = 0;
             while done < data.len() {
                 let rest = [IoSlice::new(&data[done..])];

@@ -3,8 +3,8 @@
 //! ```text
 //! 0      header, two pages: arena, connection, mount point, the exchange of INIT
 //! 8128   words that change: number of takeovers, and how long programs waited
-//! 8192   cells of 128 bytes: a node, an open handle, a request in work, a transaction, an undone scope, or the rest of a
-//!        long name
+//! 8192   cells of 128 bytes: a node, an open handle, a request in work, a transaction, an undone scope, a file lock, or
+//!        the rest of a long name
 //! ```
 //!
 //! A cell counts if its seal matches: the CRC32C of the bytes after the seal. A seal of 0 means that the cell is free.
@@ -17,7 +17,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 /// First bytes of the file.
 pub const MAGIC: [u8; 8] = *b"FIRNLIVE";
 /// Version of the table. It is raised when a byte changes its meaning.
-pub const VERSION: u32 = 3;
+pub const VERSION: u32 = 4;
 /// Number of bytes before the first cell.
 pub const HEADER_BYTES: usize = 8192;
 /// Length of a cell in bytes.
@@ -272,6 +272,31 @@ pub struct Request {
     pub other: Option<ObjectIdentity>,
     /// Id of the node that it changes, or 0 if its names tell. The node stays in the table as long as the request.
     pub node: u64,
+    /// Offset at which the request may have written, if it appends under a lock of the file's end.
+    pub append_offset: Option<u64>,
+}
+
+/// A lock of a file that firnd holds for a program, and that reaches other hosts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FileLock {
+    /// Inode number of the locked file.
+    pub file: u64,
+    /// Inode number of the lock file, whose descriptor the keeper of the mount has.
+    pub lock_file: u64,
+    /// Kind of the lock, as a number of `firn-hosts`.
+    pub kind: u8,
+    /// Whether the lock excludes all other locks.
+    pub is_exclusive: bool,
+    /// Number of the lock's owner.
+    pub owner: u64,
+    /// Id of the handle through which the lock was taken.
+    pub handle: u64,
+    /// Process id of the owner.
+    pub pid: u32,
+    /// First locked byte.
+    pub first: u64,
+    /// Last locked byte.
+    pub last: u64,
 }
 
 /// A transaction that programs are working in, or that is prepared.
@@ -373,6 +398,8 @@ pub enum Cell {
     Transaction(Transaction),
     /// An aborted scope, or a process that was informed of the abort.
     UndoneScope(UndoneScope),
+    /// A file lock.
+    FileLock(FileLock),
 }
 
 /// A cell in its stored form.
@@ -384,6 +411,7 @@ const TAG_HANDLE: u8 = 0x48;
 const TAG_REQUEST: u8 = 0x52;
 const TAG_TRANSACTION: u8 = 0x54;
 const TAG_UNDONE_SCOPE: u8 = 0x55;
+const TAG_FILE_LOCK: u8 = 0x4c;
 
 /// Offset of the count of look-ups in a node's cell.
 pub const LOOKUPS_AT: usize = 56;
@@ -454,8 +482,9 @@ struct RawHandle {
 struct RawRequest {
     seal: u32,
     tag: u8,
-    unused: u8,
-    unused_too: u16,
+    /// 1: `append_offset` is valid.
+    appends: u8,
+    unused: u16,
     unique: u64,
     began_s: i64,
     began_ns: u32,
@@ -463,7 +492,8 @@ struct RawRequest {
     subject: RawIdentity,
     other: RawIdentity,
     node: u64,
-    rest_too: [u8; 24],
+    append_offset: u64,
+    rest_too: [u8; 16],
 }
 
 #[derive(Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
@@ -498,6 +528,26 @@ struct RawUndoneScope {
     rest: [u8; 96],
 }
 
+#[derive(Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+struct RawFileLock {
+    seal: u32,
+    tag: u8,
+    kind: u8,
+    is_exclusive: u8,
+    unused: u8,
+    file: u64,
+    lock_file: u64,
+    owner: u64,
+    handle: u64,
+    first: u64,
+    last: u64,
+    pid: u32,
+    unused_too: u32,
+    rest: [u8; 64],
+}
+
+const _: () = assert!(size_of::<RawFileLock>() == CELL_BYTES);
 const _: () = assert!(size_of::<RawUndoneScope>() == CELL_BYTES);
 const _: () = assert!(size_of::<RawTransaction>() == CELL_BYTES);
 const _: () = assert!(size_of::<RawNode>() == CELL_BYTES);
@@ -650,8 +700,8 @@ impl Request {
         let raw = RawRequest {
             seal: 0,
             tag: TAG_REQUEST,
+            appends: self.append_offset.is_some().into(),
             unused: 0,
-            unused_too: 0,
             unique: self.unique,
             began_s: self.began.sec,
             began_ns: self.began.nsec,
@@ -659,7 +709,8 @@ impl Request {
             subject: RawIdentity::of(self.subject),
             other: RawIdentity::of(self.other),
             node: self.node,
-            rest_too: [0; 24],
+            append_offset: self.append_offset.unwrap_or_default(),
+            rest_too: [0; 16],
         };
         seal_cell(raw.as_bytes())
     }
@@ -708,6 +759,29 @@ impl UndoneScope {
     }
 }
 
+impl FileLock {
+    /// Encodes the lock into a cell.
+    pub fn encode(&self) -> CellBytes {
+        let raw = RawFileLock {
+            seal: 0,
+            tag: TAG_FILE_LOCK,
+            kind: self.kind,
+            is_exclusive: self.is_exclusive.into(),
+            unused: 0,
+            file: self.file,
+            lock_file: self.lock_file,
+            owner: self.owner,
+            handle: self.handle,
+            first: self.first,
+            last: self.last,
+            pid: self.pid,
+            unused_too: 0,
+            rest: [0; 64],
+        };
+        seal_cell(raw.as_bytes())
+    }
+}
+
 /// Error for a cell that is neither free nor valid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DamagedCell;
@@ -728,6 +802,7 @@ pub fn decode_cell(cell: &CellBytes) -> Result<Option<Cell>, DamagedCell> {
         TAG_REQUEST => decode_request(cell),
         TAG_TRANSACTION => decode_transaction(cell),
         TAG_UNDONE_SCOPE => decode_undone_scope(cell),
+        TAG_FILE_LOCK => decode_file_lock(cell),
         _ => None,
     };
     decoded.map(Some).ok_or(DamagedCell)
@@ -801,6 +876,7 @@ fn decode_request(cell: &CellBytes) -> Option<Cell> {
         subject: raw.subject.check(),
         other: raw.other.check(),
         node: raw.node,
+        append_offset: (raw.appends == 1).then_some(raw.append_offset),
     }))
 }
 
@@ -835,6 +911,25 @@ fn decode_undone_scope(cell: &CellBytes) -> Option<Cell> {
     }))
 }
 
+/// Decodes the cell of a file lock. Returns `None` if it is not valid.
+fn decode_file_lock(cell: &CellBytes) -> Option<Cell> {
+    let raw = RawFileLock::read_from_bytes(cell).ok()?;
+    if raw.first > raw.last {
+        return None;
+    }
+    Some(Cell::FileLock(FileLock {
+        file: raw.file,
+        lock_file: raw.lock_file,
+        kind: raw.kind,
+        is_exclusive: raw.is_exclusive != 0,
+        owner: raw.owner,
+        handle: raw.handle,
+        pid: raw.pid,
+        first: raw.first,
+        last: raw.last,
+    }))
+}
+
 /// The contents of a table.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Contents {
@@ -848,6 +943,8 @@ pub struct Contents {
     pub transactions: Vec<Stored<Transaction>>,
     /// Aborted scopes, and the processes that were informed.
     pub undone_scopes: Vec<Stored<UndoneScope>>,
+    /// File locks. If firnd died while an owner's locks changed, those of before and after may both be here.
+    pub file_locks: Vec<Stored<FileLock>>,
     /// Number of damaged cells and of nodes whose name is incomplete.
     pub damaged: u64,
 }
@@ -882,6 +979,10 @@ pub fn read_contents(bytes: &[u8]) -> Contents {
                 cells: vec![first_cell],
             }),
             Ok(Some(Cell::UndoneScope(entry))) => contents.undone_scopes.push(Stored {
+                entry,
+                cells: vec![first_cell],
+            }),
+            Ok(Some(Cell::FileLock(entry))) => contents.file_locks.push(Stored {
                 entry,
                 cells: vec![first_cell],
             }),
@@ -1026,15 +1127,41 @@ mod tests {
             let decoded = decode_cell(&handle.encode()).unwrap();
             assert_eq!(decoded, Some(Cell::Handle(handle)));
         }
-        let request = Request {
-            unique: 8,
-            began: Moment { sec: 1, nsec: 2 },
-            subject: Some(node(b"").object),
-            other: None,
-            node: 9,
-        };
-        let decoded = decode_cell(&request.encode()).unwrap();
-        assert_eq!(decoded, Some(Cell::Request(request)));
+        for append_offset in [None, Some(0), Some(u64::MAX)] {
+            let request = Request {
+                unique: 8,
+                began: Moment { sec: 1, nsec: 2 },
+                subject: Some(node(b"").object),
+                other: None,
+                node: 9,
+                append_offset,
+            };
+            let decoded = decode_cell(&request.encode()).unwrap();
+            assert_eq!(decoded, Some(Cell::Request(request)));
+        }
+    }
+
+    #[test]
+    fn file_locks_come_back_and_one_that_ends_before_it_begins_is_damage() {
+        for (first, last) in [(0, u64::MAX), (7, 7), (8, 7)] {
+            let lock = FileLock {
+                file: 1,
+                lock_file: 2,
+                kind: 3,
+                is_exclusive: first == 7,
+                owner: u64::MAX,
+                handle: 5,
+                pid: 6,
+                first,
+                last,
+            };
+            let expected = if first > last {
+                Err(DamagedCell)
+            } else {
+                Ok(Some(Cell::FileLock(lock)))
+            };
+            assert_eq!(decode_cell(&lock.encode()), expected);
+        }
     }
 
     #[test]

@@ -323,6 +323,13 @@ impl<R: Responder> Reply<R> {
         None
     }
 
+    /// Notes the offset at which an append that was begun ([`Reply::begin_once`]) writes.
+    pub(crate) fn note_append(&mut self, offset: u64) {
+        if let Some(noted) = &mut self.noted {
+            noted.note_append(offset);
+        }
+    }
+
     /// Notes in the arena that the request is under way. Used if the kernel does not send requests again: the next firnd
     /// ends the request then.
     pub(crate) fn note_in_work<B: Backing>(&mut self, engine: &Engine<B>) {

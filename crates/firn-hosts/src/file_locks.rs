@@ -21,18 +21,19 @@
 //! * If two programs on any hosts have the same bytes of a file locked, both locks are shared. This holds as far as
 //!   locks of the backing reach.
 //! * Each request fails with ENOLCK if the backing has no locks, or if its locks are seen not to reach a living host.
-//! * The locks of a host end with its firnd, whatever the reason for the end.
+//! * The locks of a host end with its firnd, unless a [`LockKeeping`] has them for the next firnd.
 //! * A lock file is removed only under a lock of the whole file. A host that locks a lock file checks afterwards that
 //!   the file still has its name.
 //!
 //! One thread, `firn-locks`, makes all calls of the backing, so no other thread waits for a server that hangs.
 
-mod keeper;
 mod table;
+mod thread;
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::io;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -40,13 +41,13 @@ use firn_backing::lock::Mutex;
 use firn_backing::{Backing, Errno, LockMode, LockRange};
 use parking_lot::Condvar;
 
-use self::keeper::{Job, Keeper};
-pub use self::table::Owner;
+pub use self::table::{HeldLock, Owner};
+use self::thread::{Job, LockThread};
 
 #[cfg(doc)]
-use self::keeper::YIELD_TIME_MAX;
-#[cfg(doc)]
 use self::table::Table;
+#[cfg(doc)]
+use self::thread::YIELD_TIME_MAX;
 
 /// Name of the directory with the lock files, in `.firn/`.
 pub const FILE_LOCKS: &str = "locks";
@@ -59,13 +60,22 @@ pub type TestDone = Box<dyn FnOnce(Result<Option<ConflictingLock>, Errno>) + Sen
 
 /// The kind of a file lock. Locks of different kinds are independent of each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u8)]
 pub enum LockKind {
     /// A byte-range lock of fcntl(2).
-    Bytes,
+    Bytes = 1,
     /// A lock of flock(2).
-    Flock,
+    Flock = 2,
     /// The lock of the end of the file. There is one such lock, whatever the range is.
-    End,
+    End = 3,
+}
+
+impl LockKind {
+    /// Returns the kind with a number; `None` if there is none.
+    pub fn of_number(number: u8) -> Option<Self> {
+        let kinds = [Self::Bytes, Self::Flock, Self::End];
+        kinds.into_iter().find(|kind| *kind as u8 == number)
+    }
 }
 
 /// A lock that a program requests.
@@ -85,10 +95,11 @@ pub struct WantedLock {
 
 /// Identifies a lock file, and with it all locks of one kind on one file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct LockFileKey {
+pub struct LockFileKey {
     /// Inode number of the locked file.
-    file: u64,
-    kind: LockKind,
+    pub file: u64,
+    /// Kind of the locks.
+    pub kind: LockKind,
 }
 
 impl WantedLock {
@@ -135,6 +146,55 @@ pub struct ConflictingLock {
 /// Returns the names of the other living hosts that may lock files in this backing.
 pub type OtherHosts = Box<dyn Fn() -> Result<Vec<String>, Errno> + Send>;
 
+/// Keeps locks for the next firnd, in case this one dies.
+///
+/// The backing keeps a lock as long as any process has a descriptor of the open lock file. So another process gets a
+/// descriptor, and a table outside of firnd says which program has which lock.
+pub trait LockKeeping: Send {
+    /// Keeps a descriptor of a lock file. Called before the first lock in that file.
+    fn keep_lock_file(&self, lock_file: u64, descriptor: BorrowedFd<'_>);
+    /// Closes the kept descriptor of a lock file.
+    fn drop_lock_file(&self, lock_file: u64);
+    /// Notes the locks of this kind that programs have on a file, in place of those noted before. Returns false if there
+    /// is no room; the locks from before then stay noted too.
+    fn note_locks(&self, lock_file: u64, key: LockFileKey, locks: &[HeldLock]) -> bool;
+}
+
+/// A lock that a program got from an earlier firnd.
+#[derive(Clone, Copy, Debug)]
+pub struct KeptLock {
+    /// The locked file.
+    pub key: LockFileKey,
+    /// The lock.
+    pub lock: HeldLock,
+}
+
+/// The locks that an earlier firnd left.
+#[derive(Debug, Default)]
+pub struct KeptLocks {
+    /// Descriptors of the lock files.
+    pub files: Vec<OwnedFd>,
+    /// Locks of programs. If the earlier firnd died while it changed locks of an owner, those of before and after the
+    /// change may both be here.
+    pub locks: Vec<KeptLock>,
+}
+
+/// What [`FileLocks::start`] needs.
+pub struct LockSetup<B: Backing> {
+    /// The backing.
+    pub base: B,
+    /// The directory with the lock files ([`FILE_LOCKS`]).
+    pub dir: B::Inode,
+    /// Name of this host.
+    pub host: String,
+    /// Called from time to time, to check whether locks reach those hosts.
+    pub other_hosts: OtherHosts,
+    /// Keeps the locks for the next firnd. `None`: they end with this firnd.
+    pub keeping: Option<Box<dyn LockKeeping>>,
+    /// Locks of an earlier firnd, which go on.
+    pub kept: KeptLocks,
+}
+
 /// The locks of one mount.
 pub struct FileLocks {
     shared: Arc<Shared>,
@@ -167,31 +227,28 @@ struct FileLocksState {
 pub struct Ticket(u64);
 
 impl Ticket {
-    /// Returns the unique number of the ticket. The number can also serve as the number of an owner that locks only
-    /// once.
+    /// Returns the unique number of the ticket. On mounts without a [`LockKeeping`] it can also serve as the number of an
+    /// owner that locks only once.
     pub fn number(self) -> u64 {
         self.0
     }
 }
 
 impl FileLocks {
-    /// Starts the lock thread for programs of the host of this name. The lock files are in `dir` ([`FILE_LOCKS`]).
-    ///
-    /// The thread calls `other_hosts` from time to time and checks whether locks reach those hosts.
-    pub fn start<B: Backing + 'static>(
-        base: B,
-        dir: B::Inode,
-        host: &str,
-        other_hosts: OtherHosts,
-    ) -> io::Result<Arc<Self>> {
+    /// Starts the lock thread for programs of this host.
+    pub fn start<B: Backing + 'static>(setup: LockSetup<B>) -> io::Result<Arc<Self>> {
+        let state = FileLocksState {
+            holders: owners_by_file(&setup.kept.locks),
+            ..FileLocksState::default()
+        };
         let shared = Arc::new(Shared {
-            state: Mutex::default(),
+            state: Mutex::new(state),
             changed: Condvar::new(),
         });
-        let mut keeper = Keeper::new(base, dir, host, other_hosts, Arc::clone(&shared));
+        let mut thread = LockThread::new(setup, Arc::clone(&shared));
         std::thread::Builder::new()
             .name("firn-locks".into())
-            .spawn(move || keeper.run())?;
+            .spawn(move || thread.run())?;
         Ok(Arc::new(Self { shared }))
     }
 
@@ -283,6 +340,14 @@ impl FileLocks {
             state.wait_for(&self.shared.changed, left);
         }
     }
+}
+
+fn owners_by_file(locks: &[KeptLock]) -> HashMap<LockFileKey, Vec<Owner>> {
+    let mut owners: HashMap<LockFileKey, Vec<Owner>> = HashMap::new();
+    for KeptLock { key, lock } in locks {
+        owners.entry(*key).or_default().push(lock.owner);
+    }
+    owners
 }
 
 impl Drop for FileLocks {

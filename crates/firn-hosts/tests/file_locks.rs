@@ -1,12 +1,16 @@
 //! Locks of files that several hosts have, over one simulated disk.
 
+use std::collections::HashMap;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::path::Path;
 use std::sync::mpsc::{self, Receiver};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use firn_backing::{Backing, Errno, LockMode, LockRange, Volume};
+use firn_backing::{Backing, DirBacking, Errno, LockMode, LockRange, Volume};
 use firn_hosts::{
-    ConflictingLock, FileLocks, LockKind, OnConflict, Owner, ReleasedLocks, Ticket, WantedLock, own,
+    ConflictingLock, FileLocks, HeldLock, KeptLock, KeptLocks, LockFileKey, LockKeeping, LockKind,
+    LockSetup, OnConflict, Owner, ReleasedLocks, Ticket, WantedLock, own,
 };
 use firn_sim::LockReach;
 use firn_sim::SimBacking;
@@ -37,7 +41,15 @@ fn host(disk: &SimBacking, name: &str, others: &[&str]) -> Arc<FileLocks> {
 fn host_on(base: SimBacking, name: &str, others: &[&str]) -> Arc<FileLocks> {
     let dir = own::must_find_dir(&base, &base.root(), DIR).expect("the directory");
     let others: Vec<String> = others.iter().map(|&other| other.to_owned()).collect();
-    FileLocks::start(base, dir, name, Box::new(move || Ok(others.clone()))).expect("start")
+    let setup = LockSetup {
+        base,
+        dir,
+        host: name.to_owned(),
+        other_hosts: Box::new(move || Ok(others.clone())),
+        keeping: None,
+        kept: KeptLocks::default(),
+    };
+    FileLocks::start(setup).expect("start")
 }
 
 fn owner(number: u64) -> Owner {
@@ -111,7 +123,7 @@ fn has_conflict(locks: &FileLocks, wanted: WantedLock) -> bool {
     found.expect("test").is_some()
 }
 
-fn names(disk: &SimBacking) -> Vec<String> {
+fn names<B: Backing>(disk: &B) -> Vec<String> {
     let dir = own::must_find_dir(disk, &disk.root(), DIR).expect("the directory");
     let listed = own::list(disk, &dir).expect("list");
     let names = listed.into_iter().map(|(name, ..)| name);
@@ -120,19 +132,114 @@ fn names(disk: &SimBacking) -> Vec<String> {
         .collect()
 }
 
-/// Random locks of owners on three hosts beside a model that has an entry for each byte and owner.
+const HOSTS: [(&str, [&str; 2]); 3] = [("a", ["b", "c"]), ("b", ["a", "c"]), ("c", ["a", "b"])];
+
 #[test]
 fn locks_of_three_hosts_are_those_of_one() {
+    let disk = disk();
+    let mut hosts = HOSTS.map(|(name, others)| host(&disk, name, &others));
+    compare_with_model(&mut hosts, |_| {});
+    assert_eq!(names(&disk), Vec::<String>::new(), "lock files stay");
+}
+
+/// What a firnd that died has left: duplicates of its lock files, and its locks.
+#[derive(Default)]
+struct KeptByTest {
+    files: Mutex<HashMap<u64, OwnedFd>>,
+    locks: Mutex<HashMap<u64, Vec<KeptLock>>>,
+}
+
+struct KeepingOfTest(Arc<KeptByTest>);
+
+impl LockKeeping for KeepingOfTest {
+    fn keep_lock_file(&self, lock_file: u64, descriptor: BorrowedFd<'_>) {
+        let descriptor = descriptor.try_clone_to_owned().expect("a duplicate");
+        self.0
+            .files
+            .lock()
+            .expect("files")
+            .insert(lock_file, descriptor);
+    }
+
+    fn drop_lock_file(&self, lock_file: u64) {
+        self.0.files.lock().expect("files").remove(&lock_file);
+    }
+
+    fn note_locks(&self, lock_file: u64, key: LockFileKey, locks: &[HeldLock]) -> bool {
+        let locks = locks.iter().map(|&lock| KeptLock { key, lock });
+        self.0
+            .locks
+            .lock()
+            .expect("locks")
+            .insert(lock_file, locks.collect());
+        true
+    }
+}
+
+impl KeptByTest {
+    fn copy(&self) -> KeptLocks {
+        let files = self.files.lock().expect("files");
+        let locks = self.locks.lock().expect("locks");
+        KeptLocks {
+            files: files
+                .values()
+                .map(|file| file.try_clone().expect("a duplicate"))
+                .collect(),
+            locks: locks.values().flatten().copied().collect(),
+        }
+    }
+}
+
+/// Starts the locks of a host in a directory, with what an earlier process of it has left.
+fn host_in(dir: &Path, at: usize, keeping: &Arc<KeptByTest>) -> Arc<FileLocks> {
+    let base = DirBacking::open(dir).expect("open");
+    let lock_dir = own::must_find_dir(&base, &base.root(), DIR).expect("the directory");
+    let (host, others) = HOSTS[at];
+    let setup = LockSetup {
+        base,
+        dir: lock_dir,
+        host: host.to_owned(),
+        other_hosts: Box::new(move || Ok(others.map(str::to_owned).to_vec())),
+        kept: keeping.copy(),
+        keeping: Some(Box::new(KeepingOfTest(Arc::clone(keeping)))),
+    };
+    FileLocks::start(setup).expect("start")
+}
+
+/// The same with hosts whose firnd is replaced again and again. The replaced ones are not stopped: a dead process releases
+/// nothing that another one has open.
+#[test]
+fn locks_of_three_hosts_go_on_when_a_firnd_is_replaced() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let base = DirBacking::open(dir.path()).expect("open");
+    own::make_dir(&base, &base.root(), DIR).expect("mkdir");
+    let kept: [Arc<KeptByTest>; 3] = Default::default();
+    let mut hosts = [0, 1, 2].map(|at| host_in(dir.path(), at, &kept[at]));
+    let mut step = 0;
+    compare_with_model(&mut hosts, |hosts| {
+        step += 1;
+        if step % 10 == 0 {
+            let at = step / 10 % HOSTS.len();
+            let next = host_in(dir.path(), at, &kept[at]);
+            std::mem::forget(std::mem::replace(&mut hosts[at], next));
+        }
+    });
+}
+
+/// Takes and releases random locks of owners on three hosts beside a model that has an entry for each byte and owner.
+/// Calls `change` before each step.
+fn compare_with_model(
+    hosts: &mut [Arc<FileLocks>; 3],
+    mut change: impl FnMut(&mut [Arc<FileLocks>; 3]),
+) {
     const BYTES: u64 = 10;
     const OWNERS: usize = 6;
     let seed: u64 = rand::random();
     println!("seed {seed}");
     let mut random = StdRng::seed_from_u64(seed);
-    let disk = disk();
-    let hosts = [("a", ["b", "c"]), ("b", ["a", "c"]), ("c", ["a", "b"])]
-        .map(|(name, others)| host(&disk, name, &others));
     let mut model = [[None; OWNERS]; BYTES as usize];
     for step in 0..1500 {
+        change(hosts);
         let number = random.random_range(0..OWNERS);
         let locks = &hosts[number % hosts.len()];
         let ends = [random.random_range(0..BYTES), random.random_range(0..BYTES)];
@@ -179,10 +286,9 @@ fn locks_of_three_hosts_are_those_of_one() {
             ReleasedLocks::Owner(number as u64),
         );
     }
-    for locks in &hosts {
+    for locks in hosts {
         locks.stop(LIMIT);
     }
-    assert_eq!(names(&disk), Vec::<String>::new(), "lock files stay");
 }
 
 /// A counter that is read and then written, by threads of three hosts, one of which dies on the way.

@@ -16,6 +16,7 @@ mod settle;
 
 use std::collections::{HashMap, HashSet};
 use std::ffi::OsStr;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -32,7 +33,7 @@ use crate::container::Memory;
 use crate::file::{ContainerSite, LoggedFile};
 use crate::file_dir;
 use crate::file_id::FileId;
-use crate::orphans::{self, DEAD, DYING};
+use crate::orphans::{self, DEAD, DYING, LastLife};
 use crate::tag::{self, TopId};
 use crate::turn;
 
@@ -104,7 +105,7 @@ pub struct LogBacking<B: Backing> {
     ended: Arc<EndedFiles<B>>,
     /// Counts files that were dropped from `files`. A look-up notices by it that a file became flat meanwhile.
     forget_count: AtomicU64,
-    /// Containers of files that this host was removing when it last ran.
+    /// Containers of files that this host was removing when it last ran, and has not begun to remove again.
     marked: Mutex<HashSet<String>>,
     /// The dead hosts whose removals were finished; `None` before the first search.
     dead_hosts: Mutex<Option<DeadHosts>>,
@@ -225,11 +226,33 @@ impl<B: Backing> LogBacking<B> {
     /// Opens the log layout over `below`. Its directory there is `.firn/log`. Finishes this host's own interrupted
     /// removals.
     pub fn open(below: B, setup: Setup) -> std::result::Result<Self, OwnError> {
+        Self::resume(below, setup, Vec::new())
+    }
+
+    /// Opens the log layout as [`LogBacking::open`] does, in place of an earlier process of this host. `nameless` are
+    /// files that programs still have open though their last name may be removed: their containers stay.
+    pub fn resume(
+        below: B,
+        setup: Setup,
+        nameless: Vec<OwnedFd>,
+    ) -> std::result::Result<Self, OwnError> {
+        let mut open_files = HashSet::new();
+        for descriptor in nameless {
+            let adopted = below.adopt(descriptor)?;
+            if adopted.attr.nlink == 0 {
+                open_files.extend(FileId::of(&below, &adopted.inode, &adopted.attr)?);
+            }
+        }
         let top = make_dir(&below)?;
         let top_id = TopId::of(&below.attr(&top)?);
         // This check comes before any change: logs of an earlier version are refused.
         file_dir::list_files(&below, &top)?;
-        let marked = orphans::clean_up_last_life(&below, &top, &setup.host, &setup.is_alive)?;
+        let last_life = LastLife {
+            host: &setup.host,
+            is_alive: &setup.is_alive,
+            open_files: &open_files,
+        };
+        let marked = orphans::clean_up_last_life(&below, &top, &last_life)?;
         let turn = match below.lane_of_turn(0) {
             Some(_) => turn::take_turn(&below, &top, &setup.host, &setup.is_alive),
             None => 0,
@@ -583,6 +606,14 @@ impl<B: Backing> LogBacking<B> {
         let Some((_, id)) = removed else {
             return Ok(());
         };
+        // The removal of this host's last life is not the one that goes on now.
+        let is_of_file = |container: &String| {
+            let found = FileId::of_container(container.as_bytes());
+            found.is_some_and(|(found, _)| found == *id)
+        };
+        self.marked
+            .lock()
+            .retain(|container| !is_of_file(container));
         self.refresh_listing()?;
         let file = {
             let mut files = self.files.lock();
@@ -595,6 +626,13 @@ impl<B: Backing> LogBacking<B> {
         file.is_dying.store(true, Ordering::Release);
         self.mark(&file, DYING)
             .inspect_err(|_| self.cancel_removal(&file))
+    }
+
+    /// Marks the containers of a file whose last name this host has removed. They go when this host has closed the file.
+    fn note_removed(&self, file: &LoggedFile<B>) -> Result<()> {
+        let marked = self.mark(file, DEAD);
+        file.is_removed.store(marked.is_ok(), Ordering::Release);
+        marked
     }
 
     /// Notes that the last name stays.
@@ -630,8 +668,7 @@ impl<B: Backing> LogBacking<B> {
             file.retry_while_lagging(&self.site(), &mut || file.unmark(&self.site()))?;
             return outcome;
         }
-        let marked = self.mark(&file, DEAD);
-        file.is_removed.store(marked.is_ok(), Ordering::Release);
+        let marked = self.note_removed(&file);
         self.files.lock().dying.remove(&id);
         marked?;
         if file.opens.load(Ordering::Acquire) == 0 {

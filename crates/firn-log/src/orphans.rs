@@ -22,6 +22,7 @@ use std::collections::{HashMap, HashSet};
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStringExt;
 
+use firn_backing::lock::Mutex;
 use firn_backing::{Backing, Errno, Kind, Result, Time};
 use firn_hosts::own::{self, STUBS, TOP};
 use firn_hosts::{OwnError, VoteDir};
@@ -98,19 +99,36 @@ fn remove_mark<B: Backing>(base: &B, container: &VoteDir<'_, B>, mark: &str) -> 
     }
 }
 
+/// What a clean-up at a mount knows.
+pub(crate) struct LastLife<'a> {
+    /// Name of this host.
+    pub(crate) host: &'a str,
+    pub(crate) is_alive: &'a Liveness,
+    /// Files that programs of this host still have open, and that have lost their last name.
+    pub(crate) open_files: &'a HashSet<FileId>,
+}
+
 /// Cleans up after this host's last life, at a mount.
 ///
 /// * Removes this host's registrations as a writer.
 /// * Removes half-removed containers of all hosts.
-/// * Removes containers of files that this host, or a host that is dead now, has removed.
+/// * Removes containers of files that this host, or a host that is dead now, has removed. Those of open files stay.
 ///
 /// Returns the containers of files that this host was removing and that still exist.
 pub(crate) fn clean_up_last_life<B: Backing>(
     base: &B,
     top: &B::Inode,
-    host: &str,
-    is_alive: &Liveness,
+    last_life: &LastLife<'_>,
 ) -> std::result::Result<HashSet<String>, OwnError> {
+    let &LastLife {
+        host,
+        is_alive,
+        open_files,
+    } = last_life;
+    let is_open = |container: &str| {
+        let id = FileId::of_container(container.as_bytes());
+        id.is_some_and(|(id, _)| open_files.contains(&id))
+    };
     let has_ended = |marking: &str| -> Result<bool> { Ok(marking == host || !is_alive(marking)?) };
     ignore_missing_lane(remove_half_removed(base, top))?;
     let mut marked = HashSet::new();
@@ -120,6 +138,9 @@ pub(crate) fn clean_up_last_life<B: Backing>(
             continue;
         };
         container.withdraw_hint(WRITING)?;
+        if is_open(&name) {
+            continue;
+        }
         let Some(mark) = Mark::of(&container)? else {
             continue;
         };
@@ -217,8 +238,8 @@ pub(crate) struct Search<'a, B: Backing> {
     pub(crate) top: &'a B::Inode,
     pub(crate) host: &'a str,
     pub(crate) is_alive: &'a Liveness,
-    /// Containers of files that this host was removing when it last ran.
-    pub(crate) marked: &'a HashSet<String>,
+    /// Containers of files that this host was removing when it last ran, and has not begun to remove again.
+    pub(crate) marked: &'a Mutex<HashSet<String>>,
 }
 
 impl<B: Backing> Search<'_, B> {
@@ -264,7 +285,12 @@ impl<B: Backing> Search<'_, B> {
                     orphans.lost.push(name)
                 }
                 ContainerLookup::Trusted(container) => {
-                    self.remove(&container, name, &mut orphans)?
+                    // A program may have removed the file during the walks, and may still have it open.
+                    let mark = Mark::of(&container)?;
+                    let is_over = mark.map(|mark| self.is_over(&mark, &name)).transpose()?;
+                    if is_over != Some(false) {
+                        self.remove(&container, name, &mut orphans)?;
+                    }
                 }
                 ContainerLookup::Distrusted => orphans.lost.push(name),
                 ContainerLookup::Gone => {}
@@ -281,7 +307,7 @@ impl<B: Backing> Search<'_, B> {
     /// Returns whether the host that put a mark is dead, or put it in its last life.
     fn is_over(&self, mark: &Mark, name: &str) -> Result<bool> {
         if mark.host == self.host {
-            Ok(self.marked.contains(name))
+            Ok(self.marked.lock().contains(name))
         } else {
             Ok(!(self.is_alive)(&mark.host)?)
         }

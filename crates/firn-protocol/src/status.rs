@@ -50,7 +50,7 @@ part! {
         gauge held_files: u64,
         /// Files with bytes in logs (layout=log), as far as this host knows.
         gauge logged_files: u64,
-        /// Bytes that this host wrote to logs of files that are not flattened yet, since the mount.
+        /// Bytes that this host wrote since the mount to logs that are not flattened yet.
         gauge logged_bytes: u64,
         /// Files synced and not changed since, as far as firnd remembers: 16,384 at most.
         gauge durable_files: u64,
@@ -82,7 +82,7 @@ part! {
         gauge live_table_bytes: u64,
         /// Entries for which the live table had no room.
         counter live_table_lost: u64,
-        /// Programs with a call that has waited for a second or longer; the 8 longest.
+        /// Programs with a call that has waited for a second or longer: the 8 longest.
         part waiting_programs: Vec<WaitingProgram>,
         /// Files that the file system did not put on the server that `placement` chose.
         counter misplaced_files: u64,
@@ -98,7 +98,7 @@ part! {
         histogram close_seconds: HistogramStatus,
         /// Time of fsync(2) and fdatasync(2) of files in firnd.
         histogram fsync_seconds: HistogramStatus,
-        /// Bytes taken from programs each second, over the last seconds.
+        /// Rate of bytes taken from programs.
         gauge ingest_bytes_per_second: f64,
         /// Bytes written to the backing.
         counter drain_bytes: u64,
@@ -110,19 +110,19 @@ part! {
         histogram drain_write_bytes: HistogramStatus,
         /// Time of write calls to the backing, failed ones included.
         histogram drain_seconds: HistogramStatus,
-        /// Bytes written to the backing each second, over the last seconds.
+        /// Rate of bytes written to the backing.
         gauge drain_bytes_per_second: f64,
         /// Bytes overwritten or removed before the drain.
         counter cancelled_bytes: u64,
         /// Bytes read by programs through firnd.
         counter read_bytes: u64,
-        /// Time that all closes together waited for the backing (`close=drain`).
+        /// Time that all closes waited for the backing (`close=drain`).
         counter close_wait_seconds: f64,
         /// Drained bytes kept in the arena to be read again.
         gauge cached_bytes: u64,
         /// Drained bytes that left the arena, for room or on request.
         counter evicted_bytes: u64,
-        /// Bytes of the arena in memory files, those ready to be used again included.
+        /// Bytes of memory files, those ready to be used again included.
         gauge memory_file_bytes: u64,
         /// Bytes of held files moved into memory files.
         counter settled_bytes: u64,
@@ -132,7 +132,7 @@ part! {
         gauge direct_files: u64,
         /// Slabs leased for direct access.
         gauge direct_leases: u64,
-        /// Leases ended because their client broke the rules.
+        /// Leases ended because their client broke rules.
         counter direct_errors: u64,
         /// Chunk lists that programs hold.
         gauge chunk_lists: u64,
@@ -144,7 +144,7 @@ part! {
         counter pulled_files: u64,
         /// Bytes that agents sent to other hosts.
         counter pulled_bytes: u64,
-        /// Bytes that agents send to other hosts each second, over the last seconds.
+        /// Rate of bytes that agents send to other hosts.
         gauge pulled_bytes_per_second: f64,
         /// The spill file, where there is one.
         part spill: Option<SpillStatus>,
@@ -162,7 +162,7 @@ part! {
         gauge host_differences: Vec<String>,
         /// Lines that firnd could not write to its log: no room, or over a limit.
         counter log_lines_lost: u64,
-        /// Bytes of the largest file that firnd may write to the backing: the limit of the process that started it.
+        /// Bytes of the largest file that firnd may write: the limit of the process that started it.
         gauge file_size_limit_bytes: Option<u64>,
         /// Requests of the kernel that failed, by operation. A lookup of a name that is not there is one.
         counter failed_requests: BTreeMap<String, u64>,
@@ -176,7 +176,7 @@ part! {
         counter rule_commits: BTreeMap<String, u64>,
         /// Checkpoints dropped because their writers ended before they were complete, by rule.
         counter rule_aborts: BTreeMap<String, u64>,
-        /// Failed begins and commits of commit rules, by rule; the log has them.
+        /// Failed begins and commits of commit rules, by rule.
         counter rule_failures: BTreeMap<String, u64>,
         /// Old checkpoints that `keep` removed, by rule.
         counter rule_removals: BTreeMap<String, u64>,
@@ -316,7 +316,7 @@ part! {
         gauge used_bytes: u64,
         /// Bytes moved to the spill file.
         counter moved_bytes: u64,
-        /// Bytes moved to the spill file each second, over the last seconds.
+        /// Rate of bytes moved to the spill file.
         gauge moved_bytes_per_second: f64,
         /// Whether nothing moves to the spill file: its last write failed, or it is damaged.
         gauge failing: bool,

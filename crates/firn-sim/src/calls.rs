@@ -334,6 +334,7 @@ impl Volume for SimBacking {
         Features {
             lane_count: self.lanes.further.load(Ordering::Relaxed) + 1,
             finishes_files: false,
+            shares_range_locks: false,
         }
     }
 

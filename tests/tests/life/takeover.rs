@@ -136,7 +136,7 @@ fn extensions(sandbox: &Sandbox, extension: &str) -> usize {
 /// Proves S-crash-11, S-write-1.
 #[test]
 fn writers_see_no_error_while_firnd_is_killed_again_and_again() {
-    run_writers_under_kills("writers", |_| {});
+    run_writers_under_kills("writers", "", |_| {});
 }
 
 /// They lose their data socket with firnd, and write through the kernel, or with direct access that the next one gives.
@@ -144,18 +144,25 @@ fn writers_see_no_error_while_firnd_is_killed_again_and_again() {
 /// Proves S-crash-11, S-write-1.
 #[test]
 fn writers_with_direct_access_see_no_error_while_firnd_is_killed_again_and_again() {
-    run_writers_under_kills("writers with direct access", |writer| {
+    run_writers_under_kills("writers with direct access", "", |writer| {
         writer
             .env("LD_PRELOAD", preload_library())
             .env(DIRECT_AFTER, "0");
     });
 }
 
-fn run_writers_under_kills(name: &str, prepare: fn(&mut Command)) {
+/// Proves S-crash-11, S-log-1.
+#[test]
+fn writers_to_logs_see_no_error_while_firnd_is_killed_again_and_again() {
+    run_writers_under_kills("writers to logs", ",layout=log", |_| {});
+}
+
+fn run_writers_under_kills(name: &str, options: &str, prepare: fn(&mut Command)) {
     let seed = seed(&format!("takeover under {name}"));
     let mut rng = generator(seed);
     let sandbox = Sandbox::new("writers");
-    let mut mount = FirnMount::new(&sandbox, "arena-size=64M,chunk-size=1M,takeover=auto");
+    let options = format!("arena-size=64M,chunk-size=1M,takeover=auto{options}");
+    let mut mount = FirnMount::new(&sandbox, &options);
     let mut writers: Vec<(Child, PathBuf, PathBuf)> = Vec::new();
     for index in 0..WRITERS {
         let dir = mount.join(format!("w{index}"));
@@ -455,6 +462,87 @@ const LINES: [Line; 17] = [
     },
 ];
 
+/// What firnd does for all hosts when files are in logs.
+const LINES_OF_LOGS: [Line; 5] = [
+    Line {
+        name: "append: its bytes",
+        call: |number, _| is(number, &[libc::SYS_pwrite64, libc::SYS_pwritev]),
+        prepare: prepare_lines,
+        act: append_lines,
+        check: check_lines,
+    },
+    Line {
+        name: "append: its sync",
+        call: |number, _| is(number, &[libc::SYS_fsync, libc::SYS_fdatasync]),
+        prepare: prepare_lines,
+        act: append_lines,
+        check: check_lines,
+    },
+    Line {
+        name: "append: the lock of the end",
+        call: is_ofd_lock,
+        prepare: prepare_lines,
+        act: append_lines,
+        check: check_lines,
+    },
+    Line {
+        name: "lock and unlock",
+        call: is_ofd_lock,
+        prepare: prepare_lines,
+        act: lock_and_unlock,
+        check: |_| {},
+    },
+    Line {
+        name: "close with a lock",
+        call: is_ofd_lock,
+        prepare: prepare_lines,
+        act: |dir| {
+            let lock = rustix::fs::FlockOperation::LockExclusive;
+            for _ in 0..2 {
+                rustix::fs::flock(&File::open(dir.join("lines"))?, lock)?;
+            }
+            Ok(())
+        },
+        check: |_| {},
+    },
+];
+
+/// Calls of each line at which firnd is killed.
+const CALLS_OF_LOGS: usize = 4;
+
+fn is_ofd_lock(number: libc::c_long, arguments: &[u64; 6]) -> bool {
+    number == libc::SYS_fcntl && arguments[1] == libc::F_OFD_SETLK as u64
+}
+
+fn prepare_lines(dir: &Path) {
+    fs::write(dir.join("lines"), "one\n").expect("write");
+}
+
+fn append_lines(dir: &Path) -> std::io::Result<()> {
+    let mut file = OpenOptions::new().append(true).open(dir.join("lines"))?;
+    file.write_all(b"two\n")?;
+    file.write_all(b"three\n")
+}
+
+fn check_lines(dir: &Path) {
+    let lines = fs::read_to_string(dir.join("lines")).expect("read");
+    assert_eq!(lines, "one\ntwo\nthree\n");
+}
+
+/// Takes and releases a lock, and sees both through another open file.
+fn lock_and_unlock(dir: &Path) -> std::io::Result<()> {
+    use rustix::fs::FlockOperation::{
+        LockExclusive, NonBlockingLockExclusive, NonBlockingLockShared, Unlock,
+    };
+    let holder = File::open(dir.join("lines"))?;
+    let other = File::open(dir.join("lines"))?;
+    rustix::fs::flock(&holder, LockExclusive)?;
+    let refused = rustix::fs::flock(&other, NonBlockingLockShared);
+    assert_eq!(refused, Err(rustix::io::Errno::WOULDBLOCK));
+    rustix::fs::flock(&holder, Unlock)?;
+    Ok(rustix::fs::flock(&other, NonBlockingLockExclusive)?)
+}
+
 /// Uses a file that loses its name while it is open. It holds "old bytes".
 fn go_on_without_name(
     path: &Path,
@@ -504,38 +592,51 @@ pub(crate) fn act_with_kill(
 /// Proves S-crash-12.
 #[test]
 fn each_change_takes_effect_once_with_firnd_killed_before_and_after_it() {
+    let reached = kill_around_each_change(&LINES, 1, &taken_over());
+    assert_eq!(reached, 2 * LINES.len(), "each call is made");
+}
+
+/// Proves S-crash-12: changes in logs make other calls, and some make none of those.
+#[test]
+fn each_change_in_logs_takes_effect_once_with_firnd_killed_before_and_after_it() {
+    let options = format!("{},layout=log", taken_over());
+    kill_around_each_change(&LINES, 1, &options);
+    let reached = kill_around_each_change(&LINES_OF_LOGS, CALLS_OF_LOGS, &options);
+    assert!(reached >= 4 * LINES_OF_LOGS.len(), "most calls are made");
+}
+
+/// Kills firnd before and after each of the first `calls` calls of each line. Returns how many of them were made.
+fn kill_around_each_change(lines: &[Line], calls: usize, options: &str) -> usize {
     let sandbox = Sandbox::new("once");
-    let mut mount = FirnMount::new(&sandbox, &taken_over());
-    for (index, line) in LINES.iter().enumerate() {
-        for when in [Moment::Before, Moment::After] {
-            let dir = mount.join(format!("{index}-{when:?}"));
+    let mut mount = FirnMount::new(&sandbox, options);
+    let mut reached = 0;
+    let mut checks: Vec<(PathBuf, fn(&Path))> = Vec::new();
+    for (index, line) in lines.iter().enumerate() {
+        for (skip, when) in (0..2 * calls).map(|kill| (kill / 2, MOMENTS[kill % 2])) {
+            let name = PathBuf::from(format!("{index}-{skip}-{when:?}"));
+            let dir = mount.join(&name);
             fs::create_dir(&dir).expect("mkdir");
             (line.prepare)(&dir);
             let call = line.call;
-            let at = KillAt {
-                call,
-                skip: 0,
-                when,
-            };
+            let at = KillAt { call, skip, when };
             let done = act_with_kill(&mut mount, at, || (line.act)(&dir));
-            assert!(
-                matches!(done, Ok(true)),
-                "{} with firnd killed {when:?}: {done:?}",
-                line.name
-            );
+            let kill = format!("{}, killed {when:?} call {skip}", line.name);
+            reached += usize::from(done.unwrap_or_else(|error| panic!("{kill}: {error}")));
             (line.check)(&dir);
-            println!("{}, killed {when:?}: once", line.name);
+            println!("{kill}: once");
+            checks.push((name, line.check));
         }
     }
-    assert_eq!(mount.status().takeovers as usize, 2 * LINES.len());
+    assert_eq!(mount.status().takeovers as usize, checks.len());
     assert_eq!(mount.status().lost_open_files, 0);
     let backing = mount.umount();
-    for (index, line) in LINES.iter().enumerate() {
-        for when in [Moment::Before, Moment::After] {
-            (line.check)(&backing.join(format!("{index}-{when:?}")));
-        }
+    for (name, check) in checks {
+        check(&backing.join(name));
     }
+    reached
 }
+
+const MOMENTS: [Moment; 2] = [Moment::Before, Moment::After];
 
 /// An answer of firnd to the kernel.
 pub(crate) fn is_answer(number: libc::c_long, _: &[u64; 6]) -> bool {
@@ -616,9 +717,19 @@ const ANSWERS_OF_CI: usize = 8;
 /// Proves S-crash-11, S-crash-12.
 #[test]
 fn each_request_is_answered_with_firnd_killed_before_its_answer() {
+    kill_before_answers(&taken_over());
+}
+
+/// Proves S-crash-11, S-crash-12.
+#[test]
+fn each_request_about_logs_is_answered_with_firnd_killed_before_its_answer() {
+    kill_before_answers(&format!("{},layout=log", taken_over()));
+}
+
+fn kill_before_answers(options: &str) {
     let seed = seed("answers");
     let sandbox = Sandbox::new("answers");
-    let mut mount = FirnMount::new(&sandbox, &taken_over());
+    let mut mount = FirnMount::new(&sandbox, options);
     let is_campaign = env_count("FIRN_TAKEOVER_KILLS", 0) > 0;
     let step = if is_campaign { 1 } else { ANSWERS_OF_CI };
     let mut kills = 0;

@@ -794,10 +794,23 @@ fn kills_at_random_moments_abort_what_is_open_and_nothing_else() {
         verify(dir, log);
     }
     assert_eq!(find_generation(&scope), generation);
+    let log = sandbox.logs();
     let backing = mount.umount();
     assert_eq!(find_generation(&backing.join("scope")), generation);
     for step in whole {
-        assert_eq!(find_generation(&backing.join(format!("step-{step}"))), step);
+        let name = format!("step-{step}");
+        let names: Vec<_> = fs::read_dir(backing.join(&name))
+            .into_iter()
+            .flatten()
+            .collect();
+        let lines: Vec<&str> = log.lines().filter(|line| line.contains(&name)).collect();
+        assert_eq!(
+            names.len() as u64,
+            FILES + 1,
+            "{name}: {names:?}\n{}",
+            lines.join("\n")
+        );
+        assert_eq!(find_generation(&backing.join(name)), step);
     }
     for (_, dir, log) in &writers {
         verify(&backing.join(dir.file_name().expect("a name")), log);

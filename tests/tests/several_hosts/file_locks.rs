@@ -14,8 +14,11 @@ use std::time::Duration;
 
 use firn_tests::fsops::errno;
 use firn_tests::preloaded::{Frontend, python};
+use firn_tests::random::{env_count, generator};
+use firn_tests::sandbox::{is_zombie, keeper_of, kill_alone};
 use firn_tests::stop::StopAtEnd;
-use firn_tests::{FirnMount, Sandbox, run, wait_until};
+use firn_tests::{FirnMount, Sandbox, run, seed, wait_until};
+use rand::RngExt;
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 
@@ -403,6 +406,119 @@ fn locks_of_a_host_that_is_killed_are_free() {
     });
     drop((held, file));
     umount([mount, cluster.mount(0)]);
+    cluster.assert_nothing_is_left();
+}
+
+/// Proves S-log-44, S-crash-11: firnd dies on one host, and programs of no host notice, also while no firnd is there.
+#[test]
+fn locks_go_on_while_firnd_is_killed() {
+    let cluster = Hosts::new("lock-on");
+    let [mut mount, other] = cluster.mounts();
+    let (read, write, none) = (libc::F_RDLCK, libc::F_WRLCK, libc::F_UNLCK);
+    let [here, there] = [&mount, &other].map(|mount| open(&mount.join("file")));
+    let [shared_here, shared_there] = [&mount, &other].map(|mount| open(&mount.join("shared")));
+    lock_range(&here, write, (10, 10), false).expect("lock");
+    flock(&here, FlockOperation::LockExclusive).expect("lock");
+    for shared in [&shared_here, &shared_there] {
+        lock_range(shared, read, (5, 5), false).expect("lock");
+    }
+    let assert_held = || {
+        assert_refused(lock_range(&there, read, (19, 1), false));
+        lock_range(&there, write, (20, 0), false).expect("what is free stays free");
+        let refused = flock(&there, FlockOperation::NonBlockingLockShared);
+        assert_eq!(refused, Err(Errno::WOULDBLOCK));
+        assert_refused(lock_range(&shared_there, write, (5, 1), false));
+    };
+    for _ in 0..3 {
+        let (firnd, keeper) = (mount.pid(), keeper_of(mount.pid()).expect("a keeper"));
+        mount.wait_until_served_well();
+        kill_alone(keeper, libc::SIGSTOP);
+        kill_alone(firnd, libc::SIGKILL);
+        wait_until("firnd is dead", LIMIT, || is_zombie(firnd));
+        assert_held();
+        kill_alone(keeper, libc::SIGCONT);
+        mount.note_takeover(firnd);
+        assert_held();
+        // The owner's locks are its own as before, and one host's programs exclude each other.
+        lock_range(&here, write, (12, 4), false).expect("lock");
+        let beside = open(&mount.join("file"));
+        assert_refused(lock_range(&beside, read, (10, 1), false));
+    }
+    // Those who wait go on waiting: for the other host, and to be killed.
+    lock_range(&there, write, (40, 10), false).expect("lock");
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| lock_range(&here, write, (45, 1), true));
+        let mut killed = waiter(&mount);
+        mount.kill_and_go_on();
+        killed.kill().expect("kill");
+        wait_until("it is gone", LIMIT, || {
+            killed.try_wait().expect("wait").is_some()
+        });
+        assert!(!waiting.is_finished(), "the lock is not free yet");
+        lock_range(&there, none, (40, 10), false).expect("unlock");
+        waiting.join().expect("a thread").expect("lock");
+    });
+    assert_refused(lock_range(&there, read, (45, 1), false));
+    // A part of it is released, and firnd dies again.
+    lock_range(&here, none, (14, 2), false).expect("unlock");
+    mount.kill_and_go_on();
+    lock_range(&there, write, (14, 2), false).expect("lock");
+    assert_refused(lock_range(&there, write, (13, 1), false));
+    assert_refused(lock_range(&there, write, (16, 1), false));
+    assert_eq!(mount.status().lost_open_files, 0);
+    drop((here, shared_here));
+    lock_range(&there, write, WHOLE, true).expect("lock");
+    flock(&there, FlockOperation::LockExclusive).expect("lock");
+    lock_range(&shared_there, write, WHOLE, true).expect("lock");
+    drop((there, shared_there));
+    umount([mount, other]);
+    cluster.assert_nothing_is_left();
+}
+
+/// Proves S-crash-11, S-crash-12, S-log-43: each line is there once, in its writer's order, and no append fails.
+#[test]
+fn lines_are_appended_once_while_firnd_is_killed() {
+    let kills = env_count("FIRN_TAKEOVER_KILLS", 6);
+    let seed = seed("appends under kills");
+    let mut rng = generator(seed);
+    let cluster = Hosts::new("append-on");
+    let mut mounts = cluster.mounts();
+    let paths = [0, 1].map(|host| mounts[host].join("lines"));
+    let is_over = AtomicBool::new(false);
+    let counts = std::thread::scope(|scope| {
+        let _ended = StopAtEnd(&is_over);
+        let writers = [0, 1].map(|host| {
+            let (path, is_over) = (&paths[host], &is_over);
+            scope.spawn(move || {
+                let kept = open_to_append(path).expect("open");
+                let mut number = 0;
+                while !is_over.load(Ordering::Acquire) {
+                    let anew = open_to_append(path).expect("open");
+                    let mut file = if number % 2 == 0 { &kept } else { &anew };
+                    file.write_all(&line(host, number)).expect("append");
+                    number += 1;
+                }
+                number
+            })
+        });
+        for _ in 0..kills {
+            // The random moment is the point of the test, not a wait for a condition.
+            std::thread::sleep(Duration::from_millis(rng.random_range(250..600)));
+            let host = rng.random_range(0..2);
+            mounts[host].note_progress();
+            mounts[host].kill_and_go_on();
+        }
+        is_over.store(true, Ordering::Release);
+        writers.map(|writer| writer.join().expect("a writer"))
+    });
+    let all = counts.map(|count| (0..count).collect::<Vec<u64>>());
+    for path in &paths {
+        assert_eq!(numbers_of(&fs::read(path).expect("read")), all);
+    }
+    println!("{kills} kills, {counts:?} lines");
+    umount(mounts);
+    let plain = fs::read(cluster.backing().join("lines")).expect("read");
+    assert_eq!(numbers_of(&plain), all);
     cluster.assert_nothing_is_left();
 }
 

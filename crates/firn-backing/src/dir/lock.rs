@@ -1,14 +1,54 @@
 //! Locks of files in a real directory, without waiting.
 //!
 //! * A lock of a whole file is a flock(2): it belongs to the open file.
-//! * A lock of a range is an fcntl(2) lock: it belongs to the process. libc makes this call, because rustix has none for
-//!   ranges.
+//! * A lock of a range is an fcntl(2) lock. It belongs to the open file, or to the process ([`RangeOwner`]). libc makes
+//!   this call, because rustix has none for ranges.
 
 use std::os::fd::{AsRawFd, BorrowedFd};
 
-use rustix::fs::{self, FlockOperation};
+use rustix::fs::{self, FlockOperation, fstatfs};
 
 use crate::{Errno, LockMode, LockRange, Result};
+
+/// The owner of locks of ranges.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum RangeOwner {
+    /// The open file. A lock lives as long as any process has a descriptor of that open file (`F_OFD_SETLK`).
+    OpenFile,
+    /// The process (`F_SETLK`). It is the owner on FUSE: there, the kernel does not tell the server when a lock of an
+    /// open file ends by a close.
+    Process,
+}
+
+/// `f_type` of statfs(2) of FUSE (linux/magic.h).
+const FUSE_SUPER_MAGIC: u32 = 0x6573_5546;
+
+impl RangeOwner {
+    /// Returns the owner of locks in the file system of `fd`.
+    pub(super) fn in_file_system_of(fd: BorrowedFd<'_>) -> Self {
+        // The width of `f_type` differs between architectures; the numbers have 32 bits.
+        match fstatfs(fd) {
+            Ok(stat) if stat.f_type as u32 != FUSE_SUPER_MAGIC => Self::OpenFile,
+            _ => Self::Process,
+        }
+    }
+
+    /// Returns the command of fcntl(2) that sets a lock.
+    fn set_command(self) -> libc::c_int {
+        match self {
+            Self::OpenFile => libc::F_OFD_SETLK,
+            Self::Process => libc::F_SETLK,
+        }
+    }
+
+    /// Returns the command of fcntl(2) that looks for a conflicting lock.
+    fn test_command(self) -> libc::c_int {
+        match self {
+            Self::OpenFile => libc::F_OFD_GETLK,
+            Self::Process => libc::F_GETLK,
+        }
+    }
+}
 
 /// Locks a whole file. Returns false if another open file has a conflicting lock.
 pub(super) fn take_file(file: BorrowedFd<'_>, mode: LockMode) -> Result<bool> {
@@ -23,13 +63,14 @@ pub(super) fn take_file(file: BorrowedFd<'_>, mode: LockMode) -> Result<bool> {
     }
 }
 
-/// Locks a range, or unlocks it if `mode` is `None`. Returns false if another process has a conflicting lock.
+/// Locks a range, or unlocks it if `mode` is `None`. Returns false if another owner has a conflicting lock.
 pub(super) fn set_range(
+    owner: RangeOwner,
     file: BorrowedFd<'_>,
     range: LockRange,
     mode: Option<LockMode>,
 ) -> Result<bool> {
-    match call_fcntl(file, libc::F_SETLK, range, mode) {
+    match call_fcntl(file, owner.set_command(), range, mode) {
         Ok(_) => Ok(true),
         // POSIX allows both for a conflict.
         Err(Errno::AGAIN | Errno::ACCESS) => Ok(false),
@@ -39,15 +80,16 @@ pub(super) fn set_range(
 
 /// Whether a lock of this range and mode would be granted now.
 pub(super) fn is_range_free(
+    owner: RangeOwner,
     file: BorrowedFd<'_>,
     range: LockRange,
     mode: LockMode,
 ) -> Result<bool> {
-    let conflict = call_fcntl(file, libc::F_GETLK, range, Some(mode))?;
+    let conflict = call_fcntl(file, owner.test_command(), range, Some(mode))?;
     Ok(conflict.l_type == libc::F_UNLCK as i16)
 }
 
-/// Calls fcntl(2) with `F_SETLK` or `F_GETLK` for a range; `mode` `None` unlocks. Returns the lock as the kernel wrote it.
+/// Calls fcntl(2) with a command for a range; `mode` `None` unlocks. Returns the lock as the kernel wrote it.
 fn call_fcntl(
     file: BorrowedFd<'_>,
     command: libc::c_int,

@@ -15,7 +15,8 @@ use std::time::Instant;
 
 use firn_backing::{Backing, Errno, LockMode, LockRange};
 use firn_engine::{
-    Appended, ClientId, ClosePolicy, Closing, Done, Engine, FsyncPolicy, HandleId, Written,
+    Appended, ClientId, ClosePolicy, Closing, Done, Engine, FsyncPolicy, HandleId, SharedAppend,
+    Written,
 };
 use firn_format::data_socket::{
     ADOPT_AGAIN, AppendProgress, DATA_BYTES_MAX, Op, Reply, Request, Status,
@@ -340,9 +341,16 @@ impl<B: Backing> StubRequest<'_, B> {
             locks.acquire(ticket, wanted, OnConflict::Wait);
         })?;
         // The offset is known only after the append, so the first note has offset 0.
+        let shared_append = SharedAppend {
+            data: &data,
+            size_max,
+            by: None,
+            repeated_at: None,
+            note_offset: &mut |_| {},
+        };
         let appended = source
             .note_progress(0, None)
-            .and_then(|()| self.engine.append_known(handle, &data, size_max, None));
+            .and_then(|()| self.engine.append_known(handle, shared_append));
         let what = ReleasedLocks::Owner(owner.number);
         let released = wait_for_result(|done| locks.release(file, LockKind::End, what, done));
         if let Err(error) = released {

@@ -46,6 +46,14 @@ pub(crate) struct ResumedMount {
     pub(crate) died: Duration,
     /// Open files that have no name any more.
     pub(crate) files: Vec<KeptFile>,
+    pub(crate) lock_files: Vec<KeptLockFile>,
+}
+
+/// A lock file in the backing, with the locks that the earlier firnd had in it.
+pub(crate) struct KeptLockFile {
+    /// Its inode number.
+    pub(crate) ino: u64,
+    pub(crate) descriptor: OwnedFd,
 }
 
 /// The connection with the keeper, from firnd's side.
@@ -109,11 +117,19 @@ impl Summons {
                 None => "refused: the new firnd ended and did not say why".into(),
             },
         };
-        let files = copy_files(&kept)?;
+        let copies_of = |tag: Tag| copy_descriptors(&kept, tag);
+        let files = copies_of(Tag::NamelessFile)?.into_iter();
+        let files = files.map(|(number, descriptor)| KeptFile {
+            node: InodeId(number),
+            descriptor,
+        });
+        let lock_files = copies_of(Tag::LockFile)?.into_iter();
+        let lock_files = lock_files.map(|(ino, descriptor)| KeptLockFile { ino, descriptor });
         let resumed = died.map(|died| ResumedMount {
             device,
             died,
-            files,
+            files: files.collect(),
+            lock_files: lock_files.collect(),
         });
         let state = LinkState {
             socket: Arc::new(socket),
@@ -150,6 +166,14 @@ impl KeeperLink {
         state.kept.retain(|kept| kept.label != label);
         state.kept.push(KeptDescriptor { label, descriptor });
         sent
+    }
+
+    /// Makes the keeper close the descriptor with this label.
+    pub(crate) fn drop_kept(&self, label: Label) {
+        let mut state = self.state.lock();
+        // After a failure the keeper is dead, and the next keeper does not get the descriptor.
+        let _ = state.socket.drop_kept(label);
+        state.kept.retain(|kept| kept.label != label);
     }
 
     /// Gives the keeper the connection of the mount. From now on another firnd can take the mount over.
@@ -264,11 +288,7 @@ impl FileKeeper for KeeperLink {
     }
 
     fn drop_file(&self, node: InodeId) {
-        let label = label_of_file(node);
-        let mut state = self.state.lock();
-        // After a failure the keeper is dead, and the next keeper does not get the file.
-        let _ = state.socket.drop_kept(label);
-        state.kept.retain(|kept| kept.label != label);
+        self.drop_kept(label_of_file(node));
     }
 }
 
@@ -279,16 +299,10 @@ fn label_of_file(node: InodeId) -> Label {
     }
 }
 
-fn copy_files(kept: &[KeptDescriptor]) -> io::Result<Vec<KeptFile>> {
-    let files = kept
-        .iter()
-        .filter(|kept| kept.label.tag == Tag::NamelessFile);
-    let copies = files.map(|kept| {
-        Ok(KeptFile {
-            node: InodeId(kept.label.number),
-            descriptor: kept.descriptor.try_clone()?,
-        })
-    });
+/// Copies the descriptors with a tag. Returns them with the numbers of their labels.
+fn copy_descriptors(kept: &[KeptDescriptor], tag: Tag) -> io::Result<Vec<(u64, OwnedFd)>> {
+    let tagged = kept.iter().filter(|kept| kept.label.tag == tag);
+    let copies = tagged.map(|kept| Ok((kept.label.number, kept.descriptor.try_clone()?)));
     copies.collect()
 }
 

@@ -42,6 +42,8 @@ pub(crate) enum Tag {
     NextRequest = 11,
     /// A file to which the firnd of an upgrade writes why it does not serve.
     UpgradeReport = 12,
+    /// A lock file in the backing. The label's number is its inode number.
+    LockFile = 13,
 }
 
 impl Tag {
@@ -59,6 +61,7 @@ impl Tag {
             Self::NextProgram,
             Self::NextRequest,
             Self::UpgradeReport,
+            Self::LockFile,
         ]
         .into_iter()
         .find(|tag| *tag as u8 == number)

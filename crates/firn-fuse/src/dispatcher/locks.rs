@@ -9,12 +9,15 @@
 //! | setlk that unlocks, close, release | drain the pending bytes and make them known to other hosts | release the lock |
 //! | write to a file that is open with O_APPEND | acquire the lock of the file's end | write the bytes to the backing; release the lock |
 //!
+//! If firnd dies in an append, the kernel sends the append again. The next firnd still has the lock of the file's end,
+//! under the number of the request, and writes the bytes at the same offset.
+//!
 //! No thread waits for a lock or a drain: each step is a callback.
 
 use std::sync::Arc;
 
 use firn_backing::{Backing, Errno, LockMode, LockRange};
-use firn_engine::{Appended, HandleId, InodeId};
+use firn_engine::{Appended, HandleId, InodeId, SharedAppend, Subjects};
 use firn_hosts::{FileLocks, LockKind, OnConflict, Owner, ReleasedLocks, WantedLock};
 use firn_workers::Class;
 
@@ -207,7 +210,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         locks: &Arc<FileLocks>,
         append: Append,
         data: Vec<u8>,
-        reply: Reply<R>,
+        mut reply: Reply<R>,
     ) {
         let Append {
             target,
@@ -219,20 +222,29 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             Err(error) => return reply.error(error),
         };
         let engine = Arc::clone(&self.engine);
+        let earlier = reply.begin_once(&engine, Subjects::default);
+        let repeated_at = earlier.and_then(|noted| noted.append_offset);
         let coherence = Arc::clone(&self.coherence);
         let workers = self.workers.clone();
         let locks_after_write = Arc::clone(locks);
         let ticket = locks.next_ticket();
-        let owner_number = ticket.number();
+        let owner_number = reply.number();
         let locks_to_interrupt = Arc::clone(locks);
         reply.set_withdraw(Arc::new(move || locks_to_interrupt.interrupt(ticket)));
         let granted = move |granted: Result<(), Errno>| {
             if let Err(error) = granted {
                 return reply.error(error);
             }
+            let mut reply = reply;
             workers.run_about(Class::Call, Topic::Inode(target.inode), move || {
-                let appended =
-                    engine.append_known(target.handle, &data, LockRange::LAST, Some(&process));
+                let shared_append = SharedAppend {
+                    data: &data,
+                    size_max: LockRange::LAST,
+                    by: Some(&process),
+                    repeated_at,
+                    note_offset: &mut |offset| reply.note_append(offset),
+                };
+                let appended = engine.append_known(target.handle, shared_append);
                 let done = Box::new(move |released: Result<(), Errno>| {
                     if let Err(error) = released {
                         tracing::warn!(%error, ino = file, "cannot let go of the end of a file");

@@ -19,10 +19,13 @@ pub struct Owner {
 
 /// A held lock of a byte range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct HeldLock {
-    pub(super) owner: Owner,
-    pub(super) range: LockRange,
-    pub(super) mode: LockMode,
+pub struct HeldLock {
+    /// The program that has the lock.
+    pub owner: Owner,
+    /// The locked bytes.
+    pub range: LockRange,
+    /// Shared or exclusive.
+    pub mode: LockMode,
 }
 
 /// The locks of this host's programs on one file; the module text describes it.
@@ -34,6 +37,11 @@ pub(super) struct Table {
 impl Table {
     pub(super) fn is_empty(&self) -> bool {
         self.held.is_empty()
+    }
+
+    /// Returns all locks.
+    pub(super) fn locks(&self) -> &[HeldLock] {
+        &self.held
     }
 
     pub(super) fn owners(&self) -> impl Iterator<Item = Owner> {

@@ -431,6 +431,10 @@ impl<B: Backing> Files for LogBacking<B> {
         let below = self.below.adopt(descriptor)?;
         let inode = self.make_inode(below.inode, &below.attr, Region::Files, false)?;
         let logged = self.open_logged(&inode, below.access)?;
+        if let Some(opened) = logged.as_ref().filter(|_| below.attr.nlink == 0) {
+            // An earlier process of this host may have ended between the removal of the name and this mark.
+            self.note_removed(&opened.file)?;
+        }
         Ok(Adopted {
             inode,
             file: LogFile {

@@ -415,13 +415,12 @@ impl<B: Backing> LogBacking<B> {
 
     /// Searches for containers without a file.
     fn search_orphans(&self, scope: Scope) -> Result<Orphans> {
-        let marked = self.marked.lock().clone();
         let search = Search {
             base: &self.below,
             top: &self.top,
             host: &self.setup.host,
             is_alive: &self.setup.is_alive,
-            marked: &marked,
+            marked: &self.marked,
         };
         let orphans = search.run(scope)?;
         let is_waiting = |name: &String| orphans.waiting.contains(name);

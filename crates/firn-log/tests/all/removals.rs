@@ -355,6 +355,55 @@ fn a_removal_of_a_host_that_lives_is_left_to_it() {
     }
 }
 
+/// A host died before it removed a name, and is back. While it ends that removal, a program that has the file open removes
+/// the name: the file keeps its logs until the program closes it.
+#[test]
+fn regression_a_removal_that_begins_again_is_not_ended_as_the_last_one() {
+    fn begin() -> (World, SimBacking) {
+        let mut world = World::new();
+        let (_, dir) = first_container(&world.disk).expect("one");
+        own::replace_file(&world.disk, &dir, "dying", b"b").expect("mark");
+        world.file = None;
+        world.b_dies();
+        world.living.lock().insert("b");
+        let disk_of_b = world.disk.another_process();
+        world.b = logged(&disk_of_b, "b", &world.living);
+        let (inode, _) = world.b.lookup(&world.b.root(), OsStr::new("x")).expect("x");
+        world.file = Some(world.b.open(&inode, Access::Read).expect("open"));
+        (world, disk_of_b)
+    }
+    let calls = {
+        let (world, disk_of_b) = begin();
+        let before = disk_of_b.steps();
+        world.b.end_removals().expect("end");
+        disk_of_b.steps() - before
+    };
+    for at in 1..=calls {
+        let (mut world, disk_of_b) = begin();
+        let hang = disk_of_b.hang_at(disk_of_b.steps() + at);
+        std::thread::scope(|scope| {
+            let ending = scope.spawn(|| world.b.end_removals());
+            hang.await_call();
+            let removed = world.b.unlink(&world.b.root(), OsStr::new("x"));
+            removed.expect("unlink");
+            hang.release();
+            ending.join().expect("no panic").expect("end");
+        });
+        assert!(
+            !containers(&world.disk).is_empty(),
+            "call {at}: a program has the file open"
+        );
+        let file = world.file.as_ref().expect("open");
+        let mut bytes = vec![0; DATA.len()];
+        let count = world.b.read_at(file, &mut bytes, 0);
+        assert_eq!(count, Ok(DATA.len()), "call {at}");
+        assert!(bytes == DATA, "call {at}");
+        world.file = None;
+        assert_eq!(world.b.settle().error, None, "call {at}");
+        world.assert_whole_or_gone("x", at);
+    }
+}
+
 /// A host dies before it removes the name. While another host searches for the file, the file is renamed. Its logs
 /// stay.
 #[test]

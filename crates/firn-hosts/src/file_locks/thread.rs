@@ -7,18 +7,23 @@
 //!
 //! A request for a lock is tried at once and then again with growing pauses, until it is granted, fails or is
 //! interrupted. So the thread never blocks in a lock call.
+//!
+//! With a [`LockKeeping`], locks outlive firnd. A lock is noted after the backing has granted it and before its program
+//! hears of it; its note changes before the backing releases it. So the next firnd keeps what is noted, and releases
+//! everything else in the kept lock files.
 
 use std::collections::HashMap;
 use std::ffi::OsStr;
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use firn_backing::{Backing, Errno, LockMode, LockRange, LockRequest};
+use firn_backing::{Backing, DescriptorUse, Errno, LockMode, LockRange, LockRequest};
 
 use super::table::{HeldLock, Table};
 use super::{
-    ConflictingLock, Done, LockFileKey, LockKind, OnConflict, OtherHosts, Owner, ReleasedLocks,
-    Shared, TestDone, WantedLock,
+    ConflictingLock, Done, KeptLock, KeptLocks, LockFileKey, LockKeeping, LockKind, LockSetup,
+    OnConflict, OtherHosts, Owner, ReleasedLocks, Shared, TestDone, WantedLock,
 };
 use crate::own;
 
@@ -38,6 +43,8 @@ const REACH_VALID_FOR: Duration = Duration::from_secs(1);
 /// How long a host may be unreached before locks are refused. A new host has its lease a moment before it has locked
 /// its `host-NAME` file.
 const UNREACHED_TIMEOUT: Duration = Duration::from_secs(3);
+/// How long the lock of a file's end, which an earlier firnd took for an append, waits for that append to come again.
+const REPEATED_APPEND_TIMEOUT: Duration = Duration::from_secs(10);
 /// How often a request may find that its lock file has lost its name. After that the request fails.
 const TRIES_MAX: usize = 100;
 
@@ -115,6 +122,8 @@ struct LockFile<B: Backing> {
     /// Queue locks of waiting requests. The number of an owner is the number of its request.
     queue: Table,
     last_used: Instant,
+    /// The [`LockKeeping`] has a descriptor of the file.
+    is_kept: bool,
 }
 
 impl<B: Backing> LockFile<B> {
@@ -135,7 +144,7 @@ struct Reach {
 }
 
 /// The state of the lock thread.
-pub(super) struct Keeper<B: Backing> {
+pub(super) struct LockThread<B: Backing> {
     base: B,
     dir: B::Inode,
     host: String,
@@ -144,22 +153,43 @@ pub(super) struct Keeper<B: Backing> {
     waiting: Vec<WaitingRequest>,
     pending_tests: Vec<PendingTest>,
     /// This host's `host-NAME` file, locked as long as the host is alive.
-    host_file: Option<B::File>,
+    host_file: Option<HostFile<B>>,
     reach: Reach,
+    keeping: Option<Box<dyn LockKeeping>>,
+    /// Locks of an earlier firnd, until the thread begins.
+    kept: KeptLocks,
+    /// Locks of files' ends that an earlier firnd took, and whose appends did not come again yet.
+    unclaimed_ends: Vec<UnclaimedEnd>,
 }
 
-impl<B: Backing> Keeper<B> {
-    pub(super) fn new(
-        base: B,
-        dir: B::Inode,
-        host: &str,
-        other_hosts: OtherHosts,
-        shared: Arc<Shared>,
-    ) -> Self {
+/// This host's `host-NAME` file.
+struct HostFile<B: Backing> {
+    file: B::File,
+    ino: u64,
+}
+
+/// The lock of a file's end for an append that an earlier firnd began.
+struct UnclaimedEnd {
+    key: LockFileKey,
+    owner: u64,
+    /// When the lock is released.
+    until: Instant,
+}
+
+impl<B: Backing> LockThread<B> {
+    pub(super) fn new(setup: LockSetup<B>, shared: Arc<Shared>) -> Self {
+        let LockSetup {
+            base,
+            dir,
+            host,
+            other_hosts,
+            keeping,
+            kept,
+        } = setup;
         Self {
             base,
             dir,
-            host: host.to_owned(),
+            host,
             shared,
             files: HashMap::new(),
             waiting: Vec::new(),
@@ -171,11 +201,15 @@ impl<B: Backing> Keeper<B> {
                 confirmed_at: None,
                 unreached_since: None,
             },
+            keeping,
+            kept,
+            unclaimed_ends: Vec::new(),
         }
     }
 
     /// Serves requests until the mount ends.
     pub(super) fn run(&mut self) {
+        self.resume();
         self.lock_host_file();
         self.remove_lock_files_of_dead_hosts();
         while let Some(jobs) = self.next_jobs() {
@@ -184,6 +218,7 @@ impl<B: Backing> Keeper<B> {
             }
             self.try_waiting();
             self.repeat_tests();
+            self.release_unclaimed_ends();
             self.remove_idle(UNUSED_TIME_MAX);
         }
         self.stop();
@@ -197,7 +232,8 @@ impl<B: Backing> Keeper<B> {
             let tests = self.pending_tests.iter().map(|test| test.next_try);
             let unused = self.files.values().filter(|lock| lock.is_unused());
             let idle = unused.map(|lock| lock.last_used + UNUSED_TIME_MAX);
-            match waiting.chain(tests).chain(idle).min() {
+            let unclaimed = self.unclaimed_ends.iter().map(|end| end.until);
+            match waiting.chain(tests).chain(idle).chain(unclaimed).min() {
                 None => state.wait(&self.shared.changed),
                 Some(wake) => {
                     let pause = wake.saturating_duration_since(Instant::now());
@@ -221,6 +257,8 @@ impl<B: Backing> Keeper<B> {
                 wanted,
                 on_conflict,
             } => {
+                self.unclaimed_ends
+                    .retain(|end| end.key != wanted.key() || end.owner != wanted.owner.number);
                 let now = Instant::now();
                 self.waiting.push(WaitingRequest {
                     number,
@@ -386,14 +424,18 @@ impl<B: Backing> Keeper<B> {
                 Ok(true)
             };
             if is_current != Ok(true) {
-                // Dropping the file releases its locks. Another host may have removed the file since it was opened.
-                self.files.remove(&key);
+                // Closing the file releases its locks. Another host may have removed the file since it was opened.
+                self.close(key);
                 is_current?;
                 continue;
             }
             let lock = self.files.get_mut(&key).ok_or(Errno::NOLCK)?;
             lock.held.add(HeldLock { owner, range, mode });
             lock.last_used = Instant::now();
+            if !self.note_locks(key) {
+                self.release(key, ReleasedLocks::Range(owner.number, range))?;
+                return Err(Errno::NOLCK);
+            }
             return Ok(LockTry::Granted);
         }
         Err(Errno::NOLCK)
@@ -406,6 +448,7 @@ impl<B: Backing> Keeper<B> {
         key: LockFileKey,
     ) -> Result<bool, Errno> {
         let WantedLock { range, mode, .. } = waiting.wanted;
+        self.keep_file(key);
         let lock = self.files.get_mut(&key).ok_or(Errno::NOLCK)?;
         let bytes = bytes_in_lock_file(range);
         let queue = queue_bytes_in_lock_file(range);
@@ -456,13 +499,18 @@ impl<B: Backing> Keeper<B> {
                 (held.owner.handle == handle).then_some(LockRange::WHOLE)
             }
         };
-        let mut released = Ok(());
-        for range in lock.held.remove(removed) {
-            let unlock = LockRequest::Unlock(bytes_in_lock_file(range));
-            let unlocked = self.base.lock(&lock.file, unlock);
-            released = released.and(unlocked.map(drop));
-        }
+        let free = lock.held.remove(removed);
         lock.last_used = Instant::now();
+        // If there is no room for the note, the next firnd keeps more than the programs have, until they close the file.
+        self.note_locks(key);
+        let mut released = Ok(());
+        if let Some(lock) = self.files.get(&key) {
+            for range in free {
+                let unlock = LockRequest::Unlock(bytes_in_lock_file(range));
+                let unlocked = self.base.lock(&lock.file, unlock);
+                released = released.and(unlocked.map(drop));
+            }
+        }
         self.publish_owners(key);
         released
     }
@@ -492,7 +540,7 @@ impl<B: Backing> Keeper<B> {
         }
         // A lock file that has lost its name carries no valid locks.
         if !self.is_current(key)? {
-            self.files.remove(&key);
+            self.close(key);
             self.open(key)?;
         }
         let lock = self.files.get(&key).ok_or(Errno::NOLCK)?;
@@ -520,6 +568,155 @@ impl<B: Backing> Keeper<B> {
         self.shared.set_holders(key, owners.unwrap_or_default());
     }
 
+    // ---- locks that outlive firnd ------------------------------------------------------------
+
+    /// Gives the [`LockKeeping`] a descriptor of a lock file, unless it has one.
+    fn keep_file(&mut self, key: LockFileKey) {
+        if let (Some(keeping), Some(lock)) = (&self.keeping, self.files.get_mut(&key))
+            && !lock.is_kept
+            && let Some(file) = self.base.descriptor(&lock.file, DescriptorUse::Keeping)
+        {
+            keeping.keep_lock_file(lock.ino, file.as_fd());
+            lock.is_kept = true;
+        }
+    }
+
+    /// Notes the locks of a file as they are now. Returns false if there is no room.
+    fn note_locks(&self, key: LockFileKey) -> bool {
+        match (&self.keeping, self.files.get(&key)) {
+            (Some(keeping), Some(lock)) => keeping.note_locks(lock.ino, key, lock.held.locks()),
+            _ => true,
+        }
+    }
+
+    /// Closes a lock file, which releases its locks.
+    fn close(&mut self, key: LockFileKey) {
+        if let Some(lock) = self.files.remove(&key) {
+            self.close_file(&lock.file, lock.ino);
+        }
+    }
+
+    /// Releases all locks in a lock file that is about to be closed, and drops its kept descriptor. As long as that is open,
+    /// the close alone would not release them.
+    fn close_file(&self, file: &B::File, ino: u64) {
+        if let Some(keeping) = &self.keeping {
+            if let Err(error) = self.base.lock(file, LockRequest::Unlock(LockRange::WHOLE)) {
+                tracing::warn!(%error, "cannot release the locks in a lock file");
+            }
+            keeping.drop_lock_file(ino);
+        }
+    }
+
+    /// Goes on with the locks of an earlier firnd.
+    fn resume(&mut self) {
+        let KeptLocks { files, locks } = std::mem::take(&mut self.kept);
+        let mut files_by_ino = HashMap::new();
+        for descriptor in files {
+            match self.base.adopt(descriptor) {
+                Ok(adopted) => drop(files_by_ino.insert(adopted.attr.ino, adopted.file)),
+                Err(error) => tracing::warn!(%error, "a kept lock file cannot be used"),
+            }
+        }
+        self.host_file = self.resume_host_file(&mut files_by_ino);
+        let mut locks_by_key: HashMap<LockFileKey, Vec<HeldLock>> = HashMap::new();
+        for KeptLock { key, lock } in locks {
+            locks_by_key.entry(key).or_default().push(lock);
+        }
+        for (key, locks) in locks_by_key {
+            if let Err(error) = self.resume_file(key, &locks, &mut files_by_ino) {
+                tracing::error!(%error, ino = key.file, "locks of programs on a file are lost");
+            }
+            self.publish_owners(key);
+        }
+        // No program has a lock in these files: the earlier firnd had just locked something, or released it.
+        for (ino, file) in &files_by_ino {
+            self.close_file(file, *ino);
+        }
+    }
+
+    /// Takes this host's `host-NAME` file out of the kept files, if it is there and still has its name.
+    fn resume_host_file(&self, kept: &mut HashMap<u64, B::File>) -> Option<HostFile<B>> {
+        let name = host_file_name(&self.host);
+        let found = own::find(&self.base, &self.dir, OsStr::new(&name)).ok()?;
+        let ino = found?.1.ino;
+        let file = kept.remove(&ino)?;
+        Some(HostFile { file, ino })
+    }
+
+    /// Goes on with the locks of one kind on one file. STALE: the lock file was not kept, or has lost its name.
+    fn resume_file(
+        &mut self,
+        key: LockFileKey,
+        locks: &[HeldLock],
+        kept: &mut HashMap<u64, B::File>,
+    ) -> Result<(), Errno> {
+        let found = own::find(&self.base, &self.dir, OsStr::new(&lock_file_name(key)))?;
+        let ino = found.ok_or(Errno::STALE)?.1.ino;
+        let file = kept.remove(&ino).ok_or(Errno::STALE)?;
+        let mut held = Table::default();
+        // An owner may have the same bytes twice if its lock was being made shared or exclusive. Its request comes again,
+        // so the lock that excludes less is right.
+        for mode in [LockMode::Exclusive, LockMode::Shared] {
+            for lock in locks.iter().filter(|lock| lock.mode == mode) {
+                if held.conflict(lock.owner.number, lock.range, mode).is_none() {
+                    held.add(*lock);
+                }
+            }
+        }
+        if let Err(errno) = self.restore_locks(&file, &held) {
+            self.close_file(&file, ino);
+            return Err(errno);
+        }
+        if key.kind == LockKind::End {
+            let until = Instant::now() + REPEATED_APPEND_TIMEOUT;
+            self.unclaimed_ends
+                .extend(held.owners().map(|owner| UnclaimedEnd {
+                    key,
+                    owner: owner.number,
+                    until,
+                }));
+        }
+        let lock = LockFile {
+            file,
+            ino,
+            held,
+            queue: Table::default(),
+            last_used: Instant::now(),
+            is_kept: true,
+        };
+        self.files.insert(key, lock);
+        self.note_locks(key);
+        Ok(())
+    }
+
+    /// Makes exactly these locks those of a kept lock file. STALE: another host has one of them.
+    fn restore_locks(&self, file: &B::File, held: &Table) -> Result<(), Errno> {
+        for range in free_bytes_in_lock_file(held) {
+            self.base.lock(file, LockRequest::Unlock(range))?;
+        }
+        for lock in held.locks() {
+            let range = bytes_in_lock_file(lock.range);
+            if !self.base.lock(file, LockRequest::Range(range, lock.mode))? {
+                return Err(Errno::STALE);
+            }
+        }
+        Ok(())
+    }
+
+    /// Releases locks of files' ends whose appends did not come again: their callers had their answers already.
+    fn release_unclaimed_ends(&mut self) {
+        let now = Instant::now();
+        let late: Vec<_> = self
+            .unclaimed_ends
+            .extract_if(.., |end| end.until <= now)
+            .collect();
+        for end in late {
+            if let Err(error) = self.release(end.key, ReleasedLocks::Owner(end.owner)) {
+                tracing::warn!(%error, ino = end.key.file, "cannot release the end of a file");
+            }
+        }
+    }
+
     // ---- files -------------------------------------------------------------------------------
 
     fn open(&mut self, key: LockFileKey) -> Result<(), Errno> {
@@ -538,6 +735,7 @@ impl<B: Backing> Keeper<B> {
             held: Table::default(),
             queue: Table::default(),
             last_used: Instant::now(),
+            is_kept: false,
         };
         self.files.insert(key, lock);
         Ok(())
@@ -562,16 +760,17 @@ impl<B: Backing> Keeper<B> {
             .collect();
         for key in keys {
             let is_current = self.is_current(key).unwrap_or(false);
-            if let Some(lock) = self.files.remove(&key) {
-                self.remove_if_free(lock.file, &lock_file_name(key), is_current);
+            if let Some(lock) = self.files.get(&key) {
+                self.remove_if_free(&lock.file, &lock_file_name(key), is_current);
+                self.close(key);
             }
         }
     }
 
     /// Removes a lock file if no other host has a lock in it. The lock for the removal ends when the file is closed.
-    fn remove_if_free(&self, file: B::File, name: &str, is_current: bool) {
+    fn remove_if_free(&self, file: &B::File, name: &str, is_current: bool) {
         let whole = LockRequest::Range(LockRange::WHOLE, LockMode::Exclusive);
-        let locked = self.base.lock(&file, whole);
+        let locked = self.base.lock(file, whole);
         if is_current && locked == Ok(true) {
             // A file that cannot be removed now is removed later.
             let _ = self.base.unlink(&self.dir, OsStr::new(name));
@@ -599,7 +798,7 @@ impl<B: Backing> Keeper<B> {
                     .base
                     .attr_of_file(&file)
                     .is_ok_and(|attr| attr.ino == ino);
-                self.remove_if_free(file, &name, is_it);
+                self.remove_if_free(&file, &name, is_it);
             }
         }
     }
@@ -620,8 +819,9 @@ impl<B: Backing> Keeper<B> {
             (lock.held, lock.queue) = (Table::default(), Table::default());
         }
         self.remove_idle(Duration::ZERO);
-        if let Some(file) = self.host_file.take() {
-            self.remove_if_free(file, &host_file_name(&self.host), true);
+        if let Some(host_file) = self.host_file.take() {
+            self.remove_if_free(&host_file.file, &host_file_name(&self.host), true);
+            self.close_file(&host_file.file, host_file.ino);
         }
         self.shared.state.lock().has_ended = true;
         self.shared.changed.notify_all();
@@ -631,21 +831,38 @@ impl<B: Backing> Keeper<B> {
 
     /// Locks this host's `host-NAME` file, by which other hosts see that locks reach it.
     fn lock_host_file(&mut self) {
-        let taken = || -> Result<B::File, Errno> {
-            let name = host_file_name(&self.host);
-            let file = own::open_or_create(&self.base, &self.dir, &name)?;
-            let whole = LockRequest::Range(LockRange::WHOLE, LockMode::Exclusive);
-            match self.base.lock(&file, whole)? {
-                true => Ok(file),
-                false => Err(Errno::NOLCK),
+        match self.try_lock_host_file() {
+            Ok(host_file) => {
+                let file = self
+                    .base
+                    .descriptor(&host_file.file, DescriptorUse::Keeping);
+                if let (Some(keeping), Some(file)) = (&self.keeping, file) {
+                    keeping.keep_lock_file(host_file.ino, file.as_fd());
+                }
+                self.host_file = Some(host_file);
             }
-        };
-        match taken() {
-            Ok(file) => self.host_file = Some(file),
             Err(error) => {
                 tracing::warn!(%error, "files in the backing cannot be locked: programs are refused locks, and appends");
                 self.reach.host_file_error = Some(lock_error(&error));
             }
+        }
+    }
+
+    fn try_lock_host_file(&mut self) -> Result<HostFile<B>, Errno> {
+        let host_file = match self.host_file.take() {
+            Some(kept) => kept,
+            None => {
+                let name = host_file_name(&self.host);
+                let file = own::open_or_create(&self.base, &self.dir, &name)?;
+                let ino = self.base.attr_of_file(&file)?.ino;
+                HostFile { file, ino }
+            }
+        };
+        let whole = LockRequest::Range(LockRange::WHOLE, LockMode::Exclusive);
+        if self.base.lock(&host_file.file, whole)? {
+            Ok(host_file)
+        } else {
+            Err(Errno::NOLCK)
         }
     }
 
@@ -729,6 +946,16 @@ fn queue_bytes_in_lock_file(range: LockRange) -> LockRange {
         first: first + QUEUE_OFFSET,
         last: last + QUEUE_OFFSET,
     }
+}
+
+/// Returns the bytes of a lock file that stand for no held lock, the bytes of the queue among them.
+fn free_bytes_in_lock_file(held: &Table) -> Vec<LockRange> {
+    let mut free = vec![LockRange::WHOLE];
+    for lock in held.locks() {
+        let locked = bytes_in_lock_file(lock.range);
+        free = free.iter().flat_map(|free| free.without(&locked)).collect();
+    }
+    free
 }
 
 /// Returns the error that a program gets if the backing has no locks.
