@@ -3,7 +3,7 @@
 #![no_main]
 
 use firn_fuzz::Input;
-use firn_transact::change_log::{BytesSource, ChangeLog, Entry, EntrySide, SEAL};
+use firn_transact::change_log::{BytesSource, ChangeLog, Entry, EntrySide, SEAL, StagedPath};
 use firn_trust::is_component;
 use libfuzzer_sys::fuzz_target;
 
@@ -16,8 +16,8 @@ fuzz_target!(|input: Input| {
         }
         log.entries.iter().for_each(must_stay_inside);
         for object in &log.staged {
-            must_be_name(object.at.0.as_bytes());
-            must_be_name(object.at.1.as_bytes());
+            must_be_name(object.at.dir.as_bytes());
+            must_be_name(object.at.name.as_bytes());
             if let Some(content) = &object.content {
                 must_be_name(content.file.as_bytes());
             }
@@ -32,13 +32,13 @@ fn must_stay_inside(entry: &Entry) {
         .iter()
         .chain(&entry.after)
         .chain(&entry.unchanged_name);
-    names.for_each(|(_, name)| must_be_name(name));
+    names.for_each(|entry_name| must_be_name(&entry_name.name));
     entry.path.iter().for_each(|(name, _)| must_be_name(name));
     for path in entry.portable.iter().flat_map(|known| &known.paths) {
         assert!(!path.is_empty(), "the path of an object");
         must_be_path(path);
     }
-    for (dir, name) in [&entry.new_at, &entry.kept_at, &entry.anchor_at]
+    for StagedPath { dir, name } in [&entry.new_at, &entry.kept_at, &entry.anchor_at]
         .into_iter()
         .flatten()
     {
@@ -59,7 +59,7 @@ fn side_must_stay_inside(side: &EntrySide) {
         BytesSource::File(at) => Some(at),
         BytesSource::Copy | BytesSource::Inline(_) => None,
     });
-    for (dir, name) in files.chain(&side.copy_at) {
+    for StagedPath { dir, name } in files.chain(&side.copy_at) {
         must_be_name(dir.as_bytes());
         must_be_name(name.as_bytes());
     }

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, Sender};
 
-use firn_engine::Engine;
+use firn_engine::{Engine, Evicted, Pinned};
 use firn_format::durability::DurabilityLevel;
 use firn_protocol::path::BytePath;
 use firn_protocol::{HeldPolicy, PROTOCOL_VERSION, Reply, Request, Status};
@@ -127,7 +127,10 @@ impl RequestAnswers {
     /// Frees the drained bytes of the files at or below `path`; the reply counts bytes that are freed and still held.
     fn evict(&self, path: &BytePath) -> Reply {
         match self.identity.engine.room.evict_tree(path.as_bytes()) {
-            Ok((freed_bytes, held_bytes)) => Reply::Evicted {
+            Ok(Evicted {
+                freed_bytes,
+                held_bytes,
+            }) => Reply::Evicted {
                 freed_bytes,
                 held_bytes,
             },
@@ -138,7 +141,7 @@ impl RequestAnswers {
     /// Pins the files at or below `path` in memory, or unpins them; the reply counts the files and their bytes.
     fn pin(&self, path: &BytePath, pinned: bool) -> Reply {
         match self.identity.engine.room.pin_tree(path.as_bytes(), pinned) {
-            Ok((files, bytes)) => Reply::Pinned { files, bytes },
+            Ok(Pinned { files, bytes }) => Reply::Pinned { files, bytes },
             Err(error) => failure_reply(error, path),
         }
     }

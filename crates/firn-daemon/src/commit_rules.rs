@@ -40,7 +40,7 @@ use firn_rules::{
     RuleSetError, ScopeNumber, load_rules,
 };
 use firn_transact::machine::Pending;
-use firn_transact::{Expected, Found, TransactionError};
+use firn_transact::{Expected, TransactionError, TransactionHandle};
 use parking_lot::Condvar;
 
 use self::exits::Exits;
@@ -258,7 +258,7 @@ impl CommitRules {
             for one in found.filter(|one| is_of(one.scope.as_bytes())) {
                 one.rule = Some(transaction.rule.clone());
                 let among_hosts = joint.and_then(|joint| joint.waits_for.clone());
-                let here = || table.machine.waits_of(one.scope.as_bytes());
+                let here = || table.machine.obstacle_of_path(one.scope.as_bytes());
                 one.waits_for = among_hosts.or_else(here);
             }
         }
@@ -451,11 +451,11 @@ impl CommitRules {
                     is_rotation: false,
                 };
                 table.scopes.insert(scope, transaction);
-                table.machine.begun(scope, was_there);
+                table.machine.note_begun(scope, was_there);
                 Ok(())
             }
             Err(error) => {
-                table.machine.aborted(scope);
+                table.machine.note_aborted(scope);
                 table.counts.entry(rule.to_owned()).or_default().failures += 1;
                 Err(errno_of(&error))
             }
@@ -474,7 +474,7 @@ impl CommitRules {
             .gate
             .quiesce_names(&transaction.dir, &paths, Pending::Drain, |_| {
                 match self.gate.store().transaction_numbered(transaction.serial) {
-                    Some(Found::Open(open)) => Ok(open.add_names(&names)?),
+                    Some(TransactionHandle::Open(open)) => Ok(open.add_names(&names)?),
                     _ => Err(Errno::STALE.into()),
                 }
             });
@@ -484,7 +484,7 @@ impl CommitRules {
         {
             transaction.paths.extend(paths);
         }
-        table.machine.begun(scope, false);
+        table.machine.note_begun(scope, false);
         self.publish(table);
         joined.map_err(|error| errno_of(&error))
     }
@@ -493,7 +493,7 @@ impl CommitRules {
         let transaction = self.table.lock().scopes.get(&scope).cloned();
         let Some(transaction) = transaction else {
             let mut table = self.table.lock();
-            table.machine.aborted(scope);
+            table.machine.note_aborted(scope);
             self.publish(table);
             return Ok(());
         };
@@ -507,11 +507,11 @@ impl CommitRules {
             Ok(()) => {
                 counts.commits += 1;
                 table.scopes.remove(&scope);
-                table.machine.committed(scope)
+                table.machine.note_committed(scope)
             }
             Err(_) => {
                 counts.failures += 1;
-                table.machine.not_committed(scope);
+                table.machine.note_commit_failed(scope);
                 Vec::new()
             }
         };
@@ -546,7 +546,7 @@ impl CommitRules {
         let store = self.gate.store();
         let (dir, paths) = (&transaction.dir, &transaction.paths);
         let is_open = || match store.transaction_numbered(transaction.serial) {
-            Some(Found::Open(open)) => Some(open),
+            Some(TransactionHandle::Open(open)) => Some(open),
             _ => None,
         };
         if is_open().is_some() {
@@ -557,7 +557,7 @@ impl CommitRules {
                 })?;
         }
         match store.transaction_numbered(transaction.serial) {
-            Some(Found::Decided(decided)) => Ok(decided.apply()?),
+            Some(TransactionHandle::Decided(decided)) => Ok(decided.apply()?),
             _ => Ok(()),
         }
     }
@@ -576,7 +576,7 @@ impl CommitRules {
             }
         }
         let mut table = self.table.lock();
-        table.machine.aborted(scope);
+        table.machine.note_aborted(scope);
         table.scopes.remove(&scope);
         table.note_end(scope, false);
         if let Some(transaction) = transaction {
@@ -610,7 +610,7 @@ impl CommitRules {
 
     /// A writer is gone. Called by the thread that watches them.
     fn exited(&self, process: u32, ending: Ending) {
-        let actions = self.table.lock().machine.exited(process, ending);
+        let actions = self.table.lock().machine.note_exit(process, ending);
         if let Err(errno) = self.carry_out(actions) {
             tracing::warn!(%errno, process, "after the end of a process");
         }
@@ -651,7 +651,7 @@ impl CommitRules {
         let Some(holder) = descriptors::find_holder(process, inode.0, mountinfo::FIRN) else {
             return false;
         };
-        self.table.lock().machine.inherited(holder, handle.0);
+        self.table.lock().machine.note_inherited(holder, handle.0);
         self.exits.add(holder);
         true
     }
@@ -673,7 +673,9 @@ impl CommitRules {
             handle: handle.0,
             ending,
         };
-        let actions = table.machine.after(process, &operation, None, true);
+        let actions = table
+            .machine
+            .finish_operation(process, &operation, None, true);
         drop(table);
         self.carry_out_event(actions, EventKind::Close)
     }
@@ -719,7 +721,7 @@ impl ChangeWatch for CommitRules {
             }
             table = self.wait_until_free(&change);
         }
-        let entered = table.machine.before(process, &change.operation(0));
+        let entered = table.machine.enter_operation(process, &change.operation(0));
         let entered = match entered {
             Ok(entered) => entered,
             Err(error) => {
@@ -739,9 +741,10 @@ impl ChangeWatch for CommitRules {
         }
         let mut table = self.table.lock();
         if let Err(errno) = done {
-            let more = table
-                .machine
-                .after(process, &change.operation(0), entered.scope, false);
+            let more =
+                table
+                    .machine
+                    .finish_operation(process, &change.operation(0), entered.scope, false);
             drop(table);
             self.carry_out(more)?;
             return Err(errno);
@@ -772,9 +775,10 @@ impl ChangeWatch for CommitRules {
         let operation = ticket
             .change
             .operation(handle.map_or(NOT_OPEN, |handle| handle.0));
-        let actions = table
-            .machine
-            .after(ticket.process, &operation, ticket.scope, is_made);
+        let actions =
+            table
+                .machine
+                .finish_operation(ticket.process, &operation, ticket.scope, is_made);
         drop(table);
         if let Err(errno) = self.carry_out_event(actions, EventKind::Name) {
             tracing::warn!(%errno, "a checkpoint that is complete is not committed yet");

@@ -39,7 +39,7 @@ use firn_format::durability::DurabilityLevel;
 use firn_fuse::{ChangeWatch, ChangedObject, Gate, Pass, RangeAccess};
 use firn_transact::conflict::{Access, Log};
 use firn_transact::machine::Pending;
-use firn_transact::{Place, ScopeError, TransactionError};
+use firn_transact::{QuiesceTarget, ScopeError, TransactionError};
 use parking_lot::Condvar;
 
 use crate::process;
@@ -307,7 +307,7 @@ impl TransactionGate {
     /// says before. Where it cannot be drained, `work` does not run.
     pub(crate) fn quiesce<T>(
         &self,
-        place: &Place<'_, LoggableStore>,
+        place: &QuiesceTarget<'_, LoggableStore>,
         pending: Pending,
         work: impl FnOnce(&ScopeRoot) -> Result<T, TransactionError>,
     ) -> Result<T, TransactionError> {

@@ -212,7 +212,7 @@ fn open_of_members(
     members: Members,
     arena: &mut Found,
     notice: &mut dyn FnMut(String),
-) -> Result<(TransactionalStore, firn_transact::Outcome), AttachError> {
+) -> Result<(TransactionalStore, firn_transact::RecoveryOutcome), AttachError> {
     let deadline = Instant::now() + Duration::from_millis(target.options.participants_wait_ms);
     let mut waits = participants::LOOK_AGAIN.start();
     let mut is_reported = false;

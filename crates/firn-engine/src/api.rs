@@ -112,7 +112,7 @@ pub struct SetAttr {
 }
 
 impl SetAttr {
-    /// Whether nothing is to be set.
+    /// Returns whether nothing is to be set.
     pub fn is_empty(&self) -> bool {
         let ids = self.uid.is_none() && self.gid.is_none();
         ids && self.mode.is_none()
@@ -175,7 +175,7 @@ pub struct DirectList {
     pub end: u64,
     /// Descriptors of the files that extents name by index.
     pub files: Vec<OwnedFd>,
-    /// Time after which the list may be invalid. `None`: only a change of the word makes it invalid.
+    /// Time after which the list may be invalid; `None` if only a change of the word makes it invalid.
     pub until: Option<Instant>,
 }
 

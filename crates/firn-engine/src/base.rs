@@ -27,7 +27,8 @@ pub struct Base<B: Backing> {
 }
 
 impl<B: Backing> Base<B> {
-    /// Returns where an extent is now. `None`: the spill file is missing, or damage hides the place.
+    /// Returns where the bytes of an extent are now. Returns `None` if they cannot be located, because the spill file
+    /// is missing or damaged.
     pub(crate) fn list(&self, offset: u64, extent: Extent) -> Option<Listed> {
         let (at, place) = match self
             .arena

@@ -18,6 +18,8 @@ use firn_backing::{Attr, Time};
 
 use crate::extents::{Extent, Extents};
 
+pub use evict::{Evicted, Pinned};
+
 /// Size and modification time of a file in the backing.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct BackingStamp {
@@ -40,13 +42,15 @@ pub(crate) struct CachedBytes {
     parts: Option<Box<CachedExtents>>,
 }
 
+/// The extents of a file that has cached bytes.
 struct CachedExtents {
     extents: Extents,
     bytes: u64,
     /// Sum of the cached bytes of all files.
     total: Arc<AtomicU64>,
     /// State of the backing's file when it was last known to have the cached bytes. A different state later means that
-    /// the file was changed beside the mount. `None`: there is nothing to compare with, and the cached bytes are used.
+    /// the file was changed beside the mount. If this is `None`, there is nothing to compare with, and the cached bytes
+    /// are used.
     backing_stamp: Option<BackingStamp>,
 }
 
@@ -64,17 +68,22 @@ impl CachedExtents {
 static NO_EXTENTS: Extents = Extents::NONE;
 
 impl CachedBytes {
+    /// Returns whether the file has no cached bytes.
     pub(crate) fn is_empty(&self) -> bool {
         self.bytes() == 0
     }
+
+    /// Returns the number of cached bytes.
     pub(crate) fn bytes(&self) -> u64 {
         self.parts.as_ref().map_or(0, |parts| parts.bytes)
     }
+    /// Returns where the cached bytes lie.
     pub(crate) fn extents(&self) -> &Extents {
         self.parts
             .as_ref()
             .map_or(&NO_EXTENTS, |parts| &parts.extents)
     }
+    /// Returns the state that the backing's file must have for the cached bytes to be valid, if one is known.
     fn backing_stamp(&self) -> Option<BackingStamp> {
         self.parts.as_ref()?.backing_stamp
     }
@@ -103,17 +112,18 @@ impl CachedBytes {
         let Some(parts) = &mut self.parts else {
             return 0;
         };
-        let mut gone = 0;
-        parts.extents.remove(range, &mut |_, e| {
-            gone += e.len;
-            arena.release_bytes(e.piece.slab, e.len);
+        let mut dropped = 0;
+        parts.extents.remove(range, &mut |_, extent| {
+            dropped += extent.len;
+            arena.release_bytes(extent.piece.slab, extent.len);
             true
         });
-        parts.bytes -= gone;
-        parts.total.fetch_sub(gone, Ordering::Relaxed);
-        gone
+        parts.bytes -= dropped;
+        parts.total.fetch_sub(dropped, Ordering::Relaxed);
+        dropped
     }
 
+    /// Drops all cached bytes. Returns their number.
     pub(crate) fn drop_all(&mut self, arena: &Arena) -> u64 {
         let bytes = self.drop_range(arena, 0..u64::MAX);
         self.parts = None;
@@ -127,7 +137,8 @@ impl CachedBytes {
         }
     }
 
-    /// Uses the cached bytes whatever times the backing's file has, because its times were changed through the mount.
+    /// Makes the cached bytes valid whatever size and time the backing's file has, because the mount itself changed
+    /// them.
     pub(crate) fn trust_backing(&mut self) {
         if let Some(parts) = &mut self.parts {
             parts.backing_stamp = None;

@@ -1,13 +1,13 @@
-//! Lists of chunks: where each byte of a file lies, for programs that map the arena and the spill file.
+//! Lists of chunks: where each byte of a file lies, for programs that map the arena and the spill file themselves.
 //!
 //! Promises, as long as a [`HeldChunks`] exists
-//! * Every piece in memory and in the spill file keeps its place and its bytes, even if the file is written, cut,
-//!   drained, evicted or removed.
+//! * Every listed part in memory or in the spill file keeps its place and its bytes, even if the file is written,
+//!   truncated, drained, evicted or removed.
 //! * [`HeldChunks::changed`] is true after the bytes or the length of the file were changed through the mount.
 //!
-//! How: the slabs are held ([`firn_arena::Arena::hold_slab`]), so their space is not used again and their chunk does
-//! not move. The file's pending bytes are not overwritten in place. Bytes that only the backing has cannot be kept: a
-//! reader of them asks afterwards whether the file was changed.
+//! The slabs of the parts are held ([`firn_arena::Arena::hold_slab`]). So their space is not used again, and their
+//! chunk does not move. The file's pending bytes are not overwritten in place. Bytes that only the backing has cannot
+//! be kept: a reader of them asks afterwards whether the file was changed.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -71,10 +71,11 @@ pub struct HeldChunks<B: Backing> {
 }
 
 impl<B: Backing> HeldChunks<B> {
-    /// Lists the file at `path`, without gap or overlap from offset 0 to its end, and holds the slabs that the list
-    /// names. Waits for a truncation under way.
+    /// Lists where the bytes of the file at `path` are, without gap or overlap from offset 0 to its end. The slabs that
+    /// the list names are held until the returned value is dropped. Waits for a truncation under way.
     ///
-    /// EISDIR, EINVAL: not a regular file. EIO: pending parts of it cannot be read.
+    /// Fails with EISDIR or EINVAL if `path` is not a regular file, and with EIO if pending parts of the file cannot be
+    /// read.
     pub fn list_file(engine: &Arc<Engine<B>>, path: &[u8]) -> Result<(Self, Vec<ListedPart>)> {
         let inode = engine.tree.find(path)?;
         match inode.kind {
@@ -119,17 +120,19 @@ impl<B: Backing> HeldChunks<B> {
         held.bytes = whole_size(&attr, held.bytes);
         let in_backing = if is_viewed { held.bytes } else { attr.size };
         let mut parts = Vec::new();
-        let mut at = 0;
-        for listed in in_arena {
-            push_gap(&mut parts, at, listed.offset, in_backing);
-            at = listed.offset + listed.len;
-            push_part(&mut parts, engine.base.part_of(&listed));
+        let mut listed_end = 0;
+        for extent in in_arena {
+            push_gap(&mut parts, listed_end, extent.offset, in_backing);
+            listed_end = extent.offset + extent.len;
+            push_part(&mut parts, engine.base.part_of(&extent));
         }
-        push_gap(&mut parts, at, held.bytes, in_backing);
+        push_gap(&mut parts, listed_end, held.bytes, in_backing);
         Ok((held, parts))
     }
 
-    /// Holds the slabs of the file, and returns the extents that the arena has. EIO: pending bytes cannot be read.
+    /// Holds the slabs of the file, and returns the extents that the arena has, in the order of their offsets.
+    ///
+    /// Fails with EIO if the memory or the disk of pending bytes cannot be read.
     fn hold_slabs_and_list(&mut self, state: &FileState<B>) -> Result<Vec<ListedExtent>> {
         let engine = &self.engine;
         self.bytes = state.pending.end();
@@ -161,6 +164,7 @@ impl<B: Backing> HeldChunks<B> {
         Ok(in_arena)
     }
 
+    /// Adds the bytes of the list that are in memory to the counters of the mount, until the list is dropped.
     fn count_memory(&mut self, in_arena: &[ListedExtent]) {
         let in_memory = in_arena
             .iter()
@@ -183,8 +187,8 @@ impl<B: Backing> HeldChunks<B> {
         self.changes
     }
 
-    /// Whether the file was changed since the list was made. Also true while the kernel may write the backing file
-    /// itself, which the engine does not see.
+    /// Returns whether the file was changed since the list was made. Also true while the kernel may write the backing
+    /// file itself, which the engine does not see.
     pub fn changed(&self) -> bool {
         let mut state = self.file.lock();
         self.engine.intake.ingest_published(&self.file, &mut state);
@@ -194,6 +198,7 @@ impl<B: Backing> HeldChunks<B> {
 }
 
 impl<B: Backing> Drop for HeldChunks<B> {
+    /// Releases the slabs. Their space may be what a writer waits for.
     fn drop(&mut self) {
         self.file.lock().direct.remove_chunk_list();
         for slab in self.slabs.drain(..) {
@@ -215,11 +220,13 @@ impl<B: Backing> Drop for HeldChunks<B> {
 }
 
 impl<B: Backing> Base<B> {
+    /// Returns where an extent of a file lies. Returns `None` if its bytes cannot be located or read.
     fn list_if_readable(&self, offset: u64, extent: Extent) -> Option<ListedExtent> {
         self.list(offset, extent)
             .filter(|_| self.arena.is_readable(extent.piece.slab.chunk))
     }
 
+    /// Converts an extent that direct readers get to a part of a list. Its chunk must be held.
     fn part_of(
         &self,
         &ListedExtent {
@@ -234,7 +241,7 @@ impl<B: Backing> Base<B> {
             let (file, _) = self
                 .arena
                 .memory_file_of(chunk)
-                .expect("a chunk that is held stays where it is");
+                .expect("the chunk of a held slab does not move");
             return ListedPart {
                 offset,
                 bytes: len,

@@ -72,6 +72,7 @@ impl PathClaims {
         self.claim(paths, ClaimKind::Change)
     }
 
+    /// Waits for the claims that conflict with a new one, and enters it.
     fn claim(&self, paths: impl Fn() -> Vec<Path>, kind: ClaimKind) -> ClaimGuard<'_> {
         let (mut list, paths) = self.wait_for_conflicts(paths, kind);
         list.last_id += 1;
@@ -82,7 +83,7 @@ impl PathClaims {
         ClaimGuard { claims: self, id }
     }
 
-    /// Whether some path is being changed.
+    /// Returns whether some path is being changed.
     pub(crate) fn has_changes(&self) -> bool {
         self.change_count.load(Ordering::Acquire) > 0
     }
@@ -119,7 +120,7 @@ impl PathClaims {
 }
 
 impl Claim {
-    /// Whether this claim conflicts with a new one of this kind on `paths`.
+    /// Returns whether this claim conflicts with a new one of this kind on `paths`.
     fn conflicts_with(&self, paths: &[Path], kind: ClaimKind) -> bool {
         let are_some_below = |paths: &[Path], tops: &[Path]| {
             paths

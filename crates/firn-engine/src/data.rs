@@ -1,4 +1,12 @@
-//! Open, create, read, write, release.
+//! Handles of regular files: create, open, read, write, release.
+//!
+//! A write appends its bytes to the arena, and returns when they survive the death of every process. A read returns the
+//! newest bytes, from the arena or the backing. An open chooses the [`OpenMode`], which says who serves the reads of
+//! the handle: the engine, the kernel's page cache, or the kernel itself (*passthrough*).
+//!
+//! Invariants
+//! * All handles of an inode that the kernel reads by itself are in one mode, because the kernel refuses a mix.
+//! * Only one client may write a file directly, so each further open, read or write of the file ends its grant.
 
 use std::ffi::OsStr;
 use std::sync::Arc;
@@ -22,8 +30,23 @@ pub(crate) const O_RDWR: i32 = 0o2;
 const O_EXCL: i32 = 0o200;
 const O_TRUNC: i32 = 0o1000;
 
+/// What decides about the mode of a new handle, apart from the state of the file.
+struct ModeChoice {
+    wants_write: bool,
+    /// Whether the kernel may cache what is read through the handle.
+    is_cacheable: bool,
+    /// Whether the kernel may read the backing's file by itself.
+    allows_passthrough: bool,
+    /// Whether the pages that the kernel has cached of the backing's file are still right.
+    has_current_pages: bool,
+    /// Whether the kernel may read memory files by itself.
+    reads_memory: bool,
+    /// Length of the file, if all of its bytes are in one memory file.
+    settled_size: Option<u64>,
+}
+
 impl<B: Backing> Engine<B> {
-    /// Creates and opens a regular file; opens it if it is there and `flags` lack `O_EXCL`.
+    /// Creates and opens a regular file. An existing file is opened, unless `flags` have `O_EXCL`.
     pub fn create(
         &self,
         caller: &Caller,
@@ -40,7 +63,8 @@ impl<B: Backing> Engine<B> {
         })
     }
 
-    /// [`Engine::create`] of a file that is renamed to `later` afterwards: the backing places its data by that name.
+    /// Creates and opens a file as [`Engine::create`] does. The caller will rename it to `later`, and the backing
+    /// places its data by that name.
     pub fn create_placed(
         &self,
         caller: &Caller,
@@ -63,6 +87,8 @@ impl<B: Backing> Engine<B> {
         })
     }
 
+    /// Creates a file with `create`, and opens it. If the file exists already, it is opened, unless `flags` have
+    /// `O_EXCL`.
     fn create_file(
         &self,
         dir: &Arc<Inode<B>>,
@@ -73,51 +99,59 @@ impl<B: Backing> Engine<B> {
         self.open_files.close_excess_files();
         let before = self.tree.names.backing_name_changes();
         let privileges = self.privileges.epoch();
-        match self.open_files.with_descriptor(create) {
-            Ok((object, backing_file, attr)) => {
-                self.base.counters.count_opened();
-                self.base
-                    .backing
-                    .note_use(&backing_file, FileUse::OpenedToWrite)?;
-                let inode = self
-                    .namespace
-                    .register_created(before, dir, name, object, &attr)?;
-                let opened = Arc::new(BackingFile {
-                    file: backing_file,
-                    access: Access::ReadWrite,
-                });
-                let opened = self.add_handle(&inode, flags, |state| {
-                    state.writer.get_or_insert_with(|| Arc::clone(&opened));
-                    if !has_set_id_bits(&attr) {
-                        state.unprivileged_epoch = privileges;
-                    }
-                    OpenMode::Engine
-                });
-                Ok((
-                    Entry {
-                        inode: inode.id,
-                        attr,
-                    },
-                    opened,
-                ))
-            }
+        let (object, backing_file, attr) = match self.open_files.with_descriptor(create) {
+            Ok(created) => created,
             Err(Errno::EXIST) if flags & O_EXCL == 0 => {
-                let entry = self.namespace.lookup(dir.id, name)?;
-                let truncates = flags & O_TRUNC != 0;
-                let ready = if truncates {
-                    self.privilege_rules.drop_privileges(entry.inode, &Anybody)
-                } else {
-                    Ok(())
-                };
-                match ready.and_then(|()| self.open(entry.inode, flags)) {
-                    Ok(opened) => Ok((entry, opened)),
-                    Err(errno) => {
-                        self.namespace.forget(entry.inode, 1);
-                        Err(errno)
-                    }
-                }
+                return self.open_existing(dir, name, flags);
             }
-            Err(errno) => Err(errno),
+            Err(errno) => return Err(errno),
+        };
+        self.base.counters.count_opened();
+        self.base
+            .backing
+            .note_use(&backing_file, FileUse::OpenedToWrite)?;
+        let inode = self
+            .namespace
+            .register_created(before, dir, name, object, &attr)?;
+        let writer = Arc::new(BackingFile {
+            file: backing_file,
+            access: Access::ReadWrite,
+        });
+        let opened = self.add_handle(&inode, flags, |state| {
+            state.writer.get_or_insert_with(|| Arc::clone(&writer));
+            if !has_set_id_bits(&attr) {
+                state.unprivileged_epoch = privileges;
+            }
+            OpenMode::Engine
+        });
+        let entry = Entry {
+            inode: inode.id,
+            attr,
+        };
+        Ok((entry, opened))
+    }
+
+    /// Looks up and opens a file that another create has made first. Its name counts as looked up if the open
+    /// succeeds.
+    fn open_existing(
+        &self,
+        dir: &Arc<Inode<B>>,
+        name: &OsStr,
+        flags: i32,
+    ) -> Result<(Entry, Opened)> {
+        let entry = self.namespace.lookup(dir.id, name)?;
+        let truncates = flags & O_TRUNC != 0;
+        let unprivileged = if truncates {
+            self.privilege_rules.drop_privileges(entry.inode, &Anybody)
+        } else {
+            Ok(())
+        };
+        match unprivileged.and_then(|()| self.open(entry.inode, flags)) {
+            Ok(opened) => Ok((entry, opened)),
+            Err(errno) => {
+                self.namespace.forget(entry.inode, 1);
+                Err(errno)
+            }
         }
     }
 
@@ -144,48 +178,79 @@ impl<B: Backing> Engine<B> {
             return Err(errno);
         }
         let kernel_reads = self.open_files.kernel_reads(&file);
-        let allowed =
+        let allows_passthrough =
             self.kernel_cache.allows_passthrough() && kernel_reads == KernelReads::Passthrough;
         let is_cacheable = !wants_write && !self.base.options.serves_every_read;
-        let is_shared = kernel_reads == KernelReads::Shared;
-        // In any case it is noted how the file is now.
-        let unchanged =
-            is_cacheable && !allowed && self.kernel_cache.is_as_cached(&inode) && !is_shared;
-        let reads_memory = self.kernel_cache.passes_memory_through();
-        let is_in_memory_file = is_cacheable && kernel_reads == KernelReads::Passthrough;
-        let settled_size = is_in_memory_file
+        // `is_as_cached` also records the present state of the file for the next open, so it is called for shared files
+        // too.
+        let has_current_pages = is_cacheable
+            && !allows_passthrough
+            && self.kernel_cache.is_as_cached(&inode)
+            && kernel_reads != KernelReads::Shared;
+        let may_be_in_memory_file = is_cacheable && kernel_reads == KernelReads::Passthrough;
+        let settled_size = may_be_in_memory_file
             .then(|| self.settled_size(&file))
             .flatten();
+        let choice = ModeChoice {
+            wants_write,
+            is_cacheable,
+            allows_passthrough,
+            has_current_pages,
+            reads_memory: self.kernel_cache.passes_memory_through(),
+            settled_size,
+        };
         let opened = self.add_handle(&inode, flags, |state| {
-            // The file may have been dropped and made anew meanwhile; its descriptors come again.
-            let both = state
-                .writer
-                .as_ref()
-                .is_some_and(|w| w.access == Access::ReadWrite);
-            let in_backing =
-                state.pending.is_empty() && state.cache.is_empty() && !state.direct.has_grant();
-            let quiet = in_backing && !state.opens.has_through_engine() && !wants_write;
-            // While the kernel caches pages for an open file, it refuses to pass the inode through.
-            let is_cached = state.opens.has_cached();
-            if state.is_passed_through_memory()
-                || (reads_memory && self.begin_view(state, settled_size))
-            {
-                OpenMode::Memory
-            } else if state.opens.has_passthrough() || (allowed && both && quiet && !is_cached) {
-                OpenMode::Passthrough
-            } else if is_cacheable && in_backing && (!allowed || is_cached) {
-                OpenMode::Cached { keep: unchanged }
-            } else if !reads_memory && self.may_keep_pages(state, settled_size) {
-                let keep = inode.note_pages_of_memory_file(state.changes);
-                OpenMode::Cached { keep }
-            } else {
-                OpenMode::Engine
-            }
+            self.choose_open_mode(&inode, state, &choice)
         });
         if is_cacheable && settled_size.is_none() {
             self.room.settle_later(&file);
         }
         Ok(opened)
+    }
+
+    /// Chooses who serves the reads of a new handle. The kernel has an inode in one mode only, so the other handles of
+    /// the file limit the choice. The file may have been dropped and made anew since `choice` was made.
+    fn choose_open_mode(
+        &self,
+        inode: &Inode<B>,
+        state: &mut FileState<B>,
+        choice: &ModeChoice,
+    ) -> OpenMode {
+        let &ModeChoice {
+            wants_write,
+            is_cacheable,
+            allows_passthrough,
+            has_current_pages,
+            reads_memory,
+            settled_size,
+        } = choice;
+        let can_read_and_write = state
+            .writer
+            .as_ref()
+            .is_some_and(|writer| writer.access == Access::ReadWrite);
+        let is_only_in_backing =
+            state.pending.is_empty() && state.cache.is_empty() && !state.direct.has_grant();
+        let is_quiet = is_only_in_backing && !state.opens.has_through_engine() && !wants_write;
+        // While the kernel caches pages for an open file, it refuses to pass the inode through.
+        let is_cached = state.opens.has_cached();
+        if state.is_passed_through_memory()
+            || (reads_memory && self.begin_view(state, settled_size))
+        {
+            OpenMode::Memory
+        } else if state.opens.has_passthrough()
+            || (allows_passthrough && can_read_and_write && is_quiet && !is_cached)
+        {
+            OpenMode::Passthrough
+        } else if is_cacheable && is_only_in_backing && (!allows_passthrough || is_cached) {
+            OpenMode::Cached {
+                keep: has_current_pages,
+            }
+        } else if !reads_memory && self.may_keep_pages(state, settled_size) {
+            let keep = inode.note_pages_of_memory_file(state.changes);
+            OpenMode::Cached { keep }
+        } else {
+            OpenMode::Engine
+        }
     }
 
     /// Lets the kernel read a file of `size` bytes from its memory file, if all of it is in one and it has no writer.
@@ -196,7 +261,7 @@ impl<B: Backing> Engine<B> {
         size.is_some_and(|size| state.begin_view(&self.base.arena, size).is_some())
     }
 
-    /// The length of a file all of whose bytes are in one memory file.
+    /// Returns the length of a file if all of its bytes are in one memory file.
     fn settled_size(&self, file: &Arc<File<B>>) -> Option<u64> {
         if !self.room.settles() {
             return None;
@@ -212,8 +277,9 @@ impl<B: Backing> Engine<B> {
         self.intake.size_of(file).ok()
     }
 
-    /// Whether the kernel may keep pages of a held file that it cannot read by itself: it has no writer, and all of its
-    /// `size` bytes are in a memory file. Bytes of the backing do not qualify, because another host may change them unseen.
+    /// Returns whether the kernel may keep pages of a held file that it cannot read by itself: it has no writer, and
+    /// all of its `size` bytes are in a memory file. Bytes of the backing do not qualify, because another host may
+    /// change them unseen.
     fn may_keep_pages(&self, state: &FileState<B>, size: Option<u64>) -> bool {
         let is_used_otherwise =
             state.opens.has_passthrough() || state.opens.has_writers() || state.direct.has_grant();
@@ -221,11 +287,11 @@ impl<B: Backing> Engine<B> {
         settled.is_some_and(|size| state.memory_file(&self.base.arena, size).is_some())
     }
 
-    /// Opens what a handle needs of the backing, so that open(2) tells what is wrong.
+    /// Opens the file in the backing as a new handle needs it, so that open(2) returns the error of the backing.
     pub(crate) fn open_backing(&self, file: &Arc<File<B>>, wants_write: bool) -> Result<()> {
         if wants_write {
             let writer = self.open_files.writer(file)?;
-            return self.see_others(file, &writer.file, true);
+            return self.note_open(file, &writer.file, true);
         }
         // Passthrough needs one descriptor that can do everything, for writers that come later.
         let writer = if self.kernel_cache.can_pass_through() {
@@ -234,11 +300,12 @@ impl<B: Backing> Engine<B> {
             None
         };
         let open = writer.map_or_else(|| self.open_files.reader(file), Ok)?;
-        self.see_others(file, &open.file, false)
+        self.note_open(file, &open.file, false)
     }
 
-    /// Close-to-open: what other hosts have closed is seen, the length included, which the kernel may have kept.
-    fn see_others(&self, file: &File<B>, open: &B::File, writes: bool) -> Result<()> {
+    /// Makes changes visible that other hosts made before their close (close-to-open consistency). The kernel's cached
+    /// attributes are dropped, because the length may have changed.
+    fn note_open(&self, file: &File<B>, open: &B::File, writes: bool) -> Result<()> {
         let opened = if writes {
             FileUse::OpenedToWrite
         } else {
@@ -249,6 +316,7 @@ impl<B: Backing> Engine<B> {
         Ok(())
     }
 
+    /// Enters a handle under a new number; see [`Self::insert_handle`].
     fn add_handle(
         &self,
         inode: &Arc<Inode<B>>,
@@ -259,7 +327,8 @@ impl<B: Backing> Engine<B> {
         self.insert_handle(id, inode, flags, mode)
     }
 
-    /// Enters a handle under a number that nothing else has.
+    /// Enters a handle under the unused number `id`, and returns what the kernel must know. `mode` chooses the mode of
+    /// the handle under the file's lock.
     pub(crate) fn insert_handle(
         &self,
         id: HandleId,
@@ -278,7 +347,7 @@ impl<B: Backing> Engine<B> {
             is_first_writer = writable && !state.opens.has_writers();
             state.opens.add(id, chosen, writable);
             if writable {
-                // What the kernel writes by itself is not seen here.
+                // The engine does not see what the kernel writes by itself, so the contents count as changed now.
                 state.changes += u64::from(chosen == OpenMode::Passthrough);
                 state.direct.invalidate_lists(&self.base.arena);
                 if !state.may_cache() {
@@ -291,7 +360,7 @@ impl<B: Backing> Engine<B> {
             let events = &self.base.file_events;
             events.note(&file.inode, FileChange::Opened);
         }
-        // No process gets a grant from here on: the file is open twice.
+        // The file now has a further handle, so a client must not write it directly.
         self.intake.end_grant(&file);
         let size = self.intake.size_for_kernel(&file);
         let access = flags & O_ACCMODE;
@@ -316,14 +385,16 @@ impl<B: Backing> Engine<B> {
         }
     }
 
-    /// Reads pending bytes over backing bytes; less than asked only at the end of the file.
+    /// Reads the newest bytes at `offset` into `buf`. Returns how many were read, which is less than asked only at the
+    /// end of the file.
     pub fn read(&self, handle: HandleId, offset: u64, buf: &mut [u8]) -> Result<usize> {
         self.open_files.close_excess_files();
         self.open_files
-            .with_descriptor(|| self.read_with(handle, offset, buf))
+            .with_descriptor(|| self.read_counted(handle, offset, buf))
     }
 
-    fn read_with(&self, handle: HandleId, offset: u64, buf: &mut [u8]) -> Result<usize> {
+    /// Does the work of [`Self::read`] while a descriptor may be opened.
+    fn read_counted(&self, handle: HandleId, offset: u64, buf: &mut [u8]) -> Result<usize> {
         let handle = self.open_files.handle(handle)?;
         let bytes = self.reads.read_at_one_moment(&handle.file, offset, buf)?;
         self.base
@@ -333,15 +404,18 @@ impl<B: Backing> Engine<B> {
         Ok(bytes as usize)
     }
 
-    /// The byte at `offset`, for the kernel's cache.
+    /// Returns the byte at `offset`, which the kernel's cache needs.
     pub fn byte_at(&self, handle: HandleId, offset: u64) -> std::result::Result<u8, Errno> {
         let mut byte = [0];
         self.read(handle, offset, &mut byte)?;
         Ok(byte[0])
     }
 
-    /// Takes bytes from a program. When this returns, they survive the death of every process.
-    /// `by`: whose write(2) it is, which takes privileges of the file away; none: a store to a mapping, which does not.
+    /// Writes bytes of a program at `offset`. Returns how many were written, or `Full` if the arena has no room. The
+    /// written bytes survive the death of every process.
+    ///
+    /// `by` is the caller of write(2), which takes privileges of the file away. It is `None` for stores to a mapping,
+    /// which do not.
     pub fn write(
         &self,
         handle: HandleId,
@@ -369,28 +443,30 @@ impl<B: Backing> Engine<B> {
             }
             WriteStart::Append(file_id) => file_id,
         };
-        let mut done = 0;
+        let mut written = 0;
         let mut slot = handle.lease.lock();
-        while done < data.len() {
-            let rest = &data[done..];
-            let n = self
+        while written < data.len() {
+            let unwritten = &data[written..];
+            let position = offset + written as u64;
+            let appended = self
                 .writes
-                .append(&handle, &mut slot, file_id, offset + done as u64, rest);
-            if n == 0 {
+                .append(&handle, &mut slot, file_id, position, unwritten);
+            if appended == 0 {
                 break;
             }
-            done += n;
+            written += appended;
         }
         drop(slot);
         self.room.wake_writers();
-        if done == 0 {
+        if written == 0 {
             return Ok(Written::Full);
         }
-        self.base.counters.count_ingest(done as u64);
-        Ok(Written::Bytes(done))
+        self.base.counters.count_ingest(written as u64);
+        Ok(Written::Bytes(written))
     }
 
-    /// The last use of a handle is over. What is pending stays and is drained.
+    /// Ends a handle after its last use. Pending bytes stay pending and are drained. A file without a name and without
+    /// another handle is discarded.
     pub fn release(&self, handle: HandleId) {
         let Some(handle) = self.open_files.handles.remove(handle) else {
             return;
@@ -420,15 +496,16 @@ impl<B: Backing> Engine<B> {
             }
         }
         let is_closed = state.opens.is_empty();
-        let orphan = state.unlinked && is_closed;
-        // The kernel drops the FLUSH of a process that was killed before firnd had read it.
-        let is_written = handle.writable && !state.opens.has_writers();
-        if is_written && self.base.options.close == ClosePolicy::Drain && !state.unlinked {
+        let is_orphan = state.unlinked && is_closed;
+        let was_last_writer = handle.writable && !state.opens.has_writers();
+        // The FLUSH of the close usually requests the drain. But the kernel drops the FLUSH of a process that was
+        // killed before firnd had read it.
+        if was_last_writer && self.base.options.close == ClosePolicy::Drain && !state.unlinked {
             self.drain.force(file, &mut state);
         }
         file.inode.note_cut(state.opens.is_cut());
         drop(state);
-        if is_written {
+        if was_last_writer {
             let events = &self.base.file_events;
             events.note(&file.inode, FileChange::Closed);
         }
@@ -437,13 +514,13 @@ impl<B: Backing> Engine<B> {
             self.open_files.note_written(file);
         }
         self.open_files.close_if_unused(file);
-        if orphan {
+        if is_orphan {
             self.exclusive.discard(file);
         }
         if is_closed {
             self.open_files.take_from_keeper(file);
         }
-        if is_written {
+        if was_last_writer {
             self.room.settle_later(file);
         }
         self.open_files.drop_if_unused(file);

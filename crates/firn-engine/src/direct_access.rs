@@ -4,8 +4,8 @@
 //! Terms
 //! * A *grant* is a client's right to write one open file directly. It ends when it is *revoked*.
 //! * A *lease* is the client's right to fill one slab.
-//! * A *list* tells a reader where the bytes of a file lie. A word in the arena (the file's word) changes once the
-//!   list is invalid.
+//! * A *list* says where the bytes of a file lie, for a reader. A counter in the arena (the file's word) is raised when
+//!   the list becomes invalid.
 //!
 //! Promises
 //! * Each answer about a file covers every byte whose write returned: what the client published is ingested before
@@ -64,8 +64,34 @@ struct LocatedInBacking<B: Backing> {
     changes_by_others: u64,
 }
 
-/// Whether a reader may get a list of where the bytes of a file lie. It may if each change of the bytes makes the list
-/// invalid, so a file with a writer, a grant or an exclusive use has no list.
+/// A list that is being made.
+struct PartialList {
+    extents: Vec<ListedExtent>,
+    /// File offset up to which the list is complete.
+    end: u64,
+    /// Descriptors of the files that extents name by index.
+    files: Vec<OwnedFd>,
+}
+
+impl PartialList {
+    /// Adds the places of bytes that only the backing has.
+    fn add_backing_parts(&mut self, mut located: Located) {
+        for part in &mut located.parts {
+            part.file = part.file.map(|index| index + self.files.len());
+        }
+        self.end = self.end.min(located.end);
+        self.extents.retain(|extent| extent.offset < self.end);
+        self.extents = fill_gaps(&self.extents, &located.parts);
+        if let Some(first_left_out) = self.extents.get(EXTENTS_MAX) {
+            self.end = first_left_out.offset;
+            self.extents.truncate(EXTENTS_MAX);
+        }
+        self.files.extend(located.files);
+    }
+}
+
+/// Returns whether a reader may get a list of where the bytes of a file lie. It may if each change of the bytes makes
+/// the list invalid, so a file with a writer, a grant or an exclusive use has no list.
 fn allows_lists<B: Backing>(state: &FileState<B>) -> bool {
     !state.opens.has_writers()
         && !state.opens.has_passthrough()
@@ -80,22 +106,22 @@ fn fill_gaps(extents: &[ListedExtent], parts: &[LocatedPart]) -> Vec<ListedExten
     let mut later = extents.iter().peekable();
     for part in parts {
         let end = part.offset + part.len;
-        let mut at = part.offset;
-        while at < end {
+        let mut position = part.offset;
+        while position < end {
             let next = later.peek().filter(|extent| extent.offset < end);
-            let gap_end = next.map_or(end, |extent| extent.offset.max(at));
-            if gap_end > at {
+            let gap_end = next.map_or(end, |extent| extent.offset.max(position));
+            if gap_end > position {
                 filled.push(ListedExtent {
-                    offset: at,
-                    len: gap_end - at,
-                    at: part.position + (at - part.offset),
+                    offset: position,
+                    len: gap_end - position,
+                    at: part.position + (position - part.offset),
                     chunk: part.file.unwrap_or(0) as u32,
                     place: part.file.map_or(TO_BE_ASKED, |_| IN_BACKING),
                 });
             }
             let Some(extent) = next else { break };
             let extent_end = extent.offset + extent.len;
-            at = extent_end.max(gap_end);
+            position = extent_end.max(gap_end);
             if extent_end > end {
                 break;
             }
@@ -132,10 +158,10 @@ impl<B: Backing> DirectAccess<B> {
     }
 
     /// Gives `client` the right to write the open file directly. From now on the kernel must not cache the file's
-    /// attributes. The caller makes it drop those that it has before the client gets the answer.
+    /// attributes. Before the client gets the answer, the caller must make the kernel drop those that it has cached.
     ///
-    /// `Busy`: the file has another handle, set-id bits, capabilities or no name, or a drain of it failed. The client
-    /// then writes through the kernel. `BadToken`: the handle is not open for writing.
+    /// Fails with `BadToken` if the handle is not open for writing. Fails with `Busy` if the file has another handle,
+    /// set-id bits, capabilities or no name, or if a drain of it failed; the client then writes through the kernel.
     pub fn grant_direct_access(
         &self,
         client: ClientId,
@@ -224,8 +250,8 @@ impl<B: Backing> DirectAccess<B> {
     /// Returns the slab, and further slabs to fill after it. The further slabs hold at most the bytes that the client
     /// asks for, and at most as many as it has written so far.
     ///
-    /// `Full`: the arena has no room; the grant is revoked, and the client writes through the kernel, which waits.
-    /// `BadToken`: the client has no grant of this handle.
+    /// Fails with `BadToken` if the client has no grant of this handle. Fails with `Full` if the arena has no room. The
+    /// grant is revoked then, and the client writes through the kernel, which waits for room.
     pub fn lease_slabs(
         &self,
         client: ClientId,
@@ -346,11 +372,11 @@ impl<B: Backing> DirectAccess<B> {
         self.room.wake_writers();
     }
 
-    /// Lists where the bytes of a file without a writer lie, from offset `from` on: in the arena, or else in at most
-    /// `files_max` files of the backing.
+    /// Returns a list of where the bytes of a file lie from offset `from` on: in the arena, in memory files, or in
+    /// files of the backing. The list names at most `files_max` files.
     ///
-    /// `Busy`: the file is being changed, so the client reads through the kernel. `BadToken`: the handle is not open
-    /// for reading.
+    /// Fails with `BadToken` if the handle is not open for reading. Fails with `Busy` if the file has a writer or is
+    /// being changed; the client then reads through the kernel.
     pub fn list_extents(
         &self,
         token: HandleId,
@@ -375,8 +401,9 @@ impl<B: Backing> DirectAccess<B> {
     }
 
     /// Returns a descriptor of the memory file that has all bytes of a file, for a mapping by the process that opened
-    /// it for reading. While the handle is open, the mapping shows each change of the file. `Busy`: there is no such
-    /// memory file, and none can be made.
+    /// the file for reading. While the handle is open, the mapping shows each change of the file.
+    ///
+    /// Fails with `Busy` if there is no such memory file and none can be made.
     pub fn map_file(&self, token: HandleId) -> DirectResult<OwnedFd> {
         let handle = self.open_files.handle(token).ok();
         let handle = handle.filter(|handle| handle.readable && !handle.writable);
@@ -387,8 +414,8 @@ impl<B: Backing> DirectAccess<B> {
         let size = self.intake.size_of(&handle.file);
         let size = size.map_err(|_| DirectRefusal::Busy)?;
         let mut state = handle.file.lock();
-        let known = state.view.clone();
-        let view = known.or_else(|| state.begin_view(&self.base.arena, size));
+        let present_view = state.view.clone();
+        let view = present_view.or_else(|| state.begin_view(&self.base.arena, size));
         let view = view.ok_or(DirectRefusal::Busy)?;
         let file = view.reader().map_err(|_| DirectRefusal::Busy);
         // A handle that the kernel serves from the view keeps the view by itself.
@@ -407,7 +434,7 @@ impl<B: Backing> DirectAccess<B> {
         file
     }
 
-    /// Makes a list. Returns `None` if the file changed meanwhile.
+    /// Tries once to make a list; see [`Self::list_extents`]. Returns `None` if the file changed meanwhile.
     fn make_list(
         &self,
         file: &Arc<File<B>>,
@@ -421,27 +448,15 @@ impl<B: Backing> DirectAccess<B> {
         // This comes before any place is looked up. A chunk that moves afterwards then invalidates this list.
         self.intake.grants.note_list();
         let pending_end = state.pending.end();
-        // An extent without a place cannot be listed. The kernel's read returns the error.
-        let list = |(offset, extent)| self.base.list(offset, extent).ok_or(DirectRefusal::Busy);
-        let mut extents = state
-            .extents_in_arena(from, EXTENTS_MAX)
-            .into_iter()
-            .map(list)
-            .collect::<DirectResult<Vec<_>>>()?;
-        let mut end = match extents.last() {
-            Some(last) if extents.len() >= EXTENTS_MAX => last.offset + last.len,
-            _ => u64::MAX,
-        };
-        // The descriptors are opened under the lock, so that the memory files keep the bytes of this file.
-        let mut files = self.open_memory_files(&mut extents, files_max);
+        let mut list = self.list_arena_extents(&state, from, files_max)?;
         let word = (file.inode.id.0 % u64::from(WORDS_COUNT)) as u32;
         state.direct.note_list(word);
         let (slot, mut stamp) = self.base.arena.file_word(word);
         let source = state.open_reader();
         drop(state);
-        let located = match files_max - files.len() {
+        let located = match files_max - list.files.len() {
             0 => None,
-            more => self.locate(file, source, from..end, more),
+            more => self.locate(file, source, from..list.end, more),
         };
         // The size is read after the list. Bytes that are drained in between still count, and a truncation
         // invalidates the list.
@@ -451,23 +466,13 @@ impl<B: Backing> DirectAccess<B> {
             .map_err(|_| DirectRefusal::Busy)?;
         let mut until = None;
         if let Some(LocatedInBacking {
-            mut located,
+            located,
             object,
             changes_by_others,
         }) = located
         {
-            for part in &mut located.parts {
-                part.file = part.file.map(|index| index + files.len());
-            }
-            end = end.min(located.end);
-            extents.retain(|extent| extent.offset < end);
-            extents = fill_gaps(&extents, &located.parts);
-            if let Some(cut) = extents.get(EXTENTS_MAX) {
-                end = cut.offset;
-                extents.truncate(EXTENTS_MAX);
-            }
-            files.extend(located.files);
             until = Some(located.until);
+            list.add_backing_parts(located);
             let mut state = file.lock();
             if !allows_lists(&state) {
                 return Err(DirectRefusal::Busy);
@@ -487,6 +492,11 @@ impl<B: Backing> DirectAccess<B> {
                 stamp = self.base.arena.file_word(word).1;
             }
         }
+        let PartialList {
+            extents,
+            end,
+            files,
+        } = list;
         Ok(Some(DirectList {
             size,
             slot,
@@ -496,6 +506,34 @@ impl<B: Backing> DirectAccess<B> {
             files,
             until,
         }))
+    }
+
+    /// Lists the extents of a file that are in the arena, from offset `from` on. Opens at most `files_max` memory files,
+    /// under the lock of the file, so that these keep the bytes of this file.
+    ///
+    /// Fails with `Busy` if an extent cannot be located. The kernel's read then returns the error.
+    fn list_arena_extents(
+        &self,
+        state: &FileState<B>,
+        from: u64,
+        files_max: usize,
+    ) -> DirectResult<PartialList> {
+        let list = |(offset, extent)| self.base.list(offset, extent).ok_or(DirectRefusal::Busy);
+        let mut extents = state
+            .extents_in_arena(from, EXTENTS_MAX)
+            .into_iter()
+            .map(list)
+            .collect::<DirectResult<Vec<_>>>()?;
+        let end = match extents.last() {
+            Some(last) if extents.len() >= EXTENTS_MAX => last.offset + last.len,
+            _ => u64::MAX,
+        };
+        let files = self.open_memory_files(&mut extents, files_max);
+        Ok(PartialList {
+            extents,
+            end,
+            files,
+        })
     }
 
     /// Opens the memory files that extents lie in, at most `files_max`, and returns them. The extents in these files
@@ -512,8 +550,8 @@ impl<B: Backing> DirectAccess<B> {
             let Some((memory, _)) = arena.memory_file_of(extent.chunk) else {
                 continue;
             };
-            let known = numbers.iter().position(|number| *number == memory.number());
-            let index = known.or_else(|| {
+            let opened = numbers.iter().position(|number| *number == memory.number());
+            let index = opened.or_else(|| {
                 let is_room = files.len() < files_max.min(FILES_MAX);
                 files.push(is_room.then(|| memory.reader().ok()).flatten()?);
                 numbers.push(memory.number());
@@ -526,8 +564,8 @@ impl<B: Backing> DirectAccess<B> {
         files
     }
 
-    /// Asks the backing where it has the bytes of a range. `None`: the range must be read through the kernel, which
-    /// returns any error.
+    /// Returns where the backing has the bytes of a range. Returns `None` if the backing cannot say, or changed during
+    /// the call. The range must then be read through the kernel, which also returns any error.
     fn locate(
         &self,
         file: &Arc<File<B>>,

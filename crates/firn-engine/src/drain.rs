@@ -68,19 +68,22 @@ impl<B: Backing> Drain<B> {
         }
     }
 
+    /// Returns the number of lanes, which is at least one.
     pub(crate) fn lane_count(&self) -> usize {
         self.lanes.len()
     }
 
-    /// Whether all files go to the same lane in the same way.
+    /// Returns whether all files go to the same lane in the same way.
     pub(crate) fn has_one_route(&self) -> bool {
         self.lanes.len() == 1 && !self.gathers
     }
 
+    /// Returns the indexes of all lanes.
     pub(crate) fn lanes(&self) -> impl Iterator<Item = LaneIndex> + use<B> {
         (0..self.lanes.len() as u16).map(LaneIndex::new)
     }
 
+    /// Returns the queue of a lane.
     pub(crate) fn queue(&self, lane: LaneIndex) -> &DrainQueue<File<B>> {
         &self.lanes[lane.index()]
     }
@@ -90,11 +93,12 @@ impl<B: Backing> Drain<B> {
         self.queue(file.lane)
     }
 
-    /// Whether a file of any lane is in line or being written.
+    /// Returns whether a file of any lane is in line or being written.
     pub(crate) fn is_busy(&self) -> bool {
         self.lanes.iter().any(DrainQueue::is_busy)
     }
 
+    /// Returns what the status shows of each lane's queue.
     pub(crate) fn figures(&self) -> Vec<QueueFigures<File<B>>> {
         self.lanes.iter().map(DrainQueue::figures).collect()
     }
@@ -104,6 +108,7 @@ impl<B: Backing> Drain<B> {
         *self.executor.write() = Some(executor);
     }
 
+    /// Returns the executor, if one is set.
     pub(crate) fn executor(&self) -> Option<Arc<dyn Executor>> {
         self.executor.read().clone()
     }
@@ -138,24 +143,25 @@ impl<B: Backing> Drain<B> {
         }
     }
 
-    /// Records when the oldest pending byte of a file was written. `None`: the file has no pending bytes.
+    /// Records when the oldest pending byte of a file was written. `written` is `None` if the file has no pending
+    /// bytes.
     pub(crate) fn set_oldest(
         &self,
         file: &Arc<File<B>>,
         state: &mut FileState<B>,
-        at: Option<Instant>,
+        written: Option<Instant>,
     ) {
-        if state.drain.oldest() != at {
-            let before = state.drain.replace_oldest(at);
-            self.queue_of(file).change_oldest(file, before, at);
+        if state.drain.oldest() != written {
+            let before = state.drain.replace_oldest(written);
+            self.queue_of(file).change_oldest(file, before, written);
         }
     }
 
-    /// Puts a file into the queue of its lane. Does nothing if it is there, has no pending bytes, or waits for its
-    /// retry.
+    /// Puts a file into the queue of its lane, and wakes the lane's threads. Does nothing if the file is in the queue
+    /// already, has no pending bytes, or waits for its next try after a failure.
     pub(crate) fn enqueue(&self, file: &Arc<File<B>>, state: &mut FileState<B>) {
-        let waits = state.drain.waits_for_retry(Instant::now());
-        if state.drain.is_queued() || state.pending.is_empty() || waits {
+        let waits_for_retry = state.drain.waits_for_retry(Instant::now());
+        if state.drain.is_queued() || state.pending.is_empty() || waits_for_retry {
             return;
         }
         state.drain.set_queued(true);
@@ -197,12 +203,12 @@ impl<B: Backing> Drain<B> {
         );
     }
 
-    /// Whether some caller waits for a file to be drained.
+    /// Returns whether some caller waits for a file to be drained.
     pub(crate) fn has_waiters(&self) -> bool {
         self.waiter_count.load(Ordering::SeqCst) > 0
     }
 
-    /// Forces all that a file has pending now, however few bytes.
+    /// Requests that all bytes which a file has pending now are drained, however few they are.
     pub(crate) fn force(&self, file: &Arc<File<B>>, state: &mut FileState<B>) {
         if let Some(newest) = state.pending.newest_sequence() {
             state.drain.force_up_to(newest);
@@ -229,6 +235,7 @@ impl<B: Backing> Drain<B> {
     }
 }
 
+/// Asserts that a queue agrees with the states of the files of its lane.
 fn assert_queue<B: Backing>(queue: &DrainQueue<File<B>>, files: &[&Arc<File<B>>]) {
     let mut in_flight = 0;
     let mut aged = BTreeSet::new();
@@ -263,6 +270,7 @@ fn assert_queue<B: Backing>(queue: &DrainQueue<File<B>>, files: &[&Arc<File<B>>]
     assert_eq!(queue.oldest_of_files(), aged, "ages of files");
 }
 
+/// Asserts that the totals of a lane are those of its files.
 fn assert_held<B: Backing>(held: &PendingTotals, files: &[&Arc<File<B>>]) {
     let pending = || files.iter().map(|file| file.lock().pending.bytes());
     assert_eq!(held.bytes(), pending().sum::<u64>(), "held bytes");
@@ -270,7 +278,7 @@ fn assert_held<B: Backing>(held: &PendingTotals, files: &[&Arc<File<B>>]) {
     assert_eq!(held.files(), count as u64, "held files");
 }
 
-/// Blocks until `outcome` has a result. EIO: its sender ended without one.
+/// Blocks until `outcome` has a result, and returns it. Fails with EIO if the sender was dropped without a result.
 pub(crate) fn wait_for(outcome: &Receiver<Result<()>>) -> Result<()> {
     outcome.recv().unwrap_or(Err(firn_backing::Errno::IO))
 }

@@ -45,10 +45,12 @@ struct AwaitedFile<B: Backing> {
 }
 
 impl DrainCountdown {
+    /// Counts a file whose drain begins.
     fn begin(&self) {
         *self.files.lock() += 1;
     }
 
+    /// Counts a file whose drain has ended. The last one wakes the caller.
     fn end(&self) {
         let mut files = self.files.lock();
         *files -= 1;
@@ -89,13 +91,13 @@ impl<B: Backing> Durability<B> {
         }
     }
 
-    /// Returns the durability level of all bytes of an inode. STALE: the inode is not known.
+    /// Returns the durability level of all bytes of an inode. Fails with ESTALE if the inode is not known.
     pub fn state_of(&self, inode: InodeId) -> Result<DurabilityLevel> {
         Ok(self.level_of(&*self.tree.inode(inode)?))
     }
 
-    /// Returns the durability level of all bytes of a file: the one answer for the attribute, `firn ls` and all other
-    /// callers. It waits for the backing.
+    /// Returns the durability level of all bytes of a file. All answers come from here: the extended attribute, `firn
+    /// ls` and the control socket. The call waits for the backing.
     pub(crate) fn level_of(&self, inode: &Inode<B>) -> DurabilityLevel {
         let pending = self.open_files.known_file(inode).and_then(|file| {
             let mut state = file.lock();
@@ -172,7 +174,7 @@ impl<B: Backing> Durability<B> {
             .into_iter()
             .filter(|inode| inode.kind == firn_backing::Kind::File)
             .collect();
-        // Read before the sync, as for one file.
+        // The state that the sync covers is read before the sync, because files may be changed or drained during it.
         let change = last_name_change();
         let covered: Vec<_> = files
             .iter()
@@ -287,25 +289,29 @@ impl<B: Backing> Durability<B> {
         if !path.is_empty() {
             self.tree.find(path)?;
         }
+        self.drain_and_wait_below(path, progress)?;
+        if until == DurabilityLevel::Durable {
+            self.make_durable(path)
+        } else {
+            Ok(())
+        }
+    }
+
+    /// Drains the files at or below `path`, and blocks until each drain has ended. Reports progress, and returns errors,
+    /// as [`Self::wait_tree`] does.
+    fn drain_and_wait_below(
+        &self,
+        path: &[u8],
+        progress: &mut dyn FnMut(u64, u64) -> bool,
+    ) -> Result<()> {
         let mut awaited = Vec::new();
-        // Counted before any file is drained, so that the caller knows how much it waits for.
+        // Each file is counted before it is drained, so that the caller knows how much it waits for.
         let (mut total_bytes, mut total_files) = (0, 0);
         let countdown = Arc::new(DrainCountdown::default());
         for file in self.pending_below(path) {
-            let result = Arc::new(parking_lot::Mutex::new(None));
             total_bytes += file.lock().pending.bytes();
             total_files += 1;
-            awaited.push(AwaitedFile {
-                file: Arc::clone(&file),
-                result: Arc::clone(&result),
-            });
-            let countdown = Arc::clone(&countdown);
-            countdown.begin();
-            let done = move |drained| {
-                *result.lock() = Some(drained);
-                countdown.end();
-            };
-            self.drainer.when_drained(&file, Box::new(done));
+            awaited.push(self.begin_awaited_drain(file, &countdown));
         }
         if !progress(total_bytes, total_files) {
             return Err(Errno::CANCELED);
@@ -332,22 +338,33 @@ impl<B: Backing> Durability<B> {
                 return Err(Errno::CANCELED);
             }
             if left_files == 0 {
-                break;
+                return failed.map_or(Ok(()), Err);
             }
             countdown.wait(REPORT_EVERY);
         }
-        if let Some(errno) = failed {
-            return Err(errno);
-        }
-        if until == DurabilityLevel::Durable {
-            self.make_durable(path)
-        } else {
-            Ok(())
-        }
     }
 
-    /// Makes durable what is at the path, and the names that lead to it. An earlier firnd may have made those without
-    /// a sync.
+    /// Begins to drain a file, and counts it in `countdown` until the drain has ended.
+    fn begin_awaited_drain(
+        &self,
+        file: Arc<File<B>>,
+        countdown: &Arc<DrainCountdown>,
+    ) -> AwaitedFile<B> {
+        let result = Arc::new(parking_lot::Mutex::new(None));
+        countdown.begin();
+        let done = {
+            let (result, countdown) = (Arc::clone(&result), Arc::clone(countdown));
+            move |drained| {
+                *result.lock() = Some(drained);
+                countdown.end();
+            }
+        };
+        self.drainer.when_drained(&file, Box::new(done));
+        AwaitedFile { file, result }
+    }
+
+    /// Syncs the file or tree at `path`, and all names that lead to it. An earlier firnd may have made these names
+    /// without a sync.
     fn make_durable(&self, path: &[u8]) -> Result<()> {
         let inode = self.tree.find(path)?;
         if inode.kind == firn_backing::Kind::File {

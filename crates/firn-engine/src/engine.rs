@@ -44,9 +44,9 @@ pub enum EngineError {
     JournalFull,
 }
 
-/// Names, files and pending data of one mount over a backing: the parts, and the operations that need many of them.
+/// The engine of one mount over a backing.
 ///
-/// The parts are listed from the lowest up. Each part knows only those before it.
+/// The fields are the parts, from the lowest up. Each part knows only parts before it.
 pub struct Engine<B: Backing> {
     pub(crate) base: Arc<Base<B>>,
     /// Inodes and paths.
@@ -79,7 +79,7 @@ pub struct Engine<B: Backing> {
     pub lost: LostFiles<B>,
     /// Bytes that the attach made pending again.
     pub(crate) recovered_bytes: u64,
-    /// Number of this engine among all over the arena, from 1.
+    /// Number of this engine among all that used the arena, counted from 1.
     pub(crate) epoch: u64,
     /// Time of the attach.
     pub(crate) attached: Instant,
@@ -96,7 +96,7 @@ impl<B: Backing> Engine<B> {
         &self.base.arena
     }
 
-    /// Returns a text that no other engine has, not even one over the same arena.
+    /// Returns a text that identifies this engine among all engines, including others over the same arena.
     pub fn incarnation(&self) -> String {
         let uuid = base16ct::lower::encode_string(&self.base.arena.superblock().uuid);
         format!("{uuid}-{}", self.epoch)

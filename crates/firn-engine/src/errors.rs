@@ -75,11 +75,13 @@ impl ErrorLog {
         self.errors.lock().retain(|known| known.is_about_lost_data);
     }
 
+    /// Returns all recorded errors, the oldest first.
     pub(crate) fn list(&self) -> Vec<RecordedError> {
         self.errors.lock().clone()
     }
 }
 
+/// Returns an error that has happened once, now.
 fn new_error(
     path: Vec<u8>,
     errno: Errno,

@@ -1,8 +1,8 @@
 //! Exclusive use of a file of the backing: changes of its length, and other changes during which no drain of it may
 //! run.
 //!
-//! How: [`File::begin_exclusive`] waits for I/O in flight and keeps new drains away. The lock of the file is released
-//! while the backing works.
+//! [`File::begin_exclusive`] waits for drains in flight and keeps new ones away. So the lock of the file can be
+//! released while the backing works.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -43,7 +43,7 @@ impl<B: Backing> Exclusive<B> {
         }
     }
 
-    /// Drops the pending data of a file that has neither a name nor a handle. Waiters are told that it succeeded.
+    /// Drops the pending data of a file that has neither a name nor a handle. Callers that wait for its drain get `Ok`.
     pub(crate) fn discard(&self, file: &Arc<File<B>>) {
         let mut state = file.begin_exclusive();
         let bytes_before = state.pending.bytes();
@@ -77,9 +77,10 @@ impl<B: Backing> Exclusive<B> {
         self.room.wake_writers();
     }
 
-    /// ftruncate(2). The journal has a record before the backing is changed, so that a crash leaves the old file or
-    /// the new one, and pieces beyond the new end never come back. ENOSPC: the journal is full, and nothing was
-    /// changed.
+    /// Sets the length of a file (ftruncate(2)).
+    ///
+    /// The journal gets a record before the backing is changed. So a crash leaves the old file or the new one, and
+    /// pieces beyond the new end are never pending again. Fails with ENOSPC, without a change, if the journal is full.
     pub(crate) fn truncate_file(&self, file: &Arc<File<B>>, size: u64) -> Result<()> {
         let target = self.open_files.writer(file)?;
         let mut state = file.begin_exclusive();

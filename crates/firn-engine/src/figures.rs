@@ -94,7 +94,7 @@ impl<B: Backing> Engine<B> {
         self.base.counters.drain_decisions.of(Decision::GivenUp)
     }
 
-    /// Whether a write to the backing failed and waits for its next try.
+    /// Returns whether a write to the backing failed and waits for its next try.
     pub fn waits_for_retry(&self) -> bool {
         self.drain
             .figures()
@@ -175,9 +175,10 @@ impl<B: Backing> Engine<B> {
         Duration::from_micros(self.base.counters.close_wait_us.load(Ordering::Relaxed))
     }
 
-    /// Returns the engine's part of a status, without figures that only firnd knows. They are counters, which need no
-    /// lock of each file. Two things take locks of files: bytes by direct access are ingested first, and recorded
-    /// errors are compared with all files.
+    /// Returns the engine's part of a status. firnd adds the figures that only it knows.
+    ///
+    /// Most figures are counters, which need no lock of a file. Locks of files are taken for two things: bytes by
+    /// direct access are ingested first, and recorded errors are compared with all files.
     pub fn figures(&self) -> Status {
         self.intake.ingest_all_published();
         let now = Instant::now();
@@ -248,6 +249,7 @@ impl<B: Backing> Engine<B> {
         }
     }
 
+    /// Returns the status of the spill file; `None` if the mount has none.
     fn spill_status(&self) -> Option<SpillStatus> {
         let figures = self.base.arena.spill_figures()?;
         Some(SpillStatus {
@@ -260,6 +262,7 @@ impl<B: Backing> Engine<B> {
         })
     }
 
+    /// Returns the status of the arena's memory on each NUMA node.
     fn numa_node_status(&self) -> Vec<NumaNodeStatus> {
         let figures = self.base.arena.numa_node_figures();
         let status = figures.iter().map(|node| NumaNodeStatus {
@@ -271,6 +274,7 @@ impl<B: Backing> Engine<B> {
         status.collect()
     }
 
+    /// Returns the recorded errors, and for each whether its data is still pending.
     fn error_status(&self) -> Vec<ErrorStatus> {
         let errors = self.base.errors.list();
         if errors.is_empty() {
@@ -367,7 +371,8 @@ impl<B: Backing> Engine<B> {
         out
     }
 
-    /// Returns the same figures for files that are open or have bytes in the arena, each by one name.
+    /// Returns the figures of the files at or below `path` that are open or have bytes in the arena, each under one of
+    /// its names.
     pub fn files_in_use_below(&self, path: &[u8]) -> Vec<FileFigures> {
         self.intake.ingest_all_published();
         let files = self.open_files.files.all();
@@ -380,6 +385,7 @@ impl<B: Backing> Engine<B> {
         out
     }
 
+    /// Returns the figures of a file that is open or has bytes in the arena, under this path.
     fn figures_of_file(&self, file: &File<B>, path: Vec<u8>) -> FileFigures {
         let (mut figures, level_of_pending) = {
             let state = file.lock();
@@ -415,7 +421,7 @@ impl<B: Backing> Engine<B> {
     }
 }
 
-/// The paths of an inode that are at or below `top`.
+/// Returns the paths of an inode that are at or below `top`.
 fn paths_below<B: Backing>(inode: &Inode<B>, top: &[u8]) -> impl Iterator<Item = Vec<u8>> {
     let paths = inode.paths().into_iter();
     paths.filter(move |path| top.is_empty() || is_below(path, top))

@@ -44,7 +44,7 @@ pub(crate) struct BackingFile<B: Backing> {
     pub access: Access,
 }
 
-/// What the lock of a file protects.
+/// The state of a file that its lock protects.
 pub(crate) struct FileState<B: Backing> {
     pub pending: Pending,
     pub drain: DrainState,
@@ -100,7 +100,7 @@ static FIRST_CHANGE: AtomicU64 = AtomicU64::new(1);
 /// Numbers of changes reserved for each file: more than it has while firnd knows it.
 const CHANGES_OF_A_FILE: u64 = 1 << 32;
 
-/// Bounds the memory of a file: there may be 10^5 held files. Fields that few files need are boxed.
+/// Bounds the memory of a file, because there may be 10^5 held files. Fields that few files need are boxed.
 const _: () = assert!(size_of::<File<firn_backing::DirBacking>>() <= 400);
 
 impl<B: Backing> File<B> {
@@ -230,14 +230,15 @@ impl<B: Backing> FileState<B> {
         self.writer.as_ref().or(self.reader.as_ref()).cloned()
     }
 
-    /// Whether the descriptors of the backing file may be closed: no handle or I/O uses them, and a name leads to the
-    /// file.
+    /// Returns whether the descriptors of the backing file may be closed: no handle or I/O uses them, and a name leads
+    /// to the file.
     pub(crate) fn may_close(&self) -> bool {
         let is_busy = self.drain.is_exclusive() || self.drain.writes_in_flight() > 0;
         self.opens.is_empty() && !is_busy && !self.unlinked
     }
 
-    /// Whether the file table must keep the file, for handles, bytes in the arena, the drain or lists of chunks.
+    /// Returns whether the file table must keep the file, for handles, bytes in the arena, the drain or lists of
+    /// chunks.
     pub(crate) fn is_in_use(&self) -> bool {
         !self.opens.is_empty()
             || !self.pending.is_empty()
@@ -294,7 +295,7 @@ impl<B: Backing> FileState<B> {
         }
     }
 
-    /// Whether a partner has all present bytes, and no writer has the file open.
+    /// Returns whether a partner has all present bytes, and no writer has the file open.
     pub(crate) fn is_partnered(&self) -> bool {
         self.partnered_changes == self.changes && !self.opens.has_writers()
     }
@@ -321,6 +322,7 @@ impl<B: Backing> FileState<B> {
         }
     }
 
+    /// Panics if a byte is both pending and cached.
     fn assert_no_overlap(&self) {
         self.cache.extents().assert_invariants();
         for (offset, extent) in self.pending.extents().iter() {

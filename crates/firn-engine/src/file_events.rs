@@ -40,7 +40,7 @@ pub enum FileChange {
 pub struct FileEvent {
     /// The file.
     pub inode: InodeId,
-    /// Its present path from the root of the mount. `None`: the file has no name, or firnd does not know it any more.
+    /// Its present path from the root of the mount; `None` if the file has no name, or firnd no longer knows it.
     pub path: Option<Vec<u8>>,
     /// What happened.
     pub change: FileChange,

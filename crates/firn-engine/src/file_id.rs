@@ -11,8 +11,8 @@ use crate::file::{File, FileId, FileState};
 use crate::file_journal::FileJournal;
 
 impl FileJournal {
-    /// Gives a file an id before its first piece. No rename can change its paths meanwhile. `None`: the journal is
-    /// full.
+    /// Gives a file an id before its first piece, and returns the id. Returns `None` if the journal is full. No rename
+    /// can change the file's paths meanwhile.
     pub(crate) fn begin_file_id_at_rest<B: Backing>(
         &self,
         paths: &PathClaims,

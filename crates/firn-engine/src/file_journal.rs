@@ -45,17 +45,17 @@ impl FileJournal {
         self.last_rename_id.fetch_add(1, Ordering::Relaxed) + 1
     }
 
-    /// Whether no file has pending data, so that a record would be about none.
+    /// Returns whether no file has pending data, so that a record would be about none.
     pub(crate) fn is_empty(&self) -> bool {
         self.journal.lock().ledger().is_empty()
     }
 
-    /// Appends a record. ENOSPC: the journal is full.
+    /// Appends a record. Fails with ENOSPC if the journal is full.
     pub(crate) fn append(&self, record: &Record) -> Result<()> {
         self.journal.lock().append(record).map_err(|_| Errno::NOSPC)
     }
 
-    /// Appends records one after the other. ENOSPC: the journal is full, and some may be appended.
+    /// Appends records in order. Fails with ENOSPC if the journal is full; some records may be appended then.
     pub(crate) fn append_all(&self, records: impl IntoIterator<Item = Record>) -> Result<()> {
         let mut journal = self.journal.lock();
         for record in records {

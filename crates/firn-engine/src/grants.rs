@@ -111,7 +111,7 @@ impl<B: Backing> Grants<B> {
         self.has_lists.store(true, Ordering::Release);
     }
 
-    /// Whether some process may have such a list.
+    /// Returns whether some process may have such a list.
     pub(crate) fn has_lists(&self) -> bool {
         self.has_lists.load(Ordering::Acquire)
     }

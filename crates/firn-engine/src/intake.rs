@@ -1,4 +1,5 @@
-//! Intake: bytes that the engine or a client with direct access published become pending (they are *ingested*).
+//! Ingesting: bytes that the engine or a client with direct access has published in the arena become pending bytes of
+//! their file.
 //!
 //! A client publishes bytes by stores to its leased slabs, without a request. So the engine reads the slabs before it
 //! answers.
@@ -57,26 +58,27 @@ impl<B: Backing> Intake<B> {
         }
     }
 
+    /// Returns the files of which a client has a grant.
     pub(crate) fn files_with_grant(&self) -> Vec<Arc<File<B>>> {
         self.grants.files()
     }
 
-    /// Ingests what clients published, of all files.
+    /// Ingests the bytes that clients have published of any file.
     pub(crate) fn ingest_all_published(&self) {
         for file in self.files_with_grant() {
             self.ingest_published(&file, &mut file.lock());
         }
     }
 
-    /// Ingests what a client published of this file.
+    /// Ingests the bytes that a client has published of this file.
     pub(crate) fn ingest_published(&self, file: &Arc<File<B>>, state: &mut FileState<B>) {
         self.ingest_from_client(file, state, |arena, lease, sink| {
             arena.accept_published(lease, sink)
         });
     }
 
-    /// Ingests what a client published, and freezes its pieces: they cannot grow any more, so the drain may write
-    /// them.
+    /// Ingests the bytes that a client has published of this file, and freezes their pieces: the client cannot extend
+    /// them any more, so the drain may write them.
     pub(crate) fn freeze_published(&self, file: &Arc<File<B>>, state: &mut FileState<B>) {
         self.ingest_from_client(file, state, |arena, lease, sink| {
             arena.freeze_client(lease, sink)
@@ -230,8 +232,8 @@ impl<B: Backing> Intake<B> {
         }
     }
 
-    /// Returns the length of a file whose bytes came by direct access, for the kernel at an open. `None`: the kernel
-    /// knows it.
+    /// Returns the length of a file whose bytes came by direct access, which the kernel must learn at an open. Returns
+    /// `None` if the kernel knows the length.
     pub(crate) fn size_for_kernel(&self, file: &File<B>) -> Option<u64> {
         if !file.inode.is_size_stale_in_kernel.load(Ordering::Acquire) {
             return None;

@@ -64,12 +64,12 @@ impl<B: Backing> KernelCache<B> {
         debug_assert!(before > 0, "an open ends that was not counted");
     }
 
-    /// Whether the kernel has not failed yet to read files of the backing itself.
+    /// Returns whether the kernel has not failed yet to read files of the backing itself.
     pub(crate) fn can_pass_through(&self) -> bool {
         self.passthrough.load(Ordering::Relaxed)
     }
 
-    /// Whether the pages that the kernel has cached of the backing's file are still right.
+    /// Returns whether the pages that the kernel has cached of the backing's file are still right.
     ///
     /// They are if size and times are those of the last call, and the times are old enough: a change within one tick of
     /// the backing's clock may leave the times as they are. The present state is recorded for the next call.
@@ -154,14 +154,14 @@ impl<B: Backing> KernelCache<B> {
         }
     }
 
-    /// Whether the kernel reads this handle through its page cache.
+    /// Returns whether the kernel reads this handle through its page cache.
     pub fn reads_through_cache(&self, handle: HandleId) -> bool {
         self.open_files
             .handle(handle)
             .is_ok_and(|handle| matches!(*handle.mode.lock(), OpenMode::Cached { .. }))
     }
 
-    /// Whether the kernel caches pages of this handle's file that a write through the handle does not change.
+    /// Returns whether the kernel caches pages of this handle's file that a write through the handle does not change.
     pub fn has_cached_readers(&self, handle: HandleId) -> bool {
         self.cached_opens.load(Ordering::Acquire) > 0
             && self.open_files.handle(handle).is_ok_and(|handle| {
@@ -181,7 +181,7 @@ impl<B: Backing> KernelCache<B> {
         }
     }
 
-    /// Whether the kernel may read memory files itself.
+    /// Returns whether the kernel may read memory files itself.
     pub(crate) fn passes_memory_through(&self) -> bool {
         self.memory_passthrough.load(Ordering::Relaxed) && !self.base.options.serves_every_read
     }
@@ -237,8 +237,8 @@ impl<B: Backing> KernelCache<B> {
         true
     }
 
-    /// Whether attributes of an inode change without the kernel's knowledge: a client may be writing the file, or
-    /// wrote it and the kernel was not told.
+    /// Returns whether attributes of an inode change without the kernel's knowledge: a client may be writing the file,
+    /// or wrote it and the kernel was not told.
     pub fn is_written_directly(&self, inode: crate::InodeId) -> bool {
         let Some(inode) = self.tree.names.get(inode) else {
             return false;
@@ -261,7 +261,7 @@ impl<B: Backing> KernelCache<B> {
         }
     }
 
-    /// Whether the kernel may read files of the backing itself, and no policy forbids it.
+    /// Returns whether the kernel may read files of the backing itself, and no policy forbids it.
     pub(crate) fn allows_passthrough(&self) -> bool {
         self.can_pass_through() && !self.base.options.serves_every_read
     }

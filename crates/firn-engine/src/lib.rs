@@ -1,13 +1,14 @@
-//! Names, files, extents, recovery: what a write means, without a transport.
+//! The engine of a mount: names, files, pending data and recovery, without a transport.
 //!
-//! The engine knows nothing of FUSE, sockets or threads of its own; it is called and answers. A
-//! frontend calls the operations of [`Engine`]; a drain calls [`Drainer::pick`], does the I/O and calls
-//! [`Drainer::complete`]. What has to wait is told by a callback. A thread is blocked only by what
-//! needs the backing's own answer after a drain, by [`Durability::wait_tree`], and for the short wait for one I/O in
+//! The engine has no threads and knows neither FUSE nor sockets. A frontend calls the operations of [`Engine`]. A drain
+//! calls [`Drainer::pick`], does the I/O, and calls [`Drainer::complete`].
+//!
+//! Changes of names go to the backing at once. Bytes that programs write go to the arena: a slab has the bytes, a piece
+//! record says which part of a file they are, and the journal has the names of the file.
+//!
+//! An operation that must wait gets a callback, and returns at once. Three kinds of calls block their thread: those
+//! that need an answer of the backing after a drain, [`Durability::wait_tree`], and those that wait for one I/O in
 //! flight on the same file.
-//!
-//! Names go to the backing at once (drain policy *eager*); data is held in the arena and recorded in
-//! piece tables, and the journal says which file each piece belongs to.
 //!
 //! # Modules
 //!
@@ -84,6 +85,7 @@ mod view;
 mod write;
 
 pub use api::*;
+pub use cache::{Evicted, Pinned};
 pub use chunks::{HeldChunks, ListedPart, PartPlace};
 pub use counters::RequestTimes;
 pub use direct_access::DirectAccess;

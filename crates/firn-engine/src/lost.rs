@@ -114,7 +114,7 @@ impl<B: Backing> LostFiles<B> {
         Ok(())
     }
 
-    /// Discards the held bytes of a lost file permanently.
+    /// Discards the held bytes of a lost file permanently. Does nothing if the file is not lost.
     pub fn discard(&self, file: u64) {
         let Base {
             arena,
@@ -123,10 +123,10 @@ impl<B: Backing> LostFiles<B> {
             ..
         } = &*self.base;
         let mut lost = self.kept.lock();
-        let Some(at) = lost.iter().position(|kept| kept.file.file == file) else {
+        let Some(index) = lost.iter().position(|kept| kept.file.file == file) else {
             return;
         };
-        let kept = lost.remove(at);
+        let kept = lost.remove(index);
         // Pieces die before the file id ends. A crash in between leaves a file id without pieces, which recovery
         // removes.
         for (piece, used) in kept.layers.pieces.iter() {

@@ -55,7 +55,7 @@ pub(crate) type Name = Arc<OsStr>;
 /// A directory and a name in it.
 type Link<B> = (Arc<Inode<B>>, Name);
 
-/// Synthetic numbers are above this number, which is above every inode number seen in practice.
+/// Synthetic numbers are above this one, which no inode number of a real file system reaches.
 const FIRST_SYNTHETIC_NUMBER: u64 = 1 << 62;
 
 /// Number of the last change of a name in this process. Number 1 stands for all changes by earlier firnds.
@@ -91,24 +91,24 @@ pub(crate) struct Inode<B: Backing> {
     objects: Arc<Objects<B>>,
     /// Each known name with its directory. A directory has at most one.
     names: Mutex<SmallVec<[Link<B>; 1]>>,
-    /// A name was made or changed, and no sync of this object has covered it since.
+    /// Whether a name was made or changed since the last sync of this object.
     pub name_unsynced: AtomicBool,
     /// Number of the last change of one of its names ([`last_name_change`]).
     names_changed: AtomicU64,
     /// For a directory: number of the last change of names before its last sync began.
     entries_synced: AtomicU64,
-    /// Data was drained, and no sync covered it since.
+    /// Whether data was drained since the last sync.
     pub data_unsynced: AtomicBool,
     /// Fingerprint of the data at its last sync. It is empty if the data was never synced or was written since. Data
     /// that was drained meanwhile shows in [`Inode::data_unsynced`].
     pub synced: Synced,
-    /// The file is incomplete: its writer was killed, or firnd died while a writer had it open. Truncation to 0
-    /// clears it.
+    /// Whether the file is incomplete: its writer was killed, or firnd died while a writer had it open. A truncation to
+    /// 0 bytes clears this.
     pub is_cut: AtomicBool,
     /// State of the backing's file when the kernel last began to cache its pages. It is boxed because few files are
     /// read that way.
     pub page_cache_stamp: Mutex<Option<Box<PageCacheStamp>>>,
-    /// A client wrote bytes directly, so the kernel may know a length that is too small.
+    /// Whether a client wrote bytes directly, so that the kernel may know a length that is too small.
     pub is_size_stale_in_kernel: AtomicBool,
 }
 
@@ -192,11 +192,11 @@ pub(crate) struct PageCacheStamp {
     pub is_settled: bool,
     /// Last known value of [`Facts::changes_by_others`](firn_backing::Facts::changes_by_others).
     pub changes_by_others: u64,
-    /// Each page in the kernel's cache was read when [`Facts::changes_by_others`](firn_backing::Facts) had at least
-    /// this value, so the page contains these changes. The value grows when the kernel drops its pages.
+    /// Number of changes by other hosts ([`Facts::changes_by_others`](firn_backing::Facts)) that every page in the
+    /// kernel's cache contains. The number grows when the kernel drops its pages.
     ///
-    /// 0 after a drain of a file that other hosts write too: bytes of another host may lie now over bytes of this host
-    /// that are in the pages.
+    /// It is 0 after a drain of a file that other hosts write too, because bytes of another host may have replaced
+    /// bytes of this host that are in the pages.
     pub changes_in_pages: u64,
     /// Value of [`FileState::changes`](crate::file::FileState) of the contents that the kernel last cached from a
     /// memory file.
@@ -217,7 +217,7 @@ impl PageCacheStamp {
         }
     }
 
-    /// Whether the kernel may have pages from before the last change by another host.
+    /// Returns whether the kernel may have pages from before the last change by another host.
     pub(crate) fn has_stale_pages(&self) -> bool {
         self.changes_in_pages < self.changes_by_others
     }
@@ -246,8 +246,9 @@ impl<B: Backing> FileIdentity for Inode<B> {
 }
 
 impl<B: Backing> Inode<B> {
-    /// Whether this inode belongs to the object that `attr` describes. The inode number alone is not enough: the
-    /// backing uses it again after the object is removed. The birth time decides where both are known.
+    /// Returns whether this inode belongs to the object that `attr` describes. The inode number alone is not enough,
+    /// because the backing uses it again after the object is removed. So the birth times are compared, if both are
+    /// known.
     pub(crate) fn is_object(&self, attr: &Attr) -> bool {
         let same_birth = self
             .btime
@@ -307,8 +308,8 @@ impl<B: Backing> Inode<B> {
         self.synced.get().filter(|_| is_covered)
     }
 
-    /// Whether each name up to the root is synced: by a sync of the object, or by one of the directory that has the
-    /// name.
+    /// Returns whether each name up to the root is synced: by a sync of the object, or by one of the directory that has
+    /// the name.
     pub(crate) fn are_names_synced(&self) -> bool {
         let is_synced = !self.name_unsynced.load(Ordering::Acquire);
         let changed = self.names_changed.load(Ordering::Acquire);
@@ -331,18 +332,18 @@ impl<B: Backing> Inode<B> {
         self.entries_synced.fetch_max(change, Ordering::AcqRel);
     }
 
-    /// Records whether the file was cut, so that the inode knows it after the rest of the file's state is gone. The
-    /// caller holds the file's lock: of two closes at once, the later one counts.
+    /// Records whether the file was cut, because the inode outlives the rest of the file's state. The caller holds the
+    /// file's lock, so that of two closes at the same time the later one counts.
     pub(crate) fn note_cut(&self, is_cut: bool) {
         self.is_cut.store(is_cut, Ordering::Release);
     }
 
-    /// Whether the inode has facts that the backing cannot tell: that the file was synced, or that it was cut.
+    /// Returns whether the inode has facts that are not in the backing: that the file was synced, or that it was cut.
     pub(crate) fn is_remembered(&self) -> bool {
         self.synced.get().is_some() || self.is_cut.load(Ordering::Acquire)
     }
 
-    /// Whether a name of this inode is known.
+    /// Returns whether a name of this inode is known.
     pub(crate) fn has_names(&self) -> bool {
         !self.names.lock().is_empty()
     }
@@ -378,6 +379,7 @@ struct KernelInode<B: Backing> {
     lookups: u64,
 }
 
+/// The tables by which inodes are found.
 struct InodeTables<B: Backing> {
     /// Inodes that the kernel knows, by number.
     by_id: HashMap<InodeId, KernelInode<B>>,
@@ -393,8 +395,8 @@ struct InodeTables<B: Backing> {
 }
 
 impl<B: Backing> InodeTables<B> {
-    /// Removes entries of objects that no longer exist. [`Names::forget`] does not see all of them: a file with data
-    /// outlives its lookups, and other objects are only looked up by a path.
+    /// Removes the entries of dropped inodes, if there are enough entries. [`Names::forget`] does not remove all of
+    /// them: a file with data outlives its lookups, and other inodes never had one.
     fn sweep(&mut self) {
         if self.by_key.len() < self.sweep_at {
             return;
@@ -416,8 +418,8 @@ struct RememberedFile<B: Backing> {
 pub(crate) struct Names<B: Backing> {
     root: Arc<Inode<B>>,
     tables: Mutex<InodeTables<B>>,
-    /// Names may come from an earlier firnd that did not sync them, so the first sync of each file syncs its names
-    /// too.
+    /// Whether names may come from an earlier firnd that did not sync them. The first sync of each file then syncs its
+    /// names too.
     names_unsynced: bool,
     objects: Arc<Objects<B>>,
     /// Files that were synced or cut, by [`Inode::serial`].
@@ -453,8 +455,10 @@ impl KnownObject {
 #[derive(Clone, Copy)]
 pub(crate) struct NumberBase(pub u64);
 
-/// Whether the live table must have this inode. A later firnd finds a file again by its inode number, which a lookup
-/// of its name gives. It cannot find a made-up number, nor the directory that a process works in.
+/// Returns whether the live table must have this inode, because a later firnd could not find it again otherwise.
+///
+/// A file is found by its inode number, which a lookup of its name returns. This does not work for a synthetic number,
+/// nor for a directory in which a process works.
 fn must_be_in_live_table<B: Backing>(inode: &Inode<B>) -> bool {
     inode.id != ROOT && (inode.kind == Kind::Dir || inode.id.0 >= FIRST_SYNTHETIC_NUMBER)
 }
@@ -572,18 +576,21 @@ impl<B: Backing> Names<B> {
         self.backing_name_changes.fetch_add(1, Ordering::AcqRel);
     }
 
-    /// Returns the object of an inode, looked up again by its names if it was closed. ESTALE: no known name leads to
-    /// the object any more.
+    /// Returns the object of an inode. A closed object is looked up again by its names.
+    ///
+    /// Fails with ESTALE if no known name leads to the object any more.
     pub(crate) fn find_object(&self, backing: &B, inode: &Inode<B>) -> Result<B::Inode> {
         if let Some(object) = inode.cached_object() {
             return Ok(object);
         }
-        let _names_stay = self.path_claims.stay(|| inode.paths());
+        let _path_claim = self.path_claims.stay(|| inode.paths());
         self.look_up_again(backing, inode)
     }
 
-    /// Looks an object up under each known name until one leads to it. Any other error than a missing name is
-    /// returned, as the name may still exist.
+    /// Looks an object up under each known name until one leads to it.
+    ///
+    /// Fails with ESTALE if no name leads to it. If a lookup failed for another reason, that error is returned instead,
+    /// because the name may still exist.
     fn look_up_again(&self, backing: &B, inode: &Inode<B>) -> Result<B::Inode> {
         if let Some(object) = inode.cached_object() {
             return Ok(object);
@@ -600,14 +607,15 @@ impl<B: Backing> Names<B> {
                     return Ok(object);
                 }
                 Ok(_) | Err(Errno::NOENT | Errno::NOTDIR) => {}
-                Err(other) => errno = other,
+                Err(lookup_errno) => errno = lookup_errno,
             }
         }
         Err(errno)
     }
 
-    /// Opens the object permanently if the name is its last known one. Called before the name is removed. EMFILE or
-    /// ENFILE: no descriptor is free, and the removal must not go on.
+    /// Opens the object of a name permanently if the name is its last known one. Called before the name is removed.
+    ///
+    /// Fails with EMFILE or ENFILE if no descriptor is free. The name must not be removed then.
     pub(crate) fn keep_open_before_last_name_goes(
         &self,
         backing: &B,
@@ -628,12 +636,12 @@ impl<B: Backing> Names<B> {
         parent: InodeId,
         name: &OsStr,
     ) -> Result<()> {
-        let another = inode
+        let has_another_name = inode
             .names
             .lock()
             .iter()
             .any(|(p, n)| p.id != parent || **n != *name);
-        if another {
+        if has_another_name {
             return Ok(());
         }
         match self.find_object(backing, inode) {
@@ -650,8 +658,10 @@ impl<B: Backing> Names<B> {
         self.objects.clear();
     }
 
-    /// Renames in the backing by `rename_in_backing`, and then in the tables. A thread that looks an object up by name
-    /// sees both changes or neither. Returns the error of `rename_in_backing`; the tables are unchanged then.
+    /// Renames an object in the backing with `rename_in_backing`, and then in the tables. A thread that looks an object
+    /// up by its name sees both changes or neither.
+    ///
+    /// If `rename_in_backing` fails, its error is returned and the tables are unchanged.
     pub(crate) fn rename(
         &self,
         from: DirName<'_, B>,
@@ -660,7 +670,7 @@ impl<B: Backing> Names<B> {
         rename_in_backing: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
         let paths = || [from, to].iter().filter_map(DirName::path).collect();
-        let _names_move = self.path_claims.change(paths);
+        let _path_claim = self.path_claims.change(paths);
         let moved = self.child(from.dir.id, from.name);
         let exchanged = self.child(to.dir.id, to.name).filter(|_| exchange);
         // The live table has the new name before the rename: if firnd dies in between, the next one tries both names.
@@ -705,10 +715,10 @@ impl<B: Backing> Names<B> {
             .map(|known| Arc::clone(&known.inode))
     }
 
-    /// Returns all known inodes, also those whose inode number now belongs to another object.
+    /// Returns all known inodes. An inode whose number now belongs to another object is included.
     pub(crate) fn all_inodes(&self) -> Vec<Arc<Inode<B>>> {
         let tables = self.tables.lock();
-        let mut all: Vec<_> = tables
+        let mut inodes: Vec<_> = tables
             .by_id
             .values()
             .map(|known| Arc::clone(&known.inode))
@@ -719,14 +729,14 @@ impl<B: Backing> Names<B> {
                 .get(&inode.id)
                 .is_some_and(|known| Arc::ptr_eq(&known.inode, inode))
         };
-        all.extend(
+        inodes.extend(
             tables
                 .by_key
                 .values()
                 .filter_map(Weak::upgrade)
                 .filter(unknown_to_kernel),
         );
-        all
+        inodes
     }
 
     /// Keeps an inode known after the kernel forgets it, because its file was synced with this many bytes, or was
@@ -775,8 +785,8 @@ impl<B: Backing> Names<B> {
             .upgrade()
     }
 
-    /// Returns the inode of an object that the backing has as `name` in `parent`, and makes it if it is new. The
-    /// kernel has `lookups` more references to it.
+    /// Returns the inode of an object that the backing has under `name` in `parent`. The inode is made if the object is
+    /// new. The kernel gets `lookups` more references to it.
     pub(crate) fn register(
         &self,
         object: B::Inode,
@@ -790,32 +800,7 @@ impl<B: Backing> Names<B> {
         let key = ObjectKey::of(attr);
         let inode = match tables.by_key.get(&key).and_then(Weak::upgrade) {
             Some(inode) if inode.is_object(attr) => inode,
-            _ => {
-                // The object's own number is used if it is on the root's device, not reserved, and not taken by an
-                // older object.
-                let direct = InodeId(attr.ino);
-                let usable = attr.dev == self.root.key.dev
-                    && attr.ino > 1
-                    && attr.ino < FIRST_SYNTHETIC_NUMBER;
-                let id = if usable && !tables.by_id.contains_key(&direct) {
-                    direct
-                } else {
-                    tables.next_synthetic += 1;
-                    InodeId(tables.next_synthetic)
-                };
-                tables.last_serial += 1;
-                let inode = new_inode(
-                    id,
-                    tables.last_serial,
-                    &self.objects,
-                    KnownObject::of(attr),
-                    self.names_unsynced,
-                );
-                let inode = Arc::new(inode);
-                tables.sweep();
-                tables.by_key.insert(key, Arc::downgrade(&inode));
-                inode
-            }
+            _ => self.add_inode(tables, attr),
         };
         if inode.id != ROOT {
             self.objects.insert(inode.serial, object);
@@ -842,7 +827,36 @@ impl<B: Backing> Names<B> {
         inode
     }
 
-    /// Takes back `count` references of the kernel. With the last one the number is free again.
+    /// Makes the inode of a new object, and enters it in the table by key.
+    ///
+    /// The inode gets the object's own number, if the object is on the root's device and the number is neither reserved
+    /// nor taken by an older object. Otherwise it gets a synthetic number.
+    fn add_inode(&self, tables: &mut InodeTables<B>, attr: &Attr) -> Arc<Inode<B>> {
+        let own_number = InodeId(attr.ino);
+        let is_usable =
+            attr.dev == self.root.key.dev && attr.ino > 1 && attr.ino < FIRST_SYNTHETIC_NUMBER;
+        let id = if is_usable && !tables.by_id.contains_key(&own_number) {
+            own_number
+        } else {
+            tables.next_synthetic += 1;
+            InodeId(tables.next_synthetic)
+        };
+        tables.last_serial += 1;
+        let inode = Arc::new(new_inode(
+            id,
+            tables.last_serial,
+            &self.objects,
+            KnownObject::of(attr),
+            self.names_unsynced,
+        ));
+        tables.sweep();
+        let key = ObjectKey::of(attr);
+        tables.by_key.insert(key, Arc::downgrade(&inode));
+        inode
+    }
+
+    /// Takes back `count` references of the kernel to an inode. After the last one the number may be given to another
+    /// object.
     pub(crate) fn forget(&self, id: InodeId, count: u64) {
         let mut tables = self.tables.lock();
         let Some(known) = tables.by_id.get_mut(&id) else {
@@ -874,15 +888,15 @@ impl<B: Backing> Names<B> {
 
     /// Records that a name was removed from the backing.
     pub(crate) fn note_unlinked(&self, parent: InodeId, name: &OsStr) {
-        let gone = self.tables.lock().children.remove(&(parent, name.into()));
-        if let Some(inode) = gone.and_then(|weak| weak.upgrade()) {
+        let removed = self.tables.lock().children.remove(&(parent, name.into()));
+        if let Some(inode) = removed.and_then(|weak| weak.upgrade()) {
             inode.remove_name(parent, name);
             self.note_name(&inode);
             self.forget_nameless(&inode);
         }
     }
 
-    /// Records that a name does not lead to `inode` any more. An entry of the name for another inode stays.
+    /// Records that a name no longer leads to `inode`. If the table has the name for another inode, that entry stays.
     pub(crate) fn drop_name(&self, parent: InodeId, name: &OsStr, inode: &Inode<B>) {
         let mut tables = self.tables.lock();
         let key = (parent, Name::from(name));
@@ -899,7 +913,8 @@ impl<B: Backing> Names<B> {
         self.forget_nameless(inode);
     }
 
-    /// Changes the tables after a rename in the backing: the name replaced another one, or the two were exchanged.
+    /// Updates the tables after a rename in the backing. `exchange` says whether the two names were exchanged;
+    /// otherwise the first name replaced the second.
     pub(crate) fn note_renamed(&self, from: DirName<'_, B>, to: DirName<'_, B>, exchange: bool) {
         let mut tables = self.tables.lock();
         let from_key = (from.dir.id, Name::from(from.name));
@@ -936,7 +951,7 @@ impl<B: Backing> Names<B> {
     }
 }
 
-/// Makes an inode without names. `name_unsynced`: a sync of it has to sync its names too.
+/// Makes an inode without names. `name_unsynced` says whether a sync of it must sync its names too.
 fn new_inode<B: Backing>(
     id: InodeId,
     serial: u64,

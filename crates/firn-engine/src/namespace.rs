@@ -62,19 +62,20 @@ impl<B: Backing> Namespace<B> {
         }
     }
 
-    /// Resolves a name. The inode's lookup count goes up by one. Returns the inode and its attributes, or the error
-    /// of the backing.
+    /// Looks a name up, and returns the inode and its attributes. The kernel gets one more reference to the inode.
+    ///
+    /// Fails with the errno of the backing, for example NOENT.
     pub fn lookup(&self, parent: InodeId, name: &OsStr) -> Result<Entry> {
         let dir = self.tree.inode(parent)?;
         loop {
-            // Tried again if names changed below the engine meanwhile and the name leads elsewhere now.
-            let before = self.tree.names.backing_name_changes();
+            // The lookup is repeated if names changed in the backing meanwhile and this name now leads elsewhere.
+            let changes_before = self.tree.names.backing_name_changes();
             let found = self
                 .open_files
                 .with_descriptor(|| self.base.backing.lookup(&self.tree.object(&dir)?, name));
             let (object, attr) = found?;
             let inode = self.tree.names.register(object, &attr, &dir, name, 1);
-            if self.is_name_current(before, &dir, name, &inode) {
+            if self.is_name_current(changes_before, &dir, name, &inode) {
                 return Ok(Entry {
                     inode: inode.id,
                     attr: self.add_pending_data(&inode, attr)?,
@@ -84,17 +85,19 @@ impl<B: Backing> Namespace<B> {
         }
     }
 
-    /// Whether a name that was just entered for `inode` is right. That is so if no names changed below the engine
-    /// since `before` was read: the next such change will then check this name too. Otherwise the name is looked up
-    /// again, and dropped if it is wrong.
+    /// Returns whether a name that was just entered for `inode` leads to it. A wrong name is dropped.
+    ///
+    /// `changes_before` is the count of name changes in the backing before the name was looked up. If the count is
+    /// still the same, the name is right, and a later change will check it. Otherwise the name is looked up again here.
     fn is_name_current(
         &self,
-        before: u64,
+        changes_before: u64,
         dir: &Arc<Inode<B>>,
         name: &OsStr,
         inode: &Inode<B>,
     ) -> bool {
-        self.tree.names.backing_name_changes() == before || !self.drop_wrong_name(dir, name, inode)
+        self.tree.names.backing_name_changes() == changes_before
+            || !self.drop_wrong_name(dir, name, inode)
     }
 
     /// Takes back `count` references that the kernel had to an inode.
@@ -108,6 +111,7 @@ impl<B: Backing> Namespace<B> {
         self.attr_of(&inode)
     }
 
+    /// Returns the attributes of an inode, with pending data counted in.
     fn attr_of(&self, inode: &Arc<Inode<B>>) -> Result<Attr> {
         let attr = self
             .open_files
@@ -115,8 +119,11 @@ impl<B: Backing> Namespace<B> {
         self.add_pending_data(inode, attr)
     }
 
-    /// Corrects attributes of the backing by the pending data of a file. Pending data is read before the backing's
-    /// attributes. In the other order a drain between the two could make the file look too short.
+    /// Returns attributes of the backing, corrected by the pending data of a file. `attr` is returned for all other
+    /// objects.
+    ///
+    /// Pending data is read before the backing's attributes. In the other order a drain between the two could make the
+    /// file look too short.
     fn add_pending_data(&self, inode: &Arc<Inode<B>>, attr: Attr) -> Result<Attr> {
         let Some(file) = (inode.kind == Kind::File)
             .then(|| self.open_files.known_file(inode))
@@ -152,8 +159,10 @@ impl<B: Backing> Namespace<B> {
         Ok(attr)
     }
 
-    /// Sets attributes and returns all of them. `by` is the caller, if its change takes set-id bits and capabilities
-    /// of the object away. The order is length, owner, mode, times. An error leaves what came before it set.
+    /// Sets attributes in the order length, owner, mode, times, and returns all attributes. After an error, those
+    /// before the failed one are set.
+    ///
+    /// `by` is the caller, if its change takes set-id bits and capabilities of the object away.
     pub fn set_attr(
         &self,
         inode: InodeId,
@@ -247,8 +256,8 @@ impl<B: Backing> Namespace<B> {
         result
     }
 
-    /// Makes `time` the pending modification time before it is set in the backing. A drain that ends meanwhile then
-    /// sets this time too, and not an older one. Returns the time that it replaces.
+    /// Replaces the pending modification time by `time`, before `time` is set in the backing. So a drain that ends
+    /// meanwhile does not set an older time. Returns the time that was replaced.
     fn replace_pending_mtime(&self, file: &Arc<File<B>>, time: Option<Time>) -> Option<Time> {
         let mut state = file.lock_to_set_times();
         self.intake.ingest_published(file, &mut state);
@@ -264,18 +273,21 @@ impl<B: Backing> Namespace<B> {
         before
     }
 
-    /// Enters an object that was just made in the backing. ESTALE: the object was removed meanwhile with its
-    /// transaction, and the kernel looks the path up again.
+    /// Enters an object that was just made in the backing, and returns its inode. `changes_before` is the count of name
+    /// changes in the backing before the object was made.
+    ///
+    /// Fails with ESTALE if the object was removed meanwhile with its transaction. The kernel then looks the path up
+    /// again.
     pub(crate) fn register_created(
         &self,
-        before: u64,
+        changes_before: u64,
         dir: &Arc<Inode<B>>,
         name: &OsStr,
         object: B::Inode,
         attr: &Attr,
     ) -> Result<Arc<Inode<B>>> {
         let inode = self.tree.names.register(object, attr, dir, name, 1);
-        if !self.is_name_current(before, dir, name, &inode) {
+        if !self.is_name_current(changes_before, dir, name, &inode) {
             self.tree.names.forget(inode.id, 1);
             return Err(Errno::STALE);
         }
@@ -283,7 +295,7 @@ impl<B: Backing> Namespace<B> {
         Ok(inode)
     }
 
-    /// mkdir(2). Returns the new directory, looked up once.
+    /// Makes a directory (mkdir(2)). Returns its entry, to which the kernel has one reference.
     pub fn mkdir(
         &self,
         caller: &Caller,
@@ -305,7 +317,7 @@ impl<B: Backing> Namespace<B> {
         })
     }
 
-    /// mknod(2). Returns the new object, looked up once.
+    /// Makes a file, device, pipe or socket (mknod(2)). Returns its entry, to which the kernel has one reference.
     pub fn mknod(
         &self,
         caller: &Caller,
@@ -331,7 +343,7 @@ impl<B: Backing> Namespace<B> {
         })
     }
 
-    /// symlink(2). Returns the new link, looked up once.
+    /// Makes a symbolic link (symlink(2)). Returns its entry, to which the kernel has one reference.
     pub fn symlink(
         &self,
         caller: &Caller,
@@ -353,7 +365,7 @@ impl<B: Backing> Namespace<B> {
         })
     }
 
-    /// link(2): gives an inode another name. Both names lead to the same pending data.
+    /// Gives an inode another name (link(2)), and returns its entry. Both names lead to the same pending data.
     pub fn link(&self, inode: InodeId, parent: InodeId, name: &OsStr) -> Result<Entry> {
         let inode = self.tree.inode(inode)?;
         let dir = self.tree.inode(parent)?;
@@ -389,8 +401,8 @@ impl<B: Backing> Namespace<B> {
         })
     }
 
-    /// unlink(2). Records the removal in the journal, removes the name, and discards the pending data of a file
-    /// without name and handle.
+    /// Removes a name (unlink(2)). The removal is recorded in the journal first. Pending data is discarded if the file
+    /// has neither a name nor a handle afterwards.
     pub fn unlink(&self, parent: InodeId, name: &OsStr) -> Result<()> {
         let dir = self.tree.inode(parent)?;
         let _path_stays = self
@@ -416,7 +428,7 @@ impl<B: Backing> Namespace<B> {
         Ok(())
     }
 
-    /// Prepares the removal of a name: the journal learns of it, and the keeper of the mount gets a descriptor of an
+    /// Prepares the removal of a name: records it in the journal, and gives the keeper of the mount a descriptor of an
     /// open file. Returns the file, if it is in use or has pending data.
     fn prepare_name_removal(
         &self,
@@ -436,9 +448,10 @@ impl<B: Backing> Namespace<B> {
         Ok(Some(file))
     }
 
-    /// Makes sure that recovery can find a file with pending data after it loses this name. Its other known names go
-    /// to the journal, as the kernel may have looked some up after the file got its id. If the file has another name
-    /// and none is known, its data is drained first.
+    /// Makes sure that recovery can find a file with pending data after it loses this name.
+    ///
+    /// The other known names are recorded in the journal, because the kernel may have looked some up after the file got
+    /// its id. If the file has another name and none is known, its data is drained first.
     fn record_name_removal(&self, file: &Arc<File<B>>, path: Vec<u8>) -> Result<()> {
         let file_id = {
             let mut state = file.lock();
@@ -476,8 +489,8 @@ impl<B: Backing> Namespace<B> {
         self.base.journal.append_all(added.chain([removed]))
     }
 
-    /// Follows up the removal of a name. A file that lost its last name is marked as such; if it has no handle
-    /// either, its pending data is discarded.
+    /// Updates a file after the removal of one of its names. A file that lost its last name is marked as nameless. If
+    /// it has no handle either, its pending data is discarded.
     pub(crate) fn note_removed_name(&self, file: &Arc<File<B>>) {
         let has_lost_last_name = match self
             .tree
@@ -507,7 +520,7 @@ impl<B: Backing> Namespace<B> {
         }
     }
 
-    /// rmdir(2).
+    /// Removes an empty directory (rmdir(2)).
     pub fn rmdir(&self, parent: InodeId, name: &OsStr) -> Result<()> {
         let dir = self.tree.inode(parent)?;
         let parent = self.tree.object(&dir)?;
@@ -521,8 +534,10 @@ impl<B: Backing> Namespace<B> {
         Ok(())
     }
 
-    /// renameat2(2). The journal has a record before and after the rename, so that recovery looks for moved files
-    /// under both names. A file that loses its name to the rename is treated as by unlink(2).
+    /// Renames a file or directory (renameat2(2)).
+    ///
+    /// The journal gets a record before and after the rename, so that recovery searches for moved files under both
+    /// names. A file that loses its name to the rename is treated as in [`Self::unlink`].
     pub fn rename(
         &self,
         parent: InodeId,
@@ -549,28 +564,12 @@ impl<B: Backing> Namespace<B> {
             // Both names lead to one file, so rename(2) changes nothing. The backing gives the answer.
             return self.base.backing.rename(&from, name, &to, new_name, flags);
         }
+        // An exchange removes no name, so only a replaced object may lose its last one.
         let replaced = if exchange {
             None
         } else {
-            let replaced = self.tree.names.child(new_dir.id, new_name);
-            replaced.and_then(|inode| self.open_files.known_file(&inode))
+            self.prepare_replacement(&new_dir, new_name)?
         };
-        if let Some(file) = &replaced
-            && let Some(path) = new_dir.path_of(new_name)
-        {
-            self.record_name_removal(file, path)?;
-            self.open_files.keep_before_removal(file);
-        }
-        // An exchange removes no name, so only a replaced object may lose its last one.
-        if !exchange {
-            self.open_files.with_descriptor(|| {
-                self.tree.names.keep_open_before_last_name_goes(
-                    &self.base.backing,
-                    new_dir.id,
-                    new_name,
-                )
-            })?;
-        }
         let old = DirName { dir: &dir, name };
         let new = DirName {
             dir: &new_dir,
@@ -595,8 +594,33 @@ impl<B: Backing> Namespace<B> {
         Ok(())
     }
 
-    /// Records in the journal that a rename begins. Returns its number, or `None` if no file has pending data and no
-    /// record is needed. ESTALE: a directory has no known path any more.
+    /// Prepares for a rename that replaces what has this name: records the removal of the name in the journal, and keeps
+    /// the object open if the name is its last one. Returns the file, if it is in use or has pending data.
+    fn prepare_replacement(
+        &self,
+        dir: &Arc<Inode<B>>,
+        name: &OsStr,
+    ) -> Result<Option<Arc<File<B>>>> {
+        let replaced = self.tree.names.child(dir.id, name);
+        let replaced = replaced.and_then(|inode| self.open_files.known_file(&inode));
+        if let Some(file) = &replaced
+            && let Some(path) = dir.path_of(name)
+        {
+            self.record_name_removal(file, path)?;
+            self.open_files.keep_before_removal(file);
+        }
+        self.open_files.with_descriptor(|| {
+            self.tree
+                .names
+                .keep_open_before_last_name_goes(&self.base.backing, dir.id, name)
+        })?;
+        Ok(replaced)
+    }
+
+    /// Records in the journal that a rename begins, and returns the number of the rename. Returns `None` if no file has
+    /// pending data, so that no record is needed.
+    ///
+    /// Fails with ESTALE if a directory no longer has a known path.
     fn record_rename(
         &self,
         from: DirName<'_, B>,
@@ -619,19 +643,19 @@ impl<B: Backing> Namespace<B> {
         Ok(Some(id))
     }
 
-    /// readlink(2). Returns the target.
+    /// Returns the target of a symbolic link (readlink(2)).
     pub fn readlink(&self, inode: InodeId) -> Result<Vec<u8>> {
         self.base.backing.readlink(&self.tree.object_of(inode)?)
     }
 
-    /// getxattr(2). Returns the value.
+    /// Returns the value of an extended attribute (getxattr(2)).
     pub fn get_xattr(&self, inode: InodeId, name: &OsStr) -> Result<Vec<u8>> {
         self.base
             .backing
             .get_xattr(&self.tree.object_of(inode)?, name)
     }
 
-    /// setxattr(2). `by` is the caller, if the change may take privileges away.
+    /// Sets an extended attribute (setxattr(2)). `by` is the caller, if the change may take privileges away.
     pub fn set_xattr(
         &self,
         inode: InodeId,
@@ -651,19 +675,19 @@ impl<B: Backing> Namespace<B> {
             .set_xattr_of(&inode, (name, value, flags), by)
     }
 
-    /// listxattr(2). Returns the names, each ended by a zero byte.
+    /// Returns the names of the extended attributes (listxattr(2)), each ended by a zero byte.
     pub fn list_xattr(&self, inode: InodeId) -> Result<Vec<u8>> {
         self.base.backing.list_xattr(&self.tree.object_of(inode)?)
     }
 
-    /// removexattr(2).
+    /// Removes an extended attribute (removexattr(2)).
     pub fn remove_xattr(&self, inode: InodeId, name: &OsStr) -> Result<()> {
         self.base
             .backing
             .remove_xattr(&self.tree.object_of(inode)?, name)
     }
 
-    /// opendir(3). Returns a handle for [`Namespace::read_dir`].
+    /// Opens a directory (opendir(3)), and returns a handle for [`Namespace::read_dir`].
     pub fn open_dir(&self, inode: InodeId) -> Result<HandleId> {
         let dir = self
             .open_files
@@ -682,7 +706,7 @@ impl<B: Backing> Namespace<B> {
         self.base.backing.read_dir(&dir, cookie, sink)
     }
 
-    /// closedir(3). The handle is invalid afterwards.
+    /// Closes a handle of a directory (closedir(3)).
     pub fn release_dir(&self, handle: HandleId) {
         if let Some(live) = self.tree.names.live() {
             live.forget_handle(handle.0);
@@ -690,18 +714,18 @@ impl<B: Backing> Namespace<B> {
         self.open_files.handles.remove_dir(handle);
     }
 
-    /// Returns statvfs(3) of the backing.
+    /// Returns the space and limits of the backing (statvfs(3)).
     pub fn statfs(&self) -> Result<StatFs> {
         self.base.backing.statfs()
     }
 
-    /// Drops the names at or below `path` that the backing no longer has, after a change without a request of the
-    /// kernel.
+    /// Drops the names at or below `path` that no longer lead to their inodes, after the backing changed without a
+    /// request of the kernel.
     ///
-    /// Returns what the kernel may have cached of them. Names come before inodes, so that no program finds new
-    /// attributes under an old name.
+    /// Returns the dropped names and all inodes there, which the caller must make the kernel forget. Names come before
+    /// inodes, so that no program finds new attributes under an old name.
     pub fn revalidate_names(&self, path: &[u8]) -> Vec<Cached> {
-        let _names_stay = self.tree.paths.change(|| vec![path.to_vec()]);
+        let _path_claim = self.tree.paths.change(|| vec![path.to_vec()]);
         // This comes before the list of inodes is made. A thread that looked a name up earlier and enters it now sees
         // the count change, and looks again.
         self.tree.names.note_backing_name_change();
@@ -710,10 +734,10 @@ impl<B: Backing> Namespace<B> {
         for inode in self.tree.names.all_inodes() {
             let paths = inode.paths();
             // An inode without a name may have been anywhere in the tree, and may have a name again.
-            let is_at = path.is_empty()
+            let may_be_below = path.is_empty()
                 || paths.is_empty()
                 || paths.iter().any(|known| is_below(known, path));
-            if !is_at {
+            if !may_be_below {
                 continue;
             }
             inodes.push(Cached::Inode(inode.id));

@@ -52,13 +52,13 @@ impl<B: Backing> OpenFiles<B> {
 }
 
 impl<B: Backing> FileState<B> {
-    /// Whether the file is open in the backing.
+    /// Returns whether the file is open in the backing.
     fn has_open(&self) -> bool {
         self.writer.is_some() || self.reader.is_some()
     }
 
-    /// Whether the backing's file may be closed although handles are open, because nothing uses it now and a name
-    /// leads to it.
+    /// Returns whether the backing's file may be closed although handles are open, because nothing uses it now and a
+    /// name leads to it.
     fn may_be_reopened(&self) -> bool {
         let is_busy = self.drain.is_exclusive() || self.drain.writes_in_flight() > 0;
         self.has_open() && !self.unlinked && !is_busy
@@ -66,7 +66,7 @@ impl<B: Backing> FileState<B> {
 }
 
 impl<B: Backing> OpenFiles<B> {
-    /// Whether the handle may write.
+    /// Returns whether the handle may write.
     pub fn is_writer(&self, handle: HandleId) -> bool {
         self.handle(handle).is_ok_and(|handle| handle.writable)
     }
@@ -318,12 +318,14 @@ impl<B: Backing> OpenFiles<B> {
             }
             _ => return,
         };
-        // The lock is released first, as a close may write to a server.
+        // The lock is released first, because a close may write to a server.
         drop(closed);
     }
 
-    /// Calls the backing. If no descriptor was free, closes files and calls once more. ENFILE: there is still none,
-    /// and the caller's own limit is not the cause.
+    /// Makes a call of the backing that may need a descriptor. If none is free, closes files and makes the call once
+    /// more.
+    ///
+    /// Fails with ENFILE if there is still no descriptor. (EMFILE would blame a limit of the program.)
     pub(crate) fn with_descriptor<T>(&self, mut call: impl FnMut() -> Result<T>) -> Result<T> {
         let none_left = |errno: &Errno| matches!(*errno, Errno::MFILE | Errno::NFILE);
         match call() {

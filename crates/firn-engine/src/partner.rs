@@ -59,7 +59,7 @@ impl<B: Backing> Durability<B> {
         }
     }
 
-    /// Returns the figures of the held files at or below `path`. ENOENT: the path does not exist.
+    /// Returns the figures of the held files at or below `path`. Fails with ENOENT if the path does not exist.
     pub fn partner_figures(&self, path: &[u8]) -> Result<PartnerFigures> {
         if !path.is_empty() {
             self.tree.find(path)?;

@@ -1,5 +1,5 @@
-//! Privileges (set-id bits and capabilities) of single files: takes them before contents or owners change, and gives
-//! them. The rules are in [`crate::privileges`].
+//! Privileges (set-id bits and capabilities) of single files: removes them before contents or owners change, and sets
+//! them on request. The rules are in [`crate::privileges`].
 
 use std::ffi::OsStr;
 use std::sync::Arc;
@@ -22,7 +22,7 @@ use crate::{InodeId, Result};
 
 const ACCESS_ACL: &str = "system.posix_acl_access";
 
-/// Takes privileges of files before contents or owners change, and gives them.
+/// Removes the privileges of files before contents or owners change, and sets them on request.
 pub struct PrivilegeRules<B: Backing> {
     pub(crate) base: Arc<Base<B>>,
     pub(crate) tree: Arc<NameTree<B>>,
@@ -58,7 +58,7 @@ impl<B: Backing> PrivilegeRules<B> {
         self.privileges.begin_epoch();
     }
 
-    /// Drains a file before it gets privileges. A later drain of older writes would take them away again.
+    /// Drains a file before it gets privileges. Otherwise a later drain of older writes would remove them again.
     fn drain_before_giving(&self, inode: &Inode<B>) -> Result<()> {
         let Some(file) = self.open_files.known_file(inode) else {
             return Ok(());
@@ -71,17 +71,17 @@ impl<B: Backing> PrivilegeRules<B> {
         }
     }
 
-    /// Records that an object got privileges, and ends direct writes to it: a client that got the grant meanwhile
-    /// took the file for one without privileges.
-    fn privileges_given_to(&self, inode: &Inode<B>) {
+    /// Records that an object got privileges, and ends direct writes to it: a client may have got the grant meanwhile,
+    /// for a file without privileges.
+    fn note_privileges_given_to(&self, inode: &Inode<B>) {
         self.privileges.begin_epoch();
         if let Some(file) = self.open_files.known_file(inode) {
             self.intake.end_grant(&file);
         }
     }
 
-    /// Takes privileges before `by` changes the contents of a regular file other than by a write. A write does this
-    /// itself.
+    /// Removes the privileges that a regular file loses, before `by` changes its contents other than by a write. A
+    /// write does this itself.
     pub fn drop_privileges(&self, inode: InodeId, by: &dyn Principal) -> Result<()> {
         let inode = self.tree.inode(inode)?;
         if inode.kind != Kind::File {
@@ -105,15 +105,14 @@ impl<B: Backing> PrivilegeRules<B> {
         Ok(())
     }
 
-    /// Notices set-id bits that were given to a file beside the mount: they count from the moment at which the mount
-    /// shows them.
+    /// Makes the next write check a file, if `attr` has set-id bits, which may have been set beside the mount.
     pub(crate) fn note_privileges_in_backing(&self, file: &File<B>, attr: &Attr) {
         if has_set_id_bits(attr) {
             file.lock().unprivileged_epoch = 0;
         }
     }
 
-    /// Whether a change of the contents by `by` takes some privilege away.
+    /// Returns whether the file loses a privilege if `by` changes its contents.
     pub(crate) fn would_strip(&self, file: &File<B>, by: &dyn Principal) -> Result<bool> {
         let attr = self
             .open_files
@@ -122,8 +121,8 @@ impl<B: Backing> PrivilegeRules<B> {
         Ok(loses_bits || self.tree.has_capabilities(&self.tree.object(&file.inode)?))
     }
 
-    /// Takes the privileges that `by` may not leave when it changes the contents. Returns whether the file has no
-    /// set-id bits left.
+    /// Removes the privileges that a file loses if `by` changes its contents. Returns whether the file has no set-id
+    /// bits left.
     fn strip(&self, file: &Arc<File<B>>, by: &dyn Principal) -> Result<bool> {
         let inode = &*file.inode;
         let attr = self
@@ -152,19 +151,20 @@ impl<B: Backing> PrivilegeRules<B> {
         stripped.map(|()| kept & SET_ID_BITS == 0)
     }
 
-    /// Removes capabilities and sets a new mode, as far as each is needed.
+    /// Removes the capabilities of an object if `is_capable`, and sets its mode if there is a new one.
     fn strip_object(&self, object: &B::Inode, is_capable: bool, mode: Option<u32>) -> Result<()> {
-        let of_capabilities = || match is_capable.then(|| {
-            self.base
+        if is_capable {
+            let removed = self
+                .base
                 .backing
-                .remove_xattr(object, OsStr::new(CAPABILITIES))
-        }) {
-            // Another change removed them first.
-            None | Some(Err(Errno::NODATA)) => Ok(()),
-            Some(removed) => removed,
-        };
-        let of_mode = || mode.map_or(Ok(()), |mode| self.base.backing.set_mode(object, mode));
-        of_capabilities().and_then(|()| of_mode())
+                .remove_xattr(object, OsStr::new(CAPABILITIES));
+            match removed {
+                // Another change removed them first.
+                Ok(()) | Err(Errno::NODATA) => {}
+                Err(errno) => return Err(errno),
+            }
+        }
+        mode.map_or(Ok(()), |mode| self.base.backing.set_mode(object, mode))
     }
 
     /// Changes owner and group, and clears set-id bits as chown(2) does when `by` calls it. Without `by` no bit is
@@ -201,21 +201,23 @@ impl<B: Backing> PrivilegeRules<B> {
         }
     }
 
-    /// Changes the mode as a part of a change that takes privileges away. It gives no set-id bit back: this mode
-    /// comes from the kernel, which may not know that the bits are gone.
+    /// Sets the mode as a part of a change that removes privileges. It restores no set-id bit: `mode` comes from the
+    /// kernel, which may not know yet that the bits are gone.
     pub(crate) fn set_mode_besides(&self, inode: &Inode<B>, mode: u32) -> Result<()> {
         let object = self.tree.object(inode)?;
-        let now = self.base.backing.attr(&object)?.mode & 0o7777;
-        let mode = mode & (now | !SET_ID_BITS);
-        if mode != now {
+        let present_mode = self.base.backing.attr(&object)?.mode & 0o7777;
+        let mode = mode & (present_mode | !SET_ID_BITS);
+        if mode != present_mode {
             self.base.backing.set_mode(&object, mode)
         } else {
             Ok(())
         }
     }
 
-    /// Changes the mode. The kernel also asks for it on behalf of a process that changes something else. It then
-    /// leaves the set-group-id bit if group execute is missing, whatever groups the process is in.
+    /// Sets the mode, as chmod(2) of `by` does.
+    ///
+    /// The kernel also requests this on behalf of a process that changes something else. Its mode then has the
+    /// set-group-id bit if group execute is missing, whatever groups the process is in.
     pub(crate) fn set_mode(
         &self,
         inode: &Inode<B>,
@@ -231,15 +233,15 @@ impl<B: Backing> PrivilegeRules<B> {
             }
             _ => 0,
         };
-        let gives = inode.kind == Kind::File && mode & SET_ID_BITS != 0;
-        if gives {
+        let gives_privileges = inode.kind == Kind::File && mode & SET_ID_BITS != 0;
+        if gives_privileges {
             self.drain_before_giving(inode)?;
         }
-        let done = self.base.backing.set_mode(&object, mode & !lost);
-        if gives {
-            self.privileges_given_to(inode);
+        let result = self.base.backing.set_mode(&object, mode & !lost);
+        if gives_privileges {
+            self.note_privileges_given_to(inode);
         }
-        done
+        result
     }
 
     /// Sets an extended attribute, as setxattr(2) of `by` does. A new access ACL may clear the set-group-id bit.
@@ -250,15 +252,15 @@ impl<B: Backing> PrivilegeRules<B> {
         by: Option<&dyn Principal>,
     ) -> Result<()> {
         let object = self.tree.object(inode)?;
-        let gives = name == CAPABILITIES;
-        if gives {
+        let gives_privileges = name == CAPABILITIES;
+        if gives_privileges {
             self.drain_before_giving(inode)?;
         }
-        let done = self.base.backing.set_xattr(&object, name, value, flags);
-        if gives {
-            self.privileges_given_to(inode);
+        let result = self.base.backing.set_xattr(&object, name, value, flags);
+        if gives_privileges {
+            self.note_privileges_given_to(inode);
         }
-        done?;
+        result?;
         let Some(by) = by.filter(|_| name == ACCESS_ACL) else {
             return Ok(());
         };

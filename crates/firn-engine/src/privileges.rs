@@ -3,12 +3,12 @@
 //!
 //! | change | set-user-id | set-group-id | `security.capability` |
 //! |---|---|---|---|
-//! | contents: write, truncation, fallocate, copy | goes, but for CAP_FSETID | goes, but for CAP_FSETID; without group execute it stays for members of the group too | goes |
-//! | owner or group | goes | goes; without group execute it stays for members of the old group and for CAP_FSETID | goes (the backing's chown sees to it) |
-//! | access ACL | stays | stays for members of the group and for CAP_FSETID only | stays |
+//! | contents: write, truncation, fallocate, copy | cleared, unless the process has CAP_FSETID | cleared, unless the process has CAP_FSETID; without group execute also kept for members of the group | removed |
+//! | owner or group | cleared | cleared; without group execute kept for members of the old group and for CAP_FSETID | removed (by the backing's chown) |
+//! | access ACL | kept | kept only for members of the group and for CAP_FSETID | kept |
 //!
 //! These are the rules of `setattr_should_drop_suidgid`, `setattr_should_drop_sgid`, `file_remove_privs` and
-//! `posix_acl_update_mode` of Linux. A store to a mapping takes nothing away in Linux, and takes nothing away here.
+//! `posix_acl_update_mode` of Linux. A store to a mapping removes nothing in Linux, and removes nothing here.
 //!
 //! Promises
 //! * Before a byte of the change can be seen, lost privileges are gone from the backing and the kernel was told. So
@@ -35,11 +35,11 @@ pub(crate) const SET_ID_BITS: u32 = SET_USER_ID | SET_GROUP_ID;
 
 /// The process that changes a file, as far as it decides which privileges the file keeps.
 pub trait Principal {
-    /// Whether the process has CAP_FSETID where the kernel asks for it.
+    /// Returns whether the process has CAP_FSETID where the kernel asks for it.
     fn has_cap_fsetid(&self) -> bool;
-    /// Whether the group is the process's own, or one of its supplementary groups.
+    /// Returns whether the group is the process's own, or one of its supplementary groups.
     fn is_in_group(&self, gid: u32) -> bool;
-    /// Whether the process was killed or stopped waiting. Work that has not begun is not done then.
+    /// Returns whether the process was killed or stopped waiting. Work that has not begun is not done then.
     fn has_left(&self) -> bool {
         false
     }
@@ -62,7 +62,8 @@ pub(crate) type AttributesChanged = Arc<dyn Fn(InodeId) + Send + Sync>;
 
 /// What the engine knows of the privileges of all files.
 pub(crate) struct Privileges {
-    /// Counts the times that some file may have got privileges. It is never 0, which a file without knowledge has.
+    /// Counts the times that some file may have got privileges. It is never 0, which stands for a file whose privileges
+    /// are not known.
     epoch: AtomicU32,
     attributes_changed: RwLock<Option<AttributesChanged>>,
 }
@@ -116,7 +117,7 @@ pub(crate) fn mode_after_content_change(attr: &Attr, by: &dyn Principal) -> u32 
     }
 }
 
-/// Whether `by` may leave set-group-id on an object of this group, if no other rule takes it away.
+/// Returns whether `by` may leave set-group-id on an object of this group, if no other rule clears the bit.
 pub(crate) fn may_keep_set_group_id(gid: u32, by: &dyn Principal) -> bool {
     by.is_in_group(gid) || by.has_cap_fsetid()
 }

@@ -94,7 +94,7 @@ impl<B: Backing> Reads<B> {
             .map(|attempt| attempt.bytes)
     }
 
-    /// Whether a try returned the file as it was at one moment. Waits for a truncation under way.
+    /// Returns whether a try returned the file as it was at one moment. Waits for a truncation under way.
     ///
     /// A try reads the backing after the pending extents. If the file was truncated, written again and partly drained
     /// in between, the try has seen holes of the backing that the file never had.

@@ -134,6 +134,14 @@ enum FileSearch<B: Backing> {
     Lost(LossReason),
 }
 
+/// Result of [`Recovery::finish_truncations`].
+struct FinishedTruncations {
+    /// The truncations that the file must show, each with its sequence and the new length.
+    truncations: Vec<(u64, u64)>,
+    /// The error of a truncation that could not be completed, if there is one.
+    failure: Option<Errno>,
+}
+
 /// Why the data of a file cannot become pending again.
 struct LossReason {
     /// The backing answered and does not have the file. Otherwise a later attach may find it.
@@ -227,7 +235,8 @@ impl<B: Backing> Engine<B> {
         Ok((engine, recovered))
     }
 
-    /// Makes each freed slab wake writers that wait for room, and shares the engine.
+    /// Makes the arena wake waiting writers whenever a slab is freed, and returns the engine for use by several
+    /// threads.
     fn start(self) -> Arc<Self> {
         let wake_writers = self.room.space.waiters.freed_callback();
         self.base.arena.on_free(wake_writers);
@@ -296,66 +305,50 @@ impl<B: Backing> Recovery<'_, B> {
     /// lost file are kept. `stored` are all pieces of the file.
     fn recover_file(&mut self, id: FileId, known: &KnownFile, stored: Vec<Stored>) {
         let search = self.find_file(known);
-        let (truncations, failed) = match &search {
+        let FinishedTruncations {
+            truncations,
+            failure,
+        } = match &search {
             FileSearch::Found(inode) => self.finish_truncations(id, known, inode),
             // Programs saw the file with its truncations done.
-            FileSearch::Removed | FileSearch::Lost(_) => (known.truncating.to_vec(), None),
+            FileSearch::Removed | FileSearch::Lost(_) => FinishedTruncations {
+                truncations: known.truncating.to_vec(),
+                failure: None,
+            },
         };
-        // A truncation counts as drained: pieces from before it have no bytes beyond the new length.
-        let mut drained_ranges = known.drained_ranges.clone();
-        for (sequence, size) in truncations {
-            drained_ranges.push(DrainedRange {
-                offset: size,
-                len: u64::MAX - size,
-                sequence,
-            });
-        }
-        let layers = lay_pieces(&stored, &drained_ranges);
+        let layers = lay_pieces(&stored, &drained_ranges_of(known, &truncations));
         let last_write = self.find_last_write(known, &stored, &layers);
-        for Stored { record: at, .. } in &stored {
+        for Stored { record: piece, .. } in &stored {
             // All of the piece was drained or overwritten. Without this mark it would outlive the file id.
-            if layers.pieces.get(at).is_none() {
-                self.engine.base.arena.mark_dead(*at);
+            if layers.pieces.get(piece).is_none() {
+                self.engine.base.arena.mark_dead(*piece);
             }
         }
+        let is_all_drained = layers.extents.is_empty() && known.truncating.is_empty();
         let inode = match search {
             FileSearch::Found(inode) => inode,
             FileSearch::Removed => {
                 for (piece, _) in layers.pieces.iter() {
                     self.engine.base.arena.mark_dead(*piece);
                 }
-                self.engine
-                    .base
-                    .journal
-                    .append_note(&Record::FileIdEnd { file: id.get() });
-                return;
+                return self.end_file_id(id);
             }
             // No data of the file is left in the arena, so the loss of its name does not matter.
-            FileSearch::Lost(_) if layers.extents.is_empty() && known.truncating.is_empty() => {
-                self.engine
-                    .base
-                    .journal
-                    .append_note(&Record::FileIdEnd { file: id.get() });
-                return;
-            }
+            FileSearch::Lost(_) if is_all_drained => return self.end_file_id(id),
             FileSearch::Lost(reason) => {
-                self.keep_lost(describe_lost(id, known, reason), layers);
-                return;
+                return self.keep_lost(describe_lost(id, known, reason), layers);
             }
         };
-        if let Some(errno) = failed {
+        if let Some(errno) = failure {
             let reason = LossReason {
                 is_certain: false,
                 text: format!("its truncation could not be finished: {errno}"),
             };
-            self.keep_lost(describe_lost(id, known, reason), layers);
-            return;
+            return self.keep_lost(describe_lost(id, known, reason), layers);
         }
-        if layers.extents.is_empty()
-            && known.truncating.is_empty()
-            && let Some(mtime) = last_write.mtime
-        {
-            // All data was drained, but its time may not be set yet. If the backing refuses, its own time stays.
+        if is_all_drained && let Some(mtime) = last_write.mtime {
+            // All data was drained, but the file's time may not be set yet. If the backing refuses to set it, the file
+            // keeps the time of the drain.
             let set_mtime = |object| {
                 self.engine
                     .base
@@ -365,6 +358,14 @@ impl<B: Backing> Recovery<'_, B> {
             let _ = self.engine.tree.object(&inode).and_then(set_mtime);
         }
         self.restore_pending(id, known, &inode, layers, last_write);
+    }
+
+    /// Records in the journal that no piece of a file is left.
+    fn end_file_id(&self, id: FileId) {
+        self.engine
+            .base
+            .journal
+            .append_note(&Record::FileIdEnd { file: id.get() });
     }
 
     /// Makes the bytes in `layers` pending again, for a file that was found. The file id of a file without such bytes
@@ -422,20 +423,20 @@ impl<B: Backing> Recovery<'_, B> {
     ) -> LastWrite {
         let now = Time::now().to_ns();
         let latest = latest_ns();
-        let bounded = |modified: u64| if modified > latest { now } else { modified };
+        let not_in_future = |modified: u64| if modified > latest { now } else { modified };
         let recorded_ns = stored
             .iter()
-            .map(|stored| bounded(stored.modified))
+            .map(|stored| not_in_future(stored.modified))
             .max()
             .unwrap_or(0);
         for Stored {
-            record: at,
+            record: piece,
             modified,
             ..
         } in stored
         {
             if *modified > latest {
-                self.engine.base.arena.set_modified(*at, now);
+                self.engine.base.arena.set_modified(*piece, now);
             }
         }
         // A remaining piece gets the time before the caller marks other pieces dead, because only one of those may have
@@ -459,18 +460,16 @@ impl<B: Backing> Recovery<'_, B> {
         }
     }
 
-    /// Completes the truncations that had begun. Returns the truncations that the file must show, as sequence and
-    /// length, and the error of one that failed.
-    ///
-    /// A truncation that the backing never began is left out, because the file is still as before it.
+    /// Completes the truncations of a file that the backing has begun. A truncation that the backing never began did
+    /// not change the file, so it is not among the returned ones.
     fn finish_truncations(
         &self,
         id: FileId,
         known: &KnownFile,
         inode: &Arc<Inode<B>>,
-    ) -> (Vec<(u64, u64)>, Option<Errno>) {
+    ) -> FinishedTruncations {
         let mut truncations = known.truncating.to_vec();
-        let mut failed = None;
+        let mut failure = None;
         truncations.retain(|&(sequence, size)| {
             let open = || {
                 self.engine
@@ -490,13 +489,16 @@ impl<B: Backing> Recovery<'_, B> {
                     });
                     was_begun
                 }
-                Err(error) => {
-                    failed = Some(error);
+                Err(errno) => {
+                    failure = Some(errno);
                     true
                 }
             }
         });
-        (truncations, failed)
+        FinishedTruncations {
+            truncations,
+            failure,
+        }
     }
 
     /// Searches for a file that the journal knows: among the open files without a name, and then under each of its
@@ -518,8 +520,8 @@ impl<B: Backing> Recovery<'_, B> {
         let mut is_replaced = false;
         for (path, _) in &known.paths {
             match self.engine.tree.find(path) {
-                // The search goes on after a match, so that all names are known. Otherwise the removal of one could
-                // be taken for that of the last.
+                // The search continues after a match, so that all names are known. Otherwise the removal of one name
+                // could count as that of the last one.
                 Ok(inode) if is_same_object(known, &inode) => found = Some(inode),
                 Ok(_) => {
                     is_replaced = true;
@@ -552,7 +554,21 @@ impl<B: Backing> Recovery<'_, B> {
     }
 }
 
-/// Whether an inode is the file that the journal knows, by inode number and birth time.
+/// Returns the drained ranges of a file. A truncation counts as a drain of everything beyond the new length, because
+/// pieces from before it have no bytes there.
+fn drained_ranges_of(known: &KnownFile, truncations: &[(u64, u64)]) -> Vec<DrainedRange> {
+    let mut drained_ranges = known.drained_ranges.to_vec();
+    for &(sequence, size) in truncations {
+        drained_ranges.push(DrainedRange {
+            offset: size,
+            len: u64::MAX - size,
+            sequence,
+        });
+    }
+    drained_ranges
+}
+
+/// Returns whether an inode is the file that the journal knows, by inode number and birth time.
 fn is_same_object<B: Backing>(known: &KnownFile, inode: &Inode<B>) -> bool {
     let birth = inode.btime.map(|t| (t.sec, t.nsec));
     // The device is not compared: it may have another number after the backing was mounted again.

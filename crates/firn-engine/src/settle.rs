@@ -69,6 +69,7 @@ impl<B: Backing> Settle<B> {
         self.settled_bytes.load(Ordering::Relaxed)
     }
 
+    /// Wakes the settling thread, if there is one.
     fn wake(&self) {
         if let Some(wake) = &*self.waker.read() {
             wake();
@@ -98,8 +99,8 @@ struct ChunkSource {
 }
 
 impl<B: Backing> FileState<B> {
-    /// Whether the file has no writer, no grant and no drain under way or requested, and no list or view relies on
-    /// where its bytes lie.
+    /// Returns whether the file has no writer, no grant and no drain under way or requested, and no list or view relies
+    /// on where its bytes lie.
     fn may_be_settled(&self) -> bool {
         let has_drain_request = self.drain.has_waiters()
             || self
@@ -129,8 +130,8 @@ impl<B: Backing> FileState<B> {
         if is_mixed || bytes != end { 0 } else { bytes }
     }
 
-    /// Returns the memory file that has the first `bytes` bytes of the file, each at its file offset. `None`: no
-    /// single one has all.
+    /// Returns the memory file that has the first `bytes` bytes of the file, each at its file offset. Returns `None` if
+    /// no single memory file has all of them.
     pub(crate) fn memory_file(&self, arena: &Arena, bytes: u64) -> Option<Arc<MemoryFile>> {
         if bytes == 0 || self.pending.bytes() + self.cache.bytes() != bytes {
             return None;

@@ -47,8 +47,10 @@ impl<B: Backing> Engine<B> {
         Ok(())
     }
 
-    /// Appends to a file, while no other host appends to it, and makes that visible to other hosts. Returns position
-    /// and length: the bytes are in the backing, as far as the file stays within `size_max`. EFBIG: no byte fits.
+    /// Appends bytes to a file in the backing, while no other host appends to it, and makes them visible to other
+    /// hosts. Returns their position and number.
+    ///
+    /// Only as many bytes are written as fit into a file of `size_max` bytes. Fails with EFBIG if none fits.
     pub fn append_known(&self, handle: HandleId, append: SharedAppend<'_>) -> Result<Appended> {
         let SharedAppend {
             data,

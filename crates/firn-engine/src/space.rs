@@ -1,4 +1,4 @@
-//! Space in the arena: the writers that wait for it, and what can be freed for them.
+//! Space in the arena: the writers that wait for it, and the memory that can be freed for them.
 //!
 //! Promises
 //! * A waiting writer is called back when there may be space, or when nothing can make any.
@@ -29,7 +29,8 @@ use crate::settle::Settle;
 use crate::spill::Spill;
 use crate::tree::NameTree;
 
-/// State of waiting writers and of what can be freed. Each part has a lock of its own, and no two are taken together.
+/// Waiting writers, and the memory that can be freed for them. Each part has a lock of its own, and no two of these
+/// locks are taken together.
 pub(crate) struct Space<B: Backing> {
     /// Writers that wait for space.
     pub waiters: SpaceWaiters,
@@ -50,13 +51,13 @@ impl<B: Backing> Default for Space<B> {
 }
 
 impl<B: Backing> Space<B> {
-    /// Whether a writer would find space. If so, waiting writers are called back soon.
+    /// Returns whether a writer would find space. If so, waiting writers are called back soon.
     pub(crate) fn note_room(&self, arena: &Arena) -> bool {
-        let room = arena.has_room(Class::Small);
-        if room {
+        let has_room = arena.has_room(Class::Small);
+        if has_room {
             self.waiters.note_freed();
         }
-        room
+        has_room
     }
 }
 
@@ -104,6 +105,7 @@ pub(crate) struct SpaceWaiters {
 }
 
 impl SpaceWaiters {
+    /// Adds a writer that waits. `callback` is called once.
     pub(crate) fn add(&self, callback: Done) {
         self.waiting.fetch_add(1, Ordering::Relaxed);
         self.callbacks.lock().push(callback);
@@ -141,7 +143,7 @@ impl SpaceWaiters {
         self.freed.load(Ordering::Acquire)
     }
 
-    /// Whether space was freed since the last call.
+    /// Returns whether space was freed since the last call.
     pub(crate) fn take_freed(&self) -> bool {
         self.freed.swap(false, Ordering::AcqRel)
     }
@@ -171,7 +173,7 @@ impl ParkedLeases {
         arena.seal_slab(lease);
     }
 
-    /// Takes a parked lease whose memory is near the caller's CPU.
+    /// Takes a parked lease whose memory is near the caller's CPU. Returns `None` if there is no such lease.
     pub(crate) fn take_near(&self, arena: &Arena) -> Option<Lease> {
         let mut leases = self.leases.lock();
         let index = leases.iter().rposition(|lease| arena.is_near(lease))?;
@@ -201,6 +203,7 @@ impl<T> Default for EvictionQueue<T> {
 }
 
 impl<T> EvictionQueue<T> {
+    /// Adds a file at the end of the queue, unless it is in the queue already.
     pub(crate) fn add(&self, file: &Arc<T>) {
         let mut files = self.files.lock();
         let is_it = |known: &Weak<T>| std::ptr::eq(known.as_ptr(), Arc::as_ptr(file));
@@ -213,7 +216,7 @@ impl<T> EvictionQueue<T> {
         self.files.lock().len()
     }
 
-    /// Takes the first file that still exists.
+    /// Takes the first file that still exists. Returns `None` if the queue has none.
     pub(crate) fn pop(&self) -> Option<Arc<T>> {
         let mut files = self.files.lock();
         while let Some(file) = files.pop_front() {

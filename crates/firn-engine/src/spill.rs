@@ -31,17 +31,17 @@ impl SpillStep {
     const IDLE: Self = Self::Idle { retry: None };
 }
 
-/// Callback for the case that there may be something to spill.
+/// Callback that wakes the spilling thread, because there may be a chunk to spill.
 pub(crate) type Waker = Arc<dyn Fn() + Send + Sync>;
 
-/// Whether chunks are to move, and the last failure.
+/// State of the spilling: whether chunks move now, and the last failure of the disk.
 #[derive(Default)]
 pub(crate) struct Spill {
     state: Mutex<SpillState>,
     waker: RwLock<Option<Waker>>,
 }
 
-/// What the lock of [`Spill`] protects.
+/// Part of [`Spill`] that its lock protects.
 #[derive(Default)]
 struct SpillState {
     /// Whether chunks move: the upper threshold was exceeded, and the lower one is not reached yet.
@@ -63,19 +63,20 @@ impl Spill {
         *self.waker.write() = Some(waker);
     }
 
+    /// Wakes the spilling thread, if there is one.
     fn wake(&self) {
         if let Some(wake) = &*self.waker.read() {
             wake();
         }
     }
 
-    /// Whether the last try to spill failed.
+    /// Returns whether the last try to spill failed.
     pub(crate) fn fails(&self) -> bool {
         self.state.lock().failure.is_some()
     }
 
-    /// Checks whether a chunk must move now, with `used` slots of memory in use. `upper` and `lower` are the
-    /// thresholds in slots. `Err` has the result to return instead.
+    /// Checks whether a chunk must move now, with `used` slots of memory in use. `upper` and `lower` are the thresholds
+    /// in slots. If no chunk must move, `Err` has the result of the step.
     fn begin_step(&self, used: u32, upper: u32, lower: u32) -> Result<(), SpillStep> {
         let mut state = self.state.lock();
         state.active |= used > upper;
@@ -109,6 +110,7 @@ impl Spill {
 }
 
 impl SpillFailure {
+    /// Returns the time until the next try, or 0 if it is due.
     fn time_left(&self) -> Duration {
         self.retry_at.saturating_duration_since(Instant::now())
     }

@@ -1,6 +1,7 @@
 //! close(2) and fsync(2): the calls that wait for a durability level of one file.
 //!
-//! A result is given by the callback `done`, which is called once, also at once if there is nothing to wait for.
+//! Each function with a callback `done` calls it exactly once with the result. If there is nothing to wait for, it
+//! calls `done` before it returns.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -13,8 +14,10 @@ use crate::options::{ClosePolicy, FsyncPolicy};
 use crate::{Closing, Done, HandleId, InodeId, Result};
 
 impl<B: Backing> Engine<B> {
-    /// close(2) of one descriptor. Calls `done` when the file is drained, or with the error when a try failed. It is
-    /// called at once if the policy is *held*, nothing is pending, or no name leads to the file.
+    /// Handles close(2) of one descriptor. Calls `done` when the file is drained, or with the error when an attempt
+    /// failed.
+    ///
+    /// There is nothing to wait for if the policy is *held*, if nothing is pending, or if no name leads to the file.
     pub fn flush(&self, handle: HandleId, by: Closing, done: Done) {
         match self.open_files.handle(handle) {
             Err(errno) => done(Err(errno)),
@@ -25,7 +28,7 @@ impl<B: Backing> Engine<B> {
                 if by != Closing::Killed {
                     handle.was_closed_by_killed.store(false, Ordering::Release);
                 }
-                // The result, if the close need not wait for a drain.
+                // The result of the close if it need not wait for a drain.
                 let immediate_result = {
                     let mut state = handle.file.lock();
                     // The grant ends here and not at the release, which the kernel sends some time after close(2)
@@ -52,7 +55,7 @@ impl<B: Backing> Engine<B> {
         }
     }
 
-    /// Whether a close of this handle has something to wait for, or an error to return.
+    /// Returns whether a close of this handle has something to wait for, or an error to return.
     pub fn is_pending(&self, handle: HandleId) -> bool {
         self.open_files.handle(handle).is_ok_and(|handle| {
             let state = handle.file.lock();
@@ -89,9 +92,10 @@ impl<B: Backing> Engine<B> {
         }
     }
 
-    /// Whether the backing has work to do for the file after this close(2). If so, the answering thread calls
-    /// [`Engine::finish_file`] after [`Engine::flush`] is done. There is no such work while other writers have the
-    /// file open, or if another process than the opener's closes it.
+    /// Returns whether the backing has work to do for the file after this close(2). If so, the thread that answers must
+    /// call [`Engine::finish_file`] after [`Engine::flush`] is done.
+    ///
+    /// There is no such work while other writers have the file open, or if another process than the opener closes it.
     pub fn finishes_file(&self, handle: HandleId, is_opener: &dyn Fn(u32) -> bool) -> bool {
         if !self.base.backing.features().finishes_files
             || self.base.options.close == ClosePolicy::Held
@@ -112,14 +116,14 @@ impl<B: Backing> Engine<B> {
         state.opens.are_writers_closing() && !state.unlinked
     }
 
-    /// Lets the backing finish a file, as far as other hosts allow it. It may take as long as writing the file.
+    /// Lets the backing finish a file, as far as other hosts allow it. The call may take as long as writing the file.
     pub fn finish_file(&self, handle: HandleId) -> Result<()> {
         let handle = self.open_files.handle(handle)?;
         let writer = self.open_files.writer(&handle.file)?;
         self.base.backing.note_use(&writer.file, FileUse::Finished)
     }
 
-    /// Calls `done` when what the file has pending now is in the backing, or with the error when a try failed.
+    /// Calls `done` when all bytes that are pending now are in the backing, or with the error when an attempt failed.
     pub fn drained(&self, handle: HandleId, done: Done) {
         match self.open_files.handle(handle) {
             Err(errno) => done(Err(errno)),
@@ -127,8 +131,8 @@ impl<B: Backing> Engine<B> {
         }
     }
 
-    /// First half of fsync(2): drains the file. After `done` got `Ok`, the second half is [`Engine::sync_file`],
-    /// which must not run in a drain thread.
+    /// Does the first half of fsync(2): drains the file. After `done` gets `Ok`, the caller does the second half with
+    /// [`Engine::sync_file`], which must not run in a drain thread.
     pub fn fsync(&self, handle: HandleId, done: Done) {
         match self.base.options.fsync {
             FsyncPolicy::Durable => self.drained(handle, done),
@@ -150,7 +154,8 @@ impl<B: Backing> Engine<B> {
         self.base.options.fsync
     }
 
-    /// Second half of fsync(2): syncs the backing file and its new names. Does nothing if the policy is *held*.
+    /// Does the second half of fsync(2): syncs the backing file and its new names. Does nothing if the policy is
+    /// *held*.
     pub fn sync_file(&self, handle: HandleId, data_only: bool) -> Result<()> {
         if self.base.options.fsync == FsyncPolicy::Held {
             return Ok(());
@@ -163,7 +168,8 @@ impl<B: Backing> Engine<B> {
         Ok(())
     }
 
-    /// fsync(2) of a directory: syncs its names, and the names that lead to it. Does nothing if the policy is *held*.
+    /// Handles fsync(2) of a directory: syncs its names, and the names that lead to it. Does nothing if the policy is
+    /// *held*.
     pub fn sync_dir(&self, inode: InodeId) -> Result<()> {
         let inode = self.tree.inode(inode)?;
         if self.base.options.fsync == FsyncPolicy::Held {

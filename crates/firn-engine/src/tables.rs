@@ -33,11 +33,13 @@ impl<B: Backing> Default for FileTable<B> {
 }
 
 impl<B: Backing> FileTable<B> {
+    /// Returns the file of an inode, if it is in the table.
     pub(crate) fn get(&self, inode: &Inode<B>) -> Option<Arc<File<B>>> {
         self.files.lock().get(&inode.key).cloned()
     }
 
-    /// Returns the file of an inode, made if need be, with `change` applied while it cannot be removed.
+    /// Returns the file of an inode, and makes it if the table does not have it. Applies `change` before another thread
+    /// could remove the file.
     pub(crate) fn change(
         &self,
         inode: &Arc<Inode<B>>,
@@ -63,6 +65,7 @@ impl<B: Backing> FileTable<B> {
         }
     }
 
+    /// Returns all files of the table.
     pub(crate) fn all(&self) -> Vec<Arc<File<B>>> {
         self.files.lock().values().cloned().collect()
     }
@@ -134,10 +137,12 @@ impl<B: Backing> Default for HandleTable<B> {
 }
 
 impl<B: Backing> HandleTable<B> {
+    /// Returns a number that no handle has had yet.
     pub(crate) fn new_id(&self) -> HandleId {
         HandleId(self.last_id.fetch_add(1, Ordering::Relaxed) + 1)
     }
 
+    /// Returns the open file of a handle. Fails with EBADF if there is none.
     pub(crate) fn get(&self, id: HandleId) -> Result<Arc<Handle<B>>> {
         self.files.read().get(&id).cloned().ok_or(Errno::BADF)
     }
@@ -174,7 +179,7 @@ impl<B: Backing> HandleTable<B> {
         self.files.read().len()
     }
 
-    /// Makes sure that no number of an earlier firnd is given again.
+    /// Makes sure that no handle gets a number which an earlier firnd gave to another one.
     pub(crate) fn begin_numbers(&self, base: u64) {
         self.last_id.fetch_max(base, Ordering::Relaxed);
     }
@@ -190,6 +195,7 @@ impl<B: Backing> HandleTable<B> {
         id
     }
 
+    /// Returns the open directory of a handle. Fails with EBADF if there is none.
     pub(crate) fn dir(&self, id: HandleId) -> Result<Arc<B::Dir>> {
         self.dirs.read().get(&id).cloned().ok_or(Errno::BADF)
     }

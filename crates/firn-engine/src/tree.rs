@@ -65,18 +65,18 @@ impl<B: Backing> NameTree<B> {
         self.names.get(id)?.paths().into_iter().next()
     }
 
-    /// Whether a known name leads to something other than a directory. Makes no call of the backing.
+    /// Returns whether a known name leads to something other than a directory. Makes no call of the backing.
     pub fn leads_to_file(&self, parent: InodeId, name: &OsStr) -> bool {
         let child = self.names.child(parent, name);
         child.is_some_and(|inode| inode.kind != Kind::Dir)
     }
 
-    /// Returns the inode of a number. ESTALE: the kernel's number is not known.
+    /// Returns the inode with this number. Fails with ESTALE if there is none.
     pub(crate) fn inode(&self, id: InodeId) -> Result<Arc<Inode<B>>> {
         self.names.get(id).ok_or(Errno::STALE)
     }
 
-    /// Returns the object of an inode in the backing. ESTALE: no known name leads to it any more.
+    /// Returns the object of an inode in the backing. Fails with ESTALE if no known name leads to it any more.
     pub(crate) fn object(&self, inode: &Inode<B>) -> Result<B::Inode> {
         self.names.find_object(&self.base.backing, inode)
     }
@@ -141,8 +141,8 @@ impl<B: Backing> NameTree<B> {
         self.paths.stay(move || vec![path.clone()])
     }
 
-    /// Whether an inode may be at or below `path`. An unknown inode, or one without a name, may be anywhere. Makes no
-    /// call of the backing.
+    /// Returns whether an inode may be at or below `path`. An unknown inode, or one without a name, may be anywhere.
+    /// Makes no call of the backing.
     pub fn may_be_at(&self, inode: InodeId, path: &[u8]) -> bool {
         if path.is_empty() {
             return true;
@@ -154,7 +154,7 @@ impl<B: Backing> NameTree<B> {
         paths.is_empty() || paths.iter().any(|known| is_below(known, path))
     }
 
-    /// Whether a name leads to this inode in the backing.
+    /// Returns whether a name leads to this inode in the backing.
     pub(crate) fn leads_to(&self, parent: &Arc<Inode<B>>, name: &OsStr, inode: &Inode<B>) -> bool {
         let found = self
             .object(parent)
@@ -162,8 +162,8 @@ impl<B: Backing> NameTree<B> {
         found.is_ok_and(|(_, attr)| inode.is_object(&attr))
     }
 
-    /// Whether the file has names in the backing and none of them is known here. Recovery could not find such a file
-    /// again. False for a file that the journal knows already, and for one that has lost its last name.
+    /// Returns whether the file has names in the backing and none of them is known here. Recovery could not find such a
+    /// file again. False for a file that the journal knows already, and for one that has lost its last name.
     pub(crate) fn has_no_known_name(&self, file: &File<B>) -> Result<bool> {
         let may_need_name = {
             let state = file.lock();
@@ -174,7 +174,7 @@ impl<B: Backing> NameTree<B> {
             && self.base.backing.attr(&self.object(&file.inode)?)?.nlink > 0)
     }
 
-    /// Whether a file has capabilities. As in the kernel, any error of the backing means that it has none.
+    /// Returns whether a file has capabilities. As in the kernel, any error of the backing means that it has none.
     pub(crate) fn has_capabilities(&self, object: &B::Inode) -> bool {
         self.base
             .backing

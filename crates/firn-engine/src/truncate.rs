@@ -7,8 +7,10 @@ use crate::engine::Engine;
 use crate::{HandleId, Result};
 
 impl<B: Backing> Engine<B> {
-    /// fallocate(2). Drains the file first, even if its contents stay the same: the backing decides about the file's
-    /// time, and a later drain would set the time of the last write.
+    /// Allocates or frees space of a file (fallocate(2)).
+    ///
+    /// The file is drained first, even if its contents stay the same. The backing decides about the file's time, which
+    /// a later drain would replace by the time of the last write.
     pub fn allocate(&self, handle: HandleId, mode: i32, offset: u64, len: u64) -> Result<()> {
         let handle = self.open_files.handle(handle)?;
         if !handle.writable {
@@ -21,7 +23,8 @@ impl<B: Backing> Engine<B> {
         })
     }
 
-    /// lseek(2) with `SEEK_DATA` or `SEEK_HOLE`, answered by the backing. Drains the file first.
+    /// Returns the next data or hole of a file (lseek(2) with `SEEK_DATA` or `SEEK_HOLE`), as the backing has it. The
+    /// file is drained first.
     pub fn seek(&self, handle: HandleId, offset: u64, what: Seek) -> Result<u64> {
         let handle = self.open_files.handle(handle)?;
         self.drainer.drain_and_wait(&handle.file)?;
@@ -29,7 +32,8 @@ impl<B: Backing> Engine<B> {
         self.base.backing.seek(&source.file, offset, what)
     }
 
-    /// copy_file_range(2) between files of the mount. Drains both first. Returns the bytes copied.
+    /// Copies a range between two files of the mount (copy_file_range(2)), and returns the number of bytes copied. Both
+    /// files are drained first.
     pub fn copy_range(
         &self,
         from: HandleId,
@@ -55,7 +59,7 @@ impl<B: Backing> Engine<B> {
         })
     }
 
-    /// Whether the file has pending bytes, so that these calls would wait for a drain.
+    /// Returns whether the file has pending bytes, so that these calls would wait for a drain.
     pub fn needs_drain(&self, handle: HandleId) -> bool {
         self.open_files.handle(handle).is_ok_and(|h| {
             let mut state = h.file.lock();

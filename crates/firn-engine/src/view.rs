@@ -30,19 +30,21 @@ const COMPARE_BYTES: usize = 64 << 10;
 const EXCLUSIVE_BYTES: u64 = 8 << 20;
 
 impl<B: Backing> FileState<B> {
-    /// Whether drained bytes may stay in the arena. They may not while a program can store to a mapping of the memory
-    /// file: such a store would change the cache and never reach the backing.
+    /// Returns whether drained bytes may stay in the arena. They may not while a program can store to a mapping of the
+    /// memory file: such a store would change the cache and never reach the backing.
     pub(crate) fn may_cache(&self) -> bool {
         !self.is_passed_through_memory() || !self.opens.has_writers()
     }
 
-    /// Whether the kernel reads the file from its memory file.
+    /// Returns whether the kernel reads the file from its memory file.
     pub(crate) fn is_passed_through_memory(&self) -> bool {
         self.view.is_some() && self.opens.has_passthrough()
     }
 
-    /// Makes the memory file with all `size` bytes of the file its view. `None`: no memory file has all of them, or
-    /// the file is written, passed through or listed. A list of chunks keeps its bytes, but a view shows changes.
+    /// Makes the memory file that has all `size` bytes of the file its view, and returns it.
+    ///
+    /// Returns `None` if no memory file has all bytes, or if the file is written, passed through or listed. (The bytes
+    /// in a list of chunks must not change, but a view shows changes.)
     pub(crate) fn begin_view(&mut self, arena: &Arena, size: u64) -> Option<Arc<MemoryFile>> {
         let is_used_otherwise = self.opens.has_passthrough()
             || self.opens.has_writers()
@@ -169,7 +171,7 @@ impl<B: Backing> OpenFiles<B> {
         rustix::io::fcntl_dupfd_cloexec(view.file(), 0).ok()
     }
 
-    /// Whether programs may have stored bytes to a mapping that only the memory file has. A shared mapping that
+    /// Returns whether programs may have stored bytes to a mapping that only the memory file has. A shared mapping that
     /// allows stores needs a descriptor that reads and writes.
     pub fn may_have_stores(&self, handle: HandleId) -> bool {
         self.handle(handle).is_ok_and(|handle| {

@@ -64,11 +64,13 @@ impl<B: Backing> Writes<B> {
         }
     }
 
-    /// Does what comes before the append: returns the error of a drain, takes privileges, and makes a write that
-    /// needs no space. An append to a file without privileges that has a file id takes the file's lock here only
-    /// once.
+    /// Does the steps of a write before the append: removes set-id bits and capabilities of the file, and makes a write
+    /// that needs no new space in the arena. Returns what is left to do.
     ///
-    /// EINTR: the process was killed while the backing was asked, and nothing was written.
+    /// Fails with the error of an earlier drain that no program has got yet. Fails with EINTR, without a write, if the
+    /// process was killed during a call of the backing.
+    ///
+    /// In the usual case, an append to a file that has a file id and no privileges, the file's lock is taken only once.
     pub(crate) fn begin_write(
         &self,
         file: &Arc<File<B>>,
@@ -110,6 +112,7 @@ impl<B: Backing> Writes<B> {
         Ok(self.overwrite_or_append(file, &mut file.lock(), offset, data))
     }
 
+    /// Overwrites pending bytes in place if that is possible. Otherwise all bytes must be appended.
     fn overwrite_or_append(
         &self,
         file: &File<B>,
@@ -124,8 +127,8 @@ impl<B: Backing> Writes<B> {
         }
     }
 
-    /// Whether a write up to `end` calls the backing or waits for another thread before its bytes are taken. All
-    /// other waits of [`Engine::write`](crate::Engine::write) are short.
+    /// Returns whether a write up to `end` calls the backing or waits for another thread before its bytes are taken.
+    /// All other waits of [`Engine::write`](crate::Engine::write) are short.
     pub fn write_may_wait(&self, handle: HandleId, end: u64, by: Option<&dyn Principal>) -> bool {
         if end > SIZE_CHECKED_ABOVE {
             return true;
@@ -146,9 +149,10 @@ impl<B: Backing> Writes<B> {
         !has_file_id && (self.tree.paths.has_changes() || !handle.file.inode.has_names())
     }
 
-    /// Whether such a write changes the backing before its bytes are taken: it takes privileges, makes the file
-    /// longer there, or goes to the backing itself. Only needed if [`Writes::write_may_wait`] returns true. It calls
-    /// the backing.
+    /// Returns whether a write up to `end` changes the backing before its bytes are in the arena: it removes
+    /// privileges, makes the file longer there, or writes to the backing itself. Makes calls of the backing.
+    ///
+    /// Only useful if [`Writes::write_may_wait`] returned true.
     pub fn write_changes_backing(
         &self,
         handle: HandleId,
@@ -167,7 +171,7 @@ impl<B: Backing> Writes<B> {
         Ok(is_made_longer || self.tree.has_no_known_name(file)?)
     }
 
-    /// Writes to the backing itself, after a drain of what is pending. Returns the bytes written.
+    /// Writes to the backing itself, after a drain of all pending bytes. Returns the number of bytes written.
     fn write_to_backing(&self, file: &Arc<File<B>>, offset: u64, data: &[u8]) -> Result<usize> {
         self.drainer.drain_and_wait(file)?;
         self.exclusive.with_exclusive_file(file, |target| {
@@ -177,8 +181,8 @@ impl<B: Backing> Writes<B> {
         })
     }
 
-    /// Overwrites pending bytes in place, if one extent has all of them and nothing else relies on them. Bytes that
-    /// are rewritten often then take no new space. Returns whether it was done.
+    /// Overwrites pending bytes in place, if one extent has all of them and no reader or drain uses them. So bytes that
+    /// are rewritten often take no new space. Returns whether the bytes were overwritten.
     fn try_overwrite_in_place(
         &self,
         file: &File<B>,
@@ -216,8 +220,10 @@ impl<B: Backing> Writes<B> {
         changed
     }
 
-    /// Appends a first part of `data` to the handle's slab. Returns its length, or 0 if the arena, the journal or the
-    /// memory file of a view has no space. `known_id` is the file id as of a moment ago.
+    /// Appends the first part of `data`, as much as fits, to the handle's slab. Returns the length of the part, or 0 if
+    /// the arena, the journal or the memory file of a view has no space.
+    ///
+    /// `known_id` is the file id that the caller has read before. It may have ended since.
     pub(crate) fn append(
         &self,
         handle: &Handle<B>,
@@ -251,8 +257,8 @@ impl<B: Backing> Writes<B> {
                 return 0;
             };
             let Some(reserved) = lease.reserve(file_id.get(), offset, data.len() as u64) else {
-                let full = slot.take().expect("just used");
-                self.base.arena.seal_slab(full);
+                let full_lease = slot.take().expect("the lease was just used");
+                self.base.arena.seal_slab(full_lease);
                 continue;
             };
             self.base.arena.fill_slab(
@@ -281,7 +287,8 @@ impl<B: Backing> Writes<B> {
         }
     }
 
-    /// Publishes bytes that lie in the slab, as a new piece or as an extension of the last one.
+    /// Publishes bytes that were copied to the slab, as a new piece or as an extension of the last one. Returns their
+    /// extent.
     fn publish(
         &self,
         state: &mut FileState<B>,
@@ -318,11 +325,11 @@ impl<B: Backing> Writes<B> {
         }
     }
 
-    /// Makes the backing accept a file of `end` bytes, if it is longer now. EFBIG: the backing cannot have such a
-    /// file.
+    /// Makes the file in the backing `end` bytes long if it is shorter. Fails with EFBIG if the backing cannot have
+    /// such a file.
     fn ensure_size_in_backing(&self, file: &Arc<File<B>>, end: u64) -> Result<()> {
-        let known = self.intake.size_of(file)?;
-        if end > known {
+        let present_size = self.intake.size_of(file)?;
+        if end > present_size {
             self.exclusive.with_exclusive_file(file, |target| {
                 self.base
                     .backing

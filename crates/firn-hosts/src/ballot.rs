@@ -123,14 +123,16 @@ pub enum Alone {
     Gone,
 }
 
-/// The claims that this process has locked, and those that it found locked by others.
+/// The claim that this process has locked, and the claims that it found locked by other hosts.
 struct Locks<B: Backing> {
     /// The claim that this process has locked. The lock ends when the unit is done.
     own_claim: Option<LockedClaim<B>>,
-    /// Claims that others had locked at the last attempt. Their locks may be free by now; the next look tries again.
+    /// Claims that other hosts had locked at the last attempt. The locks may be free by now. They are tried again with
+    /// the next listing.
     locked_by_others: BTreeSet<String>,
 }
 
+/// A claim that this process has locked. The lock ends when the value is dropped.
 struct LockedClaim<B: Backing> {
     name: String,
     /// The open file that holds the lock.
@@ -203,6 +205,8 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
         self.view_of(&names, decision)
     }
 
+    /// Returns the view that follows from the names in the directory and the decision. Reads the claims, unless they
+    /// are locks.
     fn view_of<D>(
         &self,
         names: &BTreeSet<String>,
@@ -227,6 +231,7 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
         })
     }
 
+    /// Reads which host has claimed which unit. A claim that was removed since the listing counts as free.
     fn read_claims(
         &self,
         names: &BTreeSet<String>,
@@ -269,6 +274,7 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
         }
     }
 
+    /// Puts the file that says that this host takes part.
     fn put_joined(&self, bytes: &[u8]) -> Result<(), Errno> {
         let name = self.dir.own_file(JOINED);
         match P::PRESENCE {
@@ -277,6 +283,7 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
         }
     }
 
+    /// Returns whether a host may join: the ballot is neither closed nor decided, and the directory has its name.
     fn is_open(&self) -> Result<bool, Errno> {
         let names = self.dir.names()?;
         Ok(!names.contains(CLOSING) && !names.contains(DECISION) && self.dir.is_current()?)
@@ -446,14 +453,17 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
         Ok(view)
     }
 
+    /// Returns the next action of this host.
     fn next(&self, view: &View<String, P::Decision>) -> Action<String> {
         next(view, &self.dir.host().to_owned(), &self.protocol)
     }
 
+    /// Records that this host changes nothing any more.
     fn stop(&self) -> Result<(), Errno> {
         self.dir.put_once(&self.dir.own_file(OUT), b"").map(drop)
     }
 
+    /// Tries to claim a unit. Whether the claim succeeded shows in the next listing.
     fn claim(&self, unit: &Unit, locks: &mut Locks<B>) -> Result<(), Errno> {
         let name = unit.claim();
         match P::PRESENCE {
@@ -467,7 +477,7 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
 
     /// Tries to lock a claim. On file systems without locks several hosts may do the same work.
     fn lock_claim(&self, name: &str, locks: &mut Locks<B>) -> Result<(), Errno> {
-        // The unit of the earlier lock is done: another host had done it before.
+        // This host needs only one claim at a time, and the unit of the earlier claim is done.
         locks.own_claim = None;
         let base = self.dir.base();
         let file = own::open_or_create(base, self.dir.dir(), name)?;

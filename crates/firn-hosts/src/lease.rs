@@ -125,7 +125,7 @@ struct Record {
     uses: BTreeSet<LeaseUse>,
     /// Number of beats so far.
     count: u64,
-    /// The holder has released the lease.
+    /// Whether the holder has released the lease.
     released: bool,
     /// Report of the last beat. `None` if the holder has not reported yet, or the report did not fit.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -138,7 +138,7 @@ impl Record {
     /// The report is not compared, because a floating-point number may change slightly when it is written as JSON and
     /// read again.
     fn is_same_beat(&self, other: &Self) -> bool {
-        let of = |record: &Self| {
+        let without_report = |record: &Self| {
             let Self {
                 holder,
                 device,
@@ -157,7 +157,7 @@ impl Record {
                 *released,
             )
         };
-        of(self) == of(other)
+        without_report(self) == without_report(other)
     }
 }
 
@@ -220,6 +220,7 @@ impl Beat {
         Ok(bytes.map(|bytes| Self { bytes }))
     }
 
+    /// Decodes the record. Returns `None` if it is damaged or half-written.
     fn record(&self) -> Option<Record> {
         // The record is the first line. A file of another version may be longer.
         let line = self.bytes.split(|byte| *byte == b'\n').next()?;
@@ -267,8 +268,8 @@ impl Beat {
 
     /// Returns whether a free lock proves that the holder is gone.
     ///
-    /// That is true in three cases: the lease was never taken, the holder released it, or this kernel kept the
-    /// holder's lock.
+    /// This is so in three cases: the lease was never taken, the holder released it, or the holder's lock was in this
+    /// kernel, which frees the lock when the process ends.
     pub fn is_settled_by_lock(&self, boot: &str, device: u64) -> bool {
         match self.record() {
             Some(record) => {
@@ -300,7 +301,7 @@ impl<B: Backing> Lease<B> {
         sleep: &mut dyn FnMut(Duration),
     ) -> Result<Self, LeaseError> {
         let file = loop {
-            match lock(base, dir)? {
+            match try_lock_lease(base, dir)? {
                 LockResult::Locked(file) => break file,
                 LockResult::Replaced => {}
                 LockResult::Held => {
@@ -388,6 +389,7 @@ impl<B: Backing> Lease<B> {
         Ok(!base.try_lock(&file, LockMode::Shared)?)
     }
 
+    /// Fails with [`LeaseError::Lost`] unless the lease file still has the record that this process wrote last.
     fn check_still_ours(&self, base: &B) -> Result<(), LeaseError> {
         let beat = Beat::read(base, &self.dir)?;
         match beat.as_ref().and_then(Beat::record) {
@@ -398,6 +400,7 @@ impl<B: Backing> Lease<B> {
         }
     }
 
+    /// Writes the record durably to the lease file.
     fn write(&mut self, base: &B) -> Result<(), LeaseError> {
         own::write_all(base, &self.file, &encode(&self.record)?, 0)?;
         Ok(base.sync(&self.file, true)?)
@@ -416,6 +419,8 @@ fn encode(record: &Record) -> Result<Vec<u8>, Errno> {
     }
 }
 
+/// Encodes a record with its report: a checksum and JSON, padded to the size of a lease file. Fails with NAMETOOLONG if
+/// the record does not fit.
 fn encode_whole(record: &Record) -> Result<Vec<u8>, Errno> {
     let json = serde_json::to_string(record).map_err(|_| Errno::INVAL)?;
     let mut bytes = format!("{:08x} {json}", crc32c::crc32c(json.as_bytes())).into_bytes();
@@ -431,14 +436,18 @@ fn random_number() -> Result<u64, Errno> {
     getrandom::u64().map_err(|_| Errno::IO)
 }
 
+/// Result of an attempt to lock a lease file.
 enum LockResult<F> {
+    /// This process has the lock.
     Locked(F),
+    /// Another process has the lock.
     Held,
     /// The file lost its name before it was locked. Another file may have the name now.
     Replaced,
 }
 
-fn lock<B: Backing>(base: &B, dir: &B::Inode) -> Result<LockResult<B::File>, LeaseError> {
+/// Tries once to lock the lease file in `dir`, which is created if it does not exist.
+fn try_lock_lease<B: Backing>(base: &B, dir: &B::Inode) -> Result<LockResult<B::File>, LeaseError> {
     let file = own::open_or_create(base, dir, LEASE)?;
     if !base
         .try_lock(&file, LockMode::Exclusive)
@@ -453,7 +462,7 @@ fn lock<B: Backing>(base: &B, dir: &B::Inode) -> Result<LockResult<B::File>, Lea
     }
 }
 
-/// Watches leases whose locks are free on this host, for [`STALE_AFTER`].
+/// Watches leases whose locks are free on this host, for [`STALE_AFTER`]. `watched` has each lease with its first beat.
 ///
 /// Returns the first beat that has changed and is not a release. Returns `None` if no lease beats.
 pub(crate) fn find_living<K>(
@@ -464,12 +473,12 @@ pub(crate) fn find_living<K>(
     if watched.is_empty() {
         return Ok(None);
     }
-    let looks = STALE_AFTER.as_millis() / LOOK_EVERY.as_millis();
-    for _ in 0..looks {
+    let read_count = STALE_AFTER.as_millis() / LOOK_EVERY.as_millis();
+    for _ in 0..read_count {
         sleep(LOOK_EVERY);
         for (lease, before) in watched {
             match read(lease)? {
-                Some(now) if now != *before && !now.is_released() => return Ok(Some(now)),
+                Some(beat) if beat != *before && !beat.is_released() => return Ok(Some(beat)),
                 _ => {}
             }
         }

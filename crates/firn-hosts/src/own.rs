@@ -277,6 +277,7 @@ pub fn read_link<B: Backing>(
     Ok(Some(base.readlink(&inode)?))
 }
 
+/// Checks type, owner and mode of an object that Firn owns. Fails with `Distrusted` if one of them is wrong.
 fn check(name: &str, attr: &Attr, expected: Expected) -> Result<(), OwnError> {
     let facts = Facts {
         mode: attr.mode,

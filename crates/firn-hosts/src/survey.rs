@@ -246,8 +246,8 @@ fn find_beating<B: Backing>(
         }
         sleep(WATCH_EVERY);
         for lease in doubtful {
-            let now = Beat::read(base, &lease.dir).ok().flatten();
-            if now.is_some_and(|now| now != lease.beat) {
+            let present_beat = Beat::read(base, &lease.dir).ok().flatten();
+            if present_beat.is_some_and(|beat| beat != lease.beat) {
                 beating.insert(lease.host.clone());
             }
         }
@@ -269,30 +269,50 @@ impl<B: Backing> ExaminedLease<B> {
         longest.unwrap_or(STALE_AFTER)
     }
 
-    /// Decides the state of the host, by the table in the head of this file.
-    fn into_host_seen(self, clock: &Clock, beating: &BTreeSet<String>, reaches: bool) -> HostSeen {
-        let age = clock.age(&self);
-        let (life, evidence) = if self.beat.is_released() && !self.is_locked {
-            (Life::Left, Evidence::Lock)
-        } else if beating.contains(&self.host) {
-            (Life::Alive, Evidence::Beat)
-        } else if self.is_dead() {
+    /// Decides whether the host lives, by the table in the head of this file. Returns the evidence too.
+    ///
+    /// `beating` are the hosts whose beats changed while they were watched. `do_locks_reach` says whether locks of
+    /// other hosts are visible on this one.
+    fn judge(
+        &self,
+        clock: &Clock,
+        beating: &BTreeSet<String>,
+        do_locks_reach: bool,
+    ) -> (Life, Evidence) {
+        if self.beat.is_released() && !self.is_locked {
+            return (Life::Left, Evidence::Lock);
+        }
+        if beating.contains(&self.host) {
+            return (Life::Alive, Evidence::Beat);
+        }
+        if self.is_dead() {
+            return (Life::Dead, Evidence::Lock);
+        }
+        let age = clock.age(self);
+        let is_younger = |than| age.is_some_and(|age| age < than);
+        let may_live = age.is_none() || is_younger(self.stale_after());
+        if is_younger(STALE_AFTER) {
+            (Life::Alive, clock.evidence)
+        } else if self.is_locked {
+            (Life::Silent, clock.evidence)
+        } else if do_locks_reach && age.is_some() {
             (Life::Dead, Evidence::Lock)
+        } else if may_live {
+            (Life::Silent, clock.evidence)
         } else {
-            let is_younger = |than| age.is_some_and(|age| age < than);
-            let may_live = age.is_none() || is_younger(self.stale_after());
-            if is_younger(STALE_AFTER) {
-                (Life::Alive, clock.evidence)
-            } else if self.is_locked {
-                (Life::Silent, clock.evidence)
-            } else if reaches && age.is_some() {
-                (Life::Dead, Evidence::Lock)
-            } else if may_live {
-                (Life::Silent, clock.evidence)
-            } else {
-                (Life::Dead, clock.evidence)
-            }
-        };
+            (Life::Dead, clock.evidence)
+        }
+    }
+
+    /// Returns what this host reports of the lease's host. The parameters are those of [`Self::judge`].
+    fn into_host_seen(
+        self,
+        clock: &Clock,
+        beating: &BTreeSet<String>,
+        do_locks_reach: bool,
+    ) -> HostSeen {
+        let (life, evidence) = self.judge(clock, beating, do_locks_reach);
+        let age = clock.age(&self);
         let is_fresh = life == Life::Alive && evidence == Evidence::Beat;
         HostSeen {
             life,
@@ -315,6 +335,8 @@ struct Clock {
 }
 
 impl Clock {
+    /// Reads the clock by the time stamp of a new file. If this process cannot create one, the time of the youngest
+    /// beat takes its place.
     fn read<B: Backing>(base: &B, leases: &[ExaminedLease<B>]) -> Result<Self, OwnError> {
         Ok(match probe(base)? {
             Some(now_ns) => Self {
@@ -367,6 +389,7 @@ fn probe<B: Backing>(base: &B) -> Result<Option<i128>, OwnError> {
     Ok(made?.map(|attr| nanoseconds(attr.mtime)))
 }
 
+/// Returns the nanoseconds since 1970, which may be negative.
 fn nanoseconds(time: firn_backing::Time) -> i128 {
     i128::from(time.sec) * 1_000_000_000 + i128::from(time.nsec)
 }

@@ -117,7 +117,7 @@ pub struct OwnPart {
 /// The next step of a host.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum JointStep {
-    /// Wait for this.
+    /// Wait. The text says what for.
     Wait(String),
     /// Record that the event was seen.
     PutEvent,
@@ -131,8 +131,8 @@ pub enum JointStep {
     GiveUp {
         /// The attempt.
         number: u64,
-        /// Why.
-        why: String,
+        /// The reason, as a text for people.
+        reason: String,
     },
     /// Check whether the parts of the hosts conflict.
     Judge(Attempt),
@@ -141,7 +141,7 @@ pub enum JointStep {
         /// Whether it is a commit.
         commit: bool,
         /// Reason of an abort.
-        why: String,
+        reason: String,
     },
     /// Open the part again, because the attempt with this number has failed.
     Reopen(u64),
@@ -188,18 +188,24 @@ pub fn next_step(
     next_step_between_attempts(view, own, obstacle)
 }
 
-fn abort(why: String) -> JointStep {
-    JointStep::Decide { commit: false, why }
+/// Returns the step that decides an abort.
+fn abort(reason: String) -> JointStep {
+    JointStep::Decide {
+        commit: false,
+        reason,
+    }
 }
 
-/// Returns a wait for the first host that has not published the state of its part; `None` if all have.
+/// Returns the step that waits for the first host which has not published the state of its part. Returns `None` if all
+/// hosts have.
 fn wait_for_missing_state(view: &JointView) -> Option<JointStep> {
     let mut hosts = view.joined.iter();
     let host = hosts.find(|host| !view.states.contains_key(*host))?;
     Some(JointStep::Wait(format!("host {host}")))
 }
 
-/// Returns the next step while no attempt is open.
+/// Returns the next step while no attempt is open: begins an attempt if the event has come, no file is open, and the
+/// parts of all hosts allow the commit.
 fn next_step_between_attempts(
     view: &JointView,
     own: &OwnPart,
@@ -216,12 +222,12 @@ fn next_step_between_attempts(
         .filter(|(host, _)| view.joined.contains(*host))
         .map(|(host, state)| (host.clone(), state.clone()))
         .collect();
-    let have_ended = states.values().all(|state| state.living == 0);
-    let are_gone = have_ended && states.values().all(|state| state.idle_jobs == 0);
+    let have_writers_ended = states.values().all(|state| state.living == 0);
+    let are_writers_gone = have_writers_ended && states.values().all(|state| state.idle_jobs == 0);
     if !view.has_event {
-        return if have_ended && own.ends_with_writers {
+        return if have_writers_ended && own.ends_with_writers {
             JointStep::PutEvent
-        } else if !are_gone {
+        } else if !are_writers_gone {
             JointStep::Wait(EVENT.to_owned())
         } else {
             abort("all its writers are gone, and its event has not come".into())
@@ -240,11 +246,11 @@ fn next_step_between_attempts(
     // A conflict remains until a part changes. A host that did not publish in time may do so in the next attempt.
     let is_tried = last.is_some_and(|last| last.is_conflict && last.changes == changes);
     match obstacle {
-        Some(what) if are_gone => {
-            abort(format!("all its writers are gone, and it waits for {what}"))
-        }
-        Some(what) => JointStep::Wait(what),
-        None if is_tried && are_gone => {
+        Some(obstacle) if are_writers_gone => abort(format!(
+            "all its writers are gone, and it waits for {obstacle}"
+        )),
+        Some(obstacle) => JointStep::Wait(obstacle),
+        None if is_tried && are_writers_gone => {
             abort("all its writers are gone, and the hosts do not agree".into())
         }
         None if is_tried => {
@@ -267,7 +273,7 @@ fn next_step_of_attempt(attempt: &Attempt, view: &JointView, me: &str, own: &Own
         Some(true) => {
             return JointStep::Decide {
                 commit: true,
-                why: String::new(),
+                reason: String::new(),
             };
         }
         Some(false) => return JointStep::Reopen(number),
@@ -275,13 +281,13 @@ fn next_step_of_attempt(attempt: &Attempt, view: &JointView, me: &str, own: &Own
     }
     let hosts: BTreeSet<&String> = attempt.changes.keys().collect();
     if view.joined.iter().collect::<BTreeSet<_>>() != hosts {
-        let why = "another host has begun to take part".to_owned();
-        return JointStep::GiveUp { number, why };
+        let reason = "another host has begun to take part".to_owned();
+        return JointStep::GiveUp { number, reason };
     }
     if !attempt.published.contains(me) {
         if attempt.changes.get(me) != Some(&own.state.changes) || own.state.open > 0 {
-            let why = format!("programs on {me} have changed more");
-            return JointStep::GiveUp { number, why };
+            let reason = format!("programs on {me} have changed more");
+            return JointStep::GiveUp { number, reason };
         }
         return JointStep::Publish(number);
     }
@@ -293,7 +299,7 @@ fn next_step_of_attempt(attempt: &Attempt, view: &JointView, me: &str, own: &Own
         None => JointStep::Judge(attempt.clone()),
         Some(host) if own.is_late => JointStep::GiveUp {
             number,
-            why: format!("host {host} did not come"),
+            reason: format!("host {host} did not come"),
         },
         Some(host) => JointStep::Wait(format!("host {host}")),
     }

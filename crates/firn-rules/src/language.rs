@@ -69,7 +69,7 @@ pub struct Rule {
     pub(crate) scope: ScopePattern,
     pub(crate) event: RuleEvent,
     pub(crate) needs: Vec<Condition>,
-    /// Number of complete checkpoints that are kept. `None`: all of them are kept.
+    /// Number of complete checkpoints that are kept; `None` if all are kept.
     pub(crate) keep: Option<usize>,
 }
 
@@ -80,7 +80,7 @@ pub(crate) struct ScopePattern {
     /// Pattern of the top names of scopes.
     tops: Pattern,
     has_captures: bool,
-    /// For a scope in a directory: the names that begin a scope. `None`: every name does.
+    /// For a scope that is a directory: the names in it that begin the scope; `None` if every name does.
     begins: Option<Pattern>,
 }
 
@@ -115,7 +115,7 @@ impl FoundScope {
         let is_digit = |byte: &u8| byte.is_ascii_digit();
         let end = name.iter().rposition(is_digit)? + 1;
         let start = name[..end].iter().rposition(|byte| !is_digit(byte));
-        let digits = &name[start.map_or(0, |at| at + 1)..end];
+        let digits = &name[start.map_or(0, |index| index + 1)..end];
         Some(String::from_utf8_lossy(digits).into_owned())
     }
 }
@@ -141,15 +141,16 @@ impl ScopePattern {
             let top = parent_of(path);
             let name = relative(path, top)?;
             return (!top.is_empty() && begins.matches(name))
-                .then(|| self.of_top(top))
+                .then(|| self.scope_with_top(top))
                 .flatten();
         }
         if !self.is_dir {
-            return self.of_top(path);
+            return self.scope_with_top(path);
         }
         let ends = path.iter().enumerate().filter(|(_, byte)| **byte == b'/');
         let ends = ends.map(|(end, _)| end).chain([path.len()]);
-        ends.into_iter().find_map(|end| self.of_top(&path[..end]))
+        ends.into_iter()
+            .find_map(|end| self.scope_with_top(&path[..end]))
     }
 
     /// Returns a regular expression for each path for which [`ScopePattern::find`] returns a scope.
@@ -171,7 +172,8 @@ impl ScopePattern {
         self.has_captures && self.tops.has_directories()
     }
 
-    fn of_top(&self, top: &[u8]) -> Option<FoundScope> {
+    /// Returns the scope that has this top; `None` if the pattern does not match it.
+    fn scope_with_top(&self, top: &[u8]) -> Option<FoundScope> {
         let PatternMatch { captures, depth } = self.tops.find(top)?;
         if !self.has_captures {
             return Some(FoundScope {
@@ -181,7 +183,7 @@ impl ScopePattern {
             });
         }
         // All tops of a scope are in one directory, in which the pattern begins.
-        let top = (1..depth).fold(top, |at, _| parent_of(at));
+        let top = (1..depth).fold(top, |path, _| parent_of(path));
         Some(FoundScope {
             dir: parent_of(top).to_vec(),
             top: top.to_vec(),
@@ -191,7 +193,7 @@ impl ScopePattern {
 }
 
 impl Rule {
-    /// Returns the number of complete checkpoints that are kept. `None`: all of them are kept.
+    /// Returns the number of complete checkpoints that are kept; `None` if all are kept.
     pub fn keep(&self) -> Option<usize> {
         self.keep
     }
@@ -248,13 +250,14 @@ impl fmt::Display for RuleError {
     }
 }
 
-/// Returns the entry of `words` that was probably meant.
+/// Returns the entry of `words` that is most similar to `word`; `None` if no entry is similar enough to be a
+/// suggestion.
 pub(crate) fn nearest<'a>(word: &str, words: impl IntoIterator<Item = &'a str>) -> Option<String> {
     let distances = words
         .into_iter()
-        .map(|one| (strsim::levenshtein(word, one), one));
-    let (distance, one) = distances.min_by_key(|(distance, _)| *distance)?;
-    (distance <= 1 + one.len() / 4).then(|| one.to_owned())
+        .map(|candidate| (strsim::levenshtein(word, candidate), candidate));
+    let (distance, candidate) = distances.min_by_key(|(distance, _)| *distance)?;
+    (distance <= 1 + candidate.len() / 4).then(|| candidate.to_owned())
 }
 
 /// A word of a line.
@@ -262,42 +265,54 @@ pub(crate) fn nearest<'a>(word: &str, words: impl IntoIterator<Item = &'a str>) 
 struct Word<'a> {
     text: &'a str,
     /// Number of bytes before the word in the line.
-    at: usize,
+    offset: usize,
 }
 
+/// Parser for one line, which knows where the line is for its errors.
 struct LineParser<'a> {
     source_name: &'a str,
+    /// Line number, counted from 1.
     line: usize,
 }
 
 impl LineParser<'_> {
-    fn error(&self, at: usize, message: impl Into<String>, nearest: Option<String>) -> RuleError {
+    /// Makes an error for the text that is `offset` bytes after the start of the line.
+    fn error(
+        &self,
+        offset: usize,
+        message: impl Into<String>,
+        nearest: Option<String>,
+    ) -> RuleError {
         RuleError {
             source_name: self.source_name.to_owned(),
             line: self.line,
-            column: at + 1,
+            column: offset + 1,
             message: message.into(),
             nearest,
         }
     }
 
-    fn pattern(
+    /// Compiles the pattern in a word. `kinds` are the kinds of the scope's captures. `around` are the regular
+    /// expressions before and after the pattern.
+    fn compile_pattern(
         &self,
         word: Word<'_>,
         kinds: &BTreeMap<String, CaptureKind>,
         around: (&str, &str),
     ) -> Result<Pattern, RuleError> {
-        Pattern::new(word.text, kinds, around)
-            .map_err(|PatternError { at, message }| self.error(word.at + at, message, None))
+        Pattern::new(word.text, kinds, around).map_err(|PatternError { offset, message }| {
+            self.error(word.offset + offset, message, None)
+        })
     }
 
-    fn parse(&self, line: &str) -> Result<Option<Rule>, RuleError> {
+    /// Parses the line. Returns `None` if the line has only a comment or nothing.
+    fn parse_rule(&self, line: &str) -> Result<Option<Rule>, RuleError> {
         let code = line.split_once('#').map_or(line, |(code, _)| code);
         let words: Vec<Word<'_>> = code
             .split_ascii_whitespace()
             .map(|text| Word {
                 text,
-                at: text.as_ptr() as usize - line.as_ptr() as usize,
+                offset: text.as_ptr() as usize - line.as_ptr() as usize,
             })
             .collect();
         let Some((name, rest)) = words.split_first() else {
@@ -307,7 +322,7 @@ impl LineParser<'_> {
         let is_name = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
         if !name.text.chars().all(is_name) {
             return Err(self.error(
-                name.at,
+                name.offset,
                 "expected a name of letters, digits, `-` and `_`",
                 None,
             ));
@@ -326,21 +341,20 @@ impl LineParser<'_> {
             Some(text) => (text, ""),
             None => (scope.text, "(?:.*/)?"),
         };
-        let at = scope.at + scope.text.len() - scope_text.len();
         let scope_word = Word {
             text: scope_text,
-            at,
+            offset: scope.offset + scope.text.len() - scope_text.len(),
         };
         let names = capture_names(scope_text);
         let scope_pattern = ScopePattern {
             is_dir,
-            tops: self.pattern(scope_word, &kinds, (prefix, ""))?,
+            tops: self.compile_pattern(scope_word, &kinds, (prefix, ""))?,
             has_captures: !names.is_empty(),
             begins: begins
-                .map(|word| self.pattern(word, &kinds, ("", "")))
+                .map(|word| self.compile_pattern(word, &kinds, ("", "")))
                 .transpose()?,
         };
-        let event = self.event(*event, is_dir, &names, &kinds)?;
+        let event = self.parse_event(*event, is_dir, &names, &kinds)?;
         let mut rule = Rule {
             name: name.text.to_owned(),
             text: code.trim().to_owned(),
@@ -350,12 +364,13 @@ impl LineParser<'_> {
             keep: None,
         };
         for word in rest {
-            self.word(*word, &names, &mut rule)?;
+            self.parse_option(*word, &names, &mut rule)?;
         }
         Ok(Some(rule))
     }
 
-    /// Parses the value of `begins=`.
+    /// Returns the value of the word `begins=`; `None` if there is no such word. Fails unless the scope is a
+    /// directory.
     fn begins_word<'a>(
         &self,
         rest: &[Word<'a>],
@@ -363,28 +378,30 @@ impl LineParser<'_> {
     ) -> Result<Option<Word<'a>>, RuleError> {
         let begins = rest.iter().find_map(|word| {
             let text = word.text.strip_prefix("begins=")?;
-            let at = word.at + "begins=".len();
-            Some(Word { text, at })
+            let offset = word.offset + "begins=".len();
+            Some(Word { text, offset })
         });
         match begins {
             Some(word) if !is_dir => {
                 let message = "expected `begins=` only where the scope is a directory";
-                Err(self.error(word.at, message, None))
+                Err(self.error(word.offset, message, None))
             }
             begins => Ok(begins),
         }
     }
 
+    /// Returns whether the scope consists of directories. Fails if some alternatives are directories and others are
+    /// files.
     fn is_dir_scope(&self, scope: Word<'_>) -> Result<bool, RuleError> {
         let first = scope.text.split('|').next().unwrap_or_default();
         let is_dir = first.ends_with('/');
-        let mut at = scope.at;
-        for one in scope.text.split('|') {
-            if one.ends_with('/') != is_dir {
+        let mut offset = scope.offset;
+        for alternative in scope.text.split('|') {
+            if alternative.ends_with('/') != is_dir {
                 let message = "expected only directories (`name/`) or only files in one scope";
-                return Err(self.error(at, message, None));
+                return Err(self.error(offset, message, None));
             }
-            at += one.len() + 1;
+            offset += alternative.len() + 1;
         }
         Ok(is_dir)
     }
@@ -406,11 +423,11 @@ impl LineParser<'_> {
                 Some((_, "number")) => CaptureKind::Number,
                 Some((_, "integer")) => CaptureKind::Integer,
                 Some((word, value)) => {
-                    let at = word.at + name.len() + 1;
+                    let offset = word.offset + name.len() + 1;
                     let message =
                         format!("expected `integer`, `number` or `text`, found `{value}`");
-                    let known = ["integer", "number", "text"];
-                    return Err(self.error(at, message, nearest(value, known)));
+                    let valid = ["integer", "number", "text"];
+                    return Err(self.error(offset, message, nearest(value, valid)));
                 }
             };
             kinds.insert(name, kind);
@@ -418,7 +435,8 @@ impl LineParser<'_> {
         Ok(kinds)
     }
 
-    fn event(
+    /// Parses the event of a rule. `names` are the captures of the scope, the only ones that the event may use.
+    fn parse_event(
         &self,
         word: Word<'_>,
         is_dir: bool,
@@ -430,13 +448,13 @@ impl LineParser<'_> {
                 "next" => Ok(RuleEvent::Next),
                 "idle" => Ok(RuleEvent::Idle),
                 other => {
-                    let known = ["next", "idle", "close", "rename", "unlink"];
+                    let valid = ["next", "idle", "close", "rename", "unlink"];
                     let message = format!("expected {EVENTS}, found `{other}`");
-                    Err(self.error(word.at, message, nearest(other, known)))
+                    Err(self.error(word.offset, message, nearest(other, valid)))
                 }
             };
         };
-        let at = word.at + kind.len() + 1;
+        let target_offset = word.offset + kind.len() + 1;
         let make = match kind {
             "close" => RuleEvent::Close,
             "rename" => RuleEvent::Rename,
@@ -444,14 +462,14 @@ impl LineParser<'_> {
             other => {
                 let message = format!("expected `close`, `rename` or `unlink`, found `{other}`");
                 let nearest = nearest(other, ["close", "rename", "unlink"]);
-                return Err(self.error(word.at, message, nearest));
+                return Err(self.error(word.offset, message, nearest));
             }
         };
         for name in capture_names(target) {
             if !names.contains(&name) {
                 let message = format!("expected a capture of the scope, found `{{{name}}}`");
                 let nearest = nearest(&name, names.iter().map(String::as_str));
-                return Err(self.error(at, message, nearest));
+                return Err(self.error(target_offset, message, nearest));
             }
         }
         if target == "." {
@@ -459,26 +477,28 @@ impl LineParser<'_> {
         }
         let beside = target.strip_prefix("../");
         let text = beside.unwrap_or(target);
-        let at = at + target.len() - text.len();
-        if text
-            .split('|')
-            .any(|one| one.split('/').any(|name| name == ".."))
-        {
+        let text_offset = target_offset + target.len() - text.len();
+        let mut alternatives = text.split('|');
+        if alternatives.any(|path| path.split('/').any(|name| name == "..")) {
             let message = "expected a path in the scope, or `../NAME` beside it";
-            return Err(self.error(at, message, None));
+            return Err(self.error(text_offset, message, None));
         }
         // The files of a scope that is not a directory are all in one directory.
         let is_beside = beside.is_some() || !is_dir;
         if beside.is_some() && !is_dir {
             let message =
                 "expected a name without `..`: it is in the directory of the scope's files";
-            return Err(self.error(at, message, None));
+            return Err(self.error(text_offset, message, None));
         }
         if let Some(slash) = text.find('/').filter(|_| is_beside) {
             let message = "expected a name beside the scope, without a directory";
-            return Err(self.error(at + slash, message, None));
+            return Err(self.error(text_offset + slash, message, None));
         }
-        let pattern = self.pattern(Word { text, at }, kinds, ("", ""))?;
+        let target_word = Word {
+            text,
+            offset: text_offset,
+        };
+        let pattern = self.compile_pattern(target_word, kinds, ("", ""))?;
         Ok(make(if is_beside {
             EventTarget::Beside(pattern)
         } else {
@@ -486,27 +506,34 @@ impl LineParser<'_> {
         }))
     }
 
-    fn word(&self, word: Word<'_>, names: &[String], rule: &mut Rule) -> Result<(), RuleError> {
-        const KNOWN: &str = "`FILES=writers`, `FILES=same`, `FILES=renewed`, `FILES=N`, `begins=FILES`, `keep=N` or `CAPTURE=number` (or `integer`, `text`)";
-        let Some((what, value)) = word.text.rsplit_once('=') else {
-            let message = format!("expected {KNOWN}, found `{}`", word.text);
+    /// Parses a word after the event, such as `keep=3` or `*=same`, and adds its meaning to the rule. Words that
+    /// other functions parse (`begins=` and kinds of captures) are skipped.
+    fn parse_option(
+        &self,
+        word: Word<'_>,
+        names: &[String],
+        rule: &mut Rule,
+    ) -> Result<(), RuleError> {
+        const OPTIONS: &str = "`FILES=writers`, `FILES=same`, `FILES=renewed`, `FILES=N`, `begins=FILES`, `keep=N` or `CAPTURE=number` (or `integer`, `text`)";
+        let Some((key, value)) = word.text.rsplit_once('=') else {
+            let message = format!("expected {OPTIONS}, found `{}`", word.text);
             return Err(self.error(
-                word.at,
+                word.offset,
                 message,
                 nearest(word.text, ["begins=", "keep=", "writers", "same"]),
             ));
         };
-        let at = word.at + what.len() + 1;
-        if what == "begins" || names.iter().any(|name| name == what) {
+        let value_offset = word.offset + key.len() + 1;
+        if key == "begins" || names.iter().any(|name| name == key) {
             return Ok(());
         }
         let number = value.parse::<usize>().ok().filter(|number| *number > 0);
-        if what == "keep" {
+        if key == "keep" {
             let message = format!("expected how many checkpoints stay, 1 or more, found `{value}`");
-            rule.keep = Some(number.ok_or_else(|| self.error(at, message, None))?);
+            rule.keep = Some(number.ok_or_else(|| self.error(value_offset, message, None))?);
             if rule.scope.is_wide() {
                 let message = "expected no `keep` where one checkpoint is in several directories";
-                return Err(self.error(word.at, message, None));
+                return Err(self.error(word.offset, message, None));
             }
             return Ok(());
         }
@@ -518,15 +545,15 @@ impl LineParser<'_> {
             (other, None) => {
                 let message =
                     format!("expected `writers`, `same`, `renewed` or a number, found `{other}`");
-                let known = ["writers", "same", "renewed", "number"];
-                return Err(self.error(at, message, nearest(other, known)));
+                let valid = ["writers", "same", "renewed", "number"];
+                return Err(self.error(value_offset, message, nearest(other, valid)));
             }
         };
         let files = Word {
-            text: what,
-            at: word.at,
+            text: key,
+            offset: word.offset,
         };
-        let files = self.pattern(files, &BTreeMap::new(), ("", ""))?;
+        let files = self.compile_pattern(files, &BTreeMap::new(), ("", ""))?;
         rule.needs.push(Condition {
             text: word.text.to_owned(),
             files,
@@ -551,10 +578,10 @@ pub fn parse_rules(text: &str, source_name: &str) -> Result<Vec<Rule>, RuleError
             source_name,
             line: index + 1,
         };
-        let Some(rule) = parser.parse(line)? else {
+        let Some(rule) = parser.parse_rule(line)? else {
             continue;
         };
-        if rules.iter().any(|known| known.name == rule.name) {
+        if rules.iter().any(|earlier| earlier.name == rule.name) {
             let message = format!(
                 "expected another name: there is a rule `{}` above",
                 rule.name

@@ -1,5 +1,13 @@
-//! The state machine of commit rules. Its input is the operations of programs; its output is begins, commits and
-//! aborts of scopes. It does no I/O.
+//! The state machine of commit rules. Its input is the operations of programs; its output is begins, commits and aborts
+//! of scopes. It does no I/O.
+//!
+//! Terms
+//! * A *scope* is one checkpoint that programs write: some names in a directory and all below them. These names are its
+//!   *tops*.
+//! * The *event* of a rule is the operation after which a scope counts as complete. The *conditions* (`needs`) of a
+//!   rule say which files a complete scope must have.
+//! * A *removal* is a scope in which programs have only removed names of a committed scope.
+//! * A *job* is a process and all that it has started. The process whose number the job has is its first one.
 //!
 //! ```text
 //!                first change                     event, needs hold
@@ -13,9 +21,9 @@
 //!                                   └───── the remover was killed, a newer one failed ─────────► as before
 //! ```
 //!
-//! Before an operation the caller calls [`Machine::before`] and carries out the returned actions. Then the caller
-//! makes the operation and calls [`Machine::after`]. Until its commit a scope is visible only to the programs that
-//! write it.
+//! Before an operation the caller calls [`Machine::enter_operation`] and carries out the returned actions. Then the
+//! caller makes the operation and calls [`Machine::finish_operation`]. Until its commit a scope is visible only to the
+//! programs that write it.
 //!
 //! Invariants
 //! * A top belongs to at most one open scope.
@@ -112,7 +120,7 @@ pub enum Action {
     Abort { scope: ScopeNumber, reason: String },
     /// Check for checkpoints beyond the number that the rule keeps: list the directory and call [`Machine::rotate`].
     Rotate { rule: usize, dir: Vec<u8> },
-    /// Remove these names, all or none. Then call [`Machine::committed`] or [`Machine::aborted`].
+    /// Remove these names, all or none. Then call [`Machine::note_committed`] or [`Machine::note_aborted`].
     Remove {
         scope: ScopeNumber,
         rule: String,
@@ -127,7 +135,7 @@ pub enum Action {
 pub struct Entered {
     /// The actions, in the order in which they must be carried out.
     pub actions: Vec<Action>,
-    /// The scope, to be passed to [`Machine::after`].
+    /// The scope, to be passed to [`Machine::finish_operation`].
     pub scope: Option<ScopeNumber>,
 }
 
@@ -179,14 +187,14 @@ struct ScopeKey {
     identity: ScopeIdentity,
 }
 
-/// The purpose of an open scope.
+/// What programs have done in an open scope so far.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ScopePurpose {
-    /// Programs write a checkpoint.
+    /// They write a checkpoint.
     Write,
-    /// Only names of a committed scope were removed so far.
+    /// They have only removed names of a committed scope.
     Removal,
-    /// A part was removed by programs that have ended well. The rest is complete.
+    /// Programs that have ended well removed a part of a committed scope. The rest is complete.
     Thinning,
 }
 
@@ -208,11 +216,11 @@ struct Scope {
     writers: BTreeSet<u32>,
     /// Jobs that continue after their writers have ended well. An example is a shell script between two commands.
     idle_jobs: BTreeSet<u32>,
-    /// A checkpoint of this name existed before.
+    /// Whether a checkpoint of this name existed before.
     existed_before: bool,
-    /// A writer ended badly.
+    /// Whether a writer ended badly. The scope is then aborted once all writers are gone.
     has_failed: bool,
-    /// For a removal: a newer checkpoint was begun after it, and was dropped.
+    /// For a removal: whether a newer checkpoint was begun after it, and was dropped.
     has_newer_failed: bool,
     /// Jobs that opened files for writing, by path.
     written_by: BTreeMap<Vec<u8>, u32>,
@@ -220,21 +228,23 @@ struct Scope {
     renamed_tops: Vec<[Vec<u8>; 2]>,
     /// Counter of changes and of ends of writers.
     changes: u64,
-    /// The scope has grown by a checkpoint that the other hosts do not know. That checkpoint is complete only after
-    /// the next event.
+    /// Whether a further checkpoint was added to the scope that the other hosts do not know. That checkpoint is
+    /// complete only after the next event.
     is_extended: bool,
     /// The last file that was refused to another job.
     last_refused_file: Option<String>,
     /// Files that are open for writing, by handle.
     open: BTreeMap<u64, Vec<u8>>,
+    /// Whether the event of the rule was seen since the last change that ended it.
     event_seen: bool,
     /// Files that were closed by the end of a process, by process.
     closed_by_exit: BTreeMap<u32, Vec<Vec<u8>>>,
-    /// Number of operations in the scope that were allowed by [`Machine::before`] and not ended by [`Machine::after`].
+    /// Number of operations in the scope that were allowed by [`Machine::enter_operation`] and not ended by
+    /// [`Machine::finish_operation`].
     operations_under_way: usize,
-    /// The caller has not finished beginning the scope, or adding a name to it.
+    /// Whether the caller is still beginning the scope, or adding a name to it.
     is_beginning: bool,
-    /// The caller was told to commit or abort the scope.
+    /// Whether the caller was told to commit or abort the scope. Programs must not change it then.
     is_over: bool,
 }
 
@@ -342,6 +352,7 @@ impl Scope {
         }
     }
 
+    /// Returns whether a path is one of the scope's tops or lies below one.
     fn contains(&self, path: &[u8]) -> bool {
         let is_at =
             |top: &Vec<u8>| path == top || relative(path, top).is_some_and(|_| !top.is_empty());
@@ -356,12 +367,19 @@ impl Scope {
         self.tops.iter().find_map(|top| relative(path, top))
     }
 
-    fn count(&self, need: &Condition, is_dir: bool) -> usize {
+    /// Returns how many files of the scope count for a condition. `is_dir` says whether the tops are directories.
+    fn count_for(&self, need: &Condition, is_dir: bool) -> usize {
         let files = match need.count {
             RequiredCount::Renewed => &self.unwritten,
             RequiredCount::Writers | RequiredCount::Same | RequiredCount::Number(_) => &self.files,
         };
-        count_matching(files, &self.tops, need, (is_dir, &self.key.dir))
+        let files = ScopeFiles {
+            files,
+            tops: &self.tops,
+            dir: &self.key.dir,
+            is_dir,
+        };
+        files.count_for(need)
     }
 
     /// Returns whether programs that ended well removed the whole scope, and no newer scope was begun and dropped
@@ -372,27 +390,49 @@ impl Scope {
         is_whole && self.living_writers.is_empty() && !self.has_failed && !self.has_newer_failed
     }
 
-    fn note_process(&mut self, process: u32) {
+    /// Adds a living process to the writers of the scope.
+    fn add_writer(&mut self, process: u32) {
         self.living_writers.insert(process);
         self.writers.insert(process);
     }
 }
 
-fn count_matching(
-    files: &BTreeSet<Vec<u8>>,
-    tops: &BTreeSet<Vec<u8>>,
-    need: &Condition,
-    (is_dir, dir): (bool, &[u8]),
-) -> usize {
-    let is_needed = |path: &&Vec<u8>| {
-        let path_in_scope = if is_dir {
-            tops.iter().find_map(|top| relative(path, top))
-        } else {
-            relative(path, dir)
+/// Files of a scope, to be counted for the conditions of its rule.
+struct ScopeFiles<'a> {
+    files: &'a BTreeSet<Vec<u8>>,
+    tops: &'a BTreeSet<Vec<u8>>,
+    /// The directory of the tops.
+    dir: &'a [u8],
+    /// Whether the tops are directories. The patterns of conditions are relative to a top then, and otherwise to `dir`.
+    is_dir: bool,
+}
+
+impl ScopeFiles<'_> {
+    /// Returns how many of the files match the pattern of a condition.
+    fn count_for(&self, need: &Condition) -> usize {
+        let is_needed = |path: &&Vec<u8>| {
+            let path_in_scope = if self.is_dir {
+                self.tops.iter().find_map(|top| relative(path, top))
+            } else {
+                relative(path, self.dir)
+            };
+            path_in_scope.is_some_and(|path| need.files.matches(path))
         };
-        path_in_scope.is_some_and(|path| need.files.matches(path))
-    };
-    files.iter().filter(is_needed).count()
+        self.files.iter().filter(is_needed).count()
+    }
+}
+
+impl CommittedScope {
+    /// Returns how many files the scope had at its commit that count for a condition.
+    fn count_for(&self, need: &Condition, is_dir: bool) -> usize {
+        let files = ScopeFiles {
+            files: &self.files,
+            tops: &self.tops,
+            dir: &self.key.dir,
+            is_dir,
+        };
+        files.count_for(need)
+    }
 }
 
 /// Returns the text of an obstacle: this many files have not been written again.
@@ -400,12 +440,18 @@ fn describe_not_renewed(found: usize, need: &Condition) -> String {
     format!("{found} files to be written again for `{}`", need.text)
 }
 
-/// Returns whether a scope has these values of captures. A scope without captures has all of them.
+/// Returns the text of an obstacle: the scope has fewer files than a condition requires.
+fn describe_too_few(found: usize, required: usize, need: &Condition) -> String {
+    format!("{found} files of {required} for `{}`", need.text)
+}
+
+/// Returns whether a scope has these values of captures. A scope that is identified by its path has no captures, so
+/// every value fits it.
 fn has_captures(captures: &Captures, identity: &ScopeIdentity) -> bool {
     match identity {
-        ScopeIdentity::Captures(all) => captures
+        ScopeIdentity::Captures(scope_captures) => captures
             .iter()
-            .all(|(name, value)| all.get(name) == Some(value)),
+            .all(|(name, value)| scope_captures.get(name) == Some(value)),
         ScopeIdentity::Path(_) => true,
     }
 }
@@ -434,13 +480,10 @@ impl Machine {
     pub fn own_part(&self, number: ScopeNumber) -> Option<OwnPart> {
         let scope = self.scopes.get(&number)?;
         let rule = &self.rules.rules()[scope.key.rule];
-        let newest = self.newest(scope.key.rule, &scope.key.dir);
+        let newest = self.newest_committed(scope.key.rule, &scope.key.dir);
         let need = |need: &Condition| NeedCount {
-            found: scope.count(need, rule.scope.is_dir),
-            before: newest.map_or(0, |newest| {
-                let place = (rule.scope.is_dir, &scope.key.dir[..]);
-                count_matching(&newest.files, &newest.tops, need, place)
-            }),
+            found: scope.count_for(need, rule.scope.is_dir),
+            before: newest.map_or(0, |newest| newest.count_for(need, rule.scope.is_dir)),
         };
         let is_write = scope.purpose == ScopePurpose::Write;
         // The hosts' statements about an earlier event remain valid, so everything added since then counts as open.
@@ -509,38 +552,39 @@ impl Machine {
         let sum = |count: &dyn Fn(&HostState) -> usize| states.values().map(count).sum::<usize>();
         let needs = self.rules.rules()[scope.key.rule].needs.iter().enumerate();
         for (index, need) in needs {
-            let of = |state: &HostState| state.needs.get(index).copied().unwrap_or_default();
+            let need_count =
+                |state: &HostState| state.needs.get(index).copied().unwrap_or_default();
             // If all hosts have only removed names, there is nothing to count.
             if states.values().all(|state| state.needs.is_empty()) {
                 continue;
             }
-            let found = sum(&|state| of(state).found);
+            let found = sum(&|state| need_count(state).found);
             if need.count == RequiredCount::Renewed {
                 // If all writers have ended well, they did not intend to write more files.
-                let of_write =
+                let living_writers =
                     |state: &HostState| state.living * usize::from(!state.needs.is_empty());
-                if found > 0 && sum(&of_write) > 0 {
+                if found > 0 && sum(&living_writers) > 0 {
                     return Some(describe_not_renewed(found, need));
                 }
                 continue;
             }
-            let wanted = match need.count {
+            let required = match need.count {
                 RequiredCount::Number(number) => number,
                 // Each host of the job is expected to write.
                 RequiredCount::Writers => sum(&|state| state.writers)
                     .max(sum(&|state| state.writers_before))
                     .max(self.hosts),
-                RequiredCount::Same => sum(&|state| of(state).before),
+                RequiredCount::Same => sum(&|state| need_count(state).before),
                 RequiredCount::Renewed => 0,
             };
-            if found < wanted {
-                return Some(format!("{found} files of {wanted} for `{}`", need.text));
+            if found < required {
+                return Some(describe_too_few(found, required, need));
             }
         }
         None
     }
 
-    /// Freezes a scope for an attempt to commit: no program changes it until [`Machine::not_committed`].
+    /// Freezes a scope for an attempt to commit: no program changes it until [`Machine::note_commit_failed`].
     ///
     /// Returns false if the scope has changed since the change count `changes`.
     pub fn begin_attempt(&mut self, number: ScopeNumber, changes: u64) -> bool {
@@ -566,27 +610,34 @@ impl Machine {
         self.jobs.contains_key(&process)
     }
 
+    /// Returns the job of a process; 0 if the process is in no known job.
     fn job_of(&self, process: u32) -> u32 {
         self.jobs.get(&process).copied().unwrap_or(0)
     }
 
-    /// Returns a file at or below `path` that a living process of another job has written in a scope.
+    /// Returns a file of a scope, at or below `path`, that a job other than that of `process` has written and may
+    /// write again. The other job must have a living writer, or continue between two writers.
     fn file_of_other_job(&self, process: u32, path: &[u8], scope: &Scope) -> Option<Vec<u8>> {
-        let own = self.job_of(process);
-        let lives = |job: u32| {
-            let mut living_writers = scope.living_writers.iter();
-            scope.idle_jobs.contains(&job) || living_writers.any(|one| self.job_of(*one) == job)
+        let own_job = self.job_of(process);
+        let may_write_again = |job: u32| {
+            let mut writers = scope.living_writers.iter();
+            scope.idle_jobs.contains(&job) || writers.any(|writer| self.job_of(*writer) == job)
         };
-        let mut files = scope.written_by.iter();
-        files
-            .find(|(file, job)| {
-                let is_at_path = *file == path || relative(file, path).is_some();
-                is_at_path && **job != own && lives(**job)
-            })
-            .map(|(file, _)| file.clone())
+        let mut written = scope.written_by.iter();
+        let found = written.find(|(file, job)| {
+            let is_at_path = *file == path || relative(file, path).is_some();
+            is_at_path && **job != own_job && may_write_again(**job)
+        });
+        found.map(|(file, _)| file.clone())
     }
 
-    fn check_one_job(&mut self, process: u32, operation: &Operation<'_>) -> Result<(), Refusal> {
+    /// Refuses an operation on a file of an open scope that another job writes. The scope notes the file, for the
+    /// status.
+    fn refuse_second_job(
+        &mut self,
+        process: u32,
+        operation: &Operation<'_>,
+    ) -> Result<(), Refusal> {
         for path in operation.paths().into_iter().flatten() {
             let path = path.path();
             let Some(number) = self.open_scope_of(path) else {
@@ -638,43 +689,47 @@ impl Machine {
             .any(|scope| scope.living_writers.contains(&process))
     }
 
+    /// Returns the open scope that contains a path.
     fn open_scope_of(&self, path: &[u8]) -> Option<ScopeNumber> {
         let mut open = self.scopes.iter().filter(|(_, scope)| !scope.is_over);
         open.find(|(_, scope)| scope.contains(path))
             .map(|(number, _)| *number)
     }
 
+    /// Returns the open scope with this key.
     fn open_scope_with(&self, key: &ScopeKey) -> Option<ScopeNumber> {
         let mut open = self.scopes.iter().filter(|(_, scope)| !scope.is_over);
         open.find(|(_, scope)| scope.key == *key)
             .map(|(number, _)| *number)
     }
 
-    /// Returns the scope that the rules assign to a path, and its top.
+    /// Returns the scope that the rules assign to a path, and its top. The scope need not be open.
+    ///
+    /// If several rules match, the one with the shortest top decides: a file in a directory that is a scope belongs
+    /// to that scope, whatever the file's own name is.
     fn find_key(&self, path: &LocatedPath) -> Option<(ScopeKey, Vec<u8>)> {
-        let found = path.matches.iter().filter_map(|one| {
-            let found = match &one.role {
-                PathRole::Scope(found) => found.clone(),
+        let candidates = path.matches.iter().filter_map(|rule_match| {
+            let scope = match &rule_match.role {
+                PathRole::Scope(scope) => scope.clone(),
                 PathRole::Marker(captures) => {
-                    self.scope_of_marker(one.rule, path.path(), captures)?
+                    self.scope_of_marker(rule_match.rule, path.path(), captures)?
                 }
             };
-            Some((one.rule, found))
+            Some((rule_match.rule, scope))
         });
-        // A file in a directory that is a scope belongs to that scope, whatever the file's own name is.
-        let found = found.min_by_key(|(_, found)| found.top.len());
-        let (rule, FoundScope { dir, top, identity }) = found?;
-        Some((
-            ScopeKey {
-                rule,
-                dir,
-                identity,
-            },
-            top,
-        ))
+        let outermost = candidates.min_by_key(|(_, scope)| scope.top.len());
+        let (rule, FoundScope { dir, top, identity }) = outermost?;
+        let key = ScopeKey {
+            rule,
+            dir,
+            identity,
+        };
+        Some((key, top))
     }
 
-    /// Returns the scope that a name beside it refers to: the scope with the same captures, or the newest open one.
+    /// Returns the scope to which a name beside it (a marker) refers. This is the newest open scope that fits the
+    /// captures of the marker, or else the scope with these captures. Returns `None` without captures and without
+    /// an open scope.
     fn scope_of_marker(&self, rule: usize, path: &[u8], captures: &Captures) -> Option<FoundScope> {
         let dir = parent_of(path);
         let mut open = self.scopes.values().rev();
@@ -696,7 +751,8 @@ impl Machine {
         })
     }
 
-    fn check_not_failed(&self, process: u32, operation: &Operation<'_>) -> Result<(), Refusal> {
+    /// Refuses an operation of a new writer in a scope in which a writer has failed.
+    fn refuse_failed_scope(&self, process: u32, operation: &Operation<'_>) -> Result<(), Refusal> {
         let path = match *operation {
             Operation::Close { .. } => return Ok(()),
             Operation::Open { path, .. }
@@ -731,13 +787,18 @@ impl Machine {
         })
     }
 
-    /// Returns the actions that must come before an operation. The operation must not be busy ([`Machine::is_busy`]).
+    /// Records that a program is about to make an operation. Returns the actions that the caller must carry out
+    /// first, and the scope of the operation. The operation must not be busy ([`Machine::is_busy`]).
     ///
-    /// When a scope has begun and has its names, the caller must call [`Machine::begun`]. The caller must call
-    /// [`Machine::after`] even if the operation was not made.
-    pub fn before(&mut self, process: u32, operation: &Operation<'_>) -> Result<Entered, Refusal> {
+    /// When a scope has begun and has its names, the caller must call [`Machine::note_begun`]. The caller must call
+    /// [`Machine::finish_operation`] even if the operation was not made.
+    pub fn enter_operation(
+        &mut self,
+        process: u32,
+        operation: &Operation<'_>,
+    ) -> Result<Entered, Refusal> {
         let mut actions = Vec::new();
-        let scope = self.enter_operation(process, operation, &mut actions)?;
+        let scope = self.enter_scopes_of(process, operation, &mut actions)?;
         if let Some(scope) = scope.and_then(|number| self.scopes.get_mut(&number)) {
             scope.operations_under_way += 1;
             scope.changes += 1;
@@ -745,14 +806,16 @@ impl Machine {
         Ok(Entered { actions, scope })
     }
 
-    fn enter_operation(
+    /// Returns the scope that an operation belongs to, and adds the actions that begin or extend it. Changes
+    /// nothing if the operation is refused.
+    fn enter_scopes_of(
         &mut self,
         process: u32,
         operation: &Operation<'_>,
         actions: &mut Vec<Action>,
     ) -> Result<Option<ScopeNumber>, Refusal> {
-        self.check_not_failed(process, operation)?;
-        self.check_one_job(process, operation)?;
+        self.refuse_failed_scope(process, operation)?;
+        self.refuse_second_job(process, operation)?;
         let entered = match *operation {
             Operation::Close { .. } => None,
             Operation::Open { path, .. } | Operation::Change { path } => {
@@ -763,10 +826,10 @@ impl Machine {
             }
             Operation::Rename { from, to } => {
                 let scopes = [from, to].map(|path| self.open_scope_of(path.path()));
-                if let [Some(one), Some(other)] = scopes
-                    && one != other
+                if let [Some(scope_of_from), Some(scope_of_to)] = scopes
+                    && scope_of_from != scope_of_to
                 {
-                    let rule = self.scopes[&one].key.rule;
+                    let rule = self.scopes[&scope_of_from].key.rule;
                     return Err(Refusal::TwoScopes {
                         rule: self.rules.rules()[rule].name.clone(),
                     });
@@ -787,18 +850,19 @@ impl Machine {
         Ok(entered)
     }
 
-    /// Records that the caller has begun a scope or added names to it. `existed_before`: one of the names existed
-    /// before.
-    pub fn begun(&mut self, number: ScopeNumber, existed_before: bool) {
+    /// Records that the caller has begun a scope or added names to it. `existed_before` says whether one of the
+    /// names existed before.
+    pub fn note_begun(&mut self, number: ScopeNumber, existed_before: bool) {
         if let Some(scope) = self.scopes.get_mut(&number) {
             scope.is_beginning = false;
             scope.existed_before |= existed_before;
         }
     }
 
-    /// Returns the condition that the open scope of a path waits for.
-    pub fn waits_of(&self, path: &[u8]) -> Option<String> {
-        Some(self.waits_for(self.open_scope_of(path)?))
+    /// Returns the condition that the open scope of a path waits for. Returns `None` if the path is in no open
+    /// scope.
+    pub fn obstacle_of_path(&self, path: &[u8]) -> Option<String> {
+        Some(self.describe_wait(self.open_scope_of(path)?))
     }
 
     /// Ends all scopes at the end of the mount. Incomplete scopes are aborted.
@@ -814,7 +878,7 @@ impl Machine {
             .filter(|number| !self.scopes[number].is_over)
             .partition(|number| is_removal(&self.scopes[number]));
         for number in others {
-            self.abort(number, reason, &mut actions);
+            self.abort_scope(number, reason, &mut actions);
         }
         for number in removals {
             let scope = self.scopes.get_mut(&number).expect("listed above");
@@ -822,21 +886,22 @@ impl Machine {
                 scope.is_over = true;
                 actions.push(Action::Commit { scope: number });
             } else {
-                self.abort(number, reason, &mut actions);
+                self.abort_scope(number, reason, &mut actions);
             }
         }
         actions
     }
 
     /// Records that a process has inherited an open descriptor, so that the process counts as a writer.
-    pub fn inherited(&mut self, process: u32, handle: u64) {
+    pub fn note_inherited(&mut self, process: u32, handle: u64) {
         let mut scopes = self.scopes.values_mut();
         if let Some(scope) = scopes.find(|scope| scope.open.contains_key(&handle)) {
-            scope.note_process(process);
+            scope.add_writer(process);
         }
     }
 
-    /// Returns the scope of a path, and begins the scope if there is none.
+    /// Makes a process a writer of the scope of a path, and begins the scope if it is not open. Returns `None` if
+    /// no rule concerns the path.
     fn enter_scope(
         &mut self,
         process: u32,
@@ -850,7 +915,7 @@ impl Machine {
             if purpose == ScopePurpose::Write {
                 self.change_purpose(number, process);
             }
-            self.scopes.get_mut(&number)?.note_process(process);
+            self.scopes.get_mut(&number)?.add_writer(process);
             return Some(number);
         }
         let (key, top) = self.find_key(path)?;
@@ -858,15 +923,15 @@ impl Machine {
             if purpose == ScopePurpose::Write {
                 self.change_purpose(number, process);
             }
-            self.scopes.get_mut(&number)?.note_process(process);
+            self.scopes.get_mut(&number)?.add_writer(process);
             self.add_tops(number, &[&top], actions);
             return Some(number);
         }
         self.complete_earlier_scopes(&key, actions);
         self.last_number += 1;
         let number = self.last_number;
-        let before = self.committed.iter().rev().find(|one| one.key == key);
-        let files = before.map(|one| one.files.clone()).unwrap_or_default();
+        let before = self.committed.iter().rev().find(|scope| scope.key == key);
+        let files = before.map(|scope| scope.files.clone()).unwrap_or_default();
         let existed_before = before.is_some();
         let scope = Scope {
             tops: BTreeSet::from([top.clone()]),
@@ -971,11 +1036,11 @@ impl Machine {
         actions
     }
 
-    /// Turns a removal into the beginning of a new checkpoint.
+    /// Turns a removal into the beginning of a new checkpoint, of which `process` is a writer.
     fn change_purpose(&mut self, number: ScopeNumber, process: u32) {
         if let Some(scope) = self.scopes.get_mut(&number) {
             scope.purpose = ScopePurpose::Write;
-            scope.note_process(process);
+            scope.add_writer(process);
         }
     }
 
@@ -1000,7 +1065,8 @@ impl Machine {
         }
     }
 
-    /// Ends the earlier scopes of a rule with the event `next`, because a change in another scope is their event.
+    /// Completes the open scopes with the rule and directory of `key` if the rule's event is a change in the next
+    /// scope. Each of them that has no other obstacle is committed.
     fn complete_earlier_scopes(&mut self, key: &ScopeKey, actions: &mut Vec<Action>) {
         if !self.ends_with_next(key.rule) {
             return;
@@ -1026,9 +1092,11 @@ impl Machine {
         }
     }
 
-    /// Returns the actions that follow from an operation. The operation was made in the scope that
-    /// [`Machine::before`] returned, or it failed.
-    pub fn after(
+    /// Records that an operation has ended, and returns the actions that follow from it.
+    ///
+    /// `entered` is the scope that [`Machine::enter_operation`] returned. `is_made` is false if the operation
+    /// failed or was not made.
+    pub fn finish_operation(
         &mut self,
         process: u32,
         operation: &Operation<'_>,
@@ -1051,6 +1119,7 @@ impl Machine {
         actions
     }
 
+    /// Updates the scopes after an operation was made, and commits a scope that it completes.
     fn apply_operation(
         &mut self,
         process: u32,
@@ -1076,11 +1145,13 @@ impl Machine {
                     scope.event_seen &= !is_idle;
                     // A process that has entered is known already, and may have ended by now.
                     if !scope.writers.contains(&process) {
-                        scope.note_process(process);
+                        scope.add_writer(process);
                     }
                 }
             }
-            Operation::Close { handle, ending } => self.close(process, handle, ending, actions),
+            Operation::Close { handle, ending } => {
+                self.close_handle(process, handle, ending, actions)
+            }
             Operation::Change { path } => {
                 let path = path.path();
                 if let Some(number) = self.open_scope_of(path) {
@@ -1090,14 +1161,23 @@ impl Machine {
                     self.try_commit(number, actions);
                 }
             }
-            Operation::Remove { path } => self.removed(path.path(), actions),
-            Operation::Rename { from, to } => self.renamed(from.path(), to.path(), actions),
+            Operation::Remove { path } => self.apply_removal(path.path(), actions),
+            Operation::Rename { from, to } => self.apply_rename(from.path(), to.path(), actions),
         }
     }
 
-    fn close(&mut self, process: u32, handle: u64, ending: Ending, actions: &mut Vec<Action>) {
-        let numbers = self.scopes.iter();
-        let with_handle = numbers.filter(|(_, scope)| scope.open.contains_key(&handle));
+    /// Updates the scope of an open file that was closed.
+    ///
+    /// If the end of a process closed the file, the close counts only once the process is known to have ended well.
+    fn close_handle(
+        &mut self,
+        process: u32,
+        handle: u64,
+        ending: Ending,
+        actions: &mut Vec<Action>,
+    ) {
+        let scopes = self.scopes.iter();
+        let with_handle = scopes.filter(|(_, scope)| scope.open.contains_key(&handle));
         let numbers: Vec<ScopeNumber> = with_handle.map(|(number, _)| *number).collect();
         for number in numbers {
             let scope = self.scopes.get_mut(&number).expect("found above");
@@ -1109,18 +1189,19 @@ impl Machine {
                 continue;
             }
             match ending {
-                Ending::Success => self.closed(number, &path, actions),
+                Ending::Success => self.apply_close(number, &path, actions),
                 Ending::Exit if scope.living_writers.contains(&process) => {
                     scope.closed_by_exit.entry(process).or_default().push(path);
                 }
                 // The end of the process is known already. Only a bad end matters here.
-                Ending::Exit => self.closed(number, &path, actions),
+                Ending::Exit => self.apply_close(number, &path, actions),
                 Ending::Failure => scope.has_failed = true,
             }
         }
     }
 
-    fn closed(&mut self, number: ScopeNumber, path: &[u8], actions: &mut Vec<Action>) {
+    /// Notes the event of a scope if this close of a file is the event, and commits the scope if it is complete.
+    fn apply_close(&mut self, number: ScopeNumber, path: &[u8], actions: &mut Vec<Action>) {
         let Some(scope) = self.scopes.get_mut(&number) else {
             return;
         };
@@ -1128,7 +1209,7 @@ impl Machine {
         let rule = &self.rules.rules()[scope.key.rule];
         let is_event = match &rule.event {
             RuleEvent::Close(target) => {
-                is_last && is_target(scope, target, path, rule.scope.is_dir)
+                is_last && is_event_target(scope, target, path, rule.scope.is_dir)
             }
             RuleEvent::Idle => rule.is_idle_enough() && scope.open.is_empty(),
             _ => false,
@@ -1137,7 +1218,8 @@ impl Machine {
         self.try_commit(number, actions);
     }
 
-    fn removed(&mut self, path: &[u8], actions: &mut Vec<Action>) {
+    /// Updates the open scope of a name that was removed. Commits the scope if the removal completes it.
+    fn apply_removal(&mut self, path: &[u8], actions: &mut Vec<Action>) {
         let Some(number) = self.open_scope_of(path) else {
             return;
         };
@@ -1150,14 +1232,16 @@ impl Machine {
         }
         let rule = &self.rules.rules()[scope.key.rule];
         if let RuleEvent::Unlink(target) = &rule.event
-            && is_target(scope, target, path, rule.scope.is_dir)
+            && is_event_target(scope, target, path, rule.scope.is_dir)
         {
             scope.event_seen |= scope.purpose == ScopePurpose::Write || scope.tops.len() > 1;
         }
         self.try_commit(number, actions);
     }
 
-    fn renamed(&mut self, from: &[u8], to: &[u8], actions: &mut Vec<Action>) {
+    /// Updates the open scope of a rename: its files, open files and tops get their new names. Commits the scope if
+    /// the rename completes it.
+    fn apply_rename(&mut self, from: &[u8], to: &[u8], actions: &mut Vec<Action>) {
         let number = self.open_scope_of(to).or_else(|| self.open_scope_of(from));
         let Some(number) = number else {
             return;
@@ -1199,7 +1283,7 @@ impl Machine {
         if let RuleEvent::Rename(target) = &rule.event {
             let is_event = match target {
                 EventTarget::Itself => scope.tops.contains(from) && is_scope_name(scope, from),
-                _ => is_target(scope, target, to, rule.scope.is_dir),
+                _ => is_event_target(scope, target, to, rule.scope.is_dir),
             };
             scope.event_seen |= is_event;
         }
@@ -1211,7 +1295,7 @@ impl Machine {
     }
 
     /// Records the end of a process.
-    pub fn exited(&mut self, process: u32, ending: Ending) -> Vec<Action> {
+    pub fn note_exit(&mut self, process: u32, ending: Ending) -> Vec<Action> {
         let mut actions = Vec::new();
         let job = self.jobs.remove(&process);
         self.living_jobs.remove(&process);
@@ -1239,7 +1323,7 @@ impl Machine {
             let closed = scope.closed_by_exit.remove(&process).unwrap_or_default();
             if ending == Ending::Success {
                 for path in closed {
-                    self.closed(number, &path, &mut actions);
+                    self.apply_close(number, &path, &mut actions);
                 }
             }
             // There is one writer less to count.
@@ -1252,10 +1336,13 @@ impl Machine {
         actions
     }
 
-    /// Ends a scope once all its writers are gone.
+    /// Ends a scope once all its writers are gone and none of their operations is under way: commits it if it is
+    /// complete, and aborts it otherwise.
     ///
-    /// If a program is killed in a call, the call is still in progress. The scope may be beginning at that moment; it
-    /// ends together with the call.
+    /// A scope that is beginning is left open. This happens if a program was killed in a call that is still in
+    /// progress; the end of the call ends the scope.
+    ///
+    /// With several hosts, the hosts decide together.
     fn end_if_abandoned(&mut self, number: ScopeNumber, actions: &mut Vec<Action>) {
         let Some(scope) = self.scopes.get(&number) else {
             return;
@@ -1275,7 +1362,7 @@ impl Machine {
         };
         match scope.purpose {
             ScopePurpose::Removal if has_failed => {
-                self.abort(number, "its removal was cut off", actions);
+                self.abort_scope(number, "its removal was cut off", actions);
             }
             // The program removed only the part that it meant to remove. The rest is complete.
             ScopePurpose::Removal => {
@@ -1295,20 +1382,23 @@ impl Machine {
                 let scope = self.scopes.get(&number);
                 if scope.is_some_and(|scope| !scope.is_over && !goes_on(scope)) {
                     let reason = self.reason_of_abort(number);
-                    self.abort(number, &reason, actions);
+                    self.abort_scope(number, &reason, actions);
                 }
             }
         }
     }
 
+    /// Returns the reason that is reported when a scope without writers is aborted.
     fn reason_of_abort(&self, number: ScopeNumber) -> String {
         format!(
             "all its writers are gone, and it waits for {}",
-            self.waits_for(number)
+            self.describe_wait(number)
         )
     }
 
-    fn abort(&mut self, number: ScopeNumber, reason: &str, actions: &mut Vec<Action>) {
+    /// Adds the abort of a scope to the actions. Removals of the same rule and directory note that a newer scope
+    /// failed.
+    fn abort_scope(&mut self, number: ScopeNumber, reason: &str, actions: &mut Vec<Action>) {
         let Some(scope) = self.scopes.get_mut(&number) else {
             return;
         };
@@ -1324,34 +1414,44 @@ impl Machine {
         }
     }
 
-    fn newest(&self, rule: usize, dir: &[u8]) -> Option<&CommittedScope> {
-        let mut committed = self.committed.iter().rev();
-        committed.find(|one| one.key.rule == rule && one.key.dir == dir)
+    /// Returns the scope of a rule in a directory that was committed last.
+    fn newest_committed(&self, rule: usize, dir: &[u8]) -> Option<&CommittedScope> {
+        let mut newest_first = self.committed.iter().rev();
+        newest_first.find(|scope| scope.key.rule == rule && scope.key.dir == dir)
     }
 
     /// Returns the reason why a scope cannot be committed now. Returns `None` if it can be.
     fn obstacle(&self, number: ScopeNumber) -> Option<String> {
         let scope = &self.scopes[&number];
-        let rule = &self.rules.rules()[scope.key.rule];
-        let newest = self.newest(scope.key.rule, &scope.key.dir);
         if scope.operations_under_way > 0 {
             return Some("changes that are under way".to_owned());
         }
-        if scope.purpose == ScopePurpose::Thinning {
-            return None;
+        match scope.purpose {
+            ScopePurpose::Write => self.obstacle_of_write(scope),
+            ScopePurpose::Removal => self.obstacle_of_removal(scope),
+            ScopePurpose::Thinning => None,
         }
-        if scope.purpose == ScopePurpose::Removal {
-            if scope.removed_tops != scope.tops {
-                return Some("the end of its removal".to_owned());
-            }
-            let is_newest = newest.is_none_or(|newest| newest.key == scope.key);
-            let until = if scope.is_complete_removal() {
-                "a newer checkpoint, or the end of the mount: it is the last complete one"
-            } else {
-                "a newer checkpoint: it is the last complete one"
-            };
-            return is_newest.then(|| until.to_owned());
+    }
+
+    /// Returns the reason why a removal cannot be committed now. The last complete checkpoint is removed only after
+    /// a newer one is committed.
+    fn obstacle_of_removal(&self, scope: &Scope) -> Option<String> {
+        if scope.removed_tops != scope.tops {
+            return Some("the end of its removal".to_owned());
         }
+        let newest = self.newest_committed(scope.key.rule, &scope.key.dir);
+        let is_newest = newest.is_none_or(|newest| newest.key == scope.key);
+        let until = if scope.is_complete_removal() {
+            "a newer checkpoint, or the end of the mount: it is the last complete one"
+        } else {
+            "a newer checkpoint: it is the last complete one"
+        };
+        is_newest.then(|| until.to_owned())
+    }
+
+    /// Returns the reason why a written checkpoint cannot be committed now.
+    fn obstacle_of_write(&self, scope: &Scope) -> Option<String> {
+        let rule = &self.rules.rules()[scope.key.rule];
         if scope.has_failed {
             return Some("the end of its other writers: one has failed".to_owned());
         }
@@ -1366,49 +1466,46 @@ impl Machine {
             let count = scope.open.len();
             return Some(format!("{count} files to be closed, as {path}"));
         }
-        let is_dir = rule.scope.is_dir;
         // If several hosts write the scope, its conditions are counted over all hosts.
-        let needs = if self.hosts > 0 {
-            &[][..]
-        } else {
-            &rule.needs[..]
-        };
-        for need in needs {
-            let found = scope.count(need, is_dir);
-            if need.count == RequiredCount::Renewed {
-                // If all writers have ended well, they did not intend to write more files.
-                if found > 0 && !scope.living_writers.is_empty() {
-                    return Some(describe_not_renewed(found, need));
-                }
-                continue;
-            }
-            let wanted = match need.count {
-                RequiredCount::Number(number) => number,
-                RequiredCount::Renewed => 0,
-                RequiredCount::Writers => {
-                    let before = newest.map_or(0, |newest| newest.writers);
-                    scope.living_writers.len().max(before)
-                }
-                RequiredCount::Same => newest.map_or(0, |newest| {
-                    count_matching(&newest.files, &newest.tops, need, (is_dir, &scope.key.dir))
-                }),
-            };
-            if found < wanted {
-                return Some(format!("{} files of {wanted} for `{}`", found, need.text));
-            }
+        if self.hosts > 0 {
+            return None;
         }
-        None
+        let mut needs = rule.needs.iter();
+        needs.find_map(|need| self.obstacle_of_need(scope, need, rule.scope.is_dir))
     }
 
-    fn waits_for(&self, number: ScopeNumber) -> String {
-        let waits_for = self.obstacle(number);
-        let waits_for = waits_for.unwrap_or_else(|| "its commit".to_owned());
+    /// Returns the reason why a condition of a scope is not met. Returns `None` if it is met.
+    fn obstacle_of_need(&self, scope: &Scope, need: &Condition, is_dir: bool) -> Option<String> {
+        let newest = self.newest_committed(scope.key.rule, &scope.key.dir);
+        let found = scope.count_for(need, is_dir);
+        let required = match need.count {
+            RequiredCount::Renewed => {
+                // If all writers have ended well, they did not intend to write more files.
+                let is_missing = found > 0 && !scope.living_writers.is_empty();
+                return is_missing.then(|| describe_not_renewed(found, need));
+            }
+            RequiredCount::Number(number) => number,
+            RequiredCount::Writers => {
+                let writers_before = newest.map_or(0, |newest| newest.writers);
+                scope.living_writers.len().max(writers_before)
+            }
+            RequiredCount::Same => newest.map_or(0, |newest| newest.count_for(need, is_dir)),
+        };
+        (found < required).then(|| describe_too_few(found, required, need))
+    }
+
+    /// Returns what a scope waits for, as a text for people.
+    fn describe_wait(&self, number: ScopeNumber) -> String {
+        let obstacle = self.obstacle(number);
+        let waits_for = obstacle.unwrap_or_else(|| "its commit".to_owned());
         match &self.scopes[&number].last_refused_file {
             Some(path) => format!("{waits_for}; another job was refused {path}"),
             None => waits_for,
         }
     }
 
+    /// Adds the commit of a scope to the actions, if nothing prevents the commit. With several hosts, adds the
+    /// proposal to decide instead.
     fn try_commit(&mut self, number: ScopeNumber, actions: &mut Vec<Action>) {
         let is_over = self.scopes.get(&number).is_none_or(|scope| scope.is_over);
         if is_over || self.obstacle(number).is_some() {
@@ -1423,32 +1520,33 @@ impl Machine {
         actions.push(Action::Commit { scope: number });
     }
 
-    /// Records that the caller has committed a scope. The result lists actions that are possible now.
-    pub fn committed(&mut self, number: ScopeNumber) -> Vec<Action> {
+    /// Records that the caller has committed a scope, and returns the actions that this makes possible: commits of
+    /// other scopes, and a check for excess checkpoints.
+    pub fn note_committed(&mut self, number: ScopeNumber) -> Vec<Action> {
         let mut actions = Vec::new();
         let Some(scope) = self.scopes.remove(&number) else {
             return actions;
         };
-        let found = self.committed.iter().position(|one| one.key == scope.key);
-        let thinned_at = found.unwrap_or(0);
-        self.committed.retain(|one| one.key != scope.key);
+        let is_same = |committed: &CommittedScope| committed.key == scope.key;
+        let place_before = self.committed.iter().position(is_same).unwrap_or(0);
+        self.committed.retain(|committed| !is_same(committed));
         if scope.purpose == ScopePurpose::Removal {
             return actions;
         }
         // A checkpoint from which a part was removed does not become newer.
         let place = match scope.purpose {
-            ScopePurpose::Thinning => self.committed.len().min(thinned_at),
+            ScopePurpose::Thinning => self.committed.len().min(place_before),
             ScopePurpose::Removal | ScopePurpose::Write => self.committed.len(),
         };
         let (rule, dir) = (scope.key.rule, scope.key.dir.clone());
-        let there: BTreeSet<Vec<u8>> = scope
+        let remaining_tops: BTreeSet<Vec<u8>> = scope
             .tops
             .difference(&scope.removed_tops)
             .cloned()
             .collect();
         let committed = CommittedScope {
             writers: scope.living_writers.len(),
-            tops: there,
+            tops: remaining_tops,
             files: scope.files,
             key: scope.key,
         };
@@ -1460,35 +1558,41 @@ impl Machine {
                 self.try_commit(other, &mut actions);
             }
         }
-        self.forget_old(rule, &dir);
+        self.forget_oldest_commit(rule, &dir);
         if self.rules.rules()[rule].keep.is_some() {
             actions.push(Action::Rotate { rule, dir });
         }
         actions
     }
 
-    /// Returns the removal of the complete checkpoints beyond those that the rule keeps in a directory, the oldest
-    /// first.
+    /// Returns the removals of the complete checkpoints in a directory beyond the number that the rule keeps, the
+    /// oldest first. Returns none if the rule keeps all.
     ///
-    /// `names` are the names in the directory. `linked` are the tops to which a link there leads. The removals wait
-    /// for nothing, and changes of these checkpoints wait until they are removed.
+    /// `names` are the names in the directory. `linked` are the tops to which a link there leads; their checkpoints
+    /// are kept, and so are open ones. The removals wait for nothing, and changes of these checkpoints wait until
+    /// they are removed.
     pub fn rotate(
         &mut self,
-        (rule, dir): (usize, &[u8]),
+        rule: usize,
+        dir: &[u8],
         names: &[LocatedPath],
         linked: &BTreeSet<Vec<u8>>,
     ) -> Vec<Action> {
         let Some(keep) = self.rules.rules()[rule].keep else {
             return Vec::new();
         };
-        let there = self.complete_scopes((rule, dir), names);
-        let excess = there.len().saturating_sub(keep);
-        let old = there.into_iter().take(excess).filter(|old| {
+        let complete = self.complete_scopes(rule, dir, names);
+        let excess_count = complete.len().saturating_sub(keep);
+        let may_be_removed = |old: &CommittedScope| {
             let is_open = self.scopes.values().any(|scope| scope.key == old.key);
             !is_open && old.tops.is_disjoint(linked)
-        });
-        let old: Vec<CommittedScope> = old.collect();
-        old.into_iter().map(|old| self.begin_removal(old)).collect()
+        };
+        let excess = complete.into_iter().take(excess_count);
+        let removed: Vec<CommittedScope> = excess.filter(may_be_removed).collect();
+        removed
+            .into_iter()
+            .map(|old| self.begin_removal(old))
+            .collect()
     }
 
     /// Returns the complete checkpoints in a directory, the oldest first.
@@ -1497,35 +1601,37 @@ impl Machine {
     /// saw committed follow, in the order of their commits. Names without a step are never rotated.
     fn complete_scopes(
         &self,
-        (rule, dir): (usize, &[u8]),
+        rule: usize,
+        dir: &[u8],
         names: &[LocatedPath],
     ) -> Vec<CommittedScope> {
-        let mut known: Vec<CommittedScope> = Vec::new();
-        let of_dir = |one: &&CommittedScope| one.key.rule == rule && one.key.dir == dir;
-        known.extend(self.committed.iter().filter(of_dir).cloned());
-        let is_there = |top: &Vec<u8>| names.iter().any(|name| name.path() == top);
-        for one in &mut known {
-            one.tops.retain(is_there);
+        let mut seen = self.committed.clone();
+        seen.retain(|scope| scope.key.rule == rule && scope.key.dir == dir);
+        let exists = |top: &Vec<u8>| names.iter().any(|name| name.path() == top);
+        for scope in &mut seen {
+            scope.tops.retain(exists);
         }
-        known.retain(|one| !one.tops.is_empty());
+        seen.retain(|scope| !scope.tops.is_empty());
         let mut earlier: Vec<(StepOrder, CommittedScope)> = Vec::new();
         for path in names {
-            let found = path.matches.iter().find_map(|one| match &one.role {
-                PathRole::Scope(found) if one.rule == rule => Some(found),
-                _ => None,
-            });
+            let found = path
+                .matches
+                .iter()
+                .find_map(|rule_match| match &rule_match.role {
+                    PathRole::Scope(found) if rule_match.rule == rule => Some(found),
+                    _ => None,
+                });
             let found = found.filter(|found| found.dir == dir && found.top == path.path());
             // Another rule may come first for this name.
             let key = self.find_key(path).map(|(key, _)| key);
             let (Some(found), Some(key)) = (found, key.filter(|key| key.rule == rule)) else {
                 continue;
             };
-            let all = known
+            let mut listed = seen
                 .iter_mut()
-                .chain(earlier.iter_mut().map(|(_, one)| one));
-            let same = all.into_iter().find(|one| one.key == key);
-            if let Some(same) = same {
-                same.tops.insert(found.top.clone());
+                .chain(earlier.iter_mut().map(|(_, scope)| scope));
+            if let Some(scope) = listed.find(|scope| scope.key == key) {
+                scope.tops.insert(found.top.clone());
             } else if let Some(step) = found.step() {
                 let scope = CommittedScope {
                     tops: BTreeSet::from([found.top.clone()]),
@@ -1536,11 +1642,13 @@ impl Machine {
                 earlier.push((StepOrder::new(&step), scope));
             }
         }
-        earlier.sort_by(|(one, _), (other, _)| one.cmp(other));
+        earlier.sort_by(|(first, _), (second, _)| first.cmp(second));
         let earlier = earlier.into_iter().map(|(_, scope)| scope);
-        earlier.chain(known).collect()
+        earlier.chain(seen).collect()
     }
 
+    /// Begins the removal of a complete checkpoint. No program can change the checkpoint until the caller reports
+    /// the result.
     fn begin_removal(&mut self, old: CommittedScope) -> Action {
         self.last_number += 1;
         let number = self.last_number;
@@ -1560,19 +1668,25 @@ impl Machine {
     }
 
     /// Records that this host has removed the names of [`Action::Remove`]. With several hosts, the hosts then decide.
-    pub fn removal_made(&mut self, number: ScopeNumber) {
+    pub fn note_removal_made(&mut self, number: ScopeNumber) {
         if let Some(scope) = self.scopes.get_mut(&number) {
             scope.removed_tops = scope.tops.clone();
             scope.is_over = false;
         }
     }
 
-    fn forget_old(&mut self, rule: usize, dir: &[u8]) {
-        let is_of = |one: &CommittedScope| one.key.rule == rule && one.key.dir == dir;
-        let count = self.committed.iter().filter(|one| is_of(one)).count();
-        if count > COMMITTED_MAX {
-            let first = self.committed.iter().position(is_of);
-            first.map(|index| self.committed.remove(index));
+    /// Forgets the oldest commit of a rule in a directory if there are more than [`COMMITTED_MAX`].
+    fn forget_oldest_commit(&mut self, rule: usize, dir: &[u8]) {
+        let is_of_dir = |scope: &CommittedScope| scope.key.rule == rule && scope.key.dir == dir;
+        let count = self
+            .committed
+            .iter()
+            .filter(|scope| is_of_dir(scope))
+            .count();
+        if count > COMMITTED_MAX
+            && let Some(oldest) = self.committed.iter().position(is_of_dir)
+        {
+            self.committed.remove(oldest);
         }
     }
 
@@ -1584,7 +1698,7 @@ impl Machine {
     }
 
     /// Records that the caller has aborted a scope, or could not begin it.
-    pub fn aborted(&mut self, number: ScopeNumber) {
+    pub fn note_aborted(&mut self, number: ScopeNumber) {
         self.scopes.remove(&number);
     }
 
@@ -1612,8 +1726,8 @@ impl Machine {
         actions
     }
 
-    /// Records that the commit of a scope failed. The scope is open as before.
-    pub fn not_committed(&mut self, number: ScopeNumber) {
+    /// Records that the commit of a scope failed. Programs may change the scope again.
+    pub fn note_commit_failed(&mut self, number: ScopeNumber) {
         if let Some(scope) = self.scopes.get_mut(&number) {
             scope.is_over = false;
         }
@@ -1630,7 +1744,7 @@ impl Machine {
                 .map(|top| String::from_utf8_lossy(top).into_owned())
                 .unwrap_or_default(),
             open: scope.open.len(),
-            waits_for: self.waits_for(*number),
+            waits_for: self.describe_wait(*number),
         };
         self.scopes.iter().map(state).collect()
     }
@@ -1649,7 +1763,9 @@ fn is_scope_name(scope: &Scope, path: &[u8]) -> bool {
     }
 }
 
-fn is_target(scope: &Scope, target: &EventTarget, path: &[u8], is_dir: bool) -> bool {
+/// Returns whether `path` is the subject of an event of the scope. `is_dir` says whether the scope's tops are
+/// directories.
+fn is_event_target(scope: &Scope, target: &EventTarget, path: &[u8], is_dir: bool) -> bool {
     match target {
         EventTarget::Itself => scope.tops.contains(path) && is_scope_name(scope, path),
         EventTarget::Inside(pattern) => scope
@@ -1674,6 +1790,7 @@ impl Rule {
                 .any(|need| !matches!(need.count, RequiredCount::Same | RequiredCount::Renewed))
     }
 
+    /// Returns a text for people that says which event completes a scope of the rule.
     fn describe_event(&self) -> String {
         let mut words = self.text.split_ascii_whitespace();
         let event = words.nth(2).unwrap_or_default();

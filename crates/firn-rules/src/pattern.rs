@@ -22,8 +22,8 @@ pub enum CaptureKind {
 /// An error in a pattern, with its position.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct PatternError {
-    /// Position of the error: the number of bytes before it.
-    pub(crate) at: usize,
+    /// Number of bytes before the error.
+    pub(crate) offset: usize,
     pub(crate) message: String,
 }
 
@@ -43,9 +43,9 @@ fn translate_alternative(
     let mut regex = String::new();
     let mut rest = text;
     while let Some(first) = rest.chars().next() {
-        let at = start + text.len() - rest.len();
-        let fault = |message: &str| PatternError {
-            at,
+        let offset = start + text.len() - rest.len();
+        let error = |message: &str| PatternError {
+            offset,
             message: message.to_owned(),
         };
         let mut len = first.len_utf8();
@@ -64,14 +64,14 @@ fn translate_alternative(
             '[' => {
                 let end = rest
                     .find(']')
-                    .ok_or_else(|| fault("expected `]` after `[`"))?;
+                    .ok_or_else(|| error("expected `]` after `[`"))?;
                 let class = &rest[1..end];
                 let (sign, class) = match class.strip_prefix('!') {
                     Some(class) => ("^", class),
                     None => ("", class),
                 };
                 if class.is_empty() || class.contains(['[', '\\', '/', '&', '~']) {
-                    return Err(fault(
+                    return Err(error(
                         "expected characters or ranges of characters in `[…]`",
                     ));
                 }
@@ -81,14 +81,14 @@ fn translate_alternative(
             '{' => {
                 let end = rest
                     .find('}')
-                    .ok_or_else(|| fault("expected `}` after `{`"))?;
+                    .ok_or_else(|| error("expected `}` after `{`"))?;
                 let name = &rest[1..end];
                 if name.is_empty() || !name.chars().all(|c| c.is_ascii_alphanumeric()) {
-                    return Err(fault("expected letters and digits in `{…}`"));
+                    return Err(error("expected letters and digits in `{…}`"));
                 }
                 let group = format!("(?P<{name}>");
                 if regex.contains(&group) {
-                    return Err(fault("expected each capture once in a pattern"));
+                    return Err(error("expected each capture once in a pattern"));
                 }
                 regex.push_str(&group);
                 regex.push_str(match kinds.get(name) {
@@ -99,7 +99,7 @@ fn translate_alternative(
                 regex.push(')');
                 len = end + 1;
             }
-            '}' | ']' => return Err(fault("expected an opening bracket before it")),
+            '}' | ']' => return Err(error("expected an opening bracket before it")),
             other => regex.push_str(&regex::escape(&other.to_string())),
         }
         rest = &rest[len..];
@@ -107,6 +107,7 @@ fn translate_alternative(
     Ok(regex)
 }
 
+/// Compiles a regular expression that matches whole paths.
 fn compile(pattern: &str) -> Regex {
     let pattern = format!("(?s-u)\\A(?:{pattern})\\z");
     Regex::new(&pattern).expect("made of escaped parts")
@@ -174,7 +175,7 @@ impl Pattern {
         for alternative in text.split('|') {
             if alternative.is_empty() {
                 return Err(PatternError {
-                    at: start,
+                    offset: start,
                     message: "expected a pattern".to_owned(),
                 });
             }

@@ -80,11 +80,11 @@ impl RuleSet {
     /// Returns the checkpoint that contains a path, as far as the patterns alone can tell.
     pub fn checkpoint_of(&self, path: &[u8]) -> Option<CheckpointOfPath> {
         let located = self.locate(path);
-        let scopes = located.matches.into_iter().filter_map(|one| {
-            let PathRole::Scope(found) = one.role else {
+        let scopes = located.matches.into_iter().filter_map(|rule_match| {
+            let PathRole::Scope(found) = rule_match.role else {
                 return None;
             };
-            Some((one.rule, found))
+            Some((rule_match.rule, found))
         });
         let (rule, found) = scopes.min_by_key(|(_, found)| found.top.len())?;
         Some(CheckpointOfPath {
@@ -135,14 +135,17 @@ impl RuleSet {
     /// concern a file with the directory's own name.
     pub fn locate_file(&self, path: &[u8]) -> LocatedPath {
         let mut located = self.locate(path);
-        located.matches.retain(|one| match &one.role {
-            PathRole::Scope(found) => !self.rules[one.rule].scope.is_dir || found.top != path,
+        located.matches.retain(|rule_match| match &rule_match.role {
+            PathRole::Scope(found) => {
+                !self.rules[rule_match.rule].scope.is_dir || found.top != path
+            }
             PathRole::Marker(_) => true,
         });
         located
     }
 }
 
+/// Returns the role of a path for a rule; `None` if the rule does not concern the path.
 fn role_of(rule: &Rule, path: &[u8]) -> Option<PathRole> {
     if let Some(found) = rule.scope.find(path) {
         return Some(PathRole::Scope(found));

@@ -279,13 +279,13 @@ fn machine(rules: &str) -> Machine {
 
 /// Makes an operation, and what it asks for at once.
 fn make(machine: &mut Machine, process: u32, operation: &Operation<'_>) -> Vec<Action> {
-    let entered = machine.before(process, operation).unwrap();
+    let entered = machine.enter_operation(process, operation).unwrap();
     for action in &entered.actions {
         if let Action::Begin { scope, .. } | Action::Join { scope, .. } = action {
-            machine.begun(*scope, false);
+            machine.note_begun(*scope, false);
         }
     }
-    machine.after(process, operation, entered.scope, true)
+    machine.finish_operation(process, operation, entered.scope, true)
 }
 
 #[test]
@@ -305,14 +305,14 @@ fn a_file_of_one_job_is_not_changed_by_another_while_the_first_lives() {
     let open = |path, handle| Operation::Open { path, handle };
     make(&mut machine, 1, &open(&x, 1));
     make(&mut machine, 2, &open(&x, 2));
-    let refused = machine.before(3, &open(&x, 3));
+    let refused = machine.enter_operation(3, &open(&x, 3));
     assert!(matches!(refused, Err(Refusal::OtherJob { .. })));
     let rename = Operation::Rename {
         from: &old,
         to: &new,
     };
     assert!(matches!(
-        machine.before(3, &rename),
+        machine.enter_operation(3, &rename),
         Err(Refusal::OtherJob { .. })
     ));
     make(&mut machine, 3, &open(&y, 4));
@@ -322,14 +322,14 @@ fn a_file_of_one_job_is_not_changed_by_another_while_the_first_lives() {
             .contains("refused checkpoint-1/x")
     );
     // The job of a process that has ended owns nothing.
-    machine.exited(1, Ending::Success);
-    machine.exited(2, Ending::Success);
-    let refused = machine.before(3, &open(&x, 5));
+    machine.note_exit(1, Ending::Success);
+    machine.note_exit(2, Ending::Success);
+    let refused = machine.enter_operation(3, &open(&x, 5));
     assert!(
         matches!(refused, Err(Refusal::OtherJob { .. })),
         "the job goes on"
     );
-    machine.exited(10, Ending::Success);
+    machine.note_exit(10, Ending::Success);
     make(&mut machine, 3, &open(&x, 5));
 }
 
@@ -344,7 +344,7 @@ fn with_several_hosts_the_machine_proposes_and_counts_the_needs_of_all() {
         handle: 1,
         ending: Ending::Success,
     };
-    let actions = machine.after(1, &close, None, true);
+    let actions = machine.finish_operation(1, &close, None, true);
     assert!(
         matches!(actions[..], [Action::Propose { scope: 1 }]),
         "{actions:?}"
@@ -368,7 +368,7 @@ fn with_several_hosts_the_machine_proposes_and_counts_the_needs_of_all() {
     assert!(!machine.begin_attempt(1, own.state.changes + 1));
     assert!(machine.begin_attempt(1, own.state.changes));
     assert!(machine.is_busy(&open));
-    machine.not_committed(1);
+    machine.note_commit_failed(1);
     assert!(!machine.is_busy(&open));
 }
 
@@ -424,12 +424,12 @@ fn regression_a_writer_killed_in_the_call_that_begins_a_scope_leaves_none_open()
     let mut machine = Machine::new(Arc::clone(&rules));
     let path = &rules.locate(b"restart.50.base");
     let open = Operation::Open { path, handle: 1 };
-    let entered = machine.before(7, &open).unwrap();
+    let entered = machine.enter_operation(7, &open).unwrap();
     assert!(matches!(entered.actions[..], [Action::Begin { .. }]));
     // The caller is still at the begin.
-    assert_eq!(machine.exited(7, Ending::Failure), []);
-    machine.begun(entered.scope.unwrap(), false);
-    let actions = machine.after(7, &open, entered.scope, true);
+    assert_eq!(machine.note_exit(7, Ending::Failure), []);
+    machine.note_begun(entered.scope.unwrap(), false);
+    let actions = machine.finish_operation(7, &open, entered.scope, true);
     assert!(matches!(actions[..], [Action::Abort { .. }]), "{actions:?}");
 }
 
@@ -465,7 +465,7 @@ fn wide_machine() -> Machine {
         handle: 1,
         ending: Ending::Success,
     };
-    assert_eq!(machine.after(1, &close, None, true), []);
+    assert_eq!(machine.finish_operation(1, &close, None, true), []);
     machine
 }
 
@@ -481,9 +481,9 @@ fn with_several_hosts_the_next_step_of_a_wide_scope_waits_for_their_commit() {
     assert_eq!(actions, [Action::Propose { scope: 1 }]);
     assert!(machine.own_part(1).unwrap().has_event);
     // The hosts commit it.
-    machine.committed(1);
+    machine.note_committed(1);
     assert_eq!(machine.end_wide_scope(&open), []);
-    let entered = machine.before(1, &open).unwrap();
+    let entered = machine.enter_operation(1, &open).unwrap();
     assert!(matches!(
         entered.actions[..],
         [Action::Begin { scope: 2, .. }]
@@ -504,7 +504,7 @@ fn a_step_that_joins_the_one_before_is_open_for_other_hosts_until_its_own_event(
     machine.end_wide_scope(&open(&two, 2));
     // The hosts have not committed it in time.
     make(&mut machine, 1, &open(&two, 2));
-    machine.after(1, &close(2), None, true);
+    machine.finish_operation(1, &close(2), None, true);
     let part = machine.own_part(1).unwrap();
     assert!(!part.has_event && part.state.open == 1, "{part:?}");
     assert_eq!(
@@ -519,7 +519,7 @@ fn a_step_that_joins_the_one_before_is_open_for_other_hosts_until_its_own_event(
 fn a_checkpoint_stays_open_between_two_commands_of_a_job() {
     const STARTING_PROCESS: u32 = 100;
     let mut machine = machine("hf");
-    let exits = |machine: &mut Machine, process| machine.exited(process, Ending::Success);
+    let exits = |machine: &mut Machine, process| machine.note_exit(process, Ending::Success);
     let path = &machine.rules().locate(b"checkpoint-5/a");
     for process in [1, 2] {
         machine.note_job(process, STARTING_PROCESS);
@@ -530,18 +530,18 @@ fn a_checkpoint_stays_open_between_two_commands_of_a_job() {
     assert!(matches!(actions[..], [Action::Abort { .. }]), "{actions:?}");
 
     // The job ends first, or a writer fails.
-    machine.aborted(1);
+    machine.note_aborted(1);
     for (ending, ends_first) in [(Ending::Success, true), (Ending::Failure, false)] {
         machine.note_job(4, STARTING_PROCESS);
         make(&mut machine, 4, &Operation::Change { path });
         if ends_first {
-            assert_eq!(machine.exited(STARTING_PROCESS, Ending::Success), []);
+            assert_eq!(machine.note_exit(STARTING_PROCESS, Ending::Success), []);
         }
-        let actions = machine.exited(4, ending);
+        let actions = machine.note_exit(4, ending);
         let [Action::Abort { scope, .. }] = actions[..] else {
             panic!("{actions:?}");
         };
-        machine.aborted(scope);
+        machine.note_aborted(scope);
     }
 }
 
@@ -579,7 +579,7 @@ fn a_failure_that_is_noted_before_a_commit_drops_a_scope_whose_writers_are_gone(
         panic!("{actions:?}");
     };
     // Its end is told while the caller is at the commit.
-    assert_eq!(machine.exited(7, Ending::Failure), []);
+    assert_eq!(machine.note_exit(7, Ending::Failure), []);
     let actions = machine.note_failure(scope);
     assert!(matches!(actions[..], [Action::Abort { .. }]), "{actions:?}");
 }

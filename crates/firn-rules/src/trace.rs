@@ -92,8 +92,8 @@ pub fn parse_trace(text: &str, top: &str) -> Result<Vec<TraceLine>, TraceError> 
         if line.is_empty() || line.starts_with('#') {
             continue;
         }
-        if Strace::is_line(line) {
-            for (process, step) in strace.read(line) {
+        if Strace::is_strace_line(line) {
+            if let Some((process, step)) = strace.parse_strace_line(line) {
                 steps.push(TraceLine {
                     line: line_number,
                     process,
@@ -102,19 +102,20 @@ pub fn parse_trace(text: &str, top: &str) -> Result<Vec<TraceLine>, TraceError> 
             }
             continue;
         }
-        let step = parse_line(line).map_err(|message| TraceError {
+        let (process, step) = parse_line(line).map_err(|message| TraceError {
             line: line_number,
             message,
         })?;
         steps.push(TraceLine {
             line: line_number,
-            process: step.0,
-            step: step.1,
+            process,
+            step,
         });
     }
     Ok(steps)
 }
 
+/// Parses a line in Firn's own form. Returns the process and the operation, or a message that says what was expected.
 fn parse_line(line: &str) -> Result<(u32, TraceStep), String> {
     let words: Vec<&str> = line.split_ascii_whitespace().collect();
     let process = words[0].parse().map_err(|_| {
@@ -129,8 +130,8 @@ fn parse_line(line: &str) -> Result<(u32, TraceStep), String> {
             WORDS.join(", ")
         ));
     };
-    let argument = |at: usize| {
-        let found = words.get(1 + at).map(|word| (*word).to_owned());
+    let argument = |index: usize| {
+        let found = words.get(1 + index).map(|word| (*word).to_owned());
         found.ok_or_else(|| format!("expected more words after `{word}`"))
     };
     let step = match word {
@@ -173,8 +174,9 @@ fn parse_line(line: &str) -> Result<(u32, TraceStep), String> {
 
 /// Parser for the calls in the output of strace that change files.
 struct Strace {
+    /// The directory to which paths are made relative, without a slash at the end.
     top: String,
-    /// Paths of descriptors that are open for writing.
+    /// Paths of descriptors that are open for writing, by process and descriptor.
     open: BTreeMap<(u32, i64), String>,
 }
 
@@ -186,20 +188,21 @@ impl Strace {
         }
     }
 
-    fn is_line(line: &str) -> bool {
-        let rest = Self::without_process(line).1;
-        let is_call = rest.split_once('(').is_some_and(|(name, _)| {
-            !name.is_empty()
-                && name
-                    .bytes()
-                    .all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'_')
-        });
-        is_call || rest.starts_with("+++ ") || rest.starts_with("--- ") || rest.starts_with("<... ")
+    /// Returns whether a line is output of strace: a call, the end of a process, a signal, or the rest of a call
+    /// that was interrupted.
+    fn is_strace_line(line: &str) -> bool {
+        let (_, call) = Self::split_process(line);
+        let is_name_byte =
+            |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'_';
+        let is_call = call
+            .split_once('(')
+            .is_some_and(|(name, _)| !name.is_empty() && name.bytes().all(is_name_byte));
+        is_call || call.starts_with("+++ ") || call.starts_with("--- ") || call.starts_with("<... ")
     }
 
     /// Splits the process id from the call. The forms are `[pid 12] call`, `12 call`, `12 1700000000.5 call` and
-    /// `call`.
-    fn without_process(line: &str) -> (u32, &str) {
+    /// `call`. Without a process id the process is 1.
+    fn split_process(line: &str) -> (u32, &str) {
         if let Some((pid, rest)) = line
             .strip_prefix("[pid")
             .and_then(|rest| rest.split_once(']'))
@@ -223,7 +226,8 @@ impl Strace {
         }
     }
 
-    fn relative(&self, path: &str) -> Option<String> {
+    /// Returns a path relative to the top; `None` if the path lies elsewhere.
+    fn relative_to_top(&self, path: &str) -> Option<String> {
         let path = path.strip_prefix("./").unwrap_or(path);
         if !path.starts_with('/') {
             return Some(path.to_owned());
@@ -232,19 +236,22 @@ impl Strace {
         Some(rest.strip_prefix('/')?.to_owned())
     }
 
-    fn read(&mut self, line: &str) -> Vec<(u32, TraceStep)> {
-        let (process, rest) = Self::without_process(line);
-        let steps = if let Some(end) = rest.strip_prefix("+++ ") {
-            let code = end.strip_prefix("exited with ");
-            let code = code.and_then(|code| code.split_once(' ')?.0.parse().ok());
-            vec![code.map_or(TraceStep::Kill, TraceStep::Exit)]
-        } else {
-            self.call(process, rest).unwrap_or_default()
+    /// Returns the operation of a line and its process; `None` if the line changes no file below the top.
+    fn parse_strace_line(&mut self, line: &str) -> Option<(u32, TraceStep)> {
+        let (process, call) = Self::split_process(line);
+        let step = match call.strip_prefix("+++ ") {
+            Some(end) => {
+                let code = end.strip_prefix("exited with ");
+                let code = code.and_then(|code| code.split_once(' ')?.0.parse().ok());
+                code.map_or(TraceStep::Kill, TraceStep::Exit)
+            }
+            None => self.parse_call(process, call)?,
         };
-        steps.into_iter().map(|step| (process, step)).collect()
+        Some((process, step))
     }
 
-    fn call(&mut self, process: u32, line: &str) -> Option<Vec<TraceStep>> {
+    /// Returns the operation of a system call; `None` if the call failed or changes no file below the top.
+    fn parse_call(&mut self, process: u32, line: &str) -> Option<TraceStep> {
         let (name, rest) = line.split_once('(')?;
         let (arguments, result) = rest.rsplit_once(" = ")?;
         let result: i64 = result.split([' ', '<']).next()?.parse().ok()?;
@@ -257,7 +264,7 @@ impl Strace {
             .step_by(2)
             .map(str::to_owned)
             .collect();
-        let path = |index: usize| self.relative(paths.get(index)?);
+        let path = |index: usize| self.relative_to_top(paths.get(index)?);
         let descriptor = || {
             arguments
                 .split([',', ')', '<'])
@@ -266,7 +273,7 @@ impl Strace {
                 .parse::<i64>()
                 .ok()
         };
-        let step = match name {
+        Some(match name {
             "open" | "openat" | "creat" => {
                 let is_writing = name == "creat"
                     || arguments.contains("O_WRONLY")
@@ -292,8 +299,7 @@ impl Strace {
             "rmdir" => TraceStep::Rmdir(path(0)?),
             "truncate" => TraceStep::Truncate(path(0)?),
             _ => return None,
-        };
-        Some(vec![step])
+        })
     }
 }
 
@@ -352,10 +358,12 @@ impl TracePlayer {
         self.machine.states()
     }
 
+    /// Returns the roles of a path for the rules.
     fn locate(&self, path: &str) -> LocatedPath {
         self.machine.rules().locate(path.as_bytes())
     }
 
+    /// Updates the set of existing names after an operation.
     fn note_names(&mut self, step: &TraceStep) {
         let names = &mut self.names;
         match step {
@@ -403,7 +411,7 @@ impl TracePlayer {
                 let found = self
                     .open
                     .iter()
-                    .position(|(of, open, _)| *of == process && open == path);
+                    .position(|(owner, open, _)| *owner == process && open == path);
                 if let Some(index) = found {
                     let handle = self.open.remove(index).2;
                     self.run(
@@ -435,18 +443,19 @@ impl TracePlayer {
                 let path = &self.locate(path);
                 self.run(line, &Operation::Remove { path });
             }
-            TraceStep::Exit(0) => self.end(line, Ending::Success),
-            TraceStep::Exit(_) | TraceStep::Kill => self.end(line, Ending::Failure),
+            TraceStep::Exit(0) => self.end_process(line, Ending::Success),
+            TraceStep::Exit(_) | TraceStep::Kill => self.end_process(line, Ending::Failure),
         }
     }
 
     /// Ends the job that started all processes of the trace.
     pub fn end_job(&mut self, line: usize) {
-        let actions = self.machine.exited(STARTING_PROCESS, Ending::Success);
-        self.take(line, actions);
+        let actions = self.machine.note_exit(STARTING_PROCESS, Ending::Success);
+        self.carry_out(line, actions);
     }
 
-    fn end(&mut self, line: &TraceLine, ending: Ending) {
+    /// Ends the process of a line: closes its open files, and reports the end to the machine.
+    fn end_process(&mut self, line: &TraceLine, ending: Ending) {
         let (ended, open) = std::mem::take(&mut self.open)
             .into_iter()
             .partition(|(process, ..)| *process == line.process);
@@ -455,13 +464,14 @@ impl TracePlayer {
         for (_, _, handle) in ended {
             self.run(line, &Operation::Close { handle, ending });
         }
-        let actions = self.machine.exited(line.process, ending);
-        self.take(line.line, actions);
+        let actions = self.machine.note_exit(line.process, ending);
+        self.carry_out(line.line, actions);
     }
 
+    /// Makes one operation with all actions that the rules require. A refused operation is recorded and not made.
     fn run(&mut self, line: &TraceLine, operation: &Operation<'_>) {
         self.machine.note_job(line.process, STARTING_PROCESS);
-        let entered = match self.machine.before(line.process, operation) {
+        let entered = match self.machine.enter_operation(line.process, operation) {
             Ok(entered) => entered,
             Err(error) => {
                 return self.reactions.push(RuleReaction {
@@ -473,14 +483,16 @@ impl TracePlayer {
                 });
             }
         };
-        self.take(line.line, entered.actions);
+        self.carry_out(line.line, entered.actions);
         let actions = self
             .machine
-            .after(line.process, operation, entered.scope, true);
-        self.take(line.line, actions);
+            .finish_operation(line.process, operation, entered.scope, true);
+        self.carry_out(line.line, actions);
     }
 
-    fn take(&mut self, line: usize, actions: Vec<Action>) {
+    /// Carries out the actions of the machine, and those that follow from them. Each is recorded as a reaction to
+    /// `line`.
+    fn carry_out(&mut self, line: usize, actions: Vec<Action>) {
         let shown = |paths: &[Vec<u8>]| -> Vec<String> {
             paths
                 .iter()
@@ -492,21 +504,21 @@ impl TracePlayer {
                 Action::Begin {
                     scope, rule, tops, ..
                 } => {
-                    self.machine.begun(scope, false);
+                    self.machine.note_begun(scope, false);
                     self.scopes.insert(scope, (rule.clone(), shown(&tops)));
                     ("begin", rule, shown(&tops), String::new())
                 }
                 Action::Join { scope, tops } => {
-                    self.machine.begun(scope, false);
-                    let known = self.scopes.entry(scope).or_default();
-                    known.1.extend(shown(&tops));
-                    ("join", known.0.clone(), shown(&tops), String::new())
+                    self.machine.note_begun(scope, false);
+                    let (rule, paths) = self.scopes.entry(scope).or_default();
+                    paths.extend(shown(&tops));
+                    ("join", rule.clone(), shown(&tops), String::new())
                 }
                 Action::Commit { scope } => {
                     let (rule, paths) = self.scopes.remove(&scope).unwrap_or_default();
-                    self.push(line, "commit", rule, paths, String::new());
-                    let more = self.machine.committed(scope);
-                    self.take(line, more);
+                    self.record(line, "commit", rule, paths, String::new());
+                    let further_actions = self.machine.note_committed(scope);
+                    self.carry_out(line, further_actions);
                     continue;
                 }
                 // The player is the only host, so there is no other host to ask.
@@ -514,36 +526,43 @@ impl TracePlayer {
                 Action::Rotate { rule, dir } => {
                     let names = self.names.iter().map(|name| self.locate(name));
                     let names: Vec<LocatedPath> = names.collect();
-                    let more = self.machine.rotate((rule, &dir), &names, &BTreeSet::new());
-                    self.take(line, more);
+                    let removals = self.machine.rotate(rule, &dir, &names, &BTreeSet::new());
+                    self.carry_out(line, removals);
                     continue;
                 }
                 Action::Remove {
                     scope, rule, tops, ..
                 } => {
                     let tops = shown(&tops);
-                    let is_gone = |name: &String| {
-                        let at = |top: &String| name.strip_prefix(top.as_str());
-                        let mut below = tops.iter().filter_map(at);
-                        below.any(|rest| rest.is_empty() || rest.starts_with('/'))
-                    };
-                    self.names.retain(|name| !is_gone(name));
-                    self.push(line, "remove", rule, tops, String::new());
-                    let more = self.machine.committed(scope);
-                    self.take(line, more);
+                    self.forget_names_below(&tops);
+                    self.record(line, "remove", rule, tops, String::new());
+                    let further_actions = self.machine.note_committed(scope);
+                    self.carry_out(line, further_actions);
                     continue;
                 }
                 Action::Abort { scope, reason } => {
                     let (rule, paths) = self.scopes.remove(&scope).unwrap_or_default();
-                    self.machine.aborted(scope);
+                    self.machine.note_aborted(scope);
                     ("abort", rule, paths, reason)
                 }
             };
-            self.push(line, what, rule, paths, reason);
+            self.record(line, what, rule, paths, reason);
         }
     }
 
-    fn push(
+    /// Removes the names at or below these paths from the names that exist.
+    fn forget_names_below(&mut self, tops: &[String]) {
+        let is_removed = |name: &String| {
+            let mut rests = tops
+                .iter()
+                .filter_map(|top| name.strip_prefix(top.as_str()));
+            rests.any(|rest| rest.is_empty() || rest.starts_with('/'))
+        };
+        self.names.retain(|name| !is_removed(name));
+    }
+
+    /// Records one reaction of the rules.
+    fn record(
         &mut self,
         line: usize,
         what: &'static str,

@@ -33,8 +33,8 @@ use firn_backing::parallel::try_map;
 use firn_backing::{Access, Backing, Errno, RenameFlags, Result, SetTime, Time};
 
 use crate::change_log::{
-    BytesSource, ChangeLog, DataChange, Direction, Entry, EntryName, EntrySide, Identity, Staged,
-    StoredTime, WrittenRange,
+    BytesSource, ChangeLog, DataChange, Direction, Entry, EntryName, EntrySide, Identity,
+    StagedPath, StoredTime, WrittenRange,
 };
 use crate::copy::copy_with_holes;
 use crate::staging::{self, find, own, write_all};
@@ -56,10 +56,10 @@ struct EntryChange<'a> {
     removed_names: &'a [EntryName],
     /// Names that the object has only after the application.
     added_names: &'a [EntryName],
-    /// Staged path of an object that has no name in the tree before the application.
-    staged_at: Option<&'a Staged>,
-    /// Staged path to which the object moves, instead of a removal, when it loses its last name.
-    kept_at: Option<&'a Staged>,
+    /// StagedPath path of an object that has no name in the tree before the application.
+    staged_at: Option<&'a StagedPath>,
+    /// StagedPath path to which the object moves, instead of a removal, when it loses its last name.
+    kept_at: Option<&'a StagedPath>,
 }
 
 impl<'a> EntryChange<'a> {
@@ -246,7 +246,7 @@ impl<'a, B: Backing> Apply<'a, B> {
         while !remaining.is_empty() {
             let count_before = remaining.len();
             for change in std::mem::take(&mut remaining) {
-                let (parent, name) = &change.added_names[0];
+                let EntryName { dir: parent, name } = &change.added_names[0];
                 let must_wait = numbers.contains(parent) && !self.made_dirs.contains(parent);
                 if must_wait {
                     remaining.push(change);
@@ -261,8 +261,7 @@ impl<'a, B: Backing> Apply<'a, B> {
                 self.made_dirs.insert(number);
                 made_dirs.push((number, inode));
             }
-            // A round without progress means that the parents form a cycle, or that a parent is
-            // missing.
+            // A round without progress means that the parents form a cycle, or that a parent is missing.
             if remaining.len() == count_before {
                 return Err(Errno::STALE);
             }
@@ -285,9 +284,9 @@ impl<'a, B: Backing> Apply<'a, B> {
         };
         // Attributes are also set if another host made the directory, because that host may have died before it set
         // them.
-        if let Some((staging_dir, staged)) = change.staged_at {
-            let staging_dir = self.staging_dir(staging_dir)?;
-            if let Some((from, _)) = find(self.base, &staging_dir, OsStr::new(staged))? {
+        if let Some(staged) = change.staged_at {
+            let staging_dir = self.staging_dir(&staged.dir)?;
+            if let Some((from, _)) = find(self.base, &staging_dir, OsStr::new(&staged.name))? {
                 staging::copy_attributes(self.base, &from, &inode)?;
             }
         }
@@ -350,7 +349,7 @@ impl<'a, B: Backing> Apply<'a, B> {
             .iter()
             .chain(change.added_names)
             .chain(change.removed_names);
-        for (dir, name) in names {
+        for EntryName { dir, name } in names {
             if let Some(dir) = self.find_object(*dir, ancestors)?
                 && let Some(inode) = self.find_under_name(entry, &dir, name)?
             {
@@ -362,10 +361,10 @@ impl<'a, B: Backing> Apply<'a, B> {
         {
             return Ok(Some(inode));
         }
-        let staged = [change.kept_at, change.staged_at, entry.anchor_at.as_ref()];
-        for (dir, name) in staged.into_iter().flatten() {
-            let dir = self.staging_dir(dir)?;
-            if let Some(inode) = self.find_under_name(entry, &dir, name.as_bytes())? {
+        let staged_paths = [change.kept_at, change.staged_at, entry.anchor_at.as_ref()];
+        for path in staged_paths.into_iter().flatten() {
+            let dir = self.staging_dir(&path.dir)?;
+            if let Some(inode) = self.find_under_name(entry, &dir, path.name.as_bytes())? {
                 return Ok(Some(inode));
             }
         }
@@ -389,7 +388,7 @@ impl<'a, B: Backing> Apply<'a, B> {
         }
     }
 
-    /// Returns the directory `name` of staged objects. ESTALE or ENOENT means that it is missing.
+    /// Returns the directory `name` of staged objects. Fails with ESTALE or ENOENT if it is missing.
     fn staging_dir(&mut self, name: &str) -> Result<B::Inode> {
         if let Some(inode) = self.staging_dirs.get(name) {
             return Ok(inode.clone());
@@ -399,14 +398,15 @@ impl<'a, B: Backing> Apply<'a, B> {
         Ok(inode)
     }
 
-    fn find_staged(&mut self, (dir, name): &Staged) -> Result<B::Inode> {
-        let dir = self.staging_dir(dir)?;
-        Ok(self.base.lookup(&dir, OsStr::new(name))?.0)
+    /// Returns the staged object at `path`. Fails with ENOENT or ESTALE if it is missing.
+    fn find_staged(&mut self, path: &StagedPath) -> Result<B::Inode> {
+        let dir = self.staging_dir(&path.dir)?;
+        Ok(self.base.lookup(&dir, OsStr::new(&path.name))?.0)
     }
 
-    /// Returns the directory of a name.
-    fn find_dir(&mut self, name: &EntryName) -> Result<Option<B::Inode>> {
-        self.find_object(name.0, &mut Vec::new())
+    /// Returns the directory of a name. Returns `None` if the directory is not found.
+    fn find_dir(&mut self, entry_name: &EntryName) -> Result<Option<B::Inode>> {
+        self.find_object(entry_name.dir, &mut Vec::new())
     }
 
     // ---- steps -------------------------------------------------------------------------------
@@ -472,7 +472,7 @@ impl<'a, B: Backing> Apply<'a, B> {
         if let Some(inode) = self.inodes.get(&change.entry.number) {
             return Ok(Some(inode.clone()));
         }
-        let Some((dir, name)) = &change.entry.unchanged_name else {
+        let Some(EntryName { dir, name }) = &change.entry.unchanged_name else {
             return Ok(None);
         };
         match self.inodes.get(dir) {
@@ -511,8 +511,8 @@ impl<'a, B: Backing> Apply<'a, B> {
         let mut copy = None;
         for range in &data.written {
             if copy.is_none() && range.source == BytesSource::Copy {
-                let at = change.side.copy_at.as_ref().ok_or(Errno::STALE)?;
-                copy = Some(self.base.open(&self.find_staged(at)?, Access::Read)?);
+                let path = change.side.copy_at.as_ref().ok_or(Errno::STALE)?;
+                copy = Some(self.base.open(&self.find_staged(path)?, Access::Read)?);
             }
             self.write_range(range, copy.as_ref(), &to, data.size)?;
         }
@@ -547,7 +547,7 @@ impl<'a, B: Backing> Apply<'a, B> {
                 copy_with_holes(self.base, from, to, range.start..end)
             }
             (BytesSource::Copy, None) => Err(Errno::STALE),
-            (BytesSource::File((dir, name)), _) => {
+            (BytesSource::File(StagedPath { dir, name }), _) => {
                 let dir = self.staging_dir(dir)?;
                 // The staged file is durable before the object changes. A missing staged file therefore means that the
                 // object was not changed.
@@ -576,15 +576,15 @@ impl<'a, B: Backing> Apply<'a, B> {
                 continue;
             };
             if self
-                .find_under_name(change.entry, &dir, &entry_name.1)?
+                .find_under_name(change.entry, &dir, &entry_name.name)?
                 .is_none()
             {
                 continue;
             }
-            let name = OsStr::from_bytes(&entry_name.1);
-            if let Some((kept_dir, kept_name)) = change.kept_at {
-                let kept_dir = self.staging_dir(kept_dir)?;
-                let kept_name = OsStr::new(kept_name);
+            let name = OsStr::from_bytes(&entry_name.name);
+            if let Some(kept) = change.kept_at {
+                let kept_dir = self.staging_dir(&kept.dir)?;
+                let kept_name = OsStr::new(&kept.name);
                 if find(self.base, &kept_dir, kept_name)?.is_none() {
                     self.base
                         .rename(&dir, name, &kept_dir, kept_name, no_flags)?;
@@ -614,17 +614,17 @@ impl<'a, B: Backing> Apply<'a, B> {
             return Ok(());
         }
         for entry_name in change.added_names {
-            if let Some(&dir_change) = self.changes.get(&entry_name.0) {
+            if let Some(&dir_change) = self.changes.get(&entry_name.dir) {
                 self.add_new_names(dir_change)?;
             }
             let dir = self.find_dir(entry_name)?.ok_or(Errno::STALE)?;
             if self
-                .find_under_name(change.entry, &dir, &entry_name.1)?
+                .find_under_name(change.entry, &dir, &entry_name.name)?
                 .is_some()
             {
                 continue;
             }
-            self.add_name(&change, &dir, OsStr::from_bytes(&entry_name.1))?;
+            self.add_name(&change, &dir, OsStr::from_bytes(&entry_name.name))?;
         }
         Ok(())
     }
@@ -642,15 +642,16 @@ impl<'a, B: Backing> Apply<'a, B> {
                 .base
                 .rename(self.away_dir, OsStr::new(&away_name), dir, name, no_flags);
         }
-        if let Some((staging_dir, staged)) = change.staged_at.or(change.entry.anchor_at.as_ref()) {
-            let staging_dir = self.staging_dir(staging_dir)?;
+        if let Some(staged) = change.staged_at.or(change.entry.anchor_at.as_ref()) {
+            let staging_dir = self.staging_dir(&staged.dir)?;
             if self
-                .find_under_name(change.entry, &staging_dir, staged.as_bytes())?
+                .find_under_name(change.entry, &staging_dir, staged.name.as_bytes())?
                 .is_some()
             {
+                let staged_name = OsStr::new(&staged.name);
                 return self
                     .base
-                    .rename(&staging_dir, OsStr::new(staged), dir, name, no_flags);
+                    .rename(&staging_dir, staged_name, dir, name, no_flags);
             }
         }
         // The object is neither in `away/` nor staged, so it has a name in the tree.
@@ -699,7 +700,7 @@ impl<'a, B: Backing> Apply<'a, B> {
         &mut self,
         change: &EntryChange<'a>,
         inode: &B::Inode,
-        copy_at: &Staged,
+        copy_at: &StagedPath,
     ) -> Result<()> {
         let copy = self.find_staged(copy_at)?;
         if !self.shared || change.side.changes_attributes {

@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use firn_backing::{Attr, Backing, Errno, Kind, Placing, Result, SetTime, Time};
 
+use crate::change_log::StagedPath;
 use crate::claim::Owning;
 use crate::hidden::OwnLinks;
 use crate::inline_changes::InlineChanges;
@@ -34,6 +35,7 @@ struct ChangedAttributes<B: Backing> {
 }
 
 impl<B: Backing> ChangedAttributes<B> {
+    /// Copies the parts that concern attributes from a change.
     fn of(change: &Change<B>) -> Self {
         let times = |inline: &InlineChanges| (inline.mtime, inline.ctime);
         Self {
@@ -49,8 +51,10 @@ impl<B: Backing> ChangedAttributes<B> {
 }
 
 impl<B: Backing> LowerBacking<B> {
-    /// Makes a staged object with the attributes and the size of `inode`, without its data. Returns the attributes of
-    /// `inode`.
+    /// Makes a staged object `name` in `staging_dir`, with the attributes and the size of `inode` and without its data.
+    /// Returns the attributes of `inode`.
+    ///
+    /// An object of that name, which an earlier attempt left, is replaced.
     pub(crate) fn copy_object(
         &self,
         kind: Kind,
@@ -130,7 +134,7 @@ impl<B: Backing> Objects<B> {
     /// Returns the attributes of an object as programs see them.
     pub(crate) fn read_attr(&self, object: &Object<B>) -> Result<Attr> {
         let inner = object.inner.share();
-        let change = inner.look().change.as_deref().map(ChangedAttributes::of);
+        let change = inner.read().change.as_deref().map(ChangedAttributes::of);
         if let Some(attr) = change.as_ref().and_then(|change| change.frozen) {
             return Ok(attr);
         }
@@ -146,6 +150,10 @@ impl<B: Backing> Objects<B> {
         Ok(attr)
     }
 
+    /// Returns the attributes of an object that no transaction has frozen.
+    ///
+    /// `inode` is the object in the backing, `None` if it is new. `change` is its change in the open transaction. Of a
+    /// changed file, everything but the identity comes from the staged copy, and the blocks of both count.
     fn read_attr_of(
         &self,
         object: &Object<B>,
@@ -156,7 +164,7 @@ impl<B: Backing> Objects<B> {
         let Some(change) = change else {
             return self
                 .own_links
-                .attr_below(object, inode.ok_or(Errno::STALE)?);
+                .attr_without_own_links(object, inode.ok_or(Errno::STALE)?);
         };
         let copy = change
             .copy
@@ -169,7 +177,7 @@ impl<B: Backing> Objects<B> {
             // The staged name is not counted as a link.
             (None, Some(copy)) => Attr { nlink: 0, ..copy },
             (Some(inode), None) => {
-                let below = self.own_links.attr_below(object, inode)?;
+                let below = self.own_links.attr_without_own_links(object, inode)?;
                 match change.inline_times {
                     Some((mtime, ctime)) => Attr {
                         mtime,
@@ -180,7 +188,7 @@ impl<B: Backing> Objects<B> {
                 }
             }
             (Some(inode), Some(copy)) => {
-                let below = self.own_links.attr_below(object, inode)?;
+                let below = self.own_links.attr_without_own_links(object, inode)?;
                 let is_file = object.kind == Kind::File;
                 Attr {
                     mode: (below.mode & libc::S_IFMT) | (copy.mode & !libc::S_IFMT),
@@ -215,7 +223,7 @@ impl<B: Backing> Objects<B> {
         Ok(attr)
     }
 
-    /// Changes the attributes of an object, in the backing or in its staged copy.
+    /// Changes the attributes of an object with `change`, in the backing or in its staged copy.
     pub(crate) fn change_attributes(
         &self,
         object: &Arc<Object<B>>,
@@ -224,7 +232,9 @@ impl<B: Backing> Objects<B> {
         self.change_staged_copy(object, change, |change| change.attributes = true)
     }
 
-    /// Changes the attributes of a staged copy. `record_kind` records in the object what changed.
+    /// Calls `change` for the staged copy of an object, which is made if need be, and `record_kind` for the object's
+    /// change in the transaction. Without a transaction in buffer mode, `change` is called for the object in the
+    /// backing.
     fn change_staged_copy(
         &self,
         object: &Arc<Object<B>>,
@@ -247,13 +257,14 @@ impl<B: Backing> Objects<B> {
         Ok(())
     }
 
+    /// Sets the times of an object, in memory if the object has inline changes and only its modification time is set.
     pub(crate) fn set_times_of(
         &self,
         object: &Arc<Object<B>>,
         atime: SetTime,
         mtime: SetTime,
     ) -> Result<()> {
-        let is_inline = atime == SetTime::Keep && object.inner.share().look().inline().is_some();
+        let is_inline = atime == SetTime::Keep && object.inner.share().read().inline().is_some();
         if is_inline && self.set_inline_time(object, mtime)? {
             return Ok(());
         }
@@ -305,6 +316,8 @@ impl<B: Backing> Objects<B> {
         Ok(())
     }
 
+    /// Makes the staged copy of an object of the backing, named by the number of the change. Returns the copy, and the
+    /// attributes of the object in the backing.
     fn make_staged_copy(
         &self,
         scope: &Scope<B>,
@@ -312,19 +325,20 @@ impl<B: Backing> Objects<B> {
         inode: &B::Inode,
         number: u64,
     ) -> Result<(StagedCopy<B>, Attr)> {
-        let (staging_name, staging_dir) = scope.plain_staging_dir(&self.lower.base)?;
-        let text = number.to_string();
+        let staging_dir = scope.plain_staging_dir(&self.lower.base)?;
+        let name = number.to_string();
         let attr = self
             .lower
-            .copy_object(kind, inode, &staging_dir, OsStr::new(&text))?;
-        Ok((
-            StagedCopy {
-                staging_dir,
-                at: (staging_name, text),
-                kept_inode: None,
-                final_name: None,
+            .copy_object(kind, inode, &staging_dir.inode, OsStr::new(&name))?;
+        let copy = StagedCopy {
+            staging_dir: staging_dir.inode,
+            at: StagedPath {
+                dir: staging_dir.name,
+                name,
             },
-            attr,
-        ))
+            kept_inode: None,
+            final_name: None,
+        };
+        Ok((copy, attr))
     }
 }

@@ -261,7 +261,9 @@ impl<B: Backing> Files for TransactionalBacking<B> {
             Some((root, name)) => self.tree.intern(base, inode, found, &root, &name),
             None => self.tree.adopt_nameless(base, inode, found),
         };
-        let attr = self.own_links.attr_below(&object, &adopted.inode)?;
+        let attr = self
+            .own_links
+            .attr_without_own_links(&object, &adopted.inode)?;
         let file = TrackedFile::new(&object, adopted.access);
         Ok(Adopted {
             inode: object,

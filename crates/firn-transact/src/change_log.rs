@@ -39,20 +39,44 @@ const RETIRED_MAGICS: [&[u8; 8]; 3] = [b"FIRNREDO", b"FIRNSAVE", b"FIRNBKUP"];
 /// Stands for the number of the commit before the first one, which does not exist ([`ChangeLog::id_before`]).
 pub(crate) const NO_ID: u64 = u64::MAX;
 
-/// A name in a directory: the number of the directory's object, and the name's bytes.
-pub type EntryName = (u64, Vec<u8>);
+/// A name in a directory.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct EntryName {
+    /// Number of the directory's object in the log.
+    pub dir: u64,
+    /// Bytes of the name.
+    pub name: Vec<u8>,
+}
 
-/// Place of a staged object: the name of a directory below `new/`, and the name of the object in it.
-pub type Staged = (String, String);
+impl EntryName {
+    /// Returns `name` in the directory with this number.
+    pub fn new(dir: u64, name: impl Into<Vec<u8>>) -> Self {
+        Self {
+            dir,
+            name: name.into(),
+        }
+    }
+}
+
+/// Path of a staged object, below the directory `new/` of its transaction.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct StagedPath {
+    /// Name of the staging directory.
+    pub dir: String,
+    /// Name of the object in it.
+    pub name: String,
+}
 
 /// A name, and the number of the inode that it leads to.
 pub type Link = (Vec<u8>, u64);
 
 /// Identity of an object in the backing.
 ///
-/// A log outlives a mount of the file system and is read on other hosts. Device numbers do neither: a server, a
-/// pool or a disk that comes back may have another one. Nor is the time of birth compared: overlayfs makes a file
-/// anew when it is first written to, also by an attempt to apply a log, and only its inode number stays.
+/// A log outlives a mount of the file system and is read on other hosts. Its device number is left out, because the
+/// same file system may have another one on another host or after the next mount.
+///
+/// The birth time is left out too. Overlayfs makes a file anew at its first write, for example while a log is applied,
+/// and only the inode number remains.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Identity {
     /// Inode number.
@@ -110,7 +134,7 @@ pub enum BytesSource {
     /// In the staged copy of this side ([`EntrySide::copy_at`]), at the same offset.
     Copy,
     /// In another staged file, at the same offset.
-    File(Staged),
+    File(StagedPath),
     /// In the log itself.
     Inline(#[serde(with = "serde_bytes")] Vec<u8>),
 }
@@ -137,8 +161,8 @@ impl WrittenRange {
     }
 }
 
-/// The change of a file's bytes. In order: all bytes from `cut` on are cut off, the file gets its new size, and ranges are
-/// written.
+/// The change of a file's bytes. In order: all bytes from `cut` on are cut off, the file gets its new size, and ranges
+/// are written.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DataChange {
     /// Offset from which on the old bytes are cut off.
@@ -147,7 +171,8 @@ pub struct DataChange {
     pub size: u64,
     /// The ranges that are written.
     pub written: Vec<WrittenRange>,
-    /// Whether nothing of the old content was cut off. Then the file keeps what another host of the same commit appended.
+    /// Whether nothing of the old content was cut off. Then the file keeps what another host of the same commit
+    /// appended.
     pub grows: bool,
 }
 
@@ -172,7 +197,7 @@ pub struct Attributes {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EntrySide {
     /// The staged copy, which has the attributes and the bytes of [`BytesSource::Copy`].
-    pub copy_at: Option<Staged>,
+    pub copy_at: Option<StagedPath>,
     /// Change of the bytes; `None` if they do not change.
     pub data: Option<DataChange>,
     /// Attributes, if they change and there is no staged copy.
@@ -225,11 +250,11 @@ pub struct Entry {
     /// Names on the way from the scope's top down to the object, without the top.
     pub path: Vec<Link>,
     /// Place of a new object before the transaction is applied.
-    pub new_at: Option<Staged>,
+    pub new_at: Option<StagedPath>,
     /// Place of a removed object after the transaction is applied, if the log may be undone.
-    pub kept_at: Option<Staged>,
+    pub kept_at: Option<StagedPath>,
     /// A further link, in staging, to an object of the backing of which no other name is known.
-    pub anchor_at: Option<Staged>,
+    pub anchor_at: Option<StagedPath>,
     /// Identity in a copy of the tree; only in the log of a backup.
     pub portable: Option<PortableIdentity>,
     /// What the commit does to data and attributes.
@@ -268,19 +293,23 @@ impl Entry {
         self.names_before().chain(&self.after)
     }
 
-    /// Returns the places of all staged objects that the entry refers to.
-    fn staged(&self) -> impl Iterator<Item = &Staged> {
-        let object = [&self.new_at, &self.kept_at, &self.anchor_at];
-        let parts = [&self.redo, &self.undo];
-        let files = parts.into_iter().flat_map(|part| {
-            let written = part.data.iter().flat_map(|data| &data.written);
+    /// Returns the paths of all staged objects that the entry refers to.
+    fn staged_paths(&self) -> impl Iterator<Item = &StagedPath> {
+        let of_object = [&self.new_at, &self.kept_at, &self.anchor_at];
+        let sides = [&self.redo, &self.undo];
+        let of_copies = sides.into_iter().filter_map(|side| side.copy_at.as_ref());
+        let of_data = sides.into_iter().flat_map(|side| {
+            let written = side.data.iter().flat_map(|data| &data.written);
             written.filter_map(|range| match &range.source {
-                BytesSource::File(at) => Some(at),
+                BytesSource::File(path) => Some(path),
                 BytesSource::Copy | BytesSource::Inline(_) => None,
             })
         });
-        let copies = parts.into_iter().filter_map(|part| part.copy_at.as_ref());
-        object.into_iter().flatten().chain(copies).chain(files)
+        of_object
+            .into_iter()
+            .flatten()
+            .chain(of_copies)
+            .chain(of_data)
     }
 }
 
@@ -301,7 +330,7 @@ pub struct BackupContent {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StagedObject {
     /// Place in the staging directory.
-    pub at: Staged,
+    pub at: StagedPath,
     /// Attributes of the object. The files of a backup have other owners and modes, and only plain files are copied.
     pub attributes: Attributes,
     /// Device number, for a device file.
@@ -349,7 +378,7 @@ pub struct ChangeLog {
     pub can_be_undone: bool,
     /// The changed objects, and those that their names refer to.
     pub entries: Vec<Entry>,
-    /// Staged objects that the redo sides refer to; only in the log of a backup.
+    /// StagedPath objects that the redo sides refer to; only in the log of a backup.
     pub staged: Vec<StagedObject>,
 }
 
@@ -404,15 +433,15 @@ impl ChangeLog {
             check(parent_of(&self.scope) == parent_of(&top.path_after))?;
         }
         for entry in &self.entries {
-            for (_, name) in entry.names() {
-                check_name(name)?;
+            for entry_name in entry.names() {
+                check_name(&entry_name.name)?;
             }
             let names = [&entry.redo.names, &entry.undo.names].into_iter().flatten();
             for (name, _) in entry.path.iter().chain(names.flatten()) {
                 check_name(name)?;
             }
-            for at in entry.staged() {
-                check_staged(at)?;
+            for path in entry.staged_paths() {
+                check_staged(path)?;
             }
             for path in entry.portable.iter().flat_map(|known| &known.paths) {
                 check(!path.is_empty() && is_path(path))?;
@@ -431,7 +460,7 @@ impl ChangeLog {
     /// in the table.
     pub(crate) fn check_portable(&self) -> Result<(), LogError> {
         let numbers: BTreeSet<u64> = self.entries.iter().map(|entry| entry.number).collect();
-        let staged: BTreeSet<&Staged> = self.staged.iter().map(|object| &object.at).collect();
+        let staged: BTreeSet<&StagedPath> = self.staged.iter().map(|object| &object.at).collect();
         check(numbers.len() == self.entries.len() && !self.can_be_undone)?;
         for entry in &self.entries {
             let has_path = entry
@@ -441,17 +470,21 @@ impl ChangeLog {
             check(entry.number == 0 || entry.new_at.is_some() != has_path)?;
             check(entry.kept_at.is_none() && entry.undo == EntrySide::default())?;
             let needed = entry.new_at.iter().chain(&entry.redo.copy_at);
-            for at in needed {
-                check(staged.contains(at))?;
+            for path in needed {
+                check(staged.contains(path))?;
             }
             for range in entry.redo.data.iter().flat_map(|data| &data.written) {
                 check(!matches!(range.source, BytesSource::File(_)))?;
             }
-            for (dir, _) in entry.names() {
+            for EntryName { dir, .. } in entry.names() {
                 check(*dir == 0 || numbers.contains(dir))?;
             }
         }
-        for content in self.staged.iter().filter_map(|one| one.content.as_ref()) {
+        let contents = self
+            .staged
+            .iter()
+            .filter_map(|object| object.content.as_ref());
+        for content in contents {
             let mut end = 0;
             for &(from, to) in &content.ranges {
                 check(end <= from && from < to && to <= content.size)?;
@@ -483,13 +516,15 @@ fn check(is_right: bool) -> Result<(), LogError> {
     }
 }
 
+/// Returns `Damaged` unless `name` is a single component of a path.
 fn check_name(name: &[u8]) -> Result<(), LogError> {
     check(firn_trust::is_component(name))
 }
 
-fn check_staged((dir, name): &Staged) -> Result<(), LogError> {
-    check_name(dir.as_bytes())?;
-    check_name(name.as_bytes())
+/// Returns `Damaged` if the path leads out of `new/`.
+fn check_staged(path: &StagedPath) -> Result<(), LogError> {
+    check_name(path.dir.as_bytes())?;
+    check_name(path.name.as_bytes())
 }
 
 #[cfg(test)]
@@ -500,8 +535,11 @@ mod tests {
 
     const ELSEWHERE: [&str; 7] = ["", ".", "..", "../../etc", "/etc", "a/b", "a\0"];
 
-    fn staged(dir: &str, name: &str) -> Staged {
-        (dir.to_owned(), name.to_owned())
+    fn staged(dir: &str, name: &str) -> StagedPath {
+        StagedPath {
+            dir: dir.to_owned(),
+            name: name.to_owned(),
+        }
     }
 
     fn attributes(value: &[u8]) -> Attributes {
@@ -550,9 +588,9 @@ mod tests {
             names: Some(vec![(b"\xff\n".to_vec(), 9)]),
         };
         let entry = Entry {
-            before: vec![(0, b"a".to_vec())],
-            after: vec![(2, b"\xff\n".to_vec())],
-            unchanged_name: Some((0, b"b".to_vec())),
+            before: vec![EntryName::new(0, b"a")],
+            after: vec![EntryName::new(2, b"\xff\n")],
+            unchanged_name: Some(EntryName::new(0, b"b")),
             path: vec![(b"dir".to_vec(), 7), (b"file".to_vec(), 77)],
             new_at: Some(staged("d0", "3")),
             kept_at: Some(staged("u", "k3")),
@@ -595,8 +633,8 @@ mod tests {
     /// A log that goes with any copy of the tree.
     fn portable(id: u64, name: Vec<u8>, size: u64, crc: u32) -> ChangeLog {
         let changed = Entry {
-            before: vec![(0, name.clone())],
-            after: vec![(4, b"there".to_vec())],
+            before: vec![EntryName::new(0, name.clone())],
+            after: vec![EntryName::new(4, b"there")],
             portable: Some(PortableIdentity {
                 kind: 0o100_000,
                 size: Some(7),
@@ -616,7 +654,7 @@ mod tests {
         };
         let made = Entry {
             new_at: Some(staged("d0", "4")),
-            after: vec![(0, b"dir".to_vec())],
+            after: vec![EntryName::new(0, b"dir")],
             ..Entry::new(4, Identity::NONE, true)
         };
         let content = BackupContent {
@@ -658,9 +696,9 @@ mod tests {
     fn regression_a_log_whose_names_lead_elsewhere_is_none() {
         type Change = fn(&mut Entry, &str);
         let changes: [Change; 15] = [
-            |entry, name| entry.before[0].1 = name.into(),
-            |entry, name| entry.after[0].1 = name.into(),
-            |entry, name| entry.unchanged_name = Some((0, name.into())),
+            |entry, name| entry.before[0].name = name.into(),
+            |entry, name| entry.after[0].name = name.into(),
+            |entry, name| entry.unchanged_name = Some(EntryName::new(0, name)),
             |entry, name| entry.path[1].0 = name.into(),
             |entry, name| entry.new_at = Some(staged("d0", name)),
             |entry, name| entry.new_at = Some(staged(name, "1")),
@@ -744,7 +782,7 @@ mod tests {
         let changes: [Change; 5] = [
             |bad| bad.entries[0].portable = None,
             |bad| drop(bad.staged.pop()),
-            |bad| bad.entries[0].after[0].0 = 9,
+            |bad| bad.entries[0].after[0].dir = 9,
             |bad| bad.entries[1].number = 3,
             |bad| bad.staged[0].content.as_mut().expect("a file").ranges = vec![(5, 10)],
         ];

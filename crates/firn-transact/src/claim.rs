@@ -23,6 +23,7 @@ pub(crate) struct Claim {
     for_owners: Condvar,
 }
 
+/// How a claim is used now.
 #[derive(Default)]
 struct ClaimState {
     /// Number of threads that share the claim.
@@ -64,8 +65,8 @@ impl Claim {
         Owned(claim)
     }
 
-    /// Ends a share or an ownership with `change`, and wakes the threads that may go on.
-    fn let_go(&self, change: impl FnOnce(&mut ClaimState)) {
+    /// Ends a share or an ownership with `change`, and wakes the threads that may have the claim now.
+    fn release_with(&self, change: impl FnOnce(&mut ClaimState)) {
         let mut state = self.state.lock();
         change(&mut state);
         if state.waiting_owners == 0 {
@@ -81,7 +82,7 @@ pub(crate) struct Shared<C: Deref<Target = Claim>>(C);
 
 impl<C: Deref<Target = Claim>> Drop for Shared<C> {
     fn drop(&mut self) {
-        self.0.let_go(|state| state.sharers -= 1);
+        self.0.release_with(|state| state.sharers -= 1);
     }
 }
 
@@ -90,7 +91,7 @@ pub(crate) struct Owned<C: Deref<Target = Claim>>(C);
 
 impl<C: Deref<Target = Claim>> Drop for Owned<C> {
     fn drop(&mut self) {
-        self.0.let_go(|state| state.has_owner = false);
+        self.0.release_with(|state| state.has_owner = false);
     }
 }
 
@@ -197,7 +198,7 @@ pub(crate) struct View<'a, T>(&'a RwLock<T>);
 
 impl<T> View<'_, T> {
     /// Returns the value. The returned guard is a lock: its holder must not call the backing.
-    pub(crate) fn look(&self) -> impl Deref<Target = T> + '_ {
+    pub(crate) fn read(&self) -> impl Deref<Target = T> + '_ {
         self.0.read()
     }
 }
@@ -266,7 +267,7 @@ mod tests {
         let owned = value.own();
         *owned.edit() = 2;
         assert_none_held("a call");
-        let look = owned.look();
+        let look = owned.read();
         let refused = catch_unwind(|| assert_none_held("a call"));
         assert!(refused.is_err());
         assert_eq!(*look, 2);

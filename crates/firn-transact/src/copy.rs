@@ -88,6 +88,7 @@ fn copy_data<B: Backing>(base: &B, from: &B::File, to: &B::File, data: Range<u64
     Ok(())
 }
 
+/// Copies a range by reads and writes of this process. Bytes after the end of the source count as zeros.
 fn copy_data_through_memory<B: Backing>(
     base: &B,
     from: &B::File,
@@ -101,7 +102,7 @@ fn copy_data_through_memory<B: Backing>(
     let continue_copy = &mut |_: &[u8]| ControlFlow::Continue(());
     match copy_blocks(side(from), side(to), data.clone(), continue_copy) {
         Ok(()) | Err(CopyError::Stopped) => Ok(()),
-        // The source is shorter than the range. Bytes after its end count as zeros.
+        // The source is shorter than the range.
         Err(CopyError::EndsAt(offset)) => clear(base, to, offset..data.end),
         Err(CopyError::Read(errno) | CopyError::Write(errno)) => Err(errno),
     }

@@ -197,7 +197,7 @@ impl<B: Backing> FileData<B> {
         access: Access,
     ) -> Result<TrackedFile<B>> {
         let inner = object.inner.share();
-        let single_source = inner.look().single_source();
+        let single_source = inner.read().single_source();
         // The file is opened and closed at once, so that the program's open(2) gets the errors of the backing.
         let inode = match single_source {
             Some(LowerFile::StagedCopy) => inner.inode(&self.lower.base)?,
@@ -208,8 +208,9 @@ impl<B: Backing> FileData<B> {
         Ok(TrackedFile::new(object, access))
     }
 
+    /// Returns the size of a file without its inline changes, which never change it.
     fn size(&self, object: &Object<B>, inner: &View<'_, Inner<B>>) -> Result<u64> {
-        let is_staged = inner.look().staged_copy().is_some();
+        let is_staged = inner.read().staged_copy().is_some();
         let which = if is_staged {
             LowerFile::StagedCopy
         } else {
@@ -222,6 +223,8 @@ impl<B: Backing> FileData<B> {
             .size)
     }
 
+    /// Reads from `offset` on, with the changes of the transaction. Returns the number of bytes, which is smaller at
+    /// the end of the file. Fails with EBADF if the file is not open for reading.
     pub(crate) fn read_tracked(
         &self,
         file: &TrackedFile<B>,
@@ -230,7 +233,7 @@ impl<B: Backing> FileData<B> {
     ) -> Result<usize> {
         file.check_readable()?;
         let inner = file.object.inner.share();
-        let single_source = inner.look().single_source();
+        let single_source = inner.read().single_source();
         if let Some(which) = single_source {
             return self.lower.base.read_at(
                 &*file.object.lower_file(&self.lower.base, &inner, which)?,
@@ -255,7 +258,7 @@ impl<B: Backing> FileData<B> {
         let mut position = offset;
         while position < end {
             let unread = &mut buf[(position - offset) as usize..(end - offset) as usize];
-            let part = inner.look().resolve_and_copy(position, size, unread);
+            let part = inner.read().resolve_and_copy(position, size, unread);
             let part_end = part.end.min(end);
             let part_bytes = &mut unread[..(part_end - position) as usize];
             match part.source {
@@ -306,7 +309,7 @@ impl<B: Backing> FileData<B> {
         }
         self.prepare_write(&scope, object)?;
         let inner = object.inner.share();
-        let target = inner.look().target();
+        let target = inner.read().target();
         let staged_file = object.lower_file(&self.lower.base, &inner, target)?;
         let count = self.lower.base.write_at(&staged_file, data, offset)?;
         drop(inner);
@@ -384,7 +387,7 @@ impl<B: Backing> FileData<B> {
         query: impl FnOnce(&B::File) -> T,
     ) -> Option<T> {
         let inner = file.object.inner.share();
-        let which = match inner.look().single_source()? {
+        let which = match inner.read().single_source()? {
             LowerFile::Reader if file.access != Access::Read => LowerFile::Writer,
             which => which,
         };
@@ -437,7 +440,7 @@ impl<B: Backing> FileData<B> {
     /// Makes the staged copy that a write in the transaction needs, so that [`Inner::target`] can be written. Does
     /// nothing if there is one already, or if the object has no name.
     fn prepare_write(&self, scope: &Scope<B>, object: &Arc<Object<B>>) -> Result<()> {
-        let is_staged = object.inner.share().look().staged_copy().is_some();
+        let is_staged = object.inner.share().read().staged_copy().is_some();
         if is_staged || object.is_nameless() {
             return Ok(());
         }
@@ -469,7 +472,7 @@ impl<B: Backing> FileData<B> {
         };
         self.prepare_write(&scope, object)?;
         let inner = object.inner.own();
-        let target = inner.look().target();
+        let target = inner.read().target();
         let lower_file = object.lower_file(&self.lower.base, &inner, target)?;
         self.lower.base.set_len(&lower_file, len)?;
         if let Some(change) = &mut inner.edit().change {
@@ -505,7 +508,7 @@ impl<B: Backing> FileData<B> {
         }
         self.prepare_write(&scope, object)?;
         let owned = object.inner.own();
-        let target = owned.look().target();
+        let target = owned.read().target();
         let lower_file = object.lower_file(&self.lower.base, &owned, target)?;
         self.lower.base.allocate(&lower_file, mode, offset, len)?;
         let clears_bytes = mode & (libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_ZERO_RANGE) != 0;
@@ -534,7 +537,7 @@ impl<B: Backing> FileData<B> {
     ) -> Result<u64> {
         let object = &file.object;
         let inner = object.inner.share();
-        let single_source = inner.look().single_source();
+        let single_source = inner.read().single_source();
         if let Some(which) = single_source {
             return self.lower.base.seek(
                 &*object.lower_file(&self.lower.base, &inner, which)?,
@@ -545,7 +548,7 @@ impl<B: Backing> FileData<B> {
         let size = self.size(object, &inner)?;
         let mut position = offset;
         while position < size {
-            let part = inner.look().resolve_at(position, size);
+            let part = inner.read().resolve_at(position, size);
             let found = match (part.source, what) {
                 (PartSource::Hole, Seek::Hole) | (PartSource::Memory, Seek::Data) => {
                     return Ok(position);
@@ -594,7 +597,7 @@ impl<B: Backing> FileData<B> {
         let target = {
             let inner = object.inner.share();
             let which = if is_buffered {
-                inner.look().target()
+                inner.read().target()
             } else {
                 LowerFile::Writer
             };
@@ -610,7 +613,7 @@ impl<B: Backing> FileData<B> {
         if is_same_file && ranges_overlap {
             return Err(Errno::INVAL);
         }
-        let single_source = inner.look().single_source();
+        let single_source = inner.read().single_source();
         let count = match single_source {
             Some(which) => {
                 let source = from.object.lower_file(&self.lower.base, &inner, which)?;
@@ -638,7 +641,7 @@ impl<B: Backing> FileData<B> {
     pub(crate) fn sync_tracked(&self, file: &TrackedFile<B>, data_only: bool) -> Result<()> {
         let inner = file.object.inner.share();
         let which = {
-            let inner = inner.look();
+            let inner = inner.read();
             // An inline change becomes durable with the transaction's record, which includes its bytes.
             if inner.inline().is_some() {
                 return Ok(());

@@ -105,7 +105,7 @@ pub enum BeginError {
         "it exists: firn begin without --create opens a transaction in a directory that is there"
     )]
     Exists,
-    /// The transaction was to make its directory, and the mount has `participants`: each host would make the directory.
+    /// A transaction cannot create its directory on a mount with several hosts, because each host would create it.
     #[error(
         "with participants each host would make the directory: make it first, then firn begin without --create"
     )]
@@ -172,12 +172,12 @@ pub enum VoteError {
         id: u64,
     },
     /// A host gave the vote up or aborted its part.
-    #[error("{by} gave the commit up: {why}")]
+    #[error("{by} gave the commit up: {reason}")]
     GivenUp {
         /// Name of the host.
         by: String,
         /// The reason, for messages.
-        why: String,
+        reason: String,
     },
     /// The accesses of the hosts conflict.
     #[error("{} with other hosts", match .0.total { 1 => "1 conflict".to_owned(), n => format!("{n} conflicts") })]

@@ -5,7 +5,7 @@
 //! * a name in `kept/`, which a removed object has in shadow mode;
 //! * `.firn/` itself, which is one more subdirectory of the top.
 //!
-//! Promise: [`OwnLinks::attr_below`] subtracts a link if and only if the backing has counted it.
+//! Promise: [`OwnLinks::attr_without_own_links`] subtracts a link if and only if the backing has counted it.
 //!
 //! Race: attributes may be read while such a link is made or removed. A link is entered in the table before it is made,
 //! and its entry is removed after the link. While a link may be either there or not, a reader looks it up before and
@@ -25,10 +25,10 @@ use crate::scope::Scope;
 use crate::staging;
 use crate::tree::Tree;
 
-/// Serial number of links that belong to no transaction: no transaction has it.
+/// Serial number for links that belong to no transaction. No transaction has this number.
 const NO_SERIAL: u64 = 0;
 
-/// Links of Firn's own, which attributes do not show.
+/// Keeps Firn's own links out of the link counts that programs see.
 pub(crate) struct OwnLinks<B: Backing> {
     pub(crate) lower: Arc<LowerBacking<B>>,
     pub(crate) tree: Arc<Tree<B>>,
@@ -43,7 +43,11 @@ impl<B: Backing> OwnLinks<B> {
     }
 
     /// Returns the backing's attributes of an object, with Firn's own links subtracted.
-    pub(crate) fn attr_below(&self, object: &Object<B>, inode: &B::Inode) -> Result<Attr> {
+    pub(crate) fn attr_without_own_links(
+        &self,
+        object: &Object<B>,
+        inode: &B::Inode,
+    ) -> Result<Attr> {
         loop {
             let version = object.hides.load(Ordering::Acquire);
             if version & HAS_LINKS == 0 {
@@ -107,24 +111,25 @@ impl<B: Backing> OwnLinks<B> {
             return;
         }
         let mut table = self.tree.hidden.0.lock();
-        let Some(now) = table.get_mut(&object.key) else {
+        let Some(present_links) = table.get_mut(&object.key) else {
             return;
         };
-        now.retain(|link| {
+        present_links.retain(|link| {
             link.presence != LinkPresence::AboutToBeRemoved
-                || !links.iter().zip(exist).any(|one| {
-                    is_removed(one) && (one.0.serial, &one.0.name) == (link.serial, &link.name)
+                || !links.iter().zip(exist).any(|(removed, exists)| {
+                    is_removed((removed, exists))
+                        && (removed.serial, &removed.name) == (link.serial, &link.name)
                 })
         });
-        let has_links = !now.is_empty();
+        let has_links = !present_links.is_empty();
         if !has_links {
             table.remove(&object.key);
         }
         object.note_hidden_links(has_links);
     }
 
-    /// Enters a link of Firn's own, `name` in `dir`, before it is made.
-    pub(crate) fn hide_link(
+    /// Notes a link of Firn's own, `name` in `dir`, that the caller is about to make.
+    pub(crate) fn note_link_before_making(
         &self,
         scope: &Scope<B>,
         object: &Object<B>,
@@ -134,8 +139,8 @@ impl<B: Backing> OwnLinks<B> {
         self.enter_link(scope.serial, object, dir, name, LinkPresence::AboutToBeMade);
     }
 
-    /// Notes that the link was made.
-    pub(crate) fn link_is_hidden(
+    /// Notes that the link was made which [`Self::note_link_before_making`] has announced.
+    pub(crate) fn note_link_made(
         &self,
         scope: &Scope<B>,
         object: &Object<B>,
@@ -145,18 +150,19 @@ impl<B: Backing> OwnLinks<B> {
         self.enter_link(scope.serial, object, dir, name, LinkPresence::Exists);
     }
 
-    /// Notes that a removed object may have its visible name back, so that its own links may be gone.
-    pub(crate) fn link_may_go(&self, scope: &Scope<B>, object: &Object<B>) {
+    /// Notes that Firn's own links of an object may exist or not, because a move to `kept/` was taken back and may have
+    /// failed.
+    pub(crate) fn note_links_uncertain(&self, scope: &Scope<B>, object: &Object<B>) {
         let mut table = self.tree.hidden.0.lock();
         let Some(links) = table.get_mut(&object.key) else {
             return;
         };
         links.retain_mut(|link| {
-            let is_it = link.serial == scope.serial;
-            if is_it {
+            let is_of_scope = link.serial == scope.serial;
+            if is_of_scope {
                 link.presence = LinkPresence::AboutToBeMade;
             }
-            !(is_it && link.is_dir)
+            !(is_of_scope && link.is_dir)
         });
         let has_links = !links.is_empty();
         if !has_links {
@@ -165,6 +171,7 @@ impl<B: Backing> OwnLinks<B> {
         object.note_hidden_links(has_links);
     }
 
+    /// Enters a link in the table, or changes its presence to `Exists`.
     fn enter_link(
         &self,
         serial: u64,
@@ -179,11 +186,11 @@ impl<B: Backing> OwnLinks<B> {
             .iter_mut()
             .find(|link| link.serial == serial && link.name == name)
         {
-            // A caller that does not know whether its last call succeeded repeats it.
+            // A caller that repeats a failed call announces the same link again.
             Some(link) if presence == LinkPresence::Exists => link.presence = presence,
             Some(_) => {}
             None => {
-                // At the top it is not the directory itself that has a name which is not shown.
+                // The link at the top is the name `.firn` in it, and not a name of the top itself.
                 let is_dir = object.kind == Kind::Dir && serial != NO_SERIAL;
                 links.push(HiddenLink {
                     serial,
@@ -197,8 +204,8 @@ impl<B: Backing> OwnLinks<B> {
         object.note_hidden_links(true);
     }
 
-    /// Enters a link that an earlier firnd has made.
-    pub(crate) fn found_hidden(
+    /// Notes a link that an earlier firnd has made.
+    pub(crate) fn note_link_found(
         &self,
         serial: u64,
         key: Key,
@@ -217,8 +224,8 @@ impl<B: Backing> OwnLinks<B> {
         self.note_hidden_links_of(key);
     }
 
-    /// Enters a link that is removed when its transaction ends.
-    pub(crate) fn link_goes(&self, serial: u64, key: Key, dir: &B::Inode, name: String) {
+    /// Notes a link that exists until its transaction ends.
+    pub(crate) fn note_link_until_end(&self, serial: u64, key: Key, dir: &B::Inode, name: String) {
         let mut table = self.tree.hidden.0.lock();
         let links = table.entry(key).or_default();
         if !links
@@ -239,25 +246,27 @@ impl<B: Backing> OwnLinks<B> {
     }
 
     /// Notes that the top has the subdirectory `.firn/`, which programs do not see.
-    pub(crate) fn hide_own_top(&self) {
-        self.enter_own_top(LinkPresence::Exists);
+    pub(crate) fn note_staging_top(&self) {
+        self.enter_staging_top(LinkPresence::Exists);
     }
 
-    /// `LowerBacking::staging_dir`, of which the top shows nothing from its first instant on.
+    /// Makes the staging directory, and notes `.firn/` before it exists, so that programs never see it in the link
+    /// count of the top. Returns the staging directory.
     pub(crate) fn make_hidden_staging_dir(&self) -> std::result::Result<B::Inode, OwnError> {
-        self.enter_own_top(LinkPresence::AboutToBeMade);
+        self.enter_staging_top(LinkPresence::AboutToBeMade);
         let staging_dir = self.lower.staging_dir()?;
-        self.enter_own_top(LinkPresence::Exists);
+        self.enter_staging_top(LinkPresence::Exists);
         Ok(staging_dir)
     }
 
-    fn enter_own_top(&self, presence: LinkPresence) {
+    /// Enters the name `.firn` in the top of the backing.
+    fn enter_staging_top(&self, presence: LinkPresence) {
         let dir = self.lower.base.root();
         self.enter_link(NO_SERIAL, self.tree.top(), &dir, staging::TOP, presence);
     }
 
     /// Notes that the links of a transaction are about to be removed.
-    pub(crate) fn unhide(&self, scope: &Scope<B>) {
+    pub(crate) fn note_links_ending(&self, scope: &Scope<B>) {
         self.change_links(scope.serial, |link| {
             link.presence = LinkPresence::AboutToBeRemoved;
             true
@@ -265,18 +274,18 @@ impl<B: Backing> OwnLinks<B> {
     }
 
     /// Removes the entries of directories that an abort has put back in their places.
-    pub(crate) fn dirs_are_back(&self, scope: &Scope<B>) {
+    pub(crate) fn forget_links_of_dirs(&self, scope: &Scope<B>) {
         self.change_links(scope.serial, |link| !link.is_dir);
     }
 
     /// Removes all entries of a transaction, after its directory was removed.
-    pub(crate) fn links_are_gone(&self, scope: &Scope<B>) {
+    pub(crate) fn forget_links(&self, scope: &Scope<B>) {
         self.change_links(scope.serial, |_| false);
     }
 
     /// Changes the entries of a transaction's links. An entry for which `change` returns false is removed.
     fn change_links(&self, serial: u64, mut change: impl FnMut(&mut HiddenLink<B>) -> bool) {
-        let of_it: Vec<Key> = {
+        let keys_of_transaction: Vec<Key> = {
             let table = self.tree.hidden.0.lock();
             table
                 .iter()
@@ -284,7 +293,7 @@ impl<B: Backing> OwnLinks<B> {
                 .map(|(key, _)| *key)
                 .collect()
         };
-        for key in of_it {
+        for key in keys_of_transaction {
             let mut table = self.tree.hidden.0.lock();
             let Some(links) = table.get_mut(&key) else {
                 continue;

@@ -14,7 +14,8 @@ use std::sync::Arc;
 use firn_backing::{Access, Attr, Backing, Errno, RenameFlags, SetTime};
 
 use crate::change_log::{
-    BytesSource, ChangeLog, DataChange, Direction, Entry, EntrySide, LogError, NO_ID, WrittenRange,
+    BytesSource, ChangeLog, DataChange, Direction, Entry, EntrySide, LogError, NO_ID, StagedPath,
+    WrittenRange,
 };
 use crate::claim::Claim;
 use crate::copy::copy_with_holes;
@@ -24,7 +25,7 @@ use crate::object::Object;
 use crate::scope::Scope;
 use crate::scopes::Scopes;
 use crate::staging;
-use crate::transaction::handle::Found;
+use crate::transaction::handle::TransactionHandle;
 use crate::transactional::TransactionalBacking;
 use crate::tree::Tree;
 use crate::tree::path_of;
@@ -32,31 +33,36 @@ use crate::uses::Area;
 
 /// Directory below `new/` for the old bytes, attributes and objects that undo a commit.
 const UNDO_DIR: &str = "u";
-/// In `new/`: before the number of an object, its anchor ([`Entry::anchor_at`]).
+/// Prefix of the name of an anchor ([`Entry::anchor_at`]) in `new/`; the number of the object follows.
 pub(crate) const ANCHOR: &str = "l";
 
-fn name(serial: u64) -> String {
+/// Returns the name of the directory with a kept log.
+fn undo_dir_name(serial: u64) -> String {
     format!("undo-{serial}")
 }
 
-fn staged(name: String) -> Option<(String, String)> {
-    Some((UNDO_DIR.to_owned(), name))
+/// Returns the staged path of an object in `new/u/`.
+fn staged_in_undo_dir(name: String) -> StagedPath {
+    StagedPath {
+        dir: UNDO_DIR.to_owned(),
+        name,
+    }
 }
 
 /// Returns the serial numbers of the logs that lead back from the present state of a scope, newest first. Follows
-/// renames of the scope. `all` has all logs, newest first.
-fn chain_of(all: &[(u64, ChangeLog)], scope: &[u8]) -> Vec<u64> {
+/// renames of the scope. `logs` are all kept logs, newest first.
+fn chain_of(logs: &[(u64, ChangeLog)], scope: &[u8]) -> Vec<u64> {
     let mut chain = Vec::new();
-    let mut at = scope;
-    for (serial, log) in all {
-        if log.scope_after(Direction::Redo) != at {
+    let mut scope = scope;
+    for (serial, log) in logs {
+        if log.scope_after(Direction::Redo) != scope {
             continue;
         }
         chain.push(*serial);
         if log.top.as_ref().is_some_and(|top| top.is_new) {
             break;
         }
-        at = &log.scope;
+        scope = &log.scope;
     }
     chain
 }
@@ -88,7 +94,8 @@ impl<B: Backing> History<B> {
         }
     }
 
-    /// Adds the undo parts to a log and stages what they refer to. Does nothing without a history.
+    /// Adds the undo sides to a log, and stages the old bytes and attributes that they refer to. Does nothing without a
+    /// history.
     pub(crate) fn stage_undo(&self, scope: &Scope<B>, log: &mut ChangeLog) -> Result<(), Errno> {
         if self.commits_max == 0 {
             return Ok(());
@@ -106,19 +113,21 @@ impl<B: Backing> History<B> {
         let changed = scope.changed.lock().clone();
         for entry in &mut log.entries {
             let is_here = !entry.identity.elsewhere;
-            let known = || {
+            let object_in_use = || {
                 self.tree
                     .known((self.lower.device, entry.identity.ino))
                     .filter(|_| is_here)
             };
-            let object = changed.get(&entry.number).cloned().or_else(known);
-            // Directories above the scope are no part of it: a restore leaves their times alone.
+            let object = changed.get(&entry.number).cloned().or_else(object_in_use);
+            // Directories above the scope are not part of it, so a restore does not change their times.
             let object = object.filter(|object| scope.covers(object));
             self.stage_undo_of(entry, object.as_ref(), &dir)?;
         }
         Ok(())
     }
 
+    /// Adds the undo side to one entry. `object` is its object, if the object is in the scope and in use. `dir` is
+    /// `new/u/`.
     fn stage_undo_of(
         &self,
         entry: &mut Entry,
@@ -129,7 +138,7 @@ impl<B: Backing> History<B> {
             return Ok(());
         }
         if entry.after.is_empty() && !entry.before.is_empty() {
-            entry.kept_at = staged(format!("k{}", entry.number));
+            entry.kept_at = Some(staged_in_undo_dir(format!("k{}", entry.number)));
         }
         let below = object.and_then(|object| object.base());
         let (Some(object), Some(inode)) = (object, below) else {
@@ -149,7 +158,7 @@ impl<B: Backing> History<B> {
         Ok(())
     }
 
-    /// Stages a copy with the old attributes and the old bytes of the written ranges.
+    /// Stages a copy with the old attributes and the old bytes of the written ranges, and returns the undo side.
     fn stage_old_copy(
         &self,
         entry: &Entry,
@@ -161,12 +170,12 @@ impl<B: Backing> History<B> {
         let name = OsStr::new(&text);
         let old = self.lower.copy_object(object.kind, inode, dir, name)?;
         let mut part = EntrySide {
-            copy_at: staged(text.clone()),
+            copy_at: Some(staged_in_undo_dir(text.clone())),
             ..entry.undo.clone()
         };
         if let Some(data) = &entry.redo.data {
             part.data = Some(self.stage_old_bytes(inode, (dir, name), data, old.size)?);
-            // The copy has changed them, and the restored file gets those of its copy.
+            // The writes to the copy have changed its times, which the restored file will get.
             let copy = self.lower.base.lookup(dir, name)?.0;
             self.lower
                 .base
@@ -175,7 +184,8 @@ impl<B: Backing> History<B> {
         Ok(part)
     }
 
-    /// Copies the bytes that a commit of `data` overwrites or cuts off.
+    /// Copies the bytes that a commit of `data` overwrites or cuts off to the staged copy. Returns the change that
+    /// brings them back.
     fn stage_old_bytes(
         &self,
         inode: &B::Inode,
@@ -208,7 +218,8 @@ impl<B: Backing> History<B> {
         })
     }
 
-    /// Reads the few bytes that a commit overwrites, for the log itself.
+    /// Reads the few bytes that a commit overwrites. Returns the change that brings them back, with the bytes in the
+    /// log itself.
     fn read_old_bytes(
         &self,
         inode: &B::Inode,
@@ -236,8 +247,8 @@ impl<B: Backing> History<B> {
         })
     }
 
-    /// Keeps the log of an applied commit if it can be undone, and removes logs that are too old. Returns whether it is
-    /// kept.
+    /// Keeps the log of an applied commit if the commit can be undone, and removes the logs that are too old. Returns
+    /// whether the log is kept.
     pub(crate) fn keep_log(
         &self,
         firn: &B::Inode,
@@ -247,8 +258,8 @@ impl<B: Backing> History<B> {
         let is_kept = log.can_be_undone && self.commits_max > 0;
         if is_kept {
             let from = format!("tx-{serial}");
-            let to = name(serial);
-            // An attempt before this one may have come as far.
+            let to = undo_dir_name(serial);
+            // An earlier attempt may have renamed the directory already.
             if staging::find(&self.lower.base, firn, OsStr::new(&from))?.is_some() {
                 let no_flags = RenameFlags::empty();
                 self.lower
@@ -264,15 +275,16 @@ impl<B: Backing> History<B> {
             0
         };
         let scope = log.scope_after(Direction::Redo);
-        let all = self.all_undos()?;
-        let chain = chain_of(&all, if is_kept { scope } else { &log.scope });
-        let is_needed = |serial: &u64| chain.iter().take(count).any(|one| one == serial);
-        // Logs of an earlier directory of that name lead nowhere from here.
-        let of_scope = all.iter().filter(|(serial, log)| {
+        let logs = self.all_undo_logs()?;
+        let chain = chain_of(&logs, if is_kept { scope } else { &log.scope });
+        let is_needed = |serial: &u64| chain.iter().take(count).any(|needed| needed == serial);
+        // Logs of an earlier directory with the name of the scope do not lead back from the present state, so they are
+        // removed too.
+        let of_scope = logs.iter().filter(|(serial, log)| {
             log.scope_after(Direction::Redo) == scope || chain.contains(serial)
         });
         for (serial, _) in of_scope.filter(|(serial, _)| !is_needed(serial)) {
-            self.remove_undo(firn, &name(*serial))?;
+            self.remove_undo(firn, &undo_dir_name(*serial))?;
         }
         Ok(is_kept)
     }
@@ -285,7 +297,7 @@ impl<B: Backing> History<B> {
         dir: &B::Inode,
     ) -> Result<(), Errno> {
         if self.commits_max > 0
-            && staging::find(&self.lower.base, firn, OsStr::new(&name(serial)))?.is_some()
+            && staging::find(&self.lower.base, firn, OsStr::new(&undo_dir_name(serial)))?.is_some()
         {
             return self.clear_redo(dir);
         }
@@ -293,7 +305,7 @@ impl<B: Backing> History<B> {
             .remove_transaction(firn, dir, &format!("tx-{serial}"))
     }
 
-    /// Removes the files that only the redo of a kept log needs; those that an undo needs stay.
+    /// Removes the files of a kept log that only a redo needs.
     fn clear_redo(&self, dir: &B::Inode) -> Result<(), Errno> {
         for mark in [staging::OPEN, staging::ARENA, staging::BACKUP] {
             if staging::find(&self.lower.base, dir, OsStr::new(mark))?.is_some() {
@@ -316,6 +328,7 @@ impl<B: Backing> History<B> {
         Ok(())
     }
 
+    /// Removes a kept log with its directory. The log goes first, so that a crash leaves no log without its files.
     fn remove_undo(&self, firn: &B::Inode, undo: &str) -> Result<(), Errno> {
         let dir = staging::must_find_dir(&self.lower.base, firn, undo)?;
         self.lower.forget_records(&dir)?;
@@ -323,7 +336,7 @@ impl<B: Backing> History<B> {
         self.lower.base.rmdir(firn, OsStr::new(undo))
     }
 
-    /// Removes what an earlier firnd left of kept logs' redo files and of half-removed logs.
+    /// After a crash, completes interrupted work on kept logs: removes redo files, and directories without a log.
     pub(crate) fn clear_kept_logs(&self, firn: &B::Inode) -> Result<(), StoreError> {
         let mut is_synced = false;
         for (undo, ..) in staging::list(&self.lower.base, firn)? {
@@ -358,31 +371,31 @@ impl<B: Backing> History<B> {
         let Some(firn) = self.lower.find_staging_dir()? else {
             return Ok(());
         };
-        let _one = Claim::own(&self.numbers);
+        let _numbers = Claim::own(&self.numbers);
         let mut numbers = staging::load_commit_numbers(&self.lower.base, &firn)?;
         if numbers.remove(scope).is_some() {
             staging::store_commit_numbers(&self.lower.base, &firn, &numbers)?;
         }
-        for (serial, _) in self.undos(scope)? {
-            self.remove_undo(&firn, &name(serial))?;
+        for (serial, _) in self.undo_logs(scope)? {
+            self.remove_undo(&firn, &undo_dir_name(serial))?;
         }
         Ok(())
     }
 
-    /// Returns the logs that undo commits of a scope, with serial numbers, newest first.
-    fn undos(&self, scope: &[u8]) -> Result<Vec<(u64, ChangeLog)>, StoreError> {
-        let mut all = self.all_undos()?;
-        let chain = chain_of(&all, scope);
-        all.retain(|(serial, _)| chain.contains(serial));
-        Ok(all)
+    /// Returns the logs that lead back from the present state of a scope, with their serial numbers, newest first.
+    fn undo_logs(&self, scope: &[u8]) -> Result<Vec<(u64, ChangeLog)>, StoreError> {
+        let mut logs = self.all_undo_logs()?;
+        let chain = chain_of(&logs, scope);
+        logs.retain(|(serial, _)| chain.contains(serial));
+        Ok(logs)
     }
 
-    /// Returns all logs that undo commits, with serial numbers, newest first.
-    fn all_undos(&self) -> Result<Vec<(u64, ChangeLog)>, StoreError> {
+    /// Returns all kept logs with their serial numbers, newest first.
+    fn all_undo_logs(&self) -> Result<Vec<(u64, ChangeLog)>, StoreError> {
         let Some(firn) = self.lower.find_staging_dir()? else {
             return Ok(Vec::new());
         };
-        let mut found = Vec::new();
+        let mut logs = Vec::new();
         for (undo, ..) in staging::list(&self.lower.base, &firn)? {
             let text = String::from_utf8_lossy(&undo).into_owned();
             let Some(serial) = text
@@ -395,21 +408,21 @@ impl<B: Backing> History<B> {
             let dir = staging::must_find_dir(&self.lower.base, &firn, &text)
                 .map_err(|error| error.below(&self.lower.staging_path()))?;
             for file in [staging::COMMIT, staging::UNDO] {
-                found.extend(
+                logs.extend(
                     self.lower
                         .load_record(&dir, &text, file)?
                         .map(|record| (serial, record)),
                 );
             }
         }
-        found.sort_by_key(|(serial, _)| std::cmp::Reverse(*serial));
-        Ok(found)
+        logs.sort_by_key(|(serial, _)| std::cmp::Reverse(*serial));
+        Ok(logs)
     }
 
     /// Returns the numbers of the commits to which a scope can be restored, newest first.
     pub fn kept(&self, scope: &[u8]) -> Result<Vec<u64>, StoreError> {
         let undone = self
-            .undos(scope)?
+            .undo_logs(scope)?
             .into_iter()
             .filter_map(|(_, log)| log.id_before);
         Ok(self
@@ -430,12 +443,12 @@ impl<B: Backing> History<B> {
         if self.lower.committed(scope)? == Some(id) {
             return Ok(Vec::new());
         }
-        let undos = self.undos(scope)?;
-        match undos
+        let logs = self.undo_logs(scope)?;
+        match logs
             .iter()
             .position(|(_, log)| log.id_before == Some(id) && id != NO_ID)
         {
-            Some(last) => Ok(undos[..=last].iter().map(|(serial, _)| *serial).collect()),
+            Some(last) => Ok(logs[..=last].iter().map(|(serial, _)| *serial).collect()),
             None => Err(RestoreError::NotKept {
                 wanted: id,
                 kept: self.kept(scope)?,
@@ -445,13 +458,16 @@ impl<B: Backing> History<B> {
 }
 
 impl<B: Backing> TransactionalBacking<B> {
-    /// Undoes a commit, the newest of the scope at `root`. From the rename on it is a transaction that is decided:
-    /// where this fails later it is applied by [`Decided::apply`](crate::Decided::apply), the next
-    /// [`TransactionalBacking::restore`], or the next mount. The caller holds names and data.
+    /// Undoes the newest commit of the scope at `root`, whose log has this serial number. The caller keeps names and
+    /// data.
+    ///
+    /// From the rename of its directory on, the undo is a decided transaction. If it fails after the rename, it can be
+    /// completed by [`Decided::apply`](crate::Decided::apply), the next [`TransactionalBacking::restore`], or the next
+    /// mount.
     pub(crate) fn undo_commit(&self, root: &Arc<Object<B>>, serial: u64) -> Result<(), StoreError> {
         let firn = self.lower.staging_dir()?;
         let flags = RenameFlags::empty();
-        let undo = name(serial);
+        let undo = undo_dir_name(serial);
         let dir = staging::must_find_dir(&self.lower.base, &firn, &undo)?;
         let from = OsStr::new(staging::COMMIT);
         let to = OsStr::new(staging::UNDO);
@@ -459,14 +475,14 @@ impl<B: Backing> TransactionalBacking<B> {
             self.lower.base.rename(&dir, from, &dir, to, flags)?;
             self.lower.base.sync_dir(&dir)?;
         }
-        let gone = || StoreError::Record {
+        let missing_log = || StoreError::Record {
             path: format!("{}/{undo}/{}", self.lower.staging_path(), staging::UNDO),
             source: LogError::Damaged,
         };
         let record = self
             .lower
             .load_record(&dir, &undo, staging::UNDO)?
-            .ok_or_else(gone)?;
+            .ok_or_else(missing_log)?;
         let serial = self.scopes.next_serial();
         let scope = self
             .stored_scopes
@@ -483,13 +499,15 @@ impl<B: Backing> TransactionalBacking<B> {
         self.commits.apply_undo(serial)
     }
 
-    /// Restores checkpoint `id`: finishes the transaction that was prepared with it, or undoes what came after it,
-    /// commits too, as far as they are kept.
+    /// Restores the scope at `root` to the commit `id`.
+    ///
+    /// If `id` is the number of a prepared or decided transaction, its commit is finished. Otherwise the open
+    /// transaction and the commits after `id` are undone, as far as the history has their logs.
     pub fn restore(&self, root: &Arc<Object<B>>, id: u64) -> Result<(), RestoreError> {
-        if let Some(Found::Decided(commit)) = self.transaction_at(root)
+        if let Some(TransactionHandle::Decided(commit)) = self.transaction_at(root)
             && commit.is_undo()
         {
-            // An earlier attempt began it.
+            // An earlier restore failed while it undid this commit.
             commit.apply()?;
         }
         let found = self.transaction_at(root);

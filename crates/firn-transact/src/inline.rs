@@ -43,7 +43,7 @@ impl<B: Backing> Objects<B> {
             return Ok(None);
         };
         let size_and_bytes = |inline: &InlineChanges| (inline.size(), inline.len());
-        let known = owned.look().inline().map(size_and_bytes);
+        let known = owned.read().inline().map(size_and_bytes);
         let (size, before) = match known {
             Some(known) => known,
             None => (self.lower.base.attr(&base)?.size, 0),

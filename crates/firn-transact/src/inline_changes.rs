@@ -36,6 +36,7 @@ pub(crate) enum InlinePart<'a> {
 }
 
 impl InlineChanges {
+    /// Makes the changes of a file of `size` bytes that is not overwritten yet.
     pub(crate) fn new(size: u64) -> Self {
         let now = Time::now();
         Self {
@@ -46,6 +47,7 @@ impl InlineChanges {
         }
     }
 
+    /// Returns the size of the file in bytes.
     pub(crate) fn size(&self) -> u64 {
         self.size
     }
@@ -54,49 +56,56 @@ impl InlineChanges {
     pub(crate) fn len(&self) -> u64 {
         self.overwrites
             .values()
-            .map(|piece| piece.len() as u64)
+            .map(|bytes| bytes.len() as u64)
             .sum()
     }
 
     /// Returns offset and bytes of each overwrite, in order.
     pub(crate) fn overwrites(&self) -> impl Iterator<Item = (u64, &[u8])> {
-        self.overwrites.iter().map(|(&at, piece)| (at, &piece[..]))
+        self.overwrites
+            .iter()
+            .map(|(&offset, bytes)| (offset, &bytes[..]))
     }
 
-    /// Overwrites the bytes from `at` on. The caller makes sure that the file does not grow.
-    pub(crate) fn write(&mut self, at: u64, data: &[IoSlice<'_>]) {
-        let mut bytes: Vec<u8> = data.iter().flat_map(|part| part.iter().copied()).collect();
-        let mut start = at;
-        let end = at + bytes.len() as u64;
-        // Overwrites that overlap or touch the new one are merged with it; where they overlap, the new bytes count.
-        while let Some((&from, piece)) = self.overwrites.range(..=end).next_back()
-            && from + piece.len() as u64 >= start
+    /// Overwrites the bytes from `offset` on. The caller makes sure that the file does not grow.
+    pub(crate) fn write(&mut self, offset: u64, data: &[IoSlice<'_>]) {
+        let mut merged: Vec<u8> = data.iter().flat_map(|part| part.iter().copied()).collect();
+        let mut start = offset;
+        let end = offset + merged.len() as u64;
+        // Earlier overwrites that overlap or touch the new one are merged with it. Where they overlap, the new bytes
+        // count.
+        while let Some((&old_start, old)) = self.overwrites.range(..=end).next_back()
+            && old_start + old.len() as u64 >= start
         {
-            let piece = self.overwrites.remove(&from).expect("just found");
-            let until = from + piece.len() as u64;
-            if until > start + bytes.len() as u64 {
-                bytes.extend_from_slice(&piece[(start + bytes.len() as u64 - from) as usize..]);
+            let old = self
+                .overwrites
+                .remove(&old_start)
+                .expect("the overwrite was just found");
+            let merged_end = start + merged.len() as u64;
+            let old_end = old_start + old.len() as u64;
+            if old_end > merged_end {
+                merged.extend_from_slice(&old[(merged_end - old_start) as usize..]);
             }
-            if from < start {
-                bytes.splice(..0, piece[..(start - from) as usize].iter().copied());
-                start = from;
+            if old_start < start {
+                merged.splice(..0, old[..(start - old_start) as usize].iter().copied());
+                start = old_start;
             }
         }
-        self.overwrites.insert(start, bytes);
+        self.overwrites.insert(start, merged);
         self.mtime = Time::now();
         self.ctime = self.mtime;
     }
 
-    /// Returns the new bytes from `at` on, or the part of the file from `at` on that was not overwritten.
-    pub(crate) fn part_at(&self, at: u64) -> InlinePart<'_> {
-        if let Some((from, piece)) = self.overwrites.range(..=at).next_back()
-            && at < from + piece.len() as u64
+    /// Returns the contiguous part of the file that begins at `offset`: new bytes, or bytes that were not overwritten.
+    pub(crate) fn part_at(&self, offset: u64) -> InlinePart<'_> {
+        if let Some((start, bytes)) = self.overwrites.range(..=offset).next_back()
+            && offset < start + bytes.len() as u64
         {
-            return InlinePart::Overwritten(&piece[(at - from) as usize..]);
+            return InlinePart::Overwritten(&bytes[(offset - start) as usize..]);
         }
-        let next = self.overwrites.range(at..).next();
+        let next = self.overwrites.range(offset..).next();
         InlinePart::Unchanged {
-            end: next.map_or(u64::MAX, |(&from, _)| from),
+            end: next.map_or(u64::MAX, |(&start, _)| start),
         }
     }
 }

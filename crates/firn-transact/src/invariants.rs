@@ -1,7 +1,15 @@
-//! The invariants of the tables of a transaction, as the heads of the other files state them, asserted in debug builds.
+//! Checks of the tables of a transaction, as assertions in debug builds.
 //!
-//! Nothing here calls the backing. After a change of names all tables of the transaction are checked while they are small;
-//! after a change of one object, that object; before a prepare, a commit and an abort, everything.
+//! The invariants are stated at the heads of the files that own the tables (`object`, `scope`, `shadow`). When each
+//! check runs:
+//!
+//! | after or before | check |
+//! |---|---|
+//! | a change of names | all tables of the transaction, while it has few objects; otherwise the objects that were named |
+//! | a change of one object's data or attributes | this object |
+//! | a prepare, a commit, an abort | all tables, and the tree of objects |
+//!
+//! No check calls the backing. A failed check panics.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -12,12 +20,13 @@ use crate::object::{Change, Inner, Object};
 use crate::scope::Scope;
 use crate::tree::Tree;
 
-/// With more objects than this in a transaction, a change of names checks only the objects that it names: to check all
-/// after each change would take quadratic time.
-const FEW: usize = 64;
+/// A change of names checks all tables of transactions with at most this many objects. In larger transactions a check
+/// of all tables after each change would take quadratic time, so only the named objects are checked.
+const FULL_CHECK_OBJECTS_MAX: usize = 64;
 
 impl<B: Backing> Scope<B> {
-    /// After a change of names, which the caller still holds: `touched` are the objects that it named.
+    /// Checks the invariants after a change of names. `touched` are the objects that the change named. The caller still
+    /// keeps the names.
     pub(crate) fn check_names(&self, touched: &[&Arc<Object<B>>]) {
         if !cfg!(debug_assertions) {
             return;
@@ -26,7 +35,9 @@ impl<B: Backing> Scope<B> {
             .shadow
             .as_ref()
             .map_or(0, |shadow| shadow.saved_count());
-        if self.changed.lock().len() <= FEW && shadow_count <= FEW as u64 {
+        if self.changed.lock().len() <= FULL_CHECK_OBJECTS_MAX
+            && shadow_count <= FULL_CHECK_OBJECTS_MAX as u64
+        {
             check_tables(self);
         } else {
             touched
@@ -44,7 +55,7 @@ impl<B: Backing> Scope<B> {
 }
 
 impl<B: Backing> Tree<B> {
-    /// While nothing changes: the caller holds names and data.
+    /// Checks all invariants of a scope and of the tree. The caller keeps names and data.
     pub(crate) fn check_all(&self, scope: &Scope<B>) {
         if !cfg!(debug_assertions) {
             return;
@@ -63,6 +74,7 @@ impl<B: Backing> Tree<B> {
     }
 }
 
+/// Returns how many bytes of an object are in its inline changes.
 fn inline_bytes<B: Backing>(inner: &Inner<B>) -> u64 {
     inner.inline().map_or(0, |inline| {
         inline
@@ -72,7 +84,7 @@ fn inline_bytes<B: Backing>(inner: &Inner<B>) -> u64 {
     })
 }
 
-/// All objects of a transaction, and that their names and numbers of links say the same.
+/// Checks all objects of a transaction, and that names lead to each new object as often as its link count says.
 fn check_tables<B: Backing>(scope: &Scope<B>) {
     let changed = scope.changed.lock().clone();
     if let Some(shadow) = &scope.shadow {
@@ -108,7 +120,7 @@ fn check_tables<B: Backing>(scope: &Scope<B>) {
             continue;
         };
         let names = names.remove(&Arc::as_ptr(object)).unwrap_or(0);
-        // The table of its parent is not in the transaction.
+        // The parent of the scope's top is not in the transaction, so the name there is not counted above.
         let is_top = scope.names_in_root.is_none() && Arc::ptr_eq(object, &scope.root);
         let names = names + i64::from(is_top);
         let expected = match object.kind {
@@ -123,7 +135,7 @@ fn check_tables<B: Backing>(scope: &Scope<B>) {
     }
 }
 
-/// Counts how often names of a scope of names lead to objects.
+/// Adds the names that a scope of names changes in its directory to `names`, which counts the names of each object.
 fn count_names_in_root<B: Backing>(scope: &Scope<B>, names: &mut HashMap<*const Object<B>, i64>) {
     let Some(own) = &scope.names_in_root else {
         return;
@@ -138,7 +150,7 @@ fn count_names_in_root<B: Backing>(scope: &Scope<B>, names: &mut HashMap<*const 
     }
 }
 
-/// One object that is in a transaction, or was made in it and is nameless.
+/// Checks an object that has a change in the transaction, or that the transaction made and that has no name any more.
 fn check_object<B: Backing>(scope: &Scope<B>, object: &Arc<Object<B>>, inner: &Inner<B>) {
     if scope.has_names_in(object) {
         return;
@@ -197,6 +209,7 @@ fn check_object<B: Backing>(scope: &Scope<B>, object: &Arc<Object<B>>, inner: &I
     assert!(!change.removed || change.names.values().all(|named| named.object.is_none()));
 }
 
+/// Checks that the written ranges of a change are in order and do not touch each other.
 fn check_written<B: Backing>(change: &Change<B>) {
     let mut end = None;
     for range in change.written.iter() {

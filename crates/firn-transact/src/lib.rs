@@ -10,8 +10,8 @@
 //!
 //! In shadow mode ([`shadow`]) changes go to the backing at once, after the old state was saved.
 //!
-//! [`TransactionalBacking`] is a list of parts, each a struct with its own fields, locks and methods, made with parts below it.
-//! It keeps the operations of the backing's traits, and those that need many parts.
+//! [`TransactionalBacking`] is a list of parts, each a struct with its own fields, locks and methods, made with parts
+//! below it. It keeps the operations of the backing's traits, and those that need many parts.
 //!
 //! Each layer calls only those above it in this table.
 //!
@@ -91,12 +91,12 @@ pub use names_ballot::{NamesAttempt, NamesBallot, NamesBallots, NamesEntry, Name
 pub use object::Object;
 pub use paths::parent_of;
 pub use plain::{PlainBacking, PlainDir, PlainInode};
-pub use recovery::{LivingTransactions, Opening, Outcome};
+pub use recovery::{LivingTransactions, Opening, RecoveryOutcome};
 pub use report::TransactionFigures;
 pub use scope::{ArenaId, Stage};
 pub use shadow::Mode;
 pub use staging::TOP;
-pub use transaction::handle::{Decided, Found, Open, Place, Prepared};
+pub use transaction::handle::{Decided, Open, Prepared, QuiesceTarget, TransactionHandle};
 pub use transaction::top::TopMaker;
 pub use transactional::TransactionalBacking;
 pub use vote::{Verdict, Vote};

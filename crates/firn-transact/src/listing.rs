@@ -66,7 +66,7 @@ impl<B: Backing> Dirs<B> {
         }
     }
 
-    /// Opens a directory. Fails with NOTDIR or STALE if the object is no directory or no longer exists.
+    /// Opens a directory. Fails with ENOTDIR if the object is no directory, and with ESTALE if it no longer exists.
     pub(crate) fn open_tracked_dir(&self, object: &Arc<Object<B>>) -> Result<TrackedDir<B>> {
         let entries = self.list_shown(object)?;
         Ok(TrackedDir {
@@ -88,12 +88,12 @@ impl<B: Backing> Dirs<B> {
         }
         let entries = Arc::clone(&dir.entries.lock());
         let from = usize::try_from(cookie).map_err(|_| Errno::INVAL)?;
-        for (at, entry) in entries.iter().enumerate().skip(from) {
+        for (index, entry) in entries.iter().enumerate().skip(from) {
             let entry = DirEntry {
                 name: &entry.name,
                 ino: entry.ino,
                 kind: entry.kind,
-                cookie: at as i64 + 1,
+                cookie: index as i64 + 1,
             };
             if !sink(entry) {
                 break;
@@ -121,7 +121,7 @@ impl<B: Backing> Dirs<B> {
         }
         let inner = object.inner.share();
         let (base, is_changed, is_removed) = {
-            let inner = inner.look();
+            let inner = inner.read();
             let change = inner.change.as_ref();
             let is_removed = change.is_some_and(|change| change.removed);
             (inner.base.clone(), change.is_some(), is_removed)
@@ -133,10 +133,10 @@ impl<B: Backing> Dirs<B> {
         if let Some(inode) = &base {
             let is_top = object.parent().is_none();
             let tops = self.tops.top_names_in(object);
-            let below = staging::list(&self.lower.base, inode)?;
-            let inner = inner.look();
+            let entries_in_backing = staging::list(&self.lower.base, inode)?;
+            let inner = inner.read();
             let change = inner.change.as_ref();
-            for (name, ino, kind) in below {
+            for (name, ino, kind) in entries_in_backing {
                 let name = OsString::from_vec(name);
                 let is_hidden = is_top && name == OsStr::new(staging::TOP);
                 let is_hidden = is_hidden || tops.iter().any(|top| top.name == name);
@@ -151,12 +151,12 @@ impl<B: Backing> Dirs<B> {
         } else if !is_changed {
             return Err(Errno::STALE);
         }
-        if let Some(change) = &inner.look().change {
-            let made = change
+        if let Some(change) = &inner.read().change {
+            let added = change
                 .names
                 .iter()
                 .filter_map(|(name, named)| Some((name, named.object.as_ref()?)));
-            entries.extend(made.map(|(name, object)| ListedEntry {
+            entries.extend(added.map(|(name, object)| ListedEntry {
                 name: name.clone(),
                 ino: object.key.1,
                 kind: Some(object.kind),

@@ -49,7 +49,9 @@ use firn_backing::Backing;
 use self::commit::Plan;
 use self::prepare::AfterVote;
 use crate::error::{AbortError, BeginError, StageError, TransactionError, VoteError};
-use crate::transaction::handle::{Decided, Found, Known, Open, Place, Prepared};
+use crate::transaction::handle::{
+    Decided, Open, Prepared, QuiesceTarget, ScopeTransactions, TransactionHandle,
+};
 use crate::transaction::top::TopMaker;
 use crate::transactional::TransactionalBacking;
 use crate::unanswered::Unanswered;
@@ -108,10 +110,13 @@ pub struct Committed {
 /// The next step of a request, with the step's inputs. `then` is the step that follows.
 enum Step<'a, B: Backing> {
     /// Applies an earlier commit of the directory where a new transaction could not begin otherwise.
-    Clear { path: Vec<u8>, known: Known<'a, B> },
+    Clear {
+        path: Vec<u8>,
+        transactions: ScopeTransactions<'a, B>,
+    },
     /// Begins a transaction in an existing directory.
     Begin {
-        place: Place<'a, B>,
+        target: QuiesceTarget<'a, B>,
         path: Vec<u8>,
         then: Box<Self>,
     },
@@ -135,7 +140,10 @@ enum Step<'a, B: Backing> {
         then: AfterVote,
     },
     /// Decides the commit durably. Nothing is undone from here on.
-    Decide { found: Found<'a, B>, plan: Plan },
+    Decide {
+        transaction: TransactionHandle<'a, B>,
+        plan: Plan,
+    },
     /// Applies the decided commit to the backing. Programs see the committed tree already.
     Apply { commit: Decided<'a, B>, plan: Plan },
     /// Waits until the other hosts have applied the commit.
@@ -147,25 +155,28 @@ enum Step<'a, B: Backing> {
     },
     /// Decides for all hosts that the transaction is not committed, and makes further changes in the scope fail.
     CallOff {
-        found: Found<'a, B>,
+        transaction: TransactionHandle<'a, B>,
         then: Box<Self>,
     },
     /// Undoes all changes of the transaction.
     Undo {
-        found: Found<'a, B>,
+        transaction: TransactionHandle<'a, B>,
         then: Box<Self>,
     },
     /// Finishes a restore that failed.
     FinishUndo {
         path: Vec<u8>,
-        known: Known<'a, B>,
+        transactions: ScopeTransactions<'a, B>,
         id: u64,
     },
     /// Commits the transaction that was prepared or decided under the requested number. Data written since is dropped.
-    FinishCommit { found: Found<'a, B>, id: u64 },
+    FinishCommit {
+        transaction: TransactionHandle<'a, B>,
+        id: u64,
+    },
     /// Undoes the open transaction and the commits after the requested one.
     Restore {
-        place: Place<'a, B>,
+        target: QuiesceTarget<'a, B>,
         path: Vec<u8>,
         pending: Pending,
         id: u64,
@@ -241,14 +252,17 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
     /// After an error the transaction is in the stage that the last successful step left, and the request can be
     /// repeated.
     pub fn run(&self, verb: Verb<'a>, path: &[u8]) -> Result<Answer, TransactionError> {
-        let result = self.find_step(verb, path).and_then(|step| self.go_on(step));
+        let result = self
+            .find_step(verb, path)
+            .and_then(|step| self.run_steps(step));
         result.or_else(|error| self.explain(verb, path, error))
     }
 
     /// Aborts a transaction: takes the steps `CallOff` and `Undo`.
-    pub fn abort(&self, found: Found<'a, B>) -> Result<(), TransactionError> {
+    pub fn abort(&self, transaction: TransactionHandle<'a, B>) -> Result<(), TransactionError> {
         let then = Box::new(Step::Over(Answer::Done));
-        self.go_on(Step::CallOff { found, then }).map(drop)
+        self.run_steps(Step::CallOff { transaction, then })
+            .map(drop)
     }
 
     /// Applies a decided commit and notes its end. Does nothing if the commit is applied already.
@@ -263,14 +277,17 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
     ///
     /// An open transaction is undone, and a decided commit is applied. A prepared transaction waits for the next mount;
     /// data written after its prepare is dropped.
-    pub fn leave(&self, found: &Found<'a, B>) -> Result<(), TransactionError> {
-        match found.look_again() {
-            Some(open @ Found::Open(_)) => self.abort(open),
-            Some(Found::Decided(commit)) => self.apply(&commit),
-            Some(prepared @ Found::Prepared(_)) => {
+    pub fn end_at_unmount(
+        &self,
+        transaction: &TransactionHandle<'a, B>,
+    ) -> Result<(), TransactionError> {
+        match transaction.refresh() {
+            Some(open @ TransactionHandle::Open(_)) => self.abort(open),
+            Some(TransactionHandle::Decided(commit)) => self.apply(&commit),
+            Some(prepared @ TransactionHandle::Prepared(_)) => {
                 prepared.refuse_changes()?;
-                let place = Place::scope(prepared.handle());
-                self.mount.quiesce(&place, Pending::Discard, |_| Ok(()))
+                let target = QuiesceTarget::scope(prepared.scope_ref());
+                self.mount.quiesce(&target, Pending::Discard, |_| Ok(()))
             }
             None => Ok(()),
         }
@@ -286,29 +303,29 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         if !matches!(verb, Verb::Commit(_)) {
             self.store.forget_unanswered(path);
         }
-        let known = self.store.known_at(path);
+        let transactions = self.store.transactions_at_path(path);
         match verb {
             Verb::Begin | Verb::Create(_) => Ok(Step::Clear {
                 path: path.to_vec(),
-                known,
+                transactions,
             }),
             Verb::Prepare(id) => {
-                self.write_back(&known);
-                self.find_prepare(path, known, id)
+                self.write_back(&transactions);
+                self.find_prepare(path, transactions, id)
             }
             Verb::Commit(options) => {
-                self.write_back(&known);
-                self.find_commit(path, known, options)
+                self.write_back(&transactions);
+                self.find_commit(path, transactions, options)
             }
             Verb::Abort => {
-                self.write_back(&known);
-                self.find_abort(path, known)
+                self.write_back(&transactions);
+                self.find_abort(path, transactions)
             }
             Verb::Restore(id) => {
-                self.write_back(&known);
+                self.write_back(&transactions);
                 Ok(Step::FinishUndo {
                     path: path.to_vec(),
-                    known,
+                    transactions,
                     id,
                 })
             }
@@ -316,11 +333,11 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
     }
 
     /// Takes steps until the request is over, and returns its answer. The first failed step ends the request.
-    fn go_on(&self, mut step: Step<'a, B>) -> Result<Answer, TransactionError> {
+    fn run_steps(&self, mut step: Step<'a, B>) -> Result<Answer, TransactionError> {
         loop {
             step = match step {
                 Step::Over(answer) => return Ok(answer),
-                step => self.take(step)?,
+                step => self.take_step(step)?,
             };
         }
     }
@@ -329,10 +346,10 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
     ///
     /// If the step fails after its commit may have been applied, the commit is noted as unanswered for a repeated
     /// request.
-    fn take(&self, step: Step<'a, B>) -> Result<Step<'a, B>, TransactionError> {
+    fn take_step(&self, step: Step<'a, B>) -> Result<Step<'a, B>, TransactionError> {
         tracing::trace!(step = step.name(), "step of a transaction");
         let commit = step.commit_to_answer();
-        let next = self.take_step(step);
+        let next = self.dispatch_step(step);
         if let (Err(_), Some(commit)) = (&next, commit) {
             self.store.note_unanswered(commit);
         }
@@ -340,31 +357,35 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
     }
 
     /// Calls the function of the step. That function alone chooses the next step.
-    fn take_step(&self, step: Step<'a, B>) -> Result<Step<'a, B>, TransactionError> {
+    fn dispatch_step(&self, step: Step<'a, B>) -> Result<Step<'a, B>, TransactionError> {
         match step {
-            Step::Clear { path, known } => self.clear(path, known),
-            Step::Begin { place, path, then } => self.begin(&place, &path, *then),
+            Step::Clear { path, transactions } => self.clear(path, transactions),
+            Step::Begin { target, path, then } => self.begin(&target, &path, *then),
             Step::Create { path, maker } => self.create(&path, maker),
             Step::ApplyBefore { commit, open, goal } => self.apply_before(commit, open, goal),
             Step::Prepare { open, id, then } => self.prepare(&open, id, then),
             Step::Vote { prepared, then } => self.vote(prepared, then),
-            Step::Decide { found, plan } => self.decide(&found, plan),
+            Step::Decide { transaction, plan } => self.decide(&transaction, plan),
             Step::Apply { commit, plan } => self.apply_decided(commit, plan),
             Step::AwaitHosts { commit, plan } => self.await_hosts(&commit, plan),
             Step::AnswerApplied {
                 commit,
                 begins_next,
             } => self.answer_applied(commit, begins_next),
-            Step::CallOff { found, then } => self.call_off(found, then),
-            Step::Undo { found, then } => self.undo(&found, *then),
-            Step::FinishUndo { path, known, id } => self.finish_undo(path, known, id),
-            Step::FinishCommit { found, id } => self.finish_commit(&found, id),
+            Step::CallOff { transaction, then } => self.call_off(transaction, then),
+            Step::Undo { transaction, then } => self.undo(&transaction, *then),
+            Step::FinishUndo {
+                path,
+                transactions,
+                id,
+            } => self.finish_undo(path, transactions, id),
+            Step::FinishCommit { transaction, id } => self.finish_commit(&transaction, id),
             Step::Restore {
-                place,
+                target,
                 path,
                 pending,
                 id,
-            } => self.restore(&place, &path, pending, id),
+            } => self.restore(&target, &path, pending, id),
             over @ Step::Over(_) => Ok(over),
         }
     }
@@ -390,7 +411,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
             }),
             Goal::Commit(options) => self.plan_commit(open.into(), options),
             Goal::Restore(id) => {
-                let path = open.handle().scope_path().to_vec();
+                let path = open.scope_ref().scope_path().to_vec();
                 self.choose_restore(path, Some(open.into()), id)
             }
         }
@@ -409,9 +430,9 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         let stopped = self.store.to_be_stopped();
         if !matches!(verb, Verb::Abort)
             && stopped.iter().any(|scope| scope == path)
-            && let Some(found) = self.store.current_transaction(path)
+            && let Some(transaction) = self.store.current_transaction(path)
         {
-            self.abort(found)?;
+            self.abort(transaction)?;
         }
         let Some(host) = self.store.stopped_by(path) else {
             return Err(error);
@@ -438,8 +459,8 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
     /// Makes the kernel write back shared mappings of an open transaction, because these stores are part of it.
     ///
     /// Does nothing once the transaction is prepared: the writes would wait for the outcome.
-    fn write_back(&self, known: &Known<'a, B>) {
-        if let Some(open @ Found::Open(_)) = &known.undecided {
+    fn write_back(&self, transactions: &ScopeTransactions<'a, B>) {
+        if let Some(open @ TransactionHandle::Open(_)) = &transactions.undecided {
             self.mount.write_back(&open.path_now());
         }
     }
@@ -451,7 +472,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
     }
 
     /// Notes the end of this host's part, and stops recording which bytes and names its programs use.
-    fn end_part(&self, event: Event, scope: &[u8], id: Option<u64>) {
+    fn end_local_part(&self, event: Event, scope: &[u8], id: Option<u64>) {
         self.note_end(event, scope, id);
         self.end_accesses(scope);
     }
@@ -469,14 +490,14 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         &self,
         mut attempt: impl FnMut() -> Result<T, TransactionError>,
     ) -> Result<T, TransactionError> {
-        let mut rest = self.mount.begin_wait();
+        let mut wait_again = self.mount.begin_wait();
         loop {
             match attempt() {
                 Err(
                     TransactionError::Vote(VoteError::LastVoteNotOver { .. })
                     | TransactionError::Begin(BeginError::NotOver { .. })
                     | TransactionError::Abort(AbortError::Stopping { .. }),
-                ) if rest() => {}
+                ) if wait_again() => {}
                 done => return done,
             }
         }

@@ -1,8 +1,10 @@
 //! [`Entries`]: look-ups of names, and creates, renames, links and removals, with the changes of transactions.
 //!
 //! In buffer mode a change of names is noted in the tables of the transaction; the errors are those that the backing
-//! would return. In shadow mode and outside of transactions the change goes to the backing. "The caller keeps the
-//! names" means that it has a guard of [`crate::waiting`] for the directories.
+//! would return. In shadow mode and outside of transactions the change goes to the backing.
+//!
+//! The caller *keeps the names* of a directory if it has a guard of [`crate::waiting`] for the directory. No other
+//! thread changes these names meanwhile.
 
 use std::ffi::OsStr;
 use std::sync::Arc;
@@ -11,6 +13,7 @@ use std::sync::atomic::Ordering;
 use firn_backing::{Attr, Backing, Errno, Kind, Placing, Remove, RenameFlags, Result, Time};
 
 use crate::attributes::Objects;
+use crate::change_log::StagedPath;
 use crate::hidden::OwnLinks;
 use crate::listing::Dirs;
 use crate::lower_backing::LowerBacking;
@@ -64,10 +67,12 @@ impl<B: Backing> Entries<B> {
         }
     }
 
+    /// Returns whether a name is that of Firn's own directory, which programs do not see.
     pub(crate) fn is_hidden(&self, parent: &Arc<Object<B>>, name: &OsStr) -> bool {
         parent.parent().is_none() && name == staging::TOP
     }
 
+    /// Returns the object of a name and its attributes, as programs see them. Fails with NOENT if there is none.
     pub(crate) fn look_up(
         &self,
         parent: &Arc<Object<B>>,
@@ -76,8 +81,8 @@ impl<B: Backing> Entries<B> {
         let _names = self.admission.share_names(parent);
         let found = self.find_entry(parent, name)?.ok_or(Errno::NOENT)?;
         let object = found.object;
-        let as_below = found.attr.filter(|_| self.shows_attr_below(&object));
-        let attr = as_below.map_or_else(|| self.objects.read_attr(&object), Ok)?;
+        let unchanged_attr = found.attr.filter(|_| self.shows_attr_below(&object));
+        let attr = unchanged_attr.map_or_else(|| self.objects.read_attr(&object), Ok)?;
         Ok((object, attr))
     }
 
@@ -99,7 +104,7 @@ impl<B: Backing> Entries<B> {
             TopName::Reserved => return Ok(None),
         }
         let inner = parent.inner.share();
-        if let Some(change) = &inner.look().change
+        if let Some(change) = &inner.read().change
             && let Some(found) = change.names.get(name)
         {
             return Ok(found.object.clone().map(FoundName::without_attr));
@@ -107,7 +112,7 @@ impl<B: Backing> Entries<B> {
         if self.is_hidden(parent, name) {
             return Ok(None);
         }
-        // A new directory's staged copy is empty, and says what is wrong with a name.
+        // The staged copy of a new directory is empty, but a look-up there returns the right error for an invalid name.
         let inode = inner
             .base()
             .map_or_else(|| inner.inode(&self.lower.base), Ok)?;
@@ -123,14 +128,17 @@ impl<B: Backing> Entries<B> {
     /// Returns whether programs see the attributes that the backing just returned for an object, without changes by
     /// Firn.
     fn shows_attr_below(&self, object: &Object<B>) -> bool {
-        let is_changed = object.inner.share().look().change.is_some();
+        let is_changed = object.inner.share().read().change.is_some();
         !is_changed
             && !object.may_hide_links()
             && !object.is_gone()
             && !self.tops.has_tops_in(object)
     }
 
-    /// Makes a new object. `make` creates it in the backing, in the directory and under the name that it is given.
+    /// Makes a new object with `make`, which creates it in the backing at the place that it is given. Returns the
+    /// object and its attributes.
+    ///
+    /// In a transaction in buffer mode the object is made in the staging directory, and only the tables have its name.
     pub(crate) fn make_object(
         &self,
         parent: &Arc<Object<B>>,
@@ -147,47 +155,75 @@ impl<B: Backing> Entries<B> {
             return Err(Errno::NOENT);
         }
         self.tops.must_not_be_top(parent, name)?;
-        let within = scope.clone();
+        let shadow_scope = scope.clone();
         let Some(scope) = self.originals.buffering_scope(scope, parent, NO_BYTES)? else {
-            let dir = parent.inode(&self.lower.base)?;
-            let new = NewObject {
-                dir: &dir,
-                name,
-                placing: Placing::Named { parent: &dir, name },
-            };
-            let (inode, attr) = make(&new)?;
-            if let Some(shadow) = shadow_of(&within) {
-                shadow.add_new(attr.ino);
-            }
-            return Ok((
-                self.tree
-                    .intern(&self.lower.base, inode, &attr, parent, name),
-                attr,
-            ));
+            let shadow = shadow_of(&shadow_scope);
+            return self.make_in_backing(parent, name, shadow, make);
         };
         if parent.kind != Kind::Dir {
             return Err(Errno::NOTDIR);
         }
-        let exists = self.find_name(parent, name)?;
+        let existing = self.find_name(parent, name)?;
         let dir = parent.inode(&self.lower.base)?;
-        if exists.is_some() {
+        if existing.is_some() {
             return Err(Errno::EXIST);
         }
         self.must_exist(parent)?;
-        let (staging_name, staging_dir) = scope.staging_dir_for(&self.lower.base, &dir)?;
-        let number = scope.next_number();
-        let text = number.to_string();
+        self.make_staged(&scope, parent, &dir, name, make)
+    }
+
+    /// Makes a new object under its name in the backing. `shadow` is the saved state of the transaction in shadow mode,
+    /// if the object belongs to one.
+    fn make_in_backing(
+        &self,
+        parent: &Arc<Object<B>>,
+        name: &OsStr,
+        shadow: Option<&Shadow<B>>,
+        make: impl FnOnce(&NewObject<'_, B>) -> Result<(B::Inode, Attr)>,
+    ) -> Result<(Arc<Object<B>>, Attr)> {
+        let dir = parent.inode(&self.lower.base)?;
         let new = NewObject {
-            dir: &staging_dir,
-            name: OsStr::new(&text),
+            dir: &dir,
+            name,
             placing: Placing::Named { parent: &dir, name },
+        };
+        let (inode, attr) = make(&new)?;
+        if let Some(shadow) = shadow {
+            shadow.add_new(attr.ino);
+        }
+        let object = self
+            .tree
+            .intern(&self.lower.base, inode, &attr, parent, name);
+        Ok((object, attr))
+    }
+
+    /// Makes a new object in the staging directory, and enters it with its name in the tables of the transaction. `dir`
+    /// is the inode of `parent`.
+    fn make_staged(
+        &self,
+        scope: &Arc<Scope<B>>,
+        parent: &Arc<Object<B>>,
+        dir: &B::Inode,
+        name: &OsStr,
+        make: impl FnOnce(&NewObject<'_, B>) -> Result<(B::Inode, Attr)>,
+    ) -> Result<(Arc<Object<B>>, Attr)> {
+        let staging_dir = scope.staging_dir_for(&self.lower.base, dir)?;
+        let number = scope.next_number();
+        let staged_name = number.to_string();
+        let new = NewObject {
+            dir: &staging_dir.inode,
+            name: OsStr::new(&staged_name),
+            placing: Placing::Named { parent: dir, name },
         };
         let (inode, attr) = make(&new)?;
         let is_dir = attr.kind == Kind::Dir;
         let change = Change {
             copy: Some(StagedCopy {
-                staging_dir,
-                at: (staging_name, text),
+                staging_dir: staging_dir.inode,
+                at: StagedPath {
+                    dir: staging_dir.name,
+                    name: staged_name,
+                },
                 kept_inode: None,
                 final_name: None,
             }),
@@ -204,14 +240,8 @@ impl<B: Backing> Entries<B> {
         let object = Arc::new(object);
         scope.changed.lock().insert(number, Arc::clone(&object));
         self.tree.adopt(&object);
-        self.note_name_change(
-            &scope,
-            parent,
-            name,
-            false,
-            Some(&object),
-            i64::from(is_dir),
-        );
+        let subdirectories = i64::from(is_dir);
+        self.note_name_change(scope, parent, name, false, Some(&object), subdirectories);
         scope.check_names(&[parent, &object]);
         // No further call of the backing is made, because it could fail although the object has its name already.
         let nlink = if is_dir { attr.nlink } else { 1 };
@@ -221,7 +251,7 @@ impl<B: Backing> Entries<B> {
     /// Fails with NOENT or STALE if a directory no longer exists.
     fn must_exist(&self, dir: &Arc<Object<B>>) -> Result<()> {
         let shared = dir.inner.share();
-        let inner = shared.look();
+        let inner = shared.read();
         match &inner.change {
             Some(change) if change.removed => Err(Errno::NOENT),
             None if inner.base.is_none() => Err(Errno::STALE),
@@ -230,8 +260,10 @@ impl<B: Backing> Entries<B> {
         }
     }
 
-    /// Notes in the transaction that a name leads to `object` (`None`: to nothing), and by how much the number of
-    /// subdirectories changes. `existed` says whether the backing may have the name.
+    /// Notes in the transaction that a name now leads to `object`, or to nothing if that is `None`.
+    ///
+    /// `existed` says whether the backing may have the name. `subdirectories` is the change of the directory's number
+    /// of subdirectories.
     fn note_name_change(
         &self,
         scope: &Scope<B>,
@@ -319,7 +351,7 @@ impl<B: Backing> Entries<B> {
     /// Removes the name of a staged object, and returns its inode, which exists until the last reference is dropped.
     fn unstage(&self, kind: Kind, copy: &StagedCopy<B>) -> Result<B::Inode> {
         let inode = copy.inode(&self.lower.base)?;
-        let name = OsStr::new(&copy.at.1);
+        let name = OsStr::new(&copy.at.name);
         if kind == Kind::Dir {
             self.lower.base.rmdir(&copy.staging_dir, name)?;
         } else {
@@ -336,6 +368,7 @@ impl<B: Backing> Entries<B> {
         }
     }
 
+    /// Removes a name, with the errors of unlink(2) or rmdir(2), as `what` says.
     pub(crate) fn remove_name(
         &self,
         parent: &Arc<Object<B>>,
@@ -383,6 +416,8 @@ impl<B: Backing> Entries<B> {
         Ok(())
     }
 
+    /// Gives an object a further name, with the errors of link(2), and returns its attributes. Fails with EXDEV if the
+    /// object and the name are not in the same transaction.
     pub(crate) fn add_link(
         &self,
         object: &Arc<Object<B>>,
@@ -474,36 +509,61 @@ impl<B: Backing> Entries<B> {
         let Some(objects) = self.check_rename(old, new, flags)? else {
             return Ok(());
         };
-        if let Some(shadow) = &scope.shadow {
-            let rename = RequestedRename { old, new, flags };
-            return self.rename_shadowed(&names, &scope, shadow, &objects, rename);
-        }
-        let RenamedObjects { source, target } = objects;
-        let exchange = flags.contains(RenameFlags::EXCHANGE);
-        let is_dir = |object: &Arc<Object<B>>| object.kind == Kind::Dir;
-        let subdirectory = |object: &Arc<Object<B>>| i64::from(is_dir(object));
-        let is_replaced = target.is_some();
-        let mut more = subdirectory(&source);
-        if let Some(target) = target {
-            if exchange {
-                // The changes are made before the move, while the objects' present places are those in the backing.
-                for object in [&source, &target] {
-                    self.note_link_change(&scope, object, 0);
-                }
-                let more = subdirectory(&source) - subdirectory(&target);
-                self.note_name_change(&scope, from, name, true, Some(&target), -more);
-                self.note_name_change(&scope, to, new_name, true, Some(&source), more);
-                scope.check_names(&[from, to, &source, &target]);
-                return Ok(());
+        let rename = RequestedRename { old, new, flags };
+        match &scope.shadow {
+            Some(shadow) => self.rename_shadowed(&names, &scope, shadow, &objects, rename),
+            None => {
+                self.rename_in_tables(&scope, &objects, rename);
+                Ok(())
             }
-            self.note_lost_name(&scope, &target);
-            more -= subdirectory(&target);
         }
-        self.note_link_change(&scope, &source, 0);
-        self.note_name_change(&scope, from, name, true, None, -subdirectory(&source));
-        self.note_name_change(&scope, to, new_name, is_replaced, Some(&source), more);
-        scope.check_names(&[from, to, &source]);
-        Ok(())
+    }
+
+    /// Enters a rename that was checked in the tables of a transaction in buffer mode.
+    fn rename_in_tables(
+        &self,
+        scope: &Arc<Scope<B>>,
+        objects: &RenamedObjects<B>,
+        rename: RequestedRename<'_, B>,
+    ) {
+        let RenamedObjects { source, target } = objects;
+        let RequestedRename { old, new, flags } = rename;
+        let subdirectories = |object: &Object<B>| i64::from(object.kind == Kind::Dir);
+        let mut added_subdirectories = subdirectories(source);
+        if let Some(target) = target {
+            added_subdirectories -= subdirectories(target);
+            if flags.contains(RenameFlags::EXCHANGE) {
+                // The changes are made before the move, while the objects' present places are those in the backing.
+                for object in [source, target] {
+                    self.note_link_change(scope, object, 0);
+                }
+                let (old_dir, added) = (old.dir, added_subdirectories);
+                self.note_name_change(scope, old_dir, old.name, true, Some(target), -added);
+                self.note_name_change(scope, new.dir, new.name, true, Some(source), added);
+                scope.check_names(&[old_dir, new.dir, source, target]);
+                return;
+            }
+            self.note_lost_name(scope, target);
+        }
+        self.note_link_change(scope, source, 0);
+        let removed_subdirectories = subdirectories(source);
+        self.note_name_change(
+            scope,
+            old.dir,
+            old.name,
+            true,
+            None,
+            -removed_subdirectories,
+        );
+        self.note_name_change(
+            scope,
+            new.dir,
+            new.name,
+            target.is_some(),
+            Some(source),
+            added_subdirectories,
+        );
+        scope.check_names(&[old.dir, new.dir, source]);
     }
 
     /// Checks a rename in a transaction. Returns the objects of the rename, or `None` if it changes nothing.

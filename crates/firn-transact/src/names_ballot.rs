@@ -150,6 +150,7 @@ impl<B: Backing> NamesBallots<B> {
         }
     }
 
+    /// Does the work of [`Self::join`]. Fails with ENOENT or ESTALE if another host removes the directory meanwhile.
     fn try_join(&self, key: &[u8]) -> Result<NamesEntry, Errno> {
         let Some(members) = &self.lower.members else {
             return Ok(NamesEntry::Joined);
@@ -178,11 +179,12 @@ impl<B: Backing> NamesBallots<B> {
         Ok(NamesEntry::Joined)
     }
 
-    /// Returns the ballot on the scope with this key; `None` if this host does not take part in it.
+    /// Returns the ballot on the scope with this key. Returns `None` if this host does not take part in it.
     pub fn find(&self, key: &[u8]) -> Result<Option<NamesBallot<'_, B>>, Errno> {
         self.find_named(&dir_name(key))
     }
 
+    /// Returns the ballot whose directory has this name. Returns `None` if this host does not take part in it.
     fn find_named(&self, name: &str) -> Result<Option<NamesBallot<'_, B>>, Errno> {
         let Some(members) = &self.lower.members else {
             return Ok(None);
@@ -358,6 +360,7 @@ impl<B: Backing> NamesBallot<'_, B> {
         })
     }
 
+    /// Reads the attempt with this number. `names` are all names in the ballot's directory.
     fn attempt<A: DeserializeOwned>(
         &self,
         number: u64,
@@ -413,10 +416,11 @@ impl<B: Backing> NamesBallot<'_, B> {
         self.dir().read_json(&name)
     }
 
-    /// Gives an attempt up for the reason `why`, unless it has a verdict.
-    pub fn give_up(&self, number: u64, why: String) -> Result<(), Errno> {
+    /// Gives an attempt up, unless it has a verdict. `reason` is a text for people.
+    pub fn give_up(&self, number: u64, reason: String) -> Result<(), Errno> {
         let by = self.dir().host().to_owned();
-        self.judge(number, &Verdict::GivenUp { by, why }).map(drop)
+        self.judge(number, &Verdict::GivenUp { by, reason })
+            .map(drop)
     }
 
     /// Tests the published parts of these hosts for conflicts, and returns the verdict. Does not store it.

@@ -22,7 +22,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use firn_backing::lock::Mutex;
 use firn_backing::{Access, Attr, Backing, Errno, Kind, LaneIndex, Result, Time};
 
-use crate::change_log::Staged;
+use crate::change_log::StagedPath;
 use crate::claim::{Claimed, View};
 use crate::conflict::RangeSet;
 use crate::inline_changes::InlineChanges;
@@ -152,8 +152,8 @@ impl<B: Backing> Change<B> {
 pub(crate) struct StagedCopy<B: Backing> {
     /// The directory below `.firn/` that has the object.
     pub(crate) staging_dir: B::Inode,
-    /// Names of the staging directory and of the object in it.
-    pub(crate) at: Staged,
+    /// Path of the object below `new/`.
+    pub(crate) at: StagedPath,
     /// The inode itself, kept because the staged name is about to be removed or is removed.
     pub(crate) kept_inode: Option<B::Inode>,
     /// Directory and name that the commit being applied moves the object to.
@@ -178,7 +178,7 @@ impl<B: Backing> StagedCopy<B> {
             return Ok(inode.clone());
         }
         match (
-            base.lookup(&self.staging_dir, OsStr::new(&self.at.1)),
+            base.lookup(&self.staging_dir, OsStr::new(&self.at.name)),
             &self.final_name,
         ) {
             // The commit has moved the object with one rename since the first look-up.
@@ -202,6 +202,7 @@ impl<B: Backing> Files<B> {
         copy: None,
     };
 
+    /// Returns the selected file, or `None` in its place if it is not open.
     fn slot(&mut self, which: LowerFile) -> &mut Option<Arc<B::File>> {
         match which {
             LowerFile::Reader => &mut self.reader,
@@ -379,11 +380,11 @@ impl<B: Backing> Inner<B> {
 
 impl<B: Backing> View<'_, Inner<B>> {
     pub(crate) fn base(&self) -> Option<B::Inode> {
-        self.look().base.clone()
+        self.read().base.clone()
     }
 
     pub(crate) fn staged_copy(&self) -> Option<StagedCopy<B>> {
-        self.look().staged_copy().cloned()
+        self.read().staged_copy().cloned()
     }
 
     /// Returns the inode that has the attributes that programs see: the staged copy if there is one, otherwise the

@@ -102,7 +102,7 @@ impl<B: Backing> PlainBacking<B> {
         }
     }
 
-    /// The backing below.
+    /// Returns the backing below.
     pub fn base(&self) -> &B {
         &self.base
     }

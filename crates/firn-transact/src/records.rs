@@ -149,7 +149,7 @@ impl<B: Backing> Endings<B> {
     /// Ends a transaction for programs: they see the backing from now on, with the changes of a transaction that
     /// follows.
     pub(crate) fn end_transaction(&self, scope: &Arc<Scope<B>>) {
-        self.own_links.unhide(scope);
+        self.own_links.note_links_ending(scope);
         self.scopes.replace_by_next(scope);
         scope.set_stage(Stage::Ended);
     }
@@ -167,7 +167,7 @@ impl<B: Backing> Endings<B> {
         };
         // The last host removes what several hosts share.
         if is_removed && !scope.shadow.as_ref().is_some_and(Shadow::is_shared) {
-            self.own_links.links_are_gone(scope);
+            self.own_links.forget_links(scope);
         }
     }
 

@@ -19,7 +19,7 @@ use firn_backing::{Backing, Errno, Kind, RenameFlags, SyncScope};
 use firn_hosts::Members;
 
 use crate::apply::{Apply, StagingDirs};
-use crate::change_log::{ChangeLog, Direction};
+use crate::change_log::{ChangeLog, Direction, StagedPath};
 use crate::error::{OpenError, StoreError};
 use crate::hidden::OwnLinks;
 use crate::history::History;
@@ -42,9 +42,9 @@ use crate::tree::Tree;
 use crate::unanswered::Unanswered;
 use crate::vote::Votes;
 
-/// What [`TransactionalBacking::open`] did.
+/// The transactions that [`TransactionalBacking::open`] found, by what it did with them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Outcome {
+pub struct RecoveryOutcome {
     /// Numbers of committed transactions that were applied to the end.
     pub finished: Vec<u64>,
     /// Scopes whose transactions were undone because they had not been prepared.
@@ -52,7 +52,7 @@ pub struct Outcome {
     /// Numbers and scopes of the transactions that are prepared and wait for a decision.
     pub waiting: Vec<(u64, Vec<u8>)>,
     /// Serial numbers of the transactions that continue.
-    pub going_on: Vec<u64>,
+    pub continuing: Vec<u64>,
     /// Commits among the finished ones whose programs may ask for them again.
     pub(crate) unanswered: Vec<Unanswered>,
 }
@@ -60,9 +60,9 @@ pub struct Outcome {
 /// Serial numbers of an earlier firnd's transactions whose programs continue, because this firnd takes the mount over.
 #[derive(Clone, Debug, Default)]
 pub struct LivingTransactions {
-    /// Transactions that continue if the backing has all of their changes.
+    /// Transactions that may continue, if the backing has all of their changes.
     pub open: BTreeSet<u64>,
-    /// Those of them whose aborts had begun; they can only be aborted.
+    /// Transactions in `open` whose abort has begun. They can only be aborted.
     pub ending: BTreeSet<u64>,
 }
 
@@ -73,7 +73,8 @@ pub struct Opening {
     pub history: u32,
     /// The hosts that commit together, if there are several.
     pub members: Option<Members>,
-    /// The arena of this mount. Drops in other arenas are noted for their return.
+    /// The arena of this mount. For another arena that must drop data, a note is stored until that arena is attached
+    /// again.
     pub arena: Option<ArenaId>,
     /// Transactions that may continue from an earlier firnd.
     pub living: LivingTransactions,
@@ -223,8 +224,8 @@ impl<B: Backing> StoredScopes<B> {
         }
     }
 
-    /// Makes the scope of an earlier firnd's shadow transaction, which continues. `None` if its new top was not in
-    /// place yet.
+    /// Makes the scope of an earlier firnd's transaction in shadow mode, which continues. Returns `None` if the
+    /// transaction creates its top and the top was not moved to its place yet.
     pub(crate) fn revive_scope(
         &self,
         stored: &StoredTransaction<B>,
@@ -248,7 +249,7 @@ impl<B: Backing> StoredScopes<B> {
         }
         for (key, name, is_dir) in shadow.list_kept(base)? {
             self.own_links
-                .found_hidden(*serial, key, shadow.kept_dir(), name, is_dir);
+                .note_link_found(*serial, key, shadow.kept_dir(), name, is_dir);
         }
         Ok(Some(Arc::new(scope)))
     }
@@ -299,11 +300,9 @@ impl<B: Backing> StoredScopes<B> {
             .filter_map(|entry| Some((entry.identity, entry.anchor_at.clone()?)))
             .collect();
         let scope = self.new_scope(serial, root, record.scope.clone(), dir, Some(record))?;
-        for (identity, (staging_dir, name)) in anchored {
-            if let Some((staging_dir, _)) =
-                staging::find_dir(&self.lower.base, &scope.new, &staging_dir)?
-            {
-                self.own_links.found_hidden(
+        for (identity, StagedPath { dir, name }) in anchored {
+            if let Some((staging_dir, _)) = staging::find_dir(&self.lower.base, &scope.new, &dir)? {
+                self.own_links.note_link_found(
                     serial,
                     (self.lower.device, identity.ino),
                     &staging_dir,
@@ -315,7 +314,7 @@ impl<B: Backing> StoredScopes<B> {
         if let Some(shadow) = &scope.shadow {
             for (key, name, is_dir) in shadow.list_kept(&self.lower.base)? {
                 self.own_links
-                    .found_hidden(serial, key, shadow.kept_dir(), name, is_dir);
+                    .note_link_found(serial, key, shadow.kept_dir(), name, is_dir);
             }
         }
         self.scopes.add(Arc::new(scope));
@@ -378,7 +377,7 @@ impl<B: Backing> Recovery<B> {
     fn recover_all<E: From<OpenError> + From<StoreError>>(
         &self,
         drop_pending: impl FnOnce(&[Vec<u8>]) -> Result<(), E>,
-    ) -> Result<Outcome, E> {
+    ) -> Result<RecoveryOutcome, E> {
         let scopes = self.arena_notes.scopes_to_drop()?;
         if !scopes.is_empty() {
             drop_pending(&scopes)?;
@@ -387,14 +386,15 @@ impl<B: Backing> Recovery<B> {
         Ok(self.finish_or_undo()?)
     }
 
-    /// Finishes or undoes what earlier transactions left.
-    fn finish_or_undo(&self) -> Result<Outcome, OpenError> {
-        let mut outcome = Outcome::default();
+    /// Recovers the transactions of this host, first the ones that it shares with other hosts, and leaves their votes
+    /// and ballots.
+    fn finish_or_undo(&self) -> Result<RecoveryOutcome, OpenError> {
+        let mut outcome = RecoveryOutcome::default();
         if let Some(staging_dir) = self.lower.find_staging_dir()? {
             self.recover_shared(&staging_dir)?;
             self.recover(&staging_dir, &mut outcome)?;
         }
-        self.shared.leave_shared_ones(&outcome.waiting)?;
+        self.shared.leave_finished_shared(&outcome.waiting)?;
         self.votes.leave_old_votes(&outcome.waiting)?;
         self.names_ballots.leave_all()?;
         Ok(outcome)
@@ -419,7 +419,7 @@ impl<B: Backing> Recovery<B> {
         firn: &B::Inode,
         StoredTransaction { serial, dir, .. }: &StoredTransaction<B>,
         (log, direction): (&ChangeLog, Direction),
-        outcome: &mut Outcome,
+        outcome: &mut RecoveryOutcome,
     ) -> Result<(), OpenError> {
         let new = staging::make_dir(&self.lower.base, dir, staging::NEW)?;
         let away = staging::make_dir(&self.lower.base, dir, staging::AWAY)?;
@@ -449,7 +449,7 @@ impl<B: Backing> Recovery<B> {
     }
 
     /// Recovers each stored transaction as the table in the head of this file says.
-    fn recover(&self, firn: &B::Inode, outcome: &mut Outcome) -> Result<(), OpenError> {
+    fn recover(&self, firn: &B::Inode, outcome: &mut RecoveryOutcome) -> Result<(), OpenError> {
         for stored in self.lower.stored_transactions(firn)? {
             let can_continue = self.arena_notes.can_continue(&stored)?;
             let StoredTransaction { serial, name, dir } = stored.clone();
@@ -484,7 +484,7 @@ impl<B: Backing> Recovery<B> {
             if let Some((log, direction)) = decided {
                 self.finish_decided(firn, &stored, (&log, direction), outcome)?;
             } else if can_continue && self.continue_transaction(&stored, prepared.as_ref())? {
-                outcome.going_on.push(serial);
+                outcome.continuing.push(serial);
             } else if let Some(record) = prepared {
                 outcome.waiting.push((record.id, record.scope.clone()));
                 self.stored_scopes.wait_for_decision(serial, dir, record)?;
@@ -540,12 +540,13 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// Opens a backing for transactions, and finishes or undoes earlier ones. For callers without an arena with pending
     /// data.
-    pub fn open(base: B) -> Result<(Self, Outcome), OpenError> {
+    pub fn open(base: B) -> Result<(Self, RecoveryOutcome), OpenError> {
         Self::open_with_history(base, 0)
     }
 
-    /// [`Self::open`] with a history: keeps the undo logs of the last `history` commits of each scope.
-    pub fn open_with_history(base: B, history: u32) -> Result<(Self, Outcome), OpenError> {
+    /// Opens a backing as [`Self::open`] does. The logs of the last `history` commits of each scope are kept, so that
+    /// these commits can be undone.
+    pub fn open_with_history(base: B, history: u32) -> Result<(Self, RecoveryOutcome), OpenError> {
         Self::open_with(
             base,
             Opening {
@@ -556,8 +557,11 @@ impl<B: Backing> TransactionalBacking<B> {
         )
     }
 
-    /// [`Self::open`] for one of several hosts that commit together.
-    pub fn open_of_members(base: B, members: Members) -> Result<(Self, Outcome), OpenError> {
+    /// Opens a backing as [`Self::open`] does, as one of several hosts that commit together.
+    pub fn open_of_members(
+        base: B,
+        members: Members,
+    ) -> Result<(Self, RecoveryOutcome), OpenError> {
         Self::open_with(
             base,
             Opening {
@@ -568,7 +572,7 @@ impl<B: Backing> TransactionalBacking<B> {
         )
     }
 
-    /// [`Self::open`] for an arena with pending data.
+    /// Opens a backing as [`Self::open`] does, for a mount whose arena may have pending data.
     ///
     /// Before anything changes, `drop_pending` gets the scopes whose pending data must be dropped. That data was
     /// written in a transaction that is undone, or after the prepare of a transaction. If another arena may have such
@@ -580,7 +584,7 @@ impl<B: Backing> TransactionalBacking<B> {
         base: B,
         opening: Opening,
         drop_pending: impl FnOnce(&[Vec<u8>]) -> Result<(), E>,
-    ) -> Result<(Self, Outcome), E> {
+    ) -> Result<(Self, RecoveryOutcome), E> {
         Self::try_open(base, opening, drop_pending).map_err(|(_, error)| error)
     }
 
@@ -589,7 +593,7 @@ impl<B: Backing> TransactionalBacking<B> {
         base: B,
         opening: Opening,
         drop_pending: impl FnOnce(&[Vec<u8>]) -> Result<(), E>,
-    ) -> Result<(Self, Outcome), (B, E)> {
+    ) -> Result<(Self, RecoveryOutcome), (B, E)> {
         let (top, has_staging_top) = match Self::find_root(&base) {
             Ok(found) => found,
             Err(error) => return Err((base, error.into())),
@@ -626,6 +630,7 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok((Arc::new(top), has_staging_top))
     }
 
+    /// Assembles the parts over a backing whose top is `top`. `has_staging_top` says whether the top has a `.firn`.
     fn assemble_over(
         base: B,
         top: &Arc<Object<B>>,
@@ -634,7 +639,7 @@ impl<B: Backing> TransactionalBacking<B> {
     ) -> Self {
         let backing = Self::assemble(base, top, opening);
         if has_staging_top {
-            backing.own_links.hide_own_top();
+            backing.own_links.note_staging_top();
         }
         backing
     }

@@ -54,8 +54,8 @@ pub(crate) struct Scope<B: Backing> {
     pub(crate) serial: u64,
     /// The directory of the scope.
     pub(crate) root: Arc<Object<B>>,
-    /// Path of the scope at the begin; of a scope of names, the path of its first name. No other object can get this path
-    /// while the transaction is open.
+    /// Path of the scope at the begin; of a scope of names, the path of its first name. No other object can get this
+    /// path while the transaction is open.
     pub(crate) path: Vec<u8>,
     /// The names in `root` that a scope of names has; `None` if the scope is all of `root`.
     pub(crate) names_in_root: Option<NameSet>,
@@ -72,9 +72,9 @@ pub(crate) struct Scope<B: Backing> {
     /// `tx-N/away/`, which has objects between two names while a commit is applied.
     pub(crate) away: B::Inode,
     /// Staging directories below `new`, by the group and ACL that objects made in them inherit.
-    staging_dirs: Mutex<HashMap<Inherited, (String, B::Inode)>>,
+    staging_dirs: Mutex<HashMap<Inherited, StagingDir<B>>>,
     /// The staging directory for objects that inherit nothing.
-    plain_staging_dir: Mutex<Option<(String, B::Inode)>>,
+    plain_staging_dir: Mutex<Option<StagingDir<B>>>,
     /// The thread that makes a staging directory owns this claim.
     making_staging_dir: Claim,
     /// The number that the last change got.
@@ -108,8 +108,31 @@ pub(crate) struct Scope<B: Backing> {
     pub(crate) shadow: Option<Shadow<B>>,
 }
 
-/// What a new object inherits from its directory: group and default ACL.
-type Inherited = (Option<u32>, Option<Vec<u8>>);
+/// Attributes that a new object inherits from its directory.
+#[derive(Clone, PartialEq, Eq, Hash)]
+struct Inherited {
+    /// The group, if the directory has the set-group-id bit.
+    group: Option<u32>,
+    /// The default ACL of the directory, if it has one.
+    acl: Option<Vec<u8>>,
+}
+
+/// A directory for staged objects, below `tx-N/new/`.
+pub(crate) struct StagingDir<B: Backing> {
+    /// Its name in `new/`.
+    pub(crate) name: String,
+    /// The directory itself.
+    pub(crate) inode: B::Inode,
+}
+
+impl<B: Backing> Clone for StagingDir<B> {
+    fn clone(&self) -> Self {
+        Self {
+            name: self.name.clone(),
+            inode: self.inode.clone(),
+        }
+    }
+}
 
 impl<B: Backing> Scope<B> {
     /// Makes the scope of the transaction that is stored in `dir`.
@@ -205,7 +228,7 @@ impl<B: Backing> Scope<B> {
     }
 
     /// Makes every new change fail with ECANCELED, for the rest of the transaction. Does not wake waiting threads.
-    pub(crate) fn stop_for_good(&self) {
+    pub(crate) fn refuse_changes_for_good(&self) {
         self.refusing.store(true, Ordering::Release);
     }
 
@@ -272,24 +295,25 @@ impl<B: Backing> Scope<B> {
         })
     }
 
-    /// Returns name and inode of the staging directory for objects that are made in `parent`.
+    /// Returns the staging directory for objects that are made in `parent`, and makes it if there is none.
     ///
-    /// The staging directory gives them the group and the ACL that the kernel would give them in `parent`. It is made
-    /// if there is none.
+    /// The staging directory gives the objects the group and the ACL that the kernel would give them in `parent`.
     pub(crate) fn staging_dir_for(
         &self,
         base: &B,
         parent: &B::Inode,
-    ) -> Result<(String, B::Inode), Errno> {
+    ) -> Result<StagingDir<B>, Errno> {
         let attr = base.attr(parent)?;
-        let group = (attr.mode & libc::S_ISGID != 0).then_some(attr.gid);
         let acl_name = OsStr::new("system.posix_acl_default");
         let acl = if base.has_default_acl(parent) {
             Some(base.get_xattr(parent, acl_name)?)
         } else {
             None
         };
-        let inherited = (group, acl.clone());
+        let inherited = Inherited {
+            group: (attr.mode & libc::S_ISGID != 0).then_some(attr.gid),
+            acl,
+        };
         if let Some(known) = self.known_staging_dir(&inherited) {
             return Ok(known);
         }
@@ -299,24 +323,27 @@ impl<B: Backing> Scope<B> {
         }
         let name = format!("d{}", self.staging_dirs.lock().len());
         let inode = staging::make_dir(base, &self.new, &name)?;
-        if let Some(acl) = &acl {
+        if let Some(acl) = &inherited.acl {
             base.set_xattr(&inode, acl_name, acl, 0)?;
         }
-        if let Some(gid) = group {
+        if let Some(gid) = inherited.group {
             base.set_owner(&inode, None, Some(gid))?;
             base.set_mode(&inode, 0o2700)?;
         }
-        let made = (name, inode);
-        self.staging_dirs.lock().insert(inherited, made.clone());
-        Ok(made)
+        let staging_dir = StagingDir { name, inode };
+        self.staging_dirs
+            .lock()
+            .insert(inherited, staging_dir.clone());
+        Ok(staging_dir)
     }
 
-    fn known_staging_dir(&self, inherited: &Inherited) -> Option<(String, B::Inode)> {
+    /// Returns the staging directory whose new objects inherit this, if it is made already.
+    fn known_staging_dir(&self, inherited: &Inherited) -> Option<StagingDir<B>> {
         self.staging_dirs.lock().get(inherited).cloned()
     }
 
-    /// Returns name and inode of the staging directory whose new files inherit nothing.
-    pub(crate) fn plain_staging_dir(&self, base: &B) -> Result<(String, B::Inode), Errno> {
+    /// Returns the staging directory whose new files inherit nothing, and makes it if there is none.
+    pub(crate) fn plain_staging_dir(&self, base: &B) -> Result<StagingDir<B>, Errno> {
         let known = self.plain_staging_dir.lock().clone();
         if let Some(known) = known {
             return Ok(known);

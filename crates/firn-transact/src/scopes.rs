@@ -132,6 +132,8 @@ impl<B: Backing> Scopes<B> {
         self.staged_where(|first| first.is_at(path))
     }
 
+    /// Returns the transactions of the list for which `select` returns true, each followed by the one that follows its
+    /// commit. Transactions that are over are left out.
     fn staged_where(&self, select: impl Fn(&Scope<B>) -> bool) -> Vec<(Arc<Scope<B>>, Stage)> {
         let with_next = |scope: &Arc<Scope<B>>| [Some(Arc::clone(scope)), scope.application.next()];
         // Stages are read under the lock. At the end of a commit its follower moves into the list; a copy of the list
@@ -258,10 +260,12 @@ impl<B: Backing> Scopes<B> {
         self.leftovers.lock().push((serial, dir.clone()));
     }
 
+    /// Takes the directories that [`Self::add_leftover`] has noted, each with the serial number of its transaction.
     pub(crate) fn take_leftovers(&self) -> Vec<(u64, B::Inode)> {
         std::mem::take(&mut self.leftovers.lock())
     }
 
+    /// Asserts the invariants of the list, in debug builds.
     fn check(&self, list: &[Arc<Scope<B>>]) {
         if !cfg!(debug_assertions) {
             return;

@@ -103,7 +103,7 @@ impl<B: Backing> Tops<B> {
         loop {
             let tops = self.shown_tops(dir);
             let in_backing = self.which_are_in_backing(inode, &tops.new)?;
-            let mut attr = self.own_links.attr_below(dir, inode)?;
+            let mut attr = self.own_links.attr_without_own_links(dir, inode)?;
             // A commit that is being applied moves tops to the backing. After such a move the attributes are read again.
             if self.which_are_in_backing(inode, &tops.new)? != in_backing {
                 continue;
@@ -195,8 +195,8 @@ impl<B: Backing> Tops<B> {
 }
 
 impl<B: Backing> TransactionalBacking<B> {
-    /// Returns the path at the begin of the transaction in which programs make changes and whose scope is, was or will be
-    /// at `path`. Returns `path` if there is no transaction.
+    /// Returns the path at the begin of the transaction in which programs make changes and whose scope is, was or will
+    /// be at `path`. Returns `path` if there is no transaction.
     pub fn path_at_begin(&self, path: &[u8]) -> Vec<u8> {
         let current = self.current_transaction(path);
         current.map_or_else(|| path.to_vec(), |open| open.scope().to_vec())

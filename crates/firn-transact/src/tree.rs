@@ -183,6 +183,7 @@ impl<B: Backing> Tree<B> {
     }
 }
 
+/// Enters an object in the table, or replaces the entry of its key.
 fn insert<B: Backing>(objects: &mut HashMap<Key, Weak<Object<B>>>, object: &Arc<Object<B>>) {
     // Unused entries are removed when the table would grow, so that it stays in proportion to the objects in use.
     if objects.len() == objects.capacity() {
@@ -194,10 +195,10 @@ fn insert<B: Backing>(objects: &mut HashMap<Key, Weak<Object<B>>>, object: &Arc<
 /// Returns the path of an object, relative to the backing.
 pub(crate) fn path_of<B: Backing>(object: &Object<B>) -> Vec<u8> {
     let mut names = Vec::new();
-    let mut at = object.location.lock().clone();
-    while let Some((parent, name)) = at {
+    let mut location = object.location.lock().clone();
+    while let Some((parent, name)) = location {
         names.push(name);
-        at = parent.location.lock().clone();
+        location = parent.location.lock().clone();
     }
     names.reverse();
     let names: Vec<&[u8]> = names.iter().map(|name| name.as_bytes()).collect();

@@ -80,7 +80,7 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// Notes a commit whose request failed. Does nothing if the commit is not applied yet.
     pub(crate) fn note_unanswered(&self, commit: Unanswered) {
-        let waiting = self.known_at(&commit.path_after).commit;
+        let waiting = self.transactions_at_path(&commit.path_after).commit;
         if waiting.is_some_and(|waiting| waiting.id() == commit.id) {
             return;
         }

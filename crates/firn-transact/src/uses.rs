@@ -4,7 +4,8 @@
 //!
 //! * A *use* is shared: a thread that looks up or changes objects enters a use of them ([`UseTable::enter`]).
 //! * An area is *kept* by one thread: a thread that begins, prepares or ends a transaction keeps the transaction's
-//!   scope ([`UseTable::keep`]). It waits until no use is in the scope, and later uses of the scope wait. Other uses go on.
+//!   scope ([`UseTable::keep`]). It waits until no use is in the scope, and later uses of the scope wait. Other uses
+//!   continue.
 //!
 //! Invariants
 //! * Kept areas never overlap. Once [`UseTable::keep`] has returned, no use is in its area.
@@ -29,6 +30,7 @@ pub(crate) struct UseTable<B: Backing> {
     changed: Condvar,
 }
 
+/// The state that the lock of a [`UseTable`] protects.
 struct UseTableState<B: Backing> {
     /// The number that was given out last, for a use or for kept areas.
     last_number: u64,
@@ -84,6 +86,7 @@ impl<B: Backing> Area<B> {
         }
     }
 
+    /// Returns whether the two areas have an object in common.
     fn overlaps(&self, other: &Self) -> bool {
         self.contains(other.root()) || other.contains(self.root())
     }
@@ -114,16 +117,19 @@ impl<B: Backing> UseTableState<B> {
         self.last_number
     }
 
+    /// Returns whether an object of this use is in a kept area.
     fn is_kept(&self, used: &UsedObjects<B>) -> bool {
         let mut parts = self.kept.values().flatten();
         parts.any(|part| part.is_used_by(used))
     }
 
+    /// Returns whether one of these areas overlaps a kept area.
     fn overlaps_kept(&self, parts: &[Area<B>]) -> bool {
         let mut kept = self.kept.values().flatten();
-        kept.any(|one| parts.iter().any(|part| part.overlaps(one)))
+        kept.any(|kept_area| parts.iter().any(|part| part.overlaps(kept_area)))
     }
 
+    /// Returns whether a use has an object in one of these areas.
     fn is_used(&self, parts: &[Area<B>]) -> bool {
         let mut under_way = self.under_way.values();
         under_way.any(|used| parts.iter().any(|part| part.is_used_by(used)))
@@ -166,7 +172,7 @@ impl<B: Backing> UseTable<B> {
         KeptAreas { uses: self, number }
     }
 
-    /// Changes the uses, and wakes the threads that may go on then.
+    /// Changes the uses with `change`, and wakes the waiting threads so that they check again.
     fn change(&self, change: impl FnOnce(&mut MutexGuard<'_, UseTableState<B>>)) {
         let mut state = self.state.lock();
         change(&mut state);

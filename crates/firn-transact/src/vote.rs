@@ -54,8 +54,9 @@ pub enum Verdict {
     GivenUp {
         /// Name of the host that gave the vote up.
         by: String,
-        /// The reason, as a text for people.
-        why: String,
+        /// The reason, as a text for people. Stored under the name `why`.
+        #[serde(rename = "why")]
+        reason: String,
     },
 }
 
@@ -282,8 +283,8 @@ impl<B: Backing> Votes<B> {
             // In shadow mode conflicts are not tested, so an empty list is enough.
             None if self.shared.find_shared(&scope.path)?.is_some() => Vec::new(),
             None => {
-                let why = "its firnd was restarted before it had told what its programs read";
-                return self.give_vote_up(id, &scope.path, why.to_owned());
+                let reason = "its firnd was restarted before it had told what its programs read";
+                return self.give_vote_up(id, &scope.path, reason.to_owned());
             }
         };
         let tx = format!("tx-{}", scope.serial);
@@ -315,8 +316,8 @@ impl<B: Backing> Votes<B> {
             return Ok(Vote::Over(verdict));
         }
         if let Some(JointDecision { commit: false, by }) = vote.ballot.decision()? {
-            let why = "it aborted its part".to_owned();
-            return Ok(Vote::Over(Verdict::GivenUp { by, why }));
+            let reason = "it aborted its part".to_owned();
+            return Ok(Vote::Over(Verdict::GivenUp { by, reason }));
         }
         // An abort of the shared transaction counts even if this vote does not say so.
         let shared = self.shared.find_shared(scope)?;
@@ -325,8 +326,8 @@ impl<B: Backing> Votes<B> {
             None => None,
         };
         if let Some(JointDecision { commit: false, by }) = shared_outcome {
-            let why = "it aborted the transaction".to_owned();
-            return Ok(Vote::Over(Verdict::GivenUp { by, why }));
+            let reason = "it aborted the transaction".to_owned();
+            return Ok(Vote::Over(Verdict::GivenUp { by, reason }));
         }
         if let Some(verdict) = vote.verdict()? {
             return Ok(Vote::Over(verdict));
@@ -348,7 +349,7 @@ impl<B: Backing> Votes<B> {
             }
             Attendance::TooMany { expected } => Verdict::GivenUp {
                 by: members.host.clone(),
-                why: format!(
+                reason: format!(
                     "{} hosts came, {}, where {expected} take part",
                     published.len(),
                     published.join(", ")
@@ -362,8 +363,9 @@ impl<B: Backing> Votes<B> {
             .ok_or(VoteError::NotVoted { id })
     }
 
-    /// Gives a vote up for all hosts, for the reason `why`. Does nothing if there is a verdict, a decision or no vote.
-    pub fn give_vote_up(&self, id: u64, scope: &[u8], why: String) -> Result<(), VoteError> {
+    /// Gives a vote up for all hosts. Does nothing if there is a verdict, a decision or no vote. `reason` is a text for
+    /// people.
+    pub fn give_vote_up(&self, id: u64, scope: &[u8], reason: String) -> Result<(), VoteError> {
         let Some(vote) = self.find_vote(id, scope)? else {
             return Ok(());
         };
@@ -372,7 +374,7 @@ impl<B: Backing> Votes<B> {
             return Ok(());
         }
         let by = vote.ballot.dir().host().to_owned();
-        vote.judge(&Verdict::GivenUp { by, why })?;
+        vote.judge(&Verdict::GivenUp { by, reason })?;
         Ok(())
     }
 
@@ -392,8 +394,8 @@ impl<B: Backing> Votes<B> {
 
     /// Decides a commit or an abort for all hosts, if there is no decision yet.
     ///
-    /// Returns `Ok` if the decision that counts is the proposal, and an error with the other decision if not. A commit fails with
-    /// `NotVoted` without a verdict, and with the conflict or reason after a verdict that rules it out.
+    /// Returns `Ok` if the decision that counts is the proposal, and an error with the other decision if not. A commit
+    /// fails with `NotVoted` without a verdict, and with the conflict or reason after a verdict that rules it out.
     pub(crate) fn decide_vote(
         &self,
         id: u64,
@@ -551,7 +553,7 @@ impl<B: Backing> Votes<B> {
         if scope.recovered.is_some() {
             return Err(VoteError::GivenUp {
                 by: self.lower.host_name(),
-                why: "its firnd was restarted".into(),
+                reason: "its firnd was restarted".into(),
             });
         }
         self.must_be_open_for_change(scope, id)?;
@@ -576,8 +578,8 @@ impl<B: Backing> Votes<B> {
             return Ok(());
         };
         let by = self.lower.host_name();
-        let why = "it failed there".to_owned();
-        let verdict = vote.judge(&Verdict::GivenUp { by, why })?;
+        let reason = "it failed there".to_owned();
+        let verdict = vote.judge(&Verdict::GivenUp { by, reason })?;
         let outcome = vote.ballot.decision()?;
         let is_aborted = outcome.is_some_and(|outcome| !outcome.commit);
         match verdict {
@@ -586,7 +588,7 @@ impl<B: Backing> Votes<B> {
         }
     }
 
-    /// Returns the names of the hosts that have published their lists; empty if there is no vote.
+    /// Returns the names of the hosts that have published their lists. Returns none if there is no vote.
     pub fn hosts_published(&self, id: u64, scope: &[u8]) -> Result<Vec<String>, Errno> {
         match self.find_vote(id, scope)? {
             Some(vote) => vote.ballot.joined(),
@@ -632,19 +634,19 @@ fn test_lists<B: Backing>(
     })
 }
 
-/// Returns an error unless the decision is the proposal. `why` is the reason that is reported for an abort.
+/// Returns an error unless the decision is the proposal. `reason` is the text that is reported for an abort.
 fn must_match(
     decision: JointDecision,
     proposal: Proposal,
     id: u64,
-    why: &str,
+    reason: &str,
 ) -> Result<(), VoteError> {
     match (decision.commit, proposal) {
         (true, Proposal::Commit) | (false, Proposal::Abort) => Ok(()),
         (true, Proposal::Abort) => Err(StageError::Decided { id }.into()),
         (false, Proposal::Commit) => Err(VoteError::GivenUp {
             by: decision.by,
-            why: why.into(),
+            reason: reason.into(),
         }),
     }
 }
@@ -653,7 +655,7 @@ fn must_match(
 pub(crate) fn error_of_verdict(verdict: Verdict) -> VoteError {
     match verdict {
         Verdict::Conflict(report) => VoteError::Conflict(Box::new(report)),
-        Verdict::GivenUp { by, why } => VoteError::GivenUp { by, why },
+        Verdict::GivenUp { by, reason } => VoteError::GivenUp { by, reason },
         Verdict::Clear => StageError::NoTransaction.into(),
     }
 }

@@ -14,7 +14,8 @@ use firn_tests::sandbox::is_mounted;
 use firn_tests::transaction::firn;
 use firn_tests::{FirnMount, Sandbox, run};
 use firn_transact::change_log::{
-    BytesSource, ChangeLog, DataChange, Entry, EntrySide, Identity, WrittenRange,
+    BytesSource, ChangeLog, DataChange, Entry, EntryName, EntrySide, Identity, StagedPath,
+    WrittenRange,
 };
 
 /// Any user but root.
@@ -105,7 +106,7 @@ fn forged_bytes(victim: &Path) -> Entry {
         grows: false,
     };
     Entry {
-        unchanged_name: Some((0, format!("../{name}").into_bytes())),
+        unchanged_name: Some(EntryName::new(0, format!("../{name}"))),
         redo: EntrySide {
             data: Some(data),
             ..EntrySide::default()
@@ -170,9 +171,12 @@ fn regression_a_planted_record_makes_no_set_user_id_program() {
     let own = backing.join("own");
     run(as_attacker("touch").arg(&own)).ok();
     let entry = Entry {
-        unchanged_name: Some((0, b"own".to_vec())),
+        unchanged_name: Some(EntryName::new(0, b"own")),
         redo: EntrySide {
-            copy_at: Some(("../../../..".into(), "tool-of-root".into())),
+            copy_at: Some(StagedPath {
+                dir: "../../../..".into(),
+                name: "tool-of-root".into(),
+            }),
             changes_attributes: true,
             ..EntrySide::default()
         },

@@ -26,7 +26,9 @@ use firn_protocol::path::BytePath;
 use firn_rules::joint::{Attempt, EVENT, HostState, JointStep, JointView, OwnPart, next_step};
 use firn_rules::{Action, Ending, Operation, ScopeNumber, Writer};
 use firn_transact::machine::Pending;
-use firn_transact::{Found, NamesBallot, NamesView, TransactionError, Verdict, parent_of};
+use firn_transact::{
+    NamesBallot, NamesView, TransactionError, TransactionHandle, Verdict, parent_of,
+};
 use serde::{Deserialize, Serialize};
 
 use super::{CommitRules, Transaction, name_of, shown};
@@ -266,12 +268,12 @@ impl CommitRules {
             JointStep::Publish(number) => {
                 self.publish_part(scope, &transaction, number, &own, &ballot)?
             }
-            JointStep::GiveUp { number, why } => ballot.give_up(number, why)?,
+            JointStep::GiveUp { number, reason } => ballot.give_up(number, reason)?,
             JointStep::Judge(attempt) => self.judge(&attempt, &transaction, &ballot)?,
-            JointStep::Decide { commit, why } => {
+            JointStep::Decide { commit, reason } => {
                 if !commit {
                     let paths = shown(&transaction.paths);
-                    tracing::warn!(rule = transaction.rule, %paths, why, "hosts drop a checkpoint");
+                    tracing::warn!(rule = transaction.rule, %paths, why = reason, "hosts drop a checkpoint");
                 }
                 ballot.settle(commit)?;
             }
@@ -335,7 +337,11 @@ impl CommitRules {
             from: &located_from,
             to: &located_to,
         };
-        let entered = self.table.lock().machine.before(writer.process, &operation);
+        let entered = self
+            .table
+            .lock()
+            .machine
+            .enter_operation(writer.process, &operation);
         let Ok(entered) = entered else {
             return Err(Errno::BUSY.into());
         };
@@ -350,13 +356,15 @@ impl CommitRules {
         };
         let renamed = rename();
         let mut table = self.table.lock();
-        let mut more =
-            table
-                .machine
-                .after(writer.process, &operation, entered.scope, renamed.is_ok());
+        let mut more = table.machine.finish_operation(
+            writer.process,
+            &operation,
+            entered.scope,
+            renamed.is_ok(),
+        );
         // A program that has ended reports no more ends: the machine hears its end again after the rename.
         if !writer.is_living {
-            more.extend(table.machine.exited(writer.process, Ending::Success));
+            more.extend(table.machine.note_exit(writer.process, Ending::Success));
         }
         drop(table);
         self.carry_out(more)?;
@@ -416,8 +424,8 @@ impl CommitRules {
             .begin_attempt(scope, own.state.changes);
         // A change after the state was published would not be in what the hosts agree on.
         if !begun {
-            let why = "its programs have changed more".to_owned();
-            return Ok(ballot.give_up(number, why)?);
+            let reason = "its programs have changed more".to_owned();
+            return Ok(ballot.give_up(number, reason)?);
         }
         let store = self.gate.store();
         let (dir, paths) = (&transaction.dir, &transaction.paths);
@@ -466,11 +474,13 @@ impl CommitRules {
         transaction: &Transaction,
     ) -> Result<(), TransactionError> {
         let store = self.gate.store();
-        if let Some(Found::Prepared(prepared)) = store.transaction_numbered(transaction.serial) {
+        if let Some(TransactionHandle::Prepared(prepared)) =
+            store.transaction_numbered(transaction.serial)
+        {
             prepared.reopen_names()?;
         }
         let mut table = self.table.lock();
-        table.machine.not_committed(scope);
+        table.machine.note_commit_failed(scope);
         let joint = table.joint.entry(scope).or_default();
         joint.prepared = None;
         joint.is_refused = true;
@@ -489,12 +499,12 @@ impl CommitRules {
         let store = self.gate.store();
         let found = || store.transaction_numbered(transaction.serial);
         let applied = match found() {
-            Some(Found::Prepared(prepared)) => prepared
+            Some(TransactionHandle::Prepared(prepared)) => prepared
                 .decide()
                 .map_err(TransactionError::from)
                 .and_then(|decided| Ok(decided.apply()?)),
-            Some(Found::Decided(decided)) => decided.apply().map_err(Into::into),
-            Some(Found::Open(_)) => Err(Errno::STALE.into()),
+            Some(TransactionHandle::Decided(decided)) => decided.apply().map_err(Into::into),
+            Some(TransactionHandle::Open(_)) => Err(Errno::STALE.into()),
             None => Ok(()),
         };
         // If the part itself is applied and only the message to other hosts failed, the thread sends that message again
@@ -507,7 +517,7 @@ impl CommitRules {
         counts.commits += u64::from(!transaction.is_rotation);
         counts.removals += u64::from(transaction.is_rotation);
         table.scopes.remove(&scope);
-        let mut more = table.machine.committed(scope);
+        let mut more = table.machine.note_committed(scope);
         more.retain(|action| may_rotate || !matches!(action, Action::Rotate { .. }));
         table.note_end(scope, true);
         self.publish(table);

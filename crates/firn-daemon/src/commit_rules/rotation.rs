@@ -63,7 +63,7 @@ impl CommitRules {
             }
         }
         let mut table = self.table.lock();
-        let actions = table.machine.rotate((rule, dir), &names, &linked);
+        let actions = table.machine.rotate(rule, dir, &names, &linked);
         self.publish(table);
         self.carry_out(actions)
     }
@@ -161,11 +161,11 @@ impl CommitRules {
         let more = match &removed {
             Ok(()) => {
                 counts.removals += 1;
-                table.machine.committed(scope)
+                table.machine.note_committed(scope)
             }
             Err(_) => {
                 counts.failures += 1;
-                table.machine.aborted(scope);
+                table.machine.note_aborted(scope);
                 Vec::new()
             }
         };
@@ -228,7 +228,7 @@ impl CommitRules {
     fn propose_removal(&self, scope: ScopeNumber, transaction: &Transaction) {
         let mut table = self.table.lock();
         table.scopes.insert(scope, transaction.clone());
-        table.machine.removal_made(scope);
+        table.machine.note_removal_made(scope);
         self.publish(table);
     }
 

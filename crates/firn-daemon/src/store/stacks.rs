@@ -10,7 +10,7 @@ use firn_backing::{Access, Errno, FileUse, RenameFlags, Result, Volume};
 use firn_hosts::own;
 use firn_lanes::{Lane, Rule, Setup};
 use firn_sim::{Fault, SimBacking, Tree, suite, tree};
-use firn_transact::{Found, Mode};
+use firn_transact::{Mode, TransactionHandle};
 
 use super::*;
 
@@ -261,7 +261,9 @@ fn commit_changes<B: Backing>(store: &TransactionalBacking<B>) -> std::result::R
     change_job(store).map_err(|error| text_of(&error))?;
     let open = store.transaction_at(&dir).ok_or("no transaction is open")?;
     open.decide(7).map_err(|error| text_of(&error))?;
-    let decided = store.first_transaction(b"job").and_then(Found::decided);
+    let decided = store
+        .first_transaction(b"job")
+        .and_then(TransactionHandle::decided);
     match decided {
         Some(commit) => commit.apply().map_err(|error| text_of(&error)),
         None => Ok(()),

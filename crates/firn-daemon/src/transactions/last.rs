@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use firn_transact::{Found, Machine};
+use firn_transact::{Machine, TransactionHandle};
 
 use super::apply_commit;
 use super::mount::StepsOfMount;
@@ -20,7 +20,7 @@ pub(crate) fn leave(gate: &TransactionGate) {
     };
     let machine = Machine::new(gate.store(), &mount);
     for found in gate.store().open_transactions() {
-        if let Err(error) = machine.leave(&found) {
+        if let Err(error) = machine.end_at_unmount(&found) {
             tracing::warn!(%error, scope = %shown_scope(found.scope()), "a transaction is left to the next mount");
         }
     }
@@ -30,7 +30,7 @@ pub(crate) fn leave(gate: &TransactionGate) {
 /// mount, which applies it first.
 pub(crate) fn give_up(gate: &TransactionGate) {
     for found in gate.store().open_transactions() {
-        if let Found::Decided(_) = found
+        if let TransactionHandle::Decided(_) = found
             && let Err(error) = found.refuse_changes()
         {
             tracing::warn!(%error, scope = %shown_scope(found.scope()), "changes may wait for a commit");
@@ -70,14 +70,14 @@ pub(crate) fn in_the_way(gate: &TransactionGate) -> Option<String> {
     let undecided = begun_here.iter().find_map(|found| {
         let scope = shown_scope(&found.path_now());
         match found {
-            Found::Prepared(prepared) => Some(format!(
+            TransactionHandle::Prepared(prepared) => Some(format!(
                 "a transaction in {scope} is prepared with id {}: firn commit or firn abort it, or --force leaves it to the next mount, without what was written since",
                 prepared.id()
             )),
-            Found::Open(_) => Some(format!(
+            TransactionHandle::Open(_) => Some(format!(
                 "a transaction is open in {scope}: firn commit or firn abort it, or --force undoes it"
             )),
-            Found::Decided(_) => None,
+            TransactionHandle::Decided(_) => None,
         }
     });
     undecided.or_else(|| {

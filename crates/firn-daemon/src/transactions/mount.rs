@@ -12,7 +12,7 @@ use firn_format::durability::DurabilityLevel;
 use firn_hosts::LeaseUse;
 use firn_transact::conflict::Used;
 use firn_transact::machine::{Event, Mount, Pending};
-use firn_transact::{Place, TransactionError, parent_of};
+use firn_transact::{QuiesceTarget, TransactionError, parent_of};
 use rustix::fs::{Access, AtFlags, CWD, accessat};
 
 use super::steps::note;
@@ -79,7 +79,7 @@ impl Mount<LoggableStore> for StepsOfMount<'_> {
 
     fn quiesce<T>(
         &self,
-        place: &Place<'_, LoggableStore>,
+        place: &QuiesceTarget<'_, LoggableStore>,
         pending: Pending,
         work: impl FnOnce(&ScopeRoot) -> Result<T, TransactionError>,
     ) -> Result<T, TransactionError> {

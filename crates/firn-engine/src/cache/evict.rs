@@ -14,8 +14,26 @@ use crate::file::{File, FileState};
 use crate::space::Room;
 use crate::view::refresh_view;
 
+/// Result of [`Room::evict_tree`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Evicted {
+    /// Cached bytes that were dropped.
+    pub freed_bytes: u64,
+    /// Bytes that remain in the arena, because they are pending or in use by a list of chunks or a memory file.
+    pub held_bytes: u64,
+}
+
+/// Result of [`Room::pin_tree`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Pinned {
+    /// Number of files.
+    pub files: u64,
+    /// Their bytes in the arena.
+    pub bytes: u64,
+}
+
 impl<B: Backing> FileState<B> {
-    /// Whether a list of chunks, or a reader of the file's memory file, relies on where its bytes are.
+    /// Returns whether a list of chunks, or a reader of the file's memory file, relies on where its bytes are.
     fn is_read_in_place(&self) -> bool {
         self.direct.has_chunk_lists() || self.view.is_some()
     }
@@ -33,7 +51,7 @@ impl<B: Backing> Room<B> {
         self.evict_until(&|| self.base.arena.has_room(class))
     }
 
-    /// Evicts cached files until `enough` returns true. Returns its last answer.
+    /// Evicts cached files until `enough` returns true. Returns false if it does not when nothing is left to evict.
     pub(crate) fn evict_until(&self, enough: &dyn Fn() -> bool) -> bool {
         // Each file is tried once: a file that cannot be evicted now is put back.
         let candidates = self.space.evictable.len();
@@ -59,7 +77,7 @@ impl<B: Backing> Room<B> {
         enough()
     }
 
-    /// Drops all cached bytes of a file, after its lists. Returns their number.
+    /// Drops all cached bytes of a file, after making the lists that name them invalid. Returns the number of bytes.
     fn evict(&self, state: &mut FileState<B>) -> u64 {
         state.direct.invalidate_lists(&self.base.arena);
         let bytes = state.cache.drop_all(&self.base.arena);
@@ -70,7 +88,8 @@ impl<B: Backing> Room<B> {
         bytes
     }
 
-    fn cached_below(&self, path: &[u8]) -> Vec<Arc<File<B>>> {
+    /// Returns the open or cached files at or below `path`. The empty path is the top of the mount.
+    fn known_files_below(&self, path: &[u8]) -> Vec<Arc<File<B>>> {
         let files = self.open_files.files.all();
         let below = |file: &Arc<File<B>>| {
             path.is_empty() || file.inode.paths().iter().any(|known| is_below(known, path))
@@ -78,47 +97,48 @@ impl<B: Backing> Room<B> {
         files.into_iter().filter(below).collect()
     }
 
-    /// Evicts the cached bytes at or below `path`, and unpins the files. Returns the bytes freed, and the bytes that
-    /// stay because they are pending or in use by a list of chunks or a memory file.
-    pub fn evict_tree(&self, path: &[u8]) -> Result<(u64, u64)> {
+    /// Evicts the cached bytes at or below `path`, and unpins the files. Fails with ENOENT if nothing has this path.
+    pub fn evict_tree(&self, path: &[u8]) -> Result<Evicted> {
         self.must_exist(path)?;
-        let mut freed = 0;
-        let mut stay = 0;
-        for file in self.cached_below(path) {
+        let mut evicted = Evicted {
+            freed_bytes: 0,
+            held_bytes: 0,
+        };
+        for file in self.known_files_below(path) {
             let mut state = file.lock();
-            stay += state.pending.bytes();
+            evicted.held_bytes += state.pending.bytes();
             state.is_pinned = false;
             if state.is_read_in_place() {
-                stay += state.cache.bytes();
+                evicted.held_bytes += state.cache.bytes();
                 continue;
             }
-            freed += self.evict(&mut state);
+            evicted.freed_bytes += self.evict(&mut state);
             drop(state);
             self.open_files.drop_if_unused(&file);
         }
         self.wake_writers();
-        Ok((freed, stay))
+        Ok(evicted)
     }
 
-    /// Pins or unpins the files that are at or below `path` now: pinned files stay in memory after they are drained.
-    /// Returns their number and their bytes in memory.
-    pub fn pin_tree(&self, path: &[u8], pinned: bool) -> Result<(u64, u64)> {
+    /// Pins or unpins the files that are at or below `path` now. The bytes of a pinned file remain in the arena after
+    /// they are drained. Returns the number of files that have bytes there. Fails with ENOENT if nothing has this path.
+    pub fn pin_tree(&self, path: &[u8], pinned: bool) -> Result<Pinned> {
         self.must_exist(path)?;
-        let mut files = 0;
-        let mut bytes = 0;
-        for file in self.cached_below(path) {
+        let mut result = Pinned { files: 0, bytes: 0 };
+        for file in self.known_files_below(path) {
             let mut state = file.lock();
             let held = state.pending.bytes() + state.cache.bytes();
             if held == 0 {
                 continue;
             }
             state.is_pinned = pinned;
-            files += 1;
-            bytes += held;
+            result.files += 1;
+            result.bytes += held;
         }
-        Ok((files, bytes))
+        Ok(result)
     }
 
+    /// Fails with ENOENT if nothing has this path.
     fn must_exist(&self, path: &[u8]) -> Result<()> {
         if path.is_empty() {
             Ok(())

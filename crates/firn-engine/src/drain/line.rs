@@ -1,8 +1,10 @@
 //! Files that wait in line for a lane (one I/O server), and which of them is next.
 //!
-//! *Interleaved*: first in, first out. After each run (a write of contiguous bytes), a file with more to write goes
-//! to the end. *Sequential*: the lane stays with one file, for its *turn*:
+//! A *run* is one write of contiguous bytes. There are two orders:
 //!
+//! **Interleaved.** The line is first in, first out. After each run, a file with more to write goes to the end.
+//!
+//! **Sequential.** The lane writes one file at a time, for the *turn* of this file:
 //! * A turn ends when the file has nothing left to write, or after max(bytes pending when the turn began,
 //!   [`TURN_BYTES`]). The next turn begins when no write of the file is in flight.
 //! * Files that a caller waits for (*awaited*, as by fsync(2)) come before all others, in the order in which they
@@ -17,7 +19,7 @@
 //! * A file stands in line at most once.
 //! * In a sequential line only the file that has the turn has writes in flight. The exception is a file whose writes
 //!   hang.
-//! * The line has a reference only to files in it. Dropping the last reference closes the file, so that happens
+//! * The line has a strong reference only to files in it. Dropping the last reference closes the file, so that is done
 //!   outside the lock.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
@@ -32,11 +34,11 @@ const INTERRUPTIBLE_BYTES: u64 = 64 << 20;
 /// The runs of a lane that are not completed. They decide whether another file's turn may begin.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RunsUnderWay {
-    /// There are none: the next turn may begin.
+    /// There are none, so the next turn may begin.
     None,
-    /// Some make progress: in sequential order the present turn goes on.
+    /// Some make progress. In sequential order the present turn continues.
     Working,
-    /// Some hang: another turn may begin beside them.
+    /// Some hang, so another turn may begin beside them.
     Hanging,
 }
 
@@ -165,7 +167,7 @@ struct Turn<T> {
     file: Weak<T>,
     /// The same file while it is in line, which keeps it alive.
     in_line: Option<Arc<T>>,
-    /// A caller waits for the file, so its turn is not interrupted.
+    /// Whether a caller waits for the file, so that its turn is not interrupted.
     is_awaited: bool,
     /// Bytes of the runs in this turn so far.
     bytes: u64,
@@ -174,6 +176,7 @@ struct Turn<T> {
 }
 
 impl<T> Turn<T> {
+    /// Begins the turn of a file.
     fn begin(file: &Arc<T>, is_awaited: bool) -> Self {
         Self {
             file: Arc::downgrade(file),
@@ -184,12 +187,12 @@ impl<T> Turn<T> {
         }
     }
 
-    /// Whether this is the turn of `file`.
+    /// Returns whether this is the turn of `file`.
     fn is_of(&self, file: &Arc<T>) -> bool {
         std::ptr::eq(self.file.as_ptr(), Arc::as_ptr(file))
     }
 
-    /// Whether the turn has written all that it may.
+    /// Returns whether the turn has written all that it may.
     fn is_over(&self) -> bool {
         self.bytes_max.is_some_and(|max| self.bytes >= max)
     }
@@ -262,6 +265,7 @@ impl<T> Turns<T> {
         self.line_up(Arc::clone(file), true);
     }
 
+    /// Counts a run of the file that has the turn. The first run sets the length of the turn.
     fn note_picked(&mut self, file: &Arc<T>, bytes: u64, pending: u64) {
         if let Some(turn) = &mut self.turn
             && turn.is_of(file)
@@ -317,6 +321,7 @@ impl<T> Turns<T> {
         Some((file, turn))
     }
 
+    /// Asserts that each file in line has one place, and that at most one file has the turn.
     fn assert_places(&self) {
         let in_turn = self.places.values();
         let in_turn = in_turn

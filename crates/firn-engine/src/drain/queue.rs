@@ -67,6 +67,7 @@ pub(crate) struct QueueFigures<T> {
 }
 
 impl<T> DrainQueue<T> {
+    /// Makes an empty queue, whose files are taken in this order.
     pub(crate) fn new(order: Order) -> Self {
         let state = QueueState {
             line: match order {
@@ -92,7 +93,8 @@ impl<T> DrainQueue<T> {
 
     /// Takes the next file in line. It counts as active until [`DrainQueue::finish`].
     ///
-    /// `leaves_hung_file`: runs that are under way hang, so in sequential order another file may begin beside them.
+    /// `leaves_hung_file` says whether the runs that are under way hang. In sequential order another file may then
+    /// begin beside them.
     pub(crate) fn pop(&self, leaves_hung_file: bool) -> Option<Arc<T>> {
         let mut state = self.state.lock();
         let runs = match state.active {
@@ -126,13 +128,13 @@ impl<T> DrainQueue<T> {
         state.active -= 1;
     }
 
-    /// Whether a file is in line, being examined or being written.
+    /// Returns whether a file is in line, being examined or being written.
     pub(crate) fn is_busy(&self) -> bool {
         let state = self.state.lock();
         state.active > 0 || !state.line.is_empty()
     }
 
-    /// Whether a file is in line.
+    /// Returns whether a file is in line.
     pub(crate) fn has_files(&self) -> bool {
         !self.state.lock().line.is_empty()
     }
@@ -175,8 +177,8 @@ impl<T> DrainQueue<T> {
         state.next_retry().into_iter().chain(age).min()
     }
 
-    /// Replaces the time at which the oldest pending byte of a file was written. `None`: the file has no pending
-    /// bytes.
+    /// Replaces the time at which the oldest pending byte of a file was written. A time is `None` if the file has no
+    /// pending bytes.
     pub(crate) fn change_oldest(
         &self,
         file: &Arc<T>,
@@ -194,6 +196,7 @@ impl<T> DrainQueue<T> {
         }
     }
 
+    /// Returns what the status shows of the queue.
     pub(crate) fn figures(&self) -> QueueFigures<T> {
         let state = self.state.lock();
         let now = Instant::now();
@@ -213,7 +216,7 @@ impl<T> DrainQueue<T> {
         self.state.lock().line.count(file)
     }
 
-    /// Whether a try of this file is planned at `when`.
+    /// Returns whether a try of this file is planned at `when`.
     pub(crate) fn has_retry(&self, when: Instant, file: &Arc<T>) -> bool {
         let state = self.state.lock();
         let is_it = |(at, known): &(Instant, Arc<T>)| *at == when && Arc::ptr_eq(known, file);

@@ -40,8 +40,11 @@ fn first_bytes(parts: &[Part], bytes: u64) -> Vec<Part> {
     first
 }
 
-/// Returns the ranges in which nothing up to `sequence`, the highest of `written`, stays pending after these parts.
-/// Two parts share a range if no pending byte between them is as old: then few records cover many parts.
+/// Returns the file ranges in which no byte with a sequence up to `sequence` remains pending after `written` is
+/// drained. `sequence` is the highest one in `written`.
+///
+/// Two parts are joined to one range if all pending bytes between them are newer. So few journal records cover many
+/// parts.
 fn drained_ranges(pending: &Extents, written: &[Part], sequence: u64) -> Vec<Range<u64>> {
     let mut ranges: Vec<Range<u64>> = Vec::new();
     for part in written {
@@ -68,7 +71,7 @@ impl<B: Backing> Drainer<B> {
         } = job;
         self.count_outcome(&file, &span, &outcome);
         let mut state = file.lock();
-        let before = state.pending.bytes();
+        let bytes_before = state.pending.bytes();
         state.drain.end_write(&span);
         let mut error = outcome.error;
         if outcome.written > 0 {
@@ -95,26 +98,26 @@ impl<B: Backing> Drainer<B> {
             }
         }
         self.drain
-            .note_pending_change(&file, before, state.pending.bytes());
+            .note_pending_change(&file, bytes_before, state.pending.bytes());
         let satisfied = self.finish_drained(&file, &mut state);
         if error.is_some() {
             // The next write must return the error, and only a write through the kernel can. So direct access ends.
             self.intake.revoke_grant(&file, &mut state);
         }
         file.notify_io_ended();
-        let has_no_pending = state.pending.is_empty();
-        let has_cached = !state.cache.is_empty();
+        let is_drained = state.pending.is_empty();
+        let is_cached = !state.cache.is_empty();
         drop(state);
         if outcome.written > 0 {
             self.kernel_cache.note_drained_among_others(&file);
         }
-        if has_no_pending {
+        if is_drained {
             self.open_files.note_written(&file);
             self.open_files.close_if_unused(&file);
         }
-        if has_cached {
+        if is_cached {
             self.room.note_cached(&file);
-            if has_no_pending {
+            if is_drained {
                 self.room.confirm_cache(&file);
             }
         }
@@ -130,6 +133,7 @@ impl<B: Backing> Drainer<B> {
         self.room.wake_writers();
     }
 
+    /// Counts the bytes and writes of a job, and logs the write.
     fn count_outcome(&self, file: &File<B>, span: &Range<u64>, outcome: &JobOutcome) {
         let counters = &self.base.counters;
         if outcome.written > 0 {
@@ -142,31 +146,34 @@ impl<B: Backing> Drainer<B> {
         count(&counters.drain_writes, outcome.writes);
     }
 
-    /// Records that bytes are in the backing, so that they are not pending any more. Returns false if the journal is
-    /// full: the bytes then stay pending and are written again, which is slow and safe.
+    /// Makes written bytes not pending any more. They are cached or freed. Returns false if the journal is full. The
+    /// bytes then remain pending and are written again, which is slow but safe.
     fn remove_drained(&self, state: &mut FileState<B>, written: &[Part]) -> bool {
-        let mut gone: Vec<(u64, Extent)> = Vec::new();
+        let mut drained: Vec<(u64, Extent)> = Vec::new();
         for part in written {
             for (offset, extent) in state.pending.extents().within(part.offset..part.end()) {
                 // A newer write of the same bytes has a piece of its own and stays pending.
                 if extent.piece == part.extent.piece {
-                    gone.push((offset, extent));
+                    drained.push((offset, extent));
                 }
             }
         }
-        if state.pending.would_leave_partial_pieces(&gone) && !self.record_drained(state, written) {
+        if state.pending.would_leave_partial_pieces(&drained)
+            && !self.record_drained(state, written)
+        {
             return false;
         }
         // Older pieces die first. After a crash between two of them the newer one still covers the older, which must
         // not come back over drained bytes.
-        gone.sort_by_key(|(_, extent)| extent.sequence);
-        if gone.iter().map(|(_, extent)| extent.len).sum::<u64>() == state.pending.bytes() {
+        drained.sort_by_key(|(_, extent)| extent.sequence);
+        let drained_bytes: u64 = drained.iter().map(|(_, extent)| extent.len).sum();
+        if drained_bytes == state.pending.bytes() {
             // No piece will have the time any more, and the backing has the time of the drain until the right one is
             // set.
             self.base.journal.record_time(state);
         }
         state.direct.invalidate_lists(&self.base.arena);
-        for (offset, extent) in gone {
+        for (offset, extent) in drained {
             state
                 .pending
                 .remove_drained(&self.base.arena, offset, extent);
@@ -212,9 +219,9 @@ impl<B: Backing> Drainer<B> {
     fn forget_drained_ranges(&self, state: &mut FileState<B>) {
         let pending = &mut state.pending;
         // The search for the oldest sequence reads all extents, so it is made only once in many drains.
-        let kept = DRAINED_RANGES_KEPT.max(pending.piece_count() / 16);
+        let ranges_max = DRAINED_RANGES_KEPT.max(pending.piece_count() / 16);
         // A client's piece may have older bytes that were not ingested.
-        if (pending.drained_ranges() as usize) < kept || state.direct.has_grant() {
+        if (pending.drained_ranges() as usize) < ranges_max || state.direct.has_grant() {
             return;
         }
         let (Some(file), Some(oldest)) = (pending.file_id(), pending.oldest_sequence()) else {
@@ -229,11 +236,11 @@ impl<B: Backing> Drainer<B> {
         }
     }
 
-    /// Follows up a change of what is pending. Returns the waiters that are satisfied. If nothing is pending, sets
-    /// the file's time in the backing and ends the file id.
+    /// Finishes a change of the pending bytes, and returns the waiters whose bytes are in the backing now. If nothing
+    /// is pending any more, sets the file's time in the backing and ends the file id.
     ///
-    /// Releases the lock while the backing works. Meanwhile another caller returns at once without waiters, and the
-    /// first caller takes those too.
+    /// The lock is released while the backing works. A second caller returns at once without waiters meanwhile, and the
+    /// first one returns those too.
     pub(crate) fn finish_drained(
         &self,
         file: &Arc<File<B>>,
@@ -267,7 +274,7 @@ impl<B: Backing> Drainer<B> {
         satisfied
     }
 
-    /// Plans the next try of a file after an error, and records the error for the status.
+    /// Schedules the next attempt to drain a file after an error, and records the error for the status.
     pub(crate) fn schedule_retry(
         &self,
         file: &Arc<File<B>>,
@@ -288,15 +295,15 @@ impl<B: Backing> Drainer<B> {
         let count = failure.tries;
         self.base.counters.drain_decisions.count(Decision::Waits);
         let path = file.inode.paths().into_iter().next().unwrap_or_default();
-        let what = match source {
+        let failed_call = match source {
             JobErrorSource::SpillFile => "read from the spill file",
             JobErrorSource::Backing => "write to the backing",
         };
         let wait_ms = failure.retry_at.saturating_duration_since(now).as_millis() as u64;
-        tracing::warn!(path = %file.shown(), %errno, count, wait_ms, what, "drain failed; the data is kept and tried again");
+        tracing::warn!(path = %file.shown(), %errno, count, wait_ms, what = failed_call, "drain failed; the data is kept and tried again");
         self.base
             .errors
-            .record(path, errno, format!("{what} failed: {errno}"));
+            .record(path, errno, format!("{failed_call} failed: {errno}"));
     }
 }
 

@@ -103,13 +103,13 @@ impl<B: Backing> Job<B> {
     pub fn len(&self) -> u64 {
         self.bytes
     }
-    /// Returns false: a job always has bytes.
+    /// Returns whether the job has no bytes. This is never so.
     pub fn is_empty(&self) -> bool {
         self.bytes == 0
     }
 
-    /// Writes the bytes: in one call, or in several if the backing takes less at once. Opens the file if it is not
-    /// open. Never fails by itself: the error is in the result.
+    /// Writes the bytes, in several calls if the backing accepts less in one. Opens the file if it is not open. An
+    /// error ends the job and is in the result, with the bytes that were written before.
     pub fn execute(&self, engine: &Engine<B>) -> JobOutcome {
         let mut outcome = JobOutcome {
             written: 0,
@@ -196,7 +196,8 @@ impl<B: Backing> Job<B> {
         loaded
     }
 
-    /// Returns the readable bytes after the first `skip`.
+    /// Returns the readable bytes after the first `skip`. `spilled` has the bytes of the spilled parts, which were read
+    /// from the spill file.
     fn unwritten<'a>(&'a self, spilled: &'a [Vec<u8>], skip: u64) -> Unwritten<'a> {
         let mut skip = skip as usize;
         let mut unwritten = Unwritten {
@@ -225,6 +226,7 @@ impl<B: Backing> Job<B> {
 }
 
 impl<'a> Unwritten<'a> {
+    /// Adds bytes for a file offset. They join the last run if they follow it.
     fn push(&mut self, offset: u64, bytes: &'a [u8]) {
         let end = offset + bytes.len() as u64;
         self.slices.push(IoSlice::new(bytes));
@@ -241,6 +243,7 @@ impl<'a> Unwritten<'a> {
         }
     }
 
+    /// Returns the runs as parts of one write.
     fn parts(&self) -> Vec<DataPart<'_>> {
         let parts = self.runs.iter().map(|run| DataPart {
             offset: run.offsets.start,

@@ -34,9 +34,9 @@ const GATHERED_ARENA_DIVISOR: u64 = 4;
 pub enum Pick<B: Backing> {
     /// Execute this write, then complete it.
     Job(Job<B>),
-    /// Wait: there is nothing to do before `retry`, or before the lane is woken.
+    /// Wait until `retry`, or until the lane is woken. There is nothing to do before.
     Idle {
-        /// Time until the next retry or age check; `None`: no file is due.
+        /// Time until the next retry or age check; `None` if no file is due.
         retry: Option<Duration>,
     },
 }
@@ -47,8 +47,8 @@ pub struct LaneLimits {
     /// Most writes of one file at a time. It is less than the number of threads, so that a file whose writes hang
     /// leaves a thread for the others.
     pub file_writes_max: usize,
-    /// In sequential order, other files are written although the present one is not finished, because its writes
-    /// hang.
+    /// In sequential order: whether other files are written although the present one is not finished, because its
+    /// writes hang.
     pub leaves_hung_file: bool,
 }
 
@@ -74,8 +74,8 @@ struct JobLimits {
 impl<B: Backing> Drainer<B> {
     /// Returns the next write of a lane, or how long there is none. A caller that gets a job must complete it.
     ///
-    /// A range that was picked blocks a truncation of its file until it is completed. So anything that a lane must
-    /// wait for before a write, such as its token, is requested *before* this call, and never between this call and
+    /// The range of a job blocks a truncation of its file until the job is completed. So a lane that must wait before a
+    /// write, for example for its token, must do so *before* this call, and never between this call and
     /// [`Job::execute`].
     pub fn pick(&self, lane: LaneIndex, limits: LaneLimits) -> Pick<B> {
         let queue = self.drain.queue(lane);
@@ -135,7 +135,7 @@ impl<B: Backing> Drainer<B> {
         state.drain.end_age_check();
         self.intake.ingest_published(file, &mut state);
         let Some(oldest) = state.drain.oldest() else {
-            // A client may publish bytes later without a request, so the check goes on.
+            // A client may publish bytes later without a request, so the age is checked again.
             if state.direct.has_grant() {
                 self.drain
                     .check_age_at(file, &mut state, now + self.base.options.drain_age);
@@ -238,6 +238,7 @@ impl<B: Backing> Drainer<B> {
         is_job.then_some(candidate.parts)
     }
 
+    /// Returns the limits for a job of this file.
     fn job_limits(&self, file: &File<B>) -> JobLimits {
         let options = &self.base.options;
         if !file.gathers {
@@ -260,7 +261,8 @@ impl<B: Backing> Drainer<B> {
         }
     }
 
-    /// Whether a candidate is written now: a part of it is forced, or the policy is eager and it is long enough.
+    /// Returns whether a candidate is written now: a part of it is forced, or the policy is eager and it is long
+    /// enough.
     fn is_worth_a_write(&self, candidate: &JobCandidate) -> bool {
         let is_long = || candidate.bytes >= self.base.write_bytes_min();
         candidate.is_forced || (self.base.options.drain == DrainPolicy::Eager && is_long())
@@ -303,12 +305,12 @@ struct JobCandidate {
     parts: Vec<Part>,
     bytes: u64,
     spilled_bytes: u64,
-    /// Some part is forced, so the job is made however few bytes it has.
+    /// Whether some part is forced. The job is then made even if it has few bytes.
     is_forced: bool,
 }
 
 impl JobCandidate {
-    /// Whether another part fits into the same job.
+    /// Returns whether another part fits into the same job.
     fn has_room_for(&self, part: &Part, is_spilled: bool, limits: JobLimits) -> bool {
         let len = part.extent.len;
         let spilled = if is_spilled { len } else { 0 };
@@ -323,6 +325,7 @@ impl JobCandidate {
             && (limits.gathers || is_contiguous())
     }
 
+    /// Adds a part at the end.
     fn push(&mut self, part: Part, is_spilled: bool) {
         let len = part.extent.len;
         self.bytes += len;

@@ -18,14 +18,14 @@ pub enum NextWork {
     Now,
     /// Nothing is due before this time, or before the lane is woken.
     Later {
-        /// Time until the next retry or age check; `None`: no file is due.
+        /// Time until the next retry or age check; `None` if no file is due.
         retry: Option<Duration>,
     },
 }
 
 impl<B: Backing> Drainer<B> {
-    /// Calls `done` when what the file has pending now is in the backing, or with the error when a try failed. Calls
-    /// it at once if nothing is pending.
+    /// Calls `done` when all bytes that are pending now are in the backing, or with the error when an attempt failed.
+    /// Calls it before returning if nothing is pending.
     pub(crate) fn when_drained(&self, file: &Arc<File<B>>, done: Done) {
         let mut state = file.lock();
         self.intake.ingest_published(file, &mut state);
@@ -61,7 +61,7 @@ impl<B: Backing> Drainer<B> {
         self.drain.lanes()
     }
 
-    /// Whether a caller waits for a drain: for a file, or for room in the arena.
+    /// Returns whether a caller waits for a drain: for a file, or for room in the arena.
     pub fn has_waiters(&self) -> bool {
         self.drain.has_waiters() || self.room.space.waiters.count() > 0
     }
@@ -79,8 +79,8 @@ impl<B: Backing> Drainer<B> {
         }
     }
 
-    /// Whether a caller waits for a drain or soon may, because more than three quarters of the arena are in use.
-    /// Other drains are not urgent.
+    /// Returns whether a caller waits for a drain or soon may, because more than three quarters of the arena are in
+    /// use. Other drains are not urgent.
     pub fn is_drain_awaited(&self) -> bool {
         let is_nearly_full = || {
             let slots = u64::from(self.base.arena.geometry().chunk_count);
@@ -95,14 +95,14 @@ impl<B: Backing> Drainer<B> {
         tracing::debug!("drain: put off, programs want the CPUs");
     }
 
-    /// Drains what a file has pending now, and blocks until it is in the backing or a try failed. The caller holds no
-    /// lock and does not carry out jobs.
+    /// Drains the bytes of a file that are pending now. Blocks until they are in the backing, or returns the error of a
+    /// failed attempt. The caller must hold no lock and must not be a thread that executes jobs.
     pub(crate) fn drain_and_wait(&self, file: &Arc<File<B>>) -> Result<()> {
-        let (tell, outcome) = mpsc::channel();
+        let (sender, outcome) = mpsc::channel();
         self.when_drained(
             file,
             Box::new(move |result| {
-                let _ = tell.send(result);
+                let _ = sender.send(result);
             }),
         );
         if let Ok(result) = outcome.try_recv() {

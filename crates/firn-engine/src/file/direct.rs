@@ -26,8 +26,8 @@ pub(crate) struct Grant {
 struct ReaderLists {
     /// Number of the file's word in the arena. The word is raised to make the lists invalid.
     word: u32,
-    /// Value of [`Facts::changes_by_others`](firn_backing::Facts) when the lists were made. `None`: no list names files
-    /// of the backing, so changes by other hosts do not matter.
+    /// Value of [`Facts::changes_by_others`](firn_backing::Facts) when the lists were made. `None` if no list names
+    /// files of the backing, so that changes by other hosts do not matter.
     changes_by_others: Option<u64>,
 }
 
@@ -35,7 +35,7 @@ struct ReaderLists {
 #[derive(Default)]
 pub(crate) struct DirectState {
     grant: Option<Box<Grant>>,
-    /// `None`: no reader has a list.
+    /// The lists of readers; `None` if no reader has one.
     lists: Option<Box<ReaderLists>>,
     /// Number of lists of chunks of the file.
     chunk_lists: u32,
@@ -90,8 +90,8 @@ impl DirectState {
         lists.is_some_and(|lists| *lists.changes_by_others.get_or_insert(change) == change)
     }
 
-    /// Whether readers have a list that names files of the backing, made when the count of changes by other hosts was
-    /// another than `change`.
+    /// Returns whether readers have a list that names files of the backing, made when the count of changes by other
+    /// hosts was another than `change`.
     pub(crate) fn has_outdated_backing_list(&self, change: u64) -> bool {
         let lists = self.lists.as_ref();
         let known = lists.and_then(|lists| lists.changes_by_others);

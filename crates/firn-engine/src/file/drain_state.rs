@@ -1,4 +1,4 @@
-//! State of a file's drain: what was requested, what is under way, what failed, and which callers wait.
+//! State of a file's drain: the requests, the writes under way, the failure, and the callers that wait.
 //!
 //! Terms: a drain is *forced* for bytes that must go to the backing however few they are. A *waiter* is a callback
 //! that runs when they are there. *Exclusive use* is a truncation or similar change that needs the backing file for
@@ -110,7 +110,7 @@ impl DrainState {
         std::mem::replace(&mut self.oldest, at)
     }
 
-    // ---- what is asked for ---------------------------------------------------------------------
+    // ---- requests ------------------------------------------------------------------------------
 
     /// Forces all extents with a sequence up to this one.
     pub(crate) fn force_up_to(&mut self, sequence: u64) {
@@ -139,7 +139,7 @@ impl DrainState {
         self.failure = None;
     }
 
-    // ---- what is under way ---------------------------------------------------------------------
+    // ---- writes under way ----------------------------------------------------------------------
 
     /// Returns the file offset where the next pick begins to search.
     pub(crate) fn cursor(&self) -> u64 {
@@ -173,7 +173,7 @@ impl DrainState {
         );
     }
 
-    /// Whether a write to some byte of this range is under way.
+    /// Returns whether a write to some byte of this range is under way.
     pub(crate) fn is_in_flight(&self, range: &Range<u64>) -> bool {
         let overlaps = |known: &Range<u64>| known.start < range.end && range.start < known.end;
         self.in_flight.iter().any(overlaps)
@@ -209,7 +209,7 @@ impl DrainState {
         self.is_setting_time = is_setting_time;
     }
 
-    /// Whether no write, no exclusive use and no setting of its time uses the backing file.
+    /// Returns whether no write, no exclusive use and no setting of its time uses the backing file.
     pub(crate) fn is_idle(&self) -> bool {
         !self.exclusive && !self.is_setting_time && self.in_flight.is_empty()
     }
@@ -220,7 +220,7 @@ impl DrainState {
         self.failure.as_deref().copied()
     }
 
-    /// Whether the file failed and its next try is still to come.
+    /// Returns whether the file failed and its next try is still to come.
     pub(crate) fn waits_for_retry(&self, now: Instant) -> bool {
         self.failure().is_some_and(|failure| failure.retry_at > now)
     }
@@ -258,7 +258,7 @@ impl DrainState {
         }
     }
 
-    /// Takes the error of a failure that no program has been told yet, and counts it as reported.
+    /// Takes the error of a failure that no program has got yet, and counts it as reported.
     pub(crate) fn take_unreported_failure(&mut self) -> Option<Errno> {
         let failure = self.failure.as_mut().filter(|known| !known.is_reported)?;
         failure.is_reported = true;
@@ -299,7 +299,7 @@ impl DrainState {
         self.waiters.len()
     }
 
-    /// Whether there is a waiter.
+    /// Returns whether there is a waiter.
     pub(crate) fn has_waiters(&self) -> bool {
         !self.waiters.is_empty()
     }

@@ -51,6 +51,7 @@ impl Default for Opens {
 }
 
 impl Opens {
+    /// Counts a new handle.
     pub(crate) fn add(&mut self, handle: HandleId, mode: OpenMode, is_writer: bool) {
         self.handles.push(handle);
         *self.count_mut(mode) += 1;
@@ -58,6 +59,7 @@ impl Opens {
         self.check();
     }
 
+    /// Uncounts a released handle. `mode` and `is_writer` are as it was counted last.
     pub(crate) fn remove(&mut self, handle: HandleId, mode: OpenMode, is_writer: bool) {
         self.handles.retain(|known| *known != handle);
         *self.count_mut(mode) -= 1;
@@ -65,12 +67,14 @@ impl Opens {
         self.check();
     }
 
+    /// Counts a handle in another mode.
     pub(crate) fn change_mode(&mut self, from: OpenMode, to: OpenMode) {
         *self.count_mut(from) -= 1;
         *self.count_mut(to) += 1;
         self.check();
     }
 
+    /// Returns the counter of the handles in this mode.
     fn count_mut(&mut self, mode: OpenMode) -> &mut u32 {
         match mode {
             OpenMode::Engine => &mut self.through_engine,
@@ -79,11 +83,12 @@ impl Opens {
         }
     }
 
+    /// Returns whether the file has no handle.
     pub(crate) fn is_empty(&self) -> bool {
         self.handles.is_empty()
     }
 
-    /// Whether this handle is the only one and is served by the engine.
+    /// Returns whether this handle is the only one and is served by the engine.
     pub(crate) fn is_only(&self, handle: HandleId) -> bool {
         self.handles[..] == [handle] && self.through_engine == 1
     }
@@ -99,41 +104,47 @@ impl Opens {
         self.closing_writers -= 1;
     }
 
-    /// Whether each writer has closed a descriptor. Most have only one, so the file is most likely complete.
+    /// Returns whether each writer has closed a descriptor. Most have only one, so the file is most likely complete.
     pub(crate) fn are_writers_closing(&self) -> bool {
         self.closing_writers == self.writers
     }
 
+    /// Counts a handle whose process began to map the file's memory file.
     pub(crate) fn count_mapped(&mut self) {
         self.mapped += 1;
     }
 
+    /// Uncounts a handle that [`Opens::count_mapped`] counted.
     pub(crate) fn uncount_mapped(&mut self) {
         self.mapped -= 1;
     }
 
-    /// Whether the kernel or a process may read the file's memory file without a request.
+    /// Returns whether the kernel or a process may read the file's memory file without a request.
     pub(crate) fn has_viewers(&self) -> bool {
         self.passthrough + self.mapped > 0
     }
 
+    /// Returns whether some handle may write.
     pub(crate) fn has_writers(&self) -> bool {
         self.writers > 0
     }
 
+    /// Returns whether the engine serves the reads and writes of some handle.
     pub(crate) fn has_through_engine(&self) -> bool {
         self.through_engine > 0
     }
 
+    /// Returns whether the kernel reads the backing's file or the memory file itself.
     pub(crate) fn has_passthrough(&self) -> bool {
         self.passthrough > 0
     }
 
-    /// Whether the kernel caches pages of the file.
+    /// Returns whether the kernel caches pages of the file.
     pub(crate) fn has_cached(&self) -> bool {
         self.cached > 0
     }
 
+    /// Returns the ending that was last derived from the handles.
     pub(crate) fn ending(&self) -> Ending {
         self.ending
     }
@@ -147,6 +158,7 @@ impl Opens {
         }
     }
 
+    /// Returns whether the file was cut, and not truncated to 0 since.
     pub(crate) fn is_cut(&self) -> bool {
         self.is_cut
     }
@@ -180,11 +192,12 @@ impl Opens {
         } else {
             Ending::Closed
         };
-        let is_another = self.ending != ending;
+        let is_changed = self.ending != ending;
         self.ending = ending;
-        is_another
+        is_changed
     }
 
+    /// Asserts the invariants, in debug builds.
     #[inline]
     fn check(&self) {
         let by_kernel = self.passthrough + self.cached;

@@ -126,7 +126,7 @@ impl Pending {
         pending
     }
 
-    // ---- what is pending -------------------------------------------------------------------
+    // ---- pending bytes ---------------------------------------------------------------------
 
     /// Returns the number of pending bytes.
     pub(crate) fn bytes(&self) -> u64 {
@@ -188,18 +188,18 @@ impl Pending {
 
     /// Drops all extents of `range` with a sequence up to `sequence`. Returns their bytes.
     pub(crate) fn cut(&mut self, arena: &Arena, range: Range<u64>, sequence: u64) -> u64 {
-        let mut gone: Vec<(PieceRef, u64)> = Vec::new();
+        let mut cut: Vec<(PieceRef, u64)> = Vec::new();
         self.extents.remove(range, &mut |_, extent| {
             let takes = extent.sequence <= sequence;
             if takes {
-                gone.push((extent.piece, extent.len));
+                cut.push((extent.piece, extent.len));
             }
             takes
         });
         // The sequence of the tail may have been used by this cut, so later bytes need a new piece with a later one.
         self.tail = None;
-        let bytes = gone.iter().map(|(_, bytes)| bytes).sum();
-        for (piece, bytes) in gone {
+        let bytes = cut.iter().map(|(_, bytes)| bytes).sum();
+        for (piece, bytes) in cut {
             self.free_bytes(arena, piece, bytes);
         }
         self.check();
@@ -250,15 +250,15 @@ impl Pending {
         arena.mark_dead(piece);
     }
 
-    /// Whether some piece would be partly pending after `gone` is drained. The journal then needs the drained range;
-    /// without it a recovery would take the whole piece for pending.
-    pub(crate) fn would_leave_partial_pieces(&self, gone: &[(u64, Extent)]) -> bool {
-        let mut drained: HashMap<PieceRef, u64> = HashMap::new();
-        for (_, extent) in gone {
-            *drained.entry(extent.piece).or_default() += extent.len;
+    /// Returns whether some piece would be partly pending after `drained` is drained. The journal then needs the
+    /// drained range, because a recovery would otherwise count the whole piece as pending.
+    pub(crate) fn would_leave_partial_pieces(&self, drained: &[(u64, Extent)]) -> bool {
+        let mut drained_bytes: HashMap<PieceRef, u64> = HashMap::new();
+        for (_, extent) in drained {
+            *drained_bytes.entry(extent.piece).or_default() += extent.len;
         }
         let mut partial = self.partial;
-        for (piece, bytes) in &drained {
+        for (piece, bytes) in &drained_bytes {
             let used = self.pieces.get(piece).expect("an extent's piece is known");
             let was_partial = used.live < used.len;
             let is_partial = used.live > *bytes;
@@ -299,7 +299,7 @@ impl Pending {
         self.drained_ranges = 0;
     }
 
-    /// Whether this is the tail, which may be extended.
+    /// Returns whether this is the tail, which may be extended.
     pub(crate) fn is_tail(&self, piece: PieceRef) -> bool {
         self.tail == Some(piece)
     }

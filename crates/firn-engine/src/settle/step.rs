@@ -42,8 +42,8 @@ impl<B: Backing> Room<B> {
         *self.settle.waker.write() = Some(waker);
     }
 
-    /// Whether files are settled at all. With an eager drain they are not, because it leaves no bytes in the arena to
-    /// be read.
+    /// Returns whether files are settled at all. With an eager drain they are not, because it leaves no bytes in the
+    /// arena to be read.
     pub fn settles(&self) -> bool {
         let options = &self.base.options;
         options.memory_file_bytes_min > 0
@@ -97,14 +97,15 @@ impl<B: Backing> Room<B> {
             }
             Err(errno) => {
                 self.base.arena.end_memory_file(&task.memory);
-                tracing::info!(path = %task.file.shown(), %errno, "a file cannot be put into a memory file: it stays where it is");
+                tracing::info!(path = %task.file.shown(), %errno, "cannot copy a file into a memory file; its data remains in the arena");
             }
         }
         self.wake_writers();
         SettleStep::More
     }
 
-    /// Frees the slots of memory files that no file uses. Settling goes on at once if there were some.
+    /// Frees the slots of memory files that no file uses. The next step follows at once if some slots were freed, and
+    /// after [`ROOM_RETRY_EVERY`] otherwise.
     fn make_room_to_settle(&self) -> SettleStep {
         let returned = self.base.arena.trim_memory_files(0);
         self.wake_writers();
@@ -116,6 +117,7 @@ impl<B: Backing> Room<B> {
         }
     }
 
+    /// Returns the size of a chunk, and of a slot of a memory file, in bytes.
     fn chunk_bytes(&self) -> u64 {
         self.base.arena.geometry().chunk_bytes
     }
@@ -125,7 +127,7 @@ impl<B: Backing> Room<B> {
         self.base.arena.geometry().data_bytes() / IDLE_BYTES_DIVISOR
     }
 
-    /// Begins the next file that can be settled, with a memory file for it.
+    /// Begins the next file that can be settled, with a memory file for it. Returns `None` if no file can.
     fn begin_next_task(&self) -> Option<SettleTask<B>> {
         // Each file is tried once. A file that cannot be settled now is planned again when it is opened or closed.
         while let Some(file) = self.settle.waiting.pop() {
@@ -192,7 +194,8 @@ impl<B: Backing> Room<B> {
         Ok(self.replace_by_copy(task, &source, lease, range))
     }
 
-    /// Returns what the arena has of a range of an unchanged file, with its slabs pinned.
+    /// Returns the extents of a range of the task's file, with their slabs pinned. Returns `None` if the file was
+    /// changed or is in use, or if some of the bytes are not in memory.
     fn pin_source(&self, task: &SettleTask<B>, range: Range<u64>) -> Option<ChunkSource> {
         let state = task.file.lock();
         if state.changes != task.changes || !state.may_be_settled() {
@@ -213,6 +216,7 @@ impl<B: Backing> Room<B> {
         Some(source)
     }
 
+    /// Copies the extents of a chunk, which begins at file offset `start`, into the leased slot.
     fn copy_parts(&self, source: &ChunkSource, lease: &Lease, start: u64) -> Result<(), Errno> {
         for (offset, extent) in &source.parts {
             let from = (extent.piece.slab, extent.position);

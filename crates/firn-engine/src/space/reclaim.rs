@@ -1,7 +1,7 @@
 //! Reclaiming: makes space in the arena, and calls waiting writers back.
 //!
-//! Cached bytes go first, then unused slabs; then the file with the most pending bytes is drained. If nothing can be
-//! drained, writers get an error.
+//! Cached bytes are evicted first, then unused slabs are freed, then the file with the most pending bytes is drained.
+//! If nothing can be drained, waiting writers get an error.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -19,8 +19,8 @@ use crate::tables::Handle;
 use crate::{Done, Result};
 
 impl<B: Backing> Room<B> {
-    /// Leases a slab for the next bytes of a handle: small at first, so that many small files fit, and a whole chunk
-    /// for a file that proves large. `None`: the arena has no space; reclaiming was begun.
+    /// Leases a slab for the next bytes of a handle. The first slabs of a file are small, so that many small files fit;
+    /// a large file gets whole chunks. Returns `None` if the arena has no space, after it has begun to reclaim some.
     ///
     /// The handle's lease is not locked while files are evicted. Dropping the last reference to a file closes its
     /// descriptor, which may ask a server.
@@ -48,9 +48,10 @@ impl<B: Backing> Room<B> {
         lease
     }
 
-    /// Calls `waiter` when there may be space in the arena (`Ok`: write again), or when nothing can be drained (`Err`:
-    /// fail the write with this error). The call comes from a later [`Drainer::pick`](crate::Drainer::pick), not from
-    /// here.
+    /// Calls `waiter` with `Ok` when there may be space in the arena, so that the write can be tried again. Calls it
+    /// with an error, which the write must return, when nothing can be drained.
+    ///
+    /// The call never comes from this function, but from a later [`Drainer::pick`](crate::Drainer::pick).
     pub fn on_space(&self, waiter: Done) {
         self.space.waiters.add(waiter);
         self.reclaim();
@@ -108,8 +109,9 @@ impl<B: Backing> Room<B> {
         }
     }
 
-    /// Makes space, unless a drain is under way that will: frees unused slabs, and drains the file with the most
-    /// pending bytes. If nothing can be drained, waiting writers get the error.
+    /// Frees unused slabs, and requests a drain of the file with the most pending bytes. Does nothing while a drain is
+    /// under way, because it will make space. If no file can be drained, waiting writers get the error of the last
+    /// failure.
     pub(crate) fn reclaim(&self) {
         if self.drain.is_busy() {
             return;

@@ -11,18 +11,18 @@ use crate::counters::Decision;
 use crate::space::Room;
 
 impl<B: Backing> Room<B> {
-    /// Sets the callback for the case that [`Room::spill_step`] may have something to do.
-    pub fn set_spill_waker(&self, f: Waker) {
-        let wake = f.clone();
+    /// Sets the callback that runs when [`Room::spill_step`] may have something to do.
+    pub fn set_spill_waker(&self, waker: Waker) {
+        let wake = waker.clone();
         self.base.arena.on_pressure(
             self.slots_at(self.base.options.spill_upper_percent),
             move || wake(),
         );
-        self.spill.set_waker(f);
+        self.spill.set_waker(waker);
     }
 
-    /// Returns the slots of memory that may stay in use. One always remains free, even at 100 percent, because
-    /// writers wait for a slot.
+    /// Returns how many slots of memory may be in use at a threshold of `percent`. One slot always remains free, even
+    /// at 100 percent, because writers wait for a slot.
     fn slots_at(&self, percent: u32) -> u32 {
         let count = self.base.arena.geometry().chunk_count;
         let slots = (u64::from(count) * u64::from(percent) / 100) as u32;
@@ -37,8 +37,8 @@ impl<B: Backing> Room<B> {
         let upper = self.slots_at(self.base.options.spill_upper_percent);
         let lower = self.slots_at(self.base.options.spill_lower_percent);
         let used = self.base.arena.memory_used();
-        if let Err(instead) = self.spill.begin_step(used, upper, lower) {
-            return instead;
+        if let Err(result) = self.spill.begin_step(used, upper, lower) {
+            return result;
         }
         // Cached bytes are in the backing already, so they are evicted instead of moved.
         if self.evict_until(&|| self.base.arena.memory_used() <= lower) {
@@ -111,13 +111,14 @@ impl<B: Backing> Room<B> {
         wait
     }
 
-    /// Whether spilling will free memory, so that writers can wait for that. Wakes the thread that spills.
+    /// Returns whether spilling will free memory, so that writers can wait for that. Wakes the thread that spills.
     pub(crate) fn spill_makes_room(&self) -> bool {
-        let room = !self.spill.fails() && (self.base.arena.can_spill() || self.seal_for_spill());
-        if room {
+        let makes_room =
+            !self.spill.fails() && (self.base.arena.can_spill() || self.seal_for_spill());
+        if makes_room {
             self.spill.wake();
         }
-        room
+        makes_room
     }
 
     /// Seals leases that no thread uses at this instant, so that their chunks can move. Returns whether some chunk

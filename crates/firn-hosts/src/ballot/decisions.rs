@@ -54,7 +54,7 @@ impl Unit {
 /// The work that hosts do after a decision.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Plan {
-    /// Work begins only after all participants have stopped.
+    /// Whether work begins only after all participants have stopped.
     pub stops_first: bool,
     /// Units of work, in stages. The units of one stage may be done in any order, after all units of the earlier
     /// stages.
@@ -78,7 +78,7 @@ pub trait Protocol {
 pub struct View<H: Ord, D> {
     /// Hosts that take part.
     pub joined: BTreeSet<H>,
-    /// New participants are refused.
+    /// Whether new participants are refused.
     pub is_closing: bool,
     /// The decision. `None` if there is none yet.
     pub decision: Option<D>,
@@ -150,8 +150,8 @@ pub enum JoinStep {
 
 /// Returns the next step of a host that wants to take part.
 ///
-/// `is_open`: the ballot is neither decided nor closed, and its directory still has its name. `has_put`: the host has
-/// put its file.
+/// `is_open` says whether the ballot is neither decided nor closed and its directory still has its name. `has_put` says
+/// whether the host has put its file.
 pub fn next_join(is_open: bool, has_put: bool) -> JoinStep {
     match (is_open, has_put) {
         (true, false) => JoinStep::Put,
@@ -205,7 +205,7 @@ pub enum Action<H> {
     ClaimRemoval,
     /// Remove the directory.
     Retire,
-    /// Look again later, because of this.
+    /// List the directory again later, because the host waits for this.
     Wait(Waiting<H>),
 }
 
@@ -312,6 +312,8 @@ fn next_of_worker<H: Ord + Clone, D>(view: &View<H, D>, me: &H, undone: &[&Unit]
     if let Some(unit) = undone.iter().find(|unit| claimant(unit).is_none()) {
         return Action::Claim((*unit).clone());
     }
-    let others = undone.iter().find_map(|unit| claimant(unit));
-    Action::Wait(Waiting::Work(others.cloned().unwrap_or(Claimant::Unknown)))
+    let busy_claimant = undone.iter().find_map(|unit| claimant(unit));
+    Action::Wait(Waiting::Work(
+        busy_claimant.cloned().unwrap_or(Claimant::Unknown),
+    ))
 }

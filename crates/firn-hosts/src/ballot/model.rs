@@ -1,18 +1,19 @@
-//! All interleavings of three hosts at ballots of one name, with crashes and old listings.
+//! Model check: all interleavings of three hosts at ballots of one name, with crashes and outdated listings.
 //!
-//! A state is what the server has and how far each host is. Each step is one call that changes the server, or one look
-//! that chooses it: other hosts act between a look and the action that comes of it. The decisions are those of the
-//! product ([`next`], [`next_join`], [`next_decision`]); the models only do what they say. There is one for each
-//! [`Presence`].
+//! A state has the content of the server and the phase of each host. A step is either one call that changes the server,
+//! or one listing after which a host chooses its next call. So other hosts may act between a host's listing and the
+//! call that follows from it. The choices are made by the functions of the product ([`next`], [`next_join`],
+//! [`next_decision`]); a model only carries them out. There is one model for each [`Presence`].
 //!
-//! * A host may crash before and after each action, once or twice. Its locks end with it.
-//! * A listing may be one or two changes of other hosts old. It has all that came before the host's own last change.
-//!   Locks, and whether a directory has its name, are asked of the server.
-//! * A put into a directory that was removed meanwhile is lost, and says nothing of it. A host that has it open may find
-//!   it empty but for that.
-//! * A directory is renamed by its name: that may lead to a later one.
+//! Assumptions
+//! * A host may crash before and after each call. The number of crashes is bounded. A crash frees the host's locks.
+//! * A listing may miss the last one or two changes of other hosts. It has all changes before the host's own last
+//!   change. Locks are never outdated, nor is the answer whether a directory still has its name.
+//! * A put into a directory that was removed meanwhile is lost without an error. A host that has the removed directory
+//!   open may list it as empty but for its own puts.
+//! * A directory is renamed by its name, which may lead to a later directory.
 //!
-//! Hosts are alike: of states that differ only in which host is which, one is looked at.
+//! All hosts have the same role. Of the states that differ only in the numbers of hosts, one is explored.
 
 use std::collections::HashMap;
 use std::fmt::Debug;
@@ -24,19 +25,20 @@ mod kept;
 mod living;
 
 const HOSTS: usize = 3;
-/// Ballots under the same name, one after the other.
+/// Number of ballots under the same name, one after the other.
 const BALLOTS_MAX: u8 = 2;
 
 /// A set of hosts, as bits.
 type Hosts = u8;
 
+/// Returns the hosts of a set.
 fn set(hosts: Hosts) -> BTreeSet<u8> {
     (0..HOSTS as u8)
         .filter(|host| hosts & (1 << host) != 0)
         .collect()
 }
 
-/// The set after renumbering: host `i` becomes `order[i]`.
+/// Returns the set after renumbering: host `i` becomes `order[i]`.
 fn reordered(hosts: Hosts, order: [u8; HOSTS]) -> Hosts {
     let of_host = |host: usize| (hosts >> host & 1) << order[host];
     (0..HOSTS).map(of_host).sum()
@@ -44,24 +46,25 @@ fn reordered(hosts: Hosts, order: [u8; HOSTS]) -> Hosts {
 
 /// A state of a model.
 trait Model: Copy + Debug + Ord + Hash {
-    /// Nothing is there.
+    /// Returns the state at the start: no directory exists.
     fn new() -> Self;
-    /// The next states, and whether each came of a crash.
+    /// Returns the next states, and for each whether a crash led to it.
     fn steps(&self) -> Vec<(Self, bool)>;
-    /// Panics where something does not hold that must hold in every state.
+    /// Panics if an invariant does not hold in this state.
     fn check(&self);
-    /// Whether no host has to do anything more, and nothing is left.
+    /// Returns whether every host is finished and no directory is left that must be removed.
     fn is_over(&self) -> bool;
-    /// The state after renumbering the hosts.
+    /// Returns the state after renumbering the hosts.
     fn reordered(&self, order: [u8; HOSTS]) -> Self;
 }
 
-/// What has the name of the ballot, and what hosts may see of that: `STATES` states of it, the present one included.
+/// The directory that has the name of the ballot, now and in the past. A listing may return one of the last `STATES`
+/// states.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 struct History<D, const STATES: usize> {
-    /// Now and before the last changes, newest first.
+    /// The present state and the earlier ones, newest first. `None` stands for no directory.
     seen: [Option<D>; STATES],
-    /// How many changes of others the next listing of each host may miss.
+    /// For each host: how many changes of other hosts its next listing may miss.
     lags: [u8; HOSTS],
 }
 
@@ -87,39 +90,41 @@ impl<D: Copy + PartialEq, const STATES: usize> History<D, STATES> {
         self.lags[host]
     }
 
-    /// Puts another directory in the place of the last one, by a host.
+    /// Records that a host has replaced the present directory by `dir`.
     fn change(&mut self, host: usize, dir: Option<D>) {
         if self.seen[0] == dir {
-            return self.note_asked(host);
+            return self.note_call(host);
         }
         self.seen.rotate_right(1);
         self.seen[0] = dir;
         for lag in &mut self.lags {
             *lag = (*lag + 1).min(STATES as u8 - 1);
         }
-        self.note_asked(host);
+        self.note_call(host);
     }
 
-    /// A host has asked the server to change the directory: its next listing is a new one.
-    fn note_asked(&mut self, host: usize) {
+    /// Records that a host has called the server to change the directory. Its next listing misses no change.
+    fn note_call(&mut self, host: usize) {
         self.lags[host] = 0;
-        self.forget();
+        self.forget_unseen();
     }
 
-    /// What a host sees whose listing is `lag` changes late. It never sees an older state later.
-    fn look(&mut self, host: usize, lag: u8) -> Option<D> {
-        let seen = self.seen[usize::from(lag)];
+    /// Returns the directory in a listing of a host that misses the last `lag` changes. Later listings of the host
+    /// miss at most as many.
+    fn list(&mut self, host: usize, lag: u8) -> Option<D> {
+        let listed = self.seen[usize::from(lag)];
         self.lags[host] = lag;
-        self.forget();
-        seen
+        self.forget_unseen();
+        listed
     }
 
-    /// Forgets what no host can see any more.
-    fn forget(&mut self) {
+    /// Drops the old states that no listing can return any more.
+    fn forget_unseen(&mut self) {
         let lag = self.lags.iter().copied().max().unwrap_or(0);
         self.seen[usize::from(lag) + 1..].fill(None);
     }
 
+    /// Returns the history after renumbering the hosts. `reorder` renumbers the hosts in one directory.
     fn reordered(&self, order: [u8; HOSTS], reorder: &dyn Fn(D) -> D) -> Self {
         let mut lags = self.lags;
         for (lag, new) in self.lags.iter().zip(order) {
@@ -134,28 +139,30 @@ impl<D: Copy + PartialEq, const STATES: usize> History<D, STATES> {
 
 /// The directory of a ballot.
 trait Directory: Copy + PartialEq {
-    /// Which ballot of its name it is of, from 1 on.
+    /// Returns the number of the ballot, counted from 1 among the ballots of the name.
     fn number(&self) -> u8;
-    /// The directory after renumbering the hosts.
+    /// Returns the directory after renumbering the hosts.
     fn reordered(self, order: [u8; HOSTS]) -> Self;
 }
 
+/// One host.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 struct Host<P> {
     phase: P,
-    /// The ballot whose directory it has open; none is 0.
+    /// Number of the ballot whose directory the host has open; 0 for none.
     number: u8,
 }
 
-/// What the server has, and how far each host is: phases `P`, and `CLAIMS` claims on each ballot that may be locked.
+/// The state of the server and of all hosts. `P` is the phase of a host; `CLAIMS` is the number of claims of a ballot
+/// that can be locked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 struct World<D, P, const CLAIMS: usize, const STATES: usize> {
-    /// What has the name of the ballot.
+    /// The directory that has the name of the ballot.
     history: History<D, STATES>,
-    /// Locked claims of each ballot, by the host that holds the lock.
+    /// For each ballot and claim: the host that has locked it.
     locks: [[Option<u8>; CLAIMS]; BALLOTS_MAX as usize],
     hosts: [Host<P>; HOSTS],
-    /// Ballots that were made.
+    /// Number of ballots that were made.
     made: u8,
     crashes: u8,
 }
@@ -163,7 +170,7 @@ struct World<D, P, const CLAIMS: usize, const STATES: usize> {
 impl<D: Directory, P: Copy + Default, const CLAIMS: usize, const STATES: usize>
     World<D, P, CLAIMS, STATES>
 {
-    /// Nothing is there, and no host has begun.
+    /// Returns the start: no directory exists, and no host has begun.
     fn empty() -> Self {
         Self {
             history: History::default(),
@@ -174,35 +181,36 @@ impl<D: Directory, P: Copy + Default, const CLAIMS: usize, const STATES: usize>
         }
     }
 
-    /// The directory that a host has open, if it has its name.
+    /// Returns the directory that a host has open, if the directory still has its name.
     fn dir(&self, host: usize) -> Option<D> {
         let number = self.hosts[host].number;
         self.history.current().filter(|dir| dir.number() == number)
     }
 
-    /// A host changes the directory that it has open. Where that has no name any more the change is lost.
+    /// Changes the directory that a host has open. The change is lost if the directory no longer has its name.
     fn put(&mut self, host: usize, put: impl FnOnce(&mut D)) {
         match self.dir(host) {
             Some(mut dir) => {
                 put(&mut dir);
                 self.history.change(host, Some(dir));
             }
-            None => self.history.note_asked(host),
+            None => self.history.note_call(host),
         }
     }
 
+    /// Sets the phase of a host.
     fn enter(&mut self, host: usize, phase: P) {
         self.hosts[host].phase = phase;
     }
 
-    /// A host has nothing to do with the ballot any more.
+    /// Ends a host's work for the ballot, and frees the host's locks.
     fn forget_ballot(&mut self, host: usize) {
         self.unlock(host);
         self.hosts[host] = Host::default();
     }
 
-    /// Locks a claim on the ballot whose directory a host has open, and makes its next listing a new one; false:
-    /// another host has it locked.
+    /// Locks a claim on the ballot whose directory a host has open. Returns false if a host has locked it already.
+    /// A lock makes the host's next listing current.
     fn lock(&mut self, host: usize, claim: usize) -> bool {
         let number = usize::from(self.hosts[host].number);
         let locked = &mut self.locks[number - 1][claim];
@@ -210,26 +218,27 @@ impl<D: Directory, P: Copy + Default, const CLAIMS: usize, const STATES: usize>
             return false;
         }
         *locked = Some(host as u8);
-        self.history.note_asked(host);
+        self.history.note_call(host);
         true
     }
 
+    /// Frees all locks of a host.
     fn unlock(&mut self, host: usize) {
         for claim in self.locks.iter_mut().flatten() {
             claim.take_if(|by| *by == host as u8);
         }
     }
 
-    /// The world after renumbering the hosts.
+    /// Returns the world after renumbering the hosts.
     fn renumbered(&self, order: [u8; HOSTS]) -> Self {
         let mut hosts = self.hosts;
         for (host, new) in self.hosts.iter().zip(order) {
             hosts[usize::from(new)] = *host;
         }
-        let host = |by: Option<u8>| by.map(|host| order[usize::from(host)]);
+        let renumber = |holder: Option<u8>| holder.map(|host| order[usize::from(host)]);
         Self {
             history: self.history.reordered(order, &|dir| dir.reordered(order)),
-            locks: self.locks.map(|of_one| of_one.map(host)),
+            locks: self.locks.map(|claims| claims.map(renumber)),
             hosts,
             ..*self
         }
@@ -246,52 +255,53 @@ const ORDERS: [[u8; HOSTS]; 6] = [
     [2, 1, 0],
 ];
 
-/// The first of the states that differ only in which host is which.
+/// Returns the smallest of the states that differ only in the numbers of hosts.
 fn canonical<S: Model>(state: &S) -> S {
-    let all = ORDERS.map(|order| state.reordered(order));
-    all.into_iter().min().unwrap_or(*state)
+    let renumbered = ORDERS.map(|order| state.reordered(order));
+    renumbered.into_iter().min().unwrap_or(*state)
 }
 
-/// All states, and from each those that it leads to without a crash.
+/// Explores all reachable states, and checks each. Returns the states, and for each the indexes of the states to which
+/// a step without a crash leads.
 fn explore<S: Model>() -> (Vec<S>, Vec<Vec<u32>>) {
     let mut states = vec![S::new()];
-    let mut numbers = HashMap::from([(S::new(), 0_u32)]);
-    let mut followers = Vec::new();
-    let mut at = 0;
-    while at < states.len() {
-        let mut following = Vec::new();
-        for (next, is_crash) in states[at].steps() {
-            let number = *numbers.entry(canonical(&next)).or_insert_with_key(|next| {
+    let mut indexes = HashMap::from([(S::new(), 0_u32)]);
+    let mut successors = Vec::new();
+    let mut explored_count = 0;
+    while explored_count < states.len() {
+        let mut successors_of_state = Vec::new();
+        for (next, is_crash) in states[explored_count].steps() {
+            let index = *indexes.entry(canonical(&next)).or_insert_with_key(|next| {
                 next.check();
                 states.push(*next);
                 states.len() as u32 - 1
             });
             if !is_crash {
-                following.push(number);
+                successors_of_state.push(index);
             }
         }
-        followers.push(following);
-        at += 1;
+        successors.push(successors_of_state);
+        explored_count += 1;
     }
-    (states, followers)
+    (states, successors)
 }
 
-/// How many of the states lead to an end, if all hosts that crashed come back and no more do.
-fn count_that_end<S: Model>(states: &[S], followers: &[Vec<u32>]) -> usize {
-    let mut before = vec![Vec::new(); states.len()];
-    for (number, following) in followers.iter().enumerate() {
+/// Returns how many of the states lead to an end if no more hosts crash and all crashed hosts come back.
+fn count_that_end<S: Model>(states: &[S], successors: &[Vec<u32>]) -> usize {
+    let mut predecessors = vec![Vec::new(); states.len()];
+    for (index, following) in successors.iter().enumerate() {
         for next in following {
-            before[*next as usize].push(number as u32);
+            predecessors[*next as usize].push(index as u32);
         }
     }
-    let over = |number: &usize| states[*number].is_over();
-    let mut queue: Vec<usize> = (0..states.len()).filter(over).collect();
+    let is_over = |index: &usize| states[*index].is_over();
+    let mut queue: Vec<usize> = (0..states.len()).filter(is_over).collect();
     let mut is_known = vec![false; states.len()];
-    queue.iter().for_each(|number| is_known[*number] = true);
+    queue.iter().for_each(|index| is_known[*index] = true);
     let mut count = 0;
-    while let Some(number) = queue.pop() {
+    while let Some(index) = queue.pop() {
         count += 1;
-        for earlier in &before[number] {
+        for earlier in &predecessors[index] {
             let earlier = *earlier as usize;
             if !std::mem::replace(&mut is_known[earlier], true) {
                 queue.push(earlier);
@@ -301,9 +311,9 @@ fn count_that_end<S: Model>(states: &[S], followers: &[Vec<u32>]) -> usize {
     count
 }
 
-/// Looks at all states of a model, and that each leads to an end.
+/// Explores all states of a model, and asserts that each leads to an end.
 fn explore_to_the_end<S: Model>() {
-    let (states, followers) = explore::<S>();
+    let (states, successors) = explore::<S>();
     println!("{} states", states.len());
-    assert_eq!(count_that_end(&states, &followers), states.len());
+    assert_eq!(count_that_end(&states, &successors), states.len());
 }

@@ -51,18 +51,21 @@ pub struct FlockService<B: Backing> {
     token: Option<LockedFile<B::File>>,
     /// Number of holdings of this host so far.
     holdings: u64,
-    seen: Option<SeenRecord>,
+    /// The holder's record as it was last read.
+    last_record: Option<ReadRecord>,
 }
 
+/// A lock file that is open.
 struct LockedFile<F> {
     file: F,
+    /// Whether this host has the lock.
     is_ours: bool,
 }
 
-/// The holder's record as it was last read.
-struct SeenRecord {
+/// The holder's record, and when it was read.
+struct ReadRecord {
     record: String,
-    at: Instant,
+    read_at: Instant,
 }
 
 impl<B: Backing> FlockService<B> {
@@ -77,14 +80,16 @@ impl<B: Backing> FlockService<B> {
             next: None,
             token: None,
             holdings: 0,
-            seen: None,
+            last_record: None,
         }
     }
 
+    /// Returns the name of the file whose lock is the token.
     fn token_name(&self) -> String {
         format!("lane-{}", self.lane)
     }
 
+    /// Returns the name of the file that the next holder has locked.
     fn next_name(&self) -> String {
         format!("lane-{}.next", self.lane)
     }
@@ -109,6 +114,7 @@ impl<B: Backing> FlockService<B> {
         Ok(lock.is_ours)
     }
 
+    /// Tries to become the next holder, and then to get the token. Returns whether this host has the token now.
     fn try_lock_both(&mut self) -> Result<bool, OwnError> {
         let (base, dir) = (Arc::clone(&self.base), self.dir.clone());
         let (next, token) = (self.next_name(), self.token_name());
@@ -135,17 +141,20 @@ impl<B: Backing> FlockService<B> {
     /// [`READ_RECORD_EVERY`].
     fn find_holding(&mut self) -> Result<String, OwnError> {
         let now = Instant::now();
-        let is_fresh = |seen: &SeenRecord| now - seen.at < READ_RECORD_EVERY;
-        if !self.seen.as_ref().is_some_and(is_fresh) {
-            let record = self.read_record()?;
-            self.seen = Some(SeenRecord { record, at: now });
+        let is_fresh = |last: &ReadRecord| now - last.read_at < READ_RECORD_EVERY;
+        if !self.last_record.as_ref().is_some_and(is_fresh) {
+            self.last_record = Some(ReadRecord {
+                record: self.read_record()?,
+                read_at: now,
+            });
         }
         Ok(self
-            .seen
+            .last_record
             .as_ref()
-            .map_or_else(String::new, |seen| seen.record.clone()))
+            .map_or_else(String::new, |last| last.record.clone()))
     }
 
+    /// Reads the holder's record from the server. Returns an empty text if there is no record.
     fn read_record(&self) -> Result<String, OwnError> {
         // Open the file again, because the client of a network file system then asks the server.
         let Some(inode) = own::find_file(&*self.base, &self.dir, &self.token_name())? else {
@@ -177,7 +186,7 @@ where
         if self.try_lock_both()? {
             let written = self.write_record();
             self.next = None;
-            self.seen = None;
+            self.last_record = None;
             written?;
             return Ok(TokenReply::Granted);
         }
@@ -199,7 +208,7 @@ where
         // Release in this order, so that the next host finds the token free at once.
         self.token = None;
         self.next = None;
-        self.seen = None;
+        self.last_record = None;
         Ok(())
     }
 

@@ -23,6 +23,7 @@ pub struct LaneToken {
     shared: Arc<Shared>,
 }
 
+/// What the keeper and the threads of the lane share.
 struct Shared {
     state: Mutex<KeeperState>,
     /// Signals the keeper that its next step may have changed.
@@ -33,18 +34,21 @@ struct Shared {
 }
 
 struct KeeperState {
-    turn: TokenMachine,
+    /// The machine that decides about permits and the keeper's next step.
+    machine: TokenMachine,
+    /// Whether the keeper must give the token back and end.
     is_stopping: bool,
+    /// Whether the keeper has ended.
     has_ended: bool,
 }
 
 impl LaneToken {
     fn new(limits: TokenLimits, renew_every: Option<Duration>) -> Self {
-        let turn = TokenMachine::new(limits, renew_every, Instant::now());
+        let machine = TokenMachine::new(limits, renew_every, Instant::now());
         Self {
             shared: Arc::new(Shared {
                 state: Mutex::new(KeeperState {
-                    turn,
+                    machine,
                     is_stopping: false,
                     has_ended: false,
                 }),
@@ -67,8 +71,8 @@ impl LaneToken {
             if state.is_stopping {
                 return Permit::Go(TokenUse::without_token());
             }
-            let permit = state.turn.enter(Instant::now());
-            if state.turn.take_keeper_wake() {
+            let permit = state.machine.enter(Instant::now());
+            if state.machine.take_keeper_wake() {
                 self.shared.changed.notify_one();
             }
             permit
@@ -78,16 +82,17 @@ impl LaneToken {
     /// Ends the use of a permit. The thread must call this when all work that it picked with the permit is done.
     pub fn leave(&self, ended: TokenUse) {
         let mut state = self.shared.state.lock();
-        if state.turn.leave(&ended, Instant::now()) {
+        if state.machine.leave(&ended, Instant::now()) {
             self.shared.changed.notify_one();
         }
     }
 
     /// Returns the state and the counters of the token.
     pub fn figures(&self) -> TokenFigures {
-        self.shared.state.lock().turn.figures(Instant::now())
+        self.shared.state.lock().machine.figures(Instant::now())
     }
 
+    /// Tells the keeper to give the token back and end. Does not wait for that.
     fn stop(&self) {
         self.shared.state.lock().is_stopping = true;
         self.shared.changed.notify_one();
@@ -106,6 +111,7 @@ impl LaneToken {
         }
     }
 
+    /// Wakes the threads of the lane, if a callback is set.
     fn wake(&self) {
         let wake = self.shared.wake.lock().clone();
         if let Some(wake) = wake {
@@ -118,7 +124,7 @@ impl LaneToken {
         let (done, must_wake_lane) = {
             let mut state = self.shared.state.lock();
             let done = work(&mut state);
-            (done, state.turn.take_lane_wake())
+            (done, state.machine.take_lane_wake())
         };
         if must_wake_lane {
             self.wake();
@@ -130,9 +136,9 @@ impl LaneToken {
     /// keeper must end.
     fn next_step(&self) -> Option<Step> {
         self.update(|state| {
-            let step = state.turn.next_step(Instant::now());
+            let step = state.machine.next_step(Instant::now());
             if state.is_stopping {
-                return state.turn.must_give_back().then_some(Step::GiveBack);
+                return state.machine.must_give_back().then_some(Step::GiveBack);
             }
             if let Step::Sleep(at_most) = step {
                 match at_most {
@@ -144,13 +150,14 @@ impl LaneToken {
         })
     }
 
-    fn keep(&self, service: &mut dyn LockService) {
+    /// Takes the keeper's steps until the keeper must end. Each result of the service is recorded in the machine.
+    fn run_keeper(&self, service: &mut dyn LockService) {
         while let Some(step) = self.next_step() {
             match step {
                 Step::Sleep(_) => {}
                 Step::Ask => {
-                    let asked = service.ask();
-                    self.update(|state| note_asked(&mut state.turn, asked));
+                    let reply = service.ask();
+                    self.update(|state| note_reply(&mut state.machine, reply));
                 }
                 Step::GiveBack => {
                     let given_back = service.give_back();
@@ -158,20 +165,20 @@ impl LaneToken {
                         // The next host must wait until the service notices that this host is gone.
                         tracing::debug!(%error, "cannot give the token of a lane back");
                     }
-                    self.update(|state| state.turn.note_given_back());
+                    self.update(|state| state.machine.note_given_back());
                 }
                 Step::LookForOthers => {
                     let others = service.others_wait();
                     self.update(|state| match others {
-                        Ok(are_waiting) => state.turn.note_others(are_waiting, Instant::now()),
-                        Err(error) => note_failure(&mut state.turn, &error),
+                        Ok(are_waiting) => state.machine.note_others(are_waiting, Instant::now()),
+                        Err(error) => note_failure(&mut state.machine, &error),
                     });
                 }
                 Step::Renew => {
                     let renewed = service.renew();
                     self.update(|state| match renewed {
-                        Ok(()) => state.turn.note_renewed(Instant::now()),
-                        Err(error) => note_failure(&mut state.turn, &error),
+                        Ok(()) => state.machine.note_renewed(Instant::now()),
+                        Err(error) => note_failure(&mut state.machine, &error),
                     });
                 }
             }
@@ -179,22 +186,24 @@ impl LaneToken {
     }
 }
 
-fn note_asked(turn: &mut TokenMachine, asked: Result<TokenReply, ServiceError>) {
+/// Records the reply to a request for the token.
+fn note_reply(machine: &mut TokenMachine, reply: Result<TokenReply, ServiceError>) {
     let now = Instant::now();
-    match asked {
-        Ok(TokenReply::Granted) => turn.note_granted(now),
-        Ok(TokenReply::Queued(behind)) => turn.note_queued(behind, now),
-        Err(error) => note_failure(turn, &error),
+    match reply {
+        Ok(TokenReply::Granted) => machine.note_granted(now),
+        Ok(TokenReply::Queued(position)) => machine.note_queued(position, now),
+        Err(error) => note_failure(machine, &error),
     }
 }
 
-fn note_failure(turn: &mut TokenMachine, error: &ServiceError) {
+/// Records a failed call of the service.
+fn note_failure(machine: &mut TokenMachine, error: &ServiceError) {
     tracing::debug!(%error, "the lock service failed");
     let now = Instant::now();
     match error {
-        ServiceError::Lost { .. } => turn.note_lost(error.to_string(), now),
+        ServiceError::Lost { .. } => machine.note_lost(error.to_string(), now),
         ServiceError::File(_) | ServiceError::Outside(_) => {
-            turn.note_failure(error.to_string(), now)
+            machine.note_failure(error.to_string(), now)
         }
     }
 }
@@ -223,12 +232,12 @@ impl Tokens {
         let mut tokens = Self { lanes: Vec::new() };
         for (index, mut service) in services.into_iter().enumerate() {
             let lane = LaneToken::new(limits, service.renew_every());
-            let kept = lane.clone();
+            let keepers_lane = lane.clone();
             let thread = std::thread::Builder::new().name(format!("firn-token-{index}"));
             thread.spawn(move || {
-                let _end = EndOfKeeper(&kept);
+                let _end = EndOfKeeper(&keepers_lane);
                 let _lane = tracing::debug_span!("token", lane = index).entered();
-                kept.keep(&mut *service);
+                keepers_lane.run_keeper(&mut *service);
             })?;
             tokens.lanes.push(lane);
         }
@@ -247,9 +256,9 @@ impl Tokens {
 
     /// Stops all keepers and gives all tokens back. The lanes go on without tokens.
     ///
-    /// The call waits for at most `patience`. A keeper that is inside a call of its service ends after that call.
-    pub fn stop_within(&self, patience: Duration) {
-        let deadline = Instant::now() + patience;
+    /// The call waits for at most `timeout`. A keeper that is inside a call of its service ends after that call.
+    pub fn stop_within(&self, timeout: Duration) {
+        let deadline = Instant::now() + timeout;
         for lane in &self.lanes {
             lane.stop();
         }

@@ -154,7 +154,7 @@ impl WaitingPhase {
 struct HeldPhase {
     /// End of the batch. Then the token goes to a host that waits for it; without such a host a new batch begins.
     batch_ends: Instant,
-    /// Another host waits for the end of this batch.
+    /// Whether another host waits for the end of this batch.
     is_awaited: bool,
     check_others_at: Instant,
     renew_at: Option<Instant>,
@@ -166,16 +166,16 @@ struct TokenlessPhase {
     next_request_at: Instant,
     /// Number of requests since the lane went on without the token.
     tries: u32,
-    /// A request is in progress.
+    /// Whether a request is in progress.
     is_request_open: bool,
-    /// The lane had work since the last request.
+    /// Whether the lane had work since the last request.
     is_wanted: bool,
     /// The holding whose end the lane has waited for in vain.
     stuck_holding: Option<String>,
-    /// The queue moved until the end of the wait. The lane does not wait for that queue again; it keeps its place in
-    /// the queue while it writes.
+    /// Whether the queue moved until the end of the wait. The lane does not wait for such a queue again; it keeps its
+    /// place in the queue while it writes.
     is_queue_long: bool,
-    /// The lane has a place in the queue now.
+    /// Whether the lane has a place in the queue now.
     is_queued: bool,
     /// Time when a thread of the lane last had something to write.
     wanted_at: Instant,
@@ -194,12 +194,13 @@ pub(crate) struct TokenMachine {
     uses: u32,
     /// Time since when no permit is in use.
     unused_since: Instant,
-    /// The service has a request of this host, or this host has the token.
+    /// Whether the service has a request of this host, or this host has the token.
     has_request: bool,
+    /// Whether the keeper must give the token or the request back.
     is_returning: bool,
-    /// The threads of the lane must be woken.
+    /// Whether the threads of the lane must be woken.
     must_wake_lane: bool,
-    /// The keeper must be woken.
+    /// Whether the keeper must be woken.
     must_wake_keeper: bool,
     figures: TokenFigures,
 }
@@ -335,6 +336,8 @@ impl TokenMachine {
         }
     }
 
+    /// Returns the next step while this host has the token. Gives the token back if no write uses it and either others
+    /// wait and the batch is over, or nothing was written for [`KEEP_UNUSED_FOR`].
     fn next_step_while_held(&mut self, now: Instant) -> Step {
         let Phase::Held(held) = &self.phase else {
             return Step::Sleep(None);
@@ -353,21 +356,19 @@ impl TokenMachine {
         if now >= held.check_others_at && !held.is_awaited {
             return Step::LookForOthers;
         }
-        let mut until = overdue_at;
+        let mut wake_at = overdue_at;
         if self.uses == 0 {
-            until = until.min(lingers_until);
+            wake_at = wake_at.min(lingers_until);
         }
-        if held.is_awaited {
-            until = if now < held.batch_ends {
-                until.min(held.batch_ends)
-            } else {
-                until
-            };
-        } else {
-            until = until.min(held.check_others_at);
+        if !held.is_awaited {
+            wake_at = wake_at.min(held.check_others_at);
+        } else if now < held.batch_ends {
+            wake_at = wake_at.min(held.batch_ends);
         }
-        until = held.renew_at.map_or(until, |at| until.min(at));
-        Step::Sleep(Some(until - now))
+        if let Some(renew_at) = held.renew_at {
+            wake_at = wake_at.min(renew_at);
+        }
+        Step::Sleep(Some(wake_at - now))
     }
 
     /// Records that the service granted the token.
@@ -433,9 +434,9 @@ impl TokenMachine {
     }
 
     /// Records that the service did not answer, or refused the request.
-    pub(crate) fn note_failure(&mut self, why: String, now: Instant) {
+    pub(crate) fn note_failure(&mut self, reason: String, now: Instant) {
         self.figures.errors += 1;
-        self.figures.last_error = Some(why);
+        self.figures.last_error = Some(reason);
         match &mut self.phase {
             Phase::Waiting(waiting) => {
                 waiting.failures += 1;
@@ -454,15 +455,15 @@ impl TokenMachine {
     }
 
     /// Records that the token is lost. Another host may have it.
-    pub(crate) fn note_lost(&mut self, why: String, now: Instant) {
+    pub(crate) fn note_lost(&mut self, reason: String, now: Instant) {
         self.figures.errors += 1;
-        self.figures.last_error = Some(why);
+        self.figures.last_error = Some(reason);
         if matches!(self.phase, Phase::Held(_)) {
             self.end_holding(now);
         }
     }
 
-    /// Records whether other hosts wait for the token. If none waits, another batch begins.
+    /// Records whether other hosts wait for the token. If no host waits, a new batch begins.
     pub(crate) fn note_others(&mut self, are_waiting: bool, now: Instant) {
         let check_others_after = self.check_others_after();
         if let Phase::Held(held) = &mut self.phase {
@@ -503,6 +504,7 @@ impl TokenMachine {
         std::mem::take(&mut self.must_wake_keeper)
     }
 
+    /// Returns the state and the counters of the token.
     pub(crate) fn figures(&self, now: Instant) -> TokenFigures {
         let state = match &self.phase {
             Phase::Idle => TokenState::Idle,
@@ -519,11 +521,13 @@ impl TokenMachine {
 
     // ---- changes of phase --------------------------------------------------------------------
 
+    /// Enters a phase, and notes the time.
     fn change_phase(&mut self, phase: Phase, now: Instant) {
         self.phase = phase;
         self.phase_since = now;
     }
 
+    /// Enters the phase `Waiting`. The first request is due at once.
     fn begin_to_wait(&mut self, now: Instant) {
         let waiting = WaitingPhase {
             last_handover: now,
@@ -534,6 +538,9 @@ impl TokenMachine {
         self.change_phase(Phase::Waiting(waiting), now);
     }
 
+    /// Enters the phase `Without`, because no token came in time, and logs the reason.
+    ///
+    /// If the queue moves but is long, the request stays in the queue. Otherwise the next request comes after `wait`.
     fn go_without(&mut self, now: Instant) {
         let (stuck_holding, has_failed, is_queue_long) = match &mut self.phase {
             Phase::Waiting(waiting) => {
@@ -557,7 +564,7 @@ impl TokenMachine {
             "no token came: the drain of this lane goes on without it"
         );
         self.figures.went_without += 1;
-        // An earlier request may not be given back yet.
+        // A request that is being given back has no place in the queue.
         let is_queued = is_queue_long && self.has_request && !self.is_returning;
         let without = TokenlessPhase {
             next_request_at: if is_queued {
@@ -590,6 +597,7 @@ impl TokenMachine {
         }
     }
 
+    /// Ends the present holding. Permits of it no longer count, and the keeper gives the token back.
     fn end_holding(&mut self, now: Instant) {
         self.holding += 1;
         self.uses = 0;

@@ -1,5 +1,7 @@
-//! All interleavings of two hosts at one checkpoint: programs that write, close, end or are killed, hosts that die, and
-//! looks that are older than what is done after them.
+//! Model check of [`next_step`]: all interleavings of two hosts that commit one checkpoint together.
+//!
+//! In the model, programs write and close files, end or are killed, and hosts die. A host reads the shared state and
+//! acts on it in two separate steps, so it may act on a state that is no longer true.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 
@@ -7,33 +9,35 @@ use super::{Attempt, HostState, JointStep, JointView, OwnPart, next_step};
 
 const HOSTS: [&str; 2] = ["a", "b"];
 
-/// Takes a change of the world that may come next.
+/// Callback that gets a change of the world which may come next.
 type Push<'p> = dyn FnMut(&dyn Fn(&mut World)) + 'p;
 
 /// A host and its programs.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Host {
     is_alive: bool,
-    /// Takes part, as it believes.
+    /// The host believes that it takes part.
     has_joined: bool,
-    /// It has put its name and must look once more.
+    /// The host has stored its name, and must check once more whether it may take part.
     is_joining: bool,
     changes: u64,
     open: usize,
     living: usize,
     has_event: bool,
     has_failed: bool,
-    /// Changes that its prepared part has, and the attempt.
+    /// The attempt for which the host's part is prepared, and the number of changes in that part.
     prepared: Option<(u64, u64)>,
+    /// Whether the host has committed (true) or aborted its part.
     end: Option<bool>,
-    /// Changes that programs make at most.
-    left: u64,
-    next: Option<JointStep>,
+    /// Number of changes that programs may still make.
+    changes_left: u64,
+    /// The step that the host has decided on, from the shared state as it was then.
+    planned_step: Option<JointStep>,
 }
 
-/// What a host says of its part.
+/// The state that a host has published of its part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct Said {
+struct PublishedState {
     changes: u64,
     open: usize,
     living: usize,
@@ -41,61 +45,68 @@ struct Said {
 
 /// An attempt to commit.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-struct Tried {
+struct ModelAttempt {
     changes: BTreeMap<usize, u64>,
     published: BTreeSet<usize>,
     is_clear: Option<bool>,
 }
 
-/// What lies in the backing.
+/// The state that both hosts see in the backing.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
-struct Shared {
+struct SharedState {
     joined: BTreeSet<usize>,
-    states: BTreeMap<usize, Said>,
+    states: BTreeMap<usize, PublishedState>,
     has_event: bool,
-    attempts: Vec<Tried>,
+    attempts: Vec<ModelAttempt>,
     decision: Option<bool>,
 }
 
+/// A state of the model.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct World {
     hosts: [Host; 2],
-    shared: Shared,
+    shared: SharedState,
 }
 
+/// Returns the name of the host with this index.
 fn name(host: usize) -> String {
     HOSTS[host].to_owned()
 }
 
+/// Returns the index of the host with this name.
 fn number(host: &str) -> usize {
-    HOSTS.iter().position(|one| *one == host).expect("a host")
+    HOSTS
+        .iter()
+        .position(|known| *known == host)
+        .expect("a host")
 }
 
 impl World {
+    /// Returns the shared state as [`next_step`] reads it.
     fn view(&self) -> JointView {
-        let attempt = self.shared.attempts.last().map(|tried| Attempt {
+        let attempt = self.shared.attempts.last().map(|attempt| Attempt {
             number: self.shared.attempts.len() as u64,
-            changes: tried
+            changes: attempt
                 .changes
                 .iter()
                 .map(|(host, changes)| (name(*host), *changes))
                 .collect(),
-            published: tried.published.iter().map(|host| name(*host)).collect(),
-            is_clear: tried.is_clear,
+            published: attempt.published.iter().map(|host| name(*host)).collect(),
+            is_clear: attempt.is_clear,
             is_conflict: false,
         });
-        let state = |(host, said): (&usize, &Said)| {
+        let named_state = |(host, published): (&usize, &PublishedState)| {
             let state = HostState {
-                changes: said.changes,
-                open: said.open,
-                living: said.living,
+                changes: published.changes,
+                open: published.open,
+                living: published.living,
                 ..HostState::default()
             };
             (name(*host), state)
         };
         JointView {
             joined: self.shared.joined.iter().map(|host| name(*host)).collect(),
-            states: self.shared.states.iter().map(state).collect(),
+            states: self.shared.states.iter().map(named_state).collect(),
             has_event: self.shared.has_event,
             attempt,
             decision: self.shared.decision,
@@ -107,8 +118,9 @@ impl World {
         last.is_some_and(|last| last.is_clear != Some(false))
     }
 
-    fn own(&self, at: usize) -> OwnPart {
-        let host = &self.hosts[at];
+    /// Returns the part of a host as [`next_step`] reads it.
+    fn own(&self, index: usize) -> OwnPart {
+        let host = &self.hosts[index];
         OwnPart {
             state: HostState {
                 changes: host.changes,
@@ -124,45 +136,51 @@ impl World {
         }
     }
 
-    fn find_next(&self, at: usize) -> JointStep {
+    /// Returns the next step of a host in the present state.
+    fn find_next(&self, index: usize) -> JointStep {
         let dead = (0..2)
             .filter(|host| !self.hosts[*host].is_alive)
             .map(name)
             .collect();
-        next_step(&self.view(), HOSTS[at], &self.own(at), &dead, &|_| None)
+        next_step(&self.view(), HOSTS[index], &self.own(index), &dead, &|_| {
+            None
+        })
     }
 
-    /// Does what an earlier look said.
-    fn act(&mut self, at: usize) {
-        let step = self.hosts[at].next.take().expect("it has looked");
+    /// Takes the planned step of a host.
+    fn act(&mut self, index: usize) {
+        let step = self.hosts[index]
+            .planned_step
+            .take()
+            .expect("the host has a planned step");
         match step {
             JointStep::Wait(_) => {}
             JointStep::PutEvent => self.shared.has_event = true,
             JointStep::PutState => {
-                let host = &self.hosts[at];
-                let said = Said {
+                let host = &self.hosts[index];
+                let published = PublishedState {
                     changes: host.changes,
                     open: host.open,
                     living: host.living,
                 };
-                self.shared.states.insert(at, said);
+                self.shared.states.insert(index, published);
             }
             JointStep::Try(attempt) => {
-                // More of them are no different.
+                // Further attempts would only add equal states.
                 if self.shared.attempts.len() as u64 + 1 == attempt.number && attempt.number <= 3 {
                     let changes = attempt
                         .changes
                         .iter()
-                        .map(|(host, n)| (number(host), *n))
+                        .map(|(host, changes)| (number(host), *changes))
                         .collect();
-                    self.shared.attempts.push(Tried {
+                    self.shared.attempts.push(ModelAttempt {
                         changes,
                         published: BTreeSet::new(),
                         is_clear: None,
                     });
                 }
             }
-            JointStep::Publish(attempt) => self.publish(at, attempt),
+            JointStep::Publish(attempt) => self.publish(index, attempt),
             JointStep::GiveUp { number, .. } => self.judge(number, false),
             JointStep::Judge(attempt) => self.judge(attempt.number, true),
             JointStep::Decide { commit, .. } => {
@@ -171,27 +189,29 @@ impl World {
                     self.check_decision();
                 }
             }
-            JointStep::Reopen(_) => self.hosts[at].prepared = None,
+            JointStep::Reopen(_) => self.hosts[index].prepared = None,
             JointStep::Apply => {
-                let host = &mut self.hosts[at];
-                let prepared = host.prepared.expect("a commit is of what was prepared");
-                assert_eq!(prepared.1, host.changes, "it has not changed since");
+                let host = &mut self.hosts[index];
+                let prepared = host.prepared.expect("only a prepared part is committed");
+                assert_eq!(prepared.1, host.changes, "the part has not changed since");
                 host.end = Some(true);
             }
-            JointStep::Undo => self.hosts[at].end = Some(false),
+            JointStep::Undo => self.hosts[index].end = Some(false),
         }
     }
 
-    fn publish(&mut self, at: usize, number: u64) {
-        let host = &mut self.hosts[at];
+    /// Prepares and publishes the part of a host for an attempt, or fails the attempt if the part has changed.
+    fn publish(&mut self, index: usize, number: u64) {
+        let host = &mut self.hosts[index];
         let attempt = &mut self.shared.attempts[number as usize - 1];
-        if host.open > 0 || attempt.changes.get(&at) != Some(&host.changes) {
+        if host.open > 0 || attempt.changes.get(&index) != Some(&host.changes) {
             return self.judge(number, false);
         }
         host.prepared = Some((number, host.changes));
-        attempt.published.insert(at);
+        attempt.published.insert(index);
     }
 
+    /// Stores the verdict of an attempt, unless it has one.
     fn judge(&mut self, number: u64, is_clear: bool) {
         let verdict = &mut self.shared.attempts[number as usize - 1].is_clear;
         if verdict.is_none() {
@@ -199,24 +219,25 @@ impl World {
         }
     }
 
+    /// Asserts that each host that takes part is prepared when the commit is decided.
     fn check_decision(&self) {
         if self.shared.decision != Some(true) {
             return;
         }
-        for at in &self.shared.joined {
-            let host = &self.hosts[*at];
+        for index in &self.shared.joined {
+            let host = &self.hosts[*index];
             assert!(
                 host.is_joining || host.prepared.is_some(),
-                "who takes part is in the commit: {self:#?}"
+                "a host that takes part is in the commit: {self:#?}"
             );
         }
     }
 
-    /// All that may happen next.
-    fn followers(&self) -> Vec<Self> {
+    /// Returns the states that may come next.
+    fn next_worlds(&self) -> Vec<Self> {
         let mut all = Vec::new();
-        for at in 0..2 {
-            let host = &self.hosts[at];
+        for index in 0..2 {
+            let host = &self.hosts[index];
             if !host.is_alive || host.end.is_some() {
                 continue;
             }
@@ -225,51 +246,54 @@ impl World {
                 change(&mut next);
                 all.push(next);
             };
-            if host.next.is_some() {
-                push(&|world| world.act(at));
+            if host.planned_step.is_some() {
+                push(&|world| world.act(index));
             } else if host.has_joined {
-                let step = self.find_next(at);
-                push(&|world| world.hosts[at].next = Some(step.clone()));
+                let step = self.find_next(index);
+                push(&|world| world.hosts[index].planned_step = Some(step.clone()));
             }
             if host.is_joining {
-                push(&|world| world.end_join(at));
+                push(&|world| world.end_join(index));
             } else if !host.has_joined && self.shared.decision.is_none() {
                 push(&|world| {
-                    world.shared.joined.insert(at);
-                    world.hosts[at].is_joining = true;
+                    world.shared.joined.insert(index);
+                    world.hosts[index].is_joining = true;
                 });
             }
-            self.push_programs(at, &mut push);
+            self.push_program_steps(index, &mut push);
         }
         all
     }
 
-    fn end_join(&mut self, at: usize) {
+    /// Ends the join of a host. The host does not take part if an attempt or the decision was faster.
+    fn end_join(&mut self, index: usize) {
         let is_late = self.has_open_attempt() || self.shared.decision.is_some();
-        let host = &mut self.hosts[at];
+        let host = &mut self.hosts[index];
         host.is_joining = false;
         host.has_joined = !is_late;
         if is_late {
-            self.shared.joined.remove(&at);
+            self.shared.joined.remove(&index);
         }
     }
 
-    fn push_programs(&self, at: usize, push: &mut Push<'_>) {
-        let host = &self.hosts[at];
+    /// Passes the steps on that the programs of a host may take, and the death of the host.
+    fn push_program_steps(&self, index: usize, push: &mut Push<'_>) {
+        let host = &self.hosts[index];
         let may_change = host.has_joined && host.prepared.is_none() && host.living > 0;
-        if may_change && host.left > 0 && host.open == 0 {
+        if may_change && host.changes_left > 0 && host.open == 0 {
             push(&|world| {
-                let host = &mut world.hosts[at];
-                (host.open, host.changes, host.left) = (1, host.changes + 1, host.left - 1);
+                let host = &mut world.hosts[index];
+                (host.open, host.changes, host.changes_left) =
+                    (1, host.changes + 1, host.changes_left - 1);
             });
         }
         if may_change && host.open > 0 {
             push(&|world| {
-                let host = &mut world.hosts[at];
+                let host = &mut world.hosts[index];
                 host.open = 0;
                 host.changes += 1;
                 // The first host has the file that is the event.
-                host.has_event |= at == 0;
+                host.has_event |= index == 0;
             });
         }
         if host.has_joined
@@ -279,8 +303,8 @@ impl World {
             && host.prepared.is_none()
         {
             push(&|world| {
-                world.hosts[at].living = 0;
-                world.hosts[at].changes += 1;
+                world.hosts[index].living = 0;
+                world.hosts[index].changes += 1;
             });
         }
         if host.has_joined
@@ -290,13 +314,13 @@ impl World {
             && host.open > 0
         {
             push(&|world| {
-                let host = &mut world.hosts[at];
+                let host = &mut world.hosts[index];
                 (host.has_failed, host.living, host.open) = (true, 0, 0);
                 host.changes += 1;
             });
         }
         if self.hosts.iter().all(|host| host.is_alive) {
-            push(&|world| world.hosts[at].is_alive = false);
+            push(&|world| world.hosts[index].is_alive = false);
         }
     }
 }
@@ -314,17 +338,17 @@ fn two_hosts_commit_together_or_not_at_all_in_every_interleaving() {
         has_failed: false,
         prepared: None,
         end: None,
-        left: 1,
-        next: None,
+        changes_left: 1,
+        planned_step: None,
     };
     let start = World {
         hosts: [host.clone(), host],
-        shared: Shared::default(),
+        shared: SharedState::default(),
     };
-    let mut seen = HashSet::from([start.clone()]);
-    let mut next = vec![start];
+    let mut known_worlds = HashSet::from([start.clone()]);
+    let mut unexplored = vec![start];
     let (mut commits, mut aborts, mut alone) = (0, 0, 0);
-    while let Some(world) = next.pop() {
+    while let Some(world) = unexplored.pop() {
         let ends: Vec<bool> = world.hosts.iter().filter_map(|host| host.end).collect();
         assert!(ends.windows(2).all(|pair| pair[0] == pair[1]), "{world:#?}");
         let is_over = world
@@ -338,15 +362,15 @@ fn two_hosts_commit_together_or_not_at_all_in_every_interleaving() {
                 _ => aborts += 1,
             }
         }
-        for follower in world.followers() {
-            if seen.insert(follower.clone()) {
-                next.push(follower);
+        for next_world in world.next_worlds() {
+            if known_worlds.insert(next_world.clone()) {
+                unexplored.push(next_world);
             }
         }
     }
     println!(
         "{} states; ends: {commits} commits of both, {alone} of one, {aborts} aborts",
-        seen.len()
+        known_worlds.len()
     );
     assert!(commits > 0 && aborts > 0);
 }

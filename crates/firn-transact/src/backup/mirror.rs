@@ -22,7 +22,7 @@ use firn_backing::lock::Mutex;
 use firn_backing::{Attr, Backing, Errno, Time};
 
 use super::MANIFEST;
-use crate::change_log::{BackupContent, ChangeLog, LogError, Staged};
+use crate::change_log::{BackupContent, ChangeLog, LogError, StagedPath};
 use crate::claim::Exclusive;
 use crate::error::BackupError;
 use crate::own::OwnError;
@@ -53,6 +53,7 @@ pub(super) struct FileVersion {
 }
 
 impl FileVersion {
+    /// Returns the version of the file with these attributes.
     pub(super) fn of(attr: &Attr) -> Self {
         Self {
             size: attr.size,
@@ -151,8 +152,8 @@ pub(super) fn backup_failed(error: impl Into<OwnError>) -> BackupError {
 }
 
 /// Returns the name of the file in the backup for the bytes of a staged file.
-pub(super) fn file_name(at: &Staged) -> String {
-    format!("{}-{}", at.0, at.1)
+pub(super) fn file_name(path: &StagedPath) -> String {
+    format!("{}-{}", path.dir, path.name)
 }
 
 impl<B: Backing> Mirror<B> {

@@ -59,7 +59,8 @@ impl<'a, B: Backing> PortableLogMaker<'a, B> {
         }
     }
 
-    /// Returns a log that can be applied to any copy of the tree: objects are found by their paths. It has no undo parts.
+    /// Returns a log that can be applied to any copy of the tree: objects are found by their paths. It has no undo
+    /// parts.
     pub(super) fn make_log(mut self) -> Result<ChangeLog, BackupError> {
         let mut entries = Vec::new();
         for entry in &self.log.entries {
@@ -92,8 +93,8 @@ impl<'a, B: Backing> PortableLogMaker<'a, B> {
         }
         let mut paths = Vec::new();
         let mut found = None;
-        for place in entry.names_before() {
-            match self.find_at(entry, place, &mut vec![entry.number])? {
+        for entry_name in entry.names_before() {
+            match self.find_at(entry, entry_name, &mut vec![entry.number])? {
                 Some(object) => {
                     paths.push(object.path);
                     found = Some(object.inode);
@@ -129,7 +130,7 @@ impl<'a, B: Backing> PortableLogMaker<'a, B> {
     fn find_at(
         &mut self,
         entry: &LogEntry,
-        (dir, name): &'a EntryName,
+        EntryName { dir, name }: &'a EntryName,
         above: &mut Vec<u64>,
     ) -> Result<Option<FoundObject<B>>, BackupError> {
         let Some(dir) = self.find_dir(*dir, above)? else {

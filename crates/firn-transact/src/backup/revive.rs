@@ -15,7 +15,7 @@ use firn_backing::{Attr, Backing, Errno, RenameFlags, SyncScope};
 use super::content::{BackupDir, copy_from_backup};
 use super::mirror::{backup_failed, load_manifest, remove_directory};
 use crate::change_log::{
-    ChangeLog, Direction, EntryName, Identity, LogError, PortableIdentity, StagedObject,
+    ChangeLog, Direction, EntryName, Identity, LogError, PortableIdentity, StagedObject, StagedPath,
 };
 use crate::error::{BackupError, ReviveError};
 use crate::hidden::OwnLinks;
@@ -83,6 +83,40 @@ impl<B: Backing> Revival<B> {
                 file: super::MANIFEST.into(),
             })?;
         self.must_precede(manifest)?;
+        let found = self.find_objects(manifest)?;
+        self.must_have_room(manifest, &found)?;
+        let backup = BackupDir { store, dir };
+        let firn = self.own_links.make_hidden_staging_dir()?;
+        let serial = self.scopes.next_serial();
+        let transaction = format!("tx-{serial}");
+        let dir = staging::make_dir(&self.lower.base, &firn, &transaction)?;
+        let staged = self
+            .stage(&backup, manifest, &found, &dir)
+            .and_then(|record| self.store_staged(record, &dir, name));
+        let record = match staged {
+            Ok(record) => record,
+            Err(error) => {
+                if let Err(errno) = self.lower.remove_transaction(&firn, &dir, &transaction) {
+                    tracing::warn!(%errno, name = transaction, "cannot remove what was staged; the next mount does");
+                }
+                return Err(error);
+            }
+        };
+        // The rename prepares the transaction.
+        let written = staging::new_name(staging::RECORD);
+        self.lower.base.rename(
+            &dir,
+            OsStr::new(&written),
+            &dir,
+            OsStr::new(staging::RECORD),
+            RenameFlags::empty(),
+        )?;
+        self.lower.base.sync_dir(&dir)?;
+        Ok(self.stored_scopes.wait_for_decision(serial, dir, record)?)
+    }
+
+    /// Finds all objects of the backing that the manifest refers to. The top of the backing has number 0.
+    fn find_objects(&self, manifest: &ChangeLog) -> Result<FoundObjects<B>, ReviveError> {
         let top = FoundObject {
             inode: self.lower.base.root(),
             path: Vec::new(),
@@ -97,48 +131,24 @@ impl<B: Backing> Revival<B> {
                 found.insert(entry.number, object);
             }
         }
-        self.must_have_room(manifest, &found)?;
-        let backup = BackupDir { store, dir };
-        let backup_name = name;
-        let firn = self.own_links.make_hidden_staging_dir()?;
-        let serial = self.scopes.next_serial();
-        let name = format!("tx-{serial}");
-        let dir = staging::make_dir(&self.lower.base, &firn, &name)?;
-        let staged = self
-            .stage(&backup, manifest, &found, &dir)
-            .and_then(|record| {
-                // A mount with the same backup continues with this copy.
-                staging::replace_file(
-                    &self.lower.base,
-                    &dir,
-                    staging::BACKUP,
-                    backup_name.as_bytes(),
-                )?;
-                staging::replace_file(&self.lower.base, &dir, staging::OPEN, &record.scope)?;
-                self.lower.base.sync_scope(SyncScope::Changes)?;
-                staging::write_new_file(&self.lower.base, &dir, staging::RECORD, &record.encode())?;
-                self.lower.sync_staging_dir()?;
-                Ok(record)
-            });
-        let record = match staged {
-            Ok(record) => record,
-            Err(error) => {
-                if let Err(errno) = self.lower.remove_transaction(&firn, &dir, &name) {
-                    tracing::warn!(%errno, name, "cannot remove what was staged; the next mount does");
-                }
-                return Err(error);
-            }
-        };
-        let written = staging::new_name(staging::RECORD);
-        self.lower.base.rename(
-            &dir,
-            OsStr::new(&written),
-            &dir,
-            OsStr::new(staging::RECORD),
-            RenameFlags::empty(),
-        )?;
-        self.lower.base.sync_dir(&dir)?;
-        Ok(self.stored_scopes.wait_for_decision(serial, dir, record)?)
+        Ok(found)
+    }
+
+    /// Stores the files of a transaction whose objects are staged in `dir`, and syncs them. The record has its temporary
+    /// name then. `backup_name` is the name of the copy, with which a mount with the same backup continues.
+    fn store_staged(
+        &self,
+        record: ChangeLog,
+        dir: &B::Inode,
+        backup_name: &OsStr,
+    ) -> Result<ChangeLog, ReviveError> {
+        let base = &self.lower.base;
+        staging::replace_file(base, dir, staging::BACKUP, backup_name.as_bytes())?;
+        staging::replace_file(base, dir, staging::OPEN, &record.scope)?;
+        base.sync_scope(SyncScope::Changes)?;
+        staging::write_new_file(base, dir, staging::RECORD, &record.encode())?;
+        self.lower.sync_staging_dir()?;
+        Ok(record)
     }
 
     /// Checks that no stored transaction overlaps the scope of the manifest, and that the last commit of the scope is
@@ -180,12 +190,12 @@ impl<B: Backing> Revival<B> {
 
     /// Returns the object at `path`, and its attributes.
     fn look_up_path(&self, path: &[u8]) -> Result<(B::Inode, Attr), Errno> {
-        let mut at = self.lower.base.root();
-        let mut attr = self.lower.base.attr(&at)?;
+        let mut inode = self.lower.base.root();
+        let mut attr = self.lower.base.attr(&inode)?;
         for name in names_in(path) {
-            (at, attr) = self.lower.base.lookup(&at, name)?;
+            (inode, attr) = self.lower.base.lookup(&inode, name)?;
         }
-        Ok((at, attr))
+        Ok((inode, attr))
     }
 
     /// Returns the object that has all names of `known`. Fails with `OtherTree` if the names lead to different objects,
@@ -226,8 +236,8 @@ impl<B: Backing> Revival<B> {
             log.entries.iter().flat_map(|entry| &entry.before).collect();
         for item in &log.entries {
             for new_name in &item.after {
-                let (dir_number, name) = new_name;
-                let Some(dir) = found.get(dir_number) else {
+                let EntryName { dir, name } = new_name;
+                let Some(dir) = found.get(dir) else {
                     continue;
                 };
                 let taken = staging::find(&self.lower.base, &dir.inode, OsStr::from_bytes(name))?;
@@ -245,7 +255,7 @@ impl<B: Backing> Revival<B> {
                 continue;
             };
             for (name, ..) in staging::list(&self.lower.base, &dir.inode)? {
-                if !removed_names.contains(&(item.number, name.clone())) {
+                if !removed_names.contains(&EntryName::new(item.number, name.clone())) {
                     return Err(other_tree(
                         &join(&dir.path, &name),
                         "the transaction removes its directory, and not it",
@@ -268,7 +278,7 @@ impl<B: Backing> Revival<B> {
         staging::make_dir(&self.lower.base, dir, staging::AWAY)?;
         let mut identities = BTreeMap::new();
         for stored in &manifest.staged {
-            let staging_dir = staging::make_dir(&self.lower.base, &new, &stored.at.0)?;
+            let staging_dir = staging::make_dir(&self.lower.base, &new, &stored.at.dir)?;
             let inode = self.make_staged(backup, stored, &staging_dir)?;
             identities.insert(
                 &stored.at,
@@ -282,14 +292,14 @@ impl<B: Backing> Revival<B> {
         for item in &mut record.entries {
             item.portable = None;
             item.identity = match &item.new_at {
-                Some(at) => identities[at],
+                Some(path) => identities[path],
                 None => Identity::of(
                     &self.lower.base.attr(&found[&item.number].inode)?,
                     self.lower.device,
                 ),
             };
-            if let Some((staging_dir, name)) = &item.anchor_at {
-                let staging_dir = staging::make_dir(&self.lower.base, &new, staging_dir)?;
+            if let Some(StagedPath { dir, name }) = &item.anchor_at {
+                let staging_dir = staging::make_dir(&self.lower.base, &new, dir)?;
                 self.lower
                     .base
                     .link(&found[&item.number].inode, &staging_dir, OsStr::new(name))?;
@@ -306,7 +316,7 @@ impl<B: Backing> Revival<B> {
         staging_dir: &B::Inode,
     ) -> Result<B::Inode, ReviveError> {
         let base = &self.lower.base;
-        let name = OsStr::new(&stored.at.1);
+        let name = OsStr::new(&stored.at.name);
         let mode = stored.attributes.mode;
         let inode = if mode & libc::S_IFMT == libc::S_IFREG {
             let (inode, file, _) = base.create(&staging::own(), staging_dir, name, 0o600)?;
@@ -323,8 +333,8 @@ impl<B: Backing> Revival<B> {
 }
 
 impl<B: Backing> TransactionalBacking<B> {
-    /// Reads the manifest in a directory of a backup. Returns `None` if there is none, and `Some(Err(_))` if it cannot be
-    /// decoded.
+    /// Reads the manifest in a directory of a backup. Returns `None` if there is none, and `Some(Err(_))` if it cannot
+    /// be decoded.
     pub fn manifest(
         store: &B,
         dir: &B::Inode,

@@ -21,7 +21,7 @@ use super::mirror::{
     remove_manifest_of, unlink_if_there,
 };
 use super::portable::PortableLogMaker;
-use crate::change_log::{ChangeLog, Direction, Staged, StagedObject};
+use crate::change_log::{ChangeLog, Direction, StagedObject, StagedPath};
 use crate::error::{BackupError, StoreError};
 use crate::lower_backing::LowerBacking;
 use crate::own::OwnError;
@@ -196,8 +196,8 @@ impl<B: Backing> Backups<B> {
             .iter()
             .flat_map(|entry| entry.new_at.iter().chain(&entry.redo.copy_at));
         let mut staged = Vec::new();
-        for at in needed {
-            staged.push(self.copy_staged(mirror, copy, scope, at)?);
+        for path in needed {
+            staged.push(self.copy_staged(mirror, copy, scope, path)?);
         }
         log.staged = staged;
         let bytes = log
@@ -228,11 +228,12 @@ impl<B: Backing> Backups<B> {
         mirror: &Mirror<B>,
         copy: &mut TransactionCopy<B>,
         scope: &Scope<B>,
-        at: &Staged,
+        path: &StagedPath,
     ) -> Result<StagedObject, BackupError> {
-        let staging_dir = self.lower.base.lookup(&scope.new, OsStr::new(&at.0))?.0;
-        let (inode, attr) = self.lower.base.lookup(&staging_dir, OsStr::new(&at.1))?;
-        let file = file_name(at);
+        let base = &self.lower.base;
+        let staging_dir = base.lookup(&scope.new, OsStr::new(&path.dir))?.0;
+        let (inode, attr) = base.lookup(&staging_dir, OsStr::new(&path.name))?;
+        let file = file_name(path);
         let content = match copy.find_copied(&file, FileVersion::of(&attr)) {
             _ if attr.kind != Kind::File => None,
             Some(content) => Some(content.clone()),
@@ -253,7 +254,7 @@ impl<B: Backing> Backups<B> {
             }
         };
         Ok(StagedObject {
-            at: at.clone(),
+            at: path.clone(),
             attributes: staging::read_attributes(&self.lower.base, &inode, &attr)?,
             rdev: attr.rdev,
             target: if attr.kind == Kind::Symlink {
@@ -308,8 +309,8 @@ impl<B: Backing> Backups<B> {
         mirror.with_copy(serial, |state| drop_copy(mirror, state, serial));
     }
 
-    /// Withdraws the copies of applied transactions that are not removed yet. Called before the number of the last commit
-    /// changes, which says that they are applied.
+    /// Withdraws the copies of applied transactions that are not removed yet. Called before the number of the last
+    /// commit changes, which says that they are applied.
     pub(crate) fn withdraw_ended(&self) -> Result<(), BackupError> {
         let Some(mirror) = self.mirror.get() else {
             return Ok(());
@@ -431,7 +432,10 @@ impl<B: Backing> Round<'_, B> {
             if let Some((inode, attr)) = found
                 && attr.kind == Kind::File
             {
-                let file = file_name(&(text(dir_name), text(&name)));
+                let file = file_name(&StagedPath {
+                    dir: text(dir_name),
+                    name: text(&name),
+                });
                 self.visit_file(file, &inode, FileVersion::of(&attr))?;
             }
         }

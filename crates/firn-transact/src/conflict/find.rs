@@ -25,9 +25,9 @@ use super::log::Access;
 pub struct Party {
     /// The host.
     pub host: String,
-    /// Process id; 0: unknown.
+    /// Process id; 0 if it is not known.
     pub pid: u32,
-    /// Whether it wrote or changed what the conflict is over; otherwise it read or used that.
+    /// Whether the party wrote the bytes or changed the name or attributes. Otherwise it only read or used them.
     pub writes: bool,
 }
 
@@ -41,7 +41,7 @@ impl fmt::Display for Party {
     }
 }
 
-/// What two hosts conflict over.
+/// The object of a conflict.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ConflictKind {
@@ -58,7 +58,7 @@ pub enum ConflictKind {
 pub struct Conflict {
     /// Path of the file or name, relative to the backing.
     pub path: BytePath,
-    /// What of the file the conflict is over.
+    /// The bytes, name or attributes that the conflict is over.
     pub what: ConflictKind,
     /// The two parties of the conflict; without processes if the conflict is over a name or attributes.
     pub parties: [Party; 2],
@@ -171,6 +171,7 @@ struct FurthestEnds {
 }
 
 impl FurthestEnds {
+    /// Adds the end of a further range.
     fn add(&mut self, range: RangeEnd) {
         if range.host == self.first.host {
             self.first.offset = self.first.offset.max(range.offset);
@@ -192,28 +193,57 @@ impl FurthestEnds {
     }
 }
 
-/// The ends of the last read and of the last write of a process, among the ranges seen so far.
+/// The furthest ends of the reads and of the writes of a process, among the ranges seen so far.
 #[derive(Clone, Copy, Default)]
 struct LastEnds {
     read: u64,
     written: u64,
 }
 
-/// A process that used a file: the index of its host, and its process id (0: unknown).
+impl LastEnds {
+    /// Returns the end and the kind of an earlier access that conflicts with an access of kind `access` from `start` on.
+    /// Returns `None` if no access of the process does.
+    fn find_conflict(&self, start: u64, access: Access) -> Option<(u64, Access)> {
+        // A write conflicts with reads and writes, a read with writes only.
+        let end = match access {
+            Access::Write => self.read.max(self.written),
+            Access::Read => self.written,
+        };
+        let earlier_access = if self.written > start {
+            Access::Write
+        } else {
+            Access::Read
+        };
+        (end > start).then_some((end, earlier_access))
+    }
+
+    /// Adds an access that ends at `end`.
+    fn add(&mut self, end: u64, access: Access) {
+        match access {
+            Access::Write => self.written = end.max(self.written),
+            Access::Read => self.read = end.max(self.read),
+        }
+    }
+}
+
+/// A process that used a file: the index of its host, and its process id, which is 0 if it is not known.
 #[derive(Clone, Copy)]
 struct FileUser {
     host: usize,
     pid: u32,
 }
 
-/// Adds the conflicts over one file, which the hosts in `lists_of_file` used.
-fn find_conflicts_of_file(
-    lists: &[AccessList],
-    lists_of_file: &[(usize, &ListedFile)],
-    report: &mut ConflictReport,
-) {
+/// The accesses of all hosts to one file.
+struct FileAccesses {
+    processes: Vec<FileUser>,
+    /// The accessed ranges, in the order of their starts.
+    ranges: Vec<RangeAccess>,
+}
+
+/// Collects the accesses in the lists of one file.
+fn collect_accesses(lists_of_file: &[(usize, &ListedFile)]) -> FileAccesses {
     let mut processes: Vec<FileUser> = Vec::new();
-    let mut accesses = Vec::new();
+    let mut ranges = Vec::new();
     for &(host, file) in lists_of_file {
         for listed in &file.processes {
             let process = processes.len();
@@ -225,13 +255,23 @@ fn find_conflicts_of_file(
                     access,
                 }
             };
-            accesses.extend(listed.read().map(with_access(Access::Read)));
-            accesses.extend(listed.written().map(with_access(Access::Write)));
+            ranges.extend(listed.read().map(with_access(Access::Read)));
+            ranges.extend(listed.written().map(with_access(Access::Write)));
             let pid = listed.pid;
             processes.push(FileUser { host, pid });
         }
     }
-    accesses.sort_unstable_by_key(|access| access.start);
+    ranges.sort_unstable_by_key(|range| range.start);
+    FileAccesses { processes, ranges }
+}
+
+/// Adds the conflicts over one file, which the hosts in `lists_of_file` used.
+fn find_conflicts_of_file(
+    lists: &[AccessList],
+    lists_of_file: &[(usize, &ListedFile)],
+    report: &mut ConflictReport,
+) {
+    let FileAccesses { processes, ranges } = collect_accesses(lists_of_file);
     let party = |process: usize, access| {
         let FileUser { host, pid } = processes[process];
         Party {
@@ -248,29 +288,20 @@ fn find_conflicts_of_file(
         end,
         process,
         access,
-    } in accesses
+    } in ranges
     {
         let host = processes[process].host;
-        let is_write = access == Access::Write;
-        // A write conflicts with reads and writes, a read with writes only.
-        let conflicting_ends = if is_write { &all_ends } else { &write_ends };
+        let conflicting_ends = match access {
+            Access::Write => &all_ends,
+            Access::Read => &write_ends,
+        };
         if conflicting_ends.of_other_hosts(host) > start {
             for (other, last) in last_ends.iter().enumerate() {
                 if processes[other].host == host {
                     continue;
                 }
-                let other_end = if is_write {
-                    last.read.max(last.written)
-                } else {
-                    last.written
-                };
-                if other_end <= start {
+                let Some((other_end, other_access)) = last.find_conflict(start, access) else {
                     continue;
-                }
-                let other_access = if last.written > start {
-                    Access::Write
-                } else {
-                    Access::Read
                 };
                 report.add(|| Conflict {
                     path: lists_of_file[0].1.path.as_slice().into(),
@@ -279,15 +310,12 @@ fn find_conflicts_of_file(
                 });
             }
         }
-        let range = RangeEnd { offset: end, host };
-        all_ends.add(range);
-        let last = &mut last_ends[process];
-        if is_write {
-            write_ends.add(range);
-            last.written = end.max(last.written);
-        } else {
-            last.read = end.max(last.read);
+        let range_end = RangeEnd { offset: end, host };
+        all_ends.add(range_end);
+        if access == Access::Write {
+            write_ends.add(range_end);
         }
+        last_ends[process].add(end, access);
     }
 }
 

@@ -1,8 +1,8 @@
 //! [`AccessList`]: what a host publishes before a commit, and how a list is stored.
 //!
-//! A stored list is the struct as postcard writes it, sealed ([`firn_format::sealed`]) with the magic "FIRNACCS". A range
-//! is stored as its distance from the end of the range before and its length, because postcard needs few bytes for
-//! small numbers.
+//! A stored list is the struct as postcard writes it, sealed ([`firn_format::sealed`]) with the magic "FIRNACCS". A
+//! range is stored as its distance from the end of the range before and its length, because postcard needs few bytes
+//! for small numbers.
 //!
 //! Promise: the bytes come from another host, so [`AccessList::decode`] accepts no name that leads out of its directory.
 
@@ -50,7 +50,7 @@ pub struct NameInDir {
 /// The accesses of one process to one file, packed for storage.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ListedProcess {
-    /// Process id; 0: unknown.
+    /// Process id; 0 if it is not known.
     pub pid: u32,
     /// Gap and length of each range that was read ([`pack`]).
     read: Vec<(u64, u64)>,

@@ -7,19 +7,19 @@ use firn_backing::Backing;
 
 use super::{Answer, Event, Machine, Mount, Pending, Step};
 use crate::error::{AbortError, StageError, TransactionError};
-use crate::transaction::handle::{Found, Known, Place};
+use crate::transaction::handle::{QuiesceTarget, ScopeTransactions, TransactionHandle};
 
 impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
     /// Returns the step `CallOff` for the current transaction. Fails if there is none.
     pub(super) fn find_abort(
         &self,
         path: &[u8],
-        known: Known<'a, B>,
+        transactions: ScopeTransactions<'a, B>,
     ) -> Result<Step<'a, B>, TransactionError> {
-        let found = known.into_current();
-        let found = found.ok_or_else(|| self.no_transaction(path))?;
+        let transaction = transactions.into_current();
+        let transaction = transaction.ok_or_else(|| self.no_transaction(path))?;
         let then = Box::new(Step::Over(Answer::Done));
-        Ok(Step::CallOff { found, then })
+        Ok(Step::CallOff { transaction, then })
     }
 
     /// Decides the abort and makes further changes fail. Returns `Undo`, or `then` if another thread has ended the
@@ -29,20 +29,22 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
     /// dropped.
     pub(super) fn call_off(
         &self,
-        found: Found<'a, B>,
+        transaction: TransactionHandle<'a, B>,
         then: Box<Step<'a, B>>,
     ) -> Result<Step<'a, B>, TransactionError> {
-        match &found {
-            Found::Decided(commit) => return Err(StageError::Decided { id: commit.id() }.into()),
-            // Another host may have decided the commit. This must be known before anything is undone.
-            Found::Prepared(prepared) => prepared.call_commit_off()?,
-            Found::Open(_) => {}
+        match &transaction {
+            TransactionHandle::Decided(commit) => {
+                return Err(StageError::Decided { id: commit.id() }.into());
+            }
+            // Another host may have decided the commit. This must be transactions before anything is undone.
+            TransactionHandle::Prepared(prepared) => prepared.call_commit_off()?,
+            TransactionHandle::Open(_) => {}
         }
-        self.mount.note_abort(found.serial());
-        match found.refuse_changes() {
+        self.mount.note_abort(transaction.serial());
+        match transaction.refuse_changes() {
             Err(AbortError::Stage(StageError::NoTransaction)) => Ok(*then),
             Err(error) => Err(error.into()),
-            Ok(()) => Ok(Step::Undo { found, then }),
+            Ok(()) => Ok(Step::Undo { transaction, then }),
         }
     }
 
@@ -51,16 +53,16 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
     /// After a wait for other hosts, a missing transaction counts as undone: another thread has ended it.
     pub(super) fn undo(
         &self,
-        found: &Found<'a, B>,
+        transaction: &TransactionHandle<'a, B>,
         then: Step<'a, B>,
     ) -> Result<Step<'a, B>, TransactionError> {
-        let place = Place::scope(found.handle());
-        let path_now = place.path_now();
+        let target = QuiesceTarget::scope(transaction.scope_ref());
+        let path_now = target.path_now();
         let mut has_waited = false;
         self.retry(|| {
-            let ended = self.mount.quiesce(&place, Pending::Discard, |_| {
-                found.abort()?;
-                self.end_part(Event::Undone, found.scope(), None);
+            let ended = self.mount.quiesce(&target, Pending::Discard, |_| {
+                transaction.abort()?;
+                self.end_local_part(Event::Undone, transaction.scope(), None);
                 Ok(())
             });
             match ended {
@@ -71,7 +73,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
                 }
             }
         })?;
-        self.mount.forget_names(&[&path_now, found.scope()]);
+        self.mount.forget_names(&[&path_now, transaction.scope()]);
         Ok(then)
     }
 }

@@ -18,7 +18,7 @@ use super::{Answer, Event, Machine, Mount, Pending, Step};
 use crate::error::TransactionError;
 use crate::object::Object;
 use crate::paths::parent_of;
-use crate::transaction::handle::{Decided, Known, Place};
+use crate::transaction::handle::{Decided, QuiesceTarget, ScopeTransactions};
 use crate::transaction::top::TopMaker;
 
 impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
@@ -26,23 +26,23 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
     pub(super) fn clear(
         &self,
         path: Vec<u8>,
-        known: Known<'a, B>,
+        transactions: ScopeTransactions<'a, B>,
     ) -> Result<Step<'a, B>, TransactionError> {
-        let mut place = known.place(&path);
-        match known.commit {
+        let mut target = transactions.quiesce_target(&path);
+        match transactions.commit {
             Some(commit) if commit.is_recovered() => {
                 self.apply_recovered(&commit, &path)?;
                 // Programs have looked up the old tree's objects. The begin must look the directory up by its path
                 // again.
-                place = Place::directory(&path);
+                target = QuiesceTarget::directory(&path);
             }
             // The pending data was written after the commit and is not part of the new transaction. It cannot drain
             // before the commit is applied.
-            Some(commit) if !self.mount.is_drained(&place.path_now()) => self.apply(&commit)?,
+            Some(commit) if !self.mount.is_drained(&target.path_now()) => self.apply(&commit)?,
             Some(_) | None => {}
         }
         Ok(Step::Begin {
-            place,
+            target,
             path,
             then: Box::new(Step::Over(Answer::Done)),
         })
@@ -60,17 +60,17 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         Ok(())
     }
 
-    /// Begins a transaction at `path` while `place` is quiesced and drained, and returns the step `then`.
+    /// Begins a transaction at `path` while `target` is quiesced and drained, and returns the step `then`.
     ///
     /// Waits while other hosts have not finished an earlier transaction.
     pub(super) fn begin(
         &self,
-        place: &Place<'a, B>,
+        target: &QuiesceTarget<'a, B>,
         path: &[u8],
         then: Step<'a, B>,
     ) -> Result<Step<'a, B>, TransactionError> {
         self.retry(|| {
-            self.mount.quiesce(place, Pending::Drain, |root| {
+            self.mount.quiesce(target, Pending::Drain, |root| {
                 self.begin_quiet(root, path)?;
                 if self.store.tests_conflicts() {
                     self.mount.begin_accesses(path);

@@ -17,7 +17,7 @@ use super::prepare::AfterVote;
 use super::{Answer, CommitOptions, Committed, Event, Goal, Machine, Mount, Pending, Step};
 use crate::error::TransactionError;
 use crate::shadow::Mode;
-use crate::transaction::handle::{Decided, Found, Known, Place};
+use crate::transaction::handle::{Decided, QuiesceTarget, ScopeTransactions, TransactionHandle};
 use crate::unanswered::Unanswered;
 
 /// The point at which the next transaction of the scope begins.
@@ -78,10 +78,10 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
     pub(super) fn find_commit(
         &self,
         path: &[u8],
-        known: Known<'a, B>,
+        transactions: ScopeTransactions<'a, B>,
         options: CommitOptions,
     ) -> Result<Step<'a, B>, TransactionError> {
-        let Known { commit, undecided } = known;
+        let ScopeTransactions { commit, undecided } = transactions;
         if let Some(id) = options.id
             && let Some(commit) = self.store.find_unanswered(path, id)
         {
@@ -94,15 +94,15 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         match (commit, undecided) {
             // A repeated request means the commit with its number, even if another transaction follows that commit.
             (Some(commit), _) if options.id == Some(commit.id()) => {
-                self.plan_commit(Found::Decided(commit), options)
+                self.plan_commit(TransactionHandle::Decided(commit), options)
             }
-            (commit, Some(Found::Open(open))) => Ok(Step::ApplyBefore {
+            (commit, Some(TransactionHandle::Open(open))) => Ok(Step::ApplyBefore {
                 commit,
                 open,
                 goal: Goal::Commit(options),
             }),
-            (_, Some(found)) => self.plan_commit(found, options),
-            (Some(commit), None) => self.plan_commit(Found::Decided(commit), options),
+            (_, Some(transaction)) => self.plan_commit(transaction, options),
+            (Some(commit), None) => self.plan_commit(TransactionHandle::Decided(commit), options),
             (None, None) => Err(self.no_transaction(path)),
         }
     }
@@ -112,13 +112,13 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
     /// Fails if the number of the last commit cannot be read.
     pub(super) fn plan_commit(
         &self,
-        found: Found<'a, B>,
+        transaction: TransactionHandle<'a, B>,
         options: CommitOptions,
     ) -> Result<Step<'a, B>, TransactionError> {
-        let id = match options.id.or(found.id()) {
+        let id = match options.id.or(transaction.id()) {
             Some(id) => id,
             None => {
-                let last = self.store.lower.committed(found.scope())?;
+                let last = self.store.lower.committed(transaction.scope())?;
                 last.map_or(1, |last| last.saturating_add(1))
             }
         };
@@ -126,12 +126,13 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
             self.store.lower.members().is_some() && self.store.mode() == Mode::Shadow;
         let next = match options.begins_next {
             false => NextBegin::Never,
-            true if found.is_recovered() => NextBegin::AfterApply,
+            true if transaction.is_recovered() => NextBegin::AfterApply,
             true if hosts_save_together => NextBegin::AfterOtherHosts,
             true => NextBegin::AtDecision,
         };
-        let is_later =
-            options.applies_later && !found.is_recovered() && next != NextBegin::AfterOtherHosts;
+        let is_later = options.applies_later
+            && !transaction.is_recovered()
+            && next != NextBegin::AfterOtherHosts;
         let plan = Plan {
             id,
             next,
@@ -142,40 +143,44 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
             },
             path_after: Vec::new(),
         };
-        Ok(match found {
-            Found::Open(open) if self.store.lower.members().is_some() => Step::Prepare {
-                open,
-                id,
-                then: AfterVote::Decide(plan),
-            },
-            found => Step::Decide { found, plan },
+        Ok(match transaction {
+            TransactionHandle::Open(open) if self.store.lower.members().is_some() => {
+                Step::Prepare {
+                    open,
+                    id,
+                    then: AfterVote::Decide(plan),
+                }
+            }
+            transaction => Step::Decide { transaction, plan },
         })
     }
 
     /// Decides the commit, after a quiesce and drain if the transaction is open. Returns the step `Apply`.
     pub(super) fn decide(
         &self,
-        found: &Found<'a, B>,
+        transaction: &TransactionHandle<'a, B>,
         plan: Plan,
     ) -> Result<Step<'a, B>, TransactionError> {
-        match found {
-            Found::Open(_) => {
-                let place = Place::scope(found.handle());
-                let decide = |_: &_| self.decide_quiet(found, plan);
-                self.mount.quiesce(&place, Pending::Drain, decide)
+        match transaction {
+            TransactionHandle::Open(_) => {
+                let target = QuiesceTarget::scope(transaction.scope_ref());
+                let decide = |_: &_| self.decide_quiet(transaction, plan);
+                self.mount.quiesce(&target, Pending::Drain, decide)
             }
-            Found::Prepared(_) | Found::Decided(_) => self.decide_quiet(found, plan),
+            TransactionHandle::Prepared(_) | TransactionHandle::Decided(_) => {
+                self.decide_quiet(transaction, plan)
+            }
         }
     }
 
     /// Decides the commit in a scope that does not change, and begins the next transaction if the plan says so.
     fn decide_quiet(
         &self,
-        found: &Found<'a, B>,
+        transaction: &TransactionHandle<'a, B>,
         mut plan: Plan,
     ) -> Result<Step<'a, B>, TransactionError> {
-        plan.path_after = found.path_after();
-        let commit = found.decide(plan.id)?;
+        plan.path_after = transaction.path_after();
+        let commit = transaction.decide(plan.id)?;
         self.store.forget_unanswered(&plan.path_after);
         let id = Some(plan.id);
         self.mount.note(Event::Decided, commit.scope(), id);
@@ -231,10 +236,10 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
     ///
     /// The wait ends when all have applied it, when none of the rest is alive, or when the mount waits no longer.
     fn wait_until_applied(&self, id: u64, scope: &[u8]) -> Result<Vec<String>, TransactionError> {
-        let mut rest = self.mount.begin_wait();
+        let mut wait_again = self.mount.begin_wait();
         let not_applied_on = loop {
             let hosts = self.store.votes.hosts_not_applied(id, scope)?;
-            if hosts.is_empty() || !self.mount.is_any_living(&hosts)? || !rest() {
+            if hosts.is_empty() || !self.mount.is_any_living(&hosts)? || !wait_again() {
                 break hosts;
             }
         };
@@ -266,7 +271,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
 fn begin_before<B: Backing>(path: Option<Vec<u8>>, then: Step<'_, B>) -> Step<'_, B> {
     match path {
         Some(path) => Step::Begin {
-            place: Place::directory(&path),
+            target: QuiesceTarget::directory(&path),
             path,
             then: Box::new(then),
         },

@@ -10,7 +10,7 @@ use firn_backing::{Backing, Errno};
 
 use crate::error::TransactionError;
 use crate::object::Object;
-use crate::transaction::handle::Place;
+use crate::transaction::handle::QuiesceTarget;
 
 /// What a quiesce does with the pending data of the directory. Pending data is in the arena and not in the backing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,13 +50,13 @@ pub trait Mount<B: Backing> {
     /// Checks that the client may create names in the directory at `path`; returns the errno of the refusal otherwise.
     fn must_be_writable(&self, path: &[u8]) -> Result<(), Errno>;
 
-    /// Runs `work` while programs change nothing at or below the directory of `place`, and returns its result.
+    /// Runs `work` while programs change nothing at or below the directory of `target`, and returns its result.
     ///
     /// Before `work` runs, the pending data there is drained or dropped, as `pending` says. If a drain fails, `work`
     /// does not run and the error is returned.
     fn quiesce<T>(
         &self,
-        place: &Place<'_, B>,
+        target: &QuiesceTarget<'_, B>,
         pending: Pending,
         work: impl FnOnce(&Arc<Object<B>>) -> Result<T, TransactionError>,
     ) -> Result<T, TransactionError>;

@@ -14,7 +14,9 @@ use firn_backing::Backing;
 use super::commit::Plan;
 use super::{Answer, Event, Goal, Machine, Mount, Pending, Step};
 use crate::error::{StageError, TransactionError};
-use crate::transaction::handle::{Found, Known, Open, Place, Prepared};
+use crate::transaction::handle::{
+    Open, Prepared, QuiesceTarget, ScopeTransactions, TransactionHandle,
+};
 use crate::vote::Vote;
 
 /// What follows a vote that allows the commit.
@@ -32,26 +34,25 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
     pub(super) fn find_prepare(
         &self,
         path: &[u8],
-        known: Known<'a, B>,
+        transactions: ScopeTransactions<'a, B>,
         id: u64,
     ) -> Result<Step<'a, B>, TransactionError> {
-        match known.undecided {
-            Some(Found::Open(open)) => Ok(Step::ApplyBefore {
-                commit: known.commit,
+        match transactions.undecided {
+            Some(TransactionHandle::Open(open)) => Ok(Step::ApplyBefore {
+                commit: transactions.commit,
                 open,
                 goal: Goal::Prepare(id),
             }),
-            Some(Found::Prepared(prepared)) if prepared.id() == id => Ok(Step::Vote {
+            Some(TransactionHandle::Prepared(prepared)) if prepared.id() == id => Ok(Step::Vote {
                 prepared,
                 then: AfterVote::Answer,
             }),
             undecided => {
-                let id_found = undecided.and_then(|found| found.id());
-                let found = id_found.or(known.commit.map(|commit| commit.id()));
-                Err(found.map_or_else(
-                    || self.no_transaction(path),
-                    |found| StageError::OtherId { found, wanted: id }.into(),
-                ))
+                let other = undecided.or(transactions.commit.map(TransactionHandle::Decided));
+                match other.and_then(|transaction| transaction.id()) {
+                    Some(found) => Err(StageError::OtherId { found, wanted: id }.into()),
+                    None => Err(self.no_transaction(path)),
+                }
             }
         }
     }
@@ -65,12 +66,12 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         id: u64,
         then: AfterVote,
     ) -> Result<Step<'a, B>, TransactionError> {
-        let place = Place::scope(open.handle());
-        let prepared = self.mount.quiesce(&place, Pending::Drain, |_| {
+        let target = QuiesceTarget::scope(open.scope_ref());
+        let prepared = self.mount.quiesce(&target, Pending::Drain, |_| {
             // Another request may have prepared the transaction first. That request has already taken the accesses.
             let is_first = open.is_still_open();
             let prepared = open.prepare(id)?;
-            let scope = open.handle().scope_path();
+            let scope = open.scope_ref().scope_path();
             self.mount.note(Event::Prepared, scope, Some(id));
             if is_first && self.store.lower.members().is_some() {
                 prepared.note_accesses(self.mount.take_accesses(scope));
@@ -103,7 +104,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         Ok(match then {
             AfterVote::Answer => Step::Over(Answer::Done),
             AfterVote::Decide(plan) => Step::Decide {
-                found: Found::Prepared(prepared),
+                transaction: TransactionHandle::Prepared(prepared),
                 plan,
             },
         })
@@ -114,12 +115,12 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
     ///
     /// When the mount waits no longer, this host gives the vote up for all hosts and returns that verdict as the error.
     fn find_verdict(&self, prepared: &Prepared<'a, B>) -> Result<(), TransactionError> {
-        let mut rest = self.mount.begin_wait();
+        let mut wait_again = self.mount.begin_wait();
         self.retry(|| Ok(prepared.publish_accesses()?))?;
         loop {
             match prepared.poll_vote()? {
                 Vote::Over(verdict) => return Ok(verdict.agreed()?),
-                Vote::Waiting { .. } if rest() => {}
+                Vote::Waiting { .. } if wait_again() => {}
                 Vote::Waiting {
                     published,
                     expected,
@@ -130,8 +131,8 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
                         missing => format!(", {} missing", missing.join(", ")),
                     };
                     let count = published.len();
-                    let why = format!("only {count} of {expected} hosts came{missing}");
-                    prepared.give_vote_up(why)?;
+                    let reason = format!("only {count} of {expected} hosts came{missing}");
+                    prepared.give_vote_up(reason)?;
                 }
             }
         }

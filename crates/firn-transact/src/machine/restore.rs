@@ -13,7 +13,7 @@ use firn_backing::Backing;
 
 use super::{Answer, Event, Goal, Machine, Mount, Pending, Step};
 use crate::error::{CommitError, StageError, TransactionError};
-use crate::transaction::handle::{Found, Known, Place};
+use crate::transaction::handle::{QuiesceTarget, ScopeTransactions, TransactionHandle};
 
 impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
     /// Applies what an earlier failed restore left, or the commit that an open transaction follows; then chooses the
@@ -21,57 +21,64 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
     pub(super) fn finish_undo(
         &self,
         path: Vec<u8>,
-        known: Known<'a, B>,
+        transactions: ScopeTransactions<'a, B>,
         id: u64,
     ) -> Result<Step<'a, B>, TransactionError> {
-        let Known { commit, undecided } = known;
+        let ScopeTransactions { commit, undecided } = transactions;
         match (commit, undecided) {
             (Some(commit), _) if commit.is_undo() => {
                 self.apply_recovered(&commit, &path)?;
                 self.choose_restore(path, None, id)
             }
-            (commit, Some(Found::Open(open))) => Ok(Step::ApplyBefore {
+            (commit, Some(TransactionHandle::Open(open))) => Ok(Step::ApplyBefore {
                 commit,
                 open,
                 goal: Goal::Restore(id),
             }),
             // Without a transaction after it, a decided commit may be the requested one.
-            (commit, undecided) => {
-                self.choose_restore(path, undecided.or(commit.map(Found::Decided)), id)
-            }
+            (commit, undecided) => self.choose_restore(
+                path,
+                undecided.or(commit.map(TransactionHandle::Decided)),
+                id,
+            ),
         }
     }
 
-    /// Returns the step for the transaction `found`, as the table in the head says.
+    /// Returns the next step of a restore to commit `id`, as the table in the head says. `transaction` is the present
+    /// transaction of the scope.
     ///
     /// All checks come before the first loss of data: a request that fails here has dropped nothing.
     pub(super) fn choose_restore(
         &self,
         path: Vec<u8>,
-        found: Option<Found<'a, B>>,
+        transaction: Option<TransactionHandle<'a, B>>,
         id: u64,
     ) -> Result<Step<'a, B>, TransactionError> {
-        match found {
-            Some(found) if found.id() == Some(id) => Ok(Step::FinishCommit { found, id }),
-            Some(Found::Decided(commit)) => Err(StageError::Decided { id: commit.id() }.into()),
-            Some(found) => {
+        match transaction {
+            Some(transaction) if transaction.id() == Some(id) => {
+                Ok(Step::FinishCommit { transaction, id })
+            }
+            Some(TransactionHandle::Decided(commit)) => {
+                Err(StageError::Decided { id: commit.id() }.into())
+            }
+            Some(transaction) => {
                 self.store.history.can_restore(&path, id)?;
                 // Other hosts must end their parts of a shared transaction before the restore may change the scope.
                 if self.store.scopes.shares() {
-                    let place = Place::directory(&path);
+                    let target = QuiesceTarget::directory(&path);
                     let restore = Step::Restore {
-                        place,
+                        target,
                         path,
                         pending: Pending::Drain,
                         id,
                     };
                     let then = Box::new(restore);
-                    return Ok(Step::CallOff { found, then });
+                    return Ok(Step::CallOff { transaction, then });
                 }
-                self.mount.note_abort(found.serial());
-                found.refuse_changes()?;
+                self.mount.note_abort(transaction.serial());
+                transaction.refuse_changes()?;
                 Ok(Step::Restore {
-                    place: Place::scope(found.handle()),
+                    target: QuiesceTarget::scope(transaction.scope_ref()),
                     path,
                     pending: Pending::Discard,
                     id,
@@ -80,7 +87,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
             None => {
                 self.store.history.can_restore(&path, id)?;
                 Ok(Step::Restore {
-                    place: Place::directory(&path),
+                    target: QuiesceTarget::directory(&path),
                     path,
                     pending: Pending::Drain,
                     id,
@@ -92,38 +99,38 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
     /// Decides and applies the prepared or decided commit `id`, and drops data that was written since.
     pub(super) fn finish_commit(
         &self,
-        found: &Found<'a, B>,
+        transaction: &TransactionHandle<'a, B>,
         id: u64,
     ) -> Result<Step<'a, B>, TransactionError> {
-        let path_after = found.path_after();
-        found.refuse_changes()?;
-        let place = Place::scope(found.handle());
-        self.mount.quiesce(&place, Pending::Discard, |_| {
-            match found.decide(id) {
+        let path_after = transaction.path_after();
+        transaction.refuse_changes()?;
+        let target = QuiesceTarget::scope(transaction.scope_ref());
+        self.mount.quiesce(&target, Pending::Discard, |_| {
+            match transaction.decide(id) {
                 // The background application has finished this commit meanwhile, so nothing is left to do.
                 Err(CommitError::Stage(StageError::NoTransaction))
                     if self.store.lower.committed(&path_after)? == Some(id) => {}
                 commit => commit?.apply()?,
             }
-            self.end_part(Event::Applied, found.scope(), Some(id));
+            self.end_local_part(Event::Applied, transaction.scope(), Some(id));
             Ok(())
         })?;
-        self.mount.forget_names(&[&path_after, found.scope()]);
+        self.mount.forget_names(&[&path_after, transaction.scope()]);
         Ok(Step::Over(Answer::Done))
     }
 
     /// Restores the scope to commit `id` while it is quiesced, and ends an open transaction of it.
     pub(super) fn restore(
         &self,
-        place: &Place<'a, B>,
+        target: &QuiesceTarget<'a, B>,
         path: &[u8],
         pending: Pending,
         id: u64,
     ) -> Result<Step<'a, B>, TransactionError> {
-        let path_before = place.path_now();
-        self.mount.quiesce(place, pending, |root| {
+        let path_before = target.path_now();
+        self.mount.quiesce(target, pending, |root| {
             self.store.restore(root, id)?;
-            self.end_part(Event::Undone, path, Some(id));
+            self.end_local_part(Event::Undone, path, Some(id));
             Ok(())
         })?;
         self.mount.forget_names(&[&path_before, path]);

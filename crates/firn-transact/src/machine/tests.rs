@@ -1,4 +1,5 @@
-//! The machine over a simulated backing: which steps a request takes, and what a failure in any of them leaves.
+//! Tests of the machine over a simulated backing: the steps that a request takes, and its result after a failure of any
+//! step.
 
 use std::cell::{Cell, RefCell};
 use std::ffi::OsStr;
@@ -26,14 +27,14 @@ const ME: Caller = Caller {
 };
 const TOP: &[u8] = b"";
 
-/// A mount without programs: what it is asked for is noted.
+/// A mount without programs. It records what the machine requests of it.
 struct SimMount<'a> {
     store: &'a Store,
-    asked: RefCell<Vec<String>>,
-    /// What other hosts do between two looks at them; `false`: the request waits no longer.
+    requested: RefCell<Vec<String>>,
+    /// Runs the other hosts while the request waits for them. Returns false to end the wait.
     others: &'a dyn Fn() -> bool,
     is_drained: bool,
-    /// Data that is pending cannot be drained.
+    /// Whether pending data cannot be drained.
     drain_fails: Cell<bool>,
 }
 
@@ -41,33 +42,33 @@ impl<'a> SimMount<'a> {
     fn of(store: &'a Store) -> Self {
         Self {
             store,
-            asked: RefCell::default(),
+            requested: RefCell::default(),
             others: &|| false,
             is_drained: true,
             drain_fails: Cell::new(false),
         }
     }
 
-    fn ask(&self, what: String) {
-        self.asked.borrow_mut().push(what);
+    fn record(&self, request: String) {
+        self.requested.borrow_mut().push(request);
     }
 
-    fn take_asked(&self) -> Vec<String> {
-        self.asked.take()
+    fn take_requested(&self) -> Vec<String> {
+        self.requested.take()
     }
 }
 
 impl Mount<SimBacking> for SimMount<'_> {
     fn directory_at(&self, path: &[u8]) -> Result<Arc<Object<SimBacking>>, TransactionError> {
-        let mut at = self.store.root();
+        let mut dir = self.store.root();
         for name in names_in(path) {
-            at = match self.store.lookup(&at, name) {
+            dir = match self.store.lookup(&dir, name) {
                 Ok((found, _)) => found,
                 Err(Errno::NOENT) => return Err(ScopeError::Missing.into()),
                 Err(errno) => return Err(errno.into()),
             };
         }
-        Ok(at)
+        Ok(dir)
     }
 
     fn must_be_writable(&self, _: &[u8]) -> Result<(), Errno> {
@@ -76,15 +77,15 @@ impl Mount<SimBacking> for SimMount<'_> {
 
     fn quiesce<T>(
         &self,
-        place: &Place<'_, SimBacking>,
+        target: &QuiesceTarget<'_, SimBacking>,
         pending: Pending,
         work: impl FnOnce(&Arc<Object<SimBacking>>) -> Result<T, TransactionError>,
     ) -> Result<T, TransactionError> {
-        let root = match place.root() {
+        let root = match target.root() {
             Some(root) => Arc::clone(root),
-            None => self.directory_at(&place.path_now())?,
+            None => self.directory_at(&target.path_now())?,
         };
-        self.ask(format!("quiesce {pending:?}"));
+        self.record(format!("quiesce {pending:?}"));
         if pending == Pending::Drain && self.drain_fails.get() {
             return Err(Errno::NOSPC.into());
         }
@@ -96,32 +97,32 @@ impl Mount<SimBacking> for SimMount<'_> {
     }
 
     fn write_back(&self, _: &[u8]) {
-        self.ask("write back".into());
+        self.record("write back".into());
     }
 
     fn forget_names(&self, _: &[&[u8]]) {
-        self.ask("forget names".into());
+        self.record("forget names".into());
     }
 
     fn forget_directory(&self, _: &[u8]) {
-        self.ask("forget directory".into());
+        self.record("forget directory".into());
     }
 
     fn begin_accesses(&self, _: &[u8]) {
-        self.ask("begin accesses".into());
+        self.record("begin accesses".into());
     }
 
     fn take_accesses(&self, _: &[u8]) -> Vec<Used> {
-        self.ask("take accesses".into());
+        self.record("take accesses".into());
         Vec::new()
     }
 
     fn put_accesses_back(&self, _: Vec<Used>) {
-        self.ask("put accesses back".into());
+        self.record("put accesses back".into());
     }
 
     fn end_accesses(&self, _: &[u8]) {
-        self.ask("end accesses".into());
+        self.record("end accesses".into());
     }
 
     fn begin_wait(&self) -> impl FnMut() -> bool {
@@ -135,15 +136,15 @@ impl Mount<SimBacking> for SimMount<'_> {
     fn note_abort(&self, _serial: u64) {}
 
     fn apply_later(&self) {
-        self.ask("apply later".into());
+        self.record("apply later".into());
     }
 
     fn note(&self, event: Event, _: &[u8], _: Option<u64>) {
-        self.ask(format!("{event:?}"));
+        self.record(format!("{event:?}"));
     }
 }
 
-/// The steps that a request takes, and what comes of it.
+/// Runs a request. Returns the names of its steps, and its result.
 fn trace<'a>(
     store: &'a Store,
     mount: &'a SimMount<'a>,
@@ -158,18 +159,19 @@ fn trace<'a>(
             Ok(Step::Over(answer)) => return (names, Ok(answer)),
             Ok(step) => {
                 names.push(step.name());
-                next = machine.take(step);
+                next = machine.take_step(step);
             }
             Err(error) => return (names, Err(error)),
         }
     }
 }
 
-/// The steps of a request at the top of a plain mount, and its result.
+/// Runs a request at the top, on a mount of one host. Returns the names of its steps, and its result.
 fn steps(store: &Store, verb: Verb<'_>) -> (Vec<&'static str>, Result<Answer, TransactionError>) {
     trace(store, &SimMount::of(store), verb, TOP)
 }
 
+/// Writes `bytes` to a file in the top directory, which is created if it is missing.
 fn put(on: &impl Backing, name: &str, bytes: &[u8]) {
     let (root, name) = (on.root(), OsStr::new(name));
     let file = match on.lookup(&root, name) {
@@ -328,7 +330,7 @@ fn a_commit_that_is_asked_for_again_is_the_one_that_is_meant() {
     assert_eq!(names, ["apply before", "decide", "apply"]);
     assert_eq!(answer, committed(5));
     assert_eq!(
-        mount.take_asked(),
+        mount.take_requested(),
         [
             "write back",
             "quiesce Drain",
@@ -365,7 +367,7 @@ fn what_an_earlier_firnd_prepared_is_applied_before_the_next_one_begins() {
     assert_eq!(names, ["decide", "apply", "begin", "await hosts"]);
     assert_eq!(answer, committed(5));
     assert_eq!(
-        mount.take_asked(),
+        mount.take_requested(),
         [
             "Decided",
             "Applied",
@@ -454,7 +456,7 @@ fn several_hosts_vote_before_each_decides() {
     };
     let (names, answer) = trace(&a, &mount, commit(7, false, false), TOP);
     assert_eq!((names, answer), (OF_HOSTS.to_vec(), committed(7)));
-    assert!(mount.take_asked().contains(&"end accesses".to_owned()));
+    assert!(mount.take_requested().contains(&"end accesses".to_owned()));
     let tree = seen(&open(&disk.fork()));
     assert!(tree.contains_key(&b"of-a"[..]) && tree.contains_key(&b"of-b"[..]));
 }
@@ -477,8 +479,11 @@ fn a_transaction_is_open_again_where_the_other_hosts_do_not_come() {
             "{answer:?}"
         );
         assert_eq!(stages(&a), [Stage::Open]);
-        let asked = mount.take_asked();
-        assert_eq!(asked.last().map(String::as_str), Some("put accesses back"));
+        let requested = mount.take_requested();
+        assert_eq!(
+            requested.last().map(String::as_str),
+            Some("put accesses back")
+        );
     }
 }
 
@@ -509,13 +514,16 @@ fn in_shadow_mode_the_next_one_begins_once_all_hosts_have_applied_the_last() {
     expected.push("begin");
     assert_eq!((names, answer), (expected, committed(7)));
     assert_eq!(stages(&a), [Stage::Open]);
-    let asked = mount.take_asked();
-    let at = |what: &str| asked.iter().position(|asked| asked == what);
-    assert!(at("Applied") < at("Begin"), "{asked:?}");
-    assert!(!asked.contains(&"apply later".into()), "{asked:?}");
+    let requested = mount.take_requested();
+    let position_of = |what: &str| requested.iter().position(|request| request == what);
+    assert!(
+        position_of("Applied") < position_of("Begin"),
+        "{requested:?}"
+    );
+    assert!(!requested.contains(&"apply later".into()), "{requested:?}");
 }
 
-/// A request, and the tree and stages that it ends in.
+/// Returns requests, each with the content of `file` and the stages that it ends with.
 fn requests() -> Vec<(Verb<'static>, &'static [u8], Vec<Stage>)> {
     vec![
         (commit(5, false, false), b"new", vec![]),
@@ -526,8 +534,8 @@ fn requests() -> Vec<(Verb<'static>, &'static [u8], Vec<Stage>)> {
     ]
 }
 
-/// A store whose last commit is 1, with a transaction that changes a file.
-fn changed() -> (SimBacking, Store) {
+/// Makes a store whose last commit is 1, with an open transaction that has changed a file.
+fn store_with_change() -> (SimBacking, Store) {
     let disk = disk();
     let store = open(&disk);
     for verb in [Verb::Begin, commit(1, false, false), Verb::Begin] {
@@ -541,18 +549,18 @@ fn changed() -> (SimBacking, Store) {
 /// Proves S-tx-62.
 #[test]
 fn where_a_commit_cannot_be_applied_the_next_transaction_is_given_up_until_it_is_asked_for_again() {
-    let (disk, store) = changed();
+    let (disk, store) = store_with_change();
     let mount = SimMount::of(&store);
     let machine = Machine::new(&store, &mount);
     let verb = commit(5, true, false);
     let mut step = machine.find_step(verb, TOP).expect("it is open");
     while !matches!(step, Step::Apply { .. }) {
-        step = machine.take(step).expect("nothing fails yet");
+        step = machine.take_step(step).expect("nothing fails yet");
     }
     assert_eq!(stages(&store), [Stage::Decided(5), Stage::Open]);
     let mut is_first = true;
     disk.set_plan(move |_, _| std::mem::take(&mut is_first).then_some(Fault::Error(Errno::NOSPC)));
-    assert!(machine.take(step).is_err());
+    assert!(machine.take_step(step).is_err());
     assert_eq!(stages(&store), [Stage::Decided(5)]);
     assert_eq!(machine.run(verb, TOP), committed(5));
     assert_eq!(stages(&store), [Stage::Open]);
@@ -563,7 +571,7 @@ fn where_a_commit_cannot_be_applied_the_next_transaction_is_given_up_until_it_is
 fn a_request_that_failed_at_any_call_of_the_backing_goes_on_when_it_is_made_again() {
     for (verb, content, expected) in requests() {
         for at in 0.. {
-            let (disk, store) = changed();
+            let (disk, store) = store_with_change();
             let mount = SimMount::of(&store);
             let machine = Machine::new(&store, &mount);
             let step_to_fail = disk.steps() + at;
@@ -573,22 +581,22 @@ fn a_request_that_failed_at_any_call_of_the_backing_goes_on_when_it_is_made_agai
             let first = machine.run(verb, TOP);
             let is_past = disk.steps() < step_to_fail;
             disk.clear_plan();
-            let told = format!("{verb:?}, call {at}: {first:?}");
+            let context = format!("{verb:?}, call {at}: {first:?}");
             if first.is_err() {
                 match machine.run(verb, TOP) {
                     Ok(_) => {}
                     // The failure was after its end.
                     Err(TransactionError::Stage(StageError::NoTransaction)) => {}
-                    Err(error) => panic!("{told}, then {error}"),
+                    Err(error) => panic!("{context}, then {error}"),
                 }
             }
             let file = seen(&store).remove(&b"file"[..]);
             assert_eq!(
                 file.map(|file| file.content),
                 Some(content.to_vec()),
-                "{told}"
+                "{context}"
             );
-            assert_eq!(stages(&store), expected, "{told}");
+            assert_eq!(stages(&store), expected, "{context}");
             disk.fsck().expect("fsck");
             if is_past {
                 break;
@@ -597,8 +605,8 @@ fn a_request_that_failed_at_any_call_of_the_backing_goes_on_when_it_is_made_agai
     }
 }
 
-/// What a commit of host `a` comes to whose call `at` fails, with that of `b`: the store and its disk, the answer, and
-/// whether the commit made fewer calls.
+/// Commits on hosts `a` and `b`, with a failure of call number `at` of host `a`. Returns the disk and the store of `a`,
+/// its answer, and whether its commit made fewer calls than that.
 fn commit_of_hosts_that_fails(
     at: u64,
 ) -> (SimBacking, Store, Result<Answer, TransactionError>, bool) {
@@ -640,20 +648,20 @@ fn regression_a_commit_that_is_asked_for_again_after_it_was_applied_is_not_the_n
         let is_applied =
             store.lower.committed(TOP) == Ok(Some(7)) && stages(&store) == [Stage::Open];
         if first.is_err() && is_applied {
-            let told = format!("call {at}: {first:?}");
+            let context = format!("call {at}: {first:?}");
             put(&store, "later", b"later");
             let again = steps(&store, commit(7, true, false)).1;
             let Ok(Answer::Committed(Committed { id: 7, .. })) = again else {
-                panic!("{told}, then {again:?}");
+                panic!("{context}, then {again:?}");
             };
-            assert_eq!(stages(&store), [Stage::Open], "{told}");
+            assert_eq!(stages(&store), [Stage::Open], "{context}");
             let committed = seen(&open(&disk.fork()));
-            assert!(!committed.contains_key(&b"later"[..]), "{told}");
-            // What is asked for next is the next one.
+            assert!(!committed.contains_key(&b"later"[..]), "{context}");
+            // A new request concerns the next transaction.
             let mount = SimMount::of(&store);
             let machine = Machine::new(&store, &mount);
-            assert!(machine.run(Verb::Abort, TOP).is_ok(), "{told}");
-            assert_eq!(stages(&store), [], "{told}");
+            assert!(machine.run(Verb::Abort, TOP).is_ok(), "{context}");
+            assert_eq!(stages(&store), [], "{context}");
             asked_again += 1;
         }
         if is_past {
@@ -671,7 +679,7 @@ fn regression_a_commit_that_is_asked_for_again_after_it_was_applied_is_not_the_n
 fn a_crash_at_any_call_of_a_commit_leaves_one_that_can_be_asked_for_again_or_the_old_tree() {
     for begins_next in [false, true] {
         for at in 0.. {
-            let (disk, store) = changed();
+            let (disk, store) = store_with_change();
             let crash_at = disk.steps() + at;
             disk.crash_at(crash_at);
             let verb = commit(5, begins_next, false);
@@ -679,15 +687,15 @@ fn a_crash_at_any_call_of_a_commit_leaves_one_that_can_be_asked_for_again_or_the
             let is_past = !disk.is_dead();
             drop(store);
             disk.revive();
-            let told = format!("call {at}: {answer:?}");
+            let context = format!("call {at}: {answer:?}");
             let store = open(&disk);
             let again = steps(&store, commit(5, false, false)).1;
             let is_committed = store.lower.committed(TOP) == Ok(Some(5));
-            assert!(is_committed || again.is_err(), "{told}, then {again:?}");
-            assert!(is_committed || answer.is_err(), "{told}");
+            assert!(is_committed || again.is_err(), "{context}, then {again:?}");
+            assert!(is_committed || answer.is_err(), "{context}");
             let content: &[u8] = if is_committed { b"new" } else { b"old" };
-            assert_eq!(seen(&store)[&b"file"[..]].content, content, "{told}");
-            assert_eq!(stages(&store), [], "{told}");
+            assert_eq!(seen(&store)[&b"file"[..]].content, content, "{context}");
+            assert_eq!(stages(&store), [], "{context}");
             disk.fsck().expect("fsck");
             if is_past {
                 break;

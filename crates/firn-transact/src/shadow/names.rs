@@ -82,7 +82,8 @@ impl<B: Backing> Entries<B> {
         let kept = object.key.1.to_string();
         // A directory in `kept/` counts as removed, so programs need not be kept from seeing a second link.
         if object.kind != Kind::Dir {
-            self.own_links.hide_link(scope, object, &shadow.kept, &kept);
+            self.own_links
+                .note_link_before_making(scope, object, &shadow.kept, &kept);
         }
         match shadow.move_to_kept(&self.lower.base, dir, name, object.key.1) {
             // A move of a directory needs permission to write in that directory; a removal does not.
@@ -96,7 +97,7 @@ impl<B: Backing> Entries<B> {
             other => other,
         }?;
         self.own_links
-            .link_is_hidden(scope, object, &shadow.kept, &kept);
+            .note_link_made(scope, object, &shadow.kept, &kept);
         Ok(())
     }
 
@@ -111,14 +112,9 @@ impl<B: Backing> Entries<B> {
         rename: RequestedRename<'_, B>,
     ) -> Result<()> {
         let RequestedRename { old, new, flags } = rename;
-        let from = old.dir;
-        let NameAt {
-            dir: to,
-            name: new_name,
-        } = new;
         let source = &objects.source;
         let target = objects.target.as_ref();
-        for dir in [from, to] {
+        for dir in [old.dir, new.dir] {
             self.originals.save_object(scope, shadow, dir, NO_BYTES)?;
         }
         // XFS gives a directory that an exchange moves a new time.
@@ -134,22 +130,42 @@ impl<B: Backing> Entries<B> {
         });
         let Some(target) = replaced else {
             rename()?;
-            let new_one = target.filter(|target| flags.is_empty() && shadow.is_new(target.key.1));
-            if let Some(target) = new_one.filter(|target| !Arc::ptr_eq(source, target)) {
+            let is_replaced_new = |target: &&Arc<Object<B>>| {
+                flags.is_empty() && shadow.is_new(target.key.1) && !Arc::ptr_eq(source, target)
+            };
+            if let Some(target) = target.filter(is_replaced_new) {
                 self.forget_if_nameless(shadow, target);
             }
             return Ok(());
         };
-        let dir = to.inode(&self.lower.base)?;
-        let text = target.key.1.to_string();
-        let kept = OsStr::new(&text);
+        self.replace_preexisting(scope, shadow, target, new, &rename)?;
+        scope.check_names(&[]);
+        Ok(())
+    }
+
+    /// Makes a rename that replaces `target`, an object that existed before the transaction, and keeps `target` for an
+    /// abort. `new` is the name of `target`, which the renamed object gets. If `rename` fails, `target` has its name
+    /// back.
+    ///
+    /// A further link keeps a file while the rename replaces it. A directory cannot have a second link, so it is moved
+    /// to `kept/` first. A file is moved too if the file system has no links.
+    fn replace_preexisting(
+        &self,
+        scope: &Scope<B>,
+        shadow: &Shadow<B>,
+        target: &Arc<Object<B>>,
+        new: NameAt<'_, B>,
+        rename: &dyn Fn() -> Result<()>,
+    ) -> Result<()> {
+        let dir = new.dir.inode(&self.lower.base)?;
+        let kept_name = target.key.1.to_string();
+        let kept = OsStr::new(&kept_name);
         let inode = target.inode(&self.lower.base)?;
-        // A further link keeps a file while the rename replaces it. A directory cannot have a second link, so it is
-        // moved to `kept/` first.
         let linked = if target.kind == Kind::Dir {
             Err(Errno::PERM)
         } else {
-            self.own_links.hide_link(scope, target, &shadow.kept, &text);
+            self.own_links
+                .note_link_before_making(scope, target, &shadow.kept, &kept_name);
             self.lower.base.link(&inode, &shadow.kept, kept).map(drop)
         };
         match linked {
@@ -159,16 +175,17 @@ impl<B: Backing> Entries<B> {
                     return Err(errno);
                 }
             }
+            // An earlier removal of another name has kept the object already.
             Err(Errno::EXIST) => rename()?,
             Err(_) => {
-                self.move_to_kept(scope, shadow, target, &dir, new_name)?;
+                self.move_to_kept(scope, shadow, target, &dir, new.name)?;
                 if let Err(errno) = rename() {
-                    self.own_links.link_may_go(scope, target);
+                    self.own_links.note_links_uncertain(scope, target);
                     let _ = self.lower.base.rename(
                         &shadow.kept,
                         kept,
                         &dir,
-                        new_name,
+                        new.name,
                         RenameFlags::NOREPLACE,
                     );
                     return Err(errno);
@@ -176,8 +193,7 @@ impl<B: Backing> Entries<B> {
             }
         }
         self.own_links
-            .link_is_hidden(scope, target, &shadow.kept, &text);
-        scope.check_names(&[]);
+            .note_link_made(scope, target, &shadow.kept, &kept_name);
         Ok(())
     }
 }

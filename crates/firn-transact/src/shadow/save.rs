@@ -17,7 +17,7 @@ use firn_backing::{Access, Backing, Errno, Kind, RenameFlags, Result};
 
 use super::{SAVED, SaveState, Shadow};
 use crate::change_log::{
-    BytesSource, ChangeLog, DataChange, Entry, EntrySide, Identity, Link, WrittenRange,
+    BytesSource, ChangeLog, DataChange, Entry, EntrySide, Identity, Link, StagedPath, WrittenRange,
 };
 use crate::copy::copy_with_holes;
 use crate::lower_backing::LowerBacking;
@@ -195,7 +195,10 @@ impl<B: Backing> Originals<B> {
             let written = copied.iter().map(|(start, name)| WrittenRange {
                 start: *start,
                 end: saved_from,
-                source: BytesSource::File((SAVED.to_owned(), name.clone())),
+                source: BytesSource::File(StagedPath {
+                    dir: SAVED.to_owned(),
+                    name: name.clone(),
+                }),
             });
             undo_side.data = Some(DataChange {
                 cut: size,

@@ -43,6 +43,7 @@ pub(crate) struct ShadowEnd;
 impl Protocol for ShadowEnd {
     type Decision = JointDecision;
 
+    /// Returns the work that the hosts share after this outcome.
     fn plan(&self, outcome: &JointDecision) -> Plan {
         if outcome.commit {
             return Plan::default();
@@ -143,6 +144,7 @@ impl<B: Backing> SharedTransactions<B> {
         }
     }
 
+    /// Returns the shared directory with this name. Returns `None` if there is none, or if the mount has one host.
     fn find_shared_dir(&self, name: &str) -> Result<Option<SharedDir<'_, B>>, Errno> {
         let Some(members) = &self.lower.members else {
             return Ok(None);
@@ -328,7 +330,10 @@ impl<B: Backing> SharedTransactions<B> {
     /// After a crash, leaves the shared transactions in which this host has nothing left to do.
     ///
     /// `waiting` has number and scope of each transaction that this host still has.
-    pub(crate) fn leave_shared_ones(&self, waiting: &[(u64, Vec<u8>)]) -> Result<(), OpenError> {
+    pub(crate) fn leave_finished_shared(
+        &self,
+        waiting: &[(u64, Vec<u8>)],
+    ) -> Result<(), OpenError> {
         for shared in self.all_shared()? {
             if waiting
                 .iter()
@@ -454,7 +459,8 @@ impl<B: Backing> Scopes<B> {
 }
 
 impl<B: Backing> TransactionalBacking<B> {
-    /// Aborts a shared transaction for all hosts, as a part of [`Found::abort`](crate::Found::abort).
+    /// Aborts a shared transaction for all hosts, as a part of
+    /// [`TransactionHandle::abort`](crate::TransactionHandle::abort).
     ///
     /// Fails with [`AbortError::Stopping`] until all hosts have stopped and the changes are undone; the caller tries
     /// again. The caller keeps names and data.
@@ -476,7 +482,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 let id = id.unwrap_or_default();
                 return Err(StageError::Decided { id }.into());
             }
-            scope.stop_for_good();
+            scope.refuse_changes_for_good();
             shadow.begin_undo();
             if outcome.by != shared.ballot.dir().host() {
                 self.stopped_by

@@ -338,13 +338,14 @@ impl<'a, B: Backing> UndoPass<'a, B> {
         for name in &top.names {
             let leads_to_top = self.find_at(&top.parent, name, top.ino)?.is_some();
             if leads_to_top && top.before.as_ref() != Some(name) {
-                entry.after.push((parent_ino, name.clone()));
+                entry.after.push(EntryName::new(parent_ino, name.clone()));
             }
         }
         if let Some(name) = &top.before {
+            let entry_name = EntryName::new(parent_ino, name.clone());
             match self.find_at(&top.parent, name, top.ino)? {
-                Some(_) => entry.unchanged_name = Some((parent_ino, name.clone())),
-                None => entry.before.push((parent_ino, name.clone())),
+                Some(_) => entry.unchanged_name = Some(entry_name),
+                None => entry.before.push(entry_name),
             }
         }
         let ino = top.ino;
@@ -387,7 +388,9 @@ impl<'a, B: Backing> UndoPass<'a, B> {
                 .map(|(name, child)| (name.clone(), *child))
                 .collect();
             for (name, child) in missing_names {
-                self.planned_entry(child).before.push((dir, name));
+                self.planned_entry(child)
+                    .before
+                    .push(EntryName::new(dir, name));
             }
         }
         Ok(())
@@ -406,7 +409,7 @@ impl<'a, B: Backing> UndoPass<'a, B> {
         for (dir, save) in saves.iter().filter(|(dir, _)| dirs.contains_key(dir)) {
             for (name, child) in &save.names {
                 let is_saved = saves.contains_key(child);
-                let entry_name = (*dir, name.clone());
+                let entry_name = EntryName::new(*dir, name.clone());
                 match entries.entry(*child) {
                     MapEntry::Vacant(vacant) if is_saved => {
                         let mut entry = new_entry(*child);
@@ -433,7 +436,9 @@ impl<'a, B: Backing> UndoPass<'a, B> {
         let Some((child_inode, attr)) = found else {
             return Ok(());
         };
-        self.planned_entry(child).after.push((dir.ino, name));
+        self.planned_entry(child)
+            .after
+            .push(EntryName::new(dir.ino, name));
         if self.preexisting.contains(&child) {
             self.result.moved_to_kept.push(child);
             return Ok(());
@@ -481,15 +486,15 @@ impl<'a, B: Backing> UndoPass<'a, B> {
                 || !entry.after.is_empty()
                 || inos_in_kept.contains(ino);
             if !exists {
-                for (_, name) in entry.before.drain(..) {
-                    let name = String::from_utf8_lossy(&name);
+                for entry_name in entry.before.drain(..) {
+                    let name = String::from_utf8_lossy(&entry_name.name);
                     tracing::error!(ino, %name, "an object is gone and not brought back");
                 }
             }
-            for (dir_ino, name) in &entry.before {
+            for EntryName { dir, name } in &entry.before {
                 self.result.restored_names.push(RestoredName {
                     ino: *ino,
-                    dir_ino: *dir_ino,
+                    dir_ino: *dir,
                     name: name.clone(),
                 });
             }
@@ -515,7 +520,7 @@ impl<'a, B: Backing> UndoPass<'a, B> {
             return Ok(());
         }
         let found = match entry.unchanged_name.clone() {
-            Some((dir, name)) => match self.dirs.get(&dir) {
+            Some(EntryName { dir, name }) => match self.dirs.get(&dir) {
                 Some(dir) => self.find_at(dir, &name, ino)?,
                 None => None,
             },
@@ -536,7 +541,9 @@ impl<'a, B: Backing> UndoPass<'a, B> {
             1 => self.root_ino,
             len => save.path[len - 2].1,
         };
-        self.dirs.contains_key(&dir).then(|| (dir, name.clone()))
+        self.dirs
+            .contains_key(&dir)
+            .then(|| EntryName::new(dir, name.clone()))
     }
 }
 
@@ -673,7 +680,7 @@ impl<B: Backing> ShadowUndo<B> {
         let dirs = std::mem::take(&mut *shadow.dirs.lock());
         let object = |ino: u64| self.tree.known((shadow.dev, ino));
         for ino in undone.moved_to_kept {
-            self.own_links.link_goes(
+            self.own_links.note_link_until_end(
                 scope.serial,
                 (shadow.dev, ino),
                 &shadow.kept,

@@ -17,8 +17,9 @@ use crate::transactional::TransactionalBacking;
 use crate::vote::Proposal;
 
 impl<B: Backing> TransactionalBacking<B> {
-    /// Makes changes in a transaction fail from now on; see [`Found::refuse_changes`](crate::Found::refuse_changes).
-    /// Fails if the transaction is over.
+    /// Makes changes in a transaction fail from now on; see
+    /// [`TransactionHandle::refuse_changes`](crate::TransactionHandle::refuse_changes). Fails if the transaction is
+    /// over.
     pub(super) fn refuse_changes(&self, scope: &Arc<Scope<B>>) -> Result<(), AbortError> {
         // Changes of a transaction that follows a commit wait for that commit, so the commit's scope refuses them.
         let before = self.scopes.commit_before(scope);
@@ -30,10 +31,10 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(())
     }
 
-    /// Aborts a transaction; see [`Found::abort`](crate::Found::abort).
+    /// Aborts a transaction; see [`TransactionHandle::abort`](crate::TransactionHandle::abort).
     ///
-    /// Fails if the commit is decided, here or by another host. Of a transaction that follows a commit nothing but the
-    /// records must be removed.
+    /// Fails if the commit is decided, here or by another host. A transaction that follows a commit has changed nothing
+    /// yet, so only its records are removed.
     pub(super) fn abort_scope(&self, scope: &Arc<Scope<B>>) -> Result<(), AbortError> {
         let _quiet = self.commits.quiesce_scope(scope);
         if let Some(before) = self.scopes.commit_before(scope) {
@@ -41,17 +42,43 @@ impl<B: Backing> TransactionalBacking<B> {
             return Ok(());
         }
         self.tree.check_all(scope);
-        self.own_links.unhide(scope);
+        self.own_links.note_links_ending(scope);
         let stage = *scope.stage.lock();
-        let several = scope.shadow.as_ref().filter(|shadow| shadow.is_shared());
+        let shared_shadow = scope.shadow.as_ref().filter(|shadow| shadow.is_shared());
         if let (Some(key), Stage::Open | Stage::Prepared(_)) = (&scope.key, stage)
             && self.names_ballots.settle_or_abort(key)?
         {
             return Err(StageError::Decided { id: NO_ID }.into());
         }
+        if let Some(shadow) = shared_shadow {
+            // This decides the abort with the other hosts.
+            self.abort_shared(scope, shadow, stage)?;
+        } else {
+            self.make_abort_certain(scope, stage)?;
+            if let Some(shadow) = &scope.shadow {
+                scope.refuse_changes_for_good();
+                self.shadow_undo.undo_shadow(scope, shadow)?;
+                self.lower.forget_records(&scope.dir)?;
+            }
+        }
+        scope.drop_names_in_root();
+        self.drop_changes(scope);
+        scope.put_top_back();
+        self.own_links.forget_links_of_dirs(scope);
+        self.endings.end_transaction(scope);
+        self.endings.clean_up(scope);
+        match (&scope.key, stage) {
+            (Some(key), _) => self.names_ballots.leave(key)?,
+            (None, Stage::Prepared(id)) => self.votes.leave_vote(id, &scope.path)?,
+            _ => {}
+        }
+        Ok(())
+    }
+
+    /// Makes the abort of a transaction certain, for this host and for the hosts that vote with it: a crash afterwards
+    /// ends with the tree before the transaction. Fails if the commit is decided, or if the transaction is over.
+    fn make_abort_certain(&self, scope: &Scope<B>, stage: Stage) -> Result<(), AbortError> {
         match stage {
-            // `abort_shared` below decides the abort with the other hosts.
-            _ if several.is_some() => {}
             Stage::Open => {
                 if scope.key.is_none() {
                     self.votes.withdraw_from_votes(&scope.path)?;
@@ -68,8 +95,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 }
                 self.backups.withdraw_for_abort(scope.serial)?;
                 match scope.shadow {
-                    // Without the record a crash ends in an undo, so the tree before the transaction is certain from
-                    // here on.
+                    // Without the record a crash ends in an undo.
                     Some(_) => self.lower.forget_record(&scope.dir)?,
                     None => self.lower.forget_records(&scope.dir)?,
                 }
@@ -77,14 +103,11 @@ impl<B: Backing> TransactionalBacking<B> {
             Stage::Decided(id) => return Err(StageError::Decided { id }.into()),
             Stage::Ended => return Err(StageError::NoTransaction.into()),
         }
-        if let Some(shadow) = several {
-            self.abort_shared(scope, shadow, stage)?;
-        } else if let Some(shadow) = &scope.shadow {
-            scope.stop_for_good();
-            self.shadow_undo.undo_shadow(scope, shadow)?;
-            self.lower.forget_records(&scope.dir)?;
-        }
-        scope.drop_names_in_root();
+        Ok(())
+    }
+
+    /// Drops the changes of a transaction from all objects, and forgets the objects that it created.
+    fn drop_changes(&self, scope: &Scope<B>) {
         let changed = std::mem::take(&mut *scope.changed.lock());
         for (_, object) in changed {
             let owned = object.inner.own();
@@ -95,15 +118,5 @@ impl<B: Backing> TransactionalBacking<B> {
             object.close_lower_files();
             drop(change);
         }
-        scope.put_top_back();
-        self.own_links.dirs_are_back(scope);
-        self.endings.end_transaction(scope);
-        self.endings.clean_up(scope);
-        match (&scope.key, stage) {
-            (Some(key), _) => self.names_ballots.leave(key)?,
-            (None, Stage::Prepared(id)) => self.votes.leave_vote(id, &scope.path)?,
-            _ => {}
-        }
-        Ok(())
     }
 }

@@ -196,7 +196,7 @@ impl<B: Backing> Commits<B> {
     /// Applies a commit in a scope that the caller keeps, and ends the transaction.
     fn apply_and_end(&self, scope: &Arc<Scope<B>>) -> Result<(), StoreError> {
         // Programs may still read attributes of objects that they have open, so hidden links must be counted correctly.
-        self.own_links.unhide(scope);
+        self.own_links.note_links_ending(scope);
         self.apply(scope)?;
         self.settle_top(scope);
         self.endings.end_transaction(scope);
@@ -322,7 +322,7 @@ impl<B: Backing> Commits<B> {
             let is_done = object
                 .inner
                 .share()
-                .look()
+                .read()
                 .change
                 .as_ref()
                 .is_none_or(|change| change.frozen.is_some());
@@ -388,7 +388,7 @@ impl<B: Backing> Commits<B> {
         is_wanted: impl FnOnce(&Inner<B>, &Change<B>) -> bool,
     ) -> Result<(), Errno> {
         let copy = {
-            let inner = owned.look();
+            let inner = owned.read();
             let change = inner.change.as_ref();
             let change = change.filter(|change| is_wanted(&inner, change));
             change.and_then(|change| change.copy.clone())
@@ -410,7 +410,7 @@ impl<B: Backing> Commits<B> {
     fn only_place(&self, object: &Arc<Object<B>>) -> Option<B::Inode> {
         let (dir, name) = object.location.lock().clone()?;
         let shared = dir.inner.share();
-        let dir = shared.look();
+        let dir = shared.read();
         let named = dir.change.as_ref()?.names.get(&name)?.object.as_ref()?;
         if !Arc::ptr_eq(named, object) {
             return None;
@@ -438,7 +438,8 @@ impl<B: Backing> Commits<B> {
 }
 
 impl<B: Backing> TransactionalBacking<B> {
-    /// Decides the commit of a transaction durably under the number `id`; see [`Found::decide`](crate::Found::decide).
+    /// Decides the commit of a transaction durably under the number `id`; see
+    /// [`TransactionHandle::decide`](crate::TransactionHandle::decide).
     ///
     /// Returns `Ok` if the commit is decided, also by an earlier call. Fails if the transaction has another number, is
     /// being undone, or if the other hosts do not agree. After an error of the last sync the commit counts as decided.

@@ -151,6 +151,7 @@ impl<B: Backing> ArenaNotes<B> {
             })
     }
 
+    /// Replaces the file of all notes that an arena must drop data of a scope. The file is durable then.
     fn store_drop_notes(
         &self,
         staging_dir: &B::Inode,

@@ -1,4 +1,4 @@
-//! Handles on transactions: in which state one was found is their type, and what can be done there are their methods.
+//! Handles on transactions: one type for each stage, with the operations that the stage allows.
 //!
 //! ```text
 //! begin ──► Open ──prepare──► Prepared ──decide──► Decided ──apply──► (over)
@@ -8,9 +8,10 @@
 //! ```
 //!
 //! Invariants
-//! * A handle says how its transaction was found. Another thread may have advanced the transaction since: each method
-//!   checks its stage again, under the locks that it needs, and reports it.
-//! * A scope has one transaction, or a commit that is decided and one that follows it.
+//! * The type of a handle is the stage at the time of the search. Another thread may have advanced the transaction
+//!   since
+//!   then, so each method checks the stage again, under the locks that it needs, and fails if the stage does not fit.
+//! * A scope has at most one undecided transaction. A decided commit may precede it.
 
 use std::ffi::OsString;
 use std::sync::Arc;
@@ -27,13 +28,13 @@ use crate::scope::{Scope, Stage};
 use crate::transactional::TransactionalBacking;
 use crate::vote::Vote;
 
-/// A transaction, and the backing that it is in.
-pub(crate) struct Handle<'a, B: Backing> {
+/// The scope of a transaction, and the store that has it.
+pub(crate) struct ScopeRef<'a, B: Backing> {
     store: &'a TransactionalBacking<B>,
     scope: Arc<Scope<B>>,
 }
 
-impl<B: Backing> Clone for Handle<'_, B> {
+impl<B: Backing> Clone for ScopeRef<'_, B> {
     fn clone(&self) -> Self {
         Self {
             store: self.store,
@@ -42,274 +43,305 @@ impl<B: Backing> Clone for Handle<'_, B> {
     }
 }
 
-/// A transaction in which programs change things.
-pub struct Open<'a, B: Backing>(Handle<'a, B>);
+/// An open transaction: programs may change its scope.
+pub struct Open<'a, B: Backing>(ScopeRef<'a, B>);
 
-/// A transaction that is durable, its outcome open; changes wait.
+/// A prepared transaction: its changes are durable and its outcome is open. Further changes wait for the outcome.
 pub struct Prepared<'a, B: Backing> {
-    handle: Handle<'a, B>,
+    scope_ref: ScopeRef<'a, B>,
     id: u64,
 }
 
-/// A commit that is decided and not applied to its end.
+/// A decided commit that is not completely applied to the backing.
 pub struct Decided<'a, B: Backing> {
-    handle: Handle<'a, B>,
+    scope_ref: ScopeRef<'a, B>,
     id: u64,
 }
 
-/// A transaction that was not over when it was looked for.
-#[allow(missing_docs, reason = "each variant is the handle of that name")]
-pub enum Found<'a, B: Backing> {
+/// A transaction that was not over at the time of the search, with its stage.
+#[allow(missing_docs, reason = "each variant is the scope_ref of that name")]
+pub enum TransactionHandle<'a, B: Backing> {
     Open(Open<'a, B>),
     Prepared(Prepared<'a, B>),
     Decided(Decided<'a, B>),
 }
 
 impl<'a, B: Backing> Open<'a, B> {
-    /// Makes it durable and leaves its outcome open. Where this fails it is as it was. A commit that it follows is
-    /// applied first.
+    /// Makes all changes of the transaction durable and leaves its outcome open. A commit that the transaction follows
+    /// is applied first.
+    ///
+    /// After an error the transaction is open as before, except when its record can neither be synced nor removed. The
+    /// transaction is prepared then.
     pub fn prepare(&self, id: u64) -> Result<Prepared<'a, B>, PrepareError> {
         self.0.prepare(id)
     }
 
-    /// Decides to commit it, durably, without a prepare.
+    /// Decides the commit durably, without a prepare.
     pub fn decide(&self, id: u64) -> Result<Decided<'a, B>, CommitError> {
         self.0.decide(id)
     }
 
-    /// Decides the commit, durably, without an id, for the transactions that [`TransactionalBacking::begin_names`]
-    /// begins.
+    /// Decides the commit durably and without a number. Transactions of [`TransactionalBacking::begin_names`] have no
+    /// number.
     pub fn decide_unnumbered(&self) -> Result<Decided<'a, B>, CommitError> {
         self.0.decide(NO_ID)
     }
 
-    /// More names in the directory of a transaction of names belong to it.
+    /// Adds names of the directory to a transaction of names. Fails if a name is in another transaction, or if this one
+    /// is not open.
     pub fn add_names(&self, names: &[OsString]) -> Result<(), BeginError> {
         self.0.store.add_names_to(&self.0.scope, names)
     }
 
-    /// The serial number, by which [`TransactionalBacking::transaction_numbered`] finds it.
+    /// Returns the serial number, by which [`TransactionalBacking::transaction_numbered`] finds the transaction.
     pub fn serial(&self) -> u64 {
         self.0.scope.serial
     }
 
-    /// Throws it away: the tree is as it was when it began. What was made in it is gone: ESTALE.
+    /// Aborts the transaction: programs see the tree as it was at the begin. Further use of an object that the
+    /// transaction made fails with ESTALE.
     pub fn abort(&self) -> Result<(), AbortError> {
         self.0.store.abort_scope(&self.0.scope)
     }
 
-    pub(crate) fn handle(&self) -> &Handle<'a, B> {
+    pub(crate) fn scope_ref(&self) -> &ScopeRef<'a, B> {
         &self.0
     }
 
-    /// Programs change things in it: it was not prepared since.
+    /// Returns whether the transaction is still open. Another request may have prepared or ended it.
     pub(crate) fn is_still_open(&self) -> bool {
         self.0.scope.stage() == Stage::Open
     }
 }
 
 impl<'a, B: Backing> Prepared<'a, B> {
-    /// The number that it was prepared with.
+    /// Returns the commit number under which the transaction was prepared.
     pub fn id(&self) -> u64 {
         self.id
     }
 
-    /// Decides to commit it, durably: from now on every crash ends in the tree after it, which is also what programs
-    /// see. Several hosts must have voted.
+    /// Decides the commit durably: from now on, programs and a recovery after a crash see the committed tree. With
+    /// several hosts, fails unless the vote allows the commit.
     pub fn decide(&self) -> Result<Decided<'a, B>, CommitError> {
-        self.handle.decide(self.id)
+        self.scope_ref.decide(self.id)
     }
 
-    /// As [`Open::abort`].
+    /// Aborts the transaction; see [`Open::abort`]. With several hosts, fails if the commit is decided.
     pub fn abort(&self) -> Result<(), AbortError> {
-        self.handle.store.abort_scope(&self.handle.scope)
+        self.scope_ref.store.abort_scope(&self.scope_ref.scope)
     }
 
-    /// Back to open, with all that was changed: the other hosts do not agree, or did not come. Returns what
-    /// [`Prepared::note_accesses`] was told.
+    /// Makes the transaction open again with all of its changes, because the vote did not allow the commit.
+    ///
+    /// Returns the accesses that [`Prepared::note_accesses`] stored, so that they can be recorded again.
     pub fn reopen(&self) -> Result<Vec<Used>, VoteError> {
-        self.handle.store.votes.reopen(&self.handle.scope, self.id)
+        self.scope_ref
+            .store
+            .votes
+            .reopen(&self.scope_ref.scope, self.id)
     }
 
-    /// Back to open, of a scope of names of several hosts: the attempt to commit has failed.
+    /// Makes a transaction of names open again, because the hosts' attempt to commit has failed.
     pub fn reopen_names(&self) -> Result<(), VoteError> {
-        self.handle.store.reopen_names(&self.handle.scope)
+        self.scope_ref.store.reopen_names(&self.scope_ref.scope)
     }
 
-    /// Notes what processes of this host used up to the moment at which it was prepared.
+    /// Stores what processes of this host used before the prepare, for the vote.
     pub fn note_accesses(&self, used: Vec<Used>) {
-        *self.handle.scope.used.lock() = Some(used);
+        *self.scope_ref.scope.used.lock() = Some(used);
     }
 
-    /// Publishes what this host read and wrote in it. Fails with [`VoteError::LastVoteNotOver`] while an earlier vote
-    /// on the same number is not over.
+    /// Publishes what this host read and wrote in the transaction, as its part of the vote. Fails with
+    /// [`VoteError::LastVoteNotOver`] while an earlier vote on the same number is not over.
     pub fn publish_accesses(&self) -> Result<(), VoteError> {
-        let Handle { store, scope, .. } = &self.handle;
+        let ScopeRef { store, scope, .. } = &self.scope_ref;
         store.commits.leave_rest_of(&scope.path)?;
         store.votes.publish_accesses(scope, self.id)
     }
 
-    /// Looks whether all hosts have published, and finds the verdict if they have.
+    /// Returns the state of the vote. Finds and stores the verdict once all hosts have published their accesses.
     pub(crate) fn poll_vote(&self) -> Result<Vote, VoteError> {
-        self.handle
+        self.scope_ref
             .store
             .votes
-            .poll_vote(self.id, &self.handle.scope.path)
+            .poll_vote(self.id, &self.scope_ref.scope.path)
     }
 
-    /// Puts an end to its vote, if there is no verdict yet.
-    pub(crate) fn give_vote_up(&self, why: String) -> Result<(), VoteError> {
-        let path = &self.handle.scope.path;
-        self.handle.store.votes.give_vote_up(self.id, path, why)
+    /// Ends the vote without agreement, unless it has a verdict already. `reason` is a text for people.
+    pub(crate) fn give_vote_up(&self, reason: String) -> Result<(), VoteError> {
+        let path = &self.scope_ref.scope.path;
+        self.scope_ref
+            .store
+            .votes
+            .give_vote_up(self.id, path, reason)
     }
 
-    /// Decides for all hosts that it is not committed; fails with [`StageError::Decided`](crate::StageError::Decided) where it is.
+    /// Decides for all hosts that the transaction is not committed. Fails with
+    /// [`StageError::Decided`](crate::StageError::Decided) if its commit is decided.
     pub(crate) fn call_commit_off(&self) -> Result<(), VoteError> {
-        let path = &self.handle.scope.path;
-        self.handle.store.votes.call_commit_off(self.id, path)
+        let path = &self.scope_ref.scope.path;
+        self.scope_ref.store.votes.call_commit_off(self.id, path)
     }
 }
 
 impl<B: Backing> Decided<'_, B> {
-    /// The number of the commit.
+    /// Returns the number of the commit.
     pub fn id(&self) -> u64 {
         self.id
     }
 
-    /// Makes the backing what programs see already, while they read on. Changes of the scope wait. Where this fails it
-    /// can be called again; once it is applied it does nothing.
+    /// Applies the commit to the backing. Programs see the committed tree already and can read meanwhile; their changes
+    /// in the scope wait.
+    ///
+    /// Does nothing if the commit is applied already. After an error the call can be repeated.
     pub fn apply(&self) -> Result<(), StoreError> {
-        self.handle
+        self.scope_ref
             .store
             .commits
-            .apply_commit(&self.handle.scope)
+            .apply_commit(&self.scope_ref.scope)
             .map(drop)
     }
 
-    /// Applies it; whether this call came to its end, and no other one before.
+    /// Applies the commit; see [`Decided::apply`]. Returns whether this call completed the application, and `false` if
+    /// another call had completed it.
     pub(crate) fn apply_once(&self) -> Result<bool, StoreError> {
-        self.handle.store.commits.apply_commit(&self.handle.scope)
+        self.scope_ref
+            .store
+            .commits
+            .apply_commit(&self.scope_ref.scope)
     }
 
-    /// The directory that it covers.
+    /// Returns the directory of the scope.
     pub(crate) fn root(&self) -> &Arc<Object<B>> {
-        &self.handle.scope.root
+        &self.scope_ref.scope.root
     }
 
-    /// An earlier firnd prepared it, or it undoes a commit: programs see the tree before it until it is applied.
+    /// Returns whether programs see the tree before the commit until it is applied. This is so if an earlier firnd
+    /// prepared the commit, and if it undoes another commit.
     pub(crate) fn is_recovered(&self) -> bool {
-        self.handle.scope.recovered.is_some()
+        self.scope_ref.scope.recovered.is_some()
     }
 
-    /// Programs change things in a transaction that follows it, or did by the time that it was applied.
+    /// Returns whether an undecided transaction of the same scope follows the commit.
     pub(crate) fn is_followed(&self) -> bool {
-        let current = self.handle.store.transaction_at(self.root());
-        matches!(current, Some(Found::Open(_) | Found::Prepared(_)))
+        let current = self.scope_ref.store.transaction_at(self.root());
+        matches!(
+            current,
+            Some(TransactionHandle::Open(_) | TransactionHandle::Prepared(_))
+        )
     }
 
-    /// Path that its scope has once it is applied.
+    /// Returns the path of the scope after the commit.
     pub(crate) fn path_after(&self) -> Vec<u8> {
-        self.handle.scope.path_after()
+        self.scope_ref.scope.path_after()
     }
 
-    /// Gives up the transaction that was to begin when this commit is applied.
+    /// Ends the transaction that follows this commit, whose changes have not begun yet. A failure is logged, and the
+    /// transaction stays open.
     pub fn give_up_next(&self) {
-        self.handle.store.commits.give_up_next(&self.handle.scope);
+        self.scope_ref
+            .store
+            .commits
+            .give_up_next(&self.scope_ref.scope);
     }
 
-    /// Path of its scope at the begin, relative to the backing.
+    /// Returns the path of the scope at the begin, relative to the backing.
     pub fn scope(&self) -> &[u8] {
-        &self.handle.scope.path
+        &self.scope_ref.scope.path
     }
 
-    /// A restore is bringing an older commit back.
+    /// Returns whether the commit undoes an earlier one, for a restore.
     pub fn is_undo(&self) -> bool {
-        self.handle.scope.is_undo
+        self.scope_ref.scope.is_undo
     }
 
-    /// Why it could not be applied when that was tried last.
+    /// Returns the error of the last attempt to apply the commit; `None` if it succeeded or there was none.
     pub fn trouble(&self) -> Option<String> {
-        self.handle.scope.application.trouble()
+        self.scope_ref.scope.application.trouble()
     }
 }
 
-impl<'a, B: Backing> Found<'a, B> {
-    /// `None` where the transaction is over.
+impl<'a, B: Backing> TransactionHandle<'a, B> {
+    /// Returns the handle for a transaction in this stage; `None` if the transaction is over.
     fn new(store: &'a TransactionalBacking<B>, scope: Arc<Scope<B>>, stage: Stage) -> Option<Self> {
-        let handle = Handle { store, scope };
+        let scope_ref = ScopeRef { store, scope };
         match stage {
-            Stage::Open => Some(Self::Open(Open(handle))),
-            Stage::Prepared(id) => Some(Self::Prepared(Prepared { handle, id })),
-            Stage::Decided(id) => Some(Self::Decided(Decided { handle, id })),
+            Stage::Open => Some(Self::Open(Open(scope_ref))),
+            Stage::Prepared(id) => Some(Self::Prepared(Prepared { scope_ref, id })),
+            Stage::Decided(id) => Some(Self::Decided(Decided { scope_ref, id })),
             Stage::Ended => None,
         }
     }
 
-    pub(crate) fn handle(&self) -> &Handle<'a, B> {
+    pub(crate) fn scope_ref(&self) -> &ScopeRef<'a, B> {
         match self {
-            Self::Open(Open(handle))
-            | Self::Prepared(Prepared { handle, .. })
-            | Self::Decided(Decided { handle, .. }) => handle,
+            Self::Open(Open(scope_ref))
+            | Self::Prepared(Prepared { scope_ref, .. })
+            | Self::Decided(Decided { scope_ref, .. }) => scope_ref,
         }
     }
 
-    /// Path of its scope at the begin, relative to the backing.
+    /// Returns the path of the scope at the begin, relative to the backing.
     pub fn scope(&self) -> &[u8] {
-        &self.handle().scope.path
+        &self.scope_ref().scope.path
     }
 
-    /// [`Open::serial`].
+    /// Returns the serial number; see [`Open::serial`].
     pub fn serial(&self) -> u64 {
-        self.handle().scope.serial
+        self.scope_ref().scope.serial
     }
 
-    /// Path under which programs see its scope.
+    /// Returns the path under which programs see the scope.
     pub fn path_now(&self) -> Vec<u8> {
-        self.handle().scope.path_now()
+        self.scope_ref().scope.path_now()
     }
 
-    /// The state that it is in by now; `None` where it is over.
-    pub fn look_again(&self) -> Option<Self> {
-        let handle = self.handle();
-        let scope = Arc::clone(&handle.scope);
+    /// Returns the same transaction with its present stage; `None` if it is over.
+    pub fn refresh(&self) -> Option<Self> {
+        let scope_ref = self.scope_ref();
+        let scope = Arc::clone(&scope_ref.scope);
         let stage = scope.stage();
-        Self::new(handle.store, scope, stage)
+        Self::new(scope_ref.store, scope, stage)
     }
 
-    /// [`TransactionalBacking::begin_names`] began it.
+    /// Returns whether the transaction covers some names of a directory; see [`TransactionalBacking::begin_names`].
     pub fn is_of_names(&self) -> bool {
-        self.handle().scope.names_in_root.is_some()
+        self.scope_ref().scope.names_in_root.is_some()
     }
 
-    /// Whether the next firnd goes on with it where this one dies, in the stage that it has. What is decided is applied then.
+    /// Returns whether the next firnd can continue the transaction in its present stage if this firnd dies. A decided
+    /// commit is applied then.
     pub fn outlives_firnd(&self) -> bool {
-        let is_alone = self.handle().store.lower.members().is_none();
-        let is_in_backing = self.handle().scope.shadow.is_some() && is_alone;
+        let is_alone = self.scope_ref().store.lower.members().is_none();
+        let is_in_backing = self.scope_ref().scope.shadow.is_some() && is_alone;
         is_in_backing || self.is_recovered() || matches!(self, Self::Decided(_))
     }
 
-    /// An earlier firnd prepared it.
+    /// Returns whether an earlier firnd prepared the transaction.
     pub fn is_recovered(&self) -> bool {
-        self.handle().scope.recovered.is_some()
+        self.scope_ref().scope.recovered.is_some()
     }
 
-    /// Path that its scope has after its commit.
+    /// Returns the path of the scope after the commit.
     pub(crate) fn path_after(&self) -> Vec<u8> {
-        self.handle().scope.path_after()
+        self.scope_ref().scope.path_after()
     }
 
-    /// Applies the commit that it follows.
+    /// Applies the commit that the transaction follows. Does nothing if it follows none.
     pub(crate) fn apply_commit_before(&self) -> Result<(), StoreError> {
-        let handle = self.handle();
-        handle.store.commits.apply_commit_before(&handle.scope)
+        let scope_ref = self.scope_ref();
+        scope_ref
+            .store
+            .commits
+            .apply_commit_before(&scope_ref.scope)
     }
 
-    /// Programs change things in it.
+    /// Returns whether the transaction was open at the time of the search.
     pub fn is_open(&self) -> bool {
         matches!(self, Self::Open(_))
     }
 
-    /// The number that it was prepared or is committed with.
+    /// Returns the number of the prepare or commit; `None` for an open transaction.
     pub fn id(&self) -> Option<u64> {
         match self {
             Self::Open(_) => None,
@@ -318,7 +350,7 @@ impl<'a, B: Backing> Found<'a, B> {
         }
     }
 
-    /// The commit, if it is decided.
+    /// Returns the handle on the commit if it is decided.
     pub fn decided(self) -> Option<Decided<'a, B>> {
         match self {
             Self::Decided(commit) => Some(commit),
@@ -326,124 +358,129 @@ impl<'a, B: Backing> Found<'a, B> {
         }
     }
 
-    /// Prepares this host's part of a scope of names, unless it is, and publishes it in an attempt of the hosts to commit.
+    /// Prepares this host's part of a transaction of names, unless it is prepared, and publishes the part for the
+    /// hosts' commit attempt with this number.
     pub fn publish_names(&self, attempt: u64) -> Result<(), PrepareError> {
-        let Handle { store, scope } = self.handle();
+        let ScopeRef { store, scope } = self.scope_ref();
         store.prepare_scope(scope, NO_ID)?;
         store.publish_names(scope, attempt)
     }
 
-    /// Prepares it with `id`, unless it is.
+    /// Prepares the transaction under the number `id`. Returns `Ok` if it is prepared under that number already.
     pub fn prepare(&self, id: u64) -> Result<Prepared<'a, B>, PrepareError> {
-        self.handle().prepare(id)
+        self.scope_ref().prepare(id)
     }
 
-    /// Decides to commit it with `id`, unless that is decided.
+    /// Decides the commit under the number `id`. Returns `Ok` if it is decided under that number already.
     pub fn decide(&self, id: u64) -> Result<Decided<'a, B>, CommitError> {
-        self.handle().decide(id)
+        self.scope_ref().decide(id)
     }
 
-    /// Throws it away, unless it is decided.
+    /// Aborts the transaction; see [`Open::abort`]. Fails if its commit is decided.
     pub fn abort(&self) -> Result<(), AbortError> {
-        let handle = self.handle();
-        handle.store.abort_scope(&handle.scope)
+        let scope_ref = self.scope_ref();
+        scope_ref.store.abort_scope(&scope_ref.scope)
     }
 
-    /// From now on every change in the transaction fails with ECANCELED, also one that waits for the outcome. The next
-    /// call ends it.
+    /// Makes each change in the transaction fail with ECANCELED, including changes that wait for the outcome. The
+    /// caller then ends the transaction.
     pub fn refuse_changes(&self) -> Result<(), AbortError> {
-        let handle = self.handle();
-        handle.store.refuse_changes(&handle.scope)
+        let scope_ref = self.scope_ref();
+        scope_ref.store.refuse_changes(&scope_ref.scope)
     }
 }
 
-impl<'a, B: Backing> From<Open<'a, B>> for Found<'a, B> {
+impl<'a, B: Backing> From<Open<'a, B>> for TransactionHandle<'a, B> {
     fn from(open: Open<'a, B>) -> Self {
         Self::Open(open)
     }
 }
 
-/// A directory that is quiesced: the scope of a transaction, or one that may become one.
-pub struct Place<'a, B: Backing>(PlaceKind<'a, B>);
+/// The directory to quiesce: the scope of a transaction, or a directory that may become one.
+pub struct QuiesceTarget<'a, B: Backing>(QuiesceTargetKind<'a, B>);
 
-enum PlaceKind<'a, B: Backing> {
+enum QuiesceTargetKind<'a, B: Backing> {
     Directory(Vec<u8>),
-    Scope(Handle<'a, B>),
+    Scope(ScopeRef<'a, B>),
 }
 
-impl<'a, B: Backing> Place<'a, B> {
-    /// A directory that no transaction covers.
+impl<'a, B: Backing> QuiesceTarget<'a, B> {
+    /// Returns the target for a directory without a transaction.
     pub(crate) fn directory(path: &[u8]) -> Self {
-        Self(PlaceKind::Directory(path.to_vec()))
+        Self(QuiesceTargetKind::Directory(path.to_vec()))
     }
 
-    /// The scope of a transaction.
-    pub(crate) fn scope(handle: &Handle<'a, B>) -> Self {
-        Self(PlaceKind::Scope(handle.clone()))
+    /// Returns the target for the scope of a transaction.
+    pub(crate) fn scope(scope_ref: &ScopeRef<'a, B>) -> Self {
+        Self(QuiesceTargetKind::Scope(scope_ref.clone()))
     }
 
-    /// Path under which programs see it. It may change while nothing keeps the names above it.
+    /// Returns the path under which programs see the directory. The path may change unless the caller keeps the names
+    /// above it.
     pub fn path_now(&self) -> Vec<u8> {
         match &self.0 {
-            PlaceKind::Directory(path) => path.clone(),
-            PlaceKind::Scope(handle) => handle.scope.path_now(),
+            QuiesceTargetKind::Directory(path) => path.clone(),
+            QuiesceTargetKind::Scope(scope_ref) => scope_ref.scope.path_now(),
         }
     }
 
-    /// The directory, also where programs do not see it yet; `None`: what has that path.
+    /// Returns the directory of a scope, even if programs do not see it yet. Returns `None` if the directory is to be
+    /// looked up by its path.
     pub fn root(&self) -> Option<&Arc<Object<B>>> {
         match &self.0 {
-            PlaceKind::Directory(_) => None,
-            PlaceKind::Scope(handle) => Some(&handle.scope.root),
+            QuiesceTargetKind::Directory(_) => None,
+            QuiesceTargetKind::Scope(scope_ref) => Some(&scope_ref.scope.root),
         }
     }
 }
 
-/// The transactions of one scope at an instant.
-pub(crate) struct Known<'a, B: Backing> {
-    /// The commit that is decided and not applied.
+/// The transactions of one scope, as one search found them.
+pub(crate) struct ScopeTransactions<'a, B: Backing> {
+    /// The commit that is decided and not applied yet.
     pub(crate) commit: Option<Decided<'a, B>>,
-    /// The transaction that programs change things in, or that is prepared.
-    pub(crate) undecided: Option<Found<'a, B>>,
+    /// The open or prepared transaction. It follows `commit` if there is one.
+    pub(crate) undecided: Option<TransactionHandle<'a, B>>,
 }
 
-impl<'a, B: Backing> Known<'a, B> {
-    /// What programs change things in, or else the commit that is being applied.
-    pub(crate) fn into_current(self) -> Option<Found<'a, B>> {
-        self.undecided.or(self.commit.map(Found::Decided))
+impl<'a, B: Backing> ScopeTransactions<'a, B> {
+    /// Returns the undecided transaction, or else the decided commit.
+    pub(crate) fn into_current(self) -> Option<TransactionHandle<'a, B>> {
+        self.undecided
+            .or(self.commit.map(TransactionHandle::Decided))
     }
 
-    /// The scope of what is there; `path` where nothing is.
-    pub(crate) fn place(&self, path: &[u8]) -> Place<'a, B> {
+    /// Returns the scope of the transactions as a target for a quiesce; the directory at `path` if there is no
+    /// transaction.
+    pub(crate) fn quiesce_target(&self, path: &[u8]) -> QuiesceTarget<'a, B> {
         match (&self.undecided, &self.commit) {
-            (Some(found), _) => Place::scope(found.handle()),
-            (None, Some(commit)) => Place::scope(&commit.handle),
-            (None, None) => Place::directory(path),
+            (Some(found), _) => QuiesceTarget::scope(found.scope_ref()),
+            (None, Some(commit)) => QuiesceTarget::scope(&commit.scope_ref),
+            (None, None) => QuiesceTarget::directory(path),
         }
     }
 }
 
-impl<'a, B: Backing> Handle<'a, B> {
-    /// Path of its scope at the begin.
+impl<'a, B: Backing> ScopeRef<'a, B> {
+    /// Returns the path of the scope at the begin.
     pub(crate) fn scope_path(&self) -> &[u8] {
         &self.scope.path
     }
 
     fn prepare(&self, id: u64) -> Result<Prepared<'a, B>, PrepareError> {
         self.store.prepare_scope(&self.scope, id)?;
-        let handle = self.clone();
-        Ok(Prepared { handle, id })
+        let scope_ref = self.clone();
+        Ok(Prepared { scope_ref, id })
     }
 
     fn decide(&self, id: u64) -> Result<Decided<'a, B>, CommitError> {
         self.store.decide_scope(&self.scope, id)?;
-        let handle = self.clone();
-        Ok(Decided { handle, id })
+        let scope_ref = self.clone();
+        Ok(Decided { scope_ref, id })
     }
 }
 
 impl<B: Backing> Scopes<B> {
-    /// Whether programs change things in a transaction, or one waits for its outcome.
+    /// Returns whether a transaction is open or prepared.
     pub fn has_undecided(&self) -> bool {
         let mut stages = self.in_order().into_iter();
         stages.any(|(_, stage)| !matches!(stage, Stage::Decided(_)))
@@ -452,69 +489,75 @@ impl<B: Backing> Scopes<B> {
 
 impl<B: Backing> TransactionalBacking<B> {
     pub(crate) fn open_handle(&self, scope: Arc<Scope<B>>) -> Open<'_, B> {
-        Open(Handle { store: self, scope })
+        Open(ScopeRef { store: self, scope })
     }
 
-    /// A transaction that is not over, of those that `look` finds one after the other.
-    fn find_found(&self, look: impl Fn() -> Option<Arc<Scope<B>>>) -> Option<Found<'_, B>> {
-        // One that was over by then is not in the list any more.
-        std::iter::from_fn(look).find_map(|scope| {
+    /// Calls `search` until it finds a scope whose transaction is not over, and returns that transaction. Returns
+    /// `None` once `search` finds none.
+    fn find_transaction(
+        &self,
+        search: impl Fn() -> Option<Arc<Scope<B>>>,
+    ) -> Option<TransactionHandle<'_, B>> {
+        // A transaction that ended after the search is no longer in the list, so a further search does not find it
+        // again.
+        std::iter::from_fn(search).find_map(|scope| {
             let stage = scope.stage();
-            Found::new(self, scope, stage)
+            TransactionHandle::new(self, scope, stage)
         })
     }
 
-    /// The transactions of the scope that is known by `path`.
-    pub(crate) fn known_at(&self, path: &[u8]) -> Known<'_, B> {
-        let mut known = Known {
+    /// Returns the transactions of the scope with this path: its path at the begin, now, or after the commit.
+    pub(crate) fn transactions_at_path(&self, path: &[u8]) -> ScopeTransactions<'_, B> {
+        let mut transactions = ScopeTransactions {
             commit: None,
             undecided: None,
         };
         for (scope, stage) in self.scopes.in_order_at(path) {
-            match Found::new(self, scope, stage) {
-                Some(Found::Decided(commit)) => known.commit = Some(commit),
-                found => known.undecided = found,
+            match TransactionHandle::new(self, scope, stage) {
+                Some(TransactionHandle::Decided(commit)) => transactions.commit = Some(commit),
+                undecided => transactions.undecided = undecided,
             }
         }
-        known
+        transactions
     }
 
-    /// The transaction of a scope that was begun first: where a commit is decided and followed by another transaction,
-    /// the commit.
-    pub fn first_transaction(&self, scope: &[u8]) -> Option<Found<'_, B>> {
-        self.find_found(|| self.scopes.at_path(scope))
+    /// Returns the earliest transaction of a scope. This is the decided commit if another transaction follows it.
+    pub fn first_transaction(&self, scope: &[u8]) -> Option<TransactionHandle<'_, B>> {
+        self.find_transaction(|| self.scopes.at_path(scope))
     }
 
-    /// The transaction of a scope that programs change things in, or else the commit that is being applied.
-    pub fn current_transaction(&self, scope: &[u8]) -> Option<Found<'_, B>> {
-        self.find_found(|| self.scopes.current_at_path(scope))
+    /// Returns the undecided transaction of a scope, or else its decided commit.
+    pub fn current_transaction(&self, scope: &[u8]) -> Option<TransactionHandle<'_, B>> {
+        self.find_transaction(|| self.scopes.current_at_path(scope))
     }
 
-    /// The transaction with a serial number.
-    pub fn transaction_numbered(&self, serial: u64) -> Option<Found<'_, B>> {
-        self.find_found(|| self.scopes.find(|scope| scope.serial == serial))
+    /// Returns the transaction with this serial number.
+    pub fn transaction_numbered(&self, serial: u64) -> Option<TransactionHandle<'_, B>> {
+        self.find_transaction(|| self.scopes.find(|scope| scope.serial == serial))
     }
 
-    /// [`TransactionalBacking::current_transaction`] of the scope that begins at `root`.
-    pub fn transaction_at(&self, root: &Arc<Object<B>>) -> Option<Found<'_, B>> {
-        self.find_found(|| {
+    /// Returns the undecided transaction of the scope whose directory is `root`, or else its decided commit.
+    pub fn transaction_at(&self, root: &Arc<Object<B>>) -> Option<TransactionHandle<'_, B>> {
+        self.find_transaction(|| {
             let first = self.scopes.with_root(root)?;
             Some(first.application.next().unwrap_or(first))
         })
     }
 
-    /// Commits that are applied while programs go on. None that undoes another one: what the kernel knows of its tree goes
-    /// with it, and the next request does both.
+    /// Returns the decided commits that can be applied while programs continue.
+    ///
+    /// A commit that undoes another one is left out: its application changes names that the kernel has cached, so the
+    /// next request applies it and invalidates the cache.
     pub fn commits_to_apply(&self) -> Vec<Decided<'_, B>> {
         let found = self.open_transactions().into_iter();
-        let decided = found.filter_map(Found::decided);
+        let decided = found.filter_map(TransactionHandle::decided);
         decided.filter(|commit| !commit.is_undo()).collect()
     }
 
-    /// All that are not over; a commit comes before the transaction that follows it.
-    pub fn open_transactions(&self) -> Vec<Found<'_, B>> {
+    /// Returns all transactions that are not over. A commit comes before the transaction that follows it.
+    pub fn open_transactions(&self) -> Vec<TransactionHandle<'_, B>> {
         let scopes = self.scopes.in_order().into_iter();
-        let found = scopes.filter_map(|(scope, stage)| Found::new(self, scope, stage));
+        let found = scopes.filter_map(|(scope, stage)| TransactionHandle::new(self, scope, stage));
         found.collect()
     }
 }

@@ -76,7 +76,7 @@ impl<B: Backing> TransactionalBacking<B> {
     }
 
     /// Publishes what a prepared transaction of names changed, for the commit attempt with this number; see
-    /// [`Found::publish_names`](crate::Found::publish_names).
+    /// [`TransactionHandle::publish_names`](crate::TransactionHandle::publish_names).
     pub(super) fn publish_names(
         &self,
         scope: &Arc<Scope<B>>,

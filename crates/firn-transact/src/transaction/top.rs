@@ -21,7 +21,7 @@ use std::sync::Arc;
 use firn_backing::{Backing, Caller, Errno, Kind, RenameFlags, Time};
 
 use super::handle::Open;
-use crate::change_log::{ChangeLog, Entry, Identity};
+use crate::change_log::{ChangeLog, Entry, EntryName, Identity, StagedPath};
 use crate::error::{BeginError, ScopeError, StoreError};
 use crate::lower_backing::LowerBacking;
 use crate::names::{Entries, NameAt};
@@ -61,6 +61,18 @@ pub struct TopMaker<'a> {
     pub caller: &'a Caller,
     /// Permission bits, after the umask was applied.
     pub mode: u32,
+}
+
+/// A top that a transaction creates.
+#[derive(Clone, Copy)]
+struct NewTop<'a, B: Backing> {
+    /// The directory that gets the top.
+    parent: &'a Arc<Object<B>>,
+    /// Name of the top in that directory.
+    name: &'a OsStr,
+    /// Path of the top, relative to the backing.
+    path: &'a [u8],
+    maker: TopMaker<'a>,
 }
 
 impl<B: Backing> TopUndo<B> {
@@ -103,7 +115,7 @@ impl<B: Backing> LowerBacking<B> {
         let noted = noted.map(|entry| entry.after).unwrap_or_default();
         let mut names: Vec<OsString> = noted
             .into_iter()
-            .map(|(_, name)| OsString::from_vec(name))
+            .map(|entry_name| OsString::from_vec(entry_name.name))
             .collect();
         if names.iter().any(|known| known == name) {
             return Ok(());
@@ -131,11 +143,11 @@ impl<B: Backing> LowerBacking<B> {
             ino,
             elsewhere: device != self.device,
         };
-        let place = |name: &OsString| (0, name.as_bytes().to_vec());
+        let entry_name = |name: &OsString| EntryName::new(0, name.as_bytes());
         let before = scope.top.names().before;
         let entry = Entry {
-            before: before.iter().map(place).collect(),
-            after: names.iter().map(place).collect(),
+            before: before.iter().map(entry_name).collect(),
+            after: names.iter().map(entry_name).collect(),
             ..Entry::new(ino, identity, true)
         };
         let log = ChangeLog {
@@ -155,7 +167,7 @@ impl<B: Backing> LowerBacking<B> {
         let log = self.load_record(dir, place, staging::NAMES)?;
         let of_log = log.iter().flat_map(|log| {
             let names = log.entries.iter().flat_map(|entry| &entry.after);
-            names.map(|(_, name)| join(parent_of(&log.scope), name))
+            names.map(|entry_name| join(parent_of(&log.scope), &entry_name.name))
         });
         Ok(of_log.collect())
     }
@@ -174,7 +186,7 @@ impl<B: Backing> LowerBacking<B> {
             return Ok(None);
         };
         let parent = self.directory_at(parent_of(&log.scope))?;
-        let name_of = |(_, name): &(u64, Vec<u8>)| name.clone();
+        let name_of = |entry_name: &EntryName| entry_name.name.clone();
         let names: Vec<Vec<u8>> = entry.after.iter().map(name_of).collect();
         let before = entry.before.first().map(name_of);
         let ino = entry.identity.ino;
@@ -351,12 +363,15 @@ impl<B: Backing> StoredScopes<B> {
             path
         };
         let root = self.intern_path(above)?;
-        let Some((staging_dir, name)) = staged else {
+        let Some(staged) = staged else {
             return Ok(root);
         };
         let new = staging::must_find_dir(&self.lower.base, dir, staging::NEW)?;
-        let staging_dir = staging::must_find_dir(&self.lower.base, &new, staging_dir)?;
-        let (inode, attr) = self.lower.base.lookup(&staging_dir, OsStr::new(name))?;
+        let staging_dir = staging::must_find_dir(&self.lower.base, &new, &staged.dir)?;
+        let (inode, attr) = self
+            .lower
+            .base
+            .lookup(&staging_dir, OsStr::new(&staged.name))?;
         let inner = Inner {
             base: Some(inode),
             change: None,
@@ -389,7 +404,7 @@ impl<B: Backing> StoredScopes<B> {
             return Ok(());
         }
         let below = parent.inode(&self.lower.base)?;
-        let (_, staging_dir) = scope.staging_dir_for(&self.lower.base, &below)?;
+        let staging_dir = scope.staging_dir_for(&self.lower.base, &below)?.inode;
         // The parent's names are kept, so only a change past Firn can have taken the name.
         let staged = NEW_TOP.to_string();
         self.lower
@@ -421,8 +436,15 @@ impl<B: Backing> TransactionalBacking<B> {
         let name = self.name_of_new_top(parent, path)?;
         // A removed directory of this path may have left a history of commits, which must not count for the new one.
         self.history.forget_commits(path)?;
+        let new_top = NewTop {
+            parent,
+            name: &name,
+            path,
+            maker,
+        };
         self.open_scope(path, None, |serial, firn, dir| {
-            self.start_created(serial, (parent, &name, path), maker, (firn, dir))
+            self.make_shadow(serial, path, firn, dir)?;
+            self.start_created(serial, dir, new_top)
         })
     }
 
@@ -456,8 +478,8 @@ impl<B: Backing> TransactionalBacking<B> {
         if parent.is_gone() {
             return Err(ScopeError::Missing.into());
         }
-        let known_as_path = || self.scopes.at_path(path);
-        if let Some(other) = self.scopes.scope_of(parent).or_else(known_as_path) {
+        let scope_of_path = || self.scopes.at_path(path);
+        if let Some(other) = self.scopes.scope_of(parent).or_else(scope_of_path) {
             return Err(BeginError::Overlaps {
                 scope: other.path_now().as_slice().into(),
             });
@@ -481,15 +503,17 @@ impl<B: Backing> TransactionalBacking<B> {
             .try_for_each(|scope| self.commits.apply_commit(&scope).map(drop))
     }
 
-    /// Makes the scope of a transaction that creates its top: creates the directory in staging, and stores `open`.
+    /// Makes the scope of a transaction that creates its top: creates the top in staging, and stores `open` in `dir`,
+    /// the directory of the transaction.
     fn start_created(
         &self,
         serial: u64,
-        (parent, name, path): (&Arc<Object<B>>, &OsStr, &[u8]),
-        maker: TopMaker<'_>,
-        (firn, dir): (&B::Inode, &B::Inode),
+        dir: &B::Inode,
+        new_top: NewTop<'_, B>,
     ) -> Result<Scope<B>, BeginError> {
-        self.make_shadow(serial, path, firn, dir)?;
+        let NewTop {
+            parent, name, path, ..
+        } = new_top;
         // The scope needs a root before the top exists, so the parent takes its place for now.
         let mut scope = self.stored_scopes.new_scope(
             serial,
@@ -498,40 +522,9 @@ impl<B: Backing> TransactionalBacking<B> {
             dir.clone(),
             None,
         )?;
-        let below = parent.inode(&self.lower.base)?;
-        let (staging_name, staging_dir) = scope.staging_dir_for(&self.lower.base, &below)?;
         let number = scope.next_number();
         assert_eq!(number, NEW_TOP, "the top is made first");
-        let text = number.to_string();
-        let (inode, attr) = self.lower.base.mkdir(
-            maker.caller,
-            &staging_dir,
-            OsStr::new(&text),
-            maker.mode & 0o1777,
-        )?;
-        let key = (attr.dev, attr.ino);
-        let inner = if scope.shadow.is_some() {
-            Inner {
-                base: Some(inode),
-                change: None,
-            }
-        } else {
-            let copy = StagedCopy {
-                staging_dir: staging_dir.clone(),
-                at: (staging_name, text.clone()),
-                kept_inode: None,
-                final_name: None,
-            };
-            Inner {
-                base: None,
-                change: Some(Box::new(Change {
-                    copy: Some(copy),
-                    ..Change::new(number, None)
-                })),
-            }
-        };
-        let location = Some((Arc::clone(parent), name.to_owned()));
-        let root = Arc::new(Object::new(key, Kind::Dir, inner, location));
+        let root = self.make_staged_top(&scope, new_top)?;
         scope.top = Top::new(&root, path, None, scope.shadow.is_some());
         {
             let mut names = scope.top.names.lock();
@@ -541,14 +534,65 @@ impl<B: Backing> TransactionalBacking<B> {
         match &scope.shadow {
             None => drop(scope.changed.lock().insert(number, Arc::clone(&root))),
             Some(shadow) => {
-                shadow.add_new(attr.ino);
-                self.lower.write_names(&scope, key, &[name.to_owned()])?;
+                shadow.add_new(root.key.1);
+                self.lower
+                    .write_names(&scope, root.key, &[name.to_owned()])?;
             }
         }
         scope.root = root;
         self.arena_notes.note_arena(dir)?;
         staging::replace_file_unsynced(&self.lower.base, dir, staging::OPEN, path)?;
         Ok(scope)
+    }
+
+    /// Creates the directory of a new top in staging. In shadow mode it counts as an object of the backing,
+    /// otherwise as a change of the transaction.
+    fn make_staged_top(
+        &self,
+        scope: &Scope<B>,
+        new_top: NewTop<'_, B>,
+    ) -> Result<Arc<Object<B>>, Errno> {
+        let NewTop {
+            parent,
+            name,
+            maker,
+            ..
+        } = new_top;
+        let parent_inode = parent.inode(&self.lower.base)?;
+        let staging_dir = scope.staging_dir_for(&self.lower.base, &parent_inode)?;
+        let staged_name = NEW_TOP.to_string();
+        let (inode, attr) = self.lower.base.mkdir(
+            maker.caller,
+            &staging_dir.inode,
+            OsStr::new(&staged_name),
+            maker.mode & 0o1777,
+        )?;
+        let inner = if scope.shadow.is_some() {
+            Inner {
+                base: Some(inode),
+                change: None,
+            }
+        } else {
+            let copy = StagedCopy {
+                staging_dir: staging_dir.inode,
+                at: StagedPath {
+                    dir: staging_dir.name,
+                    name: staged_name,
+                },
+                kept_inode: None,
+                final_name: None,
+            };
+            Inner {
+                base: None,
+                change: Some(Box::new(Change {
+                    copy: Some(copy),
+                    ..Change::new(NEW_TOP, None)
+                })),
+            }
+        };
+        let key = (attr.dev, attr.ino);
+        let location = Some((Arc::clone(parent), name.to_owned()));
+        Ok(Arc::new(Object::new(key, Kind::Dir, inner, location)))
     }
 }
 

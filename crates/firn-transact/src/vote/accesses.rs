@@ -83,6 +83,7 @@ impl FileAccesses {
         }
     }
 
+    /// Returns the accesses as they are published. `ino` is the inode number of the file.
     fn into_listed(self, ino: u64) -> ListedFile {
         let processes = self
             .processes
@@ -169,31 +170,31 @@ impl<'a> ListBuilder<'a> {
     }
 
     /// Adds a name that an object takes, if another host may take it as well.
-    fn add_new_name(&mut self, entry: &Entry, place: &EntryName) {
-        let is_shareable_dir = self.is_shareable_dir(entry, place);
-        match self.name_in_backing(place) {
+    fn add_new_name(&mut self, entry: &Entry, new_name: &EntryName) {
+        let is_shareable_dir = self.is_shareable_dir(entry, new_name);
+        match self.name_in_backing(new_name) {
             // Another host may find the directory that this host makes, so it uses the name.
             Some(name) if is_shareable_dir => drop(self.used_names.insert(name)),
             // The name is listed as changed.
             Some(_) => return,
             None => {}
         }
-        let path = self.path_of_name(place);
+        let path = self.path_of_name(new_name);
         self.list.made.push((path, is_shareable_dir));
     }
 
     /// Returns whether an object is a new directory under a name that no other object of the record had before. Each
     /// host makes such a directory, or uses the one that another host made.
-    fn is_shareable_dir(&self, entry: &Entry, place: &EntryName) -> bool {
+    fn is_shareable_dir(&self, entry: &Entry, new_name: &EntryName) -> bool {
         let was_taken = || {
             let mut entries = self.record.entries.iter();
-            entries.any(|other| other.before.contains(place))
+            entries.any(|other| other.before.contains(new_name))
         };
         entry.is_dir && entry.new_at.is_some() && !was_taken()
     }
 
-    /// Returns a name of the record for other hosts; `None` if its directory is new.
-    fn name_in_backing(&self, (dir, name): &EntryName) -> Option<NameInDir> {
+    /// Returns a name of the record as other hosts know it. Returns `None` if its directory is new.
+    fn name_in_backing(&self, EntryName { dir, name }: &EntryName) -> Option<NameInDir> {
         let dir = if *dir == 0 {
             self.top_ino
         } else {
@@ -209,7 +210,8 @@ impl<'a> ListBuilder<'a> {
         })
     }
 
-    fn path_of_name(&self, (dir, name): &EntryName) -> Vec<u8> {
+    /// Returns the path of a name of the record, relative to the backing.
+    fn path_of_name(&self, EntryName { dir, name }: &EntryName) -> Vec<u8> {
         join(&self.path_of(*dir), name)
     }
 
@@ -218,7 +220,8 @@ impl<'a> ListBuilder<'a> {
         self.path_at_depth(number, 0)
     }
 
-    /// The record is stored where others may write, so a circle of directories ends at a depth of 1000.
+    /// Returns a path of an object of the record, with `depth` directories found below it already. The record is stored
+    /// where others may write, so the search ends at a depth of 1000 if directories form a circle.
     fn path_at_depth(&self, number: u64, depth: usize) -> Vec<u8> {
         let entry = self.entries.get(&number);
         let entry = entry.filter(|_| number != 0 && depth < 1000);
@@ -230,11 +233,12 @@ impl<'a> ListBuilder<'a> {
                 .chain(&entry.after);
             names.next()
         });
-        any_name.map_or_else(Vec::new, |(dir, name)| {
+        any_name.map_or_else(Vec::new, |EntryName { dir, name }| {
             join(&self.path_at_depth(*dir, depth + 1), name)
         })
     }
 
+    /// Returns the finished list, as that of `host`.
     fn finish(self, host: &str) -> AccessList {
         let files = self.files.into_iter();
         AccessList {
@@ -310,6 +314,8 @@ impl<B: Backing> UsedDirs<'_, B> {
         Ok(found)
     }
 
+    /// Looks up a directory in its parent, and adds the name to `names`, because this host uses it. Returns `None` if
+    /// the name does not exist.
     fn find_in(
         &self,
         parent: &FoundDir<B>,

@@ -11,7 +11,9 @@ use common::Verbs;
 use firn_backing::{Access, Backing, DirBacking, Errno, Files, Names, Volume};
 use firn_sim::{Fault, Tree, tree};
 use firn_sim::{SimBacking, suite};
-use firn_transact::{BeginError, Found, Stage, StageError, TransactionError, TransactionalBacking};
+use firn_transact::{
+    BeginError, Stage, StageError, TransactionError, TransactionHandle, TransactionalBacking,
+};
 
 fn seen<B: Backing>(backing: &TransactionalBacking<B>) -> Tree {
     tree(backing).expect("tree")
@@ -328,18 +330,18 @@ fn a_handle_follows_its_transaction_from_its_begin_to_its_end() {
     let current = || backing.current_transaction(b"");
     assert!(current().is_none() && backing.first_transaction(b"").is_none());
     let open = backing.begin(&root, b"").expect("begin");
-    assert!(matches!(current(), Some(Found::Open(_))));
+    assert!(matches!(current(), Some(TransactionHandle::Open(_))));
     let prepared = open.prepare(5).expect("prepare");
     assert_eq!(prepared.id(), 5);
-    assert!(matches!(current(), Some(Found::Prepared(found)) if found.id() == 5));
+    assert!(matches!(current(), Some(TransactionHandle::Prepared(found)) if found.id() == 5));
     let commit = prepared.decide().expect("decide");
-    assert!(matches!(current(), Some(Found::Decided(found)) if found.id() == 5));
+    assert!(matches!(current(), Some(TransactionHandle::Decided(found)) if found.id() == 5));
     assert_eq!(open.abort(), Err(StageError::Decided { id: 5 }.into()));
     let next = backing.begin(&root, b"").expect("the next one");
     assert!(
-        matches!(backing.first_transaction(b""), Some(Found::Decided(found)) if found.id() == 5)
+        matches!(backing.first_transaction(b""), Some(TransactionHandle::Decided(found)) if found.id() == 5)
     );
-    assert!(matches!(current(), Some(Found::Open(_))));
+    assert!(matches!(current(), Some(TransactionHandle::Open(_))));
     assert_eq!(backing.open_transactions().len(), 2);
     assert!(backing.current_transaction(b"elsewhere").is_none());
     commit.apply().expect("apply");
@@ -347,7 +349,7 @@ fn a_handle_follows_its_transaction_from_its_begin_to_its_end() {
     assert_eq!(commit.apply(), Ok(()), "it is over, and stays so");
     assert!(matches!(
         backing.first_transaction(b""),
-        Some(Found::Open(_))
+        Some(TransactionHandle::Open(_))
     ));
     next.abort().expect("abort");
     assert_eq!(next.abort(), Err(StageError::NoTransaction.into()));

@@ -22,7 +22,7 @@ use firn_format::geometry::Geometry;
 use firn_sim::SimBacking;
 use firn_sim::{Disk, Fault, Tree, tree};
 use firn_transact::{
-    ArenaId, Expected, Members, Mode, Object, OpenError, Opening, Outcome, StoreError,
+    ArenaId, Expected, Members, Mode, Object, OpenError, Opening, RecoveryOutcome, StoreError,
     TransactionError, TransactionalBacking,
 };
 
@@ -346,7 +346,7 @@ enum Life {
     /// It came to the end.
     Done {
         engine: Arc<Engine<Store>>,
-        outcome: Outcome,
+        outcome: RecoveryOutcome,
         disk: SimBacking,
         steps: u64,
     },
@@ -362,7 +362,7 @@ fn attach(dir: &Path, left: &Left, opening: Opening, stop_at: u64) -> Life {
     std::fs::copy(&left.arena, &arena).expect("the arena is copied");
     let disk = SimBacking::from_disk(left.disk.clone());
     let fuse = Fuse::arm(&disk, arena.clone(), next.arena.clone(), stop_at);
-    let attached = || -> Result<(Arc<Engine<Store>>, Outcome), Refused> {
+    let attached = || -> Result<(Arc<Engine<Store>>, RecoveryOutcome), Refused> {
         let (mapped, stored, damage) = Arena::attach(&arena).expect("the arena attaches");
         assert_eq!(damage, [], "a crash is no damage");
         let mut stored = StoredArena::open(mapped, stored);

@@ -7,7 +7,7 @@ use common::Verbs;
 use firn_backing::{Backing, Volume};
 use firn_sim::{SimBacking, suite};
 use firn_sim::{Tree, tree};
-use firn_transact::{Mode, Outcome, StageError, TransactionalBacking};
+use firn_transact::{Mode, RecoveryOutcome, StageError, TransactionalBacking};
 
 /// How a round ends its transaction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -83,7 +83,7 @@ fn recover(
     disk: &SimBacking,
     seed: u64,
     again: Option<u64>,
-) -> (TransactionalBacking<SimBacking>, Outcome) {
+) -> (TransactionalBacking<SimBacking>, RecoveryOutcome) {
     let power_fails = |life: u64| {
         disk.revive();
         disk.power_loss(seed.wrapping_mul(31).wrapping_add(life));
@@ -106,7 +106,7 @@ fn recover(
 fn settle(
     backing: &TransactionalBacking<SimBacking>,
     middle: &Middle,
-    outcome: &Outcome,
+    outcome: &RecoveryOutcome,
     seed: u64,
     told: &str,
 ) {

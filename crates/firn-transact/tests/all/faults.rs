@@ -14,7 +14,7 @@ use firn_backing::{Backing, Errno, Volume};
 use firn_sim::{Disk, Fault, Tree};
 use firn_sim::{SimBacking, suite};
 use firn_transact::{
-    AbortError, BackupError, Mode, Opening, Outcome, Stage, StageError, TransactionError,
+    AbortError, BackupError, Mode, Opening, RecoveryOutcome, Stage, StageError, TransactionError,
     TransactionalBacking,
 };
 
@@ -146,7 +146,7 @@ struct World {
     disk: SimBacking,
     store: SimBacking,
     trees: Trees,
-    outcome: Outcome,
+    outcome: RecoveryOutcome,
 }
 
 /// Counts of links aside where something of Firn's own may be one of them.
@@ -162,7 +162,7 @@ fn attach(
     setup: Setup,
     disk: &SimBacking,
     store: &SimBacking,
-) -> Result<(TransactionalBacking<SimBacking>, Outcome), TransactionError> {
+) -> Result<(TransactionalBacking<SimBacking>, RecoveryOutcome), TransactionError> {
     let known = if setup.has_backup {
         TransactionalBacking::known_backups(disk, Some(store))?
     } else {
@@ -437,7 +437,7 @@ impl World {
         self.try_attach().expect("open");
         assert_eq!(
             (&self.outcome, self.number()),
-            (&Outcome::default(), number),
+            (&RecoveryOutcome::default(), number),
             "nothing is left to be ended"
         );
         let mut undos = 0;

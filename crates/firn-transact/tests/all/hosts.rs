@@ -31,7 +31,7 @@ fn members(name: &str, count: usize) -> Members {
     }
 }
 
-fn open(disk: &SimBacking, name: &str, count: usize) -> (Host, firn_transact::Outcome) {
+fn open(disk: &SimBacking, name: &str, count: usize) -> (Host, firn_transact::RecoveryOutcome) {
     TransactionalBacking::open_of_members(disk.clone(), members(name, count)).expect("open")
 }
 

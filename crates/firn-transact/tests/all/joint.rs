@@ -12,7 +12,7 @@ use firn_backing::{Backing, Caller, Errno, Names, Volume};
 use firn_rules::joint::{Attempt, HostState, JointStep, JointView, OwnPart, next_step};
 use firn_sim::{Fault, SimBacking, Tree};
 use firn_transact::{
-    BeginError, Expected, Found, Members, NamesEntry, NamesView, TransactionError,
+    BeginError, Expected, Members, NamesEntry, NamesView, TransactionError, TransactionHandle,
     TransactionalBacking, Verdict,
 };
 
@@ -60,7 +60,8 @@ fn put<B: Backing>(on: &B, dir: &B::Inode, name: &str, bytes: &[u8]) {
     );
 }
 
-/// What a rank on each host does: its files in the new directory, which each of them makes; the first has the pointer, too.
+/// What a rank on each host does: its files in the new directory, which each of them makes; the first has the pointer,
+/// too.
 fn work<B: Backing>(on: &B, index: usize) {
     let root = on.root();
     let dir = match on.mkdir(&ME, &root, OsStr::new("checkpoint-1"), 0o750) {
@@ -183,7 +184,7 @@ fn step(
                 return Err(error.into());
             }
         }
-        JointStep::GiveUp { number, why } => ballot.give_up(number, why)?,
+        JointStep::GiveUp { number, reason } => ballot.give_up(number, reason)?,
         JointStep::Judge(attempt) => {
             let hosts = attempt.changes.keys().cloned().collect();
             let verdict = ballot.test(attempt.number, &hosts)?;
@@ -191,19 +192,19 @@ fn step(
         }
         JointStep::Decide { commit, .. } => drop(ballot.settle(commit)?),
         JointStep::Reopen(_) => {
-            if let Some(Found::Prepared(prepared)) = found() {
+            if let Some(TransactionHandle::Prepared(prepared)) = found() {
                 prepared.reopen_names()?;
             }
             part.own.prepared_for = None;
         }
         JointStep::Apply => {
             let applied = match found() {
-                Some(Found::Prepared(prepared)) => prepared
+                Some(TransactionHandle::Prepared(prepared)) => prepared
                     .decide()
                     .map_err(TransactionError::from)
                     .and_then(|decided| Ok(decided.apply()?)),
-                Some(Found::Decided(decided)) => decided.apply().map_err(Into::into),
-                Some(Found::Open(_)) => panic!("a commit of what was not prepared"),
+                Some(TransactionHandle::Decided(decided)) => decided.apply().map_err(Into::into),
+                Some(TransactionHandle::Open(_)) => panic!("a commit of what was not prepared"),
                 None => Ok(()),
             };
             // Where only the other could not be told, that is tried again.
@@ -301,7 +302,7 @@ fn the_same_file_by_two_hosts_is_a_conflict_and_both_stay_open() {
         assert_eq!(part.end, None);
         assert!(matches!(
             host.transaction_numbered(part.serial),
-            Some(Found::Open(_))
+            Some(TransactionHandle::Open(_))
         ));
         let ballot = host
             .names_ballots

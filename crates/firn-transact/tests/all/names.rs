@@ -5,7 +5,9 @@ use std::io::IoSlice;
 
 use firn_backing::{Backing, Names, RenameFlags, Volume};
 use firn_sim::{SimBacking, Tree, suite, tree};
-use firn_transact::{BeginError, Found, Open, OpenError, Opening, TransactionalBacking};
+use firn_transact::{
+    BeginError, Open, OpenError, Opening, TransactionHandle, TransactionalBacking,
+};
 
 type Store = TransactionalBacking<SimBacking>;
 
@@ -168,7 +170,8 @@ fn a_crash_at_any_call_of_a_commit_leaves_the_old_names_or_the_new_ones() {
             new.retain(|path, _| !path.is_empty() && path != b"other");
             disk.crash_at(disk.steps() + at);
             let committed = (|| {
-                let Some(Found::Open(transaction)) = store.transaction_numbered(serial) else {
+                let Some(TransactionHandle::Open(transaction)) = store.transaction_numbered(serial)
+                else {
                     return false;
                 };
                 let decided = transaction.decide_unnumbered();

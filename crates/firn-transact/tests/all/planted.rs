@@ -5,7 +5,7 @@ use std::ffi::OsStr;
 use firn_backing::{Access, Backing, Caller, Files, Names, NewKind, Volume};
 use firn_sim::SimBacking;
 use firn_transact::change_log::{
-    BytesSource, ChangeLog, DataChange, Entry, EntrySide, Identity, WrittenRange,
+    BytesSource, ChangeLog, DataChange, Entry, EntryName, EntrySide, Identity, WrittenRange,
 };
 use firn_transact::{OpenError, OwnError, StoreError, TransactionError, TransactionalBacking};
 
@@ -56,7 +56,7 @@ fn plant(disk: &SimBacking, caller: Caller, modes: [u32; 3]) {
         elsewhere: false,
     };
     let entry = Entry {
-        unchanged_name: Some((0, b"victim".to_vec())),
+        unchanged_name: Some(EntryName::new(0, b"victim")),
         redo: EntrySide {
             data: Some(data),
             ..EntrySide::default()

@@ -123,7 +123,7 @@ fn go_on(disk: &SimBacking, serial: u64) -> TransactionalBacking<SimBacking> {
     let opened =
         TransactionalBacking::open_with(disk.clone(), opening, |_| Ok::<(), TransactionError>(()));
     let (backing, outcome) = opened.expect("open");
-    assert_eq!(outcome.going_on, [serial]);
+    assert_eq!(outcome.continuing, [serial]);
     assert_eq!(outcome.undone, [] as [Vec<u8>; 0]);
     backing.in_mode(Mode::Shadow)
 }

@@ -26,7 +26,10 @@ const NAMES: [&str; 2] = ["a", "b"];
 type Host = TransactionalBacking<SimBacking>;
 type Hosts = [Option<Host>; 2];
 
-fn open(disk: &SimBacking, name: &str) -> Result<(Host, firn_transact::Outcome), OpenError> {
+fn open(
+    disk: &SimBacking,
+    name: &str,
+) -> Result<(Host, firn_transact::RecoveryOutcome), OpenError> {
     let members = Members {
         host: name.into(),
         expected: Expected::Count(2),

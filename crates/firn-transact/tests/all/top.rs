@@ -11,8 +11,8 @@ use firn_backing::{Access, Backing, Errno, Names, RenameFlags, Volume};
 use firn_sim::{Fault, Tree};
 use firn_sim::{SimBacking, suite};
 use firn_transact::{
-    BeginError, Mode, Object, Opening, Outcome, ScopeError, Stage, TopMaker, TransactionError,
-    TransactionalBacking,
+    BeginError, Mode, Object, Opening, RecoveryOutcome, ScopeError, Stage, TopMaker,
+    TransactionError, TransactionalBacking,
 };
 
 const MODES: [Mode; 2] = [Mode::Buffer, Mode::Shadow];
@@ -136,7 +136,11 @@ fn begin_plain(plain: &SimBacking, start: Start) {
     }
 }
 
-fn open(disk: SimBacking, mode: Mode, history: u32) -> (TransactionalBacking<SimBacking>, Outcome) {
+fn open(
+    disk: SimBacking,
+    mode: Mode,
+    history: u32,
+) -> (TransactionalBacking<SimBacking>, RecoveryOutcome) {
     let opening = Opening {
         history,
         ..Opening::default()

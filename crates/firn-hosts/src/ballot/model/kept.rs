@@ -1,8 +1,8 @@
-//! Hosts that take part until they leave, also after their death ([`Presence::Kept`]): ballots on a transaction that is
-//! undone after an abort.
+//! Model of hosts that take part until they leave, even if they die before ([`Presence::Kept`]). An example is a ballot
+//! on a transaction that is undone after an abort.
 //!
-//! A host that crashed comes back knowing only whether its transaction had begun. One that crashed while it removed the
-//! directory never comes back.
+//! A host that crashed comes back, and knows only whether its transaction had begun. A host that crashed while it
+//! removed the directory never comes back.
 
 use super::*;
 
@@ -10,7 +10,8 @@ const LAG_MAX: usize = 2;
 const CRASHES_MAX: u8 = 2;
 const UNDO: &str = "undo";
 
-/// Commits need nothing more; an abort is undone by one host, after all have stopped.
+/// Protocol of the model: a commit needs no further work. After an abort all hosts stop, and then one host undoes the
+/// changes.
 struct Shadow;
 
 impl Protocol for Shadow {
@@ -28,7 +29,7 @@ impl Protocol for Shadow {
 /// The directory of a ballot.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 struct Dir {
-    /// Which ballot of this name it is of, from 1 on.
+    /// Number of the ballot, counted from 1 among the ballots of this name.
     number: u8,
     joined: Hosts,
     decision: Option<bool>,
@@ -36,12 +37,13 @@ struct Dir {
     claimed: Option<u8>,
     is_done: bool,
     left: Hosts,
-    /// Hosts that found that they take part; no host reads it.
+    /// Hosts that found that they take part. Only the checks use this, no host reads it.
     took_part: Hosts,
 }
 
 impl Dir {
-    /// What the host that has it locked as a whole sees, or another one.
+    /// Returns the directory as a host sees it. `locked_by_me` is this host, if it has locked the ballot as a
+    /// whole.
     fn view(&self, locked_by_me: Option<u8>) -> View<u8, bool> {
         let undo = Unit::Part(UNDO.to_owned());
         let undoer = self.claimed.map(|host| (undo.claim(), host));
@@ -61,7 +63,7 @@ impl Dir {
     }
 }
 
-/// What a host is about to do after a look: an [`Action`] that changes something.
+/// The call that a host makes next, as its last listing made it choose ([`Action`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 enum Pending {
     Stop,
@@ -70,53 +72,56 @@ enum Pending {
     Leave,
     ClaimRemoval,
     Retire,
-    /// Renames what has the directory's name.
+    /// Renames the directory that now has the name.
     Rename,
     RemoveEmpty,
 }
 
-/// What a host does.
+/// The phase of a host.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 enum Phase {
-    /// It takes no part.
+    /// The host does not take part.
     #[default]
     Idle,
+    /// The host is about to join.
     Joining {
         has_put: bool,
-        /// What the last look said.
+        /// The step that followed from the last listing.
         step: Option<JoinStep>,
     },
-    /// It changes what is to be undone after an abort.
+    /// The host makes changes that an abort undoes.
     Active,
-    /// It saw a decision.
+    /// The host has seen a decision.
     Ending(Option<Pending>),
-    /// It undoes.
+    /// The host undoes the changes.
     Working,
-    /// Its process has ended. `has_begun`: its own directory says that its transaction had begun.
+    /// The host's process has ended. `has_begun` says whether its own directory shows that its transaction had begun.
     Crashed { has_begun: bool },
-    /// Its process has ended, and no other one comes.
+    /// The host's process has ended, and no other one comes.
     Gone,
-    /// It came back and saw no decision, and had changed nothing.
+    /// The host came back, saw no decision, and had changed nothing.
     Withdrawing,
-    /// It came back and saw a decision, and had changed nothing: it stops, then leaves.
+    /// The host came back, saw a decision, and had changed nothing. It stops, and then leaves.
     LeavingUnchanged { has_stopped: bool },
 }
 
-/// Only a ballot as a whole is ever locked.
+/// Only a ballot as a whole is ever locked, so there is one claim.
 type State = World<Dir, Phase, 1, { LAG_MAX + 1 }>;
 const WHOLE_CLAIM: usize = 0;
 
 impl State {
-    /// Whether a host has its ballot locked as a whole.
+    /// Returns whether a host has locked its ballot as a whole.
     fn locks_whole(&self, host: usize) -> bool {
         let number = usize::from(self.hosts[host].number);
         number > 0 && self.locks[number - 1][WHOLE_CLAIM] == Some(host as u8)
     }
 
+    /// Returns whether a host is in this phase of this ballot.
     fn is_in(&self, host: usize, number: u8, phase: &Phase) -> bool {
         self.hosts[host].number == number && self.hosts[host].phase == *phase
     }
 
+    /// Adds the state after a crash of a host, while crashes are left.
     fn crash(&self, index: usize, add: &mut dyn FnMut(Self)) {
         let has_begun = match &self.hosts[index].phase {
             Phase::Idle | Phase::Crashed { .. } | Phase::Gone => return,
@@ -137,6 +142,7 @@ impl State {
         }
     }
 
+    /// Adds the states to which a host's next call or listing leads.
     fn step_host(&self, index: usize, add: &mut dyn FnMut(Self)) {
         match &self.hosts[index].phase {
             Phase::Gone => {}
@@ -144,11 +150,11 @@ impl State {
             Phase::Joining {
                 has_put,
                 step: None,
-            } => self.look(index, add, &|next, dir| {
+            } => self.list_and_choose(index, add, &|next, dir| {
                 let is_open = dir.view(None).is_open() && next.dir(index).is_some();
                 let step = next_join(is_open, *has_put);
                 Some(match step {
-                    // It looks whether the last ballot is over, and removes that.
+                    // The host checks whether the last ballot is over, and removes it then.
                     JoinStep::Refused => Phase::Ending(None),
                     step => Phase::Joining {
                         has_put: *has_put,
@@ -160,8 +166,10 @@ impl State {
                 step: Some(step), ..
             } => self.join(index, *step, add),
             Phase::Active => self.decide(index, add),
-            Phase::Ending(None) => self.look(index, add, &|next, dir| next.choose(index, dir)),
-            Phase::Ending(Some(pending)) => self.act(index, *pending, add),
+            Phase::Ending(None) => {
+                self.list_and_choose(index, add, &|next, dir| next.choose_call(index, dir))
+            }
+            Phase::Ending(Some(pending)) => self.make_call(index, *pending, add),
             Phase::Working => {
                 let mut next = *self;
                 next.put(index, |dir| dir.is_done = true);
@@ -189,7 +197,7 @@ impl State {
         }
     }
 
-    /// A host opens the directory, made if there is none.
+    /// Adds the state after a host has opened the directory, which it makes if there is none.
     fn open(&self, index: usize, add: &mut dyn FnMut(Self)) {
         let mut next = *self;
         let number = match self.history.current() {
@@ -214,9 +222,11 @@ impl State {
         add(next);
     }
 
-    /// A host lists its directory, as it is or was, and is in another phase then. Without a phase, or where the directory
-    /// is gone, it has nothing to do with the ballot any more.
-    fn look(
+    /// Adds the states after a host has listed its directory, one for each state that the listing may return.
+    ///
+    /// `choose` returns the phase that follows from the listed directory. If it returns `None`, or if the directory is
+    /// gone, the host has no more work for the ballot.
+    fn list_and_choose(
         &self,
         index: usize,
         add: &mut dyn FnMut(Self),
@@ -225,13 +235,13 @@ impl State {
         let number = self.hosts[index].number;
         for lag in 0..=self.history.lag_of(index) {
             let mut next = *self;
-            let seen = next.history.look(index, lag);
+            let seen = next.history.list(index, lag);
             match seen.filter(|dir| dir.number == number) {
                 Some(dir) => match choose(&next, dir) {
                     Some(phase) => next.enter(index, phase),
                     None => next.forget_ballot(index),
                 },
-                // Not yet made, as this listing says.
+                // This listing is from before the directory was made, so it says nothing.
                 None if lag > 0 => continue,
                 None => {
                     let mut late = next;
@@ -247,7 +257,7 @@ impl State {
         }
     }
 
-    /// What a host finds in a directory that is being removed: what it has put there since.
+    /// Returns the directory as a host may list it while it is removed: empty but for the host's own put.
     fn remains(&self, index: usize) -> Dir {
         let has_put = matches!(
             self.hosts[index].phase,
@@ -260,6 +270,7 @@ impl State {
         }
     }
 
+    /// Adds the state after a host has taken a step to join.
     fn join(&self, index: usize, step: JoinStep, add: &mut dyn FnMut(Self)) {
         let mut next = *self;
         match step {
@@ -283,13 +294,14 @@ impl State {
                 }
                 next.enter(index, Phase::Active);
             }
-            // It looks whether the last ballot is over, and removes that.
+            // The host checks whether the last ballot is over, and removes it then.
             JoinStep::Refused => next.enter(index, Phase::Ending(None)),
         }
         add(next);
     }
 
-    /// A host decides, or finds what was decided.
+    /// Adds the states after a host has tried to decide, once for an abort and once for a commit. An earlier decision
+    /// counts.
     fn decide(&self, index: usize, add: &mut dyn FnMut(Self)) {
         for commit in [false, true] {
             let mut next = *self;
@@ -301,8 +313,9 @@ impl State {
         }
     }
 
-    /// What a host does about a directory that it sees so; none: it has nothing to do with it any more.
-    fn choose(&self, index: usize, dir: Dir) -> Option<Phase> {
+    /// Returns the phase that follows if a host lists its directory as `dir`. Returns `None` if the host has no more
+    /// work for the ballot.
+    fn choose_call(&self, index: usize, dir: Dir) -> Option<Phase> {
         let locked_by_me = self.locks_whole(index).then_some(index as u8);
         let pending = match next(&dir.view(locked_by_me), &(index as u8), &Shadow) {
             Action::Stop => Pending::Stop,
@@ -316,14 +329,15 @@ impl State {
                 if !takes_part && waiting == Waiting::Decision {
                     return Some(Phase::Ending(Some(Pending::RemoveEmpty)));
                 }
-                // It looks again, unless it has left.
+                // The host lists the directory again, unless it has left.
                 return takes_part.then_some(Phase::Ending(None));
             }
         };
         Some(Phase::Ending(Some(pending)))
     }
 
-    fn act(&self, index: usize, pending: Pending, add: &mut dyn FnMut(Self)) {
+    /// Adds the state after a host has made the call that it chose.
+    fn make_call(&self, index: usize, pending: Pending, add: &mut dyn FnMut(Self)) {
         let host = index as u8;
         let mut next = *self;
         let mut phase = Phase::Ending(None);
@@ -336,7 +350,7 @@ impl State {
             Pending::Leave => next.put(index, |dir| dir.left |= 1 << host),
             Pending::ClaimRemoval => {
                 if !next.lock(index, WHOLE_CLAIM) {
-                    // Another one removes it.
+                    // Another host removes the directory.
                     next.forget_ballot(index);
                     return add(next);
                 }
@@ -365,7 +379,7 @@ impl State {
                         ..Dir::default()
                     }
                 };
-                // By name: it may be a later directory.
+                // The removal is by name, so it may remove a later directory.
                 if next.history.current().is_some_and(is_empty) {
                     next.history.change(index, None);
                 }
@@ -377,11 +391,14 @@ impl State {
         add(next);
     }
 
-    /// A host comes back.
+    /// Adds the states after a crashed host has come back and listed its directory.
+    ///
+    /// A host whose transaction had begun aborts it, because nothing is prepared in this model. A host that had changed
+    /// nothing withdraws or leaves.
     fn recover(&self, index: usize, has_begun: bool, add: &mut dyn FnMut(Self)) {
         let bit = 1 << index;
         let mut seen = Vec::new();
-        self.look(index, &mut |next| seen.push(next), &|_, dir| {
+        self.list_and_choose(index, &mut |next| seen.push(next), &|_, dir| {
             let takes_part = dir.joined & !dir.left & bit != 0;
             Some(match (takes_part && !has_begun, dir.decision) {
                 (true, None) => Phase::Withdrawing,
@@ -393,7 +410,7 @@ impl State {
             let takes_part = |dir: Dir| dir.joined & !dir.left & bit != 0;
             let is_ending = next.hosts[index].phase == Phase::Ending(None);
             if has_begun && is_ending && next.dir(index).is_some_and(takes_part) {
-                // What was not prepared is aborted.
+                // The transaction was not prepared, so it is aborted.
                 next.put(index, |dir| {
                     dir.decision.get_or_insert(false);
                 });

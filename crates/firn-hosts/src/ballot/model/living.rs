@@ -1,26 +1,28 @@
-//! Hosts that take part while they live ([`Presence::Living`]): files that hosts write to, and that any host flattens
-//! once they have no writers.
+//! Model of hosts that take part only while they live ([`Presence::Living`]). An example is a file that hosts write to,
+//! and that any host flattens once it has no writers.
 //!
-//! A host that crashed comes back knowing nothing, and takes back what it had said. Others see that it is dead from its
-//! crash until then. The second ballot is there to be hit by what is late: it is made and written to, and stays.
+//! A host that crashed comes back without any memory, and withdraws what it had put. Other hosts see it as dead from
+//! its crash until then. The second ballot is made, written to and never flattened; it shows whether late calls for the
+//! first one do harm.
 
 use super::*;
 
 const LAG_MAX: usize = 1;
 const CRASHES_MAX: u8 = 1;
-/// Parts of the work that several hosts may do at the same time.
+/// Units of work that several hosts may do at the same time.
 const PARTS: [&str; 2] = ["0", "1"];
 const CUT: &str = "cut";
 const END: &str = "all";
-/// What can be claimed: each part, and the whole.
+/// Number of claims: one for each part, and one for the whole.
 const CLAIMS: usize = PARTS.len() + 1;
 const WHOLE_CLAIM: usize = PARTS.len();
 
-/// Units of work, as numbers: the cut, the parts, the end.
+/// Number of units of work: the cut, the parts, the end. They are numbered in this order.
 const UNITS: usize = PARTS.len() + 2;
 const CUT_UNIT: u8 = 0;
 const END_UNIT: u8 = UNITS as u8 - 1;
 
+/// Protocol of the model: one host makes the cut, any hosts do the parts, and one host does the end.
 struct Flattening;
 
 impl Protocol for Flattening {
@@ -41,6 +43,7 @@ impl Protocol for Flattening {
     }
 }
 
+/// Returns the name of a unit of work.
 fn name_of(unit: u8) -> &'static str {
     match unit {
         CUT_UNIT => CUT,
@@ -49,12 +52,13 @@ fn name_of(unit: u8) -> &'static str {
     }
 }
 
+/// Returns the number of a unit of work.
 fn number_of(unit: &Unit) -> u8 {
     let is_named = |number: &u8| name_of(*number) == unit.name();
     (0..UNITS as u8).find(is_named).expect("a unit of the plan")
 }
 
-/// What is claimed to do a unit.
+/// Returns the claim that a host must lock before it does a unit.
 fn claim_of(unit: u8) -> usize {
     match unit {
         CUT_UNIT | END_UNIT => WHOLE_CLAIM,
@@ -62,6 +66,7 @@ fn claim_of(unit: u8) -> usize {
     }
 }
 
+/// Returns the name of a claim.
 fn name_of_claim(claim: usize) -> String {
     match claim {
         WHOLE_CLAIM => WHOLE.to_owned(),
@@ -72,7 +77,7 @@ fn name_of_claim(claim: usize) -> String {
 /// The directory of a ballot.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 struct Dir {
-    /// Which ballot of this name it is of, from 1 on.
+    /// Number of the ballot, counted from 1 among the ballots of this name.
     number: u8,
     joined: Hosts,
     is_closing: bool,
@@ -90,7 +95,7 @@ impl Dir {
         (0..UNITS as u8).all(|unit| self.is_done(unit))
     }
 
-    /// Whether all units of earlier stages are done.
+    /// Returns whether a unit may be done: all units of earlier stages are done.
     fn may_begin(&self, unit: u8) -> bool {
         let earlier = match unit {
             CUT_UNIT => 0..0,
@@ -101,33 +106,34 @@ impl Dir {
     }
 }
 
-/// What a host is about to do after a look.
+/// The call that a host makes next, as its last listing made it choose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 enum Pending {
     Claim(u8),
     Work(u8),
     ClaimRemoval,
     Retire,
-    /// Renames what has the directory's name.
+    /// Renames the directory that now has the name.
     Rename,
 }
 
-/// What a host does.
+/// The phase of a host.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 enum Phase {
     #[default]
     Idle,
     Joining(JoinStep),
-    /// It has said that it takes part, and looks.
+    /// The host has put that it takes part, and must list the directory again.
     Joined,
     Writing,
-    /// It has written, or has found that it may not.
+    /// The host has written, or has found that it may not write.
     Withdrawing,
-    /// It wants a decision.
+    /// The host wants a decision, after which it may flatten.
     Closing,
     PuttingClosing,
     Deciding,
-    /// There was a decision. `busy`: claims that others had locked when it tried.
+    /// The host has seen a decision. `busy` has a bit for each claim that another host had locked when this host tried
+    /// to.
     Ending {
         busy: u8,
         pending: Option<Pending>,
@@ -142,12 +148,13 @@ enum Phase {
 type State = World<Dir, Phase, CLAIMS, { LAG_MAX + 1 }>;
 
 impl State {
-    /// A host locks a claim in the place of the one that it has; false: another host has it.
-    fn lock_only(&mut self, host: usize, claim: usize) -> bool {
+    /// Frees a host's locks and locks this claim. Returns false if another host has locked it.
+    fn lock_instead(&mut self, host: usize, claim: usize) -> bool {
         self.unlock(host);
         self.lock(host, claim)
     }
 
+    /// Returns the directory as a host sees it. `busy` has a bit for each claim that the host found locked.
     fn view(&self, host: usize, dir: Dir, busy: u8) -> View<u8, ()> {
         let number = usize::from(self.hosts[host].number);
         let claimant = |claim: usize| {
@@ -170,9 +177,10 @@ impl State {
         }
     }
 
+    /// Adds the state after a crash of a host, while crashes are left.
     fn crash(&self, host: usize, add: &mut dyn FnMut(Self)) {
-        let is_at_it = !matches!(self.hosts[host].phase, Phase::Idle | Phase::Crashed);
-        if is_at_it && self.crashes < CRASHES_MAX {
+        let is_active = !matches!(self.hosts[host].phase, Phase::Idle | Phase::Crashed);
+        if is_active && self.crashes < CRASHES_MAX {
             let mut next = *self;
             next.crashes += 1;
             next.unlock(host);
@@ -181,13 +189,14 @@ impl State {
         }
     }
 
+    /// Adds the states to which a host's next call or listing leads.
     fn step_host(&self, host: usize, add: &mut dyn FnMut(Self)) {
         let mut next = *self;
         match self.hosts[host].phase {
             Phase::Idle => return self.begin(host, add),
             Phase::Joining(step) => return self.join(host, step, add),
             Phase::Joined => {
-                return self.look(host, add, &|next, dir| {
+                return self.list_and_choose(host, add, &|next, dir| {
                     let view = next.view(host, dir, 0);
                     let is_open = view.is_open() && next.dir(host).is_some();
                     Some(Phase::Joining(next_join(is_open, true)))
@@ -203,7 +212,8 @@ impl State {
                 }
             }
             Phase::Closing => {
-                return self.look(host, add, &|next, dir| next.close(host, dir));
+                return self
+                    .list_and_choose(host, add, &|next, dir| next.choose_closing_step(host, dir));
             }
             Phase::PuttingClosing => {
                 next.put(host, |dir| dir.is_closing = true);
@@ -217,18 +227,19 @@ impl State {
                 busy,
                 pending: None,
             } => {
-                return self.look(host, add, &|next, dir| next.choose(host, dir, busy));
+                return self
+                    .list_and_choose(host, add, &|next, dir| next.choose_call(host, dir, busy));
             }
             Phase::Ending {
                 busy,
                 pending: Some(pending),
-            } => next.act(host, busy, pending),
+            } => next.make_call(host, busy, pending),
             Phase::Working { busy, unit } => {
                 next.put(host, |dir| dir.done |= 1 << unit);
                 next.unlock(host);
                 next.enter(host, ending(busy));
             }
-            // It comes back and takes back what it had said.
+            // The host comes back and withdraws what it had put.
             Phase::Crashed => {
                 next.put(host, |dir| dir.joined &= !(1 << host));
                 next.forget_ballot(host);
@@ -237,7 +248,8 @@ impl State {
         add(next);
     }
 
-    /// A host begins to write, which makes the directory if there is none, or comes to flatten.
+    /// Adds the states after a host has begun to write, or to flatten an existing directory. A writer makes the
+    /// directory if there is none.
     fn begin(&self, host: usize, add: &mut dyn FnMut(Self)) {
         let mut next = *self;
         match self.history.current() {
@@ -263,6 +275,7 @@ impl State {
         add(next);
     }
 
+    /// Adds the state after a host has taken a step to join.
     fn join(&self, host: usize, step: JoinStep, add: &mut dyn FnMut(Self)) {
         let mut next = *self;
         match step {
@@ -276,9 +289,11 @@ impl State {
         add(next);
     }
 
-    /// A host lists its directory, as it is or was, and is in another phase then; none: it has nothing to do with the
-    /// ballot any more.
-    fn look(
+    /// Adds the states after a host has listed its directory, one for each state that the listing may return.
+    ///
+    /// `choose` returns the phase that follows from the listed directory, or `None` if the host has no more work for
+    /// the ballot.
+    fn list_and_choose(
         &self,
         host: usize,
         add: &mut dyn FnMut(Self),
@@ -287,12 +302,12 @@ impl State {
         let number = self.hosts[host].number;
         for lag in 0..=self.history.lag_of(host) {
             let mut next = *self;
-            let seen = next.history.look(host, lag);
+            let seen = next.history.list(host, lag);
             let found = match seen.filter(|dir| dir.number == number) {
                 Some(dir) => dir,
-                // Not yet made, as this listing says.
+                // This listing is from before the directory was made, so it says nothing.
                 None if lag > 0 => continue,
-                // What is being removed may be found empty.
+                // A directory that is being removed may be listed as empty.
                 None => Dir {
                     number,
                     ..Dir::default()
@@ -306,9 +321,10 @@ impl State {
         }
     }
 
-    /// What a host does that wants a decision and sees the directory so.
-    fn close(&self, host: usize, dir: Dir) -> Option<Phase> {
-        // What it puts fails, or has no effect.
+    /// Returns the phase that follows if a host that wants a decision lists its directory as `dir`. Returns `None` if
+    /// it must wait, or if the directory no longer has its name.
+    fn choose_closing_step(&self, host: usize, dir: Dir) -> Option<Phase> {
+        // A put into a directory without its name would have no effect.
         self.dir(host)?;
         let is_living = |other: &u8| {
             let is_dead = self.hosts[usize::from(*other)].phase == Phase::Crashed;
@@ -323,17 +339,18 @@ impl State {
         }
     }
 
-    /// What a host does about a sealed directory that it sees so.
-    fn choose(&self, host: usize, dir: Dir, busy: u8) -> Option<Phase> {
+    /// Returns the phase that follows if a host lists a decided directory as `dir`. Returns `None` if it must wait, or
+    /// if the directory no longer has its name.
+    fn choose_call(&self, host: usize, dir: Dir, busy: u8) -> Option<Phase> {
         let action = next(&self.view(host, dir, busy), &(host as u8), &Flattening);
-        // Asked after the listing.
+        // The host asks after the listing whether the directory still has its name.
         self.dir(host)?;
         let pending = match action {
             Action::Claim(unit) => Pending::Claim(number_of(&unit)),
             Action::Work(unit) => Pending::Work(number_of(&unit)),
             Action::ClaimRemoval => Pending::ClaimRemoval,
             Action::Retire => Pending::Retire,
-            // It comes again later.
+            // The host begins again later.
             Action::Wait(_) => return None,
             Action::Stop | Action::Leave => panic!("no host waits for dead hosts"),
         };
@@ -343,11 +360,12 @@ impl State {
         })
     }
 
-    fn act(&mut self, host: usize, busy: u8, pending: Pending) {
+    /// Makes the call that a host chose, and sets its next phase.
+    fn make_call(&mut self, host: usize, busy: u8, pending: Pending) {
         match pending {
             Pending::Claim(unit) => {
                 let claim = claim_of(unit);
-                let busy = if self.lock_only(host, claim) {
+                let busy = if self.lock_instead(host, claim) {
                     busy
                 } else {
                     busy | 1 << claim
@@ -356,7 +374,7 @@ impl State {
             }
             Pending::Work(unit) => self.enter(host, Phase::Working { busy, unit }),
             Pending::ClaimRemoval => {
-                if self.lock_only(host, WHOLE_CLAIM) {
+                if self.lock_instead(host, WHOLE_CLAIM) {
                     self.enter(host, ending(busy));
                 } else {
                     self.forget_ballot(host);
@@ -379,6 +397,7 @@ impl State {
     }
 }
 
+/// Returns the phase of a host that has seen a decision and must list the directory.
 fn ending(busy: u8) -> Phase {
     Phase::Ending {
         busy,

@@ -1,4 +1,4 @@
-//! The state of a token, without threads and with a clock of the test's own.
+//! Tests of [`TokenMachine`], without threads and with a simulated clock.
 
 use std::collections::VecDeque;
 
@@ -17,6 +17,7 @@ fn ms(count: u64) -> Duration {
     Duration::from_millis(count)
 }
 
+/// Returns the position of a host that waits for this holding of another host.
 fn behind(holding: &str) -> QueuePosition {
     QueuePosition {
         holder: Some("other".into()),
@@ -25,6 +26,7 @@ fn behind(holding: &str) -> QueuePosition {
     }
 }
 
+/// Returns the use of the token that was permitted.
 fn go(permit: Permit) -> TokenUse {
     match permit {
         Permit::Go(used) => used,
@@ -37,7 +39,7 @@ fn must_wait(permit: Permit, at_most: Duration) {
     assert_eq!(permit, Permit::Wait(at_most));
 }
 
-/// A turn that was granted its token at `start`.
+/// Returns a machine that was granted its token at `start`.
 fn holder(start: Instant) -> TokenMachine {
     let mut turn = TokenMachine::new(LIMITS, None, start);
     must_wait(turn.enter(start), LIMITS.wait);

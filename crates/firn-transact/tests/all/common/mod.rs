@@ -11,7 +11,7 @@ use firn_sim::SimBacking;
 use firn_sim::{Tree, tree};
 use firn_transact::conflict::Used;
 use firn_transact::{
-    AbortError, CommitError, Found, Object, PrepareError, StageError, StoreError,
+    AbortError, CommitError, Object, PrepareError, StageError, StoreError, TransactionHandle,
     TransactionalBacking, VoteError,
 };
 
@@ -80,7 +80,10 @@ impl<B: Backing> Verbs<B> for TransactionalBacking<B> {
     }
 
     fn apply(&self, scope: &[u8]) -> Result<(), StoreError> {
-        match self.first_transaction(scope).and_then(Found::decided) {
+        match self
+            .first_transaction(scope)
+            .and_then(TransactionHandle::decided)
+        {
             Some(commit) => commit.apply(),
             None => Ok(()),
         }
@@ -97,15 +100,18 @@ impl<B: Backing> Verbs<B> for TransactionalBacking<B> {
     }
 
     fn give_up_next(&self, scope: &[u8]) {
-        if let Some(commit) = self.first_transaction(scope).and_then(Found::decided) {
+        if let Some(commit) = self
+            .first_transaction(scope)
+            .and_then(TransactionHandle::decided)
+        {
             commit.give_up_next();
         }
     }
 
     fn reopen(&self, root: &Arc<Object<B>>, id: u64) -> Result<Vec<Used>, VoteError> {
         match self.transaction_at(root).ok_or(StageError::NoTransaction)? {
-            Found::Open(_) => Ok(Vec::new()),
-            Found::Prepared(prepared) if prepared.id() == id => prepared.reopen(),
+            TransactionHandle::Open(_) => Ok(Vec::new()),
+            TransactionHandle::Prepared(prepared) if prepared.id() == id => prepared.reopen(),
             found => Err(StageError::OtherId {
                 found: found.id().unwrap_or_default(),
                 wanted: id,
@@ -116,7 +122,7 @@ impl<B: Backing> Verbs<B> for TransactionalBacking<B> {
 
     fn note_accesses(&self, root: &Arc<Object<B>>, used: Vec<Used>) -> Result<(), VoteError> {
         match self.transaction_at(root) {
-            Some(Found::Prepared(prepared)) => prepared.note_accesses(used),
+            Some(TransactionHandle::Prepared(prepared)) => prepared.note_accesses(used),
             Some(_) => panic!("noted before it is prepared"),
             None => return Err(StageError::NoTransaction.into()),
         }
@@ -125,7 +131,9 @@ impl<B: Backing> Verbs<B> for TransactionalBacking<B> {
 
     fn publish_accesses(&self, root: &Arc<Object<B>>, id: u64) -> Result<(), VoteError> {
         match self.transaction_at(root) {
-            Some(Found::Prepared(prepared)) if prepared.id() == id => prepared.publish_accesses(),
+            Some(TransactionHandle::Prepared(prepared)) if prepared.id() == id => {
+                prepared.publish_accesses()
+            }
             Some(_) => Err(VoteError::NotVoted { id }),
             None => Err(StageError::NoTransaction.into()),
         }
