@@ -78,15 +78,15 @@ pub struct AcceptedBytes {
 pub struct InvalidRecord(pub PieceRef);
 
 impl ClientLease {
-    /// The process that has the lease.
+    /// Returns the process that has the lease.
     pub fn pid(&self) -> u32 {
         self.pid
     }
-    /// The leased slab.
+    /// Returns the leased slab.
     pub fn slab(&self) -> SlabRef {
         self.lease.slab()
     }
-    /// Whether the lease was revoked.
+    /// Returns whether the lease was revoked.
     pub fn is_over(&self) -> bool {
         self.is_revoked
     }
@@ -99,8 +99,8 @@ impl ClientLease {
 }
 
 impl Arena {
-    /// Leases a slab to process `pid` for the file `file_id`, near `cpu`: of `class`, or of a smaller class if no such slab
-    /// is free. `None`: no slab is free.
+    /// Leases a slab to process `pid` for the file `file_id`, near `cpu`: of `class`, or of a smaller class if no such
+    /// slab is free. `None` means that no slab is free.
     pub fn lease_client(
         &self,
         class: Class,
@@ -235,7 +235,7 @@ impl Arena {
         });
     }
 
-    /// The piece of record `index` of the lease; `None` if it is not published. Fails if it breaks the rules.
+    /// Returns the piece of record `index` of the lease; `None` if it is not published. Fails if it breaks the rules.
     fn client_piece(
         &self,
         lease: &ClientLease,
@@ -265,7 +265,7 @@ impl Arena {
         }
     }
 
-    /// Whether the client has published anything in this lease.
+    /// Returns whether the client has published anything in this lease.
     pub fn client_has_begun(&self, lease: &ClientLease) -> bool {
         lease.accepted > 0 || !matches!(self.client_piece(lease, 0), Ok(None))
     }
@@ -404,7 +404,7 @@ impl Arena {
 
     // ---- words of files ----------------------------------------------------------------------
 
-    /// The offset of word `index` in the arena's file, and its value.
+    /// Returns the offset of word `index` in the arena's file, and its value.
     pub fn file_word(&self, index: u32) -> (u64, u32) {
         let offset = self.geometry().word_offset(index);
         (offset, self.map.u32(offset).load(Ordering::Acquire))

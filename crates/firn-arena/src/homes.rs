@@ -65,7 +65,7 @@ impl Homes {
         }
     }
 
-    /// The home of a chunk; `None` if it is free or its home is unknown.
+    /// Returns the home of a chunk; `None` if it is free or its home is unknown.
     pub(crate) fn get(&self, chunk: u32) -> Option<Home> {
         match self.chunks[chunk as usize].home.load(Ordering::Acquire) {
             NOWHERE => None,
@@ -136,7 +136,7 @@ impl Homes {
         debug_assert!(guard_before > 0, "chunk {chunk} is not held");
     }
 
-    /// Whether a use without a time limit keeps the chunk where it is.
+    /// Returns whether a use without a time limit keeps the chunk where it is.
     pub(crate) fn is_held(&self, chunk: u32) -> bool {
         self.chunks[chunk as usize].held.load(Ordering::Acquire) > 0
     }

@@ -86,7 +86,7 @@ pub(crate) fn take_writer_word(tables: &Tables, slab: SlabRef, generation: u64) 
     taken.map_or_else(|word| word != idle | WRITER_BUSY, |_| true)
 }
 
-/// Whether a process is alive. A process that cannot be seen from here counts as alive.
+/// Returns whether a process is alive. A process that cannot be seen from here counts as alive.
 fn is_alive(pid: u32) -> bool {
     let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) else {
         return true;

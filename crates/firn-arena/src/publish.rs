@@ -89,7 +89,7 @@ impl Arena {
         }
     }
 
-    /// The records of a slab, for `firn_format::append`.
+    /// Returns the records of a slab, for `firn_format::append`.
     fn records(&self, slab: SlabRef) -> Records<'_> {
         Records {
             tables: &self.tables,
@@ -153,7 +153,7 @@ impl Arena {
         );
     }
 
-    /// The time of the last write to a piece, in nanoseconds since 1970, as its record has it.
+    /// Returns the time of the last write to a piece, in nanoseconds since 1970, as its record has it.
     pub fn modified(&self, piece_ref: PieceRef) -> u64 {
         self.tables.modified(piece_ref).load(Ordering::Relaxed)
     }

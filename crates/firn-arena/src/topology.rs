@@ -34,7 +34,7 @@ impl Default for Topology {
 }
 
 impl Topology {
-    /// A machine with one NUMA node: all memory is equally near.
+    /// Returns a machine with one NUMA node: all memory is equally near.
     pub fn one() -> Self {
         Self {
             ids: vec![0],
@@ -102,24 +102,24 @@ impl Topology {
         }
     }
 
-    /// The number of nodes.
+    /// Returns the number of nodes.
     pub fn count(&self) -> usize {
         self.ids.len()
     }
 
-    /// The kernel's number of a node.
+    /// Returns the kernel's number of a node.
     pub fn id(&self, node: usize) -> u32 {
         self.ids[node]
     }
 
-    /// The node nearest to a CPU; the first node if the CPU is not listed.
+    /// Returns the node nearest to a CPU; the first node if the CPU is not listed.
     pub fn of_cpu(&self, cpu: u32) -> usize {
         self.of_cpu
             .get(cpu as usize)
             .map_or(0, |&node| node as usize)
     }
 
-    /// The node nearest to the CPU on which this thread runs now.
+    /// Returns the node nearest to the CPU on which this thread runs now.
     pub fn here(&self) -> usize {
         if self.ids.len() == 1 {
             return 0;
@@ -127,7 +127,7 @@ impl Topology {
         self.of_cpu(rustix::thread::sched_getcpu() as u32)
     }
 
-    /// All nodes, the nearest to `node` first.
+    /// Returns all nodes, the nearest to `node` first.
     pub(crate) fn order(&self, node: usize) -> &[u32] {
         &self.orders[node]
     }

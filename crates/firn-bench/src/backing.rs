@@ -80,7 +80,7 @@ pub fn prepare(kind: Kind, slowness: Slowness, work: &WorkDir) -> anyhow::Result
     prepared.with_context(|| format!("cannot set up the backing {kind:?}"))
 }
 
-/// A master and two chunk servers.
+/// Returns a master and two chunk servers.
 fn moosefs(work: &WorkDir) -> anyhow::Result<Prepared> {
     let servers = [Server::default(); 2];
     let moosefs = MooseFs::start(work.path(), &servers)?;

@@ -287,7 +287,7 @@ impl<'a> CheckpointCandidate<'a> {
         }
     }
 
-    /// The directory of one checkpoint; the sink has none but its own.
+    /// Returns the directory of one checkpoint; the sink has none but its own.
     fn new_dir(&self) -> anyhow::Result<PathBuf> {
         if let WriteTarget::Sink(sink) = &self.target {
             return Ok(sink.path().to_owned());

@@ -38,7 +38,7 @@ fn clock_seconds(clock: libc::clockid_t) -> f64 {
     time.tv_sec as f64 + time.tv_nsec as f64 * 1e-9
 }
 
-/// The machine's monotonic clock in nanoseconds: the same for all processes.
+/// Returns the machine's monotonic clock in nanoseconds: the same for all processes.
 pub fn now_ns() -> u64 {
     let time = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
     time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64

@@ -44,7 +44,7 @@ pub struct DrainArgs {
 /// One way to drain, and its mount.
 struct DrainCandidate<'a> {
     name: &'static str,
-    /// `None`: nothing was written.
+    /// `None` means that nothing was written.
     mount: Option<Mounted<'a>>,
 }
 

@@ -51,7 +51,7 @@ impl Firn {
         })
     }
 
-    /// The same program with arenas and sockets of its own, as on another host.
+    /// Returns the same program with arenas and sockets of its own, as on another host.
     pub fn on_host(&self, name: &str) -> Self {
         let program = self.program.clone();
         let runtime_dir = PathBuf::from(format!("{}-{name}", self.runtime_dir.display()));
@@ -63,7 +63,7 @@ impl Firn {
         }
     }
 
-    /// The library that processes load for direct access.
+    /// Returns the library that processes load for direct access.
     pub fn preload(&self) -> anyhow::Result<PathBuf> {
         let found = firn_client::library::beside(&self.program);
         found.with_context(|| {
@@ -75,7 +75,7 @@ impl Firn {
         })
     }
 
-    /// A directory on tmpfs for whatever else the benchmark keeps in memory.
+    /// Returns a directory on tmpfs for whatever else the benchmark keeps in memory.
     pub fn memory_dir(&self) -> anyhow::Result<PathBuf> {
         use std::os::unix::fs::DirBuilderExt;
         // As private as firn itself wants its directory.
@@ -117,12 +117,12 @@ impl Firn {
         Ok(mount)
     }
 
-    /// The program with the environment of this run, for verbs that stay.
+    /// Returns the program with the environment of this run, for verbs that stay.
     pub fn command(&self) -> Command {
         command(&self.program, &self.runtime_dir)
     }
 
-    /// The same, started by another program such as nsenter(1), which `start` makes a command of.
+    /// Returns the same, started by another program such as nsenter(1), which `start` makes a command of.
     pub fn command_by(&self, start: impl FnOnce(&str) -> Command) -> Command {
         let mut command = start(&self.program.to_string_lossy());
         command.env("FIRN_RUNTIME_DIR", &self.runtime_dir);
@@ -165,12 +165,12 @@ impl Drop for Mount<'_> {
 }
 
 impl Mount<'_> {
-    /// Where it is mounted.
+    /// Returns where it is mounted.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The host fails: firnd is killed, and its memory is gone.
+    /// Returns the host fails: firnd is killed, and its memory is gone.
     pub fn lose(self) -> anyhow::Result<()> {
         let arena = self.arena()?;
         self.crash()?;
@@ -218,7 +218,7 @@ impl Mount<'_> {
         })
     }
 
-    /// The process that started firnd.
+    /// Returns the process that started firnd.
     pub fn parent(&self) -> anyhow::Result<u32> {
         let text = std::fs::read_to_string(format!("/proc/{}/status", self.pid))?;
         let line = text.lines().find_map(|line| line.strip_prefix("PPid:"));
@@ -328,19 +328,19 @@ impl Mount<'_> {
         wait_until("the arena is empty", || Ok(self.number("held_bytes")? == 0))
     }
 
-    /// A number of the status.
+    /// Returns a number of the status.
     pub fn number(&self, name: &str) -> anyhow::Result<u64> {
         number(&self.status()?, name).with_context(|| format!("`firn status` told no {name}"))
     }
 
-    /// A figure of the status that is no whole number.
+    /// Returns a figure of the status that is no whole number.
     pub fn figure(&self, name: &str) -> anyhow::Result<f64> {
         let status = self.status()?;
         let found = value_of(&status, name).and_then(Value::as_f64);
         found.with_context(|| format!("`firn status` told no {name}"))
     }
 
-    /// The arena's file.
+    /// Returns the arena's file.
     pub fn arena(&self) -> anyhow::Result<PathBuf> {
         let status = self.status()?;
         text(&status, "arena")
@@ -361,7 +361,7 @@ impl Mount<'_> {
     }
 }
 
-/// The `firn` that belongs to `bench`: beside it where both were built, in `bin` where they are installed.
+/// Returns the `firn` that belongs to `bench`: beside it where both were built, in `bin` where they are installed.
 fn find_firn(bench: &Path) -> anyhow::Result<PathBuf> {
     let dir = bench
         .parent()
@@ -402,12 +402,12 @@ pub(crate) fn wait_until(
     Ok(())
 }
 
-/// The text called `name`, at the top of `value` or below.
+/// Returns the text called `name`, at the top of `value` or below.
 fn text<'a>(value: &'a Value, name: &str) -> Option<&'a str> {
     value_of(value, name).and_then(Value::as_str)
 }
 
-/// The number called `name`, wherever it stands in `value`.
+/// Returns the number called `name`, wherever it stands in `value`.
 fn number(value: &Value, name: &str) -> Option<u64> {
     value_of(value, name).and_then(Value::as_u64)
 }

@@ -86,7 +86,7 @@ fn memory_kib() -> u64 {
     kib_in("/proc/meminfo", "MemTotal").unwrap_or(0)
 }
 
-/// The number of a line such as `MemTotal:  16384 kB`.
+/// Returns the number of a line such as `MemTotal:  16384 kB`.
 fn kib_in(file: &str, name: &str) -> Option<u64> {
     field(file, name)?.split(' ').next()?.parse().ok()
 }

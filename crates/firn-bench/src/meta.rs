@@ -139,7 +139,7 @@ struct MetaCandidate<'a> {
 }
 
 impl<'a> MetaCandidate<'a> {
-    /// A mount for each measurement: the kernel keeps the files of the last one in mind, and the plain
+    /// Returns a mount for each measurement: the kernel keeps the files of the last one in mind, and the plain
     /// passthrough a descriptor for each.
     fn mount(&self) -> anyhow::Result<Option<Held<'a>>> {
         Ok(match self.target {

@@ -59,8 +59,8 @@ impl Drop for Ended {
     }
 }
 
-/// The files of `source` to `target`, by two programs that do nothing else. `sender` and `receiver` start this program
-/// on the two hosts.
+/// Returns the files of `source` to `target`, by two programs that do nothing else. `sender` and `receiver` start this
+/// program on the two hosts.
 pub fn send_bare(
     sender: Command,
     mut receiver: Command,

@@ -51,7 +51,7 @@ impl Common {
         if self.quick { quick } else { full }
     }
 
-    /// A directory for this run, removed however this run ends.
+    /// Returns a directory for this run, removed however this run ends.
     pub fn work_dir(&self) -> anyhow::Result<WorkDir> {
         WorkDir::new(&self.dir)
     }
@@ -78,7 +78,7 @@ pub struct WorkDir {
 }
 
 impl WorkDir {
-    /// A new directory in `parent`.
+    /// Returns a new directory in `parent`.
     pub fn new(parent: &Path) -> anyhow::Result<Self> {
         let parent = parent
             .canonicalize()
@@ -101,7 +101,7 @@ impl WorkDir {
         &self.path
     }
 
-    /// A new directory below it.
+    /// Returns a new directory below it.
     pub fn subdir(&self, name: &str) -> anyhow::Result<PathBuf> {
         let path = self.path.join(name);
         std::fs::create_dir_all(&path)
@@ -110,7 +110,7 @@ impl WorkDir {
     }
 }
 
-/// A progress line on a terminal, nothing elsewhere.
+/// Returns a progress line on a terminal, nothing elsewhere.
 pub fn progress(steps: u64, title: &str) -> ProgressBar {
     let style = ProgressStyle::with_template("{prefix} [{bar:30}] {pos}/{len} {msg} ({elapsed})")
         .expect("the template is fixed")

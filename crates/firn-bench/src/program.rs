@@ -7,11 +7,11 @@ use crate::supervisor;
 
 /// A program of benchmarks, as its command line is parsed.
 pub trait Program: clap::Parser {
-    /// Whether this process is a part of a benchmark that another process has started.
+    /// Returns whether this process is a part of a benchmark that another process has started.
     fn is_part(&self) -> bool;
 
-    /// The firn program to measure where neither an argument nor the environment names one. It is found before the
-    /// benchmark starts. None: the program beside this one.
+    /// Returns the firn program to measure where neither an argument nor the environment names one. It is found before
+    /// the benchmark starts. None: the program beside this one.
     fn find_firn(&self) -> anyhow::Result<Option<PathBuf>> {
         Ok(None)
     }

@@ -400,7 +400,7 @@ impl Site<'_> {
         pull
     }
 
-    /// The same bytes, by two programs that do nothing else.
+    /// Returns the same bytes, by two programs that do nothing else.
     fn send_bare(&self, target: &Path) -> anyhow::Result<Transfer> {
         let program = std::env::current_exe()?;
         let receiver = self.namespace.command(&program.to_string_lossy());
@@ -442,7 +442,7 @@ impl Site<'_> {
         Ok(elapsed_s)
     }
 
-    /// The files of tmpfs, to a disk.
+    /// Returns the files of tmpfs, to a disk.
     fn write_disk(&self, target: &Path) -> anyhow::Result<f64> {
         std::fs::create_dir_all(target)?;
         let begun = Instant::now();

@@ -57,7 +57,7 @@ impl Limit {
         }
     }
 
-    /// The one of `found` that is worst for this limit.
+    /// Returns the one of `found` that is worst for this limit.
     fn worst(self, found: &[f64]) -> Option<f64> {
         found.iter().copied().reduce(match self {
             Self::Least(_) => f64::min,
@@ -100,7 +100,7 @@ pub struct Case {
 }
 
 impl Case {
-    /// The median of a candidate's figure.
+    /// Returns the median of a candidate's figure.
     pub fn median(&self, candidate: &str, metric: &str) -> Option<f64> {
         let candidate = self.candidates.iter().find(|c| c.name == candidate)?;
         candidate
@@ -110,7 +110,7 @@ impl Case {
             .map(|m| m.median)
     }
 
-    /// The figure of one candidate over that of another.
+    /// Returns the figure of one candidate over that of another.
     pub fn ratio(&self, candidate: &str, to: &str, metric: &str) -> Option<f64> {
         let to = self.median(to, metric).filter(|median| *median > 0.0)?;
         Some(self.median(candidate, metric)? / to)
@@ -145,7 +145,7 @@ pub struct Metric {
 pub type Sample = Vec<(&'static str, &'static str, f64)>;
 
 impl Report {
-    /// An empty report of this machine.
+    /// Returns an empty report of this machine.
     pub fn new(benchmark: &str) -> Self {
         Self {
             benchmark: benchmark.into(),
@@ -223,7 +223,7 @@ impl Report {
         }
     }
 
-    /// The report as JSON.
+    /// Returns the report as JSON.
     pub fn json(&self) -> anyhow::Result<String> {
         Ok(serde_json::to_string_pretty(self)? + "\n")
     }
@@ -246,7 +246,7 @@ pub fn columns<'a>(cases: impl Iterator<Item = &'a Case>) -> Vec<(&'static str, 
     seen
 }
 
-/// The middle one; the mean of the two middle ones for an even number; 0 of none.
+/// Returns the middle one; the mean of the two middle ones for an even number; 0 of none.
 pub fn median(samples: &[f64]) -> f64 {
     let mut sorted = samples.to_vec();
     sorted.sort_by(f64::total_cmp);
@@ -312,7 +312,7 @@ fn table(case: &Case) -> String {
 }
 
 impl Candidate {
-    /// A figure as the table shows it; a dash where this candidate has none.
+    /// Returns a figure as the table shows it; a dash where this candidate has none.
     fn cell(&self, name: &str) -> String {
         let Some(metric) = self.metrics.iter().find(|metric| metric.name == name) else {
             return "–".into();

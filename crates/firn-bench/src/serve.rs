@@ -22,7 +22,7 @@ use firn_testfs::cleanup::{Guard, Leftover, expect};
 
 /// What a program tells its server processes to mount.
 pub trait Serve: Serialize + DeserializeOwned {
-    /// Where it has mounts, of which `mount_point` is the first or the directory above.
+    /// Returns where it has mounts, of which `mount_point` is the first or the directory above.
     fn points(&self, mount_point: &Path) -> Vec<PathBuf> {
         vec![mount_point.to_owned()]
     }
@@ -102,12 +102,12 @@ impl Mounted {
         Ok(line.trim_end().to_owned())
     }
 
-    /// The server's process id.
+    /// Returns the server's process id.
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
 
-    /// Where it is mounted.
+    /// Returns where it is mounted.
     pub fn path(&self) -> &Path {
         &self.mount_point
     }
@@ -145,7 +145,7 @@ impl Serve for Server {
     }
 }
 
-/// The server's side: the hidden verb `serve` of a program whose servers are `S`.
+/// Returns the server's side: the hidden verb `serve` of a program whose servers are `S`.
 pub fn main<S: Serve>() -> anyhow::Result<()> {
     let mut input = BufReader::new(std::io::stdin());
     let mut line = String::new();

@@ -178,7 +178,7 @@ impl SpillArgs {
         Ok(vec![("throughput", "MB/s", self.device(work)? / MB)])
     }
 
-    /// A mount whose memory holds all but `percent` of the file.
+    /// Returns a mount whose memory holds all but `percent` of the file.
     fn mount<'a>(&self, firn: &'a Firn, work: &WorkDir, percent: f64) -> anyhow::Result<Mount<'a>> {
         let name = |what: &str| format!("{what}-{percent}");
         let backing = work.subdir(&name("backing"))?;

@@ -33,7 +33,7 @@ pub const FIRN_VARIABLE: &str = "FIRN_BENCH_PROGRAM";
 /// Far more than a process takes to end that was killed.
 const END_MAX: Duration = Duration::from_secs(20);
 
-/// Whether this process is the child, and notes what it sets up.
+/// Returns whether this process is the child, and notes what it sets up.
 pub fn is_supervised() -> anyhow::Result<bool> {
     let Some(list) = std::env::var_os(LIST_VARIABLE) else {
         return Ok(false);
@@ -143,7 +143,7 @@ fn children() -> Vec<Pid> {
     pids.collect()
 }
 
-/// The parent in the text of /proc/PID/stat, in which a name may have any byte.
+/// Returns the parent in the text of /proc/PID/stat, in which a name may have any byte.
 fn parent_in(stat: &[u8]) -> Option<i32> {
     let end = stat.iter().rposition(|&byte| byte == b')')?;
     let rest = std::str::from_utf8(&stat[end + 1..]).ok()?;

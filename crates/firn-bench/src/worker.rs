@@ -154,7 +154,7 @@ pub fn run_together<W: Work>(preload: Option<&Path>, tasks: &[W]) -> anyhow::Res
     run_from(TIME_TO_START_NS * tasks.len() as u64, preload, tasks)
 }
 
-/// The processes begin this long after the last is ready.
+/// Returns the processes begin this long after the last is ready.
 fn run_from<W: Work>(
     delay_ns: u64,
     preload: Option<&Path>,
@@ -232,7 +232,8 @@ impl Worker {
     }
 }
 
-/// A command that is this program with the hidden verb `role`, in a process group of its own: Ctrl-C does not reach it.
+/// Returns a command that is this program with the hidden verb `role`, in a process group of its own: Ctrl-C does not
+/// reach it.
 pub fn this_program(role: &str) -> anyhow::Result<Command> {
     let program = std::env::current_exe().context("cannot find this program's own file")?;
     let mut command = Command::new(program);
@@ -248,7 +249,7 @@ impl Drop for Worker {
     }
 }
 
-/// The worker's side: the hidden verb `worker` of a program whose tasks are `W`.
+/// Returns the worker's side: the hidden verb `worker` of a program whose tasks are `W`.
 pub fn main<W: Work>() -> anyhow::Result<()> {
     // A worker must not outlive a benchmark that is killed.
     let _ = rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL));

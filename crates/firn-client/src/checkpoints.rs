@@ -241,7 +241,7 @@ impl Directory {
         &self.dir
     }
 
-    /// The user whose checkpoints are listed.
+    /// Returns the user whose checkpoints are listed.
     pub fn uid(&self) -> u32 {
         self.uid
     }

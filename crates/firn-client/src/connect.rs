@@ -649,7 +649,7 @@ mod tests {
         }
     }
 
-    /// A firnd that sends these lines, each after it has read one request.
+    /// Returns a firnd that sends these lines, each after it has read one request.
     fn with_replies(replies: Vec<&'static str>) -> Result<Connection, ClientError> {
         let (ours, theirs) = UnixStream::pair().unwrap();
         std::thread::spawn(move || {
@@ -671,7 +671,7 @@ mod tests {
     });
     const CLOSED: &str = "{\"reply\":\"closed\"}\n";
 
-    /// A firnd with a socket that serves connections one after the other: each has the lines that answer its
+    /// Returns a firnd with a socket that serves connections one after the other: each has the lines that answer its
     /// requests, and ends. The requests that it read.
     fn serving(
         dir: &std::path::Path,

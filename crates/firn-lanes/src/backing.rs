@@ -460,7 +460,7 @@ impl<B: Backing> Lanes<B> {
     }
 }
 
-/// Whether an extended attribute is the mark of a placed file, which users do not see.
+/// Returns whether an extended attribute is the mark of a placed file, which users do not see.
 fn is_hidden<B: Backing>(inode: &LanesInode<B>, name: &OsStr) -> bool {
     matches!(inode, LanesInode::Placed(_)) && name == XATTR
 }

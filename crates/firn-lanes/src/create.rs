@@ -537,7 +537,7 @@ fn new_entry(name: &OsStr) -> Result<OsString> {
     Ok(entry)
 }
 
-/// Whether an entry of a lane has the form of [`new_entry`].
+/// Returns whether an entry of a lane has the form of [`new_entry`].
 pub(crate) fn is_entry(entry: &OsStr) -> bool {
     let id = entry.as_bytes().rsplit(|&byte| byte == b'.').next();
     entry.as_bytes().contains(&b'.')

@@ -372,7 +372,8 @@ impl<B: Backing> Lanes<B> {
         Ok((parent.child(name, inode), attr))
     }
 
-    /// Returns the file to which a link leads, with the attributes of the file in the lane. `None`: the link is not Firn's own.
+    /// Returns the file to which a link leads, with the attributes of the file in the lane. `None` means that the link
+    /// is not Firn's own.
     fn follow(&self, link: &B::Inode, attr: &Attr) -> Result<Option<(PlacedFile<B>, Attr)>> {
         let target = self.primary.readlink(link)?;
         let Some((number, lane, entry)) = self.lane_of_target(&target) else {
@@ -402,8 +403,8 @@ impl<B: Backing> Lanes<B> {
         Ok(Some((placed, file_attr)))
     }
 
-    /// Returns the number of the lane, the lane, and the entry in it that a link with this text names. `None`: the text names no
-    /// lane.
+    /// Returns the number of the lane, the lane, and the entry in it that a link with this text names. `None` means
+    /// that the text names no lane.
     fn lane_of_target<'a>(&self, target: &'a [u8]) -> Option<(usize, &Lane<B>, &'a OsStr)> {
         let mut lanes = self.setup.lanes.iter().enumerate();
         lanes.find_map(|(number, lane)| Some((number, &**lane, lane.entry_of(target)?)))
@@ -449,7 +450,8 @@ impl<B: Backing> Lanes<B> {
     }
 }
 
-/// Returns the name in the directory `lane` that a link with this text names. `None`: the text names something else.
+/// Returns the name in the directory `lane` that a link with this text names. `None` means that the text names
+/// something else.
 fn entry_below<'a>(lane: &OsStr, target: &'a [u8]) -> Option<&'a OsStr> {
     let entry = target.strip_prefix(lane.as_bytes())?.strip_prefix(b"/")?;
     let is_name = !entry.is_empty() && !entry.contains(&b'/') && entry != b"." && entry != b"..";

@@ -223,7 +223,7 @@ mod tests {
 
     use super::*;
 
-    /// The lane of a file that is made in a directory.
+    /// Returns the lane of a file that is made in a directory.
     fn lane_in(rule: &Rule, parent: Parent, name: &str) -> (usize, Reason) {
         let count_files = || vec![0; rule.lane_count()];
         let (lane, reason) = rule.choose(parent, OsStr::new(name), count_files);

@@ -54,14 +54,14 @@ pub struct Paint {
 }
 
 impl Paint {
-    /// The setting for stdout: colours on a terminal that has them, unless NO_COLOR is set (no-color.org).
+    /// Returns the setting for stdout: colours on a terminal that has them, unless NO_COLOR is set (no-color.org).
     pub fn stdout() -> Self {
         Self {
             on: io::stdout().is_terminal() && is_colour_allowed(),
         }
     }
 
-    /// The setting for stderr, by the same rule as for stdout.
+    /// Returns the setting for stderr, by the same rule as for stdout.
     pub fn stderr() -> Self {
         Self {
             on: io::stderr().is_terminal() && is_colour_allowed(),

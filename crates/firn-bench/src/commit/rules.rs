@@ -63,7 +63,7 @@ fn mount<'a>(
     })
 }
 
-/// The mounts in turns, as often as asked for.
+/// Returns the mounts in turns, as often as asked for.
 fn measure(
     args: &CommitArgs,
     mounts: &[Mounted<'_>],

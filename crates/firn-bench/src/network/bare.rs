@@ -106,7 +106,7 @@ impl Sender {
         })
     }
 
-    /// Where it listens.
+    /// Returns where it listens.
     pub fn address(&self) -> &str {
         &self.address
     }
@@ -125,7 +125,7 @@ fn line(answers: &mut impl BufRead) -> anyhow::Result<String> {
     Ok(line.trim_end().to_owned())
 }
 
-/// A port that is free now.
+/// Returns a port that is free now.
 pub fn free_port(address: &str) -> anyhow::Result<u16> {
     Ok(TcpListener::bind((address, 0))?.local_addr()?.port())
 }

@@ -213,7 +213,7 @@ fn write(path: &Path, bytes: u64) -> anyhow::Result<()> {
     worker::run_all(&[task]).map(drop)
 }
 
-/// The kernel drops its pages of a file of the mount when it is opened for writing.
+/// Returns the kernel drops its pages of a file of the mount when it is opened for writing.
 fn forget_pages(path: &Path) -> anyhow::Result<()> {
     drop(std::fs::File::options().write(true).open(path)?);
     Ok(())

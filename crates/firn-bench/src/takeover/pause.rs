@@ -43,7 +43,7 @@ pub(super) struct Pauses {
 }
 
 impl Pauses {
-    /// The nearest rank.
+    /// Returns the nearest rank.
     pub(super) fn percentile(&self, percent: usize) -> f64 {
         let rank = (self.seconds.len() * percent).div_ceil(100);
         let found = self.seconds.get(rank.saturating_sub(1));
@@ -211,7 +211,7 @@ impl Writer {
         *self.shared.longest.lock() = Duration::ZERO;
     }
 
-    /// The longest wait since [`Writer::begin`], once it goes on.
+    /// Returns the longest wait since [`Writer::begin`], once it goes on.
     fn longest(&self) -> anyhow::Result<Duration> {
         let before = self.shared.count.load(Ordering::Relaxed);
         crate::firn::wait_until("the writer goes on", || {

@@ -54,7 +54,7 @@ pub enum Way {
 }
 
 impl Copy {
-    /// The private region, if that is what is copied to.
+    /// Returns the private region, if that is what is copied to.
     pub(super) fn private(&self) -> Vec<u8> {
         match self.region {
             Region::Private => vec![1; self.bytes as usize],

@@ -81,7 +81,7 @@ fn write_file(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
     File::create(path)?.write_all(bytes)
 }
 
-/// A child that does nothing until its parent ends.
+/// Returns a child that does nothing until its parent ends.
 fn fork_sleeper() -> anyhow::Result<Pid> {
     // SAFETY: a worker has one thread, so no lock is held by a thread that the child lacks; the child makes nothing
     // but system calls.

@@ -26,7 +26,7 @@ pub struct Records {
 }
 
 impl Records {
-    /// Where the records are, in the order in which they are visited: drawn before the time is taken.
+    /// Returns where the records are, in the order in which they are visited: drawn before the time is taken.
     pub(super) fn offsets(&self) -> Vec<u64> {
         let mut offsets: Vec<u64> = (0..self.bytes / self.record_bytes)
             .map(|n| n * self.record_bytes)

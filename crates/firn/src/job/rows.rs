@@ -254,7 +254,7 @@ pub(super) mod tests {
     use firn_hosts::Holder;
     use firn_protocol::{LaneReport, PartnerReport};
 
-    /// A lease and report of a host in a job of three.
+    /// Returns a lease and report of a host in a job of three.
     pub fn lease(host: &str, life: Life, held_bytes: u64) -> LeaseSeen {
         let report = HostReport {
             version: "0.1.0".into(),
@@ -297,7 +297,7 @@ pub(super) mod tests {
         }
     }
 
-    /// A job with one host in each state, in the order of their names.
+    /// Returns a job with one host in each state, in the order of their names.
     pub fn job() -> Vec<Host> {
         let mut leases = vec![
             lease("n0", Life::Alive, 64 << 20),

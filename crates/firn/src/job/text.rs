@@ -268,7 +268,7 @@ pub mod tests {
     use super::super::{Job, JobTotals};
     use super::*;
 
-    /// A job of five hosts.
+    /// Returns a job of five hosts.
     pub fn example() -> Job {
         let hosts = job();
         Job {

@@ -76,7 +76,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         _ if args.json => output::print_json(&run.records)?,
         None => output::print(&report::render_page(&run))?,
         Some(file) => {
-            report::write(&run, file)?;
+            report::write_page(&run, file)?;
             output::say(&format!("the report is in {}", text::path(file)));
         }
     }

@@ -183,7 +183,7 @@ impl FoundMount {
 
 /// Returns whether a backing only has the names of a `firn run` whose files are in memory.
 fn is_of_a_run(backing: &Path) -> bool {
-    backing.extension() == Some(OsStr::new(super::run::NAMES))
+    backing.extension() == Some(OsStr::new(super::run::NAMES_SUFFIX))
 }
 
 /// Shows the status, or clears errors, as the flags say. With `--watch` it repeats until it is interrupted.
