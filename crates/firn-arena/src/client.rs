@@ -20,7 +20,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use firn_format::data_socket::{OFFSET_MAX, Slab};
-use firn_format::piece::{Checked, FROZEN, Piece, poison};
+use firn_format::piece::{CheckedPiece, FROZEN, Piece, poison_seal};
 use firn_format::slab::{Class, SlabState, writer_idle};
 use firn_format::superblock::state_word;
 
@@ -252,7 +252,7 @@ impl Arena {
             lease.lease.start().into(),
             lease.lease.end().into(),
         ) {
-            Ok(Checked::Live(piece))
+            Ok(CheckedPiece::Live(piece))
                 if piece.file == lease.file_id
                     && piece.sequence == lease.sequence + u64::from(index)
                     && piece.offset + u64::from(piece.len) <= OFFSET_MAX =>
@@ -312,7 +312,7 @@ impl Arena {
             // A later attach reads the records again. It must not accept the invalid record or any after it.
             for index in lease.accepted..lease.record_count {
                 self.record_seal(lease, index)
-                    .store(poison(lease.lease.generation()), Ordering::Release);
+                    .store(poison_seal(lease.lease.generation()), Ordering::Release);
             }
             if lease.accepted > 0 {
                 self.record_seal(lease, lease.accepted - 1)
@@ -352,7 +352,7 @@ impl Arena {
             let success = Ordering::SeqCst;
             let failure = Ordering::Relaxed;
             if seal
-                .compare_exchange(seal_before, poison(generation), success, failure)
+                .compare_exchange(seal_before, poison_seal(generation), success, failure)
                 .is_ok()
             {
                 return Ok(());

@@ -13,7 +13,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use firn_format::append::{RecordTable, Room};
-use firn_format::piece::{Checked, FROZEN, Piece, dead};
+use firn_format::piece::{CheckedPiece, FROZEN, Piece, dead_seal};
 use firn_format::slab::SlabState;
 
 use crate::arena::Arena;
@@ -120,7 +120,7 @@ impl Arena {
         crash_point();
         self.tables
             .seal(piece_ref)
-            .store(dead(generation), Ordering::Release);
+            .store(dead_seal(generation), Ordering::Release);
     }
 
     /// Shortens a piece after its file was truncated. `end`: offset in the chunk where the piece ends from now on.
@@ -135,7 +135,7 @@ impl Arena {
             .load(Ordering::Relaxed);
         let raw = self.tables.load(piece_ref);
         let checked = raw.check(generation, 0, self.geometry.chunk_bytes);
-        let Ok(Checked::Live(piece)) = checked else {
+        let Ok(CheckedPiece::Live(piece)) = checked else {
             return;
         };
         let len = end.saturating_sub(u64::from(piece.position));

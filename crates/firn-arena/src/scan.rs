@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{Ordering, fence};
 
 use firn_format::home::Home;
-use firn_format::piece::Checked;
+use firn_format::piece::CheckedPiece;
 use firn_format::slab::{Class, SlabState};
 
 use crate::damage::Damage;
@@ -96,7 +96,7 @@ fn read_records(tables: &Tables, slab: SlabRef, class: Class, generation: u64) -
         match checked {
             // A valid record beyond the counter is accepted. Its writer died while publishing the record, and the
             // bytes of the piece are complete.
-            Ok(Checked::Live(piece)) => {
+            Ok(CheckedPiece::Live(piece)) => {
                 let modified = tables.modified(piece_ref).load(Ordering::Relaxed);
                 records_read.live.push(Stored {
                     record: piece_ref,

@@ -156,9 +156,9 @@ impl Tables {
         let seal = self.seal(record).load(Ordering::Acquire);
         let load = |word| self.record_word(record, word).load(Ordering::Relaxed);
         RawPiece {
-            who: load(word::WHO),
+            file_word: load(word::FILE),
             offset: load(word::OFFSET),
-            place: load(word::PLACE),
+            position_word: load(word::POSITION),
             seal,
         }
     }
