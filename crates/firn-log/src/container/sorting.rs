@@ -1,4 +1,4 @@
-//! Sorts the indexes of a container.
+//! Sorts the indexes of a container: makes tables of their unsorted parts.
 //!
 //! Terms
 //! * An *index* lists the changes that one writer made to the container's file, in the order in which they were written.
