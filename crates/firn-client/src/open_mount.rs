@@ -53,7 +53,7 @@ pub enum MountError {
         quoted_path(expected)
     )]
     OtherMount {
-        /// As asked for.
+        /// The path as the caller named it.
         path: PathBuf,
         /// The mount point of the path.
         found: PathBuf,
