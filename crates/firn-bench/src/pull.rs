@@ -1,4 +1,4 @@
-//! `firn bench pull`: a checkpoint on its way to another host.
+//! `firn bench pull`: measures how fast a checkpoint is pulled to another host, and what that costs the source host.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -21,9 +21,9 @@ use crate::worker::{self, Task};
 const MB: f64 = 1e6;
 const GIB: f64 = (1_u64 << 30) as f64;
 const FILES: u64 = 4;
-/// Writers one after the other: one alone is over too soon for a figure.
+/// Number of writer processes that run one after the other. A single one ends too soon for an exact figure.
 const WRITERS: u64 = 8;
-/// What pullers call the source.
+/// Name of the source host for the pullers.
 const HOST: &str = "source";
 
 const BARE: &str = "bare sendfile";
@@ -31,7 +31,7 @@ const COPY: &str = "cp through the mount";
 const RSYNC: &str = "rsync";
 const FIRN: &str = "firn pull";
 const SEALED: &str = "firn pull --encrypt yes";
-/// A veth has private addresses, so nothing is encrypted.
+/// Value of `--encrypt` for no encryption: the addresses of the veth are private, so `auto` does not encrypt.
 const PLAIN: &str = "auto";
 const DISK: &str = "the disk alone";
 const ALONE: &str = "alone";
@@ -73,14 +73,15 @@ enum Part {
     Writer,
 }
 
-/// The two hosts and what runs on the first.
+/// The two hosts, and the mount and the agent on the source host.
 struct Site<'a> {
     firn: &'a Firn,
     mount: &'a Mount<'a>,
     namespace: &'a Namespace,
     link: &'a Link,
-    /// The checkpoint on the mount, and the same bytes as files on tmpfs.
+    /// The directory of the checkpoint on the mount.
     source: PathBuf,
+    /// A directory with the same files on tmpfs.
     plain: PathBuf,
     backing: PathBuf,
     agent: Agent,
@@ -88,7 +89,7 @@ struct Site<'a> {
 }
 
 impl PullArgs {
-    /// Options that every benchmark has.
+    /// Returns the options that every benchmark has.
     pub fn common(&self) -> &Common {
         &self.common
     }
@@ -98,7 +99,7 @@ impl PullArgs {
         bytes.next_multiple_of(FILES << 20)
     }
 
-    /// Runs it.
+    /// Runs the benchmark and returns its figures. Fails if a candidate cannot be set up or measured.
     pub fn run(&self) -> anyhow::Result<Report> {
         let work = self.common.work_dir()?;
         let firn = Firn::find(self.common.firn.as_deref())?;
@@ -162,7 +163,7 @@ impl PullArgs {
         Ok(())
     }
 
-    /// What each round of a measurement gives, in which all candidates take their turn.
+    /// Calls `measure` once for each repeat and returns the results. `measure` measures all candidates in turn.
     fn repeat<T>(
         &self,
         title: &str,
@@ -225,7 +226,8 @@ impl PullArgs {
         Ok(())
     }
 
-    /// Beside the connection. There is no goal: what it is for is hardware, which this machine has not.
+    /// Measures a pull with another transport, compared with TCP. There is no goal, because these transports are for
+    /// hardware that this machine may not have.
     fn measure_transport(
         &self,
         site: &Site<'_>,
@@ -314,7 +316,7 @@ impl PullArgs {
     }
 }
 
-/// The samples of each candidate, from rounds with one of each.
+/// Groups samples by candidate. Each round has one sample of each candidate.
 fn by_candidate<const COUNT: usize>(
     names: [&str; COUNT],
     rounds: Vec<[Sample; COUNT]>,
@@ -400,7 +402,7 @@ impl Site<'_> {
         pull
     }
 
-    /// Returns the same bytes, by two programs that do nothing else.
+    /// Sends the same files from tmpfs with two programs that do nothing else ([`network::send_bare`]).
     fn send_bare(&self, target: &Path) -> anyhow::Result<Transfer> {
         let program = std::env::current_exe()?;
         let receiver = self.namespace.command(&program.to_string_lossy());
@@ -442,7 +444,7 @@ impl Site<'_> {
         Ok(elapsed_s)
     }
 
-    /// Returns the files of tmpfs, to a disk.
+    /// Copies the files from tmpfs to a disk and syncs them. Returns the seconds that this took.
     fn write_disk(&self, target: &Path) -> anyhow::Result<f64> {
         std::fs::create_dir_all(target)?;
         let begun = Instant::now();
@@ -459,7 +461,7 @@ impl Site<'_> {
         Ok(elapsed_s)
     }
 
-    /// Bytes a second of programs that write over one file, one after the other.
+    /// Measures the rate of programs that overwrite one file of the mount, one after the other, in bytes per second.
     fn write_beside(&self) -> anyhow::Result<f64> {
         let count = (self.bytes >> 21).max(1);
         let task = Task::Write {
@@ -487,7 +489,7 @@ impl Site<'_> {
         })
     }
 
-    /// Over and over; the one under way at the end is killed.
+    /// Pulls the checkpoint again and again until `stop` is set. Then kills the pull that is still running.
     fn pull_until(&self, stop: &AtomicBool, target: &Path) -> anyhow::Result<()> {
         let mut pulled = Ok(());
         while !stop.load(Ordering::Relaxed) && pulled.is_ok() {

@@ -1,4 +1,4 @@
-//! `firn bench restart`: reading a checkpoint back that is held in memory.
+//! `firn bench restart`: measures how fast new processes read a checkpoint back that is held in memory.
 
 mod held;
 
@@ -70,7 +70,7 @@ impl RestartArgs {
             .collect()
     }
 
-    /// Runs it.
+    /// Runs the benchmark and returns its figures. Fails if a candidate cannot be set up or measured.
     pub fn run(&self) -> anyhow::Result<Report> {
         let work = self.common.work_dir()?;
         let firn = Firn::find(self.common.firn.as_deref())?;
@@ -134,7 +134,7 @@ impl RestartArgs {
         Ok(report)
     }
 
-    /// One file, in each way that there is to read it.
+    /// Measures all ways to read one file.
     fn measure_held_file(
         &self,
         firn: &Firn,
@@ -227,12 +227,12 @@ impl RestartArgs {
         Ok(all)
     }
 
-    /// Options that every benchmark has.
+    /// Returns the options that every benchmark has.
     pub fn common(&self) -> &Common {
         &self.common
     }
 
-    /// As `firn bench all` runs it.
+    /// Returns the arguments with which `firn bench all` runs this benchmark.
     pub fn with(common: Common) -> Self {
         Self {
             common,
@@ -279,7 +279,7 @@ impl RestartCandidate<'_> {
         }
     }
 
-    /// Writes what is read; the two candidates of a mount share it.
+    /// Writes the files that are read. The two candidates of a mount share them.
     fn prepare(&self, count: u32, size: u64) -> anyhow::Result<()> {
         let files: Vec<PathBuf> = (0..count).filter_map(|rank| self.file(rank)).collect();
         let runs = vec![(size >> 20, 1 << 20)];
@@ -338,7 +338,7 @@ impl RestartCandidate<'_> {
         ])
     }
 
-    /// Or the mount would drain them at its end.
+    /// Removes the files. Otherwise the mount would drain them at its end.
     fn remove(&self, count: u32) -> anyhow::Result<()> {
         for path in (0..count).filter_map(|rank| self.file(rank)) {
             match std::fs::remove_file(&path) {

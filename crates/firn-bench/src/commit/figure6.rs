@@ -1,4 +1,5 @@
-//! Figure 6 of the CprFS paper: iozone on one file, with a checkpoint after each phase that writes.
+//! Repeats figure 6 of the CprFS paper: reads and writes the records of one file as iozone does, with a checkpoint after
+//! each phase that writes.
 
 use super::{BEHIND, CommitArgs, CommitCandidate, FIRN, IN_PLACE, NATIVE, PRELOAD, add};
 use crate::backing::Kind;
@@ -14,7 +15,7 @@ struct Phase {
     name: &'static str,
     write: bool,
     random: bool,
-    /// What CprFS gained over NFS, percent.
+    /// Gain of CprFS over NFS according to the paper, in percent.
     paper: f64,
 }
 
@@ -27,7 +28,7 @@ const fn phase(name: &'static str, write: bool, random: bool, paper: f64) -> Pha
     }
 }
 
-/// In iozone's order.
+/// The phases in the order of iozone.
 const PHASES: [Phase; 6] = [
     phase("write", true, false, 11.62),
     phase("re-write", true, false, -12.56),

@@ -1,4 +1,5 @@
-//! What the live table costs: creates and small writes with `takeover=auto` beside `takeover=no`.
+//! Measures the cost of the live table: the rates of creates and of small writes with `takeover=auto`, compared with
+//! `takeover=no`.
 
 use std::path::PathBuf;
 
@@ -9,7 +10,8 @@ use crate::worker::{self, Operation, Task};
 
 const WITHOUT: &str = "takeover=no";
 const WITH: &str = "takeover=auto";
-/// Rounds for each repeat: one is short, and other work on the machine is not to decide.
+/// Number of rounds in each repeat. A round is short, and several rounds reduce the influence of other work on the
+/// machine.
 const ROUNDS: u32 = 4;
 const WRITE_BYTES: u64 = 4096;
 
@@ -18,7 +20,7 @@ struct Candidate<'a> {
     mount: Mount<'a>,
 }
 
-/// Measures both in turns.
+/// Measures both settings in turns, and adds the cases to the report.
 pub(super) fn measure(
     common: &Common,
     firn: &Firn,
