@@ -38,7 +38,7 @@ pub enum CheckGroup {
     Host,
     /// The backing. Its checks read facts only, apart from one file that they may create.
     Backing,
-    /// The backing's file system, which the checks try with files of their own. They run only where the backing can be
+    /// The backing's file system, which the checks try with files of their own. They run only if the backing can be
     /// used and written to.
     Storage,
 }

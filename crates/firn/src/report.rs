@@ -55,6 +55,7 @@ pub struct CheckpointNow {
 }
 
 impl CheckpointNow {
+    /// Returns the state of a checkpoint. A checkpoint whose wholeness is unknown has no fault.
     fn of(path: BytePath, checkpoint: &Checkpoint) -> Self {
         let fault = match checkpoint.wholeness {
             Wholeness::Whole | Wholeness::Unknown => None,
@@ -146,7 +147,7 @@ impl Run {
         Ok(run)
     }
 
-    /// Returns the records of the last run of a backing that is not mounted. `backing` is canonical. Fails where there is
+    /// Returns the records of the last run of a backing that is not mounted. `backing` is canonical. Fails if there is
     /// no record that can be read.
     fn of_ended(backing: &Path) -> Result<Self, Failure> {
         let file = RuntimeFiles::of(backing, None)?.record;
@@ -281,7 +282,7 @@ impl Run {
     }
 }
 
-/// Asks the firnd of a mount for its record until now. Fails where firnd does not answer, or the record is not valid.
+/// Asks the firnd of a mount for its record until now. Fails if firnd does not answer, or the record is not valid.
 fn query_record(place: &Place) -> Result<RunRecord, Failure> {
     let own = Connection::open(&place.mount)?.record()?;
     own.check().map_err(|error| {
@@ -325,14 +326,14 @@ fn reduce_record(mut record: RunRecord) -> RunRecord {
     record
 }
 
-/// Returns the record of an ended mount of this host, by its canonical backing. Returns `None` where the mount left
+/// Returns the record of an ended mount of this host, by its canonical backing. Returns `None` if the mount left
 /// none.
 fn load_own_record(backing: &Path) -> Result<Option<RunRecord>, String> {
     let files = RuntimeFiles::of(backing, None).map_err(|error| error.to_string())?;
     load_record(&files.record)
 }
 
-/// Returns the record in a file of the runtime directory, or `None` where there is no such file. Fails where the file
+/// Returns the record in a file of the runtime directory, or `None` if there is no such file. Fails if the file
 /// is not a private file of this user.
 fn load_record(path: &Path) -> Result<Option<RunRecord>, String> {
     let opened = std::fs::OpenOptions::new()

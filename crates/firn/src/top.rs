@@ -39,7 +39,7 @@ pub struct Rates {
 }
 
 impl Rates {
-    /// Adds a sample, and drops the oldest one where the history is full.
+    /// Adds a sample, and drops the oldest one if the history is full.
     pub fn push(&mut self, ingest: f64, drain: f64) {
         for (history, value) in [(&mut self.ingest, ingest), (&mut self.drain, drain)] {
             history.push_back(value.max(0.0) as u64);
@@ -224,7 +224,7 @@ impl View {
     }
 
     /// Updates the chosen rows after new answers. In the upper table the choice follows the chosen name, or goes to the
-    /// first row where that name is gone. In the lower table it stays, unless there are fewer rows now.
+    /// first row if that name is gone. In the lower table it stays, unless there are fewer rows now.
     pub fn update_chosen_rows(&mut self) {
         let names = self.upper_names();
         let found = names

@@ -144,7 +144,7 @@ fn local_locks_finding(options: &Options, cause: &str, advice: String) -> Findin
     }
 }
 
-/// Judges Firn's own directory in the backing. Returns `None` where it does not exist, or is a directory to which only
+/// Judges Firn's own directory in the backing. Returns `None` if it does not exist, or is a directory to which only
 /// this user has access. Mounts with transactions or logs refuse any other object at its path.
 fn judge_own_dir(backing: &Path) -> Option<Finding> {
     let found = statat(CWD, backing.join(OWN_DIR), AtFlags::SYMLINK_NOFOLLOW).ok()?;

@@ -49,7 +49,7 @@ impl Examination {
     }
 }
 
-/// Runs the check of that name in this process. Returns `None` where no check has that name.
+/// Runs the check of that name in this process. Returns `None` if no check has that name.
 pub fn run_check(name: &str, subject: &CheckSubject<'_>) -> Option<Vec<Finding>> {
     let check = CHECKS.iter().find(|check| check.name == name)?;
     Some((check.find_problems)(subject))
@@ -57,7 +57,7 @@ pub fn run_check(name: &str, subject: &CheckSubject<'_>) -> Option<Vec<Finding>>
 
 /// Runs all checks, and returns their findings.
 ///
-/// The checks that try the backing with files run only where its other checks found no error. Each of them would
+/// The checks that try the backing with files run only if its other checks found no error. Each of them would
 /// otherwise report the same error again.
 pub fn examine(request: &ExaminationRequest) -> Examination {
     if !request.has_backing {

@@ -23,7 +23,7 @@ const SET_USER_ID: u32 = 0o4000;
 /// Advice for hosts where FUSE is not available.
 const WITHOUT_FUSE: &str = "without FUSE: `firn run`, or `firn mount --frontend=preload`";
 
-/// Returns why the FUSE device cannot be used, in words. Returns `None` where it can be used.
+/// Returns why the FUSE device cannot be used, in words. Returns `None` if it can be used.
 pub fn device_fault() -> Option<String> {
     open_device().err().map(|fault| fault.text)
 }
@@ -156,7 +156,7 @@ pub(crate) fn check_allow_other(subject: &CheckSubject<'_>) -> Vec<Finding> {
     }]
 }
 
-/// Returns the path of the first program `name` in PATH that this user may execute, or `None` where there is none.
+/// Returns the path of the first program `name` in PATH that this user may execute, or `None` if there is none.
 pub fn find_program(name: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let is_program =

@@ -54,7 +54,7 @@ fn user_lingers() -> bool {
     name.is_some_and(|name| Path::new("/var/lib/systemd/linger").join(name).exists())
 }
 
-/// Returns this user's name from /etc/passwd, or `None` where it has no line for this user id.
+/// Returns this user's name from /etc/passwd, or `None` if it has no line for this user id.
 fn user_name() -> Option<String> {
     // The first fields of passwd(5) are the name, the password and the user id.
     let lines = settings_in(Path::new("/etc/passwd"));
@@ -84,7 +84,7 @@ fn logind_removes_ipc() -> bool {
     last_boolean(settings, "RemoveIPC").unwrap_or(true)
 }
 
-/// Returns the last value of a yes-or-no setting, or `None` where no line sets it.
+/// Returns the last value of a yes-or-no setting, or `None` if no line sets it.
 fn last_boolean(settings: impl Iterator<Item = String>, name: &str) -> Option<bool> {
     let values = settings.filter_map(|setting| {
         let (key, value) = setting.split_once('=')?;

@@ -43,7 +43,7 @@ impl KernelVersion {
         Self { major, minor }
     }
 
-    /// Parses the first two numbers of a release such as `6.8.0-45-generic`. Returns `None` where it does not begin with
+    /// Parses the first two numbers of a release such as `6.8.0-45-generic`. Returns `None` if it does not begin with
     /// two numbers.
     fn parse(release: &str) -> Option<Self> {
         let mut numbers = release.split(|c: char| !c.is_ascii_digit());

@@ -139,7 +139,7 @@ fn geometry(options: &Options) -> Result<Geometry, String> {
     Geometry::new(options.arena_bytes, options.chunk_bytes).map_err(|error| error.to_string())
 }
 
-/// Returns how many bytes of memory this host has available (MemAvailable of /proc/meminfo). Returns `None` where this
+/// Returns how many bytes of memory this host has available (MemAvailable of /proc/meminfo). Returns `None` if this
 /// is not known.
 fn available_memory_bytes() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
@@ -151,7 +151,7 @@ fn available_memory_bytes() -> Option<u64> {
 }
 
 /// Returns how many bytes of memory the limits of this process's cgroup and its ancestors still allow (cgroup v2).
-/// Returns `None` where no limit is set.
+/// Returns `None` if no limit is set.
 fn cgroup_bytes_left() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/self/cgroup").ok()?;
     let group = text.lines().find_map(|line| line.strip_prefix("0::/"))?;

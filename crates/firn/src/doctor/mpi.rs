@@ -44,7 +44,7 @@ pub(crate) fn check_mpi(_: &CheckSubject<'_>) -> Vec<Finding> {
     )]
 }
 
-/// Returns what `mpirun --version` prints, or an empty text where it fails or exceeds its timeout.
+/// Returns what `mpirun --version` prints, or an empty text if it fails or exceeds its timeout.
 fn ask_version(program: &Path) -> String {
     let mut command = Command::new(program);
     command.arg("--version");
@@ -120,7 +120,7 @@ fn judge_library(
     )
 }
 
-/// Returns the value of the last line `key value` in a file, or `None` where there is no such line. `separator` or blanks
+/// Returns the value of the last line `key value` in a file, or `None` if there is no such line. `separator` or blanks
 /// stand between key and value.
 fn value_in(file: &Path, key: &str, separator: char) -> Option<String> {
     let settings = settings_in(file);

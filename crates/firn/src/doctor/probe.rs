@@ -43,7 +43,7 @@ pub(crate) struct ProbeDir {
 }
 
 impl ProbeDir {
-    /// Creates a probe directory at the top of a backing. Returns an error where the new directory is not this user's
+    /// Creates a probe directory at the top of a backing. Returns an error if the new directory is not this user's
     /// own.
     pub(crate) fn create(backing: &Path) -> io::Result<Self> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
@@ -67,7 +67,7 @@ impl ProbeDir {
         }
     }
 
-    /// Opens a new probe directory. Returns its descriptor and its identity. Fails where it is not this user's own.
+    /// Opens a new probe directory. Returns its descriptor and its identity. Fails if it is not this user's own.
     fn open(backing: &OwnedFd, name: &OsStr) -> io::Result<(OwnedFd, ObjectId)> {
         let dir = open_private_dir(backing, Path::new(name)).map_err(|error| {
             // One cause is a file server that maps root to another user (root_squash).
@@ -85,7 +85,7 @@ impl ProbeDir {
     /// Opens the probe directory as a backing.
     ///
     /// It is opened by its descriptor and its identity is compared, so that no other user can substitute another
-    /// directory. Fails with ESTALE where the identity differs.
+    /// directory. Fails with ESTALE if the identity differs.
     pub(crate) fn open_backing(&self) -> io::Result<DirBacking> {
         let opened = DirBacking::open(format!("/proc/self/fd/{}", self.dir.as_raw_fd()))?;
         let found = opened.attr(&opened.root())?;
@@ -156,7 +156,7 @@ pub(crate) fn file_name(name: &str) -> String {
 
 /// Removes a probe directory: first the files of checks in it, and then the directory if it is empty.
 ///
-/// `object` is the identity of the probe directory. Fails with ESTALE, and removes nothing, where another directory has
+/// `object` is the identity of the probe directory. Fails with ESTALE, and removes nothing, if another directory has
 /// its name now.
 fn remove_probe(backing: &OwnedFd, name: &OsStr, object: ObjectId) -> io::Result<()> {
     let dir = open_private_dir(backing, Path::new(name)).map_err(io::Error::other)?;

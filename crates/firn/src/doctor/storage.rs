@@ -165,7 +165,7 @@ pub(crate) fn check_locks(subject: &CheckSubject<'_>) -> Vec<Finding> {
     })
 }
 
-/// Reports whether the backing has extended attributes and holes. Programs find them on a mount only where the backing
+/// Reports whether the backing has extended attributes and holes. Programs find them on a mount only if the backing
 /// has them.
 pub(crate) fn check_files(subject: &CheckSubject<'_>) -> Vec<Finding> {
     with_probe(subject, |probe| {
@@ -210,7 +210,7 @@ pub(crate) fn check_clock(subject: &CheckSubject<'_>) -> Vec<Finding> {
     })
 }
 
-/// Returns the seconds by which `stamped` lies after the span `before..after`. They are negative where `stamped` lies
+/// Returns the seconds by which `stamped` lies after the span `before..after`. They are negative if `stamped` lies
 /// before the span, and 0 within it.
 fn difference_s(before: SystemTime, stamped: SystemTime, after: SystemTime) -> f64 {
     let seconds = |later: SystemTime, earlier: SystemTime| {

@@ -1,4 +1,5 @@
-//! Makes a row for each host of a job from what the backing and this host's firnd said.
+//! Makes a row for each host of a job, from the leases and reports in the backing and from the status of this host's
+//! firnd.
 
 use std::collections::BTreeMap;
 

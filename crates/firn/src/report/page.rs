@@ -83,7 +83,7 @@ impl RunTotals {
     }
 
     /// Returns the seconds that programs would have spent in writes to the backing of their own, at the speed of
-    /// firnd's writes. Returns `None` where nothing was written to the backing, so that its speed is unknown.
+    /// firnd's writes. Returns `None` if nothing was written to the backing, so that its speed is unknown.
     fn direct_seconds(&self) -> Option<f64> {
         let drained = self.drain_write_bytes.sum;
         (drained > 0.0).then(|| self.drain_seconds.sum / drained * self.ingest_write_bytes.sum)
@@ -186,7 +186,7 @@ fn host_count(records: &[RunRecord]) -> u64 {
     hosts.len() as u64
 }
 
-/// Returns the section about problems, which comes first. It is empty where there is none.
+/// Returns the section about problems, which comes first. It is empty if there is none.
 fn render_problems(run: &Run, total: &RunTotals) -> String {
     let mut problems = run.failures.clone();
     if total.held_bytes > 0 && total.has_ended {

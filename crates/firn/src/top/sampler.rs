@@ -112,7 +112,7 @@ fn lock_ignoring_poison<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Sampler {
-    /// Starts the threads. They send to `updates` whenever there is something new to show. Returns an error where a
+    /// Starts the threads. They send to `updates` whenever there is something new to show. Returns an error if a
     /// thread cannot be started.
     pub fn start(
         request: TopRequest,
@@ -189,7 +189,7 @@ impl Sampler {
         }
     }
 
-    /// Returns the mount point that is chosen on the screen, or `None` where no mount is listed.
+    /// Returns the mount point that is chosen on the screen, or `None` if no mount is listed.
     fn mount_directory(&self, view: &View) -> Option<PathBuf> {
         let mounts = view.ordered_mounts();
         let chosen = mounts.get(view.upper)?;
@@ -264,7 +264,7 @@ struct SamplerThread {
 }
 
 impl SamplerThread {
-    /// Signals that there is something new to show. Returns false where the screen is gone, so that the thread ends.
+    /// Signals that there is something new to show. Returns false if the screen is gone, so that the thread ends.
     fn send_update(&self) -> bool {
         self.updates.send(()).is_ok()
     }
@@ -307,7 +307,7 @@ fn run_mounts_thread(thread: &SamplerThread) {
 }
 
 /// Starts the thread that asks the firnd of a mount. The thread ends when the returned sender is dropped. Returns
-/// `None` where the thread cannot be started.
+/// `None` if the thread cannot be started.
 fn start_mount_thread(thread: &SamplerThread, mount: &Mount) -> Option<Sender<()>> {
     let (stop, stopped) = mpsc::channel();
     lock_ignoring_poison(&thread.answers).mounts.insert(
@@ -412,7 +412,7 @@ fn run_checkpoints_thread(thread: &SamplerThread) {
     }
 }
 
-/// Lists the checkpoints of a directory in a child process (`firn history --json`). Returns the reason where the child
+/// Lists the checkpoints of a directory in a child process (`firn history --json`). Returns the reason if the child
 /// fails or exceeds its timeout.
 fn list_checkpoints(directory: &Path) -> Checkpoints {
     let arguments = vec![

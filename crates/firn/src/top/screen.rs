@@ -130,7 +130,7 @@ const HELP: &str = "
 
  Without a terminal: firn top --once, firn status --watch, firn status --json";
 
-/// Returns the foot line: the keys, and the meaning of the bars where the width allows both.
+/// Returns the foot line: the keys, and the meaning of the bars if the width allows both.
 fn foot_text(width: u16) -> String {
     let used = KEYS.chars().count() + LEGEND.chars().count();
     match (width as usize).checked_sub(used) {
@@ -756,7 +756,7 @@ fn host_advice(host: &Host, job: &Job) -> Vec<String> {
     words
 }
 
-/// Returns `text`, cut to `width` characters where it is longer.
+/// Returns `text`, cut to `width` characters if it is longer.
 fn truncate(text: &str, width: u16) -> String {
     let width = width as usize;
     if text.chars().count() <= width {

@@ -66,7 +66,7 @@ enum ScreenEvent {
     Closed,
 }
 
-/// Shows the screen until the user ends it. Returns the exit status, or a failure where the terminal cannot be used.
+/// Shows the screen until the user ends it. Returns the exit status, or a failure if the terminal cannot be used.
 pub fn show_screen(request: TopRequest, shows_job: bool, has_colour: bool) -> Result<u8, Failure> {
     let can_draw = std::env::var_os("TERM").is_none_or(|term| term != "dumb");
     if !std::io::stdout().is_terminal() || !std::io::stdin().is_terminal() || !can_draw {
@@ -204,7 +204,7 @@ fn apply_key(view: &mut View, key: KeyEvent) {
 
 /// Returns one screen as text for `--once`.
 ///
-/// The text is made when everything that is shown has answered, or at the timeout. Returns a failure where the user
+/// The text is made when everything that is shown has answered, or at the timeout. Returns a failure if the user
 /// asked for a directory that is on no mount.
 pub fn render_once(
     request: TopRequest,

@@ -59,7 +59,7 @@ fn add_args(command: Command) -> Command {
     )
 }
 
-/// Replaces this process by the benchmark program. Returns only where the program cannot be run.
+/// Replaces this process by the benchmark program. Returns only if the program cannot be run.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let firn = std::env::current_exe()
         .map_err(|error| Failure::new(FAILED, format!("cannot find firn's own file: {error}")))?;

@@ -62,6 +62,7 @@ struct OptionLine {
     help: &'static str,
 }
 
+/// Prints the value and the source of each option.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let lines = lines(&resolve(matches)?);
     if matches.get_flag("json") {

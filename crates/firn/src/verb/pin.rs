@@ -59,7 +59,7 @@ struct PinResult {
     bytes: u64,
 }
 
-/// Pins or unpins files, and prints how many. Fails where there is nothing in memory to pin.
+/// Pins or unpins files, and prints how many. Fails if there is nothing in memory to pin.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = PinArgs::from_arg_matches(matches)?;
     let (place, mut connection) = connect(&args.path)?;

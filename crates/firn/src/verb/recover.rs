@@ -390,7 +390,7 @@ fn summarize(backing: &Path, report: &RecoverReport) -> String {
     text
 }
 
-/// Returns the exit status of a recovery: done, partly done where data is left, or failed where nothing was recovered.
+/// Returns the exit status of a recovery: done, partly done if data is left, or failed if nothing was recovered.
 fn report_outcome(backing: &Path, report: &RecoverReport, stopped: bool) -> Result<u8, Failure> {
     for error in &report.errors {
         let path = if error.path.is_empty() {

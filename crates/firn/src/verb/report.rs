@@ -60,7 +60,7 @@ struct ReportArgs {
     json: bool,
 }
 
-/// Makes the report. Returns [`PARTLY`] where a part of the run could not be read.
+/// Makes the report. Returns [`PARTLY`] if a part of the run could not be read.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = ReportArgs::from_arg_matches(matches)?;
     if args.output.is_none() && !args.json && io::stdout().is_terminal() {

@@ -271,7 +271,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
 }
 
 /// Writes the report of a run to `file`, from the data that its hosts sent. A lost host has sent none, but may have left
-/// a record in the backing. Fails where no host's record is known, or where the file cannot be written.
+/// a record in the backing. Fails if no host's record is known, or if the file cannot be written.
 fn write_report(ended: &mut UnmountSummary, file: &Path) -> Result<(), Failure> {
     let lost = !ended.lost.is_empty();
     let run = &mut ended.report;
@@ -312,7 +312,7 @@ struct Run {
     may_choose_frontend: bool,
     /// Whether the command runs without the preload library.
     no_preload: bool,
-    /// Content of the file with ROMIO hints, where files lie in logs.
+    /// Content of the file with ROMIO hints, if files lie in logs.
     romio_hints: Option<String>,
     /// The lost host whose files are restored.
     restart: Option<String>,
@@ -449,7 +449,7 @@ impl Run {
         job.wait_for_command(command)
     }
 
-    /// Returns the environment of the command. Fails where hosts have different mount points, because the command gets
+    /// Returns the environment of the command. Fails if hosts have different mount points, because the command gets
     /// only one FIRN_PREFIX.
     fn environment(&self, mounted: &[MountedHost]) -> Result<Environment, Failure> {
         let preload = if self.no_preload {
@@ -617,7 +617,7 @@ fn run_options(resolved: &Resolved, has_others: bool) -> Options {
     options
 }
 
-/// Returns the frontend of a host where the user has chosen none: FUSE where it works, or else preload.
+/// Returns the frontend of a host if the user has chosen none: FUSE if it works, or else preload.
 fn choose_frontend(say: &mut dyn FnMut(String)) -> Frontend {
     match check_fuse() {
         Ok(()) => Frontend::Fuse,

@@ -64,6 +64,7 @@ struct TopArgs {
     size: (u16, u16),
 }
 
+/// Parses the interval between two samples. Returns milliseconds.
 fn parse_every(text: &str) -> Result<u64, String> {
     match parse_timeout_ms(text)? {
         every if every < EVERY_MIN_MS => Err(format!("{EVERY_MIN_MS}ms is the shortest")),
@@ -71,6 +72,7 @@ fn parse_every(text: &str) -> Result<u64, String> {
     }
 }
 
+/// Parses the size of a screen, such as `80x24`. Returns its columns and its lines.
 fn parse_size(text: &str) -> Result<(u16, u16), String> {
     let parsed = text
         .split_once('x')
@@ -81,6 +83,7 @@ fn parse_size(text: &str) -> Result<(u16, u16), String> {
     }
 }
 
+/// Shows the screen until the user ends it. With `--once` prints it as text.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = TopArgs::from_arg_matches(matches)?;
     let request = TopRequest {

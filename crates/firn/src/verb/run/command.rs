@@ -26,7 +26,7 @@ pub(super) struct Environment {
     pub(super) romio_hints: Option<PathBuf>,
 }
 
-/// Starts the command `words`. Fails with exit status 127 where the program is not found, and with 126 where it cannot
+/// Starts the command `words`. Fails with exit status 127 if the program is not found, and with 126 if it cannot
 /// be run, as shells do.
 pub(super) fn start_command(
     words: &[OsString],

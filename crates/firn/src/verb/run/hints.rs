@@ -15,7 +15,7 @@ const SIEVING_KEY: &str = "romio_ds_write";
 /// Maximum size in bytes of a file with hints. Real files have some hundred bytes.
 const HINTS_BYTES_MAX: u64 = 64 << 10;
 
-/// Returns the user's hints, with the hint against data sieving added. Fails where the user's file cannot be read.
+/// Returns the user's hints, with the hint against data sieving added. Fails if the user's file cannot be read.
 pub(super) fn hints_without_sieving() -> Result<String, Failure> {
     let mut hints = String::new();
     if let Some(file) = std::env::var_os(ROMIO_HINTS) {

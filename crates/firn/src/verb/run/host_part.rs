@@ -279,7 +279,7 @@ impl HostMount {
         pruning
     }
 
-    /// Serves orders and signals until the mount has to end. Returns the policy for held data, or `None` where `firn
+    /// Serves orders and signals until the mount has to end. Returns the policy for held data, or `None` if `firn
     /// run` is gone.
     fn run_until_end(
         &self,
@@ -385,7 +385,7 @@ impl HostMount {
 
     /// Drains if the policy says so, and unmounts. Notes in `report` how many bytes stay in memory, and in which arena.
     ///
-    /// Fails where a program uses the mount (unless `force`), where files stay in logs that other hosts have open, or
+    /// Fails if a program uses the mount (unless `force`), if files stay in logs that other hosts have open, or
     /// where the policy is to drain and something did not become durable.
     fn drain_and_unmount(
         &self,
@@ -428,7 +428,7 @@ impl HostMount {
         })
     }
 
-    /// Removes the directory of names of a run without a backing, where no data is left for the names. A failure to
+    /// Removes the directory of names of a run without a backing, if no data is left for the names. A failure to
     /// discard files is noted in `report`.
     fn remove_memory_only_files(&self, policy: HeldPolicy, report: &mut UnmountReport) {
         let backing = &self.dirs.backing;

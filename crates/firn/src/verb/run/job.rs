@@ -153,7 +153,7 @@ pub(super) struct UnmountSummary {
 
 impl<'a> Job<'a> {
     /// Starts the host part on each host. `program` makes its command line from the interval of its signs of life in
-    /// milliseconds. Fails where a launch command cannot be started.
+    /// milliseconds. Fails if a launch command cannot be started.
     pub(super) fn start(
         launcher: &'a dyn Launcher,
         timeout: Duration,
@@ -240,7 +240,7 @@ impl<'a> Job<'a> {
     /// Sends all hosts the order to mount, and waits until all mounts are usable. Returns the mounts.
     ///
     /// `make_setup` makes the order from the names that the hosts give themselves. It is called once all hosts have sent
-    /// their names. Fails where a host fails or is lost, or where a signal comes first.
+    /// their names. Fails if a host fails or is lost, or if a signal comes first.
     pub(super) fn mount(
         &mut self,
         make_setup: impl FnOnce(&[String]) -> MountSetup,
@@ -260,7 +260,7 @@ impl<'a> Job<'a> {
             .collect())
     }
 
-    /// Waits until no host is in a state for which `is_before` holds. Fails where a host fails or is lost, or where a
+    /// Waits until no host is in a state for which `is_before` holds. Fails if a host fails or is lost, or if a
     /// signal comes first.
     fn wait_for_all(&mut self, is_before: impl Fn(&HostState) -> bool) -> Result<(), Failure> {
         loop {
@@ -430,7 +430,7 @@ impl<'a> Job<'a> {
     }
 
     /// Returns a message for a host whose unmount did not finish, with the command that recovers its data. Returns
-    /// `None` where the host never had a mount.
+    /// `None` if the host never had a mount.
     fn describe_lost(&self, host: &Host) -> Option<(String, u8)> {
         let backing = crate::text::path(host.mounted.as_ref()?.backing.as_path());
         let line = self
@@ -490,7 +490,7 @@ impl<'a> Job<'a> {
         }
     }
 
-    /// Waits for the next event, and updates the state of the hosts from it. Returns the event, or `None` where nothing
+    /// Waits for the next event, and updates the state of the hosts from it. Returns the event, or `None` if nothing
     /// happened for [`LOST_CHECK_INTERVAL`].
     fn next_event(&mut self) -> Option<JobEvent> {
         // After a stop of this process (Ctrl-Z), old messages wait in the queue. They are taken first, so that no live

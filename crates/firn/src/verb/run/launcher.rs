@@ -22,7 +22,7 @@ use crate::failure::{FAILED, Failure};
 /// Where the hosts of a run come from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(super) enum LauncherKind {
-    /// The job that the command runs in, or this host where there is none.
+    /// The job that the command runs in, or this host if there is none.
     Auto,
     /// This host.
     Local,
@@ -79,7 +79,7 @@ impl Program {
 /// Returns the launcher that the command line and the environment ask for.
 ///
 /// By default, the hosts are those of the enclosing job of a resource manager. Outside such a job, the run has this
-/// host only. Fails where the hosts of the job or of the user's file cannot be read.
+/// host only. Fails if the hosts of the job or of the user's file cannot be read.
 pub(super) fn choose_launcher(matches: &ArgMatches) -> Result<Box<dyn Launcher>, Failure> {
     let remote_shell = || -> Vec<String> {
         let shell = matches.get_one::<String>("remote-shell");
@@ -113,7 +113,7 @@ pub(super) fn choose_launcher(matches: &ArgMatches) -> Result<Box<dyn Launcher>,
     }
 }
 
-/// Returns an environment variable, or `None` where it is unset, empty, or not valid text.
+/// Returns an environment variable, or `None` if it is unset, empty, or not valid text.
 fn variable(name: &str) -> Option<String> {
     std::env::var(name).ok().filter(|value| !value.is_empty())
 }
@@ -125,7 +125,7 @@ const HOSTS_BYTES_MAX: usize = 4 << 20;
 
 /// Runs a command of a resource manager that prints host names, separated by white space. Returns the names.
 ///
-/// Fails where the command fails, exceeds its timeout, or prints no name. The error then names the options with which
+/// Fails if the command fails, exceeds its timeout, or prints no name. The error then names the options with which
 /// the user can do without the command.
 fn query_hosts(command: Command) -> Result<Vec<String>, Failure> {
     let program = command.get_program().to_string_lossy().into_owned();

@@ -59,7 +59,7 @@ pub(super) struct MountSetup {
     pub(super) default_prefix: String,
     /// Options of the mount.
     pub(super) options: Options,
-    /// Whether a host may choose frontend=preload where FUSE cannot be used.
+    /// Whether a host may choose frontend=preload if FUSE cannot be used.
     pub(super) may_choose_frontend: bool,
     /// Content of the file for `ROMIO_HINTS`. `None` means that there is no such file.
     pub(super) romio_hints: Option<String>,
@@ -74,7 +74,7 @@ pub(super) struct MountSetup {
 /// What hosts send for the report of a run. Each host also sends its own record.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct ReportWanted {
-    /// The host that lists the checkpoints, where all hosts see the same files. `None` means that each host lists its
+    /// The host that lists the checkpoints, if all hosts see the same files. `None` means that each host lists its
     /// own.
     pub(super) checkpoints_by: Option<String>,
 }
@@ -84,7 +84,7 @@ pub(super) struct ReportWanted {
 pub(super) struct Keep {
     /// Number of whole checkpoints that stay.
     pub(super) count: u32,
-    /// The host that removes the others, where all hosts see the same files. `None` means that each host removes its
+    /// The host that removes the others, if all hosts see the same files. `None` means that each host removes its
     /// own.
     pub(super) by: Option<String>,
 }
@@ -143,7 +143,7 @@ pub(super) struct MountedHost {
     pub(super) backing: BytePath,
     /// Whether the preload library alone serves the files, without FUSE.
     pub(super) is_tree: bool,
-    /// Path of the file with ROMIO hints, where there is one.
+    /// Path of the file with ROMIO hints, if there is one.
     pub(super) romio_hints: Option<BytePath>,
 }
 
@@ -225,7 +225,7 @@ impl<R: BufRead> MessageReader<R> {
         }
     }
 
-    /// Adds a line of output. Returns the message that the line completes, or `None` where more fragments must follow.
+    /// Adds a line of output. Returns the message that the line completes, or `None` if more fragments must follow.
     ///
     /// A line that is not part of a valid message is returned as it is.
     fn add_line(&mut self, line: &str) -> Option<Output> {
@@ -254,7 +254,7 @@ impl<R: BufRead> MessageReader<R> {
 impl<R: BufRead> Iterator for MessageReader<R> {
     type Item = Output;
 
-    /// Returns the next piece of output. Returns `None` at the end of the output, or where reading fails.
+    /// Returns the next piece of output. Returns `None` at the end of the output, or if reading fails.
     fn next(&mut self) -> Option<Output> {
         loop {
             let mut line = Vec::new();

@@ -25,7 +25,7 @@ impl RunDirs {
     /// Creates the directories that are missing, with mode 0700, and returns both.
     ///
     /// Without a `prefix`, the mount point is `default` in the runtime directory. Without a `backing`, a directory in the
-    /// runtime directory is created for the names of the files. Fails where a directory cannot be created.
+    /// runtime directory is created for the names of the files. Fails if a directory cannot be created.
     pub(super) fn create(
         prefix: Option<PathBuf>,
         default: &str,

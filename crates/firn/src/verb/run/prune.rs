@@ -33,7 +33,7 @@ pub(super) fn prune_until(
     }
 }
 
-/// Removes old checkpoints once. Returns the failures to remove a checkpoint. Fails where firnd cannot list the
+/// Removes old checkpoints once. Returns the failures to remove a checkpoint. Fails if firnd cannot list the
 /// checkpoints.
 fn prune_once(prefix: &Path, keep: usize) -> Result<Vec<Failure>, Failure> {
     let directory = Directory::open(firn_client::find(prefix)?)?;

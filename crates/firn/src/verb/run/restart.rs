@@ -70,7 +70,7 @@ enum LocalState {
 /// Files that are here already are not fetched.
 ///
 /// Where the host had no partner, or the partner has no copies, it prints a notice and returns without an error. Fails
-/// where the present partner cannot be reached, or where a file cannot be restored.
+/// if the present partner cannot be reached, or if a file cannot be restored.
 pub(super) fn restore(host: &str, prefix: &Path, backing: &Path) -> Result<(), Failure> {
     let say_backing_only = |why: &str| {
         output::say(&format!("{why}: {host} restarts from what the backing has"));
@@ -108,7 +108,7 @@ pub(super) fn restore(host: &str, prefix: &Path, backing: &Path) -> Result<(), F
     Ok(())
 }
 
-/// Restores what `host` held from the copies on one partner. Returns false where that partner has none.
+/// Restores what `host` held from the copies on one partner. Returns false if that partner has none.
 fn restore_from(partner: &str, host: &str, prefix: &Path, backing: &Path) -> Result<bool, Failure> {
     let route = Route::Backing {
         dir: backing.to_owned(),
@@ -164,7 +164,7 @@ impl Restart<'_> {
         Ok(())
     }
 
-    /// Returns the state of a file here, or `None` where the entry is no regular file.
+    /// Returns the state of a file here, or `None` if the entry is no regular file.
     fn local_state(&self, entry: &Entry) -> Option<LocalState> {
         let EntryKind::File { bytes, .. } = entry.kind else {
             return None;
@@ -291,7 +291,7 @@ fn last_name(path: &Path) -> &OsStr {
     path.file_name().unwrap_or_default()
 }
 
-/// Creates a directory. An existing name is accepted: where it is no directory, the next step below it fails.
+/// Creates a directory. An existing name is accepted: if it is no directory, the next step below it fails.
 fn make_dir(dir: &OwnedFd, name: &OsStr, mode: u32) -> Result<(), Errno> {
     match mkdirat(dir, name, Mode::RWXU) {
         Ok(()) => {

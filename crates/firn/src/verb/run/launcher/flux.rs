@@ -24,7 +24,7 @@ pub(super) fn is_in_instance() -> bool {
 }
 
 impl Flux {
-    /// Asks Flux for the hosts of the enclosing instance. Fails where Flux does not answer.
+    /// Asks Flux for the hosts of the enclosing instance. Fails if Flux does not answer.
     pub(super) fn of_instance() -> Result<Self, Failure> {
         let mut command = Command::new("flux");
         command.args(["hostlist", "--expand", "instance"]);

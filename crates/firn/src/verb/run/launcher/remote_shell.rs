@@ -33,7 +33,7 @@ pub(super) fn is_in_pbs_job() -> bool {
 }
 
 impl RemoteShell {
-    /// Reads the hosts from a file. Fails where the file cannot be read, or names no valid hosts.
+    /// Reads the hosts from a file. Fails if the file cannot be read, or names no valid hosts.
     pub(super) fn of_file(file: &Path, shell: Vec<String>) -> Result<Self, Failure> {
         let shown = text::path(file);
         let mut list = String::new();
@@ -69,7 +69,7 @@ impl RemoteShell {
 
 /// Parses a list of hosts. The first word of each line is a host; the number of processes in `n17:4` is ignored.
 ///
-/// Returns each host once. Fails where the list has no host, or a word that cannot be a host. The error says which.
+/// Returns each host once. Fails if the list has no host, or a word that cannot be a host. The error says which.
 fn parse_hosts(list: &str) -> Result<Vec<String>, String> {
     let mut hosts: Vec<String> = Vec::new();
     for line in list.lines() {

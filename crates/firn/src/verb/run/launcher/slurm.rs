@@ -59,7 +59,7 @@ pub(in crate::verb::run) struct Slurm {
 
 /// Returns whether this process has a Slurm job in which it should start a step for the mounts.
 ///
-/// It should not where it is one of several processes of a step, because the others use the same hosts. It need not
+/// It should not if it is one of several processes of a step, because the others use the same hosts. It need not
 /// where it runs on the only host of the job.
 pub(super) fn is_in_job() -> bool {
     let number = |name: &str| variable(name).and_then(|value| value.parse::<u32>().ok());
@@ -72,7 +72,7 @@ pub(super) fn is_in_job() -> bool {
 }
 
 impl Slurm {
-    /// Asks Slurm for the hosts of the enclosing job. Fails outside a job, and where Slurm does not answer.
+    /// Asks Slurm for the hosts of the enclosing job. Fails outside a job, and if Slurm does not answer.
     pub(super) fn of_job() -> Result<Self, Failure> {
         let (Some(job), Some(list)) = (variable(JOB), variable(HOST_LIST)) else {
             let why = format!(
