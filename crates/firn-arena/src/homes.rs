@@ -54,6 +54,7 @@ pub(crate) struct Homes {
 }
 
 impl Homes {
+    /// Returns the homes of chunks that are all free.
     pub(crate) fn new(chunks: u32) -> Self {
         let gate = |_| ChunkGate {
             home: AtomicU32::new(NOWHERE),
@@ -74,6 +75,7 @@ impl Homes {
         }
     }
 
+    /// Sets the home of a chunk. `None` means that the chunk is free or that its home is unknown.
     pub(crate) fn set(&self, chunk: u32, home: Option<Home>) {
         let word = match home {
             None => NOWHERE,

@@ -44,6 +44,7 @@ impl LingeringWriters {
         }
     }
 
+    /// Adds a writer. No other lingering writer may have its slab.
     pub(crate) fn add(&self, writer: LingeringWriter) {
         let mut writers = self.writers.lock();
         debug_assert!(

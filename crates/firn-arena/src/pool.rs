@@ -162,6 +162,7 @@ pub(crate) fn numa_node_of(geometry: &Geometry, topology: &Topology, slot: u32) 
 }
 
 impl Pool {
+    /// Returns the pool of an empty arena: all slots and chunks are free.
     pub(crate) fn new(geometry: Geometry, topology: Topology) -> Self {
         let mut numa_nodes: Vec<NumaNode> = std::iter::repeat_with(NumaNode::default)
             .take(topology.count())

@@ -42,6 +42,9 @@ pub(crate) fn scan(tables: &Tables, damage: &mut Vec<Damage>, live: &mut dyn FnM
     }
 }
 
+/// Reads the records of a slab. Passes the live pieces to `live`, and adds what is damaged to `damage`.
+///
+/// A slab that is free, or that is leased again during each of [`TRIES`] reads, has no pieces.
 fn scan_slab(
     tables: &Tables,
     slab: SlabRef,
@@ -74,6 +77,7 @@ fn scan_slab(
     }
 }
 
+/// Reads the records of a slab once. Only records of the lease `generation` are live.
 fn read_records(tables: &Tables, slab: SlabRef, class: Class, generation: u64) -> Records {
     let mut records_read = Records::default();
     let published = tables.published(slab).load(Ordering::Acquire);

@@ -131,6 +131,7 @@ impl Tables {
 
     // ---- records -----------------------------------------------------------------------------
 
+    /// Returns the word of a piece record at the byte offset `word` in the record.
     pub(crate) fn record_word(&self, record: PieceRef, word: u64) -> &AtomicU64 {
         debug_assert!(
             record.record < self.geometry.records_per_chunk(),

@@ -83,6 +83,8 @@ impl Topology {
         (!ids.is_empty()).then(|| Self::new(ids, of_cpu, orders))
     }
 
+    /// Returns a topology. `of_cpu` contains the node of each CPU, and `orders` contains for each node all nodes, the
+    /// nearest first. Nodes are numbered by their position in `ids`.
     fn new(ids: Vec<u32>, of_cpu: Vec<u32>, orders: Vec<Vec<u32>>) -> Self {
         for (node, order) in orders.iter().enumerate() {
             debug_assert_eq!(

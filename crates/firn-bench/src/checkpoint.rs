@@ -115,7 +115,7 @@ impl CheckpointArgs {
     ) -> anyhow::Result<Vec<CheckpointCandidate<'a>>> {
         let native = prepared.dir.join("native");
         std::fs::create_dir_all(&native)?;
-        let mut all = vec![CheckpointCandidate::plain(
+        let mut all = vec![CheckpointCandidate::without_preload(
             "native",
             native.clone(),
             native,
@@ -140,7 +140,7 @@ impl CheckpointArgs {
             let point = work.join(format!("mount-{own}"));
             let mount = firn.mount(&behind, &point, &format!("close={close}{more}"))?;
             let candidate =
-                CheckpointCandidate::plain(name, behind, point, WriteTarget::Firn(mount));
+                CheckpointCandidate::without_preload(name, behind, point, WriteTarget::Firn(mount));
             all.push(CheckpointCandidate {
                 preload: preload.cloned(),
                 ..candidate
@@ -149,7 +149,7 @@ impl CheckpointArgs {
         if self.backing != Kind::Local {
             let behind = prepared.dir.join("large");
             std::fs::create_dir_all(&behind)?;
-            all.push(CheckpointCandidate::plain(
+            all.push(CheckpointCandidate::without_preload(
                 "large writes",
                 behind.clone(),
                 behind,
@@ -164,7 +164,7 @@ impl CheckpointArgs {
                 },
                 &dir,
             )?;
-            all.push(CheckpointCandidate::plain(
+            all.push(CheckpointCandidate::without_preload(
                 "FUSE sink",
                 work.to_owned(),
                 dir,
@@ -276,7 +276,13 @@ enum WriteTarget<'a> {
 }
 
 impl<'a> CheckpointCandidate<'a> {
-    fn plain(name: &'static str, behind: PathBuf, dir: PathBuf, target: WriteTarget<'a>) -> Self {
+    /// Returns a candidate whose processes do not load the preload library.
+    fn without_preload(
+        name: &'static str,
+        behind: PathBuf,
+        dir: PathBuf,
+        target: WriteTarget<'a>,
+    ) -> Self {
         Self {
             name,
             behind,
@@ -307,6 +313,7 @@ impl<'a> CheckpointCandidate<'a> {
         Ok(dir)
     }
 
+    /// Removes the checkpoint in `dir`.
     fn remove(&self, dir: &Path, tasks: &[Task]) -> anyhow::Result<()> {
         for task in tasks {
             std::fs::remove_file(path_of(task))?;

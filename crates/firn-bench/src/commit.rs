@@ -133,6 +133,7 @@ impl CommitArgs {
         }
     }
 
+    /// Sets up all candidates in the prepared backing.
     fn candidates<'a>(
         &self,
         prepared: &Prepared,
@@ -240,7 +241,7 @@ impl CommitArgs {
             std::fs::remove_dir_all(&dir)?;
             Ok(vec![taken.sample()])
         })?;
-        add(report, [name], samples);
+        add_cases(report, [name], samples);
         judge(report, FILES_GOAL, Limit::Most(1.15));
         Ok(())
     }
@@ -286,7 +287,7 @@ impl CommitArgs {
         for dir in prepared {
             std::fs::remove_dir_all(dir)?;
         }
-        add(report, [name], samples);
+        add_cases(report, [name], samples);
         judge(report, SMALL_GOAL, Limit::Most(3.0));
         judge_commit(report, Limit::Most(1.5));
         Ok(())
@@ -316,7 +317,8 @@ impl CommitArgs {
 const FILES_GOAL: &str = "new files, time until durable";
 const SMALL_GOAL: &str = "small files, time until durable";
 
-fn add(report: &mut Report, names: impl IntoIterator<Item = String>, samples: Vec<Named>) {
+/// Adds a case to the report for each of `names`, with the samples of `measure`.
+fn add_cases(report: &mut Report, names: impl IntoIterator<Item = String>, samples: Vec<Named>) {
     for (name, samples) in names.into_iter().zip(samples) {
         report.add(name, samples);
     }
@@ -374,6 +376,7 @@ struct Passthrough {
 }
 
 impl Passthrough {
+    /// Mounts a FUSE file system that passes every request on to a directory below `dir`.
     fn start(dir: &Path) -> anyhow::Result<Self> {
         let (behind, through) = (dir.join("passthrough.b"), dir.join("passthrough"));
         std::fs::create_dir_all(&behind)?;
@@ -409,6 +412,7 @@ struct ChangeCost {
 }
 
 impl ChangeCost {
+    /// Returns the cost as the sample of a candidate.
     fn sample(&self) -> Sample {
         vec![
             ("closed", "s", self.closed_s),

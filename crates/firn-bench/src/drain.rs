@@ -164,6 +164,7 @@ impl DrainArgs {
         Ok(report)
     }
 
+    /// Mounts Firn with an arena that has room for two checkpoints.
     fn mount<'a>(
         &self,
         firn: &'a Firn,
@@ -197,7 +198,7 @@ impl DrainArgs {
             None => training.step_rate()?,
             Some(mounted) => {
                 let drained_before = mounted.mount.counters()?.drain_bytes;
-                self.write(firn, &mounted.mount)?;
+                self.write_checkpoint(firn, &mounted.mount)?;
                 let rate = training.step_rate()?;
                 drained = mounted.mount.counters()?.drain_bytes - drained_before;
                 remove(&mounted.mount)?;
@@ -214,7 +215,7 @@ impl DrainArgs {
 
     /// Measures how fast the checkpoint drains after its close, while no program computes.
     fn drain_rate(&self, firn: &Firn, mounted: &Mounted<'_>) -> anyhow::Result<Sample> {
-        self.write(firn, &mounted.mount)?;
+        self.write_checkpoint(firn, &mounted.mount)?;
         let begin = Instant::now();
         let left = self.size() - mounted.drained_bytes().min(self.size());
         // Not by `firn status`, a process each time: it would compete for the CPUs.
@@ -229,7 +230,8 @@ impl DrainArgs {
         Ok(vec![("drained", "MiB/s", rate)])
     }
 
-    fn write(&self, firn: &Firn, mount: &Mount<'_>) -> anyhow::Result<()> {
+    /// Writes the checkpoint in a process that loads the preload library.
+    fn write_checkpoint(&self, firn: &Firn, mount: &Mount<'_>) -> anyhow::Result<()> {
         let task = Task::Write {
             path: mount.path().join("checkpoint"),
             runs: vec![(self.size() >> 20, 1 << 20)],

@@ -383,10 +383,12 @@ fn find_firn(bench: &Path) -> anyhow::Result<PathBuf> {
         })
 }
 
+/// Returns a command that runs `firn` with this runtime directory, without a standard input, and in a process group of
+/// its own.
 fn command(program: &Path, runtime_dir: &Path) -> Command {
     use std::os::unix::process::CommandExt;
     let mut command = Command::new(program);
-    // firnd must not get the terminal's Ctrl-C: the benchmark unmounts it.
+    // The process group keeps Ctrl-C of the terminal away from firnd, because the benchmark unmounts in that case.
     command
         .env("FIRN_RUNTIME_DIR", runtime_dir)
         .stdin(Stdio::null())

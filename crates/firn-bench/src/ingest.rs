@@ -52,6 +52,7 @@ struct Setting {
 }
 
 impl Setting {
+    /// Returns the name of the case in the report.
     fn name(&self) -> String {
         let Self {
             write_bytes,
@@ -198,6 +199,7 @@ impl IngestArgs {
         Ok(())
     }
 
+    /// Mounts Firn with a backing that discards data. The guard removes the arena.
     fn mount_firn(&self, setting: &Setting, work: &Path) -> anyhow::Result<(Mounted, Guard)> {
         let backing = work.join("backing");
         let mount_point = work.join("firn");
@@ -218,6 +220,7 @@ impl IngestArgs {
         ))
     }
 
+    /// Lets all writers write one file each at the same time, and removes the files.
     fn measure(&self, server: &Mounted, setting: &Setting) -> anyhow::Result<Sample> {
         let count = (self.total_bytes() / u64::from(self.writers) / setting.write_bytes).max(1);
         let path = |writer| server.path().join(format!("rank{writer}"));

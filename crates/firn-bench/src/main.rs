@@ -82,6 +82,7 @@ impl Program for CommandLine {
     }
 }
 
+/// Runs a benchmark and publishes its report, or runs this process's part of one.
 fn measure(benchmark: Benchmark) -> anyhow::Result<()> {
     match benchmark {
         Benchmark::Worker => worker::main::<worker::Task>(),

@@ -93,6 +93,7 @@ impl MetaArgs {
         Ok(report)
     }
 
+    /// Makes the directories of all candidates.
     fn candidates<'a>(
         &self,
         work: &WorkDir,

@@ -143,6 +143,7 @@ impl PullArgs {
         Ok(report)
     }
 
+    /// Measures the parts that the options select.
     fn measure_parts(
         &self,
         site: &Site<'_>,
@@ -179,6 +180,7 @@ impl PullArgs {
         Ok(rounds)
     }
 
+    /// Measures transfers to tmpfs of the other host.
     fn measure_network(
         &self,
         site: &Site<'_>,
@@ -253,6 +255,7 @@ impl PullArgs {
         Ok(())
     }
 
+    /// Measures pulls to a disk of the other host.
     fn measure_disk(
         &self,
         site: &Site<'_>,
@@ -285,6 +288,7 @@ impl PullArgs {
         Ok(())
     }
 
+    /// Measures a program that writes to the mount while the checkpoint is pulled.
     fn measure_writer(
         &self,
         site: &Site<'_>,
@@ -333,10 +337,12 @@ fn by_candidate<const COUNT: usize>(
     candidates
 }
 
+/// Returns a rate as the sample of a candidate.
 fn rate_of(bytes_per_s: f64) -> Sample {
     vec![("throughput", "MB/s", bytes_per_s / MB)]
 }
 
+/// Starts the agent of the mount on the source host.
 fn start_agent(
     firn: &Firn,
     mount: &Mount<'_>,
@@ -352,6 +358,7 @@ fn start_agent(
 }
 
 impl Site<'_> {
+    /// Writes the same random files to the mount and to tmpfs.
     fn write_checkpoint(&self) -> anyhow::Result<()> {
         for dir in [&self.source, &self.plain] {
             std::fs::create_dir_all(dir)?;
@@ -365,19 +372,23 @@ impl Site<'_> {
         Ok(())
     }
 
+    /// Returns the rate of a transfer of the checkpoint.
     fn rate(&self, elapsed_s: f64) -> Sample {
         rate_of(self.bytes as f64 / elapsed_s)
     }
 
+    /// Returns the processor time of the source for each GiB.
     fn cost(&self, transfer: &Transfer) -> Sample {
         let cost = transfer.source_cpu_s / (self.bytes as f64 / GIB);
         vec![("cost", "s/GiB", cost)]
     }
 
+    /// Pulls the checkpoint over TCP, and removes the copy.
     fn pull(&self, target: &Path, encrypt: &str) -> anyhow::Result<Transfer> {
         self.pull_by("tcp", target, encrypt)
     }
 
+    /// Pulls the checkpoint with this transport, and removes the copy.
     fn pull_by(&self, transport: &str, target: &Path, encrypt: &str) -> anyhow::Result<Transfer> {
         let agent = self.agent.pid();
         let before = cpu::seconds_of(agent);
@@ -391,6 +402,7 @@ impl Site<'_> {
         })
     }
 
+    /// Returns the command that pulls the checkpoint on the other host.
     fn pull_command(&self, target: &Path, encrypt: &str) -> Command {
         let mut pull = self
             .firn
@@ -410,12 +422,15 @@ impl Site<'_> {
         network::send_bare(sender, receiver, &self.link.address(1), &self.plain, target)
     }
 
+    /// Copies the checkpoint on the source host with cp(1), and removes the copy. Returns the seconds that this took.
     fn copy(&self, target: &Path) -> anyhow::Result<f64> {
         let elapsed_s = time(Command::new("cp").arg("-r").arg(&self.source).arg(target))?;
         std::fs::remove_dir_all(target)?;
         Ok(elapsed_s)
     }
 
+    /// Copies the checkpoint to the other host from a daemon of rsync(1), and removes the copy. Returns the seconds that
+    /// this took.
     fn rsync(&self, target: &Path, memory: &Path) -> anyhow::Result<f64> {
         let address = self.link.address(1);
         let config = memory.join("rsyncd.conf");
@@ -477,6 +492,7 @@ impl Site<'_> {
         Ok(((WRITERS * count) << 20) as f64 / elapsed_s)
     }
 
+    /// Measures as [`Site::write_beside`] does, while the checkpoint is pulled again and again.
     fn write_while_pulled(&self, memory: &Path) -> anyhow::Result<f64> {
         let stop = AtomicBool::new(false);
         let target = memory.join("copy");

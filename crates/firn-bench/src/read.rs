@@ -83,6 +83,7 @@ impl ReadArgs {
         Ok(report)
     }
 
+    /// Sets up all candidates.
     fn candidates<'a>(
         &self,
         work: &WorkDir,

@@ -58,10 +58,12 @@ impl RestartArgs {
         self.size.unwrap_or(self.common.choose(128 << 20, 16 << 20))
     }
 
-    fn most(&self) -> u32 {
+    /// Returns the largest number of reading processes.
+    fn processes_max(&self) -> u32 {
         self.processes().into_iter().max().unwrap_or(1)
     }
 
+    /// Returns the numbers of reading processes to measure.
     fn processes(&self) -> Vec<u32> {
         self.processes
             .iter()
@@ -89,7 +91,7 @@ impl RestartArgs {
         };
         let candidates = self.candidates(&work, &firn, mount.as_ref())?;
         for candidate in &candidates {
-            candidate.prepare(self.most(), self.size())?;
+            candidate.prepare(self.processes_max(), self.size())?;
         }
         let settings: Vec<(u32, u64)> = self
             .block_size
@@ -124,9 +126,9 @@ impl RestartArgs {
             report.add_points(name, vec![point], names.zip(samples).collect());
         }
         bar.finish_and_clear();
-        judge(&mut report);
+        add_goals(&mut report);
         for candidate in &candidates {
-            candidate.remove(self.most())?;
+            candidate.remove(self.processes_max())?;
         }
         if !self.common.baseline_only {
             self.measure_held_file(&firn, &work, &mut report)?;
@@ -155,6 +157,7 @@ impl RestartArgs {
         files.remove()
     }
 
+    /// Mounts Firn with room for all files in memory, and with the additional options `more`.
     fn mount<'a>(
         &self,
         firn: &'a Firn,
@@ -164,8 +167,8 @@ impl RestartArgs {
     ) -> anyhow::Result<Mount<'a>> {
         let chunk_bytes = 4 << 20;
         // Beside the files: what their writers lease, and the part that settling leaves to writers.
-        let files =
-            u64::from(self.most()) * (self.size().next_multiple_of(chunk_bytes) + 3 * chunk_bytes);
+        let files = u64::from(self.processes_max())
+            * (self.size().next_multiple_of(chunk_bytes) + 3 * chunk_bytes);
         let arena_bytes = (files + files / 16).next_multiple_of(chunk_bytes);
         let options = format!("drain=demand,close=held,fsync=held,arena-size={arena_bytes},{more}");
         let mount = firn.mount(
@@ -177,6 +180,7 @@ impl RestartArgs {
         Ok(mount)
     }
 
+    /// Sets up all candidates.
     fn candidates<'a>(
         &self,
         work: &WorkDir,
@@ -189,7 +193,7 @@ impl RestartArgs {
         let behind = memory.join("plain");
         make_region(
             &region,
-            u64::from(self.most()) * self.size().next_multiple_of(2 << 20),
+            u64::from(self.processes_max()) * self.size().next_multiple_of(2 << 20),
         )?;
         std::fs::create_dir(&tmpfs)?;
         std::fs::create_dir(&behind)?;
@@ -243,7 +247,8 @@ impl RestartArgs {
     }
 }
 
-fn judge(report: &mut Report) {
+/// Adds the goals for the ratios of all cases.
+fn add_goals(report: &mut Report) {
     let ratios = |of: &str, to: &str| -> Vec<f64> {
         report
             .cases
@@ -262,6 +267,7 @@ fn judge(report: &mut Report) {
 }
 
 impl RestartCandidate<'_> {
+    /// Returns the file that the process `rank` reads. Returns `None` for the shared region.
     fn file(&self, rank: u32) -> Option<PathBuf> {
         let dir = match &self.target {
             WriteTarget::Shared(_) => return None,
@@ -297,6 +303,7 @@ impl RestartCandidate<'_> {
         worker::run_with(self.preload(), &missing).map(drop)
     }
 
+    /// Lets `count` processes read one file each, with `block` bytes in each read.
     fn measure(&self, count: u32, size: u64, block: u64) -> anyhow::Result<Sample> {
         let task = |rank| match (&self.target, self.file(rank)) {
             (WriteTarget::Shared(path), _) => {

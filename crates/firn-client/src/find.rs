@@ -238,6 +238,7 @@ fn without_trailing_slashes(path: &Path) -> BytePath {
     bytes.into()
 }
 
+/// Reads the table of mounts that this process sees.
 fn read_mountinfo() -> Result<Vec<Entry>, ClientError> {
     const PATH: &str = "/proc/self/mountinfo";
     let bytes = std::fs::read(PATH).map_err(|error| ClientError::Io {

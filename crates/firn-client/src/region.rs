@@ -200,6 +200,8 @@ unsafe impl Send for View {}
 unsafe impl Sync for View {}
 
 impl View {
+    /// Maps `bytes` bytes of a file from `offset` on, at an address that is suitable for huge pages. Fails if the file
+    /// is shorter.
     fn new(file: impl AsFd, path: &BytePath, offset: u64, bytes: u64) -> Result<Self, MountError> {
         let failed = |errno| MountError::System {
             what: "map",

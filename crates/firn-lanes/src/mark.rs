@@ -30,6 +30,7 @@ impl Mark {
         bytes
     }
 
+    /// Parses the bytes of a mark. Returns `None` if they have the wrong length.
     fn from_bytes(bytes: &[u8]) -> Option<Self> {
         let (primary, link) = bytes.split_at_checked(16)?;
         Some(Self {

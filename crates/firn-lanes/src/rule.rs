@@ -217,6 +217,7 @@ fn sum_numbers(name: &[u8]) -> Option<u64> {
     numbers.reduce(u64::wrapping_add)
 }
 
+/// Returns the value of decimal digits, modulo 2^64.
 fn parse_digits(digits: &[u8]) -> u64 {
     digits.iter().fold(0, |number: u64, digit| {
         number

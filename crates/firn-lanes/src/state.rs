@@ -135,6 +135,7 @@ impl Progress {
         }
     }
 
+    /// Returns the figures of the lane for the status.
     fn figures(&self) -> LaneFigures {
         let hangs = self.hangs(|_| true);
         LaneFigures {

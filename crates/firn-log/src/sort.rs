@@ -175,6 +175,7 @@ struct MergedLayers<I> {
 }
 
 impl<I: Iterator<Item = Result<Layer>>> MergedLayers<I> {
+    /// Merges sources of layers. Fails if the first layer of a source cannot be read.
     fn new(sources: impl Iterator<Item = I>) -> Result<Self> {
         let mut merged = Self {
             sources: sources.collect(),

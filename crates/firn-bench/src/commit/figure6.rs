@@ -1,7 +1,7 @@
 //! Repeats figure 6 of the CprFS paper: reads and writes the records of one file as iozone does, with a checkpoint after
 //! each phase that writes.
 
-use super::{BEHIND, CommitArgs, CommitCandidate, FIRN, IN_PLACE, NATIVE, PRELOAD, add};
+use super::{BEHIND, CommitArgs, CommitCandidate, FIRN, IN_PLACE, NATIVE, PRELOAD, add_cases};
 use crate::backing::Kind;
 use crate::durable;
 use crate::report::{Limit, Report};
@@ -19,6 +19,7 @@ struct Phase {
     paper: f64,
 }
 
+/// Makes one line of [`PHASES`].
 const fn phase(name: &'static str, write: bool, random: bool, paper: f64) -> Phase {
     Phase {
         name,
@@ -85,7 +86,7 @@ pub(super) fn run(
             std::fs::remove_file(&path)?;
             Ok(samples)
         })?;
-        add(
+        add_cases(
             report,
             PHASES
                 .iter()
@@ -93,15 +94,16 @@ pub(super) fn run(
             samples,
         );
     }
-    judge(report, args.backing != Kind::Local);
+    add_goals(report, args.backing != Kind::Local);
     Ok(())
 }
 
-fn judge(report: &mut Report, is_remote: bool) {
+/// Adds the goals for all phases. `is_remote` says whether the backing is a network file system.
+fn add_goals(report: &mut Report, is_remote: bool) {
     for phase in &PHASES {
         let limit = match (phase.write, phase.random) {
             (true, false) if phase.name == "write" && is_remote => Limit::Least(1.3),
-            // The paper's own is slower there, and no goal was set.
+            // The file system of the paper is slower than its baseline here, so there is no goal.
             (true, false) => continue,
             _ => Limit::Least(0.95),
         };

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use super::{CommitArgs, NO_RULES, RULES, WRITE_BYTES, add};
+use super::{CommitArgs, NO_RULES, RULES, WRITE_BYTES, add_cases};
 use anyhow::Context as _;
 
 use crate::cpu;
@@ -47,6 +47,7 @@ fn all_rules(firn: &Firn, work: &Path) -> anyhow::Result<String> {
     Ok(names.join(":"))
 }
 
+/// Mounts Firn over a new directory of `dir`.
 fn mount<'a>(
     (firn, work): (&'a Firn, &Path),
     dir: &Path,
@@ -144,7 +145,7 @@ pub(super) fn run(
     let samples = measure(args, &mounts, |mounted, round| {
         create_files(mounted, round, count)
     })?;
-    add(report, [format!("{count} files of no rule")], vec![samples]);
+    add_cases(report, [format!("{count} files of no rule")], vec![samples]);
     judge(report, "created", Limit::Least(0.97));
     let bytes = args
         .size
@@ -154,11 +155,12 @@ pub(super) fn run(
         "save of {}, committed by a rule or synced",
         size_text(bytes)
     );
-    add(report, [title], vec![samples]);
+    add_cases(report, [title], vec![samples]);
     judge(report, "durable", Limit::Most(1.05));
     Ok(())
 }
 
+/// Adds a goal for the ratio of a metric with rules to that without rules, in the last case.
 fn judge(report: &mut Report, metric: &str, limit: Limit) {
     let ratio = report
         .cases

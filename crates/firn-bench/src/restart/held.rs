@@ -75,9 +75,9 @@ impl<'a> Files<'a> {
         let plain = files.mounts.plain.path().join("image");
         let pages = files.mounts.pages.path().join("image");
         for path in [&files.native, &plain, &pages] {
-            write(path, bytes)?;
+            write_with_worker(path, bytes)?;
         }
-        read(&files.native, bytes, false, None)?;
+        read_with_worker(&files.native, bytes, false, None)?;
         Ok(files)
     }
 
@@ -85,6 +85,7 @@ impl<'a> Files<'a> {
         self.mounts.memory.path().join("image")
     }
 
+    /// Returns all ways to read the file. The baseline comes first.
     fn ways(&self) -> Vec<ReadWay<'_>> {
         let preload = Some(self.mounts.preload.as_path());
         let held = self.mounts.plain.path().join("image");
@@ -131,7 +132,7 @@ impl<'a> Files<'a> {
                         Before::ForgetPages => forget_pages(&way.path)?,
                         Before::WriteAnew => settling.push(self.write_memory_file()?),
                     }
-                    samples.push(read(&way.path, self.bytes, mmap, way.preload)?);
+                    samples.push(read_with_worker(&way.path, self.bytes, mmap, way.preload)?);
                 }
             }
             let names = ways.iter().map(|way| way.name.to_owned());
@@ -144,6 +145,7 @@ impl<'a> Files<'a> {
         self.judge_memory(report)
     }
 
+    /// Adds goals for the last case: the rates of the ways that read a memory file.
     fn judge(&self, report: &mut Report, way: &str, least: f64) {
         for name in [
             MEMORY_FIRST,
@@ -159,6 +161,7 @@ impl<'a> Files<'a> {
         }
     }
 
+    /// Adds a goal for the memory that the file uses in the arena.
     fn judge_memory(&self, report: &mut Report) -> anyhow::Result<()> {
         let used = self.mounts.memory.number("arena_used_bytes")?;
         let ratio = used as f64 / self.bytes as f64;
@@ -176,7 +179,7 @@ impl<'a> Files<'a> {
         }
         let before = mount.number("settled_bytes")?;
         let cpu_before = mount.cpu_s();
-        write(&path, self.bytes)?;
+        write_with_worker(&path, self.bytes)?;
         let closed_ns = crate::cpu::now_ns();
         mount.wait_settled(before + self.bytes)?;
         let gib = self.bytes as f64 / GIB;
@@ -206,7 +209,8 @@ impl<'a> Files<'a> {
     }
 }
 
-fn write(path: &Path, bytes: u64) -> anyhow::Result<()> {
+/// Writes the file with a worker.
+fn write_with_worker(path: &Path, bytes: u64) -> anyhow::Result<()> {
     let task = Task::Write {
         path: path.to_owned(),
         runs: vec![(bytes / BLOCK_BYTES, BLOCK_BYTES)],
@@ -222,7 +226,13 @@ fn forget_pages(path: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn read(path: &Path, bytes: u64, mmap: bool, preload: Option<&Path>) -> anyhow::Result<Sample> {
+/// Reads the file once with a worker.
+fn read_with_worker(
+    path: &Path,
+    bytes: u64,
+    mmap: bool,
+    preload: Option<&Path>,
+) -> anyhow::Result<Sample> {
     let task = Task::Read {
         path: path.to_owned(),
         bytes: BLOCK_BYTES,

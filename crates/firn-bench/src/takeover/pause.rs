@@ -180,6 +180,7 @@ struct Shared {
 }
 
 impl Writer {
+    /// Starts a thread that overwrites the blocks of `file` again and again.
     fn start(file: File) -> anyhow::Result<Self> {
         // A writer whose mount is gone may wait for ever: what it refers to stays until the benchmark ends.
         let shared: &'static Shared = Box::leak(Box::default());
@@ -223,6 +224,7 @@ impl Writer {
         Ok(*self.shared.longest.lock())
     }
 
+    /// Ends the thread. Fails if one of its writes failed.
     fn end(self) -> anyhow::Result<()> {
         self.shared.ends.store(true, Ordering::Relaxed);
         let ended = self.thread.join();

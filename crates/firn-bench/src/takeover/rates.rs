@@ -69,6 +69,7 @@ pub(super) fn measure(
     Ok(())
 }
 
+/// Mounts Firn with the option `name`.
 fn mount<'a>(firn: &'a Firn, work: &WorkDir, name: &'static str) -> anyhow::Result<Candidate<'a>> {
     let options = format!("drain=demand,close=held,fsync=held,arena-size=512M,{name}");
     let backing = work.subdir(&format!("{name}.b"))?;
@@ -78,6 +79,7 @@ fn mount<'a>(firn: &'a Firn, work: &WorkDir, name: &'static str) -> anyhow::Resu
 }
 
 impl Candidate<'_> {
+    /// Measures the creation of `count` empty files.
     fn create(&self, count: u64) -> anyhow::Result<Sample> {
         let dir = self.mount.path().join("names");
         std::fs::create_dir(&dir)?;
@@ -91,6 +93,7 @@ impl Candidate<'_> {
         Ok(rate(count, worker::elapsed_s(&outcomes)))
     }
 
+    /// Measures `count` writes to one file.
     fn write(&self, count: u64) -> anyhow::Result<Sample> {
         let path: PathBuf = self.mount.path().join("file");
         let task = Task::Write {

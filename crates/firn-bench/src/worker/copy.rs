@@ -102,26 +102,32 @@ pub fn make_region(path: &Path, bytes: u64) -> anyhow::Result<()> {
 
 /// A shared mapping at an address that is suitable for huge pages.
 struct Map {
+    /// Address of the first byte of the mapped part of the file.
     at: *mut u8,
+    /// Number of mapped bytes.
     len: usize,
-    room: (*mut u8, usize),
+    /// Address and size of the reserved addresses, in which the mapping lies.
+    reserved: (*mut u8, usize),
 }
 
 impl Map {
+    /// Maps `len` bytes of a file from `offset` on.
     fn of(path: &Path, offset: u64, len: usize) -> anyhow::Result<Self> {
         let file = File::options().read(true).write(true).open(path);
         let file = file.with_context(|| format!("cannot open {}", path.display()))?;
         let (none, both) = (ProtFlags::empty(), ProtFlags::READ | ProtFlags::WRITE);
         let reserve = MapFlags::PRIVATE | MapFlags::NORESERVE;
-        let room = len + HUGE_BYTES;
-        // SAFETY: new memory, wherever the kernel likes; the second mapping replaces a part of it.
+        let reserved_bytes = len + HUGE_BYTES;
+        // SAFETY: the first mapping is new and at an address that the kernel chooses. The second mapping replaces a part
+        // of it, which nothing refers to.
         unsafe {
-            let start = mmap_anonymous(std::ptr::null_mut(), room, none, reserve)?.cast::<u8>();
+            let start =
+                mmap_anonymous(std::ptr::null_mut(), reserved_bytes, none, reserve)?.cast::<u8>();
             let at = start.add(start.align_offset(HUGE_BYTES));
             let map = Self {
                 at,
                 len,
-                room: (start, room),
+                reserved: (start, reserved_bytes),
             };
             mmap(
                 at.cast(),
@@ -144,6 +150,6 @@ impl Map {
 impl Drop for Map {
     fn drop(&mut self) {
         // SAFETY: what `of` reserved, the mapping within it included.
-        let _ = unsafe { munmap(self.room.0.cast(), self.room.1) };
+        let _ = unsafe { munmap(self.reserved.0.cast(), self.reserved.1) };
     }
 }

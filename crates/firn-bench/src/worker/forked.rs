@@ -44,6 +44,7 @@ pub(super) struct Prepared {
 }
 
 impl ForkedWrite {
+    /// Allocates the memory, touches it, and forks a child if the task says so.
     pub(super) fn prepare(&self) -> anyhow::Result<Prepared> {
         let len = self.bytes as usize;
         // SAFETY: new private memory at an address of the kernel's choice; `Prepared` alone has it until it is unmapped.

@@ -36,6 +36,7 @@ impl Steps {
     }
 }
 
+/// Does one thread's part of a step.
 fn compute(numbers: &mut [f32; NUMBERS]) {
     for _ in 0..PASSES {
         for number in numbers.iter_mut() {

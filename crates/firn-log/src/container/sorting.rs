@@ -76,6 +76,7 @@ impl<B: Backing> Container<B> {
         }
     }
 
+    /// Returns the sorter for the index of a writer.
     fn sorter<'a>(&'a self, base: &'a B, writer: &'a Writer) -> Sorter<'a, B> {
         Sorter {
             base,
