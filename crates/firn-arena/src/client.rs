@@ -235,7 +235,7 @@ impl Arena {
         });
     }
 
-    /// Returns the piece of record `index` of the lease; `None` if it is not published. Fails if it breaks the rules.
+    /// Returns the piece of record `index` of the lease. Returns `None` if it is not published. Fails if it breaks the rules.
     fn client_piece(
         &self,
         lease: &ClientLease,

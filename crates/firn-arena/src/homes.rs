@@ -66,7 +66,7 @@ impl Homes {
         }
     }
 
-    /// Returns the home of a chunk; `None` if it is free or its home is unknown.
+    /// Returns the home of a chunk. Returns `None` if it is free or its home is unknown.
     pub(crate) fn get(&self, chunk: u32) -> Option<Home> {
         match self.chunks[chunk as usize].home.load(Ordering::Acquire) {
             NOWHERE => None,

@@ -564,7 +564,7 @@ impl Arena {
 
     /// Returns a memory file to fill with a file that needs `slots` slots: an idle one of that length, or a new one.
     ///
-    /// `None` means that `slots` is 0, or more than a memory file can have. [`Arena::end_memory_file`] ends the filling.
+    /// Returns `None` if `slots` is 0, or more than a memory file can have. [`Arena::end_memory_file`] ends the filling.
     pub fn begin_memory_file(&self, slots: u32) -> Result<Option<Arc<MemoryFile>>, Errno> {
         if slots == 0 || slots > MEMORY_FILE_SLOTS_MAX {
             return Ok(None);
@@ -597,7 +597,7 @@ impl Arena {
 
     /// Leases part `index` of a memory file, as one slab. Called by the thread that fills memory files.
     ///
-    /// If the part has no slot yet, a free slot is lent to it, unless at most `spare` slots are free. `None` means that no
+    /// If the part has no slot yet, a free slot is lent to it, unless at most `spare` slots are free. Returns `None` if no
     /// slot is available.
     pub fn lease_memory_slot(
         &self,
@@ -622,7 +622,7 @@ impl Arena {
         Ok(Some(lease))
     }
 
-    /// Moves a free slot from the arena's file to part `index` of a memory file. Returns the slot. `None` means that at
+    /// Moves a free slot from the arena's file to part `index` of a memory file. Returns the slot. Returns `None` if at
     /// most `spare` slots are free. After an error the slot is in the arena's file, and free.
     fn lend_slot(
         &self,
@@ -678,7 +678,7 @@ impl Arena {
         self.memory_files.end_filling(file);
     }
 
-    /// Returns the memory file of a chunk, and the offset of the chunk in it. `None` means that the chunk is in no
+    /// Returns the memory file of a chunk, and the offset of the chunk in it. Returns `None` if the chunk is in no
     /// memory file.
     pub fn memory_file_of(&self, chunk: u32) -> Option<(Arc<MemoryFile>, u64)> {
         let Some(Home::Memory(slot)) = self.homes.get(chunk) else {

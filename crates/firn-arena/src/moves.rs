@@ -77,7 +77,7 @@ pub struct SpillFigures {
 }
 
 impl Arena {
-    /// Returns the spill file, to be read. `None` means that the arena has none, or it could not be opened at attach.
+    /// Returns the spill file, to be read. Returns `None` if the arena has none, or it could not be opened at attach.
     pub fn spill_file(&self) -> Option<&Arc<SpillFile>> {
         self.spill.file()
     }
@@ -109,7 +109,7 @@ impl Arena {
                 .lock()
                 .can_move(&|chunk| !self.homes.is_held(chunk))
     }
-    /// Returns the slot that has a chunk's data. `None` means that the chunk is free, or its home word is damaged.
+    /// Returns the slot that has a chunk's data. Returns `None` if the chunk is free, or its home word is damaged.
     pub fn home(&self, chunk: u32) -> Option<Home> {
         self.homes.get(chunk)
     }
@@ -128,7 +128,7 @@ impl Arena {
 
     // ---- data --------------------------------------------------------------------------------
 
-    /// Returns the offset in the arena's file of byte `position` of the slab's chunk; `None` if the chunk is not in
+    /// Returns the offset in the arena's file of byte `position` of the slab's chunk. Returns `None` if the chunk is not in
     /// memory.
     fn in_memory(&self, slab: SlabRef, position: u32) -> Option<u64> {
         match self.homes.get(slab.chunk) {
@@ -151,7 +151,7 @@ impl Arena {
     }
 
     /// Returns the file that contains pending bytes, for readers that open or map files by themselves. The answer holds
-    /// while the slab is pinned. `None` means that the spill file is gone, or the chunk's home word is damaged.
+    /// while the slab is pinned. Returns `None` if the spill file is gone, or the chunk's home word is damaged.
     pub fn locate_bytes(&self, slab: SlabRef, position: u32) -> Option<Located> {
         if let Some((file, start)) = self.memory_file_of(slab.chunk) {
             return Some(Located::MemoryFile(file, start + u64::from(position)));

@@ -402,7 +402,7 @@ impl Pool {
         &mut self.numa_nodes[numa_node].free_slabs[class_index(class)]
     }
 
-    /// Takes a free slab of `class` for a writer that runs near the NUMA node `near`. `None` means that no node has one.
+    /// Takes a free slab of `class` for a writer that runs near the NUMA node `near`. Returns `None` if no node has one.
     ///
     /// The slab comes from the nearest node that has a free slab of the class, or a free slot of memory. If the node has
     /// only a free slot, a free chunk gets that slot and is divided into slabs of the class.
@@ -551,7 +551,7 @@ impl Pool {
 
     // ---- slots of memory files -----------------------------------------------------------------
 
-    /// Takes a free slot that is to be lent to a memory file. `None` means that at most `spare` slots are free.
+    /// Takes a free slot that is to be lent to a memory file. Returns `None` if at most `spare` slots are free.
     ///
     /// The caller ends the exchange with [`Pool::put_lent_slot`] or [`Pool::put_free_slot`].
     pub(crate) fn take_slot_to_lend(&mut self, spare: u32) -> Option<u32> {
@@ -587,7 +587,7 @@ impl Pool {
         self.check_sometimes();
     }
 
-    /// Takes an idle slot that is to be moved back to the arena's file. `None` means that no slot is idle.
+    /// Takes an idle slot that is to be moved back to the arena's file. Returns `None` if no slot is idle.
     ///
     /// The caller ends the exchange with [`Pool::put_returned_slot`] or [`Pool::put_stuck_slot`].
     pub(crate) fn take_idle_slot(&mut self) -> Option<u32> {
@@ -661,7 +661,7 @@ impl Pool {
                 .all(|numa_node| numa_node.free_slots.is_empty())
     }
 
-    /// Gives a free chunk an idle slot, as one slab of the class `Whole`, and leases that slab. `None` means that no chunk
+    /// Gives a free chunk an idle slot, as one slab of the class `Whole`, and leases that slab. Returns `None` if no chunk
     /// is free, or that the slot is not idle.
     pub(crate) fn take_idle_chunk(&mut self, slot: u32) -> Option<TakenSlab> {
         if self.free_chunks.is_empty() || !self.idle_slots.remove(&slot) {
@@ -687,7 +687,7 @@ impl Pool {
     // ---- moves -------------------------------------------------------------------------------
 
     /// Begins to move a chunk to the spill file. It is the chunk that has rested longest of those for which `may_move`
-    /// returns true. `None` means that there is no such chunk, or no free slot in the spill file.
+    /// returns true. Returns `None` if there is no such chunk, or no free slot in the spill file.
     ///
     /// The caller ends the move with [`Pool::finish_move`] or [`Pool::abandon_move`].
     pub(crate) fn begin_move(

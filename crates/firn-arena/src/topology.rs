@@ -48,7 +48,7 @@ impl Topology {
         Self::try_read(root).unwrap_or_else(Self::one)
     }
 
-    /// Reads the nodes; `None` if a file that is needed cannot be read or is not valid.
+    /// Reads the nodes. Returns `None` if a file that is needed cannot be read or is not valid.
     fn try_read(root: &Path) -> Option<Self> {
         let text = |name: &str| std::fs::read_to_string(root.join(name)).ok();
         let online = parse_list(&text("online")?)?;

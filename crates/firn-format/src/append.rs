@@ -140,7 +140,7 @@ impl SlabCursor {
         self.room_at(u64::from(self.next), len)
     }
 
-    /// Returns room for up to `len` bytes of a new piece at `offset` of its file, by the page rule. `None` means that the
+    /// Returns room for up to `len` bytes of a new piece at `offset` of its file, by the page rule. Returns `None` if the
     /// slab has no free byte or no free record.
     pub fn room_for_piece(&self, offset: u64, len: u64) -> Option<Room> {
         if !self.has_record() {

@@ -381,7 +381,7 @@ impl<B: Backing> Lanes<B> {
         Ok((parent.child_inode(name, inode), attr))
     }
 
-    /// Returns the file to which a link leads, with the attributes of the file in the lane. `None` means that the link
+    /// Returns the file to which a link leads, with the attributes of the file in the lane. Returns `None` if the link
     /// is not Firn's own.
     fn follow(&self, link: &B::Inode, attr: &Attr) -> Result<Option<(PlacedFile<B>, Attr)>> {
         let target = self.primary.readlink(link)?;
@@ -471,7 +471,7 @@ impl<B: Backing> Lanes<B> {
     }
 }
 
-/// Returns the name in the directory `lane` that a link with this text names. `None` means that the text names
+/// Returns the name in the directory `lane` that a link with this text names. Returns `None` if the text names
 /// something else.
 fn entry_below<'a>(lane: &OsStr, target: &'a [u8]) -> Option<&'a OsStr> {
     let entry = target.strip_prefix(lane.as_bytes())?.strip_prefix(b"/")?;

@@ -76,7 +76,7 @@ struct Rename {
 }
 
 impl Rename {
-    /// Returns the new path of a name if the rename is done; `None` if the name does not change.
+    /// Returns the new path of a name if the rename is done. Returns `None` if the name does not change.
     fn destination(&self, path: &[u8]) -> Option<Vec<u8>> {
         let new_path = replace_prefix(path, &self.from, &self.to);
         new_path.or_else(|| replace_prefix(path, &self.to, &self.from).filter(|_| self.exchange))
@@ -448,7 +448,7 @@ fn is_below(path: &[u8], top: &[u8]) -> bool {
         .is_some_and(|rest| rest.is_empty() || rest[0] == b'/')
 }
 
-/// Returns `path` with `from` at its start replaced by `to`; `None` if it is not at or below `from`.
+/// Returns `path` with `from` at its start replaced by `to`. Returns `None` if it is not at or below `from`.
 fn replace_prefix(path: &[u8], from: &[u8], to: &[u8]) -> Option<Vec<u8>> {
     is_below(path, from).then(|| [to, &path[from.len()..]].concat())
 }

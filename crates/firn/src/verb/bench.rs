@@ -47,6 +47,7 @@ pub const VERB: Verb = Verb {
     run,
 };
 
+/// Adds the arguments of the verb to its command.
 fn add_args(command: Command) -> Command {
     command.disable_help_flag(true).arg(
         Arg::new("args")

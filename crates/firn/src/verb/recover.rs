@@ -80,6 +80,7 @@ pub const VERB: Verb = Verb {
 /// Options that have an effect without a mount.
 const OPTIONS: [&str; 2] = ["arena-dir", "io-threads"];
 
+/// Adds the arguments of the verb to its command.
 fn args(command: Command) -> Command {
     let rows = OPTIONS
         .iter()

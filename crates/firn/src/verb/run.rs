@@ -99,6 +99,7 @@ pub const VERB: Verb = Verb {
     run,
 };
 
+/// Adds the arguments of the verb to its command.
 fn args(command: Command) -> Command {
     let directory = |id: &'static str, name: &'static str, help: &'static str| {
         Arg::new(id)
