@@ -2,7 +2,9 @@
 #![no_main]
 
 use arbitrary::Arbitrary;
-use firn_format::piece::{Checked, FILE_MAX, FROZEN, Piece, RawPiece, SEQUENCE_MAX, dead};
+use firn_format::piece::{
+    CheckedPiece, FILE_MAX, FROZEN, Piece, RawPiece, SEQUENCE_MAX, dead_seal,
+};
 use libfuzzer_sys::fuzz_target;
 
 #[derive(Arbitrary, Debug)]
@@ -30,9 +32,9 @@ fuzz_target!(|input: Input| {
     let seal = input.seal.unwrap_or_else(|| piece.seal(input.generation));
     let raw = RawPiece {
         seal,
-        ..piece.raw(input.generation)
+        ..piece.to_raw(input.generation)
     };
-    let is_dead = seal == dead(input.generation);
+    let is_dead = seal == dead_seal(input.generation);
     let start = u64::from(input.slab.0);
     let end = u64::from(input.slab.1);
     let fits = piece.len > 0
@@ -41,7 +43,7 @@ fuzz_target!(|input: Input| {
         && u64::from(piece.position) + u64::from(piece.len) <= end
         && piece.offset <= i64::MAX as u64 - u64::from(piece.len);
     match raw.check(input.generation, start, end) {
-        Ok(Checked::Live(found)) => {
+        Ok(CheckedPiece::Live(found)) => {
             assert!(!is_dead);
             assert_eq!(found.seal(input.generation), seal & !FROZEN);
             assert!(u64::from(found.position) >= start);
@@ -49,7 +51,7 @@ fuzz_target!(|input: Input| {
             assert!(found.offset + u64::from(found.len) <= i64::MAX as u64);
             assert!(input.seal.is_some() || (fits && found == piece));
         }
-        Ok(Checked::Dead) => assert!(is_dead),
+        Ok(CheckedPiece::Dead) => assert!(is_dead),
         Err(_) => assert!(
             input.seal.is_some() || !fits,
             "a sealed piece that fits its slab is refused"

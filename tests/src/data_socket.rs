@@ -290,9 +290,9 @@ impl DirectFile<'_> {
                 let word = self.client.word(record + at);
                 word.store(value, Ordering::Release);
             };
-            store(word::WHO, piece.who());
+            store(word::FILE, piece.file_word());
             store(word::OFFSET, piece.offset);
-            store(word::PLACE, piece.place());
+            store(word::POSITION, piece.position_word());
             store(word::SEAL, piece.seal(slab.generation));
         }
     }

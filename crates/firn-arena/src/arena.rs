@@ -81,19 +81,19 @@ impl Arena {
             listeners: Listeners::default(),
         }
     }
-    /// The layout of the file.
+    /// Returns the layout of the file.
     pub fn geometry(&self) -> &Geometry {
         &self.geometry
     }
-    /// The path of the file.
+    /// Returns the path of the file.
     pub fn path(&self) -> &Path {
         &self.path
     }
-    /// The superblock: the arena's identity, layout and backing directory.
+    /// Returns the superblock: the arena's identity, layout and backing directory.
     pub fn superblock(&self) -> &Superblock {
         &self.superblock
     }
-    /// The part of the mapping that the journal uses.
+    /// Returns the part of the mapping that the journal uses.
     pub fn journal_region(&self) -> JournalRegion {
         JournalRegion {
             map: Arc::clone(&self.map),
@@ -135,17 +135,18 @@ impl Arena {
             .u32(state_word::HOLDER_PID)
             .store(pid, Ordering::Release);
     }
-    /// Bytes of the slabs in use whose chunks are in memory.
+    /// Returns the bytes of the slabs in use whose chunks are in memory.
     pub fn used_bytes(&self) -> u64 {
-        self.pool.lock().used_bytes().0
+        self.pool.lock().used_bytes().memory
     }
 
-    /// The memory figures of each NUMA node.
+    /// Returns the memory figures of each NUMA node.
     pub fn numa_node_figures(&self) -> Vec<NumaNodeFigures> {
         self.pool.lock().numa_node_figures()
     }
 
-    /// Allocates memory for all slots in order, in steps. Ends early when `go_on` returns false.
+    /// Allocates memory for all slots in order, in steps. Ends early when `go_on` returns false. Fails if there is too
+    /// little memory.
     pub fn populate(&self, go_on: &dyn Fn() -> bool) -> Result<(), Errno> {
         let start = self.geometry.slot_offset(0);
         let end = start + self.geometry.data_bytes();
@@ -164,12 +165,12 @@ impl Arena {
     }
 
     /// Asserts that the counts of slabs and chunks in use agree with the piece tables. No other thread may use the arena
-    /// meanwhile.
+    /// during this call.
     pub fn assert_invariants(&self) {
         let pool = self.pool.lock();
         pool.assert_invariants();
         for chunk in 0..self.geometry.chunks() {
-            let Some(class) = pool.class(chunk) else {
+            let Some(class) = pool.class_of(chunk) else {
                 continue;
             };
             assert_eq!(
@@ -201,7 +202,7 @@ impl Arena {
         is_used
     }
 
-    /// The file, for clients that map it by themselves.
+    /// Returns the file, for clients that map it by themselves.
     pub fn file(&self) -> rustix::fd::BorrowedFd<'_> {
         self.map.file()
     }

@@ -1,16 +1,18 @@
-//! Attaches to an existing arena: revokes the leases of earlier writers, reads the pieces, and rebuilds the counts.
+//! Attaches to an existing arena, for example after a crash of firnd.
 //!
-//! The order matters
-//! * client leases are revoked first, so that no client adds records during the scan;
-//! * the scan reads all piece records, of all chunks;
-//! * homes, memory files and the spill file are read, and what cannot be read is reported as damage;
-//! * the state in firnd's memory is restored: the pool of free chunks, the home of each chunk, the uses of each slab.
+//! Steps, whose order matters
+//! 1. Client leases of an earlier firnd are revoked, so that no client adds records during the scan.
+//! 2. The scan reads the piece records of all chunks.
+//! 3. The homes of chunks, the memory files and the spill file are read. Pieces whose bytes cannot be read are reported as
+//!    damage.
+//! 4. The state in firnd's memory is rebuilt: the pool of free chunks, the home of each chunk, and the uses of each slab.
 //!
-//! Pins
+//! A *pin* is a use of a slab, which keeps the slab from being freed
 //! * Each slab with a piece gets a pin. The caller counts the pieces that it keeps ([`Arena::keep_piece`]), and
 //!   [`Arena::free_unkept_slabs`] releases the pins. So no slab is freed before the caller has decided about all its
 //!   pieces.
-//! * Each slab of a lingering client gets a pin, which is released when the client has stopped or died.
+//! * Each slab of a lingering client, which may still store bytes into it, gets a pin. The pin is released when the client
+//!   has stopped or died.
 //! * A slab with a piece and a lingering client has both pins.
 
 use std::collections::{BTreeMap, HashSet};
@@ -28,7 +30,7 @@ use crate::create::prefer_numa_nodes;
 use crate::damage::Damage;
 use crate::homes::read_homes;
 use crate::lingering::{LingeringWriter, LingeringWriters, revoke_all};
-use crate::memory_files::{read_places, report_unreadable_slots};
+use crate::memory_files::{read_lent_slots, report_unreadable_slots};
 use crate::open::open_arena;
 use crate::refs::{PieceRef, SlabRef, Stored};
 use crate::scan::{report_unreadable, scan};
@@ -40,20 +42,30 @@ use crate::uses::PIN;
 /// A chunk that is in use when an arena is attached.
 struct UsedChunk {
     chunk: u32,
-    /// Sequence number of its newest piece. [`u64::MAX`]: its class is damaged.
+    /// Sequence number of its newest piece, or [`u64::MAX`] if its class is damaged.
     newest_sequence: u64,
-    /// The class of its slabs, and the slabs in use in order. `None`: the class is damaged.
-    class_and_slabs: Option<(Class, Vec<u32>)>,
+    /// How the chunk is divided. `None` means that its class word is damaged.
+    slabs: Option<UsedSlabs>,
+}
+
+/// The slabs in use of a chunk.
+struct UsedSlabs {
+    /// Class of all slabs of the chunk.
+    class: Class,
+    /// Indexes of the slabs in use, in order.
+    used: Vec<u32>,
 }
 
 impl Arena {
-    /// Attaches to an existing arena on one NUMA node. Returns it with the pieces and the damage that were read.
+    /// Attaches to an existing arena on a machine with one NUMA node. Returns the arena, its pieces, and the damage that
+    /// was found.
     ///
-    /// The leases of earlier writers end. The caller keeps the pieces that it needs ([`Arena::keep_piece`]) and then frees
-    /// the rest ([`Arena::free_unkept_slabs`]).
+    /// The leases of earlier writers end. The caller keeps the pieces that it needs ([`Arena::keep_piece`]), and then frees
+    /// all others ([`Arena::free_unkept_slabs`]).
     ///
-    /// If the spill file is gone or damaged, the attach succeeds and [`Arena::spill_fault`] says what is wrong. The pieces
-    /// in the unreadable part are reported as damage and stay pending; reads of them fail.
+    /// Fails if the file is not a valid arena of this user. If the spill file is gone or damaged, the attach succeeds, and
+    /// [`Arena::spill_fault`] says what is wrong. The pieces in the unreadable part are reported as damage and stay
+    /// pending. Reads of them fail.
     pub fn attach(path: &Path) -> Result<(Self, Vec<Stored>, Vec<Damage>), ArenaError> {
         Self::attach_on(path, &Topology::one())
     }
@@ -73,13 +85,14 @@ impl Arena {
         scan(&arena.tables, &mut damage, &mut |piece| stored.push(piece));
         arena.restore_sequence(&stored);
         let mut homes = read_homes(&arena.tables, &mut damage);
-        let mut slots = read_places(&arena.tables, &arena.memory_files, &arena.superblock.uuid);
-        report_unreadable_slots(&mut slots, &stored, &mut homes, &mut damage);
+        let mut lent_slots =
+            read_lent_slots(&arena.tables, &arena.memory_files, &arena.superblock.uuid);
+        report_unreadable_slots(&mut lent_slots, &stored, &mut homes, &mut damage);
         if arena.geometry.spill_count > 0 {
             arena.spill = SpillArea::from_opened(SpillFile::open(&arena.superblock, true));
             report_unreadable(&homes, &stored, &arena.spill, &mut damage);
         }
-        arena.adopt_memory_files(slots, &homes)?;
+        arena.map_lent_slots(lent_slots, &homes)?;
         arena.restore_allocation(&stored, &lingering, &homes);
         arena.lingering = LingeringWriters::new(lingering);
         Ok((arena, stored, damage))
@@ -105,7 +118,8 @@ impl Arena {
         }
     }
 
-    /// The chunks that are cut into slabs, with the class of the slabs. A chunk whose class is damaged is left out.
+    /// Returns the chunks that are cut into slabs, with the class of the slabs. A chunk whose class is damaged is left
+    /// out.
     fn chunk_classes(&self) -> Vec<(u32, Class)> {
         let class = |chunk| self.tables.class(chunk).ok().flatten();
         (0..self.geometry.chunks())
@@ -113,7 +127,7 @@ impl Arena {
             .collect()
     }
 
-    /// Restores the allocation in firnd's memory: marks each chunk, slot and slab in use, and all others as free.
+    /// Rebuilds the allocation state in firnd's memory: which chunks, slots and slabs are in use. All others are free.
     fn restore_allocation(
         &self,
         stored: &[Stored],
@@ -127,30 +141,25 @@ impl Arena {
             .filter_map(|chunk| homes[*chunk as usize])
             .collect();
         let mut pool = self.pool.lock();
-        pool.reserve(&|chunk| used_chunks.contains(&chunk), &|home| {
+        pool.reserve_used(&|chunk| used_chunks.contains(&chunk), &|home| {
             used_slots.contains(&home)
         });
-        // The oldest first: chunks move to the spill file in this order.
+        // Chunks move to the spill file in the order in which the pool adopts them, so the oldest is first.
         chunks.sort_unstable_by_key(|used| (used.newest_sequence, used.chunk));
-        for UsedChunk {
-            chunk,
-            class_and_slabs,
-            ..
-        } in chunks
-        {
+        for UsedChunk { chunk, slabs, .. } in chunks {
             let home = homes[chunk as usize];
             self.homes.set(chunk, home);
-            if let Some((class, slabs)) = class_and_slabs {
-                pool.adopt(chunk, class, &slabs, home);
+            if let Some(UsedSlabs { class, used }) = slabs {
+                pool.adopt_chunk(chunk, class, &used, home);
             }
         }
         let slabs_with_pieces: HashSet<SlabRef> =
             stored.iter().map(|found| found.record.slab).collect();
         for LingeringWriter { slab, .. } in lingering {
-            pool.lease_on(slab.chunk);
+            pool.add_lease(slab.chunk);
             self.uses.count_lease();
-            // `seal_used_slabs` set one pin. It is the pin of the lingering client unless the slab has pieces: then that one is
-            // released by `free_unkept_slabs`, and the client needs its own.
+            // `seal_used_slabs` has set one pin. If the slab has pieces, `free_unkept_slabs` releases that pin, and the
+            // lingering client needs a pin of its own.
             if slabs_with_pieces.contains(slab) {
                 self.uses.add(*slab, PIN);
             }
@@ -172,11 +181,12 @@ impl Arena {
         let mut chunks = Vec::new();
         for chunk in 0..self.geometry.chunks() {
             match (self.tables.class(chunk), used.remove(&chunk)) {
-                // The class is damaged, but the pieces may be valid. No slab of the chunk is leased while this arena is attached.
+                // The class is damaged, but the pieces may be valid. No slab of the chunk is leased while this arena is
+                // attached.
                 (Err(_), _) => chunks.push(UsedChunk {
                     chunk,
                     newest_sequence: u64::MAX,
-                    class_and_slabs: None,
+                    slabs: None,
                 }),
                 (Ok(Some(class)), Some((mut slabs, newest_sequence))) => {
                     slabs.sort_unstable();
@@ -185,7 +195,7 @@ impl Arena {
                     chunks.push(UsedChunk {
                         chunk,
                         newest_sequence,
-                        class_and_slabs: Some((class, slabs)),
+                        slabs: Some(UsedSlabs { class, used: slabs }),
                     });
                 }
                 _ => self.clear_chunk(chunk),

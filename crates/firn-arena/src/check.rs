@@ -11,7 +11,7 @@ use crate::ArenaError;
 use crate::damage::Damage;
 use crate::homes::read_homes;
 use crate::map::JournalRegion;
-use crate::memory_files::{MemoryFiles, read_places, report_unreadable_slots};
+use crate::memory_files::{MemoryFiles, read_lent_slots, report_unreadable_slots};
 use crate::open::open_arena;
 use crate::refs::Stored;
 use crate::scan::{report_unreadable, scan};
@@ -49,7 +49,7 @@ pub fn check(path: &Path) -> Result<Report, ArenaError> {
     scan(&tables, &mut damage, &mut |stored| pieces.push(stored));
     let mut homes = read_homes(&tables, &mut damage);
     let memory_files = MemoryFiles::new(path);
-    let mut slots = read_places(&tables, &memory_files, &superblock.uuid);
+    let mut slots = read_lent_slots(&tables, &memory_files, &superblock.uuid);
     report_unreadable_slots(&mut slots, &pieces, &mut homes, &mut damage);
     let spill = match geometry.spill_count {
         0 => SpillArea::default(),

@@ -20,7 +20,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use firn_format::data_socket::{OFFSET_MAX, Slab};
-use firn_format::piece::{Checked, FROZEN, Piece, poison};
+use firn_format::piece::{CheckedPiece, FROZEN, Piece, poison_seal};
 use firn_format::slab::{Class, SlabState, writer_idle};
 use firn_format::superblock::state_word;
 
@@ -78,15 +78,15 @@ pub struct AcceptedBytes {
 pub struct InvalidRecord(pub PieceRef);
 
 impl ClientLease {
-    /// The process that has the lease.
+    /// Returns the process that has the lease.
     pub fn pid(&self) -> u32 {
         self.pid
     }
-    /// The leased slab.
+    /// Returns the leased slab.
     pub fn slab(&self) -> SlabRef {
         self.lease.slab()
     }
-    /// Whether the lease was revoked.
+    /// Returns whether the lease was revoked.
     pub fn is_over(&self) -> bool {
         self.is_revoked
     }
@@ -99,8 +99,8 @@ impl ClientLease {
 }
 
 impl Arena {
-    /// Leases a slab to process `pid` for the file `file_id`, near `cpu`: of `class`, or of a smaller class if no such slab
-    /// is free. `None`: no slab is free.
+    /// Leases a slab to process `pid` for the file `file_id`, near `cpu`: of `class`, or of a smaller class if no such
+    /// slab is free. `None` means that no slab is free.
     pub fn lease_client(
         &self,
         class: Class,
@@ -235,7 +235,7 @@ impl Arena {
         });
     }
 
-    /// The piece of record `index` of the lease; `None` if it is not published. Fails if it breaks the rules.
+    /// Returns the piece of record `index` of the lease. Returns `None` if it is not published. Fails if it breaks the rules.
     fn client_piece(
         &self,
         lease: &ClientLease,
@@ -252,7 +252,7 @@ impl Arena {
             lease.lease.start().into(),
             lease.lease.end().into(),
         ) {
-            Ok(Checked::Live(piece))
+            Ok(CheckedPiece::Live(piece))
                 if piece.file == lease.file_id
                     && piece.sequence == lease.sequence + u64::from(index)
                     && piece.offset + u64::from(piece.len) <= OFFSET_MAX =>
@@ -265,7 +265,7 @@ impl Arena {
         }
     }
 
-    /// Whether the client has published anything in this lease.
+    /// Returns whether the client has published anything in this lease.
     pub fn client_has_begun(&self, lease: &ClientLease) -> bool {
         lease.accepted > 0 || !matches!(self.client_piece(lease, 0), Ok(None))
     }
@@ -312,7 +312,7 @@ impl Arena {
             // A later attach reads the records again. It must not accept the invalid record or any after it.
             for index in lease.accepted..lease.record_count {
                 self.record_seal(lease, index)
-                    .store(poison(lease.lease.generation()), Ordering::Release);
+                    .store(poison_seal(lease.lease.generation()), Ordering::Release);
             }
             if lease.accepted > 0 {
                 self.record_seal(lease, lease.accepted - 1)
@@ -352,7 +352,7 @@ impl Arena {
             let success = Ordering::SeqCst;
             let failure = Ordering::Relaxed;
             if seal
-                .compare_exchange(seal_before, poison(generation), success, failure)
+                .compare_exchange(seal_before, poison_seal(generation), success, failure)
                 .is_ok()
             {
                 return Ok(());
@@ -404,7 +404,7 @@ impl Arena {
 
     // ---- words of files ----------------------------------------------------------------------
 
-    /// The offset of word `index` in the arena's file, and its value.
+    /// Returns the offset of word `index` in the arena's file, and its value.
     pub fn file_word(&self, index: u32) -> (u64, u32) {
         let offset = self.geometry().word_offset(index);
         (offset, self.map.u32(offset).load(Ordering::Acquire))

@@ -200,6 +200,8 @@ struct NewFile {
 }
 
 impl NewFile {
+    /// Creates a file without a name in the directory of `path`. If the file system cannot do this, the file gets the
+    /// name `unfinished`; fails with EEXIST if that name exists.
     fn create(path: &Path, unfinished: &Path) -> Result<Self, Errno> {
         let mode = Mode::RUSR | Mode::WUSR;
         let dir = match path.parent() {

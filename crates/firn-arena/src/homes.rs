@@ -54,6 +54,7 @@ pub(crate) struct Homes {
 }
 
 impl Homes {
+    /// Returns the homes of chunks that are all free.
     pub(crate) fn new(chunks: u32) -> Self {
         let gate = |_| ChunkGate {
             home: AtomicU32::new(NOWHERE),
@@ -65,7 +66,7 @@ impl Homes {
         }
     }
 
-    /// The home of a chunk; `None` if it is free or its home is unknown.
+    /// Returns the home of a chunk. Returns `None` if it is free or its home is unknown.
     pub(crate) fn get(&self, chunk: u32) -> Option<Home> {
         match self.chunks[chunk as usize].home.load(Ordering::Acquire) {
             NOWHERE => None,
@@ -74,6 +75,7 @@ impl Homes {
         }
     }
 
+    /// Sets the home of a chunk. `None` means that the chunk is free or that its home is unknown.
     pub(crate) fn set(&self, chunk: u32, home: Option<Home>) {
         let word = match home {
             None => NOWHERE,
@@ -136,7 +138,7 @@ impl Homes {
         debug_assert!(guard_before > 0, "chunk {chunk} is not held");
     }
 
-    /// Whether a use without a time limit keeps the chunk where it is.
+    /// Returns whether a use without a time limit keeps the chunk where it is.
     pub(crate) fn is_held(&self, chunk: u32) -> bool {
         self.chunks[chunk as usize].held.load(Ordering::Acquire) > 0
     }

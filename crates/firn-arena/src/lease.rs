@@ -1,9 +1,9 @@
-//! Leases: a writer's right to fill a slab.
+//! Leases: a lease is one writer's exclusive right to fill a slab.
 //!
 //! Life of a lease
-//! * [`Arena::lease_slab`] takes a free slab from the pool, near the writer's CPU, and stores a new generation for it;
-//! * the writer reserves room, stores bytes and publishes pieces (`publish`);
-//! * [`Arena::seal_slab`] ends the lease: the slab takes no more bytes and is freed when nothing in it is pending.
+//! 1. [`Arena::lease_slab`] takes a free slab from the pool, near the writer's CPU, and stores a new generation for it.
+//! 2. The writer reserves room, stores bytes and publishes pieces (`publish`).
+//! 3. [`Arena::seal_slab`] ends the lease. The slab takes no more bytes, and is freed when nothing in it is pending.
 //!
 //! Invariants
 //! * A slab has one lease at a time. Piece records of earlier leases have another generation and count for nothing.
@@ -32,14 +32,14 @@ pub struct Lease {
 }
 
 impl Arena {
-    /// Leases a slab near the CPU of this thread: of `class`, or of a smaller class if no such slab is free. `None`: no
-    /// slab is free.
+    /// Leases a slab near the CPU of this thread: of `class`, or of a smaller class if no such slab is free. `None`
+    /// means that no slab is free.
     pub fn lease_slab(&self, class: Class) -> Option<Lease> {
         self.lease_slab_near(class, None)
     }
 
-    /// Does what [`Arena::lease_slab`] does, near `cpu` if it is given. A large slab of a far NUMA node is preferred to
-    /// a smaller one near by.
+    /// Leases a slab as [`Arena::lease_slab`] does, but near `cpu` if that is given. A slab of `class` on a far NUMA node is
+    /// preferred to a smaller slab on a near one.
     pub fn lease_slab_near(&self, class: Class, cpu: Option<u32>) -> Option<Lease> {
         self.free_lingering_slabs();
         if self.pool.lock().wants_idle_slot() {
@@ -52,7 +52,7 @@ impl Arena {
         let taken = classes
             .into_iter()
             .filter(|smaller| *smaller <= class)
-            .find_map(|class| pool.take(class, numa_node).map(|taken| (class, taken)));
+            .find_map(|class| pool.take_slab(class, numa_node).map(|taken| (class, taken)));
         let Some((class, taken)) = taken else {
             drop(pool);
             self.listeners.report_memory_used(self.geometry.chunk_count);
@@ -61,16 +61,16 @@ impl Arena {
         let lease = self.begin_lease(class, &taken);
         let memory_used = pool.memory_used();
         drop(pool);
-        if taken.cut.is_some() {
+        if taken.new_slot.is_some() {
             self.listeners.report_memory_used(memory_used);
         }
         Some(lease)
     }
 
-    /// Begins the lease of a slab that was taken from the pool. The pool must be locked: a thread that sees the chunk in
-    /// the pool then finds the chunk's class and home in its table.
+    /// Begins the lease of a slab that was taken from the pool. The caller has locked the pool, so that any thread that
+    /// sees the chunk in the pool also finds the chunk's class and home in its table.
     pub(crate) fn begin_lease(&self, class: Class, taken: &TakenSlab) -> Lease {
-        let generation = self.enter_lease(class, taken);
+        let generation = self.store_lease(class, taken);
         let &TakenSlab { chunk, slab, .. } = taken;
         let bytes = self.tables.bytes_of(class, slab);
         let records = self.tables.records_of(class, slab);
@@ -83,8 +83,12 @@ impl Arena {
 
     /// Stores a new lease in the tables and returns its generation. The state is stored last: after a crash before that,
     /// the slab is free.
-    fn enter_lease(&self, class: Class, taken: &TakenSlab) -> u64 {
-        let &TakenSlab { chunk, slab, cut } = taken;
+    fn store_lease(&self, class: Class, taken: &TakenSlab) -> u64 {
+        let &TakenSlab {
+            chunk,
+            slab,
+            new_slot,
+        } = taken;
         let slab_ref = SlabRef { chunk, slab };
         let generation = self
             .map
@@ -96,7 +100,7 @@ impl Arena {
         self.tables
             .generation(slab_ref)
             .store(generation, Ordering::Release);
-        if let Some(slot) = cut {
+        if let Some(slot) = new_slot {
             crash_point();
             self.store_home(chunk, Home::Memory(slot));
             crash_point();
@@ -108,7 +112,7 @@ impl Arena {
         generation
     }
 
-    /// Whether the leased slab is in the memory nearest to the CPU of this thread.
+    /// Returns whether the leased slab is in the memory nearest to the CPU of this thread.
     pub fn is_near(&self, lease: &Lease) -> bool {
         let Some(Home::Memory(slot)) = self.homes.get(lease.slab.chunk) else {
             return false;
@@ -117,18 +121,18 @@ impl Arena {
         numa_node_of(&self.geometry, pool.topology(), slot) == pool.topology().here()
     }
 
-    /// Whether nothing in the leased slab is pending.
+    /// Returns whether nothing in the leased slab is pending.
     pub fn is_idle(&self, lease: &Lease) -> bool {
         self.uses.is_only_leased(lease.slab)
     }
 
-    /// The bytes of memory that each writer could lease if there were one more. Half of the memory is for leases; the other
-    /// half is for data that waits for the drain.
+    /// Returns the bytes of memory that each writer could lease if there were one more. Half of the memory is for
+    /// leases; the other half is for data that waits for the drain.
     pub fn share_bytes(&self) -> u64 {
         self.geometry.data_bytes() / 2 / (u64::from(self.uses.leased()) + 1)
     }
 
-    /// Whether a slab of `class` or of a smaller class is free.
+    /// Returns whether a slab of `class` or of a smaller class is free.
     pub fn has_room(&self, class: Class) -> bool {
         self.free_lingering_slabs();
         let pool = self.pool.lock();
@@ -160,29 +164,30 @@ impl Arena {
 }
 
 impl Lease {
-    /// The leased slab.
+    /// Returns the leased slab.
     pub fn slab(&self) -> SlabRef {
         self.slab
     }
-    /// The size class of the slab.
+    /// Returns the size class of the slab.
     pub fn class(&self) -> Class {
         self.class
     }
     pub(crate) fn generation(&self) -> u64 {
         self.cursor.generation()
     }
-    /// Where the free bytes begin, in bytes from the start of the chunk. A new lease begins at the start of the slab.
+    /// Returns where the free bytes begin, in bytes from the start of the chunk. A new lease begins at the start of the
+    /// slab.
     pub(crate) fn start(&self) -> u32 {
         self.cursor.position()
     }
     pub(crate) fn end(&self) -> u32 {
         self.cursor.end()
     }
-    /// How many bytes are free.
+    /// Returns how many bytes are free.
     pub fn free_bytes(&self) -> u32 {
         self.cursor.free_bytes()
     }
-    /// The last piece that was published in this lease.
+    /// Returns the last piece that was published in this lease.
     pub fn last(&self) -> Option<PieceRef> {
         self.cursor.last().map(|(record, _)| PieceRef {
             slab: self.slab,
@@ -190,13 +195,13 @@ impl Lease {
         })
     }
 
-    /// Whether bytes of `file` at `offset` that are stored at `room` continue the last piece.
+    /// Returns whether bytes of `file` at `offset` that are stored at `room` continue the last piece.
     pub fn continues(&self, file: u64, offset: u64, room: Room) -> bool {
         self.cursor.continues(file, offset) && room.position == self.cursor.position()
     }
 
-    /// Returns room for up to `len` bytes of `file` at `offset`, by the page rule of `firn_format::append`. `None`: the
-    /// slab is full.
+    /// Returns room for up to `len` bytes of `file` at `offset`, by the page rule of `firn_format::append`. `None`
+    /// means that the slab is full.
     pub fn reserve(&self, file: u64, offset: u64, len: u64) -> Option<Room> {
         if !self.cursor.continues(file, offset) {
             return self.cursor.room_for_piece(offset, len);

@@ -120,7 +120,7 @@ pub struct Room {
     pub fitting_bytes: Option<u64>,
 }
 
-/// The message for [`ArenaError::NoRoom`]: what the arena needs, what is free, and what to do.
+/// Returns the message for [`ArenaError::NoRoom`]: what the arena needs, what is free, and what to do.
 fn describe_no_room(
     path: &str,
     arena_bytes: u64,
@@ -155,7 +155,7 @@ fn size_option(size_bytes: u64) -> String {
 }
 
 impl ArenaError {
-    /// The errno that fits the error best.
+    /// Returns the errno that fits the error best.
     pub fn errno(&self) -> rustix::io::Errno {
         match self {
             Self::Io { source, .. } => *source,

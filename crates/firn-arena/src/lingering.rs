@@ -12,7 +12,7 @@ use std::sync::atomic::Ordering;
 
 use firn_format::data_socket::OFFSET_MAX;
 use firn_format::geometry::WORDS_COUNT;
-use firn_format::piece::{Checked, FROZEN, poison};
+use firn_format::piece::{CheckedPiece, FROZEN, poison_seal};
 use firn_format::slab::{Class, WRITER_BUSY, writer_idle};
 use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags, Timespec};
@@ -44,6 +44,7 @@ impl LingeringWriters {
         }
     }
 
+    /// Adds a writer. No other lingering writer may have its slab.
     pub(crate) fn add(&self, writer: LingeringWriter) {
         let mut writers = self.writers.lock();
         debug_assert!(
@@ -86,7 +87,7 @@ pub(crate) fn take_writer_word(tables: &Tables, slab: SlabRef, generation: u64) 
     taken.map_or_else(|word| word != idle | WRITER_BUSY, |_| true)
 }
 
-/// Whether a process is alive. A process that cannot be seen from here counts as alive.
+/// Returns whether a process is alive. A process that cannot be seen from here counts as alive.
 fn is_alive(pid: u32) -> bool {
     let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) else {
         return true;
@@ -157,7 +158,7 @@ fn void_beyond_max(tables: &Tables, slab: SlabRef, class: Class, generation: u64
             tables
                 .load(record_ref)
                 .check(generation, bytes.start.into(), bytes.end.into());
-        if let Ok(Checked::Live(piece)) = checked
+        if let Ok(CheckedPiece::Live(piece)) = checked
             && piece.offset + u64::from(piece.len) > OFFSET_MAX
         {
             tracing::warn!(
@@ -168,7 +169,7 @@ fn void_beyond_max(tables: &Tables, slab: SlabRef, class: Class, generation: u64
             crash_point();
             tables
                 .seal(record_ref)
-                .store(poison(generation), Ordering::SeqCst);
+                .store(poison_seal(generation), Ordering::SeqCst);
         }
     }
 }
@@ -195,7 +196,7 @@ fn poison_slab(tables: &Tables, slab: SlabRef, class: Class, generation: u64) {
         // The exchange fails if the client publishes the record at this instant: then the loop looks at it again.
         let poisoned = seal.compare_exchange(
             seal_before,
-            poison(generation),
+            poison_seal(generation),
             Ordering::SeqCst,
             Ordering::Relaxed,
         );

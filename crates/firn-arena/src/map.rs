@@ -286,7 +286,7 @@ impl Drop for Map {
     }
 }
 
-/// The part of the arena that the journal uses.
+/// The part of the arena that the journal uses, as the medium of the journal.
 pub struct JournalRegion {
     pub(crate) map: Arc<Map>,
     pub(crate) offset: u64,

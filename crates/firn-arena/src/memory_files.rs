@@ -1,23 +1,26 @@
-//! Memory files: each holds the bytes of one large file in order, in huge pages.
+//! Memory files: each stores the bytes of one large file in order and in huge pages, so that they can be mapped and read
+//! like an ordinary file.
 //!
 //! Terms
-//! * A *memory file* is a tmpfs file beside the arena.
-//! * A *slot* is room for one chunk. It is in the arena's file, or it is *lent* to a memory file. For a lent slot the
-//!   arena's file has a hole, and the memory file is mapped at the slot's address. So readers of the slot's address read the
-//!   memory file, and the bytes use memory once.
-//! * The *word* of a slot says where its bytes are ([`firn_format::memory_file`]).
-//! * A memory file is *given away* once the kernel or another process may read it by itself. It is a *view* while the kernel
-//!   does so.
+//! * A *memory file* is a tmpfs file beside the arena's file.
+//! * A *slot* is memory for one chunk. Its bytes are in the arena's file, or it is *lent* to a memory file.
+//! * For a lent slot, the arena's file has a hole, and the memory file is mapped at the slot's address. So a reader of
+//!   that address reads the memory file, and the bytes take memory only once.
+//! * A lent slot without a chunk is *idle*.
+//! * The *place word* of a slot, in the arena, names the memory file to which the slot is lent
+//!   ([`firn_format::memory_file`]).
+//! * A memory file is *shared* once the kernel or another process may read it directly. It is a *view* while the kernel
+//!   has it open for readers.
 //!
 //! Promises
 //! * A slot is moved between the arena's file and a memory file only while no chunk is in it.
-//! * At every instant all of a slot is in one of the two. To move it, first the new place gets memory, then the word is
-//!   stored, then the old place loses its memory.
-//! * The bytes of a memory file that was given away ([`MemoryFile::reader`], [`Arena::begin_view`]) are never used for another
+//! * At every instant, the whole slot has memory in the file that its place word names. A move first allocates memory in
+//!   the new file, then stores the place word, and then frees the memory in the old file.
+//! * The memory of a shared file ([`MemoryFile::reader`], [`Arena::begin_view`]) is never used for the bytes of another
 //!   file.
-//! * A memory file keeps its name while it is a view, even without a slot, so that the next firnd finds it.
+//! * A view keeps its name, even if it has no slot, so that the next firnd finds it.
 //!
-//! Relies on: one thread makes memory files and fills them. Any thread may return idle slots.
+//! Relies on: one thread creates memory files and fills them. Any thread may return idle slots.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ffi::OsString;
@@ -48,15 +51,17 @@ use crate::tables::Tables;
 /// An open memory file.
 #[derive(Debug)]
 pub struct MemoryFile {
+    /// Number in the file's name.
     number: u16,
     file: OwnedFd,
-    /// Its slots, by index in the file.
+    /// The arena's slot that is lent to each part of the file. A part has the size of a chunk.
     slots: Mutex<Vec<Option<u32>>>,
-    /// Whether it was given away.
-    is_given: AtomicBool,
-    /// Whether it is being filled, so that it stays even without a slot. Changes under the lock of the table.
+    /// Whether the kernel or another process may read the file directly.
+    is_shared: AtomicBool,
+    /// Whether the file is being filled. Then it is not removed, even if it has no slot. Changes under the lock of the
+    /// table.
     is_being_filled: AtomicBool,
-    /// Whether it is a view, so that it stays even without a slot. Changes under the lock of the table.
+    /// Whether the file is a view. Then it is not removed, even if it has no slot. Changes under the lock of the table.
     is_view: AtomicBool,
 }
 
@@ -65,35 +70,40 @@ pub struct MemoryFile {
 pub struct MemoryFileFigures {
     /// Number of memory files.
     pub files: u32,
-    /// Size of all their slots.
+    /// Size of all slots that are lent to them.
     pub bytes: u64,
-    /// Size of those slots that hold no chunk and wait to be used again.
+    /// Size of the lent slots without a chunk, which wait to be used again.
     pub idle_bytes: u64,
 }
 
 /// The memory files of an arena.
 pub(crate) struct MemoryFiles {
-    /// Directory of the arena. `None`: it cannot be opened, so there are no memory files.
+    /// Directory of the arena. `None` means that it cannot be opened, so there are no memory files.
     dir: Option<OwnedFd>,
+    /// Name of the arena's file, from which the names of memory files are made.
     arena_name: OsString,
     table: Mutex<Table>,
 }
 
+/// The open memory files, and the slots that are lent to them.
 #[derive(Default)]
 struct Table {
+    /// The files by number.
     files: BTreeMap<u16, Arc<MemoryFile>>,
-    by_slot: HashMap<u32, SlotOfFile>,
+    /// The place of each lent slot.
+    places: HashMap<u32, SlotPlace>,
 }
 
-/// A slot of a memory file.
+/// The place of a lent slot: a part of a memory file, of the size of a chunk.
 #[derive(Clone, Debug)]
-struct SlotOfFile {
+struct SlotPlace {
     file: Arc<MemoryFile>,
+    /// Index of the part in the file.
     index: u16,
 }
 
 impl MemoryFile {
-    /// Returns the number in its name.
+    /// Returns the number in the file's name.
     pub fn number(&self) -> u16 {
         self.number
     }
@@ -103,7 +113,7 @@ impl MemoryFile {
         self.file.as_fd()
     }
 
-    /// Sets the length, to that of the file whose bytes it holds. No chunk of the arena may be beyond it.
+    /// Sets the length to that of the file whose bytes the memory file stores. No chunk may lie beyond that length.
     pub fn set_len(&self, len: u64) -> Result<(), Errno> {
         if rustix::fs::fstat(&self.file)?.st_size as u64 == len {
             return Ok(());
@@ -111,12 +121,12 @@ impl MemoryFile {
         rustix::fs::ftruncate(&self.file, len)
     }
 
-    /// Allocates memory for a range, without changing its bytes.
+    /// Allocates memory for a range, without changing its bytes. Fails if there is too little memory.
     pub fn reserve(&self, offset: u64, len: u64) -> Result<(), Errno> {
         rustix::fs::fallocate(&self.file, FallocateFlags::KEEP_SIZE, offset, len)
     }
 
-    /// Writes bytes at `offset`. Its readers see them.
+    /// Writes bytes at `offset`. All readers of the memory file see them.
     pub fn store(&self, mut offset: u64, mut bytes: &[u8]) -> Result<(), Errno> {
         while !bytes.is_empty() {
             match rustix::io::pwrite(&self.file, bytes, offset) {
@@ -146,10 +156,10 @@ impl MemoryFile {
         Ok(done)
     }
 
-    /// Returns a read-only descriptor for another process. The memory file is given away from now on.
+    /// Returns a read-only descriptor for another process. The memory file is shared from now on.
     pub fn reader(&self) -> Result<OwnedFd, Errno> {
         use std::os::fd::AsRawFd;
-        self.is_given.store(true, Ordering::Release);
+        self.is_shared.store(true, Ordering::Release);
         let path = format!("/proc/self/fd/{}", self.file.as_raw_fd());
         rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())
     }
@@ -158,18 +168,18 @@ impl MemoryFile {
         self.is_being_filled.load(Ordering::Acquire)
     }
 
-    /// Whether it must stay even without a slot.
-    fn is_held(&self) -> bool {
+    /// Returns whether the file must not be removed, even if it has no slot.
+    fn must_stay(&self) -> bool {
         self.is_being_filled() || self.is_view.load(Ordering::Acquire)
     }
 
-    fn is_empty(&self) -> bool {
+    fn has_no_slot(&self) -> bool {
         self.slots.lock().iter().all(Option::is_none)
     }
 
-    /// Whether it was given away.
-    pub fn is_given(&self) -> bool {
-        self.is_given.load(Ordering::Acquire)
+    /// Returns whether the kernel or another process may read the file directly.
+    pub fn is_shared(&self) -> bool {
+        self.is_shared.load(Ordering::Acquire)
     }
 }
 
@@ -193,7 +203,7 @@ impl MemoryFiles {
         memory_file_name(&self.arena_name, number)
     }
 
-    /// Opens an existing memory file. An error if another user could have made it.
+    /// Opens an existing memory file. The error says why it cannot be opened, or that another user could have made it.
     pub(crate) fn open(&self, number: u16) -> Result<Arc<MemoryFile>, String> {
         if let Some(file) = self.table.lock().files.get(&number) {
             return Ok(Arc::clone(file));
@@ -202,19 +212,19 @@ impl MemoryFiles {
         let name = self.name(number);
         let opened = firn_trust::open_private_file(dir, Path::new(&name), OFlags::RDWR);
         let file = opened.map_err(|error| error.to_string())?;
-        let file = self.enter(number, file);
-        // Whether an earlier firnd gave it away is not known, so it counts as given away.
-        file.is_given.store(true, Ordering::Release);
+        let file = self.add_to_table(number, file);
+        // An earlier firnd may have shared it.
+        file.is_shared.store(true, Ordering::Release);
         Ok(file)
     }
 
-    /// Adds an open memory file to the table.
-    fn enter(&self, number: u16, file: OwnedFd) -> Arc<MemoryFile> {
+    /// Adds an open memory file to the table, and returns it.
+    fn add_to_table(&self, number: u16, file: OwnedFd) -> Arc<MemoryFile> {
         let file = Arc::new(MemoryFile {
             number,
             file,
             slots: Mutex::default(),
-            is_given: AtomicBool::new(false),
+            is_shared: AtomicBool::new(false),
             is_being_filled: AtomicBool::new(false),
             is_view: AtomicBool::new(false),
         });
@@ -222,7 +232,7 @@ impl MemoryFiles {
         file
     }
 
-    /// Makes a memory file without slots, with the lowest free number.
+    /// Creates a memory file without slots, with the lowest free number. Fails with ENOSPC if no number is free.
     fn create(&self) -> Result<Arc<MemoryFile>, Errno> {
         let number = {
             let table = self.table.lock();
@@ -236,18 +246,18 @@ impl MemoryFiles {
                 .map_err(|error| error.errno())
         };
         let file = match create() {
-            // An arena that was removed has left this file.
+            // An earlier arena of this name was removed, and left this file.
             Err(Errno::EXIST) => {
                 rustix::fs::unlinkat(self.dir()?, &name, AtFlags::empty())?;
                 create()?
             }
             result => result?,
         };
-        Ok(self.enter(number, file))
+        Ok(self.add_to_table(number, file))
     }
 
-    /// Notes that slot `slot` is lent to a memory file, with this index there.
-    pub(crate) fn note_slot(&self, file: &Arc<MemoryFile>, index: u16, slot: u32) {
+    /// Records that `slot` is lent to a memory file, as its part `index`.
+    pub(crate) fn add_slot(&self, file: &Arc<MemoryFile>, index: u16, slot: u32) {
         let mut slots = file.slots.lock();
         if slots.len() <= usize::from(index) {
             slots.resize(usize::from(index) + 1, None);
@@ -257,73 +267,74 @@ impl MemoryFiles {
         let file = Arc::clone(file);
         self.table
             .lock()
-            .by_slot
-            .insert(slot, SlotOfFile { file, index });
+            .places
+            .insert(slot, SlotPlace { file, index });
     }
 
-    fn place(&self, slot: u32) -> Option<SlotOfFile> {
-        self.table.lock().by_slot.get(&slot).cloned()
+    /// Returns the place of a slot in a memory file, or `None` if the slot is in the arena's file.
+    fn place_of(&self, slot: u32) -> Option<SlotPlace> {
+        self.table.lock().places.get(&slot).cloned()
     }
 
-    /// Notes that a slot is in the arena's file again. Removes the memory file if it is unused.
-    fn forget_slot(&self, slot: u32) {
+    /// Records that a slot is in the arena's file again. Removes the memory file if it is unused.
+    fn remove_slot(&self, slot: u32) {
         let mut table = self.table.lock();
-        let Some(SlotOfFile { file, index }) = table.by_slot.remove(&slot) else {
+        let Some(SlotPlace { file, index }) = table.places.remove(&slot) else {
             return;
         };
         file.slots.lock()[usize::from(index)] = None;
         self.remove_if_unused(&mut table, &file);
     }
 
-    /// Removes a memory file that has no slot and no other use. Called under the lock of the table, because another memory file
-    /// may get the same number at once.
+    /// Removes a memory file if it has no slot and need not stay.
+    ///
+    /// The caller has locked the table. Otherwise a new memory file could get the same number between the check and the
+    /// removal.
     fn remove_if_unused(&self, table: &mut Table, file: &Arc<MemoryFile>) {
-        let entry = table.files.get(&file.number);
-        let is_in_table = entry.is_some_and(|entry| Arc::ptr_eq(entry, file));
-        if is_in_table && file.is_empty() && !file.is_held() {
+        if table.contains(file) && file.has_no_slot() && !file.must_stay() {
             table.files.remove(&file.number);
             self.unlink(file.number);
         }
     }
 
-    /// Notes that a new memory file is being filled.
+    /// Records that a new memory file is being filled.
     fn begin_filling(&self, file: &MemoryFile) {
         let _table = self.table.lock();
         file.is_being_filled.store(true, Ordering::Release);
     }
 
-    /// Notes that an existing memory file is being filled again. Returns false if it was removed meanwhile.
+    /// Records that an existing memory file is being filled again. Returns false if another thread has removed it.
     fn begin_filling_again(&self, file: &Arc<MemoryFile>) -> bool {
         let table = self.table.lock();
-        let entry = table.files.get(&file.number);
-        let is_in_table = entry.is_some_and(|entry| Arc::ptr_eq(entry, file));
+        let is_in_table = table.contains(file);
         if is_in_table {
             file.is_being_filled.store(true, Ordering::Release);
         }
         is_in_table
     }
 
-    /// Notes that no more slots are added to a memory file.
+    /// Records that no more slots are added to a memory file. Removes the file if it is unused.
     fn end_filling(&self, file: &Arc<MemoryFile>) {
         let mut table = self.table.lock();
         file.is_being_filled.store(false, Ordering::Release);
         self.remove_if_unused(&mut table, file);
     }
 
-    /// Notes that a memory file is a view.
+    /// Records that a memory file is a view, and so shared.
     fn begin_view(&self, file: &MemoryFile) {
         let _table = self.table.lock();
-        file.is_given.store(true, Ordering::Release);
+        file.is_shared.store(true, Ordering::Release);
         file.is_view.store(true, Ordering::Release);
     }
 
-    /// Notes that a memory file is no view any more.
+    /// Records that a memory file is no longer a view. Removes the file if it is unused.
     fn end_view(&self, file: &Arc<MemoryFile>) {
         let mut table = self.table.lock();
         file.is_view.store(false, Ordering::Release);
         self.remove_if_unused(&mut table, file);
     }
 
+    /// Removes the name of a memory file. A failure is logged.
     fn unlink(&self, number: u16) {
         let removed = self
             .dir()
@@ -333,11 +344,11 @@ impl MemoryFiles {
         }
     }
 
-    /// Removes the memory files beside the arena that have no slot of it and are no view.
+    /// Removes all memory files of this arena from its directory that have no slot and need not stay.
     pub(crate) fn remove_unused(&self) {
         let Ok(dir) = self.dir() else { return };
-        let numbers = firn_trust::names_in(dir).unwrap_or_default();
-        let numbers = numbers
+        let names = firn_trust::names_in(dir).unwrap_or_default();
+        let numbers = names
             .iter()
             .filter_map(|name| memory_file_number(&self.arena_name, name));
         for number in numbers {
@@ -346,7 +357,7 @@ impl MemoryFiles {
                 table
                     .files
                     .get(&number)
-                    .is_some_and(|file| !file.is_empty() || file.is_held())
+                    .is_some_and(|file| !file.has_no_slot() || file.must_stay())
             };
             if !is_used {
                 self.table.lock().files.remove(&number);
@@ -360,31 +371,44 @@ impl MemoryFiles {
     }
 }
 
-/// Removes all memory files of an arena that was removed already.
+impl Table {
+    /// Returns whether this memory file is in the table. After its removal another one may have its number.
+    fn contains(&self, file: &Arc<MemoryFile>) -> bool {
+        let entry = self.files.get(&file.number);
+        entry.is_some_and(|entry| Arc::ptr_eq(entry, file))
+    }
+}
+
+/// Removes all memory files of an arena whose own file was removed.
 pub fn remove_memory_files(arena: &Path) {
     MemoryFiles::new(arena).remove_unused();
 }
 
-/// A slot that is in a memory file, as its word says: the place, or why it is wrong.
-pub(crate) struct FoundSlot {
+/// A lent slot, as an attach or a check reads it from the arena.
+pub(crate) struct LentSlot {
     pub(crate) slot: u32,
-    pub(crate) place: Result<FoundPlace, String>,
-    /// Whether the homes put a chunk into the slot.
+    /// The place of the slot. The error says why its place word is not valid, or why the memory file cannot be used.
+    pub(crate) place: Result<LentSlotPlace, String>,
+    /// Whether a chunk has its data in the slot.
     has_chunk: bool,
 }
 
-/// Place of a slot in a memory file, as found at attach.
-pub(crate) struct FoundPlace {
+/// The place of a lent slot, as an attach or a check finds it.
+pub(crate) struct LentSlotPlace {
     pub(crate) file: Arc<MemoryFile>,
     pub(crate) index: u16,
-    /// Number of bytes of the slot that the file has.
+    /// Number of bytes of the slot that the file has. The file may end inside the slot.
     bytes: u64,
 }
 
-/// Returns the slots that are in memory files, as their words say.
-pub(crate) fn read_places(tables: &Tables, files: &MemoryFiles, uuid: &[u8; 16]) -> Vec<FoundSlot> {
+/// Returns the lent slots according to their place words. Opens their memory files.
+pub(crate) fn read_lent_slots(
+    tables: &Tables,
+    files: &MemoryFiles,
+    uuid: &[u8; 16],
+) -> Vec<LentSlot> {
     let chunk_bytes = tables.geometry().chunk_bytes;
-    let find = |slot, word| {
+    let open_place = |slot, word| {
         let place = MemoryPlace::from_word(word, slot, uuid)
             .ok_or_else(|| format!("word {word:#018x} is no place of slot {slot}"))?;
         let name = files.name(place.file);
@@ -395,13 +419,13 @@ pub(crate) fn read_places(tables: &Tables, files: &MemoryFiles, uuid: &[u8; 16])
         let start = u64::from(place.index) * chunk_bytes;
         let bytes = (stat.st_size as u64).saturating_sub(start);
         let index = place.index;
-        Ok(FoundPlace { file, index, bytes })
+        Ok(LentSlotPlace { file, index, bytes })
     };
     (0..tables.geometry().chunk_count)
         .filter_map(|slot| {
             let word = tables.memory_place(slot).load(Ordering::Acquire);
-            let place = (word != 0).then(|| find(slot, word))?;
-            Some(FoundSlot {
+            let place = (word != 0).then(|| open_place(slot, word))?;
+            Some(LentSlot {
                 slot,
                 place,
                 has_chunk: false,
@@ -410,9 +434,10 @@ pub(crate) fn read_places(tables: &Tables, files: &MemoryFiles, uuid: &[u8; 16])
         .collect()
 }
 
-/// Finds chunks whose memory file is missing or too short. Removes their homes and reports the pieces in them as damage.
+/// Finds the chunks whose memory file is missing or too short for their pieces. Removes their homes from `homes`, and adds
+/// the pieces in them to `damage`.
 pub(crate) fn report_unreadable_slots(
-    found: &mut [FoundSlot],
+    found: &mut [LentSlot],
     pieces: &[Stored],
     homes: &mut [Option<Home>],
     damage: &mut Vec<Damage>,
@@ -424,7 +449,7 @@ pub(crate) fn report_unreadable_slots(
         }
     }
     for found_slot in found {
-        let FoundSlot { slot, place, .. } = found_slot;
+        let LentSlot { slot, place, .. } = found_slot;
         let Some(&chunk) = chunk_of.get(slot) else {
             continue;
         };
@@ -459,13 +484,15 @@ pub(crate) fn report_unreadable_slots(
 }
 
 impl Arena {
-    /// At attach: maps the slots that are in memory files.
+    /// At attach: maps the memory files at the addresses of the lent slots.
     ///
-    /// A slot whose place is not known goes back to the arena's file if it has no chunk, and is lost to this arena if it has
-    /// one. A slot that cannot be mapped is lost if it has no chunk, and an error if it has one.
-    pub(crate) fn adopt_memory_files(
+    /// | lent slot | without a chunk | with a chunk |
+    /// |---|---|---|
+    /// | its place is not valid | counts as a slot of the arena's file | is not used by this firnd |
+    /// | its memory file cannot be mapped | is not used by this firnd | is an error |
+    pub(crate) fn map_lent_slots(
         &self,
-        found: Vec<FoundSlot>,
+        found: Vec<LentSlot>,
         homes: &[Option<Home>],
     ) -> Result<(), ArenaError> {
         let bytes = self.geometry.chunk_bytes;
@@ -476,7 +503,7 @@ impl Arena {
                 _ => None,
             })
             .collect();
-        for FoundSlot {
+        for LentSlot {
             slot,
             place,
             has_chunk,
@@ -492,7 +519,7 @@ impl Arena {
                 continue;
             };
             let start = u64::from(place.index) * bytes;
-            // The file keeps its length, because the kernel may show it to readers. No chunk is put into the slot again.
+            // The memory file may end inside the slot, and keeps its length: the kernel may show it to readers.
             let mapped = self.map.map_over(offset, bytes, place.file.file(), start);
             if let Err(source) = mapped {
                 if used.contains(&slot) {
@@ -505,24 +532,25 @@ impl Arena {
             }
             // After a crash during a move, the arena's file may have memory for the slot too.
             let _ = free_memory(self.map.file(), offset, bytes);
-            self.memory_files.note_slot(&place.file, place.index, slot);
+            self.memory_files.add_slot(&place.file, place.index, slot);
             self.pool.lock().adopt_lent_slot(slot);
         }
         Ok(())
     }
 
-    /// Removes memory files of an earlier firnd that nothing uses. Called after views were reopened.
+    /// Removes memory files of an earlier firnd that nothing uses. The caller reopens views before.
     pub fn remove_unused_memory_files(&self) {
         self.memory_files.remove_unused();
     }
 
-    /// Begins a view: the kernel is about to read a memory file as a file of `len` bytes.
+    /// Begins a view: the caller is about to let the kernel read a memory file as a file of `len` bytes.
     pub fn begin_view(&self, file: &MemoryFile, len: u64) -> Result<(), Errno> {
         self.memory_files.begin_view(file);
         file.set_len(len)
     }
 
-    /// Reopens the memory file of a view that an earlier firnd began. The error says why it is not trusted.
+    /// Reopens the memory file of a view that an earlier firnd began. The error says why it cannot be opened, or why it is
+    /// not trusted.
     pub fn reopen_view(&self, number: u16) -> Result<Arc<MemoryFile>, String> {
         let file = self.memory_files.open(number)?;
         self.memory_files.begin_view(&file);
@@ -534,15 +562,16 @@ impl Arena {
         self.memory_files.end_view(file);
     }
 
-    /// Returns a memory file to fill with a file that needs `slots` slots: an idle one of that length, or a new one. `None`:
-    /// `slots` is more than a memory file can have.
+    /// Returns a memory file to fill with a file that needs `slots` slots: an idle one of that length, or a new one.
+    ///
+    /// Returns `None` if `slots` is 0, or more than a memory file can have. [`Arena::end_memory_file`] ends the filling.
     pub fn begin_memory_file(&self, slots: u32) -> Result<Option<Arc<MemoryFile>>, Errno> {
         if slots == 0 || slots > MEMORY_FILE_SLOTS_MAX {
             return Ok(None);
         }
         let idle = self.memory_files.list().into_iter().find(|file| {
-            let is_as_long = file.slots.lock().len() == slots as usize;
-            is_as_long && !file.is_given() && self.is_idle_file(file)
+            let has_that_length = file.slots.lock().len() == slots as usize;
+            has_that_length && !file.is_shared() && self.is_idle_file(file)
         });
         if let Some(file) = idle.filter(|file| self.memory_files.begin_filling_again(file)) {
             let len = u64::from(slots) * self.geometry.chunk_bytes;
@@ -557,7 +586,7 @@ impl Arena {
         Ok(Some(file))
     }
 
-    /// Whether no slot of a memory file holds a chunk.
+    /// Returns whether no slot of a memory file holds a chunk.
     fn is_idle_file(&self, file: &MemoryFile) -> bool {
         let slots = file.slots.lock().clone();
         let pool = self.pool.lock();
@@ -566,8 +595,10 @@ impl Arena {
             .all(|slot| slot.is_some_and(|slot| pool.is_idle_slot(slot)))
     }
 
-    /// Leases slot `index` of a memory file. If there is no such slot yet, it is added while more than `spare` slots of memory
-    /// are free. `None`: no slot can be had. Called by the thread that fills memory files.
+    /// Leases part `index` of a memory file, as one slab. Called by the thread that fills memory files.
+    ///
+    /// If the part has no slot yet, a free slot is lent to it, unless at most `spare` slots are free. Returns `None` if no
+    /// slot is available.
     pub fn lease_memory_slot(
         &self,
         file: &Arc<MemoryFile>,
@@ -577,7 +608,7 @@ impl Arena {
         let existing = file.slots.lock().get(usize::from(index)).copied().flatten();
         let slot = match existing {
             Some(slot) => slot,
-            None => match self.add_slot(file, index, spare)? {
+            None => match self.lend_slot(file, index, spare)? {
                 Some(slot) => slot,
                 None => return Ok(None),
             },
@@ -591,8 +622,9 @@ impl Arena {
         Ok(Some(lease))
     }
 
-    /// Moves a free slot from the arena's file to a memory file. `None`: no more than `spare` slots are free.
-    fn add_slot(
+    /// Moves a free slot from the arena's file to part `index` of a memory file. Returns the slot. Returns `None` if at
+    /// most `spare` slots are free. After an error the slot is in the arena's file, and free.
+    fn lend_slot(
         &self,
         file: &Arc<MemoryFile>,
         index: u16,
@@ -609,10 +641,10 @@ impl Arena {
             .and_then(|()| self.map.map_over(offset, bytes, file.file(), start))
             .and_then(|()| self.map.populate_huge(offset, bytes));
         if let Err(errno) = moved {
-            // The word still says that the slot is in the arena's file.
+            // The place word still says that the slot is in the arena's file.
             self.map.map_back(offset, bytes)?;
             let _ = free_memory(file.file(), start, bytes);
-            self.pool.lock().keep_slot(slot);
+            self.pool.lock().put_free_slot(slot);
             return Err(errno);
         }
         let place = MemoryPlace {
@@ -627,11 +659,12 @@ impl Arena {
         crash_point();
         // A crash before this leaves memory in both files; the next attach frees it.
         let _ = free_memory(self.map.file(), offset, bytes);
-        self.memory_files.note_slot(file, index, slot);
-        self.pool.lock().lend_slot(slot);
+        self.memory_files.add_slot(file, index, slot);
+        self.pool.lock().put_lent_slot(slot);
         Ok(Some(slot))
     }
 
+    /// Makes a memory file at least `len` bytes long.
     fn grow_file(&self, file: &MemoryFile, len: u64) -> Result<(), Errno> {
         let size = rustix::fs::fstat(&file.file)?.st_size as u64;
         if size < len {
@@ -645,16 +678,17 @@ impl Arena {
         self.memory_files.end_filling(file);
     }
 
-    /// Returns the memory file of a chunk, and the offset of the chunk in it. `None`: the chunk is in no memory file.
+    /// Returns the memory file of a chunk, and the offset of the chunk in it. Returns `None` if the chunk is in no
+    /// memory file.
     pub fn memory_file_of(&self, chunk: u32) -> Option<(Arc<MemoryFile>, u64)> {
         let Some(Home::Memory(slot)) = self.homes.get(chunk) else {
             return None;
         };
-        let SlotOfFile { file, index } = self.memory_files.place(slot)?;
+        let SlotPlace { file, index } = self.memory_files.place_of(slot)?;
         Some((file, u64::from(index) * self.geometry.chunk_bytes))
     }
 
-    /// Returns how many bytes of a chunk's slot exist, in whole pages. A memory file may end within its last slot.
+    /// Returns how many bytes of a chunk's slot exist, in whole pages. A memory file may end inside its last slot.
     pub(crate) fn existing_bytes(&self, chunk: u32) -> u64 {
         let chunk_bytes = self.geometry.chunk_bytes;
         let Some((file, start)) = self.memory_file_of(chunk) else {
@@ -678,11 +712,13 @@ impl Arena {
         returned
     }
 
-    /// Moves idle slots of all memory files back to the arena's file. Keeps wholly idle memory files of `keep_bytes` in all, to
-    /// be used again. Returns how many slots were moved. Called by the thread that fills memory files.
+    /// Moves idle slots of all memory files back to the arena's file. Returns how many were moved. Called by the thread
+    /// that fills memory files.
+    ///
+    /// Memory files whose slots are all idle are kept for the next large file, up to `keep_bytes` in all.
     pub fn trim_memory_files(&self, keep_bytes: u64) -> usize {
         self.pool.lock().retry_stuck_slots();
-        let mut kept = 0;
+        let mut kept_bytes = 0;
         let mut returned = 0;
         for file in self.memory_files.list() {
             let slots: Vec<u32> = file.slots.lock().iter().flatten().copied().collect();
@@ -690,26 +726,28 @@ impl Arena {
             if file.is_being_filled() {
                 continue;
             }
-            if !file.is_given() && kept + bytes <= keep_bytes && self.is_idle_file(&file) {
-                kept += bytes;
+            let fits = kept_bytes + bytes <= keep_bytes;
+            if !file.is_shared() && fits && self.is_idle_file(&file) {
+                kept_bytes += bytes;
                 continue;
             }
             for slot in slots {
-                let is_idle = self.pool.lock().take_this_idle_slot(slot);
-                returned += usize::from(is_idle && self.return_slot(slot));
+                let is_taken = self.pool.lock().take_this_idle_slot(slot);
+                returned += usize::from(is_taken && self.return_slot(slot));
             }
         }
         returned
     }
 
-    /// Moves a slot that was taken from the idle ones back to the arena's file. Returns false if there is no memory for it now.
+    /// Moves an idle slot, which the caller has taken from the pool, back to the arena's file. Returns false if there is no
+    /// memory for it now; the slot is tried again later.
     pub(crate) fn return_slot(&self, slot: u32) -> bool {
         let bytes = self.geometry.chunk_bytes;
         let offset = self.geometry.slot_offset(slot);
-        let place = self.memory_files.place(slot);
-        let unused = place.filter(|place| !place.file.is_given());
-        if let Some(SlotOfFile { file, index }) = &unused {
-            // First, because this frees the memory that the next step needs.
+        let place = self.memory_files.place_of(slot);
+        let unshared_place = place.filter(|place| !place.file.is_shared());
+        if let Some(SlotPlace { file, index }) = &unshared_place {
+            // The old memory is freed first, because the new memory may need it. No reader has a file that is not shared.
             let _ = free_memory(file.file(), u64::from(*index) * bytes, bytes);
         }
         let moved = self
@@ -724,8 +762,8 @@ impl Arena {
         crash_point();
         self.tables.memory_place(slot).store(0, Ordering::Release);
         crash_point();
-        self.memory_files.forget_slot(slot);
-        self.pool.lock().unlend_slot(slot);
+        self.memory_files.remove_slot(slot);
+        self.pool.lock().put_returned_slot(slot);
         self.listeners.report_freed();
         true
     }
@@ -733,12 +771,12 @@ impl Arena {
     /// Returns the figures of the memory files.
     pub fn memory_file_figures(&self) -> MemoryFileFigures {
         let table = self.memory_files.table.lock();
-        let (files, slots) = (table.files.len() as u32, table.by_slot.len() as u64);
+        let (files, slots) = (table.files.len() as u32, table.places.len() as u64);
         drop(table);
         MemoryFileFigures {
             files,
             bytes: slots * self.geometry.chunk_bytes,
-            idle_bytes: self.pool.lock().idle_slots() as u64 * self.geometry.chunk_bytes,
+            idle_bytes: self.pool.lock().idle_slot_count() as u64 * self.geometry.chunk_bytes,
         }
     }
 }

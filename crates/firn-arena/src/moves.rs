@@ -1,16 +1,17 @@
-//! Reads, fills and changes the bytes of chunks, and moves chunks from memory to the spill file.
+//! Access to the data of chunks, wherever it is, and moves of chunks from memory to the spill file.
 //!
 //! A *slot* has space for the data of one chunk, in memory or in the spill file. The *home word* in a chunk's header
 //! names the slot that has its data. A move has three steps
-//! * the bytes are copied from the slot of memory to a free slot of the spill file;
-//! * the home word is stored;
-//! * the slot of memory becomes free.
+//! 1. The bytes are copied from the slot of memory to a free slot of the spill file.
+//! 2. The home word of the new slot is stored.
+//! 3. The slot of memory becomes free.
 //!
 //! Promises
-//! * A crash at any instant leaves each chunk in exactly one slot: before the store the copy means nothing, after it
-//!   the slot of memory means nothing.
+//! * A crash at any instant leaves each chunk in exactly one slot. Before step 2 the copy in the spill file does not count,
+//!   and after step 2 the slot of memory does not count.
 //! * Pieces and extents name chunks, not slots, so a move changes none of them.
-//! * A thread that reads or changes bytes during a move sees either slot with all its bytes (`homes`).
+//! * A thread that reads or changes bytes during a move uses the old slot or the new one, and finds all bytes there
+//!   (`homes`).
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -22,6 +23,7 @@ use crate::arena::Arena;
 use crate::lease::Lease;
 use crate::map::crash_point;
 use crate::memory_files::MemoryFile;
+use crate::pool::BegunMove;
 use crate::refs::SlabRef;
 use crate::spill::{SpillFault, SpillFile};
 
@@ -75,11 +77,12 @@ pub struct SpillFigures {
 }
 
 impl Arena {
-    /// The spill file, to be read. `None`: the arena has none, or it could not be opened at attach.
+    /// Returns the spill file, to be read. Returns `None` if the arena has none, or it could not be opened at attach.
     pub fn spill_file(&self) -> Option<&Arc<SpillFile>> {
         self.spill.file()
     }
-    /// The fault that the attach found in the spill file. Its readable slots can still be read; no chunk moves to it.
+    /// Returns the fault that the attach found in the spill file. Its readable slots can still be read; no chunk moves
+    /// to it.
     pub fn spill_fault(&self) -> Option<&SpillFault> {
         self.spill.fault()
     }
@@ -97,7 +100,7 @@ impl Arena {
     pub fn memory_used(&self) -> u32 {
         self.pool.lock().memory_used()
     }
-    /// Whether a chunk could move to the spill file and so make room in memory.
+    /// Returns whether a chunk could move to the spill file and so make room in memory.
     pub fn can_spill(&self) -> bool {
         // A pinned chunk counts as movable: its I/O ends soon. A held chunk does not: it may be held for ever.
         self.spill.usable_file().is_some()
@@ -106,15 +109,15 @@ impl Arena {
                 .lock()
                 .can_move(&|chunk| !self.homes.is_held(chunk))
     }
-    /// The slot that has a chunk's data. `None`: the chunk is free, or its home word is damaged.
+    /// Returns the slot that has a chunk's data. Returns `None` if the chunk is free, or its home word is damaged.
     pub fn home(&self, chunk: u32) -> Option<Home> {
         self.homes.get(chunk)
     }
-    /// Whether the data of a chunk is in the spill file.
+    /// Returns whether the data of a chunk is in the spill file.
     pub fn is_spilled(&self, chunk: u32) -> bool {
         matches!(self.homes.get(chunk), Some(Home::Spill(_)))
     }
-    /// Whether the data of a chunk can be read. It looks at what the attach found and reads nothing.
+    /// Returns whether the data of a chunk can be read. It looks at what the attach found and reads nothing.
     pub fn is_readable(&self, chunk: u32) -> bool {
         match self.homes.get(chunk) {
             Some(Home::Memory(_)) => true,
@@ -125,7 +128,8 @@ impl Arena {
 
     // ---- data --------------------------------------------------------------------------------
 
-    /// The offset in the arena's file of byte `position` of the slab's chunk; `None` if the chunk is not in memory.
+    /// Returns the offset in the arena's file of byte `position` of the slab's chunk. Returns `None` if the chunk is not in
+    /// memory.
     fn in_memory(&self, slab: SlabRef, position: u32) -> Option<u64> {
         match self.homes.get(slab.chunk) {
             Some(Home::Memory(slot)) => {
@@ -135,19 +139,19 @@ impl Arena {
         }
     }
 
-    /// The address of the byte at `offset` of the arena's file.
+    /// Returns the address of the byte at `offset` of the arena's file.
     pub fn address(&self, offset: u64) -> *const u8 {
         self.map.address(offset, 1)
     }
 
-    /// The offset in the arena's file where the data of a leased chunk begins.
+    /// Returns the offset in the arena's file where the data of a leased chunk begins.
     pub fn data_offset(&self, chunk: u32) -> u64 {
         self.in_memory(SlabRef { chunk, slab: 0 }, 0)
             .expect("a leased chunk is in memory")
     }
 
-    /// The file that contains pending bytes, for readers that open or map files by themselves. The answer holds while the
-    /// slab is pinned. `None`: the spill file is gone, or the chunk's home word is damaged.
+    /// Returns the file that contains pending bytes, for readers that open or map files by themselves. The answer holds
+    /// while the slab is pinned. Returns `None` if the spill file is gone, or the chunk's home word is damaged.
     pub fn locate_bytes(&self, slab: SlabRef, position: u32) -> Option<Located> {
         if let Some((file, start)) = self.memory_file_of(slab.chunk) {
             return Some(Located::MemoryFile(file, start + u64::from(position)));
@@ -230,8 +234,8 @@ impl Arena {
         result
     }
 
-    /// Where pending bytes are, for vectored writes and for readers of the spill file. The answer holds while the slab is
-    /// pinned.
+    /// Returns where pending bytes are, for vectored writes and for readers of the spill file. The answer holds while
+    /// the slab is pinned.
     pub fn place(&self, slab: SlabRef, position: u32, len: u32) -> Place {
         match (self.homes.get(slab.chunk), self.spill.file()) {
             (Some(Home::Memory(slot)), _) => Place::Memory(self.map.address(
@@ -247,10 +251,10 @@ impl Arena {
 
     // ---- moves -------------------------------------------------------------------------------
 
-    /// Moves to the spill file the chunk whose last lease ended longest ago.
+    /// Moves the chunk whose last lease ended longest ago to the spill file.
     ///
-    /// `on_moved` is called with the moved chunk before its slot of memory can be used again. An error comes from the
-    /// device; the chunk then stays in memory.
+    /// `on_moved` is called with the moved chunk before its slot of memory can be used again. Fails if the spill file
+    /// cannot be written. Then the chunk stays in memory.
     pub fn spill_oldest(&self, on_moved: &dyn Fn(u32)) -> Result<Spilled, Errno> {
         let Some(file) = self.spill.usable_file() else {
             return Ok(Spilled::Nothing);
@@ -261,7 +265,7 @@ impl Arena {
             .pool
             .lock()
             .begin_move(&mut |chunk| self.homes.begin_copy(chunk));
-        let Some((chunk, target_slot)) = chosen else {
+        let Some(BegunMove { chunk, spill_slot }) = chosen else {
             return Ok(Spilled::Nothing);
         };
         let Some(Home::Memory(memory_slot)) = self.homes.get(chunk) else {
@@ -275,7 +279,7 @@ impl Arena {
         // SAFETY: the bytes are in the mapping. No thread changes them: all pieces of the chunk are sealed, and
         // `begin_copy` keeps changes in place out. If the chunk is freed during the copy, its slot is not used again before
         // `abandon_move`.
-        let written = file.write(target_slot, unsafe {
+        let written = file.write(spill_slot, unsafe {
             std::slice::from_raw_parts(data, existing_len as usize)
         });
         let moved = written.is_ok() && self.homes.close(chunk);
@@ -289,7 +293,7 @@ impl Arena {
             }
         } else {
             crash_point();
-            self.store_home(chunk, Home::Spill(target_slot));
+            self.store_home(chunk, Home::Spill(spill_slot));
             pool.finish_move();
         }
         drop(pool);

@@ -1,24 +1,26 @@
-//! The pool of free chunks, slots and slabs, and the order in which chunks move to the spill file.
+//! The allocator of the arena: the pool of free chunks, slots and slabs, and the order in which chunks move to the spill
+//! file.
 //!
 //! A chunk in use has a slot, in memory or in the spill file. A new chunk needs a free chunk number and a free slot of
 //! memory. There are as many chunk numbers as slots, so a free slot always finds a free number.
 //!
 //! Terms
-//! * A chunk is *cut* into slabs of one class when it gets a slot.
-//! * A chunk *rests* while it is in memory and none of its slabs is leased. Only a resting chunk may move to the spill file.
-//! * A chunk is *away* while its data is in the spill file.
-//! * A slot is *lent* while a memory file has it. A lent slot without a chunk is *idle*, or *stuck* if the arena's file
-//!   could not take it back.
+//! * A chunk is *divided* into slabs of one class when it gets a slot.
+//! * A chunk *rests* while it is in memory and none of its slabs is leased. Only a resting chunk may move to the spill
+//!   file, and the one that has rested longest moves first.
+//! * A chunk is *spilled* while its data is in the spill file.
+//! * A slot is *lent* while it belongs to a memory file. A lent slot without a chunk is *idle*, or *stuck* if the arena's
+//!   file had no memory to take it back.
 //!
 //! Invariants
 //! * A chunk is free, or it has a class. A chunk that an attach found damaged may be neither.
 //! * A slot is free, or a chunk has it, or the chunk that had it has just moved. Lent slots without a chunk are not free.
-//! * The unused slabs of a chunk in memory are free, in the list of its NUMA node. Those of a moving chunk are in the move,
-//!   and those of a chunk that is away are not free. So writers get slabs only of chunks in memory that do not move.
-//! * A chunk has a class exactly while a slab of it is in use, or while it moves.
+//! * The unused slabs of a chunk in memory are free, in the list of its NUMA node. Those of a moving chunk are in the
+//!   [`Move`], and those of a spilled chunk are not free. So writers get slabs only of chunks in memory that do not move.
+//! * A chunk has a class exactly while one of its slabs is in use, or while it moves.
 //! * Chunks and slots are reused last in, first out, because the pages of the last one are most likely in a cache.
 //! * Each NUMA node has an equal run of the slots of memory, in the order of the NUMA nodes. A writer gets a slab of the
-//!   nearest NUMA node that has one, even if a chunk must be cut for it.
+//!   nearest NUMA node that has one, even if a chunk must be divided for it.
 //! * `resting` has exactly the resting chunks, in the order in which their last leases ended. It is empty without a spill
 //!   file.
 
@@ -30,30 +32,37 @@ use firn_format::slab::Class;
 
 use crate::topology::Topology;
 
-/// The pool. It is in the memory of firnd, and rebuilt at attach.
+/// The pool. It exists only in the memory of firnd, and is rebuilt at attach.
 pub(crate) struct Pool {
     geometry: Geometry,
     topology: Topology,
+    /// Chunk numbers that are free. The last one is used next.
     free_chunks: Vec<u32>,
-    free_spill: Vec<u32>,
+    /// Slots of the spill file that are free. The last one is used next.
+    free_spill_slots: Vec<u32>,
+    /// The state of each chunk.
     chunks: Vec<Chunk>,
     numa_nodes: Vec<NumaNode>,
+    /// The resting chunks, with the longest resting one first: the value of `clock` when it began to rest, and the chunk.
     resting: BTreeSet<(u64, u32)>,
     /// Number of times that a chunk began to rest. Orders `resting`.
     clock: u64,
-    moving: Option<Moving>,
+    /// The move to the spill file that is under way.
+    moving: Option<Move>,
     /// Whether a chunk has moved and its slot of memory is not free yet.
     is_slot_leaving: bool,
-    /// For each slot of memory: whether it is lent.
+    /// For each slot of memory, whether it is lent.
     lent: Vec<bool>,
     /// Idle slots.
-    idle: BTreeSet<u32>,
+    idle_slots: BTreeSet<u32>,
     /// Stuck slots.
-    stuck: Vec<u32>,
+    stuck_slots: Vec<u32>,
     /// Number of slots that are being moved between the arena's file and a memory file.
-    exchanged: usize,
-    /// Chunks and slots of memory that were lost to damage at attach.
-    lost: (usize, usize),
+    slots_in_exchange: usize,
+    /// Number of chunks that cannot be used, because an attach found them damaged.
+    lost_chunks: usize,
+    /// Number of slots of memory that cannot be used, because an attach found them damaged.
+    lost_slots: usize,
     /// Number of changes since the invariants were checked.
     unchecked_changes: u32,
 }
@@ -61,10 +70,13 @@ pub(crate) struct Pool {
 /// Free slots and slabs of one NUMA node.
 #[derive(Default)]
 struct NumaNode {
-    free_memory: Vec<u32>,
+    /// Slots of memory that are free. The last one is used next.
+    free_slots: Vec<u32>,
     /// Free slabs of each class, as chunk and slab. When a chunk is freed, its slabs are removed, so no entry is stale.
     free_slabs: [Vec<(u32, u32)>; 3],
+    /// Number of slots of memory on this node.
     slots: u32,
+    /// Number of slabs, since attach, that went to writers nearer to another NUMA node.
     foreign_slabs: u64,
 }
 
@@ -73,14 +85,15 @@ struct NumaNode {
 pub struct NumaNodeFigures {
     /// Number that the kernel gives the NUMA node.
     pub id: u32,
-    /// Size of its slots.
+    /// Size of the node's slots in bytes.
     pub bytes: u64,
-    /// Size of those in use.
+    /// Size of the node's slots that are in use, in bytes.
     pub used_bytes: u64,
     /// Number of slabs, since attach, that went to writers nearer to another NUMA node.
     pub foreign_slabs: u64,
 }
 
+/// The state of one chunk. The default is that of a free chunk.
 #[derive(Clone, Copy, Default)]
 struct Chunk {
     /// Class of its slabs, while it is in use.
@@ -89,34 +102,52 @@ struct Chunk {
     used: u32,
     /// Number of leased slabs.
     leased: u32,
-    /// When it began to rest, as a value of [`Pool::clock`].
+    /// When the chunk began to rest, as a value of [`Pool::clock`]. `None` means that it does not rest.
     rests_since: Option<u64>,
-    /// Whether its data is in the spill file.
-    is_away: bool,
+    /// Whether the chunk's data is in the spill file.
+    is_spilled: bool,
     /// The NUMA node of its slot, while it is in memory.
     numa_node: usize,
 }
 
-/// A chunk that moves to the spill file.
-struct Moving {
+/// A move of a chunk to the spill file that is under way.
+struct Move {
     chunk: u32,
-    /// Its slot in the spill file.
-    to: u32,
+    /// The slot of the spill file to which the chunk moves.
+    spill_slot: u32,
+    /// The chunk's [`Chunk::rests_since`] before the move, for a move that is given up.
     rested_since: u64,
-    /// Its free slabs. No writer may get one during the move.
-    free: Vec<u32>,
+    /// The chunk's free slabs. No writer may get one during the move.
+    free_slabs: Vec<u32>,
+    /// Whether the last slab in use was freed during the move.
     is_emptied: bool,
+}
+
+/// A move that [`Pool::begin_move`] has begun.
+pub(crate) struct BegunMove {
+    pub(crate) chunk: u32,
+    /// The slot of the spill file to which the chunk moves.
+    pub(crate) spill_slot: u32,
+}
+
+/// Size of the slabs in use, in bytes.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct UsedBytes {
+    /// Slabs of chunks in memory.
+    pub(crate) memory: u64,
+    /// Slabs of spilled chunks.
+    pub(crate) spilled: u64,
 }
 
 /// A slab that was taken for a writer.
 pub(crate) struct TakenSlab {
     pub(crate) chunk: u32,
     pub(crate) slab: u32,
-    /// Slot of memory that the chunk got, if the chunk was cut for this slab.
-    pub(crate) cut: Option<u32>,
+    /// The slot of memory that the chunk got, if it was divided for this slab. `None` means that it was in use before.
+    pub(crate) new_slot: Option<u32>,
 }
 
-/// Index of a class in the lists of free slabs.
+/// Returns the index of a class in [`NumaNode::free_slabs`].
 fn class_index(class: Class) -> usize {
     match class {
         Class::Small => 0,
@@ -126,25 +157,26 @@ fn class_index(class: Class) -> usize {
 }
 
 /// Returns the NUMA node of a slot of memory.
-pub(crate) fn numa_node_of(geometry: &Geometry, topology: &Topology, memory: u32) -> usize {
-    (u64::from(memory) * topology.count() as u64 / u64::from(geometry.chunk_count)) as usize
+pub(crate) fn numa_node_of(geometry: &Geometry, topology: &Topology, slot: u32) -> usize {
+    (u64::from(slot) * topology.count() as u64 / u64::from(geometry.chunk_count)) as usize
 }
 
 impl Pool {
+    /// Returns the pool of an empty arena: all slots and chunks are free.
     pub(crate) fn new(geometry: Geometry, topology: Topology) -> Self {
         let mut numa_nodes: Vec<NumaNode> = std::iter::repeat_with(NumaNode::default)
             .take(topology.count())
             .collect();
         for memory in (0..geometry.chunk_count).rev() {
             let numa_node = &mut numa_nodes[numa_node_of(&geometry, &topology, memory)];
-            numa_node.free_memory.push(memory);
+            numa_node.free_slots.push(memory);
             numa_node.slots += 1;
         }
         Self {
             geometry,
             topology,
             free_chunks: (0..geometry.chunks()).rev().collect(),
-            free_spill: (0..geometry.spill_count).rev().collect(),
+            free_spill_slots: (0..geometry.spill_count).rev().collect(),
             chunks: vec![Chunk::default(); geometry.chunks() as usize],
             numa_nodes,
             resting: BTreeSet::new(),
@@ -152,23 +184,24 @@ impl Pool {
             moving: None,
             is_slot_leaving: false,
             lent: vec![false; geometry.chunk_count as usize],
-            idle: BTreeSet::new(),
-            stuck: Vec::new(),
-            exchanged: 0,
-            lost: (0, 0),
+            idle_slots: BTreeSet::new(),
+            stuck_slots: Vec::new(),
+            slots_in_exchange: 0,
+            lost_chunks: 0,
+            lost_slots: 0,
             unchecked_changes: 0,
         }
     }
 
-    /// Checks the invariants after a change, in debug builds. With many chunks the check is slow, so it follows only some
-    /// changes.
-    fn check(&mut self) {
-        const CHUNKS_EACH_TIME: u32 = 64;
+    /// Checks the invariants after a change, in debug builds. A check takes time in proportion to the number of chunks, so
+    /// with more chunks it is made after more changes.
+    fn check_sometimes(&mut self) {
+        const CHUNKS_PER_CHANGE: u32 = 64;
         if !cfg!(debug_assertions) {
             return;
         }
         self.unchecked_changes += 1;
-        if self.unchecked_changes > self.geometry.chunks() / CHUNKS_EACH_TIME {
+        if self.unchecked_changes > self.geometry.chunks() / CHUNKS_PER_CHANGE {
             self.unchecked_changes = 0;
             self.assert_invariants();
         }
@@ -179,7 +212,7 @@ impl Pool {
         self.assert_free_chunks();
         let mut free_slabs = self.collect_free_slabs();
         let mut in_memory = 0;
-        let mut away_count = 0;
+        let mut spilled_count = 0;
         let mut resting = 0;
         for (chunk, chunk_state) in self.chunks.iter().enumerate() {
             let slabs = std::mem::take(&mut free_slabs[chunk]);
@@ -192,14 +225,14 @@ impl Pool {
             };
             self.assert_chunk(chunk, class, slabs);
             resting += usize::from(chunk_state.rests_since.is_some());
-            if chunk_state.is_away {
-                away_count += 1
+            if chunk_state.is_spilled {
+                spilled_count += 1
             } else {
                 in_memory += 1
             }
         }
         assert_eq!(self.resting.len(), resting, "chunks that rest");
-        self.assert_counts(in_memory, away_count);
+        self.assert_counts(in_memory, spilled_count);
     }
 
     /// Asserts that each free chunk is free once and has no class.
@@ -228,7 +261,7 @@ impl Pool {
                     let place = (
                         chunk_state.numa_node,
                         chunk_state.class.map(class_index),
-                        chunk_state.is_away,
+                        chunk_state.is_spilled,
                     );
                     assert_eq!(
                         place,
@@ -242,7 +275,7 @@ impl Pool {
         free_slabs
     }
 
-    /// Asserts the invariants of a chunk in use. `free_slabs` are its slabs that a writer could get.
+    /// Asserts the invariants of a chunk in use. `free_slabs` are the slabs of the chunk that a writer could get.
     fn assert_chunk(&self, chunk: usize, class: Class, mut free_slabs: Vec<u32>) {
         let chunk_state = self.chunks[chunk];
         let moving = self
@@ -251,10 +284,10 @@ impl Pool {
             .filter(|moving| moving.chunk as usize == chunk);
         if let Some(moving) = moving {
             assert!(
-                free_slabs.is_empty() && !chunk_state.is_away,
+                free_slabs.is_empty() && !chunk_state.is_spilled,
                 "chunk {chunk} moves and its slabs can be had"
             );
-            free_slabs.clone_from(&moving.free);
+            free_slabs.clone_from(&moving.free_slabs);
             assert_eq!(
                 moving.is_emptied,
                 chunk_state.used == 0,
@@ -272,7 +305,7 @@ impl Pool {
         assert!(
             free_slabs
                 .last()
-                .is_none_or(|&slab| slab < self.slabs(class)),
+                .is_none_or(|&slab| slab < self.slab_count(class)),
             "chunk {chunk}: {free_slabs:?}"
         );
         assert!(
@@ -285,8 +318,8 @@ impl Pool {
             chunk_state.leased,
             chunk_state.used
         );
-        if !chunk_state.is_away {
-            let slab_count = self.slabs(class) as usize;
+        if !chunk_state.is_spilled {
+            let slab_count = self.slab_count(class) as usize;
             assert_eq!(
                 free_count + chunk_state.used as usize,
                 slab_count,
@@ -295,7 +328,7 @@ impl Pool {
         }
         let is_resting = self.geometry.spill_count > 0
             && chunk_state.leased == 0
-            && !chunk_state.is_away
+            && !chunk_state.is_spilled
             && moving.is_none();
         assert_eq!(
             chunk_state.rests_since.is_some(),
@@ -310,35 +343,36 @@ impl Pool {
         }
     }
 
-    /// Asserts that chunks and slots are free, in use or lost: `in_memory` and `away_count` are the chunks in use.
-    fn assert_counts(&self, in_memory: usize, away_count: usize) {
-        let free_memory: usize = self
+    /// Asserts that each chunk and each slot is free, in use or lost. `in_memory` and `spilled_count` are the numbers of
+    /// chunks in use, in memory and in the spill file.
+    fn assert_counts(&self, in_memory: usize, spilled_count: usize) {
+        let free_slots: usize = self
             .numa_nodes
             .iter()
-            .map(|numa_node| numa_node.free_memory.len())
+            .map(|numa_node| numa_node.free_slots.len())
             .sum();
-        let used = in_memory + away_count;
+        let used = in_memory + spilled_count;
         let lost_chunks = self.chunks.len().checked_sub(self.free_chunks.len() + used);
         let slots = self.geometry.chunk_count as usize;
-        let lent = self.idle.len() + self.stuck.len() + self.exchanged;
-        let accounted = free_memory + in_memory + lent + usize::from(self.is_slot_leaving);
+        let lent = self.idle_slots.len() + self.stuck_slots.len() + self.slots_in_exchange;
+        let accounted = free_slots + in_memory + lent + usize::from(self.is_slot_leaving);
         let lost_slots = slots.checked_sub(accounted);
         let (lost_chunks, lost_slots) = lost_chunks
             .zip(lost_slots)
             .expect("no more chunks and slots than there are");
         assert!(
-            lost_chunks <= self.lost.0,
+            lost_chunks <= self.lost_chunks,
             "{lost_chunks} chunks are neither free nor in use"
         );
         assert!(
-            lost_slots <= self.lost.1,
+            lost_slots <= self.lost_slots,
             "{lost_slots} slots are neither free nor in use"
         );
-        let spilled = self.geometry.spill_count as usize - self.free_spill.len();
+        let spilled = self.geometry.spill_count as usize - self.free_spill_slots.len();
         let moving = usize::from(self.moving.is_some());
         assert!(
-            spilled <= away_count + moving + self.lost.0,
-            "{spilled} slots of the spill file for {away_count} chunks"
+            spilled <= spilled_count + moving + self.lost_chunks,
+            "{spilled} slots of the spill file for {spilled_count} chunks"
         );
     }
 
@@ -346,11 +380,13 @@ impl Pool {
         &mut self.chunks[chunk as usize]
     }
 
-    pub(crate) fn class(&self, chunk: u32) -> Option<Class> {
+    /// Returns the class of a chunk's slabs, or `None` if the chunk is not in use.
+    pub(crate) fn class_of(&self, chunk: u32) -> Option<Class> {
         self.chunks[chunk as usize].class
     }
 
-    fn slabs(&self, class: Class) -> u32 {
+    /// Returns the number of slabs in a chunk of this class.
+    fn slab_count(&self, class: Class) -> u32 {
         (self.geometry.chunk_bytes / class.slab_bytes(self.geometry.chunk_bytes)) as u32
     }
 
@@ -361,108 +397,113 @@ impl Pool {
     }
 
     /// Returns the free slabs of a class on the NUMA node of a chunk.
-    fn slabs_beside(&mut self, chunk: u32, class: Class) -> &mut Vec<(u32, u32)> {
+    fn free_slabs_near(&mut self, chunk: u32, class: Class) -> &mut Vec<(u32, u32)> {
         let numa_node = self.chunks[chunk as usize].numa_node;
         &mut self.numa_nodes[numa_node].free_slabs[class_index(class)]
     }
 
-    /// Takes a free slab of `class` for a writer that runs near the NUMA node `near`. `None`: no node has one.
+    /// Takes a free slab of `class` for a writer that runs near the NUMA node `near`. Returns `None` if no node has one.
     ///
-    /// The nearest node with a free slab of the class, or with a free slot of memory, gives the slab. If it has no free
-    /// slab, a free chunk gets a slot of the node and is cut into slabs of the class.
-    pub(crate) fn take(&mut self, class: Class, near: usize) -> Option<TakenSlab> {
+    /// The slab comes from the nearest node that has a free slab of the class, or a free slot of memory. If the node has
+    /// only a free slot, a free chunk gets that slot and is divided into slabs of the class.
+    pub(crate) fn take_slab(&mut self, class: Class, near: usize) -> Option<TakenSlab> {
         let has_free_chunk = !self.free_chunks.is_empty();
-        let has_room = |numa_node: &NumaNode| numa_node.has_slab(class, has_free_chunk);
+        let has_slab = |numa_node: &NumaNode| numa_node.has_slab(class, has_free_chunk);
         let numa_node = self
             .topology
             .order(near)
             .iter()
             .map(|&numa_node| numa_node as usize)
-            .find(|&numa_node| has_room(&self.numa_nodes[numa_node]))?;
-        let taken = if let Some((chunk, slab)) =
-            self.numa_nodes[numa_node].free_slabs[class_index(class)].pop()
-        {
-            TakenSlab {
+            .find(|&numa_node| has_slab(&self.numa_nodes[numa_node]))?;
+        let free_slab = self.numa_nodes[numa_node].free_slabs[class_index(class)].pop();
+        let taken = match free_slab {
+            Some((chunk, slab)) => TakenSlab {
                 chunk,
                 slab,
-                cut: None,
-            }
-        } else {
-            let slot = self.numa_nodes[numa_node]
-                .free_memory
-                .pop()
-                .expect("a node without a free slab of the class has a free slot");
-            let chunk = self
-                .free_chunks
-                .pop()
-                .expect("`has_room` needs a free chunk");
-            *self.chunk_mut(chunk) = Chunk {
-                class: Some(class),
-                numa_node,
-                ..Chunk::default()
-            };
-            let other_slabs = (1..self.slabs(class)).rev().map(|slab| (chunk, slab));
-            self.numa_nodes[numa_node].free_slabs[class_index(class)].extend(other_slabs);
-            TakenSlab {
-                chunk,
-                slab: 0,
-                cut: Some(slot),
-            }
+                new_slot: None,
+            },
+            None => self.divide_chunk(class, numa_node),
         };
         self.numa_nodes[numa_node].foreign_slabs += u64::from(numa_node != near);
-        self.disturb(taken.chunk);
+        self.end_rest(taken.chunk);
         let chunk = self.chunk_mut(taken.chunk);
         chunk.used += 1;
         chunk.leased += 1;
-        self.check();
+        self.check_sometimes();
         Some(taken)
     }
 
-    /// Ends the lease of a slab. Returns whether its chunk rests now.
+    /// Gives a free chunk a free slot of a NUMA node, and divides it into slabs of a class. Returns the first slab, and
+    /// makes the others free. The caller knows that a chunk and a slot are free.
+    fn divide_chunk(&mut self, class: Class, numa_node: usize) -> TakenSlab {
+        let slot = self.numa_nodes[numa_node]
+            .free_slots
+            .pop()
+            .expect("a node without a free slab of the class has a free slot");
+        let chunk = self
+            .free_chunks
+            .pop()
+            .expect("`NumaNode::has_slab` needs a free chunk");
+        *self.chunk_mut(chunk) = Chunk {
+            class: Some(class),
+            numa_node,
+            ..Chunk::default()
+        };
+        let other_slabs = (1..self.slab_count(class)).rev().map(|slab| (chunk, slab));
+        self.numa_nodes[numa_node].free_slabs[class_index(class)].extend(other_slabs);
+        TakenSlab {
+            chunk,
+            slab: 0,
+            new_slot: Some(slot),
+        }
+    }
+
+    /// Ends the lease of one slab of `chunk`. Returns whether the chunk rests now, and so may move to the spill file.
     pub(crate) fn end_lease(&mut self, chunk: u32) -> bool {
         self.chunk_mut(chunk).leased -= 1;
-        let is_resting = self.rest(chunk);
-        self.check();
+        let is_resting = self.start_rest(chunk);
+        self.check_sometimes();
         is_resting
     }
 
-    /// Lets a chunk rest if none of its slabs is leased. Returns whether it rests.
-    fn rest(&mut self, chunk: u32) -> bool {
+    /// Makes a chunk rest if the conditions hold: there is a spill file, and the chunk is in use, in memory and without a
+    /// lease. Returns whether it rests.
+    fn start_rest(&mut self, chunk: u32) -> bool {
         let chunk_state = self.chunks[chunk as usize];
         let is_resting = self.geometry.spill_count > 0
             && chunk_state.leased == 0
-            && !chunk_state.is_away
+            && !chunk_state.is_spilled
             && chunk_state.class.is_some();
         if is_resting && chunk_state.rests_since.is_none() {
             self.clock += 1;
-            self.rest_since(chunk, self.clock);
+            self.start_rest_since(chunk, self.clock);
         }
         is_resting
     }
 
-    /// Adds a chunk to `resting`.
-    fn rest_since(&mut self, chunk: u32, when: u64) {
+    /// Adds a chunk to `resting`. `when` is the value of the clock that orders it.
+    fn start_rest_since(&mut self, chunk: u32, when: u64) {
         self.chunk_mut(chunk).rests_since = Some(when);
         self.resting.insert((when, chunk));
     }
 
-    /// Ends the rest of a chunk. Returns since when it has rested.
-    fn disturb(&mut self, chunk: u32) -> Option<u64> {
+    /// Removes a chunk from `resting`. Returns since when it has rested, or `None` if it did not rest.
+    fn end_rest(&mut self, chunk: u32) -> Option<u64> {
         let since = self.chunk_mut(chunk).rests_since.take()?;
         self.resting.remove(&(since, chunk));
         Some(since)
     }
 
-    /// Frees a slab. Returns whether its chunk is free now; the caller then frees the chunk's slot.
+    /// Frees a slab. Returns whether its chunk is free now. Then the caller frees the chunk's slot.
     pub(crate) fn free_slab(&mut self, chunk: u32, slab: u32) -> bool {
         let chunk_state = self.chunk_mut(chunk);
         let class = chunk_state.class.expect("a slab in use has a class");
-        let is_away = chunk_state.is_away;
+        let is_spilled = chunk_state.is_spilled;
         chunk_state.used -= 1;
         let empty = chunk_state.used == 0;
         match &mut self.moving {
             Some(moving) if moving.chunk == chunk => {
-                moving.free.push(slab);
+                moving.free_slabs.push(slab);
                 moving.is_emptied = empty;
                 return false;
             }
@@ -471,149 +512,159 @@ impl Pool {
         if empty {
             self.free_chunk(chunk);
         } else {
-            if !is_away {
-                self.slabs_beside(chunk, class).push((chunk, slab));
+            if !is_spilled {
+                self.free_slabs_near(chunk, class).push((chunk, slab));
             }
-            self.check();
+            self.check_sometimes();
         }
         empty
     }
 
     /// Frees a chunk.
     fn free_chunk(&mut self, chunk: u32) {
-        self.disturb(chunk);
+        self.end_rest(chunk);
         if let Some(class) = self.chunk_mut(chunk).class.take() {
-            self.slabs_beside(chunk, class)
+            self.free_slabs_near(chunk, class)
                 .retain(|&(slab_chunk, _)| slab_chunk != chunk);
         }
-        self.chunk_mut(chunk).is_away = false;
+        self.chunk_mut(chunk).is_spilled = false;
         self.free_chunks.push(chunk);
     }
 
-    /// Frees a slot that has no chunk any more. A lent slot becomes idle.
+    /// Frees a slot that no longer has a chunk. A lent slot becomes idle instead.
     pub(crate) fn free_slot(&mut self, home: Home) {
         match home {
             Home::Memory(slot) if self.lent[slot as usize] => {
-                self.idle.insert(slot);
+                self.idle_slots.insert(slot);
             }
             Home::Memory(slot) => self.push_free_slot(slot),
-            Home::Spill(slot) => self.free_spill.push(slot),
+            Home::Spill(slot) => self.free_spill_slots.push(slot),
         }
-        self.check();
+        self.check_sometimes();
     }
 
+    /// Adds a slot of memory to the free slots of its NUMA node.
     fn push_free_slot(&mut self, slot: u32) {
         let numa_node = numa_node_of(&self.geometry, &self.topology, slot);
-        self.numa_nodes[numa_node].free_memory.push(slot);
+        self.numa_nodes[numa_node].free_slots.push(slot);
     }
 
     // ---- slots of memory files -----------------------------------------------------------------
 
-    /// Takes a free slot for a memory file, while more than `spare` slots are free.
+    /// Takes a free slot that is to be lent to a memory file. Returns `None` if at most `spare` slots are free.
+    ///
+    /// The caller ends the exchange with [`Pool::put_lent_slot`] or [`Pool::put_free_slot`].
     pub(crate) fn take_slot_to_lend(&mut self, spare: u32) -> Option<u32> {
-        let free = |of: &NumaNode| of.free_memory.len();
-        if self.numa_nodes.iter().map(free).sum::<usize>() <= spare as usize {
+        let free_count: usize = self
+            .numa_nodes
+            .iter()
+            .map(|numa_node| numa_node.free_slots.len())
+            .sum();
+        if free_count <= spare as usize {
             return None;
         }
         let slot = self
             .numa_nodes
             .iter_mut()
-            .find_map(|numa_node| numa_node.free_memory.pop())?;
-        self.exchanged += 1;
-        self.check();
+            .find_map(|numa_node| numa_node.free_slots.pop())?;
+        self.slots_in_exchange += 1;
+        self.check_sometimes();
         Some(slot)
     }
 
-    /// Frees a slot that was taken for a memory file and stays in the arena's file.
-    pub(crate) fn keep_slot(&mut self, slot: u32) {
-        self.exchanged -= 1;
+    /// Ends an exchange: the slot was not lent, and is free again.
+    pub(crate) fn put_free_slot(&mut self, slot: u32) {
+        self.slots_in_exchange -= 1;
         self.push_free_slot(slot);
-        self.check();
+        self.check_sometimes();
     }
 
-    /// Notes that a taken slot is lent now.
-    pub(crate) fn lend_slot(&mut self, slot: u32) {
-        self.exchanged -= 1;
+    /// Ends an exchange: the slot is lent now, and idle.
+    pub(crate) fn put_lent_slot(&mut self, slot: u32) {
+        self.slots_in_exchange -= 1;
         self.lent[slot as usize] = true;
-        self.idle.insert(slot);
-        self.check();
+        self.idle_slots.insert(slot);
+        self.check_sometimes();
     }
 
-    /// Takes an idle slot that is to be moved back to the arena's file.
+    /// Takes an idle slot that is to be moved back to the arena's file. Returns `None` if no slot is idle.
+    ///
+    /// The caller ends the exchange with [`Pool::put_returned_slot`] or [`Pool::put_stuck_slot`].
     pub(crate) fn take_idle_slot(&mut self) -> Option<u32> {
-        let slot = self.idle.pop_first()?;
-        self.exchanged += 1;
+        let slot = self.idle_slots.pop_first()?;
+        self.slots_in_exchange += 1;
         Some(slot)
     }
 
-    /// Takes this slot in the same way. Returns false if it is not idle.
+    /// Takes a given slot as [`Pool::take_idle_slot`] does. Returns false, and takes nothing, if the slot is not idle.
     pub(crate) fn take_this_idle_slot(&mut self, slot: u32) -> bool {
-        let is_idle = self.idle.remove(&slot);
-        self.exchanged += usize::from(is_idle);
+        let is_idle = self.idle_slots.remove(&slot);
+        self.slots_in_exchange += usize::from(is_idle);
         is_idle
     }
 
-    /// Notes that a taken slot is stuck: the arena's file has no memory for it.
+    /// Ends an exchange: the slot is stuck, because the arena's file has no memory for it.
     pub(crate) fn put_stuck_slot(&mut self, slot: u32) {
-        self.exchanged -= 1;
-        self.stuck.push(slot);
-        self.check();
+        self.slots_in_exchange -= 1;
+        self.stuck_slots.push(slot);
+        self.check_sometimes();
     }
 
-    /// Makes stuck slots idle, so that they are tried again.
+    /// Makes stuck slots idle, so that their return is tried again.
     pub(crate) fn retry_stuck_slots(&mut self) {
-        self.idle.extend(self.stuck.drain(..));
+        self.idle_slots.extend(self.stuck_slots.drain(..));
     }
 
-    /// Notes that a taken slot is in the arena's file again.
-    pub(crate) fn unlend_slot(&mut self, slot: u32) {
-        self.exchanged -= 1;
+    /// Ends an exchange: the slot is in the arena's file again, and free.
+    pub(crate) fn put_returned_slot(&mut self, slot: u32) {
+        self.slots_in_exchange -= 1;
         self.lent[slot as usize] = false;
         self.push_free_slot(slot);
-        self.check();
+        self.check_sometimes();
     }
 
-    /// At attach: notes that a slot is lent.
+    /// At attach: records that a slot is lent. If no chunk has it, it is idle.
     pub(crate) fn adopt_lent_slot(&mut self, slot: u32) {
         self.lent[slot as usize] = true;
         let numa_node = numa_node_of(&self.geometry, &self.topology, slot);
-        let free = &mut self.numa_nodes[numa_node].free_memory;
+        let free = &mut self.numa_nodes[numa_node].free_slots;
         let before = free.len();
         free.retain(|&free_slot| free_slot != slot);
         if free.len() < before {
-            self.idle.insert(slot);
+            self.idle_slots.insert(slot);
         }
     }
 
-    /// At attach: notes that a slot is lost, because damage hides where it is.
+    /// At attach: makes a slot unusable, because damage hides in which file it is.
     pub(crate) fn lose_slot(&mut self, slot: u32) {
         let numa_node = numa_node_of(&self.geometry, &self.topology, slot);
-        let free = &mut self.numa_nodes[numa_node].free_memory;
+        let free = &mut self.numa_nodes[numa_node].free_slots;
         let before = free.len();
         free.retain(|&free_slot| free_slot != slot);
-        self.lost.1 += before - free.len();
+        self.lost_slots += before - free.len();
     }
 
     pub(crate) fn is_idle_slot(&self, slot: u32) -> bool {
-        self.idle.contains(&slot)
+        self.idle_slots.contains(&slot)
     }
 
-    pub(crate) fn idle_slots(&self) -> usize {
-        self.idle.len()
+    pub(crate) fn idle_slot_count(&self) -> usize {
+        self.idle_slots.len()
     }
 
-    /// Whether the next chunk for a writer needs an idle slot, because no other slot is free.
+    /// Returns whether the next chunk for a writer needs an idle slot, because no other slot is free.
     pub(crate) fn wants_idle_slot(&self) -> bool {
-        !self.idle.is_empty()
+        !self.idle_slots.is_empty()
             && self
                 .numa_nodes
                 .iter()
-                .all(|numa_node| numa_node.free_memory.is_empty())
+                .all(|numa_node| numa_node.free_slots.is_empty())
     }
 
-    /// Takes a free chunk for an idle slot, cut into one slab, which is leased.
+    /// Gives a free chunk an idle slot, as one slab of the class `Whole`, and leases that slab. Returns `None` if no chunk
+    /// is free, or that the slot is not idle.
     pub(crate) fn take_idle_chunk(&mut self, slot: u32) -> Option<TakenSlab> {
-        if self.free_chunks.is_empty() || !self.idle.remove(&slot) {
+        if self.free_chunks.is_empty() || !self.idle_slots.remove(&slot) {
             return None;
         }
         let chunk = self.free_chunks.pop()?;
@@ -625,155 +676,176 @@ impl Pool {
             numa_node,
             ..Chunk::default()
         };
-        self.check();
+        self.check_sometimes();
         Some(TakenSlab {
             chunk,
             slab: 0,
-            cut: Some(slot),
+            new_slot: Some(slot),
         })
     }
 
     // ---- moves -------------------------------------------------------------------------------
 
-    /// Begins to move a chunk to the spill file: the one among those that `may` move that has rested longest. Returns the chunk
-    /// and its slot in the spill file.
-    pub(crate) fn begin_move(&mut self, may: &mut dyn FnMut(u32) -> bool) -> Option<(u32, u32)> {
+    /// Begins to move a chunk to the spill file. It is the chunk that has rested longest of those for which `may_move`
+    /// returns true. Returns `None` if there is no such chunk, or no free slot in the spill file.
+    ///
+    /// The caller ends the move with [`Pool::finish_move`] or [`Pool::abandon_move`].
+    pub(crate) fn begin_move(
+        &mut self,
+        may_move: &mut dyn FnMut(u32) -> bool,
+    ) -> Option<BegunMove> {
         assert!(self.moving.is_none(), "one move at a time");
-        if self.free_spill.is_empty() {
+        if self.free_spill_slots.is_empty() {
             return None;
         }
         let (rested_since, chunk) = self
             .resting
             .iter()
             .copied()
-            .find(|&(_, chunk)| may(chunk))?;
-        let to = self.free_spill.pop().expect("just looked");
-        self.disturb(chunk);
+            .find(|&(_, chunk)| may_move(chunk))?;
+        let spill_slot = self.free_spill_slots.pop().expect("a slot is free");
+        self.end_rest(chunk);
         let class = self.chunks[chunk as usize]
             .class
             .expect("a resting chunk is in use");
-        let free_slabs = self.slabs_beside(chunk, class);
-        let free = free_slabs
+        let free_slabs = self
+            .free_slabs_near(chunk, class)
             .extract_if(.., |(slab_chunk, _)| *slab_chunk == chunk)
             .map(|(_, slab)| slab)
             .collect();
-        self.moving = Some(Moving {
+        self.moving = Some(Move {
             chunk,
-            to,
+            spill_slot,
             rested_since,
-            free,
+            free_slabs,
             is_emptied: false,
         });
-        self.check();
-        Some((chunk, to))
+        self.check_sometimes();
+        Some(BegunMove { chunk, spill_slot })
     }
 
-    /// Whether the last slab of the moving chunk was freed.
+    /// Returns whether the last slab of the moving chunk was freed.
     pub(crate) fn is_emptied(&self) -> bool {
         self.moving.as_ref().is_some_and(|moving| moving.is_emptied)
     }
 
-    /// Ends a move: the chunk is in the spill file. Its free slabs stay unused until the whole chunk is free. Its slot of memory
-    /// is freed by [`Pool::free_left_slot`].
+    /// Ends a move: the chunk is in the spill file now. Its free slabs stay unused until the whole chunk is free.
+    ///
+    /// The caller then frees the chunk's slot of memory with [`Pool::free_left_slot`].
     pub(crate) fn finish_move(&mut self) {
         let moving = self.moving.take().expect("a move is under way");
-        self.chunk_mut(moving.chunk).is_away = true;
+        self.chunk_mut(moving.chunk).is_spilled = true;
         self.is_slot_leaving = true;
-        self.check();
+        self.check_sometimes();
     }
 
-    /// Frees the slot of memory that the moved chunk has left.
+    /// Frees the slot of memory in which the moved chunk was.
     pub(crate) fn free_left_slot(&mut self, slot: u32) {
         self.is_slot_leaving = false;
         self.free_slot(Home::Memory(slot));
     }
 
-    /// Gives up a move: the chunk stays where it is. `try_slot_last`: use its slot in the spill file only after all others.
-    /// Returns the chunk if it was emptied meanwhile and is free now.
+    /// Gives up a move: the chunk stays in memory. Returns the chunk if its last slab was freed during the move, so that it
+    /// is free now.
+    ///
+    /// With `try_slot_last`, the slot of the spill file is used again only after all others, because a write to it failed.
     pub(crate) fn abandon_move(&mut self, try_slot_last: bool) -> Option<u32> {
-        let Moving {
+        let Move {
             chunk,
-            to,
+            spill_slot,
             rested_since,
-            free,
+            free_slabs,
             is_emptied,
         } = self.moving.take().expect("a move is under way");
         if try_slot_last {
-            self.free_spill.insert(0, to);
+            self.free_spill_slots.insert(0, spill_slot);
         } else {
-            self.free_spill.push(to);
+            self.free_spill_slots.push(spill_slot);
         }
         if is_emptied {
             self.free_chunk(chunk);
             return Some(chunk);
         }
         let class = self.chunks[chunk as usize].class.expect("it is in use");
-        self.slabs_beside(chunk, class)
-            .extend(free.into_iter().map(|slab| (chunk, slab)));
-        self.rest_since(chunk, rested_since);
-        self.check();
+        self.free_slabs_near(chunk, class)
+            .extend(free_slabs.into_iter().map(|slab| (chunk, slab)));
+        self.start_rest_since(chunk, rested_since);
+        self.check_sometimes();
         None
     }
 
     // ---- attach ------------------------------------------------------------------------------
 
-    /// At attach: notes that a chunk is in use, with its class and its used slabs. `home` `None`: damage hides where its data is.
-    pub(crate) fn adopt(&mut self, chunk: u32, class: Class, used: &[u32], home: Option<Home>) {
+    /// At attach: records that a chunk is in use, with its class and its used slabs. Without a `home`, damage hides where
+    /// its data is, and it counts as spilled, so that no writer gets a slab of it.
+    ///
+    /// [`Pool::reserve_used`] has made the chunk and its slot unavailable.
+    pub(crate) fn adopt_chunk(
+        &mut self,
+        chunk: u32,
+        class: Class,
+        used: &[u32],
+        home: Option<Home>,
+    ) {
         let numa_node = match home {
-            Some(Home::Memory(memory)) => {
-                Some(numa_node_of(&self.geometry, &self.topology, memory))
-            }
+            Some(Home::Memory(slot)) => Some(numa_node_of(&self.geometry, &self.topology, slot)),
             _ => None,
         };
-        let is_away = numa_node.is_none();
-        let used_count = used.len() as u32;
-        self.lost = (
-            self.lost.0.saturating_sub(1),
-            self.lost.1.saturating_sub(usize::from(!is_away)),
-        );
+        let is_spilled = numa_node.is_none();
+        self.lost_chunks = self.lost_chunks.saturating_sub(1);
+        if !is_spilled {
+            self.lost_slots = self.lost_slots.saturating_sub(1);
+        }
         let numa_node = numa_node.unwrap_or(0);
         *self.chunk_mut(chunk) = Chunk {
             class: Some(class),
-            used: used_count,
-            is_away,
+            used: used.len() as u32,
+            is_spilled,
             numa_node,
             ..Chunk::default()
         };
-        if !is_away {
-            let free = (0..self.slabs(class)).filter(|slab| !used.contains(slab));
-            self.slabs_beside(chunk, class)
+        if !is_spilled {
+            let free = (0..self.slab_count(class)).filter(|slab| !used.contains(slab));
+            self.free_slabs_near(chunk, class)
                 .extend(free.map(|slab| (chunk, slab)));
         }
-        self.rest(chunk);
+        self.start_rest(chunk);
     }
 
-    /// At attach: notes that a writer of an earlier firnd may still fill a slab of this chunk.
-    pub(crate) fn lease_on(&mut self, chunk: u32) {
-        self.disturb(chunk);
+    /// At attach: counts the lease of a client of an earlier firnd, which may still fill a slab of this chunk.
+    pub(crate) fn add_lease(&mut self, chunk: u32) {
+        self.end_rest(chunk);
         self.chunk_mut(chunk).leased += 1;
     }
 
-    /// At attach: makes chunks and slots unavailable that are in use, or that damage hides. They count as lost until they are
-    /// adopted.
-    pub(crate) fn reserve(&mut self, chunk: &dyn Fn(u32) -> bool, slot: &dyn Fn(Home) -> bool) {
-        let free_memory = |of: &Self| {
-            let free = |numa_node: &NumaNode| numa_node.free_memory.len();
-            of.numa_nodes.iter().map(free).sum::<usize>() + of.idle.len()
-        };
-        let before = (self.free_chunks.len(), free_memory(self));
-        self.free_chunks.retain(|&free_chunk| !chunk(free_chunk));
+    /// At attach: makes the chunks and slots unavailable that are in use.
+    ///
+    /// They count as lost until [`Pool::adopt`] takes them. Those that it never takes are damaged, and stay lost.
+    pub(crate) fn reserve_used(
+        &mut self,
+        is_chunk_used: &dyn Fn(u32) -> bool,
+        is_slot_used: &dyn Fn(Home) -> bool,
+    ) {
+        let chunks_before = self.free_chunks.len();
+        let slots_before = self.free_or_idle_slots();
+        self.free_chunks.retain(|&chunk| !is_chunk_used(chunk));
         for numa_node in &mut self.numa_nodes {
             numa_node
-                .free_memory
-                .retain(|&free_slot| !slot(Home::Memory(free_slot)));
+                .free_slots
+                .retain(|&slot| !is_slot_used(Home::Memory(slot)));
         }
-        self.idle
-            .retain(|&free_slot| !slot(Home::Memory(free_slot)));
-        // The reserved chunks and slots count as lost until `adopt` takes them.
-        self.lost.0 += before.0 - self.free_chunks.len();
-        self.lost.1 += before.1 - free_memory(self);
-        self.free_spill
-            .retain(|&free_slot| !slot(Home::Spill(free_slot)));
+        self.idle_slots
+            .retain(|&slot| !is_slot_used(Home::Memory(slot)));
+        self.lost_chunks += chunks_before - self.free_chunks.len();
+        self.lost_slots += slots_before - self.free_or_idle_slots();
+        self.free_spill_slots
+            .retain(|&slot| !is_slot_used(Home::Spill(slot)));
+    }
+
+    /// Returns the number of slots of memory without a chunk.
+    fn free_or_idle_slots(&self) -> usize {
+        let free_slots = |numa_node: &NumaNode| numa_node.free_slots.len();
+        self.numa_nodes.iter().map(free_slots).sum::<usize>() + self.idle_slots.len()
     }
 
     /// Returns the number of slabs of a chunk that are in use.
@@ -783,26 +855,30 @@ impl Pool {
 
     // ---- figures -----------------------------------------------------------------------------
 
-    /// Returns the size of the slabs in use: in memory, and in the spill file.
-    pub(crate) fn used_bytes(&self) -> (u64, u64) {
-        let bytes = |chunk: &Chunk| {
-            chunk.class.map_or(0, |class| {
-                u64::from(chunk.used) * class.slab_bytes(self.geometry.chunk_bytes)
-            })
-        };
-        self.chunks.iter().fold((0, 0), |(memory, spilled), chunk| {
-            if chunk.is_away {
-                (memory, spilled + bytes(chunk))
+    /// Returns the size of the slabs in use.
+    pub(crate) fn used_bytes(&self) -> UsedBytes {
+        let mut sums = UsedBytes::default();
+        for chunk in &self.chunks {
+            let Some(class) = chunk.class else { continue };
+            let slab_bytes = class.slab_bytes(self.geometry.chunk_bytes);
+            let bytes = u64::from(chunk.used) * slab_bytes;
+            if chunk.is_spilled {
+                sums.spilled += bytes;
             } else {
-                (memory + bytes(chunk), spilled)
+                sums.memory += bytes;
             }
-        })
+        }
+        sums
     }
 
     /// Returns the number of slots of memory in use.
     pub(crate) fn memory_used(&self) -> u32 {
-        let unused = self.idle.len() + self.exchanged;
-        self.numa_nodes.iter().map(NumaNode::used).sum::<u32>() - unused as u32
+        let unused = self.idle_slots.len() + self.slots_in_exchange;
+        self.numa_nodes
+            .iter()
+            .map(NumaNode::used_slots)
+            .sum::<u32>()
+            - unused as u32
     }
 
     /// Returns the figures of each NUMA node.
@@ -811,7 +887,7 @@ impl Pool {
         let figures = |(index, numa_node): (usize, &NumaNode)| NumaNodeFigures {
             id: self.topology.id(index),
             bytes: bytes(numa_node.slots),
-            used_bytes: bytes(numa_node.used()),
+            used_bytes: bytes(numa_node.used_slots()),
             foreign_slabs: numa_node.foreign_slabs,
         };
         self.numa_nodes.iter().enumerate().map(figures).collect()
@@ -819,21 +895,21 @@ impl Pool {
 
     /// Returns the number of free slots of the spill file.
     pub(crate) fn spill_free(&self) -> u32 {
-        self.free_spill.len() as u32
+        self.free_spill_slots.len() as u32
     }
 
-    /// Whether a chunk among those that `may` move can move, or is moving.
-    pub(crate) fn can_move(&self, may: &dyn Fn(u32) -> bool) -> bool {
-        let has_movable_chunk = || self.resting.iter().any(|&(_, chunk)| may(chunk));
+    /// Returns whether a chunk is moving, or a chunk for which `may_move` returns true could move now.
+    pub(crate) fn can_move(&self, may_move: &dyn Fn(u32) -> bool) -> bool {
+        let has_movable_chunk = || self.resting.iter().any(|&(_, chunk)| may_move(chunk));
         self.moving.is_some()
             || self.is_slot_leaving
-            || (!self.free_spill.is_empty() && has_movable_chunk())
+            || (!self.free_spill_slots.is_empty() && has_movable_chunk())
     }
 
-    /// Whether a slab of `class` can be taken.
+    /// Returns whether a slab of `class` can be taken.
     pub(crate) fn has_slab(&self, class: Class) -> bool {
         let has_free_chunk = !self.free_chunks.is_empty();
-        (has_free_chunk && !self.idle.is_empty())
+        (has_free_chunk && !self.idle_slots.is_empty())
             || self
                 .numa_nodes
                 .iter()
@@ -842,13 +918,14 @@ impl Pool {
 }
 
 impl NumaNode {
-    fn used(&self) -> u32 {
-        self.slots - self.free_memory.len() as u32
+    /// Returns the number of slots that are not free.
+    fn used_slots(&self) -> u32 {
+        self.slots - self.free_slots.len() as u32
     }
 
-    /// Whether a slab of `class` can be taken from this node.
+    /// Returns whether a slab of `class` can be taken from this node.
     fn has_slab(&self, class: Class, has_free_chunk: bool) -> bool {
         !self.free_slabs[class_index(class)].is_empty()
-            || (has_free_chunk && !self.free_memory.is_empty())
+            || (has_free_chunk && !self.free_slots.is_empty())
     }
 }

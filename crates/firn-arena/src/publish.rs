@@ -13,7 +13,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use firn_format::append::{RecordTable, Room};
-use firn_format::piece::{Checked, FROZEN, Piece, dead};
+use firn_format::piece::{CheckedPiece, FROZEN, Piece, dead_seal};
 use firn_format::slab::SlabState;
 
 use crate::arena::Arena;
@@ -89,7 +89,7 @@ impl Arena {
         }
     }
 
-    /// The records of a slab, for `firn_format::append`.
+    /// Returns the records of a slab, for `firn_format::append`.
     fn records(&self, slab: SlabRef) -> Records<'_> {
         Records {
             tables: &self.tables,
@@ -120,7 +120,7 @@ impl Arena {
         crash_point();
         self.tables
             .seal(piece_ref)
-            .store(dead(generation), Ordering::Release);
+            .store(dead_seal(generation), Ordering::Release);
     }
 
     /// Shortens a piece after its file was truncated. `end`: offset in the chunk where the piece ends from now on.
@@ -135,7 +135,7 @@ impl Arena {
             .load(Ordering::Relaxed);
         let raw = self.tables.load(piece_ref);
         let checked = raw.check(generation, 0, self.geometry.chunk_bytes);
-        let Ok(Checked::Live(piece)) = checked else {
+        let Ok(CheckedPiece::Live(piece)) = checked else {
             return;
         };
         let len = end.saturating_sub(u64::from(piece.position));
@@ -153,7 +153,7 @@ impl Arena {
         );
     }
 
-    /// The time of the last write to a piece, in nanoseconds since 1970, as its record has it.
+    /// Returns the time of the last write to a piece, in nanoseconds since 1970, as its record has it.
     pub fn modified(&self, piece_ref: PieceRef) -> u64 {
         self.tables.modified(piece_ref).load(Ordering::Relaxed)
     }

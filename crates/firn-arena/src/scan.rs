@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{Ordering, fence};
 
 use firn_format::home::Home;
-use firn_format::piece::Checked;
+use firn_format::piece::CheckedPiece;
 use firn_format::slab::{Class, SlabState};
 
 use crate::damage::Damage;
@@ -42,6 +42,9 @@ pub(crate) fn scan(tables: &Tables, damage: &mut Vec<Damage>, live: &mut dyn FnM
     }
 }
 
+/// Reads the records of a slab. Passes the live pieces to `live`, and adds what is damaged to `damage`.
+///
+/// A slab that is free, or that is leased again during each of [`TRIES`] reads, has no pieces.
 fn scan_slab(
     tables: &Tables,
     slab: SlabRef,
@@ -74,6 +77,7 @@ fn scan_slab(
     }
 }
 
+/// Reads the records of a slab once. Only records of the lease `generation` are live.
 fn read_records(tables: &Tables, slab: SlabRef, class: Class, generation: u64) -> Records {
     let mut records_read = Records::default();
     let published = tables.published(slab).load(Ordering::Acquire);
@@ -96,7 +100,7 @@ fn read_records(tables: &Tables, slab: SlabRef, class: Class, generation: u64) -
         match checked {
             // A valid record beyond the counter is accepted. Its writer died while publishing the record, and the
             // bytes of the piece are complete.
-            Ok(Checked::Live(piece)) => {
+            Ok(CheckedPiece::Live(piece)) => {
                 let modified = tables.modified(piece_ref).load(Ordering::Relaxed);
                 records_read.live.push(Stored {
                     record: piece_ref,

@@ -141,8 +141,8 @@ pub struct SpillFile {
     path: PathBuf,
     /// Descriptor for reads, which go through the page cache.
     cached: OwnedFd,
-    /// Descriptor for writes of whole slots that bypass the page cache, so that errors of the device show. `None`: the file
-    /// system has no direct I/O.
+    /// Descriptor for writes of whole slots that bypass the page cache, so that errors of the device show. `None` means
+    /// that the file system has no direct I/O.
     direct: Option<OwnedFd>,
     slot_bytes: u64,
 }
@@ -333,7 +333,7 @@ impl SpillFile {
         &self.path
     }
 
-    /// Whether the file has all bytes of a slot.
+    /// Returns whether the file has all bytes of a slot.
     pub(crate) fn has_slot(&self, slot: u32) -> bool {
         let end = self.offset(slot, 0) + self.slot_bytes;
         rustix::fs::fstat(&self.cached).is_ok_and(|stat| stat.st_size as u64 >= end)

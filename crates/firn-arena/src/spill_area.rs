@@ -24,7 +24,7 @@ pub(crate) struct SpillArea {
 }
 
 impl SpillArea {
-    /// The spill area of a new arena.
+    /// Returns the spill area of a new arena.
     pub(crate) fn with_file(file: SpillFile) -> Self {
         Self {
             file: Some(Arc::new(file)),
@@ -32,8 +32,8 @@ impl SpillArea {
         }
     }
 
-    /// The spill area of an attached arena. `opened` is the file with the fault that it may have, or the fault that kept it
-    /// from being opened.
+    /// Returns the spill area of an attached arena. `opened` is the file with the fault that it may have, or the fault
+    /// that kept it from being opened.
     pub(crate) fn from_opened(opened: Result<(SpillFile, Option<SpillFault>), SpillFault>) -> Self {
         let (file, fault) = match opened {
             Ok((file, fault)) => (Some(Arc::new(file)), fault),
@@ -46,7 +46,7 @@ impl SpillArea {
         }
     }
 
-    /// The file, for reads.
+    /// Returns the file, for reads.
     pub(crate) fn file(&self) -> Option<&Arc<SpillFile>> {
         self.file.as_ref()
     }
@@ -55,12 +55,12 @@ impl SpillArea {
         self.fault.as_ref()
     }
 
-    /// The file, if it has no fault: then chunks may move to it.
+    /// Returns the file, if it has no fault: then chunks may move to it.
     pub(crate) fn usable_file(&self) -> Option<&Arc<SpillFile>> {
         self.file.as_ref().filter(|_| self.fault.is_none())
     }
 
-    /// Whether the file has all bytes of a slot. Nothing is read.
+    /// Returns whether the file has all bytes of a slot. Nothing is read.
     pub(crate) fn has_slot(&self, slot: u32) -> bool {
         let file = self.file.as_ref();
         file.is_some_and(|file| self.fault.is_none() || file.has_slot(slot))

@@ -131,6 +131,7 @@ impl Tables {
 
     // ---- records -----------------------------------------------------------------------------
 
+    /// Returns the word of a piece record at the byte offset `word` in the record.
     pub(crate) fn record_word(&self, record: PieceRef, word: u64) -> &AtomicU64 {
         debug_assert!(
             record.record < self.geometry.records_per_chunk(),
@@ -156,9 +157,9 @@ impl Tables {
         let seal = self.seal(record).load(Ordering::Acquire);
         let load = |word| self.record_word(record, word).load(Ordering::Relaxed);
         RawPiece {
-            who: load(word::WHO),
+            file_word: load(word::FILE),
             offset: load(word::OFFSET),
-            place: load(word::PLACE),
+            position_word: load(word::POSITION),
             seal,
         }
     }

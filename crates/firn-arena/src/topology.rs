@@ -34,7 +34,7 @@ impl Default for Topology {
 }
 
 impl Topology {
-    /// A machine with one NUMA node: all memory is equally near.
+    /// Returns a machine with one NUMA node: all memory is equally near.
     pub fn one() -> Self {
         Self {
             ids: vec![0],
@@ -48,7 +48,7 @@ impl Topology {
         Self::try_read(root).unwrap_or_else(Self::one)
     }
 
-    /// Reads the nodes; `None` if a file that is needed cannot be read or is not valid.
+    /// Reads the nodes. Returns `None` if a file that is needed cannot be read or is not valid.
     fn try_read(root: &Path) -> Option<Self> {
         let text = |name: &str| std::fs::read_to_string(root.join(name)).ok();
         let online = parse_list(&text("online")?)?;
@@ -83,6 +83,8 @@ impl Topology {
         (!ids.is_empty()).then(|| Self::new(ids, of_cpu, orders))
     }
 
+    /// Returns a topology. `of_cpu` contains the node of each CPU, and `orders` contains for each node all nodes, the
+    /// nearest first. Nodes are numbered by their position in `ids`.
     fn new(ids: Vec<u32>, of_cpu: Vec<u32>, orders: Vec<Vec<u32>>) -> Self {
         for (node, order) in orders.iter().enumerate() {
             debug_assert_eq!(
@@ -102,24 +104,24 @@ impl Topology {
         }
     }
 
-    /// The number of nodes.
+    /// Returns the number of nodes.
     pub fn count(&self) -> usize {
         self.ids.len()
     }
 
-    /// The kernel's number of a node.
+    /// Returns the kernel's number of a node.
     pub fn id(&self, node: usize) -> u32 {
         self.ids[node]
     }
 
-    /// The node nearest to a CPU; the first node if the CPU is not listed.
+    /// Returns the node nearest to a CPU; the first node if the CPU is not listed.
     pub fn of_cpu(&self, cpu: u32) -> usize {
         self.of_cpu
             .get(cpu as usize)
             .map_or(0, |&node| node as usize)
     }
 
-    /// The node nearest to the CPU on which this thread runs now.
+    /// Returns the node nearest to the CPU on which this thread runs now.
     pub fn here(&self) -> usize {
         if self.ids.len() == 1 {
             return 0;
@@ -127,7 +129,7 @@ impl Topology {
         self.of_cpu(rustix::thread::sched_getcpu() as u32)
     }
 
-    /// All nodes, the nearest to `node` first.
+    /// Returns all nodes, the nearest to `node` first.
     pub(crate) fn order(&self, node: usize) -> &[u32] {
         &self.orders[node]
     }

@@ -1,5 +1,5 @@
-//! Where the checkpoints of `firn bench checkpoint` end up: this file system, or a slow one made for
-//! the run. Both candidates always work in the same one.
+//! Prepares the backing of a benchmark: a directory of the local file system, or a slow file system that is set up for
+//! the run. All candidates of a benchmark use the same backing.
 
 use std::any::Any;
 use std::path::{Path, PathBuf};
@@ -33,7 +33,7 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// As on the command line.
+    /// Returns the name of the kind on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Self::Local => "local",
@@ -45,26 +45,26 @@ impl Kind {
     }
 }
 
-/// A backing that is ready.
+/// A backing that is ready to use. Dropping the value removes it.
 pub struct Prepared {
-    /// Directory to work in.
+    /// The directory of the backing.
     pub dir: PathBuf,
-    /// What a reader must know about it.
+    /// A sentence about the backing for the report.
     pub note: String,
-    /// Ended and removed in this order.
+    /// The servers, mounts and devices of the backing, in the order in which they are removed.
     _parts: Vec<Box<dyn Any>>,
 }
 
-/// How slow a slow backing is.
+/// The limits of slow backings.
 #[derive(Clone, Copy, Debug)]
 pub struct Slowness {
-    /// Added to each network round trip, in microseconds.
+    /// Time that is added to each network round trip, in microseconds.
     pub round_trip_us: u64,
-    /// Writes per second of the slow disk.
+    /// Maximum number of writes per second of the slow disk.
     pub writes_per_s: u64,
 }
 
-/// Sets `kind` up inside `work`.
+/// Sets up a backing of this kind below `work`. Fails if the programs or the rights that it needs are missing.
 pub fn prepare(kind: Kind, slowness: Slowness, work: &WorkDir) -> anyhow::Result<Prepared> {
     let prepared = match kind {
         Kind::Local => Ok(Prepared {
@@ -80,7 +80,7 @@ pub fn prepare(kind: Kind, slowness: Slowness, work: &WorkDir) -> anyhow::Result
     prepared.with_context(|| format!("cannot set up the backing {kind:?}"))
 }
 
-/// A master and two chunk servers.
+/// Starts a MooseFS of one master and two chunk servers, and mounts it.
 fn moosefs(work: &WorkDir) -> anyhow::Result<Prepared> {
     let servers = [Server::default(); 2];
     let moosefs = MooseFs::start(work.path(), &servers)?;
@@ -95,7 +95,8 @@ fn moosefs(work: &WorkDir) -> anyhow::Result<Prepared> {
     })
 }
 
+/// Returns a path as text for the arguments of programs. Returns an empty text if it is not UTF-8.
 fn text(path: &Path) -> &str {
-    // Made by this program below a canonical directory; only an odd --dir is not UTF-8.
+    // This program makes these paths below --dir, so they are UTF-8 unless --dir is not.
     path.to_str().unwrap_or_default()
 }

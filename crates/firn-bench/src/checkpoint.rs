@@ -1,4 +1,5 @@
-//! `firn bench checkpoint`: the writes of CRFS's table I, natively and through Firn.
+//! `firn bench checkpoint`: measures how long a parallel job takes to write a checkpoint, with the write sizes of table I
+//! of the CRFS paper, natively and through Firn.
 
 use std::path::{Path, PathBuf};
 
@@ -13,7 +14,7 @@ use crate::sizes;
 use crate::worker::{self, Task};
 use firn_config::size_text;
 
-/// One write of a program that gathers by itself.
+/// Bytes of one write of the candidate with large writes, which stands for a program that buffers its writes.
 const LARGE_BYTES: u64 = 4 << 20;
 const SINK_POOL_BYTES: u64 = 256 << 20;
 
@@ -56,7 +57,7 @@ pub struct CheckpointArgs {
 }
 
 impl CheckpointArgs {
-    /// Runs it.
+    /// Runs the benchmark and returns its figures. Fails if a candidate cannot be set up or measured.
     pub fn run(&self) -> anyhow::Result<Report> {
         let work = self.common.work_dir()?;
         let slowness = Slowness {
@@ -95,6 +96,7 @@ impl CheckpointArgs {
         Ok(report)
     }
 
+    /// Returns the sizes of the images to measure, in bytes.
     fn image_sizes(&self) -> Vec<u64> {
         if self.image_size.is_empty() {
             self.common
@@ -104,6 +106,7 @@ impl CheckpointArgs {
         }
     }
 
+    /// Sets up all candidates in the prepared backing.
     fn candidates<'a>(
         &self,
         prepared: &Prepared,
@@ -112,7 +115,7 @@ impl CheckpointArgs {
     ) -> anyhow::Result<Vec<CheckpointCandidate<'a>>> {
         let native = prepared.dir.join("native");
         std::fs::create_dir_all(&native)?;
-        let mut all = vec![CheckpointCandidate::plain(
+        let mut all = vec![CheckpointCandidate::without_preload(
             "native",
             native.clone(),
             native,
@@ -137,7 +140,7 @@ impl CheckpointArgs {
             let point = work.join(format!("mount-{own}"));
             let mount = firn.mount(&behind, &point, &format!("close={close}{more}"))?;
             let candidate =
-                CheckpointCandidate::plain(name, behind, point, WriteTarget::Firn(mount));
+                CheckpointCandidate::without_preload(name, behind, point, WriteTarget::Firn(mount));
             all.push(CheckpointCandidate {
                 preload: preload.cloned(),
                 ..candidate
@@ -146,7 +149,7 @@ impl CheckpointArgs {
         if self.backing != Kind::Local {
             let behind = prepared.dir.join("large");
             std::fs::create_dir_all(&behind)?;
-            all.push(CheckpointCandidate::plain(
+            all.push(CheckpointCandidate::without_preload(
                 "large writes",
                 behind.clone(),
                 behind,
@@ -161,7 +164,7 @@ impl CheckpointArgs {
                 },
                 &dir,
             )?;
-            all.push(CheckpointCandidate::plain(
+            all.push(CheckpointCandidate::without_preload(
                 "FUSE sink",
                 work.to_owned(),
                 dir,
@@ -171,6 +174,7 @@ impl CheckpointArgs {
         Ok(all)
     }
 
+    /// Writes one checkpoint with images of `image` bytes, and removes it.
     fn measure(&self, candidate: &CheckpointCandidate, image: u64) -> anyhow::Result<Sample> {
         let dir = candidate.new_dir()?;
         let tasks: Vec<Task> = (0..self.processes)
@@ -228,12 +232,12 @@ impl CheckpointArgs {
         ])
     }
 
-    /// Options that every benchmark has.
+    /// Returns the options that every benchmark has.
     pub fn common(&self) -> &Common {
         &self.common
     }
 
-    /// As `firn bench all` runs it.
+    /// Returns the arguments with which `firn bench all` runs this benchmark.
     pub fn with(common: Common) -> Self {
         Self {
             common,
@@ -248,27 +252,37 @@ impl CheckpointArgs {
     }
 }
 
+/// One way to write a checkpoint.
 struct CheckpointCandidate<'a> {
     name: &'static str,
-    /// Its directory in the backing.
+    /// The directory of the candidate in the backing.
     behind: PathBuf,
-    /// Where programs write.
+    /// The directory to which the processes write: the mount point, or `behind` itself.
     dir: PathBuf,
     target: WriteTarget<'a>,
-    /// A library that the processes load.
+    /// The preload library, if the processes load it.
     preload: Option<PathBuf>,
 }
 
 enum WriteTarget<'a> {
+    /// The backing, with the writes of the job.
     Native,
-    /// Natively, in large writes.
+    /// The backing, with large writes.
     Large,
+    /// A mount of Firn.
     Firn(Mount<'a>),
+    /// A FUSE file system that discards all data.
     Sink(Mounted),
 }
 
 impl<'a> CheckpointCandidate<'a> {
-    fn plain(name: &'static str, behind: PathBuf, dir: PathBuf, target: WriteTarget<'a>) -> Self {
+    /// Returns a candidate whose processes do not load the preload library.
+    fn without_preload(
+        name: &'static str,
+        behind: PathBuf,
+        dir: PathBuf,
+        target: WriteTarget<'a>,
+    ) -> Self {
         Self {
             name,
             behind,
@@ -278,6 +292,8 @@ impl<'a> CheckpointCandidate<'a> {
         }
     }
 
+    /// Returns what the mount has written to the backing, and its processor time in seconds. Both are 0 without a mount of
+    /// Firn.
     fn usage(&self) -> anyhow::Result<(Counters, f64)> {
         match &self.target {
             WriteTarget::Firn(mount) => Ok((mount.counters()?, mount.cpu_s())),
@@ -287,7 +303,7 @@ impl<'a> CheckpointCandidate<'a> {
         }
     }
 
-    /// The directory of one checkpoint; the sink has none but its own.
+    /// Creates the directory of one checkpoint. The sink has no directories, so its mount point is used.
     fn new_dir(&self) -> anyhow::Result<PathBuf> {
         if let WriteTarget::Sink(sink) = &self.target {
             return Ok(sink.path().to_owned());
@@ -297,6 +313,7 @@ impl<'a> CheckpointCandidate<'a> {
         Ok(dir)
     }
 
+    /// Removes the checkpoint in `dir`.
     fn remove(&self, dir: &Path, tasks: &[Task]) -> anyhow::Result<()> {
         for task in tasks {
             std::fs::remove_file(path_of(task))?;
@@ -309,7 +326,7 @@ impl<'a> CheckpointCandidate<'a> {
         }
     }
 
-    /// Natively, all files are synced at once, as a job that wants it would do, then their names.
+    /// Makes the checkpoint durable. Natively, all files are synced in parallel, and then the directory.
     fn make_durable(&self, dir: &Path, tasks: &[Task]) -> anyhow::Result<()> {
         match &self.target {
             WriteTarget::Firn(mount) => return mount.wait_durable(dir),
@@ -320,6 +337,7 @@ impl<'a> CheckpointCandidate<'a> {
     }
 }
 
+/// Returns the file that a task writes.
 fn path_of(task: &Task) -> &Path {
     match task {
         Task::Write { path, .. } | Task::Read { path, .. } => path,
@@ -328,6 +346,7 @@ fn path_of(task: &Task) -> &Path {
     }
 }
 
+/// Returns the number of writes of a task.
 fn writes_of(task: &Task) -> u64 {
     match task {
         Task::Write { runs, .. } => runs.iter().map(|run| run.0).sum(),

@@ -1,4 +1,4 @@
-//! `firn bench commit`: what it costs that changes count all at once.
+//! `firn bench commit`: measures the cost of transactions, in which all changes take effect at once.
 
 use std::path::{Path, PathBuf};
 
@@ -85,7 +85,7 @@ enum Part {
 type Named = Vec<(String, Vec<Sample>)>;
 
 impl CommitArgs {
-    /// Runs it.
+    /// Runs the benchmark and returns its figures. Fails if a candidate cannot be set up or measured.
     pub fn run(&self) -> anyhow::Result<Report> {
         let work = self.common.work_dir()?;
         let slowness = Slowness {
@@ -116,12 +116,13 @@ impl CommitArgs {
         Ok(report)
     }
 
-    /// With a comma before them.
+    /// Returns the additional mount options with a comma before them. Returns an empty text if there are none.
     fn more_options(&self) -> String {
         let more = self.mount_options.as_ref();
         more.map_or(String::new(), |more| format!(",{more}"))
     }
 
+    /// Returns the parts of the benchmark to run.
     fn parts(&self) -> Vec<Part> {
         match (self.parts.is_empty(), self.backing) {
             (false, _) => self.parts.clone(),
@@ -132,6 +133,7 @@ impl CommitArgs {
         }
     }
 
+    /// Sets up all candidates in the prepared backing.
     fn candidates<'a>(
         &self,
         prepared: &Prepared,
@@ -177,23 +179,24 @@ impl CommitArgs {
         Ok(all)
     }
 
-    /// Measures one case: the candidates in turns, as often as asked for.
+    /// Measures the candidates in turns, once in each repeat. `measure_candidate` measures one candidate and returns one
+    /// sample for each case. Returns the samples of all candidates, grouped by case.
     fn measure(
         &self,
         candidates: &[&CommitCandidate],
         title: &str,
-        mut one: impl FnMut(&CommitCandidate) -> anyhow::Result<Vec<Sample>>,
+        mut measure_candidate: impl FnMut(&CommitCandidate) -> anyhow::Result<Vec<Sample>>,
     ) -> anyhow::Result<Vec<Named>> {
         let bar = progress(
             u64::from(self.common.repeats()) * candidates.len() as u64,
             "commit",
         );
-        // By case, then by candidate.
+        // The samples by case, then by candidate.
         let mut cases: Vec<Named> = Vec::new();
         for _ in 0..self.common.repeats() {
             for (index, candidate) in candidates.iter().enumerate() {
                 bar.set_message(format!("{title}, {}", candidate.name));
-                for (case, sample) in one(candidate)?.into_iter().enumerate() {
+                for (case, sample) in measure_candidate(candidate)?.into_iter().enumerate() {
                     if cases.len() <= case {
                         let names = candidates
                             .iter()
@@ -209,13 +212,14 @@ impl CommitArgs {
         Ok(cases)
     }
 
+    /// Measures new large files, and adds the case and its goals to the report.
     fn new_files(&self, candidates: &[CommitCandidate], report: &mut Report) -> anyhow::Result<()> {
         let size = self.size.unwrap_or(self.common.choose(1 << 30, 64 << 20));
         let each = (size / FILES).next_multiple_of(WRITE_BYTES);
         let name = format!("{FILES} new files, {} together", size_text(each * FILES));
         let who: Vec<&CommitCandidate> = candidates
             .iter()
-            .filter(|one| one.name != IN_PLACE)
+            .filter(|candidate| candidate.name != IN_PLACE)
             .collect();
         let samples = self.measure(&who, &name, |candidate| {
             let dir = candidate.dir.join("step");
@@ -237,11 +241,12 @@ impl CommitArgs {
             std::fs::remove_dir_all(&dir)?;
             Ok(vec![taken.sample()])
         })?;
-        add(report, [name], samples);
+        add_cases(report, [name], samples);
         judge(report, FILES_GOAL, Limit::Most(1.15));
         Ok(())
     }
 
+    /// Measures changes of many small files, and adds the case and its goals to the report.
     fn small_files(
         &self,
         backing_dir: &Path,
@@ -282,18 +287,18 @@ impl CommitArgs {
         for dir in prepared {
             std::fs::remove_dir_all(dir)?;
         }
-        add(report, [name], samples);
+        add_cases(report, [name], samples);
         judge(report, SMALL_GOAL, Limit::Most(3.0));
         judge_commit(report, Limit::Most(1.5));
         Ok(())
     }
 
-    /// Options that every benchmark has.
+    /// Returns the options that every benchmark has.
     pub fn common(&self) -> &Common {
         &self.common
     }
 
-    /// As `firn bench all` runs it.
+    /// Returns the arguments with which `firn bench all` runs this benchmark.
     pub fn with(common: Common) -> Self {
         Self {
             common,
@@ -312,13 +317,14 @@ impl CommitArgs {
 const FILES_GOAL: &str = "new files, time until durable";
 const SMALL_GOAL: &str = "small files, time until durable";
 
-fn add(report: &mut Report, names: impl IntoIterator<Item = String>, samples: Vec<Named>) {
+/// Adds a case to the report for each of `names`, with the samples of `measure`.
+fn add_cases(report: &mut Report, names: impl IntoIterator<Item = String>, samples: Vec<Named>) {
     for (name, samples) in names.into_iter().zip(samples) {
         report.add(name, samples);
     }
 }
 
-/// Judges the last case, each of Firn's frontends.
+/// Adds a goal for the last case: the ratio of each candidate of Firn to the native one.
 fn judge(report: &mut Report, what: &str, limit: Limit) {
     for who in [FIRN, PRELOAD] {
         let ratio = report
@@ -333,7 +339,7 @@ fn judge(report: &mut Report, what: &str, limit: Limit) {
     }
 }
 
-/// Judges the last case by what `firn commit` alone took.
+/// Adds a goal for the last case: the time of `firn commit` alone, compared with the whole native change.
 fn judge_commit(report: &mut Report, limit: Limit) {
     for who in [FIRN, BEHIND, PRELOAD] {
         let of_last = |who: &str, metric| {
@@ -350,24 +356,27 @@ fn judge_commit(report: &mut Report, limit: Limit) {
     }
 }
 
+/// One way to change files.
 struct CommitCandidate<'a> {
     name: &'static str,
-    /// Its directory in the backing.
+    /// The directory of the candidate in the backing.
     behind: PathBuf,
-    /// Where programs write.
+    /// The directory to which the processes write: the mount point, or `behind` itself.
     dir: PathBuf,
+    /// The mount with transactions. `None` for a candidate without Firn.
     mount: Option<Mount<'a>>,
-    /// A library that the processes load.
+    /// The preload library, if the processes load it.
     preload: Option<PathBuf>,
 }
 
-/// A mounted file system that only passes requests on, and the candidate that writes through it.
+/// A mounted FUSE file system that passes every request on, and the candidate that writes through it.
 struct Passthrough {
     candidate: CommitCandidate<'static>,
     _mounted: Mounted,
 }
 
 impl Passthrough {
+    /// Mounts a FUSE file system that passes every request on to a directory below `dir`.
     fn start(dir: &Path) -> anyhow::Result<Self> {
         let (behind, through) = (dir.join("passthrough.b"), dir.join("passthrough"));
         std::fs::create_dir_all(&behind)?;
@@ -390,16 +399,20 @@ impl Passthrough {
     }
 }
 
-/// What a change took.
-struct Taken {
+/// The cost of a change, in seconds.
+struct ChangeCost {
+    /// Time until all files were closed.
     closed_s: f64,
+    /// Time until the change was durable.
     durable_s: f64,
-    /// Of that, `firn commit` or the fsync alone.
+    /// The part of `durable_s` that `firn commit` or fsync(2) took.
     commit_s: f64,
+    /// Processor time of the workers and of firnd.
     cpu_s: f64,
 }
 
-impl Taken {
+impl ChangeCost {
+    /// Returns the cost as the sample of a candidate.
     fn sample(&self) -> Sample {
         vec![
             ("closed", "s", self.closed_s),
@@ -411,13 +424,13 @@ impl Taken {
 }
 
 impl CommitCandidate<'_> {
-    /// Runs `tasks`, in a transaction where there are any, until what they wrote is durable: natively by
-    /// `sync`.
+    /// Runs tasks and makes what they wrote durable. On a mount of Firn the tasks run in a transaction, which is then
+    /// committed. Natively `sync` makes the files durable.
     fn write(
         &self,
         tasks: &[Task],
         sync: impl FnOnce() -> anyhow::Result<()>,
-    ) -> anyhow::Result<Taken> {
+    ) -> anyhow::Result<ChangeCost> {
         // What earlier measurements left dirty must not be written in this one's time.
         durable::sync_all(&self.behind)?;
         let server_cpu_s = || self.mount.as_ref().map_or(0.0, Mount::cpu_s);
@@ -440,7 +453,7 @@ impl CommitCandidate<'_> {
             .map(|outcome| outcome.begin_ns)
             .min()
             .unwrap_or(0);
-        Ok(Taken {
+        Ok(ChangeCost {
             closed_s: worker::elapsed_s(&outcomes),
             durable_s: (durable_ns - begin_ns) as f64 * 1e-9,
             commit_s: (durable_ns - closed_ns) as f64 * 1e-9,
@@ -449,7 +462,8 @@ impl CommitCandidate<'_> {
         })
     }
 
-    /// Runs a task that changes nothing, in a transaction where there are any: seconds.
+    /// Runs a task that changes nothing, and returns the seconds that it took. On a mount of Firn it runs in a
+    /// transaction.
     fn read(&self, task: Task) -> anyhow::Result<f64> {
         self.mount.as_ref().map_or(Ok(()), Mount::begin)?;
         let outcomes = worker::run_with(self.preload.as_deref(), &[task])?;

@@ -1,7 +1,7 @@
-//! Processor time of processes, in seconds, to the nanosecond that the scheduler counts.
+//! Reads the processor time of processes, in seconds, with the nanosecond resolution of the scheduler.
 
-/// Processor time that process `pid` has used, all its threads together, ended ones too. 0 if there is
-/// no such process.
+/// Returns the processor time of all threads of process `pid`, including the ended ones. Returns 0 if there is no such
+/// process.
 pub fn seconds_of(pid: u32) -> f64 {
     let mut clock: libc::clockid_t = 0;
     // SAFETY: `clock` is a valid place for the result; the call reads nothing else.
@@ -11,12 +11,12 @@ pub fn seconds_of(pid: u32) -> f64 {
     clock_seconds(clock)
 }
 
-/// Processor time of this process.
+/// Returns the processor time of this process.
 pub fn seconds_of_self() -> f64 {
     clock_seconds(libc::CLOCK_PROCESS_CPUTIME_ID)
 }
 
-/// Processor time of the children of this process that have ended and been waited for.
+/// Returns the processor time of the children of this process that have ended and were waited for.
 pub fn seconds_of_children() -> f64 {
     // SAFETY: all bits zero is a valid `rusage`, which the call fills.
     let usage = unsafe {
@@ -28,6 +28,7 @@ pub fn seconds_of_children() -> f64 {
     seconds(usage.ru_utime) + seconds(usage.ru_stime)
 }
 
+/// Returns the time of a clock. Returns 0 for an unknown clock.
 fn clock_seconds(clock: libc::clockid_t) -> f64 {
     let mut time = libc::timespec {
         tv_sec: 0,
@@ -38,7 +39,7 @@ fn clock_seconds(clock: libc::clockid_t) -> f64 {
     time.tv_sec as f64 + time.tv_nsec as f64 * 1e-9
 }
 
-/// The machine's monotonic clock in nanoseconds: the same for all processes.
+/// Returns the time of the machine's monotonic clock in nanoseconds. The clock is the same for all processes.
 pub fn now_ns() -> u64 {
     let time = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
     time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64

@@ -1,8 +1,8 @@
-//! Firn with a drain that drops what it carries: what `ingest` measures.
+//! Mounts Firn with a backing that discards the data of files. The benchmark `ingest` measures this mount.
 //!
-//! CRFS's figure 5 shows how fast writes are taken in when nothing has to be stored. So the whole of
-//! Firn runs here (session, engine, arena, drain threads), and only the last step, the write to the
-//! backing, is replaced. It is put together inside the benchmark: no option of `firn mount` loses data.
+//! Figure 5 of the CRFS paper shows how fast a file system accepts writes if it need not store them. Therefore all of
+//! Firn runs here (session, engine, arena, drain threads), and only the last step, the write to the backing, is
+//! replaced. The benchmark assembles the parts itself, because no option of `firn mount` may lose data.
 
 use std::os::fd::BorrowedFd;
 use std::os::unix::fs::MetadataExt;
@@ -21,32 +21,32 @@ use serde::{Deserialize, Serialize};
 
 mod backing;
 
-/// The default of `firn mount`.
+/// Lifetime of attributes in the kernel: the default of `firn mount`.
 const ATTR_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// How the arena is cut, and where names and empty files are made.
+/// The size and the paths of the mount.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Geometry {
-    /// Directory that gets the (empty) files.
+    /// Directory in which the files are created. They remain empty.
     pub backing: PathBuf,
-    /// The arena's file, on tmpfs; it must not exist.
+    /// Path of the arena, on tmpfs. The file must not exist.
     pub arena: PathBuf,
-    /// Bytes of the arena.
+    /// Size of the arena in bytes.
     pub arena_bytes: u64,
-    /// Bytes of one chunk.
+    /// Size of one chunk in bytes.
     pub chunk_bytes: u64,
-    /// Threads of the drain.
+    /// Number of drain threads.
     pub io_threads: usize,
 }
 
-/// A running mount; dropping it unmounts and removes the arena.
+/// A mounted Firn that discards data. Dropping the value unmounts and removes the arena.
 pub struct Discarding {
     session: Session,
     pool: Pool,
     arena: PathBuf,
 }
 
-/// Mounts Firn over a discarding backing.
+/// Mounts Firn at `mount_point` with a backing that discards data.
 pub fn mount_discarding(geometry: &Geometry, mount_point: &Path) -> anyhow::Result<Discarding> {
     let backing = geometry.backing.canonicalize()?;
     let owner = std::fs::metadata(&backing)?;
@@ -93,7 +93,7 @@ pub fn mount_discarding(geometry: &Geometry, mount_point: &Path) -> anyhow::Resu
     })
 }
 
-/// The mount of a benchmark ends with it.
+/// A keeper that keeps no connection, because the mount ends with the benchmark.
 struct NotKept;
 
 impl KeepConnection for NotKept {

@@ -1,4 +1,5 @@
-//! `firn bench drain`: what a drain takes from a program that computes, and how fast it is where nothing computes.
+//! `firn bench drain`: measures how much a drain slows down a program that computes, and how fast the drain is while no
+//! program computes.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
@@ -18,9 +19,9 @@ const ALONE: &str = "alone";
 const PACED: &str = "drain=eager, drain-cpu=3";
 const UNLIMITED: &str = "drain=eager";
 const DEMAND: &str = "drain=demand";
-/// Steps of the run that says how many a second takes.
+/// Number of steps of the run that measures how many steps fit into a second.
 const STEPS_TO_CALIBRATE: u64 = 100;
-/// Far longer than any disk takes.
+/// Maximum time for the drain of the checkpoint.
 const WAIT_MAX: Duration = Duration::from_secs(600);
 
 /// Computes in steps on all CPUs while a checkpoint drains, as a training loop does.
@@ -44,17 +45,18 @@ pub struct DrainArgs {
 /// One way to drain, and its mount.
 struct DrainCandidate<'a> {
     name: &'static str,
-    /// `None`: nothing was written.
+    /// The mount. `None` means that no checkpoint is written.
     mount: Option<Mounted<'a>>,
 }
 
+/// A mount to which the checkpoint is written.
 struct Mounted<'a> {
     mount: Mount<'a>,
-    /// The checkpoint in the backing.
+    /// Path of the checkpoint in the backing.
     backing_file: PathBuf,
 }
 
-/// What is run.
+/// A program that computes in steps, as a training loop does.
 struct Loop {
     threads: usize,
     steps: u64,
@@ -71,7 +73,7 @@ impl DrainArgs {
         self.seconds.unwrap_or(self.common.choose(4, 1))
     }
 
-    /// Runs it.
+    /// Runs the benchmark and returns its figures. Fails if a candidate cannot be set up or measured.
     pub fn run(&self) -> anyhow::Result<Report> {
         let work = self.common.work_dir()?;
         let firn = Firn::find(self.common.firn.as_deref())?;
@@ -162,6 +164,7 @@ impl DrainArgs {
         Ok(report)
     }
 
+    /// Mounts Firn with an arena that has room for two checkpoints.
     fn mount<'a>(
         &self,
         firn: &'a Firn,
@@ -182,7 +185,7 @@ impl DrainArgs {
         })
     }
 
-    /// Steps a second while the checkpoint drains, and what was drained meanwhile.
+    /// Measures the steps per second while the checkpoint drains, and how much was drained meanwhile.
     fn measure(
         &self,
         firn: &Firn,
@@ -195,7 +198,7 @@ impl DrainArgs {
             None => training.step_rate()?,
             Some(mounted) => {
                 let drained_before = mounted.mount.counters()?.drain_bytes;
-                self.write(firn, &mounted.mount)?;
+                self.write_checkpoint(firn, &mounted.mount)?;
                 let rate = training.step_rate()?;
                 drained = mounted.mount.counters()?.drain_bytes - drained_before;
                 remove(&mounted.mount)?;
@@ -210,9 +213,9 @@ impl DrainArgs {
         ])
     }
 
-    /// How fast the checkpoint drains, from its close on.
+    /// Measures how fast the checkpoint drains after its close, while no program computes.
     fn drain_rate(&self, firn: &Firn, mounted: &Mounted<'_>) -> anyhow::Result<Sample> {
-        self.write(firn, &mounted.mount)?;
+        self.write_checkpoint(firn, &mounted.mount)?;
         let begin = Instant::now();
         let left = self.size() - mounted.drained_bytes().min(self.size());
         // Not by `firn status`, a process each time: it would compete for the CPUs.
@@ -227,7 +230,8 @@ impl DrainArgs {
         Ok(vec![("drained", "MiB/s", rate)])
     }
 
-    fn write(&self, firn: &Firn, mount: &Mount<'_>) -> anyhow::Result<()> {
+    /// Writes the checkpoint in a process that loads the preload library.
+    fn write_checkpoint(&self, firn: &Firn, mount: &Mount<'_>) -> anyhow::Result<()> {
         let task = Task::Write {
             path: mount.path().join("checkpoint"),
             runs: vec![(self.size() >> 20, 1 << 20)],
@@ -237,12 +241,12 @@ impl DrainArgs {
         worker::run_with(Some(&firn.preload()?), &[task]).map(drop)
     }
 
-    /// Options that every benchmark has.
+    /// Returns the options that every benchmark has.
     pub fn common(&self) -> &Common {
         &self.common
     }
 
-    /// As `firn bench all` runs it.
+    /// Returns the arguments with which `firn bench all` runs this benchmark.
     pub fn with(common: Common) -> Self {
         Self {
             common,
@@ -253,7 +257,7 @@ impl DrainArgs {
 }
 
 impl Loop {
-    /// Takes the steps; how many a second.
+    /// Runs all steps, and returns how many were done per second.
     fn step_rate(&self) -> anyhow::Result<f64> {
         let steps = Steps {
             threads: self.threads,
@@ -265,14 +269,15 @@ impl Loop {
 }
 
 impl Mounted<'_> {
-    /// Bytes of the checkpoint that the backing has.
+    /// Returns the bytes of the checkpoint that are in the backing.
     fn drained_bytes(&self) -> u64 {
         const BLOCK_BYTES: u64 = 512;
         std::fs::metadata(&self.backing_file).map_or(0, |file| file.blocks() * BLOCK_BYTES)
     }
 }
 
-/// Removes the checkpoint, and lets the device finish what was drained of it: the next measurement is not to pay for it.
+/// Removes the checkpoint, and waits until the device has written what was drained, so that it does not slow down the
+/// next measurement.
 fn remove(mount: &Mount<'_>) -> anyhow::Result<()> {
     std::fs::remove_file(mount.path().join("checkpoint"))?;
     mount.wait_empty()?;

@@ -1,9 +1,9 @@
-//! What a job does natively to have its files for certain.
+//! Makes files durable without Firn, as a job does on a native file system.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
-/// fsync of all `files` at once, then of the directory that has their names.
+/// Calls fsync(2) for all `files` in parallel, then for the directory that contains them.
 pub fn sync_files<'a>(files: impl Iterator<Item = &'a Path>, dir: &Path) -> anyhow::Result<()> {
     let sync = |path: PathBuf| std::thread::spawn(move || File::open(path)?.sync_all());
     let threads: Vec<_> = files.map(|path| sync(path.to_owned())).collect();
@@ -17,7 +17,7 @@ pub fn sync_files<'a>(files: impl Iterator<Item = &'a Path>, dir: &Path) -> anyh
     }
 }
 
-/// syncfs of the file system that `dir` is on.
+/// Calls syncfs(2) for the file system that `dir` is on.
 pub fn sync_all(dir: &Path) -> anyhow::Result<()> {
     Ok(rustix::fs::syncfs(File::open(dir)?)?)
 }

@@ -1,4 +1,4 @@
-//! The `firn` program as a user has it: mount, status, wait, umount.
+//! Runs the program `firn` as a user does: mounts, reads the status, waits and unmounts.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -12,14 +12,15 @@ use crate::cpu;
 use crate::machine;
 use firn_testfs::cleanup::{Guard, Leftover, expect};
 
-/// Far more than anything here takes.
+/// Maximum time for a condition that firnd brings about ([`wait_until`]).
 const WAIT_MAX: Duration = Duration::from_secs(120);
 /// The name of the process that keeps a mount for the next firnd.
 const KEEPER_NAME: &str = "firn-keeper";
-/// Longer than a firnd must have served for its keeper to start another one at once.
+/// Uptime in seconds after which the keeper restarts a dead firnd at once. It is longer than the keeper requires.
 const SERVED_WELL_S: f64 = 0.5;
 
-/// Where arenas and sockets of this run lie, apart from the user's own mounts.
+/// The program to measure, with a runtime directory of its own. The arenas and sockets of the run are thus separate from
+/// those of the user's mounts.
 pub struct Firn {
     program: PathBuf,
     runtime_dir: PathBuf,
@@ -29,14 +30,15 @@ pub struct Firn {
 /// Counters of one mount, as far as the benchmarks need them.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Counters {
-    /// Write calls to the backing since attach.
+    /// Number of write calls to the backing since the mount began.
     pub drain_writes: u64,
-    /// Bytes of them.
+    /// Bytes of these writes.
     pub drain_bytes: u64,
 }
 
 impl Firn {
-    /// `program` as given by the user or by `firn bench`, else the one beside this program.
+    /// Returns the program at a path that the user or `firn bench` gave. Without a path, returns the program that is
+    /// installed with this one; fails if there is none.
     pub fn find(program: Option<&Path>) -> anyhow::Result<Self> {
         let program = match program {
             Some(program) => program.to_owned(),
@@ -51,7 +53,7 @@ impl Firn {
         })
     }
 
-    /// The same program with arenas and sockets of its own, as on another host.
+    /// Returns the same program with another runtime directory, as if it ran on the host `name`.
     pub fn on_host(&self, name: &str) -> Self {
         let program = self.program.clone();
         let runtime_dir = PathBuf::from(format!("{}-{name}", self.runtime_dir.display()));
@@ -63,7 +65,7 @@ impl Firn {
         }
     }
 
-    /// The library that processes load for direct access.
+    /// Returns the path of the preload library, which processes load for direct access. Fails if it is not installed.
     pub fn preload(&self) -> anyhow::Result<PathBuf> {
         let found = firn_client::library::beside(&self.program);
         found.with_context(|| {
@@ -75,10 +77,10 @@ impl Firn {
         })
     }
 
-    /// A directory on tmpfs for whatever else the benchmark keeps in memory.
+    /// Returns a directory on tmpfs for other files that the benchmark keeps in memory.
     pub fn memory_dir(&self) -> anyhow::Result<PathBuf> {
         use std::os::unix::fs::DirBuilderExt;
-        // As private as firn itself wants its directory.
+        // firn requires that its runtime directory is private to the user.
         std::fs::DirBuilder::new()
             .recursive(true)
             .mode(0o700)
@@ -88,7 +90,7 @@ impl Firn {
         Ok(dir)
     }
 
-    /// `firn mount` of `backing` at `mount_point` with `-o options`; returns when it is usable.
+    /// Runs `firn mount -o OPTIONS BACKING MOUNT_POINT`, and returns the mount when it is usable.
     pub fn mount(
         &self,
         backing: &Path,
@@ -117,18 +119,20 @@ impl Firn {
         Ok(mount)
     }
 
-    /// The program with the environment of this run, for verbs that stay.
+    /// Returns a command that runs the program in the environment of this run. It is for verbs that run for long.
     pub fn command(&self) -> Command {
         command(&self.program, &self.runtime_dir)
     }
 
-    /// The same, started by another program such as nsenter(1), which `start` makes a command of.
+    /// Returns a command as [`Firn::command`] does, for a start by another program such as nsenter(1). `start` makes the
+    /// command of that program from the path of `firn`.
     pub fn command_by(&self, start: impl FnOnce(&str) -> Command) -> Command {
         let mut command = start(&self.program.to_string_lossy());
         command.env("FIRN_RUNTIME_DIR", &self.runtime_dir);
         command
     }
 
+    /// Runs a verb of the program and returns its standard output. Fails with its error message if the verb fails.
     pub(crate) fn run(&self, args: &[&std::ffi::OsStr]) -> anyhow::Result<Vec<u8>> {
         let output = command(&self.program, &self.runtime_dir)
             .args(args)
@@ -146,12 +150,12 @@ impl Firn {
     }
 }
 
-/// A mount of Firn; dropping it drains and unmounts.
+/// A mount of Firn. Dropping the value drains and unmounts.
 pub struct Mount<'a> {
     firn: &'a Firn,
     path: PathBuf,
     pid: u32,
-    /// For a mount that cannot be drained.
+    /// Unmounts if the mount could not be drained.
     _unmount: Guard,
 }
 
@@ -159,25 +163,25 @@ impl Drop for Mount<'_> {
     fn drop(&mut self) {
         let mut umount = self.firn.command();
         let umount = umount.arg("umount").arg(&self.path);
-        // Its end says more than its result: what is still mounted goes as well.
+        // The result is ignored, because `_unmount` removes a mount that is still there.
         let _ = umount.stdout(Stdio::null()).stderr(Stdio::null()).status();
     }
 }
 
 impl Mount<'_> {
-    /// Where it is mounted.
+    /// Returns the mount point.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The host fails: firnd is killed, and its memory is gone.
+    /// Simulates the failure of the host: kills firnd and its keeper, and removes the arena.
     pub fn lose(self) -> anyhow::Result<()> {
         let arena = self.arena()?;
         self.crash()?;
         Ok(std::fs::remove_file(arena)?)
     }
 
-    /// firnd is killed, with its keeper if it has one. The arena stays.
+    /// Kills firnd, and its keeper if it has one. The arena remains.
     pub fn crash(self) -> anyhow::Result<()> {
         let parent = self.parent()?;
         let is_keeper = name_of_process(parent) == KEEPER_NAME;
@@ -192,12 +196,12 @@ impl Mount<'_> {
         Ok(())
     }
 
-    /// kill -9 of firnd. Its keeper, if it has one, starts another one.
+    /// Kills firnd with SIGKILL. Its keeper, if it has one, starts another firnd.
     pub fn kill_firnd(&self) -> anyhow::Result<()> {
         signal(self.pid, Signal::KILL)
     }
 
-    /// Waits until another firnd answers.
+    /// Waits until another firnd serves the mount, after [`Mount::kill_firnd`].
     pub fn note_takeover(&mut self) -> anyhow::Result<()> {
         let before = u64::from(self.pid);
         let find = || {
@@ -211,14 +215,15 @@ impl Mount<'_> {
         Ok(())
     }
 
-    /// Waits until the death of firnd counts as none of its start: its keeper starts another one at once.
+    /// Waits until firnd has run for so long that its keeper restarts it at once, and does not regard its death as a
+    /// failed start.
     pub fn wait_served_well(&self) -> anyhow::Result<()> {
         wait_until("firnd has served for a while", || {
             Ok(self.figure("uptime_seconds")? >= SERVED_WELL_S)
         })
     }
 
-    /// The process that started firnd.
+    /// Returns the id of the parent process of firnd: the keeper, if there is one.
     pub fn parent(&self) -> anyhow::Result<u32> {
         let text = std::fs::read_to_string(format!("/proc/{}/status", self.pid))?;
         let line = text.lines().find_map(|line| line.strip_prefix("PPid:"));
@@ -226,13 +231,13 @@ impl Mount<'_> {
         Ok(parent.trim().parse()?)
     }
 
-    /// `firn flatten` of `path`.
+    /// Runs `firn flatten PATH`.
     pub fn flatten(&self, path: &Path) -> anyhow::Result<()> {
         self.firn.run(&["flatten".as_ref(), path.as_ref()])?;
         Ok(())
     }
 
-    /// `firn wait --until LEVEL` of `path`.
+    /// Runs `firn wait --until LEVEL PATH`.
     pub fn wait_until_level(&self, level: &str, path: &Path) -> anyhow::Result<()> {
         let args = [
             "wait".as_ref(),
@@ -243,12 +248,12 @@ impl Mount<'_> {
         self.firn.run(&args).map(drop)
     }
 
-    /// Processor time of firnd so far.
+    /// Returns the processor time of firnd so far, in seconds.
     pub fn cpu_s(&self) -> f64 {
         cpu::seconds_of(self.pid)
     }
 
-    /// What reached the backing so far.
+    /// Returns how much firnd has written to the backing so far.
     pub fn counters(&self) -> anyhow::Result<Counters> {
         let status = self.status()?;
         let get =
@@ -259,12 +264,12 @@ impl Mount<'_> {
         })
     }
 
-    /// `firn wait --until durable` of `path`.
+    /// Runs `firn wait --until durable PATH`.
     pub fn wait_durable(&self, path: &Path) -> anyhow::Result<()> {
         self.wait_until_level("durable", path)
     }
 
-    /// `firn VERB MOUNT REST` as a line for a shell.
+    /// Returns `firn VERB MOUNT REST` as a command line for a shell.
     pub fn shell(&self, verb: &str, rest: &str) -> String {
         let firn = self.firn;
         let point = self.path.display();
@@ -273,35 +278,35 @@ impl Mount<'_> {
         format!("FIRN_RUNTIME_DIR={dir} {program} {verb} {point} {rest}")
     }
 
-    /// `firn begin` of the whole mount.
+    /// Begins a transaction of the whole mount (`firn begin`).
     pub fn begin(&self) -> anyhow::Result<()> {
         self.firn
             .run(&["begin".as_ref(), self.path.as_ref()])
             .map(drop)
     }
 
-    /// `firn commit` of the whole mount.
+    /// Commits the transaction of the whole mount (`firn commit`).
     pub fn commit(&self) -> anyhow::Result<()> {
         self.firn
             .run(&["commit".as_ref(), self.path.as_ref()])
             .map(drop)
     }
 
-    /// `firn commit --async` of the whole mount.
+    /// Commits the transaction of the whole mount in the background (`firn commit --async`).
     pub fn commit_behind(&self) -> anyhow::Result<()> {
         self.firn
             .run(&["commit".as_ref(), "--async".as_ref(), self.path.as_ref()])
             .map(drop)
     }
 
-    /// Waits until the commit is applied: names in it can be changed then.
+    /// Waits until the last commit is applied. Before that, a change of names in the mount blocks.
     pub fn wait_applied(&self) -> anyhow::Result<()> {
         let name = self.path.join(".carried-out");
         std::fs::create_dir(&name)?;
         Ok(std::fs::remove_dir(name)?)
     }
 
-    /// Waits until the arena has its memory (populate=yes).
+    /// Waits until all memory of the arena is allocated (`populate=yes`).
     pub fn wait_populated(&self) -> anyhow::Result<()> {
         let dir = format!("/proc/{}/task", self.pid);
         let populates = || -> anyhow::Result<bool> {
@@ -323,24 +328,24 @@ impl Mount<'_> {
         wait_until("the file is in a memory file", is_settled)
     }
 
-    /// Waits until the files that were removed have left the arena.
+    /// Waits until the arena holds no data, after all files were removed.
     pub fn wait_empty(&self) -> anyhow::Result<()> {
         wait_until("the arena is empty", || Ok(self.number("held_bytes")? == 0))
     }
 
-    /// A number of the status.
+    /// Returns a whole number of the status of the mount.
     pub fn number(&self, name: &str) -> anyhow::Result<u64> {
         number(&self.status()?, name).with_context(|| format!("`firn status` told no {name}"))
     }
 
-    /// A figure of the status that is no whole number.
+    /// Returns a number of the status of the mount that may have a fraction.
     pub fn figure(&self, name: &str) -> anyhow::Result<f64> {
         let status = self.status()?;
         let found = value_of(&status, name).and_then(Value::as_f64);
         found.with_context(|| format!("`firn status` told no {name}"))
     }
 
-    /// The arena's file.
+    /// Returns the path of the arena.
     pub fn arena(&self) -> anyhow::Result<PathBuf> {
         let status = self.status()?;
         text(&status, "arena")
@@ -348,11 +353,12 @@ impl Mount<'_> {
             .context("`firn status` told no arena")
     }
 
-    /// firnd's own memory: not what it maps of the arena.
+    /// Returns the bytes of firnd's own memory, without the mapped arena.
     pub fn private_bytes(&self) -> anyhow::Result<u64> {
         machine::private_bytes(self.pid)
     }
 
+    /// Returns the output of `firn status --json` for the mount.
     fn status(&self) -> anyhow::Result<Value> {
         let text = self
             .firn
@@ -361,7 +367,8 @@ impl Mount<'_> {
     }
 }
 
-/// The `firn` that belongs to `bench`: beside it where both were built, in `bin` where they are installed.
+/// Returns the program `firn` that belongs to the program `bench`. It is in the same directory after a build, and in
+/// `bin` of the same prefix after an installation.
 fn find_firn(bench: &Path) -> anyhow::Result<PathBuf> {
     let dir = bench
         .parent()
@@ -376,10 +383,12 @@ fn find_firn(bench: &Path) -> anyhow::Result<PathBuf> {
         })
 }
 
+/// Returns a command that runs `firn` with this runtime directory, without a standard input, and in a process group of
+/// its own.
 fn command(program: &Path, runtime_dir: &Path) -> Command {
     use std::os::unix::process::CommandExt;
     let mut command = Command::new(program);
-    // firnd must not get the terminal's Ctrl-C: the benchmark unmounts it.
+    // The process group keeps Ctrl-C of the terminal away from firnd, because the benchmark unmounts in that case.
     command
         .env("FIRN_RUNTIME_DIR", runtime_dir)
         .stdin(Stdio::null())
@@ -387,7 +396,7 @@ fn command(program: &Path, runtime_dir: &Path) -> Command {
     command
 }
 
-/// Waits for a condition that firnd brings about.
+/// Waits until `holds` returns true. Fails after [`WAIT_MAX`]; `what` describes the condition for the error message.
 pub(crate) fn wait_until(
     what: &str,
     holds: impl Fn() -> anyhow::Result<bool>,
@@ -402,17 +411,17 @@ pub(crate) fn wait_until(
     Ok(())
 }
 
-/// The text called `name`, at the top of `value` or below.
+/// Returns the text with the key `name` in `value`, at any depth.
 fn text<'a>(value: &'a Value, name: &str) -> Option<&'a str> {
     value_of(value, name).and_then(Value::as_str)
 }
 
-/// The number called `name`, wherever it stands in `value`.
+/// Returns the whole number with the key `name` in `value`, at any depth.
 fn number(value: &Value, name: &str) -> Option<u64> {
     value_of(value, name).and_then(Value::as_u64)
 }
 
-/// What is called `name`, at the top of `value` or below.
+/// Returns the first value with the key `name` in `value`, at any depth.
 fn value_of<'a>(value: &'a Value, name: &str) -> Option<&'a Value> {
     match value {
         Value::Object(map) => map
@@ -423,11 +432,13 @@ fn value_of<'a>(value: &'a Value, name: &str) -> Option<&'a Value> {
     }
 }
 
+/// Sends a signal to a process.
 fn signal(pid: u32, signal: Signal) -> anyhow::Result<()> {
     let pid = Pid::from_raw(pid as i32).context("a process without a number")?;
     Ok(kill_process(pid, signal)?)
 }
 
+/// Returns the name of a process. Returns an empty name if there is no such process.
 fn name_of_process(pid: u32) -> String {
     let name = std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
     name.trim_end().to_owned()

@@ -1,4 +1,5 @@
-//! `firn bench ingest`: how fast writes are taken in when nothing has to be stored (CRFS, figure 5).
+//! `firn bench ingest`: measures how fast Firn accepts writes if it need not store them, as in figure 5 of the CRFS
+//! paper.
 
 use std::path::{Path, PathBuf};
 
@@ -43,6 +44,7 @@ pub struct IngestArgs {
 }
 
 #[derive(Clone, Copy, PartialEq)]
+/// The sizes of one case.
 struct Setting {
     write_bytes: u64,
     chunk_bytes: u64,
@@ -50,6 +52,7 @@ struct Setting {
 }
 
 impl Setting {
+    /// Returns the name of the case in the report.
     fn name(&self) -> String {
         let Self {
             write_bytes,
@@ -66,7 +69,7 @@ impl Setting {
 }
 
 impl IngestArgs {
-    /// Each list varied alone, the others at their first value.
+    /// Returns the cases. Each case varies one of the three sizes; the other two have their first value.
     fn settings(&self) -> Vec<Setting> {
         let first = Setting {
             write_bytes: self.write_size[0],
@@ -109,7 +112,7 @@ impl IngestArgs {
         self.total.unwrap_or(self.common.choose(2 << 30, 256 << 20))
     }
 
-    /// Runs it.
+    /// Runs the benchmark and returns its figures. Fails if a candidate cannot be set up or measured.
     pub fn run(&self) -> anyhow::Result<Report> {
         let work = self.common.work_dir()?;
         let with_firn = !self.common.baseline_only;
@@ -160,8 +163,8 @@ impl IngestArgs {
         Ok(report)
     }
 
-    /// One large write by a process of its own, which has forked or not: data loaders are forked before the first
-    /// checkpoint is written.
+    /// Measures the first large write of a process that has forked, and of one that has not. Training programs fork
+    /// their data loaders before they write the first checkpoint.
     fn add_first_writes(&self, work: &WorkDir, report: &mut Report) -> anyhow::Result<()> {
         const CASES: [(&str, Sharing); 3] = [
             ("not forked", Sharing::None),
@@ -196,6 +199,7 @@ impl IngestArgs {
         Ok(())
     }
 
+    /// Mounts Firn with a backing that discards data. The guard removes the arena.
     fn mount_firn(&self, setting: &Setting, work: &Path) -> anyhow::Result<(Mounted, Guard)> {
         let backing = work.join("backing");
         let mount_point = work.join("firn");
@@ -216,6 +220,7 @@ impl IngestArgs {
         ))
     }
 
+    /// Lets all writers write one file each at the same time, and removes the files.
     fn measure(&self, server: &Mounted, setting: &Setting) -> anyhow::Result<Sample> {
         let count = (self.total_bytes() / u64::from(self.writers) / setting.write_bytes).max(1);
         let path = |writer| server.path().join(format!("rank{writer}"));
@@ -240,12 +245,12 @@ impl IngestArgs {
         ])
     }
 
-    /// Options that every benchmark has.
+    /// Returns the options that every benchmark has.
     pub fn common(&self) -> &Common {
         &self.common
     }
 
-    /// As `firn bench all` runs it.
+    /// Returns the arguments with which `firn bench all` runs this benchmark.
     pub fn with(common: Common) -> Self {
         Self {
             common,

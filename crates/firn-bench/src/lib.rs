@@ -1,7 +1,7 @@
-//! Benchmarks of Firn beside their baselines, and what they measure with.
+//! Benchmarks of Firn and of its baselines, and the tools with which they measure.
 //!
-//! The program `firn-bench` has a subcommand for each benchmark. The modules are a library so that a program with
-//! other benchmarks measures, starts, reports and cleans up in the same way.
+//! The program `firn-bench` has a subcommand for each benchmark. The modules are a library so that programs with other
+//! benchmarks can measure, report and clean up in the same way.
 
 pub mod backing;
 pub mod checkpoint;

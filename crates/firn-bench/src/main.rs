@@ -1,10 +1,10 @@
-//! `firn-bench`, which `firn bench` starts: Firn beside its baselines, measured in the same run.
+//! `firn-bench`, the program of `firn bench`: measures Firn and its baselines in the same run.
 //!
 //! Promises
-//! * Every figure of Firn stands beside a baseline of the same run; the candidates took turns, and
-//!   figures are medians.
-//! * The machine and the file system are named in every report.
-//! * Whatever was mounted, started or written is removed, on failure and on Ctrl-C too (`supervisor`).
+//! * Every figure of Firn has a baseline of the same run. The candidates take turns, and the figures are medians.
+//! * Every report names the machine and the file system.
+//! * Everything that was mounted, started or written is removed at the end, also after a failure or Ctrl-C
+//!   ([`firn_bench::supervisor`]).
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -82,6 +82,7 @@ impl Program for CommandLine {
     }
 }
 
+/// Runs a benchmark and publishes its report, or runs this process's part of one.
 fn measure(benchmark: Benchmark) -> anyhow::Result<()> {
     match benchmark {
         Benchmark::Worker => worker::main::<worker::Task>(),
@@ -102,6 +103,7 @@ fn measure(benchmark: Benchmark) -> anyhow::Result<()> {
     }
 }
 
+/// Runs the benchmarks of `firn bench all`, one after the other.
 fn all(common: &Common) -> anyhow::Result<()> {
     let publish = |report: Report| {
         let mut common = common.clone();
@@ -122,7 +124,8 @@ fn all(common: &Common) -> anyhow::Result<()> {
     publish(takeover::TakeoverArgs::with(common.clone()).run()?)
 }
 
-/// `report.json` becomes `report.read.json`; standard output stays what it is.
+/// Inserts the name of a benchmark before the extension: `report.json` becomes `report.read.json`. Returns `-`, which
+/// means standard output, unchanged.
 fn insert_name(path: &Path, benchmark: &str) -> PathBuf {
     if path.as_os_str() == "-" {
         return path.to_owned();

@@ -1,4 +1,4 @@
-//! `firn bench meta`: what names cost.
+//! `firn bench meta`: measures the cost of metadata operations, such as create, stat and unlink.
 
 use std::path::PathBuf;
 
@@ -22,25 +22,45 @@ pub struct MetaArgs {
     count: Option<u64>,
 }
 
-/// What is timed, and whether its names are made behind the mount beforehand, so that the kernel
-/// cannot know them from their creation.
-const PHASES: [(&str, Operation, Names); 5] = [
-    ("create, write 4K, close", Operation::Create, Names::None),
-    ("unlink", Operation::Unlink, Names::FromCreate),
-    ("stat", Operation::Stat, Names::Behind),
-    ("readdir", Operation::List, Names::Behind),
-    ("link", Operation::Link, Names::Behind),
+/// A measured operation.
+#[derive(Clone, Copy)]
+struct Phase {
+    /// Name of the case in the report.
+    title: &'static str,
+    operation: Operation,
+    /// The names for which the operation is done.
+    names: Names,
+}
+
+/// Makes one line of [`PHASES`].
+const fn phase(title: &'static str, operation: Operation, names: Names) -> Phase {
+    Phase {
+        title,
+        operation,
+        names,
+    }
+}
+
+const PHASES: [Phase; 5] = [
+    phase("create, write 4K, close", Operation::Create, Names::None),
+    phase("unlink", Operation::Unlink, Names::FromCreate),
+    phase("stat", Operation::Stat, Names::Behind),
+    phase("readdir", Operation::List, Names::Behind),
+    phase("link", Operation::Link, Names::Behind),
 ];
 
 #[derive(Clone, Copy, PartialEq)]
 enum Names {
+    /// The operation creates them.
     None,
+    /// The names that the phase `create` made.
     FromCreate,
+    /// New names, made in the backing before the operation, so that the kernel does not know them.
     Behind,
 }
 
 impl MetaArgs {
-    /// Runs it.
+    /// Runs the benchmark and returns its figures. Fails if a candidate cannot be set up or measured.
     pub fn run(&self) -> anyhow::Result<Report> {
         let work = self.common.work_dir()?;
         let firn = Firn::find(self.common.firn.as_deref())?;
@@ -66,13 +86,14 @@ impl MetaArgs {
             }
         }
         bar.finish_and_clear();
-        for ((title, ..), samples) in PHASES.iter().zip(samples) {
+        for (phase, samples) in PHASES.iter().zip(samples) {
             let names = candidates.iter().map(|candidate| candidate.name.to_owned());
-            report.add(*title, names.zip(samples).collect());
+            report.add(phase.title, names.zip(samples).collect());
         }
         Ok(report)
     }
 
+    /// Makes the directories of all candidates.
     fn candidates<'a>(
         &self,
         work: &WorkDir,
@@ -83,13 +104,13 @@ impl MetaArgs {
             MetaCandidate {
                 name: "plain passthrough",
                 backing: work.subdir("plain.b")?,
-                through: work.subdir("plain")?,
+                mount_point: work.subdir("plain")?,
                 target: WriteTarget::Plain,
             },
             MetaCandidate {
                 name: "native",
                 backing: native.clone(),
-                through: native,
+                mount_point: native,
                 target: WriteTarget::Native,
             },
         ];
@@ -97,19 +118,19 @@ impl MetaArgs {
             all.push(MetaCandidate {
                 name: "firn",
                 backing: work.subdir("firn.b")?,
-                through: work.subdir("firn")?,
+                mount_point: work.subdir("firn")?,
                 target: WriteTarget::Firn(firn),
             });
         }
         Ok(all)
     }
 
-    /// Options that every benchmark has.
+    /// Returns the options that every benchmark has.
     pub fn common(&self) -> &Common {
         &self.common
     }
 
-    /// As `firn bench all` runs it.
+    /// Returns the arguments with which `firn bench all` runs this benchmark.
     pub fn with(common: Common) -> Self {
         Self {
             common,
@@ -131,16 +152,21 @@ enum WriteTarget<'a> {
     Firn(&'a Firn),
 }
 
+/// One file system whose operations are measured.
 struct MetaCandidate<'a> {
     name: &'static str,
+    /// The directory in which the files are.
     backing: PathBuf,
-    through: PathBuf,
+    /// The mount point, or the backing if nothing is mounted.
+    mount_point: PathBuf,
     target: WriteTarget<'a>,
 }
 
 impl<'a> MetaCandidate<'a> {
-    /// A mount for each measurement: the kernel keeps the files of the last one in mind, and the plain
-    /// passthrough a descriptor for each.
+    /// Mounts the file system for one measurement. Returns `None` for the native directory.
+    ///
+    /// Each measurement needs a new mount, because the kernel remembers the files of the previous one, and the plain
+    /// passthrough file system has a descriptor for each of them.
     fn mount(&self) -> anyhow::Result<Option<Held<'a>>> {
         Ok(match self.target {
             WriteTarget::Native => None,
@@ -148,47 +174,43 @@ impl<'a> MetaCandidate<'a> {
                 let server = Server::Plain {
                     source: self.backing.clone(),
                 };
-                Some(Held::Plain(Mounted::start(&server, &self.through)?))
+                Some(Held::Plain(Mounted::start(&server, &self.mount_point)?))
             }
             WriteTarget::Firn(firn) => Some(Held::Firn(firn.mount(
                 &self.backing,
-                &self.through,
+                &self.mount_point,
                 "close=drain",
             )?)),
         })
     }
 
-    fn measure(
-        &self,
-        round: u32,
-        (_, operation, names): (&str, Operation, Names),
-        count: u64,
-    ) -> anyhow::Result<Sample> {
-        // unlink empties the directory that create filled; the others have one of their own.
-        let name = match names {
-            Names::Behind => format!("{operation:?}-{round}"),
+    /// Measures one phase with `count` names. `round` is the number of the repeat.
+    fn measure(&self, round: u32, phase: Phase, count: u64) -> anyhow::Result<Sample> {
+        // unlink removes the files that create made. The other phases have directories of their own.
+        let name = match phase.names {
+            Names::Behind => format!("{:?}-{round}", phase.operation),
             Names::None | Names::FromCreate => format!("Create-{round}"),
         };
         let _mount = self.mount()?;
-        let behind = self.backing.join(&name);
-        let through = self.through.join(&name);
-        match names {
-            Names::None => std::fs::create_dir(&through)?,
+        let dir_in_backing = self.backing.join(&name);
+        let dir = self.mount_point.join(&name);
+        match phase.names {
+            Names::None => std::fs::create_dir(&dir)?,
             Names::FromCreate => {}
             Names::Behind => {
-                std::fs::create_dir(&behind)?;
+                std::fs::create_dir(&dir_in_backing)?;
                 for index in 0..count {
-                    std::fs::File::create(behind.join(worker::name_of(index)))?;
+                    std::fs::File::create(dir_in_backing.join(worker::name_of(index)))?;
                 }
             }
         }
         let outcomes = worker::run_all(&[Task::Names {
-            dir: through,
+            dir,
             count,
-            operation,
+            operation: phase.operation,
         }])?;
-        if names != Names::None {
-            std::fs::remove_dir_all(&behind)?;
+        if phase.names != Names::None {
+            std::fs::remove_dir_all(&dir_in_backing)?;
         }
         Ok(vec![(
             "time a file",

@@ -1,4 +1,5 @@
-//! What benchmarks between hosts have in common: agents, and transfers beside the bare one.
+//! Runs and times the programs of benchmarks between hosts: agents of Firn, and a bare transfer ([`bare`]) as the
+//! baseline.
 
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -8,23 +9,25 @@ use anyhow::{Context, bail};
 
 pub mod bare;
 
+/// Maximum time for the start of an agent.
 const START_LIMIT: Duration = Duration::from_secs(10);
 
-/// What a transfer cost.
+/// Cost of a transfer.
 pub struct Transfer {
-    /// How long it took.
+    /// Duration in seconds.
     pub elapsed_s: f64,
-    /// Processor time of its source.
+    /// Processor time of the sending program in seconds.
     pub source_cpu_s: f64,
 }
 
-/// A `firn agent`, which ends with the value.
+/// A running `firn agent`. Dropping the value kills it.
 pub struct Agent(Ended);
 
 impl Agent {
-    /// Starts it by this command; returns when its record is in the backing.
+    /// Starts an agent with `command`, and waits until its record exists in the backing. Fails if the agent ends or the
+    /// record does not appear within [`START_LIMIT`].
     pub fn start(mut command: Command, record: &Path) -> anyhow::Result<Self> {
-        // An earlier one may have left it.
+        // An earlier agent may have left its record.
         let _ = std::fs::remove_file(record);
         let child = command
             .stdin(Stdio::null())
@@ -43,13 +46,13 @@ impl Agent {
         Ok(Self(agent))
     }
 
-    /// Its process id.
+    /// Returns the process id of the agent.
     pub fn pid(&self) -> u32 {
         self.0.0.id()
     }
 }
 
-/// A process that ends with the value.
+/// A child process that is killed when the value is dropped.
 pub struct Ended(pub Child);
 
 impl Drop for Ended {
@@ -59,8 +62,10 @@ impl Drop for Ended {
     }
 }
 
-/// The files of `source` to `target`, by two programs that do nothing else. `sender` and `receiver` start this program
-/// on the two hosts.
+/// Sends the files of `source` to `target` with two programs that do nothing else, and returns the cost. Removes
+/// `target` afterwards.
+///
+/// `sender` and `receiver` are commands that start this program on the two hosts.
 pub fn send_bare(
     sender: Command,
     mut receiver: Command,
@@ -80,7 +85,7 @@ pub fn send_bare(
     })
 }
 
-/// Seconds that a program takes.
+/// Runs a program and returns the seconds that it took. Fails if the program fails.
 pub fn time(command: &mut Command) -> anyhow::Result<f64> {
     command.stdin(Stdio::null()).stdout(Stdio::null());
     let begun = Instant::now();
@@ -95,7 +100,7 @@ pub fn time(command: &mut Command) -> anyhow::Result<f64> {
     Ok(elapsed_s)
 }
 
-/// Bytes that no program makes smaller.
+/// Returns `len` random bytes, which no program can compress. The same seed gives the same bytes.
 pub fn noise(seed: u64, len: usize) -> Vec<u8> {
     use rand::{RngExt, SeedableRng};
     let mut bytes = vec![0; len];

@@ -1,4 +1,5 @@
-//! What all benchmarks have in common on the command line, and how sizes are written there.
+//! The command-line options that all benchmarks have, and what they stand for: the work directory, the progress line and
+//! the output of the report.
 
 use std::fs::DirBuilder;
 use std::os::unix::fs::DirBuilderExt;
@@ -37,7 +38,7 @@ pub struct Common {
 }
 
 impl Common {
-    /// Repeats in force.
+    /// Returns how often each candidate is measured in this run.
     pub fn repeats(&self) -> u32 {
         if self.quick {
             self.repeats.min(2)
@@ -46,17 +47,17 @@ impl Common {
         }
     }
 
-    /// `full`, or `quick` in a quick run.
+    /// Returns `quick` in a quick run, else `full`.
     pub fn choose<T>(&self, full: T, quick: T) -> T {
         if self.quick { quick } else { full }
     }
 
-    /// A directory for this run, removed however this run ends.
+    /// Creates a directory for this run. It is removed however the run ends.
     pub fn work_dir(&self) -> anyhow::Result<WorkDir> {
         WorkDir::new(&self.dir)
     }
 
-    /// Prints and writes `report` as asked.
+    /// Prints the report as a table or as JSON, and writes it to a file if the options say so.
     pub fn publish(&self, report: &Report) -> anyhow::Result<()> {
         let Some(path) = &self.json else {
             report.print();
@@ -71,14 +72,14 @@ impl Common {
     }
 }
 
-/// A directory that goes away.
+/// A directory that is removed when the value is dropped.
 pub struct WorkDir {
     path: PathBuf,
     _remove: Guard,
 }
 
 impl WorkDir {
-    /// A new directory in `parent`.
+    /// Creates a directory in `parent`.
     pub fn new(parent: &Path) -> anyhow::Result<Self> {
         let parent = parent
             .canonicalize()
@@ -96,12 +97,12 @@ impl WorkDir {
         Ok(Self { path, _remove })
     }
 
-    /// Its path.
+    /// Returns the path of the directory.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// A new directory below it.
+    /// Creates a directory with this name in it, and returns its path.
     pub fn subdir(&self, name: &str) -> anyhow::Result<PathBuf> {
         let path = self.path.join(name);
         std::fs::create_dir_all(&path)
@@ -110,7 +111,7 @@ impl WorkDir {
     }
 }
 
-/// A progress line on a terminal, nothing elsewhere.
+/// Returns a progress line for `steps` steps. It is shown only if standard error is a terminal.
 pub fn progress(steps: u64, title: &str) -> ProgressBar {
     let style = ProgressStyle::with_template("{prefix} [{bar:30}] {pos}/{len} {msg} ({elapsed})")
         .expect("the template is fixed")
@@ -122,7 +123,7 @@ pub fn progress(steps: u64, title: &str) -> ProgressBar {
     bar
 }
 
-/// Parses a size of at least one byte, as the options of mounts are written.
+/// Parses a size of at least one byte, such as `64M`, in the syntax of mount options.
 pub fn parse_size(text: &str) -> Result<u64, String> {
     match firn_config::parse_size(text)? {
         0 => Err(format!("`{text}` is no size to measure: write 1 or more")),

@@ -1,4 +1,4 @@
-//! `firn bench pull`: a checkpoint on its way to another host.
+//! `firn bench pull`: measures how fast a checkpoint is pulled to another host, and what that costs the source host.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -21,9 +21,9 @@ use crate::worker::{self, Task};
 const MB: f64 = 1e6;
 const GIB: f64 = (1_u64 << 30) as f64;
 const FILES: u64 = 4;
-/// Writers one after the other: one alone is over too soon for a figure.
+/// Number of writer processes that run one after the other. A single one ends too soon for an exact figure.
 const WRITERS: u64 = 8;
-/// What pullers call the source.
+/// Name of the source host for the pullers.
 const HOST: &str = "source";
 
 const BARE: &str = "bare sendfile";
@@ -31,7 +31,7 @@ const COPY: &str = "cp through the mount";
 const RSYNC: &str = "rsync";
 const FIRN: &str = "firn pull";
 const SEALED: &str = "firn pull --encrypt yes";
-/// A veth has private addresses, so nothing is encrypted.
+/// Value of `--encrypt` for no encryption: the addresses of the veth are private, so `auto` does not encrypt.
 const PLAIN: &str = "auto";
 const DISK: &str = "the disk alone";
 const ALONE: &str = "alone";
@@ -73,14 +73,15 @@ enum Part {
     Writer,
 }
 
-/// The two hosts and what runs on the first.
+/// The two hosts, and the mount and the agent on the source host.
 struct Site<'a> {
     firn: &'a Firn,
     mount: &'a Mount<'a>,
     namespace: &'a Namespace,
     link: &'a Link,
-    /// The checkpoint on the mount, and the same bytes as files on tmpfs.
+    /// The directory of the checkpoint on the mount.
     source: PathBuf,
+    /// A directory with the same files on tmpfs.
     plain: PathBuf,
     backing: PathBuf,
     agent: Agent,
@@ -88,7 +89,7 @@ struct Site<'a> {
 }
 
 impl PullArgs {
-    /// Options that every benchmark has.
+    /// Returns the options that every benchmark has.
     pub fn common(&self) -> &Common {
         &self.common
     }
@@ -98,7 +99,7 @@ impl PullArgs {
         bytes.next_multiple_of(FILES << 20)
     }
 
-    /// Runs it.
+    /// Runs the benchmark and returns its figures. Fails if a candidate cannot be set up or measured.
     pub fn run(&self) -> anyhow::Result<Report> {
         let work = self.common.work_dir()?;
         let firn = Firn::find(self.common.firn.as_deref())?;
@@ -142,6 +143,7 @@ impl PullArgs {
         Ok(report)
     }
 
+    /// Measures the parts that the options select.
     fn measure_parts(
         &self,
         site: &Site<'_>,
@@ -162,7 +164,7 @@ impl PullArgs {
         Ok(())
     }
 
-    /// What each round of a measurement gives, in which all candidates take their turn.
+    /// Calls `measure` once for each repeat and returns the results. `measure` measures all candidates in turn.
     fn repeat<T>(
         &self,
         title: &str,
@@ -178,6 +180,7 @@ impl PullArgs {
         Ok(rounds)
     }
 
+    /// Measures transfers to tmpfs of the other host.
     fn measure_network(
         &self,
         site: &Site<'_>,
@@ -225,7 +228,8 @@ impl PullArgs {
         Ok(())
     }
 
-    /// Beside the connection. There is no goal: what it is for is hardware, which this machine has not.
+    /// Measures a pull with another transport, compared with TCP. There is no goal, because these transports are for
+    /// hardware that this machine may not have.
     fn measure_transport(
         &self,
         site: &Site<'_>,
@@ -251,6 +255,7 @@ impl PullArgs {
         Ok(())
     }
 
+    /// Measures pulls to a disk of the other host.
     fn measure_disk(
         &self,
         site: &Site<'_>,
@@ -283,6 +288,7 @@ impl PullArgs {
         Ok(())
     }
 
+    /// Measures a program that writes to the mount while the checkpoint is pulled.
     fn measure_writer(
         &self,
         site: &Site<'_>,
@@ -314,7 +320,7 @@ impl PullArgs {
     }
 }
 
-/// The samples of each candidate, from rounds with one of each.
+/// Groups samples by candidate. Each round has one sample of each candidate.
 fn by_candidate<const COUNT: usize>(
     names: [&str; COUNT],
     rounds: Vec<[Sample; COUNT]>,
@@ -331,10 +337,12 @@ fn by_candidate<const COUNT: usize>(
     candidates
 }
 
+/// Returns a rate as the sample of a candidate.
 fn rate_of(bytes_per_s: f64) -> Sample {
     vec![("throughput", "MB/s", bytes_per_s / MB)]
 }
 
+/// Starts the agent of the mount on the source host.
 fn start_agent(
     firn: &Firn,
     mount: &Mount<'_>,
@@ -350,6 +358,7 @@ fn start_agent(
 }
 
 impl Site<'_> {
+    /// Writes the same random files to the mount and to tmpfs.
     fn write_checkpoint(&self) -> anyhow::Result<()> {
         for dir in [&self.source, &self.plain] {
             std::fs::create_dir_all(dir)?;
@@ -363,19 +372,23 @@ impl Site<'_> {
         Ok(())
     }
 
+    /// Returns the rate of a transfer of the checkpoint.
     fn rate(&self, elapsed_s: f64) -> Sample {
         rate_of(self.bytes as f64 / elapsed_s)
     }
 
+    /// Returns the processor time of the source for each GiB.
     fn cost(&self, transfer: &Transfer) -> Sample {
         let cost = transfer.source_cpu_s / (self.bytes as f64 / GIB);
         vec![("cost", "s/GiB", cost)]
     }
 
+    /// Pulls the checkpoint over TCP, and removes the copy.
     fn pull(&self, target: &Path, encrypt: &str) -> anyhow::Result<Transfer> {
         self.pull_by("tcp", target, encrypt)
     }
 
+    /// Pulls the checkpoint with this transport, and removes the copy.
     fn pull_by(&self, transport: &str, target: &Path, encrypt: &str) -> anyhow::Result<Transfer> {
         let agent = self.agent.pid();
         let before = cpu::seconds_of(agent);
@@ -389,6 +402,7 @@ impl Site<'_> {
         })
     }
 
+    /// Returns the command that pulls the checkpoint on the other host.
     fn pull_command(&self, target: &Path, encrypt: &str) -> Command {
         let mut pull = self
             .firn
@@ -400,7 +414,7 @@ impl Site<'_> {
         pull
     }
 
-    /// The same bytes, by two programs that do nothing else.
+    /// Sends the same files from tmpfs with two programs that do nothing else ([`network::send_bare`]).
     fn send_bare(&self, target: &Path) -> anyhow::Result<Transfer> {
         let program = std::env::current_exe()?;
         let receiver = self.namespace.command(&program.to_string_lossy());
@@ -408,12 +422,15 @@ impl Site<'_> {
         network::send_bare(sender, receiver, &self.link.address(1), &self.plain, target)
     }
 
+    /// Copies the checkpoint on the source host with cp(1), and removes the copy. Returns the seconds that this took.
     fn copy(&self, target: &Path) -> anyhow::Result<f64> {
         let elapsed_s = time(Command::new("cp").arg("-r").arg(&self.source).arg(target))?;
         std::fs::remove_dir_all(target)?;
         Ok(elapsed_s)
     }
 
+    /// Copies the checkpoint to the other host from a daemon of rsync(1), and removes the copy. Returns the seconds that
+    /// this took.
     fn rsync(&self, target: &Path, memory: &Path) -> anyhow::Result<f64> {
         let address = self.link.address(1);
         let config = memory.join("rsyncd.conf");
@@ -442,7 +459,7 @@ impl Site<'_> {
         Ok(elapsed_s)
     }
 
-    /// The files of tmpfs, to a disk.
+    /// Copies the files from tmpfs to a disk and syncs them. Returns the seconds that this took.
     fn write_disk(&self, target: &Path) -> anyhow::Result<f64> {
         std::fs::create_dir_all(target)?;
         let begun = Instant::now();
@@ -459,7 +476,7 @@ impl Site<'_> {
         Ok(elapsed_s)
     }
 
-    /// Bytes a second of programs that write over one file, one after the other.
+    /// Measures the rate of programs that overwrite one file of the mount, one after the other, in bytes per second.
     fn write_beside(&self) -> anyhow::Result<f64> {
         let count = (self.bytes >> 21).max(1);
         let task = Task::Write {
@@ -475,6 +492,7 @@ impl Site<'_> {
         Ok(((WRITERS * count) << 20) as f64 / elapsed_s)
     }
 
+    /// Measures as [`Site::write_beside`] does, while the checkpoint is pulled again and again.
     fn write_while_pulled(&self, memory: &Path) -> anyhow::Result<f64> {
         let stop = AtomicBool::new(false);
         let target = memory.join("copy");
@@ -487,7 +505,7 @@ impl Site<'_> {
         })
     }
 
-    /// Over and over; the one under way at the end is killed.
+    /// Pulls the checkpoint again and again until `stop` is set. Then kills the pull that is still running.
     fn pull_until(&self, stop: &AtomicBool, target: &Path) -> anyhow::Result<()> {
         let mut pulled = Ok(());
         while !stop.load(Ordering::Relaxed) && pulled.is_ok() {

@@ -1,4 +1,4 @@
-//! `firn bench read`: restart, that is reading a drained file back.
+//! `firn bench read`: measures how fast a restart reads a drained file back, with its pages in the page cache.
 
 use std::path::{Path, PathBuf};
 
@@ -9,8 +9,28 @@ use crate::worker::{self, Task};
 use firn_config::size_text;
 
 const GIB: f64 = (1u64 << 30) as f64;
-/// (bytes of one read, through a mapping).
-const WAYS: [(u64, bool); 3] = [(1 << 20, false), (128 << 10, false), (1 << 20, true)];
+/// One way to read a file.
+struct ReadWay {
+    /// Bytes of one read.
+    bytes: u64,
+    /// Read through a mapping instead of with read(2).
+    mmap: bool,
+}
+
+const WAYS: [ReadWay; 3] = [
+    ReadWay {
+        bytes: 1 << 20,
+        mmap: false,
+    },
+    ReadWay {
+        bytes: 128 << 10,
+        mmap: false,
+    },
+    ReadWay {
+        bytes: 1 << 20,
+        mmap: true,
+    },
+];
 
 /// Reads a drained file back, natively and through Firn, with its pages in the page cache.
 ///
@@ -26,7 +46,7 @@ pub struct ReadArgs {
 }
 
 impl ReadArgs {
-    /// Runs it.
+    /// Runs the benchmark and returns its figures. Fails if a candidate cannot be set up or measured.
     pub fn run(&self) -> anyhow::Result<Report> {
         let work = self.common.work_dir()?;
         let firn = Firn::find(self.common.firn.as_deref())?;
@@ -43,7 +63,7 @@ impl ReadArgs {
         }
         let steps = WAYS.len() as u64 * u64::from(self.common.repeats());
         let bar = progress(steps * candidates.len() as u64, "read");
-        for (bytes, mmap) in WAYS {
+        for ReadWay { bytes, mmap } in WAYS {
             let mut samples = vec![Vec::new(); candidates.len()];
             for _ in 0..self.common.repeats() {
                 for (candidate, samples) in candidates.iter().zip(&mut samples) {
@@ -63,6 +83,7 @@ impl ReadArgs {
         Ok(report)
     }
 
+    /// Sets up all candidates.
     fn candidates<'a>(
         &self,
         work: &WorkDir,
@@ -93,19 +114,21 @@ impl ReadArgs {
         Ok(all)
     }
 
-    /// Options that every benchmark has.
+    /// Returns the options that every benchmark has.
     pub fn common(&self) -> &Common {
         &self.common
     }
 
-    /// As `firn bench all` runs it.
+    /// Returns the arguments with which `firn bench all` runs this benchmark.
     pub fn with(common: Common) -> Self {
         Self { common, size: None }
     }
 }
 
+/// One file system from which the file is read.
 struct ReadCandidate<'a> {
     name: &'static str,
+    /// The directory of the file: the mount point, or a native directory.
     dir: PathBuf,
     mount: Option<Mount<'a>>,
 }
@@ -115,6 +138,7 @@ impl ReadCandidate<'_> {
         self.dir.join("image.ckpt")
     }
 
+    /// Writes the file, waits until it is durable, and reads it once, so that its pages are in the page cache.
     fn prepare(&self, size: u64) -> anyhow::Result<()> {
         let runs = vec![(size >> 20, 1 << 20)];
         worker::run_all(&[Task::Write {
@@ -126,9 +150,10 @@ impl ReadCandidate<'_> {
         if let Some(mount) = &self.mount {
             mount.wait_durable(&self.file())?;
         }
-        warm(&self.file())
+        read_into_page_cache(&self.file())
     }
 
+    /// Reads the file, with `bytes` bytes in each read.
     fn measure(&self, size: u64, bytes: u64, mmap: bool) -> anyhow::Result<Sample> {
         let passes = ((1 << 30) / size).clamp(1, 4);
         let cpu_before = self.mount.as_ref().map_or(0.0, Mount::cpu_s);
@@ -148,7 +173,8 @@ impl ReadCandidate<'_> {
     }
 }
 
-fn warm(file: &Path) -> anyhow::Result<()> {
+/// Reads a file once, so that its pages are in the page cache.
+fn read_into_page_cache(file: &Path) -> anyhow::Result<()> {
     let path = file.to_owned();
     worker::run_all(&[Task::Read {
         path,

@@ -1,4 +1,10 @@
-//! Figures of one run: cases, candidates, samples; as a table and as JSON.
+//! The report of one run of a benchmark, which is printed as a table and written as JSON.
+//!
+//! Terms
+//! * case: one setting of the benchmark, measured for several candidates.
+//! * candidate: one way to do the work, such as `native` or `firn`. The first candidate of a case is the baseline.
+//! * metric: one figure of a candidate, such as its throughput.
+//! * sample: the metrics of a candidate in one repeat.
 //!
 //! Invariants
 //! * The first candidate of a case is its baseline; every other one is shown with a ratio to it.
@@ -16,30 +22,30 @@ use crate::machine::Machine;
 pub struct Report {
     /// Name of the benchmark: `ingest`, `checkpoint`, …
     pub benchmark: String,
-    /// Where it ran.
+    /// The machine on which it ran.
     pub machine: Machine,
-    /// Everything a reader needs to repeat or to doubt it, one sentence each.
+    /// Sentences that describe the run, so that a reader can repeat it and judge its figures.
     pub notes: Vec<String>,
-    /// Figures.
+    /// The figures.
     pub cases: Vec<Case>,
-    /// What was aimed at, and what was reached.
+    /// The goals of the benchmark, and whether they were reached.
     pub goals: Vec<Goal>,
 }
 
-/// A limit that a figure was to keep.
+/// A limit for a figure, and the figure that was found.
 #[derive(Debug, Serialize)]
 pub struct Goal {
     /// What is compared, with its unit.
     pub name: String,
     /// The limit.
     pub limit: Limit,
-    /// What was found: the worst of the cases that it is about.
+    /// The figure found: the worst of all cases to which the goal applies.
     pub found: f64,
-    /// Whether the limit was kept.
+    /// Whether the figure is within the limit.
     pub reached: bool,
 }
 
-/// On which side of a limit to stay.
+/// A lower or upper limit for a figure.
 #[derive(Clone, Copy, Debug, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Limit {
@@ -50,6 +56,7 @@ pub enum Limit {
 }
 
 impl Limit {
+    /// Returns whether a figure is within the limit.
     fn is_kept(self, found: f64) -> bool {
         match self {
             Self::Least(limit) => found >= limit,
@@ -57,7 +64,7 @@ impl Limit {
         }
     }
 
-    /// The one of `found` that is worst for this limit.
+    /// Returns the figure of `found` that is worst for this limit. Returns `None` if `found` is empty.
     fn worst(self, found: &[f64]) -> Option<f64> {
         found.iter().copied().reduce(match self {
             Self::Least(_) => f64::min,
@@ -75,32 +82,32 @@ impl std::fmt::Display for Limit {
     }
 }
 
-/// Where a case stands in a picture of lines: which picture, and what is written below the point.
+/// The position of a case in a line chart.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Point {
-    /// Title of the picture.
+    /// Title of the chart.
     pub plot: String,
-    /// Title of its x axis.
+    /// Title of the x axis of the chart.
     pub axis: &'static str,
-    /// Place on it, in words.
+    /// Label of the point on the x axis.
     pub x: String,
-    /// Points stand in this order, at equal distances.
+    /// Sort key of the point. The points of a chart have equal distances.
     pub order: f64,
 }
 
 /// One setting, measured for several candidates.
 #[derive(Debug, Serialize)]
 pub struct Case {
-    /// For example `1M writes, chunk 4M, arena 256M`.
+    /// Name of the setting, for example `1M writes, chunk 4M, arena 256M`.
     pub name: String,
-    /// Baseline first.
+    /// The candidates. The first is the baseline.
     pub candidates: Vec<Candidate>,
-    /// Pictures of lines that it is a point of; none: it is drawn as bars.
+    /// The points of the case in line charts. If there are none, the case is drawn as bars.
     pub points: Vec<Point>,
 }
 
 impl Case {
-    /// The median of a candidate's figure.
+    /// Returns the median of a metric of a candidate. Returns `None` if the candidate or the metric does not exist.
     pub fn median(&self, candidate: &str, metric: &str) -> Option<f64> {
         let candidate = self.candidates.iter().find(|c| c.name == candidate)?;
         candidate
@@ -110,23 +117,24 @@ impl Case {
             .map(|m| m.median)
     }
 
-    /// The figure of one candidate over that of another.
+    /// Returns the median of a metric of one candidate divided by that of another. Returns `None` if one of them does
+    /// not exist or the divisor is 0.
     pub fn ratio(&self, candidate: &str, to: &str, metric: &str) -> Option<f64> {
         let to = self.median(to, metric).filter(|median| *median > 0.0)?;
         Some(self.median(candidate, metric)? / to)
     }
 }
 
-/// One way of doing it.
+/// One way to do the work, with its figures.
 #[derive(Debug, Serialize)]
 pub struct Candidate {
-    /// `native`, `sink`, `firn`, …
+    /// Name of the candidate: `native`, `sink`, `firn`, …
     pub name: String,
-    /// Figures in the order of the table's columns.
+    /// Its metrics in the order of the columns of the table.
     pub metrics: Vec<Metric>,
 }
 
-/// One figure with its samples.
+/// One metric of a candidate with all its values.
 #[derive(Debug, Serialize)]
 pub struct Metric {
     /// Column title.
@@ -135,17 +143,17 @@ pub struct Metric {
     pub unit: &'static str,
     /// Median of `samples`.
     pub median: f64,
-    /// `median` over the baseline's; absent for the baseline.
+    /// `median` divided by the median of the baseline. `None` for the baseline.
     pub ratio: Option<f64>,
-    /// Every sample, in the order taken.
+    /// The values of all repeats, in the order in which they were measured.
     pub samples: Vec<f64>,
 }
 
-/// One candidate's figures in one repeat: (column, unit, value).
+/// The metrics of one candidate in one repeat. Each metric is its name, its unit and its value.
 pub type Sample = Vec<(&'static str, &'static str, f64)>;
 
 impl Report {
-    /// An empty report of this machine.
+    /// Returns an empty report of this machine.
     pub fn new(benchmark: &str) -> Self {
         Self {
             benchmark: benchmark.into(),
@@ -161,12 +169,13 @@ impl Report {
         self.notes.push(sentence.into());
     }
 
-    /// Adds a case: per candidate (baseline first) its name and its samples.
+    /// Adds a case that is drawn as bars. `candidates` contains the name and the samples of each candidate; the
+    /// baseline comes first.
     pub fn add(&mut self, name: impl Into<String>, candidates: Vec<(String, Vec<Sample>)>) {
         self.add_points(name, Vec::new(), candidates);
     }
 
-    /// The same, drawn as points of pictures of lines.
+    /// Adds a case as [`Report::add`] does. The case is drawn as `points` of line charts.
     pub fn add_points(
         &mut self,
         name: impl Into<String>,
@@ -180,13 +189,13 @@ impl Report {
         };
         for (name, samples) in candidates {
             let baseline = case.candidates.first();
-            let metrics = metrics(&samples, baseline);
+            let metrics = metrics_of(&samples, baseline);
             case.candidates.push(Candidate { name, metrics });
         }
         self.cases.push(case);
     }
 
-    /// Judges the worst of `found`; nothing where nothing was found.
+    /// Adds a goal for the worst figure of `found`. Adds nothing if `found` is empty.
     pub fn judge(&mut self, name: impl Into<String>, limit: Limit, found: &[f64]) {
         if let Some(found) = limit.worst(found) {
             self.goals.push(Goal {
@@ -198,7 +207,7 @@ impl Report {
         }
     }
 
-    /// The table for people.
+    /// Prints the report as a table.
     pub fn print(&self) {
         println!("{} on {}", self.benchmark, self.machine);
         for note in &self.notes {
@@ -223,19 +232,19 @@ impl Report {
         }
     }
 
-    /// The report as JSON.
+    /// Returns the report as JSON.
     pub fn json(&self) -> anyhow::Result<String> {
         Ok(serde_json::to_string_pretty(self)? + "\n")
     }
 
-    /// Writes the report as JSON.
+    /// Writes the report as JSON to a file.
     pub fn write_json(&self, path: &Path) -> anyhow::Result<()> {
         std::fs::write(path, self.json()?)
             .with_context(|| format!("cannot write {}", path.display()))
     }
 }
 
-/// Names and units of the figures of these cases, in the order in which candidates have them first.
+/// Returns the name and the unit of each metric of these cases, in the order in which the metrics appear.
 pub fn columns<'a>(cases: impl Iterator<Item = &'a Case>) -> Vec<(&'static str, &'static str)> {
     let mut seen: Vec<(&str, &str)> = Vec::new();
     for metric in cases.flat_map(|c| &c.candidates).flat_map(|c| &c.metrics) {
@@ -246,7 +255,8 @@ pub fn columns<'a>(cases: impl Iterator<Item = &'a Case>) -> Vec<(&'static str, 
     seen
 }
 
-/// The middle one; the mean of the two middle ones for an even number; 0 of none.
+/// Returns the median of the values. For an even number of values, this is the mean of the two in the middle. Returns 0
+/// if there are no values.
 pub fn median(samples: &[f64]) -> f64 {
     let mut sorted = samples.to_vec();
     sorted.sort_by(f64::total_cmp);
@@ -257,24 +267,31 @@ pub fn median(samples: &[f64]) -> f64 {
     }
 }
 
-fn metrics(samples: &[Sample], baseline: Option<&Candidate>) -> Vec<Metric> {
-    let columns = samples.first().map_or(&[][..], |first| first.as_slice());
-    let metric = |(column, &(name, unit, _)): (usize, &(&'static str, &'static str, f64))| {
+/// Returns the metrics of a candidate from its samples. All samples have the same metrics in the same order.
+fn metrics_of(samples: &[Sample], baseline: Option<&Candidate>) -> Vec<Metric> {
+    let Some(first) = samples.first() else {
+        return Vec::new();
+    };
+    let mut metrics = Vec::new();
+    for (column, &(name, unit, _)) in first.iter().enumerate() {
         let values: Vec<f64> = samples.iter().map(|sample| sample[column].2).collect();
         let median = median(&values);
-        let of = baseline.and_then(|b| b.metrics.iter().find(|m| m.name == name));
-        let ratio = of.filter(|m| m.median > 0.0).map(|m| median / m.median);
-        Metric {
+        let of_baseline = baseline.and_then(|b| b.metrics.iter().find(|m| m.name == name));
+        let ratio = of_baseline
+            .filter(|of_baseline| of_baseline.median > 0.0)
+            .map(|of_baseline| median / of_baseline.median);
+        metrics.push(Metric {
             name,
             unit,
             median,
             ratio,
             samples: values,
-        }
-    };
-    columns.iter().enumerate().map(metric).collect()
+        });
+    }
+    metrics
 }
 
+/// Returns the table of a case: one row for each candidate, one column for each metric.
 fn table(case: &Case) -> String {
     let columns = columns(std::iter::once(case));
     let mut rows = vec![vec!["".to_owned()]];
@@ -312,7 +329,7 @@ fn table(case: &Case) -> String {
 }
 
 impl Candidate {
-    /// A figure as the table shows it; a dash where this candidate has none.
+    /// Returns the cell of a metric in the table. Returns a dash if the candidate does not have the metric.
     fn cell(&self, name: &str) -> String {
         let Some(metric) = self.metrics.iter().find(|metric| metric.name == name) else {
             return "–".into();
@@ -325,7 +342,7 @@ impl Candidate {
     }
 }
 
-/// Three significant digits, never an exponent.
+/// Returns a number with about three significant digits and without an exponent.
 pub fn figure(value: f64) -> String {
     match value.abs() {
         0.0 => "0".into(),

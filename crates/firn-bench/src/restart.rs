@@ -1,4 +1,4 @@
-//! `firn bench restart`: reading a checkpoint back that is held in memory.
+//! `firn bench restart`: measures how fast new processes read a checkpoint back that is held in memory.
 
 mod held;
 
@@ -58,10 +58,12 @@ impl RestartArgs {
         self.size.unwrap_or(self.common.choose(128 << 20, 16 << 20))
     }
 
-    fn most(&self) -> u32 {
+    /// Returns the largest number of reading processes.
+    fn processes_max(&self) -> u32 {
         self.processes().into_iter().max().unwrap_or(1)
     }
 
+    /// Returns the numbers of reading processes to measure.
     fn processes(&self) -> Vec<u32> {
         self.processes
             .iter()
@@ -70,7 +72,7 @@ impl RestartArgs {
             .collect()
     }
 
-    /// Runs it.
+    /// Runs the benchmark and returns its figures. Fails if a candidate cannot be set up or measured.
     pub fn run(&self) -> anyhow::Result<Report> {
         let work = self.common.work_dir()?;
         let firn = Firn::find(self.common.firn.as_deref())?;
@@ -89,7 +91,7 @@ impl RestartArgs {
         };
         let candidates = self.candidates(&work, &firn, mount.as_ref())?;
         for candidate in &candidates {
-            candidate.prepare(self.most(), self.size())?;
+            candidate.prepare(self.processes_max(), self.size())?;
         }
         let settings: Vec<(u32, u64)> = self
             .block_size
@@ -124,9 +126,9 @@ impl RestartArgs {
             report.add_points(name, vec![point], names.zip(samples).collect());
         }
         bar.finish_and_clear();
-        judge(&mut report);
+        add_goals(&mut report);
         for candidate in &candidates {
-            candidate.remove(self.most())?;
+            candidate.remove(self.processes_max())?;
         }
         if !self.common.baseline_only {
             self.measure_held_file(&firn, &work, &mut report)?;
@@ -134,7 +136,7 @@ impl RestartArgs {
         Ok(report)
     }
 
-    /// One file, in each way that there is to read it.
+    /// Measures all ways to read one file.
     fn measure_held_file(
         &self,
         firn: &Firn,
@@ -155,6 +157,7 @@ impl RestartArgs {
         files.remove()
     }
 
+    /// Mounts Firn with room for all files in memory, and with the additional options `more`.
     fn mount<'a>(
         &self,
         firn: &'a Firn,
@@ -164,8 +167,8 @@ impl RestartArgs {
     ) -> anyhow::Result<Mount<'a>> {
         let chunk_bytes = 4 << 20;
         // Beside the files: what their writers lease, and the part that settling leaves to writers.
-        let files =
-            u64::from(self.most()) * (self.size().next_multiple_of(chunk_bytes) + 3 * chunk_bytes);
+        let files = u64::from(self.processes_max())
+            * (self.size().next_multiple_of(chunk_bytes) + 3 * chunk_bytes);
         let arena_bytes = (files + files / 16).next_multiple_of(chunk_bytes);
         let options = format!("drain=demand,close=held,fsync=held,arena-size={arena_bytes},{more}");
         let mount = firn.mount(
@@ -177,6 +180,7 @@ impl RestartArgs {
         Ok(mount)
     }
 
+    /// Sets up all candidates.
     fn candidates<'a>(
         &self,
         work: &WorkDir,
@@ -189,7 +193,7 @@ impl RestartArgs {
         let behind = memory.join("plain");
         make_region(
             &region,
-            u64::from(self.most()) * self.size().next_multiple_of(2 << 20),
+            u64::from(self.processes_max()) * self.size().next_multiple_of(2 << 20),
         )?;
         std::fs::create_dir(&tmpfs)?;
         std::fs::create_dir(&behind)?;
@@ -227,12 +231,12 @@ impl RestartArgs {
         Ok(all)
     }
 
-    /// Options that every benchmark has.
+    /// Returns the options that every benchmark has.
     pub fn common(&self) -> &Common {
         &self.common
     }
 
-    /// As `firn bench all` runs it.
+    /// Returns the arguments with which `firn bench all` runs this benchmark.
     pub fn with(common: Common) -> Self {
         Self {
             common,
@@ -243,7 +247,8 @@ impl RestartArgs {
     }
 }
 
-fn judge(report: &mut Report) {
+/// Adds the goals for the ratios of all cases.
+fn add_goals(report: &mut Report) {
     let ratios = |of: &str, to: &str| -> Vec<f64> {
         report
             .cases
@@ -262,6 +267,7 @@ fn judge(report: &mut Report) {
 }
 
 impl RestartCandidate<'_> {
+    /// Returns the file that the process `rank` reads. Returns `None` for the shared region.
     fn file(&self, rank: u32) -> Option<PathBuf> {
         let dir = match &self.target {
             WriteTarget::Shared(_) => return None,
@@ -279,7 +285,7 @@ impl RestartCandidate<'_> {
         }
     }
 
-    /// Writes what is read; the two candidates of a mount share it.
+    /// Writes the files that are read. The two candidates of a mount share them.
     fn prepare(&self, count: u32, size: u64) -> anyhow::Result<()> {
         let files: Vec<PathBuf> = (0..count).filter_map(|rank| self.file(rank)).collect();
         let runs = vec![(size >> 20, 1 << 20)];
@@ -297,6 +303,7 @@ impl RestartCandidate<'_> {
         worker::run_with(self.preload(), &missing).map(drop)
     }
 
+    /// Lets `count` processes read one file each, with `block` bytes in each read.
     fn measure(&self, count: u32, size: u64, block: u64) -> anyhow::Result<Sample> {
         let task = |rank| match (&self.target, self.file(rank)) {
             (WriteTarget::Shared(path), _) => {
@@ -338,7 +345,7 @@ impl RestartCandidate<'_> {
         ])
     }
 
-    /// Or the mount would drain them at its end.
+    /// Removes the files. Otherwise the mount would drain them at its end.
     fn remove(&self, count: u32) -> anyhow::Result<()> {
         for path in (0..count).filter_map(|rank| self.file(rank)) {
             match std::fs::remove_file(&path) {

@@ -1,8 +1,8 @@
-//! File systems that the benchmark mounts for comparison, each in a process of its own.
+//! Mounts the file systems with which Firn is compared, each in a server process of its own.
 //!
-//! A server is this program again (the hidden verb `serve`). It reads one [`Serve`] as a line of
-//! JSON, mounts, answers `ready`, and serves until its standard input ends: so its mount goes away
-//! even when the benchmark is killed.
+//! A server process runs this program with the hidden verb `serve`. It reads one [`Serve`] as a line of JSON, mounts
+//! the file system and answers `ready`. It serves until its standard input ends. Therefore its mount disappears even if
+//! the benchmark is killed.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
@@ -20,39 +20,39 @@ use crate::worker::this_program;
 use crate::{discard, machine};
 use firn_testfs::cleanup::{Guard, Leftover, expect};
 
-/// What a program tells its server processes to mount.
+/// A file system that a server process can mount.
 pub trait Serve: Serialize + DeserializeOwned {
-    /// Where it has mounts, of which `mount_point` is the first or the directory above.
+    /// Returns all mount points of the file system. `mount_point` is the first of them or the directory above them.
     fn points(&self, mount_point: &Path) -> Vec<PathBuf> {
         vec![mount_point.to_owned()]
     }
 
-    /// Mounts it and serves until `input`, the standard input, ends.
+    /// Mounts the file system and serves it until `input`, the standard input, ends.
     fn serve(self, mount_point: &Path, input: Input) -> anyhow::Result<()>;
 }
 
 /// Standard input of a server process, after the line that says what to mount.
 pub type Input = BufReader<std::io::Stdin>;
 
-/// What `firn bench` mounts.
+/// The file systems that `firn bench` mounts.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "server")]
 pub enum Server {
-    /// Copies each write into a warm pool and drops it.
+    /// Copies each write into a buffer that has its memory, and discards it.
     Sink {
         /// Bytes of the pool.
         pool_bytes: u64,
     },
-    /// Passes every call on to a directory.
+    /// Passes every request on to a directory, as a plain FUSE file system does.
     Plain {
         /// The directory.
         source: PathBuf,
     },
-    /// Firn with a drain that drops what it carries.
+    /// Firn with a drain that discards the data.
     Discarding(discard::Geometry),
 }
 
-/// A server process and its mount.
+/// A server process and its mount. Dropping the value unmounts.
 pub struct Mounted {
     child: Child,
     answers: BufReader<ChildStdout>,
@@ -61,7 +61,7 @@ pub struct Mounted {
 }
 
 impl Mounted {
-    /// Starts `server` at `mount_point`; returns when it is usable.
+    /// Starts a process that mounts `server` at `mount_point`, and waits until the mount is usable.
     pub fn start(server: &impl Serve, mount_point: &Path) -> anyhow::Result<Self> {
         let points = server.points(mount_point).into_iter();
         let _unmount = points.map(Leftover::Mount).map(expect).collect();
@@ -78,36 +78,38 @@ impl Mounted {
             _unmount,
         };
         let request = serde_json::to_string(&(server, mount_point))?;
-        mounted.tell(&request)?;
-        match mounted.answer()?.as_str() {
+        mounted.send_line(&request)?;
+        match mounted.read_answer()?.as_str() {
             "ready" => Ok(mounted),
             _ => bail!("a server process could not mount (its message is above)"),
         }
     }
 
-    /// What the server answers to a line.
+    /// Sends a line to the server and returns its answer.
     pub fn ask(&mut self, line: &str) -> anyhow::Result<String> {
-        self.tell(line)?;
-        self.answer()
+        self.send_line(line)?;
+        self.read_answer()
     }
 
-    fn tell(&mut self, line: &str) -> anyhow::Result<()> {
+    /// Sends a line to the server.
+    fn send_line(&mut self, line: &str) -> anyhow::Result<()> {
         let stdin = self.child.stdin.as_mut().expect("stdin is piped");
         writeln!(stdin, "{line}").context("a server process died")
     }
 
-    fn answer(&mut self) -> anyhow::Result<String> {
+    /// Reads a line from the server. Returns an empty text if the server has ended.
+    fn read_answer(&mut self) -> anyhow::Result<String> {
         let mut line = String::new();
         self.answers.read_line(&mut line)?;
         Ok(line.trim_end().to_owned())
     }
 
-    /// The server's process id.
+    /// Returns the server's process id.
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
 
-    /// Where it is mounted.
+    /// Returns the mount point.
     pub fn path(&self) -> &Path {
         &self.mount_point
     }
@@ -145,7 +147,8 @@ impl Serve for Server {
     }
 }
 
-/// The server's side: the hidden verb `serve` of a program whose servers are `S`.
+/// Runs the hidden verb `serve`: reads which file system to mount, and serves it until the standard input ends. `S` are
+/// the file systems of the program.
 pub fn main<S: Serve>() -> anyhow::Result<()> {
     let mut input = BufReader::new(std::io::stdin());
     let mut line = String::new();
@@ -154,7 +157,7 @@ pub fn main<S: Serve>() -> anyhow::Result<()> {
     server.serve(&mount_point, input)
 }
 
-/// With the session settings that firnd uses: each thread with its own /dev/fuse descriptor.
+/// Mounts a FUSE file system with the session settings of firnd: each thread has its own /dev/fuse descriptor.
 pub fn mount(
     server: impl Filesystem,
     mount_point: &Path,
@@ -166,6 +169,7 @@ pub fn mount(
         .with_context(|| format!("cannot mount {}", mount_point.display()))
 }
 
+/// Reports that the mount is usable, and keeps it until `input` ends.
 fn serve_until_eof(mut input: impl Read, mounted: impl Sized) -> anyhow::Result<()> {
     println!("ready");
     std::io::copy(&mut input, &mut std::io::sink())?;

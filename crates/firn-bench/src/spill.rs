@@ -1,4 +1,5 @@
-//! `firn bench spill`: more data than memory (CRUISE, table 3).
+//! `firn bench spill`: measures writes of a file that does not fit into memory, so that a part of it goes to the spill
+//! file (table 3 of the CRUISE paper).
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -17,12 +18,13 @@ const MB: f64 = 1e6;
 const FORMULA: &str = "formula";
 const PRELOAD: &str = "preload";
 const CHUNK_BYTES: u64 = 4 << 20;
-/// Slots of memory while all is spilled: what the writer fills and what is on its way.
+/// Number of slots of the arena if all data is spilled: for the slot that the writer fills, and those that are being
+/// moved to the spill file.
 const SLOTS_MIN: u64 = 4;
-/// Far longer than any disk takes.
+/// Maximum time for moving data to the spill file.
 const WAIT_MAX: Duration = Duration::from_secs(600);
 
-/// Percent spilled, and what CRUISE expected and measured [MB/s] for 512 MB a process (table 3).
+/// Table 3 of the paper, for 512 MB per process: the spilled percentage, and the expected and the measured rate in MB/s.
 const TABLE: [(f64, f64, f64); 7] = [
     (0.0, 15074.17, 15074.17),
     (3.125, 10349.12, 10586.61),
@@ -50,7 +52,7 @@ pub struct SpillArgs {
     percent: Vec<f64>,
 }
 
-/// Rates of a round, bytes a second.
+/// Rates without spilling, in bytes per second.
 struct Native {
     device: f64,
     memory: f64,
@@ -63,7 +65,7 @@ impl SpillArgs {
             .next_multiple_of(CHUNK_BYTES)
     }
 
-    /// Runs it.
+    /// Runs the benchmark and returns its figures. Fails if a candidate cannot be set up or measured.
     pub fn run(&self) -> anyhow::Result<Report> {
         let work = self.common.work_dir()?;
         let firn = Firn::find(self.common.firn.as_deref())?;
@@ -161,7 +163,7 @@ impl SpillArgs {
         })
     }
 
-    /// Bytes a second of direct writes beside the spill file.
+    /// Measures the rate of direct writes to a file beside the spill file, in bytes per second.
     fn device(&self, work: &WorkDir) -> anyhow::Result<f64> {
         let path = work.path().join("direct");
         let task = Task::Direct {
@@ -178,7 +180,7 @@ impl SpillArgs {
         Ok(vec![("throughput", "MB/s", self.device(work)? / MB)])
     }
 
-    /// A mount whose memory holds all but `percent` of the file.
+    /// Mounts Firn with an arena that holds the file except for `percent` of it.
     fn mount<'a>(&self, firn: &'a Firn, work: &WorkDir, percent: f64) -> anyhow::Result<Mount<'a>> {
         let name = |what: &str| format!("{what}-{percent}");
         let backing = work.subdir(&name("backing"))?;
@@ -210,7 +212,7 @@ impl SpillArgs {
         Ok(mount)
     }
 
-    /// Bytes a second until the file is where it is to be.
+    /// Writes the file and waits until `percent` of it is in the spill file. Returns the rate in bytes per second.
     fn measure(&self, firn: &Firn, mount: &Mount<'_>, percent: f64) -> anyhow::Result<f64> {
         let path = mount.path().join("rank0");
         let task = Task::Write {
@@ -231,12 +233,12 @@ impl SpillArgs {
         Ok(self.size() as f64 / ((end_ns - outcomes[0].begin_ns) as f64 * 1e-9))
     }
 
-    /// Options that every benchmark has.
+    /// Returns the options that every benchmark has.
     pub fn common(&self) -> &Common {
         &self.common
     }
 
-    /// As `firn bench all` runs it.
+    /// Returns the arguments with which `firn bench all` runs this benchmark.
     pub fn with(common: Common) -> Self {
         Self {
             common,
@@ -247,14 +249,14 @@ impl SpillArgs {
 }
 
 impl Native {
-    /// Section 7.2.3 of the paper.
+    /// Returns the rate that the formula of section 7.2.3 of the paper expects.
     fn expect(&self, percent: f64) -> f64 {
         let share = percent / 100.0;
         1.0 / (share / self.device + (1.0 - share) / self.memory)
     }
 }
 
-/// Bytes that the mount moved to its spill file so far.
+/// Returns the bytes that the mount has moved to its spill file so far.
 fn moved(mount: &Mount<'_>, percent: f64) -> anyhow::Result<u64> {
     if percent == 0.0 {
         Ok(0)
@@ -263,6 +265,7 @@ fn moved(mount: &Mount<'_>, percent: f64) -> anyhow::Result<u64> {
     }
 }
 
+/// Waits until the mount has moved `wanted` bytes to its spill file. Fails after [`WAIT_MAX`].
 fn wait_moved(mount: &Mount<'_>, percent: f64, wanted: u64) -> anyhow::Result<()> {
     let begin = Instant::now();
     while moved(mount, percent)? < wanted {
@@ -273,6 +276,7 @@ fn wait_moved(mount: &Mount<'_>, percent: f64, wanted: u64) -> anyhow::Result<()
     Ok(())
 }
 
+/// Removes a file, and waits until it has left the arena.
 fn remove(mount: &Mount<'_>, path: &Path) -> anyhow::Result<()> {
     std::fs::remove_file(path)?;
     mount.wait_empty()

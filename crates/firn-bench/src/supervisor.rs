@@ -1,14 +1,15 @@
-//! The process that starts a benchmark and removes what it leaves behind, however it ends.
+//! Supervisor of a benchmark: runs the benchmark in a child process, and removes what it leaves behind however it ends.
 //!
-//! A benchmark runs in a child, which notes in a list what it is about to set up ([`firn_testfs::cleanup`]). This process
-//! only waits. When the child has ended, or a signal has come and the child was killed, it ends all processes that are
-//! left and removes what the list still has.
+//! The child records in a list everything that it is about to set up ([`firn_testfs::cleanup`]). The supervisor only
+//! waits. After the child has ended, or was killed because of a signal, the supervisor ends all remaining processes and
+//! removes everything that is still in the list.
 //!
 //! Promises
 //! * No mount, process, directory or network of the benchmark is left after its end, a panic, SIGINT, SIGTERM, SIGHUP, or
 //!   the death of the child.
-//! * Every process that the benchmark started is found, daemons too: this process is the reaper of its descendants.
-//! * Nothing is removed while one of them lives, so none can set up something again.
+//! * Every process that the benchmark started is found, also a daemon, because the supervisor is the subreaper of its
+//!   descendants (PR_SET_CHILD_SUBREAPER).
+//! * Nothing is removed while one of these processes lives, so none of them can set up something again.
 
 use std::path::Path;
 use std::process::{Command, ExitCode};
@@ -26,14 +27,15 @@ use rustix::process::{
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
-/// Names the list to the child.
+/// Environment variable with the path of the list. The supervisor sets it for the child.
 const LIST_VARIABLE: &str = "FIRN_BENCH_LEFTOVERS";
-/// Names the firn program to measure.
+/// Environment variable with the path of the firn program to measure.
 pub const FIRN_VARIABLE: &str = "FIRN_BENCH_PROGRAM";
-/// Far more than a process takes to end that was killed.
+/// Maximum time for the end of killed processes.
 const END_MAX: Duration = Duration::from_secs(20);
 
-/// Whether this process is the child, and notes what it sets up.
+/// Returns whether this process is the child of a supervisor. If so, the process dies with its supervisor, and records
+/// in the list what it sets up from now on.
 pub fn is_supervised() -> anyhow::Result<bool> {
     let Some(list) = std::env::var_os(LIST_VARIABLE) else {
         return Ok(false);
@@ -43,10 +45,12 @@ pub fn is_supervised() -> anyhow::Result<bool> {
     Ok(true)
 }
 
-/// Runs this program again with the same arguments, and removes what it leaves. `firn` is the program that it measures,
-/// unless an argument names one.
+/// Runs this program again as a child with the same arguments, and removes what the child leaves behind. Returns the
+/// exit code for this process.
+///
+/// `firn` is the firn program to measure, unless an argument names one.
 pub fn supervise(firn: Option<&Path>) -> anyhow::Result<ExitCode> {
-    // Before anything that a signal could leave behind: the list too.
+    // Handle signals before anything exists that a signal could leave behind, such as the list.
     let signals = Signals::new([SIGINT, SIGTERM, SIGHUP])?;
     set_child_subreaper(Some(getpid()))?;
     let list = tempfile::NamedTempFile::new().context("cannot make a temporary file")?;
@@ -61,14 +65,14 @@ pub fn supervise(firn: Option<&Path>) -> anyhow::Result<ExitCode> {
     let child = command.spawn().context("cannot start the benchmark")?;
     let child = Pid::from_child(&child);
     let received = Arc::new(AtomicI32::new(0));
-    // Also where it cannot be watched: it runs.
+    // Clean up even if the child cannot be watched, because it runs.
     let ended = kill_at_signal(child, signals, &received).and_then(|()| wait_for(child));
     end_children();
     cleanup::remove_listed(list.path())?;
     Ok(exit_code(ended?, received.load(Ordering::Relaxed)))
 }
 
-/// From now on the first signal that comes goes to `received` and kills `child`.
+/// Starts a thread that kills `child` at the first signal, and stores the number of the signal in `received`.
 fn kill_at_signal(
     child: Pid,
     mut signals: Signals,
@@ -80,7 +84,7 @@ fn kill_at_signal(
         .name("signals".into())
         .spawn(move || {
             for signal in signals.forever() {
-                // Later ones change nothing: what was begun is removed.
+                // Later signals change nothing: the removal has begun.
                 if received.swap(signal, Ordering::Relaxed) == 0 {
                     eprintln!("firn: interrupted, removing what the benchmark set up");
                     let _ = pidfd_send_signal(&handle, Signal::KILL);
@@ -90,7 +94,7 @@ fn kill_at_signal(
     Ok(())
 }
 
-/// Waits for `child`, and takes leave of the daemons that end meanwhile.
+/// Waits until `child` has ended. Also reaps the daemons that end meanwhile.
 fn wait_for(child: Pid) -> anyhow::Result<WaitStatus> {
     loop {
         match wait(WaitOptions::empty()) {
@@ -101,7 +105,8 @@ fn wait_for(child: Pid) -> anyhow::Result<WaitStatus> {
     }
 }
 
-/// Ends the children of this process, and theirs, which are its own then.
+/// Kills all children of this process, and then their children, which become children of this process. Gives up after
+/// [`END_MAX`].
 fn end_children() {
     let begin = Instant::now();
     while has_children() {
@@ -112,15 +117,17 @@ fn end_children() {
             return;
         }
         for pid in left {
-            // A program with another user's rights, such as fusermount3, is waited for.
+            // A program with the rights of another user, such as fusermount3, cannot be killed. It ends by itself.
             let _ = kill_process(pid, Signal::KILL);
         }
         std::thread::sleep(Duration::from_millis(2));
     }
 }
 
-/// Takes leave of those that have ended; whether there are others. A list of /proc does not tell: it is not of one
-/// moment, and one that is started meanwhile by one that ends may be in no part of it.
+/// Reaps the children that have ended, and returns whether others are left.
+///
+/// A listing of /proc could not answer this. It is not a snapshot, so it may miss a process that was started during the
+/// listing by a process that has ended since.
 fn has_children() -> bool {
     loop {
         match wait(WaitOptions::NOHANG) {
@@ -132,6 +139,7 @@ fn has_children() -> bool {
     }
 }
 
+/// Returns the children of this process that a listing of /proc shows.
 fn children() -> Vec<Pid> {
     let own = getpid();
     let processes = std::fs::read_dir("/proc").into_iter().flatten().flatten();
@@ -143,14 +151,15 @@ fn children() -> Vec<Pid> {
     pids.collect()
 }
 
-/// The parent in the text of /proc/PID/stat, in which a name may have any byte.
+/// Returns the id of the parent process from the text of /proc/PID/stat. The name of the program in it may contain any
+/// byte.
 fn parent_in(stat: &[u8]) -> Option<i32> {
     let end = stat.iter().rposition(|&byte| byte == b')')?;
     let rest = std::str::from_utf8(&stat[end + 1..]).ok()?;
     rest.split_whitespace().nth(1)?.parse().ok()
 }
 
-/// That of the child; 128 and the signal that came, or that ended it.
+/// Returns the exit code of the child. If a signal was received or ended the child, returns 128 plus its number.
 fn exit_code(status: WaitStatus, received: i32) -> ExitCode {
     let signal = match received {
         0 => status.terminating_signal(),

@@ -1,4 +1,5 @@
-//! `firn bench takeover`: for how long programs wait when firnd is killed, and what the readiness for it costs.
+//! `firn bench takeover`: measures how long programs wait when firnd is killed and another firnd takes the mount over,
+//! and how much the live table costs while nothing fails.
 
 mod pause;
 mod rates;
@@ -24,7 +25,7 @@ pub struct TakeoverArgs {
 }
 
 impl TakeoverArgs {
-    /// Runs it.
+    /// Runs the benchmark and returns its figures. Fails if a candidate cannot be set up or measured.
     pub fn run(&self) -> anyhow::Result<Report> {
         let work = self.common.work_dir()?;
         let firn = Firn::find(self.common.firn.as_deref())?;
@@ -69,12 +70,12 @@ impl TakeoverArgs {
         Ok(report)
     }
 
-    /// Options that every benchmark has.
+    /// Returns the options that every benchmark has.
     pub fn common(&self) -> &Common {
         &self.common
     }
 
-    /// As `firn bench all` runs it.
+    /// Returns the arguments with which `firn bench all` runs this benchmark.
     pub fn with(common: Common) -> Self {
         Self {
             common,

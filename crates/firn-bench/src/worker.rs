@@ -1,8 +1,8 @@
-//! The processes that do the work: writers, readers, makers of files.
+//! Runs the measured work of a benchmark in worker processes.
 //!
-//! A worker is this program again (`firn-bench worker`, hidden). It reads one [`Task`] as a line of
-//! JSON, makes its buffers, answers `ready`, waits for a time to begin at, works, and answers one [`Outcome`]. So
-//! neither its start nor its buffers are in a figure, and all workers begin together.
+//! A worker process runs this program with the hidden verb `worker`. It reads one [`Task`] as a line of JSON, makes its
+//! buffers and answers `ready`. It then waits for the start time, does the work, and answers one [`Outcome`]. Therefore
+//! the figures include neither the start of the process nor its buffers, and all workers begin together.
 
 use std::fs::{File, OpenOptions};
 use std::io::{BufRead, BufReader, Write};
@@ -29,76 +29,76 @@ pub use forked::{ForkedWrite, Sharing};
 pub use records::Records;
 pub use steps::Steps;
 
-/// Long enough to tell one process when to begin.
+/// Time in nanoseconds that is enough to send the start time to one process.
 const TIME_TO_START_NS: u64 = 200_000;
 
-/// What a program tells its workers to do.
+/// A task that a program gives to its workers.
 pub trait Work: Serialize + DeserializeOwned {
-    /// Makes buffers and opens files: none of that is in a figure.
+    /// Makes the buffers and opens the files of the task. This time is not measured.
     fn prepare(self) -> anyhow::Result<Box<dyn Job>>;
 }
 
-/// What is timed.
+/// A prepared task, whose time is measured.
 pub trait Job {
-    /// Does it once.
+    /// Does the work once.
     fn run(&mut self) -> anyhow::Result<()>;
 }
 
-/// What the workers of `firn bench` do.
+/// The tasks of the workers of `firn bench`.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "task")]
 pub enum Task {
-    /// Opens or creates `path`, writes sequentially, closes.
+    /// Opens or creates a file, writes to it sequentially, and closes it.
     Write {
         /// The file.
         path: PathBuf,
-        /// (count, bytes) of writes, one after the other.
+        /// The writes, as runs of writes of equal size: the number of writes and the bytes of each.
         runs: Vec<(u64, u64)>,
-        /// Open with O_SYNC.
+        /// Open the file with O_SYNC.
         sync: bool,
-        /// Leave what is in the file and write over it, instead of beginning with an empty one.
+        /// Overwrite the content of the file. Otherwise the file is truncated first.
         over: bool,
     },
-    /// Creates `path` with all its room and writes past the page cache.
+    /// Creates a file with all its blocks allocated, and writes to it past the page cache.
     Direct {
         /// The file.
         path: PathBuf,
-        /// How many writes.
+        /// Number of writes.
         count: u64,
-        /// Bytes of one.
+        /// Bytes of one write.
         bytes: u64,
     },
     /// The first large write of a process, which may have forked.
     ForkedWrite(ForkedWrite),
-    /// Copies between this process's memory and a region.
+    /// Copies between the memory of the worker and a region.
     Copy(Copy),
-    /// Reads `path` from start to end, `passes` times.
+    /// Reads a file from start to end, one or more times.
     Read {
         /// The file.
         path: PathBuf,
-        /// Bytes of one read; with `mmap`, of one copy out of the mapping.
+        /// Bytes of one read. With `mmap`, bytes of one copy from the mapping.
         bytes: u64,
-        /// Through a shared mapping instead of pread(2).
+        /// Read through a shared mapping instead of with pread(2).
         mmap: bool,
-        /// How often.
+        /// How often the file is read.
         passes: u64,
     },
-    /// Computes.
+    /// Computes in steps.
     Steps(Steps),
     /// Reads or writes the records of a file.
     Records(Records),
-    /// One operation on each of `count` names in `dir`.
+    /// Does one operation for each of `count` names in a directory.
     Names {
         /// The directory.
         dir: PathBuf,
-        /// How many names.
+        /// Number of names.
         count: u64,
-        /// What to do with each.
+        /// The operation.
         operation: Operation,
     },
 }
 
-/// What [`Task::Names`] does.
+/// The operation of [`Task::Names`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Operation {
@@ -110,52 +110,53 @@ pub enum Operation {
     CreateEmpty,
     /// stat(2).
     Stat,
-    /// opendir and readdir to the end, once; `count` names must be there.
+    /// opendir, and readdir to the end, once for the directory. Fails if the directory does not have `count` names.
     List,
     /// unlink(2).
     Unlink,
-    /// link(2): a second name for each file.
+    /// link(2), which makes a second name for each file.
     Link,
-    /// open, write 1 KiB in the middle of what is there, close.
+    /// open, write 1 KiB in the middle of the file, close.
     Patch,
 }
 
-/// What a worker measured.
+/// The measurement of a worker.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub struct Outcome {
-    /// [`cpu::now_ns`] when it began.
+    /// Time at which the work began ([`cpu::now_ns`]).
     pub begin_ns: u64,
-    /// [`cpu::now_ns`] when it was done; for writers: when close returned.
+    /// Time at which the work was done. For writers this is the return of close(2).
     pub end_ns: u64,
-    /// Processor time it used between the two.
+    /// Processor time that the worker used meanwhile, in seconds.
     pub cpu_s: f64,
 }
 
-/// Seconds from the first begin to the last end.
+/// Returns the seconds from the beginning of the first worker to the end of the last.
 pub fn elapsed_s(outcomes: &[Outcome]) -> f64 {
     let begin = outcomes.iter().map(|o| o.begin_ns).min().unwrap_or(0);
     let end = outcomes.iter().map(|o| o.end_ns).max().unwrap_or(0);
     (end - begin) as f64 * 1e-9
 }
 
-/// Runs `tasks`, one process each, all at once.
+/// Runs each task in a process of its own, all at once. Returns the outcomes in the order of the tasks. Fails if one of
+/// the tasks fails.
 pub fn run_all<W: Work>(tasks: &[W]) -> anyhow::Result<Vec<Outcome>> {
     run_with(None, tasks)
 }
 
-/// [`run_all`], in processes that load the library `preload`.
+/// Runs tasks as [`run_all`] does, in processes that load the library `preload`.
 pub fn run_with<W: Work>(preload: Option<&Path>, tasks: &[W]) -> anyhow::Result<Vec<Outcome>> {
-    run_from(0, preload, tasks)
+    run_delayed(0, preload, tasks)
 }
 
-/// [`run_with`], with all processes beginning at the same moment, as after a barrier of MPI: the first is not done
-/// before the last begins.
+/// Runs tasks as [`run_with`] does. All processes begin at the same time, as after a barrier of MPI, so that the first
+/// does not finish before the last begins.
 pub fn run_together<W: Work>(preload: Option<&Path>, tasks: &[W]) -> anyhow::Result<Vec<Outcome>> {
-    run_from(TIME_TO_START_NS * tasks.len() as u64, preload, tasks)
+    run_delayed(TIME_TO_START_NS * tasks.len() as u64, preload, tasks)
 }
 
-/// The processes begin this long after the last is ready.
-fn run_from<W: Work>(
+/// Runs tasks as [`run_with`] does. All processes begin `delay_ns` nanoseconds after the last of them is ready.
+fn run_delayed<W: Work>(
     delay_ns: u64,
     preload: Option<&Path>,
     tasks: &[W],
@@ -169,20 +170,22 @@ fn run_from<W: Work>(
     }
     let begin_ns = cpu::now_ns() + delay_ns;
     for worker in &mut workers {
-        worker.go(begin_ns)?;
+        worker.begin_at(begin_ns)?;
     }
     workers.into_iter().map(Worker::finish).collect()
 }
 
+/// A running worker process. Dropping the value kills it.
 struct Worker {
     child: Child,
     answers: BufReader<std::process::ChildStdout>,
 }
 
 impl Worker {
+    /// Starts a worker and sends the task to it.
     fn start(task: &impl Work, preload: Option<&Path>) -> anyhow::Result<Self> {
         let mut command = this_program("worker")?;
-        // The library leaves programs alone that are called as Firn's own.
+        // The preload library does nothing in programs with a name of Firn.
         command.arg0("firn-bench-worker");
         if let Some(library) = preload {
             command.env("LD_PRELOAD", library);
@@ -199,11 +202,13 @@ impl Worker {
         Ok(worker)
     }
 
+    /// Sends a line to the worker.
     fn tell(&mut self, line: &str) -> anyhow::Result<()> {
         let stdin = self.child.stdin.as_mut().expect("stdin is piped");
         writeln!(stdin, "{line}").context("a worker process died early")
     }
 
+    /// Reads a line from the worker. Fails if the worker has ended.
     fn line(&mut self) -> anyhow::Result<String> {
         let mut line = String::new();
         self.answers.read_line(&mut line)?;
@@ -213,6 +218,7 @@ impl Worker {
         Ok(line.trim_end().to_owned())
     }
 
+    /// Waits until the worker is ready to begin.
     fn expect_ready(&mut self) -> anyhow::Result<()> {
         match self.line()?.as_str() {
             "ready" => Ok(()),
@@ -220,11 +226,12 @@ impl Worker {
         }
     }
 
-    /// Lets it begin at this time.
-    fn go(&mut self, begin_ns: u64) -> anyhow::Result<()> {
+    /// Tells the worker at which time to begin.
+    fn begin_at(&mut self, begin_ns: u64) -> anyhow::Result<()> {
         self.tell(&begin_ns.to_string())
     }
 
+    /// Waits until the worker has ended, and returns its outcome.
     fn finish(mut self) -> anyhow::Result<Outcome> {
         let line = self.line()?;
         self.child.wait()?;
@@ -232,7 +239,8 @@ impl Worker {
     }
 }
 
-/// A command that is this program with the hidden verb `role`, in a process group of its own: Ctrl-C does not reach it.
+/// Returns a command that runs this program with the hidden verb `role`. It has a process group of its own, so that
+/// Ctrl-C does not reach it.
 pub fn this_program(role: &str) -> anyhow::Result<Command> {
     let program = std::env::current_exe().context("cannot find this program's own file")?;
     let mut command = Command::new(program);
@@ -242,13 +250,14 @@ pub fn this_program(role: &str) -> anyhow::Result<Command> {
 
 impl Drop for Worker {
     fn drop(&mut self) {
-        // Nothing is left to do where it has ended.
+        // Both calls do nothing if the worker has ended.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// The worker's side: the hidden verb `worker` of a program whose tasks are `W`.
+/// Runs the hidden verb `worker`: reads a task, does it at the start time, and prints the outcome. `W` are the tasks of
+/// the program.
 pub fn main<W: Work>() -> anyhow::Result<()> {
     // A worker must not outlive a benchmark that is killed.
     let _ = rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL));
@@ -286,22 +295,23 @@ impl Work for Task {
     }
 }
 
-/// Bytes to write. They are not zeros: nothing on the way may find the data cheap. It also touches every page.
+/// Returns a buffer of bytes to write, with all its pages in memory. No byte is zero, so that nothing on the way can
+/// treat the data as a hole.
 pub fn make_buffer(bytes: u64) -> Vec<u8> {
     (0..bytes)
         .map(|i| (i.wrapping_mul(0x9e37_79b9) >> 7) as u8 | 1)
         .collect()
 }
 
-/// A [`Task`] with its memory and its open files.
+/// A [`Task`] whose memory is allocated and whose files are open.
 struct Prepared {
     task: Task,
     buffer: Vec<u8>,
-    /// Where [`Task::Copy`] has no shared region.
+    /// The region of a [`Task::Copy`] that has no shared region. Otherwise empty.
     private: Vec<u8>,
     /// The file of [`Task::Direct`].
     opened: Option<File>,
-    /// Where the blocks of [`Task::Records`] are.
+    /// The offsets of the records of [`Task::Records`], in the order in which they are visited.
     offsets: Vec<u64>,
     /// The memory of [`Task::ForkedWrite`].
     forked_write: Option<forked::Prepared>,
@@ -355,7 +365,7 @@ impl Job for Prepared {
                 runs,
                 sync,
                 over,
-            } => write(path, runs, *sync, *over, &self.buffer),
+            } => write_file(path, runs, *sync, *over, &self.buffer),
             Task::Direct { count, bytes, .. } => direct::write(
                 self.opened.as_ref().expect("opened before"),
                 *count,
@@ -376,7 +386,7 @@ impl Job for Prepared {
                 ..
             } => {
                 let path = path.clone();
-                read(&path, *passes, &mut self.buffer)
+                read_file(&path, *passes, &mut self.buffer)
             }
             Task::Read {
                 path,
@@ -391,12 +401,13 @@ impl Job for Prepared {
                 dir,
                 count,
                 operation,
-            } => names(dir, *count, *operation, &self.buffer),
+            } => for_each_name(dir, *count, *operation, &self.buffer),
         }
     }
 }
 
-fn write(
+/// Does [`Task::Write`].
+fn write_file(
     path: &Path,
     runs: &[(u64, u64)],
     sync: bool,
@@ -420,7 +431,7 @@ fn write(
     close(file).with_context(|| format!("close of {} failed", path.display()))
 }
 
-/// close(2) with its result, which dropping a [`File`] hides.
+/// Closes a file and returns the result of close(2), which dropping a [`File`] ignores.
 pub fn close(file: File) -> std::io::Result<()> {
     use std::os::fd::IntoRawFd;
     // SAFETY: the descriptor was owned by `file` and is given up here, exactly once.
@@ -430,7 +441,8 @@ pub fn close(file: File) -> std::io::Result<()> {
     }
 }
 
-fn read(path: &PathBuf, passes: u64, buffer: &mut [u8]) -> anyhow::Result<()> {
+/// Does [`Task::Read`] with pread(2).
+fn read_file(path: &PathBuf, passes: u64, buffer: &mut [u8]) -> anyhow::Result<()> {
     let file = File::open(path).with_context(|| format!("cannot open {}", path.display()))?;
     for _ in 0..passes {
         let mut offset = 0;
@@ -444,13 +456,15 @@ fn read(path: &PathBuf, passes: u64, buffer: &mut [u8]) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Does [`Task::Read`] through a shared mapping, which is made anew for each pass.
 fn read_mapped(path: &PathBuf, passes: u64, buffer: &mut [u8]) -> anyhow::Result<()> {
     use std::os::fd::AsRawFd;
     let file = File::open(path).with_context(|| format!("cannot open {}", path.display()))?;
     let len = file.metadata()?.len() as usize;
     for _ in 0..passes {
-        // SAFETY: a new mapping at an address the kernel chooses; the file is not cut while it is
-        // read, as only the benchmark knows it. By the C library, as programs do and the preload library sees.
+        // The call goes through the C library, as in most programs, so that the preload library sees it.
+        // SAFETY: this is a new mapping at an address that the kernel chooses. The file is not truncated while it is
+        // read, because only the benchmark uses it.
         let start = unsafe {
             let (anywhere, number) = (std::ptr::null_mut(), file.as_raw_fd());
             libc::mmap(anywhere, len, libc::PROT_READ, libc::MAP_SHARED, number, 0)
@@ -477,12 +491,18 @@ fn create(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
     close(file)
 }
 
-/// Name number `index` in a directory of the metadata benchmark.
+/// Returns the name number `index` of [`Task::Names`].
 pub fn name_of(index: u64) -> String {
     format!("rank_{index:06}")
 }
 
-fn names(dir: &PathBuf, count: u64, operation: Operation, buffer: &[u8]) -> anyhow::Result<()> {
+/// Does [`Task::Names`].
+fn for_each_name(
+    dir: &PathBuf,
+    count: u64,
+    operation: Operation,
+    buffer: &[u8],
+) -> anyhow::Result<()> {
     if operation == Operation::List {
         let found = std::fs::read_dir(dir)?.count() as u64;
         anyhow::ensure!(

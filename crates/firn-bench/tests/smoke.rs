@@ -122,7 +122,7 @@ impl Running {
         Pid::from_child(&self.child)
     }
 
-    /// All processes below, and theirs.
+    /// Returns all processes below, and theirs.
     fn descendants(&self) -> Vec<Pid> {
         let mut found = vec![self.pid()];
         let mut at = 0;

@@ -43,7 +43,7 @@ pub enum CheckpointError {
     #[error(transparent)]
     Client(#[from] ClientError),
     /// A system call on a path failed.
-    #[error("{}: {}", quoted_path(path), reason(*errno))]
+    #[error("{}: {}", quoted_path(path), error_text(*errno))]
     System {
         /// The path.
         path: PathBuf,
@@ -70,7 +70,8 @@ impl CheckpointError {
     }
 }
 
-fn reason(errno: Errno) -> String {
+/// Returns the text of an error of [`CheckpointError::System`].
+fn error_text(errno: Errno) -> String {
     match errno {
         Errno::STALE => "another object was put in its place meanwhile".to_owned(),
         errno => std::io::Error::from(errno).to_string(),
@@ -183,19 +184,24 @@ pub struct Directory {
     uid: u32,
 }
 
-/// A checkpoint as found in the file system, before firnd is asked.
-struct Found {
+/// A checkpoint as the file system shows it, before firnd is asked about it.
+struct FoundCheckpoint {
     name: OsString,
+    /// Attributes of the directory or file that is the checkpoint.
     stat: Stat,
+    /// The user's regular files in it.
     files: Vec<FoundFile>,
+    /// Newest modification time of all objects of the user in it: seconds and nanoseconds.
     modified: (i64, i64),
     /// Newest change time (ctime) of all objects in it, in seconds. No program can set this time.
     changed_s: i64,
 }
 
+/// A regular file of a checkpoint.
 struct FoundFile {
-    /// Path relative to the directory.
+    /// Path relative to the directory of checkpoints.
     path: PathBuf,
+    /// Size of the file in bytes, as stat(2) shows it.
     bytes: u64,
 }
 
@@ -220,6 +226,7 @@ impl Directory {
         }
     }
 
+    /// Opens the directory at a resolved path. `mount` is the mount that serves it, if there is one.
     fn open_at(path: PathBuf, mount: Option<Mount>) -> Result<Self, CheckpointError> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let dir = rustix::fs::open(&path, flags, Mode::empty()).map_err(failed(&path))?;
@@ -241,7 +248,7 @@ impl Directory {
         &self.dir
     }
 
-    /// The user whose checkpoints are listed.
+    /// Returns the user whose checkpoints are listed.
     pub fn uid(&self) -> u32 {
         self.uid
     }
@@ -283,9 +290,13 @@ impl Directory {
     }
 
     /// Lists the checkpoints that are directly in the directory.
+    ///
+    /// A checkpoint that cannot be examined is listed as failed. The function fails if the directory cannot be read,
+    /// or if firnd does not answer.
     pub fn look(&self) -> Result<Listing, CheckpointError> {
-        let mut looked = Listing::default();
+        let mut listing = Listing::default();
         let mut found = Vec::new();
+        // The names of the checkpoints to which symbolic links of the directory lead.
         let mut linked = HashSet::new();
         for name in names_in(&self.dir).map_err(failed(&self.path))? {
             let path = self.path.join(&name);
@@ -305,32 +316,32 @@ impl Directory {
                 continue;
             }
             if stat.st_uid != self.uid {
-                looked.foreign.push((name, ObjectId::of(&stat)));
+                listing.foreign.push((name, ObjectId::of(&stat)));
                 continue;
             }
-            match self.visit(&name, stat) {
-                Ok(one) => found.push(one),
+            match self.examine(&name, stat) {
+                Ok(checkpoint) => found.push(checkpoint),
                 Err(errno) => {
-                    let failure = failed(&path)(errno);
-                    looked.failed.push((name, ObjectId::of(&stat), failure));
+                    let error = failed(&path)(errno);
+                    listing.failed.push((name, ObjectId::of(&stat), error));
                 }
             }
         }
         // Ask firnd after the listing. By then firnd knows each name that was found, and a file opened since then
         // makes its checkpoint not whole.
         let knowledge = self.ask_firnd()?;
-        let judged = found.into_iter().map(|one| {
-            let is_linked = linked.contains(&one.name);
-            knowledge.judge(one, is_linked)
+        let checkpoints = found.into_iter().map(|checkpoint| {
+            let is_linked = linked.contains(&checkpoint.name);
+            knowledge.assess(checkpoint, is_linked)
         });
-        looked.checkpoints = judged.collect();
+        listing.checkpoints = checkpoints.collect();
         // Equal times come from the same clock tick. Then the step and the name decide, so that the order is the same
         // in each run.
-        looked.checkpoints.sort_by(|a, b| {
-            let age = |one: &Checkpoint| (one.modified, one.step);
-            (age(b), &b.name).cmp(&(age(a), &a.name))
+        listing.checkpoints.sort_by(|older, newer| {
+            let order = |checkpoint: &Checkpoint| (checkpoint.modified, checkpoint.step);
+            (order(newer), &newer.name).cmp(&(order(older), &older.name))
         });
-        Ok(looked)
+        Ok(listing)
     }
 
     /// Returns the attributes of a name in the directory. Returns `None` if the name does not exist.
@@ -352,8 +363,10 @@ impl Directory {
         Ok(files.iter().any(|file| file.open))
     }
 
-    fn visit(&self, name: &OsStr, stat: Stat) -> Result<Found, Errno> {
-        let mut found = Found {
+    /// Collects the user's files in the checkpoint `name` and the newest times of its objects. Fails if an object in
+    /// it cannot be examined.
+    fn examine(&self, name: &OsStr, stat: Stat) -> Result<FoundCheckpoint, Errno> {
+        let mut found = FoundCheckpoint {
             name: name.to_owned(),
             stat,
             files: Vec::new(),
@@ -379,10 +392,12 @@ impl Directory {
         Ok(found)
     }
 
+    /// Asks firnd about the files in the directory and about open transactions. Makes no request if the directory is
+    /// not mounted.
     fn ask_firnd(&self) -> Result<Knowledge, CheckpointError> {
         let Some(mount) = &self.mount else {
             return Ok(Knowledge {
-                firnd: None,
+                transactions: None,
                 levels: Levels::of_backing(),
                 uses: HashMap::new(),
                 top: self.path.clone(),
@@ -397,11 +412,9 @@ impl Directory {
         let status = connection.status()?;
         let levels = Levels::ask(&mut connection, &place, &status)?;
         Ok(Knowledge {
-            uses: uses_of(&levels, &top),
+            transactions: Some(open_transactions(&status)),
+            uses: uses_by_checkpoint(&levels, &top),
             levels,
-            firnd: Some(Firnd {
-                transactions: open_transactions(&status),
-            }),
             top,
         })
     }
@@ -414,9 +427,11 @@ impl Directory {
     }
 }
 
-/// What firnd knows about a directory. `firnd` is `None` if the directory is not mounted.
+/// What firnd knows about a directory of checkpoints.
 struct Knowledge {
-    firnd: Option<Firnd>,
+    /// The open transactions of the mount. `None` if the directory is not mounted, so that there is no firnd to ask.
+    transactions: Option<Vec<OpenTransaction>>,
+    /// The durability levels of the files in the directory.
     levels: Levels,
     /// How programs use or used the files of each checkpoint, including files that appeared after the listing.
     uses: HashMap<OsString, Uses>,
@@ -424,51 +439,44 @@ struct Knowledge {
     top: PathBuf,
 }
 
+/// How programs use or used the files of a checkpoint.
 #[derive(Clone, Copy, Default)]
 struct Uses {
+    /// A program has a file open.
     is_open: bool,
+    /// A program has a file open for writing.
     is_written: bool,
+    /// The writer of a file ended before it closed the file.
     is_cut: bool,
-}
-
-struct Firnd {
-    transactions: Vec<OpenTransaction>,
 }
 
 /// An open transaction.
 struct OpenTransaction {
+    /// Path, below the mount point, of the directory that the transaction may change.
     scope: PathBuf,
     /// Start time in seconds since 1970; the transaction changed nothing before that. `None` if it is unknown.
     begun_s: Option<i64>,
 }
 
 impl Knowledge {
-    fn judge(&self, found: Found, is_linked: bool) -> Checkpoint {
+    /// Combines what the file system shows of a checkpoint with what firnd knows about it.
+    fn assess(&self, found: FoundCheckpoint, is_linked: bool) -> Checkpoint {
         let (mut bytes, mut held_bytes, mut durable_bytes) = (0, 0, 0);
-        let mut level: Option<DurabilityLevel> = None;
+        let mut lowest_level: Option<DurabilityLevel> = None;
         for file in &found.files {
             let path = self.top.join(&file.path);
             let size = self.levels.size(&path, file.bytes);
             bytes += size;
-            let own = self.levels.level(&path);
+            let level = self.levels.level(&path);
             let held = self.levels.known(&path).map_or(0, |known| known.held_bytes);
             held_bytes += held.min(size);
-            if own == DurabilityLevel::Durable {
+            if level == DurabilityLevel::Durable {
                 durable_bytes += size;
             }
-            level = Some(level.map_or(own, |level| level.min(own)));
+            lowest_level = Some(lowest_level.map_or(level, |lowest| lowest.min(level)));
         }
         let uses = self.uses.get(&found.name).copied().unwrap_or_default();
-        let wholeness = match &self.firnd {
-            None => Wholeness::Unknown,
-            Some(_) if uses.is_written => Wholeness::Written,
-            Some(_) if uses.is_cut => Wholeness::Cut,
-            Some(firnd) if firnd.may_have_changed(&self.top.join(&found.name), &found) => {
-                Wholeness::InTransaction
-            }
-            Some(_) if found.files.is_empty() => Wholeness::Empty,
-            Some(_) => Wholeness::Whole,
-        };
+        let wholeness = self.wholeness_of(&found, uses);
         Checkpoint {
             object: ObjectId::of(&found.stat),
             is_dir: FileType::from_raw_mode(found.stat.st_mode) == FileType::Directory,
@@ -480,32 +488,54 @@ impl Knowledge {
             files: found.files.len() as u64,
             wholeness,
             is_open: uses.is_open,
-            level,
+            level: lowest_level,
             is_linked,
             name: found.name,
         }
     }
-}
 
-impl Firnd {
-    /// Returns whether an open transaction may have changed a checkpoint.
-    ///
-    /// A transaction inside the checkpoint always may have. A transaction around the checkpoint may have if something
-    /// in the checkpoint changed after the transaction began.
-    fn may_have_changed(&self, checkpoint: &Path, found: &Found) -> bool {
-        self.transactions.iter().any(|transaction| {
-            let apart_s = CLOCKS_APART_MAX.as_secs() as i64;
-            let is_younger = transaction
-                .begun_s
-                .is_none_or(|begun| found.changed_s >= begun - apart_s);
-            transaction.scope.starts_with(checkpoint)
-                || (checkpoint.starts_with(&transaction.scope) && is_younger)
-        })
+    /// Returns whether a checkpoint can be used. If several reasons speak against it, the first of them counts.
+    fn wholeness_of(&self, found: &FoundCheckpoint, uses: Uses) -> Wholeness {
+        let Some(transactions) = &self.transactions else {
+            return Wholeness::Unknown;
+        };
+        let path = self.top.join(&found.name);
+        if uses.is_written {
+            Wholeness::Written
+        } else if uses.is_cut {
+            Wholeness::Cut
+        } else if transactions
+            .iter()
+            .any(|transaction| transaction.may_have_changed(&path, found.changed_s))
+        {
+            Wholeness::InTransaction
+        } else if found.files.is_empty() {
+            Wholeness::Empty
+        } else {
+            Wholeness::Whole
+        }
     }
 }
 
-/// Returns the uses of files, grouped by the name in `top` that the files are at or below.
-fn uses_of(levels: &Levels, top: &Path) -> HashMap<OsString, Uses> {
+impl OpenTransaction {
+    /// Returns whether the transaction may have changed the checkpoint at a path below the mount point. `changed_s` is
+    /// the newest change time of an object in the checkpoint.
+    ///
+    /// A transaction inside the checkpoint always may have. A transaction around the checkpoint may have if something
+    /// in the checkpoint changed after the transaction began.
+    fn may_have_changed(&self, checkpoint: &Path, changed_s: i64) -> bool {
+        let clocks_apart_s = CLOCKS_APART_MAX.as_secs() as i64;
+        let is_inside = self.scope.starts_with(checkpoint);
+        let is_around = checkpoint.starts_with(&self.scope);
+        let changed_since = self
+            .begun_s
+            .is_none_or(|begun_s| changed_s >= begun_s - clocks_apart_s);
+        is_inside || (is_around && changed_since)
+    }
+}
+
+/// Returns the uses of the files that firnd lists, by checkpoint: the name in `top` that a file is at or below.
+fn uses_by_checkpoint(levels: &Levels, top: &Path) -> HashMap<OsString, Uses> {
     let mut uses = HashMap::<OsString, Uses>::new();
     for file in levels.all_known() {
         let path = file.path.as_path();
@@ -519,6 +549,7 @@ fn uses_of(levels: &Levels, top: &Path) -> HashMap<OsString, Uses> {
     uses
 }
 
+/// Returns the open transactions that firnd reports in its status.
 fn open_transactions(status: &Status) -> Vec<OpenTransaction> {
     let now = SystemTime::now();
     let transactions = status.transactions.iter();
@@ -533,12 +564,14 @@ fn open_transactions(status: &Status) -> Vec<OpenTransaction> {
     open.collect()
 }
 
+/// Returns a path of a mount as a path below its mount point.
 fn below_mount_point(mount: &Mount, path: &Path) -> PathBuf {
     path.strip_prefix(&mount.mount_point)
         .unwrap_or(path)
         .to_owned()
 }
 
+/// Returns the first name of a relative path. Returns `None` if the path is empty or begins with `..`.
 fn first_name(path: &Path) -> Option<OsString> {
     match path.components().next() {
         Some(Component::Normal(name)) => Some(name.to_owned()),

@@ -1,4 +1,4 @@
-//! The client side of the control socket: it sends a request, receives progress messages, and then receives the
+//! Client side of the control socket of firnd: sends a request, receives progress messages, and then receives the
 //! answer.
 //!
 //! Promises
@@ -39,7 +39,8 @@ use crate::paths::open_runtime_dir;
 /// Maximum time in seconds for the answer to a short request. firnd answers from memory, so it needs longer only if
 /// it is stopped or gets no CPU time.
 const ANSWER_S: u64 = 10;
-const ANSWER: Option<Duration> = Some(Duration::from_secs(ANSWER_S));
+/// Time limit for the answer to a short request. Long requests have none (`None`).
+const SHORT_REQUEST: Option<Duration> = Some(Duration::from_secs(ANSWER_S));
 /// Maximum size of an answer in bytes. It allows for 10^6 pending files with long paths.
 const REPLY_BYTES_MAX: usize = 1 << 30;
 /// Maximum size in bytes of an answer from the firnd of another user. It allows for 10^5 pending files.
@@ -52,7 +53,7 @@ pub struct Progress {
     pub bytes_left: u64,
     /// Number of files that have such bytes.
     pub files_left: u64,
-    /// `draining`, `syncing`, `unmounting`.
+    /// What firnd does now: `draining`, `syncing` or `unmounting`.
     pub phase: String,
 }
 
@@ -68,23 +69,29 @@ pub struct Connection {
     incarnation: String,
     /// Package version of firnd.
     pub version: String,
-    /// Its process id.
+    /// Process id of firnd.
     pub pid: u32,
 }
 
 impl Connection {
     /// Connects to the firnd of `mount`.
     pub fn open(mount: &Mount) -> Result<Self, ClientError> {
-        Self::over(mount, connect(mount)?, false)
+        Self::over_stream(mount, connect(mount)?, false)
     }
 
-    /// Connects to the firnd of `mount`, also where it speaks another version of the protocol: for [`Connection::upgrade`] and
-    /// [`Connection::status`].
+    /// Connects to the firnd of `mount`, whatever version of the protocol it uses. The connection is for
+    /// [`Connection::upgrade`] and [`Connection::status`].
     pub fn open_of_any_version(mount: &Mount) -> Result<Self, ClientError> {
-        Self::over(mount, connect(mount)?, true)
+        Self::over_stream(mount, connect(mount)?, true)
     }
 
-    fn over(mount: &Mount, stream: UnixStream, of_any_version: bool) -> Result<Self, ClientError> {
+    /// Returns a connection over a connected stream, after firnd has answered Hello. Fails if firnd uses another
+    /// version of the protocol, unless `of_any_version`.
+    fn over_stream(
+        mount: &Mount,
+        stream: UnixStream,
+        of_any_version: bool,
+    ) -> Result<Self, ClientError> {
         let mut connection = Self {
             mount: mount.clone(),
             stream: BufReader::new(stream),
@@ -94,7 +101,7 @@ impl Connection {
             version: String::new(),
             pid: 0,
         };
-        connection.greet().or_else(|error| match error {
+        connection.exchange_hello().or_else(|error| match error {
             // firnd closed the new connection at once, because many processes connect at the same time.
             ClientError::Busy { holders, .. } if holders.is_empty() => connection.reopen(),
             error => Err(error),
@@ -105,12 +112,16 @@ impl Connection {
     /// Reconnects to the same firnd process.
     fn reopen(&mut self) -> Result<(), ClientError> {
         self.stream = BufReader::new(connect(&self.mount)?);
-        self.greet()
+        self.exchange_hello()
     }
 
-    fn greet(&mut self) -> Result<(), ClientError> {
+    /// Sends Hello and checks the answer.
+    ///
+    /// Fails if firnd uses another version of the protocol, if it is not the process of the first Hello, or if it has
+    /// closed the connection.
+    fn exchange_hello(&mut self) -> Result<(), ClientError> {
         self.is_closed = true;
-        match self.attempt(&Request::Hello, ANSWER, &mut |_| {})? {
+        match self.send_once(&Request::Hello, SHORT_REQUEST, &mut |_| {})? {
             Some(Reply::Hello {
                 protocol, version, ..
             }) if protocol != PROTOCOL_VERSION && !self.of_any_version => {
@@ -124,7 +135,7 @@ impl Connection {
             Some(Reply::Hello { incarnation, .. })
                 if !self.incarnation.is_empty() && incarnation != self.incarnation =>
             {
-                Err(self.broken(io::ErrorKind::UnexpectedEof.into()))
+                Err(self.io_failed(io::ErrorKind::UnexpectedEof.into()))
             }
             Some(Reply::Hello {
                 version,
@@ -136,8 +147,8 @@ impl Connection {
                 self.is_closed = false;
                 Ok(())
             }
-            Some(other) => Err(nonsense(&other)),
-            None => Err(self.busy(0, Vec::new())),
+            Some(other) => Err(unexpected_reply(&other)),
+            None => Err(self.refused_for_room(0, Vec::new())),
         }
     }
 
@@ -148,17 +159,17 @@ impl Connection {
 
     /// Returns the state of the mount.
     pub fn status(&mut self) -> Result<Status, ClientError> {
-        match self.ask(&Request::Status)? {
+        match self.request_short(&Request::Status)? {
             Reply::Status(status) => Ok(*status),
-            other => Err(nonsense(&other)),
+            other => Err(unexpected_reply(&other)),
         }
     }
 
     /// Returns the record of the run so far.
     pub fn record(&mut self) -> Result<RunRecord, ClientError> {
-        match self.ask(&Request::Record)? {
+        match self.request_short(&Request::Record)? {
             Reply::Record(record) => Ok(*record),
-            other => Err(nonsense(&other)),
+            other => Err(unexpected_reply(&other)),
         }
     }
 
@@ -173,36 +184,38 @@ impl Connection {
         self.list_files(path, true)
     }
 
+    /// Returns the files at or below `path` that firnd lists. With `idle`, also those that are closed and have no bytes
+    /// in the arena.
     fn list_files(&mut self, path: &BytePath, idle: bool) -> Result<Vec<FileStatus>, ClientError> {
         let path = path.clone();
-        match self.ask(&Request::Files { path, idle })? {
+        match self.request_short(&Request::Files { path, idle })? {
             Reply::Files { files } => Ok(files),
-            other => Err(nonsense(&other)),
+            other => Err(unexpected_reply(&other)),
         }
     }
 
     /// Returns the location of the mount's data region, for mapping.
     pub fn region(&mut self) -> Result<DataRegion, ClientError> {
-        match self.ask(&Request::Region)? {
+        match self.request_short(&Request::Region)? {
             Reply::Region(region) => Ok(region),
-            other => Err(nonsense(&other)),
+            other => Err(unexpected_reply(&other)),
         }
     }
 
     /// Requests the chunk list of the file at `path`. The list is held until it is released or the connection ends.
     pub fn chunks(&mut self, path: &BytePath) -> Result<ChunkList, ClientError> {
-        match self.ask(&Request::Chunks { path: path.clone() })? {
+        match self.request_short(&Request::Chunks { path: path.clone() })? {
             Reply::Chunks(list) => Ok(list),
-            other => Err(nonsense(&other)),
+            other => Err(unexpected_reply(&other)),
         }
     }
 
     /// Returns whether the file was changed since its list was made. Any answer confirms that the list was held until
     /// now.
     pub fn check_chunks(&mut self, list: u64) -> Result<bool, ClientError> {
-        match self.ask(&Request::CheckChunks { list })? {
+        match self.request_short(&Request::CheckChunks { list })? {
             Reply::ChunksChecked { changed } => Ok(changed),
-            other => Err(nonsense(&other)),
+            other => Err(unexpected_reply(&other)),
         }
     }
 
@@ -218,40 +231,40 @@ impl Connection {
 
     /// Makes a short request whose only answer is that it is done.
     pub fn done(&mut self, request: &Request) -> Result<(), ClientError> {
-        match self.ask(request)? {
+        match self.request_short(request)? {
             Reply::Done => Ok(()),
-            other => Err(nonsense(&other)),
+            other => Err(unexpected_reply(&other)),
         }
     }
 
     /// Frees the memory of drained data. Returns the freed bytes, and the bytes that remain because they are not
     /// drained.
     pub fn evict(&mut self, path: &BytePath) -> Result<(u64, u64), ClientError> {
-        match self.ask(&Request::Evict { path: path.clone() })? {
+        match self.request_short(&Request::Evict { path: path.clone() })? {
             Reply::Evicted {
                 freed_bytes,
                 held_bytes,
             } => Ok((freed_bytes, held_bytes)),
-            other => Err(nonsense(&other)),
+            other => Err(unexpected_reply(&other)),
         }
     }
 
     /// Returns where a file is placed, or where it would be placed.
     pub fn explain_placement(&mut self, path: &BytePath) -> Result<Explanation, ClientError> {
-        match self.ask(&Request::Place { path: path.clone() })? {
+        match self.request_short(&Request::Place { path: path.clone() })? {
             Reply::Placed(explanation) => Ok(explanation),
-            other => Err(nonsense(&other)),
+            other => Err(unexpected_reply(&other)),
         }
     }
 
     /// Pins files in memory, or unpins them. Returns the number of these files and their bytes.
     pub fn pin(&mut self, path: &BytePath, pinned: bool) -> Result<(u64, u64), ClientError> {
-        match self.ask(&Request::Pin {
+        match self.request_short(&Request::Pin {
             path: path.clone(),
             pinned,
         })? {
             Reply::Pinned { files, bytes } => Ok((files, bytes)),
-            other => Err(nonsense(&other)),
+            other => Err(unexpected_reply(&other)),
         }
     }
 
@@ -260,9 +273,9 @@ impl Connection {
     /// Returns the process id of the keeper, which starts the program. The keeper ends if no firnd can serve the mount.
     pub fn upgrade(&mut self, options: &str) -> Result<u32, ClientError> {
         let options = options.to_owned();
-        match self.ask(&Request::Upgrade { options })? {
+        match self.request_short(&Request::Upgrade { options })? {
             Reply::Upgrading { keeper } => Ok(keeper),
-            other => Err(nonsense(&other)),
+            other => Err(unexpected_reply(&other)),
         }
     }
 
@@ -280,18 +293,18 @@ impl Connection {
             self.reopen()?;
         }
         // Take the process handle before the request. firnd does not close the connection once it has the request.
-        let mut process = self.process();
+        let mut process = self.firnd_process();
         let request = Request::Unmount { force, held };
-        let mut answer = self.attempt(&request, None, progress);
+        let mut answer = self.send_once(&request, None, progress);
         if let Ok(None) = answer {
             self.reopen()?;
-            process = self.process();
-            answer = self.attempt(&request, None, progress);
+            process = self.firnd_process();
+            answer = self.send_once(&request, None, progress);
         }
         let answer = answer.and_then(|reply| match reply {
             Some(Reply::Unmounted { written_files }) => Ok(written_files),
-            Some(other) => Err(nonsense(&other)),
-            None => Err(self.busy(0, Vec::new())),
+            Some(other) => Err(unexpected_reply(&other)),
+            None => Err(self.refused_for_room(0, Vec::new())),
         });
         Ok((process, answer))
     }
@@ -302,9 +315,9 @@ impl Connection {
         request: &Request,
         progress: &mut dyn FnMut(Progress),
     ) -> Result<(), ClientError> {
-        match self.exchange(request, None, progress)? {
+        match self.request(request, None, progress)? {
             Reply::Done => Ok(()),
-            other => Err(nonsense(&other)),
+            other => Err(unexpected_reply(&other)),
         }
     }
 
@@ -314,14 +327,15 @@ impl Connection {
         &mut self,
         request: &Request,
     ) -> Result<Option<(u64, Vec<String>)>, ClientError> {
-        match self.exchange(request, None, &mut |_| {})? {
+        match self.request(request, None, &mut |_| {})? {
             Reply::Done => Ok(None),
             Reply::Committed { id, not_applied_on } => Ok(Some((id, not_applied_on))),
-            other => Err(nonsense(&other)),
+            other => Err(unexpected_reply(&other)),
         }
     }
 
-    fn process(&self) -> Process {
+    /// Returns a handle that can wait for the end of the firnd at the other end.
+    fn firnd_process(&self) -> Process {
         let peer = firn_trust::peer(self.stream.get_ref()).ok();
         let pid = peer.and_then(|peer| Pid::from_raw(peer.pid?.get().try_into().ok()?));
         // The process answered Hello, and its id is not reused while this connection exists.
@@ -334,33 +348,34 @@ impl Connection {
         }
     }
 
-    fn ask(&mut self, request: &Request) -> Result<Reply, ClientError> {
-        self.exchange(request, ANSWER, &mut |_| {})
+    /// Sends a short request and returns the answer.
+    fn request_short(&mut self, request: &Request) -> Result<Reply, ClientError> {
+        self.request(request, SHORT_REQUEST, &mut |_| {})
     }
 
-    /// Returns the answer to a request. If firnd has closed the connection, the client reconnects and repeats the
-    /// request.
-    fn exchange(
+    /// Sends a request and returns the answer. If firnd has closed the connection, the client reconnects and repeats
+    /// the request once.
+    fn request(
         &mut self,
         request: &Request,
         timeout: Option<Duration>,
         progress: &mut dyn FnMut(Progress),
     ) -> Result<Reply, ClientError> {
         if !self.is_closed
-            && let Some(reply) = self.attempt(request, timeout, progress)?
+            && let Some(reply) = self.send_once(request, timeout, progress)?
         {
             return Ok(reply);
         }
         self.reopen()?;
-        match self.attempt(request, timeout, progress)? {
+        match self.send_once(request, timeout, progress)? {
             Some(reply) => Ok(reply),
-            None => Err(self.busy(0, Vec::new())),
+            None => Err(self.refused_for_room(0, Vec::new())),
         }
     }
 
     /// Sends a request once and returns the answer. Returns `None` if firnd had closed the connection before, so that
     /// it did not carry out the request.
-    fn attempt(
+    fn send_once(
         &mut self,
         request: &Request,
         timeout: Option<Duration>,
@@ -374,21 +389,22 @@ impl Connection {
             .and_then(|()| stream.set_write_timeout(timeout))
             .and_then(|()| send_all(stream, &line));
         // A firnd that refuses or closes a connection sends the reason first, often before this request is sent.
-        let closed = |error: &io::Error| {
+        // So if the other end is closed, read that message before the failure to send is reported.
+        let is_closed_by_peer = |error: &io::Error| {
             matches!(
                 error.kind(),
                 io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset
             )
         };
-        let unsent = match sent {
-            Err(error) if !closed(&error) => return Err(self.broken(error)),
+        let send_error = match sent {
+            Err(error) if !is_closed_by_peer(&error) => return Err(self.io_failed(error)),
             sent => sent.err(),
         };
         let is_bounded = timeout.is_some() && self.mount.is_of_another_user();
         let deadline = is_bounded.then(|| Instant::now() + Duration::from_secs(ANSWER_S));
         loop {
-            let reply = match (self.read_reply(deadline), &unsent) {
-                (Err(ReadError::Io(error)), None) => return Err(self.broken(error)),
+            let reply = match (self.read_reply(deadline), &send_error) {
+                (Err(ReadError::Io(error)), None) => return Err(self.io_failed(error)),
                 (Err(ReadError::Nonsense(what)), None) => {
                     return Err(ClientError::Nonsense { what });
                 }
@@ -397,7 +413,7 @@ impl Connection {
                     Ok(reply @ (Reply::Error { .. } | Reply::Busy { .. } | Reply::Closed)),
                     Some(_),
                 ) => reply,
-                (_, Some(error)) => return Err(self.broken(error.kind().into())),
+                (_, Some(error)) => return Err(self.io_failed(error.kind().into())),
             };
             match reply {
                 Reply::Progress {
@@ -415,7 +431,7 @@ impl Connection {
                 Reply::Busy {
                     connections,
                     holders,
-                } => return Err(self.busy(connections, holders)),
+                } => return Err(self.refused_for_room(connections, holders)),
                 Reply::Closed => {
                     self.is_closed = true;
                     return Ok(None);
@@ -425,6 +441,8 @@ impl Connection {
         }
     }
 
+    /// Reads one message of firnd. Fails if it is not complete by `deadline`, if it is too long, or if it is no valid
+    /// message.
     fn read_reply(&mut self, deadline: Option<Instant>) -> Result<Reply, ReadError> {
         let bytes_max = if self.mount.is_of_another_user() {
             OTHERS_REPLY_BYTES_MAX
@@ -463,7 +481,8 @@ impl Connection {
         serde_json::from_slice(&line).map_err(|error| ReadError::Nonsense(error.to_string()))
     }
 
-    fn busy(&self, connections: u32, holders: Vec<Holder>) -> ClientError {
+    /// Returns the error for a connection that firnd refused or closed to make room for others.
+    fn refused_for_room(&self, connections: u32, holders: Vec<Holder>) -> ClientError {
         ClientError::Busy {
             mount_point: self.mount.mount_point.clone(),
             connections,
@@ -471,7 +490,8 @@ impl Connection {
         }
     }
 
-    fn broken(&self, error: io::Error) -> ClientError {
+    /// Returns the error for a failed read or write of the connection.
+    fn io_failed(&self, error: io::Error) -> ClientError {
         let (mount_point, log): (PathBuf, PathBuf) =
             (self.mount.mount_point.clone(), self.mount.files().log);
         match error.kind() {
@@ -536,9 +556,11 @@ impl Process {
     }
 }
 
-/// The reason why there is no reply.
+/// Error of reading a message of firnd.
 enum ReadError {
+    /// The stream could not be read, or it ended.
     Io(io::Error),
+    /// The bytes are no valid message. Contains the reason.
     Nonsense(String),
 }
 
@@ -551,7 +573,7 @@ fn connect(mount: &Mount) -> Result<UnixStream, ClientError> {
         return Err(without_socket(mount));
     }
     let socket = mount.files().socket;
-    let stream = UnixStream::connect(&socket).map_err(|error| refused(mount, error))?;
+    let stream = UnixStream::connect(&socket).map_err(|error| connect_failed(mount, error))?;
     let mount_point = || mount.mount_point.clone();
     firn_trust::check_peer(&stream, mount.user_id).map_err(|why| ClientError::Stranger {
         mount_point: mount_point(),
@@ -561,6 +583,7 @@ fn connect(mount: &Mount) -> Result<UnixStream, ClientError> {
     Ok(stream)
 }
 
+/// Sends all bytes. Fails with EPIPE, without a signal, if the other end is closed.
 fn send_all(stream: &UnixStream, mut bytes: &[u8]) -> io::Result<()> {
     while !bytes.is_empty() {
         match rustix::net::send(stream, bytes, SendFlags::NOSIGNAL) {
@@ -572,13 +595,15 @@ fn send_all(stream: &UnixStream, mut bytes: &[u8]) -> io::Result<()> {
     Ok(())
 }
 
-fn nonsense(reply: &Reply) -> ClientError {
+/// Returns the error for a valid message that is no answer to the request.
+fn unexpected_reply(reply: &Reply) -> ClientError {
     let mut what = serde_json::to_string(reply).unwrap_or_default();
     what.truncate(what.floor_char_boundary(80));
     ClientError::Nonsense { what }
 }
 
-fn refused(mount: &Mount, error: io::Error) -> ClientError {
+/// Returns the error for a failed connect(2) to the socket of `mount`.
+fn connect_failed(mount: &Mount, error: io::Error) -> ClientError {
     match error.kind() {
         io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => without_socket(mount),
         io::ErrorKind::PermissionDenied => not_yours(mount),
@@ -649,7 +674,7 @@ mod tests {
         }
     }
 
-    /// A firnd that sends these lines, each after it has read one request.
+    /// Returns a firnd that sends these lines, each after it has read one request.
     fn with_replies(replies: Vec<&'static str>) -> Result<Connection, ClientError> {
         let (ours, theirs) = UnixStream::pair().unwrap();
         std::thread::spawn(move || {
@@ -660,7 +685,7 @@ mod tests {
                 theirs.get_mut().write_all(reply.as_bytes()).unwrap();
             }
         });
-        Connection::over(&mount(), ours, false)
+        Connection::over_stream(&mount(), ours, false)
     }
 
     /// What a firnd of this version says first.
@@ -671,7 +696,7 @@ mod tests {
     });
     const CLOSED: &str = "{\"reply\":\"closed\"}\n";
 
-    /// A firnd with a socket that serves connections one after the other: each has the lines that answer its
+    /// Returns a firnd with a socket that serves connections one after the other: each has the lines that answer its
     /// requests, and ends. The requests that it read.
     fn serving(
         dir: &std::path::Path,
@@ -831,7 +856,7 @@ mod tests {
                     std::thread::sleep(pause);
                 }
             });
-            Connection::over(&mount, ours, false).err().unwrap()
+            Connection::over_stream(&mount, ours, false).err().unwrap()
         };
         let dripped = ask(b" ", Duration::from_millis(100));
         assert!(matches!(dripped, ClientError::Silent { .. }), "{dripped}");
@@ -850,7 +875,9 @@ mod tests {
             .write_all(b"{\"reply\":\"error\",\"errno\":11,\"message\":\"too many\"}\n")
             .unwrap();
         drop(theirs);
-        let refused = Connection::over(&mount(), ours, false).err().unwrap();
+        let refused = Connection::over_stream(&mount(), ours, false)
+            .err()
+            .unwrap();
         assert!(
             matches!(refused, ClientError::Refused { errno: 11, .. }),
             "{refused}"

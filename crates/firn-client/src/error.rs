@@ -1,4 +1,6 @@
-//! What can go wrong between a client and firnd. Every text says what to do next.
+//! Errors of requests to firnd, with the errno value and the exit code of each.
+//!
+//! The text of an error names the mount and says what the user can do next.
 
 use std::io;
 use std::path::PathBuf;
@@ -19,7 +21,7 @@ pub enum ClientError {
         no_mount_hint(path, arena)
     )]
     NoMount {
-        /// As asked for.
+        /// The path as the caller named it.
         path: PathBuf,
         /// The arena that an earlier mount of this backing left.
         arena: Option<PathBuf>,
@@ -32,7 +34,7 @@ pub enum ClientError {
         quoted_path(mount_point)
     )]
     Dead {
-        /// Its backing.
+        /// The backing of the mount.
         backing: PathBuf,
         /// The mount point.
         mount_point: PathBuf,
@@ -60,7 +62,7 @@ pub enum ClientError {
         mount_point: PathBuf,
         /// The socket on which that process listens.
         socket: PathBuf,
-        /// The process found.
+        /// Why that process is not trusted.
         why: PeerError,
     },
     /// The runtime directory cannot be used.
@@ -96,7 +98,7 @@ pub enum ClientError {
         log: PathBuf,
     },
     /// firnd accepts no more connections now.
-    #[error("the firnd of {} has no connection left for this: {}", quoted_path(mount_point), in_use(*connections, holders))]
+    #[error("the firnd of {} has no connection left for this: {}", quoted_path(mount_point), busy_hint(*connections, holders))]
     Busy {
         /// The mount point.
         mount_point: PathBuf,
@@ -114,19 +116,19 @@ pub enum ClientError {
     NotYours {
         /// The mount point.
         mount_point: PathBuf,
-        /// Whose it is.
+        /// The user that mounted it.
         user_id: u32,
     },
-    /// firnd speaks another version.
+    /// firnd uses another version of the protocol.
     #[error(
         "firnd {version} speaks protocol {found}, this firn {expected}; use the firn of that version, or unmount with it and mount again"
     )]
     Protocol {
-        /// firnd's.
+        /// Protocol version of firnd.
         found: u32,
-        /// Ours.
+        /// Protocol version of this client.
         expected: u32,
-        /// firnd's package version.
+        /// Package version of firnd.
         version: String,
     },
     /// firnd sent a message that is not a valid answer to the request.
@@ -134,23 +136,23 @@ pub enum ClientError {
         "firnd sent what this firn does not understand ({what}); are both of the same version? compare `firn version` and `firn status`"
     )]
     Nonsense {
-        /// What.
+        /// The beginning of the message, or the error of the parser.
         what: String,
     },
     /// firnd refused the request, or tried it and failed.
     #[error("{message}")]
     Refused {
-        /// The errno that says it best.
+        /// The errno value that firnd sent.
         errno: i32,
-        /// firnd's words.
+        /// The error message that firnd sent.
         message: String,
     },
-    /// The system refused something.
+    /// A system call failed.
     #[error("{what}: {error}")]
     Io {
-        /// On what.
+        /// The file or the socket that the call was about.
         what: String,
-        /// Why.
+        /// The error of the call.
         error: io::Error,
     },
 }
@@ -198,6 +200,7 @@ impl ClientError {
     }
 }
 
+/// Returns the end of the message of [`ClientError::NoMount`]: what the user can do next.
 fn no_mount_hint(path: &std::path::Path, arena: &Option<PathBuf>) -> String {
     let path = quoted_path(path);
     match arena {
@@ -211,7 +214,8 @@ fn no_mount_hint(path: &std::path::Path, arena: &Option<PathBuf>) -> String {
     }
 }
 
-fn in_use(connections: u32, holders: &[Holder]) -> String {
+/// Returns the end of the message of [`ClientError::Busy`]: which processes have the connections.
+fn busy_hint(connections: u32, holders: &[Holder]) -> String {
     if holders.is_empty() {
         return "too many connect at once; try again".to_owned();
     }

@@ -67,14 +67,18 @@ pub fn mounts() -> Result<Vec<Mount>, ClientError> {
     let user = User::of_process();
     let dirs = RuntimeDirs::of_process()?;
     let entries = read_mountinfo()?;
-    let of_kernel = entries
+    let kernel_mounts = entries
         .iter()
         .filter_map(|entry| mount_of(entry, &dirs))
         .filter(|mount| user.may_ask(mount));
-    Ok(of_kernel.chain(trees_in(&dirs.of(user.uid))?).collect())
+    let stub_trees = trees_in(&dirs.of(user.uid))?;
+    Ok(kernel_mounts.chain(stub_trees).collect())
 }
 
 /// Finds the mount that serves `path`, and the path within it.
+///
+/// Fails with [`ClientError::NoMount`] if no mount serves the path, and with [`ClientError::NotYours`] if only a mount
+/// of another user does.
 pub fn find(path: &Path) -> Result<Place, ClientError> {
     let absolute = resolve(path)?;
     let user = User::of_process();
@@ -90,7 +94,7 @@ pub fn find(path: &Path) -> Result<Place, ClientError> {
     if let Some(place) = table.find_in_backing(&absolute, |mount| user.owns(mount))? {
         return Ok(place);
     }
-    if let Some(place) = find_tree(&trees_in(&dirs.of(user.uid))?, &absolute)? {
+    if let Some(place) = find_in_trees(&trees_in(&dirs.of(user.uid))?, &absolute) {
         return Ok(place);
     }
     match table.find_in_backing(&absolute, |_| true)? {
@@ -98,13 +102,14 @@ pub fn find(path: &Path) -> Result<Place, ClientError> {
         Some(Place { mount, .. }) => Err(not_yours(mount)),
         None => Err(ClientError::NoMount {
             path: path.to_owned(),
-            arena: arena_of(&absolute, &dirs, user),
+            arena: left_arena_of(&absolute, &dirs, user),
         }),
     }
 }
 
-/// Returns the arena that an earlier mount of the backing left, for the error message.
-fn arena_of(backing: &Path, dirs: &RuntimeDirs, user: User) -> Option<PathBuf> {
+/// Returns the path of the arena that an earlier mount of `backing` left in the runtime directory, for the error
+/// message. Returns `None` if there is none.
+fn left_arena_of(backing: &Path, dirs: &RuntimeDirs, user: User) -> Option<PathBuf> {
     let dir = dirs.of(user.uid);
     open_runtime_dir(&dir, user.uid).ok().flatten()?;
     Some(RuntimeFiles::in_dir(&dir, backing, None).arena).filter(|arena| arena.exists())
@@ -130,10 +135,12 @@ impl User {
         }
     }
 
+    /// Returns whether this user mounted `mount`.
     fn owns(self, mount: &Mount) -> bool {
         mount.user_id == self.uid
     }
 
+    /// Returns whether this user may send requests to the firnd of `mount`. Root may ask every firnd.
     fn may_ask(self, mount: &Mount) -> bool {
         self.uid == 0 || self.owns(mount)
     }
@@ -147,6 +154,8 @@ struct Table<'a> {
 }
 
 impl Table<'_> {
+    /// Returns the place of a path at or below a mount point of Firn. Returns `None` if the path is not on a mount of
+    /// Firn. Fails if the mount belongs to another user, unless this user is root.
     fn find_below_mount_point(&self, absolute: &Path) -> Result<Option<Place>, ClientError> {
         let Some(entry) = holding(&self.entries, absolute) else {
             return Ok(None);
@@ -164,7 +173,7 @@ impl Table<'_> {
         let top = entry.root.strip_prefix("/").unwrap_or(&entry.root);
         Ok(Some(Place {
             mount,
-            relative: below_top(&top.join(below)),
+            relative: without_trailing_slashes(&top.join(below)),
         }))
     }
 
@@ -179,29 +188,32 @@ impl Table<'_> {
             .entries
             .iter()
             .filter_map(|entry| mount_of(entry, self.dirs));
-        let holding = mounts.filter(|mount| wanted(mount) && absolute.starts_with(&mount.backing));
-        let mount = holding.max_by_key(|mount| mount.backing.as_os_str().len());
-        Ok(mount.map(|mount| place(mount, absolute, |mount| &mount.backing)))
+        let containing =
+            mounts.filter(|mount| wanted(mount) && absolute.starts_with(&mount.backing));
+        let mount = containing.max_by_key(|mount| mount.backing.as_os_str().len());
+        Ok(mount.map(|mount| place_below(mount, absolute, |mount| &mount.backing)))
     }
 }
 
-/// Returns the place of a path in a mount. `top` selects the directory of the mount that contains the path.
-fn place(mount: Mount, absolute: &Path, top: fn(&Mount) -> &Path) -> Place {
+/// Returns the place of a path that is at or below a directory of a mount. `top` selects that directory: the mount
+/// point or the backing.
+fn place_below(mount: Mount, absolute: &Path, top: fn(&Mount) -> &Path) -> Place {
     let below = absolute
         .strip_prefix(top(&mount))
         .expect("the path was found below it");
-    let relative = below_top(below);
+    let relative = without_trailing_slashes(below);
     Place { mount, relative }
 }
 
-/// Returns the place of a path in a stub tree or in its backing.
-fn find_tree(trees: &[Mount], absolute: &Path) -> Result<Option<Place>, ClientError> {
-    let below = |top: fn(&Mount) -> &Path| {
-        let holds = trees.iter().filter(|tree| absolute.starts_with(top(tree)));
-        let tree = holds.max_by_key(|tree| top(tree).as_os_str().len())?;
-        Some(place(tree.clone(), absolute, top))
+/// Returns the place of a path in a stub tree or in the backing of one. Returns `None` if the path is in neither.
+fn find_in_trees(trees: &[Mount], absolute: &Path) -> Option<Place> {
+    // Of several nested directories the innermost counts, which has the longest path.
+    let find_below = |top: fn(&Mount) -> &Path| {
+        let containing = trees.iter().filter(|tree| absolute.starts_with(top(tree)));
+        let tree = containing.max_by_key(|tree| top(tree).as_os_str().len())?;
+        Some(place_below(tree.clone(), absolute, top))
     };
-    Ok(below(|tree| &tree.mount_point).or_else(|| below(|tree| &tree.backing)))
+    find_below(|tree| &tree.mount_point).or_else(|| find_below(|tree| &tree.backing))
 }
 
 /// Converts an entry of the kernel's table to a mount. Returns `None` if the entry is not a mount of firn, or the
@@ -217,8 +229,8 @@ fn mount_of(entry: &Entry, dirs: &RuntimeDirs) -> Option<Mount> {
     })
 }
 
-/// Returns the path without trailing slashes.
-fn below_top(path: &Path) -> BytePath {
+/// Returns a path below a mount point without trailing slashes.
+fn without_trailing_slashes(path: &Path) -> BytePath {
     let mut bytes = path.as_os_str().as_bytes();
     while let [rest @ .., b'/'] = bytes {
         bytes = rest;
@@ -226,6 +238,7 @@ fn below_top(path: &Path) -> BytePath {
     bytes.into()
 }
 
+/// Reads the table of mounts that this process sees.
 fn read_mountinfo() -> Result<Vec<Entry>, ClientError> {
     const PATH: &str = "/proc/self/mountinfo";
     let bytes = std::fs::read(PATH).map_err(|error| ClientError::Io {
@@ -347,23 +360,19 @@ mod tests {
             ("/scratch/run/a/b", "a/b"),
             ("/dev/shm/ckpt", ""),
         ] {
-            let place = find_tree(&trees, Path::new(path)).unwrap().expect(path);
+            let place = find_in_trees(&trees, Path::new(path)).expect(path);
             assert_eq!(
                 (place.mount, place.relative),
                 (trees[0].clone(), relative.into())
             );
         }
         assert_eq!(
-            find_tree(&trees, Path::new("/scratch/run/in/x"))
-                .unwrap()
+            find_in_trees(&trees, Path::new("/scratch/run/in/x"))
                 .unwrap()
                 .mount,
             trees[1]
         );
-        assert_eq!(
-            find_tree(&trees, Path::new("/dev/shm/ckpt2")).unwrap(),
-            None
-        );
+        assert_eq!(find_in_trees(&trees, Path::new("/dev/shm/ckpt2")), None);
     }
 
     #[test]

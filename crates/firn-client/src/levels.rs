@@ -1,4 +1,4 @@
-//! The durability level of each file of a place, for all commands that show levels.
+//! Finds the durability level of each file at or below a path. All commands that show levels use this module.
 //!
 //! firnd lists the files about which it knows more than the backing shows. These files are open, have bytes in the
 //! arena, were synced, or were cut. Every other file is drained or logged. If the attribute of such a file cannot be
@@ -23,20 +23,22 @@ const LOGGED_ATTRIBUTE: &str = "user.firn.logged";
 
 /// Levels of the files of a place.
 pub struct Levels {
+    /// The files that firnd lists, by their path below the mount point.
     known: HashMap<PathBuf, FileStatus>,
+    /// How the level of any other file is found.
     idle: IdleFiles,
     /// Backing of the files for which the stubs stand. `None` if the mount is not a stub tree.
     stub_backing: Option<PathBuf>,
 }
 
-/// How to find the level of a file that firnd does not list.
+/// How to find the level of an idle file: a file that firnd does not list.
 enum IdleFiles {
-    /// No file of this mount is in logs.
+    /// No file of this mount is in logs, so every idle file is drained.
     Drained,
-    /// Read the attribute of the file below this mount point.
-    Ask(PathBuf),
-    /// Read the attribute of the file in this backing.
-    LookAt(PathBuf),
+    /// Read [`LEVEL_ATTRIBUTE`] of the file below this mount point.
+    InMount(PathBuf),
+    /// Read [`LOGGED_ATTRIBUTE`] of the file in this backing.
+    InBacking(PathBuf),
 }
 
 impl Levels {
@@ -64,8 +66,8 @@ impl Levels {
             known,
             idle: match (has_logs, place.mount.is_tree) {
                 (false, _) => IdleFiles::Drained,
-                (true, true) => IdleFiles::LookAt(place.mount.backing.clone()),
-                (true, false) => IdleFiles::Ask(place.mount.mount_point.clone()),
+                (true, true) => IdleFiles::InBacking(place.mount.backing.clone()),
+                (true, false) => IdleFiles::InMount(place.mount.mount_point.clone()),
             },
             stub_backing: place.mount.is_tree.then(|| place.mount.backing.clone()),
         })
@@ -75,7 +77,7 @@ impl Levels {
     pub fn of_backing() -> Self {
         Self {
             known: HashMap::new(),
-            idle: IdleFiles::LookAt(PathBuf::new()),
+            idle: IdleFiles::InBacking(PathBuf::new()),
             stub_backing: None,
         }
     }
@@ -115,18 +117,19 @@ impl Levels {
             .map_or(Ending::Closed, |file| file.ending)
     }
 
+    /// Returns the level of a file that firnd does not list. Returns `Drained` if the attribute cannot be read.
     fn level_of_idle(&self, relative: &Path) -> DurabilityLevel {
         match &self.idle {
             IdleFiles::Drained => DurabilityLevel::Drained,
-            IdleFiles::Ask(top) => {
+            IdleFiles::InMount(mount_point) => {
                 let mut level = [0; 16];
-                lgetxattr(top.join(relative), LEVEL_ATTRIBUTE, &mut level)
+                lgetxattr(mount_point.join(relative), LEVEL_ATTRIBUTE, &mut level)
                     .ok()
                     .and_then(|len| DurabilityLevel::parse(&level[..len]))
                     .unwrap_or(DurabilityLevel::Drained)
             }
-            IdleFiles::LookAt(top) => {
-                match lgetxattr(top.join(relative), LOGGED_ATTRIBUTE, &mut [0; 0]) {
+            IdleFiles::InBacking(backing) => {
+                match lgetxattr(backing.join(relative), LOGGED_ATTRIBUTE, &mut [0; 0]) {
                     Ok(_) => DurabilityLevel::Logged,
                     Err(_) => DurabilityLevel::Drained,
                 }

@@ -27,12 +27,13 @@ pub enum Liveness {
 }
 
 impl Mount {
-    /// Checks whether the firnd of this mount is alive, within `patience`.
+    /// Checks whether the firnd of this mount is alive. Returns [`Liveness::Silent`] if the kernel gives no answer
+    /// within `timeout`.
     ///
     /// A stub tree is not a kernel mount. For a stub tree the lock of its arena gives the answer.
-    pub fn liveness(&self, patience: Duration) -> Liveness {
+    pub fn liveness(&self, timeout: Duration) -> Liveness {
         if self.is_tree {
-            return if is_locked(self) {
+            return if is_arena_locked(self) {
                 Liveness::Living
             } else {
                 Liveness::Dead
@@ -42,7 +43,7 @@ impl Mount {
         let mount_point = self.mount_point.clone();
         // The call runs on its own thread, because it blocks for ever if firnd is stopped.
         std::thread::spawn(move || sender.send(of_mount_point(&mount_point)));
-        answer.recv_timeout(patience).unwrap_or(Liveness::Silent)
+        answer.recv_timeout(timeout).unwrap_or(Liveness::Silent)
     }
 }
 
@@ -58,7 +59,9 @@ pub fn of_mount_point(path: &Path) -> Liveness {
     }
 }
 
-fn is_locked(tree: &Mount) -> bool {
+/// Returns whether a process has the lock of the arena of a stub tree. firnd has it as long as it lives. Returns
+/// false if the arena cannot be opened.
+fn is_arena_locked(tree: &Mount) -> bool {
     let Ok(Some(dir)) = open_runtime_dir(&tree.runtime_dir, tree.user_id) else {
         return false;
     };

@@ -53,7 +53,7 @@ pub enum MountError {
         quoted_path(expected)
     )]
     OtherMount {
-        /// As asked for.
+        /// The path as the caller named it.
         path: PathBuf,
         /// The mount point of the path.
         found: PathBuf,
@@ -149,6 +149,7 @@ impl OpenMount {
         self.lock_connection().take();
     }
 
+    /// Locks the connection. Closes it if a thread panicked during a request.
     fn lock_connection(&self) -> MutexGuard<'_, Option<Connection>> {
         let lock = self.connection.lock();
         lock.unwrap_or_else(|poisoned| {
@@ -345,6 +346,7 @@ impl OpenMount {
         })
     }
 
+    /// Returns the mapping that contains pieces at this place. Returns `None` if the place is not mapped.
     fn view_of(&self, place: Place) -> Option<&View> {
         let mapping = self.mapping()?;
         match place {

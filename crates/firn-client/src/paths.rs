@@ -74,6 +74,7 @@ impl RuntimeDirs {
         Self::chosen_by(std::env::var_os(RUNTIME_DIR_ENV))
     }
 
+    /// Returns the location for a value of [`RUNTIME_DIR_ENV`]. An empty value counts as unset.
     fn chosen_by(variable: Option<OsString>) -> Result<Self, PathsError> {
         let chosen = variable.filter(|dir| !dir.is_empty()).map(PathBuf::from);
         match chosen {

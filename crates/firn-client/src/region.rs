@@ -1,4 +1,5 @@
-//! Maps the data region and the spill file of a mount into this process, for reading.
+//! Maps the data region and the spill file of a mount into this process, so that it can read held bytes without a
+//! request to firnd.
 //!
 //! Invariants
 //! * The mapped files belong to the arena that firnd named: the superblock and the header of the spill file have its
@@ -42,8 +43,10 @@ pub struct Spill {
 }
 
 impl Mapping {
+    /// Opens and maps the arena, and its spill file if there is one. Fails if a file does not belong to the arena that
+    /// firnd named.
     pub(crate) fn new(region: &DataRegion) -> Result<Self, MountError> {
-        let (file, head) = open(&region.path, SUPERBLOCK_BYTES)?;
+        let (file, head) = open_with_head(&region.path, SUPERBLOCK_BYTES)?;
         let foreign = |why: String| MountError::Foreign {
             path: region.path.clone(),
             why,
@@ -64,9 +67,10 @@ impl Mapping {
 }
 
 impl Spill {
+    /// Opens and maps the spill file. Fails if the file does not belong to the arena of `region`.
     fn open(spill: &SpillRegion, region: &DataRegion) -> Result<Self, MountError> {
         let path = spill.path.clone();
-        let (file, head) = open(&path, SPILL_HEADER_BYTES)?;
+        let (file, head) = open_with_head(&path, SPILL_HEADER_BYTES)?;
         let foreign = |why: String| MountError::Foreign {
             path: path.clone(),
             why,
@@ -83,15 +87,15 @@ impl Spill {
     /// `to` must be writable for `len` bytes.
     pub(crate) unsafe fn read(&self, at: u64, to: *mut u8, len: usize) -> Result<(), MountError> {
         // SAFETY: as the caller promises.
-        unsafe { read(&self.file, &self.path, at, to, len) }
+        unsafe { read_range(&self.file, &self.path, at, to, len) }
     }
 }
 
-/// Reads a complete range of a file.
+/// Reads `len` bytes at offset `at` of a file. Fails with EIO if the file is shorter.
 ///
 /// # Safety
 /// `to` must be writable for `len` bytes.
-unsafe fn read(
+unsafe fn read_range(
     file: &OwnedFd,
     path: &BytePath,
     mut at: u64,
@@ -128,10 +132,11 @@ pub(crate) struct MemoryFile {
 }
 
 impl MemoryFile {
+    /// Opens the memory file `number` of the arena of `region`. Fails if the file is not private to this user.
     pub(crate) fn open(region: &DataRegion, number: u16) -> Result<Self, MountError> {
         let name = memory_file_name(region.path.as_path().as_os_str(), number);
         let path: BytePath = Path::new(&name).into();
-        let (file, _) = open(&path, 0)?;
+        let (file, _) = open_with_head(&path, 0)?;
         let stat = rustix::fs::fstat(&file).map_err(|errno| MountError::System {
             what: "stat",
             path: path.clone(),
@@ -153,12 +158,12 @@ impl MemoryFile {
     /// `to` must be writable for `len` bytes.
     pub(crate) unsafe fn read(&self, at: u64, to: *mut u8, len: usize) -> Result<(), MountError> {
         // SAFETY: as the caller promises.
-        unsafe { read(&self.file, &self.path, at, to, len) }
+        unsafe { read_range(&self.file, &self.path, at, to, len) }
     }
 }
 
-/// Opens a file and reads its first bytes.
-fn open(path: &BytePath, head_bytes: usize) -> Result<(OwnedFd, Vec<u8>), MountError> {
+/// Opens a file and reads its first `head_bytes` bytes, or fewer if the file is shorter.
+fn open_with_head(path: &BytePath, head_bytes: usize) -> Result<(OwnedFd, Vec<u8>), MountError> {
     let failed = |what| {
         move |errno| MountError::System {
             what,
@@ -174,6 +179,7 @@ fn open(path: &BytePath, head_bytes: usize) -> Result<(OwnedFd, Vec<u8>), MountE
     Ok((file, head))
 }
 
+/// Fails if `uuid` is not the uuid of the arena of `region`.
 fn check_uuid(uuid: &[u8; 16], region: &DataRegion) -> Result<(), String> {
     if base16ct::lower::encode_string(uuid) == region.uuid {
         Ok(())
@@ -194,6 +200,8 @@ unsafe impl Send for View {}
 unsafe impl Sync for View {}
 
 impl View {
+    /// Maps `bytes` bytes of a file from `offset` on, at an address that is suitable for huge pages. Fails if the file
+    /// is shorter.
     fn new(file: impl AsFd, path: &BytePath, offset: u64, bytes: u64) -> Result<Self, MountError> {
         let failed = |errno| MountError::System {
             what: "map",

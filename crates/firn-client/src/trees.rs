@@ -1,5 +1,7 @@
-//! Records of stub trees. firnd writes them for the preload library and for `firn`, because the kernel does not list
-//! stub trees as mounts of Firn.
+//! Reads and writes the records of stub trees.
+//!
+//! The kernel does not list a stub tree as a mount of Firn. firnd therefore records each stub tree in a file
+//! `KEY.stub` of the runtime directory. The preload library and `firn` find the stub trees there.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -21,7 +23,7 @@ use crate::paths::{PathsError, open_runtime_dir};
 ///
 /// Fails if the directory may belong to another user.
 pub fn trees_in(runtime_dir: &Path) -> Result<Vec<Mount>, PathsError> {
-    let Some(dir) = open_runtime_dir(runtime_dir, user())? else {
+    let Some(dir) = open_runtime_dir(runtime_dir, current_user_id())? else {
         return Ok(Vec::new());
     };
     let mut trees = Vec::new();
@@ -37,15 +39,18 @@ pub fn trees_in(runtime_dir: &Path) -> Result<Vec<Mount>, PathsError> {
     Ok(trees)
 }
 
-/// Reads the record of a stub tree from a file in the runtime directory of this user.
+/// Reads the record of a stub tree from a file in the runtime directory of this user. Returns `None` if there is no
+/// valid record at `path`. Fails if the directory may belong to another user.
 pub fn read(path: &Path) -> Result<Option<Mount>, PathsError> {
     let (Some(runtime_dir), Some(name)) = (path.parent(), path.file_name()) else {
         return Ok(None);
     };
-    let dir: Option<OwnedFd> = open_runtime_dir(runtime_dir, user())?;
+    let dir: Option<OwnedFd> = open_runtime_dir(runtime_dir, current_user_id())?;
     Ok(dir.and_then(|dir| read_in(dir, Path::new(name), runtime_dir)))
 }
 
+/// Reads the record `name` of the opened directory `dir`, whose path is `runtime_dir`. Returns `None` if the file
+/// cannot be read, is not private to this user, or is no record.
 fn read_in(dir: impl AsFd, name: &Path, runtime_dir: &Path) -> Option<Mount> {
     let mut file = File::from(open_private_file(dir, name, OFlags::RDONLY).ok()?);
     let mut bytes = [0; size_of::<StubTree>()];
@@ -56,13 +61,13 @@ fn read_in(dir: impl AsFd, name: &Path, runtime_dir: &Path) -> Option<Mount> {
     Some(Mount {
         backing: path_of(&tree.backing),
         mount_point: path_of(&tree.prefix),
-        user_id: user(),
+        user_id: current_user_id(),
         is_tree: true,
         runtime_dir: runtime_dir.to_owned(),
     })
 }
 
-fn user() -> u32 {
+fn current_user_id() -> u32 {
     rustix::process::geteuid().as_raw()
 }
 
@@ -90,6 +95,7 @@ pub fn path_bytes(path: &Path) -> Option<[u8; PATH_BYTES]> {
     Some(bytes)
 }
 
+/// Returns the path that [`path_bytes`] stored.
 fn path_of(bytes: &[u8]) -> PathBuf {
     let end = bytes
         .iter()

@@ -1,16 +1,16 @@
-//! Appends to a leased slab: where the next bytes go, and the stores that publish them.
+//! Appends to a leased slab: the rule for where the next bytes go, and the stores that publish them.
 //!
-//! firnd (`firn-arena`) and client processes (`firn-direct`) append with this code. Each has its own mapping of the
+//! firnd (`firn-arena`) and client processes (`firn-direct`) both append with this code. Each has its own mapping of the
 //! piece records ([`RecordTable`]).
 //!
 //! * **Page rule.** Bytes that continue the last piece lie directly after it. A new piece of a page or more, or the
 //!   first piece of a slab, begins at an aligned position: congruent to its file offset modulo the page size. So whole
 //!   pages can be written to the backing or mapped as they are.
-//! * **Seal protocol.** The other fields of a record are stored first. One compare-exchange of its seal then publishes
+//! * **Seal protocol.** The other words of a record are stored first. One compare-exchange of its seal then publishes
 //!   the piece, or more bytes of the last piece.
-//!
-//! Race: firnd may change a seal at any time. [`FROZEN`](crate::piece::FROZEN) in the last record ends the piece.
-//! [`poison`] in the next record ends the lease. The compare-exchange then fails, so nothing is published.
+//! * **Race.** While a client appends, firnd may end the piece by setting [`FROZEN`](crate::piece::FROZEN) in the last
+//!   seal, or end the lease by storing [`poison_seal`] in the next record. The client's compare-exchange then fails and
+//!   publishes nothing.
 //!
 //! Invariants
 //! * `next <= end` and `record <= record_end`.
@@ -20,17 +20,17 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
 use crate::geometry::PAGE;
-use crate::piece::{Piece, Seals, poison, word};
+use crate::piece::{Piece, Seals, poison_seal, word};
 
 /// The piece records of a lease, as this process maps them.
 pub trait RecordTable {
-    /// Returns the word at offset `word` of a record ([`word`]).
+    /// Returns a word of the record with this index. `word` is the offset of the word in the record ([`word`]).
     fn word(&self, record: u32, word: u64) -> &AtomicU64;
     /// Called before each store that changes what a crash leaves. Tests stop there.
     fn before_store(&self) {}
 }
 
-/// Free bytes in a leased slab.
+/// Free bytes in a leased slab, to which a writer may store data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Room {
     /// Position of the first byte, from the start of the chunk.
@@ -48,9 +48,10 @@ pub enum AppendError {
     Revoked,
 }
 
-/// How much of a leased slab is used.
+/// The append position in a leased slab: the next free byte, the next free record, and the last piece.
 #[derive(Debug)]
 pub struct SlabCursor {
+    /// Generation of the lease, which seals cover.
     generation: u64,
     /// Position of the next free byte, from the start of the chunk.
     next: u32,
@@ -58,7 +59,9 @@ pub struct SlabCursor {
     end: u32,
     /// Index of the next free record.
     record: u32,
+    /// Index after the last record of the slab.
     record_end: u32,
+    /// The last piece of this lease. `None` before the first one.
     last: Option<LastPiece>,
 }
 
@@ -66,15 +69,17 @@ pub struct SlabCursor {
 #[derive(Debug)]
 struct LastPiece {
     piece: Piece,
-    /// The seal that this process stored last.
+    /// The seal that this process stored last. If the record has another one, firnd has frozen the piece.
     seal: u64,
+    /// Computes the seal for a new length.
     seals: Seals,
+    /// Index of the record.
     record: u32,
 }
 
 impl SlabCursor {
-    /// Makes a cursor of an empty slab. `bytes` are relative to the start of the chunk; `records` are the indexes of
-    /// its records.
+    /// Returns the cursor of an empty slab. `bytes` is the range of the slab in its chunk, and `records` are the indexes
+    /// of its records.
     pub fn new(generation: u64, bytes: Range<u32>, records: Range<u32>) -> Self {
         Self {
             generation,
@@ -129,13 +134,14 @@ impl SlabCursor {
         })
     }
 
-    /// Returns room for up to `len` bytes directly after the last piece.
+    /// Returns room for up to `len` bytes directly after the last piece, or `None` if the slab is full.
     #[inline(always)]
     pub fn room_behind_last(&self, len: u64) -> Option<Room> {
         self.room_at(u64::from(self.next), len)
     }
 
-    /// Returns room for up to `len` bytes of a new piece at `offset` of its file, by the page rule.
+    /// Returns room for up to `len` bytes of a new piece at `offset` of its file, by the page rule. Returns `None` if the
+    /// slab has no free byte or no free record.
     pub fn room_for_piece(&self, offset: u64, len: u64) -> Option<Room> {
         if !self.has_record() {
             return None;
@@ -160,7 +166,8 @@ impl SlabCursor {
         })
     }
 
-    /// Publishes a new piece whose bytes were stored already. Returns the index of its record.
+    /// Publishes a new piece whose bytes the caller has stored. Returns the index of its record. Fails with
+    /// [`AppendError::Revoked`] if firnd has ended the lease; then nothing is published.
     pub fn publish_piece(
         &mut self,
         records: &impl RecordTable,
@@ -170,16 +177,16 @@ impl SlabCursor {
         let record = self.record;
         let word = |offset| records.word(record, offset);
         let old_seal = word(word::SEAL).load(Ordering::Acquire);
-        if old_seal == poison(self.generation) {
+        if old_seal == poison_seal(self.generation) {
             return Err(AppendError::Revoked);
         }
-        word(word::WHO).store(piece.who(), Ordering::Relaxed);
+        word(word::FILE).store(piece.file_word(), Ordering::Relaxed);
         word(word::OFFSET).store(piece.offset, Ordering::Relaxed);
-        word(word::PLACE).store(piece.place(), Ordering::Relaxed);
+        word(word::POSITION).store(piece.position_word(), Ordering::Relaxed);
         word(word::MODIFIED).store(modified, Ordering::Relaxed);
         records.before_store();
         let seals = Seals::new(&piece, self.generation);
-        let seal = seals.at(piece.len);
+        let seal = seals.for_len(piece.len);
         replace_seal(word(word::SEAL), old_seal, seal).map_err(|()| AppendError::Revoked)?;
         self.next = piece.position + piece.len;
         self.record += 1;
@@ -193,7 +200,9 @@ impl SlabCursor {
         Ok(record)
     }
 
-    /// Publishes bytes that were stored directly after the last piece, as a part of it.
+    /// Publishes `added` bytes, which the caller has stored directly after the last piece, as a part of that piece.
+    ///
+    /// Fails if firnd has frozen the piece or ended the lease. Then nothing is published.
     #[inline(always)]
     pub fn extend_piece(
         &mut self,
@@ -205,7 +214,7 @@ impl SlabCursor {
             return Err(AppendError::Frozen);
         };
         let len = last.piece.len + added;
-        let seal = last.seals.at(len);
+        let seal = last.seals.for_len(len);
         records
             .word(last.record, word::MODIFIED)
             .store(modified, Ordering::Relaxed);
@@ -231,7 +240,7 @@ impl SlabCursor {
             && records
                 .word(self.record, word::SEAL)
                 .load(Ordering::Acquire)
-                == poison(self.generation);
+                == poison_seal(self.generation);
         if poisoned {
             AppendError::Revoked
         } else {
@@ -259,7 +268,7 @@ fn replace_seal(seal: &AtomicU64, expected: u64, new: u64) -> Result<(), ()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::piece::{Checked, FROZEN, PIECE_BYTES, RawPiece};
+    use crate::piece::{CheckedPiece, FROZEN, PIECE_BYTES, RawPiece};
 
     const GENERATION: u64 = 7;
 
@@ -273,13 +282,13 @@ mod tests {
         fn check(&self, record: u32) -> Option<Piece> {
             let load = |at| self.word(record, at).load(Ordering::Relaxed);
             let raw = RawPiece {
-                who: load(word::WHO),
+                file_word: load(word::FILE),
                 offset: load(word::OFFSET),
-                place: load(word::PLACE),
+                position_word: load(word::POSITION),
                 seal: load(word::SEAL),
             };
             match raw.check(GENERATION, 0, 1 << 20) {
-                Ok(Checked::Live(piece)) => Some(piece),
+                Ok(CheckedPiece::Live(piece)) => Some(piece),
                 _ => None,
             }
         }
@@ -344,7 +353,7 @@ mod tests {
         assert_eq!(cursor.extend_piece(&table, 50, 2), Err(AppendError::Frozen));
         table
             .word(1, word::SEAL)
-            .store(poison(GENERATION), Ordering::SeqCst);
+            .store(poison_seal(GENERATION), Ordering::SeqCst);
         assert_eq!(
             cursor.extend_piece(&table, 50, 2),
             Err(AppendError::Revoked)

@@ -1,4 +1,4 @@
-//! Which clock the kernel takes modification times from.
+//! Tells from the kernel's release which clock it uses for modification times, so that Firn can use the same.
 //!
 //! Linux stamps files with a clock that advances in ticks of some milliseconds. From release 6.13 on, a file whose time
 //! was read since its last change gets the exact time with its next change (*multigrain* timestamps,

@@ -1,4 +1,5 @@
-//! Durability levels: which failures the bytes of a file survive.
+//! The durability levels of files, from "in this host's memory" to "synced in the backing". A level says which failures
+//! the bytes of a file survive.
 
 use serde::{Deserialize, Serialize};
 

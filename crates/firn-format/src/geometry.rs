@@ -1,4 +1,4 @@
-//! The layout of an arena, computed from its sizes.
+//! The layout of an arena's file: the offsets of all its parts, computed from the sizes in the superblock.
 //!
 //! ```text
 //! 0             superblock page, state page

@@ -1,4 +1,4 @@
-//! Histograms: counts of durations and sizes, by magnitude.
+//! Histograms of durations and sizes, with buckets of exponentially growing width. Any number of threads may add to them.
 //!
 //! Invariants
 //! * Bound *i* is `2^(first + i * step)`. A value is counted at the lowest bound that it does not exceed, or in a last

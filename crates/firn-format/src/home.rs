@@ -1,12 +1,15 @@
-//! The home of a chunk: the slot with its data, as one word in the chunk's header.
+//! The home of a chunk: the word in the chunk's header that says which slot has the chunk's data.
 //!
-//! The low half of the word is the index of a slot. The high half is the CRC32C of the kind of slot, the chunk and the
-//! slot.
+//! A slot is in the arena's memory or in the spill file. The low half of the word is the index of the slot. The high half
+//! is the CRC32C of the kind of slot, the chunk and the slot.
 //! * The home is one word, so that one store moves a chunk.
-//! * It has a checksum, because a flipped bit would give the bytes of one file to another.
-//! * The kind is not stored: it is the one whose checksum matches. Up to seven flipped bits are found.
+//! * It has a checksum, because a flipped bit would give the bytes of one file to another. Up to seven flipped bits are
+//!   found.
+//! * The kind of slot is not stored. It is the kind for which the checksum matches.
 
+/// Kind of a slot in memory, as the checksum covers it.
 const MEMORY: u32 = 1;
+/// Kind of a slot in the spill file.
 const SPILL: u32 = 2;
 
 /// The slot with the data of a chunk.

@@ -1,9 +1,10 @@
-//! The place of a slot that lies in a memory file: one word for each slot.
+//! The names of memory files, and the word that says in which of them a slot is.
 //!
-//! A memory file holds the bytes of one large file in order. Its slots take the place of slots of the arena's own file.
+//! A memory file is a tmpfs file beside the arena that has the bytes of one large file in order. Its memory replaces that
+//! of slots in the arena's own file.
 //!
-//! The low half of the word is the number of the memory file and the index of the slot in it. The high half is the
-//! CRC32C of the arena's UUID, the slot and the low half.
+//! Each slot has a *place word*. The low half is the number of the memory file and the index of the slot in it. The high
+//! half is the CRC32C of the arena's UUID, the slot and the low half.
 //! * The place is one word, so that one store moves a slot.
 //! * It has a checksum, because a flipped bit would give the bytes of one file to another.
 
@@ -40,6 +41,7 @@ impl MemoryPlace {
     }
 }
 
+/// Computes the high half of a place word, whose low half is `place`.
 fn checksum(place: u32, slot: u32, uuid: &[u8; 16]) -> u32 {
     let mut bytes = [0u8; 24];
     bytes[0..16].copy_from_slice(uuid);

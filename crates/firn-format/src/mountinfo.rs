@@ -1,7 +1,7 @@
-//! Parser of `/proc/self/mountinfo` (proc_pid_mountinfo(5)), which has one line for each mount. A later mount may cover
-//! an earlier one.
+//! Parser of `/proc/self/mountinfo` (proc_pid_mountinfo(5)), in which the kernel lists the mounts that a process sees.
 //!
-//! The kernel writes the text. Paths in it are bytes, in which blanks and some other characters are escaped.
+//! The list has one line for each mount. A later mount at the same directory covers an earlier one. Paths are bytes, in
+//! which blanks and some other characters are escaped.
 
 use std::ffi::OsString;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};

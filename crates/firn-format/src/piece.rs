@@ -1,20 +1,30 @@
-//! Piece records: one record for each append.
+//! Piece records: the arena's index of the data that programs have written.
+//!
+//! A *piece* is a range of bytes of one file that a writer has appended to a slab of a chunk. Its record is in the table
+//! of the chunk, and has five words.
 //!
 //! ```text
-//! 0   u64 who          file id (low 40 bits); bits 32 to 55 of the sequence
-//! 8   u64 offset       offset in the file
-//! 16  u64 modified     time of the last write to the piece, nanoseconds since 1970; 0 if unknown
-//! 24  u64 place        low half: low 32 bits of the sequence, which orders all writes of the arena;
-//!                      high half: position, from the start of the chunk
-//! 32  u64 seal         low half: length, whose highest bit is FROZEN; high half: CRC32C.
-//!                      `dead` if no byte of the piece is pending any more
+//! offset  word       content
+//! 0       FILE       bits 0 to 39: file id; bits 40 to 63: bits 32 to 55 of the sequence
+//! 8       OFFSET     offset in the file
+//! 16      MODIFIED   time of the last write to the piece, nanoseconds since 1970; 0 if unknown
+//! 24      POSITION   low half: bits 0 to 31 of the sequence; high half: position, from the start of the chunk
+//! 32      SEAL       low half: length, whose highest bit is FROZEN; high half: CRC32C
+//! ```
 //!
-//! * Length and checksum are one word. So an append that extends the last piece publishes both with one store, and a
-//!   writer that is killed leaves the old piece or the new one.
-//! * The checksum covers the generation of the slab. So a record that is left over from an earlier lease is never
-//!   valid.
+//! The *sequence* orders all writes of the arena: where pieces overlap in a file, the one with the higher sequence has
+//! the newer bytes.
+//!
+//! Crash safety
+//! * The *seal* is stored last, and publishes the record. Length and checksum are in this one word, so a later append can
+//!   also extend the piece by one store. A writer that is killed leaves the old piece or the new one.
+//! * The checksum covers the generation of the slab, which each lease raises. So a record that is left over from an
+//!   earlier lease is never valid.
+//! * The checksum does not cover the time, which is stored separately. Readers check its bounds.
 //! * The data has no checksum: the death of a process does not damage memory of a live host.
-//! * The checksum does not cover the time, which changes separately. Readers check its bounds.
+//!
+//! Two seals have the length 0, and so are never those of a piece: [`poison_seal`] ends a lease, and [`dead_seal`] marks a
+//! piece without pending bytes.
 
 use crate::FormatError;
 #[cfg(target_arch = "x86_64")]
@@ -25,15 +35,15 @@ pub const PIECE_BYTES: u64 = 40;
 
 /// Offsets of the words in a record, each a `u64`.
 pub mod word {
-    /// Word `who` of the table above.
-    pub const WHO: u64 = 0;
-    /// Word `offset` of the table above.
+    /// File id, and the upper part of the sequence.
+    pub const FILE: u64 = 0;
+    /// Offset in the file.
     pub const OFFSET: u64 = 8;
-    /// Word `modified` of the table above.
+    /// Time of the last write to the piece.
     pub const MODIFIED: u64 = 16;
-    /// Word `place` of the table above.
-    pub const PLACE: u64 = 24;
-    /// Word `seal` of the table above.
+    /// Lower part of the sequence, and the position in the chunk.
+    pub const POSITION: u64 = 24;
+    /// Length and checksum.
     pub const SEAL: u64 = 32;
 }
 
@@ -44,24 +54,28 @@ pub const FILE_MAX: u64 = (1 << FILE_BITS) - 1;
 /// Largest sequence. Ten million writes a second reach it after two centuries.
 pub const SEQUENCE_MAX: u64 = (1 << 56) - 1;
 
-/// Bit of a seal: the piece must not be extended. Lengths are smaller than this bit (`CHUNK_MAX`), and the checksum
-/// does not cover it.
+/// Bit of a seal that says that the piece must not be extended. The checksum does not cover it. Lengths are smaller than
+/// this bit, because a chunk has at most `CHUNK_MAX` bytes.
 pub const FROZEN: u64 = 1 << 31;
 const _: () = assert!(crate::geometry::CHUNK_MAX < FROZEN);
 
-/// Returns the seal that firnd stores in the next record of a revoked lease. Its length is 0, so it never counts as a
-/// piece. A compare-exchange that expects the earlier seal fails.
-pub fn poison(generation: u64) -> u64 {
+/// Returns the seal that firnd stores in the next free record of a lease, to revoke it.
+///
+/// A writer publishes a record by a compare-exchange of its seal, which fails after this store. So the writer can publish
+/// nothing more.
+pub fn poison_seal(generation: u64) -> u64 {
     (generation << 32) | FROZEN
 }
 
-/// Returns the seal of a piece of which no byte is pending. Its length is 0. It differs in many bits from the seals of
-/// pieces and from [`poison`], so a flipped bit does not make a piece pending again.
-pub fn dead(generation: u64) -> u64 {
+/// Returns the seal that firnd stores in the record of a piece when no byte of it is pending any more.
+///
+/// It differs in many bits from the seals of pieces and from [`poison_seal`], so a flipped bit does not make a piece
+/// pending again.
+pub fn dead_seal(generation: u64) -> u64 {
     (!generation << 32) | FROZEN
 }
 
-/// A piece: one recorded append.
+/// The content of a valid piece record, without the time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Piece {
     /// Id of the file.
@@ -76,46 +90,48 @@ pub struct Piece {
     pub len: u32,
 }
 
-/// The words of a record, unchecked.
+/// The words of a piece record as they are stored, without the time. They may be damaged: [`RawPiece::check`] validates
+/// them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RawPiece {
-    /// File id and upper part of the sequence.
-    pub who: u64,
-    /// Offset in the file.
+    /// The word [`word::FILE`].
+    pub file_word: u64,
+    /// The word [`word::OFFSET`].
     pub offset: u64,
-    /// Lower part of the sequence, and the position.
-    pub place: u64,
-    /// Length and checksum, or [`dead`].
+    /// The word [`word::POSITION`].
+    pub position_word: u64,
+    /// The word [`word::SEAL`].
     pub seal: u64,
 }
 
 impl Piece {
-    /// Returns the words of the record in a slab of `generation`.
-    pub fn raw(&self, generation: u64) -> RawPiece {
+    /// Encodes the record of this piece for a slab of `generation`. File id and sequence must not exceed [`FILE_MAX`] and
+    /// [`SEQUENCE_MAX`].
+    pub fn to_raw(&self, generation: u64) -> RawPiece {
         debug_assert!(
             self.file <= FILE_MAX && self.sequence <= SEQUENCE_MAX,
             "{self:?}"
         );
         let seal = self.seal(generation);
         RawPiece {
-            who: self.who(),
+            file_word: self.file_word(),
             offset: self.offset,
-            place: self.place(),
+            position_word: self.position_word(),
             seal,
         }
     }
 
-    /// Returns the word [`word::WHO`].
-    pub fn who(&self) -> u64 {
+    /// Returns the word [`word::FILE`].
+    pub fn file_word(&self) -> u64 {
         self.file | self.sequence >> 32 << FILE_BITS
     }
 
-    /// Returns the word [`word::PLACE`].
-    pub fn place(&self) -> u64 {
+    /// Returns the word [`word::POSITION`].
+    pub fn position_word(&self) -> u64 {
         self.sequence & u64::from(u32::MAX) | u64::from(self.position) << 32
     }
 
-    /// Returns the word that publishes this piece in a slab of `generation`.
+    /// Returns the word [`word::SEAL`] for a slab of `generation`. Storing it publishes the piece.
     pub fn seal(&self, generation: u64) -> u64 {
         u64::from(self.len) | (u64::from(self.checksum(generation)) << 32)
     }
@@ -143,6 +159,7 @@ fn checksum_words(words: [u64; 5]) -> u32 {
     crc32c::crc32c(bytes.as_flattened())
 }
 
+/// Computes what [`checksum_words`] returns with the processor's instruction for CRC32C.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "sse4.2")]
 fn checksum_words_by_instruction(words: [u64; 5]) -> u32 {
@@ -150,11 +167,12 @@ fn checksum_words_by_instruction(words: [u64; 5]) -> u32 {
     !(words.into_iter().fold(u64::from(u32::MAX), next) as u32)
 }
 
-/// Computes the seals of one piece for any length, faster than [`Piece::seal`].
+/// Computes the seals of one piece for any length, faster than [`Piece::seal`]. An append that extends a piece needs only
+/// a new length.
 ///
 /// A CRC is linear: the checksums of two messages differ by a value that depends only on the bits in which the messages
-/// differ. Here only the length differs. So the seal is computed from the checksum for length 0 and a table. Computing
-/// the whole checksum took a third of a write of 64 bytes.
+/// differ. So the seal is computed from the checksum for length 0 and a table of the differences that a length makes.
+/// Computing the whole checksum took a third of the time of a write of 64 bytes.
 #[derive(Clone, Copy, Debug)]
 pub struct Seals {
     /// Checksum for length 0.
@@ -169,9 +187,9 @@ impl Seals {
         }
     }
 
-    /// Returns what [`Piece::seal`] returns for `len` bytes.
+    /// Returns what [`Piece::seal`] returns for a piece of `len` bytes.
     #[inline]
-    pub fn at(self, len: u32) -> u64 {
+    pub fn for_len(self, len: u32) -> u64 {
         let [byte_0, byte_1, byte_2, byte_3] = len.to_le_bytes();
         let [table_0, table_1, table_2, table_3] = &CHECKSUM_CHANGES;
         let change = table_0[byte_0 as usize]
@@ -182,7 +200,7 @@ impl Seals {
     }
 }
 
-/// How each byte of the length changes the checksum, by the byte's index and value.
+/// The difference that each byte of the length makes to the checksum, by the byte's index and value.
 static CHECKSUM_CHANGES: [[u32; 256]; 4] = compute_checksum_changes();
 
 /// Number of bytes after the length that the checksum covers: the generation.
@@ -211,31 +229,37 @@ const fn compute_checksum_changes() -> [[u32; 256]; 4] {
     table
 }
 
-/// A record that passed its check.
+/// A valid piece record, as [`RawPiece::check`] returns it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Checked {
-    /// The piece is pending, unless the journal says otherwise.
+pub enum CheckedPiece {
+    /// The piece has pending bytes, except those in ranges that the journal records as drained.
     Live(Piece),
-    /// No byte of the piece is pending.
+    /// The piece has no pending bytes.
     Dead,
 }
 
 impl RawPiece {
-    /// Checks the record. Its slab has this generation, and lies at `slab_start..slab_end` of its chunk.
+    /// Checks and decodes the record. Its slab has this generation, and takes the bytes `slab_start..slab_end` of the
+    /// chunk.
+    ///
+    /// Fails if the checksum does not match, as for a record that was never published in this lease. Fails also if the
+    /// piece leaves its slab, or ends beyond the largest offset of a file.
     pub fn check(
         &self,
         generation: u64,
         slab_start: u64,
         slab_end: u64,
-    ) -> Result<Checked, FormatError> {
-        if self.seal == dead(generation) {
-            return Ok(Checked::Dead);
+    ) -> Result<CheckedPiece, FormatError> {
+        if self.seal == dead_seal(generation) {
+            return Ok(CheckedPiece::Dead);
         }
+        let sequence_high = self.file_word >> FILE_BITS;
+        let sequence_low = self.position_word & u64::from(u32::MAX);
         let piece = Piece {
-            file: self.who & FILE_MAX,
+            file: self.file_word & FILE_MAX,
             offset: self.offset,
-            sequence: self.who >> FILE_BITS << 32 | self.place & u64::from(u32::MAX),
-            position: (self.place >> 32) as u32,
+            sequence: sequence_high << 32 | sequence_low,
+            position: (self.position_word >> 32) as u32,
             len: (self.seal & !FROZEN) as u32,
         };
         let found = (self.seal >> 32) as u32;
@@ -267,7 +291,7 @@ impl RawPiece {
                 why: "beyond the largest file".into(),
             });
         }
-        Ok(Checked::Live(piece))
+        Ok(CheckedPiece::Live(piece))
     }
 }
 
@@ -295,13 +319,16 @@ mod tests {
             position: 4,
             len: 5,
         };
-        assert_eq!(piece.raw(7).check(7, 0, 100), Ok(Checked::Live(piece)));
-        assert!(piece.raw(7).check(8, 0, 100).is_err());
+        assert_eq!(
+            piece.to_raw(7).check(7, 0, 100),
+            Ok(CheckedPiece::Live(piece))
+        );
+        assert!(piece.to_raw(7).check(8, 0, 100).is_err());
         let past = RawPiece {
-            seal: dead(7),
-            ..piece.raw(8)
+            seal: dead_seal(7),
+            ..piece.to_raw(8)
         };
-        assert_eq!(past.check(7, 0, 100), Ok(Checked::Dead));
+        assert_eq!(past.check(7, 0, 100), Ok(CheckedPiece::Dead));
         assert!(past.check(8, 0, 100).is_err());
     }
 
@@ -314,16 +341,16 @@ mod tests {
             position: 4096,
             len: 4096,
         };
-        let good = piece.raw(1);
+        let good = piece.to_raw(1);
         for bit in 0..64 {
             for field in 0..5 {
                 let mut bad = good;
                 match field {
-                    0 => bad.who ^= 1 << bit,
+                    0 => bad.file_word ^= 1 << bit,
                     1 => bad.offset ^= 1 << bit,
-                    2 => bad.place ^= 1 << bit,
+                    2 => bad.position_word ^= 1 << bit,
                     3 => bad.seal ^= 1 << bit,
-                    _ => bad.seal = dead(1) ^ (1 << bit),
+                    _ => bad.seal = dead_seal(1) ^ (1 << bit),
                 }
                 if bad.seal == good.seal ^ FROZEN {
                     continue;
@@ -342,13 +369,19 @@ mod tests {
             position: u32::MAX - 9,
             len: 9,
         };
-        assert_eq!(piece.raw(7).check(7, 0, 1 << 32), Ok(Checked::Live(piece)));
+        assert_eq!(
+            piece.to_raw(7).check(7, 0, 1 << 32),
+            Ok(CheckedPiece::Live(piece))
+        );
         let other = Piece {
             file: FILE_MAX - 1,
             sequence: SEQUENCE_MAX - (1 << 32),
             ..piece
         };
-        assert_eq!(other.raw(7).check(7, 0, 1 << 32), Ok(Checked::Live(other)));
+        assert_eq!(
+            other.to_raw(7).check(7, 0, 1 << 32),
+            Ok(CheckedPiece::Live(other))
+        );
     }
 
     #[test]
@@ -360,10 +393,10 @@ mod tests {
             position: 4,
             len: 5,
         };
-        let mut record = piece.raw(7);
+        let mut record = piece.to_raw(7);
         record.seal |= FROZEN;
-        assert_eq!(record.check(7, 0, 100), Ok(Checked::Live(piece)));
-        record.seal = poison(7);
+        assert_eq!(record.check(7, 0, 100), Ok(CheckedPiece::Live(piece)));
+        record.seal = poison_seal(7);
         assert!(record.check(7, 0, 100).is_err());
     }
 
@@ -380,7 +413,7 @@ mod tests {
             let seals = Seals::new(&piece, generation);
             for len in (0..32).flat_map(|bit| [1 << bit, (1 << bit) - 1, 0x1234_5678 >> bit]) {
                 assert_eq!(
-                    seals.at(len),
+                    seals.for_len(len),
                     Piece { len, ..piece }.seal(generation),
                     "{len} bytes"
                 );
@@ -397,7 +430,7 @@ mod tests {
             position: 60,
             len: 50,
         };
-        assert!(piece.raw(1).check(1, 0, 100).is_err());
-        assert!(piece.raw(1).check(1, 64, 200).is_err());
+        assert!(piece.to_raw(1).check(1, 0, 100).is_err());
+        assert!(piece.to_raw(1).check(1, 64, 200).is_err());
     }
 }

@@ -1,4 +1,4 @@
-//! Quantities in messages: one form for sizes, rates, durations and counts.
+//! Formats sizes, rates, durations and counts for messages, in the same form everywhere.
 
 const UNITS: [&str; 5] = ["KiB", "MiB", "GiB", "TiB", "PiB"];
 const MINUTE_S: u64 = 60;

@@ -1,5 +1,5 @@
-//! Names and messages in printable form: no character breaks a line, controls a terminal or changes the direction of
-//! the text.
+//! Escapes names and messages for output, so that no character breaks a line, controls a terminal or changes the direction
+//! of the text.
 //!
 //! All output of programs goes through these functions. The exact name is found in JSON output only.
 

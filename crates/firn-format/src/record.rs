@@ -1,7 +1,7 @@
-//! Journal records: what happens to names and files that have pending data.
+//! Journal records: the changes to names and files that a recovery must know to bring pending data to the right files.
 //!
-//! The journal knows only files with pending pieces. Of each such file it has a file id, the identity in the backing,
-//! and the names under which the file may be found. The backing alone has all other metadata.
+//! The journal has records only of files with pending pieces. For each such file they give its file id, its identity in
+//! the backing, and the names under which it may be found. All other metadata is only in the backing.
 
 use crate::FormatError;
 
@@ -367,7 +367,7 @@ impl Record {
     }
 }
 
-/// Makes an error for a payload that is not valid.
+/// Returns the error for a payload that is not valid.
 fn damaged(why: String) -> FormatError {
     FormatError::Field {
         what: "journal record",

@@ -1,4 +1,7 @@
-//! Sealed files: a header with a checksum, and a payload that its reader parses.
+//! Sealed files: small files with a magic number, a version and a checksum before their content.
+//!
+//! A reader learns from the header that a file is of another kind or version, or that it was cut off or changed. The
+//! content is parsed by the reader.
 //!
 //! ```text
 //! 0   8 bytes   magic

@@ -1,8 +1,11 @@
-//! The headers of chunks and slabs in the piece table of a chunk.
+//! The headers of a chunk and of its slabs, at the start of the chunk's piece table.
 //!
-//! Each field that changes while programs write is one word, so a crash never leaves half of a change. The values of a
-//! state differ from each other in many bits. So a flipped bit is recognized as damage, and not taken for another
-//! state.
+//! A chunk is the unit in which the arena is allocated. It is divided into slabs of one class, and each slab is filled by
+//! one writer at a time.
+//!
+//! * Each field that changes while programs write is one word, so a crash never leaves half of a change.
+//! * The values of a class or state differ from each other in many bits. So a flipped bit is recognized as damage, and not
+//!   taken for another value.
 
 /// Length of a chunk's header in bytes.
 pub const CHUNK_HEADER_BYTES: u64 = 64;

@@ -1,4 +1,4 @@
-//! The step of a checkpoint, found in its name.
+//! Finds the step of a checkpoint in the name of its file or directory.
 //!
 //! A step is a number directly after a word for steps or checkpoints, such as in `step_100`, `checkpoint-500`,
 //! `ckpt.0000100.h5` or `epoch=3-step=900.ckpt`. A name that is only a number is a step too.

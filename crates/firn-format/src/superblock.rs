@@ -1,4 +1,5 @@
-//! The superblock: the first page of an arena, which says what the arena is and how it is laid out.
+//! The superblock: the first page of an arena. It identifies the arena and its backing, and gives the sizes from which the
+//! layout follows.
 //!
 //! ```text
 //! 0     magic "FIRNAREN"        8

@@ -1,5 +1,7 @@
-//! Implements the traits of a backing: calls about names go to the primary, calls about data to the *holder* of the file,
-//! which is its lane or the primary.
+//! The backing that the engine sees: all lanes and the primary as one file system.
+//!
+//! Calls about names go to the primary. Calls about data go to the *holder* of the file, which is the lane of a placed
+//! file, and the primary for every other file.
 
 use std::os::fd::OwnedFd;
 use std::thread::Builder;
@@ -175,7 +177,7 @@ impl<B: Backing> Names for Lanes<B> {
         {
             rule.note_new_dir(attr.ino);
         }
-        Ok((parent.child(name, inode), attr))
+        Ok((parent.child_inode(name, inode), attr))
     }
 
     fn link(&self, inode: &LanesInode<B>, parent: &LanesInode<B>, name: &OsStr) -> Result<Attr> {
@@ -228,7 +230,7 @@ impl<B: Backing> Names for Lanes<B> {
         name: &OsStr,
     ) -> LanesInode<B> {
         match inode {
-            LanesInode::Primary(inode, _) => parent.child(name, inode.clone()),
+            LanesInode::Primary(inode, _) => parent.child_inode(name, inode.clone()),
             LanesInode::Placed(placed) => LanesInode::Placed(Arc::clone(placed)),
         }
     }
@@ -371,7 +373,7 @@ impl<B: Backing> Files for Lanes<B> {
 
     fn write_parts(&self, file: &LanesFile<B>, parts: &[DataPart<'_>]) -> Result<u64> {
         if file.placed.is_some() {
-            // Counted before the write, so that it counts even if the lane is full: then the length is needed.
+            // Recorded before the write, because a full lane needs to know the length of the file that did not fit.
             let end = parts.iter().map(|part| part.offset + part.len()).max();
             self.longest.fetch_max(end.unwrap_or(0), Ordering::Relaxed);
         }
@@ -445,7 +447,8 @@ impl<B: Backing> Placement for Lanes<B> {
 }
 
 impl<B: Backing> Lanes<B> {
-    /// Syncs all lanes at the same time, because their servers are independent. EAGAIN: the system starts no further thread.
+    /// Syncs all lanes at the same time, because their servers are independent. Fails with EAGAIN if no thread can be
+    /// started.
     fn sync_lanes(&self, sync: fn(&B) -> Result<()>) -> Result<()> {
         std::thread::scope(|scope| {
             let mut threads = Vec::new();
@@ -460,7 +463,7 @@ impl<B: Backing> Lanes<B> {
     }
 }
 
-/// Whether an extended attribute is the mark of a placed file, which users do not see.
+/// Returns whether an extended attribute is the mark of a placed file, which users do not see.
 fn is_hidden<B: Backing>(inode: &LanesInode<B>, name: &OsStr) -> bool {
     matches!(inode, LanesInode::Placed(_)) && name == XATTR
 }

@@ -1,8 +1,14 @@
-//! Creates a new file: first in its lane, then under its name.
+//! Creates placed files.
 //!
-//! The kernel locks a directory while a name is created in it. The creation therefore does not wait for a hanging
-//! lane if another lane is possible. Each lane has its own thread for these calls. A file that is created too late is
-//! removed.
+//! A creation has three steps
+//! 1. A symbolic link to the new file is created in the staging directory of the primary. By this link, the next mount
+//!    finds the file if a crash interrupts the creation.
+//! 2. The file is created in its lane, with the mark of the link.
+//! 3. The link is renamed to the file's name in the primary.
+//!
+//! The kernel locks a directory while a name is created in it. So a creation must not wait for a hanging lane if another
+//! lane is allowed. Each lane has a thread for step 2. If the lane does not answer in time, another lane is tried, and the
+//! late file is removed ([`crate::removal`]).
 
 use std::cmp::Reverse;
 use std::sync::atomic::AtomicBool;
@@ -27,7 +33,7 @@ const COUNTED_MAX: usize = 256;
 /// Time within which a lane must create a file. A slower lane hangs, or is so slow that another lane is better.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Result of [`Backing::create`].
+/// A created file as [`Backing::create`] returns it: the object, the open file, and its attributes.
 type Created<B> = (LanesInode<B>, LanesFile<B>, Attr);
 
 /// The parameters of a file to create.
@@ -38,7 +44,8 @@ pub(crate) struct NewFile<'a, B: Backing> {
     pub(crate) mode: u32,
 }
 
-/// The directory and name that a file will have. The rule chooses a lane by them.
+/// The directory and name that a file will have at the end, by which the rule chooses a lane. A transaction creates files
+/// elsewhere and renames them.
 pub(crate) struct PlaceByName<'a, B: Backing> {
     pub(crate) parent: &'a B::Inode,
     /// Sum of the numbers in the path of the directory.
@@ -55,8 +62,8 @@ enum AllowedLanes {
     From { first: usize, lane_count: usize },
 }
 
-/// A created file in a lane that has no name in the primary yet.
-struct MadeFile<B: Backing> {
+/// A new file in a lane that has no name in the primary yet.
+struct FileInLane<B: Backing> {
     inode: B::Inode,
     file: B::File,
     attr: Attr,
@@ -72,25 +79,30 @@ enum CreateError {
     Other(Errno),
 }
 
-type MakeResult<B> = std::result::Result<MadeFile<B>, CreateError>;
+type MakeResult<B> = std::result::Result<FileInLane<B>, CreateError>;
 
 /// The creation of a file in one lane. It may continue while another lane is tried.
 struct Attempt<B: Backing> {
+    /// Index of the lane.
     lane: usize,
+    /// Name of the file in the lane, and of its link in the staging directory.
     entry: OsString,
     /// The link in the staging directory.
     link: B::Inode,
     link_attr: Attr,
+    /// Whether the call that creates the file has returned.
     is_creation_finished: Arc<AtomicBool>,
 }
 
-/// The attempts to create one file.
+/// The attempts to create one file. Each attempt sends its result with the index of its lane.
 struct Attempts<B: Backing> {
+    /// Attempts whose results have not been received.
     under_way: Vec<Attempt<B>>,
     sender: mpsc::Sender<(usize, MakeResult<B>)>,
     receiver: mpsc::Receiver<(usize, MakeResult<B>)>,
     /// Lanes with less room than a file needs, and that room in bytes.
     short: Vec<(usize, u64)>,
+    /// The first error of a lane.
     failed: Option<Errno>,
 }
 
@@ -107,10 +119,10 @@ impl<B: Backing> Default for Attempts<B> {
     }
 }
 
-/// Marks a task that has begun as ended when this value is dropped, also if the task panics.
-struct EndOfTask(Arc<AtomicBool>);
+/// Sets the flag "creation finished" when it is dropped, so also if the creation panics.
+struct FinishedOnDrop(Arc<AtomicBool>);
 
-impl Drop for EndOfTask {
+impl Drop for FinishedOnDrop {
     fn drop(&mut self) {
         self.0.store(true, Ordering::Release);
     }
@@ -184,7 +196,7 @@ impl<B: Backing> Lanes<B> {
             .create(new.caller, new.parent, new.name, new.mode)?;
         let (inode, file, attr) = made;
         let file = LanesFile { file, placed: None };
-        Ok((parent.child(new.name, inode), file, attr))
+        Ok((parent.child_inode(new.name, inode), file, attr))
     }
 
     /// Returns the number of files of a directory on each of the first `count` lanes.
@@ -207,7 +219,7 @@ impl<B: Backing> Lanes<B> {
             let target = target.and_then(|(link, _)| self.primary.readlink(&link));
             let lane = target
                 .ok()
-                .and_then(|target| Some(self.lane_of_target(&target)?.0));
+                .and_then(|target| Some(self.parse_target(&target)?.number));
             if let Some(counted) = lane.and_then(|lane| counts.get_mut(lane)) {
                 *counted += 1;
             }
@@ -215,8 +227,8 @@ impl<B: Backing> Lanes<B> {
         counts
     }
 
-    /// Creates a file in one of the allowed lanes. If the first one is full, gone or hanging, and is not the only one, the next
-    /// usable lane is taken.
+    /// Creates a file in one of the allowed lanes, and returns the index of the lane. If the first lane is full, gone or
+    /// hanging, the next usable lane is taken.
     fn create_in_allowed(
         &self,
         allowed: AllowedLanes,
@@ -237,51 +249,54 @@ impl<B: Backing> Lanes<B> {
                 self.create_in_any(&mut attempts, order, owner, new)
             }
         };
-        self.abandon(attempts);
+        self.abandon_attempts(attempts);
         let (attempt, made) = made?;
         let lane = attempt.lane;
-        self.finish(attempt, made, new)
+        self.finish_creation(attempt, made, new)
             .map(|created| (lane, created))
     }
 
-    /// Creates a file in this lane, however long it takes.
+    /// Creates a file in this lane, and waits as long as that takes.
     fn create_in_one(
         &self,
         attempts: &mut Attempts<B>,
         lane: usize,
         owner: &Caller,
         new: &NewFile<'_, B>,
-    ) -> Result<(Attempt<B>, MadeFile<B>)> {
-        self.begin(attempts, lane, None, owner, new)?;
+    ) -> Result<(Attempt<B>, FileInLane<B>)> {
+        self.begin_attempt(attempts, lane, None, owner, new)?;
         match self.await_attempt(attempts, None)? {
             Some(made) => Ok(made),
             None => Err(attempts.failed.unwrap_or(Errno::IO)),
         }
     }
 
-    /// Creates a file in one of these lanes. The function does not wait for a slow lane as long as there is another
-    /// one.
+    /// Creates a file in one of the lanes of `order`. A lane that does not answer in time is abandoned for the next one.
+    ///
+    /// 1. Lanes that answer are tried in order, but a full lane only if it has room again.
+    /// 2. If none of them has room, the one with the most room is tried.
+    /// 3. If there is none, all hanging lanes are tried at the same time, and the first that answers is taken.
     fn create_in_any(
         &self,
         attempts: &mut Attempts<B>,
         order: Vec<usize>,
         owner: &Caller,
         new: &NewFile<'_, B>,
-    ) -> Result<(Attempt<B>, MadeFile<B>)> {
+    ) -> Result<(Attempt<B>, FileInLane<B>)> {
         let lane_hangs = |lane: &usize| self.setup.lanes[*lane].names_hang();
         let (hung, others): (Vec<usize>, Vec<usize>) = order.into_iter().partition(lane_hangs);
         for lane in others {
-            self.begin(attempts, lane, self.required_room(lane), owner, new)?;
+            self.begin_attempt(attempts, lane, self.required_room(lane), owner, new)?;
             if let Some(made) = self.await_attempt(attempts, Some(ANSWER_TIMEOUT))? {
                 return Ok(made);
             }
         }
-        // No lane has enough room for a file, so the lane with the most room is tried first.
+        // No lane has enough room for a long file, so the lane with the most room is tried first.
         attempts.short.sort_by_key(|(_, room)| Reverse(*room));
         for (lane, room) in std::mem::take(&mut attempts.short) {
             attempts.failed.get_or_insert(Errno::NOSPC);
             if room > 0 {
-                self.begin(attempts, lane, None, owner, new)?;
+                self.begin_attempt(attempts, lane, None, owner, new)?;
                 if let Some(made) = self.await_attempt(attempts, Some(ANSWER_TIMEOUT))? {
                     return Ok(made);
                 }
@@ -289,7 +304,7 @@ impl<B: Backing> Lanes<B> {
         }
         // All lanes that do not fail hang, so the first lane that answers is taken.
         for lane in hung {
-            self.begin(attempts, lane, None, owner, new)?;
+            self.begin_attempt(attempts, lane, None, owner, new)?;
         }
         while !attempts.under_way.is_empty() {
             if let Some(made) = self.await_attempt(attempts, None)? {
@@ -299,7 +314,7 @@ impl<B: Backing> Lanes<B> {
         Err(attempts.failed.unwrap_or(Errno::IO))
     }
 
-    /// Returns the room in bytes that a full lane must have for a new file. Returns `None` if the lane is not full.
+    /// Returns the free bytes that a lane must have for a new file, or `None` if the lane is not known to be full.
     fn required_room(&self, lane: usize) -> Option<u64> {
         let lane = &self.setup.lanes[lane];
         if lane.progress.state() != LaneState::Full {
@@ -310,9 +325,9 @@ impl<B: Backing> Lanes<B> {
         Some(self.usual_room())
     }
 
-    /// Starts the creation of a file in a lane, on a thread that may hang there. `room` is the number of bytes that
-    /// the lane must have free.
-    fn begin(
+    /// Creates the link in the staging directory, and starts the creation of the file on a thread of the lane, which may
+    /// hang there. `room` is the number of free bytes that the lane must have.
+    fn begin_attempt(
         &self,
         attempts: &mut Attempts<B>,
         lane: usize,
@@ -344,7 +359,7 @@ impl<B: Backing> Lanes<B> {
         };
         self.workers.run_about(Class::Call, topic, move || {
             // Dropped before the answer is sent, also if the creation panics.
-            let end = EndOfTask(is_creation_finished);
+            let end = FinishedOnDrop(is_creation_finished);
             let result = lane_of_file.make_file(&entry, &owner, mode, mark, room);
             drop(end);
             // The caller may have taken the file of another lane by now. Then it removes this one later.
@@ -353,14 +368,15 @@ impl<B: Backing> Lanes<B> {
         Ok(())
     }
 
-    /// Waits for one of the attempts, at most for `timeout`.
+    /// Waits until one of the attempts ends, at most for `timeout`. Returns the attempt and the file.
     ///
-    /// Returns `None` if no attempt has ended, or if one failed; the failure is recorded.
+    /// `None` means that no attempt has ended, or that one failed because of its lane, which is recorded in `attempts`.
+    /// Any other failure of an attempt is an error.
     fn await_attempt(
         &self,
         attempts: &mut Attempts<B>,
         timeout: Option<Duration>,
-    ) -> Result<Option<(Attempt<B>, MadeFile<B>)>> {
+    ) -> Result<Option<(Attempt<B>, FileInLane<B>)>> {
         let answer = match timeout {
             Some(timeout) => attempts.receiver.recv_timeout(timeout).ok(),
             None => attempts.receiver.recv().ok(),
@@ -388,11 +404,11 @@ impl<B: Backing> Lanes<B> {
         Ok(None)
     }
 
-    /// Gives the file its name. This is the last step, because nothing may fail after it.
-    fn finish(
+    /// Gives the file its name (step 3 of a creation). This is the last step, because nothing may fail after it.
+    fn finish_creation(
         &self,
         attempt: Attempt<B>,
-        made: MadeFile<B>,
+        made: FileInLane<B>,
         new: &NewFile<'_, B>,
     ) -> Result<Created<B>> {
         let staging = self.staging()?;
@@ -417,15 +433,15 @@ impl<B: Backing> Lanes<B> {
         Ok((LanesInode::Placed(placed), opened, attr))
     }
 
-    /// Removes the file and the link of an attempt that has ended.
+    /// Removes the file and the link of an attempt that has ended. Failures are left to the next mount.
     fn remove_attempt(&self, attempt: &Attempt<B>) {
         let _ = self.remove_entry(attempt.lane, &attempt.entry);
         let staging = self.staging();
         let _ = staging.and_then(|dir| self.primary.unlink(dir, &attempt.entry));
     }
 
-    /// Leaves attempts under way to the removals: their files are removed when their lanes have answered.
-    fn abandon(&self, attempts: Attempts<B>) {
+    /// Hands attempts that are under way over to the removals, which remove their files when the lanes have answered.
+    fn abandon_attempts(&self, attempts: Attempts<B>) {
         for attempt in attempts.under_way {
             self.setup.lanes[attempt.lane].note_hang();
             let removal = PendingRemoval {
@@ -485,7 +501,7 @@ impl<B: Backing> Lane<B> {
         room: Option<u64>,
     ) -> MakeResult<B> {
         if let Some(room_needed) = room {
-            let room_found = self.find_room().map_err(CreateError::Lane)?;
+            let room_found = self.free_bytes().map_err(CreateError::Lane)?;
             if room_found < room_needed {
                 return Err(CreateError::Short(room_found));
             }
@@ -494,12 +510,12 @@ impl<B: Backing> Lane<B> {
             let made = backing.create(owner, &backing.root(), entry, mode);
             self.note_change();
             let (inode, file, _) = made?;
-            mark::write(backing, &inode, mark)?;
+            mark::write_mark(backing, &inode, mark)?;
             if let Some(room) = room {
                 self.prove_room(backing, &file, room)?;
             }
             let attr = backing.attr_of_file(&file)?;
-            Ok(MadeFile { inode, file, attr })
+            Ok(FileInLane { inode, file, attr })
         });
         made.map_err(|error| match error {
             // The lane's directory is missing, or this process may not use it.
@@ -507,7 +523,7 @@ impl<B: Backing> Lane<B> {
                 self.note_state(LaneState::Gone, error);
                 CreateError::Lane(error)
             }
-            error if state::state_behind(error).is_some() => CreateError::Lane(error),
+            error if state::state_of_error(error).is_some() => CreateError::Lane(error),
             error => CreateError::Other(error),
         })
     }
@@ -537,7 +553,7 @@ fn new_entry(name: &OsStr) -> Result<OsString> {
     Ok(entry)
 }
 
-/// Whether an entry of a lane has the form of [`new_entry`].
+/// Returns whether an entry of a lane has the form of [`new_entry`].
 pub(crate) fn is_entry(entry: &OsStr) -> bool {
     let id = entry.as_bytes().rsplit(|&byte| byte == b'.').next();
     entry.as_bytes().contains(&b'.')

@@ -82,8 +82,7 @@ impl<B: Backing> Lane<B> {
         &self.path
     }
 
-    /// Returns the name of the file in this lane to which a link with this text leads. Returns `None` if the link
-    /// leads elsewhere.
+    /// Returns the name in this lane to which a link with the text `target` leads, or `None` if the link leads elsewhere.
     fn entry_of<'a>(&self, target: &'a [u8]) -> Option<&'a OsStr> {
         entry_below(&self.path, target)
     }
@@ -212,11 +211,23 @@ impl Region {
 
 /// A file in a lane, and the link that leads to it.
 pub struct PlacedFile<B: Backing> {
+    /// The link in the primary.
     link: B::Inode,
+    /// Index of the lane.
     lane: usize,
     /// Name of the file in the lane.
     entry: OsString,
+    /// The file in the lane.
     file: B::Inode,
+}
+
+/// The lane and the name in it to which the text of a link leads.
+struct LinkTarget<'a, B: Backing> {
+    /// Index of the lane.
+    number: usize,
+    lane: &'a Lane<B>,
+    /// Name in the lane.
+    entry: &'a OsStr,
 }
 
 /// An open file of [`Lanes`].
@@ -245,7 +256,7 @@ impl<B: Backing> LanesInode<B> {
     }
 
     /// Returns the object `name` of this directory, which is not a placed file.
-    fn child(&self, name: &OsStr, inode: B::Inode) -> Self {
+    fn child_inode(&self, name: &OsStr, inode: B::Inode) -> Self {
         Self::Primary(inode, self.position().of_child(name))
     }
 
@@ -338,7 +349,7 @@ impl<B: Backing> Lanes<B> {
         }
     }
 
-    /// Returns the room in bytes that a full lane must have before it gets new files again.
+    /// Returns the free bytes that a full lane must have before it gets new files again.
     fn usual_room(&self) -> u64 {
         let longest = self.longest.load(Ordering::Relaxed);
         longest
@@ -362,26 +373,30 @@ impl<B: Backing> Lanes<B> {
             }
             // A power loss may leave such a link: another host's sync made the link durable before the file was synced.
             if parent.position().region == Region::Logs
-                && self
-                    .lane_of_target(&self.primary.readlink(&inode)?)
-                    .is_some()
+                && self.parse_target(&self.primary.readlink(&inode)?).is_some()
             {
                 return Err(Errno::NOENT);
             }
         }
-        Ok((parent.child(name, inode), attr))
+        Ok((parent.child_inode(name, inode), attr))
     }
 
-    /// Returns the file to which a link leads, with the attributes of the file in the lane. `None`: the link is not Firn's own.
+    /// Returns the file to which a link leads, with the attributes of the file in the lane. Returns `None` if the link
+    /// is not Firn's own.
     fn follow(&self, link: &B::Inode, attr: &Attr) -> Result<Option<(PlacedFile<B>, Attr)>> {
         let target = self.primary.readlink(link)?;
-        let Some((number, lane, entry)) = self.lane_of_target(&target) else {
+        let Some(target) = self.parse_target(&target) else {
             return self.refuse_absent(&target).map(|()| None);
         };
+        let LinkTarget {
+            number,
+            lane,
+            entry,
+        } = target;
         let result = lane.call(Call::Name, |backing| {
             let (file, attr) = backing.lookup(&backing.root(), entry)?;
             let mark = match attr.kind {
-                Kind::File => mark::read(backing, &file)?,
+                Kind::File => mark::read_mark(backing, &file)?,
                 _ => None,
             };
             Ok((file, attr, mark))
@@ -402,11 +417,18 @@ impl<B: Backing> Lanes<B> {
         Ok(Some((placed, file_attr)))
     }
 
-    /// Returns the number of the lane, the lane, and the entry in it that a link with this text names. `None`: the text names no
-    /// lane.
-    fn lane_of_target<'a>(&self, target: &'a [u8]) -> Option<(usize, &Lane<B>, &'a OsStr)> {
+    /// Returns the number of the lane, the lane, and the entry in it that a link with this text names. `None` means
+    /// that the text names no lane.
+    fn parse_target<'a>(&'a self, target: &'a [u8]) -> Option<LinkTarget<'a, B>> {
         let mut lanes = self.setup.lanes.iter().enumerate();
-        lanes.find_map(|(number, lane)| Some((number, &**lane, lane.entry_of(target)?)))
+        lanes.find_map(|(number, lane)| {
+            let entry = lane.entry_of(target)?;
+            Some(LinkTarget {
+                number,
+                lane,
+                entry,
+            })
+        })
     }
 
     /// Returns EIO for a link into an absent lane. The link may be that of a placed file. If it were shown as an ordinary link,
@@ -449,7 +471,8 @@ impl<B: Backing> Lanes<B> {
     }
 }
 
-/// Returns the name in the directory `lane` that a link with this text names. `None`: the text names something else.
+/// Returns the name in the directory `lane` that a link with this text names. Returns `None` if the text names
+/// something else.
 fn entry_below<'a>(lane: &OsStr, target: &'a [u8]) -> Option<&'a OsStr> {
     let entry = target.strip_prefix(lane.as_bytes())?.strip_prefix(b"/")?;
     let is_name = !entry.is_empty() && !entry.contains(&b'/') && entry != b"." && entry != b"..";

@@ -1,7 +1,7 @@
-//! The mark of a file in a lane: an extended attribute that names the link to the file.
+//! The mark of a file in a lane: an extended attribute with the identity of the symbolic link that leads to the file.
 //!
-//! The mark is the way back from a file in a lane to its name in the primary: by the inode number of the symbolic link.
-//! With it the search for orphans tells a file with a link from one that a crash left over.
+//! A link in the primary counts as Firn's own only if the file has the matching mark. The search for orphans uses the marks
+//! to find files whose link is gone.
 
 use std::ffi::OsStr;
 
@@ -30,6 +30,7 @@ impl Mark {
         bytes
     }
 
+    /// Parses the bytes of a mark. Returns `None` if they have the wrong length.
     fn from_bytes(bytes: &[u8]) -> Option<Self> {
         let (primary, link) = bytes.split_at_checked(16)?;
         Some(Self {
@@ -40,12 +41,12 @@ impl Mark {
 }
 
 /// Writes the mark of a file.
-pub fn write<B: Backing>(lane: &B, file: &B::Inode, mark: Mark) -> Result<()> {
+pub fn write_mark<B: Backing>(lane: &B, file: &B::Inode, mark: Mark) -> Result<()> {
     lane.set_xattr(file, OsStr::new(XATTR), &mark.to_bytes(), 0)
 }
 
 /// Reads the mark of a file. Returns `None` if Firn did not place the file.
-pub fn read<B: Backing>(lane: &B, file: &B::Inode) -> Result<Option<Mark>> {
+pub fn read_mark<B: Backing>(lane: &B, file: &B::Inode) -> Result<Option<Mark>> {
     match lane.get_xattr(file, OsStr::new(XATTR)) {
         Ok(bytes) => Ok(Mark::from_bytes(&bytes)),
         Err(Errno::NODATA | Errno::OPNOTSUPP) => Ok(None),

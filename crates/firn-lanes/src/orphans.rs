@@ -1,5 +1,5 @@
-//! Finds and removes the remains of a crash: files in lanes without a link, links in the staging directory, and links
-//! to files that a power loss removed.
+//! Finds and removes orphans, which a crash or a power loss may leave: files in lanes without a link, links in the staging
+//! directory, and links to files that are missing.
 
 use std::collections::HashSet;
 use std::path::PathBuf;
@@ -134,11 +134,11 @@ impl<B: Backing> Lanes<B> {
     /// there.
     fn is_dangling(&self, link: &B::Inode) -> Result<bool> {
         let target = self.primary.readlink(link)?;
-        let Some((_, lane, entry)) = self.lane_of_target(&target) else {
+        let Some(LinkTarget { lane, entry, .. }) = self.parse_target(&target) else {
             return Ok(false);
         };
         match lane.backing.lookup(&lane.backing.root(), entry) {
-            Ok((file, attr)) => is_unmarked(&lane.backing, &file, &attr, entry),
+            Ok((file, attr)) => is_unfinished_creation(&lane.backing, &file, &attr, entry),
             Err(Errno::NOENT) => Ok(create::is_entry(entry)),
             Err(error) => Err(error),
         }
@@ -155,9 +155,9 @@ impl<B: Backing> Lanes<B> {
             if attr.kind != Kind::File {
                 continue;
             }
-            let is_orphan = match mark::read(&lane.backing, &file)? {
+            let is_orphan = match mark::read_mark(&lane.backing, &file)? {
                 Some(mark) => mark.primary == self.setup.id && !links.contains(&mark.link),
-                None => is_unmarked(&lane.backing, &file, &attr, &entry)?,
+                None => is_unfinished_creation(&lane.backing, &file, &attr, &entry)?,
             };
             if is_orphan {
                 unnamed.push((entry, attr.size));
@@ -174,7 +174,7 @@ pub fn count_files<B: Backing>(lane: &B, id: u128) -> Result<usize> {
     for entry in names_in(lane, &root)? {
         let (file, attr) = lane.lookup(&root, &entry)?;
         let is_placed = attr.kind == Kind::File
-            && mark::read(lane, &file)?.is_some_and(|mark| mark.primary == id);
+            && mark::read_mark(lane, &file)?.is_some_and(|mark| mark.primary == id);
         count += usize::from(is_placed);
     }
     Ok(count)
@@ -182,6 +182,11 @@ pub fn count_files<B: Backing>(lane: &B, id: u128) -> Result<usize> {
 
 /// Returns whether a crash interrupted the creation of this file: it is empty, has a name that Firn gives, and has no
 /// mark.
-fn is_unmarked<B: Backing>(lane: &B, file: &B::Inode, attr: &Attr, entry: &OsStr) -> Result<bool> {
-    Ok(attr.size == 0 && create::is_entry(entry) && mark::read(lane, file)?.is_none())
+fn is_unfinished_creation<B: Backing>(
+    lane: &B,
+    file: &B::Inode,
+    attr: &Attr,
+    entry: &OsStr,
+) -> Result<bool> {
+    Ok(attr.size == 0 && create::is_entry(entry) && mark::read_mark(lane, file)?.is_none())
 }

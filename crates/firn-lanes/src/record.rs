@@ -1,4 +1,5 @@
-//! The record of a primary's lanes: `.firn/lanes/` in the primary, and a marker file in each lane.
+//! The record of a primary's lanes: which directories have ever been lanes of it. A mount needs it to find the files in
+//! all of them.
 //!
 //! ```text
 //! .firn/lanes/primary      the id of this primary, for the marks of its files: a random number
@@ -85,15 +86,15 @@ impl Record {
         }
     }
 
-    /// Reads the record of a primary, and creates it if it does not exist. `host` is the name of this host.
+    /// Returns the record of a primary, and creates it if it does not exist. `host` is the name of this host.
     pub fn make<B: Backing>(primary: &B, host: &str) -> Result<Self, RecordError> {
-        let dir = open_dir(primary, host)?;
+        let dir = open_record_dir(primary, host)?;
         if let Some(record) = Self::read(&dir)? {
             return Ok(record);
         }
         let mut id = [0; 16];
         getrandom::fill(&mut id).map_err(|_| Errno::IO)?;
-        dir.put_once(PRIMARY, &encode(&id))?;
+        dir.put_once(PRIMARY, &encode_file(&id))?;
         // Another host may have created the record first.
         Ok(Self::read(&dir)?.ok_or(Errno::NOENT)?)
     }
@@ -106,7 +107,8 @@ impl Record {
         lane: &OsStr,
     ) -> Result<(), RecordError> {
         if !self.lanes.iter().any(|known| known == lane) {
-            open_dir(primary, host)?.put_once(&file_name(lane), &encode(lane.as_bytes()))?;
+            open_record_dir(primary, host)?
+                .put_once(&lane_file_name(lane), &encode_file(lane.as_bytes()))?;
             self.lanes.push(lane.to_owned());
             self.lanes.sort_unstable();
         }
@@ -115,8 +117,8 @@ impl Record {
 
     /// Removes a lane from the record. The lane must have no file of this primary.
     pub fn forget<B: Backing>(&mut self, primary: &B, lane: &OsStr) -> Result<(), RecordError> {
-        let dir = open_dir(primary, "")?;
-        dir.remove_files([file_name(lane).as_str()])?;
+        let dir = open_record_dir(primary, "")?;
+        dir.remove_files([lane_file_name(lane).as_str()])?;
         self.lanes.retain(|known| known != lane);
         Ok(())
     }
@@ -140,7 +142,7 @@ impl Record {
                 continue;
             };
             let path = OsString::from_vec(path);
-            if file_name(&path) != *name || !is_lane_path(&path) {
+            if lane_file_name(&path) != *name || !is_lane_path(&path) {
                 return Err(damaged(name, "names another lane: look at what it is"));
             }
             lanes.push(path);
@@ -171,13 +173,13 @@ pub(crate) fn open_dir_of_host<B: Backing>(
 
 /// Returns whether a directory has the marker file of the primary with this id.
 pub fn is_marked<B: Backing>(lane: &B, id: u128) -> Result<bool, OwnError> {
-    Ok(own::find_file(lane, &lane.root(), &marker(id))?.is_some())
+    Ok(own::find_file(lane, &lane.root(), &marker_name(id))?.is_some())
 }
 
 /// Puts the marker file of the primary with this id into a directory, durably. If the file system has no extended
 /// attributes, the directory cannot be a lane (EOPNOTSUPP).
 pub fn put_mark<B: Backing>(lane: &B, id: u128) -> Result<(), OwnError> {
-    let name = marker(id);
+    let name = marker_name(id);
     drop(own::open_or_create(lane, &lane.root(), &name)?);
     let found = own::find_file(lane, &lane.root(), &name)?;
     let file = found.ok_or(Errno::NOENT)?;
@@ -185,29 +187,35 @@ pub fn put_mark<B: Backing>(lane: &B, id: u128) -> Result<(), OwnError> {
         primary: 0,
         link: 0,
     };
-    mark::write(lane, &file, nobody)?;
+    mark::write_mark(lane, &file, nobody)?;
     lane.sync_dir(&lane.root())?;
     Ok(())
 }
 
 /// Removes the marker file again.
 pub fn remove_mark<B: Backing>(lane: &B, id: u128) -> Result<(), Errno> {
-    match lane.unlink(&lane.root(), OsStr::new(&marker(id))) {
+    match lane.unlink(&lane.root(), OsStr::new(&marker_name(id))) {
         Err(Errno::NOENT) => Ok(()),
         done => done,
     }
 }
 
-fn marker(id: u128) -> String {
+/// Returns the name of the marker file of the primary with this id.
+fn marker_name(id: u128) -> String {
     format!("{MARKER}{id:032x}")
 }
 
-fn open_dir<'a, B: Backing>(primary: &'a B, host: &'a str) -> Result<VoteDir<'a, B>, RecordError> {
+/// Opens the directory of the record for writing, and creates it if it does not exist.
+fn open_record_dir<'a, B: Backing>(
+    primary: &'a B,
+    host: &'a str,
+) -> Result<VoteDir<'a, B>, RecordError> {
     let top = own::make_dir(primary, &primary.root(), TOP)?;
     Ok(VoteDir::make(primary, &top, DIR, host).map_err(|error| error.below(TOP))?)
 }
 
-fn file_name(lane: &OsStr) -> String {
+/// Returns the name of the file that records a lane.
+fn lane_file_name(lane: &OsStr) -> String {
     format!("{LANE}{:016x}", xxhash_rust::xxh3::xxh3_64(lane.as_bytes()))
 }
 
@@ -218,7 +226,8 @@ pub fn is_lane_path(path: &OsStr) -> bool {
     below.is_some_and(|below| !below.is_empty() && own::is_path(below))
 }
 
-fn encode(content: &[u8]) -> Vec<u8> {
+/// Returns the bytes of a file of the record: magic, version and checksum, and then `content`.
+fn encode_file(content: &[u8]) -> Vec<u8> {
     let mut bytes = Vec::from(MAGIC);
     bytes.extend(VERSION.to_le_bytes());
     bytes.extend(crc32c::crc32c(content).to_le_bytes());
@@ -226,19 +235,21 @@ fn encode(content: &[u8]) -> Vec<u8> {
     bytes
 }
 
+/// Reads the content of a file of the record. Returns `None` if there is no such file.
 fn read_file<B: Backing>(dir: &VoteDir<'_, B>, name: &str) -> Result<Option<Vec<u8>>, RecordError> {
     let below = |error: OwnError| error.below(DIR).below(TOP);
     let Some(bytes) = dir.read(name).map_err(below)? else {
         return Ok(None);
     };
-    let content = decode(&bytes).map_err(|why| RecordError::Damaged {
+    let content = decode_file(&bytes).map_err(|why| RecordError::Damaged {
         name: quoted(name.as_bytes()),
         why,
     })?;
     Ok(Some(content.to_vec()))
 }
 
-fn decode(bytes: &[u8]) -> Result<&[u8], &'static str> {
+/// Checks the bytes of a file of the record, and returns its content. The error says what is wrong and what to do.
+fn decode_file(bytes: &[u8]) -> Result<&[u8], &'static str> {
     const DAMAGED: &str = "is damaged: put it back from a backup";
     let (head, content) = bytes.split_at_checked(HEAD_BYTES).ok_or(DAMAGED)?;
     if head[..8] != MAGIC {
@@ -285,13 +296,13 @@ mod tests {
 
     #[test]
     fn a_changed_byte_anywhere_is_found() {
-        let bytes = encode(b"/srv0/x");
-        assert_eq!(decode(&bytes), Ok(&b"/srv0/x"[..]));
+        let bytes = encode_file(b"/srv0/x");
+        assert_eq!(decode_file(&bytes), Ok(&b"/srv0/x"[..]));
         for at in 0..bytes.len() {
             let mut damaged = bytes.clone();
             damaged[at] ^= 4;
-            assert!(decode(&damaged).is_err(), "byte {at}");
-            assert!(decode(&bytes[..at]).is_err(), "{at} bytes");
+            assert!(decode_file(&damaged).is_err(), "byte {at}");
+            assert!(decode_file(&bytes[..at]).is_err(), "{at} bytes");
         }
     }
 
@@ -327,7 +338,7 @@ mod tests {
         put_mark(&lane, 7).expect("again");
         assert_eq!(is_marked(&lane, 7), Ok(true));
         assert_eq!(is_marked(&lane, 8), Ok(false));
-        let name = marker(8);
+        let name = marker_name(8);
         let caller = suite::own_caller();
         lane.symlink(&caller, &lane.root(), OsStr::new(&name), OsStr::new("x"))
             .expect("symlink");

@@ -1,16 +1,19 @@
-//! Removes files whose data is on a lane.
+//! Crash-safe removal of files whose data is on a lane.
 //!
 //! Terms
-//! * The *primary* is the directory with all names. A *lane* is another directory that has the data of some files.
-//! * A *placed* file has its data on a lane. Its names in the primary are hard links of one symbolic link, the file's *link*.
+//! * The *primary* is the directory with all names. A *lane* is another directory, which has the data of some files.
+//! * A *placed* file has its data on a lane. Its names in the primary are hard links of one symbolic link, the file's
+//!   *link*.
+//! * The *staging directory* of the primary has links of files that are being created or removed.
 //!
-//! A removal has three steps
-//! * the last name is removed from the primary. Before that, the link gets a name in the staging directory;
-//! * the primary is synced. Without the sync, a power loss could bring back the name of a file that is gone;
-//! * the file is removed from its lane, and then the name from the staging directory.
+//! A removal has four steps
+//! 1. If the name is the file's last one, the link gets a name in the staging directory too.
+//! 2. The name is removed from the primary.
+//! 3. The primary is synced. Without the sync, a power loss could bring back the name of a file that is gone.
+//! 4. The file is removed from its lane, and then the link from the staging directory.
 //!
-//! A sync for each removal would be slow, so removed files wait for a common sync. After a crash the next mount finds them
-//! by their names in the staging directory.
+//! A sync for each removal would be slow, so removed files wait for a common sync after step 2. After a crash, the next
+//! mount finds them by their links in the staging directory.
 
 use firn_backing::SyncScope;
 use std::collections::HashMap;
@@ -20,24 +23,27 @@ use firn_backing::lock::Mutex;
 
 use super::*;
 
-/// Maximum number of files that wait for a sync.
+/// Number of waiting files at which a removal syncs the primary and removes all of them.
 const WAITING_MAX: usize = 64;
 
-/// Files that lost their last name and are still on their lanes. The key is the inode number of the file's link.
+/// The files that have lost their last name and are still on their lanes.
 pub(crate) struct PendingRemovals<B: Backing> {
+    /// The files, by the inode number of their link.
     waiting: Mutex<HashMap<u64, PendingRemoval<B>>>,
 }
 
 /// A file that must be removed from its lane.
 pub(crate) struct PendingRemoval<B: Backing> {
-    /// The file's link, which has a name in the staging directory only.
+    /// The file's link, whose only name is in the staging directory.
     pub(crate) link: B::Inode,
     /// Index of the lane.
     pub(crate) lane: usize,
     /// Name of the file on the lane, and of its link in the staging directory.
     pub(crate) entry: OsString,
-    /// Whether the call that creates the file on the lane has returned. A creation that was given up because the lane hangs
-    /// leaves its file to the removals. Until that call returns, it may still create the file.
+    /// Whether the call that creates the file on the lane has returned.
+    ///
+    /// A creation on a hanging lane is abandoned, and its file is removed here. But the call may still create the file
+    /// until it returns, so the removal waits for that.
     pub(crate) is_creation_finished: Arc<AtomicBool>,
 }
 
@@ -63,46 +69,52 @@ impl<B: Backing> Default for PendingRemovals<B> {
 /// A placed file of which a call is about to remove a name.
 pub(crate) struct PendingUnlink<B: Backing> {
     placed: Arc<PlacedFile<B>>,
-    ino: u64,
-    /// Whether the name is the file's last one. Then the link has a name in the staging directory, too.
+    /// Inode number of the file's link.
+    link_ino: u64,
+    /// Whether the name is the file's last one, so that the link has a name in the staging directory too.
     is_staged: bool,
 }
 
 impl<B: Backing> PendingRemovals<B> {
-    /// Returns whether the file of a link waits for its removal.
-    pub(crate) fn contains(&self, link: u64) -> bool {
-        self.waiting.lock().contains_key(&link)
+    /// Returns whether the file of the link with this inode number waits for its removal.
+    pub(crate) fn contains(&self, link_ino: u64) -> bool {
+        self.waiting.lock().contains_key(&link_ino)
     }
 
-    pub(crate) fn insert(&self, link: u64, removal: PendingRemoval<B>) {
-        self.waiting.lock().insert(link, removal);
+    /// Adds the file of the link with this inode number.
+    pub(crate) fn insert(&self, link_ino: u64, removal: PendingRemoval<B>) {
+        self.waiting.lock().insert(link_ino, removal);
     }
 
-    fn count(&self, is_counted: impl Fn(&PendingRemoval<B>) -> bool) -> usize {
+    /// Returns the number of waiting files for which `is_ready` returns true.
+    fn count_ready(&self, is_ready: impl Fn(&PendingRemoval<B>) -> bool) -> usize {
         let waiting = self.waiting.lock();
-        waiting
-            .values()
-            .filter(|removal| is_counted(removal))
-            .count()
+        waiting.values().filter(|removal| is_ready(removal)).count()
     }
 
-    fn find(&self, is_found: impl Fn(&PendingRemoval<B>) -> bool) -> Vec<(u64, PendingRemoval<B>)> {
+    /// Returns the waiting files for which `is_ready` returns true, with the inode numbers of their links.
+    fn list_ready(
+        &self,
+        is_ready: impl Fn(&PendingRemoval<B>) -> bool,
+    ) -> Vec<(u64, PendingRemoval<B>)> {
         let waiting = self.waiting.lock();
-        let matching = waiting.iter().filter(|(_, removal)| is_found(removal));
-        matching
-            .map(|(ino, removal)| (*ino, removal.clone()))
+        let ready = waiting.iter().filter(|(_, removal)| is_ready(removal));
+        ready
+            .map(|(link_ino, removal)| (*link_ino, removal.clone()))
             .collect()
     }
 
-    fn forget(&self, link: u64) {
-        self.waiting.lock().remove(&link);
+    /// Removes the file of the link with this inode number from the list.
+    fn remove(&self, link_ino: u64) {
+        self.waiting.lock().remove(&link_ino);
     }
 }
 
 impl<B: Backing> Lanes<B> {
-    /// Prepares the removal or replacement of `name`. Returns `None` if the name does not lead to a placed file.
+    /// Prepares a call that removes or replaces `name` in `parent` (step 1 of a removal). Returns `None` if the name does
+    /// not lead to a placed file.
     ///
-    /// If it is the last name, the link first gets a name in the staging directory.
+    /// [`Lanes::run_unlink`] then makes the call. If this function fails, the caller must not make it.
     pub(crate) fn prepare_unlink(
         &self,
         parent: &B::Inode,
@@ -125,96 +137,100 @@ impl<B: Backing> Lanes<B> {
         }
         Ok(Some(PendingUnlink {
             placed: Arc::new(placed),
-            ino: attr.ino,
+            link_ino: attr.ino,
             is_staged,
         }))
     }
 
-    /// Runs `call`, which removes a name in `parent`, and completes or undoes the preparation `pending`.
+    /// Runs `call`, which removes a name in `parent` (step 2 of a removal), after [`Lanes::prepare_unlink`] has returned
+    /// `pending`. Undoes the preparation if the call fails, and returns its error.
     pub(crate) fn run_unlink(
         &self,
         pending: Option<PendingUnlink<B>>,
         parent: &B::Inode,
         call: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
-        let result = call();
-        match (result, pending) {
-            (Ok(()), Some(pending)) => self.complete_unlink(pending, parent),
-            (Err(error), Some(pending)) => {
-                self.undo_unlink(pending);
-                Err(error)
-            }
-            (result, None) => result,
+        let Some(pending) = pending else {
+            return call();
+        };
+        if let Err(error) = call() {
+            self.undo_unlink(pending);
+            return Err(error);
         }
+        self.complete_unlink(pending, parent)
     }
 
     /// Undoes [`Lanes::prepare_unlink`], because the name still exists.
     fn undo_unlink(&self, pending: PendingUnlink<B>) {
         if pending.is_staged {
-            // If this fails, the link keeps a second name in the staging directory, which the next mount removes.
+            // If this fails, the link keeps its second name in the staging directory until the next mount removes it.
             let staging = self.staging();
             let _ = staging.and_then(|dir| self.primary.unlink(dir, &pending.placed.entry));
         }
     }
 
-    /// Continues after the call has removed the name. If it was the last one, the file joins those that wait for a sync.
+    /// Continues a removal after its call has removed the name. If that was the last name, the file now waits for the
+    /// common sync.
     fn complete_unlink(&self, pending: PendingUnlink<B>, parent: &B::Inode) -> Result<()> {
-        let names = self.primary.attr(&pending.placed.link)?.nlink;
-        if pending.is_staged {
-            if names > 1 {
-                // The name still exists: the call renamed it onto itself, or another host created a name.
-                self.undo_unlink(pending);
-                return Ok(());
-            }
-            let removal = PendingRemoval {
-                link: pending.placed.link.clone(),
-                lane: pending.placed.lane,
-                entry: pending.placed.entry.clone(),
-                is_creation_finished: Arc::new(AtomicBool::new(true)),
-            };
-            self.removals.insert(pending.ino, removal);
-            if self.removals.count(|removal| self.is_ready(removal)) >= WAITING_MAX {
-                self.finish_removals()?;
+        let name_count = self.primary.attr(&pending.placed.link)?.nlink;
+        if !pending.is_staged {
+            // The name was not the last one before the call. But another host may have removed the others since.
+            if name_count == 0 {
+                self.primary.sync_dir(parent)?;
+                self.remove_entry(pending.placed.lane, &pending.placed.entry)?;
             }
             return Ok(());
         }
-        // The name was not the last one before the call. Another host may have removed the others meanwhile.
-        if names == 0 {
-            self.primary.sync_dir(parent)?;
-            self.remove_from_lane(&pending.placed)?;
+        let has_other_name = name_count > 1;
+        if has_other_name {
+            // The call renamed the name onto itself, or another host created a name.
+            self.undo_unlink(pending);
+            return Ok(());
+        }
+        let removal = PendingRemoval {
+            link: pending.placed.link.clone(),
+            lane: pending.placed.lane,
+            entry: pending.placed.entry.clone(),
+            is_creation_finished: Arc::new(AtomicBool::new(true)),
+        };
+        self.removals.insert(pending.link_ino, removal);
+        if self.removals.count_ready(|removal| self.is_ready(removal)) >= WAITING_MAX {
+            self.finish_removals()?;
         }
         Ok(())
     }
 
-    /// Returns whether files wait for their removal from lanes that answer.
+    /// Returns whether there are waiting files that [`Lanes::finish_removals`] would remove now.
     pub fn has_removals(&self) -> bool {
-        self.removals.count(|removal| self.is_ready(removal)) > 0
+        self.removals.count_ready(|removal| self.is_ready(removal)) > 0
     }
 
-    /// Returns whether a file can be removed now. Files of a hanging lane wait, because a thread that removed them
-    /// would hang too.
+    /// Returns whether a waiting file can be removed now. The files of a hanging lane cannot, because a thread that
+    /// removed them would hang too.
     fn is_ready(&self, removal: &PendingRemoval<B>) -> bool {
         removal.is_creation_finished.load(Ordering::Acquire)
             && !self.setup.lanes[removal.lane].names_hang()
     }
 
-    /// Removes the waiting files, after one sync of the primary for all of them.
+    /// Syncs the primary once, and removes the waiting files from lanes that answer (steps 3 and 4 of a removal).
+    ///
+    /// Stops at the first failure. The files that are left wait for the next call.
     pub fn finish_removals(&self) -> Result<()> {
-        let waiting = self.removals.find(|removal| self.is_ready(removal));
-        if waiting.is_empty() {
+        let ready = self.removals.list_ready(|removal| self.is_ready(removal));
+        if ready.is_empty() {
             return Ok(());
         }
         self.primary.sync_scope(SyncScope::Changes)?;
-        for (link, removal) in waiting {
-            self.end_staged(&removal.link, &removal.entry, || {
+        for (link_ino, removal) in ready {
+            self.remove_staged_link(&removal.link, &removal.entry, || {
                 self.remove_entry(removal.lane, &removal.entry)
             })?;
-            self.removals.forget(link);
+            self.removals.remove(link_ino);
         }
         Ok(())
     }
 
-    /// Continues after a crash: each link in the staging directory belongs to an interrupted creation or removal.
+    /// Finishes the creations and removals that a crash has interrupted. Each left a link in the staging directory.
     pub(crate) fn clear_staging(&self) -> Result<()> {
         let Some(staging) = &self.setup.staging else {
             return Ok(());
@@ -231,8 +247,8 @@ impl<B: Backing> Lanes<B> {
                 // The file is removed when the lane is reachable again.
                 continue;
             }
-            let lane = self.lane_of_target(&target).map(|(number, ..)| number);
-            self.end_staged(&link, &entry, || match lane {
+            let lane = self.parse_target(&target).map(|found| found.number);
+            self.remove_staged_link(&link, &entry, || match lane {
                 Some(number) => self.remove_entry(number, &entry),
                 None => Ok(()),
             })?;
@@ -240,9 +256,9 @@ impl<B: Backing> Lanes<B> {
         Ok(())
     }
 
-    /// Removes a link from the staging directory. If the link has no other name, `remove_file` first removes its
-    /// file.
-    fn end_staged(
+    /// Removes the name `entry` of a link from the staging directory. If the link has no other name, `remove_file` first
+    /// removes its file from the lane.
+    fn remove_staged_link(
         &self,
         link: &B::Inode,
         entry: &OsStr,
@@ -257,10 +273,7 @@ impl<B: Backing> Lanes<B> {
         }
     }
 
-    fn remove_from_lane(&self, placed: &PlacedFile<B>) -> Result<()> {
-        self.remove_entry(placed.lane, &placed.entry)
-    }
-
+    /// Removes the file `entry` from a lane. A missing file is no error.
     pub(crate) fn remove_entry(&self, lane: usize, entry: &OsStr) -> Result<()> {
         let lane = &self.setup.lanes[lane];
         let removed = lane.call(Call::Name, |backing| backing.unlink(&backing.root(), entry));

@@ -1,6 +1,6 @@
-//! Chooses the lane of a new file.
+//! The rule that chooses the lane of a new file.
 //!
-//! The first of these rules that applies decides:
+//! The first of these cases that applies decides:
 //!
 //! 1. The first line of the configuration file whose pattern matches the file's name (as in the paper).
 //! 2. If the name has a number: the sum of the numbers in the name and in the names of the directories above, modulo
@@ -25,9 +25,13 @@ mod balance;
 /// The rule of one mount.
 #[derive(Debug)]
 pub struct Rule {
+    /// Number of lanes that accept new files.
     lanes: usize,
+    /// The lines of the configuration file.
     lines: Vec<Line>,
+    /// Number of the next turn, for lanes with equally few files.
     turn: AtomicU64,
+    /// The counts of files, by directory.
     dirs: Mutex<Dirs>,
 }
 
@@ -52,8 +56,10 @@ pub enum Reason {
     Balance,
 }
 
+/// A line of the configuration file: files whose names match the pattern go to this lane.
 #[derive(Debug)]
 struct Line {
+    /// Line number, counted from 1.
     number: usize,
     pattern: GlobMatcher,
     lane: usize,
@@ -120,7 +126,7 @@ impl Rule {
         name: &OsStr,
         count_files: impl FnOnce() -> Vec<u64>,
     ) -> (usize, Reason) {
-        if let Some(found) = self.find_line(name) {
+        if let Some(found) = self.lane_by_line(name) {
             return found;
         }
         let dir = parent.ino;
@@ -131,7 +137,7 @@ impl Rule {
             debug_assert_eq!(files.len(), self.lanes);
             dirs.add(dir, files);
         }
-        if let Some((lane, reason)) = self.find_number(parent.sum, name)
+        if let Some((lane, reason)) = self.lane_by_numbers(parent.sum, name)
             && !dirs.is_crowded(dir, lane)
         {
             return (lane, reason);
@@ -153,15 +159,18 @@ impl Rule {
 
     /// Returns the lane that the name alone determines. `sum` is the sum of numbers of the directories above.
     pub fn explain(&self, sum: u64, name: &OsStr) -> Option<(usize, Reason)> {
-        self.find_line(name).or_else(|| self.find_number(sum, name))
+        self.lane_by_line(name)
+            .or_else(|| self.lane_by_numbers(sum, name))
     }
 
-    fn find_number(&self, sum: u64, name: &OsStr) -> Option<(usize, Reason)> {
+    /// Returns the lane that the numbers in a path determine, or `None` if the name has no number.
+    fn lane_by_numbers(&self, sum: u64, name: &OsStr) -> Option<(usize, Reason)> {
         let sum = sum.wrapping_add(sum_numbers(name.as_bytes())?);
         Some((self.lane_of_turn(sum), Reason::Number(sum)))
     }
 
-    fn find_line(&self, name: &OsStr) -> Option<(usize, Reason)> {
+    /// Returns the lane of the first line whose pattern matches the name.
+    fn lane_by_line(&self, name: &OsStr) -> Option<(usize, Reason)> {
         let line = self.lines.iter().find(|line| line.pattern.is_match(name))?;
         Some((line.lane, Reason::Line(line.number)))
     }
@@ -172,6 +181,7 @@ impl Rule {
     }
 }
 
+/// Parses a line of the configuration file. The error says what is wrong with it.
 fn parse_line(line: &str, lanes: usize) -> Result<(GlobMatcher, usize), String> {
     let (pattern, lane) = line
         .rsplit_once(char::is_whitespace)
@@ -207,6 +217,7 @@ fn sum_numbers(name: &[u8]) -> Option<u64> {
     numbers.reduce(u64::wrapping_add)
 }
 
+/// Returns the value of decimal digits, modulo 2^64.
 fn parse_digits(digits: &[u8]) -> u64 {
     digits.iter().fold(0, |number: u64, digit| {
         number
@@ -223,7 +234,7 @@ mod tests {
 
     use super::*;
 
-    /// The lane of a file that is made in a directory.
+    /// Returns the lane of a file that is made in a directory.
     fn lane_in(rule: &Rule, parent: Parent, name: &str) -> (usize, Reason) {
         let count_files = || vec![0; rule.lane_count()];
         let (lane, reason) = rule.choose(parent, OsStr::new(name), count_files);

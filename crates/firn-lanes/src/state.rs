@@ -1,11 +1,10 @@
-//! The state of a lane as a mount has seen it: the files and bytes that went to the lane, and whether it accepts
-//! more.
+//! The health of each lane as this mount has observed it: whether the lane is full, gone or hanging, and how many files and
+//! bytes went to it.
 //!
-//! The state is advice only. Each call that needs a full or absent lane tries it again, and so does a new file that
-//! may not go elsewhere. Each state is logged only once, so that a lane that comes and goes does not fill the log.
-//!
-//! A hanging lane reports nothing. The state therefore records the calls in progress and their start times. A status
-//! request reads only that record and makes no call that could hang.
+//! * The health is advice for the choice of a lane, and no call is refused because of it.
+//! * Each state is logged only once, so that a lane that comes and goes does not fill the log.
+//! * A hanging lane reports nothing. So the calls in progress are recorded with their start times, and a lane hangs if one
+//!   of them takes too long. A status request reads only this record, and makes no call that could hang.
 
 use std::collections::BTreeMap;
 use std::os::unix::ffi::OsStrExt;
@@ -65,6 +64,7 @@ impl Call {
     }
 }
 
+/// The observed health of one lane. Any number of threads may update it.
 #[derive(Debug, Default)]
 pub(crate) struct Progress {
     files: AtomicU64,
@@ -76,8 +76,8 @@ pub(crate) struct Progress {
     is_gone_logged: AtomicBool,
     is_hung_logged: AtomicBool,
     calls: Mutex<Calls>,
-    /// Time when a write to a lane without room last checked for room.
-    looked_for_room: Mutex<Option<Instant>>,
+    /// When a write to the full lane last checked for free room.
+    last_room_check: Mutex<Option<Instant>>,
 }
 
 /// The calls of a lane that are in progress, in the order of their start.
@@ -90,7 +90,7 @@ struct Calls {
 /// The states that a returned call can show.
 const STATES: [LaneState; 3] = [LaneState::Ok, LaneState::Full, LaneState::Gone];
 /// Minimum time between two checks for room in a full lane that accepts bytes again.
-const LOOK_FOR_ROOM_EVERY: Duration = Duration::from_secs(1);
+const ROOM_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 impl Progress {
     pub(crate) fn count_file(&self) {
@@ -116,12 +116,14 @@ impl Progress {
         self.is_over_quota.load(Ordering::Relaxed)
     }
 
-    fn hangs(&self, of_interest: impl Fn(Call) -> bool) -> bool {
+    /// Returns whether a call in progress, of the kinds for which `is_relevant` returns true, takes too long.
+    fn hangs(&self, is_relevant: impl Fn(Call) -> bool) -> bool {
         let calls = self.calls.lock();
         let mut under_way = calls.under_way.values();
-        under_way.any(|(call, since)| of_interest(*call) && since.elapsed() >= call.hangs_after())
+        under_way.any(|(call, since)| is_relevant(*call) && since.elapsed() >= call.hangs_after())
     }
 
+    /// Records that a call begins. It ends when the returned value is dropped.
     fn begin_call(&self, call: Call) -> CallUnderWay<'_> {
         let mut calls = self.calls.lock();
         calls.last_number += 1;
@@ -133,6 +135,7 @@ impl Progress {
         }
     }
 
+    /// Returns the figures of the lane for the status.
     fn figures(&self) -> LaneFigures {
         let hangs = self.hangs(|_| true);
         LaneFigures {
@@ -142,8 +145,8 @@ impl Progress {
         }
     }
 
-    /// Returns whether this is the first time that the lane is in this state.
-    fn is_news(&self, state: LaneState) -> bool {
+    /// Returns whether the lane is in this state for the first time, so that the state should be logged.
+    fn is_first_time_in(&self, state: LaneState) -> bool {
         let logged = match state {
             LaneState::Ok => return false,
             LaneState::Full => &self.is_full_logged,
@@ -153,14 +156,14 @@ impl Progress {
         !logged.swap(true, Ordering::Relaxed)
     }
 
-    /// Returns whether the caller should check for room now.
-    fn may_look_for_room(&self) -> bool {
-        let mut looked = self.looked_for_room.lock();
-        let is_recent = looked.is_some_and(|at| at.elapsed() < LOOK_FOR_ROOM_EVERY);
-        if !is_recent {
-            *looked = Some(Instant::now());
+    /// Returns whether the caller should check for free room now. If so, the next check is due after an interval.
+    fn is_room_check_due(&self) -> bool {
+        let mut last_check = self.last_room_check.lock();
+        let is_due = last_check.is_none_or(|at| at.elapsed() >= ROOM_CHECK_INTERVAL);
+        if is_due {
+            *last_check = Some(Instant::now());
         }
-        !is_recent
+        is_due
     }
 }
 
@@ -176,9 +179,9 @@ impl Drop for CallUnderWay<'_> {
     }
 }
 
-/// Returns the state of the lane that a failed call shows. Returns `None` if the error concerns only the file or the
-/// caller.
-pub(crate) fn state_behind(error: Errno) -> Option<LaneState> {
+/// Returns the state of the lane that explains the error of a call. Returns `None` if the error concerns only the file or
+/// the caller.
+pub(crate) fn state_of_error(error: Errno) -> Option<LaneState> {
     match error {
         Errno::NOSPC | Errno::DQUOT => Some(LaneState::Full),
         Errno::IO
@@ -206,7 +209,7 @@ impl<B: Backing> Lane<B> {
         self.progress.hangs(|call| call == Call::Name)
     }
 
-    /// Makes a call of the lane's directory, and records what the result shows about the lane.
+    /// Makes a call of the lane's backing, and updates the lane's health from its result, which it returns.
     pub(crate) fn call<T>(&self, kind: Call, make: impl FnOnce(&B) -> Result<T>) -> Result<T> {
         let under_way = self.progress.begin_call(kind);
         let result = make(&self.backing);
@@ -214,7 +217,7 @@ impl<B: Backing> Lane<B> {
         self.note_result(result)
     }
 
-    /// Records what the result of a call shows about the lane.
+    /// Updates the lane's health from the result of a call, which it returns.
     fn note_result<T>(&self, result: Result<T>) -> Result<T> {
         match &result {
             // A full lane still answers, so a successful call does not prove that it has room again.
@@ -223,7 +226,7 @@ impl<B: Backing> Lane<B> {
             }
             Ok(_) => {}
             Err(error) => {
-                if let Some(state) = state_behind(*error) {
+                if let Some(state) = state_of_error(*error) {
                     self.note_state(state, *error);
                 }
             }
@@ -240,7 +243,7 @@ impl<B: Backing> Lane<B> {
                 .store(is_quota, Ordering::Relaxed);
         }
         self.progress.set_state(state);
-        if self.progress.is_news(state) {
+        if self.progress.is_first_time_in(state) {
             let lane = quoted(self.path.as_bytes());
             let advice = match state {
                 LaneState::Full => "its files wait until there is room",
@@ -252,27 +255,27 @@ impl<B: Backing> Lane<B> {
 
     /// Records that a new file went elsewhere because the lane did not answer.
     pub(crate) fn note_hang(&self) {
-        if self.progress.is_news(LaneState::Hung) {
+        if self.progress.is_first_time_in(LaneState::Hung) {
             let lane = quoted(self.path.as_bytes());
             tracing::warn!(%lane, "a lane does not answer: its files wait until it does; new files go elsewhere where no line of the lane map says otherwise");
         }
     }
 
-    /// Returns the number of bytes that are available in the lane's file system.
-    pub(crate) fn find_room(&self) -> Result<u64> {
+    /// Returns the number of free bytes in the lane's file system.
+    pub(crate) fn free_bytes(&self) -> Result<u64> {
         let room = self.call(Call::Name, Volume::statfs)?;
         Ok(room.blocks_available.saturating_mul(room.block_size))
     }
 
-    /// Records that a write to the lane succeeded. If the lane was full, it accepts files again if `usual` bytes are
-    /// available.
-    pub(crate) fn note_written(&self, usual: u64) {
+    /// Records that a write to the lane succeeded. A full lane accepts new files again once it has `room_needed` free
+    /// bytes.
+    pub(crate) fn note_written(&self, room_needed: u64) {
         let progress = &self.progress;
         let is_full = progress.state() == LaneState::Full;
         // The room under a quota is known only by trying, when there is a new file.
-        if is_full && !progress.is_over_quota() && progress.may_look_for_room() {
-            let room = self.find_room();
-            if room.is_ok_and(|room| room >= usual) && progress.state() == LaneState::Full {
+        if is_full && !progress.is_over_quota() && progress.is_room_check_due() {
+            let room = self.free_bytes();
+            if room.is_ok_and(|room| room >= room_needed) && progress.state() == LaneState::Full {
                 progress.set_state(LaneState::Ok);
             }
         }

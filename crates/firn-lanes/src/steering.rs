@@ -1,16 +1,17 @@
-//! Placement on one file system that can be told on which of its servers to put a file (`placement=lustre` and the like).
+//! Placement on a file system with several servers that lets its user choose the server of a new file
+//! (`placement=lustre` and others).
 //!
-//! Names do not change; only the creation of a file differs, by its [`Driver`]. The same [`Rule`] as for directories chooses
-//! the lane of a file.
+//! Here a *lane* is one such server. The same [`Rule`] as for directories chooses the lane of a file, and a [`Driver`]
+//! creates the file there. All other calls are those of an ordinary backing.
 //!
-//! | file system | a lane is | the file system is told by |
+//! | file system | a lane is | the lane is chosen by |
 //! |---|---|---|
 //! | Lustre | an OST, by its index | an extended attribute of the new file, before its objects are allocated |
 //! | MooseFS | a storage class, by its name | the tool `mfssetsclass`, for a staging directory for each lane |
 //! | others | what the program takes | a program, which creates the file |
 //!
-//! Promise: if the file system refuses a server, the file is created all the same, where the file system puts it. Such files
-//! are counted, and the first one is logged.
+//! Promise: if the file system refuses a server, the file is still created, on a server that the file system chooses. Such
+//! files are counted, and the first one is logged.
 
 use std::ffi::{OsStr, OsString};
 use std::fmt::Debug;
@@ -85,10 +86,13 @@ pub enum Location {
 pub struct Steered {
     driver: Box<dyn Driver>,
     rule: Rule,
+    /// The server of each lane, as the option names it.
     servers: Vec<OsString>,
     /// Number of files for which each lane was chosen, including refused ones.
     files: Vec<AtomicU64>,
+    /// Number of bytes written to files of each lane.
     bytes: Vec<AtomicU64>,
+    /// Number of files for which the file system refused the lane.
     refused: AtomicU64,
 }
 
@@ -102,7 +106,7 @@ pub struct ServerFigures {
 }
 
 impl Steered {
-    /// Makes the placement. `servers`: the server of each lane. `rule` must have as many lanes.
+    /// Returns the placement for these servers, one for each lane. `rule` must have as many lanes.
     pub fn new(driver: Box<dyn Driver>, servers: Vec<OsString>, rule: Rule) -> Self {
         assert!(!servers.is_empty(), "there is a lane to go to");
         let zeros = || servers.iter().map(|_| AtomicU64::new(0)).collect();
@@ -223,9 +227,9 @@ fn create_plain(new: &NewFile<'_>) -> Result<OwnedFd> {
     new.open(OFlags::empty())
 }
 
-/// Opens a file that another process made for this one. ESTALE: it is no empty regular file, so a third process has taken the
-/// name meanwhile.
-fn open_made(new: &NewFile<'_>) -> Result<(OwnedFd, Stat)> {
+/// Opens a file that another program has created for this process. Fails with ESTALE if it is not an empty regular file:
+/// then a third process has taken the name.
+fn open_foreign_file(new: &NewFile<'_>) -> Result<(OwnedFd, Stat)> {
     let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let file = openat(new.parent, new.name, flags, Mode::empty())?;
     let stat = fstat(&file)?;
@@ -250,7 +254,7 @@ fn parse_numbers<N: TryFrom<u64>>(
 }
 
 /// Opens a directory for reading, from an `O_PATH` descriptor.
-fn open_to_ask(dir: BorrowedFd<'_>) -> Result<OwnedFd> {
+fn reopen_dir(dir: BorrowedFd<'_>) -> Result<OwnedFd> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     openat(dir, c".", flags, Mode::empty())
 }
@@ -261,16 +265,16 @@ fn check_magic(
     magic: u64,
     file_system: &str,
 ) -> std::result::Result<(), String> {
-    let statfs = rustix::fs::fstatfs(dir).map_err(|error| not_on(file_system, error))?;
+    let statfs = rustix::fs::fstatfs(dir).map_err(|error| wrong_file_system(file_system, error))?;
     if statfs.f_type.cast_unsigned() == magic {
         Ok(())
     } else {
-        Err(not_on(file_system, Errno::OPNOTSUPP))
+        Err(wrong_file_system(file_system, Errno::OPNOTSUPP))
     }
 }
 
 /// Error for a backing on another file system.
-fn not_on(file_system: &str, error: Errno) -> String {
+fn wrong_file_system(file_system: &str, error: Errno) -> String {
     format!(
         "the backing is not on {file_system} ({error}): choose the placement that fits its file system"
     )

@@ -69,7 +69,7 @@ impl World {
         PlainBacking::new(self.open())
     }
 
-    /// The primary and the lanes.
+    /// Returns the primary and the lanes.
     fn backings(&self) -> impl Iterator<Item = &SimBacking> {
         std::iter::once(&self.primary).chain(&self.lanes)
     }

@@ -101,7 +101,7 @@ impl SteeredState {
         self.nodes.insert(number, node);
     }
 
-    /// A name as `calls` shows it. Names in staging directories are random, so `*` stands for them.
+    /// Returns a name as `calls` shows it. Names in staging directories are random, so `*` stands for them.
     fn display_name(&self, parent: u64, name: &OsStr) -> String {
         match self.nodes.get(&parent) {
             Some(dir) if dir.names[0].1.to_string_lossy().starts_with("lane") => {
@@ -351,12 +351,12 @@ impl Mounted {
         File::open(self.path().join(name)).unwrap().into()
     }
 
-    /// The calls since the last time.
+    /// Returns the calls since the last time.
     fn take_calls(&self) -> Vec<String> {
         std::mem::take(&mut self.state.lock().unwrap().calls)
     }
 
-    /// A backing whose files are steered to two lanes.
+    /// Returns a backing whose files are steered to two lanes.
     fn backing(&self, driver: impl Driver + 'static) -> (DirBacking, Arc<Steered>) {
         let servers = vec!["0".into(), "1".into()];
         let rule = Rule::new(2, "host");
@@ -475,7 +475,7 @@ fn what_a_crash_left_in_a_staging_directory_is_removed() {
     );
 }
 
-/// A program of a site, as a shell script.
+/// Returns a program of a site, as a shell script.
 fn script(dir: &Path, text: &str) -> OsString {
     use std::os::unix::fs::PermissionsExt;
     let path = dir.join("place");

@@ -1,15 +1,23 @@
-//! The log layout as a backing over another backing: the bytes of chosen files lie in containers.
+//! The log layout as a backing on top of another backing: several hosts can write the same file, because each host appends
+//! its writes to a log of its own.
 //!
-//! All other files, and names and attributes, go to the backing below unchanged. Once a file has a container, every
-//! host reads it through its containers until it is flat. This holds also on hosts that do not choose the file.
+//! Terms
+//! * A *chosen* file is one that the layout logs, by its name. All other files, names and attributes go to the backing
+//!   below unchanged.
+//! * The *plain* file is the ordinary file in the backing below. A *container* of it is a directory with the logs and
+//!   indexes of all hosts.
+//! * A file is *flat* when all its bytes are in the plain file and it has no container.
+//!
+//! Once a file has a container, every host reads it through its containers until it is flat, even a host that does not
+//! choose the file.
 //!
 //! How other hosts' changes become visible
 //! * A *listing* names the files that have containers. It is made again when it is older than [`Setup::view_age_max`].
 //! * After a new listing, the first use of a file refreshes that file's containers.
-//! * An open and the first use after a sync refresh them at once.
+//! * An open, and the first use after a sync, refresh them at once.
 //!
-//! How a last name is removed: the containers are marked before the name goes and again after it. A host that restarts,
-//! or another host, then finishes an interrupted removal (`crate::orphans`).
+//! How the last name of a file is removed: its containers are marked before the removal and again after it. By the marks,
+//! a host finishes a removal that a crash has interrupted (`crate::orphans`).
 
 mod calls;
 mod settle;
@@ -50,7 +58,7 @@ pub fn make_dir<B: Backing>(base: &B) -> std::result::Result<B::Inode, OwnError>
 /// even for a file that many hosts wrote.
 const INDEX_BYTES_MAX: u64 = 32 << 20;
 /// Shortest time between two updates of a plain file's modification time. Each update is a call to the server.
-const MODIFIED_EVERY: Duration = Duration::from_secs(1);
+const MTIME_UPDATE_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Returns whether a new file with this name is logged.
 pub type Chooser = Box<dyn Fn(&OsStr) -> bool + Send + Sync>;
@@ -94,16 +102,20 @@ pub struct Setup {
 
 /// A backing whose chosen files lie in logs.
 pub struct LogBacking<B: Backing> {
+    /// The backing with the plain files and the containers.
     below: B,
+    /// The directory of all containers.
     top: B::Inode,
     top_id: TopId,
+    /// Memory for table blocks of all files.
     memory: Arc<Memory>,
     /// This host's turn, which selects the lane of its logs; 0 without lanes.
     turn: u64,
     setup: Setup,
     files: Mutex<Files<B>>,
+    /// The queue of files to flatten or remove.
     ended: Arc<EndedFiles<B>>,
-    /// Counts files that were dropped from `files`. A look-up notices by it that a file became flat meanwhile.
+    /// Number of files that were dropped from `files`. A look-up compares it to notice that a file became flat.
     forget_count: AtomicU64,
     /// Containers of files that this host was removing when it last ran, and has not begun to remove again.
     marked: Mutex<HashSet<String>>,
@@ -522,8 +534,8 @@ impl<B: Backing> LogBacking<B> {
         Ok(Some(opened))
     }
 
-    /// Makes visible what other hosts wrote before they closed the file (close-to-open), and orders it before this
-    /// host's next writes.
+    /// Reads what other hosts wrote before they closed the file (close-to-open consistency), and orders this host's next
+    /// writes after it.
     fn see_closed_changes(&self, opened: &Opened<B>) -> Result<()> {
         let site = self.site();
         let file = &opened.file;
@@ -547,14 +559,14 @@ impl<B: Backing> LogBacking<B> {
         logged.retry_while_lagging(&site, &mut || logged.begin_writing(&site, &plain_len))
     }
 
-    /// Sets the modification time of the plain file after a write by this host, at most once in [`MODIFIED_EVERY`].
-    fn note_modified(&self, file: &LogFile<B>) {
+    /// Sets the modification time of the plain file after a write by this host, at most once in [`MTIME_UPDATE_INTERVAL`].
+    fn update_mtime(&self, file: &LogFile<B>) {
         let Some(opened) = &file.logged else {
             return;
         };
         {
             let mut modified = opened.file.modified.lock();
-            if modified.is_some_and(|noted| noted.elapsed() < MODIFIED_EVERY) {
+            if modified.is_some_and(|noted| noted.elapsed() < MTIME_UPDATE_INTERVAL) {
                 return;
             }
             *modified = Some(Instant::now());
@@ -569,7 +581,7 @@ impl<B: Backing> LogBacking<B> {
         }
     }
 
-    /// Makes what this host wrote to logs durable, of all files.
+    /// Makes this host's writes to the logs of all files durable.
     fn sync_logs(&self) -> Result<()> {
         let files: Vec<_> = self.files.lock().by_id.values().map(Arc::clone).collect();
         for file in files {
@@ -579,7 +591,8 @@ impl<B: Backing> LogBacking<B> {
         Ok(())
     }
 
-    /// Returns the file whose name `name` is, if it is a file with an identity and the name may be its last.
+    /// Returns the file that the removal of `name` would leave without a name. Returns `None` if the file has other names,
+    /// or if the object cannot be a logged file.
     fn find_file_losing_name(
         &self,
         parent: &B::Inode,
@@ -594,7 +607,7 @@ impl<B: Backing> LogBacking<B> {
         Ok(id.filter(|_| attr.nlink == 1).map(|id| (inode, id)))
     }
 
-    /// Marks the containers of a file, with repetitions while the backing lags.
+    /// Marks the containers of a file. Repeats this while the backing lags behind other hosts.
     fn mark(&self, file: &LoggedFile<B>, mark: &str) -> Result<()> {
         let site = self.site();
         file.retry_while_lagging(&site, &mut || file.mark(&site, mark))
@@ -635,14 +648,14 @@ impl<B: Backing> LogBacking<B> {
         marked
     }
 
-    /// Notes that the last name stays.
+    /// Ends a removal that has failed: the file keeps its name.
     fn cancel_removal(&self, file: &LoggedFile<B>) {
         file.is_dying.store(false, Ordering::Release);
         self.files.lock().dying.remove(&file.id);
     }
 
-    /// Finishes the removal of a last name. If `outcome` is an error, the name is still there, and the marks are
-    /// removed.
+    /// Finishes the removal of a last name, and returns `outcome`, the result of the removal itself. If that is an error,
+    /// the name is still there, and the marks are removed.
     fn finish_removal(
         &self,
         removed: Option<(B::Inode, FileId)>,

@@ -1,4 +1,4 @@
-//! What cuts of a file hide of the changes in one index.
+//! The effect of cuts on one index. A *cut* shortens the file, and so hides bytes of earlier changes.
 //!
 //! Terms
 //! * Cut: a change that shortens the file. It hides only changes that its host had seen.

@@ -1,18 +1,18 @@
-//! A logged file: the stack of its generations over the plain file.
+//! A logged file as one host sees it: the plain file, and a stack of containers with newer bytes on top of it.
 //!
 //! Terms
-//! * Plain file: the ordinary file of the backing, which has the name, the inode and the attributes.
-//! * Generation: one container, which is a directory with logs and indexes of all hosts. A file gets the next
-//!   generation when a host writes to it while the newest generation is ending.
-//! * Flat: all bytes of a generation are in the plain file.
-//! * Refresh: list the generations in the backing and read what other hosts added to their indexes.
+//! * The *plain file* is the ordinary file of the backing, which has the name, the inode and the attributes.
+//! * A *generation* is one container, which is a directory with logs and indexes of all hosts. A file gets the next
+//!   generation when a host writes to it while other hosts flatten the newest one.
+//! * A generation is *flat* when all its bytes are in the plain file.
+//! * To *refresh* a file is to list its generations in the backing, and to read what other hosts added to their indexes.
 //!
 //! The newest generation is on top of the stack. A read goes down from it to the plain file. Flattening goes up from
 //! the lowest generation.
 //!
-//! Race: another host may flatten and remove a generation at any moment. So each operation that fails first asks
-//! whether the generation is flat or removed. If so, the operation refreshes and begins again, at most [`ATTEMPTS_MAX`]
-//! times.
+//! Race: another host may flatten and remove a generation at any moment. So an operation that fails first checks whether
+//! the generation is flat or removed. If it is, the operation refreshes the file and begins again, at most
+//! [`ATTEMPTS_MAX`] times.
 
 use std::ops::Range;
 use std::path::Path;

@@ -567,6 +567,7 @@ impl Resolver {
 struct Segments(Vec<Segment>);
 
 impl Segments {
+    /// Adds a segment at the end. It becomes a part of the last segment if it continues that one.
     fn push(&mut self, file: Range<u64>, source: Source) {
         let next = Segment { file, source };
         match self.0.last_mut() {

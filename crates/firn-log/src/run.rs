@@ -167,6 +167,7 @@ impl Run {
         true
     }
 
+    /// Returns whether the pieces of the run are not empty, do not overlap, and lie within the largest file.
     fn is_valid(&self) -> bool {
         let last = self.count.checked_sub(1);
         let last = last.and_then(|last| last.checked_mul(self.stride));

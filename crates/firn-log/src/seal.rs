@@ -1,4 +1,5 @@
-//! The end of a container: its writers, its seal, and its way into the plain file.
+//! Ends a container: closes it for writers, decides which bytes count (the *seal*), and copies them into the plain file
+//! (*flattening*).
 //!
 //! A container is a [`Ballot`]: hosts that write to it are registered, and one host decides what counts. The decision
 //! is the seal. Files of the ballot:

@@ -1,4 +1,4 @@
-//! Makes tables: of the frames of an index, and of smaller tables.
+//! Makes tables from the frames of an index, and merges small tables into larger ones (as a log-structured merge tree does).
 //!
 //! A host sorts a part of its index before the part becomes too long for the memory of other hosts. It sorts the rest
 //! when it ends writing. Tables of like size are then merged. So an index of any length is sorted with little memory.
@@ -175,6 +175,7 @@ struct MergedLayers<I> {
 }
 
 impl<I: Iterator<Item = Result<Layer>>> MergedLayers<I> {
+    /// Merges sources of layers. Fails if the first layer of a source cannot be read.
     fn new(sources: impl Iterator<Item = I>) -> Result<Self> {
         let mut merged = Self {
             sources: sources.collect(),

@@ -45,6 +45,7 @@ impl Record {
         }
     }
 
+    /// Decodes a record. Returns `None` if the bytes are no valid record.
     fn decode(text: &[u8]) -> Option<Self> {
         let text = std::str::from_utf8(text).ok()?;
         if text == END {

@@ -71,6 +71,7 @@ impl Fault {
 }
 
 impl Finding {
+    /// Returns the finding about a container whose creation was not finished.
     fn unfinished(container: String) -> Self {
         Self {
             container,

@@ -1,8 +1,8 @@
-//! This host's logs and index in one container, for one life of the host.
+//! Writes this host's logs and index in one container.
 //!
-//! A write reserves a range of the current log, writes its bytes there, and then appends a frame to the index. So
-//! several threads write at the same time, and a frame names only bytes whose write has returned. A sync makes first
-//! the logs durable, then the index.
+//! A write has three steps: it reserves a range of the current log, writes its bytes there, and appends a frame to the
+//! index. So several threads can write at the same time, and a frame names only bytes whose write has returned. A sync
+//! makes the logs durable first, and then the index.
 
 use std::ffi::OsStr;
 use std::io::IoSlice;

@@ -1,4 +1,4 @@
-//! Returns how a process ended that is not a child of this process.
+//! Finds out how a process ended that is not a child of this process, through its pidfd.
 
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd};

@@ -1,7 +1,7 @@
-//! Runs a program to its end: passes its input, collects its output, and kills the program at a deadline.
+//! Runs a program as a child process: passes its input, collects its output, and kills the program at a deadline.
 //!
-//! Also asks how a process ended ([`end_of_process`]), and reads of a process in /proc what does not wait for its exec
-//! ([`has_memory`]).
+//! The crate also answers questions about other processes: how one ended ([`end_of_process`]), and facts from /proc that
+//! can be read without waiting for an exec ([`has_memory`]).
 //!
 //! Promises
 //! * [`run`] returns at most [`KILL_WAIT`] after the deadline, whatever the program and its descendants do.
@@ -50,7 +50,7 @@ pub const KILL_WAIT: Duration = Duration::from_secs(1);
 /// Maximum number of bytes of one read: the default capacity of a pipe.
 const READ_BYTES: usize = 64 << 10;
 
-/// Treatment of output beyond the limit.
+/// What happens to output beyond the limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Excess {
     /// The excess is read and discarded.
@@ -66,7 +66,7 @@ pub struct Limits<'a> {
     pub input: &'a [u8],
     /// Maximum number of bytes of its standard output and error that are kept, in their order of arrival.
     pub output_bytes_max: usize,
-    /// Treatment of output beyond that limit.
+    /// What happens to output beyond that limit.
     pub excess: Excess,
     /// Time at which the program is killed.
     pub deadline: Instant,
@@ -108,12 +108,15 @@ pub enum RunError {
     Watch(#[source] io::Error),
 }
 
-/// Runs `command` within `limits`. The function sets the standard input, output and error and the process group.
+/// Runs `command` to its end within `limits`, and returns its exit status and output.
+///
+/// The function sets the command's standard input, output and error, and its process group. Fails if the program cannot be
+/// started, exceeds a limit, or cannot be watched. It has then been killed.
 pub fn run(mut command: Command, limits: Limits<'_>) -> Result<Ended, RunError> {
     let (output, stdout) = io::pipe().map_err(RunError::Start)?;
     command.stderr(stdout.try_clone().map_err(RunError::Start)?);
     command.stdout(stdout);
-    let input = give_input(&mut command, limits.input).map_err(RunError::Start)?;
+    let input = set_up_input(&mut command, limits.input).map_err(RunError::Start)?;
     command.process_group(0);
     let child = command.spawn().map_err(RunError::Start)?;
     // Dropping the command closes this process's copies of the program's ends of the pipes.
@@ -126,14 +129,16 @@ pub fn run(mut command: Command, limits: Limits<'_>) -> Result<Ended, RunError> 
         to_write: limits.input,
         limits,
     };
-    let status = program.watch(&mut streams)?;
+    let status = program.pass_streams_until_end(&mut streams)?;
     Ok(Ended {
         status,
         output: streams.kept,
     })
 }
 
-fn give_input(command: &mut Command, bytes: &[u8]) -> io::Result<Option<PipeWriter>> {
+/// Sets the standard input of a command that is to read `bytes`. Returns the end of the pipe to which this process writes
+/// them, or `None` if there are none.
+fn set_up_input(command: &mut Command, bytes: &[u8]) -> io::Result<Option<PipeWriter>> {
     if bytes.is_empty() {
         command.stdin(Stdio::null());
         return Ok(None);
@@ -148,12 +153,16 @@ fn give_input(command: &mut Command, bytes: &[u8]) -> io::Result<Option<PipeWrit
 struct Program(Option<Child>);
 
 impl Program {
-    fn watch(&mut self, streams: &mut Streams<'_>) -> Result<ExitStatus, RunError> {
+    /// Passes input and output until the program ends, and returns its exit status.
+    fn pass_streams_until_end(
+        &mut self,
+        streams: &mut Streams<'_>,
+    ) -> Result<ExitStatus, RunError> {
         let Some(child) = &mut self.0 else {
             return Err(RunError::Watch(Errno::CHILD.into()));
         };
-        let end = open_end(child).map_err(RunError::Watch)?;
-        while !streams.wait(&end)? {}
+        let pidfd = open_pidfd(child).map_err(RunError::Watch)?;
+        while !streams.wait_and_pass(&pidfd)? {}
         streams.read_rest()?;
         let status = child.wait().map_err(RunError::Watch)?;
         self.0 = None;
@@ -169,7 +178,7 @@ impl Drop for Program {
         // The child is not reaped yet, so its process id cannot belong to another process.
         let _ = kill_process_group(Pid::from_child(&child), Signal::KILL);
         let _ = child.kill();
-        if !has_ended_within(&child, KILL_WAIT) {
+        if !wait_for_end(&child, KILL_WAIT) {
             // If no thread can be started, the child remains a zombie until this process ends.
             let _ = std::thread::Builder::new()
                 .name("firn-reaper".into())
@@ -180,33 +189,38 @@ impl Drop for Program {
     }
 }
 
-fn open_end(child: &Child) -> io::Result<OwnedFd> {
+/// Opens a descriptor of the child that becomes readable when the child ends.
+fn open_pidfd(child: &Child) -> io::Result<OwnedFd> {
     Ok(pidfd_open(Pid::from_child(child), PidfdFlags::empty())?)
 }
 
-fn has_ended_within(child: &Child, wait: Duration) -> bool {
-    let Ok(end) = open_end(child) else {
+/// Waits until the child ends, at most for `wait`. Returns whether it has ended.
+fn wait_for_end(child: &Child, wait: Duration) -> bool {
+    let Ok(pidfd) = open_pidfd(child) else {
         return false;
     };
     let timeout = Timespec::try_from(wait).ok();
-    let mut ready = [PollFd::new(&end, PollFlags::IN)];
+    let mut ready = [PollFd::new(&pidfd, PollFlags::IN)];
     retry_on_intr(|| poll(&mut ready, timeout.as_ref())).is_ok_and(|count| count > 0)
 }
 
 /// This process's ends of a program's pipes.
 struct Streams<'a> {
-    /// `None` once the program and its descendants have closed it.
+    /// Pipe with the program's output. `None` once the program and its descendants have closed it.
     output: Option<PipeReader>,
+    /// The output that is returned to the caller.
     kept: Vec<u8>,
-    /// `None` once all input is written, or the program has closed its standard input.
+    /// Pipe to the program's standard input. `None` once all input is written, or the program has closed it.
     input: Option<PipeWriter>,
+    /// Input that is not written yet.
     to_write: &'a [u8],
     limits: Limits<'a>,
 }
 
 impl Streams<'_> {
-    /// Waits until a pipe is ready or the program ends, and reads or writes. Returns whether the program has ended.
-    fn wait(&mut self, end: &OwnedFd) -> Result<bool, RunError> {
+    /// Waits until a pipe is ready or the program ends, and reads or writes once. `pidfd` is the descriptor of the program.
+    /// Returns whether the program has ended. Fails at the deadline.
+    fn wait_and_pass(&mut self, pidfd: &OwnedFd) -> Result<bool, RunError> {
         let left = self
             .limits
             .deadline
@@ -215,7 +229,7 @@ impl Streams<'_> {
             return Err(RunError::Late);
         }
         let timeout = Timespec::try_from(left).ok();
-        let mut ready = vec![PollFd::new(end, PollFlags::IN)];
+        let mut ready = vec![PollFd::new(pidfd, PollFlags::IN)];
         ready.extend(self.output.iter().map(|fd| PollFd::new(fd, PollFlags::IN)));
         let input_index = ready.len();
         ready.extend(self.input.iter().map(|fd| PollFd::new(fd, PollFlags::OUT)));
@@ -230,15 +244,16 @@ impl Streams<'_> {
         let can_write = is_ready(input_index);
         drop(ready);
         if can_read && !has_ended {
-            self.read(READ_BYTES)?;
+            self.read_output(READ_BYTES)?;
         }
         if can_write {
-            self.write()?;
+            self.write_input()?;
         }
         Ok(has_ended)
     }
 
-    /// Reads the bytes that are in the pipe now. A descendant could write more bytes for ever.
+    /// Reads the bytes that are in the pipe now. It does not wait for the pipe's end, because a descendant could keep the
+    /// pipe open and write to it for ever.
     fn read_rest(&mut self) -> Result<(), RunError> {
         let mut rest = match &self.output {
             Some(output) => {
@@ -248,13 +263,14 @@ impl Streams<'_> {
         };
         while rest > 0 && self.output.is_some() {
             let bytes_max = READ_BYTES.min(usize::try_from(rest).unwrap_or(READ_BYTES));
-            rest = rest.saturating_sub(self.read(bytes_max)? as u64);
+            rest = rest.saturating_sub(self.read_output(bytes_max)? as u64);
         }
         Ok(())
     }
 
-    /// Reads the output once. The pipe must have data or be at its end.
-    fn read(&mut self, bytes_max: usize) -> Result<usize, RunError> {
+    /// Reads at most `bytes_max` bytes of output, once, and returns their number. The pipe must have data or be at its end,
+    /// so that the read does not wait.
+    fn read_output(&mut self, bytes_max: usize) -> Result<usize, RunError> {
         let Some(output) = &self.output else {
             return Ok(0);
         };
@@ -273,7 +289,8 @@ impl Streams<'_> {
         Ok(count)
     }
 
-    fn write(&mut self) -> Result<(), RunError> {
+    /// Writes as much of the input as the pipe takes now, and closes the pipe after the last byte.
+    fn write_input(&mut self) -> Result<(), RunError> {
         let Some(input) = &self.input else {
             return Ok(());
         };

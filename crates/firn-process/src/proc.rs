@@ -1,15 +1,16 @@
-//! Questions about a process that can be answered while the process executes another program.
+//! Facts about a process from the files of /proc that never wait for an exec of the process.
 //!
-//! An exec closes descriptors, and each close of a file of a mount waits for the answer of firnd. Meanwhile the kernel
-//! holds the exec lock of the process. A thread of firnd that waits for that lock never sends the answer, and both hang.
+//! firnd needs this to avoid a deadlock. An exec closes descriptors, and each close of a file of a mount waits for the answer
+//! of firnd. During that time the kernel holds the exec lock of the process. If the answering thread of firnd waited for the
+//! same lock, both would hang.
 //!
 //! | file of /proc/PID | during an exec (Linux 6.18) |
 //! |---|---|
 //! | `status`, `statm`, `comm`, `cgroup`, `mountinfo`, `fdinfo/N`, the lists `fd` and `task` | is read at once |
 //! | `stat`, `wchan`, `io`, `environ`, `maps`, `ns/*`, `fd/N`, `exe`, `cwd`, `root` | waits for the end of the exec |
 //!
-//! So a thread that answers a close reads no file of the second row, unless the process has no memory any more:
-//! [`has_memory`]. Such a process exits, and executes nothing.
+//! So a thread that answers a close reads no file of the second row, unless [`has_memory`] says that the process has no
+//! memory any more. Such a process is exiting, and cannot be in an exec.
 
 use std::fs::File;
 use std::io::Read;

@@ -20,7 +20,7 @@ fn shell(script: &str) -> Command {
     command
 }
 
-/// The number that a script wrote to a file.
+/// Returns the number that a script wrote to a file.
 fn read_pid(path: &Path) -> String {
     let text = std::fs::read_to_string(path).unwrap();
     text.trim().to_owned()

@@ -1,4 +1,4 @@
-//! Asks questions that may hang, several at the same time.
+//! Makes requests that may hang, such as requests to firnd or to a file server, several at the same time.
 //!
 //! Promises
 //! * Answers have the order of the questions.
@@ -15,9 +15,8 @@ use std::time::{Duration, Instant};
 use firn_process::{Excess, Limits, RunError};
 use serde::de::DeserializeOwned;
 
-/// Questions that are asked at the same time. Most of them wait for something other than a CPU. Any of them may go to a
-/// firnd that is stopped, or to a foreign program of the mount's user. a firnd that is stopped, or that is another
-/// program of its user.
+/// Maximum number of questions that are asked at the same time. Most of them wait for something other than a CPU, and
+/// any of them may go to a firnd that is stopped, or to another program of its user.
 const AT_ONCE: usize = 16;
 /// Maximum size of a child's output in bytes: a line for each of some thousand hosts.
 const OUTPUT_BYTES_MAX: usize = 32 << 20;

@@ -1,4 +1,5 @@
-//! The command line: it chooses the role of the binary and the verb, and turns the verb's result into an exit status.
+//! The entry point of all programs in this binary: chooses the role by the name of the call, runs the verb, and turns
+//! its result into an exit status.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -11,7 +12,7 @@ use crate::output::{self, Paint};
 use crate::overview::overview;
 use crate::verb::{self, Verb, verbs};
 
-/// The phrase at the end of clap's errors.
+/// The beginning of the hint at the end of clap's error messages.
 const MORE_HELP: &str = "For more information, try";
 
 /// The role of the binary, which depends on the name that it is called by.
@@ -91,7 +92,7 @@ fn tell_misspelt_variables() {
     }
 }
 
-/// Prints help or the version where the user asked for them. Anything else is a usage error of `verb`, and is returned
+/// Prints help or the version if the user asked for them. Anything else is a usage error of `verb`, and is returned
 /// as a failure.
 fn answer_instead(mut error: clap::Error, verb: Option<&Verb>) -> Result<u8, Failure> {
     if error.kind() == ErrorKind::InvalidSubcommand {
@@ -214,7 +215,7 @@ const FOREIGN_WORDS: &[(&[&str], &str)] = &[
     (&["completion", "complete"], "`completions`"),
 ];
 
-/// Returns the words of Firn for a verb of another program, or `None` where none is known.
+/// Returns the words of Firn for a verb of another program, or `None` if none is known.
 fn foreign_word(typed: &str) -> Option<&'static str> {
     let typed = typed.to_lowercase();
     let row = FOREIGN_WORDS

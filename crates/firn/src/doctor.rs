@@ -1,8 +1,9 @@
-//! The checks of `firn doctor`: what a host and a backing can do, and what the user should type where a check fails.
+//! The checks of `firn doctor`: they test whether a mount would work on this host and this backing. For each problem
+//! they tell the user what to type.
 //!
-//! A [`Check`] has a name, a group, and a function that returns [`Finding`]s. [`CHECKS`] lists all checks.
-//! [`examine()`] runs each of them in a child process, which returns its findings as JSON. Where a mount makes the same
-//! test, both call the same function (`firn_daemon::check_backing` and others).
+//! * A [`Check`] has a name, a group, and a function that returns [`Finding`]s. [`CHECKS`] lists all checks.
+//! * [`examine()`] runs each check in a child process, which prints its findings as JSON.
+//! * A mount makes some of the same tests. Both then call the same function, such as `firn_daemon::check_backing`.
 //!
 //! Promises
 //! * [`examine()`] returns even if a file server does not answer. A check that exceeds its timeout is killed. Where the
@@ -30,19 +31,19 @@ pub use examine::{Examination, ExaminationRequest, examine, run_check};
 pub use finding::{Finding, Verdict};
 pub use fuse::{device_fault, find_program};
 
-/// The subject of a check.
+/// What a check examines. It decides when the check runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CheckGroup {
     /// This host, and this user on it.
     Host,
     /// The backing. Its checks read facts only, apart from one file that they may create.
     Backing,
-    /// The backing's file system, which the checks try with files of their own. They run only where the backing can be
+    /// The backing's file system, which the checks try with files of their own. They run only if the backing can be
     /// used and written to.
     Storage,
 }
 
-/// What is examined.
+/// The input of every check: what a mount would be given.
 #[derive(Clone, Debug)]
 pub struct CheckSubject<'a> {
     /// The backing as the user gave it. `None` means that only the host is examined.
@@ -53,14 +54,14 @@ pub struct CheckSubject<'a> {
     pub options_fault: Option<&'a str>,
 }
 
-/// One check.
+/// A named test of the host or of the backing.
 pub struct Check {
     /// Name of the check in lines of output, in JSON and for `--only`.
     pub name: &'static str,
-    /// The subject of the check, which decides when it runs.
+    /// What the check examines.
     pub group: CheckGroup,
-    /// Runs the check, and returns its findings.
-    pub(crate) look: fn(&CheckSubject<'_>) -> Vec<Finding>,
+    /// Runs the check in this process, and returns its findings.
+    pub(crate) find_problems: fn(&CheckSubject<'_>) -> Vec<Finding>,
 }
 
 /// All checks, in the order of the output.
@@ -89,24 +90,45 @@ pub static CHECKS: [Check; 21] = [
 ];
 
 impl Check {
-    const fn of_host(name: &'static str, look: fn(&CheckSubject<'_>) -> Vec<Finding>) -> Self {
+    const fn of_host(
+        name: &'static str,
+        find_problems: fn(&CheckSubject<'_>) -> Vec<Finding>,
+    ) -> Self {
         let group = CheckGroup::Host;
-        Self { name, group, look }
+        Self {
+            name,
+            group,
+            find_problems,
+        }
     }
 
-    const fn of_backing(name: &'static str, look: fn(&CheckSubject<'_>) -> Vec<Finding>) -> Self {
+    const fn of_backing(
+        name: &'static str,
+        find_problems: fn(&CheckSubject<'_>) -> Vec<Finding>,
+    ) -> Self {
         let group = CheckGroup::Backing;
-        Self { name, group, look }
+        Self {
+            name,
+            group,
+            find_problems,
+        }
     }
 
-    const fn of_storage(name: &'static str, look: fn(&CheckSubject<'_>) -> Vec<Finding>) -> Self {
+    const fn of_storage(
+        name: &'static str,
+        find_problems: fn(&CheckSubject<'_>) -> Vec<Finding>,
+    ) -> Self {
         let group = CheckGroup::Storage;
-        Self { name, group, look }
+        Self {
+            name,
+            group,
+            find_problems,
+        }
     }
 }
 
-/// Returns the user id of the caller.
-fn user() -> u32 {
+/// Returns the effective user id of this process.
+fn user_id() -> u32 {
     rustix::process::geteuid().as_raw()
 }
 

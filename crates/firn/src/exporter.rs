@@ -47,6 +47,7 @@ pub struct Scraper {
     last: Mutex<Option<(Instant, Arc<str>)>>,
 }
 
+/// Locks a mutex whose data is valid even after a panic of a thread that had it locked.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -81,7 +82,7 @@ impl Scraper {
             }
             let (sender, asked, mount) = (sender.clone(), Arc::clone(&self.asked), mount.clone());
             let ask = move || {
-                let answer = ask(&mount);
+                let answer = ask_status(&mount);
                 lock(&asked).remove(&mount.mount_point);
                 let _ = sender.send((index, answer));
             };
@@ -113,7 +114,8 @@ impl Scraper {
     }
 }
 
-fn ask(mount: &Mount) -> Result<firn_protocol::Status, ClientError> {
+/// Asks the firnd of a mount for its status. May wait for longer than [`ANSWER_WITHIN`].
+fn ask_status(mount: &Mount) -> Result<firn_protocol::Status, ClientError> {
     Connection::open(mount)?.status()
 }
 
@@ -140,6 +142,7 @@ impl EndSignal {
     }
 }
 
+/// Waits until a descriptor is ready, a signal arrives, or the limit is over.
 fn wait_for(fds: &mut [PollFd<'_>], limit: Option<Duration>) -> Result<(), Failure> {
     let limit = limit.and_then(|limit| Timespec::try_from(limit).ok());
     match poll(fds, limit.as_ref()) {
@@ -182,7 +185,7 @@ impl Drop for ServedClient {
     }
 }
 
-/// Serves a client in a thread of its own, or refuses it where [`CLIENTS_MAX`] clients are served already.
+/// Serves a client in a thread of its own, or refuses it if [`CLIENTS_MAX`] clients are served already.
 fn begin(client: listener::Client, scraper: &Arc<Scraper>, clients: &Arc<AtomicUsize>) {
     let seat = ServedClient(Arc::clone(clients));
     if clients.fetch_add(1, Ordering::AcqRel) >= CLIENTS_MAX {

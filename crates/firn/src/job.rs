@@ -28,7 +28,7 @@ pub use text::{hosts_text, status_text};
 /// What is known of the hosts of a backing.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Job {
-    /// Path of the backing. It is canonical where the backing answered.
+    /// Path of the backing. It is canonical if the backing answered.
     pub backing: BytePath,
     /// Sums over the hosts that have the backing mounted, and over what dead hosts left.
     pub total: JobTotals,

@@ -33,6 +33,7 @@ impl MountScrape {
         })
     }
 
+    /// Returns the entry that names the mount and says whether it answered.
     fn scrape(&self) -> Scrape {
         match self {
             Self::Up(status) => Scrape {
@@ -45,6 +46,7 @@ impl MountScrape {
         }
     }
 
+    /// Returns the status of a mount that answered.
     fn status(&self) -> Option<&Status> {
         match self {
             Self::Up(status) => Some(status),
@@ -73,12 +75,12 @@ impl Collector for Snapshot {
         self.0
             .iter()
             .filter(|figure| !figure.samples.is_empty())
-            .try_for_each(|figure| put(figure, &mut encoder))
+            .try_for_each(|figure| encode_figure(figure, &mut encoder))
     }
 }
 
 /// Writes one figure: its head, and then all of its samples.
-fn put(figure: &Figure, encoder: &mut DescriptorEncoder) -> fmt::Result {
+fn encode_figure(figure: &Figure, encoder: &mut DescriptorEncoder) -> fmt::Result {
     let kind = match figure.kind {
         Kind::Counter => MetricType::Counter,
         Kind::Gauge => MetricType::Gauge,
@@ -88,11 +90,11 @@ fn put(figure: &Figure, encoder: &mut DescriptorEncoder) -> fmt::Result {
     for Sample { labels, value } in &figure.samples {
         let mut sample = family.encode_family(labels)?;
         match value {
-            Value::Number(value) if figure.kind == Kind::Counter => match whole(*value) {
+            Value::Number(value) if figure.kind == Kind::Counter => match as_whole_number(*value) {
                 Some(value) => sample.encode_counter(&value, NO_EXEMPLAR)?,
                 None => sample.encode_counter(value, NO_EXEMPLAR)?,
             },
-            Value::Number(value) => match whole(*value) {
+            Value::Number(value) => match as_whole_number(*value) {
                 Some(value) => sample.encode_gauge(&value)?,
                 None => sample.encode_gauge(value)?,
             },
@@ -112,7 +114,7 @@ fn put(figure: &Figure, encoder: &mut DescriptorEncoder) -> fmt::Result {
 }
 
 /// Returns a value without a fraction as an integer, so that it is written without a decimal point.
-fn whole(value: f64) -> Option<u64> {
+fn as_whole_number(value: f64) -> Option<u64> {
     let is_whole = value.fract() == 0.0 && value >= 0.0;
     is_whole.then_some(value as u64)
 }

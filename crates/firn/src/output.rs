@@ -10,7 +10,7 @@ use serde::Serialize;
 
 use crate::failure::{FAILED, Failure};
 
-/// Prints data on stdout. Returns [`Failure::OutputClosed`] where the reader of stdout is gone.
+/// Prints data on stdout. Returns [`Failure::OutputClosed`] if the reader of stdout is gone.
 pub fn print(text: &str) -> Result<(), Failure> {
     let mut stdout = io::stdout().lock();
     stdout
@@ -32,6 +32,7 @@ pub fn print_json_line(value: &impl Serialize) -> Result<(), Failure> {
     print(&(encoded(serde_json::to_string(value))? + "\n"))
 }
 
+/// Returns the text of an encoded value, or the failure of the verb if the value cannot be encoded.
 fn encoded(result: serde_json::Result<String>) -> Result<String, Failure> {
     result.map_err(|error| Failure::new(FAILED, format!("cannot write that as JSON: {error}")))
 }
@@ -54,14 +55,14 @@ pub struct Paint {
 }
 
 impl Paint {
-    /// The setting for stdout: colours on a terminal that has them, unless NO_COLOR is set (no-color.org).
+    /// Returns the setting for stdout: colours on a terminal that has them, unless NO_COLOR is set (no-color.org).
     pub fn stdout() -> Self {
         Self {
             on: io::stdout().is_terminal() && is_colour_allowed(),
         }
     }
 
-    /// The setting for stderr, by the same rule as for stdout.
+    /// Returns the setting for stderr, by the same rule as for stdout.
     pub fn stderr() -> Self {
         Self {
             on: io::stderr().is_terminal() && is_colour_allowed(),
@@ -75,25 +76,26 @@ impl Paint {
 
     /// Returns `text` in the colour of an error (red).
     pub fn error(self, text: &str) -> String {
-        self.with("31", text)
+        self.with_sgr("31", text)
     }
 
     /// Returns `text` in the colour of a warning (yellow).
     pub fn warning(self, text: &str) -> String {
-        self.with("33", text)
+        self.with_sgr("33", text)
     }
 
     /// Returns `text` in the colour of a healthy state (green).
     pub fn healthy(self, text: &str) -> String {
-        self.with("32", text)
+        self.with_sgr("32", text)
     }
 
     /// Returns `text` as the head line of a table (bold).
     pub fn head(self, text: &str) -> String {
-        self.with("1", text)
+        self.with_sgr("1", text)
     }
 
-    fn with(self, code: &str, text: &str) -> String {
+    /// Returns `text` with the SGR code `code` (ECMA-48), or unchanged if text is not coloured.
+    fn with_sgr(self, code: &str, text: &str) -> String {
         if self.on {
             format!("\x1b[{code}m{text}\x1b[0m")
         } else {

@@ -1,4 +1,4 @@
-//! Files that a verb writes for its user: reports and metrics.
+//! Writes the files that a user asks for with `--output` and the like, such as reports and metrics.
 
 use std::fs::{self, File, OpenOptions, Permissions};
 use std::io::{self, Write as _};

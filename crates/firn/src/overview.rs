@@ -1,4 +1,4 @@
-//! The text that `firn` alone, `firn help` and `firn --help` print.
+//! The overview of Firn and its verbs, which `firn` alone, `firn help` and `firn --help` print.
 
 use std::fmt::Write;
 

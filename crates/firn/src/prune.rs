@@ -72,7 +72,7 @@ pub struct Judgements {
     pub failures: Vec<Failure>,
 }
 
-/// Judges the checkpoints of a directory of which `keep` whole ones are to stay. Returns a failure where the directory
+/// Judges the checkpoints of a directory of which `keep` whole ones are to stay. Returns a failure if the directory
 /// itself cannot be examined.
 pub fn judge_directory(directory: &Directory, keep: usize) -> Result<Judgements, Failure> {
     let looked = directory.look()?;
@@ -106,7 +106,7 @@ pub fn judge_directory(directory: &Directory, keep: usize) -> Result<Judgements,
 /// Removes a checkpoint that was judged.
 ///
 /// Its name is taken away first, so that programs can no longer open it. Then its identity and its open files are
-/// checked again, and where a check fails, the checkpoint gets its name back.
+/// checked again, and if a check fails, the checkpoint gets its name back.
 pub fn remove(directory: &Directory, checkpoint: &Judgement) -> Result<Removal, Failure> {
     let name = &checkpoint.name;
     let removed = removed_name(name);
@@ -147,7 +147,7 @@ pub fn finish_removals(directory: &Directory) -> Result<Vec<Failure>, Failure> {
     Ok(failures)
 }
 
-/// Renames within the directory, and fails where the new name exists.
+/// Renames within the directory, and fails if the new name exists.
 fn rename_checkpoint(directory: &Directory, from: &OsStr, to: &OsStr) -> Result<(), Failure> {
     let dir = directory.dir();
     let renamed = renameat_with(dir, from, dir, to, RenameFlags::NOREPLACE);

@@ -1,6 +1,8 @@
-//! The report of a run: one page of HTML, made from records that the firnds of a job kept.
+//! The report of a run: one HTML page that shows what the mounts of a job did.
 //!
-//! A record has what one mount did: sums, histograms, moments of the timeline, checkpoints and events.
+//! * Each firnd keeps a *record* of its mount: sums, histograms, the timeline, checkpoints and events.
+//! * [`Run`] collects the records of all hosts, and the checkpoints as they are now.
+//! * [`render_page`] makes the page from them.
 //!
 //! Promises
 //! * The page is complete in itself: it needs no network and no other file. Without scripts all of it can be read.
@@ -31,11 +33,11 @@ use crate::{output_file, text};
 
 /// Maximum number of directories in which checkpoints are looked for.
 const DIRECTORIES_MAX: usize = 32;
-/// Maximum size in bytes of the records that are kept complete: those of some hundred hosts. Further records are
-/// reduced to what sums and the timeline need.
-const WHOLE_BYTES_MAX: usize = 64 << 20;
-/// Maximum number of moments in a reduced record.
-const CUT_BUCKETS_MAX: usize = 64;
+/// Maximum size in bytes of the records that are kept complete, which suffices for some hundred hosts. Further records
+/// are reduced to what sums and the timeline need.
+const COMPLETE_BYTES_MAX: usize = 64 << 20;
+/// Maximum number of time intervals (buckets) in a reduced record.
+const REDUCED_BUCKETS_MAX: usize = 64;
 
 /// A checkpoint as it is when the report is made.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -53,6 +55,7 @@ pub struct CheckpointNow {
 }
 
 impl CheckpointNow {
+    /// Returns the state of a checkpoint. A checkpoint whose wholeness is unknown has no fault.
     fn of(path: BytePath, checkpoint: &Checkpoint) -> Self {
         let fault = match checkpoint.wholeness {
             Wholeness::Whole | Wholeness::Unknown => None,
@@ -68,7 +71,7 @@ impl CheckpointNow {
     }
 }
 
-/// The content of a report.
+/// The content of a report: what the hosts of one run did.
 #[derive(Default)]
 pub struct Run {
     /// Records of the hosts, in the order of their names. There is at least one.
@@ -78,9 +81,9 @@ pub struct Run {
     /// Sentences about what could not be read.
     pub failures: Vec<String>,
     /// Bytes of the complete records.
-    whole_bytes: usize,
+    complete_bytes: usize,
     /// Number of reduced records.
-    cut: u64,
+    reduced_count: u64,
 }
 
 impl Run {
@@ -93,37 +96,38 @@ impl Run {
         }
     }
 
+    /// Returns the run of a mount until now, with the records of other hosts.
     fn of_mount(place: &Place) -> Result<Self, Failure> {
-        let mut run = Self::with(own_record(place)?);
+        let mut run = Self::with_record(query_record(place)?);
         run.add_other_hosts(&place.mount.backing);
-        run.look_at_checkpoints(&place.mount.mount_point);
+        run.read_checkpoints(&place.mount.mount_point);
         Ok(run)
     }
 
     /// Returns what a mount of this host has done until now, without the records of other hosts.
-    pub fn of_own_mount(path: &Path, looks_at_checkpoints: bool) -> Result<Self, Failure> {
+    pub fn of_own_mount(path: &Path, reads_checkpoints: bool) -> Result<Self, Failure> {
         let place = firn_client::find(path)?;
-        let mut run = Self::with(own_record(&place)?);
-        if looks_at_checkpoints {
-            run.look_at_checkpoints(&place.mount.mount_point);
+        let mut run = Self::with_record(query_record(&place)?);
+        if reads_checkpoints {
+            run.read_checkpoints(&place.mount.mount_point);
         }
         Ok(run)
     }
 
-    /// Replaces the record of this host's mount by the one that the mount left at its end. `backing` is canonical.
+    /// Replaces the record of this host's mount by the final record, which the mount wrote when it ended. `backing` is
+    /// canonical.
     ///
-    /// Where the mount left none, the earlier record stays, and the page says so.
+    /// If there is no final record of that mount, the earlier one stays, and a note says that the end is missing.
     pub fn update_own(&mut self, backing: &Path) {
-        let ended = load_own(backing);
-        let is_of_mount = |ended: &RunRecord| {
-            let known = self.records.iter();
-            known
-                .map(|known| known.began_unix_us)
-                .any(|began| began == ended.began_unix_us)
+        let final_record = load_own_record(backing);
+        let is_of_same_mount = |final_record: &RunRecord| {
+            self.records
+                .iter()
+                .any(|record| record.began_unix_us == final_record.began_unix_us)
         };
-        let why = match ended {
-            Ok(Some(ended)) if is_of_mount(&ended) => {
-                self.records = vec![ended];
+        let why = match final_record {
+            Ok(Some(final_record)) if is_of_same_mount(&final_record) => {
+                self.records = vec![final_record];
                 return;
             }
             Ok(_) => "its mount left no record".to_owned(),
@@ -133,20 +137,22 @@ impl Run {
             .push(format!("the end of the run is not shown: {why}"));
     }
 
+    /// Returns the last run of a backing that is not mounted, with its checkpoints as they are now.
     fn of_backing(path: &Path) -> Result<Self, Failure> {
         let backing = path
             .canonicalize()
             .map_err(|error| Failure::new(FAILED, format!("{}: {error}", text::path(path))))?;
         let mut run = Self::of_ended(&backing)?;
-        run.look_at_checkpoints(&backing);
+        run.read_checkpoints(&backing);
         Ok(run)
     }
 
-    /// Returns the last run of a backing that is not mounted any more. `backing` is canonical.
+    /// Returns the records of the last run of a backing that is not mounted. `backing` is canonical. Fails if there is
+    /// no record that can be read.
     fn of_ended(backing: &Path) -> Result<Self, Failure> {
         let file = RuntimeFiles::of(backing, None)?.record;
         let mut run = match load_record(&file) {
-            Ok(Some(own)) => Self::with(own),
+            Ok(Some(own)) => Self::with_record(own),
             Ok(None) => Self::default(),
             Err(why) => Self {
                 failures: vec![format!("{} cannot be read: {why}", text::path(&file))],
@@ -167,14 +173,16 @@ impl Run {
         Ok(run)
     }
 
-    fn with(own: RunRecord) -> Self {
+    /// Returns a run with this host's record as the first one.
+    fn with_record(own: RunRecord) -> Self {
         let mut run = Self::default();
         run.add(own);
         run
     }
 
-    /// Adds the records in the backing of the hosts that mounted it at the same time. Each record is added before the
-    /// next one is read, so the memory that records take stays bounded.
+    /// Adds the records that other hosts of the same run left in the backing. Records that cannot be read are noted.
+    ///
+    /// Each record is added before the next one is read, so the memory for records stays bounded.
     pub fn add_other_hosts(&mut self, backing: &Path) {
         // The backing of a run whose files were in memory only is removed with the run.
         if !backing.exists() {
@@ -192,29 +200,30 @@ impl Run {
             let text = format!("records of other hosts cannot be read: {error}");
             self.failures.push(text);
         }
-        self.finish();
+        self.finish_records();
     }
 
     /// Sorts the records by host, and notes where records were reduced.
-    pub fn finish(&mut self) {
+    pub fn finish_records(&mut self) {
         self.records
             .sort_by(|a, b| (&a.host, a.began_unix_us).cmp(&(&b.host, b.began_unix_us)));
-        if std::mem::take(&mut self.cut) > 0 {
+        if std::mem::take(&mut self.reduced_count) > 0 {
             self.failures.push(format!(
                 "the records of the hosts are longer than {} together: of some, checkpoints and events are left out",
-                text::bytes(WHOLE_BYTES_MAX as u64)
+                text::bytes(COMPLETE_BYTES_MAX as u64)
             ));
         }
     }
 
     /// Adds a record if it belongs to the same run: it overlaps in time with the first record, and is not known yet.
     pub fn add(&mut self, record: RunRecord) {
-        let end = |one: &RunRecord| one.began_unix_us + (one.lasted_seconds * 1e6) as u64;
+        let end_unix_us =
+            |record: &RunRecord| record.began_unix_us + (record.lasted_seconds * 1e6) as u64;
         // The first record decides which run the report is about. Another run of the same backing does not overlap with
         // it.
         if let Some(first) = self.records.first() {
-            let overlaps =
-                record.began_unix_us <= end(first) && first.began_unix_us <= end(&record);
+            let overlaps = record.began_unix_us <= end_unix_us(first)
+                && first.began_unix_us <= end_unix_us(&record);
             let is_known = self.records.iter().any(|known| {
                 known.host == record.host && known.began_unix_us == record.began_unix_us
             });
@@ -222,34 +231,21 @@ impl Run {
                 return;
             }
         }
-        let text_bytes = text_bytes(&record);
+        let estimated_bytes = estimated_bytes(&record);
         // Records beyond the bound are reduced, so that any number of hosts takes bounded memory.
-        if self.whole_bytes + text_bytes <= WHOLE_BYTES_MAX {
-            self.whole_bytes += text_bytes;
+        if self.complete_bytes + estimated_bytes <= COMPLETE_BYTES_MAX {
+            self.complete_bytes += estimated_bytes;
             self.records.push(record);
         } else {
-            self.cut += 1;
-            self.records.push(bounded_record(record));
+            self.reduced_count += 1;
+            self.records.push(reduce_record(record));
         }
     }
 
-    /// Reads the checkpoints below a directory as they are now.
-    pub fn look_at_checkpoints(&mut self, root: &Path) {
-        let records = self.records.iter();
-        let checkpoints = records.flat_map(|record| &record.checkpoints);
-        let mut parents: Vec<PathBuf> = checkpoints
-            .filter_map(|one| one.path.as_path().parent().map(Path::to_owned))
-            // The path comes from a record, which another user may have written. So `..` and absolute paths are
-            // refused.
-            .filter(|parent| {
-                parent
-                    .components()
-                    .all(|one| matches!(one, Component::Normal(_)))
-            })
-            .collect();
-        parents.sort();
-        parents.dedup();
-        for parent in parents.iter().take(DIRECTORIES_MAX) {
+    /// Reads the present state of the checkpoints in the records. `root` is the mount point or the backing. Directories
+    /// that cannot be read are noted.
+    pub fn read_checkpoints(&mut self, root: &Path) {
+        for parent in self.checkpoint_directories().iter().take(DIRECTORIES_MAX) {
             let listed = Directory::find(&root.join(parent)).and_then(|dir| dir.look());
             match listed {
                 Ok(listing) => {
@@ -265,10 +261,29 @@ impl Run {
             }
         }
     }
+
+    /// Returns the directories that contain checkpoints of the records, as paths below the mount point, each of them once.
+    fn checkpoint_directories(&self) -> Vec<PathBuf> {
+        // The path comes from a record, which another user may have written. So `..` and absolute paths are refused.
+        let is_below_root = |path: &PathBuf| {
+            path.components()
+                .all(|component| matches!(component, Component::Normal(_)))
+        };
+        let mut directories: Vec<PathBuf> = self
+            .records
+            .iter()
+            .flat_map(|record| &record.checkpoints)
+            .filter_map(|checkpoint| checkpoint.path.as_path().parent().map(Path::to_owned))
+            .filter(is_below_root)
+            .collect();
+        directories.sort();
+        directories.dedup();
+        directories
+    }
 }
 
-/// Returns the record of a mount until now, from its firnd.
-fn own_record(place: &Place) -> Result<RunRecord, Failure> {
+/// Asks the firnd of a mount for its record until now. Fails if firnd does not answer, or the record is not valid.
+fn query_record(place: &Place) -> Result<RunRecord, Failure> {
     let own = Connection::open(&place.mount)?.record()?;
     own.check().map_err(|error| {
         let mount_point = text::path(&place.mount.mount_point);
@@ -276,31 +291,33 @@ fn own_record(place: &Place) -> Result<RunRecord, Failure> {
     })
 }
 
-/// Returns an estimate of a record's size in bytes.
-fn text_bytes(record: &RunRecord) -> usize {
+/// Returns an estimate of the memory in bytes that a record takes. Constants stand for the fixed parts of its elements.
+fn estimated_bytes(record: &RunRecord) -> usize {
     let paths = record
         .checkpoints
         .iter()
-        .map(|one| one.path.as_bytes().len() + 128);
+        .map(|checkpoint| checkpoint.path.as_bytes().len() + 128);
     let events = record.events.iter().map(|event| {
         let fields = event.fields.iter();
         let fields = fields.map(|(name, value)| name.len() + value.len() + 48);
         event.kind.len() + 64 + fields.sum::<usize>()
     });
     let options = record.options.iter().map(|option| option.len() + 24);
-    record.buckets.len() * size_of::<Bucket>() + paths.chain(events).chain(options).sum::<usize>()
+    let bucket_bytes = record.buckets.len() * size_of::<Bucket>();
+    bucket_bytes + paths.chain(events).chain(options).sum::<usize>()
 }
 
-/// Returns a reduced record: it has the sums and histograms, fewer moments, and neither checkpoints nor events.
-fn bounded_record(mut record: RunRecord) -> RunRecord {
+/// Returns a record reduced in size: with the sums and histograms and a coarser timeline, but without checkpoints and
+/// events.
+fn reduce_record(mut record: RunRecord) -> RunRecord {
     let left_out = record.checkpoints.len() + record.events.len();
     record.forgotten = record.forgotten.saturating_add(left_out as u64);
     record.checkpoints = Vec::new();
     record.events = Vec::new();
-    while record.buckets.len() > CUT_BUCKETS_MAX {
+    while record.buckets.len() > REDUCED_BUCKETS_MAX {
         let pairs = record.buckets.chunks(2).map(|pair| {
             let mut both = Bucket::default();
-            pair.iter().for_each(|one| both.add(*one));
+            pair.iter().for_each(|bucket| both.add(*bucket));
             both
         });
         record.buckets = pairs.collect();
@@ -309,14 +326,14 @@ fn bounded_record(mut record: RunRecord) -> RunRecord {
     record
 }
 
-/// Returns the record of an ended mount of this host, by its canonical backing. Returns `None` where the mount left
+/// Returns the record of an ended mount of this host, by its canonical backing. Returns `None` if the mount left
 /// none.
-fn load_own(backing: &Path) -> Result<Option<RunRecord>, String> {
+fn load_own_record(backing: &Path) -> Result<Option<RunRecord>, String> {
     let files = RuntimeFiles::of(backing, None).map_err(|error| error.to_string())?;
     load_record(&files.record)
 }
 
-/// Returns the record in a file of the runtime directory, or `None` where there is no such file. Fails where the file
+/// Returns the record in a file of the runtime directory, or `None` if there is no such file. Fails if the file
 /// is not a private file of this user.
 fn load_record(path: &Path) -> Result<Option<RunRecord>, String> {
     let opened = std::fs::OpenOptions::new()
@@ -342,13 +359,13 @@ fn load_record(path: &Path) -> Result<Option<RunRecord>, String> {
     Ok(Some(record))
 }
 
-/// Returns the page of a run as HTML.
+/// Renders a run as one HTML page.
 pub fn render_page(run: &Run) -> String {
     page::render_page(run)
 }
 
-/// Writes the page of a run to a file.
-pub fn write(run: &Run, file: &Path) -> Result<(), Failure> {
+/// Writes the HTML page of a run to a file.
+pub fn write_page(run: &Run, file: &Path) -> Result<(), Failure> {
     output_file::write(file, render_page(run).as_bytes()).map_err(|error| {
         let file = text::path(file);
         Failure::new(
@@ -376,7 +393,7 @@ mod tests {
 
     use super::*;
 
-    /// A record of about 1 MiB, which is the maximum.
+    /// Returns a record of about 1 MiB, which is the maximum.
     fn long_record(host: usize) -> RunRecord {
         let checkpoint = |step| CheckpointRecord {
             path: format!("{}/step_{step}", "d".repeat(1700)).as_str().into(),
@@ -405,10 +422,10 @@ mod tests {
         for host in 0..300 {
             run.add(long_record(host));
         }
-        run.finish();
-        let held: usize = run.records.iter().map(text_bytes).sum();
-        let cut_bytes = 300 * CUT_BUCKETS_MAX * size_of::<Bucket>();
-        assert!(held <= WHOLE_BYTES_MAX + cut_bytes, "{held}");
+        run.finish_records();
+        let held: usize = run.records.iter().map(estimated_bytes).sum();
+        let cut_bytes = 300 * REDUCED_BUCKETS_MAX * size_of::<Bucket>();
+        assert!(held <= COMPLETE_BYTES_MAX + cut_bytes, "{held}");
         assert_eq!(run.records.len(), 300);
         for record in &run.records {
             let total = record.total();

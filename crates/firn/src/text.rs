@@ -1,4 +1,4 @@
-//! Quantities and names for output that people read.
+//! Formats quantities, names and tables for output that people read.
 
 use std::path::Path;
 

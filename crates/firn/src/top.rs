@@ -1,4 +1,4 @@
-//! `firn top`: what a host's mounts, or the hosts of a job, do now.
+//! `firn top`: a full-screen display of what the mounts of a host, or the hosts of a job, are doing.
 //!
 //! ```text
 //!   firnd of each mount ──► thread of the mount ─┐
@@ -9,8 +9,9 @@
 //!
 //! Parts
 //! * [`sampler`] asks each source in a thread or a child process of its own, so that a slow answer never delays the
-//!   screen. Its last answers are kept for the view.
-//! * [`View`] holds the answers and the user's choices. It uses neither I/O nor a clock.
+//!   screen. It keeps the last answer of each source.
+//! * [`View`] is the state that the screen shows: a copy of the answers, and the user's choices. It uses neither I/O nor
+//!   a clock.
 //! * [`screen`] draws a view on a terminal or into a buffer.
 //! * [`terminal`] reads keys, and restores the terminal in every case.
 
@@ -25,7 +26,7 @@ use firn_protocol::{HostReport, Status};
 use crate::job::{Host, Job, Trouble};
 use crate::verb::history::CheckpointEntry;
 
-/// Samples that a sparkline keeps: as many as a wide terminal has columns.
+/// Maximum number of samples for a sparkline: as many as a wide terminal has columns.
 const HISTORY_MAX: usize = 240;
 
 /// Rates of the last samples in bytes per second, with the newest last.
@@ -38,7 +39,7 @@ pub struct Rates {
 }
 
 impl Rates {
-    /// Adds a sample, and drops the oldest one where the history is full.
+    /// Adds a sample, and drops the oldest one if the history is full.
     pub fn push(&mut self, ingest: f64, drain: f64) {
         for (history, value) in [(&mut self.ingest, ingest), (&mut self.drain, drain)] {
             history.push_back(value.max(0.0) as u64);
@@ -56,14 +57,23 @@ pub struct MountView {
     pub mount_point: String,
     /// The last status from its firnd. `None` means that none has arrived yet.
     pub status: Option<Box<Status>>,
-    /// Why its firnd does not answer, and for how many seconds. `None` means that it answers.
-    pub silent: Option<(String, f64)>,
+    /// Why its firnd does not answer. `None` means that it answers.
+    pub silent: Option<Silence>,
     /// Rates of the mount.
     pub rates: Rates,
 }
 
+/// The failure of a firnd to answer.
+#[derive(Clone, Debug)]
+pub struct Silence {
+    /// Error of the last question.
+    pub error: String,
+    /// Seconds since the last answer.
+    pub seconds: f64,
+}
+
 impl MountView {
-    /// Returns what its programs and lanes (I/O servers) wait for.
+    /// Returns sentences about what its programs and lanes (I/O servers) wait for.
     pub fn waits(&self) -> Vec<String> {
         let status = self.status.as_ref();
         status.map_or_else(Vec::new, |status| {
@@ -99,7 +109,7 @@ pub enum Checkpoints {
     Unknown(String),
 }
 
-/// The job at the last look.
+/// The job whose hosts are shown.
 #[derive(Clone, Debug)]
 pub struct JobView {
     /// The job, or why it is unknown. `None` means that no answer has arrived yet.
@@ -118,13 +128,13 @@ pub enum Pane {
     Lower,
 }
 
-/// What the sampler found, and what the user chose.
+/// The state that the screen shows: the answers of the sampler, and the user's choices.
 #[derive(Clone, Debug, Default)]
 pub struct View {
     /// Name of this host.
     pub host: String,
     /// Seconds between two samples.
-    pub every_s: f64,
+    pub interval_s: f64,
     /// Whether samples are paused.
     pub is_paused: bool,
     /// Whether the help covers the screen.
@@ -143,8 +153,9 @@ pub struct View {
     pub job: Option<JobView>,
     /// The table in which keys move the choice.
     pub pane: Pane,
-    /// Index of the chosen row in each table.
+    /// Index of the chosen row in the table of mounts or hosts.
     pub upper: usize,
+    /// Index of the chosen row in the table of checkpoints.
     pub lower: usize,
     /// Name of the mount or host that the user chose, because rows change their order. `None` means the first row.
     pub chosen: Option<String>,
@@ -169,6 +180,7 @@ impl View {
         }
     }
 
+    /// Returns the number of rows in the table of mounts or hosts.
     fn upper_len(&self) -> usize {
         match self.job {
             Some(_) => self.hosts().len(),
@@ -176,6 +188,7 @@ impl View {
         }
     }
 
+    /// Returns the number of rows in the table of checkpoints.
     fn lower_len(&self) -> usize {
         match &self.checkpoints {
             Checkpoints::Listed(list) => list.len(),
@@ -183,18 +196,20 @@ impl View {
         }
     }
 
-    /// Moves the choice by `rows` in the table that has the keys.
-    pub fn step(&mut self, rows: isize) {
-        let (len, at) = match self.pane {
+    /// Moves the choice by `rows` in the table that has the keys. It stops at the first and the last row.
+    pub fn move_choice(&mut self, rows: isize) {
+        let (row_count, chosen_row) = match self.pane {
             Pane::Upper => (self.upper_len(), &mut self.upper),
             Pane::Lower => (self.lower_len(), &mut self.lower),
         };
-        *at = at.saturating_add_signed(rows).min(len.saturating_sub(1));
+        let last_row = row_count.saturating_sub(1);
+        *chosen_row = chosen_row.saturating_add_signed(rows).min(last_row);
         if self.pane == Pane::Upper {
             self.chosen = self.upper_names().into_iter().nth(self.upper);
         }
     }
 
+    /// Returns the mount points or host names in the order of the upper table.
     fn upper_names(&self) -> Vec<String> {
         match self.job {
             Some(_) => self.hosts().iter().map(|host| host.host.clone()).collect(),
@@ -208,8 +223,9 @@ impl View {
         }
     }
 
-    /// Moves the choice to the row that the chosen name has now, and into the bounds of both tables.
-    pub fn clamp(&mut self) {
+    /// Updates the chosen rows after new answers. In the upper table the choice follows the chosen name, or goes to the
+    /// first row if that name is gone. In the lower table it stays, unless there are fewer rows now.
+    pub fn update_chosen_rows(&mut self) {
         let names = self.upper_names();
         let found = names
             .iter()

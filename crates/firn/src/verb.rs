@@ -158,6 +158,7 @@ impl Verb {
         }
     }
 
+    /// Returns the end of the help: the examples and the exit statuses.
     fn after_help(&self) -> String {
         let mut text = String::from("Examples:\n");
         for (line, what) in self.examples {
@@ -193,7 +194,7 @@ fn connect(path: &Path) -> Result<(Place, Connection), Failure> {
     Ok((place, connection))
 }
 
-/// Finds the mount that `path` lies on. Returns a failure where there is none.
+/// Finds the mount that `path` lies on. Returns a failure if there is none.
 fn find(path: &Path) -> Result<Place, Failure> {
     let place = firn_client::find(path)?;
     if place.mount.is_of_another_user() {

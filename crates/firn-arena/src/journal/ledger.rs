@@ -76,18 +76,18 @@ struct Rename {
 }
 
 impl Rename {
-    /// Returns the new path of a name if the rename is done; `None` if the name does not change.
+    /// Returns the new path of a name if the rename is done. Returns `None` if the name does not change.
     fn destination(&self, path: &[u8]) -> Option<Vec<u8>> {
         let new_path = replace_prefix(path, &self.from, &self.to);
         new_path.or_else(|| replace_prefix(path, &self.to, &self.from).filter(|_| self.exchange))
     }
 
-    /// Whether the rename changes a name.
+    /// Returns whether the rename changes a name.
     fn moves(&self, path: &[u8]) -> bool {
         is_below(path, &self.from) || self.exchange && is_below(path, &self.to)
     }
 
-    /// Whether both renames concern a common name.
+    /// Returns whether both renames concern a common name.
     fn overlaps(&self, other: &Self) -> bool {
         [&self.from, &self.to].iter().any(|mine| {
             let theirs = [&other.from, &other.to];
@@ -141,7 +141,7 @@ impl Ledger {
     pub fn len(&self) -> usize {
         self.files.len()
     }
-    /// Whether there is no file id.
+    /// Returns whether there is no file id.
     pub fn is_empty(&self) -> bool {
         self.files.is_empty()
     }
@@ -442,13 +442,13 @@ impl KnownFile {
     }
 }
 
-/// Whether `path` is `top` or below it.
+/// Returns whether `path` is `top` or below it.
 fn is_below(path: &[u8], top: &[u8]) -> bool {
     path.strip_prefix(top)
         .is_some_and(|rest| rest.is_empty() || rest[0] == b'/')
 }
 
-/// Returns `path` with `from` at its start replaced by `to`; `None` if it is not at or below `from`.
+/// Returns `path` with `from` at its start replaced by `to`. Returns `None` if it is not at or below `from`.
 fn replace_prefix(path: &[u8], from: &[u8], to: &[u8]) -> Option<Vec<u8>> {
     is_below(path, from).then(|| [to, &path[from.len()..]].concat())
 }

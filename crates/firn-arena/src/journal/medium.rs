@@ -4,7 +4,7 @@
 pub trait Medium: Send {
     /// Returns the length of the region, which has two equal halves.
     fn len(&self) -> usize;
-    /// Whether the region has no bytes.
+    /// Returns whether the region has no bytes.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }

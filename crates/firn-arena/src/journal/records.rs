@@ -305,6 +305,7 @@ impl<M: Medium> Journal<M> {
         self.append_as(record, true)
     }
 
+    /// Appends and applies a record. With `is_end`, it may use the room that is kept for records that end something.
     fn append_as(&mut self, record: &Record, is_end: bool) -> Result<(), Full> {
         let payload = record.encode();
         self.make_room(frame_bytes(payload.len()), is_end)?;

@@ -29,7 +29,8 @@ fn new_arena(chunks: u64, chunk_bytes: u64) -> (tempfile::TempDir, PathBuf, Aren
     (dir, path, arena)
 }
 
-/// Publishes `data` as a new piece, or as more of the last piece if it continues that. `None`: the slab is full.
+/// Publishes `data` as a new piece, or as more of the last piece if it continues that. `None` means that the slab is
+/// full.
 fn append(
     arena: &Arena,
     lease: &mut Lease,
@@ -287,7 +288,7 @@ fn join(threads: Vec<std::thread::ScopedJoinHandle<()>>) {
     }
 }
 
-/// The byte that tests write at `offset` of `file`.
+/// Returns the byte that tests write at `offset` of `file`.
 fn byte_of(file: u64, offset: u64) -> u8 {
     (file.wrapping_mul(31) ^ offset.wrapping_mul(7)) as u8
 }

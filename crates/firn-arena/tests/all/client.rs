@@ -57,12 +57,12 @@ impl Client {
     /// Records a piece, whatever the rules say.
     fn record(&self, slab: &Slab, index: u64, piece: Piece) {
         let at = slab.records + index * PIECE_BYTES;
-        self.word(at + word::WHO)
-            .store(piece.who(), Ordering::Relaxed);
+        self.word(at + word::FILE)
+            .store(piece.file_word(), Ordering::Relaxed);
         self.word(at + word::OFFSET)
             .store(piece.offset, Ordering::Relaxed);
-        self.word(at + word::PLACE)
-            .store(piece.place(), Ordering::Relaxed);
+        self.word(at + word::POSITION)
+            .store(piece.position_word(), Ordering::Relaxed);
         self.word(at + word::SEAL)
             .store(piece.seal(slab.generation), Ordering::Relaxed);
     }

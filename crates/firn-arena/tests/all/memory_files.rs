@@ -76,7 +76,7 @@ fn publish(arena: &Arena, mut lease: Lease, file: u64, offset: u64, len: u64) ->
     piece
 }
 
-/// A file of `chunks` chunks, the last half full, in slabs of the arena's own file.
+/// Returns a file of `chunks` chunks, the last half full, in slabs of the arena's own file.
 fn write_file(arena: &Arena, file: u64, chunks: u64) -> Vec<(PieceRef, u64)> {
     (0..chunks)
         .map(|chunk| {
@@ -354,7 +354,7 @@ fn copy_dir(from: &Path, to: &Path) {
     }
 }
 
-/// A settled file whose memory file was changed by `change` between two lives.
+/// Returns a settled file whose memory file was changed by `change` between two lives.
 fn damaged(change: impl FnOnce(&Path, &Fixture)) -> (Fixture, Vec<Damage>) {
     let Fixture { dir, arena } = Fixture::new();
     let mut pieces = write_file(&arena, 1, 3);

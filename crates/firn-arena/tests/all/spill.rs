@@ -67,7 +67,7 @@ impl Fixture {
     }
 }
 
-/// The byte that each test writes at `offset` of `file`.
+/// Returns the byte that each test writes at `offset` of `file`.
 fn byte_of(file: u64, offset: u64) -> u8 {
     (file.wrapping_mul(37) ^ offset.wrapping_mul(11) ^ (offset >> 8)) as u8
 }
@@ -504,7 +504,7 @@ fn half_spilled() -> Fixture {
     fixture
 }
 
-/// The pieces that can be read, and that the others are an error.
+/// Returns the pieces that can be read. Asserts that a read of any other piece is an error.
 fn readable(arena: &Arena) -> Vec<u64> {
     let mut files = Vec::new();
     for found in arena.read_pieces().0 {

@@ -13,7 +13,7 @@ const CHUNK_BYTES: u64 = 4 << 20;
 /// Bytes that are written before they are dropped again: room is left for slabs that end early.
 pub const FILL_BYTES: usize = 24 << 20;
 
-/// An arena on tmpfs; the directory goes with it.
+/// Returns an arena on tmpfs; the directory goes with it.
 pub fn arena() -> (tempfile::TempDir, Arena) {
     let dir = tempfile::tempdir_in("/dev/shm").expect("a directory on tmpfs");
     let identity = Identity {

@@ -1,9 +1,10 @@
-//! A limit of writes per second on one block device, by the kernel's cgroups.
+//! Limits the writes per second to one block device, by means of the control groups of the kernel.
 //!
-//! * Version 2: `io.max` of a group that this process moves into, so that all it starts is limited.
-//! * Version 1 (blkio): the limit is put on the root group and on this process's own, because there
-//!   the root group can be limited, and kernel threads that write back are in it. Only the benchmark's
-//!   own device is named, so nothing else on the machine is slowed.
+//! * With cgroup version 2, this process moves into a group with a limit in `io.max`. The limit applies to all processes
+//!   that it starts.
+//! * With cgroup version 1 (blkio), the limit is set for the root group and for the group of this process. In version 1
+//!   the root group can have a limit, and it contains the kernel threads that write back. The limit names only the
+//!   device of the benchmark, so it slows down nothing else on the machine.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -12,18 +13,21 @@ use anyhow::{Context, bail};
 
 use firn_testfs::cleanup::{Guard, Leftover, expect};
 
+/// Directory of the cgroup hierarchy of version 2.
 const V2: &str = "/sys/fs/cgroup";
+/// Directory of the blkio hierarchy of version 1.
 const V1: &str = "/sys/fs/cgroup/blkio";
 
-/// A limit in force.
+/// A limit that is in effect.
 pub struct Limited {
-    /// Take it away.
+    /// Guards that remove the limit when they are dropped.
     pub guards: Vec<Guard>,
-    /// The controller that enforces it.
+    /// The controller that enforces the limit.
     pub controller: &'static str,
 }
 
-/// Limits `device`.
+/// Limits the writes per second to a block device. Fails if the kernel has no controller for it, or without the rights
+/// of root.
 pub fn writes_per_s(device: &str, writes: u64) -> anyhow::Result<Limited> {
     let number = std::fs::metadata(device)?.rdev();
     let major = rustix::fs::major(number);
@@ -31,39 +35,42 @@ pub fn writes_per_s(device: &str, writes: u64) -> anyhow::Result<Limited> {
     let device = format!("{major}:{minor}");
     let controllers = std::fs::read_to_string(format!("{V2}/cgroup.controllers"));
     if controllers.is_ok_and(|list| list.split_whitespace().any(|word| word == "io")) {
-        return unified(&device, writes);
+        return limit_by_v2(&device, writes);
     }
     if Path::new(V1)
         .join("blkio.throttle.write_iops_device")
         .exists()
     {
-        return version_1(&device, writes);
+        return limit_by_v1(&device, writes);
     }
     bail!("no cgroup controller limits I/O here; mount cgroup2 with its io controller")
 }
 
-fn unified(device: &str, writes: u64) -> anyhow::Result<Limited> {
+/// Sets the limit with cgroup version 2. `device` is `MAJOR:MINOR`.
+fn limit_by_v2(device: &str, writes: u64) -> anyhow::Result<Limited> {
     let before = own_group("")?;
     let group = PathBuf::from(format!("{V2}/firn-bench-{}", std::process::id()));
     let back = Leftover::Setting {
         file: format!("{V2}{before}/cgroup.procs").into(),
         text: std::process::id().to_string(),
     };
-    // In the list the group must come first: what comes last is removed first.
+    // The last entry of the list is removed first. This process must leave the group before the group is removed, so
+    // the group comes first.
     let removed = expect(Leftover::Cgroup(group.clone()));
     let guards = vec![expect(back), removed];
-    // Already on, on most systems.
+    // This fails where the controller is already on, as on most systems.
     let _ = std::fs::write(format!("{V2}/cgroup.subtree_control"), "+io");
     std::fs::create_dir(&group).context("cannot make a cgroup; run as root")?;
-    put(&group.join("io.max"), &format!("{device} wiops={writes}"))?;
-    put(&group.join("cgroup.procs"), &std::process::id().to_string())?;
+    write_line(&group.join("io.max"), &format!("{device} wiops={writes}"))?;
+    write_line(&group.join("cgroup.procs"), &std::process::id().to_string())?;
     Ok(Limited {
         guards,
         controller: "cgroup v2 io.max",
     })
 }
 
-fn version_1(device: &str, writes: u64) -> anyhow::Result<Limited> {
+/// Sets the limit with cgroup version 1. `device` is `MAJOR:MINOR`.
+fn limit_by_v1(device: &str, writes: u64) -> anyhow::Result<Limited> {
     let own = own_group("blkio")?;
     let mut files = vec![PathBuf::from(format!(
         "{V1}/blkio.throttle.write_iops_device"
@@ -81,7 +88,7 @@ fn version_1(device: &str, writes: u64) -> anyhow::Result<Limited> {
     };
     let guards = files.iter().map(unlimited).collect();
     for file in &files {
-        put(file, &format!("{device} {writes}"))?;
+        write_line(file, &format!("{device} {writes}"))?;
     }
     Ok(Limited {
         guards,
@@ -89,7 +96,8 @@ fn version_1(device: &str, writes: u64) -> anyhow::Result<Limited> {
     })
 }
 
-/// Path of this process's group in the hierarchy of `controller` (empty: version 2).
+/// Returns the path of the group of this process in the hierarchy of `controller`. An empty `controller` means version
+/// 2.
 fn own_group(controller: &str) -> anyhow::Result<String> {
     let table = std::fs::read_to_string("/proc/self/cgroup")?;
     let mut lines = table.lines().filter_map(|line| {
@@ -102,7 +110,8 @@ fn own_group(controller: &str) -> anyhow::Result<String> {
     Ok(lines.next().unwrap_or("/").to_owned())
 }
 
-fn put(file: &Path, line: &str) -> anyhow::Result<()> {
+/// Writes a line to a file of a control group.
+fn write_line(file: &Path, line: &str) -> anyhow::Result<()> {
     std::fs::write(file, line)
         .with_context(|| format!("cannot write {line:?} to {}; run as root", file.display()))
 }

@@ -1,14 +1,14 @@
-//! A TCP relay that delivers late: the round trip of a network, where the kernel has no netem.
+//! A TCP relay with a delay. It simulates the round trip time of a network without netem of the kernel.
 //!
-//! Bytes are held for half the round trip in each direction and keep their order. Throughput is not
-//! limited: what has been sent meanwhile is on its way too.
+//! The relay holds the bytes of each direction for half of the round trip time, and keeps their order. It does not
+//! limit the throughput, because any number of bytes may be on their way at the same time.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
-/// Starts a relay to `target` and returns where it listens. It ends with the process.
+/// Starts a relay to `target` and returns the address on which it listens. The relay ends with the process.
 pub fn start(target: SocketAddr, round_trip: Duration) -> std::io::Result<SocketAddr> {
     let listener = TcpListener::bind("127.0.0.1:0")?;
     let address = listener.local_addr()?;
@@ -21,6 +21,7 @@ pub fn start(target: SocketAddr, round_trip: Duration) -> std::io::Result<Socket
     Ok(address)
 }
 
+/// Connects a client with the target. Each direction has two threads, which end when the connection ends.
 fn serve(client: TcpStream, target: SocketAddr, delay: Duration) -> std::io::Result<()> {
     let server = TcpStream::connect(target)?;
     client.set_nodelay(true)?;
@@ -30,13 +31,15 @@ fn serve(client: TcpStream, target: SocketAddr, delay: Duration) -> std::io::Res
     Ok(())
 }
 
+/// Starts to send everything that arrives on `from` to `to`, after a delay.
 fn pass_on(from: TcpStream, to: TcpStream, delay: Duration) {
     let (send, receive) = channel();
-    std::thread::spawn(move || take(from, &send, delay));
+    std::thread::spawn(move || receive_and_queue(from, &send, delay));
     std::thread::spawn(move || deliver(&receive, to));
 }
 
-fn take(mut from: TcpStream, send: &Sender<(Instant, Vec<u8>)>, delay: Duration) {
+/// Reads bytes and queues them with the time at which they are due.
+fn receive_and_queue(mut from: TcpStream, send: &Sender<(Instant, Vec<u8>)>, delay: Duration) {
     let mut buffer = vec![0; 256 << 10];
     while let Ok(n @ 1..) = from.read(&mut buffer) {
         if send
@@ -48,6 +51,7 @@ fn take(mut from: TcpStream, send: &Sender<(Instant, Vec<u8>)>, delay: Duration)
     }
 }
 
+/// Sends queued bytes when they are due. Closes `to` after the last of them.
 fn deliver(receive: &Receiver<(Instant, Vec<u8>)>, mut to: TcpStream) {
     for (due, bytes) in receive {
         std::thread::sleep(due.saturating_duration_since(Instant::now()));

@@ -1,17 +1,16 @@
-//! A disk with few operations per second: ext4 on a loop device under a limit of the kernel's.
+//! Sets up a disk with few operations per second: ext4 on a loop device whose writes the kernel limits.
 //!
-//! The file system is mounted with `-o sync`, so that a write costs operations when it is made, as it
-//! does on a server that has no memory to hide it in. Without that, a local page cache gathers native
-//! writes just as Firn does, and there is nothing to compare.
+//! The file system is mounted with `-o sync`, so that each write costs operations of the disk, as on a server that
+//! does not buffer writes. Without this option the local page cache would combine native writes just as Firn does.
 
 use super::{Prepared, limit, run, text};
 use crate::options::WorkDir;
 use firn_testfs::cleanup::{Leftover, expect};
 
-/// Room for two sets of the largest images and for the journal; the image is sparse.
+/// Size of the disk. It has room for two sets of the largest images and for the journal. The image file is sparse.
 const IMAGE_BYTES: u64 = 6 << 30;
 
-/// Makes it inside `work`.
+/// Makes the disk below `work` and mounts it.
 pub fn prepare(writes_per_s: u64, work: &WorkDir) -> anyhow::Result<Prepared> {
     let image = work.path().join("disk.img");
     std::fs::File::create(&image)?.set_len(IMAGE_BYTES)?;

@@ -1,7 +1,7 @@
-//! An sshfs mount with a server of its own.
+//! Sets up an sshfs mount with an SSH server of its own.
 //!
-//! sshd runs with fresh keys from the work directory, for root in a network namespace of its own,
-//! joined by a pair of veth interfaces. `relay` adds the round trip.
+//! sshd uses new keys in the work directory. If this process runs as root, sshd runs in its own network namespace, which
+//! is connected by a pair of veth interfaces. The module `relay` adds the round trip time.
 
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::path::Path;
@@ -15,25 +15,27 @@ use crate::options::WorkDir;
 use firn_testfs::cleanup::{Guard, Leftover, expect};
 use firn_testfs::namespace::Namespace;
 
+/// Maximum time for the start of sshd.
 const START_LIMIT: Duration = Duration::from_secs(10);
 
-/// What processors do in hardware: the network shall be the limit, not the encryption.
+/// A cipher that processors support in hardware, so that the network is the limit and not the encryption.
 const CIPHER: &str = "aes128-gcm@openssh.com";
 
-/// Mounts `work`/export on `work`/sshfs with `options`.
+/// Starts a server and mounts its directory `work`/export at `work`/sshfs with the options `options` of sshfs.
 pub fn prepare(round_trip_us: u64, options: &str, work: &WorkDir) -> anyhow::Result<Prepared> {
     let keys = work.subdir("keys")?;
     let export = work.subdir("export")?;
     let point = work.subdir("sshfs")?;
     let mut guards = Vec::new();
-    let (child, server, place) = if rustix::process::geteuid().is_root() {
-        namespaced_server(&keys, &mut guards)?
+    let server = if rustix::process::geteuid().is_root() {
+        start_in_namespace(&keys, &mut guards)?
     } else {
-        local_server(&keys)?
+        start_on_loopback(&keys)?
     };
+    let place = server.place;
     let address = match round_trip_us {
-        0 => server,
-        us => relay::start(server, Duration::from_micros(us))?,
+        0 => server.address,
+        us => relay::start(server.address, Duration::from_micros(us))?,
     };
     let unmount = expect(Leftover::Mount(point.clone()));
     mount(&keys, address, &export, &point, options)?;
@@ -48,10 +50,11 @@ pub fn prepare(round_trip_us: u64, options: &str, work: &WorkDir) -> anyhow::Res
     Ok(Prepared {
         dir: point,
         note,
-        _parts: vec![Box::new(unmount), Box::new(child), Box::new(guards)],
+        _parts: vec![Box::new(unmount), Box::new(server.child), Box::new(guards)],
     })
 }
 
+/// Mounts the directory `export` of the server at `point`.
 fn mount(
     keys: &Path,
     address: SocketAddr,
@@ -74,25 +77,42 @@ fn mount(
     run("sshfs", &args).map(drop)
 }
 
-fn namespaced_server(
-    keys: &Path,
-    guards: &mut Vec<Guard>,
-) -> anyhow::Result<(ServerChild, SocketAddr, &'static str)> {
+/// A running SSH server.
+struct Server {
+    child: ServerChild,
+    /// The address on which it listens.
+    address: SocketAddr,
+    /// Where the server runs, for the report.
+    place: &'static str,
+}
+
+/// Starts a server in a new network namespace. `guards` removes the namespace.
+fn start_in_namespace(keys: &Path, guards: &mut Vec<Guard>) -> anyhow::Result<Server> {
     let namespace = Namespace::create(guards)?;
     let link = namespace.connect(guards)?;
     let address = namespace.add_address(&link, 2)?;
     let address: SocketAddr = format!("{address}:22").parse()?;
     let child = start_server(namespace.command("/usr/sbin/sshd"), keys, address)?;
-    Ok((child, address, "a network namespace"))
+    Ok(Server {
+        child,
+        address,
+        place: "a network namespace",
+    })
 }
 
-fn local_server(keys: &Path) -> anyhow::Result<(ServerChild, SocketAddr, &'static str)> {
-    // A port that was free a moment ago; if another program takes it, sshd says so.
+/// Starts a server on the loopback interface.
+fn start_on_loopback(keys: &Path) -> anyhow::Result<Server> {
+    // The port was free a moment ago. If another program takes it meanwhile, sshd fails with an error.
     let address = TcpListener::bind("127.0.0.1:0")?.local_addr()?;
     let child = start_server(Command::new("/usr/sbin/sshd"), keys, address)?;
-    Ok((child, address, "a process of its own on loopback"))
+    Ok(Server {
+        child,
+        address,
+        place: "a process of its own on loopback",
+    })
 }
 
+/// Starts sshd with new keys, and waits until it accepts connections at `address`. `command` runs sshd.
 fn start_server(
     mut command: Command,
     keys: &Path,
@@ -146,7 +166,7 @@ fn start_server(
     Ok(child)
 }
 
-/// The listening sshd; its sessions end with their connection, or with the namespace.
+/// The listening sshd. Dropping the value ends it. Its sessions end with their connections or with the namespace.
 struct ServerChild(Child);
 
 impl Drop for ServerChild {

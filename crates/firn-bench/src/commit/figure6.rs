@@ -1,6 +1,7 @@
-//! Figure 6 of the CprFS paper: iozone on one file, with a checkpoint after each phase that writes.
+//! Repeats figure 6 of the CprFS paper: reads and writes the records of one file as iozone does, with a checkpoint after
+//! each phase that writes.
 
-use super::{BEHIND, CommitArgs, CommitCandidate, FIRN, IN_PLACE, NATIVE, PRELOAD, add};
+use super::{BEHIND, CommitArgs, CommitCandidate, FIRN, IN_PLACE, NATIVE, PRELOAD, add_cases};
 use crate::backing::Kind;
 use crate::durable;
 use crate::report::{Limit, Report};
@@ -14,10 +15,11 @@ struct Phase {
     name: &'static str,
     write: bool,
     random: bool,
-    /// What CprFS gained over NFS, percent.
+    /// Gain of CprFS over NFS according to the paper, in percent.
     paper: f64,
 }
 
+/// Makes one line of [`PHASES`].
 const fn phase(name: &'static str, write: bool, random: bool, paper: f64) -> Phase {
     Phase {
         name,
@@ -27,7 +29,7 @@ const fn phase(name: &'static str, write: bool, random: bool, paper: f64) -> Pha
     }
 }
 
-/// In iozone's order.
+/// The phases in the order of iozone.
 const PHASES: [Phase; 6] = [
     phase("write", true, false, 11.62),
     phase("re-write", true, false, -12.56),
@@ -84,7 +86,7 @@ pub(super) fn run(
             std::fs::remove_file(&path)?;
             Ok(samples)
         })?;
-        add(
+        add_cases(
             report,
             PHASES
                 .iter()
@@ -92,15 +94,16 @@ pub(super) fn run(
             samples,
         );
     }
-    judge(report, args.backing != Kind::Local);
+    add_goals(report, args.backing != Kind::Local);
     Ok(())
 }
 
-fn judge(report: &mut Report, is_remote: bool) {
+/// Adds the goals for all phases. `is_remote` says whether the backing is a network file system.
+fn add_goals(report: &mut Report, is_remote: bool) {
     for phase in &PHASES {
         let limit = match (phase.write, phase.random) {
             (true, false) if phase.name == "write" && is_remote => Limit::Least(1.3),
-            // The paper's own is slower there, and no goal was set.
+            // The file system of the paper is slower than its baseline here, so there is no goal.
             (true, false) => continue,
             _ => Limit::Least(0.95),
         };

@@ -1,8 +1,8 @@
-//! Commit rules: what they cost files that no rule has to do with, and a checkpoint that one commits.
+//! Measures the cost of commit rules: for files to which no rule applies, and for a checkpoint that a rule commits.
 
 use std::path::{Path, PathBuf};
 
-use super::{CommitArgs, NO_RULES, RULES, WRITE_BYTES, add};
+use super::{CommitArgs, NO_RULES, RULES, WRITE_BYTES, add_cases};
 use anyhow::Context as _;
 
 use crate::cpu;
@@ -12,21 +12,22 @@ use crate::report::{Limit, Report, Sample};
 use crate::worker::{self, Operation, Task, elapsed_s};
 use firn_config::size_text;
 
-/// Two more than the built-in rules: 30 together.
+/// Two rules beside the built-in ones, which makes 30 rules.
 const SITE_RULES: &str = "\
 bench-a   bench-a-*/   close:done
 bench-b   bench-b.{T}  next
 ";
 const BUILT_IN_COUNT: usize = 28;
 
-/// A mount with transactions; with rules, or without.
+/// A mount with transactions, with or without commit rules.
 struct Mounted<'a> {
     name: &'static str,
     behind: PathBuf,
     mount: Mount<'a>,
 }
 
-/// Names of all built-in rules, and the path of a file with [`SITE_RULES`], as the option has them.
+/// Returns the value of the mount option for all rules: the names of the built-in ones, and the path of a file with
+/// [`SITE_RULES`].
 fn all_rules(firn: &Firn, work: &Path) -> anyhow::Result<String> {
     let listed = firn.run(&["rules".as_ref(), "list".as_ref()])?;
     let listed = String::from_utf8(listed).context("`firn rules list` is no text")?;
@@ -46,6 +47,7 @@ fn all_rules(firn: &Firn, work: &Path) -> anyhow::Result<String> {
     Ok(names.join(":"))
 }
 
+/// Mounts Firn over a new directory of `dir`.
 fn mount<'a>(
     (firn, work): (&'a Firn, &Path),
     dir: &Path,
@@ -63,7 +65,7 @@ fn mount<'a>(
     })
 }
 
-/// The mounts in turns, as often as asked for.
+/// Measures the mounts in turns, once in each repeat. Returns the samples of each mount.
 fn measure(
     args: &CommitArgs,
     mounts: &[Mounted<'_>],
@@ -82,6 +84,7 @@ fn measure(
     Ok(samples)
 }
 
+/// Creates files to which no rule applies.
 fn create_files(mounted: &Mounted<'_>, round: u32, count: u64) -> anyhow::Result<Sample> {
     let dir = mounted.mount.path().join(format!("plain-{round}"));
     std::fs::create_dir(&dir)?;
@@ -95,7 +98,8 @@ fn create_files(mounted: &Mounted<'_>, round: u32, count: u64) -> anyhow::Result
     Ok(vec![("created", "1/s", a_second)])
 }
 
-/// One file, as torch.save writes it. With the rule it is durable when close(2) returns; without, the program syncs it.
+/// Writes one file as torch.save does. With a commit rule the file is durable when close(2) returns. Without a rule the
+/// program syncs the file.
 fn save(mounted: &Mounted<'_>, round: u32, bytes: u64) -> anyhow::Result<Sample> {
     let path = mounted.mount.path().join(format!("step-{round}.pt"));
     let outcomes = worker::run_all(&[Task::Write {
@@ -141,7 +145,7 @@ pub(super) fn run(
     let samples = measure(args, &mounts, |mounted, round| {
         create_files(mounted, round, count)
     })?;
-    add(report, [format!("{count} files of no rule")], vec![samples]);
+    add_cases(report, [format!("{count} files of no rule")], vec![samples]);
     judge(report, "created", Limit::Least(0.97));
     let bytes = args
         .size
@@ -151,11 +155,12 @@ pub(super) fn run(
         "save of {}, committed by a rule or synced",
         size_text(bytes)
     );
-    add(report, [title], vec![samples]);
+    add_cases(report, [title], vec![samples]);
     judge(report, "durable", Limit::Most(1.05));
     Ok(())
 }
 
+/// Adds a goal for the ratio of a metric with rules to that without rules, in the last case.
 fn judge(report: &mut Report, metric: &str, limit: Limit) {
     let ratio = report
         .cases

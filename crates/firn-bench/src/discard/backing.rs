@@ -1,4 +1,5 @@
-//! A backing that forgets the data it is given; names and everything else are real.
+//! A backing that discards the data that is written to it. Everything else, such as names and attributes, is that of a
+//! directory.
 
 use std::ffi::OsStr;
 
@@ -7,7 +8,7 @@ use firn_backing::{
     Placing, Result, Sharing, Volume, forward,
 };
 
-/// See the module.
+/// A directory in which writes to files succeed and have no effect.
 pub struct DiscardBacking(pub DirBacking);
 
 type Inode = <DirBacking as Volume>::Inode;
@@ -70,7 +71,7 @@ impl Attributes for DiscardBacking {
 }
 
 impl Files for DiscardBacking {
-    /// Says that all was written.
+    /// Discards the data and reports that all of it was written.
     fn write_parts(&self, _: &Self::File, parts: &[DataPart<'_>]) -> Result<u64> {
         Ok(parts.iter().map(DataPart::len).sum())
     }

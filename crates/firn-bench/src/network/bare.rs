@@ -1,4 +1,5 @@
-//! The least that a transfer can be: sendfile(2) on one side, read(2) and write(2) on the other.
+//! The simplest transfer of files between two hosts, as a baseline: sendfile(2) on one side, read(2) and write(2) on
+//! the other.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -30,7 +31,8 @@ pub struct ReceiveArgs {
 }
 
 impl SendArgs {
-    /// Says its address, sends, and says how much processor time it took.
+    /// Prints the address on which it listens, sends the files to the first client, and prints the processor time that
+    /// this took.
     pub fn run(&self) -> anyhow::Result<()> {
         let listener = TcpListener::bind((self.address.as_str(), 0))?;
         println!("{}", listener.local_addr()?);
@@ -54,7 +56,7 @@ impl SendArgs {
 }
 
 impl ReceiveArgs {
-    /// Until the other side closes.
+    /// Receives and writes files until the sender closes the connection.
     pub fn run(&self) -> anyhow::Result<()> {
         let mut socket = TcpStream::connect(&self.address)?;
         let mut buffer = vec![0; BUFFER_BYTES];
@@ -80,7 +82,7 @@ impl ReceiveArgs {
     }
 }
 
-/// A process that sends.
+/// A process that sends files ([`SendArgs`]).
 pub struct Sender {
     answers: BufReader<ChildStdout>,
     address: String,
@@ -88,7 +90,7 @@ pub struct Sender {
 }
 
 impl Sender {
-    /// Waits until it listens.
+    /// Starts the process and waits until it listens.
     pub fn start(mut command: Command, address: &str, dir: &Path) -> anyhow::Result<Self> {
         let child = command
             .args(["send", address])
@@ -98,7 +100,7 @@ impl Sender {
             .spawn()?;
         let mut program = Ended(child);
         let mut answers = BufReader::new(program.0.stdout.take().context("a pipe")?);
-        let address = line(&mut answers)?;
+        let address = read_line_of(&mut answers)?;
         Ok(Self {
             answers,
             address,
@@ -106,18 +108,19 @@ impl Sender {
         })
     }
 
-    /// Where it listens.
+    /// Returns the address on which the process listens.
     pub fn address(&self) -> &str {
         &self.address
     }
 
-    /// Its processor time, when it has ended.
+    /// Waits until the process has sent the files, and returns its processor time in seconds.
     pub fn wait(mut self) -> anyhow::Result<f64> {
-        Ok(line(&mut self.answers)?.parse()?)
+        Ok(read_line_of(&mut self.answers)?.parse()?)
     }
 }
 
-fn line(answers: &mut impl BufRead) -> anyhow::Result<String> {
+/// Reads one line that the process printed.
+fn read_line_of(answers: &mut impl BufRead) -> anyhow::Result<String> {
     let mut line = String::new();
     if answers.read_line(&mut line)? == 0 {
         bail!("the sender failed");
@@ -125,12 +128,12 @@ fn line(answers: &mut impl BufRead) -> anyhow::Result<String> {
     Ok(line.trim_end().to_owned())
 }
 
-/// A port that is free now.
+/// Returns a TCP port of `address` on which no program listens now.
 pub fn free_port(address: &str) -> anyhow::Result<u16> {
     Ok(TcpListener::bind((address, 0))?.local_addr()?.port())
 }
 
-/// Waits for a listener.
+/// Waits until a program listens on a TCP port.
 pub fn wait_for_port(address: &str, port: u16) -> anyhow::Result<()> {
     let begun = Instant::now();
     while TcpStream::connect((address, port)).is_err() {

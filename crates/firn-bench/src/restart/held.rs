@@ -1,5 +1,5 @@
-//! A held file read by itself in each way that there is, beside a file of the same size on the file system below with a warm
-//! cache: from firnd, from pages that the kernel keeps of it, and from its memory file.
+//! Measures all ways to read one held file: from firnd, from the pages that the kernel keeps of it, and from its memory
+//! file. The baseline is a file of the same size on the native file system, with its pages in the page cache.
 
 use std::path::{Path, PathBuf};
 
@@ -20,40 +20,43 @@ const MEMORY_FIRST: &str = "memory file, first";
 const MEMORY_AGAIN: &str = "memory file, again";
 const MEMORY_PRELOAD: &str = "memory file, preload";
 const MEMORY_WITHOUT_ROOT: &str = "without root, preload";
-/// Of native, by read(2) and by a mapping that is copied out of.
+/// Goal for read(2): the lowest rate, as a share of the native rate.
 const LEAST_READ: f64 = 0.8;
+/// Goal for copies from a mapping: the lowest rate, as a share of the native rate.
 const LEAST_MAPPED: f64 = 0.9;
-/// Memory beside the bytes of the file.
+/// Goal for memory: the largest use, as a multiple of the size of the file.
 const MOST_MEMORY: f64 = 1.05;
 
 /// The mounts that hold the file.
 pub(super) struct Mounts<'a> {
-    /// Without memory files.
+    /// A mount without memory files.
     pub(super) plain: &'a Mount<'a>,
-    /// With memory files that the kernel cannot read by itself, as without root.
+    /// A mount with memory files that the kernel cannot read by itself, as on a mount of a user without root.
     pub(super) pages: &'a Mount<'a>,
-    /// With `memory-files`.
+    /// A mount with memory files that the kernel reads.
     pub(super) memory: &'a Mount<'a>,
     /// The preload library.
     pub(super) preload: PathBuf,
 }
 
-/// The file, on the file system below and on each mount.
+/// The file to read, on the native file system and on each mount.
 pub(super) struct Files<'a> {
     mounts: Mounts<'a>,
     native: PathBuf,
     bytes: u64,
 }
 
-/// What is done to a file before it is read, so that it is read for the first time.
+/// What is done before a file is read, so that the read is the first one.
 #[derive(Clone, Copy)]
 enum Before {
     Nothing,
+    /// Make the kernel drop its pages of the file.
     ForgetPages,
+    /// Write the file again.
     WriteAnew,
 }
 
-/// One way to read.
+/// One way to read the file.
 struct ReadWay<'a> {
     name: &'static str,
     path: PathBuf,
@@ -62,7 +65,7 @@ struct ReadWay<'a> {
 }
 
 impl<'a> Files<'a> {
-    /// Writes it everywhere.
+    /// Writes the file to the native file system and to each mount.
     pub(super) fn prepare(work: &WorkDir, mounts: Mounts<'a>, bytes: u64) -> anyhow::Result<Self> {
         let files = Self {
             mounts,
@@ -72,9 +75,9 @@ impl<'a> Files<'a> {
         let plain = files.mounts.plain.path().join("image");
         let pages = files.mounts.pages.path().join("image");
         for path in [&files.native, &plain, &pages] {
-            write(path, bytes)?;
+            write_with_worker(path, bytes)?;
         }
-        read(&files.native, bytes, false, None)?;
+        read_with_worker(&files.native, bytes, false, None)?;
         Ok(files)
     }
 
@@ -82,6 +85,7 @@ impl<'a> Files<'a> {
         self.mounts.memory.path().join("image")
     }
 
+    /// Returns all ways to read the file. The baseline comes first.
     fn ways(&self) -> Vec<ReadWay<'_>> {
         let preload = Some(self.mounts.preload.as_path());
         let held = self.mounts.plain.path().join("image");
@@ -110,7 +114,7 @@ impl<'a> Files<'a> {
         ]
     }
 
-    /// Reads it by read(2) and by a mapping in each way, and judges the ratios.
+    /// Measures each way with read(2) and through a mapping, and adds the cases and the goals to the report.
     pub(super) fn measure(&self, repeats: u32, report: &mut Report) -> anyhow::Result<()> {
         let file_system = crate::machine::file_system_of(&self.native);
         report.note(format!(
@@ -128,7 +132,7 @@ impl<'a> Files<'a> {
                         Before::ForgetPages => forget_pages(&way.path)?,
                         Before::WriteAnew => settling.push(self.write_memory_file()?),
                     }
-                    samples.push(read(&way.path, self.bytes, mmap, way.preload)?);
+                    samples.push(read_with_worker(&way.path, self.bytes, mmap, way.preload)?);
                 }
             }
             let names = ways.iter().map(|way| way.name.to_owned());
@@ -141,6 +145,7 @@ impl<'a> Files<'a> {
         self.judge_memory(report)
     }
 
+    /// Adds goals for the last case: the rates of the ways that read a memory file.
     fn judge(&self, report: &mut Report, way: &str, least: f64) {
         for name in [
             MEMORY_FIRST,
@@ -156,6 +161,7 @@ impl<'a> Files<'a> {
         }
     }
 
+    /// Adds a goal for the memory that the file uses in the arena.
     fn judge_memory(&self, report: &mut Report) -> anyhow::Result<()> {
         let used = self.mounts.memory.number("arena_used_bytes")?;
         let ratio = used as f64 / self.bytes as f64;
@@ -164,7 +170,7 @@ impl<'a> Files<'a> {
         Ok(())
     }
 
-    /// Writes the file anew and waits until all of it is in a memory file.
+    /// Writes the file again, and waits until all its bytes are in a memory file.
     fn write_memory_file(&self) -> anyhow::Result<Sample> {
         let path = self.memory_file();
         let mount = self.mounts.memory;
@@ -173,7 +179,7 @@ impl<'a> Files<'a> {
         }
         let before = mount.number("settled_bytes")?;
         let cpu_before = mount.cpu_s();
-        write(&path, self.bytes)?;
+        write_with_worker(&path, self.bytes)?;
         let closed_ns = crate::cpu::now_ns();
         mount.wait_settled(before + self.bytes)?;
         let gib = self.bytes as f64 / GIB;
@@ -188,7 +194,7 @@ impl<'a> Files<'a> {
         ])
     }
 
-    /// Or the mounts would drain it at their end.
+    /// Removes the file. Otherwise the mounts would drain it at their end.
     pub(super) fn remove(&self) -> anyhow::Result<()> {
         let Mounts {
             plain,
@@ -203,7 +209,8 @@ impl<'a> Files<'a> {
     }
 }
 
-fn write(path: &Path, bytes: u64) -> anyhow::Result<()> {
+/// Writes the file with a worker.
+fn write_with_worker(path: &Path, bytes: u64) -> anyhow::Result<()> {
     let task = Task::Write {
         path: path.to_owned(),
         runs: vec![(bytes / BLOCK_BYTES, BLOCK_BYTES)],
@@ -213,13 +220,19 @@ fn write(path: &Path, bytes: u64) -> anyhow::Result<()> {
     worker::run_all(&[task]).map(drop)
 }
 
-/// The kernel drops its pages of a file of the mount when it is opened for writing.
+/// Makes the kernel drop its pages of a file of a mount, which it does when the file is opened for writing.
 fn forget_pages(path: &Path) -> anyhow::Result<()> {
     drop(std::fs::File::options().write(true).open(path)?);
     Ok(())
 }
 
-fn read(path: &Path, bytes: u64, mmap: bool, preload: Option<&Path>) -> anyhow::Result<Sample> {
+/// Reads the file once with a worker.
+fn read_with_worker(
+    path: &Path,
+    bytes: u64,
+    mmap: bool,
+    preload: Option<&Path>,
+) -> anyhow::Result<Sample> {
     let task = Task::Read {
         path: path.to_owned(),
         bytes: BLOCK_BYTES,

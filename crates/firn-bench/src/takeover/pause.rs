@@ -1,4 +1,4 @@
-//! Kills firnd under a writer with open files, directories and pending data.
+//! Measures the pause of a writer when firnd is killed, on a mount with open files, directories and pending data.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
@@ -17,17 +17,17 @@ use crate::options::{WorkDir, progress};
 use crate::report::{Report, Sample};
 use crate::worker::make_buffer;
 
-/// Between two writes: its wait is the precision of a pause.
+/// Time between two writes. It is the precision of a measured pause.
 const WRITE_EVERY: Duration = Duration::from_millis(1);
 const WRITE_BYTES: u64 = 4096;
-/// The writer goes round in this many blocks, so the pending bytes stay as many.
+/// Number of blocks that the writer overwrites again and again, so that the number of pending bytes stays constant.
 const WRITER_BLOCKS: u64 = 256;
 /// Bytes of one write of the pending data.
 const FILL_BYTES: u64 = 1 << 20;
-/// Directories in one directory.
+/// Number of subdirectories of one directory.
 const FAN_OUT: u32 = 1000;
 
-/// What a mount has when firnd is killed.
+/// The state of a mount when firnd is killed.
 #[derive(Clone, Copy)]
 pub(super) struct Load {
     pub(super) handles: u32,
@@ -35,15 +35,16 @@ pub(super) struct Load {
     pub(super) pending_bytes: u64,
 }
 
-/// Pauses, the shortest first.
+/// The measured pauses.
 pub(super) struct Pauses {
+    /// Durations in seconds, sorted.
     seconds: Vec<f64>,
-    /// Memory of the keeper that is its own.
+    /// Private memory of the keeper in bytes.
     pub(super) keeper_bytes: u64,
 }
 
 impl Pauses {
-    /// The nearest rank.
+    /// Returns a percentile of the pauses, by the nearest-rank method.
     pub(super) fn percentile(&self, percent: usize) -> f64 {
         let rank = (self.seconds.len() * percent).div_ceil(100);
         let found = self.seconds.get(rank.saturating_sub(1));
@@ -52,7 +53,7 @@ impl Pauses {
 }
 
 impl Load {
-    /// Kills firnd `kills` times.
+    /// Kills firnd `kills` times under a writer, and measures the pause of each. Adds a case to the report.
     pub(super) fn measure(
         &self,
         firn: &Firn,
@@ -121,7 +122,7 @@ impl Load {
         format!("drain=demand,close=held,fsync=held,arena-size={arena_bytes},takeover={takeover}")
     }
 
-    /// Makes directories that the kernel knows, files that are open, and pending data.
+    /// Makes the directories, the open files and the pending data of the load. Returns the open files.
     fn prepare(&self, mount: &Path) -> anyhow::Result<Vec<File>> {
         firn_backing::raise_descriptor_limit().context("cannot raise the limit of descriptors")?;
         for index in 0..self.directories {
@@ -144,7 +145,7 @@ impl Load {
         Ok(opened)
     }
 
-    /// What is left without a takeover: firnd is killed, and the arena is mounted again.
+    /// Measures the alternative to a takeover: kills firnd and mounts the arena again.
     fn mount_again(
         &self,
         firn: &Firn,
@@ -164,7 +165,7 @@ impl Load {
     }
 }
 
-/// A thread that writes blocks, and notes its longest wait.
+/// A thread that writes blocks and records its longest wait.
 struct Writer {
     shared: &'static Shared,
     thread: JoinHandle<std::io::Result<()>>,
@@ -179,6 +180,7 @@ struct Shared {
 }
 
 impl Writer {
+    /// Starts a thread that overwrites the blocks of `file` again and again.
     fn start(file: File) -> anyhow::Result<Self> {
         // A writer whose mount is gone may wait for ever: what it refers to stays until the benchmark ends.
         let shared: &'static Shared = Box::leak(Box::default());
@@ -206,12 +208,12 @@ impl Writer {
         })
     }
 
-    /// Forgets what it noted.
+    /// Forgets the longest wait so far.
     fn begin(&self) {
         *self.shared.longest.lock() = Duration::ZERO;
     }
 
-    /// The longest wait since [`Writer::begin`], once it goes on.
+    /// Waits until the writer writes again, and returns its longest wait since [`Writer::begin`].
     fn longest(&self) -> anyhow::Result<Duration> {
         let before = self.shared.count.load(Ordering::Relaxed);
         crate::firn::wait_until("the writer goes on", || {
@@ -222,6 +224,7 @@ impl Writer {
         Ok(*self.shared.longest.lock())
     }
 
+    /// Ends the thread. Fails if one of its writes failed.
     fn end(self) -> anyhow::Result<()> {
         self.shared.ends.store(true, Ordering::Relaxed);
         let ended = self.thread.join();

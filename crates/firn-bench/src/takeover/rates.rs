@@ -1,4 +1,5 @@
-//! What the live table costs: creates and small writes with `takeover=auto` beside `takeover=no`.
+//! Measures the cost of the live table: the rates of creates and of small writes with `takeover=auto`, compared with
+//! `takeover=no`.
 
 use std::path::PathBuf;
 
@@ -9,7 +10,8 @@ use crate::worker::{self, Operation, Task};
 
 const WITHOUT: &str = "takeover=no";
 const WITH: &str = "takeover=auto";
-/// Rounds for each repeat: one is short, and other work on the machine is not to decide.
+/// Number of rounds in each repeat. A round is short, and several rounds reduce the influence of other work on the
+/// machine.
 const ROUNDS: u32 = 4;
 const WRITE_BYTES: u64 = 4096;
 
@@ -18,7 +20,7 @@ struct Candidate<'a> {
     mount: Mount<'a>,
 }
 
-/// Measures both in turns.
+/// Measures both settings in turns, and adds the cases to the report.
 pub(super) fn measure(
     common: &Common,
     firn: &Firn,
@@ -67,6 +69,7 @@ pub(super) fn measure(
     Ok(())
 }
 
+/// Mounts Firn with the option `name`.
 fn mount<'a>(firn: &'a Firn, work: &WorkDir, name: &'static str) -> anyhow::Result<Candidate<'a>> {
     let options = format!("drain=demand,close=held,fsync=held,arena-size=512M,{name}");
     let backing = work.subdir(&format!("{name}.b"))?;
@@ -76,6 +79,7 @@ fn mount<'a>(firn: &'a Firn, work: &WorkDir, name: &'static str) -> anyhow::Resu
 }
 
 impl Candidate<'_> {
+    /// Measures the creation of `count` empty files.
     fn create(&self, count: u64) -> anyhow::Result<Sample> {
         let dir = self.mount.path().join("names");
         std::fs::create_dir(&dir)?;
@@ -89,6 +93,7 @@ impl Candidate<'_> {
         Ok(rate(count, worker::elapsed_s(&outcomes)))
     }
 
+    /// Measures `count` writes to one file.
     fn write(&self, count: u64) -> anyhow::Result<Sample> {
         let path: PathBuf = self.mount.path().join("file");
         let task = Task::Write {

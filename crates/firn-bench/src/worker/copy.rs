@@ -1,8 +1,8 @@
-//! Copies by memcpy: what anything that keeps bytes in memory has to do at least.
+//! Copies bytes with memcpy, as a lower limit for everything that keeps bytes in memory.
 //!
-//! A shared region is a file on tmpfs that has its memory, in huge pages where the kernel gives them; each
-//! worker maps its part anew, as a process that begins has to. So page tables are filled while it copies, as
-//! they are for a process that writes into an arena.
+//! A shared region is a file on tmpfs with all its memory allocated, in huge pages if the kernel provides them. Each
+//! worker maps its part of the region anew, as a new process must. The page tables are therefore filled during the copy,
+//! as they are for a process that writes to an arena.
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -12,33 +12,34 @@ use anyhow::Context;
 use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 use serde::{Deserialize, Serialize};
 
-/// Huge pages need addresses that agree with the file's offsets modulo their size.
+/// Size of a huge page. The address of a mapping and the offset in the file must be equal modulo this size, or the
+/// kernel does not use huge pages.
 const HUGE_BYTES: usize = 2 << 20;
 
 /// Copies `bytes` in blocks.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Copy {
-    /// To where, or from where.
+    /// The region to or from which the bytes are copied.
     pub region: Region,
-    /// Which of the two.
+    /// The direction of the copy.
     pub way: Way,
-    /// All of them.
+    /// Total number of bytes.
     pub bytes: u64,
-    /// Bytes of one memcpy; one buffer of this length is used again and again.
+    /// Bytes of one memcpy. All copies use the same buffer of this length.
     pub block_bytes: u64,
 }
 
-/// The far side of a copy.
+/// The memory that is copied to or from.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Region {
-    /// This process's own memory, touched before.
+    /// Memory of the process, which was touched before.
     Private,
-    /// A part of a file on tmpfs, see [`make_region`].
+    /// A part of a file on tmpfs that [`make_region`] made.
     Shared {
         /// The file.
         path: PathBuf,
-        /// Where the part begins, a multiple of 2 MiB.
+        /// Offset at which the part begins, a multiple of 2 MiB.
         offset: u64,
     },
 }
@@ -54,7 +55,7 @@ pub enum Way {
 }
 
 impl Copy {
-    /// The private region, if that is what is copied to.
+    /// Returns the memory of a private region. Returns an empty one if the region is shared.
     pub(super) fn private(&self) -> Vec<u8> {
         match self.region {
             Region::Private => vec![1; self.bytes as usize],
@@ -62,18 +63,20 @@ impl Copy {
         }
     }
 
+    /// Copies all bytes. `private` is the memory of a private region.
     pub(super) fn run(&self, buffer: &mut [u8], private: &mut [u8]) -> anyhow::Result<()> {
         match &self.region {
-            Region::Private => self.copy(private, buffer),
+            Region::Private => self.copy_blocks(private, buffer),
             Region::Shared { path, offset } => {
                 let mut map = Map::of(path, *offset, self.bytes as usize)?;
-                self.copy(map.bytes(), buffer);
+                self.copy_blocks(map.bytes(), buffer);
             }
         }
         Ok(())
     }
 
-    fn copy(&self, region: &mut [u8], buffer: &mut [u8]) {
+    /// Copies between `region` and `buffer`, block after block.
+    fn copy_blocks(&self, region: &mut [u8], buffer: &mut [u8]) {
         for part in region.chunks_mut(buffer.len()) {
             match self.way {
                 Way::In => part.copy_from_slice(&buffer[..part.len()]),
@@ -84,7 +87,7 @@ impl Copy {
     }
 }
 
-/// Makes the file of a shared region and gives it memory, in huge pages where that can be.
+/// Creates the file of a shared region and allocates its memory, in huge pages if possible.
 pub fn make_region(path: &Path, bytes: u64) -> anyhow::Result<()> {
     const MADV_COLLAPSE: i32 = 25;
     File::create_new(path)
@@ -97,28 +100,34 @@ pub fn make_region(path: &Path, bytes: u64) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A shared mapping at an address that suits huge pages.
+/// A shared mapping at an address that is suitable for huge pages.
 struct Map {
+    /// Address of the first byte of the mapped part of the file.
     at: *mut u8,
+    /// Number of mapped bytes.
     len: usize,
-    room: (*mut u8, usize),
+    /// Address and size of the reserved addresses, in which the mapping lies.
+    reserved: (*mut u8, usize),
 }
 
 impl Map {
+    /// Maps `len` bytes of a file from `offset` on.
     fn of(path: &Path, offset: u64, len: usize) -> anyhow::Result<Self> {
         let file = File::options().read(true).write(true).open(path);
         let file = file.with_context(|| format!("cannot open {}", path.display()))?;
         let (none, both) = (ProtFlags::empty(), ProtFlags::READ | ProtFlags::WRITE);
         let reserve = MapFlags::PRIVATE | MapFlags::NORESERVE;
-        let room = len + HUGE_BYTES;
-        // SAFETY: new memory, wherever the kernel likes; the second mapping replaces a part of it.
+        let reserved_bytes = len + HUGE_BYTES;
+        // SAFETY: the first mapping is new and at an address that the kernel chooses. The second mapping replaces a part
+        // of it, which nothing refers to.
         unsafe {
-            let start = mmap_anonymous(std::ptr::null_mut(), room, none, reserve)?.cast::<u8>();
+            let start =
+                mmap_anonymous(std::ptr::null_mut(), reserved_bytes, none, reserve)?.cast::<u8>();
             let at = start.add(start.align_offset(HUGE_BYTES));
             let map = Self {
                 at,
                 len,
-                room: (start, room),
+                reserved: (start, reserved_bytes),
             };
             mmap(
                 at.cast(),
@@ -141,6 +150,6 @@ impl Map {
 impl Drop for Map {
     fn drop(&mut self) {
         // SAFETY: what `of` reserved, the mapping within it included.
-        let _ = unsafe { munmap(self.room.0.cast(), self.room.1) };
+        let _ = unsafe { munmap(self.reserved.0.cast(), self.reserved.1) };
     }
 }

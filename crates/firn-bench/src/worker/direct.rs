@@ -1,4 +1,4 @@
-//! Direct writes, as a spill file is written: what does the device take?
+//! Writes to a file past the page cache, as firnd writes the spill file, to measure the rate of the device.
 
 use std::fs::{File, OpenOptions};
 use std::os::fd::AsFd;
@@ -8,10 +8,10 @@ use std::path::Path;
 use anyhow::Context;
 use rustix::fs::{FallocateFlags, fallocate};
 
-/// What direct writes demand of a buffer on any device.
+/// Alignment of a buffer for direct writes that is sufficient for every device.
 const ALIGN: usize = 4096;
 
-/// Makes a file with all its room, before the time is taken.
+/// Creates a file of `bytes` bytes with all its blocks allocated. This time is not measured.
 pub(super) fn make(path: &Path, bytes: u64) -> anyhow::Result<File> {
     let mut options = OpenOptions::new();
     let file = options
@@ -26,7 +26,7 @@ pub(super) fn make(path: &Path, bytes: u64) -> anyhow::Result<File> {
     Ok(file)
 }
 
-/// Writes `count` times `bytes`, one after the other; `buffer` has as many and [`room`].
+/// Makes `count` sequential writes of `bytes` bytes. `buffer` must have [`room`] for an aligned block of this size.
 pub(super) fn write(file: &File, count: u64, bytes: u64, buffer: &[u8]) -> anyhow::Result<()> {
     let skip = buffer.as_ptr().align_offset(ALIGN);
     let block = &buffer[skip..][..bytes as usize];
@@ -37,7 +37,7 @@ pub(super) fn write(file: &File, count: u64, bytes: u64, buffer: &[u8]) -> anyho
     Ok(())
 }
 
-/// Size of a buffer that holds `bytes` aligned bytes.
+/// Returns the size of a buffer that contains `bytes` aligned bytes.
 pub(super) fn room(bytes: u64) -> u64 {
     bytes + ALIGN as u64
 }

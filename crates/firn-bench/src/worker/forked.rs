@@ -1,7 +1,8 @@
-//! The first large write of a process that has forked before.
+//! Measures the first large write of a process that has forked.
 //!
-//! fork(2) makes all private memory shared until it is written. A direct write pins the pages that it takes bytes from,
-//! and before the kernel pins a page that is shared it copies it: a fault and a copy for each page, once.
+//! After fork(2), parent and child share all private memory until one of them writes to it. A direct write pins the
+//! pages of its buffer. Before the kernel pins a shared page, it copies the page. So the first write costs a page fault
+//! and a copy for each page.
 
 use std::fs::File;
 use std::io::Write;
@@ -12,30 +13,30 @@ use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 use rustix::process::{Pid, Signal};
 use serde::{Deserialize, Serialize};
 
-/// Which process shares the memory that is written.
+/// The process that shares the written memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Sharing {
-    /// None: the process has not forked.
+    /// No process, because the worker has not forked.
     None,
     /// A child process.
     Child,
-    /// There is a child, and the memory was kept from it (MADV_DONTFORK).
+    /// No process. The worker has a child, but the memory was excluded from the fork (MADV_DONTFORK).
     KeptApart,
 }
 
-/// Creates a file with one write of all bytes.
+/// Creates a file with one write of all its bytes.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct ForkedWrite {
     /// The file.
     pub path: PathBuf,
-    /// Its bytes.
+    /// Size of the file in bytes.
     pub bytes: u64,
-    /// Which process shares them.
+    /// The process that shares the written memory.
     pub sharing: Sharing,
 }
 
-/// The memory, and the child that shares it.
+/// The memory to write, and the child that shares it.
 pub(super) struct Prepared {
     at: *mut std::ffi::c_void,
     len: usize,
@@ -43,6 +44,7 @@ pub(super) struct Prepared {
 }
 
 impl ForkedWrite {
+    /// Allocates the memory, touches it, and forks a child if the task says so.
     pub(super) fn prepare(&self) -> anyhow::Result<Prepared> {
         let len = self.bytes as usize;
         // SAFETY: new private memory at an address of the kernel's choice; `Prepared` alone has it until it is unmapped.
@@ -81,7 +83,7 @@ fn write_file(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
     File::create(path)?.write_all(bytes)
 }
 
-/// A child that does nothing until its parent ends.
+/// Forks a child that sleeps until its parent ends. Returns its process id.
 fn fork_sleeper() -> anyhow::Result<Pid> {
     // SAFETY: a worker has one thread, so no lock is held by a thread that the child lacks; the child makes nothing
     // but system calls.

@@ -1,4 +1,4 @@
-//! Records of one size, one after the other or in a random order, as iozone reads and writes them.
+//! Reads or writes the records of a file, sequentially or in a random order, as iozone does.
 
 use std::fs::OpenOptions;
 use std::os::unix::fs::FileExt;
@@ -10,23 +10,23 @@ use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
 use serde::{Deserialize, Serialize};
 
-/// Each record of a file once.
+/// Reads or writes each record of a file once.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Records {
-    /// The file; a writer makes it where it is not there, and leaves what is in it.
+    /// The file. A writer creates it if it does not exist, and does not truncate it.
     pub path: PathBuf,
-    /// Bytes of the file.
+    /// Size of the file in bytes.
     pub bytes: u64,
-    /// Bytes of one record.
+    /// Size of one record in bytes.
     pub record_bytes: u64,
-    /// In an order drawn from this seed; `None`: one after the other.
+    /// Seed of a random order. `None` means that the records are visited in sequence.
     pub seed: Option<u64>,
-    /// Written, or read.
+    /// Whether the records are written. Otherwise they are read.
     pub write: bool,
 }
 
 impl Records {
-    /// Where the records are, in the order in which they are visited: drawn before the time is taken.
+    /// Returns the offsets of the records in the order in which they are visited. This time is not measured.
     pub(super) fn offsets(&self) -> Vec<u64> {
         let mut offsets: Vec<u64> = (0..self.bytes / self.record_bytes)
             .map(|n| n * self.record_bytes)

@@ -1,26 +1,25 @@
-//! A program that computes on all CPUs in steps, as a training loop does: a step ends when all threads have done their
-//! part of it.
+//! Computes on all CPUs in steps, as a training loop does. A step ends when all threads have done their part of it.
 
 use std::sync::Barrier;
 
 use serde::{Deserialize, Serialize};
 
-/// Numbers of one thread: they stay in its CPU's nearest cache.
+/// Number of values of one thread. They fit into the first-level cache of its CPU.
 const NUMBERS: usize = 1024;
-/// Passes over them in a step: some 5 ms.
+/// Number of passes over the values in one step, which take about 5 ms.
 const PASSES: usize = 25_000;
 
-/// How much is computed.
+/// A computation in steps.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub struct Steps {
-    /// Threads, each with a part of every step.
+    /// Number of threads. Each of them does a part of every step.
     pub threads: usize,
-    /// Steps.
+    /// Number of steps.
     pub count: u64,
 }
 
 impl Steps {
-    /// Takes the steps.
+    /// Runs all steps.
     pub fn run(&self) {
         let barrier = Barrier::new(self.threads);
         std::thread::scope(|scope| {
@@ -37,6 +36,7 @@ impl Steps {
     }
 }
 
+/// Does one thread's part of a step.
 fn compute(numbers: &mut [f32; NUMBERS]) {
     for _ in 0..PASSES {
         for number in numbers.iter_mut() {

@@ -3,7 +3,7 @@
 
 use std::sync::atomic::AtomicBool;
 
-use firn_format::piece::{Checked, FROZEN, RawPiece, poison, word};
+use firn_format::piece::{CheckedPiece, FROZEN, RawPiece, poison_seal, word};
 
 use super::*;
 
@@ -68,9 +68,9 @@ impl FakeSlab {
         let offset = RECORDS + u64::from(record) * PIECE_BYTES;
         let seal = self.seal(record).load(Ordering::Acquire);
         RawPiece {
-            who: self.word(offset + word::WHO).load(Ordering::Relaxed),
+            file_word: self.word(offset + word::FILE).load(Ordering::Relaxed),
             offset: self.word(offset + word::OFFSET).load(Ordering::Relaxed),
-            place: self.word(offset + word::PLACE).load(Ordering::Relaxed),
+            position_word: self.word(offset + word::POSITION).load(Ordering::Relaxed),
             seal,
         }
     }
@@ -78,7 +78,7 @@ impl FakeSlab {
     /// The piece of a record, if it is published.
     fn piece(&self, record: u32) -> Option<Piece> {
         match self.raw(record).check(GENERATION, 0, SLAB_BYTES.into()) {
-            Ok(Checked::Live(piece)) => Some(piece),
+            Ok(CheckedPiece::Live(piece)) => Some(piece),
             _ => None,
         }
     }
@@ -120,7 +120,7 @@ impl FakeSlab {
             }
             let poisoned = self.seal(count).compare_exchange(
                 seal_before,
-                poison(GENERATION),
+                poison_seal(GENERATION),
                 Ordering::SeqCst,
                 Ordering::Relaxed,
             );

@@ -1,9 +1,9 @@
-//! Counts the files of each directory on each lane, as far as this host knows. The counts correct the placement by
-//! numbers in names.
+//! Counts how many files of each directory are on each lane, as far as this host knows. The rule uses the counts to keep the
+//! lanes balanced where the numbers in names do not.
 //!
 //! Numbers in names balance the lanes over all hosts without messages, if the numbers distinguish the files. They do
-//! not if the sum is the same for all names, if numbers grow by a thousand on four lanes, or if there is no number.
-//! The names alone do not reveal these cases, so the files of each directory are counted.
+//! not if the sum is the same for all names, if the numbers grow by a thousand and there are four lanes, or if there is no
+//! number. The names alone do not reveal these cases.
 //!
 //! Invariants
 //! * Only differences between the lanes count. When a directory is found, `files` is 0 for one lane and at most
@@ -12,6 +12,7 @@
 
 use std::collections::{HashMap, VecDeque};
 
+/// Maximum number of directories whose files are counted.
 const DIRS_MAX: usize = 1 << 12;
 /// Maximum number of files by which a lane counts as ahead of the emptiest lane when a directory is added.
 const AHEAD_MAX: u64 = 8;

@@ -1,4 +1,4 @@
-//! Places new files on any other file system: a program that the site provides creates the file.
+//! The driver for any other file system: a program that the site provides creates each new file on the chosen server.
 //!
 //! The program runs as the owner of the file, in the file's directory. It can therefore do only what the owner can
 //! do.
@@ -14,7 +14,7 @@ use firn_backing::{Caller, Errno, Result};
 use firn_process::{Ended, Excess, Limits, RunError};
 use rustix::fs::{Access, AtFlags, CWD, Mode, accessat, fchmod, statat};
 
-use super::{Created, Driver, Location, Refusal, create_plain, open_made};
+use super::{Created, Driver, Location, Refusal, create_plain, open_foreign_file};
 
 /// Maximum run time of a program.
 const TIME_LIMIT: Duration = Duration::from_secs(10);
@@ -65,6 +65,7 @@ impl ProgramOfSite {
         }
     }
 
+    /// Runs the program as `caller`, to create the file `new` in this lane.
     fn run(
         &self,
         caller: &Caller,
@@ -128,7 +129,7 @@ impl Driver for ProgramOfSite {
 ///
 /// The program may give the file any mode, even one that prevents its owner from opening it.
 fn open_made_by(caller: &Caller, new: &NewFile<'_>) -> Result<OwnedFd> {
-    let (file, stat) = open_made(new).map_err(|_| Errno::IO)?;
+    let (file, stat) = open_foreign_file(new).map_err(|_| Errno::IO)?;
     if stat.st_nlink != 1 || stat.st_uid != caller.uid {
         return Err(Errno::IO);
     }
@@ -166,9 +167,10 @@ pub(super) fn run_program(
     }
 }
 
-fn first_line(said: &[u8]) -> String {
-    let said = String::from_utf8_lossy(said);
-    let first = said.lines().find(|line| !line.trim().is_empty());
+/// Returns the first line of a program's output that is not empty, or a sentence that there is none.
+fn first_line(output: &[u8]) -> String {
+    let output = String::from_utf8_lossy(output);
+    let first = output.lines().find(|line| !line.trim().is_empty());
     first.map_or_else(
         || "it ended with an error and said nothing".to_owned(),
         |line| line.trim().to_owned(),

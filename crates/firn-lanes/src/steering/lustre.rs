@@ -1,6 +1,6 @@
-//! Places new files on a chosen OST of Lustre. The module sets the extended attribute `lustre.lov` before the objects
-//! of the file are allocated.
+//! The driver for Lustre: creates new files on a chosen OST (object storage target).
 //!
+//! It sets the extended attribute `lustre.lov`, which is the file's layout, before the objects of the file are allocated.
 //! `llapi_layout_file_open` does the same (lustreapi(7)). The file is opened with `O_LOV_DELAY_CREATE`, so that no
 //! OST is chosen yet. Then the file gets a layout of one stripe that begins at the chosen OST.
 
@@ -15,9 +15,13 @@ use super::{Created, Driver, Location, check_magic, parse_numbers};
 
 /// `f_type` of Lustre in statfs(2) (LL_SUPER_MAGIC).
 const MAGIC: u64 = 0x0BD0_0BD0;
+/// Extended attribute with the layout of a file.
 const LAYOUT: &CStr = c"lustre.lov";
+/// Magic number of a layout without the name of a pool (LOV_USER_MAGIC_V1).
 const MAGIC_V1: u32 = 0x0BD1_0BD0;
+/// Magic number of a layout with the name of a pool (LOV_USER_MAGIC_V3).
 const MAGIC_V3: u32 = 0x0BD3_0BD0;
+/// Pattern of a layout of plain stripes (LOV_PATTERN_RAID0).
 const PATTERN_RAID0: u32 = 1;
 /// Size of `struct lov_user_md_v1` without objects, in bytes.
 const HEADER_BYTES: usize = 32;
@@ -80,6 +84,7 @@ fn encode_layout(ost: u16) -> [u8; HEADER_BYTES] {
     layout
 }
 
+/// Returns the server of a file from its layout.
 fn decode_layout(layout: &[u8]) -> Location {
     let number = |at: usize| {
         let bytes = layout.get(at..at + 4)?;

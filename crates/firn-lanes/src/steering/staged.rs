@@ -1,8 +1,8 @@
-//! Places new files on file systems where a new file gets the layout of its directory. There is a staging directory
-//! for each lane.
+//! The driver for file systems where a new file gets the layout of its directory, such as MooseFS.
 //!
-//! A file is created in the staging directory and gets its name by a rename. After a crash, files may remain in a
-//! staging directory. Their creation was never reported, so the next mount removes them before it creates files.
+//! Each lane has a staging directory, whose layout is set when it is opened. A file is created there, and gets its name by
+//! a rename. After a crash, files may remain in a staging directory. Their creation was never reported, so the next mount
+//! removes them before it creates files.
 
 use std::ffi::{OsStr, OsString};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -15,7 +15,7 @@ use rustix::fs::{self, AtFlags, Gid, Mode, RenameFlags, unlinkat};
 use crate::record::open_dir_of_host;
 
 use super::command::{ProgramError, run_program};
-use super::{Created, Driver, Location, create_plain, open_to_ask};
+use super::{Created, Driver, Location, create_plain, reopen_dir};
 
 /// Name of the directory in `.firn/` that has a directory for each host.
 const STAGING: &str = "steering";
@@ -69,7 +69,7 @@ impl Driver for Staged {
             ..*new
         };
         let file = create_plain(&staged)?;
-        let named = take_group(&file, new).and_then(|()| give_name(dir, entry, new));
+        let named = inherit_group(&file, new).and_then(|()| give_name(dir, entry, new));
         match named {
             Ok(()) => Ok(Created::from_acceptance(file, Ok(()))),
             Err(error) => {
@@ -88,6 +88,7 @@ impl Driver for Staged {
     }
 }
 
+/// Returns whether a directory has a default ACL.
 fn has_default_acl(dir: BorrowedFd<'_>) -> bool {
     let path = format!("/proc/self/fd/{}", dir.as_raw_fd());
     let no_value: &mut [u8] = &mut [];
@@ -95,7 +96,7 @@ fn has_default_acl(dir: BorrowedFd<'_>) -> bool {
 }
 
 /// Sets the group that the kernel would have set in a directory with the set-group-id bit.
-fn take_group(file: &OwnedFd, new: &NewFile<'_>) -> Result<()> {
+fn inherit_group(file: &OwnedFd, new: &NewFile<'_>) -> Result<()> {
     let parent = fstat_path(new.parent)?;
     if parent.st_mode & libc::S_ISGID == 0 {
         return Ok(());
@@ -139,7 +140,7 @@ pub fn open_dirs(
     let below = |error: OwnError| error.below(host).below(STAGING).below(TOP);
     let dirs = (0..lanes).map(|lane| {
         let dir = own::make_dir(primary, &of_host, &format!("lane-{lane}"));
-        Ok(open_to_ask(dir.map_err(below)?.as_fd())?)
+        Ok(reopen_dir(dir.map_err(below)?.as_fd())?)
     });
     dirs.collect()
 }
@@ -153,9 +154,9 @@ pub fn tell_moosefs(dir: BorrowedFd<'_>, class: &OsStr) -> std::result::Result<(
 /// Returns the lane of a file in MooseFS by its storage class.
 pub fn find_in_moosefs(file: BorrowedFd<'_>) -> Location {
     let arguments = [path_for_tool(file)];
-    let said = run_program(OsStr::new("mfsgetsclass"), &arguments, |_| {});
-    let class = said.ok().and_then(|said| {
-        let (_, class) = said.rsplit_once(": ")?;
+    let output = run_program(OsStr::new("mfsgetsclass"), &arguments, |_| {});
+    let class = output.ok().and_then(|line| {
+        let (_, class) = line.rsplit_once(": ")?;
         Some(class.trim().trim_matches('\'').to_owned())
     });
     class.map_or(Location::Unknown, Location::Server)

@@ -295,7 +295,7 @@ impl<B: Backing> Files for LogBacking<B> {
         let plain_len = || self.plain_len(file);
         let site = self.site();
         logged.retry_while_lagging(&site, &mut || logged.write(&site, &plain_len, parts))?;
-        self.note_modified(file);
+        self.update_mtime(file);
         Ok(parts.iter().map(DataPart::len).sum())
     }
 
@@ -320,7 +320,7 @@ impl<B: Backing> Files for LogBacking<B> {
             // Nothing has to be done: the plain file gets its length when it is flattened.
             Resize::Unchanged => return Ok(true),
         }
-        self.note_modified(file);
+        self.update_mtime(file);
         Ok(true)
     }
 
@@ -360,7 +360,7 @@ impl<B: Backing> Files for LogBacking<B> {
             logged.retry_while_lagging(&site, &mut || logged.grow(&site, &plain_len, end))?;
         }
         // The time is set even if no byte changed, as on ext4, xfs and btrfs.
-        self.note_modified(file);
+        self.update_mtime(file);
         Ok(())
     }
 
@@ -508,7 +508,7 @@ impl<B: Backing> Sharing for LogBacking<B> {
             }
             FileUse::Finished => {
                 opened.file.has_local_writer.store(false, Ordering::Release);
-                self.finish(opened)
+                self.finish_last_close(opened)
             }
         }
     }

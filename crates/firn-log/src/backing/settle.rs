@@ -1,7 +1,14 @@
-//! Work after the last close: flattens files, removes containers of removed files, and reports what is left.
+//! Work on logged files after programs have closed them: it brings their bytes from the logs to the plain files.
 //!
-//! Files with such work are queued in [`EndedFiles`]. [`LogBacking::settle`] takes the queue and does what other hosts
-//! allow. Files that are not flat afterwards stay in the queue.
+//! Terms
+//! * To *flatten* a file is to copy the bytes in its containers to the plain file, and to remove the containers.
+//! * To *publish* this host's logs of a file is to make its writes visible to other hosts, and to end its registration as
+//!   a writer. A file is flattened only when no host is registered.
+//! * To *settle* a file is to publish this host's logs, and then to flatten the file, or to remove its containers if the
+//!   file was removed.
+//!
+//! Files are queued in [`EndedFiles`] when their last writer on this host closes them. [`LogBacking::settle`] settles the
+//! queued files as far as other hosts allow. Files that are not flat afterwards stay in the queue.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ffi::OsStr;
@@ -25,7 +32,7 @@ use crate::file_id::FileId;
 use crate::orphans::{Orphans, Scope, Search, has_files_of_programs};
 use crate::salvage::{Report, may_be_damage};
 
-/// Waits of a close until other hosts have flattened their parts.
+/// Waits between two attempts of a close to settle a file, while other hosts flatten their parts of it.
 const RETRY_WAITS: Backoff = Backoff::new(Duration::from_millis(1), Duration::from_millis(100));
 
 /// Number of files that are settled at the same time. A small file mostly waits: it takes a dozen syncs and copies
@@ -39,19 +46,21 @@ const FLATTEN_BATCH: usize = 64;
 /// Dead hosts, with the time at which each last changed its host directory. A new time shows a later life of the host.
 pub(super) type DeadHosts = BTreeMap<String, Time>;
 
-/// Maximum number of salvages of one file. A salvage may rely on a table that is found damaged only by the next attempt
-/// to flatten.
+/// Maximum number of salvages of one file. More than one may be needed: a salvage may rely on a table that is found damaged
+/// only by the next attempt to flatten the file.
 const SALVAGES_MAX: usize = 3;
 
-/// Maximum number of walks for files in logs. A walk is repeated if it missed a file.
+/// Maximum number of walks through the directories for files in logs. A walk is repeated if it missed a file.
 const WALKS_MAX: usize = 5;
 
 /// The queue of files to settle.
 pub(super) struct EndedFiles<B: Backing> {
     state: Mutex<EndedState<B>>,
+    /// Wakes the settling thread.
     work_added: Condvar,
 }
 
+/// The queued files, and whether the settling thread should run.
 struct EndedState<B: Backing> {
     files: HashMap<FileId, EndedFile<B>>,
     /// Whether a file was added, or another thread woke the settling thread, since the last call of
@@ -59,7 +68,7 @@ struct EndedState<B: Backing> {
     has_new_work: bool,
 }
 
-/// A queued file. No program on this host has it open for writing, or it is to be flattened.
+/// A queued file. It was closed by its last writer on this host, or the mount flattens files that are read.
 struct EndedFile<B: Backing> {
     file: Arc<LoggedFile<B>>,
     inode: B::Inode,
@@ -92,7 +101,7 @@ impl<B: Backing> EndedFiles<B> {
     }
 }
 
-/// How much is in logs.
+/// How many files and bytes are in logs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Logged {
     /// Number of files with bytes in logs.
@@ -101,14 +110,14 @@ pub struct Logged {
     pub own_bytes: u64,
 }
 
-/// Counts of the files that an attempt to flatten left in logs, by reason.
+/// Numbers of the files that an attempt to flatten has left in logs, by reason.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Left {
     /// Other hosts are copying parts of the file.
     pub under_way: usize,
     /// A host is writing the file.
     pub written: usize,
-    /// The container's file was not found.
+    /// The file to which the containers belong was not found.
     pub lost: usize,
     /// The attempt failed.
     pub failed: usize,
@@ -151,7 +160,8 @@ struct FoundFile<'a, B: Backing> {
 }
 
 impl<B: Backing> LogBacking<B> {
-    /// Settles the queued files, as far as other hosts allow, and returns which are left.
+    /// Settles the queued files as far as other hosts allow. Returns the numbers of files that are left in logs. They stay
+    /// in the queue.
     pub fn settle(&self) -> Left {
         let ended = {
             let mut state = self.ended.state.lock();
@@ -177,9 +187,9 @@ impl<B: Backing> LogBacking<B> {
     ///
     /// With [`WhenClosed::FlattenBehind`] the logs are published, and the file is queued. Otherwise the file is settled
     /// now: the close waits for parts of other hosts, but not for writers on other hosts.
-    pub(super) fn finish(&self, opened: &Opened<B>) -> Result<()> {
+    pub(super) fn finish_last_close(&self, opened: &Opened<B>) -> Result<()> {
         if self.setup.when_closed == WhenClosed::FlattenBehind {
-            self.publish(&opened.file)?;
+            self.publish_own_logs(&opened.file)?;
             self.ended.add(&opened.file, &opened.inode);
             return Ok(());
         }
@@ -227,7 +237,8 @@ impl<B: Backing> LogBacking<B> {
         Ok(self.flatten_in_one_walk(top)?.0)
     }
 
-    /// Flattens in one walk. Also returns how many files in logs the walk did not see.
+    /// Flattens the files at or below `top` that one walk finds. Returns the numbers of files that are left in logs, and how
+    /// many files in logs the walk did not see.
     fn flatten_in_one_walk(&self, top: &LogInode<B>) -> Result<(Left, usize)> {
         let mut left = Left::default();
         let mut in_own_lane = Vec::new();
@@ -252,15 +263,15 @@ impl<B: Backing> LogBacking<B> {
         Ok((left, unseen))
     }
 
-    /// Flattens several files at the same time.
+    /// Flattens several files at the same time, and counts the results in `left`.
     fn flatten_batch(&self, files: &[ListedFile<B>], left: &mut Left) {
         let flatten = |file: &ListedFile<B>| self.publish_and_flatten(file.id, &file.inode);
         let flattened = parallel::map("firn-settle", SETTLE_THREADS_MAX, files, &flatten);
         flattened.into_iter().for_each(|result| left.count(result));
     }
 
-    /// Handles `unseen` files in logs that a walk did not see. Removes the containers of those whose removal a dead
-    /// host began, and returns how many files are left.
+    /// Handles the files in logs that a walk did not see. Removes the containers of those whose removal a dead host has
+    /// begun. Returns how many of the files are left.
     fn remove_orphans(&self, unseen: usize) -> Result<usize> {
         if unseen == 0 {
             return Ok(0);
@@ -274,7 +285,7 @@ impl<B: Backing> LogBacking<B> {
         own.is_some_and(|own| self.below.facts(inode).lane != own)
     }
 
-    /// Flattens the files at or below `top`. Damaged parts of logs are reported to `report` and given up.
+    /// Flattens the files at or below `top`, and gives up parts of logs that are damaged. `report` gets these losses.
     pub fn flatten_with_loss(&self, top: &LogInode<B>, report: &mut dyn Report) -> Result<Left> {
         let mut left = Left::default();
         let unseen = self.visit_logged(top, &mut |found| {
@@ -284,7 +295,8 @@ impl<B: Backing> LogBacking<B> {
         Ok(left)
     }
 
-    /// Flattens a file. After an error that damage may cause, salvages the file and tries again.
+    /// Flattens a file. After an error that damage may have caused, it salvages the file, which gives up the damaged parts,
+    /// and tries again.
     fn flatten_damaged(
         &self,
         found: &FoundFile<'_, B>,
@@ -318,16 +330,16 @@ impl<B: Backing> LogBacking<B> {
         Ok(count)
     }
 
-    /// Visits the files at or below `top` that have containers. Returns how many files with containers were not found,
-    /// or 0 if `top` is not the top of the backing.
+    /// Visits the files at or below `top` that have containers. Returns the number of files with containers that it has not
+    /// found. That number is known only if `top` is the top of the backing, and 0 otherwise.
     fn visit_logged(
         &self,
         top: &LogInode<B>,
         visit: &mut dyn FnMut(FoundFile<'_, B>),
     ) -> Result<usize> {
-        let mut wanted = self.list_files()?;
+        let mut unseen = self.list_files()?;
         if let Some(id) = top.id {
-            if wanted.contains(&id) {
+            if unseen.contains(&id) {
                 visit(FoundFile {
                     id,
                     inode: &top.below,
@@ -337,16 +349,16 @@ impl<B: Backing> LogBacking<B> {
             return Ok(0);
         }
         let root = self.below.attr(&self.below.root())?.ino;
-        let is_whole = self.below.attr(&top.below)?.ino == root;
+        let is_top_of_backing = self.below.attr(&top.below)?.ino == root;
         let mut dirs = vec![(top.below.clone(), PathBuf::new())];
-        while let Some((dir, path)) = dirs.pop().filter(|_| !wanted.is_empty()) {
+        while let Some((dir, path)) = dirs.pop().filter(|_| !unseen.is_empty()) {
             // `.firn` is skipped, except where a transaction keeps new files of programs.
-            let is_own_top = is_whole && path.as_os_str() == TOP;
+            let is_own_top = is_top_of_backing && path.as_os_str() == TOP;
             for (name, ino, kind) in own::list(&self.below, &dir)? {
                 let name = OsStr::from_bytes(&name);
                 let may_be_dir = kind.is_none_or(|kind| kind == Kind::Dir);
                 if (is_own_top && !has_files_of_programs(name.as_bytes()))
-                    || !(may_be_dir || contains_ino(&wanted, ino))
+                    || !(may_be_dir || contains_ino(&unseen, ino))
                 {
                     continue;
                 }
@@ -355,7 +367,7 @@ impl<B: Backing> LogBacking<B> {
                     found => found?,
                 };
                 let id = FileId::of(&self.below, &inode, &attr)?;
-                match id.filter(|id| wanted.remove(id)) {
+                match id.filter(|id| unseen.remove(id)) {
                     Some(id) => visit(FoundFile {
                         id,
                         inode: &inode,
@@ -366,10 +378,10 @@ impl<B: Backing> LogBacking<B> {
                 }
             }
         }
-        Ok(if is_whole { wanted.len() } else { 0 })
+        Ok(if is_top_of_backing { unseen.len() } else { 0 })
     }
 
-    /// Counts the files and bytes in logs, by what this host knows, without a call of the backing.
+    /// Returns how many files and bytes are in logs, as far as this host knows. It makes no call of the backing.
     pub fn count_logged(&self) -> Logged {
         let files = self.files.lock();
         let listed = &files.listing.files;
@@ -395,20 +407,20 @@ impl<B: Backing> LogBacking<B> {
     /// Finishes removals that dead hosts began: removes the containers of removed files, and half-removed containers.
     /// Searches only if a host has died since the last call.
     pub fn end_removals(&self) -> Result<()> {
-        let gone = self.find_dead_hosts()?;
-        let is_known = self.dead_hosts.lock().as_ref() == Some(&gone);
-        if !is_known {
-            let orphans = self.search_orphans(Scope::Removals)?;
-            if !orphans.removed.is_empty() {
-                tracing::info!(
-                    containers = orphans.removed.len(),
-                    "removed logs of removed files that a host has left which died"
-                );
-            }
-            // A removal that still waits is tried again by the next call.
-            if orphans.waiting.is_empty() {
-                *self.dead_hosts.lock() = Some(gone);
-            }
+        let dead_hosts = self.find_dead_hosts()?;
+        if self.dead_hosts.lock().as_ref() == Some(&dead_hosts) {
+            return Ok(());
+        }
+        let orphans = self.search_orphans(Scope::Removals)?;
+        if !orphans.removed.is_empty() {
+            tracing::info!(
+                containers = orphans.removed.len(),
+                "removed logs of removed files that a host has left which died"
+            );
+        }
+        // A removal that still waits is tried again by the next call.
+        if orphans.waiting.is_empty() {
+            *self.dead_hosts.lock() = Some(dead_hosts);
         }
         Ok(())
     }
@@ -430,16 +442,16 @@ impl<B: Backing> LogBacking<B> {
 
     /// Returns the other hosts that have a host directory and are not alive.
     fn find_dead_hosts(&self) -> Result<DeadHosts> {
-        let mut gone = DeadHosts::new();
+        let mut dead_hosts = DeadHosts::new();
         for host in list_hosts(&self.below)? {
             if host == self.setup.host || (self.setup.is_alive)(&host)? {
                 continue;
             }
             if let Some(dir) = find_host_dir(&self.below, &host)? {
-                gone.insert(host, self.below.attr(&dir)?.mtime);
+                dead_hosts.insert(host, self.below.attr(&dir)?.mtime);
             }
         }
-        Ok(gone)
+        Ok(dead_hosts)
     }
 
     /// Lists the files that have containers.
@@ -451,13 +463,13 @@ impl<B: Backing> LogBacking<B> {
     /// Publishes this host's writes to a file, and flattens the file.
     fn publish_and_flatten(&self, id: FileId, inode: &B::Inode) -> Result<Flattened> {
         let file = self.find_or_add(id)?;
-        self.publish(&file)?;
+        self.publish_own_logs(&file)?;
         self.flatten_file(&file, inode)
     }
 
     /// Publishes this host's writes and removes its registration as a writer. Does nothing while a program on this host
     /// is writing.
-    fn publish(&self, file: &LoggedFile<B>) -> Result<()> {
+    fn publish_own_logs(&self, file: &LoggedFile<B>) -> Result<()> {
         if file.has_local_writer.load(Ordering::Acquire) {
             return Ok(());
         }
@@ -465,8 +477,8 @@ impl<B: Backing> LogBacking<B> {
         file.retry_while_lagging(&site, &mut || file.end_writing(&site))
     }
 
-    /// Publishes this host's logs of a file. Then removes the containers if the file was removed, or flattens the file if the
-    /// mount does that when a file is closed.
+    /// Settles a file: publishes this host's logs, and then removes the containers if the file was removed, or flattens the
+    /// file if the mount does so when a file is closed.
     ///
     /// Returns [`Flattened::NotDue`] if a program of this host still uses the file, or if the mount keeps files in logs.
     fn settle_file(&self, file: &Arc<LoggedFile<B>>, inode: &B::Inode) -> Result<Flattened> {
@@ -474,7 +486,7 @@ impl<B: Backing> LogBacking<B> {
         if file.has_local_writer.load(Ordering::Acquire) {
             return Ok(Flattened::NotDue);
         }
-        self.publish(file)?;
+        self.publish_own_logs(file)?;
         if file.is_removed.load(Ordering::Acquire) {
             if file.opens.load(Ordering::Acquire) > 0 {
                 return Ok(Flattened::NotDue);
@@ -494,7 +506,7 @@ impl<B: Backing> LogBacking<B> {
         }
     }
 
-    /// Flattens a file, if no host writes to it.
+    /// Flattens a file if no host is writing to it. This host's logs of it are published already.
     fn flatten_file(&self, file: &Arc<LoggedFile<B>>, inode: &B::Inode) -> Result<Flattened> {
         let unit_bytes = self.setup.unit_bytes;
         let site = self.site();
@@ -531,6 +543,9 @@ impl<B: Backing> LogBacking<B> {
 
 /// Returns whether one of the files has this inode number.
 fn contains_ino(files: &BTreeSet<FileId>, ino: u64) -> bool {
-    let of = |birth| FileId { ino, birth };
-    files.range(of(0)..=of(u64::MAX)).next().is_some()
+    let with_birth = |birth| FileId { ino, birth };
+    files
+        .range(with_birth(0)..=with_birth(u64::MAX))
+        .next()
+        .is_some()
 }

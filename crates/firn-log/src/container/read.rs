@@ -598,7 +598,7 @@ impl<B: Backing> Container<B> {
         Ok((writer.host().to_owned(), writer.log_name(log)))
     }
 
-    /// Stores a fault that names the damaged block.
+    /// Records a fault that names the damaged block.
     fn note_damage(&self, key: &Key, log: u32, offset: u64) {
         let name = {
             let view = self.view.lock();

@@ -1,4 +1,4 @@
-//! Sorts the indexes of a container.
+//! Sorts the indexes of a container: makes tables of their unsorted parts.
 //!
 //! Terms
 //! * An *index* lists the changes that one writer made to the container's file, in the order in which they were written.
@@ -76,6 +76,7 @@ impl<B: Backing> Container<B> {
         }
     }
 
+    /// Returns the sorter for the index of a writer.
     fn sorter<'a>(&'a self, base: &'a B, writer: &'a Writer) -> Sorter<'a, B> {
         Sorter {
             base,

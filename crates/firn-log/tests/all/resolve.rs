@@ -135,7 +135,7 @@ fn limit_of(cut: &(Key, Change, Vec<u8>), key: Key) -> u64 {
     if key.frame < seen { cut.len } else { u64::MAX }
 }
 
-/// The reference: makes all changes to a vector in the order of their keys, as far as cuts leave them.
+/// Returns the expected bytes: a vector with all changes in the order of their keys, except those that cuts remove.
 fn expected(base: &[u8], mut changes: Vec<(Key, Change, Vec<u8>)>) -> Vec<u8> {
     changes.sort_by_key(|(key, ..)| *key);
     let mut file = base.to_vec();

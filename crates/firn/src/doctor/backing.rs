@@ -1,5 +1,6 @@
-//! Checks of the backing's file system and of the permission to write there. They read facts and change nothing, except
-//! that `writable` may create a probe directory.
+//! Checks of the backing: on which file system it is, how that is mounted, and whether this user may write there.
+//!
+//! They read facts and change nothing, except that the check `writable` creates and removes a probe directory.
 
 use std::path::{Path, PathBuf};
 
@@ -9,10 +10,10 @@ use firn_format::quote::quoted_path;
 use rustix::fs::{AtFlags, CWD, statat};
 
 use crate::doctor::probe::{self, ProbeDir};
-use crate::doctor::{CheckSubject, Finding, user};
+use crate::doctor::{CheckSubject, Finding, user_id};
 
 /// Name of Firn's own directory at the top of a backing.
-const OWN: &str = ".firn";
+const OWN_DIR: &str = ".firn";
 
 /// Returns the canonical path of the backing, as a mount would record it. The error says why there is none.
 pub(crate) fn canonical(subject: &CheckSubject<'_>) -> Result<PathBuf, String> {
@@ -47,7 +48,7 @@ pub(crate) fn check_place(subject: &CheckSubject<'_>) -> Vec<Finding> {
         entry.fs_type
     ))];
     findings.extend(judge_mount(entry, subject.options));
-    findings.extend(own_directory(&backing));
+    findings.extend(judge_own_dir(&backing));
     findings
 }
 
@@ -59,92 +60,104 @@ fn relies_on_locks(options: &Options) -> bool {
         || options.layout == Layout::Log
 }
 
-/// Judges the type and the mount options of the backing's file system.
+/// Judges the type and the mount options of the backing's file system. `options` are those of the Firn mount.
 fn judge_mount(entry: &Entry, options: &Options) -> Vec<Finding> {
-    let words: Vec<&str> = entry.options.split(',').collect();
-    let has = |word: &str| words.contains(&word);
-    let value = |key: &str| {
-        let found = words
-            .iter()
-            .find_map(|word| word.strip_prefix(key)?.strip_prefix('='));
-        found.unwrap_or_default()
-    };
     let point = quoted_path(&entry.mount_point);
-    // Missing locks between hosts are an error for mounts that rely on them, and only a note for others.
-    let locks = |text: &str, advice: String| {
-        let text = format!(
-            "{text}: tokens=flock, participants and layout=log need locks that reach the server"
-        );
-        if relies_on_locks(options) {
-            Finding::wrong(text, advice)
-        } else {
-            Finding::note(text, advice)
-        }
-    };
-    let mut findings = Vec::new();
     match entry.fs_type.as_str() {
-        "tmpfs" | "ramfs" => findings.push(Finding::note(
+        "tmpfs" | "ramfs" => vec![Finding::note(
             "it is memory: files are gone with this host, also when they are called durable",
             "name a directory on a disk or on a network file system",
-        )),
-        "overlay" => findings.push(Finding::note(
+        )],
+        "overlay" => vec![Finding::note(
             "it may be the root of a container: then files are gone with the container",
             "name a directory that is mounted into the container (`-v DIR:DIR`)",
-        )),
-        "nfs" | "nfs4" => {
-            let local = ["all", "flock", "posix"].contains(&value("local_lock"));
-            if local || has("nolock") {
-                findings.push(locks(
-                    "NFS keeps locks of files on this host (nolock or local_lock)",
-                    format!("mount {point} without nolock, with `-o local_lock=none` or vers=4.2"),
-                ));
-            }
-            if has("soft") || has("softerr") {
-                findings.push(Finding::note(
-                    "NFS gives up after a time (soft): writes fail while the server restarts",
-                    format!("mount {point} with `-o hard`"),
-                ));
-            }
-            if has("nocto") && options.layout == Layout::Log {
-                findings.push(Finding::wrong(
-                    "with nocto hosts do not find each other's logs (layout=log)",
-                    format!("mount {point} without nocto, and with `-o lookupcache=positive`"),
-                ));
-            }
-            findings.push(Finding::note(
-                "whether the server writes before it answers cannot be seen: an `async` export loses synced files in a power loss",
-                "on the server: `exportfs -v` must say sync for this export",
-            ));
-        }
-        "lustre" if !has("flock") => findings.push(locks(
+        )],
+        "nfs" | "nfs4" => judge_nfs(entry, options),
+        "lustre" if !has_mount_flag(entry, "flock") => vec![local_locks_finding(
+            options,
             "Lustre is mounted without flock, or with localflock",
             format!("mount {point} with `-o flock` on every host"),
-        )),
-        "beegfs" => findings.push(locks(
+        )],
+        "beegfs" => vec![local_locks_finding(
+            options,
             "BeeGFS keeps locks on this host unless tuneUseGlobalFileLocks is set, which cannot be seen",
             "set tuneUseGlobalFileLocks = true in beegfs-client.conf on every host".into(),
-        )),
-        "fuse.sshfs" => findings.push(locks(
+        )],
+        "fuse.sshfs" => vec![local_locks_finding(
+            options,
             "sshfs keeps locks of files on this host",
             "use tokens=etcd, or another file system".into(),
-        )),
-        _ => {}
+        )],
+        _ => Vec::new(),
     }
+}
+
+/// Judges the mount options of a backing on NFS. `options` are those of the Firn mount.
+fn judge_nfs(entry: &Entry, options: &Options) -> Vec<Finding> {
+    let point = quoted_path(&entry.mount_point);
+    let has_flag = |flag: &str| has_mount_flag(entry, flag);
+    let mut findings = Vec::new();
+    let has_local_locks = ["all", "flock", "posix"]
+        .iter()
+        .any(|kind| has_flag(&format!("local_lock={kind}")));
+    if has_local_locks || has_flag("nolock") {
+        findings.push(local_locks_finding(
+            options,
+            "NFS keeps locks of files on this host (nolock or local_lock)",
+            format!("mount {point} without nolock, with `-o local_lock=none` or vers=4.2"),
+        ));
+    }
+    if has_flag("soft") || has_flag("softerr") {
+        findings.push(Finding::note(
+            "NFS gives up after a time (soft): writes fail while the server restarts",
+            format!("mount {point} with `-o hard`"),
+        ));
+    }
+    if has_flag("nocto") && options.layout == Layout::Log {
+        findings.push(Finding::wrong(
+            "with nocto hosts do not find each other's logs (layout=log)",
+            format!("mount {point} without nocto, and with `-o lookupcache=positive`"),
+        ));
+    }
+    findings.push(Finding::note(
+        "whether the server writes before it answers cannot be seen: an `async` export loses synced files in a power loss",
+        "on the server: `exportfs -v` must say sync for this export",
+    ));
     findings
 }
 
-/// Reports an object at the path of Firn's own directory that is not a directory of this user alone. Mounts with
-/// transactions or logs refuse such a backing. Returns `None` where nothing is there, or where it is valid.
-fn own_directory(backing: &Path) -> Option<Finding> {
-    let found = statat(CWD, backing.join(OWN), AtFlags::SYMLINK_NOFOLLOW).ok()?;
+/// Returns whether `flag`, such as `soft` or `local_lock=all`, is among the mount options of a file system.
+fn has_mount_flag(entry: &Entry, flag: &str) -> bool {
+    entry.options.split(',').any(|option| option == flag)
+}
+
+/// Reports a file system whose file locks do not reach other hosts. This is an error for a Firn mount that relies on the
+/// locks, and a note for others.
+fn local_locks_finding(options: &Options, cause: &str, advice: String) -> Finding {
+    let text = format!(
+        "{cause}: tokens=flock, participants and layout=log need locks that reach the server"
+    );
+    if relies_on_locks(options) {
+        Finding::wrong(text, advice)
+    } else {
+        Finding::note(text, advice)
+    }
+}
+
+/// Judges Firn's own directory in the backing. Returns `None` if it does not exist, or is a directory to which only
+/// this user has access. Mounts with transactions or logs refuse any other object at its path.
+fn judge_own_dir(backing: &Path) -> Option<Finding> {
+    let found = statat(CWD, backing.join(OWN_DIR), AtFlags::SYMLINK_NOFOLLOW).ok()?;
     let distrust = firn_trust::Facts::of(&found)
-        .check(firn_trust::Expected::Directory, user())
+        .check(firn_trust::Expected::Directory, user_id())
         .err()?;
     Some(Finding::note(
-        format!("{OWN} in it {distrust}: transactions, layout=log, lanes and agents are refused"),
+        format!(
+            "{OWN_DIR} in it {distrust}: transactions, layout=log, lanes and agents are refused"
+        ),
         format!(
             "mount as the user that made it, or look at it and move it away: `ls -la {}`",
-            quoted_path(&backing.join(OWN))
+            quoted_path(&backing.join(OWN_DIR))
         ),
     ))
 }
@@ -171,12 +184,12 @@ pub(crate) fn check_writable(subject: &CheckSubject<'_>) -> Vec<Finding> {
         Ok(probe) => probe,
         Err(error) => return vec![Finding::wrong(error.to_string(), advice)],
     };
-    let left = probe.remove_left();
+    let abandoned = probe.remove_abandoned();
     drop(probe);
     let mut findings = vec![Finding::ok("files can be made and removed")];
-    if left > 0 {
+    if abandoned > 0 {
         findings.push(Finding::ok(format!(
-            "removed {left} directories {}* of checks that were killed",
+            "removed {abandoned} directories {}* of checks that were killed",
             probe::PREFIX
         )));
     }

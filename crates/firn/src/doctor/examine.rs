@@ -1,4 +1,7 @@
-//! Runs the checks, each in a child process. A child that hangs is abandoned at its timeout ([`ask_child`]).
+//! Runs the checks of `firn doctor`, each in a child process, and collects their findings.
+//!
+//! A check may hang, for example in a system call to a file server that does not answer. So the parent waits for each
+//! child only until a timeout ([`ask_child`]), and reports a child that exceeds it as a finding.
 
 use std::ffi::OsString;
 use std::time::Duration;
@@ -46,33 +49,24 @@ impl Examination {
     }
 }
 
-/// Runs the check of that name in this process. Returns `None` where no check has that name.
+/// Runs the check of that name in this process. Returns `None` if no check has that name.
 pub fn run_check(name: &str, subject: &CheckSubject<'_>) -> Option<Vec<Finding>> {
     let check = CHECKS.iter().find(|check| check.name == name)?;
-    Some((check.look)(subject))
+    Some((check.find_problems)(subject))
 }
 
 /// Runs all checks, and returns their findings.
 ///
-/// The checks that try the backing with files run only where its other checks found no error. Each of them would
+/// The checks that try the backing with files run only if its other checks found no error. Each of them would
 /// otherwise report the same error again.
 pub fn examine(request: &ExaminationRequest) -> Examination {
-    let looks = |group: CheckGroup| match group {
-        CheckGroup::Host => true,
-        CheckGroup::Backing => request.has_backing,
-        CheckGroup::Storage => false,
-    };
-    let mut findings = run_all(request, looks);
     if !request.has_backing {
+        let findings = run_groups(request, &[CheckGroup::Host]);
         return Examination { findings };
     }
-    let is_usable = !findings.iter().any(|found| {
-        let is_of_backing = |check: &&Check| check.group == CheckGroup::Backing;
-        let mut of_backing = CHECKS.iter().filter(is_of_backing);
-        found.verdict == Verdict::Wrong && of_backing.any(|check| check.name == found.check)
-    });
-    if is_usable {
-        findings.extend(run_all(request, |group| group == CheckGroup::Storage));
+    let mut findings = run_groups(request, &[CheckGroup::Host, CheckGroup::Backing]);
+    if is_backing_usable(&findings) {
+        findings.extend(run_groups(request, &[CheckGroup::Storage]));
     } else {
         let text = "what its file system can do was not tried";
         let advice = "mend what is wrong with the backing, and run `firn doctor` again";
@@ -84,27 +78,40 @@ pub fn examine(request: &ExaminationRequest) -> Examination {
     Examination { findings }
 }
 
-/// Returns the findings of the checks of the wanted groups, in the order of [`CHECKS`].
-fn run_all(request: &ExaminationRequest, is_wanted: impl Fn(CheckGroup) -> bool) -> Vec<Finding> {
+/// Returns whether no check of the group [`CheckGroup::Backing`] found an error.
+fn is_backing_usable(findings: &[Finding]) -> bool {
+    let is_backing_check = |name: &str| {
+        CHECKS
+            .iter()
+            .any(|check| check.group == CheckGroup::Backing && check.name == name)
+    };
+    !findings
+        .iter()
+        .any(|finding| finding.verdict == Verdict::Wrong && is_backing_check(&finding.check))
+}
+
+/// Runs the checks of some groups at the same time. Returns their findings in the order of [`CHECKS`].
+fn run_groups(request: &ExaminationRequest, groups: &[CheckGroup]) -> Vec<Finding> {
     let checks: Vec<&Check> = CHECKS
         .iter()
-        .filter(|check| is_wanted(check.group))
+        .filter(|check| groups.contains(&check.group))
         .collect();
-    let found = ask_each(&checks, |check| run_in_child(request, check));
-    found.into_iter().flatten().collect()
+    let findings_by_check = ask_each(&checks, |check| run_in_child(request, check));
+    findings_by_check.into_iter().flatten().collect()
 }
 
 /// Runs one check in a child process, and names the check in each of its findings.
 fn run_in_child(request: &ExaminationRequest, check: &Check) -> Vec<Finding> {
-    let mut findings = ask(request, check);
+    let mut findings = ask_child_for_findings(request, check);
     for finding in &mut findings {
         finding.check = check.name.into();
     }
     findings
 }
 
-/// Asks the child for its findings. A child that fails or exceeds its timeout yields a finding that says so.
-fn ask(request: &ExaminationRequest, check: &Check) -> Vec<Finding> {
+/// Starts a child process for one check, and returns the findings that it prints. If the child fails or exceeds its
+/// timeout, returns a single finding that says so.
+fn ask_child_for_findings(request: &ExaminationRequest, check: &Check) -> Vec<Finding> {
     let mut arguments = request.arguments.clone();
     arguments.insert(request.name_index.min(arguments.len()), check.name.into());
     let seconds = request.timeout.as_secs_f64();

@@ -1,4 +1,4 @@
-//! The finding of a check: a verdict, a text, and advice.
+//! The result of a check: a verdict, a text that says what was found, and advice what to do.
 
 use serde::{Deserialize, Serialize};
 
@@ -68,7 +68,7 @@ impl Finding {
         }
     }
 
-    /// Returns a finding of a failure whose text says already what to do.
+    /// Returns a finding of a failure without advice, for an error whose text already says what to do.
     pub fn refused(text: impl Into<String>) -> Self {
         Self {
             verdict: Verdict::Wrong,

@@ -1,4 +1,8 @@
-//! Checks of the kernel's side of a FUSE mount: `/dev/fuse`, and the helper that mounts for users other than root.
+//! Checks whether this user can make a FUSE mount.
+//!
+//! A mount needs three things: the device `/dev/fuse`, the permission to mount, and, for the option `allow-other`, a
+//! line in `/etc/fuse.conf`. A user without CAP_SYS_ADMIN gets the permission from fuse3's helper `fusermount3`, which
+//! is set-user-ID root.
 
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
@@ -8,18 +12,20 @@ use rustix::fs::{Access, AtFlags, CWD, StatVfsMountFlags, accessat};
 use rustix::io::Errno;
 use rustix::thread::{CapabilitySet, capabilities};
 
-use crate::doctor::{CheckSubject, Finding, settings_in, user};
+use crate::doctor::{CheckSubject, Finding, settings_in, user_id};
 
 const DEVICE: &str = "/dev/fuse";
 const HELPER: &str = "fusermount3";
+/// Configuration file of fuse3, which says whether mounts may use `allow_other`.
 const CONFIGURATION: &str = "/etc/fuse.conf";
+/// The set-user-ID bit of a file's mode (S_ISUID).
 const SET_USER_ID: u32 = 0o4000;
 /// Advice for hosts where FUSE is not available.
 const WITHOUT_FUSE: &str = "without FUSE: `firn run`, or `firn mount --frontend=preload`";
 
-/// Returns why the FUSE device cannot be used, in words. Returns `None` where it can be used.
+/// Returns why the FUSE device cannot be used, in words. Returns `None` if it can be used.
 pub fn device_fault() -> Option<String> {
-    look_at_device().err().map(|fault| fault.text)
+    open_device().err().map(|fault| fault.text)
 }
 
 /// Why the FUSE device cannot be used, and what the user should do.
@@ -28,19 +34,23 @@ struct DeviceFault {
     advice: String,
 }
 
-/// Opens the FUSE device as a mount would. The error says why this fails, with advice.
-fn look_at_device() -> Result<(), DeviceFault> {
+/// Opens the FUSE device as a mount would, and closes it again. The error says why this fails, with advice.
+fn open_device() -> Result<(), DeviceFault> {
     let fault = |text: String, advice: &str| DeviceFault {
         text,
         advice: format!("{advice}; {WITHOUT_FUSE}"),
     };
-    let load = "as root: `modprobe fuse`; in a container: `--device /dev/fuse --cap-add SYS_ADMIN`";
+    let load_advice =
+        "as root: `modprobe fuse`; in a container: `--device /dev/fuse --cap-add SYS_ADMIN`";
     // Major and minor number of the FUSE device: 10 is misc, 229 is fuse (Documentation/admin-guide/devices.txt).
     let number = rustix::fs::makedev(10, 229);
-    let found =
-        std::fs::metadata(DEVICE).map_err(|error| fault(format!("{DEVICE}: {error}"), load))?;
+    let found = std::fs::metadata(DEVICE)
+        .map_err(|error| fault(format!("{DEVICE}: {error}"), load_advice))?;
     if !found.file_type().is_char_device() || found.rdev() != number {
-        return Err(fault(format!("{DEVICE} is not the FUSE device"), load));
+        return Err(fault(
+            format!("{DEVICE} is not the FUSE device"),
+            load_advice,
+        ));
     }
     let opened = std::fs::File::options().read(true).write(true).open(DEVICE);
     opened.map(drop).map_err(|error| {
@@ -48,13 +58,13 @@ fn look_at_device() -> Result<(), DeviceFault> {
             Some(errno) if errno == Errno::ACCESS.raw_os_error() => {
                 "as root: `chmod 666 /dev/fuse`"
             }
-            _ => load,
+            _ => load_advice,
         };
         let mode = found.mode() & 0o7777;
         let owner = found.uid();
         let text = format!(
             "user {} cannot open {DEVICE}: {error} (owner {owner}, mode {mode:04o})",
-            user()
+            user_id()
         );
         fault(text, advice)
     })
@@ -62,20 +72,20 @@ fn look_at_device() -> Result<(), DeviceFault> {
 
 /// Reports whether this user can open the FUSE device.
 pub(crate) fn check_device(_: &CheckSubject<'_>) -> Vec<Finding> {
-    vec![match look_at_device() {
+    vec![match open_device() {
         Ok(()) => Finding::ok(format!("{DEVICE} can be opened")),
         Err(DeviceFault { text, advice }) => Finding::wrong(text, advice),
     }]
 }
 
 /// Returns whether this process has the capability to mount without a helper.
-fn may_mount() -> bool {
+fn has_mount_capability() -> bool {
     capabilities(None).is_ok_and(|sets| sets.effective.contains(CapabilitySet::SYS_ADMIN))
 }
 
 /// Reports whether this user can mount, either directly or through fuse3's helper.
 pub(crate) fn check_helper(_: &CheckSubject<'_>) -> Vec<Finding> {
-    if may_mount() {
+    if has_mount_capability() {
         return vec![Finding::ok("not needed: this user may mount")];
     }
     let path = std::env::var_os("PATH").unwrap_or_default();
@@ -86,16 +96,16 @@ pub(crate) fn check_helper(_: &CheckSubject<'_>) -> Vec<Finding> {
             format!("{HELPER} is not in the PATH, and mounting without root needs it"),
             format!("as root: install the package fuse3; {WITHOUT_FUSE}"),
         ),
-        Some(_) if user() == 0 => Finding::wrong(
+        Some(_) if user_id() == 0 => Finding::wrong(
             "this root may not mount (no CAP_SYS_ADMIN)",
             format!("in a container: `--cap-add SYS_ADMIN`, or mount on the host; {WITHOUT_FUSE}"),
         ),
-        Some(program) => look_at_helper(&program),
+        Some(program) => judge_helper(&program),
     }]
 }
 
-/// Judges fuse3's helper: this user must be able to execute it, and it must run as root.
-fn look_at_helper(program: &Path) -> Finding {
+/// Judges fuse3's helper. This user must be able to execute it, and it must run as root.
+fn judge_helper(program: &Path) -> Finding {
     let name = quoted_path(program);
     let Ok(found) = program.metadata() else {
         return Finding::note(
@@ -104,7 +114,7 @@ fn look_at_helper(program: &Path) -> Finding {
         );
     };
     if accessat(CWD, program, Access::EXEC_OK, AtFlags::EACCESS).is_err() {
-        let text = format!("user {} may not execute {name}", user());
+        let text = format!("user {} may not execute {name}", user_id());
         let advice = format!(
             "as root: `chmod o+x {name}`, or `usermod -aG {} USER`",
             found.gid()
@@ -130,7 +140,7 @@ fn look_at_helper(program: &Path) -> Finding {
 
 /// Reports whether a mount can give other users access (`allow_other`).
 pub(crate) fn check_allow_other(subject: &CheckSubject<'_>) -> Vec<Finding> {
-    if may_mount() {
+    if has_mount_capability() {
         return vec![Finding::ok("this user may let others in (allow-other)")];
     }
     let is_allowed = settings_in(Path::new(CONFIGURATION))
@@ -146,7 +156,7 @@ pub(crate) fn check_allow_other(subject: &CheckSubject<'_>) -> Vec<Finding> {
     }]
 }
 
-/// Returns the program of that name in PATH that this user may execute. Returns `None` where there is none.
+/// Returns the path of the first program `name` in PATH that this user may execute, or `None` if there is none.
 pub fn find_program(name: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let is_program =

@@ -1,4 +1,8 @@
-//! Checks of what this host does to a user's files and processes: logout, limits, and the helpers of mount(8).
+//! Checks of the settings of this host that decide how long a mount lives and what it can do.
+//!
+//! * `logout`: logind may remove a user's files in /dev/shm, and so the arenas, at the end of the last session.
+//! * `limits`: firnd inherits the resource limits of the process that mounts.
+//! * `mount-helpers`: mount(8) and umount(8) call helper programs, which must be installed.
 
 use std::path::{Path, PathBuf};
 
@@ -7,7 +11,7 @@ use firn_format::quote::quoted_path;
 use rustix::fs::{Access, AtFlags, CWD, accessat};
 use rustix::process::{Resource, getrlimit};
 
-use crate::doctor::{CheckSubject, Finding, settings_in, user};
+use crate::doctor::{CheckSubject, Finding, settings_in, user_id};
 
 /// Lowest user id of a person. logind spares the files of users below it (`SYSTEM_UID_MAX` of systemd).
 const FIRST_USER: u32 = 1000;
@@ -22,57 +26,66 @@ pub(crate) fn check_logout(_: &CheckSubject<'_>) -> Vec<Finding> {
     let runtime = firn_client::paths::runtime_dir().unwrap_or_default();
     vec![if !runtime.starts_with("/dev/shm") {
         Finding::ok("arenas are not in /dev/shm, which alone logind empties")
-    } else if user() < FIRST_USER {
+    } else if user_id() < FIRST_USER {
         Finding::ok(
             "files in /dev/shm stay at logout (logind leaves those of root and system users)",
         )
     } else if !Path::new("/run/systemd/users").exists() {
         Finding::ok("no logind runs here that would remove files in /dev/shm at logout")
-    } else if lingers() {
+    } else if user_lingers() {
         Finding::ok("files in /dev/shm stay at logout (this user lingers)")
-    } else if !removes_ipc() {
+    } else if !logind_removes_ipc() {
         Finding::ok("logind leaves files in /dev/shm at logout (RemoveIPC=no)")
     } else {
         Finding::note(
             "logind removes a user's arenas in /dev/shm, with what they hold, at the end of the last session",
             format!(
                 "`loginctl enable-linger {}`, or RemoveIPC=no in /etc/systemd/logind.conf",
-                user()
+                user_id()
             ),
         )
     }]
 }
 
-/// Returns whether the processes of this user may outlive its sessions. logind records this as a file with the user's
-/// name.
-fn lingers() -> bool {
-    let names = settings_in(Path::new("/etc/passwd"));
-    let uid = user().to_string();
-    let mut users = names.iter().map(|line| line.split(':').collect::<Vec<_>>());
-    let name = users
-        .find_map(|fields| (fields.get(2) == Some(&uid.as_str())).then(|| fields[0].to_owned()));
-    let name = name.or_else(|| std::env::var("USER").ok());
+/// Returns whether this user "lingers": logind then keeps the user's processes and files after the last session. logind
+/// records this as a file with the user's name.
+fn user_lingers() -> bool {
+    let name = user_name().or_else(|| std::env::var("USER").ok());
     name.is_some_and(|name| Path::new("/var/lib/systemd/linger").join(name).exists())
 }
 
-/// Returns whether logind removes the user's shared memory at logout. The last setting counts: first logind.conf, then
-/// the files of logind.conf.d in the order of their names.
-fn removes_ipc() -> bool {
+/// Returns this user's name from /etc/passwd, or `None` if it has no line for this user id.
+fn user_name() -> Option<String> {
+    // The first fields of passwd(5) are the name, the password and the user id.
+    let lines = settings_in(Path::new("/etc/passwd"));
+    let uid = user_id().to_string();
+    lines.iter().find_map(|line| {
+        let mut fields = line.split(':');
+        let name = fields.next()?;
+        (fields.nth(1)? == uid).then(|| name.to_owned())
+    })
+}
+
+/// Returns whether logind removes the user's shared memory at logout, which is its default.
+///
+/// logind reads logind.conf first, and then the files of logind.conf.d in the order of their names. The last setting
+/// that it reads counts.
+fn logind_removes_ipc() -> bool {
     let dirs = ["/usr/lib/systemd", "/run/systemd", "/etc/systemd"].map(Path::new);
     let mut files: Vec<PathBuf> = dirs.iter().map(|dir| dir.join("logind.conf")).collect();
-    let mut parts: Vec<PathBuf> = dirs
+    let mut drop_ins: Vec<PathBuf> = dirs
         .iter()
         .filter_map(|dir| dir.join("logind.conf.d").read_dir().ok())
         .flat_map(|entries| entries.flatten().map(|entry| entry.path()))
         .collect();
-    parts.sort_by_key(|path| path.file_name().map(ToOwned::to_owned));
-    files.extend(parts);
+    drop_ins.sort_by_key(|path| path.file_name().map(ToOwned::to_owned));
+    files.extend(drop_ins);
     let settings = files.iter().flat_map(|file| settings_in(file));
-    last_switch(settings, "RemoveIPC").unwrap_or(true)
+    last_boolean(settings, "RemoveIPC").unwrap_or(true)
 }
 
-/// Returns the last value of a yes-or-no setting, or `None` where no line sets it.
-fn last_switch(settings: impl Iterator<Item = String>, name: &str) -> Option<bool> {
+/// Returns the last value of a yes-or-no setting, or `None` if no line sets it.
+fn last_boolean(settings: impl Iterator<Item = String>, name: &str) -> Option<bool> {
     let values = settings.filter_map(|setting| {
         let (key, value) = setting.split_once('=')?;
         (key.trim() == name).then(|| value.trim().to_lowercase())
@@ -81,7 +94,7 @@ fn last_switch(settings: impl Iterator<Item = String>, name: &str) -> Option<boo
     Some(["yes", "true", "on", "1"].contains(&last.as_str()))
 }
 
-/// Reports limits that are too low. firnd inherits them from the process that mounts.
+/// Reports resource limits of this process that are too low for firnd, which would inherit them.
 pub(crate) fn check_limits(_: &CheckSubject<'_>) -> Vec<Finding> {
     let mut findings = Vec::new();
     if let Some(limit) = getrlimit(Resource::Fsize).maximum {
@@ -142,7 +155,7 @@ mod tests {
     fn the_last_setting_of_logind_counts() {
         let set = |lines: &[&str]| {
             let lines = lines.iter().map(|line| (*line).to_owned());
-            last_switch(lines, "RemoveIPC")
+            last_boolean(lines, "RemoveIPC")
         };
         assert_eq!(set(&["[Login]"]), None);
         assert_eq!(set(&["RemoveIPC=no"]), Some(false));

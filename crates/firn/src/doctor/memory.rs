@@ -1,4 +1,7 @@
-//! Checks of the memory that an arena needs: free space, limits of cgroups, and locked memory.
+//! Checks whether this host has the memory that an arena needs.
+//!
+//! An arena is a file on a tmpfs, so both the tmpfs and the memory of the host limit its size. A cgroup of this process
+//! may limit the memory further. Pulls by RDMA also lock the arena's memory.
 
 use std::path::{Path, PathBuf};
 
@@ -43,10 +46,10 @@ pub(crate) fn check_room(subject: &CheckSubject<'_>) -> Vec<Finding> {
         Err(text) => return vec![Finding::refused(text)],
     };
     let needed = geometry.allocated_bytes();
-    let mut findings = vec![room_in(&dir, options, &geometry)];
+    let mut findings = vec![judge_free_space(&dir, options, &geometry)];
     let limits = [
-        ("this host", available_bytes()),
-        ("the cgroup of this process", cgroup_bytes()),
+        ("this host", available_memory_bytes()),
+        ("the cgroup of this process", cgroup_bytes_left()),
     ];
     for (whose, left) in limits {
         if let Some(left) = left.filter(|left| *left < needed) {
@@ -56,7 +59,7 @@ pub(crate) fn check_room(subject: &CheckSubject<'_>) -> Vec<Finding> {
                     quantity::bytes(left),
                     quantity::bytes(needed)
                 ),
-                smaller(&geometry, left),
+                smaller_arena_advice(&geometry, left),
             ));
         }
     }
@@ -64,7 +67,7 @@ pub(crate) fn check_room(subject: &CheckSubject<'_>) -> Vec<Finding> {
 }
 
 /// Judges the free space of the directory `dir`, in which the arena would be created.
-fn room_in(dir: &Path, options: &Options, geometry: &Geometry) -> Finding {
+fn judge_free_space(dir: &Path, options: &Options, geometry: &Geometry) -> Finding {
     let name = quoted_path(dir);
     let (stat, kind) = match (rustix::fs::statvfs(dir), rustix::fs::statfs(dir)) {
         (Ok(stat), Ok(kind)) => (stat, kind.f_type as u64),
@@ -88,7 +91,10 @@ fn room_in(dir: &Path, options: &Options, geometry: &Geometry) -> Finding {
             quantity::bytes(free)
         );
         let enlarge = "or enlarge it (`mount -o remount,size=SIZE /dev/shm` as root; `docker run --shm-size=SIZE`)";
-        return Finding::wrong(text, format!("{}, {enlarge}", smaller(geometry, free)));
+        return Finding::wrong(
+            text,
+            format!("{}, {enlarge}", smaller_arena_advice(geometry, free)),
+        );
     }
     let free = if is_limited {
         quantity::bytes(free)
@@ -101,8 +107,9 @@ fn room_in(dir: &Path, options: &Options, geometry: &Geometry) -> Finding {
     ))
 }
 
-/// Returns advice for a smaller arena that fits into `free` bytes.
-fn smaller(geometry: &Geometry, free: u64) -> String {
+/// Returns advice how to get an arena that fits into `free` bytes. If no arena is that small, the advice is to free
+/// memory.
+fn smaller_arena_advice(geometry: &Geometry, free: u64) -> String {
     match geometry.proposed_arena_bytes(free) {
         None => "free memory there: `firn status` lists what earlier mounts left".into(),
         Some(bytes) => format!("mount with -o arena-size={}M", bytes >> 20),
@@ -116,7 +123,8 @@ fn own_arena(subject: &CheckSubject<'_>) -> Option<PathBuf> {
     files.arena.exists().then_some(files.arena)
 }
 
-/// Returns the nearest existing ancestor of the directory that would hold the arena. The error says why there is none.
+/// Returns the directory in which the arena would be created, or its nearest ancestor that exists. The error says why
+/// there is no such directory.
 fn arena_dir(options: &Options) -> Result<PathBuf, String> {
     let dir = match &options.arena_dir {
         Some(dir) => dir.clone(),
@@ -126,12 +134,14 @@ fn arena_dir(options: &Options) -> Result<PathBuf, String> {
     Ok(existing.unwrap_or(Path::new("/")).to_owned())
 }
 
+/// Returns the sizes of the parts of an arena with these options. The error says why the options are not possible.
 fn geometry(options: &Options) -> Result<Geometry, String> {
     Geometry::new(options.arena_bytes, options.chunk_bytes).map_err(|error| error.to_string())
 }
 
-/// Returns MemAvailable of /proc/meminfo in bytes.
-fn available_bytes() -> Option<u64> {
+/// Returns how many bytes of memory this host has available (MemAvailable of /proc/meminfo). Returns `None` if this
+/// is not known.
+fn available_memory_bytes() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let line = text
         .lines()
@@ -140,21 +150,24 @@ fn available_bytes() -> Option<u64> {
     Some(kib << 10)
 }
 
-/// Returns the bytes that the limits of this process's cgroup and of its ancestors leave (cgroup v2).
-fn cgroup_bytes() -> Option<u64> {
+/// Returns how many bytes of memory the limits of this process's cgroup and its ancestors still allow (cgroup v2).
+/// Returns `None` if no limit is set.
+fn cgroup_bytes_left() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/self/cgroup").ok()?;
     let group = text.lines().find_map(|line| line.strip_prefix("0::/"))?;
     let top = Path::new("/sys/fs/cgroup");
     let group = top.join(group);
     let groups = group.ancestors().take_while(|dir| dir.starts_with(top));
-    let left = groups.filter_map(|dir| {
-        let read = |name: &str| -> Option<u64> {
+    let bytes_left = groups.filter_map(|dir| {
+        let read_number = |name: &str| -> Option<u64> {
             let text = std::fs::read_to_string(dir.join(name)).ok()?;
             text.trim().parse().ok()
         };
-        Some(read("memory.max")?.saturating_sub(read("memory.current")?))
+        // Without a limit, `memory.max` is the word "max", which is no number.
+        let limit = read_number("memory.max")?;
+        Some(limit.saturating_sub(read_number("memory.current")?))
     });
-    left.min()
+    bytes_left.min()
 }
 
 /// Reports how much memory may be locked. Only reads by libfabric need locked memory.

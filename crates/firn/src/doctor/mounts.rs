@@ -1,10 +1,13 @@
-//! Checks for what earlier mounts of this user left behind: dead mounts, and arenas (memory files with undrained data)
-//! without a firnd.
+//! Checks for what earlier mounts of this user left behind.
+//!
+//! * A mount whose firnd (the process that serves it) has ended or hangs.
+//! * An arena that no firnd uses. An arena is a file in shared memory with data that the backing may lack.
 
 use std::time::Duration;
 
 use firn_client::Mount;
 use firn_client::liveness::Liveness;
+use firn_daemon::CheckReport;
 use firn_format::quantity;
 use firn_format::quote::quoted_path;
 
@@ -25,7 +28,7 @@ pub(crate) fn check_mounts(_: &CheckSubject<'_>) -> Vec<Finding> {
     let mut findings: Vec<Finding> = mounts
         .iter()
         .zip(&states)
-        .filter_map(|(mount, state)| judge(mount, *state))
+        .filter_map(|(mount, state)| judge_mount(mount, *state))
         .collect();
     if findings.is_empty() {
         findings.push(Finding::ok(match mounts.len() {
@@ -38,7 +41,7 @@ pub(crate) fn check_mounts(_: &CheckSubject<'_>) -> Vec<Finding> {
 }
 
 /// Returns a finding for a mount in trouble, or `None` for a healthy one.
-fn judge(mount: &Mount, state: Liveness) -> Option<Finding> {
+fn judge_mount(mount: &Mount, state: Liveness) -> Option<Finding> {
     let [point, backing] = [&mount.mount_point, &mount.backing].map(|path| quoted_path(path));
     match state {
         Liveness::Living => None,
@@ -65,30 +68,31 @@ pub(crate) fn check_arenas(subject: &CheckSubject<'_>) -> Vec<Finding> {
         Ok(arenas) => arenas,
         Err(error) => return vec![Finding::refused(error.to_string())],
     };
-    let left = arenas.iter().filter(|report| !report.in_use);
-    let mut findings: Vec<Finding> = left
-        .map(|report| {
-            let arena = quoted_path(&report.arena);
-            let backing = report.backing.clone().unwrap_or_default();
-            let advice = format!(
-                "`firn recover {backing}`, or mount it again; if that backing is gone for ever, `firn recover --discard {backing}` gives it up"
-            );
-            let held = quantity::bytes(report.held_bytes);
-            let damaged = if report.damage.is_empty() { "" } else { ", and is damaged" };
-            match report.held_bytes {
-                0 if report.damage.is_empty() => Finding::note(
-                    format!("arena {arena} holds nothing, and no firnd has it"),
-                    format!("`firn recover {backing}` removes it"),
-                ),
-                _ => Finding::wrong(
-                    format!("arena {arena} holds {held} of {backing}{damaged}, and no firnd has it"),
-                    advice,
-                ),
-            }
-        })
-        .collect();
+    let unused_arenas = arenas.iter().filter(|report| !report.in_use);
+    let mut findings: Vec<Finding> = unused_arenas.map(judge_unused_arena).collect();
     if findings.is_empty() {
         findings.push(Finding::ok("no arena holds data of a firnd that has ended"));
     }
     findings
+}
+
+/// Judges an arena without a firnd: a note if it is empty, and an error if it has undrained data or damage.
+fn judge_unused_arena(report: &CheckReport) -> Finding {
+    let arena = quoted_path(&report.arena);
+    let backing = report.backing.clone().unwrap_or_default();
+    let is_damaged = !report.damage.is_empty();
+    if report.held_bytes == 0 && !is_damaged {
+        return Finding::note(
+            format!("arena {arena} holds nothing, and no firnd has it"),
+            format!("`firn recover {backing}` removes it"),
+        );
+    }
+    let held = quantity::bytes(report.held_bytes);
+    let damaged = if is_damaged { ", and is damaged" } else { "" };
+    Finding::wrong(
+        format!("arena {arena} holds {held} of {backing}{damaged}, and no firnd has it"),
+        format!(
+            "`firn recover {backing}`, or mount it again; if that backing is gone for ever, `firn recover --discard {backing}` gives it up"
+        ),
+    )
 }

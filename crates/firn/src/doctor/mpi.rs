@@ -1,8 +1,11 @@
-//! Check for MPI libraries that use data sieving.
+//! Check for MPI libraries that use data sieving, which loses bytes when several hosts write one file.
 //!
-//! Data sieving reads a range, changes a part of it, and writes the whole range back. It can so overwrite bytes that
-//! another host has changed meanwhile. docs/features/shared-files.md, "MPI-IO, HDF5 and NetCDF-4", has the details.
-//! Hints that a program sets by itself cannot be examined.
+//! With data sieving, a library reads a range of a file, changes part of the range, and writes the whole range back.
+//! This undoes what another host has written to the range in the meantime. Two I/O layers do so: ROMIO (of MPICH and
+//! others) and OMPIO (of Open MPI). Each has a setting that turns data sieving off.
+//!
+//! The check sees variables and configuration files, but not the hints that a program sets by itself. Details:
+//! docs/features/shared-files.md, "MPI-IO, HDF5 and NetCDF-4".
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -18,9 +21,12 @@ use crate::doctor::{CheckSubject, Finding, settings_in};
 /// Timeout for `mpirun --version`.
 const COMMAND_TIMEOUT: Duration = Duration::from_secs(4);
 const OUTPUT_BYTES_MAX: usize = 16 << 10;
+/// Hint that turns data sieving off in ROMIO.
 const ROMIO_HINT: &str = "romio_ds_write";
+/// Parameter that turns data sieving off in OMPIO.
 const OMPIO_SETTING: &str = "fbtl_posix_write_datasieving";
-const WHEN: &str = "with one host, or a file for each rank, nothing need be done";
+/// Part of each advice: the cases in which data sieving does no harm.
+const HARMLESS_CASES: &str = "with one host, or a file for each rank, nothing need be done";
 
 /// Reports what the installed MPI library does, and what turns data sieving off.
 pub(crate) fn check_mpi(_: &CheckSubject<'_>) -> Vec<Finding> {
@@ -29,11 +35,16 @@ pub(crate) fn check_mpi(_: &CheckSubject<'_>) -> Vec<Finding> {
     };
     let variable = |name: &str| std::env::var_os(name);
     let name = quoted_path(&program);
-    let said = ask_version(&program);
-    vec![judge(&name, &said, &variable, &parameter_files())]
+    let version_text = ask_version(&program);
+    vec![judge_library(
+        &name,
+        &version_text,
+        &variable,
+        &parameter_files(),
+    )]
 }
 
-/// Returns what `mpirun --version` prints, or an empty text where it fails or exceeds its timeout.
+/// Returns what `mpirun --version` prints, or an empty text if it fails or exceeds its timeout.
 fn ask_version(program: &Path) -> String {
     let mut command = Command::new(program);
     command.arg("--version");
@@ -55,21 +66,28 @@ fn parameter_files() -> Vec<PathBuf> {
         .collect()
 }
 
-/// Judges an MPI library by what it says of its version and by the settings in force.
-fn judge(
+/// Judges an MPI library by its version and its settings.
+///
+/// `name` names the program in the finding, and `version_text` is what `mpirun --version` printed. `variable` looks up
+/// an environment variable. `files` are the files with Open MPI's parameters, the most important one first.
+fn judge_library(
     name: &str,
-    said: &str,
+    version_text: &str,
     variable: &dyn Fn(&str) -> Option<OsString>,
     files: &[PathBuf],
 ) -> Finding {
-    let is_open_mpi = said.contains("Open MPI") || said.contains("OpenRTE");
-    let parameter = |key: &str| {
-        let set = variable(&format!("OMPI_MCA_{key}"));
-        let set = set.map(|value| value.to_string_lossy().into_owned());
-        set.or_else(|| files.iter().find_map(|file| value_in(file, key, '=')))
+    let is_open_mpi = version_text.contains("Open MPI") || version_text.contains("OpenRTE");
+    // Open MPI prefers a variable to its files.
+    let open_mpi_parameter = |key: &str| {
+        let from_variable = variable(&format!("OMPI_MCA_{key}"));
+        from_variable
+            .map(|value| value.to_string_lossy().into_owned())
+            .or_else(|| files.iter().find_map(|file| value_in(file, key, '=')))
     };
-    if is_open_mpi && !parameter("io").is_some_and(|io| io.starts_with("romio")) {
-        let value = parameter(OMPIO_SETTING);
+    let uses_ompio =
+        is_open_mpi && !open_mpi_parameter("io").is_some_and(|io| io.starts_with("romio"));
+    if uses_ompio {
+        let value = open_mpi_parameter(OMPIO_SETTING);
         if value.is_some_and(|value| ["0", "false", "no", "disabled"].contains(&value.as_str())) {
             return Finding::ok(format!("{name}: Open MPI, whose OMPIO sieves no writes"));
         }
@@ -77,7 +95,7 @@ fn judge(
             format!(
                 "{name}: if several hosts write one file, Open MPI's OMPIO loses bytes of the other hosts; with layout=log it is only slow"
             ),
-            format!("`export OMPI_MCA_{OMPIO_SETTING}=false`; {WHEN}"),
+            format!("`export OMPI_MCA_{OMPIO_SETTING}=false`; {HARMLESS_CASES}"),
         );
     }
     let library = if is_open_mpi {
@@ -97,12 +115,13 @@ fn judge(
             "{name}: if several hosts write one file, {library} loses bytes of the other hosts; with layout=log it is only slow"
         ),
         format!(
-            "`echo {ROMIO_HINT} disable > ~/romio-hints; export ROMIO_HINTS=~/romio-hints`; {WHEN}"
+            "`echo {ROMIO_HINT} disable > ~/romio-hints; export ROMIO_HINTS=~/romio-hints`; {HARMLESS_CASES}"
         ),
     )
 }
 
-/// Returns the value of a line `key value` in a file. `separator` or blanks stand between the two.
+/// Returns the value of the last line `key value` in a file, or `None` if there is no such line. `separator` or blanks
+/// stand between key and value.
 fn value_in(file: &Path, key: &str, separator: char) -> Option<String> {
     let settings = settings_in(file);
     let mut values = settings.iter().filter_map(|setting| {
@@ -121,12 +140,12 @@ mod tests {
     const OPEN_MPI: &str = "mpirun (Open MPI) 4.1.4";
     const MPICH: &str = "HYDRA build details:\n    Version: 4.0.2";
 
-    fn verdict(said: &str, set: &[(&str, &str)], files: &[PathBuf]) -> Verdict {
+    fn verdict(version_text: &str, set: &[(&str, &str)], files: &[PathBuf]) -> Verdict {
         let variable = |name: &str| {
             let found = set.iter().find(|(key, _)| *key == name);
             found.map(|(_, value)| OsString::from(value))
         };
-        judge("mpirun", said, &variable, files).verdict
+        judge_library("mpirun", version_text, &variable, files).verdict
     }
 
     #[test]

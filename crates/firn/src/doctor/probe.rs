@@ -1,4 +1,4 @@
-//! A probe: a directory that a check creates in a backing, to try operations on files there.
+//! A probe directory: a check creates one in the backing, and tries operations on files there.
 //!
 //! Promises
 //! * A check creates and removes files only through the descriptor of a directory that this process has just created
@@ -22,13 +22,13 @@ use rustix::fs::{AtFlags, Dir, Mode, OFlags, Stat, fstat, mkdirat, open, statat,
 
 use rustix::io::Errno;
 
-use crate::doctor::user;
+use crate::doctor::user_id;
 
 /// Prefix of the names of probe directories, and of all files in them.
 pub(crate) const PREFIX: &str = ".firn-doctor-";
 /// Age in seconds from which a probe directory counts as abandoned. No check runs that long: its parent kills it
 /// earlier.
-const LEFT_AFTER_S: i64 = 3600;
+const ABANDONED_AFTER_S: i64 = 3600;
 
 /// A probe directory. It is removed when the value is dropped.
 pub(crate) struct ProbeDir {
@@ -43,7 +43,7 @@ pub(crate) struct ProbeDir {
 }
 
 impl ProbeDir {
-    /// Creates a probe directory at the top of a backing. Returns an error where the new directory is not this user's
+    /// Creates a probe directory at the top of a backing. Returns an error if the new directory is not this user's
     /// own.
     pub(crate) fn create(backing: &Path) -> io::Result<Self> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
@@ -59,13 +59,15 @@ impl ProbeDir {
                 object,
             }),
             Err(error) => {
-                // The rename race of the file head: what has the name now is removed only if it is an empty directory.
+                // Another user may have renamed another directory to this name (head of this file). RMDIR removes only
+                // an empty directory.
                 let _ = unlinkat(&backing, &name, AtFlags::REMOVEDIR);
                 Err(error)
             }
         }
     }
 
+    /// Opens a new probe directory. Returns its descriptor and its identity. Fails if it is not this user's own.
     fn open(backing: &OwnedFd, name: &OsStr) -> io::Result<(OwnedFd, ObjectId)> {
         let dir = open_private_dir(backing, Path::new(name)).map_err(|error| {
             // One cause is a file server that maps root to another user (root_squash).
@@ -80,8 +82,10 @@ impl ProbeDir {
         &self.dir
     }
 
-    /// Opens the probe directory as a backing. It goes by the descriptor, and compares the object, so that no other
-    /// user can substitute another directory.
+    /// Opens the probe directory as a backing.
+    ///
+    /// It is opened by its descriptor and its identity is compared, so that no other user can substitute another
+    /// directory. Fails with ESTALE if the identity differs.
     pub(crate) fn open_backing(&self) -> io::Result<DirBacking> {
         let opened = DirBacking::open(format!("/proc/self/fd/{}", self.dir.as_raw_fd()))?;
         let found = opened.attr(&opened.root())?;
@@ -105,38 +109,43 @@ impl ProbeDir {
         made.map(File::from).map_err(io::Error::other)
     }
 
-    /// Removes probe directories that killed checks of this user left behind. Returns how many were removed.
-    pub(crate) fn remove_left(&self) -> usize {
+    /// Removes the probe directories that killed checks of this user left behind. Returns how many were removed.
+    ///
+    /// A directory that cannot be removed is skipped.
+    pub(crate) fn remove_abandoned(&self) -> usize {
         let (Ok(own), Ok(entries)) = (fstat(&self.dir), Dir::read_from(&self.backing)) else {
             return 0;
         };
         let names = entries.flatten().filter_map(|entry| {
             let name = OsStr::from_bytes(entry.file_name().to_bytes());
-            let is_one = name.as_bytes().starts_with(PREFIX.as_bytes()) && name != self.name;
-            is_one.then(|| name.to_owned())
+            let is_other_probe =
+                name.as_bytes().starts_with(PREFIX.as_bytes()) && name != self.name;
+            is_other_probe.then(|| name.to_owned())
         });
         let names: Vec<OsString> = names.collect();
         let removed = names.iter().filter(|name| {
             let found = statat(&self.backing, *name, AtFlags::SYMLINK_NOFOLLOW);
             found.is_ok_and(|found| {
-                is_left(&found, own.st_mtime)
-                    && remove(&self.backing, name, ObjectId::of(&found)).is_ok()
+                is_abandoned(&found, own.st_mtime)
+                    && remove_probe(&self.backing, name, ObjectId::of(&found)).is_ok()
             })
         });
         removed.count()
     }
 }
 
-/// Returns whether a directory was left behind by a check. `now_s` is the present time by the clock of the same file
-/// system, in seconds.
-fn is_left(found: &Stat, now_s: i64) -> bool {
-    let is_ours = Facts::of(found).check(Expected::Directory, user()).is_ok();
-    is_ours && now_s - found.st_mtime > LEFT_AFTER_S
+/// Returns whether a directory was left behind by a check: it is this user's own, and old. `now_s` is the present time
+/// by the clock of the same file system, in seconds since 1970.
+fn is_abandoned(found: &Stat, now_s: i64) -> bool {
+    let is_ours = Facts::of(found)
+        .check(Expected::Directory, user_id())
+        .is_ok();
+    is_ours && now_s - found.st_mtime > ABANDONED_AFTER_S
 }
 
 impl Drop for ProbeDir {
     fn drop(&mut self) {
-        let _ = remove(&self.backing, &self.name, self.object);
+        let _ = remove_probe(&self.backing, &self.name, self.object);
     }
 }
 
@@ -145,9 +154,11 @@ pub(crate) fn file_name(name: &str) -> String {
     format!("{PREFIX}{name}")
 }
 
-/// Removes a check's files from the directory `name`, and then the directory if it is empty. Fails where `name` is not
-/// `object` any more.
-fn remove(backing: &OwnedFd, name: &OsStr, object: ObjectId) -> io::Result<()> {
+/// Removes a probe directory: first the files of checks in it, and then the directory if it is empty.
+///
+/// `object` is the identity of the probe directory. Fails with ESTALE, and removes nothing, if another directory has
+/// its name now.
+fn remove_probe(backing: &OwnedFd, name: &OsStr, object: ObjectId) -> io::Result<()> {
     let dir = open_private_dir(backing, Path::new(name)).map_err(io::Error::other)?;
     if ObjectId::of(&fstat(&dir)?) != object {
         return Err(Errno::STALE.into());
@@ -205,7 +216,7 @@ mod tests {
             fs::write(path.join(file_name("synced")), b"x").unwrap();
             path
         };
-        let old = Duration::from_secs(2 * LEFT_AFTER_S as u64);
+        let old = Duration::from_secs(2 * ABANDONED_AFTER_S as u64);
         let left = make("left", 0o700);
         age(&left, old);
         let running = make("running", 0o700);
@@ -220,7 +231,7 @@ mod tests {
         fs::set_permissions(&file, fs::Permissions::from_mode(0o700)).unwrap();
         age(&file, old);
         let probe = ProbeDir::create(dir.path()).unwrap();
-        assert_eq!(probe.remove_left(), 1);
+        assert_eq!(probe.remove_abandoned(), 1);
         assert!(!left.exists() && running.exists() && open_to_all.exists() && file.exists());
         assert!(renamed.join("model.pt").exists());
     }

@@ -1,8 +1,8 @@
-//! Check of what the user has set: options, environment variables, and the runtime directory.
+//! Check of the user's settings: the options of a mount, environment variables, and the runtime directory.
 
 use firn_client::paths::{open_runtime_dir, runtime_dir};
 
-use crate::doctor::{CheckSubject, Finding, user};
+use crate::doctor::{CheckSubject, Finding, user_id};
 
 /// Reports whether a mount would accept the settings, and whether each of them has an effect.
 pub(crate) fn check_settings(subject: &CheckSubject<'_>) -> Vec<Finding> {
@@ -23,7 +23,7 @@ pub(crate) fn check_settings(subject: &CheckSubject<'_>) -> Vec<Finding> {
         };
         findings.push(Finding::note(text, advice));
     }
-    let opened = runtime_dir().and_then(|dir| open_runtime_dir(&dir, user()));
+    let opened = runtime_dir().and_then(|dir| open_runtime_dir(&dir, user_id()));
     if let Err(error) = opened {
         findings.push(Finding::refused(error.to_string()));
     }

@@ -1,4 +1,6 @@
-//! Checks of what the backing's file system can do. Each one tries it with files in a probe directory of its own.
+//! Checks which operations the backing's file system supports: sync, rename, locks, holes and others.
+//!
+//! Each check tries the operations on files in a probe directory of its own ([`ProbeDir`]).
 
 use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::os::fd::AsFd;
@@ -25,11 +27,12 @@ const CLOCK_DIFFERENCE_MAX_S: f64 = 2.0;
 /// Upper bound of a file system's block size, in bytes.
 const BLOCK_BYTES: u64 = 1 << 20;
 
-/// Runs `tried` in a new probe directory of the backing. Returns its findings. An error that `tried` returns becomes a
-/// finding of its own.
+/// Runs `try_operations` with a new probe directory of the backing, and returns its findings.
+///
+/// An error, also one of `try_operations`, becomes a finding. Nothing runs for a read-only mount.
 fn with_probe(
     subject: &CheckSubject<'_>,
-    tried: impl FnOnce(&ProbeDir) -> io::Result<Vec<Finding>>,
+    try_operations: impl FnOnce(&ProbeDir) -> io::Result<Vec<Finding>>,
 ) -> Vec<Finding> {
     if subject.options.read_only {
         return Vec::new();
@@ -39,7 +42,7 @@ fn with_probe(
         Err(text) => return vec![Finding::refused(text)],
     };
     ProbeDir::create(&backing)
-        .and_then(|probe| tried(&probe))
+        .and_then(|probe| try_operations(&probe))
         .unwrap_or_else(|error| {
             let advice = "look at the log of the kernel and of the file server";
             vec![Finding::wrong(error.to_string(), advice)]
@@ -107,7 +110,8 @@ pub(crate) fn check_sync(subject: &CheckSubject<'_>) -> Vec<Finding> {
     })
 }
 
-/// Reports whether renames work as commits and the removal of checkpoints need them.
+/// Reports whether a rename replaces a file, and whether RENAME_NOREPLACE works. Commits need the first, and the removal
+/// of checkpoints needs the second.
 pub(crate) fn check_names(subject: &CheckSubject<'_>) -> Vec<Finding> {
     with_probe(subject, |probe| {
         let dir = probe.dir();
@@ -161,7 +165,7 @@ pub(crate) fn check_locks(subject: &CheckSubject<'_>) -> Vec<Finding> {
     })
 }
 
-/// Reports whether the backing has extended attributes and holes. Programs find them on a mount only where the backing
+/// Reports whether the backing has extended attributes and holes. Programs find them on a mount only if the backing
 /// has them.
 pub(crate) fn check_files(subject: &CheckSubject<'_>) -> Vec<Finding> {
     with_probe(subject, |probe| {
@@ -206,7 +210,7 @@ pub(crate) fn check_clock(subject: &CheckSubject<'_>) -> Vec<Finding> {
     })
 }
 
-/// Returns the seconds by which `stamped` lies after the span `before..after`. They are negative where `stamped` lies
+/// Returns the seconds by which `stamped` lies after the span `before..after`. They are negative if `stamped` lies
 /// before the span, and 0 within it.
 fn difference_s(before: SystemTime, stamped: SystemTime, after: SystemTime) -> f64 {
     let seconds = |later: SystemTime, earlier: SystemTime| {

@@ -29,6 +29,7 @@ struct Response {
 }
 
 impl Response {
+    /// Returns a response with a text for people.
     fn text(status: &'static str, body: &str) -> Self {
         Self {
             status,
@@ -38,6 +39,7 @@ impl Response {
         }
     }
 
+    /// Returns the bytes of the response: status line, header and body.
     fn bytes(&self) -> Vec<u8> {
         let head = format!(
             "HTTP/1.1 {}\r\nContent-Type: {}\r\nContent-Length: {}\r\nConnection: close\r\n\
@@ -81,7 +83,7 @@ pub(super) fn refuse(client: Client) {
     );
 }
 
-/// Returns the bytes of a request up to the end of its header. Returns `None` where they exceed [`REQUEST_BYTES_MAX`].
+/// Returns the bytes of a request up to the end of its header. Returns `None` if they exceed [`REQUEST_BYTES_MAX`].
 fn read_request(socket: &OwnedFd, deadline: Instant) -> io::Result<Option<Vec<u8>>> {
     let mut request = Vec::new();
     let mut part = [0; 2048];

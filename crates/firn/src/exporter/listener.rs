@@ -24,6 +24,7 @@ pub enum Address {
 impl std::str::FromStr for Address {
     type Err = String;
 
+    /// Parses `HOST:PORT`, or `unix:` and an absolute path.
     fn from_str(text: &str) -> Result<Self, String> {
         if let Some(path) = text.strip_prefix("unix:") {
             let path = PathBuf::from(path);
@@ -69,7 +70,7 @@ pub enum Client {
 }
 
 impl Listener {
-    /// Returns the sockets that systemd passed to this process. The list is empty where it passed none.
+    /// Returns the sockets that systemd passed to this process. The list is empty if it passed none.
     pub fn given() -> Result<Vec<Self>, Failure> {
         let wrong = |error: io::Error| {
             let why =
@@ -93,7 +94,7 @@ impl Listener {
         Ok(listeners)
     }
 
-    /// Listens at an address. Returns a failure where the address cannot be used.
+    /// Listens at an address. Returns a failure if the address cannot be used.
     pub fn bind(address: &Address) -> Result<Self, Failure> {
         let bound = match address {
             Address::Tcp(address) => TcpListener::bind(address).map(Self::Tcp),
@@ -134,7 +135,7 @@ impl Listener {
         }
     }
 
-    /// Accepts the next client. Returns `None` where the client has closed its connection again.
+    /// Accepts the next client. Returns `None` if the client has closed its connection again.
     pub fn accept(&self) -> io::Result<Option<Client>> {
         let accepted = match self {
             Self::Tcp(tcp) => tcp.accept().map(|(client, _)| Client::Tcp(client)),

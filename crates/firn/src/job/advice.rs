@@ -8,7 +8,7 @@ use firn_protocol::path::BytePath;
 use super::Host;
 use crate::text::{bytes, count};
 
-/// Returns advice for a host, or an empty list where nothing is wrong. `backing` is the path of the backing on this
+/// Returns advice for a host, or an empty list if nothing is wrong. `backing` is the path of the backing on this
 /// host.
 pub fn of(host: &Host, backing: &BytePath) -> Vec<String> {
     let Host {
@@ -37,7 +37,7 @@ pub fn of(host: &Host, backing: &BytePath) -> Vec<String> {
         advice.push(of_keeper(host, report));
     }
     if let Some(error) = report.and_then(|report| report.last_error.as_ref()) {
-        let point = point(report);
+        let point = mount_point_argument(report);
         advice.push(format!(
             "{}; `firn status{point}` on {name} says more",
             quoted(error.as_bytes())
@@ -99,7 +99,7 @@ fn of_silent(host: &Host, report: Option<&HostReport>) -> String {
     let process = host
         .pid
         .map_or_else(String::new, |pid| format!(" (process {pid})"));
-    let point = point(report);
+    let point = mount_point_argument(report);
     format!(
         "the firnd of {name}{process} is stopped, or its backing hangs: look there at its state (`ps`, `dmesg`, `firn \
          doctor`); `kill -CONT` lets a stopped one go on, `firn umount --force{point}` ends it"
@@ -120,15 +120,15 @@ fn of_keeper(host: &Host, report: Option<&HostReport>) -> String {
     let until = match report {
         Some(report) if report.written_files == 0 && report.held_bytes > 0 => format!(
             "what it holds of them is drained (`firn drain{}` on {name})",
-            point(Some(report))
+            mount_point_argument(Some(report))
         ),
         _ => "its programs close them".to_owned(),
     };
     format!("{name} keeps {files} from being flattened until {until}{named}")
 }
 
-/// Returns the mount point with a space before it, for a command line. Returns an empty text where it is unknown.
-fn point(report: Option<&HostReport>) -> String {
+/// Returns the mount point with a space before it, for a command line. Returns an empty text if it is unknown.
+fn mount_point_argument(report: Option<&HostReport>) -> String {
     let point = report.map(|report| &report.mount_point);
     match point.filter(|point| !point.is_empty()) {
         Some(point) => format!(" {point}"),
@@ -136,6 +136,7 @@ fn point(report: Option<&HostReport>) -> String {
     }
 }
 
+/// Returns the user that must run a command on the host, with a space before it. Returns an empty text if it is unknown.
 fn as_user(report: Option<&HostReport>) -> String {
     report.map_or_else(String::new, |report| match report.user_id {
         0 => " as root".to_owned(),

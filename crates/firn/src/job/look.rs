@@ -82,7 +82,7 @@ pub struct MountSeen {
 impl Job {
     /// Looks at the hosts of the backing, or of the mount, at `path`. Without a path, this user's only mount counts.
     ///
-    /// Returns at `timeout` at the latest. Fails where the backing does not answer and no mount of this host does
+    /// Returns at `timeout` at the latest. Fails if the backing does not answer and no mount of this host does
     /// either.
     pub fn look(path: Option<&Path>, timeout: Duration) -> Result<Self, Failure> {
         let questions = [LookSource::Backing, LookSource::Mount];
@@ -191,7 +191,7 @@ impl LookSource {
     }
 }
 
-/// Returns a note about an own mount that did not answer, or `None` where the user need not know.
+/// Returns a note about an own mount that did not answer, or `None` if the user need not know.
 fn describe_mount_failure(error: &ChildFailure, timeout: Duration) -> Option<String> {
     let seconds = text::seconds(timeout.as_secs_f64());
     match error {
@@ -257,7 +257,7 @@ fn find_backing(path: Option<&Path>) -> Result<PathBuf, Failure> {
     }
 }
 
-/// Returns this user's only mount. Fails where there is none, or more than one.
+/// Returns this user's only mount. Fails if there is none, or more than one.
 fn only_mount() -> Result<Mount, Failure> {
     let mut mounts = firn_client::mounts()?;
     mounts.retain(|mount| !mount.is_of_another_user());
@@ -276,8 +276,8 @@ fn only_mount() -> Result<Mount, Failure> {
 
 /// Reads the leases, the reports and the logs of a backing.
 ///
-/// The caller is a process of its own, because the calls may hang in the kernel. Fails where the backing cannot be
-/// opened, or where its files are not this user's.
+/// The caller is a process of its own, because the calls may hang in the kernel. Fails if the backing cannot be
+/// opened, or if its files are not this user's.
 pub fn look_at_backing(path: Option<&Path>) -> Result<BackingSeen, Failure> {
     let backing = find_backing(path)?;
     let failed = |what: &str| {
@@ -291,7 +291,7 @@ pub fn look_at_backing(path: Option<&Path>) -> Result<BackingSeen, Failure> {
     let base = DirBacking::open(&backing)
         .map_err(|error| failed("cannot be opened")(error.to_string()))?;
     let surveyed = survey(&base, &boot, &mut std::thread::sleep);
-    let surveyed = surveyed.map_err(|error| refused(&backing, &error))?;
+    let surveyed = surveyed.map_err(|error| own_files_failure(&backing, &error))?;
     let mut notes: Vec<String> = surveyed
         .failed
         .iter()
@@ -300,7 +300,8 @@ pub fn look_at_backing(path: Option<&Path>) -> Result<BackingSeen, Failure> {
     if surveyed.is_cut {
         notes.push("there are more hosts than are shown".to_owned());
     }
-    let keepers = find_keepers(&base, &mut notes).map_err(|error| refused(&backing, &error))?;
+    let keepers =
+        find_keepers(&base, &mut notes).map_err(|error| own_files_failure(&backing, &error))?;
     let leases = surveyed.hosts.into_iter().map(|seen| LeaseSeen {
         host: seen.host,
         life: seen.life,
@@ -321,14 +322,16 @@ pub fn look_at_backing(path: Option<&Path>) -> Result<BackingSeen, Failure> {
     })
 }
 
-fn use_word(one: firn_hosts::LeaseUse) -> String {
-    match serde_json::to_value(one) {
+/// Returns the word that the protocol has for what a host uses the backing for.
+fn use_word(lease_use: firn_hosts::LeaseUse) -> String {
+    match serde_json::to_value(lease_use) {
         Ok(serde_json::Value::String(word)) => word,
         _ => String::new(),
     }
 }
 
-fn refused(backing: &Path, error: &OwnError) -> Failure {
+/// Returns the failure for a backing whose files of Firn cannot be read or trusted.
+fn own_files_failure(backing: &Path, error: &OwnError) -> Failure {
     let backing = quoted_path(backing);
     let text = match error {
         OwnError::Backing(errno) if *errno == firn_backing::Errno::ACCESS => format!(
@@ -421,7 +424,7 @@ fn own_dirs_in<'a>(
     }))
 }
 
-/// Asks this host's own mount of the backing at `path`. Returns `None` where the path is on no mount, or where this
+/// Asks this host's own mount of the backing at `path`. Returns `None` if the path is on no mount, or if this
 /// process cannot reach the firnd.
 pub fn look_at_mount(path: Option<&Path>) -> Result<Option<MountSeen>, Failure> {
     let mount = match path {

@@ -1,4 +1,5 @@
-//! Makes a row for each host of a job from what the backing and this host's firnd said.
+//! Makes a row for each host of a job, from the leases and reports in the backing and from the status of this host's
+//! firnd.
 
 use std::collections::BTreeMap;
 
@@ -254,7 +255,7 @@ pub(super) mod tests {
     use firn_hosts::Holder;
     use firn_protocol::{LaneReport, PartnerReport};
 
-    /// A lease and report of a host in a job of three.
+    /// Returns a lease and report of a host in a job of three.
     pub fn lease(host: &str, life: Life, held_bytes: u64) -> LeaseSeen {
         let report = HostReport {
             version: "0.1.0".into(),
@@ -297,7 +298,7 @@ pub(super) mod tests {
         }
     }
 
-    /// A job with one host in each state, in the order of their names.
+    /// Returns a job with one host in each state, in the order of their names.
     pub fn job() -> Vec<Host> {
         let mut leases = vec![
             lease("n0", Life::Alive, 64 << 20),

@@ -215,7 +215,7 @@ fn format_table(head: &[&str], rows: Vec<Vec<String>>, hosts: &[&Host], paint: P
     painted_lines.collect()
 }
 
-/// Returns the lines below the table for one host: the evidence for its state where that is not a beat, its
+/// Returns the lines below the table for one host: the evidence for its state if that is not a beat, its
 /// differences, waits and advice.
 fn host_details(host: &Host, paint: Paint) -> String {
     let mut lines = Vec::new();
@@ -268,7 +268,7 @@ pub mod tests {
     use super::super::{Job, JobTotals};
     use super::*;
 
-    /// A job of five hosts.
+    /// Returns a job of five hosts.
     pub fn example() -> Job {
         let hosts = job();
         Job {

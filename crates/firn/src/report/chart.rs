@@ -1,10 +1,16 @@
-//! Charts as SVG: axes with units, areas and strips. Colours are classes, so the page's style decides between light and
-//! dark.
+//! The timeline of a run as an SVG chart.
+//!
+//! From top to bottom the chart has a panel with the rates of all hosts, a panel with the bytes in memory, and three thin
+//! *strips* for each host. All of them have the same time axis, on which events are marked.
+//!
+//! Colours are CSS classes, so the page's style decides between light and dark.
 
 use std::fmt::Write;
 
+use firn_protocol::record::Bucket;
+
 use super::html::HtmlText;
-use super::timeline::Timeline;
+use super::timeline::{HostLine, Timeline};
 use crate::text::{bytes, rate, seconds};
 
 /// Layout of a chart. Each chart is drawn for wide and for narrow screens, because scaled text is hard to read.
@@ -16,7 +22,7 @@ pub struct Layout {
     pub width: f64,
     /// Pixels at the left for the labels of the values.
     pub left: f64,
-    /// Minimum distance of two ticks of time in pixels.
+    /// Minimum distance of two ticks of the time axis in pixels.
     pub tick: f64,
 }
 
@@ -37,21 +43,22 @@ pub const LAYOUTS: [Layout; 2] = [
 ];
 
 /// Free pixels at the right, into which the last label extends.
-const RIGHT: f64 = 18.0;
+const RIGHT_MARGIN: f64 = 18.0;
 /// Height of a panel of values in pixels.
-const PANEL: f64 = 130.0;
+const PANEL_HEIGHT: f64 = 130.0;
 /// Height of the text above a panel in pixels.
-const HEAD: f64 = 34.0;
-/// Height in pixels of all strips of a host, and of one strip.
-const HOST: f64 = 34.0;
-const STRIP: f64 = 7.0;
+const PANEL_HEAD_HEIGHT: f64 = 34.0;
+/// Height of all strips of a host in pixels.
+const HOST_HEIGHT: f64 = 34.0;
+/// Height of one strip in pixels.
+const STRIP_HEIGHT: f64 = 7.0;
 /// Maximum number of hosts with strips. The table of hosts lists the others.
 pub const HOSTS_MAX: usize = 24;
 
 /// A mark of an event on the axis.
 pub struct Mark {
     /// Seconds since the beginning of the run.
-    pub at: f64,
+    pub at_seconds: f64,
     /// Whether the event is a problem.
     pub is_bad: bool,
     /// Text that appears under the pointer.
@@ -60,21 +67,27 @@ pub struct Mark {
 
 impl Layout {
     /// Returns the width in pixels that is left for the time axis.
-    fn plot(&self) -> f64 {
-        self.width - self.left - RIGHT
+    fn plot_width(&self) -> f64 {
+        self.width - self.left - RIGHT_MARGIN
     }
 
     /// Returns the number of bins that a reader can distinguish.
     pub fn bin_count(&self) -> usize {
-        (self.plot() / 3.0) as usize
+        (self.plot_width() / 3.0) as usize
     }
 }
 
-/// Returns the timeline of a run: rates, memory, and the strips of each host.
-pub fn timeline(layout: &Layout, timeline: &Timeline, arena_bytes: u64, marks: &[Mark]) -> String {
+/// Returns the chart of a run as SVG. `arena_bytes` is the size of all arenas together, which is drawn as a limit of the
+/// bytes in memory.
+pub fn render_chart(
+    layout: &Layout,
+    timeline: &Timeline,
+    arena_bytes: u64,
+    marks: &[Mark],
+) -> String {
     let shown = timeline.hosts.len().min(HOSTS_MAX);
-    let hosts_top = 2.0 * (HEAD + PANEL) + HEAD + 8.0;
-    let bottom = hosts_top + HOST * shown as f64;
+    let hosts_top = 2.0 * (PANEL_HEAD_HEIGHT + PANEL_HEIGHT) + PANEL_HEAD_HEIGHT + 8.0;
+    let bottom = hosts_top + HOST_HEIGHT * shown as f64;
     let height = bottom + 30.0;
     let width = layout.width;
     let mut svg = format!(
@@ -86,7 +99,7 @@ pub fn timeline(layout: &Layout, timeline: &Timeline, arena_bytes: u64, marks: &
         layout,
         seconds: timeline.seconds,
     };
-    axis.draw(&mut svg, HEAD, bottom);
+    axis.draw(&mut svg, PANEL_HEAD_HEIGHT, bottom);
     let per_second = |value: Vec<f64>| -> Vec<f64> {
         value.iter().map(|sum| sum / timeline.bin_seconds).collect()
     };
@@ -94,32 +107,22 @@ pub fn timeline(layout: &Layout, timeline: &Timeline, arena_bytes: u64, marks: &
     let drain = per_second(timeline.sum(|bin| bin.drain_bytes));
     let panel = Panel {
         axis: &axis,
-        top: HEAD,
+        top: PANEL_HEAD_HEIGHT,
         title: "Bytes a second, all hosts",
         unit: &|value| rate(value),
     };
-    let most = ingest.iter().chain(&drain).copied().fold(0.0, f64::max);
-    panel.draw(&mut svg, most, &[("in", &ingest), ("out", &drain)]);
+    let max = ingest.iter().chain(&drain).copied().fold(0.0, f64::max);
+    panel.draw(&mut svg, max, &[("in", &ingest), ("out", &drain)]);
     let held = timeline.sum(|bin| bin.held_bytes);
     let panel = Panel {
         axis: &axis,
-        top: HEAD + PANEL + HEAD,
+        top: PANEL_HEAD_HEIGHT + PANEL_HEIGHT + PANEL_HEAD_HEIGHT,
         title: "In memory, not yet in the backing",
         unit: &|value| bytes(value as u64),
     };
-    let most = held.iter().copied().fold(0.0, f64::max);
-    let scale = panel.draw(&mut svg, most, &[("held", &held)]);
-    if scale.most >= arena_bytes as f64 && arena_bytes > 0 {
-        let y = panel.y(&scale, arena_bytes as f64);
-        let (left, right) = (layout.left, width - RIGHT);
-        let _ = writeln!(
-            svg,
-            "<line class=\"limit\" x1=\"{left}\" x2=\"{right}\" y1=\"{y:.1}\" y2=\"{y:.1}\"/>\
-             <text class=\"limit-text\" x=\"{right}\" y=\"{:.1}\" text-anchor=\"end\">arena {}</text>",
-            y - 4.0,
-            bytes(arena_bytes)
-        );
-    }
+    let max = held.iter().copied().fold(0.0, f64::max);
+    let scale = panel.draw(&mut svg, max, &[("held", &held)]);
+    panel.draw_arena_limit(&mut svg, &scale, arena_bytes);
     let _ = writeln!(
         svg,
         "<text class=\"title\" x=\"{}\" y=\"{:.1}\">Each host</text>",
@@ -127,52 +130,10 @@ pub fn timeline(layout: &Layout, timeline: &Timeline, arena_bytes: u64, marks: &
         hosts_top - 12.0
     );
     for (index, host) in timeline.hosts.iter().take(shown).enumerate() {
-        let top = hosts_top + HOST * index as f64;
-        let name: String = host.host.chars().take(layout.left as usize / 8).collect();
-        let _ = writeln!(
-            svg,
-            "<text class=\"tick\" x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"end\">{}</text>",
-            layout.left - 8.0,
-            top + 15.0,
-            HtmlText(name)
-        );
-        let strips: [(&str, Vec<f64>); 3] = [
-            (
-                "in",
-                host.bins
-                    .iter()
-                    .map(|bin| bin.ingest_bytes as f64)
-                    .collect(),
-            ),
-            (
-                "out",
-                host.bins.iter().map(|bin| bin.drain_bytes as f64).collect(),
-            ),
-            (
-                "wait",
-                host.bins
-                    .iter()
-                    .map(|bin| {
-                        let waits_us = bin.close_us + bin.fsync_us;
-                        bin.waiting_writers as f64 + waits_us as f64 / 1e6
-                    })
-                    .collect(),
-            ),
-        ];
-        for (number, (class, values)) in strips.iter().enumerate() {
-            let y = top + number as f64 * (STRIP + 1.0);
-            axis.strip(&mut svg, class, y, values);
-        }
+        axis.draw_host(&mut svg, hosts_top + HOST_HEIGHT * index as f64, host);
     }
     for mark in marks {
-        let x = axis.x(mark.at);
-        let class = if mark.is_bad { "mark bad" } else { "mark" };
-        let _ = writeln!(
-            svg,
-            "<g class=\"{class}\"><title>{}</title><line x1=\"{x:.1}\" x2=\"{x:.1}\" y1=\"{HEAD}\" y2=\"{bottom}\"/>\
-             <circle cx=\"{x:.1}\" cy=\"{HEAD}\" r=\"3.5\"/></g>",
-            HtmlText(&mark.title)
-        );
+        axis.draw_mark(&mut svg, bottom, mark);
     }
     // The page's script reads these values and shows them under the pointer. They are all in the chart already.
     let column = |values: &[f64], shown: &dyn Fn(f64) -> String| {
@@ -181,11 +142,11 @@ pub fn timeline(layout: &Layout, timeline: &Timeline, arena_bytes: u64, marks: &
     };
     let _ = writeln!(
         svg,
-        "<rect class=\"pointer\" x=\"{}\" y=\"{HEAD}\" width=\"{:.1}\" height=\"{:.1}\" data-seconds=\"{}\" data-in=\"{}\" \
-         data-out=\"{}\" data-held=\"{}\"/><line class=\"cursor\" y1=\"{HEAD}\" y2=\"{bottom}\"/>\n</svg>",
+        "<rect class=\"pointer\" x=\"{}\" y=\"{PANEL_HEAD_HEIGHT}\" width=\"{:.1}\" height=\"{:.1}\" data-seconds=\"{}\" data-in=\"{}\" \
+         data-out=\"{}\" data-held=\"{}\"/><line class=\"cursor\" y1=\"{PANEL_HEAD_HEIGHT}\" y2=\"{bottom}\"/>\n</svg>",
         layout.left,
-        layout.plot(),
-        bottom - HEAD,
+        layout.plot_width(),
+        bottom - PANEL_HEAD_HEIGHT,
         timeline.seconds,
         column(&ingest, &|value| rate(value)),
         column(&drain, &|value| rate(value)),
@@ -201,44 +162,87 @@ struct TimeAxis<'a> {
 }
 
 impl TimeAxis<'_> {
-    fn x(&self, at: f64) -> f64 {
-        let share = (at / self.seconds).clamp(0.0, 1.0);
-        self.layout.left + share * self.layout.plot()
+    /// Returns the horizontal position in pixels of a time in seconds. A time beyond the axis gets the nearer end.
+    fn x_of(&self, at_seconds: f64) -> f64 {
+        let share = (at_seconds / self.seconds).clamp(0.0, 1.0);
+        self.layout.left + share * self.layout.plot_width()
     }
 
     /// Draws the ticks of the time axis as vertical lines, with labels at the bottom.
     fn draw(&self, svg: &mut String, top: f64, bottom: f64) {
-        let step = time_step(self.seconds, self.layout.plot() / self.layout.tick);
-        let mut at = 0.0;
-        while at <= self.seconds * 1.0001 {
-            let x = self.x(at);
+        let step = time_step(self.seconds, self.layout.plot_width() / self.layout.tick);
+        let mut at_seconds = 0.0;
+        while at_seconds <= self.seconds * 1.0001 {
+            let x = self.x_of(at_seconds);
             let _ = writeln!(
                 svg,
                 "<line class=\"grid\" x1=\"{x:.1}\" x2=\"{x:.1}\" y1=\"{top}\" y2=\"{bottom}\"/>\
                  <text class=\"tick\" x=\"{x:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{}</text>",
                 bottom + 18.0,
-                time_text(at, step)
+                time_text(at_seconds, step)
             );
-            at += step;
+            at_seconds += step;
         }
     }
 
-    /// Draws a rectangle wherever a value is not 0. Its strength shows the value relative to the maximum.
-    fn strip(&self, svg: &mut String, class: &str, y: f64, values: &[f64]) {
-        let most = values.iter().copied().fold(0.0, f64::max);
-        let width = self.layout.plot() / values.len().max(1) as f64;
+    /// Draws the name of a host and its three strips: written by programs, written to the backing, and waits.
+    fn draw_host(&self, svg: &mut String, top: f64, host: &HostLine) {
+        let left = self.layout.left;
+        let name: String = host.host.chars().take(left as usize / 8).collect();
         let _ = writeln!(
             svg,
-            "<rect class=\"lane\" x=\"{}\" y=\"{y:.1}\" width=\"{:.1}\" height=\"{STRIP}\"/>",
+            "<text class=\"tick\" x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"end\">{}</text>",
+            left - 8.0,
+            top + 15.0,
+            HtmlText(name)
+        );
+        let values =
+            |of_bin: fn(&Bucket) -> f64| -> Vec<f64> { host.bins.iter().map(of_bin).collect() };
+        let strips = [
+            ("in", values(|bin| bin.ingest_bytes as f64)),
+            ("out", values(|bin| bin.drain_bytes as f64)),
+            (
+                "wait",
+                values(|bin| {
+                    let waits_us = bin.close_us + bin.fsync_us;
+                    bin.waiting_writers as f64 + waits_us as f64 / 1e6
+                }),
+            ),
+        ];
+        for (number, (class, values)) in strips.iter().enumerate() {
+            let y = top + number as f64 * (STRIP_HEIGHT + 1.0);
+            self.draw_strip(svg, class, y, values);
+        }
+    }
+
+    /// Draws the mark of an event as a vertical line through the whole chart.
+    fn draw_mark(&self, svg: &mut String, bottom: f64, mark: &Mark) {
+        let x = self.x_of(mark.at_seconds);
+        let class = if mark.is_bad { "mark bad" } else { "mark" };
+        let _ = writeln!(
+            svg,
+            "<g class=\"{class}\"><title>{}</title><line x1=\"{x:.1}\" x2=\"{x:.1}\" y1=\"{PANEL_HEAD_HEIGHT}\" y2=\"{bottom}\"/>\
+             <circle cx=\"{x:.1}\" cy=\"{PANEL_HEAD_HEIGHT}\" r=\"3.5\"/></g>",
+            HtmlText(&mark.title)
+        );
+    }
+
+    /// Draws a strip: a rectangle wherever a value is not 0. Its strength shows the value relative to the maximum.
+    fn draw_strip(&self, svg: &mut String, class: &str, y: f64, values: &[f64]) {
+        let max = values.iter().copied().fold(0.0, f64::max);
+        let width = self.layout.plot_width() / values.len().max(1) as f64;
+        let _ = writeln!(
+            svg,
+            "<rect class=\"lane\" x=\"{}\" y=\"{y:.1}\" width=\"{:.1}\" height=\"{STRIP_HEIGHT}\"/>",
             self.layout.left,
-            self.layout.plot()
+            self.layout.plot_width()
         );
         // The strength has only three steps, so that equal neighbours become one rectangle.
         let strength = |value: f64| {
             if value <= 0.0 {
                 0
             } else {
-                (value / most * 3.0).ceil().clamp(1.0, 3.0) as u32
+                (value / max * 3.0).ceil().clamp(1.0, 3.0) as u32
             }
         };
         let mut start = 0;
@@ -252,7 +256,7 @@ impl TimeAxis<'_> {
                 let wide = ((end - start) as f64 * width).max(1.5);
                 let _ = writeln!(
                     svg,
-                    "<rect class=\"{class} s{now}\" x=\"{x:.1}\" y=\"{y:.1}\" width=\"{wide:.1}\" height=\"{STRIP}\"/>"
+                    "<rect class=\"{class} s{now}\" x=\"{x:.1}\" y=\"{y:.1}\" width=\"{wide:.1}\" height=\"{STRIP_HEIGHT}\"/>"
                 );
             }
             start = end;
@@ -260,29 +264,52 @@ impl TimeAxis<'_> {
     }
 }
 
-/// The scale of an axis of values.
+/// The scale of an axis of values, which begins at 0.
 struct Scale {
+    /// Distance of two ticks.
     step: f64,
-    most: f64,
+    /// Value at the upper end.
+    max: f64,
 }
 
 /// A panel with an axis of values above the time axis.
 struct Panel<'a> {
     axis: &'a TimeAxis<'a>,
+    /// Vertical position of its upper end in pixels.
     top: f64,
     title: &'static str,
+    /// Formats a value with its unit.
     unit: &'a dyn Fn(f64) -> String,
 }
 
 impl Panel<'_> {
-    fn y(&self, scale: &Scale, value: f64) -> f64 {
-        self.top + PANEL * (1.0 - value / scale.most)
+    /// Returns the vertical position of a value in pixels.
+    fn y_of(&self, scale: &Scale, value: f64) -> f64 {
+        self.top + PANEL_HEIGHT * (1.0 - value / scale.max)
     }
 
-    /// Draws the axis of values, and an area for each row of values in its class. Returns the scale.
-    fn draw(&self, svg: &mut String, most: f64, rows: &[(&str, &[f64])]) -> Scale {
+    /// Draws a line at the size of the arenas, unless the panel ends below it.
+    fn draw_arena_limit(&self, svg: &mut String, scale: &Scale, arena_bytes: u64) {
+        if arena_bytes == 0 || scale.max < arena_bytes as f64 {
+            return;
+        }
+        let y = self.y_of(scale, arena_bytes as f64);
         let layout = self.axis.layout;
-        let scale = byte_scale(most);
+        let (left, right) = (layout.left, layout.width - RIGHT_MARGIN);
+        let _ = writeln!(
+            svg,
+            "<line class=\"limit\" x1=\"{left}\" x2=\"{right}\" y1=\"{y:.1}\" y2=\"{y:.1}\"/>\
+             <text class=\"limit-text\" x=\"{right}\" y=\"{:.1}\" text-anchor=\"end\">arena {}</text>",
+            y - 4.0,
+            bytes(arena_bytes)
+        );
+    }
+
+    /// Draws the axis of values, and an area for each of `rows`: a CSS class, and a value for each bin. `max` is the
+    /// largest value. Returns the scale of the axis.
+    fn draw(&self, svg: &mut String, max: f64, rows: &[(&str, &[f64])]) -> Scale {
+        let layout = self.axis.layout;
+        let scale = byte_scale(max);
         let _ = writeln!(
             svg,
             "<text class=\"title\" x=\"{}\" y=\"{:.1}\">{}</text>",
@@ -291,14 +318,14 @@ impl Panel<'_> {
             self.title
         );
         let mut value = 0.0;
-        while value <= scale.most * 1.0001 {
-            let y = self.y(&scale, value);
+        while value <= scale.max * 1.0001 {
+            let y = self.y_of(&scale, value);
             let _ = writeln!(
                 svg,
                 "<line class=\"grid\" x1=\"{}\" x2=\"{:.1}\" y1=\"{y:.1}\" y2=\"{y:.1}\"/>\
                  <text class=\"tick\" x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"end\">{}</text>",
                 layout.left,
-                layout.width - RIGHT,
+                layout.width - RIGHT_MARGIN,
                 layout.left - 8.0,
                 y + 4.0,
                 // The labels have round values, so a decimal `.0` is left out.
@@ -307,9 +334,9 @@ impl Panel<'_> {
             value += scale.step;
         }
         for (class, values) in rows {
-            let line = self.line(&scale, values);
-            let base = self.top + PANEL;
-            let (left, right) = (layout.left, layout.width - RIGHT);
+            let line = self.step_path(&scale, values);
+            let base = self.top + PANEL_HEIGHT;
+            let (left, right) = (layout.left, layout.width - RIGHT_MARGIN);
             let _ = writeln!(
                 svg,
                 "<path class=\"area {class}\" d=\"M{left} {base}{line}L{right:.1} {base}Z\"/>\
@@ -320,15 +347,15 @@ impl Panel<'_> {
     }
 
     /// Returns the path of a line of steps: each value holds for its whole bin. Equal values in a row make one step.
-    fn line(&self, scale: &Scale, values: &[f64]) -> String {
+    fn step_path(&self, scale: &Scale, values: &[f64]) -> String {
         let layout = self.axis.layout;
-        let width = layout.plot() / values.len().max(1) as f64;
+        let width = layout.plot_width() / values.len().max(1) as f64;
         let mut line = String::new();
         for (index, value) in values.iter().enumerate() {
             let is_repeated = index > 0 && values[index - 1] == *value;
             if !is_repeated {
                 let x = layout.left + index as f64 * width;
-                let y = self.y(scale, *value);
+                let y = self.y_of(scale, *value);
                 let _ = write!(line, "L{x:.1} {:.1}", self.y_before(scale, values, index));
                 let _ = write!(line, "L{x:.1} {y:.1}");
             }
@@ -337,25 +364,26 @@ impl Panel<'_> {
         let _ = write!(
             line,
             "L{:.1} {:.1}",
-            layout.width - RIGHT,
-            self.y(scale, last)
+            layout.width - RIGHT_MARGIN,
+            self.y_of(scale, last)
         );
         line
     }
 
+    /// Returns the vertical position of the value before the one at `index`. Before the first value it is that of 0.
     fn y_before(&self, scale: &Scale, values: &[f64], index: usize) -> f64 {
         let before = index.checked_sub(1).map_or(0.0, |before| values[before]);
-        self.y(scale, before)
+        self.y_of(scale, before)
     }
 }
 
 /// Returns a scale with steps of 1, 2 or 5 times a power of 1024, so that three to five of them reach the maximum.
-fn byte_scale(most: f64) -> Scale {
+fn byte_scale(max: f64) -> Scale {
     let mut unit = 1.0;
-    while most / unit > 1024.0 {
+    while max / unit > 1024.0 {
         unit *= 1024.0;
     }
-    let wanted = (most / unit / 4.0).max(1e-9);
+    let wanted = (max / unit / 4.0).max(1e-9);
     let power = 10f64.powf(wanted.log10().floor());
     let step = [1.0, 2.0, 5.0, 10.0]
         .into_iter()
@@ -364,10 +392,10 @@ fn byte_scale(most: f64) -> Scale {
         .unwrap_or(10.0 * power)
         * unit;
     let step = step.max(1.0);
-    let count = (most / step).ceil().max(1.0);
+    let count = (max / step).ceil().max(1.0);
     Scale {
         step,
-        most: count * step,
+        max: count * step,
     }
 }
 
@@ -405,15 +433,15 @@ fn time_step(whole: f64, ticks_max: f64) -> f64 {
 }
 
 /// Returns a moment on the axis as text.
-fn time_text(at: f64, step: f64) -> String {
-    if at == 0.0 {
+fn time_text(at_seconds: f64, step: f64) -> String {
+    if at_seconds == 0.0 {
         "0 s".to_owned()
     } else if step < 1.0 {
-        format!("{at:.1} s")
-    } else if at < 60.0 {
-        format!("{at:.0} s")
+        format!("{at_seconds:.1} s")
+    } else if at_seconds < 60.0 {
+        format!("{at_seconds:.0} s")
     } else {
-        seconds(at)
+        seconds(at_seconds)
             .replace(" 0 s", "")
             .replace(" 0 min", "")
             .replace(" 0 h", "")
@@ -426,13 +454,10 @@ mod tests {
 
     #[test]
     fn a_scale_has_few_steps_and_holds_the_most() {
-        for most in [0.0, 1.0, 7.0, 999.0, 1025.0, 3e6, 123_456_789.0, 1e13] {
-            let Scale { step, most: top } = byte_scale(most);
-            assert!(top >= most, "{most}: {top}");
-            assert!(
-                (1.0..=5.5).contains(&(top / step)),
-                "{most}: {top} / {step}"
-            );
+        for max in [0.0, 1.0, 7.0, 999.0, 1025.0, 3e6, 123_456_789.0, 1e13] {
+            let Scale { step, max: top } = byte_scale(max);
+            assert!(top >= max, "{max}: {top}");
+            assert!((1.0..=5.5).contains(&(top / step)), "{max}: {top} / {step}");
         }
     }
 

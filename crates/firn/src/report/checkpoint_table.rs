@@ -1,4 +1,6 @@
-//! The table of the checkpoints of all hosts, each with a bar of its way to durable.
+//! The table of checkpoints in a report. A bar shows when each checkpoint was written, drained and made durable.
+//!
+//! Each host records its own files of a checkpoint. [`merge`] joins these records to one row for each checkpoint.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -21,7 +23,7 @@ pub struct MergedCheckpoint {
     path: BytePath,
     /// Number of the checkpoint.
     step: u64,
-    /// When the first host began to write it.
+    /// When the first host began to write its files.
     began: f64,
     /// When the last host closed its files. `None` means that one has not.
     closed: Option<f64>,
@@ -33,18 +35,19 @@ pub struct MergedCheckpoint {
     files: u64,
 }
 
-/// Joins what each host recorded of a checkpoint. The checkpoint is closed, drained or durable when the last host's
-/// part is.
-pub fn merge(records: &[RunRecord], began_unix_us: u64) -> Vec<MergedCheckpoint> {
+/// Joins the records that hosts have of the same checkpoint. Returns the checkpoints in the order in which they began.
+///
+/// A checkpoint is closed, drained or durable once the files of all hosts are. `began_unix_us` is when the run began.
+pub fn merge_checkpoints(records: &[RunRecord], began_unix_us: u64) -> Vec<MergedCheckpoint> {
     let mut merged: BTreeMap<(u64, Vec<u8>), MergedCheckpoint> = BTreeMap::new();
     for record in records {
         let offset = (record.began_unix_us - began_unix_us) as f64 / 1e6;
-        for one in &record.checkpoints {
-            let here = on_common_axis(one, offset);
+        for checkpoint in &record.checkpoints {
+            let of_host = shift_times(checkpoint, offset);
             merged
-                .entry((one.step, one.path.as_bytes().to_vec()))
-                .and_modify(|all| all.merge_host(&here))
-                .or_insert(here);
+                .entry((checkpoint.step, checkpoint.path.as_bytes().to_vec()))
+                .and_modify(|all_hosts| all_hosts.add_host(&of_host))
+                .or_insert(of_host);
         }
     }
     let mut merged: Vec<MergedCheckpoint> = merged.into_values().collect();
@@ -52,8 +55,9 @@ pub fn merge(records: &[RunRecord], began_unix_us: u64) -> Vec<MergedCheckpoint>
     merged
 }
 
-/// Returns the record of one host, with its times moved by `offset` seconds to the common axis.
-fn on_common_axis(record: &CheckpointRecord, offset: f64) -> MergedCheckpoint {
+/// Returns a host's record of a checkpoint with `offset` seconds added to its times, so that all hosts have the same
+/// beginning.
+fn shift_times(record: &CheckpointRecord, offset: f64) -> MergedCheckpoint {
     let at = |time: f64| time + offset;
     MergedCheckpoint {
         path: record.path.clone(),
@@ -66,8 +70,19 @@ fn on_common_axis(record: &CheckpointRecord, offset: f64) -> MergedCheckpoint {
     }
 }
 
+/// A part of a checkpoint's bar. Times are seconds since the first host began.
+#[derive(Debug)]
+struct BarSpan {
+    /// CSS class of the state that the checkpoint had.
+    class: &'static str,
+    begin: f64,
+    end: f64,
+}
+
 impl MergedCheckpoint {
-    fn merge_host(&mut self, other: &Self) {
+    /// Adds another host's files of the same checkpoint.
+    fn add_host(&mut self, other: &Self) {
+        // Without a time of both hosts, the state was not reached by both.
         let last = |a: Option<f64>, b: Option<f64>| Some(a?.max(b?));
         self.began = self.began.min(other.began);
         self.closed = last(self.closed, other.closed);
@@ -76,22 +91,22 @@ impl MergedCheckpoint {
         self.files = self.files.saturating_add(other.files);
     }
 
-    /// Returns the spans of the checkpoint's bar. Each has a class, and its begin and end in seconds.
-    fn bar_spans(&self, end: f64) -> Vec<(&'static str, f64, f64)> {
+    /// Returns the parts of the checkpoint's bar in order, one for each state. `end` is the length of the run in seconds.
+    fn bar_spans(&self, end: f64) -> Vec<BarSpan> {
         let closed = self.closed.unwrap_or(end);
         let drained = self.drained.map_or(end, |drained| drained.max(closed));
-        let durable = self.durable.map(|durable| durable.max(drained));
-        let mut spans = vec![
-            ("open", self.began, closed),
-            ("held", closed, drained),
-            ("drained", drained, durable.unwrap_or(end)),
-        ];
-        spans.extend(durable.map(|durable| ("durable", durable, end)));
-        spans
+        let durable = self.durable.map_or(end, |durable| durable.max(drained));
+        let span = |class, begin, end| BarSpan { class, begin, end };
+        vec![
+            span("open", self.began, closed),
+            span("held", closed, drained),
+            span("drained", drained, durable),
+            span("durable", durable, end),
+        ]
     }
 }
 
-/// Returns the section of the page. `end` is the length of the run in seconds.
+/// Returns the section of the page with the table. `end` is the length of the run in seconds.
 pub fn render_section(run: &Run, merged: &[MergedCheckpoint], end: f64) -> String {
     let mut html = String::from("<section><h2>Checkpoints</h2>\n");
     if merged.is_empty() {
@@ -107,8 +122,8 @@ pub fn render_section(run: &Run, merged: &[MergedCheckpoint], end: f64) -> Strin
              <th class=\"n extra\">Written in</th><th class=\"n\">In backing after</th><th class=\"n extra\">Durable after</th>\
              <th>Now</th></tr></thead><tbody>\n";
     let hidden = merged.len().saturating_sub(ROWS_MAX);
-    for one in &merged[hidden..] {
-        html += &render_row(run, one, end);
+    for checkpoint in &merged[hidden..] {
+        html += &render_row(run, checkpoint, end);
     }
     html += "</tbody></table></div>\n";
     if hidden > 0 {
@@ -124,20 +139,20 @@ pub fn render_section(run: &Run, merged: &[MergedCheckpoint], end: f64) -> Strin
 }
 
 /// Returns the row of a checkpoint: its times, its present state, and its bar.
-fn render_row(run: &Run, one: &MergedCheckpoint, end: f64) -> String {
-    let now = run.checkpoints.get(&one.path);
-    let since_close = |time: Option<f64>| match (time, one.closed) {
+fn render_row(run: &Run, checkpoint: &MergedCheckpoint, end: f64) -> String {
+    let now = run.checkpoints.get(&checkpoint.path);
+    let since_close = |time: Option<f64>| match (time, checkpoint.closed) {
         (Some(time), Some(closed)) => seconds((time - closed).max(0.0)),
         _ => "–".to_owned(),
     };
     let size = now.map_or("–".to_owned(), |now| bytes(now.bytes));
-    let files = now.map_or(one.files, |now| now.files);
-    let written = one.closed.map_or("open".to_owned(), |closed| {
-        seconds((closed - one.began).max(0.0))
+    let files = now.map_or(checkpoint.files, |now| now.files);
+    let written = checkpoint.closed.map_or("open".to_owned(), |closed| {
+        seconds((closed - checkpoint.began).max(0.0))
     });
     let state = match now {
         None => "removed".to_owned(),
-        Some(now) => match (&now.fault, one.durable) {
+        Some(now) => match (&now.fault, checkpoint.durable) {
             (Some(fault), _) => fault.clone(),
             (None, Some(_)) => "durable".to_owned(),
             (None, None) => {
@@ -146,12 +161,14 @@ fn render_row(run: &Run, one: &MergedCheckpoint, end: f64) -> String {
             }
         },
     };
-    let spans: String = one
+    let spans: String = checkpoint
         .bar_spans(end)
         .into_iter()
-        .filter(|(_, from, to)| to > from)
-        .map(|(class, from, to)| {
-            let (left, width) = (from / end * 100.0, (to - from) / end * 100.0);
+        .filter(|span| span.end > span.begin)
+        .map(|span| {
+            let class = span.class;
+            let left = span.begin / end * 100.0;
+            let width = (span.end - span.begin) / end * 100.0;
             format!("<i class=\"{class}\" style=\"left:{left:.2}%;width:{width:.2}%\"></i>")
         })
         .collect();
@@ -159,11 +176,11 @@ fn render_row(run: &Run, one: &MergedCheckpoint, end: f64) -> String {
         "<tr><td class=\"n\">{}</td><td class=\"path\">{}</td><td class=\"n\">{size}</td><td class=\"n extra\">{files}</td>\
          <td class=\"n extra\">{}</td><td class=\"n extra\">{written}</td><td class=\"n\">{}</td><td class=\"n extra\">{}</td><td>{}</td></tr>\n\
          <tr class=\"way\"><td colspan=\"9\"><div class=\"bar\">{spans}</div></td></tr>\n",
-        one.step,
-        HtmlText(&one.path),
-        seconds(one.began),
-        since_close(one.drained),
-        since_close(one.durable),
+        checkpoint.step,
+        HtmlText(&checkpoint.path),
+        seconds(checkpoint.began),
+        since_close(checkpoint.drained),
+        since_close(checkpoint.durable),
         HtmlText(state)
     )
 }
@@ -192,7 +209,7 @@ mod tests {
             record("a", 0, Some(4.0)),
             record("b", 10_000_000, Some(5.0)),
         ];
-        let merged = merge(&records, 0);
+        let merged = merge_checkpoints(&records, 0);
         let expected = MergedCheckpoint {
             path: "step_5".into(),
             step: 5,
@@ -204,13 +221,13 @@ mod tests {
         };
         assert_eq!(merged, std::slice::from_ref(&expected));
         let records = [record("a", 0, Some(4.0)), record("b", 10_000_000, None)];
-        assert_eq!(super::merge(&records, 0)[0].durable, None);
+        assert_eq!(super::merge_checkpoints(&records, 0)[0].durable, None);
         // The bar has no gap, and extends to the end of the run.
         let spans = expected.bar_spans(20.0);
         assert!(
-            spans.windows(2).all(|pair| pair[0].2 == pair[1].1),
+            spans.windows(2).all(|pair| pair[0].end == pair[1].begin),
             "{spans:?}"
         );
-        assert_eq!(spans.last().map(|span| span.2), Some(20.0));
+        assert_eq!(spans.last().map(|span| span.end), Some(20.0));
     }
 }

@@ -16,15 +16,15 @@ struct Escaper<'a, 'b>(&'a mut fmt::Formatter<'b>);
 
 impl fmt::Write for Escaper<'_, '_> {
     fn write_str(&mut self, text: &str) -> fmt::Result {
-        text.chars().try_for_each(|one| match one {
+        text.chars().try_for_each(|character| match character {
             '&' => self.0.write_str("&amp;"),
             '<' => self.0.write_str("&lt;"),
             '>' => self.0.write_str("&gt;"),
             '"' => self.0.write_str("&quot;"),
             '\'' => self.0.write_str("&#39;"),
             // HTML cannot express control characters, and they could hide the text beside them. So each is replaced.
-            one if one.is_control() => self.0.write_str("\u{fffd}"),
-            one => self.0.write_char(one),
+            control if control.is_control() => self.0.write_str("\u{fffd}"),
+            other => self.0.write_char(other),
         })
     }
 }

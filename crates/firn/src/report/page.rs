@@ -1,4 +1,7 @@
-//! The page of a report: first what matters most, then the timeline, then the details.
+//! The HTML page of a report: problems and the most important figures first, then the timeline, then the details.
+//!
+//! Each `render_` function returns one section of the page as HTML. Style and script are part of the page, so that it
+//! needs no other file.
 
 use std::fmt::Write;
 use std::time::{Duration, UNIX_EPOCH};
@@ -56,21 +59,21 @@ impl RunTotals {
         let merge = |histogram: &dyn Fn(&RunRecord) -> &HistogramStatus| {
             let mut merged = HistogramStatus::default();
             for record in records {
-                add(&mut merged, histogram(record));
+                add_histogram(&mut merged, histogram(record));
             }
             merged
         };
         Self {
-            held_bytes: sum(&|one| one.held_bytes),
-            cancelled_bytes: sum(&|one| one.cancelled_bytes),
-            drain_errors: sum(&|one| one.drain_errors),
-            has_ended: records.iter().all(|one| one.has_ended),
-            ingest_write_bytes: merge(&|one| &one.ingest_write_bytes),
-            drain_write_bytes: merge(&|one| &one.drain_write_bytes),
-            write_seconds: merge(&|one| &one.write_seconds),
-            close_seconds: merge(&|one| &one.close_seconds),
-            fsync_seconds: merge(&|one| &one.fsync_seconds),
-            drain_seconds: merge(&|one| &one.drain_seconds),
+            held_bytes: sum(&|record| record.held_bytes),
+            cancelled_bytes: sum(&|record| record.cancelled_bytes),
+            drain_errors: sum(&|record| record.drain_errors),
+            has_ended: records.iter().all(|record| record.has_ended),
+            ingest_write_bytes: merge(&|record| &record.ingest_write_bytes),
+            drain_write_bytes: merge(&|record| &record.drain_write_bytes),
+            write_seconds: merge(&|record| &record.write_seconds),
+            close_seconds: merge(&|record| &record.close_seconds),
+            fsync_seconds: merge(&|record| &record.fsync_seconds),
+            drain_seconds: merge(&|record| &record.drain_seconds),
         }
     }
 
@@ -80,15 +83,15 @@ impl RunTotals {
     }
 
     /// Returns the seconds that programs would have spent in writes to the backing of their own, at the speed of
-    /// firnd's writes. Returns `None` where nothing was written to the backing, so that its speed is unknown.
+    /// firnd's writes. Returns `None` if nothing was written to the backing, so that its speed is unknown.
     fn direct_seconds(&self) -> Option<f64> {
         let drained = self.drain_write_bytes.sum;
         (drained > 0.0).then(|| self.drain_seconds.sum / drained * self.ingest_write_bytes.sum)
     }
 }
 
-/// Adds a histogram to the sum of others. One with other bounds cannot be added, and is left out.
-fn add(all: &mut HistogramStatus, other: &HistogramStatus) {
+/// Adds the counts of a histogram to `all`. A histogram with other bounds cannot be added, and is left out.
+fn add_histogram(all: &mut HistogramStatus, other: &HistogramStatus) {
     if all.bounds.is_empty() {
         *all = other.clone();
     } else if all.bounds == other.bounds {
@@ -103,11 +106,12 @@ fn add(all: &mut HistogramStatus, other: &HistogramStatus) {
 pub fn render_page(run: &Run) -> String {
     let total = RunTotals::of(&run.records);
     let timelines = LAYOUTS.map(|layout| Timeline::new(&run.records, layout.bin_count()));
-    let [line, _] = &timelines;
+    // Both timelines cover the same time, and differ only in the number of bins.
+    let [timeline, _] = &timelines;
     let title = run
         .records
         .first()
-        .map_or_else(String::new, |one| one.mount_point.to_string());
+        .map_or_else(String::new, |record| record.mount_point.to_string());
     let mut html = format!(
         "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\
          <meta name=\"viewport\" content=\"width=device-width,initial-scale=1\">\
@@ -115,16 +119,16 @@ pub fn render_page(run: &Run) -> String {
          'unsafe-inline'\"><title>Firn run: {}</title>\n<style>\n{STYLE}</style></head>\n<body><main>\n",
         HtmlText(&title)
     );
-    html += &render_header(run, &title, line);
+    html += &render_header(run, &title, timeline);
     html += &render_problems(run, &total);
     html += &render_cards(&total);
     html += &render_timeline(run, &timelines);
-    let merged = checkpoints::merge(&run.records, line.began_unix_us);
-    html += &checkpoints::render_section(run, &merged, line.seconds);
+    let merged = checkpoints::merge_checkpoints(&run.records, timeline.began_unix_us);
+    html += &checkpoints::render_section(run, &merged, timeline.seconds);
     html += &render_sizes(&total);
     html += &render_calls(&total);
     html += &render_saved(&total);
-    html += &event_table(run, line.began_unix_us);
+    html += &event_table(run, timeline.began_unix_us);
     html += &render_hosts(run);
     let _ = write!(
         html,
@@ -132,17 +136,22 @@ pub fn render_page(run: &Run) -> String {
          least {} long, and what was counted between two looks is spread over the time between them.</footer>\n</main>\n\
          <script>\n{SCRIPT}</script></body></html>\n",
         env!("CARGO_PKG_VERSION"),
-        longest_moment(&run.records)
+        longest_bucket_text(&run.records)
     );
     html
 }
 
-fn longest_moment(records: &[RunRecord]) -> String {
-    let longest = records.iter().map(|one| one.bucket_ms).max().unwrap_or(0);
-    seconds(longest as f64 / 1000.0)
+/// Returns the length of the longest time interval (bucket) in any record, as text.
+fn longest_bucket_text(records: &[RunRecord]) -> String {
+    let longest_ms = records
+        .iter()
+        .map(|record| record.bucket_ms)
+        .max()
+        .unwrap_or(0);
+    seconds(longest_ms as f64 / 1000.0)
 }
 
-/// Returns a moment as a date and time for readers.
+/// Returns a time as date and time of day in UTC.
 fn format_date(unix_us: u64) -> String {
     // humantime formats times before the year 10000. The check of a record bounds its beginning to less.
     let at = UNIX_EPOCH + Duration::from_micros(unix_us);
@@ -151,10 +160,10 @@ fn format_date(unix_us: u64) -> String {
 }
 
 /// Returns the head of the page: mount point, begin, length, number of hosts, and backing.
-fn render_header(run: &Run, title: &str, line: &Timeline) -> String {
+fn render_header(run: &Run, title: &str, timeline: &Timeline) -> String {
     let hosts = count(host_count(&run.records), "host");
-    let backing = run.records.first().map(|one| one.backing.to_string());
-    let state = if run.records.iter().all(|one| one.has_ended) {
+    let backing = run.records.first().map(|record| record.backing.to_string());
+    let state = if run.records.iter().all(|record| record.has_ended) {
         ""
     } else {
         " · still mounted"
@@ -163,49 +172,50 @@ fn render_header(run: &Run, title: &str, line: &Timeline) -> String {
         "<header><p class=\"eyebrow\">Firn · report of a run</p><h1>{}</h1><p class=\"sub\">{} · {} · {hosts} · files in \
          <code>{}</code>{state}</p></header>\n",
         HtmlText(title),
-        format_date(line.began_unix_us),
-        seconds(line.seconds),
+        format_date(timeline.began_unix_us),
+        seconds(timeline.seconds),
         HtmlText(backing.unwrap_or_default()),
     )
 }
 
+/// Returns the number of different hosts. A host with several mounts has several records.
 fn host_count(records: &[RunRecord]) -> u64 {
-    let mut hosts: Vec<&str> = records.iter().map(|one| one.host.as_str()).collect();
+    let mut hosts: Vec<&str> = records.iter().map(|record| record.host.as_str()).collect();
     hosts.sort_unstable();
     hosts.dedup();
     hosts.len() as u64
 }
 
-/// Returns the section about problems, which comes first. It is empty where there is none.
+/// Returns the section about problems, which comes first. It is empty if there is none.
 fn render_problems(run: &Run, total: &RunTotals) -> String {
-    let mut all = run.failures.clone();
+    let mut problems = run.failures.clone();
     if total.held_bytes > 0 && total.has_ended {
-        all.push(format!(
+        problems.push(format!(
             "{} stayed in memory when the mount ended: mount it again, or `firn recover` the backing",
             bytes(total.held_bytes)
         ));
     }
     if total.drain_errors > 0 {
         let errors = count(total.drain_errors, "write");
-        all.push(format!(
+        problems.push(format!(
             "{errors} to the backing failed and had to be tried again: see the events below"
         ));
     }
     let forgotten = run
         .records
         .iter()
-        .fold(0u64, |sum, one| sum.saturating_add(one.forgotten));
+        .fold(0u64, |sum, record| sum.saturating_add(record.forgotten));
     if forgotten > 0 {
-        all.push(format!(
+        problems.push(format!(
             "there were more checkpoints, files or events than a record holds: {forgotten} are missing"
         ));
     }
-    if all.is_empty() {
+    if problems.is_empty() {
         return String::new();
     }
-    let items: String = all
+    let items: String = problems
         .iter()
-        .map(|one| format!("<li>{}</li>", HtmlText(one)))
+        .map(|problem| format!("<li>{}</li>", HtmlText(problem)))
         .collect();
     format!("<section class=\"problems\"><h2>Look at this first</h2><ul>{items}</ul></section>\n")
 }
@@ -222,7 +232,7 @@ fn render_cards(total: &RunTotals) -> String {
     let card = |class: &str, label: &str, value: &str, notes: &[String]| {
         let notes: String = notes
             .iter()
-            .map(|one| format!("<span>{one}</span>"))
+            .map(|note| format!("<span>{note}</span>"))
             .collect();
         format!(
             "<div class=\"card {class}\"><span class=\"label\">{label}</span><b>{value}</b>{notes}</div>"
@@ -301,10 +311,10 @@ fn render_timeline(run: &Run, timelines: &[Timeline; 2]) -> String {
     let arena_bytes = run
         .records
         .iter()
-        .fold(0u64, |sum, one| sum.saturating_add(one.arena_bytes));
+        .fold(0u64, |sum, record| sum.saturating_add(record.arena_bytes));
     let marks = event_marks(run, timelines[0].began_unix_us);
-    for (layout, line) in LAYOUTS.iter().zip(timelines) {
-        html += &chart::timeline(layout, line, arena_bytes, &marks);
+    for (layout, timeline) in LAYOUTS.iter().zip(timelines) {
+        html += &chart::render_chart(layout, timeline, arena_bytes, &marks);
     }
     let hidden = timelines[0].hosts.len().saturating_sub(chart::HOSTS_MAX);
     if hidden > 0 {
@@ -327,8 +337,8 @@ fn event_marks(run: &Run, began_unix_us: u64) -> Vec<Mark> {
         .map(|(host, event)| {
             let at = event.unix_us.saturating_sub(began_unix_us) as f64 / 1e6;
             Mark {
-                at,
-                is_bad: is_bad(event),
+                at_seconds: at,
+                is_bad: is_problem(event),
                 title: format!("{} · {host}: {}", seconds(at), event_text(event)),
             }
         })
@@ -337,7 +347,8 @@ fn event_marks(run: &Run, began_unix_us: u64) -> Vec<Mark> {
     marks
 }
 
-fn is_bad(event: &EventRecord) -> bool {
+/// Returns whether an event is a problem, which the page highlights.
+fn is_problem(event: &EventRecord) -> bool {
     matches!(
         event.kind.as_str(),
         "arena_full" | "backing_failed" | "error_given_up" | "aborted"
@@ -346,8 +357,8 @@ fn is_bad(event: &EventRecord) -> bool {
 
 /// Returns the events of all hosts, with the oldest first.
 fn all_events(run: &Run) -> Vec<(&str, &EventRecord)> {
-    let of_host = |one: &'_ RunRecord| one.events.len();
-    let mut all = Vec::with_capacity(run.records.iter().map(of_host).sum());
+    let event_count = run.records.iter().map(|record| record.events.len()).sum();
+    let mut all = Vec::with_capacity(event_count);
     for record in &run.records {
         all.extend(
             record
@@ -363,7 +374,7 @@ fn all_events(run: &Run) -> Vec<(&str, &EventRecord)> {
 /// Returns an event as a sentence with its details.
 fn event_text(event: &EventRecord) -> String {
     let known = events::find(&event.kind);
-    let mut line = known.map_or_else(|| event.kind.clone(), |known| known.help.to_owned());
+    let mut timeline = known.map_or_else(|| event.kind.clone(), |known| known.help.to_owned());
     let fields = event.fields.iter();
     let fields: Vec<String> = fields
         .map(|(name, value)| match value.parse::<f64>() {
@@ -378,9 +389,9 @@ fn event_text(event: &EventRecord) -> String {
         })
         .collect();
     if !fields.is_empty() {
-        let _ = write!(line, " ({})", fields.join(", "));
+        let _ = write!(timeline, " ({})", fields.join(", "));
     }
-    line
+    timeline
 }
 
 /// Returns the section that compares the sizes of programs' writes with those of writes to the backing.
@@ -392,8 +403,8 @@ fn render_sizes(total: &RunTotals) -> String {
          <th class=\"n\">Programs</th><th class=\"meter\"></th><th class=\"n\">Backing</th><th class=\"meter\"></th></tr></thead>\
          <tbody>\n",
     );
-    let most = |histogram: &HistogramStatus| histogram.counts.iter().copied().max().unwrap_or(0);
-    let (most_in, most_out) = (most(ingest).max(1), most(drain).max(1));
+    let max = |histogram: &HistogramStatus| histogram.counts.iter().copied().max().unwrap_or(0);
+    let (most_in, most_out) = (max(ingest).max(1), max(drain).max(1));
     // An empty histogram has no buckets.
     let counts = |histogram: &HistogramStatus, index: usize| {
         histogram.counts.get(index).copied().unwrap_or(0)
@@ -412,14 +423,14 @@ fn render_sizes(total: &RunTotals) -> String {
             Some(bound) => bytes(*bound as u64),
             None => "more".to_owned(),
         };
-        let (one, other) = (counts(ingest, index), counts(drain, index));
+        let (ingest_count, drain_count) = (counts(ingest, index), counts(drain, index));
         let _ = writeln!(
             html,
             "<tr><td class=\"n\">{size}</td><td class=\"n\">{}</td>{}<td class=\"n\">{}</td>{}</tr>",
-            format_count(one),
-            render_meter("in", one, most_in),
-            format_count(other),
-            render_meter("out", other, most_out)
+            format_count(ingest_count),
+            render_meter("in", ingest_count, most_in),
+            format_count(drain_count),
+            render_meter("out", drain_count, most_out)
         );
     }
     html += "</tbody></table>\n";
@@ -446,11 +457,12 @@ fn format_count(count: u64) -> String {
     }
 }
 
-fn render_meter(class: &str, count: u64, most: u64) -> String {
+/// Returns a table cell with a bar, whose length shows `count` relative to `max`. It is empty for 0.
+fn render_meter(class: &str, count: u64, max: u64) -> String {
     let bar = if count == 0 {
         String::new()
     } else {
-        let width = count as f64 / most as f64 * 100.0;
+        let width = count as f64 / max as f64 * 100.0;
         format!("<i class=\"{class}\" style=\"width:{width:.1}%\"></i>")
     };
     format!("<td class=\"meter\">{bar}</td>")
@@ -472,7 +484,10 @@ fn render_calls(total: &RunTotals) -> String {
             &total.drain_seconds,
         ),
     ];
-    let most = rows.iter().map(|(.., one)| one.sum).fold(0.0, f64::max);
+    let max = rows
+        .iter()
+        .map(|(.., histogram)| histogram.sum)
+        .fold(0.0, f64::max);
     let mut html = String::from(
         "<section><h2>Time in calls</h2>\n<div class=\"scroll\"><table><thead><tr><th>Call</th><th class=\"n\">Calls</th>\
          <th class=\"n\">Together</th><th class=\"meter extra\"></th><th class=\"n\">On average</th><th class=\"n extra\">Half up to</th>\
@@ -485,8 +500,8 @@ fn render_calls(total: &RunTotals) -> String {
             Some(_) => "more".to_owned(),
         };
         let mean = histogram.mean().map_or("–".to_owned(), short_time);
-        let width = if most > 0.0 {
-            histogram.sum / most * 100.0
+        let width = if max > 0.0 {
+            histogram.sum / max * 100.0
         } else {
             0.0
         };
@@ -567,7 +582,7 @@ fn event_table(run: &Run, began_unix_us: u64) -> String {
     html += "<div class=\"scroll\"><table><thead><tr><th class=\"n\">At</th><th>Host</th><th>What</th></tr></thead><tbody>\n";
     for (host, event) in &all[hidden..] {
         let at = event.unix_us.saturating_sub(began_unix_us) as f64 / 1e6;
-        let class = if is_bad(event) {
+        let class = if is_problem(event) {
             " class=\"bad-text\""
         } else {
             ""
@@ -618,11 +633,15 @@ fn render_hosts(run: &Run) -> String {
         );
     }
     html += "</tbody></table></div>\n";
-    let mut options: Vec<&String> = run.records.iter().flat_map(|one| &one.options).collect();
+    let mut options: Vec<&String> = run
+        .records
+        .iter()
+        .flat_map(|record| &record.options)
+        .collect();
     options.sort();
     options.dedup();
     if !options.is_empty() {
-        let options: Vec<&str> = options.iter().map(|one| one.as_str()).collect();
+        let options: Vec<&str> = options.iter().map(|option| option.as_str()).collect();
         let _ = writeln!(
             html,
             "<p class=\"note\">Options: <code>{}</code></p>",

@@ -1,8 +1,11 @@
-//! The timeline: the moments of all hosts on one axis, which is divided into bins of equal length.
+//! The timeline of a report: what each host did over time, on one time axis for all hosts.
+//!
+//! Each host's record has *buckets* of some length, which begin when its mount began. The common axis has *bins* of
+//! another length, which begin when the first host began. So each bucket is distributed to the bins that it overlaps.
 
 use firn_protocol::record::{Bucket, RunRecord};
 
-/// What one host did.
+/// What one host did over time.
 pub struct HostLine {
     /// Name of the host.
     pub host: String,
@@ -10,7 +13,7 @@ pub struct HostLine {
     pub bins: Vec<Bucket>,
 }
 
-/// The hosts of a run on one axis.
+/// All hosts of a run on one time axis.
 pub struct Timeline {
     /// When the first host began, by that host's clock, in microseconds since 1970.
     pub began_unix_us: u64,
@@ -23,18 +26,20 @@ pub struct Timeline {
 }
 
 impl Timeline {
-    /// Puts records on an axis of `bin_count` bins.
+    /// Returns the timeline of all records, with `bin_count` bins.
     pub fn new(records: &[RunRecord], bin_count: usize) -> Self {
-        let began = records.iter().map(|one| one.began_unix_us).min();
+        let began = records.iter().map(|record| record.began_unix_us).min();
         let began_unix_us = began.unwrap_or(0);
         let start = |record: &RunRecord| (record.began_unix_us - began_unix_us) as f64 / 1e6;
-        let ends = records.iter().map(|one| start(one) + one.lasted_seconds);
+        let ends = records
+            .iter()
+            .map(|record| start(record) + record.lasted_seconds);
         // The minimum avoids an axis of length 0.
         let seconds = ends.fold(0.1, f64::max);
         let bin_seconds = seconds / bin_count as f64;
         let hosts = records.iter().map(|record| HostLine {
             host: record.host.clone(),
-            bins: spread(record, start(record), bin_seconds, bin_count),
+            bins: distribute_buckets(record, start(record), bin_seconds, bin_count),
         });
         Self {
             began_unix_us,
@@ -55,9 +60,16 @@ impl Timeline {
     }
 }
 
-/// Distributes the buckets of a record to bins. A bucket that overlaps several bins is divided in proportion to time. A
-/// bucket beyond the end counts in the last bin.
-fn spread(record: &RunRecord, start: f64, bin_seconds: f64, bin_count: usize) -> Vec<Bucket> {
+/// Distributes the buckets of a record to bins, and returns the bins. `start` is when the record began on the axis, in
+/// seconds.
+///
+/// A bucket that overlaps several bins is divided in proportion to time. A bucket beyond the end counts in the last bin.
+fn distribute_buckets(
+    record: &RunRecord,
+    start: f64,
+    bin_seconds: f64,
+    bin_count: usize,
+) -> Vec<Bucket> {
     let mut bins = vec![Bucket::default(); bin_count];
     let width = record.bucket_seconds();
     let last = bin_count - 1;

@@ -1,4 +1,4 @@
-//! The sampler of `firn top`: threads that ask for what the screen shows, and keep the last answers.
+//! The sampler of `firn top`: threads that query firnds, jobs and checkpoints at intervals, and keep the last answers.
 //!
 //! Promises
 //! * A slow answer never delays the screen: [`Sampler::fill`] copies the last answers and asks nothing itself.
@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 use firn_client::{ClientError, Connection, Mount};
 use firn_protocol::Status;
 
-use super::{Checkpoints, JobView, MountView, Rates, View};
+use super::{Checkpoints, JobView, MountView, Rates, Silence, View};
 use crate::ask::{ChildFailure, ask_child};
 use crate::job::Job;
 use crate::text;
@@ -45,7 +45,7 @@ const PAUSE_PER_LIST_TIME: u32 = 200;
 #[derive(Clone, Debug)]
 pub struct TopRequest {
     /// Time between two samples of a mount.
-    pub every: Duration,
+    pub interval: Duration,
     /// The directory whose checkpoints are shown. `None` means the mount that is chosen on the screen.
     pub directory: Option<PathBuf>,
     /// The backing or the mount point of the job. `None` means the mount that is chosen on the screen.
@@ -107,12 +107,12 @@ pub struct Sampler {
 }
 
 /// Locks a mutex. A panic of another thread leaves usable values here, so poisoning is ignored.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+fn lock_ignoring_poison<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Sampler {
-    /// Starts the threads. They send to `updates` whenever there is something new to show. Returns an error where a
+    /// Starts the threads. They send to `updates` whenever there is something new to show. Returns an error if a
     /// thread cannot be started.
     pub fn start(
         request: TopRequest,
@@ -129,9 +129,9 @@ impl Sampler {
             }),
             request,
         };
-        sampler.spawn(updates, watch_mounts)?;
-        sampler.spawn(updates, watch_checkpoints)?;
-        sampler.spawn(updates, watch_job)?;
+        sampler.spawn(updates, run_mounts_thread)?;
+        sampler.spawn(updates, run_checkpoints_thread)?;
+        sampler.spawn(updates, run_job_thread)?;
         Ok(sampler)
     }
 
@@ -168,40 +168,40 @@ impl Sampler {
             self.select_next_job(selected_directory.clone());
         }
         if self.request.directory.is_none() {
-            let mut directory = lock(&self.selection.directory);
+            let mut directory = lock_ignoring_poison(&self.selection.directory);
             if *directory != selected_directory {
                 *directory = selected_directory;
                 drop(directory);
-                lock(&self.answers).checkpoints = Checkpoints::Asked;
+                lock_ignoring_poison(&self.answers).checkpoints = Checkpoints::Asked;
             }
         }
     }
 
     /// Selects the job of `mount` as the one that is shown when the user asks for a job.
     fn select_next_job(&self, mount: Option<PathBuf>) {
-        let mut job_path = lock(&self.selection.job_path);
+        let mut job_path = lock_ignoring_poison(&self.selection.job_path);
         if *job_path != mount {
             *job_path = mount;
             drop(job_path);
-            let mut answers = lock(&self.answers);
+            let mut answers = lock_ignoring_poison(&self.answers);
             answers.job = None;
             answers.job_rates = Rates::default();
         }
     }
 
-    /// Returns the mount point that is chosen on the screen, or `None` where no mount is listed.
+    /// Returns the mount point that is chosen on the screen, or `None` if no mount is listed.
     fn mount_directory(&self, view: &View) -> Option<PathBuf> {
         let mounts = view.ordered_mounts();
         let chosen = mounts.get(view.upper)?;
-        let answers = lock(&self.answers);
+        let answers = lock_ignoring_poison(&self.answers);
         let mut paths = answers.mounts.keys();
         let path = paths.find(|path| text::path(path) == chosen.mount_point);
         path.cloned()
     }
 
-    /// Copies the last answers into a view, and keeps the user's choice within the new rows.
-    pub fn fill(&self, view: &mut View) {
-        let answers = lock(&self.answers);
+    /// Copies the last answers into a view, and updates the chosen rows.
+    pub fn copy_answers_to(&self, view: &mut View) {
+        let answers = lock_ignoring_poison(&self.answers);
         view.mounts = answers
             .mounts
             .iter()
@@ -209,10 +209,10 @@ impl Sampler {
             .map(|(path, samples)| MountView {
                 mount_point: text::path(path),
                 status: samples.status.clone(),
-                silent: samples
-                    .silent
-                    .clone()
-                    .map(|error| (error, samples.answered_at.elapsed().as_secs_f64())),
+                silent: samples.silent.clone().map(|error| Silence {
+                    error,
+                    seconds: samples.answered_at.elapsed().as_secs_f64(),
+                }),
                 rates: samples.rates.clone(),
             })
             .collect();
@@ -235,7 +235,7 @@ impl Sampler {
             });
         }
         drop(answers);
-        view.clamp();
+        view.update_chosen_rows();
     }
 }
 
@@ -264,7 +264,7 @@ struct SamplerThread {
 }
 
 impl SamplerThread {
-    /// Signals that there is something new to show. Returns false where the screen is gone, so that the thread ends.
+    /// Signals that there is something new to show. Returns false if the screen is gone, so that the thread ends.
     fn send_update(&self) -> bool {
         self.updates.send(()).is_ok()
     }
@@ -274,20 +274,21 @@ impl SamplerThread {
     }
 }
 
-/// Lists the mounts of this host again and again. Starts a thread for each new mount, and ends that of each mount that
-/// is gone.
-fn watch_mounts(thread: &SamplerThread) {
+/// Lists the mounts of this host at intervals, until the screen is gone. Starts a thread for each new mount, and ends
+/// the thread of each mount that is gone.
+fn run_mounts_thread(thread: &SamplerThread) {
     let mut mount_threads: BTreeMap<PathBuf, Sender<()>> = BTreeMap::new();
     loop {
         let listed = firn_client::mounts();
-        lock(&thread.answers).fault = listed.as_ref().err().map(ToString::to_string);
+        lock_ignoring_poison(&thread.answers).fault =
+            listed.as_ref().err().map(ToString::to_string);
         if let Ok(mounts) = listed {
             let paths: BTreeSet<&Path> = mounts
                 .iter()
                 .map(|mount| mount.mount_point.as_path())
                 .collect();
             mount_threads.retain(|path, _| paths.contains(path.as_path()));
-            lock(&thread.answers)
+            lock_ignoring_poison(&thread.answers)
                 .mounts
                 .retain(|path, _| paths.contains(path.as_path()));
             for mount in &mounts {
@@ -301,15 +302,15 @@ fn watch_mounts(thread: &SamplerThread) {
         if !thread.send_update() {
             return;
         }
-        std::thread::sleep(thread.request.every.max(MOUNTS_INTERVAL_MIN));
+        std::thread::sleep(thread.request.interval.max(MOUNTS_INTERVAL_MIN));
     }
 }
 
 /// Starts the thread that asks the firnd of a mount. The thread ends when the returned sender is dropped. Returns
-/// `None` where the thread cannot be started.
+/// `None` if the thread cannot be started.
 fn start_mount_thread(thread: &SamplerThread, mount: &Mount) -> Option<Sender<()>> {
     let (stop, stopped) = mpsc::channel();
-    lock(&thread.answers).mounts.insert(
+    lock_ignoring_poison(&thread.answers).mounts.insert(
         mount.mount_point.clone(),
         MountSamples {
             status: None,
@@ -327,14 +328,14 @@ fn start_mount_thread(thread: &SamplerThread, mount: &Mount) -> Option<Sender<()
     };
     let mount = mount.clone();
     std::thread::Builder::new()
-        .spawn(move || sample_mount(&context, &mount, &stopped))
+        .spawn(move || run_mount_thread(&context, &mount, &stopped))
         .ok()?;
     Some(stop)
 }
 
 /// Asks the firnd of one mount for its status until `stopped` has no sender. An error is kept as the reason for
 /// silence, and the next question opens a new connection.
-fn sample_mount(thread: &SamplerThread, mount: &Mount, stopped: &Receiver<()>) {
+fn run_mount_thread(thread: &SamplerThread, mount: &Mount, stopped: &Receiver<()>) {
     let mut connection: Option<Connection> = None;
     loop {
         if !thread.is_paused() {
@@ -343,7 +344,7 @@ fn sample_mount(thread: &SamplerThread, mount: &Mount, stopped: &Receiver<()>) {
                 None => Connection::open(mount),
             };
             let answer = open.and_then(|mut open| Ok((open.status()?, open)));
-            let mut answers = lock(&thread.answers);
+            let mut answers = lock_ignoring_poison(&thread.answers);
             // The mount has left the list, so its thread ends.
             let Some(samples) = answers.mounts.get_mut(&mount.mount_point) else {
                 return;
@@ -371,17 +372,17 @@ fn sample_mount(thread: &SamplerThread, mount: &Mount, stopped: &Receiver<()>) {
             }
         }
         if let Err(mpsc::RecvTimeoutError::Disconnected) =
-            stopped.recv_timeout(thread.request.every)
+            stopped.recv_timeout(thread.request.interval)
         {
             return;
         }
     }
 }
 
-/// Lists the checkpoints of the chosen directory again and again.
-fn watch_checkpoints(thread: &SamplerThread) {
+/// Lists the checkpoints of the chosen directory at intervals, until the screen is gone.
+fn run_checkpoints_thread(thread: &SamplerThread) {
     loop {
-        let directory = lock(&thread.selection.directory).clone();
+        let directory = lock_ignoring_poison(&thread.selection.directory).clone();
         let Some(directory) = directory.filter(|_| !thread.is_paused()) else {
             std::thread::sleep(SELECTION_CHECK_INTERVAL);
             continue;
@@ -389,17 +390,18 @@ fn watch_checkpoints(thread: &SamplerThread) {
         let start = Instant::now();
         let checkpoints = list_checkpoints(&directory);
         let list_time = start.elapsed();
-        let is_current = || lock(&thread.selection.directory).as_ref() == Some(&directory);
+        let is_current =
+            || lock_ignoring_poison(&thread.selection.directory).as_ref() == Some(&directory);
         // The user may have selected another directory meanwhile. This answer is then dropped.
         if is_current() {
-            lock(&thread.answers).checkpoints = checkpoints;
+            lock_ignoring_poison(&thread.answers).checkpoints = checkpoints;
         }
         if !thread.send_update() {
             return;
         }
         let pause = thread
             .request
-            .every
+            .interval
             .max(CHECKPOINTS_INTERVAL_MIN)
             .max(list_time * PAUSE_PER_LIST_TIME);
         let end = Instant::now() + pause;
@@ -410,7 +412,7 @@ fn watch_checkpoints(thread: &SamplerThread) {
     }
 }
 
-/// Lists the checkpoints of a directory in a child process (`firn history --json`). Returns the reason where the child
+/// Lists the checkpoints of a directory in a child process (`firn history --json`). Returns the reason if the child
 /// fails or exceeds its timeout.
 fn list_checkpoints(directory: &Path) -> Checkpoints {
     let arguments = vec![
@@ -432,21 +434,21 @@ fn list_checkpoints(directory: &Path) -> Checkpoints {
     }
 }
 
-/// Looks at the chosen job again and again while the screen shows a job. An answer is dropped where the choice has
-/// changed meanwhile.
-fn watch_job(thread: &SamplerThread) {
+/// Queries the chosen job at intervals, while the screen shows a job and until the screen is gone. An answer is dropped
+/// if the user has chosen another job in the meantime.
+fn run_job_thread(thread: &SamplerThread) {
     loop {
         if !thread.selection.shows_job.load(Ordering::Relaxed) || thread.is_paused() {
             std::thread::sleep(JOB_CHECK_INTERVAL);
             continue;
         }
-        let path = lock(&thread.selection.job_path).clone();
+        let path = lock_ignoring_poison(&thread.selection.job_path).clone();
         let job = Job::look(path.as_deref(), CHILD_TIMEOUT);
         let job = job.map_err(|failure| failure.text().unwrap_or_default());
-        if *lock(&thread.selection.job_path) != path {
+        if *lock_ignoring_poison(&thread.selection.job_path) != path {
             continue;
         }
-        let mut answers = lock(&thread.answers);
+        let mut answers = lock_ignoring_poison(&thread.answers);
         if let Ok(job) = &job {
             let total = &job.total;
             answers
@@ -458,6 +460,6 @@ fn watch_job(thread: &SamplerThread) {
         if !thread.send_update() {
             return;
         }
-        std::thread::sleep(thread.request.every.max(JOB_INTERVAL_MIN));
+        std::thread::sleep(thread.request.interval.max(JOB_INTERVAL_MIN));
     }
 }

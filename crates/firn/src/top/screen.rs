@@ -1,5 +1,5 @@
-//! Draws a view of `firn top`. Everything fits into 80 columns and 24 lines; a larger terminal shows more rows and
-//! longer bars.
+//! Draws a view of `firn top`. The screen fits into 80 columns and 24 lines. A larger terminal shows more rows and longer
+//! bars.
 //!
 //! ```text
 //!   firn top  node1  2 mounts                        one line
@@ -24,12 +24,15 @@ use crate::job::{Host, Job, Trouble, TroubleColour, life_word};
 use crate::text::{bytes, count, rate, seconds};
 use crate::verb::history::CheckpointEntry;
 
-/// Smallest size that shows anything useful. A smaller terminal shows a sentence that says so.
+/// Minimum width of the terminal. A smaller terminal shows only a sentence that says so.
 const WIDTH_MIN: u16 = 40;
+/// Minimum height of the terminal.
 const HEIGHT_MIN: u16 = 10;
 /// Rows of the upper table (mounts or hosts) that leave space for the other parts on 24 lines.
 const UPPER_ROWS_MAX: usize = 6;
+/// Maximum number of rows in the table of lanes.
 const LANE_ROWS_MAX: usize = 4;
+/// Minimum width of a checkpoint's bar in characters.
 const BAR_MIN: usize = 10;
 /// Maximum width of a last column, which takes the rest of a line. It is wider than the texts in it.
 const UNBOUNDED: usize = 200;
@@ -127,12 +130,12 @@ const HELP: &str = "
 
  Without a terminal: firn top --once, firn status --watch, firn status --json";
 
-/// Returns the foot line: the keys, and the meaning of the bars where the width allows both.
+/// Returns the foot line: the keys, and the meaning of the bars if the width allows both.
 fn foot_text(width: u16) -> String {
     let used = KEYS.chars().count() + LEGEND.chars().count();
     match (width as usize).checked_sub(used) {
         Some(gap @ 1..) => format!("{KEYS}{}{LEGEND}", " ".repeat(gap)),
-        _ => fitted(KEYS, width),
+        _ => truncate(KEYS, width),
     }
 }
 
@@ -153,10 +156,10 @@ fn head_line(view: &View, theme: Theme, width: u16) -> Line<'static> {
     let right = if view.is_paused {
         "paused".to_owned()
     } else {
-        format!("every {}", seconds(view.every_s))
+        format!("every {}", seconds(view.interval_s))
     };
     let room = (width as usize).saturating_sub(right.chars().count() + 1);
-    let left = fitted(&left, room as u16);
+    let left = truncate(&left, room as u16);
     let gap = room.saturating_sub(left.chars().count()) + 1;
     Line::styled(format!("{left}{}{right}", " ".repeat(gap)), theme.head())
 }
@@ -176,9 +179,9 @@ fn draw_mounts(frame: &mut Frame<'_>, area: Rect, view: &View, theme: Theme) {
         return;
     };
     let status = chosen.status.as_deref();
-    let lanes = status.map_or_else(Vec::new, lanes_of);
-    let trouble = trouble_of(chosen);
-    let [table, notes, rates, checkpoints, lane_area] = Layout::vertical([
+    let lanes = status.map_or_else(Vec::new, lanes_with_reports);
+    let trouble = trouble_sentences(chosen);
+    let [table_area, notes, rates, checkpoints, lane_area] = Layout::vertical([
         Constraint::Length(1 + mounts.len().min(UPPER_ROWS_MAX) as u16),
         Constraint::Length(trouble.len().min(TROUBLE_LINES_MAX) as u16),
         Constraint::Length(3),
@@ -189,11 +192,6 @@ fn draw_mounts(frame: &mut Frame<'_>, area: Rect, view: &View, theme: Theme) {
         }),
     ])
     .areas(area);
-    let rows = mounts.iter().map(|mount| mount_row(mount));
-    let styles: Vec<Style> = mounts
-        .iter()
-        .map(|mount| trouble_style(mount.trouble(), theme))
-        .collect();
     let columns = [
         Column::new("MOUNT", 22, 14),
         Column::new("STATE", 7, 6),
@@ -203,20 +201,21 @@ fn draw_mounts(frame: &mut Frame<'_>, area: Rect, view: &View, theme: Theme) {
         Column::new("OUT", 13, 12),
         Column::new("WAITS", UNBOUNDED, 9),
     ];
-    draw_table(
-        frame,
-        table,
-        &columns,
-        rows.collect(),
-        &styles,
-        Some(view.upper),
-        view.pane == Pane::Upper,
-        theme,
-    );
+    let table = Table {
+        columns: &columns,
+        rows: mounts.iter().map(|mount| mount_row(mount)).collect(),
+        styles: mounts
+            .iter()
+            .map(|mount| trouble_style(mount.trouble(), theme))
+            .collect(),
+        chosen: Some(view.upper),
+        has_keys: view.pane == Pane::Upper,
+    };
+    draw_table(frame, table_area, &table, theme);
     let trouble_lines: Vec<Line<'_>> = trouble
         .iter()
         .take(TROUBLE_LINES_MAX)
-        .map(|line| Line::styled(fitted(&format!(" {line}"), notes.width), theme.error()))
+        .map(|line| Line::styled(truncate(&format!(" {line}"), notes.width), theme.error()))
         .collect();
     frame.render_widget(Paragraph::new(trouble_lines), notes);
     draw_rates(frame, rates, &chosen.rates, theme);
@@ -225,10 +224,10 @@ fn draw_mounts(frame: &mut Frame<'_>, area: Rect, view: &View, theme: Theme) {
 }
 
 /// Returns sentences about what is wrong with a mount and what its programs and lanes (I/O servers) wait for.
-fn trouble_of(mount: &MountView) -> Vec<String> {
+fn trouble_sentences(mount: &MountView) -> Vec<String> {
     let mut lines = Vec::new();
-    if let Some((reason, _)) = &mount.silent {
-        lines.push(printable(reason));
+    if let Some(silence) = &mount.silent {
+        lines.push(printable(&silence.error));
     }
     let errors = mount.status.iter().flat_map(|status| &status.errors);
     lines.extend(errors.rev().map(|error| {
@@ -257,7 +256,10 @@ fn mount_row(mount: &MountView) -> Vec<String> {
         return row;
     };
     let (state, waits) = match &mount.silent {
-        Some((_, for_s)) => ("silent", format!("no answer for {}", seconds(*for_s))),
+        Some(silence) => {
+            let silent_for = seconds(silence.seconds);
+            ("silent", format!("no answer for {silent_for}"))
+        }
         None if !status.errors.is_empty() => ("errors", mount.waits().join("; ")),
         None => ("ok", mount.waits().join("; ")),
     };
@@ -306,27 +308,39 @@ impl Column {
     }
 }
 
-/// Draws a table with a head line. `chosen` is the index of the marked row; `has_keys` says whether the arrow keys move
-/// that mark.
-#[allow(clippy::too_many_arguments)]
-fn draw_table(
-    frame: &mut Frame<'_>,
-    area: Rect,
-    columns: &[Column],
+/// A table with a head line.
+struct Table<'a> {
+    columns: &'a [Column],
+    /// The cells of each row, in the order of the columns.
     rows: Vec<Vec<String>>,
-    styles: &[Style],
+    /// The style of each row.
+    styles: Vec<Style>,
+    /// Index of the marked row. `None` means that no row is marked.
     chosen: Option<usize>,
+    /// Whether the arrow keys move the mark.
     has_keys: bool,
-    theme: Theme,
-) {
-    let widths = column_widths(columns, &rows, area.width as usize);
+}
+
+/// Draws a table. If the area is too small for all rows, it shows those up to the marked one.
+fn draw_table(frame: &mut Frame<'_>, area: Rect, table: &Table<'_>, theme: Theme) {
+    let Table {
+        columns,
+        rows,
+        styles,
+        chosen,
+        has_keys,
+    } = table;
+    let (chosen, has_keys) = (*chosen, *has_keys);
+    let widths = column_widths(columns, rows, area.width as usize);
     let line = |cells: &mut dyn Iterator<Item = &str>| {
         let cells: Vec<String> = cells
             .zip(&widths)
             .filter(|(_, width)| **width > 0)
-            .map(|(cell, width)| format!("{:<width$}", fitted(cell, *width as u16), width = *width))
+            .map(|(cell, width)| {
+                format!("{:<width$}", truncate(cell, *width as u16), width = *width)
+            })
             .collect();
-        fitted(&format!(" {}", cells.join(" ")), area.width)
+        truncate(&format!(" {}", cells.join(" ")), area.width)
     };
     let mut lines = vec![Line::styled(
         line(&mut columns.iter().map(|column| column.name)),
@@ -393,7 +407,7 @@ fn draw_rates(frame: &mut Frame<'_>, area: Rect, rates: &Rates, theme: Theme) {
         let highest = history.iter().max().copied().unwrap_or(0) as f64;
         let text = format!(" {name} {}, most {}", rate(newest), rate(highest));
         frame.render_widget(
-            Line::styled(fitted(&text, words.width), theme.head()),
+            Line::styled(truncate(&text, words.width), theme.head()),
             words,
         );
         let room = line.width.saturating_sub(1) as usize;
@@ -436,7 +450,7 @@ fn draw_checkpoints(frame: &mut Frame<'_>, area: Rect, view: &View, theme: Theme
     };
     if list.is_empty() {
         let text = " no checkpoint: none of its names has a step, as step_100 has";
-        frame.render_widget(Line::raw(fitted(text, area.width)), area);
+        frame.render_widget(Line::raw(truncate(text, area.width)), area);
         return;
     }
     let bar = bar_width(area.width);
@@ -444,7 +458,7 @@ fn draw_checkpoints(frame: &mut Frame<'_>, area: Rect, view: &View, theme: Theme
         " {:<18} {:<14} {:>10} {:>5} {:>10}",
         "CHECKPOINT", "STATE", "SIZE", "FILES", "HELD"
     );
-    let mut lines = vec![Line::styled(fitted(&head, area.width), theme.head())];
+    let mut lines = vec![Line::styled(truncate(&head, area.width), theme.head())];
     let room = (area.height as usize).saturating_sub(1);
     let first = (view.lower + 1).saturating_sub(room);
     for (index, checkpoint) in list.iter().enumerate().skip(first).take(room) {
@@ -454,10 +468,12 @@ fn draw_checkpoints(frame: &mut Frame<'_>, area: Rect, view: &View, theme: Theme
     frame.render_widget(Paragraph::new(lines), area);
 }
 
-/// Returns the width of a checkpoint's bar: what the words before the bar leave of the line.
+/// Returns the width of a checkpoint's bar, which takes the rest of the line after the columns.
 fn bar_width(width: u16) -> usize {
-    const WORDS: usize = 63;
-    (width as usize).saturating_sub(WORDS + 1).max(BAR_MIN)
+    const COLUMNS_WIDTH: usize = 63;
+    (width as usize)
+        .saturating_sub(COLUMNS_WIDTH + 1)
+        .max(BAR_MIN)
 }
 
 /// Returns the line of a checkpoint: its figures, and a bar of its durable, drained and held parts.
@@ -470,8 +486,8 @@ fn checkpoint_line(
     let mark = if is_chosen { '>' } else { ' ' };
     let words = format!(
         "{mark}{:<18} {:<14} {:>10} {:>5} {:>10} ",
-        fitted(&checkpoint.name.to_string(), 18),
-        fitted(&checkpoint.state, 14),
+        truncate(&checkpoint.name.to_string(), 18),
+        truncate(&checkpoint.state, 14),
         bytes(checkpoint.bytes),
         checkpoint.files,
         bytes(checkpoint.held_bytes),
@@ -545,7 +561,7 @@ fn bar_cells(checkpoint: &CheckpointEntry, width: usize) -> BarCells {
 }
 
 /// Returns the lanes (I/O servers) of a mount that have something to report.
-fn lanes_of(status: &Status) -> Vec<LaneReport> {
+fn lanes_with_reports(status: &Status) -> Vec<LaneReport> {
     let mut lanes = firn_protocol::HostReport::of(status, 0).lanes;
     lanes.truncate(LANE_ROWS_MAX);
     lanes
@@ -556,17 +572,13 @@ fn draw_lanes(frame: &mut Frame<'_>, area: Rect, lanes: &[LaneReport], theme: Th
     if lanes.is_empty() {
         return;
     }
-    let rows = lanes.iter().map(lane_row).collect();
-    let styles: Vec<Style> = lanes
-        .iter()
-        .map(|lane| {
-            if lane.is_in_trouble() {
-                theme.error()
-            } else {
-                Style::new()
-            }
-        })
-        .collect();
+    let lane_style = |lane: &LaneReport| {
+        if lane.is_in_trouble() {
+            theme.error()
+        } else {
+            Style::new()
+        }
+    };
     let columns = [
         Column::new("LANE", 6, 4),
         Column::new("STATE", 6, 5),
@@ -575,7 +587,14 @@ fn draw_lanes(frame: &mut Frame<'_>, area: Rect, lanes: &[LaneReport], theme: Th
         Column::new("WRITERS", 7, 7),
         Column::new("TOKEN", UNBOUNDED, 20),
     ];
-    draw_table(frame, area, &columns, rows, &styles, None, false, theme);
+    let table = Table {
+        columns: &columns,
+        rows: lanes.iter().map(lane_row).collect(),
+        styles: lanes.iter().map(lane_style).collect(),
+        chosen: None,
+        has_keys: false,
+    };
+    draw_table(frame, area, &table, theme);
 }
 
 /// Returns the cells of a lane's row.
@@ -618,12 +637,12 @@ fn draw_job(frame: &mut Frame<'_>, area: Rect, view: &View, job: &JobView, theme
     };
     let hosts = view.hosts();
     let chosen = hosts.get(view.upper.min(hosts.len().saturating_sub(1)));
-    let words = chosen.map_or_else(
+    let sentences = chosen.map_or_else(
         || seen_job.notes.clone(),
         |host| host_advice(host, seen_job),
     );
-    let words_text = Paragraph::new(
-        words
+    let paragraph = Paragraph::new(
+        sentences
             .iter()
             .map(|line| Line::raw(format!(" {}", printable(line))))
             .collect::<Vec<_>>(),
@@ -631,11 +650,11 @@ fn draw_job(frame: &mut Frame<'_>, area: Rect, view: &View, job: &JobView, theme
     .wrap(Wrap { trim: false });
     // An estimate of the lines that the wrapped text takes. It is never too small: a wrapped line is counted once more.
     let width = area.width.max(1) as usize;
-    let lines: usize = words
+    let lines: usize = sentences
         .iter()
         .map(|line| line.chars().count() / (width - 2) + 1)
         .sum();
-    let [sums, rates, table, details, checkpoints] = Layout::vertical([
+    let [totals, rates, table_area, details, checkpoints] = Layout::vertical([
         Constraint::Length(2),
         Constraint::Length(3),
         Constraint::Length(1 + hosts.len().clamp(1, UPPER_ROWS_MAX) as u16),
@@ -643,13 +662,8 @@ fn draw_job(frame: &mut Frame<'_>, area: Rect, view: &View, job: &JobView, theme
         Constraint::Min(2),
     ])
     .areas(area);
-    draw_sums(frame, sums, seen_job, theme);
+    draw_job_totals(frame, totals, seen_job, theme);
     draw_rates(frame, rates, &job.rates, theme);
-    let rows = hosts.iter().map(|host| host_row(host)).collect();
-    let styles: Vec<Style> = hosts
-        .iter()
-        .map(|host| trouble_style(host.trouble(), theme))
-        .collect();
     let columns = [
         Column::new("HOST", 16, 8),
         Column::new("STATE", 8, 8),
@@ -659,22 +673,23 @@ fn draw_job(frame: &mut Frame<'_>, area: Rect, view: &View, job: &JobView, theme
         Column::new("OUT", 13, 12),
         Column::new("WAITS", UNBOUNDED, 9),
     ];
-    draw_table(
-        frame,
-        table,
-        &columns,
-        rows,
-        &styles,
-        Some(view.upper),
-        view.pane == Pane::Upper,
-        theme,
-    );
-    frame.render_widget(words_text, details);
+    let table = Table {
+        columns: &columns,
+        rows: hosts.iter().map(|host| host_row(host)).collect(),
+        styles: hosts
+            .iter()
+            .map(|host| trouble_style(host.trouble(), theme))
+            .collect(),
+        chosen: Some(view.upper),
+        has_keys: view.pane == Pane::Upper,
+    };
+    draw_table(frame, table_area, &table, theme);
+    frame.render_widget(paragraph, details);
     draw_checkpoints(frame, checkpoints, view, theme);
 }
 
 /// Draws the sums over all hosts of a job.
-fn draw_sums(frame: &mut Frame<'_>, area: Rect, job: &Job, theme: Theme) {
+fn draw_job_totals(frame: &mut Frame<'_>, area: Rect, job: &Job, theme: Theme) {
     let total = &job.total;
     let stranded = match total.stranded_bytes {
         0 => String::new(),
@@ -698,10 +713,10 @@ fn draw_sums(frame: &mut Frame<'_>, area: Rect, job: &Job, theme: Theme) {
     let is_bad = total.stranded_bytes > 0 || total.silent > 0;
     let lines = vec![
         Line::styled(
-            fitted(&first, area.width),
+            truncate(&first, area.width),
             if is_bad { theme.error() } else { Style::new() },
         ),
-        Line::raw(fitted(&second, area.width)),
+        Line::raw(truncate(&second, area.width)),
     ];
     frame.render_widget(Paragraph::new(lines), area);
 }
@@ -741,8 +756,8 @@ fn host_advice(host: &Host, job: &Job) -> Vec<String> {
     words
 }
 
-/// Returns `text`, cut to `width` characters where it is longer.
-fn fitted(text: &str, width: u16) -> String {
+/// Returns `text`, cut to `width` characters if it is longer.
+fn truncate(text: &str, width: u16) -> String {
     let width = width as usize;
     if text.chars().count() <= width {
         return text.to_owned();

@@ -1,6 +1,6 @@
-//! The terminal of `firn top`: it reads keys, follows the size, and restores the terminal at the end.
+//! The main loop of `firn top`: it reads keys and answers, changes the view, and draws it on the terminal.
 //!
-//! The terminal is restored also after a panic, and after a signal that asks the process to end.
+//! The terminal is restored at the end, also after a panic, and after a signal that asks the process to end.
 
 use std::io::IsTerminal;
 use std::path::Path;
@@ -30,25 +30,25 @@ const PAGE_ROWS: isize = 10;
 const ONCE_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Returns the failure for an error of the terminal.
-fn failed(error: std::io::Error) -> Failure {
+fn terminal_failure(error: std::io::Error) -> Failure {
     Failure::new(FAILED, format!("the terminal cannot be used: {error}"))
 }
 
-/// Returns a view without any answers yet.
-fn view_of(wanted: &TopRequest, shows_job: bool, has_colour: bool) -> View {
+/// Returns a view without answers.
+fn empty_view(request: &TopRequest, shows_job: bool, has_colour: bool) -> View {
     View {
         host: rustix::system::uname()
             .nodename()
             .to_string_lossy()
             .into_owned(),
-        every_s: wanted.every.as_secs_f64(),
+        interval_s: request.interval.as_secs_f64(),
         has_colour,
         job: shows_job.then(empty_job),
         ..View::default()
     }
 }
 
-/// Returns a job that was not looked at yet.
+/// Returns a job without an answer.
 fn empty_job() -> JobView {
     JobView {
         seen: None,
@@ -58,16 +58,16 @@ fn empty_job() -> JobView {
 
 /// An event for the loop of the screen.
 enum ScreenEvent {
-    /// A sampler thread has something new to show.
-    Fresh,
+    /// A sampler thread has a new answer.
+    NewAnswer,
     /// The user typed a key, or the terminal changed its size.
-    Typed(Event),
+    Terminal(Event),
     /// The terminal is gone: reading from it failed.
     Closed,
 }
 
-/// Shows the screen until the user ends it. Returns the exit status, or a failure where the terminal cannot be used.
-pub fn show(wanted: TopRequest, shows_job: bool, has_colour: bool) -> Result<u8, Failure> {
+/// Shows the screen until the user ends it. Returns the exit status, or a failure if the terminal cannot be used.
+pub fn show_screen(request: TopRequest, shows_job: bool, has_colour: bool) -> Result<u8, Failure> {
     let can_draw = std::env::var_os("TERM").is_none_or(|term| term != "dumb");
     if !std::io::stdout().is_terminal() || !std::io::stdin().is_terminal() || !can_draw {
         return Err(Failure::new(
@@ -82,46 +82,49 @@ pub fn show(wanted: TopRequest, shows_job: bool, has_colour: bool) -> Result<u8,
         signal_hook::consts::SIGINT,
         signal_hook::consts::SIGHUP,
     ] {
-        signal_hook::flag::register(signal, Arc::clone(&stop)).map_err(failed)?;
+        signal_hook::flag::register(signal, Arc::clone(&stop)).map_err(terminal_failure)?;
     }
     let (sender, events) = mpsc::channel();
-    let sampler = Sampler::start(wanted.clone(), shows_job, &relay(&sender)?).map_err(failed)?;
-    let mut view = view_of(&wanted, shows_job, has_colour);
+    let sampler = Sampler::start(request.clone(), shows_job, &start_update_thread(&sender)?)
+        .map_err(terminal_failure)?;
+    let mut view = empty_view(&request, shows_job, has_colour);
     // `try_init` installs a panic hook that restores the terminal before the panic's message is printed.
-    let mut terminal = ratatui::try_init().map_err(failed)?;
-    let result = read_keys(sender).and_then(|()| {
-        run(&mut view, &sampler, &events, &stop, &mut |view| {
+    let mut terminal = ratatui::try_init().map_err(terminal_failure)?;
+    let result = start_key_thread(sender).and_then(|()| {
+        run_event_loop(&mut view, &sampler, &events, &stop, &mut |view| {
             terminal.draw(|frame| draw(frame, view)).map(drop)
         })
     });
-    ratatui::try_restore().map_err(failed)?;
-    result.map_err(failed).map(|()| DONE)
+    ratatui::try_restore().map_err(terminal_failure)?;
+    result.map_err(terminal_failure).map(|()| DONE)
 }
 
-/// Returns a sender for sampler threads. A thread of its own forwards each message as [`ScreenEvent::Fresh`].
-fn relay(sender: &Sender<ScreenEvent>) -> Result<Sender<()>, Failure> {
-    let (fresh, samples) = mpsc::channel();
+/// Starts a thread that turns the messages of sampler threads into events. Returns the sender for these messages.
+///
+/// Messages that arrive within [`REDRAW_DELAY`] become one event, so that the screen is drawn once for them.
+fn start_update_thread(sender: &Sender<ScreenEvent>) -> Result<Sender<()>, Failure> {
+    let (new_answers, samples) = mpsc::channel();
     let sender = sender.clone();
     let thread = std::thread::Builder::new();
-    let relay = move || {
+    let forward = move || {
         while samples.recv().is_ok() {
             std::thread::sleep(REDRAW_DELAY);
             while samples.try_recv().is_ok() {}
-            if sender.send(ScreenEvent::Fresh).is_err() {
+            if sender.send(ScreenEvent::NewAnswer).is_err() {
                 return;
             }
         }
     };
-    thread.spawn(relay).map_err(failed)?;
-    Ok(fresh)
+    thread.spawn(forward).map_err(terminal_failure)?;
+    Ok(new_answers)
 }
 
 /// Starts the thread that reads keys and changes of size, and forwards each as an event.
-fn read_keys(sender: Sender<ScreenEvent>) -> std::io::Result<()> {
+fn start_key_thread(sender: Sender<ScreenEvent>) -> std::io::Result<()> {
     let thread = std::thread::Builder::new();
     let read = move || {
         loop {
-            let message = event::read().map_or(ScreenEvent::Closed, ScreenEvent::Typed);
+            let message = event::read().map_or(ScreenEvent::Closed, ScreenEvent::Terminal);
             let is_closed = matches!(message, ScreenEvent::Closed);
             if sender.send(message).is_err() || is_closed {
                 return;
@@ -131,8 +134,9 @@ fn read_keys(sender: Sender<ScreenEvent>) -> std::io::Result<()> {
     thread.spawn(read).map(drop)
 }
 
-/// Draws the view at each event until the user ends the screen.
-fn run(
+/// Handles events until the user quits, a signal sets `stop`, or the terminal is gone. Draws the view after each event
+/// that changes it.
+fn run_event_loop(
     view: &mut View,
     sampler: &Sampler,
     events: &Receiver<ScreenEvent>,
@@ -142,16 +146,16 @@ fn run(
     draw(view)?;
     while !stop.load(Ordering::Relaxed) {
         match events.recv_timeout(SIGNAL_CHECK_INTERVAL) {
-            Ok(ScreenEvent::Fresh) if view.is_paused => continue,
-            Ok(ScreenEvent::Fresh) => sampler.fill(view),
-            Ok(ScreenEvent::Typed(Event::Key(key))) if key.kind != KeyEventKind::Release => {
-                if is_end(key) {
+            Ok(ScreenEvent::NewAnswer) if view.is_paused => continue,
+            Ok(ScreenEvent::NewAnswer) => sampler.copy_answers_to(view),
+            Ok(ScreenEvent::Terminal(Event::Key(key))) if key.kind != KeyEventKind::Release => {
+                if is_quit_key(key) {
                     return Ok(());
                 }
-                apply(view, key);
-                sampler.fill(view);
+                apply_key(view, key);
+                sampler.copy_answers_to(view);
             }
-            Ok(ScreenEvent::Typed(_)) => {}
+            Ok(ScreenEvent::Terminal(_)) => {}
             Ok(ScreenEvent::Closed) | Err(RecvTimeoutError::Disconnected) => return Ok(()),
             Err(RecvTimeoutError::Timeout) => continue,
         }
@@ -161,21 +165,21 @@ fn run(
     Ok(())
 }
 
-/// Returns whether a key ends the screen.
-fn is_end(key: KeyEvent) -> bool {
+/// Returns whether a key quits `firn top`.
+fn is_quit_key(key: KeyEvent) -> bool {
     let is_ctrl_c = key.code == KeyCode::Char('c') && key.modifiers.contains(KeyModifiers::CONTROL);
     is_ctrl_c || matches!(key.code, KeyCode::Char('q' | 'Q'))
 }
 
-/// Changes the view as a key asks.
-fn apply(view: &mut View, key: KeyEvent) {
+/// Changes the view according to a key. Other keys have no effect.
+fn apply_key(view: &mut View, key: KeyEvent) {
     match key.code {
-        KeyCode::Up => view.step(-1),
-        KeyCode::Down => view.step(1),
-        KeyCode::PageUp => view.step(-PAGE_ROWS),
-        KeyCode::PageDown => view.step(PAGE_ROWS),
-        KeyCode::Home => view.step(isize::MIN),
-        KeyCode::End => view.step(isize::MAX),
+        KeyCode::Up => view.move_choice(-1),
+        KeyCode::Down => view.move_choice(1),
+        KeyCode::PageUp => view.move_choice(-PAGE_ROWS),
+        KeyCode::PageDown => view.move_choice(PAGE_ROWS),
+        KeyCode::Home => view.move_choice(isize::MIN),
+        KeyCode::End => view.move_choice(isize::MAX),
         KeyCode::Tab | KeyCode::BackTab | KeyCode::Left | KeyCode::Right => {
             view.pane = match view.pane {
                 Pane::Upper => Pane::Lower,
@@ -200,21 +204,25 @@ fn apply(view: &mut View, key: KeyEvent) {
 
 /// Returns one screen as text for `--once`.
 ///
-/// The text is made when everything that is shown has answered, or at the timeout. Returns a failure where the user
+/// The text is made when everything that is shown has answered, or at the timeout. Returns a failure if the user
 /// asked for a directory that is on no mount.
-pub fn once(wanted: TopRequest, shows_job: bool, size: (u16, u16)) -> Result<String, Failure> {
-    let (fresh, samples) = mpsc::channel();
-    let mut view = view_of(&wanted, shows_job, false);
-    let directory = wanted.directory.clone();
-    let sampler = Sampler::start(wanted, shows_job, &fresh).map_err(failed)?;
-    drop(fresh);
+pub fn render_once(
+    request: TopRequest,
+    shows_job: bool,
+    size: (u16, u16),
+) -> Result<String, Failure> {
+    let (new_answers, samples) = mpsc::channel();
+    let mut view = empty_view(&request, shows_job, false);
+    let directory = request.directory.clone();
+    let sampler = Sampler::start(request, shows_job, &new_answers).map_err(terminal_failure)?;
+    drop(new_answers);
     let deadline = Instant::now() + ONCE_TIMEOUT;
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
         if samples.recv_timeout(left).is_err() {
             break;
         }
-        sampler.fill(&mut view);
+        sampler.copy_answers_to(&mut view);
         sampler.publish_selection(&view);
         if is_answered(&view) {
             break;
@@ -224,7 +232,7 @@ pub fn once(wanted: TopRequest, shows_job: bool, size: (u16, u16)) -> Result<Str
         Some(path) if !is_mounted(&path, &view) => {
             Err(ClientError::NoMount { path, arena: None }.into())
         }
-        _ => Ok(text_of(&view, size)),
+        _ => Ok(render_text(&view, size)),
     }
 }
 
@@ -255,16 +263,17 @@ fn is_answered(view: &View) -> bool {
 }
 
 /// Returns a view as text of `width` columns and `height` lines, without spaces at the ends of lines.
-pub fn text_of(view: &View, (width, height): (u16, u16)) -> String {
+pub fn render_text(view: &View, (width, height): (u16, u16)) -> String {
     let mut terminal =
         Terminal::new(TestBackend::new(width, height)).expect("a buffer cannot fail");
     terminal
         .draw(|frame| draw(frame, view))
         .expect("a buffer cannot fail");
-    lines_of(terminal.backend().buffer())
+    buffer_text(terminal.backend().buffer())
 }
 
-fn lines_of(buffer: &Buffer) -> String {
+/// Returns the lines of a buffer, without spaces at their ends.
+fn buffer_text(buffer: &Buffer) -> String {
     let area = buffer.area;
     let lines = (0..area.height).map(|row| {
         let cells = (0..area.width).map(|column| buffer[(column, row)].symbol());
@@ -277,7 +286,7 @@ fn lines_of(buffer: &Buffer) -> String {
 mod tests {
     use firn_protocol::{ErrorStatus, LaneStatus, Status, TokenState, TokenStatus};
 
-    use super::super::{Checkpoints, MountView};
+    use super::super::{Checkpoints, MountView, Silence};
     use super::*;
     use crate::job::example;
     use crate::verb::history::CheckpointEntry;
@@ -354,7 +363,7 @@ mod tests {
         };
         View {
             host: "node1".into(),
-            every_s: 1.0,
+            interval_s: 1.0,
             mounts: vec![mount("/scratch/other", status(0)), mount("/ckpt", laned)],
             checkpoints: Checkpoints::Listed(vec![
                 checkpoint(12, "written", 32, 0),
@@ -368,7 +377,7 @@ mod tests {
     }
 
     fn compare(name: &str, view: &View, size: (u16, u16)) {
-        crate::snapshot::compare(&format!("top/{name}.txt"), &text_of(view, size));
+        crate::snapshot::compare(&format!("top/{name}.txt"), &render_text(view, size));
     }
 
     #[test]
@@ -382,7 +391,10 @@ mod tests {
     #[test]
     fn the_mount_in_trouble_is_first_and_says_what_is_wrong() {
         let mut view = view();
-        view.mounts[0].silent = Some(("the firnd of /scratch/other does not answer".into(), 12.0));
+        view.mounts[0].silent = Some(Silence {
+            error: "the firnd of /scratch/other does not answer".into(),
+            seconds: 12.0,
+        });
         let mut failing = status(64 << 20);
         failing.errors.push(ErrorStatus {
             path: "step_12/rank_0".into(),
@@ -399,7 +411,7 @@ mod tests {
         assert_eq!(order, ["/scratch/other", "/failing", "/ckpt"]);
         compare("trouble", &view, (80, 24));
         view.chosen = Some("/failing".into());
-        view.clamp();
+        view.update_chosen_rows();
         view.is_paused = true;
         view.pane = Pane::Lower;
         view.lower = 3;
@@ -410,7 +422,7 @@ mod tests {
     fn without_mounts_or_checkpoints_it_says_what_to_type() {
         let empty = View {
             host: "node1".into(),
-            every_s: 1.0,
+            interval_s: 1.0,
             ..View::default()
         };
         compare("no-mounts", &empty, (80, 24));
@@ -478,21 +490,21 @@ mod tests {
             (KeyCode::End, 1),
             (KeyCode::Home, 0),
         ] {
-            apply(&mut view, key(code));
+            apply_key(&mut view, key(code));
             assert_eq!(view.upper, upper, "{code:?}");
         }
-        apply(&mut view, key(KeyCode::Tab));
-        apply(&mut view, key(KeyCode::PageDown));
+        apply_key(&mut view, key(KeyCode::Tab));
+        apply_key(&mut view, key(KeyCode::PageDown));
         assert_eq!((view.upper, view.lower), (0, 4));
-        apply(&mut view, key(KeyCode::Char('p')));
+        apply_key(&mut view, key(KeyCode::Char('p')));
         assert!(view.is_paused);
-        apply(&mut view, key(KeyCode::Char('j')));
+        apply_key(&mut view, key(KeyCode::Char('j')));
         assert!(view.job.is_some());
-        assert!(is_end(key(KeyCode::Char('q'))));
-        assert!(is_end(KeyEvent::new(
+        assert!(is_quit_key(key(KeyCode::Char('q'))));
+        assert!(is_quit_key(KeyEvent::new(
             KeyCode::Char('c'),
             KeyModifiers::CONTROL
         )));
-        assert!(!is_end(key(KeyCode::Char('c'))));
+        assert!(!is_quit_key(key(KeyCode::Char('c'))));
     }
 }

@@ -47,6 +47,7 @@ pub const VERB: Verb = Verb {
     run,
 };
 
+/// Adds the arguments of the verb to its command.
 fn add_args(command: Command) -> Command {
     command.disable_help_flag(true).arg(
         Arg::new("args")
@@ -59,7 +60,7 @@ fn add_args(command: Command) -> Command {
     )
 }
 
-/// Replaces this process by the benchmark program. Returns only where the program cannot be run.
+/// Replaces this process by the benchmark program. Returns only if the program cannot be run.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let firn = std::env::current_exe()
         .map_err(|error| Failure::new(FAILED, format!("cannot find firn's own file: {error}")))?;

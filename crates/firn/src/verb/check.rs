@@ -49,6 +49,7 @@ pub const VERB: Verb = Verb {
     run,
 };
 
+/// Adds the arguments of the verb to its command.
 fn args(command: Command) -> Command {
     let arena_dir = firn_config::table::row("arena-dir").map(firn_config::arg);
     command
@@ -83,7 +84,7 @@ fn args(command: Command) -> Command {
         .args(arena_dir)
 }
 
-/// Checks the arena and the logs that a path means. A missing arena is an error only where there are no logs either.
+/// Checks the arena and the logs that a path means. A missing arena is an error only if there are no logs either.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let path = matches.get_one::<PathBuf>("path").expect("clap demands it");
     if matches.get_flag("orphans") {
@@ -117,7 +118,7 @@ struct Reports {
     logs: Option<LogsReport>,
 }
 
-/// Prints the results. Fails where something is damaged.
+/// Prints the results. Fails if something is damaged.
 fn print_reports(reports: &Reports, as_json: bool) -> Result<u8, Failure> {
     if as_json {
         output::print_json(reports)?;
@@ -199,7 +200,7 @@ fn logs_text(logs: &LogsReport, paint: Paint) -> String {
     text
 }
 
-/// Returns the backing that a path means, or `None` where the path is an arena.
+/// Returns the backing that a path means, or `None` if the path is an arena.
 fn backing_of(path: &Path) -> Option<PathBuf> {
     if path.is_file() {
         return None;
@@ -234,6 +235,7 @@ fn check_orphans(backing: &Path, matches: &ArgMatches) -> Result<u8, Failure> {
     }
 }
 
+/// Returns the line about an orphan.
 fn orphan_line(orphan: &FoundOrphan) -> String {
     let what = match orphan.kind {
         "file" => format!("{} without a name", bytes(orphan.bytes)),

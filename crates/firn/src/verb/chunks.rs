@@ -64,7 +64,7 @@ struct ChunkList {
     pieces: Vec<ChunkPiece>,
 }
 
-/// Prints the pieces of a file. Fails where the whole file is in the backing.
+/// Prints the pieces of a file. Fails if the whole file is in the backing.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = ChunksArgs::from_arg_matches(matches)?;
     let (place, mut connection) = connect(&args.path)?;

@@ -78,6 +78,7 @@ fn with_options() -> Vec<&'static str> {
     verbs().filter(takes_list).map(|verb| verb.name).collect()
 }
 
+/// Prints the completion script of a shell. With the hidden `--candidates`, prints the candidates for a word instead.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = CompletionsArgs::from_arg_matches(matches)?;
     if let Some(candidates) = args.candidates {
@@ -105,6 +106,7 @@ fn lines(candidates: Candidates, word: &str) -> String {
     words.iter().map(|word| format!("{word}\n")).collect()
 }
 
+/// Returns clap's script for a shell, with functions that ask `firn` for options and mount points.
 fn script(shell: Shell) -> String {
     let mut script = Vec::new();
     clap_complete::generate(shell, &mut verb::command(), "firn", &mut script);

@@ -32,6 +32,7 @@ pub const VERB: Verb = Verb {
     run,
 };
 
+/// Adds the arguments of the verb to its command.
 fn args(command: Command) -> Command {
     command
         .arg(
@@ -62,6 +63,7 @@ struct OptionLine {
     help: &'static str,
 }
 
+/// Prints the value and the source of each option.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let lines = lines(&resolve(matches)?);
     if matches.get_flag("json") {

@@ -48,6 +48,7 @@ pub const VERB: Verb = Verb {
     run,
 };
 
+/// Adds the arguments of the verb to its command.
 fn args(command: Command) -> Command {
     command
         .arg(
@@ -76,22 +77,13 @@ fn args(command: Command) -> Command {
         .args(firn_config::args())
 }
 
-/// Runs all checks and prints their findings. The exit status shows the most severe verdict. A child process runs the
-/// one check that the hidden flag names.
+/// Runs all checks and prints their findings. The exit status shows the most severe verdict.
+///
+/// With the hidden flag this is the child process of one check: it runs only that check.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let backing = matches.get_one::<PathBuf>("backing");
     if let Some(name) = matches.get_one::<String>(ONLY) {
-        let resolved = resolve(matches).map(|resolved| resolved.options);
-        let fault = resolved.as_ref().err().and_then(Failure::text);
-        let subject = CheckSubject {
-            backing: backing.map(PathBuf::as_path),
-            options: &resolved.unwrap_or_else(|_| Options::default()),
-            options_fault: fault.as_deref(),
-        };
-        let findings = run_check(name, &subject)
-            .ok_or_else(|| Failure::new(USAGE, format!("no check is called `{name}`")))?;
-        output::print_json_line(&findings)?;
-        return Ok(DONE);
+        return run_single_check(matches, name);
     }
     let timeout_ms = *matches.get_one::<u64>("timeout").expect("it has a default");
     // Each child gets the same command line, so that its check sees the same options.
@@ -106,7 +98,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     if matches.get_flag("json") {
         output::print_json(&examination)?;
     } else {
-        output::print(&text(&examination, Paint::stdout()))?;
+        output::print(&findings_table(&examination, Paint::stdout()))?;
     }
     Ok(match examination.verdict() {
         Verdict::Ok => DONE,
@@ -115,12 +107,28 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     })
 }
 
-/// Returns a line for each finding with its advice below, and a line of sums.
-fn text(examination: &Examination, paint: Paint) -> String {
+/// Runs the check `name` in this process, and prints its findings as one line of JSON for the parent.
+fn run_single_check(matches: &ArgMatches, name: &str) -> Result<u8, Failure> {
+    let backing = matches.get_one::<PathBuf>("backing");
+    let resolved = resolve(matches).map(|resolved| resolved.options);
+    let fault = resolved.as_ref().err().and_then(Failure::text);
+    let subject = CheckSubject {
+        backing: backing.map(PathBuf::as_path),
+        options: &resolved.unwrap_or_else(|_| Options::default()),
+        options_fault: fault.as_deref(),
+    };
+    let findings = run_check(name, &subject)
+        .ok_or_else(|| Failure::new(USAGE, format!("no check is called `{name}`")))?;
+    output::print_json_line(&findings)?;
+    Ok(DONE)
+}
+
+/// Returns the table of findings: a line for each finding with its advice below, and a last line of counts.
+fn findings_table(examination: &Examination, paint: Paint) -> String {
     let findings = &examination.findings;
     let width = findings.iter().map(|found| found.check.len()).max();
     let width = width.unwrap_or(0);
-    let mut text = String::new();
+    let mut table = String::new();
     for finding in findings {
         let Finding { check, verdict, .. } = finding;
         let word = format!("{:<5}", verdict.word());
@@ -130,15 +138,15 @@ fn text(examination: &Examination, paint: Paint) -> String {
             Verdict::Wrong => paint.error(&word),
         };
         let what = firn_format::quote::printable(&finding.text);
-        text += &format!("{word}  {check:<width$}  {what}\n");
+        table += &format!("{word}  {check:<width$}  {what}\n");
         if let Some(advice) = &finding.advice {
             let advice = firn_format::quote::printable(advice);
-            text += &format!("{:7}{:<width$}  → {advice}\n", "", "");
+            table += &format!("{:7}{:<width$}  → {advice}\n", "", "");
         }
     }
     let [wrong, notes, ok] = [Verdict::Wrong, Verdict::Note, Verdict::Ok]
         .map(|verdict| examination.count(verdict) as u64);
-    text + &format!("{wrong} wrong, {}, {ok} ok\n", count(notes, "note"))
+    table + &format!("{wrong} wrong, {}, {ok} ok\n", count(notes, "note"))
 }
 
 #[cfg(test)]
@@ -162,7 +170,7 @@ mod tests {
             ],
         };
         // cargo gives tests no terminal on stdout, so no colours are expected.
-        let shown = text(&examination, Paint::stdout());
+        let shown = findings_table(&examination, Paint::stdout());
         let expected = "ok     fuse    can be opened\n\
                         wrong  memory  no room\n               → mount with less\\nor more\n\
                         note   mpi     sieves\n               → export it\n\

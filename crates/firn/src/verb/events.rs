@@ -138,6 +138,7 @@ struct EventReader {
 }
 
 impl EventReader {
+    /// Returns a reader for the event file at `path`, which it opens at the first read.
     fn new(path: PathBuf, uid: u32) -> Self {
         Self {
             path,
@@ -215,7 +216,7 @@ impl EventReader {
     }
 }
 
-/// Opens an event file. Returns `None` where it does not exist, and an error where `uid` does not own it.
+/// Opens an event file. Returns `None` if it does not exist, and an error if `uid` does not own it.
 fn open(path: &Path, uid: u32) -> std::io::Result<Option<File>> {
     let flags = rustix::fs::OFlags::NOFOLLOW | rustix::fs::OFlags::NONBLOCK;
     let opened = OpenOptions::new()

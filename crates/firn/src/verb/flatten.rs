@@ -56,6 +56,7 @@ pub const VERB: Verb = Verb {
     run,
 };
 
+/// Adds the arguments of the verb to its command.
 fn args(command: Command) -> Command {
     command
         .arg(
@@ -129,7 +130,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     }
 }
 
-/// Asks the firnd of a mount to flatten files, and shows progress. Fails with [`PARTLY`] where files are still in use.
+/// Asks the firnd of a mount to flatten files, and shows progress. Fails with [`PARTLY`] if files are still in use.
 fn flatten_mounted(path: &Path, is_all: bool) -> Result<u8, Failure> {
     let (place, mut connection) = connect(path)?;
     let path = if is_all { "".into() } else { place.relative };

@@ -111,7 +111,7 @@ pub struct CheckpointEntry {
 }
 
 impl CheckpointEntry {
-    /// Returns the entry of a checkpoint, or `None` where its name has no step.
+    /// Returns the entry of a checkpoint, or `None` if its name has no step.
     fn of(directory: &Directory, checkpoint: &Checkpoint, host: Option<&str>) -> Option<Self> {
         let is_in_memory = checkpoint
             .level
@@ -136,13 +136,14 @@ impl CheckpointEntry {
     }
 }
 
+/// Returns the time since a modification, in seconds. A time in the future counts as now.
 fn age_seconds((seconds, nanoseconds): (i64, i64)) -> f64 {
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
     let now = now.map_or(0.0, |since| since.as_secs_f64());
     (now - seconds as f64 - nanoseconds as f64 / 1e9).max(0.0)
 }
 
-/// Prints the checkpoints of a directory. Returns [`PARTLY`] where some could not be examined.
+/// Prints the checkpoints of a directory. Returns [`PARTLY`] if some could not be examined.
 fn run_history(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = HistoryArgs::from_arg_matches(matches)?;
     let directory = Directory::find(&args.dir)?;
@@ -174,11 +175,12 @@ fn warn_of_memory(directory: &Directory) {
     if !directory.is_mounted()
         && let Some(arena) = directory.left_arena()
     {
-        output::say(&lacks_memory(directory, &arena));
+        output::say(&missing_data_warning(directory, &arena));
     }
 }
 
-fn lacks_memory(directory: &Directory, arena: &Path) -> String {
+/// Returns the warning that an unmounted backing lacks the data in `arena`.
+fn missing_data_warning(directory: &Directory, arena: &Path) -> String {
     format!(
         "{} is not mounted, and {} holds what an earlier mount left in memory: mount it again, or `firn recover` it",
         text::path(directory.path()),
@@ -213,6 +215,7 @@ fn table(listed: &[CheckpointEntry], paint: Paint) -> String {
     lines
 }
 
+/// Returns the cells of a checkpoint in the table.
 fn row(listed: &CheckpointEntry) -> [String; HEAD.len()] {
     let level = listed.level.map_or("-", DurabilityLevel::as_str);
     [
@@ -227,7 +230,7 @@ fn row(listed: &CheckpointEntry) -> [String; HEAD.len()] {
     ]
 }
 
-/// Prints the path of the newest usable checkpoint, or fails where none is usable.
+/// Prints the path of the newest usable checkpoint, or fails if none is usable.
 ///
 /// In an unmounted backing it is unknown whether files were closed, so there any checkpoint with a file counts.
 fn run_latest(matches: &ArgMatches) -> Result<u8, Failure> {
@@ -237,7 +240,10 @@ fn run_latest(matches: &ArgMatches) -> Result<u8, Failure> {
     if !directory.is_mounted() {
         // The newest checkpoint may be in that arena, so an older one from the backing would be the wrong answer.
         if let Some(arena) = directory.left_arena() {
-            return Err(Failure::new(FAILED, lacks_memory(&directory, &arena)));
+            return Err(Failure::new(
+                FAILED,
+                missing_data_warning(&directory, &arena),
+            ));
         }
         output::say(&format!(
             "{shown} is not mounted: it is unknown whether the files of its checkpoints were closed"

@@ -93,7 +93,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     }
 }
 
-/// Returns the exit status: [`PARTLY`] where the backing or this host's firnd did not answer.
+/// Returns the exit status: [`PARTLY`] if the backing or this host's firnd did not answer.
 pub fn exit_code(job: &Job) -> u8 {
     if job.is_partial { PARTLY } else { DONE }
 }

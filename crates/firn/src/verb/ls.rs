@@ -89,7 +89,8 @@ struct FileState {
 }
 
 impl FileState {
-    fn is(&self, state: &str) -> bool {
+    /// Returns whether `state` is the word for the level or for the ending of the file.
+    fn matches_word(&self, state: &str) -> bool {
         self.level.as_str() == state || self.ending.as_str() == state
     }
 }
@@ -118,7 +119,11 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
             held_bytes: known.map_or(0, |file| file.held_bytes),
         };
         let size = levels.size(relative, size);
-        if args.state.as_ref().is_none_or(|state| status.is(state)) {
+        if args
+            .state
+            .as_ref()
+            .is_none_or(|state| status.matches_word(state))
+        {
             listed.push(ListedFile {
                 path: relative.into(),
                 size,

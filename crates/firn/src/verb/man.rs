@@ -69,6 +69,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     Ok(DONE)
 }
 
+/// Writes a page to the directory of its section below `dir`.
 fn write_page(dir: &Path, page: &page::Page) -> Result<(), Failure> {
     let section = dir.join(format!("man{}", page.section));
     let path = section.join(format!("{}.{}", page.name, page.section));

@@ -53,6 +53,7 @@ pub const VERB: Verb = Verb {
     run,
 };
 
+/// Adds the arguments of the verb to its command.
 fn args(command: Command) -> Command {
     let directory = |name: &'static str, id: &'static str, help: &'static str| {
         Arg::new(id)

@@ -90,6 +90,7 @@ fn mount_8_status(code: u8) -> u8 {
     }
 }
 
+/// Parses the arguments of mount(8). Flags and names may be in any order.
 fn parse(args: &[OsString]) -> Result<MountCall, Failure> {
     let mut call = MountCall::default();
     let mut args = args.iter();
@@ -103,7 +104,7 @@ fn parse(args: &[OsString]) -> Result<MountCall, Failure> {
 }
 
 impl MountCall {
-    /// Takes the flags of one argument. A value is attached to its flag, or is the next argument in `rest`. Fails where
+    /// Takes the flags of one argument. A value is attached to its flag, or is the next argument in `rest`. Fails if
     /// a flag is unknown or lacks its value.
     fn take_flags<'a>(
         &mut self,
@@ -123,7 +124,9 @@ impl MountCall {
                     let value = match &flags[at + 1..] {
                         [] => rest
                             .next()
-                            .ok_or_else(|| usage(&format!("-{} needs a value", quoted(&[*flag]))))?
+                            .ok_or_else(|| {
+                                usage_failure(&format!("-{} needs a value", quoted(&[*flag])))
+                            })?
                             .clone(),
                         attached => OsStr::from_bytes(attached).to_owned(),
                     };
@@ -133,12 +136,18 @@ impl MountCall {
                     }
                     return Ok(());
                 }
-                _ => return Err(usage(&format!("unknown flag -{}", quoted(&flags[at..])))),
+                _ => {
+                    return Err(usage_failure(&format!(
+                        "unknown flag -{}",
+                        quoted(&flags[at..])
+                    )));
+                }
             }
         }
         Ok(())
     }
 
+    /// Parses all lists after `-o`. Fails if an option is unknown, unless the call is sloppy (`-s`).
     fn minus_o(&self) -> Result<MinusO, Failure> {
         let unknown = if self.sloppy {
             Unknown::Tolerate
@@ -157,7 +166,7 @@ impl MountCall {
 fn mount(call: MountCall) -> Result<u8, Failure> {
     let minus_o = call.minus_o()?;
     let [backing, mount_point] = &call.places[..] else {
-        return Err(usage(&format!(
+        return Err(usage_failure(&format!(
             "expected BACKING and DIR, found {} names",
             call.places.len()
         )));
@@ -194,7 +203,8 @@ fn mount(call: MountCall) -> Result<u8, Failure> {
     Ok(DONE)
 }
 
-fn usage(what: &str) -> Failure {
+/// Returns the failure for an invalid call.
+fn usage_failure(what: &str) -> Failure {
     Failure::new(USAGE, format!("{what}; usage: {SYNOPSIS}"))
 }
 

@@ -13,7 +13,7 @@ pub const VERB: Verb = Verb {
     name: "pin",
     about: "Keep files in memory after they are drained",
     long: "With drain=demand, drained files leave memory when new files need the space, in the order in which \
-               they were drained. PinResult files stay until `firn pin --off`, `firn evict` or the end of the \
+               they were drained. Pinned files stay until `firn pin --off`, `firn evict` or the end of the \
                mount. Only files that are in memory now are pinned.",
     examples: &[
         (
@@ -59,7 +59,7 @@ struct PinResult {
     bytes: u64,
 }
 
-/// Pins or unpins files, and prints how many. Fails where there is nothing in memory to pin.
+/// Pins or unpins files, and prints how many. Fails if there is nothing in memory to pin.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = PinArgs::from_arg_matches(matches)?;
     let (place, mut connection) = connect(&args.path)?;

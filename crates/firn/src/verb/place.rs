@@ -44,6 +44,7 @@ pub const VERB: Verb = Verb {
     run,
 };
 
+/// Adds the arguments of the verb to its command.
 fn args(command: Command) -> Command {
     command
         .arg(
@@ -101,6 +102,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     Ok(DONE)
 }
 
+/// Prints the explanation of firnd for the placement of a file.
 fn explain_placement(path: &Path, json: bool) -> Result<u8, Failure> {
     let (place, mut connection) = connect(path)?;
     let explanation = connection.explain_placement(&place.relative)?;

@@ -83,7 +83,7 @@ struct KeptCheckpoint {
     why: &'static str,
 }
 
-/// Removes old checkpoints, or shows with `--dry-run` what would be removed. Returns [`PARTLY`] where one failed.
+/// Removes old checkpoints, or shows with `--dry-run` what would be removed. Returns [`PARTLY`] if one failed.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = PruneArgs::from_arg_matches(matches)?;
     let directory = Directory::open(find(&args.dir)?)?;

@@ -80,6 +80,7 @@ pub const VERB: Verb = Verb {
 /// Options that have an effect without a mount.
 const OPTIONS: [&str; 2] = ["arena-dir", "io-threads"];
 
+/// Adds the arguments of the verb to its command.
 fn args(command: Command) -> Command {
     let rows = OPTIONS
         .iter()
@@ -390,7 +391,7 @@ fn summarize(backing: &Path, report: &RecoverReport) -> String {
     text
 }
 
-/// Returns the exit status of a recovery: done, partly done where data is left, or failed where nothing was recovered.
+/// Returns the exit status of a recovery: done, partly done if data is left, or failed if nothing was recovered.
 fn report_outcome(backing: &Path, report: &RecoverReport, stopped: bool) -> Result<u8, Failure> {
     for error in &report.errors {
         let path = if error.path.is_empty() {

@@ -60,7 +60,7 @@ struct ReportArgs {
     json: bool,
 }
 
-/// Makes the report. Returns [`PARTLY`] where a part of the run could not be read.
+/// Makes the report. Returns [`PARTLY`] if a part of the run could not be read.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = ReportArgs::from_arg_matches(matches)?;
     if args.output.is_none() && !args.json && io::stdout().is_terminal() {
@@ -76,7 +76,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         _ if args.json => output::print_json(&run.records)?,
         None => output::print(&report::render_page(&run))?,
         Some(file) => {
-            report::write(&run, file)?;
+            report::write_page(&run, file)?;
             output::say(&format!("the report is in {}", text::path(file)));
         }
     }

@@ -58,6 +58,7 @@ pub const VERB: Verb = Verb {
     run,
 };
 
+/// Adds the arguments of the verb to its command.
 fn args(command: Command) -> Command {
     let json = || {
         Arg::new("json")
@@ -114,6 +115,7 @@ fn args(command: Command) -> Command {
         )
 }
 
+/// Runs `list`, `explain` or `test`.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     match matches.subcommand() {
         Some(("list", matches)) => list(matches),
@@ -133,7 +135,7 @@ struct ListedRule<'a> {
 /// Prints the built-in commit rules, as text or as JSON.
 fn list(matches: &ArgMatches) -> Result<u8, Failure> {
     if matches.get_flag("json") {
-        let rules = parse_rules(BUILT_IN, "built-in rules").map_err(usage)?;
+        let rules = parse_rules(BUILT_IN, "built-in rules").map_err(usage_failure)?;
         let listed: Vec<ListedRule<'_>> = rules
             .iter()
             .map(|rule| ListedRule {
@@ -148,11 +150,13 @@ fn list(matches: &ArgMatches) -> Result<u8, Failure> {
     Ok(DONE)
 }
 
-fn usage(error: impl std::fmt::Display) -> Failure {
+/// Returns the failure for invalid rules or an invalid trace.
+fn usage_failure(error: impl std::fmt::Display) -> Failure {
     Failure::new(USAGE, error.to_string())
 }
 
-fn load(list: &str) -> Result<Arc<RuleSet>, Failure> {
+/// Loads the rules that a list of names and files means, in the syntax of the mount option `rules`.
+fn load_rule_set(list: &str) -> Result<Arc<RuleSet>, Failure> {
     let rules = load_rules(list, |path| {
         let mut text = String::new();
         let limit = firn_rules::RULES_BYTES_MAX as u64 + 1;
@@ -161,7 +165,7 @@ fn load(list: &str) -> Result<Arc<RuleSet>, Failure> {
             .read_to_string(&mut text)?;
         Ok(text)
     });
-    rules.map(Arc::new).map_err(usage)
+    rules.map(Arc::new).map_err(usage_failure)
 }
 
 /// Returns the rules that are in force on a mount.
@@ -174,7 +178,7 @@ pub(super) fn rules_of_mount(status: &Status) -> Result<Arc<RuleSet>, Failure> {
             "the mount has no commit rules: mount it with rules=NAME, or give --rules".to_owned(),
         )
     })?;
-    load(&rules.replace(':', ","))
+    load_rule_set(&rules.replace(':', ","))
 }
 
 /// The result of `firn rules explain`.
@@ -198,7 +202,7 @@ fn explain(matches: &ArgMatches) -> Result<u8, Failure> {
         Some(list) => {
             let relative = path.strip_prefix("/").unwrap_or(path);
             let relative = relative.as_os_str().as_encoded_bytes().to_vec();
-            (load(list)?, relative, Vec::new())
+            (load_rule_set(list)?, relative, Vec::new())
         }
         None => {
             let (place, mut connection) = connect(path)?;
@@ -275,7 +279,7 @@ struct TestResult<'a> {
     open: Vec<ScopeState>,
 }
 
-/// Plays recorded operations against rules. Returns [`DONE`] where no checkpoint is open at their end.
+/// Plays recorded operations against rules. Returns [`DONE`] if no checkpoint is open at their end.
 fn test(matches: &ArgMatches) -> Result<u8, Failure> {
     let list = matches.get_one::<String>("rules").expect("clap demands it");
     let path = matches
@@ -290,8 +294,9 @@ fn test(matches: &ArgMatches) -> Result<u8, Failure> {
     let shown = crate::text::path(path);
     let text =
         text.map_err(|error| Failure::new(FAILED, format!("cannot read {shown}: {error}")))?;
-    let steps = parse_trace(&text, top).map_err(|error| usage(format!("{shown}: {error}")))?;
-    let mut player = TracePlayer::new(load(list)?);
+    let steps =
+        parse_trace(&text, top).map_err(|error| usage_failure(format!("{shown}: {error}")))?;
+    let mut player = TracePlayer::new(load_rule_set(list)?);
     steps.iter().for_each(|step| player.play(step));
     player.end_job(steps.last().map_or(0, |step| step.line));
     let tested = TestResult {

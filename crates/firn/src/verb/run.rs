@@ -1,10 +1,12 @@
-//! `firn run`: runs a job with its files in memory. It mounts on each host before the command, and unmounts after it.
+//! `firn run`: runs a user's command with its files in memory, on one host or on all hosts of a batch job.
+//!
+//! It mounts on each host, starts the command, and unmounts when the command has ended. The steps are in [`run`].
 //!
 //! Terms
-//! * A launcher starts one process on each host of the job ([`launcher`]). That process is the host's part of the run
-//!   ([`host_part`]), and mounts there.
-//! * Held files are in memory, and not in the backing yet.
-//! * A host is lost when its part has sent nothing for `--host-timeout`.
+//! * A *launcher* starts one process on each host of the job ([`launcher`]). This process, the *host part*, mounts and
+//!   unmounts there ([`host_part`]).
+//! * *Held* files are in memory, and not in the backing yet.
+//! * A host is *lost* when its host part has sent nothing for `--host-timeout`.
 
 mod command;
 mod hints;
@@ -32,7 +34,7 @@ use self::command::{Environment, describe_end, exit_code};
 use self::job::{Job, UnmountSummary};
 use self::launcher::{Launcher, LauncherKind, Program};
 use self::message::{Keep, MountSetup, MountedHost, ReportWanted, RestartTask};
-pub(super) use self::place::NAMES;
+pub(super) use self::place::NAMES_SUFFIX;
 use super::mount::{minus_o, resolve};
 use super::wait::parse_timeout_ms;
 use crate::failure::{DONE, FAILED, Failure, USAGE};
@@ -97,6 +99,7 @@ pub const VERB: Verb = Verb {
     run,
 };
 
+/// Adds the arguments of the verb to its command.
 fn args(command: Command) -> Command {
     let directory = |id: &'static str, name: &'static str, help: &'static str| {
         Arg::new(id)
@@ -217,7 +220,8 @@ fn parse_host_timeout_ms(text: &str) -> Result<u64, String> {
     Ok(timeout_ms)
 }
 
-/// Runs the command, and returns its exit status. A failure of a host counts where the command itself succeeded.
+/// Mounts on all hosts, runs the command, unmounts, and writes the report. Returns the exit status of the command, or of
+/// the first failed host if the command succeeded.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let command: Vec<OsString> = matches
         .get_many::<OsString>("command")
@@ -225,27 +229,27 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         .flatten()
         .cloned()
         .collect();
-    let launcher = launcher::choose(matches)?;
+    let launcher = launcher::choose_launcher(matches)?;
     let run = Run::new(matches, launcher.as_ref())?;
-    let timeout = *matches
+    let timeout_ms = *matches
         .get_one::<u64>("host-timeout")
         .expect("it has a default");
-    let timeout = Duration::from_millis(timeout);
-    let mut job = Job::start(launcher.as_ref(), timeout, program)?;
-    let status = run.mount_and_carry_out(&mut job, &command);
+    let timeout = Duration::from_millis(timeout_ms);
+    let mut job = Job::start(launcher.as_ref(), timeout, host_part_program)?;
+    let status = run.mount_and_run_command(&mut job, &command);
     let held_policy = run.held_policy(status.as_ref().ok());
-    let mut ended = job.end(held_policy, run.quiet);
+    let mut ended = job.unmount_all(held_policy, run.quiet);
     for (text, _) in &ended.failures {
         output::say(text);
     }
-    run.tell_partners(&ended.lost);
-    run.tell_end(
+    run.print_partners_notice(&ended.lost);
+    run.print_summary(
         launcher.hosts().len(),
         status.as_ref().ok(),
         held_policy,
         &ended,
     );
-    let reported = match &run.report {
+    let report_written = match &run.report {
         Some(file) if !ended.mounted.is_empty() => write_report(&mut ended, file),
         _ => Ok(()),
     };
@@ -255,7 +259,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         Some((_, code)) if status.success() => *code,
         _ => exit_code(status),
     };
-    match reported {
+    match report_written {
         // The exit status of the command, or of its files, matters more than a report that could not be written.
         Err(failure) if code != DONE => {
             if let Some(text) = failure.text() {
@@ -263,19 +267,19 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
             }
             Ok(code)
         }
-        reported => reported.map(|()| code),
+        report_written => report_written.map(|()| code),
     }
 }
 
-/// Writes the report of a run from what its hosts sent. A lost host has sent nothing, but may have left a record in the
-/// backing.
+/// Writes the report of a run to `file`, from the data that its hosts sent. A lost host has sent none, but may have left
+/// a record in the backing. Fails if no host's record is known, or if the file cannot be written.
 fn write_report(ended: &mut UnmountSummary, file: &Path) -> Result<(), Failure> {
     let lost = !ended.lost.is_empty();
     let run = &mut ended.report;
     if let Some(mounted) = ended.mounted.first().filter(|_| lost) {
         run.add_other_hosts(mounted.backing.as_path());
     }
-    run.finish();
+    run.finish_records();
     for host in &ended.lost {
         if !run.records.iter().any(|record| record.host == *host) {
             let text = format!(
@@ -288,12 +292,12 @@ fn write_report(ended: &mut UnmountSummary, file: &Path) -> Result<(), Failure> 
         let why = run.failures.join("; ");
         return Err(Failure::new(FAILED, format!("there is no report: {why}")));
     }
-    report::write(run, file)?;
+    report::write_page(run, file)?;
     output::say(&format!("the report is in {}", text::path(file)));
     Ok(())
 }
 
-/// What the command line and the environment ask of a run.
+/// The settings of a run, from the command line, the environment and the launcher.
 struct Run {
     /// File for the report of the run.
     report: Option<PathBuf>,
@@ -309,7 +313,7 @@ struct Run {
     may_choose_frontend: bool,
     /// Whether the command runs without the preload library.
     no_preload: bool,
-    /// Content of the file with ROMIO hints, where files lie in logs.
+    /// Content of the file with ROMIO hints, if files lie in logs.
     romio_hints: Option<String>,
     /// The lost host whose files are restored.
     restart: Option<String>,
@@ -332,7 +336,7 @@ impl Run {
         let backing = path("backing")?;
         let resolved = resolve(matches)?;
         let has_others = launcher.hosts().len() > 1 && backing.is_some();
-        let mut options = defaults_of_a_run(&resolved, has_others);
+        let mut options = run_options(&resolved, has_others);
         let report = path("report")?;
         if report.is_some() && has_others && is_default(&resolved, "record-in") {
             // A lost host sends no record. Its record in the backing is then the only one.
@@ -346,7 +350,7 @@ impl Run {
             default_prefix: launcher.default_prefix(),
             may_choose_frontend: is_default(&resolved, "frontend"),
             romio_hints: (options.layout == Layout::Log)
-                .then(hints::without_sieving)
+                .then(hints::hints_without_sieving)
                 .transpose()?,
             options,
             no_preload,
@@ -383,7 +387,7 @@ impl Run {
         }
         let is_tree = self.options.frontend == Frontend::Preload;
         if is_tree && self.no_preload {
-            return Err(without_library());
+            return Err(missing_library_failure());
         }
         // The key of the partner's agent lies in the backing, and restored files are renamed by the descriptor of a
         // FUSE mount.
@@ -395,8 +399,8 @@ impl Run {
         Ok(())
     }
 
-    /// Returns what each host is told to mount. `hosts` are the names that the hosts give themselves.
-    fn setup(&self, hosts: &[String]) -> MountSetup {
+    /// Returns the order to mount, which is the same for all hosts. `hosts` are the names that the hosts give themselves.
+    fn mount_setup(&self, hosts: &[String]) -> MountSetup {
         let restart = self.restart.as_ref().map(|lost| RestartTask {
             lost: lost.clone(),
             to: hosts
@@ -434,25 +438,29 @@ impl Run {
         }
     }
 
-    /// Mounts on all hosts, runs the command, and returns its status.
-    fn mount_and_carry_out(
+    /// Mounts on all hosts, runs the command, and returns its status. The mounts stay, also after a failure.
+    fn mount_and_run_command(
         &self,
         job: &mut Job<'_>,
         words: &[OsString],
     ) -> Result<ExitStatus, Failure> {
-        let mounted = job.mount(|hosts| self.setup(hosts))?;
+        let mounted = job.mount(|hosts| self.mount_setup(hosts))?;
         let environment = self.environment(&mounted)?;
-        let command = command::start(words, &environment)?;
+        let command = command::start_command(words, &environment)?;
         job.wait_for_command(command)
     }
 
-    /// Returns the environment of the command. Fails where hosts have different mount points, because the command gets
+    /// Returns the environment of the command. Fails if hosts have different mount points, because the command gets
     /// only one FIRN_PREFIX.
     fn environment(&self, mounted: &[MountedHost]) -> Result<Environment, Failure> {
-        let preload = if self.no_preload { None } else { library() };
+        let preload = if self.no_preload {
+            None
+        } else {
+            find_preload_library()
+        };
         // Without FUSE, only the preload library can give the command its files.
         if preload.is_none() && mounted.iter().any(|mounted| mounted.is_tree) {
-            return Err(without_library());
+            return Err(missing_library_failure());
         }
         let first = &mounted[0];
         let differs = |other: &&MountedHost| {
@@ -491,7 +499,7 @@ impl Run {
     }
 
     /// Tells the user how the partners' copies of lost hosts' files are used.
-    fn tell_partners(&self, lost: &[String]) {
+    fn print_partners_notice(&self, lost: &[String]) {
         if self.options.partner == Partner::None {
             return;
         }
@@ -503,7 +511,7 @@ impl Run {
     }
 
     /// Tells the user how the command ended, and where its files are.
-    fn tell_end(
+    fn print_summary(
         &self,
         hosts: usize,
         status: Option<&ExitStatus>,
@@ -536,7 +544,7 @@ impl Run {
             (HeldPolicy::Discard, _) => output::say(&format!(
                 "{how}; its files were in memory only and are removed (--backing DIR keeps them)"
             )),
-            _ if ended.held_bytes > 0 => tell_held(&how, ended),
+            _ if ended.held_bytes > 0 => print_held_notice(&how, ended),
             (HeldPolicy::Drain, Some(backing)) => {
                 output::say(&format!("{how}; {everything} is durable in {backing}"));
             }
@@ -548,8 +556,8 @@ impl Run {
     }
 }
 
-/// Tells the user how files that stay in memory are used again.
-fn tell_held(how: &str, ended: &UnmountSummary) {
+/// Tells the user how to use the files again that stay in memory.
+fn print_held_notice(how: &str, ended: &UnmountSummary) {
     let held = text::bytes(ended.held_bytes);
     let [arena] = ended.arenas.as_slice() else {
         output::say(&format!(
@@ -578,6 +586,7 @@ fn tell_held(how: &str, ended: &UnmountSummary) {
     }
 }
 
+/// Returns whether the user has left the option `name` at its default.
 fn is_default(resolved: &Resolved, name: &str) -> bool {
     let origin = resolved.origins.iter().find(|(row, _)| row.name == name);
     origin.is_some_and(|(_, origin)| matches!(origin, Origin::Default))
@@ -588,7 +597,7 @@ fn is_default(resolved: &Resolved, name: &str) -> bool {
 /// On one host, speed comes first: files stay in memory, and close and fsync do not wait. With several hosts,
 /// correctness comes first: files lie in logs, which work on any file system, and each close and fsync makes data
 /// visible to others.
-fn defaults_of_a_run(resolved: &Resolved, has_others: bool) -> Options {
+fn run_options(resolved: &Resolved, has_others: bool) -> Options {
     let mut options = resolved.options.clone();
     if has_others && is_default(resolved, "layout") {
         options.layout = Layout::Log;
@@ -609,9 +618,9 @@ fn defaults_of_a_run(resolved: &Resolved, has_others: bool) -> Options {
     options
 }
 
-/// Returns the frontend of a host where the user has chosen none: FUSE where it works, or else preload.
-fn frontend_here(say: &mut dyn FnMut(String)) -> Frontend {
-    match fuse() {
+/// Returns the frontend of a host if the user has chosen none: FUSE if it works, or else preload.
+fn choose_frontend(say: &mut dyn FnMut(String)) -> Frontend {
+    match check_fuse() {
         Ok(()) => Frontend::Fuse,
         Err(why) => {
             say(format!(
@@ -623,7 +632,7 @@ fn frontend_here(say: &mut dyn FnMut(String)) -> Frontend {
 }
 
 /// Returns whether FUSE can be used on this host. The error says why it cannot.
-fn fuse() -> Result<(), String> {
+fn check_fuse() -> Result<(), String> {
     if let Some(fault) = crate::doctor::device_fault() {
         return Err(fault);
     }
@@ -636,7 +645,7 @@ fn fuse() -> Result<(), String> {
 }
 
 /// Returns the preload library that is installed with this program. A message says where it is missing.
-fn library() -> Option<PathBuf> {
+fn find_preload_library() -> Option<PathBuf> {
     let found = firn_client::library::beside(&std::env::current_exe().ok()?);
     if found.is_none() {
         let name = firn_client::library::NAME;
@@ -647,30 +656,30 @@ fn library() -> Option<PathBuf> {
     found
 }
 
-fn without_library() -> Failure {
+fn missing_library_failure() -> Failure {
     let why = "frontend=preload needs the preload library: omit --no-preload, and install the library beside firn";
     Failure::new(USAGE, why)
 }
 
-/// Returns the command line and the variables of the host's part. `beat_ms` is the interval of its signs of life.
-fn program(beat_ms: u64) -> Result<Program, Failure> {
-    let program = std::env::current_exe()
+/// Returns the command line and the variables of the host's part. `alive_interval_ms` is the interval of its signs of life.
+fn host_part_program(alive_interval_ms: u64) -> Result<Program, Failure> {
+    let own_file = std::env::current_exe()
         .map_err(|error| Failure::new(FAILED, format!("cannot find this program: {error}")))?;
     let words = [
-        program.into_os_string(),
+        own_file.into_os_string(),
         host_part::NAME.into(),
-        beat_ms.to_string().into(),
+        alive_interval_ms.to_string().into(),
     ];
     // A launcher may put the name into a line for a shell, so names with other characters are not passed on.
     let is_word = |byte: &u8| byte.is_ascii_alphanumeric() || *byte == b'_';
-    let is_handed_on = |name: &OsString| {
+    let is_passed_on = |name: &OsString| {
         let name = name.as_encoded_bytes();
         name == b"PATH" || name.starts_with(b"FIRN_") && name.iter().all(is_word)
     };
     Ok(Program {
         words: words.into(),
         variables: std::env::vars_os()
-            .filter(|(name, _)| is_handed_on(name))
+            .filter(|(name, _)| is_passed_on(name))
             .collect(),
     })
 }

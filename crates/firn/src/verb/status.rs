@@ -116,6 +116,7 @@ struct StatusArgs {
 }
 
 impl StatusArgs {
+    /// Returns how much of each mount is shown.
     fn detail(&self) -> StatusDetail {
         if self.verbose {
             StatusDetail::All
@@ -132,7 +133,7 @@ enum FoundMount {
     Alive {
         #[serde(flatten)]
         status: Box<Status>,
-        /// The undrained files, where the user gave a path below the mount point.
+        /// The undrained files, if the user gave a path below the mount point.
         #[serde(skip_serializing_if = "Option::is_none")]
         files: Option<Vec<FileStatus>>,
     },
@@ -153,7 +154,7 @@ enum FoundMount {
 }
 
 impl FoundMount {
-    /// Returns what the user should do where no firnd answers. Returns `None` where one does.
+    /// Returns what the user should do if no firnd answers. Returns `None` if one does.
     fn advice(&self) -> Option<String> {
         match self {
             Self::Alive { .. } => None,
@@ -183,7 +184,7 @@ impl FoundMount {
 
 /// Returns whether a backing only has the names of a `firn run` whose files are in memory.
 fn is_of_a_run(backing: &Path) -> bool {
-    backing.extension() == Some(OsStr::new(super::run::NAMES))
+    backing.extension() == Some(OsStr::new(super::run::NAMES_SUFFIX))
 }
 
 /// Shows the status, or clears errors, as the flags say. With `--watch` it repeats until it is interrupted.
@@ -206,7 +207,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     }
 }
 
-/// Prints the metrics of the mount of `path`, or of all mounts, or writes them to a file. Returns [`PARTLY`] where a
+/// Prints the metrics of the mount of `path`, or of all mounts, or writes them to a file. Returns [`PARTLY`] if a
 /// mount did not answer.
 fn print_metrics(path: Option<&Path>, file: Option<&Path>) -> Result<u8, Failure> {
     let (all, code) = match path {
@@ -243,14 +244,14 @@ fn show_job(args: &StatusArgs) -> Result<u8, Failure> {
     Ok(exit_code(&job))
 }
 
-/// Shows the status once. Without a path, it returns [`PARTLY`] where a mount did not answer.
+/// Shows the status once. Without a path, it returns [`PARTLY`] if a mount did not answer.
 fn print_once(args: &StatusArgs) -> Result<u8, Failure> {
     if args.job {
         return show_job(args);
     }
     match &args.path {
         Some(path) => {
-            let seen = look_at(path)?;
+            let seen = ask_mount_of(path)?;
             if args.json {
                 print_as_json(args, &seen)?
             } else {
@@ -291,6 +292,7 @@ fn all_as_text(args: &StatusArgs, all: &[FoundMount]) -> String {
     }
 }
 
+/// Prints a value as JSON: indented, or with `--watch` on one line.
 fn print_as_json(args: &StatusArgs, value: &impl Serialize) -> Result<(), Failure> {
     if args.watch {
         output::print_json_line(value)
@@ -299,6 +301,7 @@ fn print_as_json(args: &StatusArgs, value: &impl Serialize) -> Result<(), Failur
     }
 }
 
+/// Prints a text. With `--watch` on a terminal, the text replaces the previous one.
 fn print_for_people(args: &StatusArgs, text: &str) -> Result<(), Failure> {
     if args.watch && io::stdout().is_terminal() {
         return output::print(&format!("{CLEAR}{text}"));
@@ -306,7 +309,8 @@ fn print_for_people(args: &StatusArgs, text: &str) -> Result<(), Failure> {
     output::print(text)
 }
 
-fn look_at(path: &Path) -> Result<FoundMount, Failure> {
+/// Asks the firnd of the mount of `path` for its status, and for the undrained files if `path` is below the mount point.
+fn ask_mount_of(path: &Path) -> Result<FoundMount, Failure> {
     let (place, mut connection) = connect(path)?;
     let status = Box::new(connection.status()?);
     let files = match &place.relative {

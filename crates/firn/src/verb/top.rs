@@ -9,7 +9,7 @@ use super::wait::parse_timeout_ms;
 use crate::failure::{DONE, Failure};
 use crate::output::{self, Paint};
 use crate::top::sampler::TopRequest;
-use crate::top::terminal::{once, show};
+use crate::top::terminal::{render_once, show_screen};
 use crate::verb::Verb;
 
 /// Minimum of `--every` in milliseconds. firnd averages its rates over seconds, so a shorter interval shows nothing
@@ -64,6 +64,7 @@ struct TopArgs {
     size: (u16, u16),
 }
 
+/// Parses the interval between two samples. Returns milliseconds.
 fn parse_every(text: &str) -> Result<u64, String> {
     match parse_timeout_ms(text)? {
         every if every < EVERY_MIN_MS => Err(format!("{EVERY_MIN_MS}ms is the shortest")),
@@ -71,6 +72,7 @@ fn parse_every(text: &str) -> Result<u64, String> {
     }
 }
 
+/// Parses the size of a screen, such as `80x24`. Returns its columns and its lines.
 fn parse_size(text: &str) -> Result<(u16, u16), String> {
     let parsed = text
         .split_once('x')
@@ -81,18 +83,19 @@ fn parse_size(text: &str) -> Result<(u16, u16), String> {
     }
 }
 
+/// Shows the screen until the user ends it. With `--once` prints it as text.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = TopArgs::from_arg_matches(matches)?;
-    let wanted = TopRequest {
-        every: Duration::from_millis(args.every),
+    let request = TopRequest {
+        interval: Duration::from_millis(args.every),
         directory: args.path.clone().filter(|_| !args.job),
         job_path: args.path.clone(),
     };
     if args.once {
-        let text = once(wanted, args.job, args.size)?;
+        let text = render_once(request, args.job, args.size)?;
         return output::print(&text).map(|()| DONE);
     }
-    show(wanted, args.job, Paint::stdout().on())
+    show_screen(request, args.job, Paint::stdout().on())
 }
 
 #[cfg(test)]

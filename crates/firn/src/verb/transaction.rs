@@ -205,7 +205,7 @@ impl ResultOutput {
     }
 }
 
-/// Returns how much the transaction at `path` has changed, such as `5 objects with 24.0 MiB`. Returns `None` where no
+/// Returns how much the transaction at `path` has changed, such as `5 objects with 24.0 MiB`. Returns `None` if no
 /// such transaction is open.
 fn changes_at(path: &Path) -> Result<Option<String>, Failure> {
     let place = firn_client::find(path)?;
@@ -222,9 +222,9 @@ fn changes_at(path: &Path) -> Result<Option<String>, Failure> {
 /// Sends a request about the transaction at a path, and prints the result.
 ///
 /// `words` makes the sentence for the user from the path and the number of the checkpoint.
-fn ask(
+fn send_request(
     path: &Path,
-    say: ResultOutput,
+    output_mode: ResultOutput,
     request: impl FnOnce(BytePath) -> Request,
     words: impl FnOnce(&str, Option<u64>) -> String,
 ) -> Result<u8, Failure> {
@@ -234,7 +234,7 @@ fn ask(
         .unzip();
     let not_applied_on = not_applied_on.unwrap_or_default();
     let mount_point = place.mount.mount_point.into();
-    if let ResultOutput::Json = say {
+    if let ResultOutput::Json = output_mode {
         output::print_json(&RequestResult {
             mount_point,
             scope: &place.relative,
@@ -242,7 +242,7 @@ fn ask(
             not_applied_on,
         })?;
     } else {
-        if let ResultOutput::Sentence = say {
+        if let ResultOutput::Sentence = output_mode {
             output::say(&words(&quoted_path(path), id));
         }
         if !not_applied_on.is_empty() {
@@ -272,7 +272,7 @@ fn begin(matches: &ArgMatches) -> Result<u8, Failure> {
             )
         })?,
     };
-    ask(
+    send_request(
         &place.path,
         ResultOutput::from_flags(place.json, false),
         |path| Request::Begin {
@@ -284,11 +284,12 @@ fn begin(matches: &ArgMatches) -> Result<u8, Failure> {
     )
 }
 
+/// Prepares a transaction: makes it durable, so that it can be committed or aborted later.
 fn prepare(matches: &ArgMatches) -> Result<u8, Failure> {
     let NumberArgs { place, id } = NumberArgs::from_arg_matches(matches)?;
     let words =
         |at: &str, _| format!("{at}: prepared as {id}; `firn commit` or `firn abort` ends it");
-    ask(
+    send_request(
         &place.path,
         ResultOutput::from_flags(place.json, false),
         |path| Request::Prepare { path, id },
@@ -326,7 +327,7 @@ fn commit(matches: &ArgMatches) -> Result<u8, Failure> {
         };
         format!("{at}: committed as {}{how}{next}", id.unwrap_or_default())
     };
-    ask(
+    send_request(
         &place.path,
         ResultOutput::from_flags(place.json, quiet),
         |path| Request::Commit {
@@ -339,9 +340,10 @@ fn commit(matches: &ArgMatches) -> Result<u8, Failure> {
     )
 }
 
+/// Aborts a transaction, which undoes its changes.
 fn abort(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = PlaceArgs::from_arg_matches(matches)?;
-    ask(
+    send_request(
         &args.path,
         ResultOutput::from_flags(args.json, false),
         |path| Request::Abort { path },
@@ -349,10 +351,11 @@ fn abort(matches: &ArgMatches) -> Result<u8, Failure> {
     )
 }
 
+/// Restores the files as they were at a checkpoint.
 fn restore(matches: &ArgMatches) -> Result<u8, Failure> {
     let NumberArgs { place, id } = NumberArgs::from_arg_matches(matches)?;
     let words = |at: &str, _| format!("{at}: the files are those of checkpoint {id}");
-    ask(
+    send_request(
         &place.path,
         ResultOutput::from_flags(place.json, false),
         |path| Request::Restore { path, id },

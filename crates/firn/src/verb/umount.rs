@@ -83,6 +83,7 @@ pub struct UmountArgs {
 }
 
 impl UmountArgs {
+    /// Returns what firnd does with the held data.
     fn held_policy(&self) -> HeldPolicy {
         match (self.discard, self.keep_held) {
             (true, _) => HeldPolicy::Discard,
@@ -92,6 +93,7 @@ impl UmountArgs {
     }
 }
 
+/// Unmounts as the flags say.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     umount(&UmountArgs::from_arg_matches(matches)?)
 }
@@ -182,7 +184,7 @@ fn summarize(mount: &Mount, waited: &WaitSummary, kept_bytes: Option<u64>) -> St
     }
 }
 
-/// Asks the user whether `what` may be dropped. Fails where the user declines, or where there is no terminal to ask at.
+/// Asks the user whether `what` may be dropped. Fails if the user declines, or if there is no terminal to ask at.
 /// The message then says with `kept` where the data is.
 pub(super) fn confirm_discard(what: &str, kept: &str) -> Result<(), Failure> {
     if !io::stdin().is_terminal() || !io::stderr().is_terminal() {
@@ -209,6 +211,7 @@ fn describe_undrained(status: &Status) -> String {
     format!("{bytes} in {files} file{plural} that {backing} does not have")
 }
 
+/// Returns the failure of `--discard` for a mount whose firnd was killed, with the commands that discard its data.
 fn discard_of_dead(mount: &Mount) -> Failure {
     let point = text::path(&mount.mount_point);
     let backing = text::path(&mount.backing);
@@ -230,6 +233,7 @@ pub(super) fn wait_for_end(process: &Process, force: bool) {
     }
 }
 
+/// Returns whether the mount is still in the kernel's table. Returns true if the table cannot be read.
 fn is_mounted(mount: &Mount) -> bool {
     firn_client::mounts().map_or(true, |mounts| mounts.contains(mount))
 }
@@ -271,7 +275,7 @@ fn without_arena(mount: &Mount) -> String {
     )
 }
 
-/// Reports the data that is left in the arena. Returns [`DONE`] where no arena is left, and fails with [`PARTLY`]
+/// Reports the data that is left in the arena. Returns [`DONE`] if no arena is left, and fails with [`PARTLY`]
 /// otherwise.
 fn report_arena(arena: &Path, mount: &Mount) -> Result<u8, Failure> {
     if !arena.exists() {

@@ -31,7 +31,7 @@ struct UmountCall {
     lazy: bool,
 }
 
-/// Reads the arguments of umount(8). Fails where a flag is unknown, or the mount point is missing.
+/// Reads the arguments of umount(8). Fails if a flag is unknown, or the mount point is missing.
 fn parse(args: &[OsString]) -> Result<UmountCall, Failure> {
     let usage = |what: &str| {
         Failure::new(
@@ -73,7 +73,7 @@ fn parse(args: &[OsString]) -> Result<UmountCall, Failure> {
 fn run(call: UmountCall) -> Result<u8, Failure> {
     if call.lazy {
         // The mount leaves the tree of names at once. firnd drains and ends when the last file is closed.
-        return by_kernel(&call.dir, UnmountFlags::DETACH);
+        return unmount_by_kernel(&call.dir, UnmountFlags::DETACH);
     }
     // The kernel lets a user with permission unmount even where firnd does not answer. So in that case the helper
     // leaves the unmount to the kernel.
@@ -86,7 +86,7 @@ fn run(call: UmountCall) -> Result<u8, Failure> {
         } else {
             UnmountFlags::empty()
         };
-        return by_kernel(&call.dir, flags);
+        return unmount_by_kernel(&call.dir, flags);
     }
     umount(&UmountArgs {
         path: call.dir,
@@ -98,7 +98,8 @@ fn run(call: UmountCall) -> Result<u8, Failure> {
     })
 }
 
-fn by_kernel(dir: &Path, flags: UnmountFlags) -> Result<u8, Failure> {
+/// Unmounts without firnd, by umount(2).
+fn unmount_by_kernel(dir: &Path, flags: UnmountFlags) -> Result<u8, Failure> {
     rustix::mount::unmount(dir, flags).map_err(|errno| {
         Failure::new(
             FAILED,

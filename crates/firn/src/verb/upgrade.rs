@@ -61,6 +61,7 @@ pub const VERB: Verb = Verb {
     run,
 };
 
+/// Adds the arguments of the verb to its command.
 fn args(command: Command) -> Command {
     command
         .arg(
@@ -74,7 +75,7 @@ fn args(command: Command) -> Command {
         .arg(minus_o().help("Options that change, as after `firn mount -o`"))
 }
 
-/// Replaces the firnd of a mount, and waits for the next one. Fails where another version than this one goes on.
+/// Replaces the firnd of a mount, and waits for the next one. Fails if another version than this one goes on.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let path: &PathBuf = matches.get_one("path").expect("clap demands it");
     let options = join_options(matches)?;
@@ -89,7 +90,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let mut connection = Connection::open_of_any_version(&mount)?;
     let (before, version) = (connection.pid, connection.version.clone());
     let keeper = connection.upgrade(&options)?;
-    let status = Upgrade::begin(&mount, before, keeper).wait_for_upgrade()?;
+    let status = Upgrade::watch(&mount, before, keeper).wait_for_upgrade()?;
     check_upgraded(&status)?;
     output::say(&format!(
         "firn {} goes on with {} (before: {version}); programs waited {:.0} ms",
@@ -100,7 +101,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     Ok(DONE)
 }
 
-/// Joins all `-o` into one list. Returns a failure where a word is no option of this version.
+/// Joins all `-o` into one list. Returns a failure if a word is no option of this version.
 fn join_options(matches: &ArgMatches) -> Result<String, Failure> {
     let lists: Vec<&OsString> = matches.get_many("minus-o").into_iter().flatten().collect();
     let mut joined = Vec::new();
@@ -123,7 +124,8 @@ struct Upgrade<'a> {
 }
 
 impl<'a> Upgrade<'a> {
-    fn begin(mount: &'a Mount, before: u32, keeper: u32) -> Self {
+    /// Begins to watch an upgrade. `before` is the process id of the previous firnd, and `keeper` that of its keeper.
+    fn watch(mount: &'a Mount, before: u32, keeper: u32) -> Self {
         let keeper = Pid::from_raw(keeper as i32);
         Self {
             mount,
@@ -133,7 +135,7 @@ impl<'a> Upgrade<'a> {
     }
 
     /// Waits for the status of the next firnd, which may be of the new version or of the old one. There is no timeout
-    /// while the keeper lives, because the backing decides how long firnd takes. Fails where the mount has ended.
+    /// while the keeper lives, because the backing decides how long firnd takes. Fails if the mount has ended.
     fn wait_for_upgrade(&self) -> Result<Status, Failure> {
         let mut until = None;
         loop {
@@ -167,6 +169,7 @@ impl<'a> Upgrade<'a> {
         connection.status().map(Some)
     }
 
+    /// Returns whether the process of the keeper has ended.
     fn has_keeper_ended(&self) -> bool {
         let now = Timespec {
             tv_sec: 0,
@@ -180,7 +183,7 @@ impl<'a> Upgrade<'a> {
     }
 }
 
-/// Returns a failure where the firnd of this status is not the one that was asked for.
+/// Returns a failure if the firnd of this status is not the one that was asked for.
 fn check_upgraded(status: &Status) -> Result<(), Failure> {
     let failed = |why: &str| {
         let version = &status.version;

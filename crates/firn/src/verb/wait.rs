@@ -83,6 +83,7 @@ enum WaitLevel {
 }
 
 impl WaitLevel {
+    /// Returns the level of the protocol.
     fn level(self) -> DurabilityLevel {
         match self {
             Self::Partnered => DurabilityLevel::Partnered,
@@ -118,6 +119,7 @@ pub fn parse_timeout_ms(text: &str) -> Result<u64, String> {
     plain.map_or_else(|| firn_config::parse_duration_ms(text), Ok)
 }
 
+/// Waits as the flags say, and prints the result.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = WaitArgs::from_arg_matches(matches)?;
     let printing = WaitOutput {
@@ -138,7 +140,7 @@ pub struct WaitOutput {
 
 /// Waits for a durability level, and prints the result.
 ///
-/// Returns [`DONE`] where the level was reached. Fails with [`PARTLY`] at the timeout, or where files stay in logs.
+/// Returns [`DONE`] if the level was reached. Fails with [`PARTLY`] at the timeout, or if files stay in logs.
 pub fn wait(
     path: &std::path::Path,
     until: DurabilityLevel,

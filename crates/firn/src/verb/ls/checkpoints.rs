@@ -42,6 +42,7 @@ pub(super) struct ListedCheckpoint {
 }
 
 impl ListedCheckpoint {
+    /// Adds a file to the figures of the checkpoint. `path` is relative to the mount point.
     fn add(&mut self, path: &BytePath, file: &FoundFile, levels: &Levels) {
         let path = path.as_path();
         self.files += 1;
@@ -52,6 +53,7 @@ impl ListedCheckpoint {
         self.modified_unix_seconds = self.modified_unix_seconds.max(file.modified_s);
     }
 
+    /// Returns the sort key. A checkpoint without a step comes after all others.
     fn order(&self) -> (f64, &BTreeSet<BytePath>) {
         let step = self.step.as_ref().and_then(|step| step.parse().ok());
         (step.unwrap_or(f64::INFINITY), &self.paths)
@@ -90,20 +92,20 @@ pub(super) fn list(
         listed.add(&relative.into(), file, levels);
     }
     let mut listed: Vec<ListedCheckpoint> = found.into_values().collect();
-    for one in &mut listed {
-        let mut open = status.transactions.iter();
-        let open = open.find(|open| one.paths.contains(&open.scope));
-        one.complete = open.is_none();
-        one.waits_for = open.and_then(|open| open.waits_for.clone());
+    for checkpoint in &mut listed {
+        let mut transactions = status.transactions.iter();
+        let open = transactions.find(|open| checkpoint.paths.contains(&open.scope));
+        checkpoint.complete = open.is_none();
+        checkpoint.waits_for = open.and_then(|open| open.waits_for.clone());
         // A commit by a rule makes its files durable. Files that existed before were synced earlier.
-        let is_drained = one
+        let is_drained = checkpoint
             .level
             .is_some_and(|level| level >= DurabilityLevel::Drained);
-        one.durable = one.complete && is_drained;
+        checkpoint.durable = checkpoint.complete && is_drained;
     }
-    listed.sort_by(|one, other| {
-        let (one, other) = (one.order(), other.order());
-        one.0.total_cmp(&other.0).then_with(|| one.1.cmp(other.1))
+    listed.sort_by(|a, b| {
+        let ((step_a, paths_a), (step_b, paths_b)) = (a.order(), b.order());
+        step_a.total_cmp(&step_b).then_with(|| paths_a.cmp(paths_b))
     });
     Ok(listed)
 }
@@ -135,6 +137,7 @@ fn row(listed: &ListedCheckpoint) -> [String; HEAD.len()] {
     ]
 }
 
+/// Prints the checkpoints as JSON or as a table. Prints no table if there are none.
 pub(super) fn print(listed: &[ListedCheckpoint], as_json: bool) -> Result<(), Failure> {
     if as_json {
         return output::print_json(&listed);

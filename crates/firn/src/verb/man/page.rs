@@ -205,6 +205,7 @@ fn title(man: &Man) -> String {
     String::from_utf8(roff).expect("the tables are UTF-8")
 }
 
+/// Returns these texts as paragraphs.
 fn paragraphs(paragraphs: &[&str]) -> String {
     paragraphs
         .iter()
@@ -226,6 +227,7 @@ fn terms<'a>(section: &str, font: char, rows: impl Iterator<Item = (&'a str, &'a
     roff
 }
 
+/// Returns the section about the options of a command, as clap writes it. Returns an empty text if there are none.
 fn options(command: &Command) -> String {
     let mut roff = Vec::new();
     if command.get_arguments().any(|arg: &Arg| !arg.is_hide_set()) {
@@ -236,6 +238,7 @@ fn options(command: &Command) -> String {
     String::from_utf8(roff).expect("the tables are UTF-8")
 }
 
+/// Returns the section with the examples.
 fn examples(examples: &[(&str, &str)]) -> String {
     let mut roff = String::from(".SH EXAMPLES\n");
     for (line, what) in examples {
@@ -244,6 +247,7 @@ fn examples(examples: &[(&str, &str)]) -> String {
     roff
 }
 
+/// Returns the section about the exit statuses.
 fn exit_status(exits: &[(u8, &str)]) -> String {
     let mut roff = String::from(".SH \"EXIT STATUS\"\n");
     for (code, what) in exits {

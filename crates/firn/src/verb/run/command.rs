@@ -1,4 +1,4 @@
-//! The command of a run: its environment, its start, and its exit status.
+//! The user's command, which `firn run` executes: its environment, its start, and its exit status.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::process::ExitStatusExt;
@@ -13,24 +13,26 @@ const LIBUV_USES_IO_URING: &str = "UV_USE_IO_URING";
 const OPEN_MPI_LIST: &str = "OMPI_MCA_mca_base_env_list";
 /// Variable that names the file in which ROMIO looks for hints.
 pub(super) const ROMIO_HINTS: &str = "ROMIO_HINTS";
-/// Variable for data sieving in OMPIO: reading a range, changing a part, and writing the whole range back. The write
-/// would overwrite what other ranks wrote meanwhile.
+/// Variable for data sieving in OMPIO, the I/O layer of Open MPI. See [`super::hints`] for the harm of data sieving.
 const OMPIO_DATA_SIEVING: &str = "OMPI_MCA_fbtl_posix_write_datasieving";
 
-/// What a command has to know of its mounts.
+/// The mount as the command sees it, from which its environment variables are made.
 pub(super) struct Environment {
     /// Mount point under which the command sees its files.
     pub(super) prefix: PathBuf,
     /// The preload library. `None` means that the command runs without it.
     pub(super) preload: Option<PathBuf>,
-    /// File with hints for ROMIO. `None` means that no file can lie in logs.
+    /// File with hints for ROMIO. Only mounts with layout=log need one.
     pub(super) romio_hints: Option<PathBuf>,
 }
 
-/// Starts the command `words`. Fails with exit status 127 where the program is not found, and with 126 where it cannot
+/// Starts the command `words`. Fails with exit status 127 if the program is not found, and with 126 if it cannot
 /// be run, as shells do.
-pub(super) fn start(words: &[OsString], environment: &Environment) -> Result<Child, Failure> {
-    let (program, args) = words.split_first().expect("clap demands one");
+pub(super) fn start_command(
+    words: &[OsString],
+    environment: &Environment,
+) -> Result<Child, Failure> {
+    let (program, args) = words.split_first().expect("clap demands a command");
     let mut command = Command::new(program);
     command.args(args);
     environment.set_environment(&mut command);
@@ -84,6 +86,7 @@ impl Environment {
     }
 }
 
+/// Returns a value of LD_PRELOAD with `library` before the libraries that the user has set.
 fn prepend_library(library: &Path, other_libraries: Option<OsString>) -> OsString {
     let mut list = library.as_os_str().to_owned();
     if let Some(others) = other_libraries.filter(|others| !others.is_empty()) {

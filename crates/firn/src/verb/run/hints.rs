@@ -1,7 +1,7 @@
-//! Hints that turn off data sieving in ROMIO.
+//! The file of hints that turns off data sieving in ROMIO, the I/O layer of MPICH and other MPI libraries.
 //!
-//! Data sieving reads a range, changes a part, and writes the whole range back. So it would overwrite bytes that other
-//! hosts have changed meanwhile.
+//! With data sieving, ROMIO reads a range of a file, changes part of the range, and writes the whole range back. This
+//! undoes what other hosts have written to the range in the meantime.
 
 use std::io::Read;
 
@@ -9,14 +9,14 @@ use super::command::ROMIO_HINTS;
 use crate::failure::{Failure, USAGE};
 
 /// The hint that makes ROMIO write only the bytes that a program gave it.
-const NO_SIEVES: &str = "romio_ds_write disable";
-/// Key of that hint.
-const SIEVES: &str = "romio_ds_write";
+const SIEVING_OFF_HINT: &str = "romio_ds_write disable";
+/// The key in that hint.
+const SIEVING_KEY: &str = "romio_ds_write";
 /// Maximum size in bytes of a file with hints. Real files have some hundred bytes.
 const HINTS_BYTES_MAX: u64 = 64 << 10;
 
-/// Returns the user's hints, with the hint against data sieving added. Fails where the user's file cannot be read.
-pub(super) fn without_sieving() -> Result<String, Failure> {
+/// Returns the user's hints, with the hint against data sieving added. Fails if the user's file cannot be read.
+pub(super) fn hints_without_sieving() -> Result<String, Failure> {
     let mut hints = String::new();
     if let Some(file) = std::env::var_os(ROMIO_HINTS) {
         std::fs::File::open(&file)
@@ -27,18 +27,19 @@ pub(super) fn without_sieving() -> Result<String, Failure> {
                 Failure::new(USAGE, why)
             })?;
     }
-    Ok(with_own(&hints))
+    Ok(add_sieving_off(&hints))
 }
 
-/// Adds the hint, unless the user has set that key. The user's own choice stays, even if it is wrong.
-fn with_own(hints: &str) -> String {
-    let is_sieves = |line: &str| line.split_whitespace().next() == Some(SIEVES);
+/// Returns `hints` with the hint against data sieving added. Where the user has set the key, the user's value stays,
+/// even if it is wrong.
+fn add_sieving_off(hints: &str) -> String {
+    let sets_sieving = |line: &str| line.split_whitespace().next() == Some(SIEVING_KEY);
     let mut all = hints.trim_end().to_owned();
-    if !hints.lines().any(is_sieves) {
+    if !hints.lines().any(sets_sieving) {
         if !all.is_empty() {
             all.push('\n');
         }
-        all += NO_SIEVES;
+        all += SIEVING_OFF_HINT;
     }
     all + "\n"
 }
@@ -49,12 +50,12 @@ mod tests {
 
     #[test]
     fn hints_of_the_user_stay() {
-        assert_eq!(with_own(""), "romio_ds_write disable\n");
+        assert_eq!(add_sieving_off(""), "romio_ds_write disable\n");
         assert_eq!(
-            with_own("cb_nodes 4\n\n"),
+            add_sieving_off("cb_nodes 4\n\n"),
             "cb_nodes 4\nromio_ds_write disable\n"
         );
         let own = "romio_ds_write enable\n";
-        assert_eq!(with_own(own), own);
+        assert_eq!(add_sieving_off(own), own);
     }
 }

@@ -1,14 +1,16 @@
-//! The part of `firn run` on one host: it mounts, makes data durable on request, and unmounts.
+//! The host part: the process of `firn run` on one host. It mounts, makes data durable on request, and unmounts.
 //!
-//! A launcher starts this process ([`super::launcher`]), and firnd is its child. A resource manager may end everything
-//! that an ended process has started (a step of Slurm), so this process lives as long as firnd.
+//! A launcher starts this process ([`super::launcher`]), and firnd is its child. It lives as long as firnd, because a
+//! resource manager may kill all processes of a job step when the step's own process ends.
+//!
+//! It reads orders of `firn run` from standard input, and writes messages to standard output ([`super::message`]).
 //!
 //! Promises
-//! * A resource manager sends SIGTERM or SIGINT before it kills. These signals make durable what is held now. The mount
-//!   stays, because the job may still write its last checkpoint. firnd gets the same signal, and leaves the unmount to
-//!   this process.
-//! * Standard input ends when `firn run` has ended. Then this process unmounts as soon as no program uses the mount, or
-//!   at the next signal. Where there is a backing, everything is drained before.
+//! * At SIGTERM or SIGINT, the data that is in memory now becomes durable. A resource manager sends these signals some
+//!   time before it kills the job. The mount stays, because the job may still write its last checkpoint. firnd gets the
+//!   same signal, and leaves the unmount to this process.
+//! * When `firn run` ends early, standard input ends. This process then unmounts as soon as no program uses the mount,
+//!   or at the next signal. It first drains everything, if there is a backing.
 
 use std::io::{self, BufReader};
 use std::path::PathBuf;
@@ -32,13 +34,13 @@ use super::message::{
     send_message,
 };
 use super::place::RunDirs;
-use super::{frontend_here, prune, restart};
+use super::{choose_frontend, prune, restart};
 use crate::failure::{DONE, FAILED, Failure, PARTLY, USAGE};
 use crate::progress::Meter;
 use crate::report;
 use crate::verb::umount::{failure_of, wait_for_end};
 
-/// First argument with which the binary is this part of `firn run`.
+/// First argument with which the program `firn` runs as a host part.
 pub const NAME: &str = "run-host";
 /// Interval at which a mount that has to end is checked for programs that still use it.
 const UNMOUNT_CHECK_INTERVAL: Duration = Duration::from_secs(1);
@@ -51,10 +53,10 @@ const SLURM_HOST: &str = "SLURMD_NODENAME";
 enum PartEvent {
     /// An order of `firn run`.
     Order(HostOrder),
-    /// A signal that asks for the end.
+    /// A signal that asks this process to end.
     Signal,
     /// Standard input has ended, so `firn run` is gone.
-    Alone,
+    CoordinatorGone,
 }
 
 /// Sends messages to `firn run`.
@@ -80,31 +82,33 @@ impl MessageSender {
         let _ = send_message(&mut *out, self.id, message);
     }
 
-    fn notice(&self, text: impl Into<String>) {
+    /// Sends a message for the user.
+    fn send_notice(&self, text: impl Into<String>) {
         self.send_message(&HostMessage::Notice(text.into()));
     }
 }
 
-/// Runs the part of a host until its mount has ended. The argument after [`NAME`] is the interval, in milliseconds, at
-/// which it reports that it is alive. Returns the exit status.
+/// Runs the host part until its mount has ended, and returns the exit status.
+///
+/// The argument after [`NAME`] is the interval of its signs of life, in milliseconds.
 pub fn main(args: &[std::ffi::OsString]) -> Result<u8, Failure> {
-    let every_ms = args
+    let alive_interval_ms = args
         .first()
         .and_then(|text| text.to_str()?.parse::<u64>().ok())
-        .filter(|every_ms| *every_ms > 0);
-    let Some(every_ms) = every_ms else {
+        .filter(|alive_interval_ms| *alive_interval_ms > 0);
+    let Some(alive_interval_ms) = alive_interval_ms else {
         let text = format!("firn {NAME} is started by `firn run` and by nothing else");
         return Err(Failure::new(USAGE, text));
     };
     let sender = MessageSender::new()?;
     let (event_sender, events) = channel();
     watch_signals(event_sender.clone())?;
-    thread::spawn(move || pass_orders(&event_sender));
+    thread::spawn(move || forward_orders(&event_sender));
     sender.send_message(&HostMessage::Hello(name_of_host()));
     let alive_sender = sender.clone();
     thread::spawn(move || {
         loop {
-            thread::sleep(Duration::from_millis(every_ms));
+            thread::sleep(Duration::from_millis(alive_interval_ms));
             alive_sender.send_message(&HostMessage::Alive);
         }
     });
@@ -134,15 +138,16 @@ fn watch_signals(events: Sender<PartEvent>) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Reads orders from standard input and forwards each as an event. The end of standard input is the event `Alone`.
-fn pass_orders(events: &Sender<PartEvent>) {
+/// Reads orders from standard input and forwards each as an event. The end of standard input becomes the event
+/// [`PartEvent::CoordinatorGone`].
+fn forward_orders(events: &Sender<PartEvent>) {
     let mut from = BufReader::new(io::stdin());
     while let Ok(Some(order)) = read_order(&mut from) {
         if events.send(PartEvent::Order(order)).is_err() {
             return;
         }
     }
-    let _ = events.send(PartEvent::Alone);
+    let _ = events.send(PartEvent::CoordinatorGone);
 }
 
 /// Waits for the order to mount, mounts, serves until the end, and unmounts. Returns the exit status.
@@ -152,7 +157,11 @@ fn run_part(sender: &MessageSender, events: &Receiver<PartEvent>) -> Result<u8, 
             Ok(PartEvent::Order(HostOrder::Mount(setup))) => break setup,
             Ok(PartEvent::Order(HostOrder::Drain)) => {}
             // Nothing is mounted yet, so there is nothing to undo.
-            Ok(PartEvent::Order(HostOrder::End(_)) | PartEvent::Signal | PartEvent::Alone)
+            Ok(
+                PartEvent::Order(HostOrder::End(_))
+                | PartEvent::Signal
+                | PartEvent::CoordinatorGone,
+            )
             | Err(_) => {
                 return Ok(DONE);
             }
@@ -175,7 +184,7 @@ fn run_part(sender: &MessageSender, events: &Receiver<PartEvent>) -> Result<u8, 
     let report = match (end, &setup.report) {
         (Some(policy), None) => mount.unmount(policy, sender),
         (Some(policy), Some(wanted)) => mount.unmount_and_report(policy, wanted, sender),
-        (None, _) => mount.end_alone(events),
+        (None, _) => mount.unmount_without_coordinator(events),
     };
     let code = report.failure.as_ref().map_or(DONE, |(_, code)| *code);
     sender.send_message(&HostMessage::Ended(report));
@@ -185,7 +194,7 @@ fn run_part(sender: &MessageSender, events: &Receiver<PartEvent>) -> Result<u8, 
 /// The mount of a run on this host.
 struct HostMount {
     /// The two directories of the run.
-    place: RunDirs,
+    dirs: RunDirs,
     /// Whether the preload library alone serves the files, without FUSE.
     is_tree: bool,
     /// The file with ROMIO hints, which the unmount removes.
@@ -202,31 +211,31 @@ impl HostMount {
         let path = |path: &Option<BytePath>| path.as_ref().map(|path| path.as_path().to_owned());
         let mut options = setup.options.clone();
         if setup.may_choose_frontend {
-            options.frontend = frontend_here(&mut |text| sender.notice(text));
+            options.frontend = choose_frontend(&mut |text| sender.send_notice(text));
         }
-        let place = RunDirs::make(
+        let dirs = RunDirs::create(
             path(&setup.prefix),
             &setup.default_prefix,
             path(&setup.backing),
         )?;
         let is_tree = options.frontend == Frontend::Preload;
         let request = MountRequest {
-            backing: place.backing.clone(),
-            mount_point: place.prefix.clone(),
+            backing: dirs.backing.clone(),
+            mount_point: dirs.prefix.clone(),
             options,
             foreground: false,
             ends_with_parent: true,
             changes: Vec::new(),
         };
-        firn_daemon::mount_with_notices(request, &mut |text| sender.notice(text))?;
+        firn_daemon::mount_with_notices(request, &mut |text| sender.send_notice(text))?;
         let mut mount = Self {
-            place,
+            dirs,
             is_tree,
             romio_hints: None,
             drains: Arc::default(),
             is_ending: Arc::default(),
         };
-        let prepared = mount.prepare(setup);
+        let prepared = mount.prepare_for_command(setup);
         if let Err(failure) = prepared {
             mount.unmount(HeldPolicy::Keep, sender);
             return Err(failure);
@@ -234,23 +243,24 @@ impl HostMount {
         Ok(mount)
     }
 
-    /// Prepares what a command needs besides the mount: the file with ROMIO hints, and the files of a lost host.
-    fn prepare(&mut self, setup: &MountSetup) -> Result<(), Failure> {
+    /// Prepares what the command needs besides the mount: writes the file with ROMIO hints, and restores the files of a
+    /// lost host if this host is to do so.
+    fn prepare_for_command(&mut self, setup: &MountSetup) -> Result<(), Failure> {
         if let Some(hints) = &setup.romio_hints {
-            self.romio_hints = Some(write_hints(&self.place, hints)?);
+            self.romio_hints = Some(write_hints(&self.dirs, hints)?);
         }
         if let Some(restart) = &setup.restart
             && restart.to == name_of_host()
         {
-            restart::restore(&restart.lost, &self.place.prefix, &self.place.backing)?;
+            restart::restore(&restart.lost, &self.dirs.prefix, &self.dirs.backing)?;
         }
         Ok(())
     }
 
     fn describe(&self) -> MountedHost {
         MountedHost {
-            prefix: self.place.prefix.clone().into(),
-            backing: self.place.backing.clone().into(),
+            prefix: self.dirs.prefix.clone().into(),
+            backing: self.dirs.backing.clone().into(),
             is_tree: self.is_tree,
             romio_hints: self.romio_hints.clone().map(Into::into),
         }
@@ -259,17 +269,17 @@ impl HostMount {
     /// Starts to remove old checkpoints. The removal ends when the returned sender is dropped.
     fn start_pruning(&self, keep: u32, sender: &MessageSender) -> Sender<()> {
         let (pruning, on_end) = channel();
-        let prefix = self.place.prefix.clone();
+        let prefix = self.dirs.prefix.clone();
         let sender = sender.clone();
         thread::spawn(move || {
             prune::prune_until(&on_end, &prefix, keep as usize, &mut |text| {
-                sender.notice(text);
+                sender.send_notice(text);
             });
         });
         pruning
     }
 
-    /// Serves orders and signals until the mount has to end. Returns the policy for held data, or `None` where `firn
+    /// Serves orders and signals until the mount has to end. Returns the policy for held data, or `None` if `firn
     /// run` is gone.
     fn run_until_end(
         &self,
@@ -283,18 +293,18 @@ impl HostMount {
                 }
                 Ok(PartEvent::Order(HostOrder::Mount(_))) => {}
                 Ok(PartEvent::Order(HostOrder::End(policy))) => return Some(policy),
-                Ok(PartEvent::Alone) | Err(_) => return None,
+                Ok(PartEvent::CoordinatorGone) | Err(_) => return None,
             }
         }
     }
 
-    /// Makes durable what is held now, in a thread of its own, so that the next event does not wait. All requests that
+    /// Starts a thread that makes the data in memory durable, so that the main loop does not wait. All requests that
     /// come during a drain together cause one more drain.
     fn start_drain(&self, sender: &MessageSender) {
-        if self.place.memory_only || self.drains.fetch_add(1, Ordering::AcqRel) > 0 {
+        if self.dirs.memory_only || self.drains.fetch_add(1, Ordering::AcqRel) > 0 {
             return;
         }
-        let prefix = self.place.prefix.clone();
+        let prefix = self.dirs.prefix.clone();
         let sender = sender.clone();
         let (is_ending, drains) = (Arc::clone(&self.is_ending), Arc::clone(&self.drains));
         thread::spawn(move || {
@@ -307,7 +317,7 @@ impl HostMount {
                     return;
                 }
                 if let Err(error) = drained {
-                    sender.notice(format!("not all is durable yet: {error}"));
+                    sender.send_notice(format!("not all is durable yet: {error}"));
                 }
                 if drains.fetch_sub(served_requests, Ordering::AcqRel) == served_requests {
                     return;
@@ -316,10 +326,11 @@ impl HostMount {
         });
     }
 
-    /// Unmounts, and sends what the report of the run needs.
+    /// Unmounts, and sends this host's data for the report of the run: the list of checkpoints, and the record of the
+    /// mount.
     ///
-    /// Names and sizes of checkpoints are read before the unmount, while the files can be seen. The record is the one
-    /// after the unmount, which covers everything.
+    /// The checkpoints are listed before the unmount, while the mount shows the files. The record is read after the
+    /// unmount, so that it covers everything.
     fn unmount_and_report(
         &self,
         policy: HeldPolicy,
@@ -328,7 +339,7 @@ impl HostMount {
     ) -> UnmountReport {
         let reporting_host = wanted.checkpoints_by.as_ref();
         let lists_checkpoints = reporting_host.is_none_or(|host| *host == name_of_host());
-        let run = report::Run::of_own_mount(&self.place.prefix, lists_checkpoints);
+        let run = report::Run::of_own_mount(&self.dirs.prefix, lists_checkpoints);
         let unmount_report = self.unmount(policy, sender);
         let mut run = match run {
             Ok(run) => run,
@@ -337,7 +348,7 @@ impl HostMount {
                 return unmount_report;
             }
         };
-        run.update_own(&self.place.backing);
+        run.update_own(&self.dirs.backing);
         let checkpoints: Vec<report::CheckpointNow> = run.checkpoints.into_values().collect();
         for chunk in checkpoints.chunks(CHECKPOINTS_PER_MESSAGE) {
             sender.send_message(&HostMessage::Checkpoints(chunk.to_vec()));
@@ -351,7 +362,7 @@ impl HostMount {
         unmount_report
     }
 
-    /// Unmounts, even if programs that the command left behind still use the mount.
+    /// Unmounts, even if programs that the command left behind still use the mount. A failure is in the report.
     fn unmount(&self, policy: HeldPolicy, sender: &MessageSender) -> UnmountReport {
         self.remove_hints();
         let mut meter = Meter::quiet_if(true);
@@ -366,13 +377,16 @@ impl HostMount {
         }
         let waited = meter.waited();
         (report.waited_bytes, report.waited_files) = (waited.bytes, waited.files);
-        if report.failure.is_none() && self.place.memory_only {
-            self.remove_names(policy, &mut report);
+        if report.failure.is_none() && self.dirs.memory_only {
+            self.remove_memory_only_files(policy, &mut report);
         }
         report
     }
 
-    /// Drains if the policy says so, and unmounts. `report` gets what stays in memory.
+    /// Drains if the policy says so, and unmounts. Notes in `report` how many bytes stay in memory, and in which arena.
+    ///
+    /// Fails if a program uses the mount (unless `force`), if files stay in logs that other hosts have open, or
+    /// where the policy is to drain and something did not become durable.
     fn drain_and_unmount(
         &self,
         policy: HeldPolicy,
@@ -384,18 +398,18 @@ impl HostMount {
         // result counts.
         let mut not_durable = None;
         if policy == HeldPolicy::Drain {
-            not_durable = make_durable(&self.place.prefix, show).err();
+            not_durable = make_durable(&self.dirs.prefix, show).err();
         }
-        let place = firn_client::find(&self.place.prefix)?;
-        let mut connection = Connection::open(&place.mount)?;
+        let location = firn_client::find(&self.dirs.prefix)?;
+        let mut connection = Connection::open(&location.mount)?;
         let before = connection.status()?;
         self.is_ending.store(true, Ordering::Release);
         report.held_bytes = before.held_bytes;
         report.arena = before.arena.into();
         let (firnd, ended) = connection.unmount(force, policy, show)?;
-        let written_files = ended.map_err(|error| failure_of(error, &place.mount))?;
+        let written_files = ended.map_err(|error| failure_of(error, &location.mount))?;
         wait_for_end(&firnd, false);
-        self.place.remove_default_prefix();
+        self.dirs.remove_default_prefix();
         // Other hosts still have these files open, so the run is only partly done.
         if written_files > 0 {
             let text = format!(
@@ -414,9 +428,10 @@ impl HostMount {
         })
     }
 
-    /// Removes the names of a run without a backing, where no data is left for them.
-    fn remove_names(&self, policy: HeldPolicy, report: &mut UnmountReport) {
-        let backing = &self.place.backing;
+    /// Removes the directory of names of a run without a backing, if no data is left for the names. A failure to
+    /// discard files is noted in `report`.
+    fn remove_memory_only_files(&self, policy: HeldPolicy, report: &mut UnmountReport) {
+        let backing = &self.dirs.backing;
         if policy == HeldPolicy::Discard {
             if let Err(error) = std::fs::remove_dir_all(backing) {
                 let shown = crate::text::path(backing);
@@ -429,13 +444,12 @@ impl HostMount {
         }
     }
 
-    /// Ends the mount without `firn run`. It unmounts when no program uses the mount any more. A signal forces the
-    /// unmount.
-    fn end_alone(&self, events: &Receiver<PartEvent>) -> UnmountReport {
+    /// Unmounts after `firn run` has ended early. Waits until no program uses the mount. A signal forces the unmount.
+    fn unmount_without_coordinator(&self, events: &Receiver<PartEvent>) -> UnmountReport {
         self.remove_hints();
         // Without `firn run`, the result of the command is unknown. Files in memory only are kept, and others are
         // drained.
-        let policy = if self.place.memory_only {
+        let policy = if self.dirs.memory_only {
             HeldPolicy::Keep
         } else {
             HeldPolicy::Drain
@@ -445,7 +459,7 @@ impl HostMount {
             let mut report = UnmountReport::default();
             match self.drain_and_unmount(policy, force, &mut report, &mut |_| {}) {
                 // A program still uses the mount. The unmount is tried again later.
-                Err(_) if !force && firn_client::find(&self.place.prefix).is_ok() => {}
+                Err(_) if !force && firn_client::find(&self.dirs.prefix).is_ok() => {}
                 Err(failure) => {
                     report.failure = Some(text_and_status(failure));
                     return report;
@@ -466,24 +480,24 @@ impl HostMount {
     }
 }
 
-/// Makes durable what the mount holds now.
+/// Makes the data durable that the mount has now, and waits for that. Calls `show` with the progress.
 fn make_durable(
     prefix: &std::path::Path,
     show: &mut dyn FnMut(Progress),
 ) -> Result<(), ClientError> {
-    let place = firn_client::find(prefix)?;
+    let location = firn_client::find(prefix)?;
     let request = Request::Wait {
-        path: place.relative,
+        path: location.relative,
         until: DurabilityLevel::Durable,
         timeout_ms: None,
     };
-    Connection::open(&place.mount)?.wait(&request, show)
+    Connection::open(&location.mount)?.wait(&request, show)
 }
 
 /// Writes the file with hints for ROMIO. Its path in the runtime directory is the same on all hosts.
-fn write_hints(place: &RunDirs, hints: &str) -> Result<PathBuf, Failure> {
+fn write_hints(dirs: &RunDirs, hints: &str) -> Result<PathBuf, Failure> {
     let runtime = firn_client::paths::create_runtime_dir()?;
-    let key = firn_client::Key::of(&place.prefix);
+    let key = firn_client::Key::of(&dirs.prefix);
     let file = runtime.join(format!("{:016x}.romio-hints", key.0));
     // Other users cannot change names in the runtime directory, so the file needs no further protection.
     std::fs::write(&file, hints).map_err(|error| {

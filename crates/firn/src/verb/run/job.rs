@@ -1,12 +1,14 @@
-//! All hosts of a run: the coordinator that starts their mounts, follows them, and ends them.
+//! The coordinator of a run: it starts the mounts of all hosts, follows them, and ends them.
 //!
-//! A start is a local process (srun, ssh) that starts the host parts on some of the hosts.
+//! Terms
+//! * A *host part* is the process that mounts on one host ([`super::host_part`]).
+//! * A *launch command* is a local process, such as srun or ssh, that starts the host parts on some of the hosts.
+//! * A host is *lost* when its host part has sent nothing for `timeout`.
 //!
 //! Promises
 //! * The command starts only when every host has mounted.
-//! * A host that sends nothing for `timeout` is lost. The run then waits for the other hosts only, and names the lost
-//!   host with the command that recovers its data.
-//! * Every other host finishes what it has begun, even if this process ends earlier.
+//! * The run does not wait for a lost host. It names the host, and the command that recovers the host's data.
+//! * Every other host drains and unmounts, even if this process ends earlier.
 
 use std::io::BufReader;
 use std::os::unix::process::CommandExt;
@@ -21,7 +23,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use signal_hook::consts::{SIGCONT, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
 use signal_hook::iterator::Signals;
 
-use super::launcher::{Launcher, Program, Start};
+use super::launcher::{LaunchCommand, Launcher, Program};
 use super::message::{
     HostMessage, HostOrder, MessageReader, MountSetup, MountedHost, Output, UnmountReport,
     send_order,
@@ -31,37 +33,36 @@ use crate::progress::{Meter, WaitSummary};
 use crate::{output, report};
 
 /// Signals that are passed on to the command.
-const PASSED_ON: [i32; 7] = [SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2, SIGCONT];
+const FORWARDED_SIGNALS: [i32; 7] = [SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2, SIGCONT];
 /// Number of signs of life that a host sends within `timeout`.
-const BEATS: u32 = 5;
+const SIGNS_OF_LIFE_PER_TIMEOUT: u32 = 5;
 /// Interval at which the hosts are checked for lost ones.
-const LOOK_EVERY: Duration = Duration::from_millis(200);
+const LOST_CHECK_INTERVAL: Duration = Duration::from_millis(200);
 /// Capacity of the queue of events. A thread that reads a host's output waits while the queue is full.
 const EVENTS_MAX: usize = 1024;
 /// Minimum timeout for a host without a mount. A launcher may have to wait for other work, and a mount first recovers
 /// what an earlier one held.
-const START_LIMIT: Duration = Duration::from_secs(60);
+const START_TIMEOUT_MIN: Duration = Duration::from_secs(60);
 /// Time for launchers to end after all hosts have ended.
-const LAUNCHER_END: Duration = Duration::from_secs(5);
+const LAUNCHER_END_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Exit status of a program that was ended by signal N, minus N, as shells report it.
 const SIGNAL_STATUS_BASE: i32 = 128;
 
 /// An event for the coordinator.
 enum JobEvent {
-    /// Output of the start with this index.
+    /// Output of the launcher with this index.
     Output(usize, Output),
-    /// The start with this index has ended, and so have the parts on all its hosts.
-    StartEnded(usize),
+    /// The launcher with this index has ended, and so have the host parts that it started.
+    LauncherEnded(usize),
     /// This process got the signal.
     Signal(i32),
     /// The command has ended.
     CommandEnded(std::io::Result<ExitStatus>),
 }
 
-/// A running start.
-struct RunningStart {
-    /// The local process.
+/// A launch command that was started.
+struct RunningLauncher {
     child: Child,
     /// Its standard input. `None` means that it accepts no more orders.
     orders: Option<ChildStdin>,
@@ -71,9 +72,9 @@ struct RunningStart {
 
 /// Progress of a host.
 enum HostState {
-    /// The start was begun, and the host has sent no message.
+    /// The launch command was started, and the host has sent no message.
     Starting,
-    /// The host's part runs, and waits for the order to mount.
+    /// The host part runs, and waits for the order to mount.
     Ready,
     /// The host's mount is usable.
     Mounted,
@@ -119,14 +120,14 @@ pub(super) struct Job<'a> {
     timeout: Duration,
     /// All hosts, in the order of the launcher.
     hosts: Vec<Host>,
-    /// All starts.
-    running: Vec<RunningStart>,
+    /// The launch commands that were started.
+    launchers: Vec<RunningLauncher>,
     /// Sender for threads that produce events.
     sender: SyncSender<JobEvent>,
     /// The queue of events.
     events: Receiver<JobEvent>,
     /// Events that were taken since the last check for lost hosts.
-    taken: usize,
+    events_since_check: usize,
     /// Notices that were printed already, without the name of a host.
     shown_notices: Vec<String>,
     /// What hosts sent for the report of the run.
@@ -151,8 +152,8 @@ pub(super) struct UnmountSummary {
 }
 
 impl<'a> Job<'a> {
-    /// Starts the part of the run on each host. `program` gets the interval between two signs of life in milliseconds.
-    /// Fails where a launcher cannot be started.
+    /// Starts the host part on each host. `program` makes its command line from the interval of its signs of life in
+    /// milliseconds. Fails if a launch command cannot be started.
     pub(super) fn start(
         launcher: &'a dyn Launcher,
         timeout: Duration,
@@ -174,25 +175,25 @@ impl<'a> Job<'a> {
             launcher,
             timeout,
             hosts: launcher.hosts().iter().map(host).collect(),
-            running: Vec::new(),
+            launchers: Vec::new(),
             sender,
             events,
-            taken: 0,
+            events_since_check: 0,
             shown_notices: Vec::new(),
             report: report::Run::default(),
         };
         // The handlers are set before the first process starts, so that no signal is lost in between.
         job.watch_signals()?;
-        let beat = (timeout / BEATS).max(Duration::from_millis(100));
-        let program = program(u64::try_from(beat.as_millis()).unwrap_or(u64::MAX))?;
-        for start in launcher.starts(&program) {
-            job.spawn_start(start)?;
+        let interval = (timeout / SIGNS_OF_LIFE_PER_TIMEOUT).max(Duration::from_millis(100));
+        let program = program(u64::try_from(interval.as_millis()).unwrap_or(u64::MAX))?;
+        for launch_command in launcher.launch_commands(&program) {
+            job.spawn_launcher(launch_command)?;
         }
         Ok(job)
     }
 
     fn watch_signals(&self) -> Result<(), Failure> {
-        let mut signals = Signals::new(PASSED_ON)
+        let mut signals = Signals::new(FORWARDED_SIGNALS)
             .map_err(|error| Failure::new(FAILED, format!("cannot watch for signals: {error}")))?;
         let sender = self.sender.clone();
         thread::spawn(move || {
@@ -203,21 +204,20 @@ impl<'a> Job<'a> {
         Ok(())
     }
 
-    /// Starts the program of one start, and a thread that turns its output into events. Fails if the program cannot be
-    /// started.
-    fn spawn_start(&mut self, start: Start) -> Result<(), Failure> {
-        let Start { mut command, hosts } = start;
+    /// Starts a launch command, and a thread that turns its output into events. Fails if the command cannot be started.
+    fn spawn_launcher(&mut self, launch_command: LaunchCommand) -> Result<(), Failure> {
+        let LaunchCommand { mut command, hosts } = launch_command;
         let program = command.get_program().to_string_lossy().into_owned();
         command.stdin(Stdio::piped()).stdout(Stdio::piped());
-        // The process group of its own keeps a Ctrl-C at the terminal away from the mounts: it is meant for the
-        // command, and the mounts end after that.
+        // A Ctrl-C at the terminal is meant for the user's command, and the mounts end after that. A process group of
+        // its own keeps the signal away from the launcher.
         command.process_group(0);
         let mut child = command.spawn().map_err(|error| {
             let text = format!("cannot start `{program}`, which starts what mounts: {error}");
             Failure::new(FAILED, text)
         })?;
         let orders = child.stdin.take();
-        let number = self.running.len();
+        let number = self.launchers.len();
         let sender = self.sender.clone();
         if let Some(messages) = child.stdout.take() {
             thread::spawn(move || {
@@ -226,10 +226,10 @@ impl<'a> Job<'a> {
                         return;
                     }
                 }
-                let _ = sender.send(JobEvent::StartEnded(number));
+                let _ = sender.send(JobEvent::LauncherEnded(number));
             });
         }
-        self.running.push(RunningStart {
+        self.launchers.push(RunningLauncher {
             child,
             orders,
             hosts,
@@ -237,11 +237,10 @@ impl<'a> Job<'a> {
         Ok(())
     }
 
-    /// Sends all hosts the order to mount, and waits until they have.
+    /// Sends all hosts the order to mount, and waits until all mounts are usable. Returns the mounts.
     ///
-    /// `make_setup` makes the order from the names that the hosts give themselves, so it is called after all hosts have
-    /// sent their names.
-    /// Fails as `wait_for_all` does.
+    /// `make_setup` makes the order from the names that the hosts give themselves. It is called once all hosts have sent
+    /// their names. Fails if a host fails or is lost, or if a signal comes first.
     pub(super) fn mount(
         &mut self,
         make_setup: impl FnOnce(&[String]) -> MountSetup,
@@ -261,11 +260,11 @@ impl<'a> Job<'a> {
             .collect())
     }
 
-    /// Waits until no host is in a state for which `is_before` holds. Fails where a host fails or is lost, or where a
+    /// Waits until no host is in a state for which `is_before` holds. Fails if a host fails or is lost, or if a
     /// signal comes first.
     fn wait_for_all(&mut self, is_before: impl Fn(&HostState) -> bool) -> Result<(), Failure> {
         loop {
-            if let Some(failure) = self.find_failure() {
+            if let Some(failure) = self.first_failure() {
                 return Err(failure);
             }
             if !self.hosts.iter().any(|host| is_before(&host.state)) {
@@ -290,7 +289,7 @@ impl<'a> Job<'a> {
     }
 
     /// Returns the failure of the first host that has no mount and will get none.
-    fn find_failure(&self) -> Option<Failure> {
+    fn first_failure(&self) -> Option<Failure> {
         let is_single_host = self.hosts.len() == 1;
         self.hosts.iter().find_map(|host| {
             let (text, code) = match &host.state {
@@ -302,7 +301,7 @@ impl<'a> Job<'a> {
                     let program = crate::text::path(&program);
                     let line = self
                         .launcher
-                        .line_on(&host.name, &format!("{program} version"));
+                        .line_on_host(&host.name, &format!("{program} version"));
                     let text = format!(
                         "{} does not answer: `{line}` must work, and --host-timeout be long enough",
                         host.name
@@ -315,8 +314,10 @@ impl<'a> Job<'a> {
         })
     }
 
-    /// Waits for the command. SIGTERM announces a time limit, so it makes durable what is held while the command still
-    /// runs.
+    /// Waits for the command, and returns its exit status. Signals to this process are forwarded to the command.
+    ///
+    /// A resource manager sends SIGTERM some time before it kills the job. So SIGTERM also makes the data in memory
+    /// durable while the command still runs.
     pub(super) fn wait_for_command(&mut self, mut command: Child) -> Result<ExitStatus, Failure> {
         let pid = Pid::from_child(&command);
         let sender = self.sender.clone();
@@ -339,18 +340,19 @@ impl<'a> Job<'a> {
                         Failure::new(FAILED, format!("cannot wait for the command: {error}"))
                     });
                 }
-                Some(JobEvent::Output(..) | JobEvent::StartEnded(_)) | None => {}
+                Some(JobEvent::Output(..) | JobEvent::LauncherEnded(_)) | None => {}
             }
         }
     }
 
-    /// Sends all hosts the order to unmount, and waits for those that are not lost. A second signal during this ends
-    /// the wait.
-    pub(super) fn end(mut self, policy: HeldPolicy, quiet: bool) -> UnmountSummary {
+    /// Sends all hosts the order to unmount, and waits for those that are not lost. Returns their results.
+    ///
+    /// A second signal during the wait ends it. The hosts then finish on their own.
+    pub(super) fn unmount_all(mut self, policy: HeldPolicy, quiet: bool) -> UnmountSummary {
         let mut meter = Meter::quiet_if(quiet);
         self.send_to_hosts(&HostOrder::End(policy));
         let mut signals = 0;
-        // A host in the state `Starting` gets no order that counts. It ends when its standard input ends.
+        // A host in the state `Starting` has no mount. Its host part ends when standard input ends.
         let is_waited_for = |host: &Host| {
             matches!(host.state, HostState::Ready | HostState::Mounted) && !host.is_lost
         };
@@ -373,13 +375,13 @@ impl<'a> Job<'a> {
         }
         let time = meter.waited().time;
         drop(meter);
-        let summary = self.sum_up(time);
+        let summary = self.summarize(time);
         self.end_launchers();
         summary
     }
 
     /// Sums up the results of all hosts. `time` is how long the unmounts took.
-    fn sum_up(&mut self, time: Duration) -> UnmountSummary {
+    fn summarize(&mut self, time: Duration) -> UnmountSummary {
         let mut summary = UnmountSummary {
             waited: WaitSummary {
                 bytes: 0,
@@ -428,12 +430,12 @@ impl<'a> Job<'a> {
     }
 
     /// Returns a message for a host whose unmount did not finish, with the command that recovers its data. Returns
-    /// `None` where the host never had a mount.
+    /// `None` if the host never had a mount.
     fn describe_lost(&self, host: &Host) -> Option<(String, u8)> {
         let backing = crate::text::path(host.mounted.as_ref()?.backing.as_path());
         let line = self
             .launcher
-            .line_on(&host.name, &format!("firn recover {backing}"));
+            .line_on_host(&host.name, &format!("firn recover {backing}"));
         let reason = if host.is_lost {
             "is lost"
         } else {
@@ -446,69 +448,69 @@ impl<'a> Job<'a> {
         Some((text, FAILED))
     }
 
-    /// Ends the launchers. Hosts that have not ended yet notice it, because their standard input ends.
+    /// Ends the launch commands. This ends the standard input of their host parts, which then unmount.
     fn end_launchers(mut self) {
-        for running in &mut self.running {
-            running.orders = None;
+        for launchers in &mut self.launchers {
+            launchers.orders = None;
         }
-        let deadline = Instant::now() + LAUNCHER_END;
-        for running in &mut self.running {
-            let have_hosts_ended = running
+        let deadline = Instant::now() + LAUNCHER_END_TIMEOUT;
+        for launchers in &mut self.launchers {
+            let have_hosts_ended = launchers
                 .hosts
                 .iter()
                 .all(|index| self.hosts[*index].has_ended());
             while have_hosts_ended && Instant::now() < deadline {
-                if !matches!(running.child.try_wait(), Ok(None)) {
+                if !matches!(launchers.child.try_wait(), Ok(None)) {
                     break;
                 }
                 thread::sleep(Duration::from_millis(5));
             }
             // srun and ssh would wait for a lost host, or for one that never answered. But a signal to srun ends all
             // hosts of its step, so it gets one only if none of its hosts still works.
-            let no_host_works = running.hosts.iter().all(|index| {
+            let no_host_works = launchers.hosts.iter().all(|index| {
                 let host = &self.hosts[*index];
                 host.has_ended() || host.is_lost || matches!(host.state, HostState::Starting)
             });
-            if no_host_works && matches!(running.child.try_wait(), Ok(None)) {
-                let _ = kill_process(Pid::from_child(&running.child), Signal::TERM);
-                let _ = running.child.try_wait();
+            if no_host_works && matches!(launchers.child.try_wait(), Ok(None)) {
+                let _ = kill_process(Pid::from_child(&launchers.child), Signal::TERM);
+                let _ = launchers.child.try_wait();
             }
         }
     }
 
     /// Sends an order to all hosts, through the launchers that still run.
     fn send_to_hosts(&mut self, order: &HostOrder) {
-        for running in &mut self.running {
-            if let Some(orders) = &mut running.orders
+        for launchers in &mut self.launchers {
+            if let Some(orders) = &mut launchers.orders
                 && send_order(orders, order).is_err()
             {
-                // The start has ended. Its output reports that, so the error is not reported here.
-                running.orders = None;
+                // The launcher has ended. The end of its output reports that, so this error is not reported.
+                launchers.orders = None;
             }
         }
     }
 
-    /// Returns the next event, after the part of it that concerns hosts is done. Returns `None` where nothing happened
-    /// for [`LOOK_EVERY`].
+    /// Waits for the next event, and updates the state of the hosts from it. Returns the event, or `None` if nothing
+    /// happened for [`LOST_CHECK_INTERVAL`].
     fn next_event(&mut self) -> Option<JobEvent> {
         // After a stop of this process (Ctrl-Z), old messages wait in the queue. They are taken first, so that no live
         // host counts as lost.
         let mut event = None;
-        if self.taken < EVENTS_MAX {
+        if self.events_since_check < EVENTS_MAX {
             event = self.events.try_recv().ok();
         }
         if event.is_none() {
-            self.taken = 0;
-            self.find_lost();
-            event = self.events.recv_timeout(LOOK_EVERY).ok();
+            self.events_since_check = 0;
+            self.mark_silent_hosts_lost();
+            event = self.events.recv_timeout(LOST_CHECK_INTERVAL).ok();
         }
-        self.taken += 1;
+        self.events_since_check += 1;
         match &event {
             Some(JobEvent::Output(start, Output::Message(id, message))) => {
                 self.record_message(*start, *id, message)
             }
             Some(JobEvent::Output(_, Output::Other(line))) => output::say(line),
-            Some(JobEvent::StartEnded(start)) => self.start_ended(*start),
+            Some(JobEvent::LauncherEnded(start)) => self.mark_hosts_of_launcher_lost(*start),
             Some(JobEvent::Signal(_) | JobEvent::CommandEnded(_)) | None => {}
         }
         event
@@ -517,7 +519,7 @@ impl<'a> Job<'a> {
     /// Records a message of a host. Any message also shows that the host is alive, even one that counted as lost.
     fn record_message(&mut self, start: usize, id: u64, message: &HostMessage) {
         let sender = match message {
-            HostMessage::Hello(name) => self.find_sender(start, id, name),
+            HostMessage::Hello(name) => self.assign_sender(start, id, name),
             _ => self.hosts.iter().position(|host| host.id == Some(id)),
         };
         let Some(sender) = sender else {
@@ -577,15 +579,17 @@ impl<'a> Job<'a> {
         }
     }
 
-    /// Assigns the sender of a first message to a host of its start, and returns the index of that host.
+    /// Finds out which host sent a first message, and returns the index of that host. `start` is the launcher whose
+    /// output has the message, `id` the sender's number, and `name` the name that the host gives itself.
     ///
-    /// The host with the same name is chosen, or else the host with the same name up to the first dot. If no name fits,
-    /// it is the next host that has sent nothing yet. Returns `None` if all hosts of the start have sent messages.
-    fn find_sender(&mut self, start: usize, id: u64, name: &str) -> Option<usize> {
+    /// It is the host of that launcher with the same name, or else with the same name up to the first dot. If no name
+    /// fits, it is the next host that has sent nothing yet. Returns `None` if all hosts of the launcher have sent
+    /// messages.
+    fn assign_sender(&mut self, start: usize, id: u64, name: &str) -> Option<usize> {
         let short = |name: &str| name.split('.').next().unwrap_or_default().to_owned();
         let is_unassigned = |index: &usize| self.hosts[*index].id.is_none();
         let candidates = || {
-            let hosts = self.running[start].hosts.iter().copied();
+            let hosts = self.launchers[start].hosts.iter().copied();
             hosts.filter(is_unassigned)
         };
         let sender = candidates()
@@ -596,20 +600,20 @@ impl<'a> Job<'a> {
         Some(sender)
     }
 
-    /// Counts the hosts of an ended launcher as lost, unless they have ended.
-    fn start_ended(&mut self, start: usize) {
-        for index in self.running[start].hosts.clone() {
+    /// Marks the hosts of an ended launcher as lost, unless they have ended.
+    fn mark_hosts_of_launcher_lost(&mut self, start: usize) {
+        for index in self.launchers[start].hosts.clone() {
             self.mark_lost(index);
         }
     }
 
     /// Marks hosts as lost whose last message is older than their timeout.
-    fn find_lost(&mut self) {
+    fn mark_silent_hosts_lost(&mut self) {
         for index in 0..self.hosts.len() {
             let host = &self.hosts[index];
             let limit = match host.state {
-                // A host that has no mount yet may need longer: see `START_LIMIT`.
-                HostState::Starting | HostState::Ready => self.timeout.max(START_LIMIT),
+                // A host that has no mount yet may need longer: see `START_TIMEOUT_MIN`.
+                HostState::Starting | HostState::Ready => self.timeout.max(START_TIMEOUT_MIN),
                 HostState::Mounted | HostState::Ended(_) | HostState::Failed(..) => self.timeout,
             };
             if host.last_message.elapsed() > limit {
@@ -618,7 +622,7 @@ impl<'a> Job<'a> {
         }
     }
 
-    /// Counts a host as lost, unless it has ended.
+    /// Marks a host as lost, unless it has ended.
     fn mark_lost(&mut self, index: usize) {
         let host = &mut self.hosts[index];
         if host.is_lost || host.has_ended() {

@@ -1,7 +1,8 @@
-//! Launchers: they know the hosts of a run, and start one process on each of them.
+//! Launchers: one for each resource manager (Slurm, PBS, Flux) or remote shell that can start processes on hosts.
 //!
-//! A launcher only starts processes. Each process mounts, reports and unmounts by itself under any launcher. It ends
-//! when its standard input ends.
+//! A [`Launcher`] lists the hosts of a run, and makes the commands (`srun`, `ssh`) that start one process on each of
+//! them. It does nothing else. Each of these processes mounts, reports and unmounts in the same way under any launcher
+//! ([`super::host_part`]), and ends when its standard input ends.
 
 mod flux;
 mod local;
@@ -21,7 +22,7 @@ use crate::failure::{FAILED, Failure};
 /// Where the hosts of a run come from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(super) enum LauncherKind {
-    /// The job that the command runs in, or this host where there is none.
+    /// The job that the command runs in, or this host if there is none.
     Auto,
     /// This host.
     Local,
@@ -33,35 +34,34 @@ pub(super) enum LauncherKind {
     Flux,
 }
 
-/// Knows the hosts of a run, and how one process is started on each.
+/// Lists the hosts of a run, and makes the commands that start one process on each host.
 pub(super) trait Launcher {
     /// Returns the names of the hosts, each of them once.
     fn hosts(&self) -> &[String];
 
-    /// Returns the local processes that together start `program` on all hosts.
-    fn starts(&self, program: &Program) -> Vec<Start>;
+    /// Returns the local commands that together start `program` once on each host.
+    fn launch_commands(&self, program: &Program) -> Vec<LaunchCommand>;
 
     /// Returns a command line that runs `line` on a host, for the user to copy.
-    fn line_on(&self, host: &str, line: &str) -> String;
+    fn line_on_host(&self, host: &str, line: &str) -> String;
 
-    /// Returns whether the hosts still belong to the user when the command has ended.
+    /// Returns whether the hosts still belong to the user when the command has ended. A host of a batch job does not.
     fn keeps_hosts(&self) -> bool;
 
-    /// Returns the name of the default mount point. Jobs that may share a host need different names.
+    /// Returns the name of the default mount point. It differs between jobs that may share a host.
     fn default_prefix(&self) -> String {
         "run".into()
     }
 }
 
-/// A process on this host, which starts the program on some of the hosts.
-pub(super) struct Start {
-    /// The command to start.
+/// A command on this host, such as `ssh`, which starts the program on some of the hosts.
+pub(super) struct LaunchCommand {
     pub(super) command: Command,
-    /// Indices into [`Launcher::hosts`].
+    /// The hosts on which it starts the program, as indices into [`Launcher::hosts`].
     pub(super) hosts: Vec<usize>,
 }
 
-/// The part of `firn run` on a host. The program file has the same path on all hosts.
+/// The program that is started on each host. Its file has the same path on all hosts.
 pub(super) struct Program {
     /// Program file and arguments.
     pub(super) words: Vec<OsString>,
@@ -70,7 +70,7 @@ pub(super) struct Program {
 }
 
 impl Program {
-    /// Appends the program to a command that takes a program with its arguments.
+    /// Appends program file and arguments to a command such as `srun`, which runs them elsewhere.
     fn append_to(&self, command: &mut Command) {
         command.args(&self.words);
     }
@@ -78,23 +78,26 @@ impl Program {
 
 /// Returns the launcher that the command line and the environment ask for.
 ///
-/// In the automatic case, an enclosing job of a resource manager supplies the hosts. Without such a job, the run has
-/// this host only.
-pub(super) fn choose(matches: &ArgMatches) -> Result<Box<dyn Launcher>, Failure> {
-    let shell = || -> Vec<String> {
+/// By default, the hosts are those of the enclosing job of a resource manager. Outside such a job, the run has this
+/// host only. Fails if the hosts of the job or of the user's file cannot be read.
+pub(super) fn choose_launcher(matches: &ArgMatches) -> Result<Box<dyn Launcher>, Failure> {
+    let remote_shell = || -> Vec<String> {
         let shell = matches.get_one::<String>("remote-shell");
         let words = shell.into_iter().flat_map(|shell| shell.split_whitespace());
         words.map(str::to_owned).collect()
     };
     if let Some(file) = matches.get_one::<PathBuf>("hosts") {
-        return Ok(Box::new(remote_shell::RemoteShell::of_file(file, shell())?));
+        return Ok(Box::new(remote_shell::RemoteShell::of_file(
+            file,
+            remote_shell(),
+        )?));
     }
     let kind = matches.get_one::<LauncherKind>("launcher").copied();
     match kind.unwrap_or(LauncherKind::Auto) {
         LauncherKind::Auto if slurm::is_in_job() => Ok(Box::new(slurm::Slurm::of_job()?)),
         LauncherKind::Auto if flux::is_in_instance() => Ok(Box::new(flux::Flux::of_instance()?)),
         LauncherKind::Auto if remote_shell::is_in_pbs_job() => {
-            let pbs = remote_shell::RemoteShell::of_pbs_job(shell())?;
+            let pbs = remote_shell::RemoteShell::of_pbs_job(remote_shell())?;
             // A PBS job on one host needs no remote shell.
             if pbs.hosts().len() > 1 {
                 return Ok(Box::new(pbs));
@@ -103,24 +106,28 @@ pub(super) fn choose(matches: &ArgMatches) -> Result<Box<dyn Launcher>, Failure>
         }
         LauncherKind::Auto | LauncherKind::Local => Ok(Box::new(local::Local::new())),
         LauncherKind::Slurm => Ok(Box::new(slurm::Slurm::of_job()?)),
-        LauncherKind::Pbs => Ok(Box::new(remote_shell::RemoteShell::of_pbs_job(shell())?)),
+        LauncherKind::Pbs => Ok(Box::new(remote_shell::RemoteShell::of_pbs_job(
+            remote_shell(),
+        )?)),
         LauncherKind::Flux => Ok(Box::new(flux::Flux::of_instance()?)),
     }
 }
 
-/// Returns an environment variable, or `None` where it is unset, empty, or not valid text.
+/// Returns an environment variable, or `None` if it is unset, empty, or not valid text.
 fn variable(name: &str) -> Option<String> {
     std::env::var(name).ok().filter(|value| !value.is_empty())
 }
 
 /// Timeout for a resource manager to name the hosts of a job.
-const ANSWER: Duration = Duration::from_secs(60);
+const HOST_QUERY_TIMEOUT: Duration = Duration::from_secs(60);
 /// Maximum size in bytes of a list of hosts: 100,000 hosts with names of 40 bytes.
 const HOSTS_BYTES_MAX: usize = 4 << 20;
 
-/// Runs a program of a resource manager, which prints host names with white space between them. Returns the names.
-/// Fails where the program fails, exceeds its timeout, or prints none.
-fn ask_for_hosts(command: Command) -> Result<Vec<String>, Failure> {
+/// Runs a command of a resource manager that prints host names, separated by white space. Returns the names.
+///
+/// Fails if the command fails, exceeds its timeout, or prints no name. The error then names the options with which
+/// the user can do without the command.
+fn query_hosts(command: Command) -> Result<Vec<String>, Failure> {
     let program = command.get_program().to_string_lossy().into_owned();
     let failed = |why: String| {
         let text = format!(
@@ -132,7 +139,7 @@ fn ask_for_hosts(command: Command) -> Result<Vec<String>, Failure> {
         input: b"",
         output_bytes_max: HOSTS_BYTES_MAX,
         excess: Excess::Refuse,
-        deadline: Instant::now() + ANSWER,
+        deadline: Instant::now() + HOST_QUERY_TIMEOUT,
     };
     let ended = firn_process::run(command, limits).map_err(|error| failed(error.to_string()))?;
     if !ended.status.success() {

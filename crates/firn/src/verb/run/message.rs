@@ -1,9 +1,9 @@
-//! The messages between `firn run` and its part on each host.
+//! The protocol between `firn run` and its host parts, which are its processes on the hosts.
 //!
-//! Orders go to a host's standard input. Messages of a host come from its standard output. Both are
-//! JSON. A launcher may mix the outputs of many hosts, and may cut long lines. So a message is sent as fragments: short
-//! lines, each with the number of its sender. A line without the mark is output of something else, such as a login
-//! script.
+//! * `firn run` writes orders to the standard input of a host part, one line of JSON each.
+//! * A host part writes messages to its standard output. A launcher such as srun may mix the outputs of many hosts, and
+//!   may cut long lines. So a message is sent as *fragments*: short lines, each with the number of its sender.
+//! * A line that does not begin with [`MARK`] is output of something else, such as a login script.
 //!
 //! Bounds
 //! * An order has at most `ORDER_BYTES_MAX` bytes, a message `MESSAGE_BYTES_MAX`, and a line of output `LINE_BYTES_MAX`.
@@ -31,8 +31,9 @@ const LINE_BYTES_MAX: u64 = 64 << 10;
 const FRAGMENT_BYTES: usize = 800;
 /// First word of each line that is a fragment.
 const MARK: &str = "firn-run";
-/// Marks of a fragment that others follow, and of the last fragment of a message.
+/// Third word of a fragment that others of the same message follow.
 const MORE: &str = "+";
+/// Third word of the last fragment of a message.
 const LAST: &str = ".";
 
 /// An order: what the part of `firn run` on a host has to do.
@@ -58,7 +59,7 @@ pub(super) struct MountSetup {
     pub(super) default_prefix: String,
     /// Options of the mount.
     pub(super) options: Options,
-    /// Whether a host may choose frontend=preload where FUSE cannot be used.
+    /// Whether a host may choose frontend=preload if FUSE cannot be used.
     pub(super) may_choose_frontend: bool,
     /// Content of the file for `ROMIO_HINTS`. `None` means that there is no such file.
     pub(super) romio_hints: Option<String>,
@@ -73,22 +74,22 @@ pub(super) struct MountSetup {
 /// What hosts send for the report of a run. Each host also sends its own record.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct ReportWanted {
-    /// The host that lists the checkpoints, where all hosts see the same files. `None` means that each host lists its
+    /// The host that lists the checkpoints, if all hosts see the same files. `None` means that each host lists its
     /// own.
     pub(super) checkpoints_by: Option<String>,
 }
 
-/// How many checkpoints stay.
+/// How many checkpoints stay while the command runs, and which host removes the others.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Keep {
     /// Number of whole checkpoints that stay.
     pub(super) count: u32,
-    /// The host that removes the others, where all hosts see the same files. `None` means that each host removes its
+    /// The host that removes the others, if all hosts see the same files. `None` means that each host removes its
     /// own.
     pub(super) by: Option<String>,
 }
 
-/// Whose files are restored, and which host restores them.
+/// Which lost host's files are restored, and which host restores them.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct RestartTask {
     /// Name of the lost host.
@@ -142,7 +143,7 @@ pub(super) struct MountedHost {
     pub(super) backing: BytePath,
     /// Whether the preload library alone serves the files, without FUSE.
     pub(super) is_tree: bool,
-    /// Path of the file with ROMIO hints, where there is one.
+    /// Path of the file with ROMIO hints, if there is one.
     pub(super) romio_hints: Option<BytePath>,
 }
 
@@ -213,36 +214,38 @@ pub(super) enum Output {
 pub(super) struct MessageReader<R> {
     from: R,
     /// For each sender, the beginning of a message whose last fragment has not arrived yet.
-    begun: BTreeMap<u64, String>,
+    unfinished: BTreeMap<u64, String>,
 }
 
 impl<R: BufRead> MessageReader<R> {
     pub(super) fn new(from: R) -> Self {
         Self {
             from,
-            begun: BTreeMap::new(),
+            unfinished: BTreeMap::new(),
         }
     }
 
-    /// Adds a line. Returns the message that the line completes, or the line itself where it is not part of a message.
-    fn take(&mut self, line: &str) -> Option<Output> {
+    /// Adds a line of output. Returns the message that the line completes, or `None` if more fragments must follow.
+    ///
+    /// A line that is not part of a valid message is returned as it is.
+    fn add_line(&mut self, line: &str) -> Option<Output> {
         let other = || Some(Output::Other(line.to_owned()));
-        let Some((id, kind, text)) = split_fragment(line) else {
+        let Some(fragment) = Fragment::parse(line) else {
             return other();
         };
-        let begun = self.begun.entry(id).or_default();
-        begun.push_str(text);
+        let message = self.unfinished.entry(fragment.sender).or_default();
+        message.push_str(fragment.text);
         // Fragments without an end must not fill the memory.
-        if begun.len() > MESSAGE_BYTES_MAX {
-            self.begun.remove(&id);
+        if message.len() > MESSAGE_BYTES_MAX {
+            self.unfinished.remove(&fragment.sender);
             return other();
         }
-        if kind == MORE {
+        if !fragment.is_last {
             return None;
         }
-        let whole = self.begun.remove(&id).unwrap_or_default();
-        match serde_json::from_str(&whole) {
-            Ok(message) => Some(Output::Message(id, Box::new(message))),
+        let message = self.unfinished.remove(&fragment.sender).unwrap_or_default();
+        match serde_json::from_str(&message) {
+            Ok(message) => Some(Output::Message(fragment.sender, Box::new(message))),
             Err(_) => other(),
         }
     }
@@ -251,7 +254,7 @@ impl<R: BufRead> MessageReader<R> {
 impl<R: BufRead> Iterator for MessageReader<R> {
     type Item = Output;
 
-    /// Returns the next piece of output. Returns `None` at the end of the output, or where reading fails.
+    /// Returns the next piece of output. Returns `None` at the end of the output, or if reading fails.
     fn next(&mut self) -> Option<Output> {
         loop {
             let mut line = Vec::new();
@@ -262,22 +265,40 @@ impl<R: BufRead> Iterator for MessageReader<R> {
                 return None;
             }
             let line = String::from_utf8_lossy(&line);
-            if let Some(output) = self.take(line.trim_end_matches(['\n', '\r'])) {
+            if let Some(output) = self.add_line(line.trim_end_matches(['\n', '\r'])) {
                 return Some(output);
             }
         }
     }
 }
 
-/// Returns the sender, the kind and the text of a line, or `None` if the line is no fragment.
-fn split_fragment(line: &str) -> Option<(u64, &str, &str)> {
-    let (id, rest) = line
-        .strip_prefix(MARK)?
-        .strip_prefix(' ')?
-        .split_once(' ')?;
-    let (kind, text) = rest.split_once(' ')?;
-    let id = u64::from_str_radix(id, 16).ok()?;
-    [MORE, LAST].contains(&kind).then_some((id, kind, text))
+/// A line of output that is a part of a message: `firn-run SENDER KIND TEXT`.
+struct Fragment<'a> {
+    /// Number of the sender.
+    sender: u64,
+    /// Whether the message ends with this fragment.
+    is_last: bool,
+    /// Part of the JSON text of the message.
+    text: &'a str,
+}
+
+impl<'a> Fragment<'a> {
+    /// Parses a line, or returns `None` if it is no fragment.
+    fn parse(line: &'a str) -> Option<Self> {
+        let rest = line.strip_prefix(MARK)?.strip_prefix(' ')?;
+        let (sender, rest) = rest.split_once(' ')?;
+        let (kind, text) = rest.split_once(' ')?;
+        let is_last = match kind {
+            LAST => true,
+            MORE => false,
+            _ => return None,
+        };
+        Some(Self {
+            sender: u64::from_str_radix(sender, 16).ok()?,
+            is_last,
+            text,
+        })
+    }
 }
 
 #[cfg(test)]
@@ -345,7 +366,7 @@ mod tests {
         let count = MESSAGE_BYTES_MAX / 800 + 2;
         let mut messages = MessageReader::new(io::Cursor::new(line.repeat(count)));
         assert!(matches!(messages.next(), Some(Output::Other(_))));
-        assert!(messages.begun.values().map(String::len).sum::<usize>() <= MESSAGE_BYTES_MAX);
+        assert!(messages.unfinished.values().map(String::len).sum::<usize>() <= MESSAGE_BYTES_MAX);
     }
 
     #[test]

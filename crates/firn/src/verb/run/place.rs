@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use crate::failure::{FAILED, Failure, USAGE};
 use crate::text;
 
-/// Suffix of the backing of a run whose files are in memory only. That directory has the names of the files.
-pub(in crate::verb) const NAMES: &str = "names";
+/// Suffix of the backing of a run whose files are in memory only. That directory has the files' names, but no data.
+pub(in crate::verb) const NAMES_SUFFIX: &str = "names";
 
 /// The two directories of a run.
 pub(super) struct RunDirs {
@@ -22,9 +22,11 @@ pub(super) struct RunDirs {
 }
 
 impl RunDirs {
-    /// Creates the directories that are missing. Without a `prefix`, the mount point is `default` in the runtime
-    /// directory.
-    pub(super) fn make(
+    /// Creates the directories that are missing, with mode 0700, and returns both.
+    ///
+    /// Without a `prefix`, the mount point is `default` in the runtime directory. Without a `backing`, a directory in the
+    /// runtime directory is created for the names of the files. Fails if a directory cannot be created.
+    pub(super) fn create(
         prefix: Option<PathBuf>,
         default: &str,
         backing: Option<PathBuf>,
@@ -32,10 +34,10 @@ impl RunDirs {
         let is_default = prefix.is_none();
         let prefix = match prefix {
             Some(prefix) => {
-                make_private(&prefix)?;
+                create_private_dirs(&prefix)?;
                 prefix
             }
-            None => default_prefix(default)?,
+            None => create_default_prefix(default)?,
         };
         let memory_only = backing.is_none();
         let backing = match backing {
@@ -44,13 +46,13 @@ impl RunDirs {
             None => {
                 let runtime = firn_client::paths::create_runtime_dir()?;
                 let key = firn_client::Key::of(&absolute(&prefix)?);
-                let names = runtime.join(format!("{:016x}.{NAMES}", key.0));
+                let names = runtime.join(format!("{:016x}.{NAMES_SUFFIX}", key.0));
                 let made = firn_trust::create_private_dir(rustix::fs::CWD, &names);
                 made.map_err(|error| Failure::new(FAILED, error.to_string()))?;
                 names
             }
         };
-        make_private(&backing)?;
+        create_private_dirs(&backing)?;
         Ok(Self {
             prefix,
             backing: absolute(&backing)?,
@@ -68,7 +70,7 @@ impl RunDirs {
 }
 
 /// Creates the default mount point in the runtime directory, where no other user can put a symbolic link in its place.
-fn default_prefix(name: &str) -> Result<PathBuf, Failure> {
+fn create_default_prefix(name: &str) -> Result<PathBuf, Failure> {
     let prefix = firn_client::paths::create_runtime_dir()?.join(name);
     match firn_trust::create_private_dir(rustix::fs::CWD, &prefix) {
         Ok(_) => Ok(prefix),
@@ -79,7 +81,8 @@ fn default_prefix(name: &str) -> Result<PathBuf, Failure> {
     }
 }
 
-fn make_private(dir: &Path) -> Result<(), Failure> {
+/// Creates a directory and its missing ancestors, with mode 0700. An existing directory stays as it is.
+fn create_private_dirs(dir: &Path) -> Result<(), Failure> {
     std::fs::DirBuilder::new()
         .recursive(true)
         .mode(0o700)

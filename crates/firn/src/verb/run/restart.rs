@@ -29,9 +29,9 @@ use crate::progress::Meter;
 use crate::{output, text};
 
 /// Private directory in which fetched files are staged until all files below their name are complete.
-const STAGED: &str = ".firn-restart";
+const STAGING_DIR: &str = ".firn-restart";
 /// Name of the staged tree in that directory.
-const TREE: &str = "tree";
+const STAGED_TREE: &str = "tree";
 /// Timeout for an agent that does not answer.
 const RESTART_TIMEOUT: Duration = Duration::from_secs(60);
 
@@ -52,7 +52,7 @@ struct Restart<'a> {
     /// Bytes that were restored.
     restored_bytes: u64,
     /// Files that were here already.
-    near_files: u64,
+    present_files: u64,
 }
 
 /// What this mount has of a file that a partner has a copy of.
@@ -66,31 +66,35 @@ enum LocalState {
     Newer,
 }
 
-/// Restores on the mount at `prefix` what the lost `host` held, as far as the backing or this memory does not have it.
+/// Restores the files that the lost `host` had in memory, from the copies of its partners, to the mount at `prefix`.
+/// Files that are here already are not fetched.
 ///
-/// Returns without an error, and says so, where the host had no partner or the partner has no copies.
+/// Where the host had no partner, or the partner has no copies, it prints a notice and returns without an error. Fails
+/// if the present partner cannot be reached, or if a file cannot be restored.
 pub(super) fn restore(host: &str, prefix: &Path, backing: &Path) -> Result<(), Failure> {
-    let without = |why: &str| {
+    let say_backing_only = |why: &str| {
         output::say(&format!("{why}: {host} restarts from what the backing has"));
     };
     let record = match KeyFile::load(backing, host) {
         Err(error) if error.is_missing() => {
-            without(&format!(
+            say_backing_only(&format!(
                 "no agent of {host} has left a record in the backing"
             ));
             return Ok(());
         }
-        record => record.map_err(failed)?,
+        record => record.map_err(restart_failure)?,
     };
     if record.partner.is_none() {
-        without(&format!("{host} had no partner"));
+        say_backing_only(&format!("{host} had no partner"));
         return Ok(());
     }
-    let formers = record.formers.len();
+    let former_count = record.formers.len();
     for (at, partner) in record.holders().enumerate() {
         match restore_from(partner, host, prefix, backing) {
             Ok(true) => {}
-            Ok(false) if formers == 0 => without(&format!("{partner} has no copies of {host}")),
+            Ok(false) if former_count == 0 => {
+                say_backing_only(&format!("{partner} has no copies of {host}"))
+            }
             // A former partner without copies is normal, because a later one took them over.
             Ok(false) => {}
             // The present partner was taking over from this earlier one. Its copies are already restored, so this
@@ -104,7 +108,7 @@ pub(super) fn restore(host: &str, prefix: &Path, backing: &Path) -> Result<(), F
     Ok(())
 }
 
-/// Restores what `host` held from the copies on one partner. Returns false where that partner has none.
+/// Restores what `host` held from the copies on one partner. Returns false if that partner has none.
 fn restore_from(partner: &str, host: &str, prefix: &Path, backing: &Path) -> Result<bool, Failure> {
     let route = Route::Backing {
         dir: backing.to_owned(),
@@ -115,7 +119,7 @@ fn restore_from(partner: &str, host: &str, prefix: &Path, backing: &Path) -> Res
             kind: ErrorKind::Missing,
             ..
         }) => return Ok(false),
-        entries => entries.map_err(failed)?,
+        entries => entries.map_err(restart_failure)?,
     };
     let dir = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let top = rustix::fs::open(prefix, dir, Mode::empty());
@@ -124,15 +128,15 @@ fn restore_from(partner: &str, host: &str, prefix: &Path, backing: &Path) -> Res
         partner: partner.to_owned(),
         route,
         prefix,
-        top: top.map_err(|errno| broken(prefix, errno))?,
+        top: top.map_err(|errno| path_failure(prefix, errno))?,
         restored_files: 0,
         restored_bytes: 0,
-        near_files: 0,
+        present_files: 0,
     };
-    for (name, entries) in group(&entries) {
+    for (name, entries) in group_by_first_name(&entries) {
         restart.restore_name(&name, &entries)?;
     }
-    restart.tell();
+    restart.report_restored();
     Ok(true)
 }
 
@@ -141,31 +145,31 @@ impl Restart<'_> {
     fn restore_name(&mut self, name: &BytePath, entries: &[&Entry]) -> Result<(), Failure> {
         let wanted = entries
             .iter()
-            .any(|entry| self.find(entry) == Some(LocalState::Missing));
+            .any(|entry| self.local_state(entry) == Some(LocalState::Missing));
         if wanted {
-            let staged = firn_trust::create_private_dir(&self.top, Path::new(STAGED));
-            let staged = staged.map_err(failed)?;
-            let path = self.prefix.join(STAGED).join(TREE);
+            let staged = firn_trust::create_private_dir(&self.top, Path::new(STAGING_DIR));
+            let staged = staged.map_err(restart_failure)?;
+            let path = self.prefix.join(STAGING_DIR).join(STAGED_TREE);
             // An interrupted restart may have left a staged tree.
-            remove(&staged, TREE, &path)?;
+            remove(&staged, STAGED_TREE, &path)?;
             self.fetch(name, &path)?;
             for entry in entries {
-                self.place(name, entry, &staged)?;
+                self.place_file(name, entry, &staged)?;
             }
-            return remove(&self.top, STAGED, &path);
+            return remove(&self.top, STAGING_DIR, &path);
         }
         for entry in entries {
-            self.tell_near(entry);
+            self.report_present_file(entry);
         }
         Ok(())
     }
 
-    /// Returns the state of a file here, or `None` where the entry is no regular file.
-    fn find(&self, entry: &Entry) -> Option<LocalState> {
+    /// Returns the state of a file here, or `None` if the entry is no regular file.
+    fn local_state(&self, entry: &Entry) -> Option<LocalState> {
         let EntryKind::File { bytes, .. } = entry.kind else {
             return None;
         };
-        let Ok(found) = self.look_at(&entry.path) else {
+        let Ok(found) = self.stat_beneath(&entry.path) else {
             return Some(LocalState::Missing);
         };
         // The width of these fields differs between architectures.
@@ -180,14 +184,16 @@ impl Restart<'_> {
         })
     }
 
-    fn look_at(&self, path: &BytePath) -> Result<Stat, Errno> {
+    /// Returns the attributes of a file below the top of the mount, without following a symbolic link.
+    fn stat_beneath(&self, path: &BytePath) -> Result<Stat, Errno> {
         let dir = open_parent_beneath(&self.top, path.as_path())?;
         statat(dir, last_name(path.as_path()), AtFlags::SYMLINK_NOFOLLOW)
     }
 
-    fn tell_near(&mut self, entry: &Entry) {
-        match self.find(entry) {
-            Some(LocalState::Same) => self.near_files += 1,
+    /// Counts or reports a file that need not be restored: one that is here already, or was written here later.
+    fn report_present_file(&mut self, entry: &Entry) {
+        match self.local_state(entry) {
+            Some(LocalState::Same) => self.present_files += 1,
             Some(LocalState::Newer) => output::say(&format!(
                 "{} was written since {} was lost: it stays as it is",
                 entry.path, self.host
@@ -213,44 +219,52 @@ impl Restart<'_> {
             meter.show(progress.left_bytes, progress.left_files, "restoring");
         });
         drop(meter);
-        pulled.map(drop).map_err(failed)
+        pulled.map(drop).map_err(restart_failure)
     }
 
     /// Moves one fetched file to its final name, or creates its directory. A file that is not missing here stays.
-    fn place(&mut self, name: &BytePath, entry: &Entry, staged: &OwnedFd) -> Result<(), Failure> {
+    fn place_file(
+        &mut self,
+        name: &BytePath,
+        entry: &Entry,
+        staged: &OwnedFd,
+    ) -> Result<(), Failure> {
         let to = entry.path.as_path();
         let shown = self.prefix.join(to);
-        let dir = open_parent_beneath(&self.top, to).map_err(|errno| broken(&shown, errno))?;
+        let dir =
+            open_parent_beneath(&self.top, to).map_err(|errno| path_failure(&shown, errno))?;
         match entry.kind {
-            EntryKind::Directory => {
-                make_dir(&dir, last_name(to), entry.mode).map_err(|errno| broken(&shown, errno))
-            }
-            EntryKind::File { bytes, .. } if self.find(entry) == Some(LocalState::Missing) => {
+            EntryKind::Directory => make_dir(&dir, last_name(to), entry.mode)
+                .map_err(|errno| path_failure(&shown, errno)),
+            EntryKind::File { bytes, .. }
+                if self.local_state(entry) == Some(LocalState::Missing) =>
+            {
                 let below = to.strip_prefix(name).expect("it is of that name");
                 let from = if below.as_os_str().is_empty() {
-                    PathBuf::from(TREE)
+                    PathBuf::from(STAGED_TREE)
                 } else {
-                    Path::new(TREE).join(below)
+                    Path::new(STAGED_TREE).join(below)
                 };
                 open_parent_beneath(staged, &from)
                     .and_then(|from_dir| renameat(from_dir, last_name(&from), &dir, last_name(to)))
-                    .map_err(|errno| broken(&shown, errno))?;
+                    .map_err(|errno| path_failure(&shown, errno))?;
                 self.restored_files += 1;
                 self.restored_bytes += bytes;
                 Ok(())
             }
             EntryKind::File { .. } => {
-                self.tell_near(entry);
+                self.report_present_file(entry);
                 Ok(())
             }
             EntryKind::Link { .. } | EntryKind::Other => Ok(()),
         }
     }
 
-    fn tell(&self) {
+    /// Tells the user what was restored.
+    fn report_restored(&self) {
         let files = text::count(self.restored_files, "file");
         let bytes = text::bytes(self.restored_bytes);
-        let near = match self.near_files {
+        let near = match self.present_files {
             0 => String::new(),
             count => format!("; {} were here already", text::count(count, "file")),
         };
@@ -262,7 +276,7 @@ impl Restart<'_> {
 }
 
 /// Groups entries by the first component of their paths. The entry of the listed directory itself is left out.
-fn group(entries: &[Entry]) -> BTreeMap<BytePath, Vec<&Entry>> {
+fn group_by_first_name(entries: &[Entry]) -> BTreeMap<BytePath, Vec<&Entry>> {
     let mut names: BTreeMap<BytePath, Vec<&Entry>> = BTreeMap::new();
     for entry in entries {
         if let Some(first) = entry.path.as_path().components().next() {
@@ -277,7 +291,7 @@ fn last_name(path: &Path) -> &OsStr {
     path.file_name().unwrap_or_default()
 }
 
-/// Creates a directory. An existing name is accepted: where it is no directory, the next step below it fails.
+/// Creates a directory. An existing name is accepted: if it is no directory, the next step below it fails.
 fn make_dir(dir: &OwnedFd, name: &OsStr, mode: u32) -> Result<(), Errno> {
     match mkdirat(dir, name, Mode::RWXU) {
         Ok(()) => {
@@ -293,11 +307,12 @@ fn make_dir(dir: &OwnedFd, name: &OsStr, mode: u32) -> Result<(), Errno> {
 fn remove(dir: impl AsFd, name: &str, path: &Path) -> Result<(), Failure> {
     match remove_beneath(dir, OsStr::new(name)) {
         Ok(()) | Err(Errno::NOENT) => Ok(()),
-        Err(errno) => Err(broken(path, errno)),
+        Err(errno) => Err(path_failure(path, errno)),
     }
 }
 
-fn broken(path: &Path, errno: Errno) -> Failure {
+/// Returns the failure to restore one path.
+fn path_failure(path: &Path, errno: Errno) -> Failure {
     let error = io::Error::from(errno);
     Failure::new(
         FAILED,
@@ -305,7 +320,8 @@ fn broken(path: &Path, errno: Errno) -> Failure {
     )
 }
 
-fn failed(error: impl std::fmt::Display) -> Failure {
+/// Returns the failure of the whole restart, with the way to do without it.
+fn restart_failure(error: impl std::fmt::Display) -> Failure {
     Failure::new(
         FAILED,
         format!("cannot restart: {error}; without --restart the backing alone counts"),

@@ -64,10 +64,12 @@ enum LineRank {
 struct BlockLines(Vec<(LineRank, String)>);
 
 impl BlockLines {
+    /// Adds a line with a label.
     fn add(&mut self, rank: LineRank, label: &str, text: &str) {
         self.0.push((rank, format!("  {label:<13} {text}\n")));
     }
 
+    /// Returns the lines of this rank, in the order in which they were added.
     fn with_rank(&self, rank: LineRank) -> impl Iterator<Item = &str> {
         let lines = self.0.iter().filter(move |(own_rank, _)| *own_rank == rank);
         lines.map(|(_, line)| line.as_str())
@@ -208,6 +210,7 @@ fn needs_attention(transaction: &TransactionStatus) -> bool {
     transaction.stage == TransactionStage::Prepared || transaction.error.is_some() || backup_fails
 }
 
+/// Returns whether a lane does not take files, or is written to without its token.
 fn lane_needs_attention(lane: &LaneStatus) -> bool {
     let is_bad = |placed: &PlacedStatus| placed.state != LaneState::Ok;
     let writes_without_token = |token: &TokenStatus| token.state == TokenState::Without;
@@ -367,7 +370,7 @@ fn options_text(status: &Status) -> String {
     }
 }
 
-/// Returns the rate over the last seconds, or an empty text where nothing was moved.
+/// Returns the rate over the last seconds, or an empty text if nothing was moved.
 fn recent_rate(bytes_per_second: f64) -> String {
     if bytes_per_second < 1.0 {
         return String::new();
@@ -375,6 +378,7 @@ fn recent_rate(bytes_per_second: f64) -> String {
     format!(", {} in the last seconds", rate(bytes_per_second))
 }
 
+/// Returns how much other hosts have pulled from this mount.
 fn pulled_text(status: &Status) -> String {
     format!(
         "{} in {}, {} under way{}",
@@ -576,6 +580,7 @@ fn token_line(token: &TokenStatus, paint: Paint) -> String {
     text
 }
 
+/// Returns how much data is held, and for how long.
 fn held_text(status: &Status) -> String {
     if (
         status.held_bytes,
@@ -595,7 +600,7 @@ fn held_text(status: &Status) -> String {
     )
 }
 
-/// Returns a bar of the arena's use. It has the colour of a warning where the arena is nearly full.
+/// Returns a bar of the arena's use. It has the colour of a warning if the arena is nearly full.
 fn arena_text(status: &Status, paint: Paint) -> String {
     let fill = fill(status);
     let full = (fill * BAR_WIDTH as f64).round() as usize;
@@ -612,7 +617,7 @@ fn arena_text(status: &Status, paint: Paint) -> String {
     )
 }
 
-/// Returns a line about a transaction, with the state of its backup where there is one.
+/// Returns a line about a transaction, with the state of its backup if there is one.
 fn transaction_line(transaction: &TransactionStatus, paint: Paint) -> String {
     let text = stage_text(transaction, paint);
     let Some(backup) = &transaction.backup else {
@@ -634,6 +639,7 @@ fn transaction_line(transaction: &TransactionStatus, paint: Paint) -> String {
     format!("{text}; {state}")
 }
 
+/// Returns which commit rule began the transaction, and what it waits for. Returns an empty text without a rule.
 fn rule_text(transaction: &TransactionStatus) -> String {
     match (&transaction.rule, &transaction.waits_for) {
         (Some(rule), Some(waits_for)) => format!("; rule {rule} waits for {waits_for}"),
@@ -675,6 +681,7 @@ fn stage_text(transaction: &TransactionStatus, paint: Paint) -> String {
     }
 }
 
+/// Returns which process owns the transaction.
 fn owner_text(transaction: &TransactionStatus) -> String {
     match transaction.owner {
         None => ", no owner".into(),
@@ -705,6 +712,7 @@ fn partner_text(partner: &PartnerStatus, paint: Paint) -> String {
     text
 }
 
+/// Returns how much of the spill file is in use, and how much was moved to it.
 fn spilled_text(spill: &SpillStatus) -> String {
     format!(
         "{} of {} in {}, {} moved{}",
@@ -736,7 +744,7 @@ fn drained_text(status: &Status) -> String {
     )
 }
 
-/// Returns a line about an error. `retry_seconds` is the time until the next try of the backing, where one is planned.
+/// Returns a line about an error. `retry_seconds` is the time until the next try of the backing, if one is planned.
 fn error_line(error: &ErrorStatus, retry_seconds: Option<f64>) -> String {
     let pending = match (error.pending, retry_seconds) {
         (false, _) => String::new(),

@@ -1,8 +1,8 @@
-//! The launcher for the hosts of a Flux instance, by `flux exec`.
+//! The launcher for the hosts of a Flux instance. `flux exec` starts the program on all of them.
 
 use std::process::Command;
 
-use super::{Launcher, Program, Start, ask_for_hosts, variable};
+use super::{LaunchCommand, Launcher, Program, query_hosts, variable};
 use crate::failure::Failure;
 
 /// Variable that is set in a batch script or an allocation. Either is a Flux instance of its own.
@@ -13,25 +13,26 @@ const TASK: &str = "FLUX_TASK_RANK";
 /// The hosts of a Flux instance.
 pub(in crate::verb::run) struct Flux {
     hosts: Vec<String>,
-    /// Name that differs from those of other instances on the same hosts.
+    /// Number of the instance as a job, or `flux`. Instances on the same hosts have different numbers.
     name: String,
 }
 
-/// Returns whether this process has a Flux instance of its own. That is false for a process of a job in the instance,
-/// which shares the hosts with others.
+/// Returns whether this process may use all hosts of a Flux instance. A process of a job in the instance may not,
+/// because other jobs share the hosts.
 pub(super) fn is_in_instance() -> bool {
     variable(INSTANCE).is_some() && variable(TASK).is_none()
 }
 
 impl Flux {
+    /// Asks Flux for the hosts of the enclosing instance. Fails if Flux does not answer.
     pub(super) fn of_instance() -> Result<Self, Failure> {
         let mut command = Command::new("flux");
         command.args(["hostlist", "--expand", "instance"]);
-        let hosts = ask_for_hosts(command)?;
+        let hosts = query_hosts(command)?;
         let mut command = Command::new("flux");
         command.args(["getattr", "jobid"]);
         // Only an instance that is a job of another instance has a number.
-        let name = ask_for_hosts(command).map_or_else(|_| "flux".into(), |name| name.concat());
+        let name = query_hosts(command).map_or_else(|_| "flux".into(), |name| name.concat());
         let name = name.chars().filter(char::is_ascii_alphanumeric).collect();
         Ok(Self { hosts, name })
     }
@@ -42,17 +43,17 @@ impl Launcher for Flux {
         &self.hosts
     }
 
-    fn starts(&self, program: &Program) -> Vec<Start> {
+    fn launch_commands(&self, program: &Program) -> Vec<LaunchCommand> {
         let mut command = Command::new("flux");
         command.args(["exec", "--dir=/"]);
         program.append_to(&mut command);
-        vec![Start {
+        vec![LaunchCommand {
             command,
             hosts: (0..self.hosts.len()).collect(),
         }]
     }
 
-    fn line_on(&self, host: &str, line: &str) -> String {
+    fn line_on_host(&self, host: &str, line: &str) -> String {
         format!("flux run -N 1 --requires=host:{host} {line}")
     }
 

@@ -1,9 +1,10 @@
-//! The launcher for this host alone: it starts the program as a child.
+//! The launcher for a run on this host alone. It starts the program as a child process.
 
 use std::process::Command;
 
-use super::{Launcher, Program, Start, slurm, variable};
+use super::{LaunchCommand, Launcher, Program, slurm, variable};
 
+/// This host, as the only host of a run.
 pub(in crate::verb::run) struct Local {
     hosts: Vec<String>,
 }
@@ -23,21 +24,21 @@ impl Launcher for Local {
         &self.hosts
     }
 
-    fn starts(&self, program: &Program) -> Vec<Start> {
+    fn launch_commands(&self, program: &Program) -> Vec<LaunchCommand> {
         let (name, args) = program.words.split_first().expect("a program has a name");
         let mut command = Command::new(name);
         command.args(args);
-        vec![Start {
+        vec![LaunchCommand {
             command,
             hosts: vec![0],
         }]
     }
 
-    fn line_on(&self, _: &str, line: &str) -> String {
+    fn line_on_host(&self, _: &str, line: &str) -> String {
         line.to_owned()
     }
 
-    /// A host of a batch system's job goes back to that system when the job ends.
+    /// Returns false in a job of a batch system, which takes the host back when the job ends.
     fn keeps_hosts(&self) -> bool {
         let jobs = [slurm::JOB, "PBS_JOBID", "FLUX_JOB_ID"];
         jobs.iter().all(|job| variable(job).is_none())

@@ -1,15 +1,15 @@
-//! The launcher for hosts in a file, by a remote shell such as ssh. It starts one local process for each host.
+//! The launcher for hosts that a file lists. It starts the program on each host by a remote shell such as ssh.
 //!
-//! The remote shell gets a host and one command line in the syntax of sh(1). It must pass on standard input and output,
-//! and end when the command ends. It need not pass on the environment: the command line sets the variables that the
-//! program needs.
+//! Relies on the remote shell. Its last two arguments are a host and one command line in the syntax of sh(1). It must
+//! pass on standard input and output, and end when the command ends. It need not pass on the environment, because the
+//! command line sets the variables that the program needs.
 
 use std::ffi::OsStr;
 use std::io::Read;
 use std::path::Path;
 use std::process::Command;
 
-use super::{Launcher, Program, Start, variable};
+use super::{LaunchCommand, Launcher, Program, variable};
 use crate::failure::{Failure, USAGE};
 use crate::text;
 
@@ -27,12 +27,13 @@ pub(in crate::verb::run) struct RemoteShell {
     pbs_job: Option<String>,
 }
 
+/// Returns whether this process runs in a PBS job.
 pub(super) fn is_in_pbs_job() -> bool {
     variable(PBS_HOSTS).is_some()
 }
 
 impl RemoteShell {
-    /// Reads the hosts from a file. Fails where the file cannot be read, or names no valid hosts.
+    /// Reads the hosts from a file. Fails if the file cannot be read, or names no valid hosts.
     pub(super) fn of_file(file: &Path, shell: Vec<String>) -> Result<Self, Failure> {
         let shown = text::path(file);
         let mut list = String::new();
@@ -53,6 +54,7 @@ impl RemoteShell {
         })
     }
 
+    /// Reads the hosts of the enclosing PBS job. Fails outside a job, and as [`RemoteShell::of_file`] does.
     pub(super) fn of_pbs_job(shell: Vec<String>) -> Result<Self, Failure> {
         let Some(file) = variable(PBS_HOSTS) else {
             let why = format!("{PBS_HOSTS} is not set: run it in a PBS job (qsub)");
@@ -65,8 +67,9 @@ impl RemoteShell {
     }
 }
 
-/// Returns the first word of each line, without repetitions and without a number of processes (`n17:4`). The error says
-/// what is no host.
+/// Parses a list of hosts. The first word of each line is a host; the number of processes in `n17:4` is ignored.
+///
+/// Returns each host once. Fails if the list has no host, or a word that cannot be a host. The error says which.
 fn parse_hosts(list: &str) -> Result<Vec<String>, String> {
     let mut hosts: Vec<String> = Vec::new();
     for line in list.lines() {
@@ -97,12 +100,12 @@ impl Launcher for RemoteShell {
         &self.hosts
     }
 
-    fn starts(&self, program: &Program) -> Vec<Start> {
-        let line = command_line(program);
+    fn launch_commands(&self, program: &Program) -> Vec<LaunchCommand> {
+        let line = remote_command_line(program);
         let start = |(index, host): (usize, &String)| {
             let mut command = Command::new(&self.shell[0]);
             command.args(&self.shell[1..]).arg(host).arg(&line);
-            Start {
+            LaunchCommand {
                 command,
                 hosts: vec![index],
             }
@@ -110,7 +113,7 @@ impl Launcher for RemoteShell {
         self.hosts.iter().enumerate().map(start).collect()
     }
 
-    fn line_on(&self, host: &str, line: &str) -> String {
+    fn line_on_host(&self, host: &str, line: &str) -> String {
         format!("{} {host} {line}", self.shell.join(" "))
     }
 
@@ -127,20 +130,20 @@ impl Launcher for RemoteShell {
     }
 }
 
-/// Returns the command line for the shell of a host, which replaces itself by the program.
-fn command_line(program: &Program) -> String {
+/// Returns the command line for a host's sh(1): it sets the variables, and replaces the shell by the program.
+fn remote_command_line(program: &Program) -> String {
     let mut line = String::from("exec env");
     for (name, value) in &program.variables {
-        line += &format!(" {}={}", name.to_string_lossy(), quote(value));
+        line += &format!(" {}={}", name.to_string_lossy(), quote_for_sh(value));
     }
     for word in &program.words {
-        line += &format!(" {}", quote(word));
+        line += &format!(" {}", quote_for_sh(word));
     }
     line
 }
 
 /// Quotes text as one word of sh(1).
-fn quote(word: &OsStr) -> String {
+fn quote_for_sh(word: &OsStr) -> String {
     format!("'{}'", word.to_string_lossy().replace('\'', r"'\''"))
 }
 
@@ -164,7 +167,7 @@ mod tests {
             variables: vec![("FIRN_RUNTIME_DIR".into(), "/a b".into())],
         };
         assert_eq!(
-            command_line(&program),
+            remote_command_line(&program),
             r"exec env FIRN_RUNTIME_DIR='/a b' '/opt/it'\''s/firn' 'run-host' '5'"
         );
     }

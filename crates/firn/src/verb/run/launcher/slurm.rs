@@ -1,11 +1,12 @@
-//! The launcher for the hosts of a Slurm job. It starts one step, which overlaps all others and ends with the run.
+//! The launcher for the hosts of a Slurm job. One `srun` starts the program on all of them.
 //!
-//! With proctrack/cgroup a process ends with the step that started it, so the mounts need a step of their own. That
-//! step takes no CPUs, memory or GPUs (`--overlap`), so the steps of the command can use all of the job's.
+//! That `srun` is a job step of its own, which lasts until the run ends. With proctrack/cgroup, Slurm ends a process
+//! together with the step that started it, so a step of the user's command cannot have the mounts. The step of the
+//! mounts takes no CPUs, memory or GPUs (`--overlap`), which leaves all of them to the steps of the command.
 
 use std::process::Command;
 
-use super::{Launcher, Program, Start, ask_for_hosts, variable};
+use super::{LaunchCommand, Launcher, Program, query_hosts, variable};
 use crate::failure::{Failure, USAGE};
 
 /// Variable that is set in a job: the number of the job.
@@ -14,15 +15,16 @@ pub(super) const JOB: &str = "SLURM_JOB_ID";
 const HOST_LIST: &str = "SLURM_JOB_NODELIST";
 /// Variable with the name of the host on which a step or a batch script runs.
 const THIS_HOST: &str = "SLURMD_NODENAME";
-/// Variable with the number of the step. Batch scripts have none. Interactive shells have a number above those of
-/// steps.
+/// Variable with the number of the step. Batch scripts have none.
 const STEP: &str = "SLURM_STEP_ID";
-const STEP_MAX: u32 = 0xffff_fff0;
+/// First of the numbers that Slurm reserves, for example for interactive shells. Ordinary steps have lower numbers.
+const RESERVED_STEPS: u32 = 0xffff_fff0;
 /// Variable with the number of processes of the step.
 const STEP_TASKS: &str = "SLURM_STEP_NUM_TASKS";
 
-/// Variables with what the job asked for its own steps. srun would apply them to the step of the mounts.
-const OTHERS_WISHES: [&str; 24] = [
+/// Variables with the resources that the job requested for its own steps. srun would apply them to the step of the
+/// mounts, so they are removed from its environment.
+const RESOURCE_REQUESTS: [&str; 24] = [
     "SLURM_CPUS_PER_GPU",
     "SLURM_CPUS_PER_TASK",
     "SLURM_CPU_BIND",
@@ -55,20 +57,22 @@ pub(in crate::verb::run) struct Slurm {
     hosts: Vec<String>,
 }
 
-/// Returns whether this process has a Slurm job whose hosts it may use.
+/// Returns whether this process has a Slurm job in which it should start a step for the mounts.
 ///
-/// That is false for one of several processes of a step, which share the hosts. It is also false in a job whose only
-/// host is this one.
+/// It should not if it is one of several processes of a step, because the others use the same hosts. It need not
+/// where it runs on the only host of the job.
 pub(super) fn is_in_job() -> bool {
     let number = |name: &str| variable(name).and_then(|value| value.parse::<u32>().ok());
-    let is_one_of_many = number(STEP).is_some_and(|step| step < STEP_MAX)
+    let is_one_of_several_tasks = number(STEP).is_some_and(|step| step < RESERVED_STEPS)
         && number(STEP_TASKS).is_some_and(|tasks| tasks > 1);
-    let is_elsewhere = variable(THIS_HOST).is_none();
-    let has_others = number("SLURM_JOB_NUM_NODES").is_some_and(|hosts| hosts > 1);
-    variable(JOB).is_some() && !is_one_of_many && (is_elsewhere || has_others)
+    // salloc can run this process on a login host, which is not part of the job.
+    let is_outside_job_hosts = variable(THIS_HOST).is_none();
+    let has_other_hosts = number("SLURM_JOB_NUM_NODES").is_some_and(|hosts| hosts > 1);
+    variable(JOB).is_some() && !is_one_of_several_tasks && (is_outside_job_hosts || has_other_hosts)
 }
 
 impl Slurm {
+    /// Asks Slurm for the hosts of the enclosing job. Fails outside a job, and if Slurm does not answer.
     pub(super) fn of_job() -> Result<Self, Failure> {
         let (Some(job), Some(list)) = (variable(JOB), variable(HOST_LIST)) else {
             let why = format!(
@@ -78,7 +82,7 @@ impl Slurm {
         };
         let mut command = Command::new("scontrol");
         command.args(["show", "hostnames", &list]);
-        let hosts = ask_for_hosts(command)?;
+        let hosts = query_hosts(command)?;
         Ok(Self { job, hosts })
     }
 }
@@ -89,10 +93,10 @@ impl Launcher for Slurm {
     }
 
     /// Returns one `srun` that starts the program once on each host.
-    fn starts(&self, program: &Program) -> Vec<Start> {
+    fn launch_commands(&self, program: &Program) -> Vec<LaunchCommand> {
         let count = self.hosts.len();
         let mut command = Command::new("srun");
-        for name in OTHERS_WISHES {
+        for name in RESOURCE_REQUESTS {
             command.env_remove(name);
         }
         command
@@ -104,13 +108,13 @@ impl Launcher for Slurm {
             // Without these options, srun would end all mounts when one host is lost.
             .args(["--no-kill", "--kill-on-bad-exit=0", "--wait=0"]);
         program.append_to(&mut command);
-        vec![Start {
+        vec![LaunchCommand {
             command,
             hosts: (0..count).collect(),
         }]
     }
 
-    fn line_on(&self, host: &str, line: &str) -> String {
+    fn line_on_host(&self, host: &str, line: &str) -> String {
         format!("srun -N 1 -n 1 -w {host} {line}")
     }
 
