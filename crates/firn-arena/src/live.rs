@@ -482,6 +482,15 @@ impl LiveTable {
 
     /// Notes the memory file that the process of an open handle is about to map.
     pub fn note_view(&self, id: u64, number: u16) {
+        self.change_handle(id, |handle| handle.view = Some(number));
+    }
+
+    /// Notes that the kernel's release of a handle is about to be answered, before the handle is ended.
+    pub fn note_released(&self, id: u64) {
+        self.change_handle(id, |handle| handle.is_released = true);
+    }
+
+    fn change_handle(&self, id: u64, change: impl FnOnce(&mut Handle)) {
         let mut cells = self.cells.lock();
         let Some(&HandleCell { cell, node }) = cells.handles.get(&id) else {
             return;
@@ -489,7 +498,7 @@ impl LiveTable {
         let Ok(Some(Cell::Handle(mut handle))) = decode_cell(&self.load(cell)) else {
             return;
         };
-        handle.view = Some(number);
+        change(&mut handle);
         // The new cell is written before the old one is freed, so that the handle is noted at each instant.
         let Some(newer) = self.take_cell(&mut cells) else {
             return;
@@ -499,7 +508,7 @@ impl LiveTable {
         self.free(&mut cells, &[cell]);
     }
 
-    /// Notes that a handle was released.
+    /// Notes that a handle has ended.
     pub fn forget_handle(&self, id: u64) {
         let mut cells = self.cells.lock();
         let Some(HandleCell { cell, node }) = cells.handles.remove(&id) else {
@@ -760,6 +769,7 @@ mod tests {
             served_by: ServedBy::Engine,
             view: None,
             opener: 0,
+            is_released: false,
         }
     }
 

@@ -471,9 +471,6 @@ impl<B: Backing> Engine<B> {
         let Some(handle) = self.open_files.handles.remove(handle) else {
             return;
         };
-        if let Some(live) = self.live() {
-            live.forget_handle(handle.id.0);
-        }
         if let Some(lease) = handle.lease.lock().take() {
             self.room.space.parked.park(&self.base.arena, lease);
         }
@@ -524,6 +521,10 @@ impl<B: Backing> Engine<B> {
             self.room.settle_later(file);
         }
         self.open_files.drop_if_unused(file);
+        if let Some(live) = self.live() {
+            // Last: until then, a firnd that takes over ends the handle again.
+            live.forget_handle(handle.id.0);
+        }
         self.room.wake_writers();
     }
 }

@@ -84,6 +84,8 @@ pub struct ResumedHandle {
     pub unique: u64,
     /// What serves it.
     pub served_by: ServedBy,
+    /// The kernel has released it, and will not do so again.
+    pub is_released: bool,
 }
 
 /// A request that an earlier firnd had in work.
@@ -348,6 +350,7 @@ impl<B: Backing> Engine<B> {
             served_by,
             view,
             opener: handle.opener.load(Ordering::Relaxed),
+            is_released: false,
         };
         live.note_handle(&noted, &inode.as_node(0));
     }
@@ -365,6 +368,7 @@ impl<B: Backing> Engine<B> {
             served_by: ServedBy::Directory,
             view: None,
             opener: 0,
+            is_released: false,
         };
         live.note_handle(&noted, &inode.as_node(0));
     }
@@ -518,6 +522,7 @@ fn resumed_handle(handle: &Handle) -> ResumedHandle {
         inode: InodeId(handle.node),
         unique: handle.unique,
         served_by: handle.served_by,
+        is_released: handle.is_released,
     }
 }
 
@@ -678,6 +683,7 @@ mod tests {
             served_by: ServedBy::Engine,
             view: None,
             opener: 0,
+            is_released: false,
         }
     }
 

@@ -83,10 +83,12 @@ impl<B: Backing> OpenFiles<B> {
                 .backing
                 .descriptor(&open.file, DescriptorUse::Keeping)
         });
-        let kept = match descriptor {
-            None => Err(io::ErrorKind::Unsupported.into()),
-            Some(descriptor) => keeper.keep_file(file.inode.id, descriptor.as_fd()),
+        let Some(descriptor) = descriptor else {
+            // It lies in a lane, or another host has removed it.
+            tracing::debug!(path = file.shown(), "a file without a name cannot be kept");
+            return;
         };
+        let kept = keeper.keep_file(file.inode.id, descriptor.as_fd());
         if let Err(error) = &kept {
             let path = file.shown();
             tracing::warn!(%error, path, "if firnd dies, a file without a name is lost to its programs");

@@ -257,6 +257,8 @@ pub struct Handle {
     pub view: Option<u16>,
     /// Id of the thread that opened it; 0 if unknown.
     pub opener: u32,
+    /// The kernel's release of the handle is answered, and firnd has not ended the handle yet.
+    pub is_released: bool,
 }
 
 /// A request in work that must not take effect twice.
@@ -473,7 +475,7 @@ struct RawHandle {
     flags: i32,
     backing_id: i32,
     opener: u32,
-    unused_too: u32,
+    is_released: u32,
     rest: [u8; 80],
 }
 
@@ -687,7 +689,7 @@ impl Handle {
             flags: self.flags,
             backing_id,
             opener: self.opener,
-            unused_too: 0,
+            is_released: self.is_released.into(),
             rest: [0; 80],
         };
         seal_cell(raw.as_bytes())
@@ -864,6 +866,7 @@ fn decode_handle(cell: &CellBytes) -> Option<Cell> {
         served_by,
         view: raw.view.checked_sub(1),
         opener: raw.opener,
+        is_released: raw.is_released != 0,
     }))
 }
 
@@ -1123,6 +1126,7 @@ mod tests {
                 served_by,
                 view,
                 opener: 5,
+                is_released: view.is_some(),
             };
             let decoded = decode_cell(&handle.encode()).unwrap();
             assert_eq!(decoded, Some(Cell::Handle(handle)));

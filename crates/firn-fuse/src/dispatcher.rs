@@ -241,6 +241,11 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         for inode in written {
             self.coherence.invalidate_attributes(inode);
         }
+        let released = left.handles.iter().filter(|handle| handle.is_released);
+        for handle in released {
+            self.passthrough.release(handle.id);
+            self.release_elsewhere(handle.inode, handle.id);
+        }
         self.replies.repeated.fill(left);
     }
 

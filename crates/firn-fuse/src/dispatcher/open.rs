@@ -142,12 +142,20 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             None => {
                 // Answered first: no program waits for this answer, but the kernel stops reading ahead, in all files of
                 // the mount, while many answers of this kind are missing.
+                if let Some(live) = self.engine.live() {
+                    live.note_released(handle.0);
+                }
                 reply.send(Answer::Done);
-                let engine = Arc::clone(&self.engine);
-                let call = Box::new(move || release_handle(&engine, handle));
-                self.call_slots.run_elsewhere(Topic::Inode(inode), call);
+                self.release_elsewhere(inode, handle);
             }
         }
+    }
+
+    /// Ends a handle on another thread.
+    pub(super) fn release_elsewhere(&self, inode: InodeId, handle: HandleId) {
+        let engine = Arc::clone(&self.engine);
+        let call = Box::new(move || release_handle(&engine, handle));
+        self.call_slots.run_elsewhere(Topic::Inode(inode), call);
     }
 
     /// Answers the RELEASEDIR of a directory handle.
