@@ -375,7 +375,7 @@ pub(crate) fn fill_lane_status(placed: &Lanes<DirBacking>, status: &mut Vec<Lane
     }));
 }
 
-/// Average number of files in a lane from which placement is faster than striping (docs/internals/lanes.md).
+/// Average number of files in a lane from which placement is faster than striping.
 const FILES_PER_LANE_MIN: u64 = 4;
 
 /// Returns advice for the user if placement is slower than it could be: there are too few files, or one lane has more

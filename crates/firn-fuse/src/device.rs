@@ -31,8 +31,7 @@ const HELPER: &str = "fusermount3";
 const HELPER_LIMIT: Duration = Duration::from_secs(60);
 const HELPER_OUTPUT_BYTES_MAX: usize = 4096;
 /// Readahead of the kernel, for a program that reads and around a page fault of a mapping. It is four requests of the
-/// largest size, so that one is copied while others are answered (docs/PERFORMANCE.md, "Restart through the kernel's
-/// cache").
+/// largest size, so that one is copied while others are answered.
 const READAHEAD_KIB: u32 = 4096;
 
 /// Mounts at `mount_point`, a canonical path, and returns the open device of the connection.
