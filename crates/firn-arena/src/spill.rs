@@ -1,11 +1,11 @@
-//! The spill file: slots for chunks on a local device.
+//! The spill file: space on a local device for chunks of the arena that no longer fit into memory.
 //!
 //! Promises
-//! * When [`SpillFile::write`] returns, the device has the bytes or has refused them; the page cache is not enough. An error
-//!   that came later would find the bytes gone from memory.
+//! * When [`SpillFile::write`] succeeds, the bytes are on the device, and not only in the page cache. After a later write
+//!   error the bytes would already be gone from memory.
 //! * A file that belongs to another arena is never written to. An existing file is replaced only if it is a spill file whose
 //!   arena is gone.
-//! * All of its space is allocated when it is made, if the file system can do so.
+//! * The whole file is allocated at its creation, if the file system supports that.
 
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};

@@ -123,7 +123,7 @@ fn open_etcd(
         Some(group) => group.clone(),
         None => {
             let base = open_backing(backing)?;
-            firn_hosts::tokens::find_group(&base, host).map_err(own_error(backing))?
+            firn_hosts::tokens::find_or_make_group(&base, host).map_err(own_error(backing))?
         }
     };
     if let Err(error) = client.check() {

@@ -176,8 +176,8 @@ impl Client {
         serde_json::from_slice(&answer).map_err(|error| garbled(endpoint, &error.to_string()))
     }
 
-    /// Waits for an event of a watch, for `patience` at most. An answer that is no event counts as one: the caller
-    /// looks then.
+    /// Waits until a watched key may have changed, for at most `patience`. Any line of the answer after the first counts
+    /// as a change, whatever it says: the caller reads the key again in each case.
     pub(super) fn watch(
         &self,
         request: &impl Serialize,
@@ -205,8 +205,8 @@ impl Client {
             let _ = lines.read_to_end(&mut answer);
             return Err(refused(endpoint, status, &answer));
         }
-        // The first line says that the watch was made.
-        for _ in 0..2 {
+        // The first line says that the watch was made, the second one is the event.
+        for _line in 0..2 {
             match lines.read_until(b'\n', &mut Vec::new()) {
                 Ok(0) => return Err(garbled(endpoint, "a watch ended")),
                 Ok(_) => {}

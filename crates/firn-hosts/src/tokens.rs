@@ -27,6 +27,6 @@ mod turn;
 
 pub use flock::FlockService;
 pub use keeper::{LaneToken, Tokens};
-pub use place::{find_group, make_dir};
+pub use place::{find_or_make_group, make_dir};
 pub use service::{LockService, QueuePosition, ServiceError, TokenReply};
 pub use turn::{Permit, TokenFigures, TokenLimits, TokenState, TokenUse, WAIT_FACTOR_MAX};

@@ -1,21 +1,24 @@
-//! Locks of files on the simulated disk.
+//! Advisory file locks of the simulated disk: whole-file locks as by flock(2), and byte-range locks as by fcntl(2).
+//!
+//! Each simulated process stands for one host. [`LockReach`] says whether processes see each other's locks.
 //!
 //! Invariants
-//! * A file has one exclusive lock, or any number of shared ones, as far as locks reach.
-//! * An open file has one lock at most. It ends with the open file and with its process.
-//! * Ranges of one process and file do not overlap. They end when the process closes any open file of the file.
+//! * Among processes that see each other's locks, a file has one exclusive lock or any number of shared ones.
+//! * An open file has at most one whole-file lock. The lock ends when the file is closed or the process dies.
+//! * The byte ranges that a process has locked in a file do not overlap. They all end when the process closes any
+//!   descriptor of that file, as POSIX has it.
 
 use firn_backing::{Errno, LockMode, LockRange, Result};
 
-/// How far a lock reaches.
+/// Which processes see a lock.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum LockReach {
     /// Every process over the disk, on any host.
     #[default]
     Everywhere,
-    /// The process that has it: each is a host of its own whose kernel asks no server.
+    /// Only the process that took the lock, as on a network file system whose locks stay on one host.
     Host,
-    /// There are none: each try fails with this.
+    /// No process can lock: each attempt fails with this error.
     Refused(Errno),
 }
 
@@ -43,7 +46,7 @@ struct HeldLock {
 }
 
 impl Locks {
-    /// Locks a file, or changes the lock that it has; false where another one is in the way.
+    /// Locks a whole file, or changes the mode of its lock. Returns false if another open file has a conflicting lock.
     pub(super) fn take(
         &mut self,
         ino: u64,
@@ -104,7 +107,7 @@ impl Locks {
         Ok(true)
     }
 
-    /// Whether another process has locked bytes of the range.
+    /// Returns whether another process has a lock in the range that conflicts with this mode.
     pub(super) fn is_range_locked(
         &self,
         ino: u64,
@@ -123,7 +126,7 @@ impl Locks {
             }))
     }
 
-    /// The process closed an open file of this file.
+    /// Ends all byte-range locks of a process on a file, because the process closed a descriptor of it.
     pub(super) fn end_ranges(&mut self, ino: u64, process: usize) {
         self.ranges
             .retain(|held| (held.ino, held.process) != (ino, process));

@@ -3,7 +3,7 @@
 //! A log is the difference between two trees, object by object. Each [`Entry`] has the names that its object has only
 //! before and only after the transaction. The *redo* part of an entry has the data and attributes after the
 //! transaction, the *undo* part those before. Both refer to bytes in the log itself or in staged copies. A log does not
-//! change while it is applied, so an application can be repeated.
+//! change while it is applied. So after a crash the same log is applied again from its start.
 //!
 //! | use | file | entries |
 //! |---|---|---|
@@ -36,7 +36,7 @@ pub const SEAL: Seal = Seal {
 /// Magic numbers of the files that Firn 0.1 kept instead: redo records, saved objects, manifests of backups.
 const RETIRED_MAGICS: [&[u8; 8]; 3] = [b"FIRNREDO", b"FIRNSAVE", b"FIRNBKUP"];
 
-/// Stands for the number of the commit before the first one, which does not exist ([`ChangeLog::id_before`]).
+/// Value of [`ChangeLog::id_before`] in the log of the first commit, which has none before it.
 pub(crate) const NO_ID: u64 = u64::MAX;
 
 /// A name in a directory.

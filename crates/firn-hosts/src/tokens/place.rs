@@ -1,13 +1,15 @@
-//! The files of tokens in the backing, `.firn/tokens/`. They exist for every lock service.
+//! The directory `.firn/tokens/` in the backing. It has the name under which an outside lock service knows this backing.
 
 use crate::own::{self, TOP};
 use crate::{OwnError, VoteDir};
 use firn_backing::{Backing, Errno};
 
+/// Name of the directory in `.firn/`.
 const DIR: &str = "tokens";
-/// Name of a put-once file. It holds the name by which outside services know the tokens of this backing.
+/// File that holds the group name: the prefix of all lock names of this backing at an outside lock service. Hosts create it
+/// once and never change it.
 const GROUP: &str = "group";
-/// Number of hexadecimal digits in that name.
+/// Number of hexadecimal digits in the group name.
 const GROUP_DIGITS: usize = 16;
 
 /// Opens `.firn/tokens/`, and creates it if it does not exist.
@@ -16,9 +18,9 @@ pub fn make_dir<B: Backing>(base: &B) -> Result<B::Inode, OwnError> {
     own::make_dir(base, &top, DIR).map_err(|error| error.below(TOP))
 }
 
-/// Returns the name for the tokens of this backing, which is equal on all hosts. The first host generates the name at
-/// random.
-pub fn find_group<B: Backing>(base: &B, host: &str) -> Result<String, OwnError> {
+/// Returns the group name of this backing. The first host that asks generates it at random; all hosts get the same name.
+/// EBADMSG: the file holds no group name.
+pub fn find_or_make_group<B: Backing>(base: &B, host: &str) -> Result<String, OwnError> {
     let top = own::make_dir(base, &base.root(), TOP)?;
     let in_top = |error: OwnError| error.below(TOP);
     let vote = VoteDir::make(base, &top, DIR, host).map_err(in_top)?;

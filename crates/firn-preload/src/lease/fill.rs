@@ -1,7 +1,7 @@
-//! Fills leased slabs with the bytes of a write, and requests the next leases in time.
+//! Copies the bytes of a write(2) into memory that firnd has leased to this process.
 //!
-//! The next lease is requested when the current one is half full or too small for the call. So firnd finds a slab while
-//! the bytes are copied.
+//! A *lease* is the right to write into one *slab*, a free piece of the arena. The next lease is requested when the
+//! current one is half full, or too small for the call, so that firnd finds a slab while this process copies.
 
 use firn_direct::slab_writer::{Appended, SlabWriter};
 use firn_format::data_socket::Status;
@@ -13,8 +13,8 @@ use crate::memory::{Readable, Run, Source};
 use crate::sys;
 use crate::table::LockedEntry;
 
-/// Maximum number of bytes of leases that are requested at once: what the leases of one answer hold. A program that has
-/// written much is expected to write as much again.
+/// Maximum number of bytes that one request asks for: one reply carries leases for no more. A program that has written
+/// much is expected to write as much again.
 const WANTED_BYTES_MAX: u64 = 16 << 20;
 
 /// Writes `total` bytes of a source to leases, for the file's offset `offset`. Returns how many were written, and the
