@@ -534,9 +534,18 @@ impl LiveTable {
         Some(cell)
     }
 
-    /// Notes that a request that was begun may write at `request.append_offset` from now on.
-    pub fn note_append(&self, cell: u32, request: &Request) {
-        self.store(cell, &request.encode());
+    /// Changes the entry of a request that was begun. Returns the entry's new cell.
+    ///
+    /// The new cell is written before the old one is freed. Without room the old cell is overwritten.
+    pub fn change_request(&self, cell: u32, request: &Request) -> u32 {
+        let mut cells = self.cells.lock();
+        let Some(newer) = self.take_cell(&mut cells) else {
+            self.store(cell, &request.encode());
+            return cell;
+        };
+        self.store(newer, &request.encode());
+        self.free(&mut cells, &[cell]);
+        newer
     }
 
     /// Notes that a request was answered. `node`: the node that it was about, or 0.
@@ -893,6 +902,7 @@ mod tests {
             other: None,
             node: 3,
             append_offset: None,
+            is_append_done: false,
         };
         let about = node(3, 1, "about");
         let cell = table.begin_request(&request, Some(&about)).unwrap();
@@ -902,7 +912,7 @@ mod tests {
             append_offset: Some(7),
             ..request
         };
-        table.note_append(cell, &appending);
+        let cell = table.change_request(cell, &appending);
         let (_, left) = LiveTable::open(&path).unwrap();
         assert_eq!(left.contents.requests[0].entry, appending);
         assert_eq!(left.contents.nodes[0].entry.id, 3);

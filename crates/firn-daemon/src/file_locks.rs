@@ -14,7 +14,7 @@ use std::sync::Arc;
 use firn_arena::live::LiveTable;
 use firn_backing::{LockMode, LockRange, Volume};
 use firn_config::Options;
-use firn_engine::Engine;
+use firn_engine::{Engine, HandleId};
 use firn_format::live::FileLock;
 use firn_hosts::own::{self, TOP};
 use firn_hosts::{
@@ -73,11 +73,17 @@ pub(crate) fn start(mount: &MountWithLocks<'_>) -> Result<Option<Arc<FileLocks>>
         host,
         other_hosts: Box::new(move || hosts.others_living()),
         keeping,
-        kept: taken_over.map(take_kept_locks).unwrap_or_default(),
+        kept: taken_over
+            .map(|taken| take_kept_locks(taken, engine))
+            .unwrap_or_default(),
     };
-    FileLocks::start(setup)
-        .map(Some)
-        .map_err(AttachError::io("start the thread of locks"))
+    let locks = FileLocks::start(setup);
+    let locks = locks.map_err(AttachError::io("start the thread of locks"))?;
+    if taken_over.is_some() {
+        // A drop would release the locks, for which another firnd tries if this one fails. Only the end of the mount does.
+        std::mem::forget(Arc::clone(&locks));
+    }
+    Ok(Some(locks))
 }
 
 /// Keeps locks in the live table, and lock files in the keeper of the mount.
@@ -123,11 +129,12 @@ fn label_of(lock_file: u64) -> Label {
 
 /// Takes the locks of the earlier firnd. A lock whose handle or lock file is gone leaves the live table; closing its lock
 /// file, or the first change of its locks, releases it in the backing.
-fn take_kept_locks(taken: &TakenOver) -> KeptLocks {
+fn take_kept_locks(taken: &TakenOver, engine: &Engine<Store>) -> KeptLocks {
     let files = std::mem::take(&mut *taken.lock_files.lock());
     let resumed = &taken.resumed;
     let goes_on = |lock: &FileLock| {
-        resumed.has_handle(lock.handle) && files.iter().any(|file| file.ino == lock.lock_file)
+        let locked = engine.open_files.number_of(HandleId(lock.handle));
+        locked == Ok(lock.file) && files.iter().any(|file| file.ino == lock.lock_file)
     };
     let noted = resumed.contents.file_locks.iter();
     let noted: Vec<FileLock> = noted.map(|stored| stored.entry).collect();
@@ -145,7 +152,7 @@ fn take_kept_locks(taken: &TakenOver) -> KeptLocks {
             .filter(|lock| goes_on(lock))
             .filter_map(kept_lock)
             .collect(),
-        files: files.into_iter().map(|file| file.descriptor).collect(),
+        files,
     }
 }
 

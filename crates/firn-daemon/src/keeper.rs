@@ -44,7 +44,7 @@ use rustix::process::{
 
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
-pub(crate) use link::{KeeperLink, KeptLockFile, NextFirnd, ResumedMount, Summons};
+pub(crate) use link::{KeeperLink, NextFirnd, ResumedMount, Summons};
 use message::{KeptDescriptor, LastUpgrade, Message, Socket};
 pub(crate) use message::{Label, Tag, uptime};
 use watchdog::{Watchdog, WatchdogAction};

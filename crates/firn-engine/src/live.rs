@@ -142,12 +142,6 @@ impl Resumed {
             }
         }
     }
-
-    /// Returns whether a handle of the earlier firnd is still open.
-    pub fn has_handle(&self, id: u64) -> bool {
-        let is_noted = |stored: &Stored<Handle>| stored.entry.id == id;
-        self.contents.handles.iter().any(is_noted) && !self.losses.lock().handles.contains(&id)
-    }
 }
 
 /// Maximum number of nested directories in a path of 4096 bytes.
@@ -203,7 +197,13 @@ impl NotedRequest {
     /// Notes that the request writes at `offset` from now on. If firnd dies, the repeated request writes there too.
     pub fn note_append(&mut self, offset: u64) {
         self.request.append_offset = Some(offset);
-        self.table.note_append(self.cell, &self.request);
+        self.cell = self.table.change_request(self.cell, &self.request);
+    }
+
+    /// Notes that all bytes of the append are written. If firnd dies, the repeated request writes nothing.
+    pub fn note_append_done(&mut self) {
+        self.request.is_append_done = true;
+        self.cell = self.table.change_request(self.cell, &self.request);
     }
 }
 
@@ -391,6 +391,7 @@ impl<B: Backing> Engine<B> {
             other,
             node: node.as_ref().map_or(0, |node| node.id),
             append_offset: None,
+            is_append_done: false,
         };
         Some(NotedRequest {
             cell: table.begin_request(&request, node.as_ref())?,
@@ -456,7 +457,17 @@ impl<B: Backing> Engine<B> {
         for stored in &resumed.contents.requests {
             let request = stored.entry;
             let cell = stored.cells[0];
-            resumed.table.adopt_request(&request);
+            let noted = requests.requests.get(&request.unique);
+            // A request is there twice if firnd died while it changed the entry. The later one says more.
+            let progress = |request: &Request| (request.is_append_done, request.append_offset);
+            match noted.map(|noted| (progress(&noted.request) >= progress(&request), noted.cell)) {
+                Some((true, _)) => {
+                    resumed.table.drop_cells(&[cell]);
+                    continue;
+                }
+                Some((false, older)) => resumed.table.drop_cells(&[older]),
+                None => resumed.table.adopt_request(&request),
+            }
             requests
                 .requests
                 .insert(request.unique, ResumedRequest { request, cell });

@@ -276,6 +276,8 @@ pub struct Request {
     pub node: u64,
     /// Offset at which the request may have written, if it appends under a lock of the file's end.
     pub append_offset: Option<u64>,
+    /// All bytes of the append are written.
+    pub is_append_done: bool,
 }
 
 /// A lock of a file that firnd holds for a program, and that reaches other hosts.
@@ -486,7 +488,7 @@ struct RawRequest {
     tag: u8,
     /// 1: `append_offset` is valid.
     appends: u8,
-    unused: u16,
+    is_append_done: u16,
     unique: u64,
     began_s: i64,
     began_ns: u32,
@@ -703,7 +705,7 @@ impl Request {
             seal: 0,
             tag: TAG_REQUEST,
             appends: self.append_offset.is_some().into(),
-            unused: 0,
+            is_append_done: self.is_append_done.into(),
             unique: self.unique,
             began_s: self.began.sec,
             began_ns: self.began.nsec,
@@ -880,6 +882,7 @@ fn decode_request(cell: &CellBytes) -> Option<Cell> {
         other: raw.other.check(),
         node: raw.node,
         append_offset: (raw.appends == 1).then_some(raw.append_offset),
+        is_append_done: raw.is_append_done != 0,
     }))
 }
 
@@ -1139,6 +1142,7 @@ mod tests {
                 other: None,
                 node: 9,
                 append_offset,
+                is_append_done: append_offset.is_some(),
             };
             let decoded = decode_cell(&request.encode()).unwrap();
             assert_eq!(decoded, Some(Cell::Request(request)));

@@ -330,6 +330,13 @@ impl<R: Responder> Reply<R> {
         }
     }
 
+    /// Notes that all bytes of an append are written.
+    pub(crate) fn note_append_done(&mut self) {
+        if let Some(noted) = &mut self.noted {
+            noted.note_append_done();
+        }
+    }
+
     /// Notes in the arena that the request is under way. Used if the kernel does not send requests again: the next firnd
     /// ends the request then.
     pub(crate) fn note_in_work<B: Backing>(&mut self, engine: &Engine<B>) {

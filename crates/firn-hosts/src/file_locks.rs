@@ -169,11 +169,20 @@ pub struct KeptLock {
     pub lock: HeldLock,
 }
 
+/// A lock file that an earlier firnd had open, with the locks in it.
+#[derive(Debug)]
+pub struct KeptLockFile {
+    /// Its inode number.
+    pub ino: u64,
+    /// A descriptor of the open file.
+    pub descriptor: OwnedFd,
+}
+
 /// The locks that an earlier firnd left.
 #[derive(Debug, Default)]
 pub struct KeptLocks {
-    /// Descriptors of the lock files.
-    pub files: Vec<OwnedFd>,
+    /// The lock files.
+    pub files: Vec<KeptLockFile>,
     /// Locks of programs. If the earlier firnd died while it changed locks of an owner, those of before and after the
     /// change may both be here.
     pub locks: Vec<KeptLock>,

@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use firn_backing::{Backing, DirBacking, Errno, LockMode, LockRange, Volume};
 use firn_hosts::{
-    ConflictingLock, FileLocks, HeldLock, KeptLock, KeptLocks, LockFileKey, LockKeeping, LockKind,
-    LockSetup, OnConflict, Owner, ReleasedLocks, Ticket, WantedLock, own,
+    ConflictingLock, FileLocks, HeldLock, KeptLock, KeptLockFile, KeptLocks, LockFileKey,
+    LockKeeping, LockKind, LockSetup, OnConflict, Owner, ReleasedLocks, Ticket, WantedLock, own,
 };
 use firn_sim::LockReach;
 use firn_sim::SimBacking;
@@ -182,8 +182,11 @@ impl KeptByTest {
         let locks = self.locks.lock().expect("locks");
         KeptLocks {
             files: files
-                .values()
-                .map(|file| file.try_clone().expect("a duplicate"))
+                .iter()
+                .map(|(&ino, file)| KeptLockFile {
+                    ino,
+                    descriptor: file.try_clone().expect("a duplicate"),
+                })
                 .collect(),
             locks: locks.values().flatten().copied().collect(),
         }

@@ -13,6 +13,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use firn_engine::{FileKeeper, InodeId, KeptFile};
+use firn_hosts::KeptLockFile;
 use firn_workers::spawn_thread;
 use parking_lot::Mutex;
 use rustix::process::{Pid, PidfdFlags, getpid, getppid, pidfd_open};
@@ -47,13 +48,6 @@ pub(crate) struct ResumedMount {
     /// Open files that have no name any more.
     pub(crate) files: Vec<KeptFile>,
     pub(crate) lock_files: Vec<KeptLockFile>,
-}
-
-/// A lock file in the backing, with the locks that the earlier firnd had in it.
-pub(crate) struct KeptLockFile {
-    /// Its inode number.
-    pub(crate) ino: u64,
-    pub(crate) descriptor: OwnedFd,
 }
 
 /// The connection with the keeper, from firnd's side.
@@ -150,11 +144,17 @@ impl Summons {
     /// Finds a service manager that holds the descriptors of this mount; `None` if there is none. The mount goes on if
     /// the service manager has passed its connection.
     pub(crate) fn from_service_manager() -> io::Result<Option<Self>> {
-        let Some(manager) = ServiceManager::find()? else {
+        let Some(manager) = ServiceManager::find(SEND_TIMEOUT)? else {
             return Ok(None);
         };
-        let kept = service_manager::take_stored();
+        let mut kept = service_manager::take_stored();
         let is_resumed = kept.iter().any(|kept| kept.label.tag == Tag::Device);
+        if !is_resumed {
+            // They belong to a mount that never was, or has ended: its locks must not stay.
+            for left in kept.drain(..) {
+                manager.remove(left.label)?;
+            }
+        }
         // The service manager does not tell when the earlier firnd died. A later time counts more programs as affected.
         let resumed = is_resumed
             .then(|| ResumedMount::of(&kept, uptime()))
@@ -227,6 +227,9 @@ impl KeeperLink {
         let label = label.into();
         let descriptor = descriptor.try_clone_to_owned()?;
         let mut state = self.state.lock();
+        if state.is_ending {
+            return Ok(());
+        }
         let sent = state.holder.keep(label, &descriptor);
         state.kept.retain(|kept| kept.label != label);
         state.kept.push(KeptDescriptor { label, descriptor });

@@ -10,9 +10,11 @@ use std::io::{self, IoSlice};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, FromRawFd as _, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt as _;
+use std::time::Duration;
 
 use rustix::fd::BorrowedFd;
 use rustix::io::{FdFlags, fcntl_setfd};
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{
     AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix,
     SocketFlags, SocketType, connect, sendmsg, socket_with,
@@ -30,8 +32,9 @@ const NAME_PREFIX: &str = "firn-";
 pub(super) struct ServiceManager(OwnedFd);
 
 impl ServiceManager {
-    /// Connects to the service manager that started this process; `None` if it stores no descriptors.
-    pub(super) fn find() -> io::Result<Option<Self>> {
+    /// Connects to the service manager that started this process; `None` if it stores no descriptors. A message to a service
+    /// manager that does not read waits for at most `timeout`.
+    pub(super) fn find(timeout: Duration) -> io::Result<Option<Self>> {
         let stores = std::env::var_os("FDSTORE").is_some_and(|limit| limit != "0");
         let Some(address) = std::env::var_os("NOTIFY_SOCKET").filter(|_| stores) else {
             return Ok(None);
@@ -39,6 +42,7 @@ impl ServiceManager {
         let flags = SocketFlags::CLOEXEC;
         let socket = socket_with(AddressFamily::UNIX, SocketType::DGRAM, flags, None)?;
         connect(&socket, &socket_address(&address)?)?;
+        set_socket_timeout(&socket, Timeout::Send, Some(timeout))?;
         Ok(Some(Self(socket)))
     }
 

@@ -14,7 +14,11 @@ const STOP_TIMEOUT: Duration = Duration::from_secs(2);
 pub(crate) struct LocksOfFiles(pub(crate) Arc<FileLocks>);
 
 impl Part for LocksOfFiles {
-    fn stop(&self, _: &mut Stop) {
+    fn stop(&self, stop: &mut Stop) {
+        if stop.was_never_visible {
+            // Another firnd may go on with the locks. Otherwise they end with this process.
+            return;
+        }
         self.0.stop(STOP_TIMEOUT);
     }
 }

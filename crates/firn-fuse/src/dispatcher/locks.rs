@@ -10,7 +10,7 @@
 //! | write to a file that is open with O_APPEND | acquire the lock of the file's end | write the bytes to the backing; release the lock |
 //!
 //! If firnd dies in an append, the kernel sends the append again. The next firnd still has the lock of the file's end,
-//! under the number of the request, and writes the bytes at the same offset.
+//! under the number of the request, and writes the bytes at the same offset, unless all of them were written.
 //!
 //! No thread waits for a lock or a drain: each step is a callback.
 
@@ -224,6 +224,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         let engine = Arc::clone(&self.engine);
         let earlier = reply.begin_once(&engine, Subjects::default);
         let repeated_at = earlier.and_then(|noted| noted.append_offset);
+        let is_done = earlier.is_some_and(|noted| noted.is_append_done);
         let coherence = Arc::clone(&self.coherence);
         let workers = self.workers.clone();
         let locks_after_write = Arc::clone(locks);
@@ -244,7 +245,16 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
                     repeated_at,
                     note_offset: &mut |offset| reply.note_append(offset),
                 };
-                let appended = engine.append_known(target.handle, shared_append);
+                let appended = match repeated_at.filter(|_| is_done) {
+                    Some(offset) => Ok(Appended {
+                        offset,
+                        len: data.len() as u64,
+                    }),
+                    None => engine.append_known(target.handle, shared_append),
+                };
+                if appended.is_ok() {
+                    reply.note_append_done();
+                }
                 let done = Box::new(move |released: Result<(), Errno>| {
                     if let Err(error) = released {
                         tracing::warn!(%error, ino = file, "cannot let go of the end of a file");

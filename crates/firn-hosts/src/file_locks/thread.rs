@@ -22,8 +22,8 @@ use firn_backing::{Backing, DescriptorUse, Errno, LockMode, LockRange, LockReque
 
 use super::table::{HeldLock, Table};
 use super::{
-    ConflictingLock, Done, KeptLock, KeptLocks, LockFileKey, LockKeeping, LockKind, LockSetup,
-    OnConflict, OtherHosts, Owner, ReleasedLocks, Shared, TestDone, WantedLock,
+    ConflictingLock, Done, KeptLock, KeptLockFile, KeptLocks, LockFileKey, LockKeeping, LockKind,
+    LockSetup, OnConflict, OtherHosts, Owner, ReleasedLocks, Shared, TestDone, WantedLock,
 };
 use crate::own;
 
@@ -44,7 +44,9 @@ const REACH_VALID_FOR: Duration = Duration::from_secs(1);
 /// its `host-NAME` file.
 const UNREACHED_TIMEOUT: Duration = Duration::from_secs(3);
 /// How long the lock of a file's end, which an earlier firnd took for an append, waits for that append to come again.
-const REPEATED_APPEND_TIMEOUT: Duration = Duration::from_secs(10);
+const REPEATED_APPEND_TIMEOUT: Duration = Duration::from_secs(60);
+/// How long the locks of a file are tried to be restored after errors of the backing.
+const RESUME_TIMEOUT: Duration = Duration::from_secs(30);
 /// How often a request may find that its lock file has lost its name. After that the request fails.
 const TRIES_MAX: usize = 100;
 
@@ -176,6 +178,13 @@ struct UnclaimedEnd {
     until: Instant,
 }
 
+impl UnclaimedEnd {
+    /// Returns whether the lock is the one that a request wants.
+    fn is_for(&self, wanted: &WantedLock) -> bool {
+        self.key == wanted.key() && self.owner == wanted.owner.number
+    }
+}
+
 impl<B: Backing> LockThread<B> {
     pub(super) fn new(setup: LockSetup<B>, shared: Arc<Shared>) -> Self {
         let LockSetup {
@@ -257,8 +266,6 @@ impl<B: Backing> LockThread<B> {
                 wanted,
                 on_conflict,
             } => {
-                self.unclaimed_ends
-                    .retain(|end| end.key != wanted.key() || end.owner != wanted.owner.number);
                 let now = Instant::now();
                 self.waiting.push(WaitingRequest {
                     number,
@@ -316,7 +323,7 @@ impl<B: Backing> LockThread<B> {
         while index < self.waiting.len() {
             if !self.shared.is_waiting(self.waiting[index].number) {
                 let interrupted = self.waiting.remove(index);
-                self.leave_queue(&interrupted);
+                self.give_up(&interrupted);
                 continue;
             }
             if self.waiting[index].next_try > Instant::now() {
@@ -331,6 +338,8 @@ impl<B: Backing> LockThread<B> {
             };
             match tried {
                 Ok(LockTry::Granted) => {
+                    self.unclaimed_ends
+                        .retain(|end| !end.is_for(&waiting.wanted));
                     self.leave_queue(&waiting);
                     self.grant(&waiting);
                 }
@@ -352,10 +361,23 @@ impl<B: Backing> LockThread<B> {
                     index += 1;
                 }
                 Err(errno) => {
-                    self.leave_queue(&waiting);
+                    self.give_up(&waiting);
                     self.shared.answer(waiting.number, Err(errno));
                 }
             }
+        }
+    }
+
+    /// Gives up a request that is interrupted or has failed. An earlier firnd may have taken the lock of a file's end for
+    /// the same append; it is released.
+    fn give_up(&mut self, request: &WaitingRequest) {
+        self.leave_queue(request);
+        let wanted = &request.wanted;
+        if wanted.kind == LockKind::End
+            && let Err(error) =
+                self.release(wanted.key(), ReleasedLocks::Owner(wanted.owner.number))
+        {
+            tracing::warn!(%error, ino = wanted.file, "cannot release the end of a file");
         }
     }
 
@@ -414,7 +436,8 @@ impl<B: Backing> LockThread<B> {
             if !is_reached {
                 return Ok(LockTry::InDoubt);
             }
-            let is_new = lock.is_unused();
+            // A queue lock alone does not show that the file still has its name.
+            let is_new = lock.held.is_empty();
             if !self.try_in_backing(waiting, key)? {
                 return Ok(LockTry::Busy);
             }
@@ -611,10 +634,16 @@ impl<B: Backing> LockThread<B> {
     fn resume(&mut self) {
         let KeptLocks { files, locks } = std::mem::take(&mut self.kept);
         let mut files_by_ino = HashMap::new();
-        for descriptor in files {
+        for KeptLockFile { ino, descriptor } in files {
             match self.base.adopt(descriptor) {
-                Ok(adopted) => drop(files_by_ino.insert(adopted.attr.ino, adopted.file)),
-                Err(error) => tracing::warn!(%error, "a kept lock file cannot be used"),
+                Ok(adopted) => drop(files_by_ino.insert(ino, adopted.file)),
+                Err(error) => {
+                    tracing::error!(%error, "a kept lock file cannot be used: its locks are lost");
+                    if let Some(keeping) = &self.keeping {
+                        // The close of the last descriptor releases the locks.
+                        keeping.drop_lock_file(ino);
+                    }
+                }
             }
         }
         self.host_file = self.resume_host_file(&mut files_by_ino);
@@ -623,7 +652,13 @@ impl<B: Backing> LockThread<B> {
             locks_by_key.entry(key).or_default().push(lock);
         }
         for (key, locks) in locks_by_key {
-            if let Err(error) = self.resume_file(key, &locks, &mut files_by_ino) {
+            let until = Instant::now() + RESUME_TIMEOUT;
+            let mut resumed = self.resume_file(key, &locks, &mut files_by_ino);
+            while resumed.is_err_and(|errno| errno != Errno::STALE) && Instant::now() < until {
+                std::thread::sleep(RETRY_PAUSE_MAX);
+                resumed = self.resume_file(key, &locks, &mut files_by_ino);
+            }
+            if let Err(error) = resumed {
                 tracing::error!(%error, ino = key.file, "locks of programs on a file are lost");
             }
             self.publish_owners(key);
@@ -643,7 +678,8 @@ impl<B: Backing> LockThread<B> {
         Some(HostFile { file, ino })
     }
 
-    /// Goes on with the locks of one kind on one file. STALE: the lock file was not kept, or has lost its name.
+    /// Goes on with the locks of one kind on one file. STALE: the lock file was not kept, or has lost its name, or another
+    /// host has one of the locks. After another error the caller may try again.
     fn resume_file(
         &mut self,
         key: LockFileKey,
@@ -652,7 +688,7 @@ impl<B: Backing> LockThread<B> {
     ) -> Result<(), Errno> {
         let found = own::find(&self.base, &self.dir, OsStr::new(&lock_file_name(key)))?;
         let ino = found.ok_or(Errno::STALE)?.1.ino;
-        let file = kept.remove(&ino).ok_or(Errno::STALE)?;
+        let file = kept.get(&ino).ok_or(Errno::STALE)?;
         let mut held = Table::default();
         // An owner may have the same bytes twice if its lock was being made shared or exclusive. Its request comes again,
         // so the lock that excludes less is right.
@@ -663,10 +699,8 @@ impl<B: Backing> LockThread<B> {
                 }
             }
         }
-        if let Err(errno) = self.restore_locks(&file, &held) {
-            self.close_file(&file, ino);
-            return Err(errno);
-        }
+        self.restore_locks(file, &mut held)?;
+        let file = kept.remove(&ino).ok_or(Errno::STALE)?;
         if key.kind == LockKind::End {
             let until = Instant::now() + REPEATED_APPEND_TIMEOUT;
             self.unclaimed_ends
@@ -690,15 +724,25 @@ impl<B: Backing> LockThread<B> {
     }
 
     /// Makes exactly these locks those of a kept lock file. STALE: another host has one of them.
-    fn restore_locks(&self, file: &B::File, held: &Table) -> Result<(), Errno> {
+    ///
+    /// If firnd died while it made an exclusive lock shared, another host may share the lock already.
+    fn restore_locks(&self, file: &B::File, held: &mut Table) -> Result<(), Errno> {
         for range in free_bytes_in_lock_file(held) {
             self.base.lock(file, LockRequest::Unlock(range))?;
         }
-        for lock in held.locks() {
+        for lock in held.locks().to_vec() {
             let range = bytes_in_lock_file(lock.range);
-            if !self.base.lock(file, LockRequest::Range(range, lock.mode))? {
+            let try_lock = |mode| self.base.lock(file, LockRequest::Range(range, mode));
+            if try_lock(lock.mode)? {
+                continue;
+            }
+            if !try_lock(LockMode::Shared)? {
                 return Err(Errno::STALE);
             }
+            held.add(HeldLock {
+                mode: LockMode::Shared,
+                ..lock
+            });
         }
         Ok(())
     }
@@ -706,9 +750,11 @@ impl<B: Backing> LockThread<B> {
     /// Releases locks of files' ends whose appends did not come again: their callers had their answers already.
     fn release_unclaimed_ends(&mut self) {
         let now = Instant::now();
+        let waiting = &self.waiting;
+        let has_come = |end: &UnclaimedEnd| waiting.iter().any(|one| end.is_for(&one.wanted));
         let late: Vec<_> = self
             .unclaimed_ends
-            .extract_if(.., |end| end.until <= now)
+            .extract_if(.., |end| end.until <= now && !has_come(end))
             .collect();
         for end in late {
             if let Err(error) = self.release(end.key, ReleasedLocks::Owner(end.owner)) {
