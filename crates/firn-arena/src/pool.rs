@@ -820,7 +820,7 @@ impl Pool {
 
     /// At attach: makes the chunks and slots unavailable that are in use.
     ///
-    /// They count as lost until [`Pool::adopt`] takes them. Those that it never takes are damaged, and stay lost.
+    /// They count as lost until [`Pool::adopt_chunk`] takes them. Those that it never takes are damaged, and stay lost.
     pub(crate) fn reserve_used(
         &mut self,
         is_chunk_used: &dyn Fn(u32) -> bool,

@@ -1,7 +1,7 @@
 //! Handles of regular files: create, open, read, write, release.
 //!
 //! A write appends its bytes to the arena, and returns when they survive the death of every process. A read returns the
-//! newest bytes, from the arena or the backing. An open chooses the [`OpenMode`], which says who serves the reads of
+//! newest bytes, from the arena or the backing. An open chooses the [`OpenMode`], which says what serves the reads of
 //! the handle: the engine, the kernel's page cache, or the kernel itself (*passthrough*).
 //!
 //! Invariants
@@ -208,7 +208,7 @@ impl<B: Backing> Engine<B> {
         Ok(opened)
     }
 
-    /// Chooses who serves the reads of a new handle. The kernel has an inode in one mode only, so the other handles of
+    /// Chooses what serves the reads of a new handle. The kernel has an inode in one mode only, so the other handles of
     /// the file limit the choice. The file may have been dropped and made anew since `choice` was made.
     fn choose_open_mode(
         &self,

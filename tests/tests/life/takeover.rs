@@ -610,7 +610,7 @@ fn kill_around_each_change(lines: &[Line], calls: usize, options: &str) -> usize
     let sandbox = Sandbox::new("once");
     let mut mount = FirnMount::new(&sandbox, options);
     let mut reached = 0;
-    let mut checks: Vec<(PathBuf, fn(&Path))> = Vec::new();
+    let mut checks = Vec::new();
     for (index, line) in lines.iter().enumerate() {
         for (skip, when) in (0..2 * calls).map(|kill| (kill / 2, MOMENTS[kill % 2])) {
             let name = PathBuf::from(format!("{index}-{skip}-{when:?}"));
@@ -819,7 +819,7 @@ fn a_service_manager_has_the_keepers_place() {
     let sandbox = Sandbox::new("manager");
     let (backing, point) = (sandbox.join("backing"), sandbox.join("mnt"));
     let mut manager = python(SERVICE_MANAGER, sandbox.path());
-    let mount = sandbox.firn(&["mount", "--foreground", "-o", SMALL]);
+    let mount = sandbox.firn(["mount", "--foreground", "-o", SMALL]);
     manager.arg(mount.get_program()).args(mount.get_args());
     manager.arg(&backing).arg(&point);
     sandbox.environment(&mut manager);

@@ -444,7 +444,7 @@ fn locks_go_on_while_firnd_is_killed() {
         let beside = open(&mount.join("file"));
         assert_refused(lock_range(&beside, read, (10, 1), false));
     }
-    // Those who wait go on waiting: for the other host, and to be killed.
+    // Waiting requests go on: one gets its lock from the other host, and one is killed.
     lock_range(&there, write, (40, 10), false).expect("lock");
     std::thread::scope(|scope| {
         let waiting = scope.spawn(|| lock_range(&here, write, (45, 1), true));

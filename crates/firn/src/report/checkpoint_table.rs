@@ -1,6 +1,6 @@
 //! The table of checkpoints in a report. A bar shows when each checkpoint was written, drained and made durable.
 //!
-//! Each host records its own files of a checkpoint. [`merge`] joins these records to one row for each checkpoint.
+//! Each host records its own files of a checkpoint. [`merge_checkpoints`] joins these records to one row for each checkpoint.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;

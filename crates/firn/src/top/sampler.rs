@@ -1,7 +1,7 @@
 //! The sampler of `firn top`: threads that query firnds, jobs and checkpoints at intervals, and keep the last answers.
 //!
 //! Promises
-//! * A slow answer never delays the screen: [`Sampler::fill`] copies the last answers and asks nothing itself.
+//! * A slow answer never delays the screen: [`Sampler::copy_answers_to`] copies the last answers and asks nothing itself.
 //! * Each mount has a thread of its own that asks its firnd.
 //! * A look at checkpoints or at a backing may hang in the kernel. A child process makes it, and is abandoned at a
 //!   timeout.
