@@ -720,6 +720,18 @@ impl LiveTable {
         has_room
     }
 
+    /// Removes the notes of file locks for which `goes_on` is false.
+    pub fn retain_file_locks(&self, goes_on: impl Fn(&FileLock) -> bool) {
+        let mut cells = self.cells.lock();
+        let mut unused = Vec::new();
+        cells.file_locks.retain(|_, noted| {
+            let gone = noted.extract_if(.., |(lock, _)| !goes_on(lock));
+            unused.extend(gone.map(|(_, cell)| cell));
+            !noted.is_empty()
+        });
+        self.free(&mut cells, &unused);
+    }
+
     /// Frees cells of an earlier firnd that are not taken over.
     pub fn drop_cells(&self, unused: &[u32]) {
         self.free(&mut self.cells.lock(), unused);
@@ -967,6 +979,10 @@ mod tests {
         drop(table);
         let (table, _) = LiveTable::open(&path).unwrap();
         assert_eq!(noted_in(&path).len(), 3);
+        table.retain_file_locks(|lock| lock.first > 0);
+        let mut firsts: Vec<u64> = noted_in(&path).iter().map(|lock| lock.first).collect();
+        firsts.sort_unstable();
+        assert_eq!(firsts, [6, 20]);
         assert!(table.set_file_locks(4, &[]));
         assert_eq!(noted_in(&path), []);
     }

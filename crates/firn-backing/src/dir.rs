@@ -65,7 +65,6 @@ pub struct DirBacking {
     /// File systems that were seen in the directory, and how each is synced.
     devices: Devices,
     unsynced: Unsynced,
-    range_owner: RangeOwner,
     /// Decides on which server new files go, if the mount asks for that.
     steering: Option<Arc<dyn Steering>>,
 }
@@ -131,7 +130,6 @@ impl DirBacking {
         let devices = Devices::new(root.key.0, reopen::dir(&root)?)?;
         Ok(Self {
             path,
-            range_owner: RangeOwner::in_file_system_of(root.as_fd()),
             root,
             devices,
             unsynced: Unsynced::default(),
@@ -377,7 +375,7 @@ impl Volume for DirBacking {
         Features {
             lane_count: steering.map_or(1, |steering| steering.lanes()),
             finishes_files: false,
-            shares_range_locks: self.range_owner == RangeOwner::OpenFile,
+            shares_range_locks: self.devices.range_owner == RangeOwner::OpenFile,
         }
     }
 
@@ -740,15 +738,12 @@ impl Files for DirBacking {
 
     fn lock(&self, file: &Self::File, request: LockRequest) -> Result<bool> {
         let fd = file.fd.as_fd();
+        let owner = self.devices.range_owner;
         match request {
             LockRequest::File(mode) => lock::take_file(fd, mode),
-            LockRequest::Range(range, mode) => {
-                lock::set_range(self.range_owner, fd, range, Some(mode))
-            }
-            LockRequest::Unlock(range) => lock::set_range(self.range_owner, fd, range, None),
-            LockRequest::Test(range, mode) => {
-                lock::is_range_free(self.range_owner, fd, range, mode)
-            }
+            LockRequest::Range(range, mode) => lock::set_range(owner, fd, range, Some(mode)),
+            LockRequest::Unlock(range) => lock::set_range(owner, fd, range, None),
+            LockRequest::Test(range, mode) => lock::is_range_free(owner, fd, range, mode),
         }
     }
 

@@ -2,11 +2,11 @@
 //!
 //! A mount with logs has them, because several hosts may write the files of its backing. On all other mounts the kernel
 //! keeps the locks of its host, and firnd does nothing for them.
-
 //!
 //! If firnd dies, the next one goes on with the locks: the keeper of the mount has the lock files, and the live table has
 //! the locks of each program.
 
+use std::collections::HashMap;
 use std::os::fd::BorrowedFd;
 use std::path::Path;
 use std::sync::Arc;
@@ -18,8 +18,8 @@ use firn_engine::{Engine, HandleId};
 use firn_format::live::FileLock;
 use firn_hosts::own::{self, TOP};
 use firn_hosts::{
-    FILE_LOCKS, FileLocks, HeldLock, KeptLock, KeptLocks, LeaseUse, LockFileKey, LockKeeping,
-    LockKind, LockSetup, Owner,
+    FILE_LOCKS, FileLocks, HeldLock, KeptLocks, LeaseUse, LockFileKey, LockKeeping, LockKind,
+    LockSetup, Owner,
 };
 
 use crate::error::AttachError;
@@ -77,13 +77,9 @@ pub(crate) fn start(mount: &MountWithLocks<'_>) -> Result<Option<Arc<FileLocks>>
             .map(|taken| take_kept_locks(taken, engine))
             .unwrap_or_default(),
     };
-    let locks = FileLocks::start(setup);
-    let locks = locks.map_err(AttachError::io("start the thread of locks"))?;
-    if taken_over.is_some() {
-        // A drop would release the locks, for which another firnd tries if this one fails. Only the end of the mount does.
-        std::mem::forget(Arc::clone(&locks));
-    }
-    Ok(Some(locks))
+    FileLocks::start(setup)
+        .map(Some)
+        .map_err(AttachError::io("start the thread of locks"))
 }
 
 /// Keeps locks in the live table, and lock files in the keeper of the mount.
@@ -127,8 +123,8 @@ fn label_of(lock_file: u64) -> Label {
     }
 }
 
-/// Takes the locks of the earlier firnd. A lock whose handle or lock file is gone leaves the live table; closing its lock
-/// file, or the first change of its locks, releases it in the backing.
+/// Takes the locks of the earlier firnd. A lock whose handle or lock file is gone leaves the live table, and the lock thread
+/// releases it in the backing.
 fn take_kept_locks(taken: &TakenOver, engine: &Engine<Store>) -> KeptLocks {
     let files = std::mem::take(&mut *taken.lock_files.lock());
     let resumed = &taken.resumed;
@@ -136,49 +132,35 @@ fn take_kept_locks(taken: &TakenOver, engine: &Engine<Store>) -> KeptLocks {
         let locked = engine.open_files.number_of(HandleId(lock.handle));
         locked == Ok(lock.file) && files.iter().any(|file| file.ino == lock.lock_file)
     };
-    let noted = resumed.contents.file_locks.iter();
-    let noted: Vec<FileLock> = noted.map(|stored| stored.entry).collect();
-    for lock in &noted {
-        let in_file = noted
-            .iter()
-            .filter(|other| other.lock_file == lock.lock_file);
-        let left: Vec<FileLock> = in_file.copied().filter(&goes_on).collect();
-        // These locks are noted already, so there is room.
-        let _ = resumed.table.set_file_locks(lock.lock_file, &left);
+    resumed.table.retain_file_locks(goes_on);
+    let mut locks: HashMap<LockFileKey, Vec<HeldLock>> = HashMap::new();
+    for stored in &resumed.contents.file_locks {
+        let lock = &stored.entry;
+        if let Some(kind) = LockKind::of_number(lock.kind).filter(|_| goes_on(lock)) {
+            let file = lock.file;
+            let key = LockFileKey { file, kind };
+            locks.entry(key).or_default().push(held_lock(lock));
+        }
     }
-    KeptLocks {
-        locks: noted
-            .iter()
-            .filter(|lock| goes_on(lock))
-            .filter_map(kept_lock)
-            .collect(),
-        files,
-    }
+    KeptLocks { files, locks }
 }
 
-/// Returns a lock of the live table; `None` if its kind is unknown.
-fn kept_lock(lock: &FileLock) -> Option<KeptLock> {
-    let mode = if lock.is_exclusive {
-        LockMode::Exclusive
-    } else {
-        LockMode::Shared
-    };
-    Some(KeptLock {
-        key: LockFileKey {
-            file: lock.file,
-            kind: LockKind::of_number(lock.kind)?,
+/// Converts a lock of the live table.
+fn held_lock(lock: &FileLock) -> HeldLock {
+    HeldLock {
+        owner: Owner {
+            number: lock.owner,
+            handle: lock.handle,
+            pid: lock.pid,
         },
-        lock: HeldLock {
-            owner: Owner {
-                number: lock.owner,
-                handle: lock.handle,
-                pid: lock.pid,
-            },
-            range: LockRange {
-                first: lock.first,
-                last: lock.last,
-            },
-            mode,
+        range: LockRange {
+            first: lock.first,
+            last: lock.last,
         },
-    })
+        mode: if lock.is_exclusive {
+            LockMode::Exclusive
+        } else {
+            LockMode::Shared
+        },
+    }
 }

@@ -191,7 +191,7 @@ fn abandon_unlocked_handles(resumed: &Resumed, kept: &[KeptLockFile]) {
             handles = lost.len(),
             "locks of files are lost, because the keeper did not have them: their programs get EIO"
         );
-        resumed.abandon_handles(|handle| lost.contains(&handle));
+        resumed.abandon_handles(|handle| lost.contains(&handle.id));
     }
 }
 

@@ -58,8 +58,6 @@ pub struct TakeoverLosses {
     pub scopes: BTreeSet<Vec<u8>>,
     /// Handles that are not open any more. Their programs get EIO.
     handles: HashSet<u64>,
-    /// Their cells, which are free.
-    cells: HashSet<u32>,
 }
 
 /// The part of a resumed mount that concerns requests and their answers.
@@ -115,29 +113,22 @@ impl Resumed {
             });
         }
         let paths = NodePaths::of(&self.contents.nodes);
-        let mut losses = self.losses.lock();
-        for stored in &self.contents.handles {
-            let handle = &stored.entry;
-            let is_lost = || {
+        self.abandon_handles(|handle| {
+            let is_below_one = |path: &Vec<u8>| scopes.iter().any(|scope| is_below(path, scope));
+            let is_in_scope = || {
                 let paths = paths.paths_of(handle.node, PATH_DEPTH_MAX);
-                let is_in_one = |path: &Vec<u8>| scopes.iter().any(|scope| is_below(path, scope));
-                paths.iter().any(is_in_one)
+                paths.iter().any(is_below_one)
             };
-            if has_uncommitted_bytes(handle) && is_lost() && losses.cells.insert(stored.cells[0]) {
-                losses.handles.insert(handle.id);
-                self.table.drop_cells(&stored.cells);
-            }
-        }
-        losses.scopes.extend(scopes.iter().cloned());
+            has_uncommitted_bytes(handle) && is_in_scope()
+        });
+        self.losses.lock().scopes.extend(scopes.iter().cloned());
     }
-}
 
-impl Resumed {
-    /// Gives up handles whose programs lost file locks: they get EIO instead of going on without the locks.
-    pub fn abandon_handles(&self, is_lost: impl Fn(u64) -> bool) {
+    /// Abandons the handles for which `is_lost` is true: their programs get EIO instead of going on without what they lost.
+    pub fn abandon_handles(&self, is_lost: impl Fn(&Handle) -> bool) {
         let mut losses = self.losses.lock();
         for stored in &self.contents.handles {
-            if is_lost(stored.entry.id) && losses.handles.insert(stored.entry.id) {
+            if is_lost(&stored.entry) && losses.handles.insert(stored.entry.id) {
                 self.table.drop_cells(&stored.cells);
             }
         }
@@ -419,22 +410,11 @@ impl<B: Backing> Engine<B> {
         self.open_files.handles.begin_numbers(numbers.0);
         Nodes::new(self, &resumed.table, &resumed.contents.nodes).restore_all();
         let mut requests = ResumedRequests::default();
-        // One is there twice where firnd died while it noted its view.
-        let handles = &resumed.contents.handles;
-        let viewers: HashSet<u64> = handles
-            .iter()
-            .filter(|stored| stored.entry.view.is_some())
-            .map(|stored| stored.entry.id)
-            .collect();
         let lost = resumed.losses.lock().handles.clone();
         requests.bad_handles += lost.len() as u64;
-        for stored in handles {
+        for stored in &resumed.contents.handles {
             let (handle, cell) = (&stored.entry, stored.cells[0]);
             if lost.contains(&handle.id) {
-                continue;
-            }
-            if handle.view.is_none() && viewers.contains(&handle.id) {
-                resumed.table.drop_cells(&[cell]);
                 continue;
             }
             match self.resume_handle(handle) {
@@ -457,17 +437,7 @@ impl<B: Backing> Engine<B> {
         for stored in &resumed.contents.requests {
             let request = stored.entry;
             let cell = stored.cells[0];
-            let noted = requests.requests.get(&request.unique);
-            // A request is there twice if firnd died while it changed the entry. The later one says more.
-            let progress = |request: &Request| (request.is_append_done, request.append_offset);
-            match noted.map(|noted| (progress(&noted.request) >= progress(&request), noted.cell)) {
-                Some((true, _)) => {
-                    resumed.table.drop_cells(&[cell]);
-                    continue;
-                }
-                Some((false, older)) => resumed.table.drop_cells(&[older]),
-                None => resumed.table.adopt_request(&request),
-            }
+            resumed.table.adopt_request(&request);
             requests
                 .requests
                 .insert(request.unique, ResumedRequest { request, cell });
@@ -752,5 +722,41 @@ mod tests {
         let (_, contents) = open(&path);
         let left: Vec<u64> = contents.handles.iter().map(|one| one.entry.id).collect();
         assert_eq!(left, [8, 10]);
+    }
+
+    /// The cell of a handle that was lost for both reasons was freed twice, and then used for two entries.
+    #[test]
+    fn regression_a_handle_that_loses_its_locks_and_its_transaction_is_abandoned_once() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("table");
+        let table = LiveTable::create(&path).unwrap();
+        let header = firn_format::live::Header {
+            arena: [1; 16],
+            device: Default::default(),
+            mount_point: Vec::new(),
+            exchange: Default::default(),
+        };
+        table.seal(&header).unwrap();
+        let file = node(2, ROOT.0, "file");
+        table.note_handle(&handle(7, 2, O_WRONLY), &file);
+        drop(table);
+        let (table, contents) = open(&path);
+        let resumed = Resumed {
+            table: Arc::new(table),
+            contents,
+            takeovers: 1,
+            files: Vec::new(),
+            keeper: None,
+            died_ticks: 5,
+            losses: Mutex::default(),
+        };
+        resumed.abandon_handles(|handle| handle.id == 7);
+        resumed.abandon_scopes(&[Vec::new()], &[]);
+        for id in [8, 9, 10] {
+            resumed.table.note_handle(&handle(id, 2, O_WRONLY), &file);
+        }
+        let (_, contents) = open(&path);
+        let left: Vec<u64> = contents.handles.iter().map(|one| one.entry.id).collect();
+        assert_eq!(left, [8, 9, 10]);
     }
 }

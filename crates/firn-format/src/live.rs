@@ -12,6 +12,8 @@
 //! Race: firnd may die while it writes a cell. The cell then does not count. Nothing is lost by that, because a cell is
 //! complete before the kernel gets the reply that depends on it.
 
+use std::cmp::Reverse;
+
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 /// First bytes of the file.
@@ -1006,7 +1008,22 @@ pub fn read_contents(bytes: &[u8]) -> Contents {
             Err(DamagedCell) => contents.damaged += 1,
         }
     }
+    let progress = |handle: &Handle| (handle.is_released, handle.view);
+    keep_latest(&mut contents.handles, |handle| handle.id, progress);
+    let progress = |request: &Request| (request.is_append_done, request.append_offset);
+    keep_latest(&mut contents.requests, |request| request.unique, progress);
     contents
+}
+
+/// Keeps one entry for each id. An entry is there twice if firnd died while it changed the entry; the later one has made
+/// more progress.
+fn keep_latest<T, P: Ord>(
+    entries: &mut Vec<Stored<T>>,
+    id: impl Fn(&T) -> u64,
+    progress: impl Fn(&T) -> P,
+) {
+    entries.sort_by_key(|stored| (id(&stored.entry), Reverse(progress(&stored.entry))));
+    entries.dedup_by_key(|stored| id(&stored.entry));
 }
 
 /// Returns whether a name has this length and checksum, and no slash.
@@ -1147,6 +1164,53 @@ mod tests {
             let decoded = decode_cell(&request.encode()).unwrap();
             assert_eq!(decoded, Some(Cell::Request(request)));
         }
+    }
+
+    #[test]
+    fn of_two_entries_of_a_handle_or_request_the_one_with_more_progress_counts() {
+        let handle = |is_released, view| Handle {
+            id: 1,
+            node: 2,
+            unique: 3,
+            flags: 4,
+            served_by: ServedBy::Engine,
+            view,
+            opener: 5,
+            is_released,
+        };
+        let request = |append_offset, is_append_done| Request {
+            unique: 8,
+            began: Moment { sec: 1, nsec: 2 },
+            subject: None,
+            other: None,
+            node: 9,
+            append_offset,
+            is_append_done,
+        };
+        let other = Handle {
+            id: 7,
+            ..handle(false, None)
+        };
+        let cells = [
+            handle(false, None).encode(),
+            handle(true, None).encode(),
+            request(Some(0), true).encode(),
+            request(Some(0), false).encode(),
+            request(None, false).encode(),
+            other.encode(),
+        ];
+        let contents = read_contents(cells.as_flattened());
+        let handles: Vec<_> = contents.handles.iter().map(|one| one.entry).collect();
+        assert_eq!(handles, [handle(true, None), other]);
+        let requests: Vec<_> = contents.requests.iter().map(|one| one.entry).collect();
+        assert_eq!(requests, [request(Some(0), true)]);
+        let views = [
+            handle(false, Some(3)).encode(),
+            handle(false, None).encode(),
+        ];
+        let contents = read_contents(views.as_flattened());
+        assert_eq!(contents.handles[0].entry, handle(false, Some(3)));
+        assert_eq!(contents.handles.len(), 1);
     }
 
     #[test]

@@ -160,15 +160,6 @@ pub trait LockKeeping: Send {
     fn note_locks(&self, lock_file: u64, key: LockFileKey, locks: &[HeldLock]) -> bool;
 }
 
-/// A lock that a program got from an earlier firnd.
-#[derive(Clone, Copy, Debug)]
-pub struct KeptLock {
-    /// The locked file.
-    pub key: LockFileKey,
-    /// The lock.
-    pub lock: HeldLock,
-}
-
 /// A lock file that an earlier firnd had open, with the locks in it.
 #[derive(Debug)]
 pub struct KeptLockFile {
@@ -183,9 +174,9 @@ pub struct KeptLockFile {
 pub struct KeptLocks {
     /// The lock files.
     pub files: Vec<KeptLockFile>,
-    /// Locks of programs. If the earlier firnd died while it changed locks of an owner, those of before and after the
-    /// change may both be here.
-    pub locks: Vec<KeptLock>,
+    /// Locks of programs on each file. If the earlier firnd died while it changed locks of an owner, those of before and
+    /// after the change may both be here.
+    pub locks: HashMap<LockFileKey, Vec<HeldLock>>,
 }
 
 /// What [`FileLocks::start`] needs.
@@ -198,7 +189,7 @@ pub struct LockSetup<B: Backing> {
     pub host: String,
     /// Called from time to time, to check whether locks reach those hosts.
     pub other_hosts: OtherHosts,
-    /// Keeps the locks for the next firnd. `None`: they end with this firnd.
+    /// Keeps the locks for the next firnd: only [`FileLocks::stop`] releases them. `None`: they end with this firnd.
     pub keeping: Option<Box<dyn LockKeeping>>,
     /// Locks of an earlier firnd, which go on.
     pub kept: KeptLocks,
@@ -207,6 +198,8 @@ pub struct LockSetup<B: Backing> {
 /// The locks of one mount.
 pub struct FileLocks {
     shared: Arc<Shared>,
+    /// A drop releases all locks.
+    ends_with_drop: bool,
 }
 
 /// State that the requests share with the lock thread.
@@ -246,10 +239,13 @@ impl Ticket {
 impl FileLocks {
     /// Starts the lock thread for programs of this host.
     pub fn start<B: Backing + 'static>(setup: LockSetup<B>) -> io::Result<Arc<Self>> {
+        let kept = setup.kept.locks.iter();
+        let owners = |locks: &Vec<HeldLock>| locks.iter().map(|lock| lock.owner).collect();
         let state = FileLocksState {
-            holders: owners_by_file(&setup.kept.locks),
+            holders: kept.map(|(key, locks)| (*key, owners(locks))).collect(),
             ..FileLocksState::default()
         };
+        let ends_with_drop = setup.keeping.is_none();
         let shared = Arc::new(Shared {
             state: Mutex::new(state),
             changed: Condvar::new(),
@@ -258,7 +254,10 @@ impl FileLocks {
         std::thread::Builder::new()
             .name("firn-locks".into())
             .spawn(move || thread.run())?;
-        Ok(Arc::new(Self { shared }))
+        Ok(Arc::new(Self {
+            shared,
+            ends_with_drop,
+        }))
     }
 
     /// Returns a service that refuses every lock with ENOLCK, for a host that may not write to the backing.
@@ -273,6 +272,7 @@ impl FileLocks {
                 state: Mutex::new(state),
                 changed: Condvar::new(),
             }),
+            ends_with_drop: true,
         })
     }
 
@@ -351,18 +351,12 @@ impl FileLocks {
     }
 }
 
-fn owners_by_file(locks: &[KeptLock]) -> HashMap<LockFileKey, Vec<Owner>> {
-    let mut owners: HashMap<LockFileKey, Vec<Owner>> = HashMap::new();
-    for KeptLock { key, lock } in locks {
-        owners.entry(*key).or_default().push(lock.owner);
-    }
-    owners
-}
-
 impl Drop for FileLocks {
     fn drop(&mut self) {
-        self.shared.state.lock().is_stopping = true;
-        self.shared.changed.notify_all();
+        if self.ends_with_drop {
+            self.shared.state.lock().is_stopping = true;
+            self.shared.changed.notify_all();
+        }
     }
 }
 

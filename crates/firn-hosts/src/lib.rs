@@ -44,9 +44,9 @@ pub use ballot::{
     Progress, Protocol, Unit, View, Waiting,
 };
 pub use file_locks::{
-    ConflictingLock, Done, FILE_LOCKS, FileLocks, HeldLock, KeptLock, KeptLockFile, KeptLocks,
-    LockFileKey, LockKeeping, LockKind, LockSetup, OnConflict, OtherHosts, Owner, ReleasedLocks,
-    TestDone, Ticket, WantedLock,
+    ConflictingLock, Done, FILE_LOCKS, FileLocks, HeldLock, KeptLockFile, KeptLocks, LockFileKey,
+    LockKeeping, LockKind, LockSetup, OnConflict, OtherHosts, Owner, ReleasedLocks, TestDone,
+    Ticket, WantedLock,
 };
 pub use lease::{
     Beat, Holder, LEASE_VERSION, Lease, LeaseError, LeaseUse, REPORT_BYTES_MAX, Report, STALE_AFTER,

@@ -66,59 +66,35 @@ pub struct Check {
 
 /// All checks, in the order of the output.
 pub static CHECKS: [Check; 21] = [
-    Check::of_host("fuse", fuse::check_device),
-    Check::of_host("fusermount3", fuse::check_helper),
-    Check::of_host("allow-other", fuse::check_allow_other),
-    Check::of_host("kernel", kernel::check_kernel),
-    Check::of_host("memory", memory::check_room),
-    Check::of_host("locked-memory", memory::check_locked),
-    Check::of_host("logout", host::check_logout),
-    Check::of_host("limits", host::check_limits),
-    Check::of_host("mount-helpers", host::check_mount_helpers),
-    Check::of_host("settings", settings::check_settings),
-    Check::of_host("mounts", mounts::check_mounts),
-    Check::of_host("arenas", mounts::check_arenas),
-    Check::of_host("mpi", mpi::check_mpi),
-    Check::of_backing("backing", backing::check_place),
-    Check::of_backing("writable", backing::check_writable),
-    Check::of_storage("room", storage::check_room),
-    Check::of_storage("sync", storage::check_sync),
-    Check::of_storage("names", storage::check_names),
-    Check::of_storage("locks", storage::check_locks),
-    Check::of_storage("files", storage::check_files),
-    Check::of_storage("clock", storage::check_clock),
+    Check::new(CheckGroup::Host, "fuse", fuse::check_device),
+    Check::new(CheckGroup::Host, "fusermount3", fuse::check_helper),
+    Check::new(CheckGroup::Host, "allow-other", fuse::check_allow_other),
+    Check::new(CheckGroup::Host, "kernel", kernel::check_kernel),
+    Check::new(CheckGroup::Host, "memory", memory::check_room),
+    Check::new(CheckGroup::Host, "locked-memory", memory::check_locked),
+    Check::new(CheckGroup::Host, "logout", host::check_logout),
+    Check::new(CheckGroup::Host, "limits", host::check_limits),
+    Check::new(CheckGroup::Host, "mount-helpers", host::check_mount_helpers),
+    Check::new(CheckGroup::Host, "settings", settings::check_settings),
+    Check::new(CheckGroup::Host, "mounts", mounts::check_mounts),
+    Check::new(CheckGroup::Host, "arenas", mounts::check_arenas),
+    Check::new(CheckGroup::Host, "mpi", mpi::check_mpi),
+    Check::new(CheckGroup::Backing, "backing", backing::check_place),
+    Check::new(CheckGroup::Backing, "writable", backing::check_writable),
+    Check::new(CheckGroup::Storage, "room", storage::check_room),
+    Check::new(CheckGroup::Storage, "sync", storage::check_sync),
+    Check::new(CheckGroup::Storage, "names", storage::check_names),
+    Check::new(CheckGroup::Storage, "locks", storage::check_locks),
+    Check::new(CheckGroup::Storage, "files", storage::check_files),
+    Check::new(CheckGroup::Storage, "clock", storage::check_clock),
 ];
 
 impl Check {
-    const fn of_host(
+    const fn new(
+        group: CheckGroup,
         name: &'static str,
         find_problems: fn(&CheckSubject<'_>) -> Vec<Finding>,
     ) -> Self {
-        let group = CheckGroup::Host;
-        Self {
-            name,
-            group,
-            find_problems,
-        }
-    }
-
-    const fn of_backing(
-        name: &'static str,
-        find_problems: fn(&CheckSubject<'_>) -> Vec<Finding>,
-    ) -> Self {
-        let group = CheckGroup::Backing;
-        Self {
-            name,
-            group,
-            find_problems,
-        }
-    }
-
-    const fn of_storage(
-        name: &'static str,
-        find_problems: fn(&CheckSubject<'_>) -> Vec<Finding>,
-    ) -> Self {
-        let group = CheckGroup::Storage;
         Self {
             name,
             group,

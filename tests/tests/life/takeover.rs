@@ -612,7 +612,8 @@ fn kill_around_each_change(lines: &[Line], calls: usize, options: &str) -> usize
     let mut reached = 0;
     let mut checks = Vec::new();
     for (index, line) in lines.iter().enumerate() {
-        for (skip, when) in (0..2 * calls).map(|kill| (kill / 2, MOMENTS[kill % 2])) {
+        let kills = (0..calls).flat_map(|skip| MOMENTS.map(|when| (skip, when)));
+        for (skip, when) in kills {
             let name = PathBuf::from(format!("{index}-{skip}-{when:?}"));
             let dir = mount.join(&name);
             fs::create_dir(&dir).expect("mkdir");

@@ -12,6 +12,7 @@ use firn_format::mountinfo;
 use parking_lot::Mutex;
 use rustix::fs::{fstatfs, syncfs};
 
+use super::lock::RangeOwner;
 use super::reopen;
 use crate::Result;
 
@@ -47,24 +48,32 @@ const REACHED: [u32; 14] = [
 pub(super) struct Devices {
     root_dev: u64,
     is_root_one_by_one: bool,
+    /// The owner of range locks in the file system of the root.
+    pub(super) range_owner: RangeOwner,
     /// The root, opened for reading, because syncfs(2) refuses an `O_PATH` descriptor.
     readable_root: OwnedFd,
     /// For each other file system: whether its files are synced one by one.
     others: Mutex<HashMap<u64, bool>>,
 }
 
-/// Whether syncfs(2) makes the file system of `fd` durable. False, which is always right, if statfs(2) fails.
-fn is_reached(fd: BorrowedFd<'_>) -> bool {
+/// Returns the number of the file system of `fd` (`f_type` of statfs(2)); `None` if statfs(2) fails.
+fn file_system_type(fd: BorrowedFd<'_>) -> Option<u32> {
     // The width of `f_type` differs between architectures; the numbers have 32 bits.
-    fstatfs(fd).is_ok_and(|stat| REACHED.contains(&(stat.f_type as u32)))
+    fstatfs(fd).ok().map(|stat| stat.f_type as u32)
+}
+
+/// Returns whether syncfs(2) makes a file system durable. False, which is always right, if its type is unknown.
+fn is_reached(file_system: Option<u32>) -> bool {
+    file_system.is_some_and(|number| REACHED.contains(&number))
 }
 
 impl Devices {
     pub(super) fn new(root_dev: u64, readable_root: OwnedFd) -> Result<Self> {
-        let is_root_one_by_one = !is_reached(readable_root.as_fd());
+        let file_system = file_system_type(readable_root.as_fd());
         Ok(Self {
             root_dev,
-            is_root_one_by_one,
+            is_root_one_by_one: !is_reached(file_system),
+            range_owner: RangeOwner::in_file_system(file_system),
             readable_root,
             others: Mutex::default(),
         })
@@ -78,7 +87,7 @@ impl Devices {
         if let Some(is_one_by_one) = self.others.lock().get(&dev) {
             return *is_one_by_one;
         }
-        let is_one_by_one = !is_reached(fd);
+        let is_one_by_one = !is_reached(file_system_type(fd));
         self.others.lock().insert(dev, is_one_by_one);
         is_one_by_one
     }

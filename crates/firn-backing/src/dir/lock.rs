@@ -6,7 +6,7 @@
 
 use std::os::fd::{AsRawFd, BorrowedFd};
 
-use rustix::fs::{self, FlockOperation, fstatfs};
+use rustix::fs::{self, FlockOperation};
 
 use crate::{Errno, LockMode, LockRange, Result};
 
@@ -24,11 +24,10 @@ pub(super) enum RangeOwner {
 const FUSE_SUPER_MAGIC: u32 = 0x6573_5546;
 
 impl RangeOwner {
-    /// Returns the owner of locks in the file system of `fd`.
-    pub(super) fn in_file_system_of(fd: BorrowedFd<'_>) -> Self {
-        // The width of `f_type` differs between architectures; the numbers have 32 bits.
-        match fstatfs(fd) {
-            Ok(stat) if stat.f_type as u32 != FUSE_SUPER_MAGIC => Self::OpenFile,
+    /// Returns the owner of locks in a file system with this number (`f_type` of statfs(2)), if the number is known.
+    pub(super) fn in_file_system(number: Option<u32>) -> Self {
+        match number {
+            Some(number) if number != FUSE_SUPER_MAGIC => Self::OpenFile,
             _ => Self::Process,
         }
     }

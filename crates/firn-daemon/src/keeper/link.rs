@@ -47,6 +47,7 @@ pub(crate) struct ResumedMount {
     pub(crate) died: Duration,
     /// Open files that have no name any more.
     pub(crate) files: Vec<KeptFile>,
+    /// Lock files in which the earlier firnd had locks.
     pub(crate) lock_files: Vec<KeptLockFile>,
 }
 
@@ -71,7 +72,6 @@ pub(crate) struct NextFirnd {
 }
 
 /// The process that holds the descriptors.
-#[derive(Clone)]
 enum Holder {
     Keeper(Arc<Socket>),
     ServiceManager(Arc<ServiceManager>),
@@ -119,18 +119,17 @@ impl Summons {
                 Some(_) => {}
             }
         };
-        let copy_of = |tag: Tag| {
-            let found = kept.iter().find(|kept| kept.label.tag == tag);
-            found.map(|kept| kept.descriptor.try_clone()).transpose()
-        };
-        let caller = copy_of(Tag::Caller)?;
+        let caller = copy_descriptor(&kept, Tag::Caller)?;
         let last_upgrade = match upgrade {
             LastUpgrade::None => String::new(),
             LastUpgrade::Done => "done".into(),
-            LastUpgrade::Refused => match copy_of(Tag::UpgradeReport)?.and_then(read_failure) {
-                Some(why) => format!("refused: {why}"),
-                None => "refused: the new firnd ended and did not say why".into(),
-            },
+            LastUpgrade::Refused => {
+                let report = copy_descriptor(&kept, Tag::UpgradeReport)?;
+                match report.and_then(read_failure) {
+                    Some(why) => format!("refused: {why}"),
+                    None => "refused: the new firnd ended and did not say why".into(),
+                }
+            }
         };
         let resumed = died.map(|died| ResumedMount::of(&kept, died)).transpose()?;
         let holder = Holder::Keeper(Arc::new(socket));
@@ -148,17 +147,16 @@ impl Summons {
             return Ok(None);
         };
         let mut kept = service_manager::take_stored();
-        let is_resumed = kept.iter().any(|kept| kept.label.tag == Tag::Device);
-        if !is_resumed {
-            // They belong to a mount that never was, or has ended: its locks must not stay.
+        let resumed = if kept.iter().any(|kept| kept.label.tag == Tag::Device) {
+            // When the earlier firnd died is unknown. With a later time, more programs count as affected.
+            Some(ResumedMount::of(&kept, uptime())?)
+        } else {
+            // The mount of these descriptors never began, or has ended: its locks must not stay.
             for left in kept.drain(..) {
                 manager.remove(left.label)?;
             }
-        }
-        // The service manager does not tell when the earlier firnd died. A later time counts more programs as affected.
-        let resumed = is_resumed
-            .then(|| ResumedMount::of(&kept, uptime()))
-            .transpose()?;
+            None
+        };
         let holder = Holder::ServiceManager(Arc::new(manager));
         Ok(Some(Self {
             link: KeeperLink::new(holder, kept, String::new()),
@@ -171,7 +169,7 @@ impl Summons {
 impl ResumedMount {
     /// Returns the mount to which kept descriptors belong.
     fn of(kept: &[KeptDescriptor], died: Duration) -> io::Result<Self> {
-        let device = copy_descriptors(kept, Tag::Device)?.pop();
+        let device = copy_descriptor(kept, Tag::Device)?;
         let files = copy_descriptors(kept, Tag::NamelessFile)?.into_iter();
         let files = files.map(|(number, descriptor)| KeptFile {
             node: InodeId(number),
@@ -180,7 +178,7 @@ impl ResumedMount {
         let lock_files = copy_descriptors(kept, Tag::LockFile)?.into_iter();
         let lock_files = lock_files.map(|(ino, descriptor)| KeptLockFile { ino, descriptor });
         Ok(Self {
-            device: device.map(|(_, device)| device),
+            device,
             died,
             files: files.collect(),
             lock_files: lock_files.collect(),
@@ -207,10 +205,8 @@ impl KeeperLink {
 
     /// Returns the mount request that the keeper has, a file of JSON.
     pub(crate) fn request(&self) -> io::Result<OwnedFd> {
-        let state = self.state.lock();
-        let mut requests = copy_descriptors(&state.kept, Tag::Request)?;
-        let (_, request) = requests.pop().ok_or(io::ErrorKind::InvalidData)?;
-        Ok(request)
+        let request = copy_descriptor(&self.state.lock().kept, Tag::Request)?;
+        request.ok_or(io::ErrorKind::InvalidData.into())
     }
 
     /// Returns whether a service manager has the keeper's place.
@@ -385,6 +381,12 @@ fn label_of_file(node: InodeId) -> Label {
         tag: Tag::NamelessFile,
         number: node.0,
     }
+}
+
+/// Copies the descriptor with a tag of which there is one at most.
+fn copy_descriptor(kept: &[KeptDescriptor], tag: Tag) -> io::Result<Option<OwnedFd>> {
+    let found = kept.iter().find(|kept| kept.label.tag == tag);
+    found.map(|kept| kept.descriptor.try_clone()).transpose()
 }
 
 /// Copies the descriptors with a tag. Returns them with the numbers of their labels.

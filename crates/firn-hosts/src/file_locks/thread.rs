@@ -18,12 +18,12 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use firn_backing::{Backing, DescriptorUse, Errno, LockMode, LockRange, LockRequest};
+use firn_backing::{AdoptedBy, Backing, DescriptorUse, Errno, LockMode, LockRange, LockRequest};
 
 use super::table::{HeldLock, Table};
 use super::{
-    ConflictingLock, Done, KeptLock, KeptLockFile, KeptLocks, LockFileKey, LockKeeping, LockKind,
-    LockSetup, OnConflict, OtherHosts, Owner, ReleasedLocks, Shared, TestDone, WantedLock,
+    ConflictingLock, Done, KeptLockFile, KeptLocks, LockFileKey, LockKeeping, LockKind, LockSetup,
+    OnConflict, OtherHosts, Owner, ReleasedLocks, Shared, TestDone, WantedLock,
 };
 use crate::own;
 
@@ -45,7 +45,7 @@ const REACH_VALID_FOR: Duration = Duration::from_secs(1);
 const UNREACHED_TIMEOUT: Duration = Duration::from_secs(3);
 /// How long the lock of a file's end, which an earlier firnd took for an append, waits for that append to come again.
 const REPEATED_APPEND_TIMEOUT: Duration = Duration::from_secs(60);
-/// How long the locks of a file are tried to be restored after errors of the backing.
+/// For how long the locks of a file are restored again after an error of the backing.
 const RESUME_TIMEOUT: Duration = Duration::from_secs(30);
 /// How often a request may find that its lock file has lost its name. After that the request fails.
 const TRIES_MAX: usize = 100;
@@ -373,11 +373,8 @@ impl<B: Backing> LockThread<B> {
     fn give_up(&mut self, request: &WaitingRequest) {
         self.leave_queue(request);
         let wanted = &request.wanted;
-        if wanted.kind == LockKind::End
-            && let Err(error) =
-                self.release(wanted.key(), ReleasedLocks::Owner(wanted.owner.number))
-        {
-            tracing::warn!(%error, ino = wanted.file, "cannot release the end of a file");
+        if wanted.kind == LockKind::End {
+            self.release_or_warn(wanted.key(), ReleasedLocks::Owner(wanted.owner.number));
         }
     }
 
@@ -401,31 +398,19 @@ impl<B: Backing> LockThread<B> {
 
     /// Answers a request whose lock is granted. If the request was interrupted meanwhile, the lock is released.
     fn grant(&mut self, waiting: &WaitingRequest) {
-        let WantedLock {
-            file,
-            kind,
-            owner,
-            range,
-            ..
-        } = waiting.wanted;
-        self.publish_owners(LockFileKey { file, kind });
+        let wanted = &waiting.wanted;
+        let key = wanted.key();
+        self.publish_owners(key);
         if !self.shared.answer(waiting.number, Ok(())) {
-            let what = ReleasedLocks::Range(owner.number, range);
-            if let Err(error) = self.release(LockFileKey { file, kind }, what) {
-                tracing::warn!(%error, ino = file, "cannot release the lock of a file");
-            }
+            self.release_or_warn(key, ReleasedLocks::Range(wanted.owner.number, wanted.range));
         }
     }
 
     fn try_request(&mut self, waiting: &WaitingRequest) -> Result<LockTry, Errno> {
+        let key = waiting.wanted.key();
         let WantedLock {
-            file,
-            kind,
-            owner,
-            range,
-            mode,
+            owner, range, mode, ..
         } = waiting.wanted;
-        let key = LockFileKey { file, kind };
         for _ in 0..TRIES_MAX {
             self.open(key)?;
             let is_reached = self.do_locks_reach_others()?;
@@ -538,17 +523,20 @@ impl<B: Backing> LockThread<B> {
         released
     }
 
+    /// Releases locks for which no caller waits.
+    fn release_or_warn(&mut self, key: LockFileKey, what: ReleasedLocks) {
+        if let Err(error) = self.release(key, what) {
+            tracing::warn!(%error, ino = key.file, "cannot release the lock of a file");
+        }
+    }
+
     /// Looks for a lock that conflicts with the wanted one, first among the programs of this host, then on other
     /// hosts.
     fn test(&mut self, wanted: WantedLock) -> Result<TestResult, Errno> {
+        let key = wanted.key();
         let WantedLock {
-            file,
-            kind,
-            owner,
-            range,
-            mode,
+            owner, range, mode, ..
         } = wanted;
-        let key = LockFileKey { file, kind };
         self.open(key)?;
         let lock = self.files.get(&key).ok_or(Errno::NOLCK)?;
         if let Some(held) = lock.held.conflict(owner.number, range, mode) {
@@ -593,14 +581,23 @@ impl<B: Backing> LockThread<B> {
 
     // ---- locks that outlive firnd ------------------------------------------------------------
 
-    /// Gives the [`LockKeeping`] a descriptor of a lock file, unless it has one.
+    /// Gives the [`LockKeeping`] a descriptor of the lock file for a key, unless it has one.
     fn keep_file(&mut self, key: LockFileKey) {
-        if let (Some(keeping), Some(lock)) = (&self.keeping, self.files.get_mut(&key))
-            && !lock.is_kept
-            && let Some(file) = self.base.descriptor(&lock.file, DescriptorUse::Keeping)
-        {
-            keeping.keep_lock_file(lock.ino, file.as_fd());
+        let Some(lock) = self.files.get(&key).filter(|lock| !lock.is_kept) else {
+            return;
+        };
+        self.give_to_keeping(&lock.file, lock.ino);
+        if let Some(lock) = self.files.get_mut(&key) {
             lock.is_kept = true;
+        }
+    }
+
+    /// Gives the [`LockKeeping`] a descriptor of a file in the directory of the lock files.
+    fn give_to_keeping(&self, file: &B::File, ino: u64) {
+        if let Some(keeping) = &self.keeping
+            && let Some(descriptor) = self.base.descriptor(file, DescriptorUse::Keeping)
+        {
+            keeping.keep_lock_file(ino, descriptor.as_fd());
         }
     }
 
@@ -635,7 +632,9 @@ impl<B: Backing> LockThread<B> {
         let KeptLocks { files, locks } = std::mem::take(&mut self.kept);
         let mut files_by_ino = HashMap::new();
         for KeptLockFile { ino, descriptor } in files {
-            match self.base.adopt(descriptor) {
+            let adopted = self.base.adopt(descriptor);
+            let is_it = |adopted: &AdoptedBy<B>| adopted.attr.ino == ino;
+            match adopted.and_then(|adopted| Some(adopted).filter(is_it).ok_or(Errno::STALE)) {
                 Ok(adopted) => drop(files_by_ino.insert(ino, adopted.file)),
                 Err(error) => {
                     tracing::error!(%error, "a kept lock file cannot be used: its locks are lost");
@@ -647,11 +646,7 @@ impl<B: Backing> LockThread<B> {
             }
         }
         self.host_file = self.resume_host_file(&mut files_by_ino);
-        let mut locks_by_key: HashMap<LockFileKey, Vec<HeldLock>> = HashMap::new();
-        for KeptLock { key, lock } in locks {
-            locks_by_key.entry(key).or_default().push(lock);
-        }
-        for (key, locks) in locks_by_key {
+        for (key, locks) in locks {
             let until = Instant::now() + RESUME_TIMEOUT;
             let mut resumed = self.resume_file(key, &locks, &mut files_by_ino);
             while resumed.is_err_and(|errno| errno != Errno::STALE) && Instant::now() < until {
@@ -757,9 +752,7 @@ impl<B: Backing> LockThread<B> {
             .extract_if(.., |end| end.until <= now && !has_come(end))
             .collect();
         for end in late {
-            if let Err(error) = self.release(end.key, ReleasedLocks::Owner(end.owner)) {
-                tracing::warn!(%error, ino = end.key.file, "cannot release the end of a file");
-            }
+            self.release_or_warn(end.key, ReleasedLocks::Owner(end.owner));
         }
     }
 
@@ -879,12 +872,7 @@ impl<B: Backing> LockThread<B> {
     fn lock_host_file(&mut self) {
         match self.try_lock_host_file() {
             Ok(host_file) => {
-                let file = self
-                    .base
-                    .descriptor(&host_file.file, DescriptorUse::Keeping);
-                if let (Some(keeping), Some(file)) = (&self.keeping, file) {
-                    keeping.keep_lock_file(host_file.ino, file.as_fd());
-                }
+                self.give_to_keeping(&host_file.file, host_file.ino);
                 self.host_file = Some(host_file);
             }
             Err(error) => {

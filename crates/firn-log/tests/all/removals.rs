@@ -82,6 +82,19 @@ impl World {
         self.b_dies();
     }
 
+    /// Checks that `b`, which has removed the file and still has it open, reads all of its bytes, and that nothing is left
+    /// after the close.
+    fn assert_whole_until_closed(&mut self, at: u64) {
+        let mut bytes = vec![0; DATA.len()];
+        let file = self.file.as_ref().expect("open");
+        let count = self.b.read_at(file, &mut bytes, 0);
+        assert_eq!(count, Ok(DATA.len()), "call {at}");
+        assert!(bytes == DATA, "call {at}");
+        self.file = None;
+        assert_eq!(self.b.settle().error, None, "call {at}");
+        self.assert_whole_or_gone("x", at);
+    }
+
     /// Checks that the file has all of its bytes, with logs as long as they are needed, or that nothing is left of it.
     fn assert_whole_or_gone(&self, name: &str, at: u64) {
         let found = self.a.lookup(&self.a.root(), OsStr::new(name));
@@ -343,15 +356,7 @@ fn a_removal_of_a_host_that_lives_is_left_to_it() {
             hang.release();
             removing.join().expect("no panic");
         });
-        // The host still has the file open.
-        let mut bytes = vec![0; DATA.len()];
-        let file = world.file.as_ref().expect("open");
-        let count = world.b.read_at(file, &mut bytes, 0);
-        assert_eq!(count, Ok(DATA.len()), "call {at}");
-        assert!(bytes == DATA, "call {at}");
-        world.file = None;
-        assert_eq!(world.b.settle().error, None, "call {at}");
-        world.assert_whole_or_gone("x", at);
+        world.assert_whole_until_closed(at);
     }
 }
 
@@ -393,14 +398,7 @@ fn regression_a_removal_that_begins_again_is_not_ended_as_the_last_one() {
             !containers(&world.disk).is_empty(),
             "call {at}: a program has the file open"
         );
-        let file = world.file.as_ref().expect("open");
-        let mut bytes = vec![0; DATA.len()];
-        let count = world.b.read_at(file, &mut bytes, 0);
-        assert_eq!(count, Ok(DATA.len()), "call {at}");
-        assert!(bytes == DATA, "call {at}");
-        world.file = None;
-        assert_eq!(world.b.settle().error, None, "call {at}");
-        world.assert_whole_or_gone("x", at);
+        world.assert_whole_until_closed(at);
     }
 }
 
