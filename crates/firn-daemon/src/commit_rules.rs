@@ -50,6 +50,9 @@ use crate::gate::TransactionGate;
 use crate::parts::Forget;
 use crate::process::process_of;
 
+/// Longest time that a close waits for the exec of a child. A child that runs no other program keeps its copies.
+const EXEC_PATIENCE: Duration = Duration::from_secs(1);
+
 /// The rules that the option names.
 pub(crate) fn load(words: &[String]) -> Result<RuleSet, RuleSetError> {
     load_rules(&words.join(","), read_rules)
@@ -117,6 +120,8 @@ struct OpenHandle {
     opener: u32,
     /// The process that closed it last of those that had inherited it, and how.
     last: Option<LastClose>,
+    /// Number of closes by processes that had inherited it.
+    inherited_closes: u64,
 }
 
 /// A close by a process that had inherited the descriptor.
@@ -137,6 +142,14 @@ struct Transaction {
     key: Vec<u8>,
     /// It removes what a rule does not keep.
     is_rotation: bool,
+}
+
+impl Table {
+    /// Number of closes of a handle by processes that had inherited it.
+    fn inherited_closes(&self, handle: HandleId) -> u64 {
+        let open = self.handles.get(&handle.0);
+        open.map_or(0, |open| open.inherited_closes)
+    }
 }
 
 /// A change that was let in.
@@ -643,17 +656,33 @@ impl CommitRules {
         self.exits.add(job);
     }
 
-    /// Whether a process still has a file open for writing that another one closes, or the same one with another descriptor.
+    /// Returns whether the process that closes a file, or a descendant, still has it open for writing.
+    ///
+    /// A child between its fork and its exec has copies of all descriptors, and the exec closes those with FD_CLOEXEC. Each
+    /// thread that starts a program makes such a child. The close waits for the exec, so that its result is the commit's.
     fn is_held_on(&self, process: u32, handle: HandleId) -> bool {
         let Some(inode) = self.gate.engine().open_files.inode_of_handle(handle) else {
             return false;
         };
-        let Some(holder) = descriptors::find_holder(process, inode.0, mountinfo::FIRN) else {
-            return false;
-        };
-        self.table.lock().machine.note_inherited(holder, handle.0);
-        self.exits.add(holder);
-        true
+        let patience_ends = Instant::now() + EXEC_PATIENCE;
+        loop {
+            let closes = self.table.lock().inherited_closes(handle);
+            let Some(holder) = descriptors::find_holder(process, inode.0, mountinfo::FIRN) else {
+                return false;
+            };
+            let left = patience_ends.saturating_duration_since(Instant::now());
+            if holder.process == process || !holder.closes_at_exec || left.is_zero() {
+                let mut table = self.table.lock();
+                table.machine.note_inherited(holder.process, handle.0);
+                drop(table);
+                self.exits.add(holder.process);
+                return true;
+            }
+            let mut table = self.table.lock();
+            if table.inherited_closes(handle) == closes {
+                table.wait_for(&self.changed, left);
+            }
+        }
     }
 
     fn close_handle(&self, handle: HandleId, ending: Ending) -> Result<(), Errno> {
@@ -769,6 +798,7 @@ impl ChangeWatch for CommitRules {
             let open = OpenHandle {
                 opener: ticket.process,
                 last: None,
+                inherited_closes: 0,
             };
             table.handles.insert(handle.0, open);
         }
@@ -818,6 +848,9 @@ impl ChangeWatch for CommitRules {
         // What a child has inherited is closed with its release; how the child ended counts, if it is known as a writer.
         if open.opener != process {
             open.last = is_writer.then_some(LastClose { process, ending });
+            open.inherited_closes += 1;
+            drop(table);
+            self.changed.notify_all();
             return Ok(());
         }
         drop(table);

@@ -139,6 +139,27 @@ fn the_event_comes_with_the_last_descriptor_that_may_write() {
     });
 }
 
+/// A thread that starts another program has copies of all descriptors between fork and exec. This child executes a program,
+/// which fails, as soon as the close has begun.
+///
+/// Proves S-rule-2, S-rule-11.
+#[test]
+fn regression_a_close_waits_for_the_exec_of_a_child_that_has_a_copy() {
+    let sandbox = Sandbox::new("rules-exec");
+    let mount = mount(&sandbox, "torch");
+    let mut python = Python::start(mount.path());
+    python.ok("f = open('a.pt', 'w'); f.write('whole'); copy = f'/proc/{os.getpid()}/fdinfo/{f.fileno()}'");
+    python.ok(
+        "p = os.fork() or [0 for _ in iter(lambda: os.path.exists(copy), False)] or os.execv('/bin/false', ['false']); f.close()",
+    );
+    let behind = mount.backing().join("a.pt");
+    assert_eq!(fs::read(&behind).expect("read"), b"whole");
+    python.ok("os.waitpid(p, 0)");
+    python.end();
+    assert_eq!(commits(&mount, "torch"), 1);
+    assert_eq!(fs::read(&behind).expect("read"), b"whole");
+}
+
 /// Proves S-rule-12.
 #[test]
 fn a_second_job_gets_ebusy_for_a_file_that_another_writes() {

@@ -18,16 +18,28 @@ use firn_format::mountinfo;
 /// Limit of processes that are examined; further descendants are ignored.
 const PROCESSES_MAX: usize = 4096;
 
-/// Returns `process` or a descendant that has a file open for writing; `None` if there is none.
+/// A process that has a file open for writing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Holder {
+    pub(super) process: u32,
+    /// Whether all its descriptors of the file are closed when it executes a program (FD_CLOEXEC).
+    pub(super) closes_at_exec: bool,
+}
+
+/// Returns the holder among `process` and its descendants; `None` if there is none.
 ///
 /// The file is known by its inode number and the type of its file system. Another mount of Firn may have a file of the same
 /// number; a close of this one then counts only with the release of its last descriptor.
-pub(super) fn find_holder(process: u32, inode: u64, fs_type: &str) -> Option<u32> {
+pub(super) fn find_holder(process: u32, inode: u64, fs_type: &str) -> Option<Holder> {
     let mut seen = BTreeSet::from([process]);
     let mut next = vec![process];
     while let Some(process) = next.pop() {
-        if has_open(process, inode, fs_type) {
-            return Some(process);
+        let flags = flags_of_writing(process, inode, fs_type);
+        if !flags.is_empty() {
+            return Some(Holder {
+                process,
+                closes_at_exec: flags.iter().all(|flags| flags & libc::O_CLOEXEC != 0),
+            });
         }
         for child in children_of(process) {
             if seen.len() < PROCESSES_MAX && seen.insert(child) {
@@ -51,20 +63,19 @@ fn children_of(process: u32) -> Vec<u32> {
     lists.flat_map(numbers).collect()
 }
 
-/// Returns whether a process has the file open for writing. The answer for an unreadable process is false.
-fn has_open(process: u32, inode: u64, fs_type: &str) -> bool {
-    let Ok(descriptors) = fs::read_dir(format!("/proc/{process}/fdinfo")) else {
-        return false;
-    };
-    descriptors.flatten().any(|descriptor| {
-        let info = fs::read_to_string(descriptor.path()).unwrap_or_default();
-        let Some(descriptor) = Descriptor::parse(&info) else {
-            return false;
-        };
-        descriptor.is_for_writing
+/// Returns the flags of a process's descriptors that have the file open for writing. None for an unreadable process.
+fn flags_of_writing(process: u32, inode: u64, fs_type: &str) -> Vec<i32> {
+    let descriptors = fs::read_dir(format!("/proc/{process}/fdinfo"));
+    let descriptors = descriptors.into_iter().flatten().flatten();
+    let parsed = descriptors.filter_map(|descriptor| {
+        Descriptor::parse(&fs::read_to_string(descriptor.path()).unwrap_or_default())
+    });
+    let of_file = parsed.filter(|descriptor| {
+        descriptor.is_for_writing()
             && descriptor.inode.is_none_or(|found| found == inode)
             && is_mount_of_type(process, descriptor.mount_id, fs_type)
-    })
+    });
+    of_file.map(|descriptor| descriptor.flags).collect()
 }
 
 /// Returns whether a mount that a process sees is of a type.
@@ -81,7 +92,8 @@ struct Descriptor {
     mount_id: u64,
     /// `None` before Linux 5.14.
     inode: Option<u64>,
-    is_for_writing: bool,
+    /// Flags of open(2), with O_CLOEXEC.
+    flags: i32,
 }
 
 impl Descriptor {
@@ -90,12 +102,15 @@ impl Descriptor {
             let mut lines = info.lines();
             lines.find_map(|line| Some(line.strip_prefix(field)?.trim()))
         };
-        let flags = i32::from_str_radix(value("flags:")?, 8).ok()?;
         Some(Self {
             mount_id: value("mnt_id:")?.parse().ok()?,
             inode: value("ino:").and_then(|inode| inode.parse().ok()),
-            is_for_writing: flags & libc::O_ACCMODE != libc::O_RDONLY,
+            flags: i32::from_str_radix(value("flags:")?, 8).ok()?,
         })
+    }
+
+    fn is_for_writing(&self) -> bool {
+        self.flags & libc::O_ACCMODE != libc::O_RDONLY
     }
 }
 
@@ -118,7 +133,11 @@ mod tests {
         let find = || find_holder(id(), inode, &mount.fs_type);
         let copy = file.try_clone().expect("dup");
         drop(file);
-        assert_eq!(find(), Some(id()));
+        let holder = Holder {
+            process: id(),
+            closes_at_exec: true,
+        };
+        assert_eq!(find(), Some(holder));
         assert_eq!(find_holder(id(), inode, "another"), None);
         let mut child = {
             let mut command = Command::new("cat");
@@ -127,7 +146,11 @@ mod tests {
         };
         drop(File::open(&path).expect("open"));
         let reader = File::open(&path).expect("open");
-        assert_eq!(find(), Some(child.id()));
+        let holder = Holder {
+            process: child.id(),
+            closes_at_exec: false,
+        };
+        assert_eq!(find(), Some(holder));
         drop(child.stdin.take());
         child.wait().expect("wait");
         assert_eq!(find(), None);
