@@ -558,6 +558,32 @@ fn regression_a_forced_end_does_not_wait_for_a_backing_that_hangs() {
     });
 }
 
+/// Proves S-error-12, S-log-14.
+#[test]
+fn regression_a_forced_end_says_that_files_stay_in_logs() {
+    let sandbox = Sandbox::new("hangslogs");
+    let fault = FaultFs::new(&sandbox);
+    let _watchdog = fault.watchdog(test_limit() * 3 / 4);
+    let options = "arena-size=64M,chunk-size=1M,layout=log,flatten=demand";
+    let mount = FirnMount::over(&sandbox, fault.path(), options);
+    let bytes = [7; 100_000];
+    let shared = mount.join("shared");
+    fs::write(&shared, bytes).expect("write");
+    mount.wait("logged", &shared).ok();
+    // The end of the mount writes the bytes of the logs to the plain file.
+    fault.hang("write", "shared");
+    let point = mount.path().as_os_str();
+    let outcome = sandbox.run(["umount".as_ref(), "--force".as_ref(), point]);
+    println!("ended with {}: {}", outcome.code, outcome.stderr.trim());
+    assert_eq!(outcome.code, 3, "{outcome}");
+    assert!(outcome.stderr.contains("files stay in logs"), "{outcome}");
+    fault.let_go();
+    mount.wait_for_end();
+    FirnMount::over(&sandbox, fault.path(), options).umount();
+    let plain = fs::read(fault.source().join("shared"));
+    assert_eq!(plain.expect("read"), bytes);
+}
+
 /// Proves S-error-12.
 #[test]
 fn regression_a_stub_tree_whose_names_hang_is_ended_by_force() {

@@ -5,10 +5,11 @@
 use std::sync::{Arc, mpsc};
 use std::time::Instant;
 
+use firn_backing::Errno;
 use firn_config::Flatten;
 use firn_engine::Engine;
 use firn_format::durability::DurabilityLevel;
-use firn_log::{Logged, Logs};
+use firn_log::{Left, Logged, Logs};
 use firn_protocol::path::BytePath;
 use firn_protocol::{HeldPolicy, Reply, Request, Status};
 use parking_lot::Mutex;
@@ -166,13 +167,17 @@ impl Part for WrittenLogs {
         let (leftover_sender, leftovers) = mpsc::channel();
         stop.ask_backing(move || {
             settler.stop();
-            if let Some(logs) = engine.backing().logged()
-                && let Some(flatten) = flatten
-            {
-                let _ = leftover_sender.send(settle_last(logs, flatten));
-            }
+            let left = match (engine.backing().logged(), flatten) {
+                (Some(logs), Some(flatten)) => settle_last(logs, flatten),
+                _ => Left::default(),
+            };
+            let _ = leftover_sender.send(left);
         });
-        stop.left_in_logs = leftovers.try_recv().unwrap_or_default();
+        // If the backing does not answer, files may stay in logs.
+        stop.left_in_logs = leftovers.try_recv().unwrap_or(Left {
+            error: flatten.map(|_| Errno::TIMEDOUT),
+            ..Left::default()
+        });
     }
 }
 
