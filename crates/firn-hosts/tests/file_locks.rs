@@ -188,6 +188,39 @@ impl KeptByTest {
     }
 }
 
+/// A host that starts has its file, and no lock in it yet. Another host that starts takes the file for one of a dead host.
+///
+/// Proves S-log-44.
+#[test]
+fn regression_hosts_that_start_at_the_same_time_have_locks() {
+    let disk = disk();
+    let slow = disk.another_process();
+    let hang = slow.hang("lock_range");
+    let first = host_on(slow, "a", &["b"]);
+    hang.await_call();
+    let second = host(&disk, "b", &["a"]);
+    let dir = own::must_find_dir(&disk, &disk.root(), DIR).expect("the directory");
+    let has_file = || {
+        let found = own::find_file(&disk, &dir, "host-a").expect("look");
+        found.is_some()
+    };
+    while has_file() {
+        std::thread::yield_now();
+    }
+    hang.release();
+    for (number, locks) in (0..).zip([&first, &second]) {
+        let range = LockRange {
+            first: number,
+            last: number,
+        };
+        let wanted = wanted(number, range, LockMode::Exclusive);
+        assert_eq!(acquire(locks, wanted, true), Ok(()), "host {number}");
+    }
+    for locks in [first, second] {
+        locks.stop(LIMIT);
+    }
+}
+
 /// Starts the locks of a host in a directory, with what an earlier process of it has left.
 fn host_in(dir: &Path, at: usize, keeping: &Arc<KeptByTest>) -> Arc<FileLocks> {
     let base = DirBacking::open(dir).expect("open");

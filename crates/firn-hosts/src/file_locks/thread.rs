@@ -882,21 +882,29 @@ impl<B: Backing> LockThread<B> {
         }
     }
 
+    /// Locks the `host-NAME` file, and makes sure that the name leads to the locked file: another host that starts at the same
+    /// time may take the unlocked file for that of a dead host, and locks it for its removal.
     fn try_lock_host_file(&mut self) -> Result<HostFile<B>, Errno> {
-        let host_file = match self.host_file.take() {
-            Some(kept) => kept,
-            None => {
-                let name = host_file_name(&self.host);
-                let file = own::open_or_create(&self.base, &self.dir, &name)?;
-                let ino = self.base.attr_of_file(&file)?.ino;
-                HostFile { file, ino }
-            }
-        };
         let whole = LockRequest::Range(LockRange::WHOLE, LockMode::Exclusive);
-        if self.base.lock(&host_file.file, whole)? {
-            Ok(host_file)
-        } else {
-            Err(Errno::NOLCK)
+        if let Some(kept) = self.host_file.take() {
+            let is_locked = self.base.lock(&kept.file, whole)?;
+            return is_locked.then_some(kept).ok_or(Errno::NOLCK);
+        }
+        let name = host_file_name(&self.host);
+        let until = Instant::now() + UNREACHED_TIMEOUT;
+        loop {
+            let file = own::open_or_create(&self.base, &self.dir, &name)?;
+            let ino = self.base.attr_of_file(&file)?.ino;
+            let is_locked = self.base.lock(&file, whole)?;
+            let named = own::find(&self.base, &self.dir, OsStr::new(&name))?;
+            if is_locked && named.is_some_and(|(_, attr)| attr.ino == ino) {
+                return Ok(HostFile { file, ino });
+            }
+            if Instant::now() >= until {
+                return Err(Errno::NOLCK);
+            }
+            drop(file);
+            std::thread::sleep(RETRY_PAUSE_MIN);
         }
     }
 
