@@ -741,6 +741,7 @@ impl Files for DirBacking {
         let owner = self.devices.range_owner;
         match request {
             LockRequest::File(mode) => lock::take_file(fd, mode),
+            LockRequest::UnlockFile => lock::release_file(fd),
             LockRequest::Range(range, mode) => lock::set_range(owner, fd, range, Some(mode)),
             LockRequest::Unlock(range) => lock::set_range(owner, fd, range, None),
             LockRequest::Test(range, mode) => lock::is_range_free(owner, fd, range, mode),

@@ -294,6 +294,9 @@ pub enum LockRequest {
     /// `F_OFD_SETLK` is no alternative. When a file is closed, Linux tells a FUSE server to unlock locks of flock(2) and of
     /// processes, but not those of `F_OFD_SETLK`. So such a lock of a killed process would stay.
     File(LockMode),
+    /// Unlock the whole file (flock(2) with `LOCK_UN`). The lock ends even if other processes have a descriptor of the open
+    /// file.
+    UnlockFile,
     /// Lock a range in this mode (fcntl(2) with `F_OFD_SETLK` or `F_SETLK`). The lock belongs to the open file if
     /// [`Features::shares_range_locks`](crate::Features::shares_range_locks), else to the process. All locks of a process on
     /// a file end when it closes any open file of it. So a process that locks ranges has the file open once. An exclusive

@@ -261,7 +261,7 @@ pub fn recover_from_backup(request: &FromBackup) -> Result<BackupReport, Recover
             backing,
         });
     }
-    let mut locks = Locks::take(&backing, &files, None, Sharing::Alone)?;
+    let mut locks = Locks::take(&backing, &files, None, Sharing::Alone, None)?;
     let ground = serve_ground(&backing, &request.options, locks.host_lease())?;
     let store = without_layers(open_backup_dir(&dir)?);
     let (held, _) =

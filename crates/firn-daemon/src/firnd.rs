@@ -225,6 +225,7 @@ fn serve_kept(
         &files,
         members.as_ref().map(|members| (members, &terms)),
         Sharing::of(options),
+        link.as_ref(),
     )?;
     if options.frontend == firn_config::Frontend::Fuse
         && let Some(prefix) = waiting_tree(&files)?

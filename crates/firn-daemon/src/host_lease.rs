@@ -13,6 +13,7 @@
 
 use std::collections::BTreeSet;
 use std::fmt;
+use std::os::fd::AsFd as _;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::sync::{Arc, OnceLock};
@@ -29,6 +30,7 @@ use firn_transact::{StoreError, TOP, TransactionalBacking};
 use parking_lot::Mutex;
 
 use crate::error::AttachError;
+use crate::keeper::{KeeperLink, Tag};
 use crate::lock::ENDING_PROCESS_TIMEOUT;
 
 /// Pause between two attempts to take a lease.
@@ -129,6 +131,8 @@ impl fmt::Debug for LeaseState {
 pub(crate) struct HostLease {
     backing: PathBuf,
     lease: Option<TakenLease>,
+    /// The keeper of the mount, which has a copy of the lease file's descriptor: the lease outlives firnd.
+    link: Option<Arc<KeeperLink>>,
 }
 
 /// What a dead host has left behind, by its last beat and by its transactions in the backing.
@@ -164,10 +168,11 @@ struct UseRequest {
 
 impl HostLease {
     /// Returns the lease on a backing (a canonical path). It is not taken yet.
-    pub(crate) fn on(backing: &Path) -> Self {
+    pub(crate) fn on(backing: &Path, link: Option<&Arc<KeeperLink>>) -> Self {
         Self {
             backing: backing.into(),
             lease: None,
+            link: link.cloned(),
         }
     }
 
@@ -201,7 +206,8 @@ impl HostLease {
             None => {
                 let base = open_backing(&self.backing)?;
                 let dir = make_host_dir(&base, host).map_err(own_error(&self.backing))?;
-                TakenLease::take(base, dir, purpose, host, &self.backing)?
+                let link = self.link.as_ref();
+                TakenLease::take(base, dir, purpose, host, &self.backing, link)?
             }
         };
         let lease = self.lease.insert(lease);
@@ -247,7 +253,8 @@ impl HostLease {
             uses.first().copied().unwrap_or(LeaseUse::Tokens)
         };
         let report = last.as_ref().and_then(report_of_beat);
-        self.lease = Some(TakenLease::take(base, dir, purpose, host, &self.backing)?);
+        let lease = TakenLease::take(base, dir, purpose, host, &self.backing, None)?;
+        self.lease = Some(lease);
         Ok(Some(DeadHostState {
             has_transactions,
             held_bytes: report.map_or(0, |report| report.held_bytes),
@@ -273,16 +280,28 @@ impl HostLease {
 }
 
 impl TakenLease {
-    /// Takes the lease in `dir` and starts the thread of the beats.
+    /// Takes the lease in `dir` and starts the thread of the beats. If the keeper behind `link` has the lease of an earlier
+    /// firnd, resumes that.
     fn take(
         base: DirBacking,
         dir: <DirBacking as Volume>::Inode,
         purpose: LeaseUse,
         host: &str,
         backing: &Path,
+        link: Option<&Arc<KeeperLink>>,
     ) -> Result<Self, AttachError> {
         let me = holder_of_this_process(host)?;
-        let lease = take_lease(&base, &dir, purpose, &me, backing)?;
+        let resumed = link.and_then(|link| resume_kept(link, &base, &dir, purpose, &me));
+        let lease = match resumed {
+            Some(lease) => lease,
+            None => take_lease(&base, &dir, purpose, &me, backing)?,
+        };
+        let link = link.cloned();
+        if let (Some(link), Some(descriptor)) = (&link, lease.descriptor(&base))
+            && let Err(error) = link.keep(Tag::Lease, descriptor.as_fd())
+        {
+            tracing::warn!(%error, "if firnd dies, other hosts count this one as dead until the next firnd goes on");
+        }
         let uses = BTreeSet::from([purpose]);
         let state = Arc::new(LeaseState::default());
         let (requests, asked) = mpsc::channel();
@@ -292,6 +311,9 @@ impl TakenLease {
             .name("firn-lease".into())
             .spawn(move || {
                 beat_until_stopped(&base, &dir, lease, &seen, &asked);
+                if let Some(link) = link {
+                    link.drop_kept(Tag::Lease.into());
+                }
                 let _ = release.send(());
             })
             .map_err(AttachError::io("start the thread of the host's lease"))?;
@@ -513,6 +535,28 @@ fn report_of_beat(beat: &Beat) -> Option<HostReport> {
 
 fn holder_of_this_process(host: &str) -> Result<Holder, AttachError> {
     Holder::this_process(host).map_err(AttachError::io("read the boot id of this host"))
+}
+
+/// Resumes the lease of an earlier firnd from the descriptor that the keeper has. `None` if there is none, or if it is not
+/// this lease any more; the keeper drops it then.
+fn resume_kept(
+    link: &KeeperLink,
+    base: &DirBacking,
+    dir: &<DirBacking as Volume>::Inode,
+    purpose: LeaseUse,
+    me: &Holder,
+) -> Option<Lease<DirBacking>> {
+    let kept = link.find_kept(Tag::Lease).transpose()?;
+    let resumed = kept.map_err(|error| error.to_string()).and_then(|kept| {
+        Lease::resume(base, dir, purpose, me, kept).map_err(|error| error.to_string())
+    });
+    match resumed {
+        Ok(Some(lease)) => return Some(lease),
+        Ok(None) => {}
+        Err(error) => tracing::warn!(error, "the lease of the earlier firnd is not resumed"),
+    }
+    link.drop_kept(Tag::Lease.into());
+    None
 }
 
 /// Takes a lease. Waits up to [`ENDING_PROCESS_TIMEOUT`] if another process has it, because that process may be ending.

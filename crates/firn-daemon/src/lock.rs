@@ -1,14 +1,15 @@
 //! The locks that give a backing and an arena one firnd on this host.
 //!
 //! Promise: while [`Locks`] exist, no other firnd or `firn recover` of this host works on the same backing or arena.
-//! The kernel releases the locks when the process ends, in whatever way.
+//! The kernel releases the locks when the process ends, in whatever way. The locks of a mount with a keeper outlive its
+//! firnd: the keeper has copies of the locked descriptors, so no other process gets in before the next firnd goes on.
 //!
 //! Both locks concern processes of this host only, so a lock that only this host's kernel knows is sufficient. NFS and
 //! FUSE file systems may keep flock(2) of the backing directory on the host, and the arena is in the host's memory. The
 //! lease of [`crate::host_lease`] excludes other hosts.
 
 use std::io::{BufRead, BufReader, Write};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::Arc;
@@ -20,11 +21,12 @@ use firn_hosts::{LeaseUse, Terms};
 use firn_protocol::{Reply, Request};
 use firn_transact::Members;
 use firn_trust::open_private_file;
-use rustix::fs::{CWD, FlockOperation, Mode, OFlags, flock, open};
+use rustix::fs::{CWD, FlockOperation, Mode, OFlags, flock, fstat, open};
 use rustix::io::Errno;
 
 use crate::error::AttachError;
 use crate::host_lease::{HostLease, LeaseState};
+use crate::keeper::{KeeperLink, Tag};
 use crate::mountinfo;
 
 /// How long a mount waits for a lock whose holder may be a killed firnd. The kernel releases the locks of a killed
@@ -59,12 +61,79 @@ impl Sharing {
 /// The locks, and the lease of this host. The drop releases them.
 #[derive(Debug)]
 pub(crate) struct Locks {
-    /// The locked backing directory.
-    _backing: OwnedFd,
+    /// The lock of the backing directory.
+    _backing: HeldLock,
     /// Reserves this host's name for this process, if the host shares something with others.
     host: HostLease,
-    /// The locked arena file; `None` before [`Locks::add_arena`].
-    arena: Option<OwnedFd>,
+    /// The lock of the arena's file; `None` before [`Locks::add_arena`].
+    arena: Option<HeldLock>,
+    link: Option<Arc<KeeperLink>>,
+}
+
+/// A locked file. The drop releases the lock.
+#[derive(Debug)]
+struct HeldLock {
+    descriptor: OwnedFd,
+    /// The keeper that has a copy of the descriptor, and its label.
+    keeping: Option<(Arc<KeeperLink>, Tag)>,
+}
+
+impl HeldLock {
+    /// Locks a file. If the keeper has the same file locked by an earlier firnd, returns that lock.
+    fn take(
+        opened: OwnedFd,
+        sharing: Sharing,
+        keeping: Option<(&Arc<KeeperLink>, Tag)>,
+        wait: impl FnOnce(&OwnedFd) -> Result<(), AttachError>,
+    ) -> Result<Self, AttachError> {
+        let kept = match keeping {
+            Some((link, tag)) => find_same_file(link, tag, &opened)?,
+            None => None,
+        };
+        let descriptor = kept.unwrap_or(opened);
+        if !try_lock(&descriptor, sharing) {
+            wait(&descriptor)?;
+        }
+        if let Some((link, tag)) = keeping
+            && let Err(error) = link.keep(tag, descriptor.as_fd())
+        {
+            tracing::warn!(%error, "if firnd dies, another process can take a lock of this mount before the next firnd");
+        }
+        Ok(Self {
+            descriptor,
+            keeping: keeping.map(|(link, tag)| (Arc::clone(link), tag)),
+        })
+    }
+}
+
+impl Drop for HeldLock {
+    fn drop(&mut self) {
+        if let Some((link, tag)) = &self.keeping {
+            // The close alone would not release a lock of which the keeper has a copy.
+            if let Err(error) = flock(&self.descriptor, FlockOperation::Unlock) {
+                tracing::warn!(%error, "cannot release a lock of the mount before its keeper ends");
+            }
+            link.drop_kept((*tag).into());
+        }
+    }
+}
+
+/// Returns the keeper's descriptor with this tag if it has the same file as `opened`. The keeper drops that of another file.
+fn find_same_file(
+    link: &KeeperLink,
+    tag: Tag,
+    opened: &OwnedFd,
+) -> Result<Option<OwnedFd>, AttachError> {
+    let failed = AttachError::io("look at a lock of the earlier firnd");
+    let Some(kept) = link.find_kept(tag).map_err(failed)? else {
+        return Ok(None);
+    };
+    let identity = |file: &OwnedFd| fstat(file).map(|stat| (stat.st_dev, stat.st_ino));
+    if identity(&kept).is_ok_and(|kept| identity(opened) == Ok(kept)) {
+        return Ok(Some(kept));
+    }
+    link.drop_kept(tag.into());
+    Ok(None)
 }
 
 impl Locks {
@@ -76,9 +145,10 @@ impl Locks {
         files: &RuntimeFiles,
         members: Option<(&Members, &Terms)>,
         sharing: Sharing,
+        link: Option<&Arc<KeeperLink>>,
     ) -> Result<Self, AttachError> {
-        let directory = lock_backing_dir(backing, files, sharing)?;
-        let mut host = HostLease::on(backing);
+        let directory = lock_backing_dir(backing, files, sharing, link)?;
+        let mut host = HostLease::on(backing, link);
         if let Some((members, terms)) = members {
             host.use_for(LeaseUse::Transactions, &members.host, terms)?;
         }
@@ -86,6 +156,7 @@ impl Locks {
             _backing: directory,
             host,
             arena: None,
+            link: link.cloned(),
         })
     }
 
@@ -106,7 +177,12 @@ impl Locks {
         backing: &Path,
         files: &RuntimeFiles,
     ) -> Result<(), AttachError> {
-        self.arena = Some(lock_arena(arena, backing, files)?);
+        let opened = open_private_file(CWD, arena, OFlags::RDWR)?;
+        let keeping = self.link.as_ref().map(|link| (link, Tag::ArenaLock));
+        let lock = HeldLock::take(opened, Sharing::Alone, keeping, |file| {
+            wait_for_ending_process(file, Sharing::Alone, backing, files)
+        })?;
+        self.arena = Some(lock);
         Ok(())
     }
 }
@@ -130,17 +206,18 @@ fn lock_backing_dir(
     backing: &Path,
     files: &RuntimeFiles,
     sharing: Sharing,
-) -> Result<OwnedFd, AttachError> {
+    link: Option<&Arc<KeeperLink>>,
+) -> Result<HeldLock, AttachError> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let directory =
         open(backing, flags, Mode::empty()).map_err(|e| AttachError::BackingUnusable {
             path: backing.into(),
             source: e.into(),
         })?;
-    if !try_lock(&directory, sharing) {
-        wait_for_ending_process(&directory, sharing, backing, files)?;
-    }
-    Ok(directory)
+    let keeping = link.map(|link| (link, Tag::BackingLock));
+    HeldLock::take(directory, sharing, keeping, |directory| {
+        wait_for_ending_process(directory, sharing, backing, files)
+    })
 }
 
 /// Takes a lock without waiting. Returns false if another process has the lock.

@@ -104,7 +104,7 @@ pub fn recover_host(backing: &Path, host: String) -> Result<HostReport, RecoverE
         host,
         expected: Expected::Count(0),
     };
-    let mut lease = HostLease::on(&backing);
+    let mut lease = HostLease::on(&backing, None);
     let Some(dead_host) = lease.take_over(&members.host)? else {
         return Err(RecoverError::NoSuchHost {
             host: members.host,
@@ -167,7 +167,7 @@ pub fn recover(
     } else {
         Sharing::Alone
     };
-    let locks = Locks::take(&backing, &files, None, sharing)?;
+    let locks = Locks::take(&backing, &files, None, sharing, None)?;
     process::prepare();
     let arena = files.arena.clone();
     let attached = Attached::salvage(&backing, files, locks, &request.options, &mut |text| {

@@ -37,7 +37,7 @@ pub(crate) fn open_unmounted(
 ) -> Result<(PathBuf, DirBacking, Locks), AttachError> {
     let backing = preflight::check_backing(backing, false)?;
     let files = find_runtime_files(&backing, options)?;
-    let locks = Locks::take(&backing, &files, None, Sharing::Alone)?;
+    let locks = Locks::take(&backing, &files, None, Sharing::Alone, None)?;
     let directory = DirBacking::open(&backing).map_err(|source| AttachError::BackingUnusable {
         path: backing.clone(),
         source,

@@ -21,9 +21,10 @@
 
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
+use std::os::fd::OwnedFd;
 use std::time::Duration;
 
-use firn_backing::{Access, Backing, Errno, LockMode};
+use firn_backing::{Access, Backing, DescriptorUse, Errno, LockMode, LockRequest};
 use serde::{Deserialize, Serialize};
 
 use crate::own::{self, OwnError};
@@ -133,6 +134,19 @@ struct Record {
 }
 
 impl Record {
+    /// Returns the first record of a new holding.
+    fn first(me: &Holder, device: u64, purpose: LeaseUse) -> Result<Self, LeaseError> {
+        Ok(Self {
+            holder: me.clone(),
+            device,
+            holding: random_number()?,
+            uses: BTreeSet::from([purpose]),
+            count: 0,
+            released: false,
+            report: None,
+        })
+    }
+
     /// Returns whether both records are the same beat of the same holding.
     ///
     /// The report is not compared, because a floating-point number may change slightly when it is written as JSON and
@@ -321,19 +335,59 @@ impl<B: Backing> Lease<B> {
         let mut lease = Self {
             file,
             dir: dir.clone(),
-            record: Record {
-                holder: me.clone(),
-                device,
-                holding: random_number()?,
-                uses: BTreeSet::from([purpose]),
-                count: 0,
-                released: false,
-                report: None,
-            },
+            record: Record::first(me, device, purpose)?,
         };
         lease.write(base)?;
         base.sync_dir(dir)?;
         Ok(lease)
+    }
+
+    /// Resumes the lease of an earlier process of the same host from that process's open lease file, whose lock has outlived
+    /// it. The holding and its uses stay.
+    ///
+    /// Returns `None` if `kept` is not the lease file in `dir`, or another process has locked the file.
+    pub fn resume(
+        base: &B,
+        dir: &B::Inode,
+        purpose: LeaseUse,
+        me: &Holder,
+        kept: OwnedFd,
+    ) -> Result<Option<Self>, LeaseError> {
+        let adopted = base.adopt(kept)?;
+        let (file, attr) = (adopted.file, adopted.attr);
+        let named = own::find(base, dir, OsStr::new(LEASE))?;
+        let is_named =
+            named.is_some_and(|(_, found)| (found.dev, found.ino) == (attr.dev, attr.ino));
+        if !is_named
+            || !base
+                .try_lock(&file, LockMode::Exclusive)
+                .map_err(LeaseError::NoLock)?
+        {
+            return Ok(None);
+        }
+        let device = base.attr(dir)?.dev;
+        let last = Beat::read(base, dir)?.and_then(|beat| beat.record());
+        let resumed = last.filter(|last| !last.released && last.holder.host == me.host);
+        let mut record = match resumed {
+            Some(last) => Record {
+                holder: me.clone(),
+                device,
+                count: last.count + 1,
+                ..last
+            },
+            None => Record::first(me, device, purpose)?,
+        };
+        record.uses.insert(purpose);
+        let dir = dir.clone();
+        let mut lease = Self { file, dir, record };
+        lease.write(base)?;
+        Ok(Some(lease))
+    }
+
+    /// Returns a descriptor of the open lease file, with which a later process can resume the lease. `None` if the backing
+    /// has no descriptors.
+    pub fn descriptor(&self, base: &B) -> Option<OwnedFd> {
+        base.descriptor(&self.file, DescriptorUse::Keeping)
     }
 
     /// Returns the random number of this holding.
@@ -376,7 +430,9 @@ impl<B: Backing> Lease<B> {
         self.check_still_ours(base)?;
         self.record.released = true;
         self.record.report = report;
-        self.write(base)
+        self.write(base)?;
+        base.lock(&self.file, LockRequest::UnlockFile)?;
+        Ok(())
     }
 
     /// Returns whether a process holds the lease in `dir`, as far as locks reach. The holder may change before the

@@ -697,6 +697,7 @@ impl Files for SimBacking {
     fn lock(&self, file: &SimFile, request: LockRequest) -> Result<bool> {
         match request {
             LockRequest::File(mode) => self.lock_file(file, mode),
+            LockRequest::UnlockFile => self.unlock_file(file),
             LockRequest::Range(range, mode) => self.set_range(file, range, Some(mode)),
             LockRequest::Unlock(range) => self.set_range(file, range, None),
             LockRequest::Test(range, mode) => self.is_range_free(file, range, mode),

@@ -400,6 +400,11 @@ pub fn run_locks<B: Backing>(b: &B) {
     drop(second);
     assert_eq!(exclusive(&open()), Ok(true));
     assert_eq!(exclusive(&open()), Ok(true));
+    // The file stays open, and has no lock any more.
+    let unlocked = open();
+    assert_eq!(exclusive(&unlocked), Ok(true));
+    assert_eq!(b.lock(&unlocked, LockRequest::UnlockFile), Ok(true));
+    assert_eq!(exclusive(&open()), Ok(true));
 }
 
 /// Runs the cases of [`LockRequest::Range`] over an empty backing that has locks, seen by two processes.

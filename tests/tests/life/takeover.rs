@@ -8,7 +8,7 @@ use std::io::{BufRead, BufReader, Read, Seek, SeekFrom, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command};
+use std::process::{Child, Command, Stdio};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
@@ -1150,6 +1150,57 @@ fn a_firnd_that_stands_still_is_killed_and_another_one_goes_on() {
     drop(file);
     let backing = mount.umount();
     assert_eq!(fs::read(backing.join("file")).expect("read"), b"onetwo3rd");
+}
+
+/// The keeper holds the locks of the mount, so neither a mount nor `firn recover` comes between two firnd.
+///
+/// Proves S-crash-11.
+#[test]
+fn no_other_process_takes_the_backing_while_no_firnd_is_there() {
+    let sandbox = Sandbox::new("between");
+    let options = format!("{},close=held,drain-age=10min", taken_over());
+    let mut mount = FirnMount::new(&sandbox, &options);
+    // This process has no file of the mount open: its children would wait for the firnd that is not there.
+    fs::write(mount.join("file"), "held").expect("write");
+    mount.wait_until_served_well();
+    let (firnd, keeper) = (mount.pid(), keeper_of(mount.pid()).expect("a keeper"));
+    let other = sandbox.join("other");
+    fs::create_dir(&other).expect("mkdir");
+    let backing = mount.backing().to_owned();
+    kill_alone(keeper, libc::SIGSTOP);
+    kill_alone(firnd, libc::SIGKILL);
+    wait_until("firnd is dead", Duration::from_secs(60), || {
+        is_zombie(firnd)
+    });
+    let [recovery, neighbour] = [
+        vec!["recover".as_ref(), backing.as_os_str()],
+        vec!["mount".as_ref(), backing.as_os_str(), other.as_os_str()],
+    ]
+    .map(|args| {
+        sandbox
+            .firn(args)
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("firn")
+    });
+    let end = |child: Child| {
+        let output = child.wait_with_output().expect("wait");
+        let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+        println!("{stderr}");
+        assert_eq!(output.status.code(), Some(11), "{stderr}");
+    };
+    end(neighbour);
+    kill_alone(keeper, libc::SIGCONT);
+    mount.note_takeover(firnd);
+    // It may have waited for an answer of the mount.
+    end(recovery);
+    assert_eq!(fs::read(mount.join("file")).expect("read"), b"held");
+    fs::write(mount.join("file"), "more").expect("write");
+    let backing = mount.umount();
+    assert_eq!(fs::read(backing.join("file")).expect("read"), b"more");
+    // The locks end with the mount.
+    FirnMount::new(&sandbox, &options).umount();
+    sandbox.run(["recover".as_ref(), backing.as_os_str()]).ok();
 }
 
 /// A tmpfs of its own, in place of a directory.

@@ -4,7 +4,7 @@
 //! Needs root and FUSE.
 
 use std::fs::{self, File};
-use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::io::{self, BufRead, BufReader, Read, Seek, SeekFrom, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -472,6 +472,65 @@ fn locks_go_on_while_firnd_is_killed() {
     lock_range(&shared_there, write, WHOLE, true).expect("lock");
     drop((there, shared_there));
     umount([mount, other]);
+    cluster.assert_nothing_is_left();
+}
+
+/// Writes to a file, takes its name away, and reads it when the input ends.
+const NAMELESS: &str = "
+import os, sys
+with open(sys.argv[1], 'r+b', buffering=0) as file:
+    file.write(bytes([9]) * 50_000)
+    os.fsync(file)
+    os.unlink(sys.argv[1])
+    print('unlinked', flush=True)
+    sys.stdin.read()
+    file.seek(0)
+    found = file.read()
+    print(found.count(9), found.count(7), flush=True)
+    file.write(b'on')
+";
+
+/// While no firnd is there, another host does not take this one for dead: it leaves the logs of its open files alone.
+///
+/// Proves S-crash-11, S-log-35.
+#[test]
+fn regression_a_host_counts_as_alive_while_its_firnd_is_replaced() {
+    let cluster = Hosts::new("pause");
+    let mut mount = cluster.mount(0);
+    let file = mount.join("file");
+    fs::write(&file, [7; 100_000]).expect("write");
+    // The children of this process would wait for the firnd that is not there, if this process had the file open.
+    let mut program = Command::new("python3")
+        .args(["-c", NAMELESS])
+        .arg(&file)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("python3");
+    let mut answers = BufReader::new(program.stdout.take().expect("piped"));
+    let mut answer = || {
+        let mut line = String::new();
+        answers.read_line(&mut line).expect("an answer");
+        line.trim().to_owned()
+    };
+    assert_eq!(answer(), "unlinked");
+    let (firnd, keeper) = (mount.pid(), keeper_of(mount.pid()).expect("a keeper"));
+    mount.wait_until_served_well();
+    kill_alone(keeper, libc::SIGSTOP);
+    kill_alone(firnd, libc::SIGKILL);
+    wait_until("firnd is dead", LIMIT, || is_zombie(firnd));
+    // The mount looks for what dead hosts have left, and its end does so again.
+    let other = cluster.mount(1);
+    fs::write(other.join("other"), "there").expect("write");
+    other.umount();
+    kill_alone(keeper, libc::SIGCONT);
+    mount.note_takeover(firnd);
+    drop(program.stdin.take());
+    assert_eq!(answer(), "50000 50000");
+    assert!(program.wait().expect("wait").success());
+    // The lease ends with the mount: the next one begins at once.
+    umount([mount]);
+    umount([cluster.mount(0)]);
     cluster.assert_nothing_is_left();
 }
 

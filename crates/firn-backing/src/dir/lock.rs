@@ -62,6 +62,12 @@ pub(super) fn take_file(file: BorrowedFd<'_>, mode: LockMode) -> Result<bool> {
     }
 }
 
+/// Unlocks a whole file. Returns true.
+pub(super) fn release_file(file: BorrowedFd<'_>) -> Result<bool> {
+    fs::flock(file, FlockOperation::Unlock)?;
+    Ok(true)
+}
+
 /// Locks a range, or unlocks it if `mode` is `None`. Returns false if another owner has a conflicting lock.
 pub(super) fn set_range(
     owner: RangeOwner,

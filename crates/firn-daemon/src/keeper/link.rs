@@ -5,6 +5,7 @@
 //! * All descriptors that a keeper holds are held here too, so another keeper can get them.
 //! * No call waits for a keeper longer than [`SEND_TIMEOUT`].
 
+use std::fmt;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::process::CommandExt;
@@ -186,6 +187,12 @@ impl ResumedMount {
     }
 }
 
+impl fmt::Debug for KeeperLink {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("KeeperLink").finish_non_exhaustive()
+    }
+}
+
 impl KeeperLink {
     fn new(holder: Holder, kept: Vec<KeptDescriptor>, last_upgrade: String) -> Arc<Self> {
         let state = LinkState {
@@ -207,6 +214,11 @@ impl KeeperLink {
     pub(crate) fn request(&self) -> io::Result<OwnedFd> {
         let request = copy_descriptor(&self.state.lock().kept, Tag::Request)?;
         request.ok_or(io::ErrorKind::InvalidData.into())
+    }
+
+    /// Returns a copy of the descriptor that the keeper has under this tag; `None` if there is none.
+    pub(crate) fn find_kept(&self, tag: Tag) -> io::Result<Option<OwnedFd>> {
+        copy_descriptor(&self.state.lock().kept, tag)
     }
 
     /// Returns whether a service manager has the keeper's place.

@@ -44,6 +44,12 @@ pub(crate) enum Tag {
     UpgradeReport = 12,
     /// A lock file in the backing. The label's number is its inode number.
     LockFile = 13,
+    /// The locked backing directory.
+    BackingLock = 14,
+    /// The locked arena.
+    ArenaLock = 15,
+    /// The locked lease file of this host in the backing.
+    Lease = 16,
 }
 
 impl Tag {
@@ -62,6 +68,9 @@ impl Tag {
             Self::NextRequest,
             Self::UpgradeReport,
             Self::LockFile,
+            Self::BackingLock,
+            Self::ArenaLock,
+            Self::Lease,
         ]
         .into_iter()
         .find(|tag| *tag as u8 == number)

@@ -271,6 +271,12 @@ impl SimBacking {
         Ok(is_taken)
     }
 
+    /// flock(2) with `LOCK_UN`.
+    pub(super) fn unlock_file(&self, file: &SimFile) -> Result<bool> {
+        self.enter("unlock_file")?.locks.end_of(file.number);
+        Ok(true)
+    }
+
     /// fcntl(2) with `F_SETLK`.
     pub(super) fn set_range(
         &self,
