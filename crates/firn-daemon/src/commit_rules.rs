@@ -104,6 +104,8 @@ struct Table {
     counts: BTreeMap<String, Counts>,
     /// Rules and directories in which there may be more than the rule keeps.
     rotations: BTreeSet<(usize, Vec<u8>)>,
+    /// Aborts for the thread that watches exits, which holds nothing that the kernel waits for.
+    deferred: Vec<Action>,
     /// What is known of scopes that several hosts write.
     joint: BTreeMap<ScopeNumber, Joint>,
     /// Whether such scopes were committed.
@@ -242,6 +244,7 @@ impl CommitRules {
                 last_ticket: 0,
                 counts: BTreeMap::new(),
                 rotations: BTreeSet::new(),
+                deferred: Vec::new(),
                 joint: BTreeMap::new(),
                 ends: BTreeMap::new(),
                 is_woken: false,
@@ -319,8 +322,16 @@ impl CommitRules {
     pub(crate) fn watch_exits(&self) {
         self.exits
             .watch(&|process, ending| self.exited(process, ending), &|| {
-                self.rotate()
+                self.carry_out_deferred();
+                self.rotate();
             });
+    }
+
+    fn carry_out_deferred(&self) {
+        let actions = std::mem::take(&mut self.table.lock().deferred);
+        if let Err(errno) = self.carry_out(actions) {
+            tracing::warn!(%errno, "after the failure of a writer");
+        }
     }
 
     /// `is_unseen`: no program saw the mount.
@@ -329,6 +340,7 @@ impl CommitRules {
         self.table.lock().is_stopped = true;
         self.changed.notify_all();
         if !is_unseen {
+            self.carry_out_deferred();
             self.end_all();
         }
     }
@@ -548,10 +560,9 @@ impl CommitRules {
         }
         let mut table = self.table.lock();
         let actions = table.machine.note_failure(scope);
+        table.deferred.extend(actions);
         self.publish(table);
-        if let Err(errno) = self.carry_out(actions) {
-            tracing::warn!(%errno, "after the failure of a writer");
-        }
+        self.exits.wake();
         true
     }
 

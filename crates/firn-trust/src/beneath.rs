@@ -8,7 +8,7 @@
 //! * No symbolic link is followed, no mount point is crossed, and `..` is refused. Every opened or removed object is
 //!   below the given directory.
 //! * Kernels before 5.6, and containers without openat2(2), get the same behaviour by one openat(2) for each
-//!   component.
+//!   component. There, a bind mount of a directory of the same file system is not seen as a mount.
 
 use std::ffi::{CStr, OsStr};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -72,11 +72,11 @@ fn walk_beneath(dir: impl AsFd, path: &Path, flags: OFlags, mode: Mode) -> Resul
             Errno::NOTDIR if !is_last && is_link(from, name) => Errno::LOOP,
             errno => errno,
         })?;
-        if is_last {
-            return Ok(next);
-        }
         if fstat(&next)?.st_dev != device {
             return Err(Errno::XDEV);
+        }
+        if is_last {
+            return Ok(next);
         }
         parent = Some(next);
     }
@@ -287,6 +287,17 @@ mod tests {
 
     fn open_dir(path: &Path) -> OwnedFd {
         openat(rustix::fs::CWD, path, LISTED, Mode::empty()).unwrap()
+    }
+
+    #[test]
+    fn regression_no_mount_point_is_opened() {
+        let top = open_dir(Path::new("/"));
+        for (way, open) in WAYS {
+            for path in ["proc", "proc/self"] {
+                let opened = open(&top, path, LISTED, Mode::empty());
+                assert_eq!(opened.err(), Some(Errno::XDEV), "{way}: {path}");
+            }
+        }
     }
 
     #[test]
