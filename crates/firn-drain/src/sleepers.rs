@@ -26,7 +26,7 @@ struct SleepersState {
 }
 
 impl Sleepers {
-    /// Returns a ticket. A thread must take it before it looks for work.
+    /// Returns a ticket. A thread must call this before it looks for work.
     pub(crate) fn ticket(&self) -> Ticket {
         Ticket(self.state.lock().wakes)
     }
