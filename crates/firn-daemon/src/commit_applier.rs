@@ -47,8 +47,8 @@ impl CommitApplier {
         }
     }
 
-    /// Notes that there is a commit to apply, and starts the thread if it is not running. If no thread can be started,
-    /// this call applies the commit itself.
+    /// Records that there is a commit to apply, and starts the thread if it is not running. If no thread can be
+    /// started, this call applies the commit itself.
     pub(crate) fn wake(&self) {
         self.shared.flags.lock().has_work = true;
         self.shared.changed.notify_all();
@@ -123,14 +123,14 @@ fn apply_commits(gate: &TransactionGate) -> bool {
             // A repeated failure of the same cause is logged once.
             if last_error.as_deref() != Some(&error.to_string()) {
                 let scope = shown_scope(commit.scope());
-                tracing::warn!(%error, id = commit.id(), %scope, "a commit cannot be applied; it is tried again");
+                tracing::warn!(%error, id = commit.id(), %scope, "a commit cannot be applied yet; firnd tries again");
             }
         }
     }
     if let Err(error) = gate.store().leave_applied_commits() {
         is_complete = false;
         // The first attempt belongs to the commit itself, which has logged its failure.
-        tracing::debug!(%error, "other hosts cannot be told of an applied commit; it is tried again");
+        tracing::debug!(%error, "other hosts cannot be informed of an applied commit; firnd tries again");
     }
     is_complete
 }

@@ -143,8 +143,8 @@ fn accept_connections(
     }
 }
 
-/// Gives a connection its thread, or tells the client why it gets none. Other users than firnd's own and root are
-/// refused.
+/// Assigns a thread to a connection, or sends the client the reason why it gets none. Other users than firnd's own and
+/// root are refused.
 fn admit_connection(
     stream: Arc<UnixStream>,
     seats: &Arc<Seats>,

@@ -3,7 +3,7 @@
 //! A mount with logs has them, because several hosts may write the files of its backing. On all other mounts the kernel
 //! keeps the locks of its host, and firnd does nothing for them.
 //!
-//! If firnd dies, the next one goes on with the locks: the keeper of the mount has the lock files, and the live table has
+//! If firnd dies, the next one resumes the locks: the keeper of the mount holds the lock files, and the live table has
 //! the locks of each program.
 
 use std::collections::HashMap;
@@ -91,7 +91,7 @@ struct LocksForNextFirnd {
 impl LockKeeping for LocksForNextFirnd {
     fn keep_lock_file(&self, lock_file: u64, descriptor: BorrowedFd<'_>) {
         if let Err(error) = self.link.keep(label_of(lock_file), descriptor) {
-            tracing::warn!(%error, "if firnd dies, locks of a file are lost to their programs");
+            tracing::warn!(%error, "cannot store a lock of a file: if firnd dies, the program loses it");
         }
     }
 

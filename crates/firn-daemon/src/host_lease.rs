@@ -261,12 +261,12 @@ impl HostLease {
         is_needed.then(|| Arc::clone(&lease.state))
     }
 
-    /// Returns the state of the lease; `None` if it is not lease.
+    /// Returns the state of the lease; `None` if it is not taken.
     pub(crate) fn state(&self) -> Option<Arc<LeaseState>> {
         self.lease.as_ref().map(|lease| Arc::clone(&lease.state))
     }
 
-    /// Releases the lease: nothing acts in the name of this host any more.
+    /// Releases the lease. The caller ensures that nothing acts in the name of this host any more.
     pub(crate) fn release(&mut self) {
         self.lease = None;
     }
@@ -553,7 +553,7 @@ fn take_lease(
     }
 }
 
-/// Tells which of the hosts that use a backing for one purpose are alive.
+/// Reports which of the hosts that use a backing for one purpose are alive.
 pub(crate) struct LivingHosts {
     base: DirBacking,
     watch: HostWatch,

@@ -36,8 +36,8 @@ fn read_map(path: &Path) -> Result<String, MapFault> {
     Ok(text)
 }
 
-/// Returns the lane for a new file at this path below the mount point, and the reason as a sentence. Without a lane the
-/// choice depends on the files that are there.
+/// Returns the lane for a new file at this path below the mount point, and the reason as a sentence. If no lane is
+/// returned, the choice depends on the existing files.
 pub(crate) fn explain_rule(rule: &Rule, path: &Path) -> (Option<usize>, String) {
     let Some(name) = path.file_name() else {
         return (None, "it is the top directory".into());

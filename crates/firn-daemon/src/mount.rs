@@ -90,7 +90,7 @@ fn read_request(mut from: impl Read) -> Result<MountRequest, MountError> {
     from.read_to_end(&mut json)
         .map_err(MountError::io("read the request"))?;
     serde_json::from_slice(&json).map_err(|error| MountError::Reported {
-        text: format!("firnd is started by `firn mount` and by nothing else: {error}"),
+        text: format!("firnd must be started by `firn mount`: {error}"),
         code: 2,
     })
 }

@@ -275,7 +275,7 @@ mod tests {
     #[test]
     fn hosts_with_the_same_terms_do_not_differ() {
         assert_eq!(differences(&[], &[]), []);
-        // What another version does not say is not compared.
+        // Terms that another version does not publish are not compared.
         let silent = Peer {
             host: "b".into(),
             terms: Terms::new(),

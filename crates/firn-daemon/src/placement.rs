@@ -317,7 +317,7 @@ fn open_other_lanes(
             Err(fault) => {
                 let lane = quoted_path(Path::new(path));
                 notice(format!(
-                    "lane {lane} {fault}; until it is back its files cannot be used"
+                    "lane {lane} {fault}; its files cannot be used until this lane can be reached"
                 ));
                 absent.push(path.clone());
             }
@@ -402,7 +402,7 @@ pub(crate) fn advise_on_lanes(lanes: &[LaneStatus]) -> Vec<String> {
         return Vec::new();
     }
     vec![format!(
-        "{} got {} of {files} files: give the files of a checkpoint numbers one after the other, or a lane-map",
+        "{} got {} of {files} files: number the files of a checkpoint consecutively, or use a lane-map",
         lane.path, placed.files
     )]
 }
@@ -411,7 +411,7 @@ pub(crate) fn advise_on_lanes(lanes: &[LaneStatus]) -> Vec<String> {
 pub(crate) fn refuse_without_placement() -> Reply {
     Reply::Error {
         errno: libc::EOPNOTSUPP,
-        message: "without placement the file system alone knows where a file is: ask it, or mount with placement".into(),
+        message: "this mount has no placement, so only the file system knows where a file is: ask it, or mount with placement".into(),
     }
 }
 

@@ -128,7 +128,7 @@ fn open_etcd(
     };
     if let Err(error) = client.check() {
         notice(format!(
-            "tokens: {error}; until it does, hosts write to the same lane at the same time"
+            "tokens: {error}; until etcd answers, several hosts may write to a lane at the same time"
         ));
     }
     Ok(SourceKind::Etcd {

@@ -236,7 +236,7 @@ enum ProcState {
     /// There is no such process.
     Gone,
     Running,
-    /// The process is a zombie, or gives back its memory and files.
+    /// The process is a zombie, or releases its memory and files.
     Exiting(ProcessEnd),
 }
 

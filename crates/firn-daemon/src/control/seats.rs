@@ -8,7 +8,7 @@
 //! * A connection is closed only while it is idle: no request of it is being answered, and it holds nothing. What it
 //!   has sent since its last reply is not carried out.
 //!
-//! This module touches no socket. The caller gets the connection to close, and tells its client without holding the
+//! This module touches no socket. The caller gets the connection to close, and informs its client without holding the
 //! lock.
 
 use std::collections::BTreeMap;
@@ -317,7 +317,7 @@ mod tests {
         };
         let holder = |pid, connections| Holder { pid, connections };
         assert_eq!(holders, [holder(1, 32), holder(2, 32), holder(7, 1)]);
-        // The reserve is not filled by those that say nothing either.
+        // Connections that send no request do not fill the reserve either.
         for _ in 1..RESERVE {
             assert!(seats.take(&stream(), 8).ok().unwrap().1.is_none());
         }
@@ -327,7 +327,7 @@ mod tests {
             !Arc::ptr_eq(&to_close.unwrap(), &reserved),
             "it was answered last"
         );
-        // One ordinary seat becomes idle: it goes to a client that asks for more than the reserve gives.
+        // One ordinary seat becomes idle. It goes to a client that sends a request which the reserve does not serve.
         seats.end(ids[5], false);
         let Admission::Admitted(Some(_)) = seats.begin(id, &wait()) else {
             panic!("the idle one goes")

@@ -354,7 +354,7 @@ impl<B: Backing> StubRequest<'_, B> {
         let what = ReleasedLocks::Owner(owner.number);
         let released = wait_for_result(|done| locks.release(file, LockKind::End, what, done));
         if let Err(error) = released {
-            tracing::warn!(%error, ino = file, "cannot let go of the end of a file");
+            tracing::warn!(%error, ino = file, "cannot release the lock of the end of a file");
         }
         let Appended { offset, len } = appended?;
         source.note_progress(offset, Some(len))?;

@@ -39,7 +39,7 @@ pub enum LaneFault {
     Same { other: PathBuf },
     #[error("is not used: {0}")]
     Exposed(TrustError),
-    #[error("is not used: {name} in it {why}; look at it, then remove it")]
+    #[error("is not used: {name} in it {why}; examine it, then remove it")]
     Marker { name: String, why: Distrust },
     #[error(
         "is not the directory that files were placed in: mount its file system; if those files are gone for good, run `firn place --forget {lane} {backing}`",
@@ -82,7 +82,7 @@ impl LaneFault {
 pub enum MapFault {
     #[error("cannot be read: {0}")]
     Io(io::Error),
-    #[error("has more than {MAP_BYTES_MAX} bytes: it has a line for each pattern")]
+    #[error("has more than {MAP_BYTES_MAX} bytes: a lane map has only one line for each pattern")]
     TooLong,
     #[error(transparent)]
     Line(#[from] firn_lanes::rule::MapError),
