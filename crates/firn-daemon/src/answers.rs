@@ -107,7 +107,7 @@ impl Part for ControlSocket {
     }
 }
 
-/// What the requests of all connections are answered from.
+/// The state from which the requests of all connections are answered.
 struct RequestAnswers {
     identity: Identity,
     parts: Parts,

@@ -78,7 +78,7 @@ impl Attached {
         Self::attach(&target, locks, notice)
     }
 
-    /// Does the same for a recovery. If part of the data is lost with the spill file, the remaining data is drained.
+    /// Attaches an arena for a recovery. If part of its data is lost with the spill file, the other data is drained.
     pub(crate) fn salvage(
         backing: &Path,
         files: RuntimeFiles,

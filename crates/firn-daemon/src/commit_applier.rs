@@ -1,4 +1,4 @@
-//! Applies commits in the background after `firn commit --async`, while the programs of the mount go on.
+//! Applies commits in the background after `firn commit --async`, while the programs of the mount continue.
 //!
 //! One thread applies all commits, one scope after the other; the first asynchronous commit starts it.
 //!
@@ -113,7 +113,7 @@ impl Shared {
     }
 }
 
-/// Applies all commits that wait, and tells other hosts of applied ones. Returns whether nothing is left to do.
+/// Applies all commits that wait, and informs other hosts of them. Returns whether no work is left.
 fn apply_commits(gate: &TransactionGate) -> bool {
     let mut is_complete = true;
     for commit in gate.store().commits_to_apply() {

@@ -106,7 +106,7 @@ struct Table {
     rotations: BTreeSet<(usize, Vec<u8>)>,
     /// States of open scopes that several hosts write.
     joint: BTreeMap<ScopeNumber, Joint>,
-    /// Results of such scopes that have ended.
+    /// Results of scopes that several hosts wrote, after their end.
     ends: BTreeMap<ScopeNumber, End>,
     /// Makes the thread that reads the ballots of other hosts begin its next round at once.
     is_woken: bool,

@@ -281,7 +281,7 @@ fn serve_connection(
         }
         let send_progress = &mut |reply| send_reply(&mut &*stream, &reply).is_ok();
         // A client that asks for an unmount may wait for the end of firnd. A connection that is closed in favour of
-        // another would look like that end, so it is kept.
+        // another would look like that end, so it stays open.
         let keeps_seat = matches!(request, Request::Unmount { .. });
         let answer = service.answer(request, &mut client, send_progress);
         let result = send_reply(&mut &*stream, &answer.reply);

@@ -8,7 +8,7 @@
 //!   mount namespace.
 //! * If other mount namespaces have copies of the mount and use nothing in them, these copies end at the same time.
 //!
-//! Race: a program closes its files before firnd hears of it, so open files are checked again for
+//! Race: a program closes its files before firnd is notified, so open files are checked again for
 //! [`CLOSE_REPORT_DELAY_MAX`].
 
 use std::io;

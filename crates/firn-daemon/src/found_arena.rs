@@ -91,7 +91,7 @@ impl Drop for NewArena {
 /// Returns the arena of a backing, or makes one.
 ///
 /// An arena that holds data keeps its shape, even if the options differ. An empty arena of another shape is replaced.
-/// `notice` is called with a message for each thing that the user should know.
+/// `notice` is called with each message for the user.
 pub(crate) fn find(
     target: &Target<'_>,
     identity: &Identity,
@@ -153,7 +153,7 @@ pub(crate) fn find(
     }
     let has = arena.geometry();
     notice(format!(
-        "the arena holds data and keeps its arena-size={}, chunk-size={} and spill-size={} until it has been empty",
+        "the arena holds data and keeps its arena-size={}, chunk-size={} and spill-size={} until a mount finds it empty",
         has.data_bytes(),
         has.chunk_bytes,
         has.spill_bytes()

@@ -200,7 +200,7 @@ impl Frontend {
         match self {
             Self::Mount(session) => session.unmount(lazy),
             Self::Tree(stubs) => {
-                // The kernel closes the files of a process before its end is reported, and firnd hears of that soon
+                // The kernel closes the files of a process before its end is reported, and firnd is notified soon
                 // after.
                 let deadline = Instant::now() + RELEASE_TIMEOUT;
                 while !lazy && stubs.tree.open_count() > 0 && Instant::now() < deadline {

@@ -465,7 +465,7 @@ pub(crate) fn release_leases_of_arena(backing: &Path, arena: &Path) -> Result<()
     Ok(())
 }
 
-/// Releases the lease that this host had before its last boot. Returns the bytes that it held then, which are lost with
+/// Releases the lease that this host had before its last boot. Returns the bytes that the host held then, lost with
 /// the memory; `None` if there is no such lease.
 ///
 /// Call this only if there is no arena.

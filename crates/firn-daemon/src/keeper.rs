@@ -447,7 +447,7 @@ struct StartedFirnd {
 }
 
 impl StartedFirnd {
-    /// Sends the descriptors to firnd, and then what it needs to know of the firnd before it.
+    /// Sends the descriptors to firnd, and then the facts about the firnd before it.
     fn send_all(
         &self,
         descriptors: &[LabeledDescriptor<'_>],

@@ -1,5 +1,5 @@
-//! Says which lane (one I/O server) a new file goes to, from the options and the lane map. The kind of lane does not
-//! matter.
+//! Decides which lane (one I/O server) a new file goes to, from the options and the lane map. The rule is the same for
+//! all placements.
 
 use std::path::Path;
 

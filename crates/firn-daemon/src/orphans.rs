@@ -15,11 +15,11 @@ use crate::process;
 use crate::store::PlaceableStore;
 use crate::unmounted::{FoundOrphan, open_unmounted};
 
-/// Walks a backing and its lanes, and returns what has no use: files without a name, unfinished links, and logs without
-/// a file.
+/// Walks a backing and its lanes, and returns all that nothing refers to: files without a name, unfinished links, and
+/// logs without a file.
 ///
-/// With `repair` these are removed, and logs whose removal a dead host has begun. A dangling link stays, because its
-/// lane may only be mounted elsewhere.
+/// With `repair` these are removed, and also logs whose removal a dead host has begun. A dangling link stays, because
+/// its lane may only be mounted elsewhere.
 pub fn find_orphans(
     backing: &Path,
     options: &Options,

@@ -12,7 +12,7 @@
 //!
 //! The refused differences would give wrong results; the reported ones only cost time.
 //!
-//! Not compared: hosts without any of these options, because they have no lease.
+//! Hosts without any of these options are not compared, because they have no lease.
 
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;

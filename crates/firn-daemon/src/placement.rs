@@ -45,8 +45,8 @@ use crate::store::{Layers as _, PlaceableStore, Store};
 
 /// Checks the lanes and the lane map of the options. This runs before the mount changes anything.
 ///
-/// Fails if a lane cannot be used, or if one of the lanes, the backing and the mount point is another one or lies in
-/// it.
+/// Fails if a lane cannot be used, or if two of the lanes, the backing and the mount point are the same directory or
+/// lie in each other.
 pub(crate) fn check_lanes(options: &Options, checked: &Checked) -> Result<(), AttachError> {
     if options.placement == Placement::None {
         return Ok(());
@@ -88,7 +88,7 @@ fn check_lane(lane: &Path) -> Result<DirLocation, LaneFault> {
     DirLocation::find(lane).map_err(LaneFault::Io)
 }
 
-/// Where a directory is, for a comparison with other directories that bind mounts and symbolic links do not deceive.
+/// The location of a directory. A comparison of locations is right despite bind mounts and symbolic links.
 ///
 /// Device and inode of a directory and of its ancestors show whether it is another directory or lies below it. A bind
 /// mount has other ancestors than the directory that it shows, so the path within the file system is compared too.

@@ -179,7 +179,8 @@ impl TakenOver {
     }
 }
 
-/// Abandons handles whose programs have locks in a lock file that was not kept. Another host may have these locks by now.
+/// Abandons handles whose programs have locks in a lock file that the keeper does not have: another host may have taken
+/// these locks.
 fn abandon_unlocked_handles(resumed: &Resumed, kept: &[KeptLockFile]) {
     let is_kept = |lock: &FileLock| kept.iter().any(|file| file.ino == lock.lock_file);
     let locks = resumed.contents.file_locks.iter();
@@ -297,7 +298,7 @@ impl Takeover {
         })
     }
 
-    /// Does the same for a mount that this firnd has taken over.
+    /// Prepares a mount that this firnd has taken over for a later takeover.
     pub(crate) fn go_on(
         request: &MountRequest,
         taken: &TakenOver,

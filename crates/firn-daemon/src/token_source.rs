@@ -3,7 +3,7 @@
 //!
 //! Promises
 //! * A file system whose locks do not reach other hosts is refused before anything is written through it.
-//! * An etcd that does not answer does not prevent a mount. It is reported, and drains go on without tokens.
+//! * An etcd that does not answer does not prevent a mount. It is reported, and drains continue without tokens.
 
 use std::io;
 use std::path::Path;

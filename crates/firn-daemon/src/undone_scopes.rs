@@ -1,4 +1,4 @@
-//! Refuses changes of programs that do not know yet that their transaction was aborted.
+//! Refuses changes of programs that have not been informed yet that their transaction was aborted.
 //!
 //! A transaction in buffer mode lives in the memory of its firnd. If that firnd dies, the next one aborts the transaction.
 //! A program in the transaction may not have noticed. It would make the rest of its changes outside of any transaction,

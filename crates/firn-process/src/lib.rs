@@ -82,7 +82,7 @@ pub struct Ended {
 }
 
 impl Ended {
-    /// Returns the output as text, for people.
+    /// Returns the output as text for messages.
     pub fn text(&self) -> String {
         String::from_utf8_lossy(&self.output).trim().to_owned()
     }

@@ -195,7 +195,7 @@ impl CommitRules {
         self.hosts.is_some()
     }
 
-    /// Makes the thread look at all scopes at once.
+    /// Makes the thread examine all scopes at once.
     pub(super) fn wake_hosts(&self) {
         self.table.lock().is_woken = true;
         self.changed.notify_all();
@@ -247,7 +247,8 @@ impl CommitRules {
             JointStep::Wait(what) => {
                 let mut table = self.table.lock();
                 let joint = table.joint.entry(scope).or_default();
-                // The commit rule of this host tells the status more exactly which event is missing.
+                // If only the event is missing, the status shows the text of this host's rule instead, which is more
+                // exact.
                 joint.waits_for = Some(what).filter(|what| what != EVENT);
                 let answered = view
                     .joined

@@ -107,11 +107,11 @@ enum RoomMade {
 
 /// Whether a request that was read may be carried out.
 pub(super) enum Admission {
-    /// The request may be answered; the given connection is to be closed for it.
+    /// The request may be answered. The connection in the value, if any, must be closed for it.
     Admitted(Option<ClosedConnection>),
     /// The connection has lost its seat, so what was read from it counts as not sent.
     Lost,
-    /// No ordinary seat is free; the processes that have the seats are given.
+    /// No ordinary seat is free. The value names the processes that have the seats.
     Refused(Vec<Holder>),
 }
 

@@ -1,4 +1,4 @@
-//! The errors of flattening: files that stay in logs although a user wants plain files.
+//! The errors of flattening: why files stay in logs although the user wants plain files.
 
 use std::io;
 use std::path::PathBuf;

@@ -90,7 +90,7 @@ fn socket_address(address: &OsString) -> io::Result<SocketAddrUnix> {
     Ok(address?)
 }
 
-/// Takes the descriptors that the service manager passed to this process, and that an earlier firnd had stored.
+/// Takes the descriptors that an earlier firnd had stored and that the service manager passed to this process.
 pub(super) fn take_stored() -> Vec<KeptDescriptor> {
     let number = |name: &str| std::env::var(name).ok()?.parse::<u32>().ok();
     if number("LISTEN_PID") != Some(std::process::id()) {

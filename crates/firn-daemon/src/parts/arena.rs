@@ -1,4 +1,4 @@
-//! Removes or keeps the arena's file at the end of a mount, and allocates its memory at the start.
+//! Allocates the arena's memory at the start of a mount, and removes the arena's file at the end or leaves it.
 
 use std::io;
 use std::path::Path;
@@ -64,8 +64,8 @@ impl Part for ArenaFile {
         let left_bytes = count_left_bytes(&self.engine);
         stop.left_bytes = left_bytes;
         let discards = stop.arena_end == ArenaEnd::Discard;
-        // Held data that is discarded cannot be needed by a late write, so an arena that is discarded may go during a
-        // call.
+        // An arena that is discarded may be removed even during a call of the backing, because its data is not needed
+        // by a late write.
         let may_go = discards || !stop.has_call_under_way && stop.arena_end != ArenaEnd::Keep;
         if !may_go || (left_bytes > 0 && !discards) {
             return;

@@ -1,4 +1,4 @@
-//! The record of the run as a part: samples counters some times a second, answers requests for it, and stores it at the
+//! The record of the run as a part: samples counters several times a second, answers requests for it, and stores it at the
 //! end.
 
 use std::path::PathBuf;

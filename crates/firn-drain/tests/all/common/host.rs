@@ -85,7 +85,7 @@ impl<B: Backing> Host<B> {
         (handle, self.await_drained(handle))
     }
 
-    /// Does the same for a new file in `lane`. Creates empty files until one is placed in `lane`.
+    /// Writes a new file in `lane` and waits for its drain. Creates empty files until one is placed in `lane`.
     pub fn write_awaited_in(&self, name: &str, lane: LaneIndex) -> (HandleId, Drained) {
         for number in 0.. {
             let name = OsString::from(format!("{name}_{number}"));

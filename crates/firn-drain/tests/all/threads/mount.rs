@@ -31,7 +31,7 @@ const PATIENCE: Duration = Duration::from_secs(120);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Disturbance {
     None,
-    /// The backing fails now and then.
+    /// Some calls of the backing fail.
     Faults,
     /// From time to time chunk lists hold memory, in the worst case all of it.
     Lists,
@@ -39,7 +39,7 @@ pub enum Disturbance {
 
 pub struct Mount<B: Backing> {
     pub engine: Arc<Engine<B>>,
-    /// Whether the backing fails now and then.
+    /// Whether some calls of the backing fail.
     pub faults: bool,
     /// Whether a thread makes chunk lists.
     pub lists: bool,
