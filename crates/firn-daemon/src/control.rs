@@ -177,7 +177,7 @@ fn admit_connection(
         Err(holders) => {
             tracing::warn!(
                 pid,
-                "a connection to the control socket is refused: all of them are in use"
+                "a connection to the control socket is refused: all connections are in use"
             );
             return try_send_last(&stream, &busy_reply(holders));
         }
@@ -202,7 +202,7 @@ fn admit_connection(
     if let Err(error) = started {
         seats.leave(id);
         // Connections that were closed in favour of others may still have their threads.
-        tracing::warn!(pid, %error, "a connection to the control socket is refused: there is no thread for it");
+        tracing::warn!(pid, %error, "a connection to the control socket is refused: no thread is available");
         try_send_last(&stream, &busy_reply(Vec::new()));
     }
 }

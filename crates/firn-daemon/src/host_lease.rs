@@ -63,8 +63,8 @@ fn reach_error(purpose: LeaseUse, backing: &Path, reason: &ReachError) -> Attach
 fn consequence_of_loss(purpose: LeaseUse) -> &'static str {
     match purpose {
         LeaseUse::Transactions => "its transactions are refused",
-        LeaseUse::Tokens => "locks of its backing do not keep hosts apart",
-        LeaseUse::Lanes => "others do not see how it mounts",
+        LeaseUse::Tokens => "its locks in the backing no longer exclude other hosts",
+        LeaseUse::Lanes => "other hosts do not see the options of its mount",
         LeaseUse::Logs => "another process writes logs in its name",
     }
 }

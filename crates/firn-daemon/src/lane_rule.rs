@@ -40,7 +40,7 @@ fn read_map(path: &Path) -> Result<String, MapFault> {
 /// returned, the choice depends on the existing files.
 pub(crate) fn explain_rule(rule: &Rule, path: &Path) -> (Option<usize>, String) {
     let Some(name) = path.file_name() else {
-        return (None, "it is the top directory".into());
+        return (None, "the path is the top directory".into());
     };
     let above = path.parent().unwrap_or(Path::new(""));
     let sum = above.iter().fold(0, add_numbers);
@@ -62,7 +62,7 @@ pub(crate) fn explain_rule(rule: &Rule, path: &Path) -> (Option<usize>, String) 
         }
         Some((lane, Reason::Balance)) => (
             Some(lane),
-            "it has the fewest files of the directory".into(),
+            "this lane has the fewest files of the directory".into(),
         ),
     }
 }

@@ -351,7 +351,7 @@ fn flatten_logs_of_dead_hosts(logs: &dyn Logs) -> Result<(), Errno> {
     for name in logs.find_orphans()?.lost {
         tracing::warn!(
             container = name,
-            "the file of these logs is not found: they are kept"
+            "the file of these logs is not found: the logs are kept"
         );
     }
     Ok(())

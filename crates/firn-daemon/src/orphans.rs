@@ -39,7 +39,7 @@ pub fn find_orphans(
     let found = lanes
         .find_orphans()
         .map_err(|error| walk_error(&backing, error))?;
-    let removed = AttachError::io("remove what no name leads to");
+    let removed = AttachError::io("remove the files without a name");
     let mut reports = Vec::new();
     for orphan in &found {
         let removes = repair && !matches!(orphan, Orphan::Dangling { .. });

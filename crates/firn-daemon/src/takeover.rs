@@ -78,7 +78,7 @@ impl TakenOver {
         if contents.damaged > 0 {
             tracing::warn!(
                 entries = contents.damaged,
-                "parts of the live table are damaged: open files that were in them are lost to their programs"
+                "parts of the live table are damaged: programs lose the open files that these parts described"
             );
         }
         let takeovers = table.count_takeover();
@@ -174,7 +174,7 @@ impl TakenOver {
             takeovers = self.resumed.takeovers,
             handles = self.resumed.contents.handles.len(),
             requests = self.resumed.contents.requests.len(),
-            "firnd died, and this one goes on with the mount: programs waited"
+            "firnd died, and this firnd has taken over the mount: programs waited meanwhile"
         );
     }
 }

@@ -230,7 +230,7 @@ impl CommitRules {
             self.end_joint(
                 scope,
                 &transaction,
-                "its hosts have aborted it",
+                "other hosts have aborted the checkpoint",
                 &BTreeSet::new(),
             );
             return Ok(true);
@@ -288,7 +288,7 @@ impl CommitRules {
                 self.apply_joint(scope, &transaction, is_first)?;
             }
             JointStep::Undo => {
-                self.end_joint(scope, &transaction, "one of its hosts has failed", &dead);
+                self.end_joint(scope, &transaction, "one of the hosts has failed", &dead);
                 ballot.remove_aborted(&dead)?;
             }
         }
@@ -561,7 +561,7 @@ impl CommitRules {
         tracing::debug!(
             serial = transaction.serial,
             reason,
-            "a part of several hosts ends"
+            "this host drops its part of a checkpoint of several hosts"
         );
         self.abort(scope, &reason);
     }

@@ -26,14 +26,14 @@ pub enum LaneFault {
     #[error("is on a file system without room: make room, or leave the lane out")]
     Full,
     #[error(
-        "is on a file system without extended attributes (user.*), by which firn knows its files: leave the lane out"
+        "is on a file system without extended attributes (user.*), by which firn identifies its files: leave the lane out"
     )]
     NoAttributes,
     #[error("cannot be written to by this user: {0}")]
     NotWritable(io::Error),
     #[error("is inside {dir}: name a directory elsewhere", dir = quoted_path(.dir))]
     Inside { dir: PathBuf },
-    #[error("contains {dir}: name a directory of its own", dir = quoted_path(.dir))]
+    #[error("contains {dir}: name a separate directory", dir = quoted_path(.dir))]
     Contains { dir: PathBuf },
     #[error("is the same directory as {other}: name each lane once", other = quoted_path(.other))]
     Same { other: PathBuf },

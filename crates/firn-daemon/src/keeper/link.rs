@@ -128,7 +128,7 @@ impl Summons {
                 let report = copy_descriptor(&kept, Tag::UpgradeReport)?;
                 match report.and_then(read_failure) {
                     Some(why) => format!("refused: {why}"),
-                    None => "refused: the new firnd ended and did not say why".into(),
+                    None => "refused: the new firnd ended without a reason".into(),
                 }
             }
         };

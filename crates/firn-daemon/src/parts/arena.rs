@@ -33,7 +33,7 @@ impl ArenaFile {
     fn keep_damaged_arena(&self, spill: Option<&Path>) {
         let aside = self.files.arena.with_extension("damaged");
         if let Err(error) = std::fs::rename(&self.files.arena, &aside) {
-            tracing::warn!(%error, "cannot put the damaged arena aside");
+            tracing::warn!(%error, "cannot rename the damaged arena");
             return;
         }
         // The arena was drained, so the backing has all data of these files.
@@ -42,7 +42,7 @@ impl ArenaFile {
             // With its old name, the spill file would look like that of a removed arena.
             let _ = std::fs::rename(spill, spill.with_extension("spill.damaged"));
         }
-        tracing::warn!(arena = %quoted_path(&aside), "parts of the arena were damaged, so it is kept: look at it with `firn check`, then remove it");
+        tracing::warn!(arena = %quoted_path(&aside), "parts of the arena were damaged, so the arena is kept: examine it with `firn check`, then remove it");
     }
 
     /// Removes the arena with its other files.

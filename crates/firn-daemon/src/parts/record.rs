@@ -295,7 +295,7 @@ impl RecorderState {
             Some(since) if waiting_writers == 0 => {
                 self.full_since = None;
                 let waited_seconds = now.duration_since(since).as_secs_f64();
-                tracing::info!(target: TARGET, kind = "arena_has_room", waited_seconds, "no writer waits any more");
+                tracing::info!(target: TARGET, kind = "arena_has_room", waited_seconds, "no writer waits for room in the arena any more");
             }
             _ => {}
         }

@@ -73,11 +73,11 @@ pub(crate) fn in_the_way(gate: &TransactionGate) -> Option<String> {
         let scope = shown_scope(&found.path_now());
         match found {
             TransactionHandle::Prepared(prepared) => Some(format!(
-                "a transaction in {scope} is prepared with id {}: firn commit or firn abort it, or --force leaves it to the next mount, without what was written since",
+                "a transaction in {scope} is prepared with id {}: firn commit or firn abort it, or use --force, which leaves it to the next mount without the data written since",
                 prepared.id()
             )),
             TransactionHandle::Open(_) => Some(format!(
-                "a transaction is open in {scope}: firn commit or firn abort it, or --force undoes it"
+                "a transaction is open in {scope}: firn commit or firn abort it, or use --force, which undoes it"
             )),
             TransactionHandle::Decided(_) => None,
         }
@@ -87,7 +87,7 @@ pub(crate) fn in_the_way(gate: &TransactionGate) -> Option<String> {
             let scope = shown_scope(&found.path_now());
             let error = apply_commit(gate, &found.decided()?).err()?;
             Some(format!(
-                "the commit of a transaction in {scope} cannot be applied: {error}; mend the backing and try again, or --force leaves it to the next mount"
+                "the commit of a transaction in {scope} cannot be applied: {error}; mend the backing and try again, or use --force, which leaves it to the next mount"
             ))
         })
     })

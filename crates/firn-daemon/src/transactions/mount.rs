@@ -162,7 +162,7 @@ impl Mount<LoggableStore> for StepsOfMount<'_> {
         // A host whose state cannot be read counts as dead.
         let is_living = |liveness: &LivingHosts, host: &str| {
             liveness.is_living(host).unwrap_or_else(|error| {
-                tracing::warn!(%error, host, "cannot see whether this host is alive");
+                tracing::warn!(%error, host, "cannot find out whether this host is alive; it counts as dead");
                 false
             })
         };

@@ -114,7 +114,7 @@ fn refuse_vote(error: &VoteError, scope: &str) -> Refused {
         VoteError::NotVoted { .. } => (libc::EINVAL, error.to_string()),
         VoteError::LastVoteNotOver { .. } => (
             libc::EBUSY,
-            format!("{scope}: {error}: firn abort it there"),
+            format!("{scope}: {error}: run firn abort there"),
         ),
         VoteError::GivenUp { .. } => (
             libc::ECANCELED,
@@ -163,7 +163,7 @@ fn refuse_own(error: &OwnError, scope: &str) -> Refused {
         OwnError::Backing(errno) => (
             errno_of_backing(*errno),
             format!(
-                "{scope}: the backing reports: {errno}; the transaction is kept: mend it and try again"
+                "{scope}: the backing reports: {errno}; the transaction is kept: mend the backing and try again"
             ),
         ),
         OwnError::Distrusted { .. } => (libc::EPERM, format!("{scope}: {error}")),
