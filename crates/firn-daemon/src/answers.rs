@@ -1,7 +1,7 @@
 //! Answers requests of the control socket.
 //!
-//! A request goes to the parts of the mount first: any part may refuse it, and the first part that knows it answers it.
-//! A request that no part knows is answered from the engine.
+//! A request goes to the parts of the mount first. Any part may refuse it, and the first part that handles it answers
+//! it. All other requests are answered from the engine.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -107,7 +107,7 @@ impl Part for ControlSocket {
     }
 }
 
-/// What the requests of all connections are answered from.
+/// The state from which the requests of all connections are answered.
 struct RequestAnswers {
     identity: Identity,
     parts: Parts,

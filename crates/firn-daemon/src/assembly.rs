@@ -1,4 +1,4 @@
-//! Puts the parts of a mount together, from what programs never see to what they see.
+//! Assembles the parts of a mount and starts them in order. The frontend starts last and makes the mount visible.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -35,19 +35,21 @@ pub(crate) struct Assembled {
 }
 
 impl MountSetup<'_> {
-    /// Starts the parts, and then what programs see. Where that fails all parts are stopped, those of the attach too.
+    /// Starts all parts and then the frontend, which makes the mount visible. After a failure all parts are stopped,
+    /// including those of [`Attached`].
     pub(crate) fn assemble(&self) -> Result<Assembled, MountError> {
         let mut list = self.attached.parts.clone();
         let started = self.start_list(&mut list);
         if started.is_err() {
-            // Nothing was written yet; what was recovered stays for the next try.
+            // No program has written yet. Recovered data stays in the arena for the next attempt.
             let end = Self::end_of_failed(self.taken_over);
             Parts::new(list).stop(&mut Stop::unseen(end));
         }
         started
     }
 
-    /// What becomes of the arena where the mount does not start. Another try goes on with it if programs have the mount.
+    /// Returns what happens to the arena if the mount does not start. The arena of a mount that is taken over is kept,
+    /// because programs have that mount and another firnd may resume it.
     pub(crate) fn end_of_failed(taken_over: Option<&TakenOver>) -> ArenaEnd {
         match taken_over {
             None => ArenaEnd::RemoveIfEmpty,
@@ -70,7 +72,7 @@ impl MountSetup<'_> {
         let prepared = Prepared::new(self, &data_path, gate.clone(), file_locks.clone())?;
         self.add_parts(list, &data_path, gate, file_locks, &prepared)?;
         let parts = Parts::new(list.clone());
-        // Before the mount: `firn status` must find it from the moment the mount is seen.
+        // The control socket listens before the mount is visible, because `firn status` must work from that moment on.
         parts.start()?;
         let arena = self.attached.engine.arena();
         arena.set_holder(std::process::id(), &self.checked.mount_point);
@@ -96,7 +98,7 @@ impl MountSetup<'_> {
         }
     }
 
-    /// In the order in which they start.
+    /// Adds the parts in the order in which they start.
     fn add_parts(
         &self,
         parts: &mut Vec<Arc<dyn Part>>,
@@ -109,7 +111,7 @@ impl MountSetup<'_> {
             engine, workers, ..
         } = self.attached;
         let options = self.options;
-        // Stopped after the last drain: what is held then is left.
+        // This part stops after the last drains. So its last report has the data that remains in the arena.
         if let Some(beats) = &self.attached.beats {
             parts.push(HostReports::new(self.identify(), Arc::clone(beats)));
         }
@@ -131,7 +133,8 @@ impl MountSetup<'_> {
                 WrittenLogs::new(engine, options.flatten)
             });
         }
-        // What came through the kernel is taken in only when the session has ended.
+        // This drain runs after the frontend and the sockets have stopped. So it also drains data that arrived until
+        // their end.
         parts.push(Arc::new(LastDrain(Arc::clone(engine))));
         parts.push(prepared.part(engine, workers));
         parts.push(self.listen_for_data(data_path, gate.clone(), file_locks, prepared)?);
@@ -140,7 +143,8 @@ impl MountSetup<'_> {
             self.identify(),
             workers,
         ));
-        // What was written between the last look and the end of the session.
+        // This drain runs while the sockets still answer. It drains data that was written since the drain before the
+        // unmount.
         parts.push(Arc::new(LastDrain(Arc::clone(engine))));
         if let Some(board) = PartnerBoard::new(engine, options)? {
             parts.push(Arc::new(PartnerCopies(board)));
@@ -192,7 +196,7 @@ impl MountSetup<'_> {
         Ok(())
     }
 
-    /// The gate before transactions, where the mount has them.
+    /// Returns the gate that changes pass before they reach transactions; `None` if the mount has no transactions.
     fn make_gate(&self) -> Option<Arc<TransactionGate>> {
         let tests_conflicts = self.options.participants != Participants::Off;
         let engine = &self.attached.engine;

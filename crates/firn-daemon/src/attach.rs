@@ -1,7 +1,7 @@
-//! Arena, engine and IO threads of one backing, with its locks: what firnd and `firn recover` share.
+//! Attaches an arena to its backing: locks, engine and I/O threads. firnd and `firn recover` share this.
 //!
-//! An arena that holds data is always attached as it is, whatever the options say now; an empty one
-//! of another shape is made anew.
+//! An arena that holds data keeps its own geometry, whatever the options say now. An empty arena of another shape is
+//! replaced.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -40,26 +40,26 @@ use crate::store::{Layers as _, Store};
 use crate::store_opening::open_store;
 use crate::token_source::TokenSource;
 
-/// A backing that is being drained.
+/// An arena that is attached to its backing, and the threads that drain it.
 pub(crate) struct Attached {
     pub(crate) engine: Arc<Engine<Store>>,
     pub(crate) recovered: Recovered,
-    /// Scopes of transactions that were undone.
+    /// Scopes of an earlier firnd's transactions that were undone.
     pub(crate) undone: Vec<Vec<u8>>,
     pub(crate) files: RuntimeFiles,
     pub(crate) workers: Workers,
     pub(crate) io_threads: Arc<IoThreads>,
-    /// What becomes of this host's lease, where hosts commit together.
+    /// State of this host's lease, if several hosts commit together.
     pub(crate) host_lease: Option<Arc<LeaseState>>,
-    /// What the beats of this host's lease say, where it has one.
+    /// State of this host's lease, whose beats carry reports; `None` if this host has no lease.
     pub(crate) beats: Option<Arc<LeaseState>>,
-    /// From the locks that keep others away to the threads that drain.
+    /// The parts in the order of their start: from the locks that exclude other processes to the I/O threads.
     pub(crate) parts: Vec<Arc<dyn Part>>,
 }
 
 impl Attached {
-    /// Attaches the arena of `backing` (canonical), making it if there is none, and begins to drain
-    /// what is in it. The locks must be taken already.
+    /// Attaches the arena of `backing` (a canonical path), or makes one, and starts to drain its data. The caller has
+    /// taken `locks` already.
     pub(crate) fn new(
         backing: &Path,
         files: RuntimeFiles,
@@ -78,7 +78,7 @@ impl Attached {
         Self::attach(&target, locks, notice)
     }
 
-    /// The same for an arena of which parts may be gone with its spill file: what is left is drained.
+    /// Attaches an arena for a recovery. If part of its data is lost with the spill file, the other data is drained.
     pub(crate) fn salvage(
         backing: &Path,
         files: RuntimeFiles,
@@ -109,7 +109,8 @@ impl Attached {
             resumed,
         } = target;
         let identity = identify(backing)?;
-        // Before its first byte is touched: where the backing knows no flock(2), this is the only lock.
+        // The arena is locked before any of its bytes is read. If the backing's file system has no flock(2), this is
+        // the only lock.
         if exists(&files.arena) {
             locks.add_arena(&files.arena, backing, files)?;
         }
@@ -121,7 +122,7 @@ impl Attached {
         let was_damaged = matches!(found, Found::Used { damaged: true, .. });
         let directory = open_backing(backing)?;
         let workers = Workers::default();
-        // Before the backing is opened, which counts the directories of Firn's own in it.
+        // The tokens come before the store, because opening the store counts Firn's own directories in the backing.
         let lease = locks.host_lease();
         let token_source = TokenSource::open(backing, options, lease, notice)?;
         let opened = open_store(target, directory, &mut found, lease, notice)
@@ -164,7 +165,7 @@ impl Attached {
         })
     }
 
-    /// Stops its parts, and does with the arena what `end` says. For what programs have not seen.
+    /// Stops the parts of an arena that programs have not seen yet. `end` says what happens to the arena.
     pub(crate) fn finish(mut self, end: ArenaEnd) {
         let parts = std::mem::take(&mut self.parts);
         Parts::new(parts).stop(&mut Stop::unseen(end));
@@ -172,7 +173,8 @@ impl Attached {
 }
 
 impl Drop for Attached {
-    /// What is not stopped, because something failed, ends in the same order: what keeps others away is last.
+    /// Drops the parts that were not stopped because of a failure, from the last to the first. So the locks that
+    /// exclude other processes are released last.
     fn drop(&mut self) {
         while let Some(last) = self.parts.pop() {
             drop(last);
@@ -180,7 +182,7 @@ impl Drop for Attached {
     }
 }
 
-/// What an arena knows its backing by.
+/// Returns the values by which an arena identifies its backing: path, device and inode.
 fn identify(backing: &Path) -> Result<Identity, AttachError> {
     let metadata = backing
         .metadata()
@@ -192,7 +194,7 @@ fn identify(backing: &Path) -> Result<Identity, AttachError> {
     })
 }
 
-/// An engine over its store, and what was found in its arena.
+/// A started engine, and what it has recovered from its arena.
 struct Begun {
     engine: Arc<Engine<Store>>,
     recovered: Recovered,
@@ -239,12 +241,12 @@ fn start_io_threads(
         .transpose()
         .map_err(AttachError::io("start the threads of the tokens"))?;
     let pool = Pool::start(Arc::clone(engine), threads, tokens);
-    let pool = pool.map_err(AttachError::io("start the IO threads"))?;
+    let pool = pool.map_err(AttachError::io("start the I/O threads"))?;
     Ok(IoThreads::new(pool))
 }
 
-/// Tells where others may rename `.firn`, with transactions or logs in it: without them files are shown as they were
-/// before, and nothing else tells. The backing is not refused for it: it is where the user wants the files.
+/// Warns if other users may rename `.firn` while it may have transactions or logs. Without `.firn`, files would
+/// silently have earlier contents. This is no reason to refuse the mount, because the user has chosen the backing.
 fn tell_of_exposed_names(backing: &Path, options: &Options, notice: &mut dyn FnMut(String)) {
     let keeps_some = options.drain == Drain::Commit || options.layout == Layout::Log;
     if !keeps_some && !exists(&backing.join(firn_hosts::own::TOP)) {
@@ -258,16 +260,16 @@ fn tell_of_exposed_names(backing: &Path, options: &Options, notice: &mut dyn FnM
     {
         let backing = quoted_path(backing);
         let advice = match why {
-            Distrust::Replaceable { .. } => format!("; `chmod +t {backing}` keeps it there"),
+            Distrust::Replaceable { .. } => format!("; `chmod +t {backing}` prevents that"),
             _ => String::new(),
         };
         notice(format!(
-            "{backing} {why}: others can take .firn away, with transactions and files in logs{advice}"
+            "{backing} {why}: other users can take .firn away, which has the transactions and the files in logs{advice}"
         ));
     }
 }
 
-/// Shows other hosts that this one mounts the backing, and looks how they do.
+/// Publishes how this host mounts the backing, and compares that with the other hosts.
 fn meet_hosts(
     target: &Target<'_>,
     store: &Store,
@@ -282,8 +284,8 @@ fn meet_hosts(
     Ok(Peers::new(peers, workers))
 }
 
-/// Shows by the lease that this host shares lanes, or tokens of a service elsewhere, or wants a partner: others see how it
-/// mounts, and nothing else depends on it.
+/// Publishes the terms of this host in its lease if it shares lanes, uses tokens of etcd, or wants a partner. Only the
+/// comparison with other hosts needs this lease, so a lease that cannot be used is only reported.
 fn show_lanes(
     target: &Target<'_>,
     serves_logs: bool,
@@ -301,7 +303,7 @@ fn show_lanes(
     match lease.use_for(LeaseUse::Lanes, &host_name(options)?, &terms) {
         Err(reason @ (AttachError::TokensDoNotReach { .. } | AttachError::HostHeld { .. })) => {
             notice(format!(
-                "other hosts do not see how this one mounts the backing: {reason}"
+                "other hosts cannot see the options of this mount: {reason}"
             ));
             Ok(())
         }
@@ -339,7 +341,8 @@ fn policies(arena: &Arena, options: &Options) -> EngineOptions {
     }
 }
 
-/// The list of a stub names no other files, so its reader would ask firnd for each part of a memory file.
+/// Returns the size from which a file gets a memory file; 0 means that no file does. A stub tree has no memory files: a
+/// chunk list of a stub cannot refer to one, so its reader would ask firnd for each part.
 fn memory_file_bytes_min(options: &Options) -> u64 {
     match options.frontend {
         Frontend::Fuse => options.memory_file_bytes_min,
@@ -347,7 +350,8 @@ fn memory_file_bytes_min(options: &Options) -> u64 {
     }
 }
 
-/// Kernel passthrough needs CAP_SYS_ADMIN of the first user namespace; the kernel has the last word.
+/// Returns whether to try kernel passthrough. It needs CAP_SYS_ADMIN in the initial user namespace, and the kernel may
+/// still refuse it.
 pub(crate) fn passthrough(options: &Options) -> bool {
     options.passthrough == Passthrough::Auto
         && options.drain != Drain::Commit
@@ -361,7 +365,7 @@ fn tell(recovered: &Recovered, drain: Drain, notice: &mut dyn FnMut(String)) {
     }
     if recovered.dropped_bytes > 0 {
         notice(format!(
-            "dropped {} that were written in a transaction that is no more",
+            "dropped {} that were written in a transaction which has ended",
             bytes(recovered.dropped_bytes)
         ));
     }

@@ -125,16 +125,15 @@ pub(crate) fn open_backups(
     }))
 }
 
-/// Gives a directory of a backup the type of the store that it backs up. No lane and no log layer is used for its
-/// files.
+/// Converts a directory of a backup to the type of the store that is backed up, without layers of lanes and logs.
 fn without_layers(directory: DirBacking) -> LoggableStore {
     LoggableStore::Lower(PlaceableStore::Lower(directory))
 }
 
-/// Returns the store with its backup attached, or unchanged if there is no backup.
+/// Returns the store with its backup attached, or the store alone if there is no backup.
 ///
-/// `known` holds the names of the transactions that the caller read before the store was opened. A backup of a
-/// transaction that is not among them is an error: it waits for `firn recover --from-backup`.
+/// `known` holds the names of the transactions that the caller read before the store was opened. A backup of any other
+/// transaction is an error, because that backup waits for `firn recover --from-backup`.
 pub(crate) fn attach(
     store: TransactionalStore,
     backing: &Path,
@@ -332,7 +331,7 @@ struct FoundBackup {
     log: ChangeLog,
 }
 
-/// A search for backups: `found` has those that match the request, `others` describes the rest for an error message.
+/// A search for backups: `found` has the backups that match the request, `others` describes all others for an error.
 struct BackupSearch<'a> {
     request: &'a FromBackup,
     found: Vec<FoundBackup>,

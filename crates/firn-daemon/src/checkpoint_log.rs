@@ -248,7 +248,7 @@ mod tests {
         script.event(2, 11, b, Held);
         script.event(3, 10, a, Closed);
         script.event(4, 11, b, Closed);
-        // It was renamed, and then its inode was forgotten.
+        // The file was renamed, and then its inode was forgotten.
         script.event(5, 10, Some("run/step_5/a"), Drained);
         script.event(6, 11, None, Drained);
         script.event(7, 10, None, Durable);

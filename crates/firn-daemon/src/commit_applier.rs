@@ -1,4 +1,4 @@
-//! Applies commits in the background after `firn commit --async`, while the programs of the mount go on.
+//! Applies commits in the background after `firn commit --async`, while the programs of the mount continue.
 //!
 //! One thread applies all commits, one scope after the other; the first asynchronous commit starts it.
 //!
@@ -47,8 +47,8 @@ impl CommitApplier {
         }
     }
 
-    /// Notes that there is a commit to apply, and starts the thread if it is not running. If no thread can be started,
-    /// this call applies the commit itself.
+    /// Records that there is a commit to apply, and starts the thread if it is not running. If no thread can be
+    /// started, this call applies the commit itself.
     pub(crate) fn wake(&self) {
         self.shared.flags.lock().has_work = true;
         self.shared.changed.notify_all();
@@ -113,7 +113,7 @@ impl Shared {
     }
 }
 
-/// Applies all commits that wait, and tells other hosts of applied ones. Returns whether nothing is left to do.
+/// Applies all commits that wait, and informs other hosts of them. Returns whether no work is left.
 fn apply_commits(gate: &TransactionGate) -> bool {
     let mut is_complete = true;
     for commit in gate.store().commits_to_apply() {
@@ -123,14 +123,14 @@ fn apply_commits(gate: &TransactionGate) -> bool {
             // A repeated failure of the same cause is logged once.
             if last_error.as_deref() != Some(&error.to_string()) {
                 let scope = shown_scope(commit.scope());
-                tracing::warn!(%error, id = commit.id(), %scope, "a commit cannot be applied; it is tried again");
+                tracing::warn!(%error, id = commit.id(), %scope, "a commit cannot be applied yet; firnd tries again");
             }
         }
     }
     if let Err(error) = gate.store().leave_applied_commits() {
         is_complete = false;
         // The first attempt belongs to the commit itself, which has logged its failure.
-        tracing::debug!(%error, "other hosts cannot be told of an applied commit; it is tried again");
+        tracing::debug!(%error, "other hosts cannot be informed of an applied commit; firnd tries again");
     }
     is_complete
 }

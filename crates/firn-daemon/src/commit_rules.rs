@@ -1,4 +1,4 @@
-//! Commit rules at work: what programs change drives transactions of the mount.
+//! Runs the commit rules of a mount: changes of programs begin, commit and abort transactions.
 //!
 //! ```text
 //!   firn-fuse ── before, after a change, close ──► CommitRules ──► firn_rules::Machine
@@ -7,10 +7,10 @@
 //! ```
 //!
 //! Promises
-//! * A change in a scope is made while its transaction is open, or waits: no change of a program comes between a commit and the
-//!   begin that follows it.
-//! * The lock of the table is held for an instant, and no call of the backing is made with it.
-//! * An abort is carried out by the thread of this module, which holds nothing that the kernel waits for.
+//! * A change in a scope is made only while the transaction of the scope is open; otherwise it waits. So no change of a
+//!   program comes between a commit and the begin that follows it.
+//! * The lock of the table is held only briefly, and never during a call of the backing.
+//! * A thread that carries out an abort answers no request, so the kernel waits for nothing that it holds.
 
 mod descriptors;
 mod exits;
@@ -50,15 +50,15 @@ use crate::gate::TransactionGate;
 use crate::parts::Forget;
 use crate::process::process_of;
 
-/// Longest time that a close waits for the exec of a child. A child that runs no other program keeps its copies.
+/// Maximum time that a close waits for a child's exec. A child that executes no other program keeps its descriptors.
 const EXEC_PATIENCE: Duration = Duration::from_secs(1);
 
-/// The rules that the option names.
+/// Loads the rules that the option `rules` names.
 pub(crate) fn load(words: &[String]) -> Result<RuleSet, RuleSetError> {
     load_rules(&words.join(","), read_rules)
 }
 
-/// A little more than a file of rules may have, so that a longer one is seen.
+/// Reads at most one byte more than a file of rules may have, so that a longer file is detected.
 fn read_rules(path: &str) -> io::Result<String> {
     let mut text = String::new();
     let file = File::open(path)?;
@@ -67,13 +67,13 @@ fn read_rules(path: &str) -> io::Result<String> {
     Ok(text)
 }
 
-/// What became of scopes of a rule.
+/// Numbers of the outcomes of a rule's scopes.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Counts {
     pub(crate) commits: u64,
     pub(crate) aborts: u64,
     pub(crate) failures: u64,
-    /// Checkpoints that `keep` removed.
+    /// Number of checkpoints that were removed because of `keep`.
     pub(crate) removals: u64,
 }
 
@@ -81,36 +81,36 @@ pub(crate) struct Counts {
 pub(crate) struct CommitRules {
     gate: Arc<TransactionGate>,
     forget: Forget,
-    /// What paths are looked up in, without the lock of the table.
+    /// The rules, for look-ups of paths without the lock of the table.
     rules: Arc<RuleSet>,
     table: Mutex<Table>,
-    /// No scope is open: what no rule has to do with is free without a look into the table.
+    /// No scope is open. A change that no rule concerns then needs no look into the table.
     has_no_scope: AtomicBool,
-    /// A scope has begun or ended.
+    /// Signals changes of the table, such as the begin or the end of a scope.
     changed: Condvar,
     exits: Exits,
-    /// Where several hosts write a checkpoint together.
+    /// Set if several hosts write checkpoints together.
     hosts: Option<Hosts>,
 }
 
 struct Table {
     machine: Machine,
     scopes: BTreeMap<ScopeNumber, Transaction>,
-    /// Handles that are open in scopes.
+    /// Handles that are open in scopes, by number.
     handles: HashMap<u64, OpenHandle>,
-    /// Changes that were let in.
+    /// Admitted changes that are in progress, by number of the ticket.
     tickets: HashMap<u64, Ticket>,
     last_ticket: u64,
     counts: BTreeMap<String, Counts>,
-    /// Rules and directories in which there may be more than the rule keeps.
+    /// Rules with the directories in which there may be more checkpoints than the rule keeps.
     rotations: BTreeSet<(usize, Vec<u8>)>,
     /// Aborts for the thread that watches exits, which holds nothing that the kernel waits for.
     deferred: Vec<Action>,
-    /// What is known of scopes that several hosts write.
+    /// States of open scopes that several hosts write.
     joint: BTreeMap<ScopeNumber, Joint>,
-    /// Whether such scopes were committed.
+    /// Results of scopes that several hosts wrote, after their end.
     ends: BTreeMap<ScopeNumber, End>,
-    /// The thread that looks at other hosts is to look at once.
+    /// Makes the thread that reads the ballots of other hosts begin its next round at once.
     is_woken: bool,
     is_stopped: bool,
 }
@@ -118,11 +118,11 @@ struct Table {
 /// A handle that is open in a scope.
 #[derive(Clone, Copy, Debug)]
 struct OpenHandle {
-    /// The process that opened it.
+    /// The process that opened the handle.
     opener: u32,
-    /// The process that closed it last of those that had inherited it, and how.
+    /// The last close by a process that had inherited the handle; `None` if that process is no known writer.
     last: Option<LastClose>,
-    /// Number of closes by processes that had inherited it.
+    /// Number of closes by processes that had inherited the handle.
     inherited_closes: u64,
 }
 
@@ -140,28 +140,28 @@ struct Transaction {
     serial: u64,
     dir: Vec<u8>,
     paths: BTreeSet<Vec<u8>>,
-    /// What other hosts know it by.
+    /// The key by which other hosts identify the scope.
     key: Vec<u8>,
-    /// It removes what a rule does not keep.
+    /// The transaction removes a checkpoint that the rule no longer keeps.
     is_rotation: bool,
 }
 
 impl Table {
-    /// Number of closes of a handle by processes that had inherited it.
+    /// Returns the number of closes of a handle by processes that had inherited it.
     fn inherited_closes(&self, handle: HandleId) -> u64 {
         let open = self.handles.get(&handle.0);
         open.map_or(0, |open| open.inherited_closes)
     }
 }
 
-/// A change that was let in.
+/// An admitted change that is in progress.
 struct Ticket {
     process: u32,
     change: OwnedChange,
     scope: Option<ScopeNumber>,
 }
 
-/// A change with the paths that it is about.
+/// A change, with the paths that it concerns.
 #[derive(Clone, Debug)]
 enum OwnedChange {
     Open(LocatedPath),
@@ -179,7 +179,7 @@ impl OwnedChange {
         iter::once(first).chain(second)
     }
 
-    /// `handle`: of the file that is open, once that is known.
+    /// Returns the change as an operation of the machine. `handle` is the handle of the opened file, if there is one.
     fn operation(&self, handle: u64) -> Operation<'_> {
         match self {
             Self::Open(path) => Operation::Open { path, handle },
@@ -201,7 +201,7 @@ fn name_of(path: &[u8]) -> OsString {
 }
 
 fn errno_of(error: &TransactionError) -> Errno {
-    tracing::warn!(%error, "a transaction of a commit rule");
+    tracing::warn!(%error, "a transaction of a commit rule failed");
     match (error.backing_errno(), error) {
         (Some(errno), _) => errno,
         (None, TransactionError::Begin(_)) => Errno::BUSY,
@@ -210,7 +210,7 @@ fn errno_of(error: &TransactionError) -> Errno {
 }
 
 impl CommitRules {
-    /// Watches the changes of a mount from now on.
+    /// Creates the rules of a mount, which observe its changes from now on.
     pub(crate) fn new(
         gate: &Arc<TransactionGate>,
         rules: RuleSet,
@@ -260,7 +260,7 @@ impl CommitRules {
         Ok(made)
     }
 
-    /// Says which transactions of the status are of rules, and what each waits for.
+    /// Adds to the status which transactions belong to rules, and what each of them waits for.
     pub(crate) fn show(&self, shown: &mut Status) {
         let table = self.table.lock();
         for (scope, transaction) in &table.scopes {
@@ -292,7 +292,7 @@ impl CommitRules {
         }
     }
 
-    /// Counts an abort for the rule whose checkpoint an earlier firnd had open in this scope when it died.
+    /// Counts an abort for the rule whose checkpoint was open in this scope when an earlier firnd died.
     pub(crate) fn count_undone(&self, path: &[u8]) {
         let located = self.rules.locate(path);
         let mut table = self.table.lock();
@@ -305,7 +305,7 @@ impl CommitRules {
         }
     }
 
-    /// Forgets aborted checkpoints at these paths: a later checkpoint is committed there.
+    /// Forgets aborted checkpoints at these paths, because a later checkpoint was committed there.
     fn forget_undone(&self, paths: &BTreeSet<Vec<u8>>) {
         if !self.gate.has_undone_scopes() {
             return;
@@ -318,7 +318,7 @@ impl CommitRules {
         }
     }
 
-    /// Waits for the ends of writers, until [`CommitRules::stop`].
+    /// Watches the ends of writers until [`CommitRules::stop`]. This is the main function of the thread.
     pub(crate) fn watch_exits(&self) {
         self.exits
             .watch(&|process, ending| self.exited(process, ending), &|| {
@@ -330,11 +330,11 @@ impl CommitRules {
     fn carry_out_deferred(&self) {
         let actions = std::mem::take(&mut self.table.lock().deferred);
         if let Err(errno) = self.carry_out(actions) {
-            tracing::warn!(%errno, "after the failure of a writer");
+            tracing::warn!(%errno, "an action after the failure of a writer failed");
         }
     }
 
-    /// `is_unseen`: no program saw the mount.
+    /// Stops the threads of the rules, and ends all scopes unless no program has seen the mount (`is_unseen`).
     pub(crate) fn stop(&self, is_unseen: bool) {
         self.exits.stop();
         self.table.lock().is_stopped = true;
@@ -359,7 +359,7 @@ impl CommitRules {
         })
     }
 
-    /// None where the names of it are not known: then it is in no scope.
+    /// Returns a change with its paths. `None` if the name of an object is unknown; the object is then in no scope.
     fn change_of(&self, change: &WatchedChange) -> Option<OwnedChange> {
         let tree = &self.gate.engine().tree;
         Some(match change {
@@ -385,12 +385,12 @@ impl CommitRules {
         })
     }
 
-    /// Whether there is something at a path, for programs.
+    /// Returns whether programs see an object at a path.
     fn is_there(&self, path: &[u8]) -> bool {
         self.gate.engine().tree.object_at(path).is_ok()
     }
 
-    /// Stores what is read without the lock, and wakes changes that wait for a scope.
+    /// Updates the flag that is read without the lock, and wakes changes that wait for a scope.
     fn publish(&self, table: MutexGuard<'_, Table>) {
         self.has_no_scope
             .store(table.machine.is_empty(), Ordering::Release);
@@ -400,7 +400,7 @@ impl CommitRules {
 
     // ---- what the machine asks for -----------------------------------------------------------
 
-    /// Carries actions out, in their order. What fails is told the machine.
+    /// Carries out actions in their order, reports the results to the machine, and returns the first error.
     fn carry_out(&self, actions: Vec<Action>) -> Result<(), Errno> {
         let mut first = Ok(());
         for action in actions {
@@ -552,7 +552,8 @@ impl CommitRules {
         }
     }
 
-    /// Notes writers whose bad end is not told yet. True: there are some, and the scope is not committed.
+    /// Returns whether a living writer of the scope has failed, even if its end is not reported yet. If so, the machine
+    /// is informed, and the scope is not committed.
     fn note_failures(&self, scope: ScopeNumber) -> bool {
         let writers = self.table.lock().machine.living_writers(scope);
         if !writers.iter().any(|writer| self.exits.has_failed(*writer)) {
@@ -592,10 +593,10 @@ impl CommitRules {
             let (rule, paths) = (&transaction.rule, shown(&transaction.paths));
             match self.abort_transaction(transaction) {
                 Ok(()) => {
-                    tracing::warn!(rule, %paths, reason, "a commit rule drops a checkpoint that is not complete");
+                    tracing::warn!(rule, %paths, reason, "a commit rule drops an incomplete checkpoint");
                 }
                 Err(error) => {
-                    tracing::error!(%error, rule, %paths, "a checkpoint that is not complete cannot be dropped; the next mount does");
+                    tracing::error!(%error, rule, %paths, "an incomplete checkpoint cannot be dropped; the next mount drops it");
                 }
             }
         }
@@ -621,7 +622,7 @@ impl CommitRules {
         Ok(())
     }
 
-    /// Names of a transaction changed without the kernel.
+    /// Makes the kernel forget names that the transaction has changed without a request of the kernel.
     fn forget_names(&self, transaction: &Transaction) {
         let engine = self.gate.engine();
         for path in &transaction.paths {
@@ -632,23 +633,23 @@ impl CommitRules {
         directory.into_iter().for_each(&*self.forget);
     }
 
-    /// A writer is gone. Called by the thread that watches them.
+    /// Handles the end of a writer. The thread that watches the writers calls this.
     fn exited(&self, process: u32, ending: Ending) {
         let actions = self.table.lock().machine.note_exit(process, ending);
         if let Err(errno) = self.carry_out(actions) {
-            tracing::warn!(%errno, process, "after the end of a process");
+            tracing::warn!(%errno, process, "an action after the end of a process failed");
         }
     }
 
-    /// Nothing that is open now comes to its event any more: the mount ends.
+    /// Ends all open scopes, because the mount ends and their events cannot come any more.
     pub(crate) fn end_all(&self) {
         let actions = self.table.lock().machine.end_all("the mount ends");
         if let Err(errno) = self.carry_out(actions) {
-            tracing::warn!(%errno, "at the end of the mount");
+            tracing::warn!(%errno, "cannot end all checkpoints at the end of the mount");
         }
     }
 
-    /// Waits until an operation is not held up by the begin or end of a scope.
+    /// Waits while the begin or end of a scope blocks an operation.
     fn wait_until_free(&self, change: &OwnedChange) -> MutexGuard<'_, Table> {
         let mut table = self.table.lock();
         while table.machine.is_busy(&change.operation(0)) {
@@ -657,7 +658,7 @@ impl CommitRules {
         table
     }
 
-    /// Which job a process belongs to is asked once.
+    /// Finds the job of a process, once for each process.
     fn note_job(&self, process: u32) {
         if self.table.lock().machine.knows_job(process) {
             return;
@@ -669,8 +670,9 @@ impl CommitRules {
 
     /// Returns whether the process that closes a file, or a descendant, still has it open for writing.
     ///
-    /// A child between its fork and its exec has copies of all descriptors, and the exec closes those with FD_CLOEXEC. Each
-    /// thread that starts a program makes such a child. The close waits for the exec, so that its result is the commit's.
+    /// A child between its fork and its exec has copies of all descriptors, and the exec closes those with FD_CLOEXEC.
+    /// Each thread that starts a program makes such a child. The close waits for the exec, so that it can return the
+    /// result of the commit.
     fn is_held_on(&self, process: u32, handle: HandleId) -> bool {
         let Some(inode) = self.gate.engine().open_files.inode_of_handle(handle) else {
             return false;
@@ -697,7 +699,8 @@ impl CommitRules {
     }
 
     fn close_handle(&self, handle: HandleId, ending: Ending) -> Result<(), Errno> {
-        // Writers that have ended are not counted in a need.
+        // All ends are reported first, because the files of writers that have ended do not count for the conditions of
+        // a rule.
         if self.knows(handle) && self.exits.has_untold_end() {
             self.exits.wait_until_told();
         }
@@ -720,7 +723,7 @@ impl CommitRules {
         self.carry_out_event(actions, EventKind::Close)
     }
 
-    /// The same as [`CommitRules::carry_out`], after what may be an event: waits for the hosts that commit with this one.
+    /// Does the same as [`CommitRules::carry_out`] after a change that may be an event: also waits for the other hosts.
     fn carry_out_event(&self, actions: Vec<Action>, event: EventKind) -> Result<(), Errno> {
         let proposed = actions.iter().filter_map(|action| match action {
             Action::Propose { scope } => Some(*scope),
@@ -757,7 +760,7 @@ impl ChangeWatch for CommitRules {
         if !proposed.is_empty() {
             drop(table);
             if let Err(errno) = self.carry_out_event(proposed, EventKind::Next) {
-                tracing::warn!(%errno, ?change, "the next checkpoint begins before the one before is committed: both become one");
+                tracing::warn!(%errno, ?change, "the next checkpoint begins before the previous one is committed: both become one checkpoint");
             }
             table = self.wait_until_free(&change);
         }
@@ -768,7 +771,7 @@ impl ChangeWatch for CommitRules {
                 let counts = table.counts.entry(error.rule().to_owned()).or_default();
                 counts.failures += 1;
                 drop(table);
-                tracing::warn!(%error, ?change, process, "a change is refused");
+                tracing::warn!(%error, ?change, process, "a commit rule refuses a change");
                 return Err(Errno::BUSY);
             }
         };
@@ -822,7 +825,7 @@ impl ChangeWatch for CommitRules {
                 .finish_operation(ticket.process, &operation, ticket.scope, is_made);
         drop(table);
         if let Err(errno) = self.carry_out_event(actions, EventKind::Name) {
-            tracing::warn!(%errno, "a checkpoint that is complete is not committed yet");
+            tracing::warn!(%errno, "a complete checkpoint is not committed yet");
         }
     }
 
@@ -856,7 +859,8 @@ impl ChangeWatch for CommitRules {
         let Some(open) = table.handles.get_mut(&handle.0) else {
             return Ok(());
         };
-        // What a child has inherited is closed with its release; how the child ended counts, if it is known as a writer.
+        // A handle that a child has inherited counts as closed when it is released. How that child ended counts then,
+        // if the child is a known writer.
         if open.opener != process {
             open.last = is_writer.then_some(LastClose { process, ending });
             open.inherited_closes += 1;
@@ -865,7 +869,8 @@ impl ChangeWatch for CommitRules {
             return Ok(());
         }
         drop(table);
-        // A copy of the descriptor may write more: the file is closed with its release.
+        // Another process may write more through its copy of the descriptor, so the file counts as closed when the
+        // handle is released.
         if ending != Ending::Failure && self.is_held_on(process, handle) {
             return Ok(());
         }
@@ -874,7 +879,7 @@ impl ChangeWatch for CommitRules {
 
     fn release(&self, handle: HandleId) {
         if let Err(errno) = self.close_handle(handle, Ending::Success) {
-            tracing::warn!(%errno, "a checkpoint that is complete is not committed yet");
+            tracing::warn!(%errno, "a complete checkpoint is not committed yet");
         }
     }
 }

@@ -143,8 +143,8 @@ fn accept_connections(
     }
 }
 
-/// Gives a connection its thread, or tells the client why it gets none. Other users than firnd's own and root are
-/// refused.
+/// Assigns a thread to a connection, or sends the client the reason why it gets none. Other users than firnd's own and
+/// root are refused.
 fn admit_connection(
     stream: Arc<UnixStream>,
     seats: &Arc<Seats>,
@@ -177,7 +177,7 @@ fn admit_connection(
         Err(holders) => {
             tracing::warn!(
                 pid,
-                "a connection to the control socket is refused: all of them are in use"
+                "a connection to the control socket is refused: all connections are in use"
             );
             return try_send_last(&stream, &busy_reply(holders));
         }
@@ -202,7 +202,7 @@ fn admit_connection(
     if let Err(error) = started {
         seats.leave(id);
         // Connections that were closed in favour of others may still have their threads.
-        tracing::warn!(pid, %error, "a connection to the control socket is refused: there is no thread for it");
+        tracing::warn!(pid, %error, "a connection to the control socket is refused: no thread is available");
         try_send_last(&stream, &busy_reply(Vec::new()));
     }
 }
@@ -281,7 +281,7 @@ fn serve_connection(
         }
         let send_progress = &mut |reply| send_reply(&mut &*stream, &reply).is_ok();
         // A client that asks for an unmount may wait for the end of firnd. A connection that is closed in favour of
-        // another would look like that end, so it is kept.
+        // another would look like that end, so it stays open.
         let keeps_seat = matches!(request, Request::Unmount { .. });
         let answer = service.answer(request, &mut client, send_progress);
         let result = send_reply(&mut &*stream, &answer.reply);

@@ -79,7 +79,7 @@ struct SocketShared<B: Backing> {
     file_locks: Option<Arc<FileLocks>>,
     /// Number of connections now.
     connection_count: Arc<AtomicU64>,
-    /// Number of connections since the start; it gives each client its number.
+    /// Number of connections since the start, from which each client gets its number.
     last_client: AtomicU64,
     listener: Arc<OwnedFd>,
     workers: Workers,
@@ -537,7 +537,7 @@ fn answer<B: Backing>(
                 files: vec![file],
                 ..Reply::default().into()
             }),
-        // A list needs no release: the file's word (a counter in the arena) tells the client when the list is invalid.
+        // A list needs no release: the client sees from the file's word (a counter in the arena) when it is invalid.
         Op::EndRead => Answer::status(Status::Ok),
         _ => Answer::status(Status::Malformed),
     }

@@ -8,7 +8,7 @@
 //!   mount namespace.
 //! * If other mount namespaces have copies of the mount and use nothing in them, these copies end at the same time.
 //!
-//! Race: a program closes its files before firnd hears of it, so open files are checked again for
+//! Race: a program closes its files before firnd is notified, so open files are checked again for
 //! [`CLOSE_REPORT_DELAY_MAX`].
 
 use std::io;
@@ -194,7 +194,7 @@ pub(crate) fn by_request(
     }
     drop(interruptions);
     if gave_up {
-        tracing::warn!("the backing does not answer: what is held stays in the arena");
+        tracing::warn!("the backing does not answer: held data stays in the arena");
     }
     send_progress(Reply::Progress {
         bytes_left: 0,
@@ -328,7 +328,7 @@ fn refuse_users_elsewhere(attached: &Attached, frontend: &Frontend) -> Result<()
             };
             let copies = mounts.describe_copies();
             let message = format!(
-                "the mount is in use: {users}; it is also mounted at {copies}: end what uses it, or use --force"
+                "the mount is in use: {users}; it is also mounted at {copies}: end these programs, or use --force"
             );
             return Err(Reply::Error {
                 errno: libc::EBUSY,
@@ -354,13 +354,13 @@ fn detach_copies(frontend: &Frontend, copies: Option<Mounts>) {
     };
     tracing::info!("the mount ends also at {}", mounts.describe_copies());
     if let Err(error) = frontend.abort() {
-        tracing::warn!(%error, "cannot end the connection for them");
+        tracing::warn!(%error, "cannot abort the FUSE connection, so copies of the mount remain");
         return;
     }
     for place in mounts.bound_places() {
         if let Err(error) = firn_fuse::detach(place, true) {
             let place = firn_format::quote::quoted_path(place);
-            tracing::warn!(%error, "cannot take away the dead mount at {place}");
+            tracing::warn!(%error, "cannot unmount the dead mount at {place}");
         }
     }
 }
@@ -371,7 +371,7 @@ fn unmount_error_reply(error: &io::Error, frontend: &Frontend) -> Reply {
         let users = frontend.mounts().map(|mounts| mounts.users());
         match users.filter(|users| !users.is_empty()) {
             Some(users) => format!(
-                "the mount is in use: {}: end what uses it, or use --force",
+                "the mount is in use: {}: end these programs, or use --force",
                 name_users(&users)
             ),
             None => "the mount is in use by programs that cannot be seen from here (as root, `fuser -vm MOUNT_POINT` \
@@ -390,11 +390,11 @@ fn take_mount_away(frontend: &Frontend) {
     match frontend.unmount(false) {
         Ok(()) => return detach_copies(frontend, copies),
         Err(error) => {
-            tracing::warn!(%error, "the mount is in use: programs that use it lose it")
+            tracing::warn!(%error, "the mount is in use: the programs that use it lose it now")
         }
     }
     if let Err(error) = frontend.abort() {
-        tracing::warn!(%error, "cannot abort the connection; programs keep their open files until they close them");
+        tracing::warn!(%error, "cannot abort the connection; programs can use their open files until they close them");
     }
     if let Err(error) = frontend.unmount(true) {
         tracing::warn!(%error, "cannot detach the mount");
@@ -407,11 +407,11 @@ fn wait_for_release(frontend: &Frontend, events: &Receiver<Event>) -> SessionEnd
     if wait_for_end(events) == SessionEnd::Ended {
         return SessionEnd::Ended;
     }
-    tracing::warn!("a program that firnd cannot see still has the mount, and loses it");
+    tracing::warn!("a program that firnd cannot see still uses the mount, and loses it now");
     match frontend.abort() {
         Ok(()) => wait_for_end(events),
         Err(error) => {
-            tracing::warn!(%error, "cannot abort the connection: the arena stays");
+            tracing::warn!(%error, "cannot abort the connection: the arena is kept");
             SessionEnd::Lingering
         }
     }

@@ -1,7 +1,7 @@
 //! Timeouts for calls of the backing at the end of a mount.
 //!
-//! A backing that is slow makes progress, but a backing that never answers must not keep the mount. So each call that
-//! may not return runs on a thread of its own, and the end of the mount leaves that thread alone after a timeout.
+//! A slow backing makes progress, but a backing that never answers must not prevent the end of the mount. So each call
+//! that may never return has its own thread, and after a timeout the mount ends without waiting for that thread.
 
 use std::sync::mpsc::RecvTimeoutError;
 use std::time::{Duration, Instant};

@@ -1,9 +1,9 @@
-//! Says which mounts have locks of programs that reach other hosts ([`firn_hosts::FileLocks`]), and starts these locks.
+//! Decides which mounts have file locks that reach other hosts ([`firn_hosts::FileLocks`]), and starts these locks.
 //!
 //! A mount with logs has them, because several hosts may write the files of its backing. On all other mounts the kernel
-//! keeps the locks of its host, and firnd does nothing for them.
+//! manages the locks of this host without firnd.
 //!
-//! If firnd dies, the next one goes on with the locks: the keeper of the mount has the lock files, and the live table has
+//! If firnd dies, the next one resumes the locks: the keeper of the mount holds the lock files, and the live table has
 //! the locks of each program.
 
 use std::collections::HashMap;
@@ -38,7 +38,7 @@ pub(crate) struct MountWithLocks<'a> {
     pub(crate) taken_over: Option<&'a TakenOver>,
 }
 
-/// Returns the locks of a mount; `None` if the kernel keeps them. A read-only mount refuses all locks.
+/// Returns the file locks of a mount; `None` if the kernel manages them. A read-only mount refuses all locks.
 pub(crate) fn start(mount: &MountWithLocks<'_>) -> Result<Option<Arc<FileLocks>>, AttachError> {
     let &MountWithLocks {
         backing,
@@ -82,7 +82,7 @@ pub(crate) fn start(mount: &MountWithLocks<'_>) -> Result<Option<Arc<FileLocks>>
         .map_err(AttachError::io("start the thread of locks"))
 }
 
-/// Keeps locks in the live table, and lock files in the keeper of the mount.
+/// Stores locks in the live table, and lock files in the keeper of the mount.
 struct LocksForNextFirnd {
     table: Arc<LiveTable>,
     link: Arc<KeeperLink>,
@@ -91,7 +91,7 @@ struct LocksForNextFirnd {
 impl LockKeeping for LocksForNextFirnd {
     fn keep_lock_file(&self, lock_file: u64, descriptor: BorrowedFd<'_>) {
         if let Err(error) = self.link.keep(label_of(lock_file), descriptor) {
-            tracing::warn!(%error, "if firnd dies, locks of a file are lost to their programs");
+            tracing::warn!(%error, "cannot store a lock of a file: if firnd dies, the program loses it");
         }
     }
 

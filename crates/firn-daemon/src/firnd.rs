@@ -45,13 +45,13 @@ use crate::takeover::{Connection, TakenOver, connection_of};
 
 /// Exit status after a second signal.
 const INTERRUPTED: i32 = 130;
-/// How long the last answer to a client may take to leave.
+/// Timeout for the last reply to a client to be sent.
 const LAST_WORD: Duration = Duration::from_secs(2);
 
-/// Serves a mount from its first check to its end. `Err` before the mount is usable, or when data
-/// stays behind in the arena.
+/// Serves a mount from its first check to its end. Fails if the mount does not become usable, or if data that should
+/// have been drained stays in the arena.
 ///
-/// `summons`: what its keeper has for it.
+/// `summons` is what the keeper passes to this firnd; `None` without a keeper.
 pub(crate) fn serve(
     request: &MountRequest,
     reporter: Reporter<'_>,
@@ -75,7 +75,8 @@ pub(crate) fn serve(
     served
 }
 
-/// Whether another firnd would find the same. One that lacks memory, threads or descriptors now is tried again.
+/// Returns whether another firnd would fail in the same way. A lack of memory, threads or descriptors may pass, so it
+/// is not final.
 fn is_final(error: &MountError) -> bool {
     match error {
         MountError::NotTakenOver { .. } => true,
@@ -86,23 +87,23 @@ fn is_final(error: &MountError) -> bool {
     }
 }
 
-/// What a mount has of its keeper.
+/// What the keeper passes to this firnd.
 #[derive(Default)]
 struct Kept {
     link: Option<Arc<KeeperLink>>,
-    /// The process that ends the mount.
+    /// The process that ends the mount in place of firnd, if there is one.
     caller: Option<OwnedFd>,
     connection: Option<Connection>,
 }
 
-/// Where a mount is, and what is left of an earlier firnd that served it.
+/// A checked mount, and the state of an earlier firnd that served it, if there was one.
 struct Found {
     checked: Checked,
     files: RuntimeFiles,
     taken_over: Option<TakenOver>,
 }
 
-/// Checks a mount that is to be made.
+/// Checks a new mount before anything is changed.
 fn find_new(request: &MountRequest, reporter: &mut Reporter<'_>) -> Result<Found, MountError> {
     let options = &request.options;
     let checked = preflight::check(
@@ -116,7 +117,8 @@ fn find_new(request: &MountRequest, reporter: &mut Reporter<'_>) -> Result<Found
     placement::check_lanes(options, &checked)?;
     let files = find_runtime_files(&checked.backing, options)?;
     let is_fuse = options.frontend == firn_config::Frontend::Fuse;
-    // A stub tree hides nothing, and the one of an earlier firnd at the mount point is told of below.
+    // A stub tree hides no files. A stub tree that an earlier firnd left at the mount point is refused later, in
+    // `serve_kept`.
     if is_fuse && !options.nonempty && waiting_tree(&files)?.is_none() {
         preflight::check_empty(&checked)?;
     }
@@ -127,7 +129,7 @@ fn find_new(request: &MountRequest, reporter: &mut Reporter<'_>) -> Result<Found
     })
 }
 
-/// Finds a mount that an earlier firnd served. Its mount point is not looked at: no firnd answers there yet.
+/// Finds a mount that an earlier firnd served. Its mount point is not accessed, because no firnd answers there yet.
 fn find_served(
     request: &MountRequest,
     connection: Connection,
@@ -158,13 +160,13 @@ fn find_mount(
         return find_new(request, reporter);
     };
     if !request.foreground {
-        // The keeper has made the log standard error.
+        // The keeper has started this firnd with the log as standard error.
         log::start_in_background(&request.options, &request.mount_point);
     }
     find_served(request, connection, link)
 }
 
-/// Sends events to the log and to the file of events; a mount in the foreground has standard error.
+/// Starts the log and the file of events. A mount in the foreground logs to standard error.
 fn begin_log(
     request: &MountRequest,
     checked: &Checked,
@@ -189,11 +191,12 @@ fn begin_log(
     Ok(())
 }
 
-/// Tells of the environment what the user may want to change.
+/// Reports settings of the environment that the user may want to change: the limit on file sizes, and misspelt
+/// variables.
 fn tell_limits(reporter: &mut Reporter<'_>) {
     if let Some(limit) = process::file_size_limit_bytes() {
         reporter.notice(format!(
-            "files larger than {} cannot be drained: that is the limit on file sizes (ulimit -f) here; unmount and mount with a higher one",
+            "files larger than {} cannot be drained: the limit on file sizes (ulimit -f) forbids it; unmount, and mount again with a higher limit",
             bytes(limit)
         ));
     }
@@ -273,7 +276,7 @@ fn serve_kept(
     mount.serve_until_the_end(&checked)
 }
 
-/// The process that ends the mount, where that starts firnd itself.
+/// Returns the process that ends the mount in place of firnd, if that process has started firnd itself.
 fn caller_of(request: &MountRequest) -> Result<Option<OwnedFd>, MountError> {
     let parent = request.ends_with_parent.then(getppid).flatten();
     let open = |parent| pidfd_open(parent, PidfdFlags::empty());
@@ -281,7 +284,7 @@ fn caller_of(request: &MountRequest) -> Result<Option<OwnedFd>, MountError> {
     opened.map_err(|errno| MountError::io("watch the process that mounts")(errno.into()))
 }
 
-/// What a mount is started with.
+/// The inputs of [`Mount::start`].
 struct MountContext<'a> {
     request: &'a MountRequest,
     checked: &'a Checked,
@@ -336,7 +339,7 @@ impl Mount {
         })
     }
 
-    /// Tells the keeper, if there is one, that programs see the mount.
+    /// Informs the keeper, if there is one, that programs see the mount, and makes the keeper watch for hangs of firnd.
     fn tell_keeper(&self, watchdog: Duration) {
         if let Some(link) = &self.link {
             link.say_serving();
@@ -350,7 +353,7 @@ impl Mount {
         }
     }
 
-    /// Tells that programs see the mount, and what came from an earlier firnd.
+    /// Logs that programs see the mount, and what an earlier firnd has left.
     fn tell_mounted(&self, checked: &Checked) {
         let figures = self.attached.engine.figures();
         let epoch = figures.epoch;
@@ -359,7 +362,7 @@ impl Mount {
         }
         let (recovered_bytes, lost_file_bytes) = (figures.recovered_bytes, figures.lost_file_bytes);
         if recovered_bytes > 0 || lost_file_bytes > 0 {
-            tracing::info!(target: TARGET, kind = "recovered", recovered_bytes, lost_file_bytes, "data of an earlier firnd is there again");
+            tracing::info!(target: TARGET, kind = "recovered", recovered_bytes, lost_file_bytes, "data of an earlier firnd was recovered");
         }
         let backing = quoted_path(&checked.backing);
         let arena_bytes = figures.arena_bytes;
@@ -377,7 +380,7 @@ impl Mount {
         if let Some(link) = &self.link {
             link.say_ending();
         }
-        // A session that lingers may still write: then the arena stays, whatever is in it now.
+        // A session that has not ended may still write, so its arena is kept even if it is empty now.
         let arena = match held {
             _ if outcome != SessionEnd::Ended => ArenaEnd::Keep,
             HeldPolicy::Discard => ArenaEnd::Discard,
@@ -404,7 +407,7 @@ impl Mount {
         result
     }
 
-    /// An error where data stays behind that was not meant to stay.
+    /// Returns an error if data stays behind although it was to be drained.
     fn result_of(&self, stop: &Stop, checked: &Checked) -> Result<(), MountError> {
         let backing = checked.backing.clone();
         match (stop.left_bytes, stop.left_in_logs.error) {
@@ -419,7 +422,8 @@ impl Mount {
         }
     }
 
-    /// Until the mount is gone. Gives the client that asked for the end and waits for its last word.
+    /// Handles events until the mount is gone. Returns how it ended, and the client that asked for this and waits for
+    /// the last reply.
     fn serve(&self) -> End {
         let ending = end::EndingMount {
             attached: &self.attached,
@@ -431,7 +435,8 @@ impl Mount {
         loop {
             match self.events.recv_timeout(SAMPLE_EVERY) {
                 Err(RecvTimeoutError::Timeout) => self.parts.run_due(),
-                // The mount holds a sender, so this cannot be. If it is, no request comes any more.
+                // `Disconnected` cannot happen, because the mount itself holds a sender. It is treated like the end of
+                // the session.
                 Err(RecvTimeoutError::Disconnected) | Ok(Event::Ended) => {
                     tracing::info!("unmounted by umount(8)");
                     return End::unasked(Ending {
@@ -464,16 +469,16 @@ impl Mount {
     }
 }
 
-/// How a mount came to its end.
+/// How a mount ended.
 struct End {
     outcome: SessionEnd,
-    /// The backing did not answer: nothing more is asked of it.
+    /// The backing did not answer, so no more calls are made on it.
     gave_up: bool,
-    /// It does not wait for a backing that does not answer.
+    /// The end does not wait for a backing that does not answer.
     force: bool,
-    /// The client that asked for the end.
+    /// The client that asked for the end; `None` after a signal or umount(8).
     client: Option<UnmountClient>,
-    /// What becomes of the data that is held.
+    /// What happens to the data that only the arena has.
     held: HeldPolicy,
 }
 
@@ -489,7 +494,7 @@ impl End {
     }
 }
 
-/// Whether a process has not ended.
+/// Returns whether a process is still running.
 fn is_running(process: &OwnedFd) -> bool {
     let mut fds = [PollFd::new(process, PollFlags::IN)];
     let at_once = Timespec {
@@ -499,8 +504,9 @@ fn is_running(process: &OwnedFd) -> bool {
     poll(&mut fds, Some(&at_once)) == Ok(0)
 }
 
-/// The first signal asks for the end, the second takes it: the arena keeps what is not drained. While the process `caller`,
-/// which ends the mount, runs, it has the same signals and does what is right.
+/// Starts the thread that handles signals. The first SIGTERM or SIGINT begins the end of the mount. The second one ends
+/// firnd at once: data that is not drained stays in the arena. While the process `caller` runs, firnd ignores these
+/// signals, because `caller` gets them too and ends the mount.
 fn watch_signals(
     events: Sender<Event>,
     mount_point: &Path,
@@ -514,13 +520,16 @@ fn watch_signals(
         let mut asked = false;
         for signal in signals.forever().filter(|signal| *signal != SIGHUP) {
             if caller.as_ref().is_some_and(is_running) {
-                tracing::info!(signal, "left to the process that ends the mount");
+                tracing::info!(
+                    signal,
+                    "this signal is ignored: the process that started the mount ends it"
+                );
                 continue;
             }
             if asked {
                 tracing::warn!(
                     signal,
-                    "a second signal: firnd ends at once; what is not drained stays in the arena"
+                    "a second signal: firnd ends at once; data that is not drained stays in the arena"
                 );
                 let _ = detach(&mount_point, true);
                 if let Some(link) = &link {

@@ -91,7 +91,7 @@ impl Drop for NewArena {
 /// Returns the arena of a backing, or makes one.
 ///
 /// An arena that holds data keeps its shape, even if the options differ. An empty arena of another shape is replaced.
-/// `notice` is called with a message for each thing that the user should know.
+/// `notice` is called with each message for the user.
 pub(crate) fn find(
     target: &Target<'_>,
     identity: &Identity,
@@ -142,7 +142,7 @@ pub(crate) fn find(
                 backing,
             });
         }
-        notice(format!("{fault}: nothing moves to it"));
+        notice(format!("{fault}: no data moves to the spill file"));
     }
     if *arena.geometry() == geometry && spill::is_at(&arena, &spill_path) && fault.is_none() {
         return Ok(Found::used(arena, stored, damaged));
@@ -153,7 +153,7 @@ pub(crate) fn find(
     }
     let has = arena.geometry();
     notice(format!(
-        "the arena holds data and keeps its arena-size={}, chunk-size={} and spill-size={} until it was empty once",
+        "the arena holds data and keeps its arena-size={}, chunk-size={} and spill-size={} until a mount finds it empty",
         has.data_bytes(),
         has.chunk_bytes,
         has.spill_bytes()
@@ -179,8 +179,8 @@ fn text(path: &[u8]) -> std::ffi::OsString {
     std::os::unix::ffi::OsStringExt::from_vec(path.to_vec())
 }
 
-/// Returns whether the journal has damage, or a truncation that may not be done yet. No piece needs to be left for
-/// that.
+/// Returns whether the journal has damage, or a truncation that may not be done yet. Both can be there even if no piece
+/// is left.
 fn journal_has_work(arena: &Arena) -> bool {
     let replay = firn_arena::journal::replay(&arena.journal_region());
     !replay.damage.is_empty()

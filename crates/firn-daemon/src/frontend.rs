@@ -97,7 +97,7 @@ impl Stubs {
     ) -> Result<(), AttachError> {
         let (device, _) = self.tree.identity();
         let long = || {
-            AttachError::io("write down where the stub tree is")(io::Error::from_raw_os_error(
+            AttachError::io("store the path of the stub tree")(io::Error::from_raw_os_error(
                 libc::ENAMETOOLONG,
             ))
         };
@@ -122,7 +122,7 @@ impl Stubs {
             backing: trees::path_bytes(backing).ok_or_else(long)?,
         };
         trees::write(&self.files.stub, &tree)
-            .map_err(AttachError::io("write down where the stub tree is"))
+            .map_err(AttachError::io("store the path of the stub tree"))
     }
 
     /// Ends the tree. This is the last step, when no request comes any more. If a name cannot be created, the tree
@@ -164,7 +164,7 @@ pub(crate) fn discard_tree(files: &RuntimeFiles) -> Result<(), AttachError> {
         return Ok(());
     };
     remove_left_tree(&root, &files.names)
-        .map_err(AttachError::io("remove the stub tree that firnd left"))?;
+        .map_err(AttachError::io("remove the stub tree of the ended firnd"))?;
     unmount_made_tmpfs(&root, files);
     Ok(())
 }
@@ -200,7 +200,7 @@ impl Frontend {
         match self {
             Self::Mount(session) => session.unmount(lazy),
             Self::Tree(stubs) => {
-                // The kernel closes the files of a process before its end is reported, and firnd hears of that soon
+                // The kernel closes the files of a process before its end is reported, and firnd is notified soon
                 // after.
                 let deadline = Instant::now() + RELEASE_TIMEOUT;
                 while !lazy && stubs.tree.open_count() > 0 && Instant::now() < deadline {

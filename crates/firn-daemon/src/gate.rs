@@ -1,4 +1,5 @@
-//! The gate of a mount with transactions: what changes pass, what stops them, and what they used.
+//! The gate of a mount with transactions: it admits changes, stops them while a directory is quiesced, and logs
+//! accesses.
 //!
 //! ```text
 //!   firn-fuse · data socket ── pass ──► engine ──► transactions (a backing) ──► backing
@@ -6,24 +7,26 @@
 //!            begin, prepare, commit, abort, restore: quiesce a directory
 //! ```
 //!
-//! There is one for each mount with `drain=commit`, made when the mount is put together, and none otherwise.
+//! A mount with `drain=commit` has one gate, which is made when its parts are assembled. Other mounts have none.
 //!
 //! Promises
-//! * While a directory is quiesced no request changes contents below it: changes under way have ended, direct access
-//!   was revoked, and new ones wait. Changes elsewhere neither wait nor are waited for.
-//! * A change that waits for the outcome of a transaction has no pass, so it holds up no other directory's transactions,
-//!   nor what is to decide that outcome.
-//! * Accesses are noted only while a transaction is open whose hosts test each other for conflicts.
+//! * While a directory is quiesced, no request changes contents below it: changes in progress have ended, direct access
+//!   was revoked, and new changes wait. A quiesce does not wait for changes elsewhere, and does not delay them.
+//! * A change that waits for the outcome of a transaction has no pass. So it delays neither transactions of other
+//!   directories nor the request that decides this outcome.
+//! * Accesses are logged only while a transaction is open whose hosts test each other for conflicts.
 //!
-//! Why a pass is enough: a transaction is prepared, and decided while it is open, only with its scope quiesced. So a change
-//! that was allowed when it got its pass is allowed until it gives it back.
+//! Why a pass is sufficient: a transaction is prepared only while its scope is quiesced. The same holds for the
+//! decision on an open transaction. So a change that was allowed when it got its pass stays allowed until it returns
+//! the pass.
 //!
-//! What is below a directory is what the engine's names say, which also say whose data is drained and whose direct access
-//! is revoked. The path of a directory that is quiesced stays. An object without a name may have been anywhere: it counts as
-//! below each directory. A path is compared with each pass anew, so that a file which is moved there counts, too.
+//! The names in the engine decide which objects lie below a directory, whose data is drained, and whose direct access
+//! is revoked. The path of a quiesced directory cannot change. An object without a name counts as below each directory,
+//! because it may have been anywhere. Each check computes the paths of passes anew, so a file that was moved below a
+//! directory counts too.
 //!
-//! A pass is no lock: the backing may work while it is held. The lock of the table is held for an instant, and comes before
-//! every lock of the engine.
+//! A pass is not a lock: the backing may be called while a pass is held. The lock of the table is held only briefly,
+//! and is taken before every lock of the engine.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -49,7 +52,8 @@ use crate::undone_scopes::{RequestedChange, UndoneScopes};
 /// The directory at the top of a scope.
 pub(crate) type ScopeRoot = TransactionalObject;
 
-/// An abort during or right after a takeover waits no longer for what the kernel caches (`attr-timeout`).
+/// Maximum time that an abort during or right after a takeover waits for names in the kernel's cache to expire
+/// (`attr-timeout`).
 pub(crate) const NAMES_AWAITED_MAX: Duration = Duration::from_secs(5);
 
 /// The gate of one mount.
@@ -58,28 +62,29 @@ pub(crate) struct TransactionGate {
     /// The backing directory.
     backing: PathBuf,
     table: Mutex<Table>,
-    /// A pass was given back, or a directory is not quiesced any more.
+    /// Signals that a pass was returned, or that a directory is no longer quiesced.
     changed: Condvar,
-    /// Directories that are quiesced; read without the lock.
+    /// Number of quiesced directories, which is read without the lock.
     quiet_count: AtomicUsize,
     accesses: Arc<Log>,
-    /// What watches changes, where the mount has commit rules.
+    /// The observer of changes, if the mount has commit rules.
     watch: OnceLock<Weak<dyn ChangeWatch>>,
-    /// Held while the log is emptied and switched, so that the end of one transaction does not switch it off for another.
+    /// Held while the log of accesses is emptied and switched. So the end of one transaction cannot switch it off for
+    /// another.
     switching: Mutex<()>,
-    /// The kernel has names from an earlier firnd until then, which this one does not know.
+    /// Until this time the kernel may have names from an earlier firnd that this firnd does not know.
     foreign_names_until: Option<Instant>,
     /// Scopes of transactions that were aborted when an earlier firnd died. `None` if this firnd made the mount.
     undone_scopes: Option<UndoneScopes>,
 }
 
-/// Changes under way, and quiesced directories.
+/// Changes in progress, and quiesced directories.
 #[derive(Default)]
 struct Table {
     last_number: u64,
-    /// What is changed, by the numbers of the passes.
+    /// The changed objects, by the number of the pass.
     passes: BTreeMap<u64, InodeId>,
-    /// Paths of directories that are quiesced.
+    /// Paths of quiesced directories, by the number of the quiesce.
     quiet: BTreeMap<u64, Vec<u8>>,
 }
 
@@ -90,7 +95,7 @@ impl Table {
     }
 }
 
-/// A directory that is quiesced, until this is dropped.
+/// A quiesced directory. Dropping the value ends the quiesce.
 struct Quiet<'a> {
     gate: &'a TransactionGate,
     number: u64,
@@ -107,8 +112,9 @@ impl Drop for Quiet<'_> {
 }
 
 impl TransactionGate {
-    /// The gate of a mount that can have transactions and that no program has used yet. `tests_conflicts`: other hosts
-    /// take part, so which bytes each process uses is logged, also those written by direct access.
+    /// Creates the gate of a mount that can have transactions, before any program uses the mount. `tests_conflicts`
+    /// means that other hosts take part. Then the log of accesses also gets the bytes that are written by direct
+    /// access.
     pub(crate) fn new(engine: Arc<Engine<Store>>, backing: &Path, tests_conflicts: bool) -> Self {
         assert!(
             engine.backing().transactional().is_some(),
@@ -137,7 +143,8 @@ impl TransactionGate {
         }
     }
 
-    /// Returns the gate of a mount that was taken over. The kernel may use names from before the takeover for `names_cached`.
+    /// Returns the gate of a mount that was taken over. For the time `names_cached`, the kernel may use names from
+    /// before the takeover.
     pub(crate) fn of_taken_over(self, names_cached: Duration) -> Self {
         let undone_scopes = self.engine.live().map(UndoneScopes::of);
         Self {
@@ -166,7 +173,7 @@ impl TransactionGate {
         }
     }
 
-    /// Forgets an aborted scope: its program knows of the abort, and works on.
+    /// Forgets an aborted scope, because its program knows of the abort.
     pub(crate) fn forget_undone_scope(&self, path: &[u8]) {
         if let Some(scopes) = &self.undone_scopes {
             scopes.forget(path);
@@ -184,19 +191,21 @@ impl TransactionGate {
         }
     }
 
-    /// Waits until the kernel has no name from an earlier firnd: names are about to be told as changed.
+    /// Waits until names from an earlier firnd have expired in the kernel. Call this before changed names are
+    /// invalidated: this firnd cannot invalidate names that it does not know.
     pub(crate) fn await_foreign_names(&self) {
         if let Some(until) = self.foreign_names_until {
             std::thread::sleep(until.saturating_duration_since(Instant::now()));
         }
     }
 
-    /// Has changes watched from now on. Called once, before the first request.
+    /// Sets the observer of all later changes. Call this once, before the first request.
     pub(crate) fn set_watch(&self, watch: Weak<dyn ChangeWatch>) {
         assert!(self.watch.set(watch).is_ok(), "a gate has one watch");
     }
 
-    /// As [`TransactionGate::quiesce`], of some names in a directory and all below them. `work` gets the directory.
+    /// Does the same as [`TransactionGate::quiesce`] for some names in a directory and all below them. `work` gets the
+    /// directory.
     pub(crate) fn quiesce_names<T>(
         &self,
         dir: &[u8],
@@ -206,7 +215,7 @@ impl TransactionGate {
     ) -> Result<T, TransactionError> {
         let _path_stays = self.engine.tree.hold_path(dir);
         let root = self.directory_at(dir)?;
-        // In their order, so that two that want some of the same paths wait for each other in one direction only.
+        // The paths are quiesced in sorted order, so two calls with common paths cannot deadlock.
         let _quiet: Vec<Quiet<'_>> = paths.iter().map(|path| self.keep_quiet(path)).collect();
         if !process::has_spare_descriptors() {
             self.engine.open_files.close_idle_files();
@@ -223,7 +232,7 @@ impl TransactionGate {
         done
     }
 
-    /// Of a name that leads to nothing, nothing is pending.
+    /// Drains all data at or below a path. A path that does not exist has no pending data.
     fn drain_tree(&self, path: &[u8]) -> Result<(), Errno> {
         let durability = &self.engine.durability;
         match durability.wait_tree(path, DurabilityLevel::Drained, &mut |_, _| true) {
@@ -232,28 +241,28 @@ impl TransactionGate {
         }
     }
 
-    /// The engine behind the gate.
+    /// Returns the engine behind the gate.
     pub(crate) fn engine(&self) -> &Arc<Engine<Store>> {
         &self.engine
     }
 
-    /// The transactions.
+    /// Returns the layer of transactions.
     pub(crate) fn store(&self) -> &TransactionalStore {
         let store = self.engine.backing().transactional();
         store.expect("looked at when the gate was made")
     }
 
-    /// The directory that the transactions end up in.
+    /// Returns the path of the backing directory.
     pub(crate) fn backing(&self) -> &Path {
         &self.backing
     }
 
-    /// Log of accesses; switched on while it is needed.
+    /// Returns the log of accesses, which is on only while it is needed.
     pub(crate) fn accesses(&self) -> &Log {
         &self.accesses
     }
 
-    /// Empties and switches the log; one thread at a time.
+    /// Lets `switch` empty the log of accesses and switch it on or off, one thread at a time.
     pub(crate) fn switch_accesses(&self, switch: impl FnOnce(&Log)) {
         let _switching = self.switching.lock();
         switch(&self.accesses);
@@ -263,13 +272,14 @@ impl TransactionGate {
         self.quiet_count.store(table.quiet.len(), Ordering::Release);
     }
 
-    /// Whether a change of an object has to wait.
+    /// Returns whether a change of an object must wait for the end of a quiesce.
     fn is_quiet(&self, table: &Table, inode: InodeId) -> bool {
         let mut paths = table.quiet.values();
         paths.any(|path| self.engine.tree.may_be_at(inode, path))
     }
 
-    /// Waits until no directory above or below `path` is quiesced, keeps new changes from it, and waits for those under way.
+    /// Waits until no directory above or below `path` is quiesced. Then stops new changes at and below `path`, and
+    /// waits for changes in progress.
     fn keep_quiet(&self, path: &[u8]) -> Quiet<'_> {
         assert_none_held("a quiesce, which waits for calls");
         let overlaps = |other: &Vec<u8>| is_below(other, path) || is_below(path, other);
@@ -290,28 +300,28 @@ impl TransactionGate {
         Quiet { gate: self, number }
     }
 
-    /// The directory that programs see at `path`.
+    /// Returns the directory that programs see at `path`. Fails if it does not exist, or cannot have transactions.
     pub(crate) fn directory_at(&self, path: &[u8]) -> Result<ScopeRoot, TransactionError> {
         let inode = self.engine.tree.object_at(path).map_err(not_a_scope)?;
         let root = inode.upper();
         Ok(Arc::clone(root.ok_or(ScopeError::NotTransactional)?))
     }
 
-    /// The object of an inode.
+    /// Returns the object of an inode in the layer of transactions.
     fn object_of(&self, inode: InodeId) -> Result<TransactionalObject, Errno> {
         let inode = self.engine.tree.object_of(inode)?;
         inode.upper().cloned().ok_or(Errno::OPNOTSUPP)
     }
 
-    /// Runs `work` while no program changes contents at or below `place`, all of whose pending data is treated as `pending`
-    /// says before. Where it cannot be drained, `work` does not run.
+    /// Runs `work` while no program changes contents at or below `place`. Before that, all pending data there is
+    /// drained or discarded, as `pending` says. If the data cannot be drained, `work` does not run.
     pub(crate) fn quiesce<T>(
         &self,
         place: &QuiesceTarget<'_, LoggableStore>,
         pending: Pending,
         work: impl FnOnce(&ScopeRoot) -> Result<T, TransactionError>,
     ) -> Result<T, TransactionError> {
-        // The top of a transaction may be renamed until its path is held.
+        // The top of a transaction may be renamed until its path is held, so the path is read again afterwards.
         let (path, _path_stays) = loop {
             let path = place.path_now();
             let path_stays = self.engine.tree.hold_path(&path);
@@ -324,7 +334,8 @@ impl TransactionGate {
             None => self.directory_at(&path)?,
         };
         let _quiet = self.keep_quiet(&path);
-        // Whatever programs have open: the work gets the descriptors that are kept only to be faster, if it may need them.
+        // The work needs descriptors, however many files programs have open. If few are free, descriptors of idle files
+        // are closed, which are kept only for speed.
         if !process::has_spare_descriptors() {
             self.engine.open_files.close_idle_files();
         }
@@ -338,7 +349,7 @@ impl TransactionGate {
             Pending::Discard => self.engine.exclusive.discard_tree(&path),
         }
         let done = work(&root);
-        // The change may have brought privileges back.
+        // `work` may have restored set-id bits or capabilities of files in the backing.
         self.engine.privilege_rules.note_privileges_given();
         done
     }
@@ -420,7 +431,7 @@ impl Gate for TransactionGate {
             ChangedObject::Handle(..) => true,
             ChangedObject::Inode(_) | ChangedObject::Name(..) => false,
         };
-        // Most changes of a mount that was taken over end here.
+        // Most changes of a mount that was taken over need no check of scopes.
         if scopes.has_some() {
             let path = self.path_of_change(object);
             if has_lost_handle || path.is_some() {

@@ -1,4 +1,5 @@
-//! What is below transactions: the directory of a backing, with lanes and logs where there are any.
+//! The ground of a store: the backing directory, and the layers of lanes and logs if files need them. Transactions lie
+//! above it.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -17,34 +18,34 @@ use crate::placement;
 use crate::steering;
 use crate::store::LoggableStore;
 
-/// What an arena is attached, or a backing opened, for.
+/// The purpose for which a backing is opened.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Purpose {
-    /// A mount, as the options say.
+    /// A mount; the options say where new files go.
     Mount,
-    /// Files in it are drained, of which parts may be gone.
+    /// A recovery, which drains the data that is left in the arena. No new files go to lanes or logs.
     Salvage,
 }
 
-/// What is attached.
+/// The backing to open, and the arena that belongs to it.
 pub(crate) struct Target<'a> {
-    /// Canonical.
+    /// Canonical path of the backing.
     pub(crate) backing: &'a Path,
     pub(crate) files: &'a RuntimeFiles,
     pub(crate) options: &'a Options,
     pub(crate) purpose: Purpose,
-    /// What an earlier firnd left whose programs did not see its end.
+    /// State of an earlier firnd, if this firnd takes over its mount.
     pub(crate) resumed: Option<&'a Resumed>,
 }
 
-/// The ground of a store, and the parts of a mount that it comes with.
+/// The ground of a store, and the parts of a mount that belong to it.
 pub(crate) struct OpenedGround {
     pub(crate) store: LoggableStore,
-    /// What tells the backing's file system where new files go.
+    /// The part that steers new files to servers of the backing's file system, if there is one.
     pub(crate) parts: Vec<Arc<dyn Part>>,
 }
 
-/// The directory, with its files in lanes or logs where they are, or are to be.
+/// Opens the ground. It has lanes or logs if files lie in them, or if the options ask for them.
 pub(crate) fn open_ground(
     target: &Target<'_>,
     directory: DirBacking,
@@ -75,7 +76,8 @@ pub(crate) fn open_ground(
     })
 }
 
-/// The same without a mount: files that lie in lanes or logs are served there.
+/// Opens the ground without a mount. Files that lie in lanes or logs are served there; new files go to the backing
+/// itself.
 pub(crate) fn serve_ground(
     backing: &Path,
     options: &Options,

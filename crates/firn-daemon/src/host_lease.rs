@@ -65,8 +65,8 @@ fn reach_error(purpose: LeaseUse, backing: &Path, reason: &ReachError) -> Attach
 fn consequence_of_loss(purpose: LeaseUse) -> &'static str {
     match purpose {
         LeaseUse::Transactions => "its transactions are refused",
-        LeaseUse::Tokens => "locks of its backing do not keep hosts apart",
-        LeaseUse::Lanes => "others do not see how it mounts",
+        LeaseUse::Tokens => "its locks in the backing no longer exclude other hosts",
+        LeaseUse::Lanes => "other hosts do not see the options of its mount",
         LeaseUse::Logs => "another process writes logs in its name",
     }
 }
@@ -268,12 +268,12 @@ impl HostLease {
         is_needed.then(|| Arc::clone(&lease.state))
     }
 
-    /// Returns the state of the lease; `None` if it is not lease.
+    /// Returns the state of the lease; `None` if it is not taken.
     pub(crate) fn state(&self) -> Option<Arc<LeaseState>> {
         self.lease.as_ref().map(|lease| Arc::clone(&lease.state))
     }
 
-    /// Releases the lease: nothing acts in the name of this host any more.
+    /// Releases the lease. The caller ensures that nothing acts in the name of this host any more.
     pub(crate) fn release(&mut self) {
         self.lease = None;
     }
@@ -487,7 +487,7 @@ pub(crate) fn release_leases_of_arena(backing: &Path, arena: &Path) -> Result<()
     Ok(())
 }
 
-/// Releases the lease that this host had before its last boot. Returns the bytes that it held then, which are lost with
+/// Releases the lease that this host had before its last boot. Returns the bytes that the host held then, lost with
 /// the memory; `None` if there is no such lease.
 ///
 /// Call this only if there is no arena.
@@ -597,7 +597,7 @@ fn take_lease(
     }
 }
 
-/// Tells which of the hosts that use a backing for one purpose are alive.
+/// Reports which of the hosts that use a backing for one purpose are alive.
 pub(crate) struct LivingHosts {
     base: DirBacking,
     watch: HostWatch,

@@ -1,10 +1,10 @@
-//! The name of this host, under which other hosts know it.
+//! The name by which other hosts identify this host.
 
 use firn_config::{Kind, Options};
 
 use crate::error::AttachError;
 
-/// Returns the host name for people and for metrics. Unlike [`host_name`], it never fails: invalid characters are kept.
+/// Returns the host name for messages and metrics. Unlike [`host_name`], it never fails: invalid characters remain.
 pub(crate) fn shown_host_name(options: &Options) -> String {
     host_name(options).unwrap_or_else(|_| {
         let names = rustix::system::uname();

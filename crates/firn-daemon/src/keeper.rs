@@ -63,14 +63,14 @@ const GOOD_SERVICE_MIN: Duration = Duration::from_millis(250);
 /// Pause before the second start in a row; each further pause is twice as long.
 const FIRST_DELAY: Duration = Duration::from_millis(100);
 const DELAY_MAX: Duration = Duration::from_secs(5);
-/// Failures after which the mount is given up ...
+/// Number of failures within [`FAILURES_WITHIN`] after which the mount is given up.
 const FAILURES_MAX: usize = 5;
-/// ... if they happen in this time.
+/// Time within which [`FAILURES_MAX`] failures count together.
 const FAILURES_WITHIN: Duration = Duration::from_secs(60);
 /// Timeout for the program of an upgrade to serve. Programs of the mount wait meanwhile.
 const TRIAL_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// What the keeper knows of its mount.
+/// The state of a keeper.
 struct Keeper {
     kept: Vec<KeptDescriptor>,
     socket: Socket,
@@ -114,7 +114,7 @@ enum AfterEnd {
 pub fn keeper_main() -> ExitCode {
     let _ = rustix::thread::set_name(c"firn-keeper");
     let _ = rustix::process::setsid();
-    // The keeper may hold many open files without a name.
+    // The limit is raised because the keeper may hold many open files without a name.
     let _ = firn_backing::raise_descriptor_limit();
     // These signals are meant for firnd, which drains and ends. The keeper ends after it.
     for signal in [SIGTERM, SIGINT, SIGHUP] {
@@ -447,7 +447,7 @@ struct StartedFirnd {
 }
 
 impl StartedFirnd {
-    /// Sends the descriptors to firnd, and then what it needs to know of the firnd before it.
+    /// Sends the descriptors to firnd, and then the facts about the firnd before it.
     fn send_all(
         &self,
         descriptors: &[LabeledDescriptor<'_>],

@@ -1,5 +1,5 @@
-//! Says which lane (one I/O server) a new file goes to, from the options and the lane map. The kind of lane does not
-//! matter.
+//! Decides which lane (one I/O server) a new file goes to, from the options and the lane map. The rule is the same for
+//! all placements.
 
 use std::path::Path;
 
@@ -36,11 +36,11 @@ fn read_map(path: &Path) -> Result<String, MapFault> {
     Ok(text)
 }
 
-/// Returns the lane for a new file at this path below the mount point, and the reason as a sentence. Without a lane the
-/// choice depends on the files that are there.
+/// Returns the lane for a new file at this path below the mount point, and the reason as a sentence. If no lane is
+/// returned, the choice depends on the existing files.
 pub(crate) fn explain_rule(rule: &Rule, path: &Path) -> (Option<usize>, String) {
     let Some(name) = path.file_name() else {
-        return (None, "it is the top directory".into());
+        return (None, "the path is the top directory".into());
     };
     let above = path.parent().unwrap_or(Path::new(""));
     let sum = above.iter().fold(0, add_numbers);
@@ -62,7 +62,7 @@ pub(crate) fn explain_rule(rule: &Rule, path: &Path) -> (Option<usize>, String) 
         }
         Some((lane, Reason::Balance)) => (
             Some(lane),
-            "it has the fewest files of the directory".into(),
+            "this lane has the fewest files of the directory".into(),
         ),
     }
 }

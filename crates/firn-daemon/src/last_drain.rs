@@ -48,7 +48,7 @@ pub(crate) fn drain_last(engine: &Engine<Store>, is_forced: bool) {
     }
 }
 
-/// Drains until nothing is held, or until a pass drains nothing more. The failure of one file does not stop the others.
+/// Drains until no data is held, or until a pass drains no data. If one file fails, the other files are still drained.
 ///
 /// `progress` gets the bytes and files that are left; if it returns false, the drain ends with ECANCELED. Any other
 /// error is that of the last pass.

@@ -1,8 +1,8 @@
 //! Composition root: preflight, arena, engine, drain, mount, control socket, signals.
 //!
-//! [`mount()`] starts a firnd and returns when its mount is usable; [`firnd_main`] is that process;
-//! [`recover()`] drains an arena without a mount; [`check()`] looks at one without changing it. Policy is
-//! in the engine and options in firn-config: here is only what ties them to a process.
+//! [`mount()`] starts a firnd and returns when its mount is usable; [`firnd_main`] is that process; [`recover()`]
+//! drains an arena without a mount; [`check()`] reads an arena without changing it. The engine has the policy, and
+//! firn-config the options. This crate only connects them to a process.
 
 mod answers;
 mod assembly;

@@ -4,7 +4,7 @@
 //! The kernel releases the locks when the process ends, in whatever way. The locks of a mount with a keeper outlive its
 //! firnd: the keeper has copies of the locked descriptors, so no other process gets in before the next firnd goes on.
 //!
-//! Both locks concern processes of this host only, so a lock that only this host's kernel knows is sufficient. NFS and
+//! Both locks concern processes of this host only, so a lock in this host's kernel is sufficient. NFS and
 //! FUSE file systems may keep flock(2) of the backing directory on the host, and the arena is in the host's memory. The
 //! lease of [`crate::host_lease`] excludes other hosts.
 
@@ -32,7 +32,7 @@ use crate::mountinfo;
 /// How long a mount waits for a lock whose holder may be a killed firnd. The kernel releases the locks of a killed
 /// process after it has freed the process's memory, which takes less time than this even for a large arena.
 pub(crate) const ENDING_PROCESS_TIMEOUT: Duration = Duration::from_secs(5);
-/// Timeout for a firnd that is asked where it is mounted.
+/// Timeout for the answer of a firnd to the question where its mount is.
 const ASK_TIMEOUT: Duration = Duration::from_secs(1);
 /// Pause between two attempts to take a lock.
 const LOCK_RETRY_EVERY: Duration = Duration::from_millis(50);
@@ -43,7 +43,7 @@ const LOCK_RETRY_EVERY: Duration = Duration::from_millis(50);
 pub(crate) enum Sharing {
     /// The lock of the backing directory is exclusive.
     Alone,
-    /// The lock of the backing directory is shared; the leases of the hosts keep them apart.
+    /// The lock of the backing directory is shared. Leases exclude a second firnd with the same host name.
     Shared,
 }
 

@@ -73,7 +73,7 @@ pub(crate) fn start_in_background(options: &Options, mount_point: &Path) {
         Ok(log) => install_subscriber(lines.with(system_layer(log, options.log_level))),
         Err(error) => {
             install_subscriber(lines);
-            tracing::warn!(%error, "cannot use the system log: the log file has all that there is");
+            tracing::warn!(%error, "cannot use the system log: events are only in the log file");
         }
     }
 }

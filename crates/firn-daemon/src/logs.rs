@@ -217,7 +217,7 @@ impl Flattener {
 
     /// Flattens the files at or below `path` that have no writers. Waits while other hosts flatten parts of them.
     ///
-    /// Returns the files that stay in logs. `goes_on` is called some times a second; once it returns false, the wait
+    /// Returns the files that stay in logs. `goes_on` is called several times a second; once it returns false, the wait
     /// ends with ECANCELED. ESHUTDOWN means that the settler has ended.
     pub(crate) fn flatten(
         &self,
@@ -351,7 +351,7 @@ fn flatten_logs_of_dead_hosts(logs: &dyn Logs) -> Result<(), Errno> {
     for name in logs.find_orphans()?.lost {
         tracing::warn!(
             container = name,
-            "the file of these logs is not found: they are kept"
+            "the file of these logs is not found: the logs are kept"
         );
     }
     Ok(())
@@ -402,10 +402,10 @@ enum LaneReach {
     SomeAbsent,
 }
 
-/// Work with the logs of a backing that is not mounted.
+/// A function that runs on the logs of an unmounted backing.
 type UnmountedWork<'a, T> = dyn FnMut(&dyn Logs, LaneReach) -> Result<T, Errno> + 'a;
 
-/// Flattens an unmounted backing by `work`. Fails if `work` fails or leaves files in logs.
+/// Runs `work`, which flattens all logs of an unmounted backing. Fails if `work` fails, or if files stay in logs.
 fn flatten_unmounted(
     backing: &Path,
     path: &Path,

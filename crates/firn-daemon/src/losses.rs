@@ -1,4 +1,4 @@
-//! The report of what is given up of damaged logs: a file with one line of JSON for each loss.
+//! The report of data that is given up in damaged logs: a file with one line of JSON for each loss.
 //!
 //! Promises
 //! * The report is a new file. Data is given up only after its line in the report is durable.
@@ -57,7 +57,7 @@ enum LossEffect {
     /// It is unknown which logs counted, so all of them are used.
     #[serde(rename = "whatever")]
     AllLogsUsed,
-    /// The file does not change: the name of the container says what the damaged head said.
+    /// The file does not change: the name of the container has all that the damaged head had.
     #[serde(rename = "renewed")]
     HeadRestored,
     /// It is unknown how much of the plain file lies below the logs, so all of it is used.

@@ -1,6 +1,6 @@
-//! Held data whose file is missing in the backing: keeps it, copies it or gives it up.
+//! Keeps, copies or discards held data whose file is missing in the backing.
 //!
-//! Promise: data leaves the arena only after its copy is durable, or if the user gives it up.
+//! Promise: data leaves the arena only after its copy is durable, or if the user discards it.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;

@@ -34,9 +34,7 @@ pub fn mount_with_notices(
     log::start(&request.options);
     let summons = if request.options.takeover == Takeover::Auto {
         let found = Summons::from_service_manager();
-        found.map_err(MountError::io(
-            "talk to the service manager (NOTIFY_SOCKET)",
-        ))?
+        found.map_err(MountError::io("reach the service manager (NOTIFY_SOCKET)"))?
     } else {
         None
     };
@@ -69,7 +67,8 @@ pub fn firnd_main() -> ExitCode {
                 let request = read_request(std::io::stdin())?;
                 return firnd::serve(&request, Reporter::Pipe(reporter), None);
             }
-            let summons = Summons::receive().map_err(MountError::io("hear from the keeper"))?;
+            let summons =
+                Summons::receive().map_err(MountError::io("receive the messages of the keeper"))?;
             let file = summons.link.request();
             let file = file.map_err(MountError::io("read the request"))?;
             let request = read_request(File::from(file))?.with_changes()?;
@@ -90,7 +89,7 @@ fn read_request(mut from: impl Read) -> Result<MountRequest, MountError> {
     from.read_to_end(&mut json)
         .map_err(MountError::io("read the request"))?;
     serde_json::from_slice(&json).map_err(|error| MountError::Reported {
-        text: format!("firnd is started by `firn mount` and by nothing else: {error}"),
+        text: format!("firnd must be started by `firn mount`: {error}"),
         code: 2,
     })
 }

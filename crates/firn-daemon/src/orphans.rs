@@ -15,11 +15,11 @@ use crate::process;
 use crate::store::PlaceableStore;
 use crate::unmounted::{FoundOrphan, open_unmounted};
 
-/// Walks a backing and its lanes, and returns what has no use: files without a name, unfinished links, and logs without
-/// a file.
+/// Walks a backing and its lanes, and returns all that nothing refers to: files without a name, unfinished links, and
+/// logs without a file.
 ///
-/// With `repair` these are removed, and logs whose removal a dead host has begun. A dangling link stays, because its
-/// lane may only be mounted elsewhere.
+/// With `repair` these are removed, and also logs whose removal a dead host has begun. A dangling link stays, because
+/// its lane may only be mounted elsewhere.
 pub fn find_orphans(
     backing: &Path,
     options: &Options,
@@ -39,7 +39,7 @@ pub fn find_orphans(
     let found = lanes
         .find_orphans()
         .map_err(|error| walk_error(&backing, error))?;
-    let removed = AttachError::io("remove what no name leads to");
+    let removed = AttachError::io("remove the files without a name");
     let mut reports = Vec::new();
     for orphan in &found {
         let removes = repair && !matches!(orphan, Orphan::Dangling { .. });

@@ -1,8 +1,8 @@
 //! The owners of this mount's transactions.
 //!
-//! A transaction belongs to a connection of the control socket, to a process, or has no owner. One thread waits for the
-//! end of all owners. When the owner of an open transaction is gone, the transaction is aborted at once; what is
-//! prepared or decided stays as it is.
+//! A transaction belongs to a connection of the control socket or to a process, or it has no owner. One thread waits
+//! for the end of all owners. When the owner of an open transaction is gone, the transaction is aborted at once. A
+//! prepared or decided transaction remains as it is.
 //!
 //! ```text
 //!            begin          owner gone, no request under way
@@ -14,11 +14,11 @@
 //! ```
 //!
 //! Invariants
-//! * A transaction is aborted for its owner only while no request about it is under way, and no request begins
-//!   meanwhile.
-//! * A request that begins after its owner was gone finds the transaction aborted: what a dead owner left is never
-//!   committed.
-//! * A process is known by a pidfd and the time at which it began, never by its number alone.
+//! * A transaction is aborted for the end of its owner only while no request about it is in progress. No request begins
+//!   during the abort.
+//! * A request about an open transaction that begins after the owner's end finds the transaction aborted. So changes of
+//!   a dead owner that were not prepared are never committed.
+//! * A process is identified by a pidfd and its start time, never by its number alone.
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -33,16 +33,16 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
-/// An abort that failed is tried again after this time.
+/// Seconds until a failed abort is tried again.
 const RETRY_S: i64 = 1;
 
 /// A connection of the control socket, as an owner.
 #[derive(Clone, Debug)]
 pub(crate) struct ControlPeer {
     pub(crate) stream: Arc<UnixStream>,
-    /// The process that connected; 0: in a PID namespace that firnd does not see.
+    /// Number of the process that connected; 0 if it is in a PID namespace that firnd does not see.
     pub(crate) pid: u32,
-    /// Its effective user and group.
+    /// Effective user and group of that process.
     pub(crate) uid: u32,
     pub(crate) gid: u32,
 }
@@ -50,37 +50,37 @@ pub(crate) struct ControlPeer {
 /// Why a transaction was aborted without a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum AbortCause {
-    /// Its owner, in words, had ended.
+    /// The owner, which the text describes, had ended.
     OwnerGone(String),
-    /// It could not go on without the firnd that died.
+    /// The transaction could not continue without the firnd that died.
     FirndDied,
 }
 
 /// Why a request about a transaction is refused.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Refusal {
-    /// Its owner was gone, so it was aborted.
+    /// The owner was gone, so the transaction was aborted.
     Aborted {
-        /// The owner in words.
+        /// Description of the owner.
         owner: String,
     },
-    /// The same, but the abort failed so far.
+    /// The owner is gone, but the abort has failed so far.
     NotAborted { owner: String, error: String },
 }
 
-/// What ends with the owner.
+/// An owner whose end is watched.
 #[derive(Debug)]
 enum Watched {
     Connection {
         peer: ControlPeer,
-        /// The process that connected: a child of it may keep the socket open.
+        /// The process that connected. It is watched too, because a child of it may keep the socket open.
         process: Option<OwnedFd>,
     },
     Process {
         pid: u32,
         process: OwnedFd,
     },
-    /// It had ended when this firnd began; 0: a process that is not known.
+    /// The owner had ended when this firnd began. 0 stands for an unknown process.
     Gone {
         pid: u32,
     },
@@ -94,17 +94,18 @@ impl Watched {
         }
     }
 
-    /// ESRCH: it has ended, or its number is another one's by now.
+    /// Watches a process. ESRCH means that the process has ended, or that its number belongs to another process by now.
     fn of_process(pid: u32, start_ticks: u64) -> Result<Self, Errno> {
         let process = open_process(pid)?;
-        // Read after the descriptor was opened: if it is the start of the right one, so is the descriptor.
+        // The start time is read after the descriptor was opened. If it is the expected one, the descriptor belongs to
+        // the right process.
         match firn_client::start_ticks_of(pid) {
             Ok(found) if found == start_ticks => Ok(Self::Process { pid, process }),
             _ => Err(Errno::SRCH),
         }
     }
 
-    /// Descriptors, and the event on each of them that tells of the end.
+    /// Returns descriptors, and the event on each of them that reports the end of the owner.
     fn ends(&self) -> Vec<(BorrowedFd<'_>, PollFlags)> {
         match self {
             Self::Connection { peer, process } => {
@@ -121,7 +122,8 @@ impl Watched {
         }
     }
 
-    /// What the next firnd can know it by. A connection ends with this one: its process stands for it.
+    /// Returns the owner as the next firnd can identify it. A connection ends with this firnd, so its process is stored
+    /// instead.
     fn stored(&self) -> TransactionOwner {
         let pid = self.status().pid;
         match firn_client::start_ticks_of(pid) {
@@ -179,16 +181,16 @@ fn open_process(pid: u32) -> Result<OwnedFd, Errno> {
     pidfd_open(pid.ok_or(Errno::SRCH)?, PidfdFlags::empty())
 }
 
-/// One transaction of a scope.
+/// The transaction of a scope, and its owner.
 #[derive(Debug)]
 struct Owned {
     owner: Option<Arc<Watched>>,
     began: Instant,
-    /// It is not prepared.
+    /// The transaction is not prepared yet.
     is_open: bool,
     is_gone: bool,
     is_aborting: bool,
-    /// Why it could not be aborted.
+    /// Why the last attempt to abort it failed.
     trouble: Option<String>,
 }
 
@@ -204,7 +206,7 @@ impl Owned {
         }
     }
 
-    /// Whether its owner is gone and it would be aborted.
+    /// Returns whether the owner is gone and the transaction is to be aborted.
     fn is_orphan(&mut self) -> bool {
         if let Some(owner) = &self.owner {
             self.is_gone = self.is_gone || owner.is_gone();
@@ -216,9 +218,9 @@ impl Owned {
 #[derive(Debug, Default)]
 struct Table {
     owned: HashMap<Vec<u8>, Owned>,
-    /// Requests under way, by scope.
+    /// Number of requests in progress, by scope.
     requests: HashMap<Vec<u8>, u32>,
-    /// Why the last transaction of a scope was aborted, where that was not asked for.
+    /// Why the last transaction of a scope was aborted without a request.
     aborted: HashMap<Vec<u8>, AbortCause>,
     is_stopped: bool,
 }
@@ -228,15 +230,15 @@ struct Table {
 pub(crate) struct Owners {
     table: Mutex<Table>,
     changed: Condvar,
-    /// Makes the thread look again.
+    /// An eventfd that wakes the thread which watches the owners.
     wake: OwnedFd,
 }
 
-/// What the thread needs of the mount.
+/// The transactions of the mount, as the thread uses them.
 pub(crate) trait Scopes {
-    /// Whether the transaction of a scope is open; `None`: there is none.
+    /// Returns whether the transaction of a scope is open; `None` if there is no transaction.
     fn is_open(&self, scope: &[u8]) -> Option<bool>;
-    /// Aborts it. An error in words.
+    /// Aborts the transaction of a scope. The error is a text.
     fn abort(&self, scope: &[u8]) -> Result<(), String>;
 }
 
@@ -249,7 +251,7 @@ impl Owners {
         })
     }
 
-    /// Goes on with the owner of a transaction of an earlier firnd. One that ended meanwhile is found by the thread.
+    /// Watches the owner of a transaction of an earlier firnd. If the owner has ended meanwhile, the thread finds out.
     pub(crate) fn resume(&self, scope: &[u8], owner: TransactionOwner, is_open: bool) {
         let owned = Owned {
             is_open,
@@ -258,7 +260,7 @@ impl Owners {
         self.table.lock().owned.insert(scope.to_vec(), owned);
     }
 
-    /// The owner of the transaction of a scope, for the next firnd.
+    /// Returns the owner of a scope's transaction, as the next firnd can identify it.
     pub(crate) fn stored_owner(&self, scope: &[u8]) -> TransactionOwner {
         let owner = {
             let table = self.table.lock();
@@ -267,8 +269,8 @@ impl Owners {
         owner.map_or(TransactionOwner::Unowned, |owner| owner.stored())
     }
 
-    /// A request about the transaction of a scope begins, and ends when `Request` is dropped. Waits for an abort that
-    /// is under way.
+    /// Begins a request about the transaction of a scope; dropping the returned value ends it. Waits for an abort that
+    /// is in progress. Fails if the owner is gone and its open transaction was aborted, or must be.
     pub(crate) fn enter(&self, scope: &[u8]) -> Result<Request<'_>, Refusal> {
         let mut table = self.table.lock();
         loop {
@@ -300,18 +302,19 @@ impl Owners {
         })
     }
 
-    /// A transaction of an earlier firnd was undone.
+    /// Records that a transaction of an earlier firnd was undone.
     pub(crate) fn note_undone(&self, scope: &[u8]) {
         let mut table = self.table.lock();
         table.aborted.insert(scope.to_vec(), AbortCause::FirndDied);
     }
 
-    /// Why the last transaction of a scope was aborted, where that was not asked for and none was begun since.
+    /// Returns why the last transaction of a scope was aborted without a request. `None` if it was not, or if another
+    /// one was begun since.
     pub(crate) fn abort_cause(&self, scope: &[u8]) -> Option<AbortCause> {
         self.table.lock().aborted.get(scope).cloned()
     }
 
-    /// Owner and age of the transaction of a scope that is open.
+    /// Returns the owner of a scope's transaction, and the transaction's age in seconds.
     pub(crate) fn status(&self, scope: &[u8]) -> (Option<OwnerStatus>, Option<f64>) {
         match self.table.lock().owned.get(scope) {
             None => (None, None),
@@ -322,7 +325,7 @@ impl Owners {
         }
     }
 
-    /// Whether a connection owns a transaction that would be aborted without it.
+    /// Returns whether a connection owns a transaction that would be aborted at the end of the connection.
     pub(crate) fn has_owned(&self, stream: &Arc<UnixStream>) -> bool {
         let is_owner = |owned: &Owned| match owned.owner.as_deref() {
             Some(Watched::Connection { peer, .. }) => {
@@ -333,18 +336,18 @@ impl Owners {
         self.table.lock().owned.values().any(is_owner)
     }
 
-    /// Nothing is aborted from now on: the mount ends.
+    /// Stops the thread: from now on nothing is aborted, because the mount ends.
     pub(crate) fn stop(&self) {
         self.table.lock().is_stopped = true;
         self.wake();
     }
 
     fn wake(&self) {
-        // It can only fail because it is awake already.
+        // The write fails only if the counter of the eventfd is full. The thread wakes then anyway.
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
     }
 
-    /// Aborts transactions of owners that are gone, until [`Owners::stop`]. `scopes` is asked with no lock held.
+    /// Aborts transactions whose owners are gone, until [`Owners::stop`]. No lock is held while `scopes` is called.
     pub(crate) fn watch(&self, scopes: &dyn Scopes) {
         loop {
             let (watched, orphans) = {
@@ -362,7 +365,7 @@ impl Owners {
         }
     }
 
-    /// Whether some of them could not be aborted.
+    /// Aborts the transactions of `orphans`. Returns whether one of them could not be aborted.
     fn abort_all(&self, scopes: &dyn Scopes, orphans: &[Vec<u8>]) -> bool {
         let mut has_trouble = false;
         for scope in orphans {
@@ -390,7 +393,7 @@ impl Owners {
         has_trouble
     }
 
-    /// Until an owner ends, or something else changes.
+    /// Sleeps until an owner ends or the thread is woken, and with `has_trouble` for at most [`RETRY_S`].
     fn sleep(&self, watched: &[Arc<Watched>], has_trouble: bool) {
         let mut fds = vec![PollFd::new(&self.wake, PollFlags::IN)];
         for owner in watched {
@@ -408,14 +411,14 @@ impl Owners {
 }
 
 impl Table {
-    /// Owners whose end is waited for.
+    /// Returns the owners whose end is watched.
     fn watched(&self) -> Vec<Arc<Watched>> {
         let lives = |owned: &&Owned| owned.is_open && !owned.is_gone;
         let owners = self.owned.values().filter(lives);
         owners.filter_map(|owned| owned.owner.clone()).collect()
     }
 
-    /// Marks the transactions that are to be aborted now.
+    /// Marks the transactions that are to be aborted now, and returns their scopes.
     fn take_orphans(&mut self) -> Vec<Vec<u8>> {
         let Self {
             owned, requests, ..
@@ -439,7 +442,7 @@ impl Table {
     }
 }
 
-/// A request about the transaction of a scope, under way.
+/// A request in progress about the transaction of a scope.
 pub(crate) struct Request<'a> {
     owners: &'a Owners,
     scope: Vec<u8>,
@@ -448,7 +451,7 @@ pub(crate) struct Request<'a> {
 }
 
 impl Request<'_> {
-    /// Finds the owner that a begin names.
+    /// Returns the owner that a begin request names. Fails with ESRCH if that process is not running.
     pub(crate) fn find_owner(owner: Owner, peer: &ControlPeer) -> Result<FoundOwner, Errno> {
         Ok(FoundOwner(match owner {
             Owner::None => None,
@@ -459,15 +462,15 @@ impl Request<'_> {
         }))
     }
 
-    /// A transaction was begun for this owner.
+    /// Records that a transaction was begun for this owner.
     pub(crate) fn begun(&self, owner: FoundOwner) {
         let mut table = self.owners.table.lock();
         table.aborted.remove(&self.scope);
         table.owned.insert(self.scope.clone(), Owned::new(owner.0));
     }
 
-    /// The transaction was committed and the next one begun, for the same owner. Its scope is `next`: the top may have
-    /// another name.
+    /// Records that the transaction was committed, and the next one begun for the same owner. The scope of the next one
+    /// is `next`, because its top may have been renamed.
     pub(crate) fn begun_next(&self, next: &[u8]) {
         let mut table = self.owners.table.lock();
         let owned = table.owned.remove(&self.scope);
@@ -476,7 +479,7 @@ impl Request<'_> {
         table.owned.insert(next.to_vec(), Owned::new(owner));
     }
 
-    /// The request is over, and this is what the transaction is now.
+    /// Ends the request. `is_open` is the state of the transaction now; `None` means that there is no transaction.
     pub(crate) fn end(mut self, is_open: Option<bool>) {
         self.is_open = Some(is_open);
     }
@@ -506,5 +509,5 @@ impl Drop for Request<'_> {
     }
 }
 
-/// An owner that lived when it was looked for.
+/// An owner that was running when it was looked up.
 pub(crate) struct FoundOwner(Option<Arc<Watched>>);

@@ -112,7 +112,7 @@ impl Parts {
         Self(list.into())
     }
 
-    /// Starts each part. The first part that fails keeps the later ones from starting; the caller stops all parts then.
+    /// Starts each part. After the first failure no further part is started, and the caller must stop all parts.
     pub(crate) fn start(&self) -> Result<(), MountError> {
         self.0.iter().try_for_each(|part| part.start(self))
     }
@@ -130,7 +130,7 @@ impl Parts {
         self.0.iter().find_map(|part| part.refuse(request))
     }
 
-    /// Returns the answer of the first part that knows the request; `None` if the engine must answer it.
+    /// Returns the answer of the first part that handles the request; `None` if the engine must answer it.
     pub(crate) fn answer(&self, question: &mut Question<'_>) -> Option<Reply> {
         self.0.iter().find_map(|part| part.answer(question))
     }
@@ -179,7 +179,7 @@ pub(crate) struct Stop {
     /// Reported by the I/O threads: one of them may still be in a call of the backing. The locks are then kept until
     /// the process ends, because a late call could change files of the next mount.
     pub(crate) has_call_under_way: bool,
-    /// Reported by the arena's file: bytes that only the arena has, and that stay in it.
+    /// Reported by the arena's file: bytes that only the arena has and that remain in it.
     pub(crate) left_bytes: u64,
     /// Reported by the logs: the files that stay in logs.
     pub(crate) left_in_logs: Left,

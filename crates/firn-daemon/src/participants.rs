@@ -38,8 +38,8 @@ pub(crate) fn members(options: &Options) -> Result<Option<Members>, AttachError>
     Ok(Some(Members { host, expected }))
 }
 
-/// Adds up uses of files by process. The kernel names the thread that asks; a thread that has ended keeps its own
-/// number.
+/// Adds up the uses of files by process. The kernel reports the thread of each request. A thread that has ended counts
+/// under its own number.
 pub(crate) fn by_process(mut used: Vec<Used>) -> Vec<Used> {
     let mut processes = HashMap::new();
     for file in &mut used {
@@ -55,7 +55,7 @@ pub(crate) fn by_process(mut used: Vec<Used>) -> Vec<Used> {
     used
 }
 
-/// Describes the conflicts of a transaction for a person.
+/// Describes the conflicts of a transaction for the user.
 pub(crate) fn describe_conflict(report: &ConflictReport, scope: &str) -> String {
     let mut text = match report.total {
         1 => format!("{scope}: no commit, 1 conflict between hosts"),

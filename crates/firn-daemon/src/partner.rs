@@ -116,7 +116,7 @@ impl PartnerBoard {
         }
     }
 
-    /// Returns the name of the partner, if there is one, and a note for people.
+    /// Returns the name of the partner, if there is one, and a note for the user.
     fn partner_and_note(&self) -> (Option<String>, String) {
         let reports = self.reports.lock();
         let speaker = reports.naming_speakers.last();

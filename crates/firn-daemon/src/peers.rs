@@ -12,7 +12,7 @@
 //!
 //! The refused differences would give wrong results; the reported ones only cost time.
 //!
-//! Not compared: hosts without any of these options, because they have no lease.
+//! Hosts without any of these options are not compared, because they have no lease.
 
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
@@ -110,10 +110,10 @@ impl Difference {
             self.their_value.as_str(),
         ) {
             (FORMATS, ..) => Some(
-                "they would misread what the other one stores: run the same version of firn on all hosts",
+                "the two hosts would misread what the other one stores: run the same version of firn on all hosts",
             ),
             (LAYOUT, LOG, PLAIN) => Some(
-                "it would show files short that this one writes to logs: give all hosts layout=log, or unmount it first",
+                "that host would show files too short that this host writes to logs: mount with layout=log on all hosts, or unmount that host first",
             ),
             _ => None,
         }
@@ -128,10 +128,10 @@ impl Difference {
             our_value,
         } = self;
         let meaning = match *term {
-            LAYOUT => "it writes to the files themselves what others write to logs",
-            LANES => "files are spread unevenly, and lanes with the same number are not the same",
-            TOKENS => "it writes to a lane while another host has the token",
-            _ => "update one of them",
+            LAYOUT => "the host with the plain layout writes new files directly, and not to logs",
+            LANES => "files are spread unevenly, and lanes with the same number differ",
+            TOKENS => "one of the hosts writes to a lane while the other one has the token",
+            _ => "update one of the hosts",
         };
         format!("host {host} has {term} {their_value}, this one {our_value}: {meaning}")
     }
@@ -231,7 +231,7 @@ impl PeerBoard {
         let peers = match looked {
             Ok(peers) => peers.living,
             Err(error) => {
-                tracing::debug!(%error, "cannot look at the other hosts of the backing");
+                tracing::debug!(%error, "cannot compare this host with the other hosts of the backing");
                 return;
             }
         };
@@ -275,7 +275,7 @@ mod tests {
     #[test]
     fn hosts_with_the_same_terms_do_not_differ() {
         assert_eq!(differences(&[], &[]), []);
-        // What another version does not say is not compared.
+        // Terms that another version does not publish are not compared.
         let silent = Peer {
             host: "b".into(),
             terms: Terms::new(),

@@ -45,8 +45,8 @@ use crate::store::{Layers as _, PlaceableStore, Store};
 
 /// Checks the lanes and the lane map of the options. This runs before the mount changes anything.
 ///
-/// Fails if a lane cannot be used, or if one of the lanes, the backing and the mount point is another one or lies in
-/// it.
+/// Fails if a lane cannot be used, or if two of the lanes, the backing and the mount point are the same directory or
+/// lie in each other.
 pub(crate) fn check_lanes(options: &Options, checked: &Checked) -> Result<(), AttachError> {
     if options.placement == Placement::None {
         return Ok(());
@@ -88,7 +88,7 @@ fn check_lane(lane: &Path) -> Result<DirLocation, LaneFault> {
     DirLocation::find(lane).map_err(LaneFault::Io)
 }
 
-/// Where a directory is, for a comparison with other directories that bind mounts and symbolic links do not deceive.
+/// The location of a directory. A comparison of locations is right despite bind mounts and symbolic links.
 ///
 /// Device and inode of a directory and of its ancestors show whether it is another directory or lies below it. A bind
 /// mount has other ancestors than the directory that it shows, so the path within the file system is compared too.
@@ -317,7 +317,7 @@ fn open_other_lanes(
             Err(fault) => {
                 let lane = quoted_path(Path::new(path));
                 notice(format!(
-                    "lane {lane} {fault}; until it is back its files cannot be used"
+                    "lane {lane} {fault}; its files cannot be used until this lane can be reached"
                 ));
                 absent.push(path.clone());
             }
@@ -402,7 +402,7 @@ pub(crate) fn advise_on_lanes(lanes: &[LaneStatus]) -> Vec<String> {
         return Vec::new();
     }
     vec![format!(
-        "{} got {} of {files} files: give the files of a checkpoint numbers one after the other, or a lane-map",
+        "{} got {} of {files} files: number the files of a checkpoint consecutively, or use a lane-map",
         lane.path, placed.files
     )]
 }
@@ -411,7 +411,7 @@ pub(crate) fn advise_on_lanes(lanes: &[LaneStatus]) -> Vec<String> {
 pub(crate) fn refuse_without_placement() -> Reply {
     Reply::Error {
         errno: libc::EOPNOTSUPP,
-        message: "without placement the file system alone knows where a file is: ask it, or mount with placement".into(),
+        message: "this mount has no placement, so only the file system knows where a file is: ask it, or mount with placement".into(),
     }
 }
 

@@ -1,7 +1,7 @@
 //! Checks backing and mount point before a mount changes anything.
 //!
-//! Promise: a pair that passes can be mounted as far as its paths show. Any other pair is refused with the reason and
-//! what to do.
+//! Promise: if a backing and a mount point pass, they can be mounted as far as their paths show. Otherwise the mount is
+//! refused with the reason and what to do.
 
 use std::io;
 use std::path::{Path, PathBuf};

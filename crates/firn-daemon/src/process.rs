@@ -1,4 +1,4 @@
-//! What a process of Firn arranges for itself before it serves.
+//! Prepares a process of Firn before it serves: limits, umask and capabilities.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -7,14 +7,14 @@ use firn_backing::Errno;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use rustix::thread::{CapabilitySet, capabilities, set_capabilities};
 
-/// Returns the process of a thread, or the thread itself if that cannot be seen.
+/// Returns the process of a thread. If firnd does not see that process, returns the number of the thread itself.
 pub(crate) fn process_of(thread: u32) -> u32 {
     firn_process::process_of_thread(thread).unwrap_or(thread)
 }
 
-/// Limits, umask and capabilities. Before any thread is started: capabilities are per thread.
+/// Sets limits, umask and capabilities. Call this before any thread is started, because capabilities belong to threads.
 pub(crate) fn prepare() {
-    // Modes come complete from the kernel.
+    // The modes in requests of the kernel have the umask of the program applied already.
     rustix::process::umask(rustix::fs::Mode::empty());
     if let Err(error) = firn_backing::raise_descriptor_limit() {
         tracing::warn!(%error, "cannot raise the limit on open files");
@@ -23,10 +23,10 @@ pub(crate) fn prepare() {
     respect_quotas();
 }
 
-/// The limit on file sizes is inherited from the parent process. It must be an errno of the one write that is over it,
-/// and not the end of firnd with everything that it holds.
+/// Raises the limit on file sizes, which the parent process sets, as far as allowed, and catches SIGXFSZ. A write
+/// beyond the limit then fails with an errno. Otherwise the signal would end firnd.
 fn survive_file_size_limit() {
-    // A handler and not SIG_IGN, which programs that we start (fusermount3) would inherit.
+    // Programs that firnd starts, such as fusermount3, would inherit SIG_IGN, but they do not inherit a handler.
     if let Err(error) = signal_hook::flag::register(libc::SIGXFSZ, Arc::new(AtomicBool::new(false)))
     {
         tracing::warn!(%error, "cannot catch SIGXFSZ; a file over the limit on file sizes ends firnd");
@@ -43,12 +43,12 @@ fn survive_file_size_limit() {
     }
 }
 
-/// Bytes of the largest file that this process may write; `None`: no limit.
+/// Returns the size in bytes of the largest file that this process may write; `None` means no limit.
 pub(crate) fn file_size_limit_bytes() -> Option<u64> {
     getrlimit(Resource::Fsize).current
 }
 
-/// An errno of the backing, with the limit of this process where that is the reason.
+/// Describes an errno of the backing, and the limit of this process that caused it, if one did.
 pub(crate) fn explain(errno: Errno) -> String {
     match limit_behind(errno) {
         Some(limit) => format!("{errno}: {limit}"),
@@ -56,36 +56,36 @@ pub(crate) fn explain(errno: Errno) -> String {
     }
 }
 
-/// The limit of this process that an errno of the backing comes from, and what to do.
+/// Returns which limit of this process caused an errno of the backing, and what to do; `None` if no limit did.
 pub(crate) fn limit_behind(errno: Errno) -> Option<String> {
     let limit = file_size_limit_bytes().filter(|_| errno == Errno::FBIG)?;
     Some(format!(
-        "the limit on file sizes (ulimit -f) is {} here; mount, or firn recover, with a higher one",
+        "the limit on file sizes (ulimit -f) of this process is {}: run `firn mount` or `firn recover` with a higher limit",
         firn_format::quantity::bytes(limit)
     ))
 }
 
-/// Descriptors that firnd needs however little it does: arena, sockets, `.firn/`, the threads' calls.
+/// Number of descriptors that firnd always needs: arena, sockets, `.firn/` and the calls of its threads.
 const DESCRIPTORS_FOR_ITSELF: u64 = 48;
 
-/// How many descriptors may go to files that are merely known, and as many to files that programs have open and
-/// do not use right now: a quarter each. The rest is for those without a name, with one or two each, for open
-/// directories and for connections.
+/// Returns the limit of descriptors for known files that no program has open. The limit for open files that are idle is
+/// the same. Each is a quarter of all descriptors. The rest is for open files without a name (one or two each), open
+/// directories and connections.
 pub(crate) fn objects_max() -> usize {
     let limit = getrlimit(Resource::Nofile).current.unwrap_or(1 << 20);
     (limit.saturating_sub(DESCRIPTORS_FOR_ITSELF) / 4).clamp(8, 1 << 18) as usize
 }
 
-/// Whether less than half of the descriptors that this process may have are in use. No where the kernel does not say how
-/// many are (before Linux 6.2).
+/// Returns whether less than half of this process's descriptors are in use. Returns false before Linux 6.2, because the
+/// kernel does not report their number.
 pub(crate) fn has_spare_descriptors() -> bool {
     let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
     let open = std::fs::metadata("/proc/self/fd").map_or(0, |fds| fds.len());
     open > 0 && open < limit / 2
 }
 
-/// Root's CAP_SYS_RESOURCE would write beyond quotas and into reserved blocks: data would be taken
-/// that the user whose program wrote it may not store.
+/// Drops CAP_SYS_RESOURCE, which a firnd of root has. With it, writes could exceed quotas and use reserved blocks, so
+/// firnd would accept data that the program's user may not store.
 fn respect_quotas() {
     let dropped = capabilities(None).and_then(|mut sets| {
         if !sets.effective.contains(CapabilitySet::SYS_RESOURCE) {
@@ -99,7 +99,8 @@ fn respect_quotas() {
     }
 }
 
-/// A broken invariant ends firnd at once: the arena survives it, half an answer might not be true.
+/// Makes a panic end firnd at once, because it means a broken invariant. The data survives in the arena, but a reply
+/// after the panic could be wrong.
 pub(crate) fn abort_on_panic() {
     let print = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |info| {

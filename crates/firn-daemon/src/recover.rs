@@ -94,7 +94,7 @@ pub struct HostReport {
 /// others list it as dead.
 ///
 /// Data that was only in the host's memory is not needed, because a prepared transaction is in the backing. If the host
-/// does come back, its next mount drops the data that is void by then.
+/// comes back, its next mount drops data that has become invalid.
 ///
 /// Fails if the host has neither a lease nor transactions in the backing.
 pub fn recover_host(backing: &Path, host: String) -> Result<HostReport, RecoverError> {
@@ -209,7 +209,7 @@ pub fn recover(
     if let Some(arena) = removed
         && let Err(error) = release_leases_of_arena(&backing, arena)
     {
-        tracing::warn!(%error, "cannot give back the lease of the mount that had the arena");
+        tracing::warn!(%error, "cannot release the lease of the mount that had the arena");
     }
     Ok(report)
 }
@@ -298,7 +298,7 @@ fn describe_drain(
         let explained = process::explain(error);
         errors.push(ErrorStatus {
             errno: error.raw_os_error(),
-            message: format!("the backing did not take all of it: {explained}"),
+            message: format!("the backing did not accept all data: {explained}"),
             repeats: 1,
             ..ErrorStatus::default()
         });

@@ -1,4 +1,4 @@
-//! Replies of the control socket that several parts of a mount give.
+//! Replies of the control socket that several parts of a mount send.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -42,8 +42,8 @@ pub(crate) fn deadline_of(timeout_ms: Option<u64>) -> Option<Instant> {
     timeout_ms.map(|ms| Instant::now() + Duration::from_millis(ms))
 }
 
-/// Waits until the files at or below `path` have reached the level `until`, as far as the engine does that. Returns the
-/// reply: done, a timeout with the bytes that are left, or an error.
+/// Waits until the engine has brought the files at or below `path` to the level `until`. Returns the reply: done, a
+/// timeout with the bytes that are left, or an error.
 pub(crate) fn wait_for_level(
     engine: &Arc<Engine<Store>>,
     path: &BytePath,

@@ -47,7 +47,7 @@ pub(crate) fn exists(path: &Path) -> bool {
     path.symlink_metadata().is_ok()
 }
 
-/// Returns where the stub tree of a backing is whose names are not all in the backing; `None` if there is none.
+/// Returns the path of the backing's stub tree if some of its names are not in the backing; `None` otherwise.
 pub(crate) fn waiting_tree(files: &RuntimeFiles) -> Result<Option<PathBuf>, PathsError> {
     if !files.names.exists() {
         return Ok(None);

@@ -30,7 +30,7 @@ impl SingleJob {
     }
 }
 
-/// Its drop says that the job has ended, has panicked or was not started.
+/// Its drop records that the job has ended, has panicked or was not started.
 struct EndOfJob(Arc<AtomicBool>);
 
 impl Drop for EndOfJob {

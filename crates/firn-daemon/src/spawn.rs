@@ -174,6 +174,6 @@ fn send(pipe: &mut File, message: &StartMessage) {
         return;
     };
     line.push(b'\n');
-    // If `firn mount` was killed meanwhile, the mount goes on without it.
+    // If `firn mount` was killed meanwhile, the mount continues without it.
     let _ = pipe.write_all(&line);
 }

@@ -87,7 +87,7 @@ pub(crate) fn check(
     let stat = rustix::fs::fstatfs(&opened).map_err(unusable)?;
     if stat.f_type as u64 == TMPFS_MAGIC {
         notice(format!(
-            "spill {} is on tmpfs, which is memory too: give a directory on a host-local disk",
+            "spill {} is on tmpfs, which is memory too: name a directory on a host-local disk",
             quoted_path(spill)
         ));
     }

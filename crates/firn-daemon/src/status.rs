@@ -38,7 +38,7 @@ pub(crate) fn explain_errors(errors: &mut [ErrorStatus]) {
 }
 
 /// Returns the files at or below `path` that are open or have bytes in the arena. With `idle` it returns all files of
-/// which the engine knows more than the backing.
+/// which the engine has data or state that the backing lacks.
 pub(crate) fn list_files(engine: &Engine<Store>, path: &[u8], idle: bool) -> Vec<FileStatus> {
     let files = if idle {
         engine.files_below(path)

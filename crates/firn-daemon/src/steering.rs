@@ -85,7 +85,7 @@ fn open_driver(options: &Options) -> Result<Option<Box<dyn Driver>>, String> {
     })
 }
 
-/// Opens one staging directory for each lane, and tells MooseFS the server of each.
+/// Opens one staging directory for each lane, and sets the server of each in MooseFS.
 fn open_staging(
     directory: &DirBacking,
     options: &Options,

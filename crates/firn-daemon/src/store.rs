@@ -33,7 +33,7 @@ pub(crate) type Store<B = DirBacking> =
 /// An object of a store with transactions.
 pub(crate) type TransactionalObject<B = DirBacking> = Arc<Object<LoggableStore<B>>>;
 
-/// Returns the name of a scope for a person.
+/// Returns the name of a scope as messages show it.
 pub(crate) fn shown_scope(path: &[u8]) -> String {
     match path {
         b"" => "the whole mount".into(),

@@ -1,4 +1,4 @@
-//! Opening what a mount writes to: its ground, and the transactions above it.
+//! Opens the store of a mount: its ground, and the layer of transactions above it.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -22,17 +22,17 @@ use crate::participants;
 use crate::runtime_files::waiting_tree;
 use crate::store::{LoggableStore, Store, TransactionalStore, shown_scope};
 
-/// What a mount writes to.
+/// The opened store of a mount.
 pub(crate) struct OpenedStore {
     pub(crate) store: Store,
     /// Scopes of transactions that were undone.
     pub(crate) undone: Vec<Vec<u8>>,
-    /// The parts that it comes with ([`OpenedGround::parts`](crate::ground::OpenedGround)).
+    /// The parts that belong to its ground ([`OpenedGround::parts`](crate::ground::OpenedGround)).
     pub(crate) parts: Vec<Arc<dyn Part>>,
 }
 
-/// The backing, after transactions of an earlier firnd were finished or undone. What the arena has of them is dropped
-/// before anything else, so that a crash on the way finds again what tells of them.
+/// Opens the store, and finishes or undoes the transactions of an earlier firnd. Pending data of an undone transaction
+/// is dropped from the arena first: after a crash in between, the next firnd finds the transaction again.
 pub(crate) fn open_store(
     target: &Target<'_>,
     directory: DirBacking,
@@ -67,7 +67,8 @@ struct Recovered {
     undone: Vec<Vec<u8>>,
 }
 
-/// The store after its transactions were finished or undone: one that can have others, where the options say so.
+/// Opens the layer of transactions, and finishes or undoes those of an earlier firnd. If the options ask for no
+/// transactions, the layer is removed again; this fails while a prepared transaction waits.
 fn open_transactional(
     target: &Target<'_>,
     ground: LoggableStore,
@@ -111,7 +112,7 @@ fn open_transactional(
         ));
     }
     if options.drain != Drain::Commit {
-        // Without the tables of a backing that has transactions, the kernel may read files by itself.
+        // Without the layer of transactions and its tables, the kernel may read files itself.
         let Some((id, scope)) = outcome.waiting.first() else {
             return Ok(Recovered {
                 store: Store::Lower(plain(target, store.into_base())?),
@@ -133,7 +134,7 @@ fn open_transactional(
     })
 }
 
-/// Transactions of a mount that is taken over.
+/// Returns the transactions that continue because this firnd takes over their mount.
 fn living_transactions(resumed: Option<&Resumed>) -> LivingTransactions {
     let mut living = LivingTransactions::default();
     for stored in resumed
@@ -149,8 +150,8 @@ fn living_transactions(resumed: Option<&Resumed>) -> LivingTransactions {
     living
 }
 
-/// Drops the pending bytes of transactions that are aborted. First notes their scopes in the live table: a later firnd would
-/// not find the transactions any more.
+/// Drops the pending bytes of transactions that are aborted. The live table gets their scopes first, because a later
+/// firnd would not find these transactions any more.
 fn drop_uncommitted(
     target: &Target<'_>,
     arena: &mut Found,
@@ -162,8 +163,8 @@ fn drop_uncommitted(
     arena.drop_below(scopes)
 }
 
-/// Returns the keys of those scopes that are checkpoints of a commit rule. Returns no key if the rules cannot be loaded; the
-/// mount is refused for that later.
+/// Returns the keys of those scopes that are checkpoints of a commit rule. If the rules cannot be loaded, no key is
+/// returned, and the mount is refused later.
 fn checkpoint_keys(rules: &[String], scopes: &[Vec<u8>]) -> Vec<Vec<u8>> {
     let Ok(rules) = commit_rules::load(rules) else {
         return Vec::new();
@@ -174,8 +175,9 @@ fn checkpoint_keys(rules: &[String], scopes: &[Vec<u8>]) -> Vec<Vec<u8>> {
     keys.collect()
 }
 
-/// A transaction belongs to the participants and the host that it was begun with. Only a mount with the same ones, or
-/// `firn recover`, ends it; this mount leaves it. Data of such a transaction in this arena is dropped.
+/// Drops the data in this arena that belongs to transactions of other participants or of another host name. Only a
+/// mount with the same participants and host name, or `firn recover`, ends such a transaction. This mount leaves the
+/// transaction as it is.
 fn drop_of_other_homes(
     backing: &Path,
     directory: &DirBacking,
@@ -196,7 +198,8 @@ fn drop_of_other_homes(
     Ok(())
 }
 
-/// A stub tree, also one that is recovered, keeps files without a name in `.firn`; a mount does not show that.
+/// Returns a store without transactions. It shows `.firn` for a stub tree, even during its recovery, because a stub
+/// tree keeps files without a name there. For a mount, `.firn` is hidden.
 fn plain<B: Backing>(target: &Target<'_>, base: B) -> Result<PlainBacking<B>, AttachError> {
     let is_tree = target.options.frontend == Frontend::Preload;
     if is_tree || waiting_tree(target.files)?.is_some() {
@@ -205,7 +208,9 @@ fn plain<B: Backing>(target: &Target<'_>, base: B) -> Result<PlainBacking<B>, At
     Ok(PlainBacking::new(base))
 }
 
-/// What this host left open is undone when the other hosts have stopped, which they hear of by this.
+/// Opens the transactions of a host that commits with others, and waits up to `participants-wait` until they have
+/// stopped. Only then can the open transactions of this host be undone. The attempt to open informs the other hosts
+/// that they must stop.
 fn open_of_members(
     target: &Target<'_>,
     mut ground: LoggableStore,

@@ -1,12 +1,12 @@
 //! Takes over a mount whose firnd died, and prepares a mount for a later takeover.
 //!
 //! Parts
-//! * [`Takeover`] gives the FUSE connection to the keeper and writes the live table, as long as this firnd serves.
+//! * [`Takeover`] passes the FUSE connection to the keeper, and writes the live table while this firnd serves.
 //! * [`TakenOver`] is what the next firnd opens: the connection, the live table, files without a name, and lock files.
 //!
 //! Promises
-//! * All that another firnd needs is kept before the first request of the kernel is answered.
-//! * A live table is used only if it belongs to this user, this version and this arena, and its header is whole.
+//! * All that another firnd needs is stored before the first request of the kernel is answered.
+//! * A live table is used only if it belongs to this user, this version and this arena, and its header is undamaged.
 //! * If a firnd cannot take the mount over, it informs the keeper. The keeper aborts the connection, so that no program
 //!   waits for ever.
 
@@ -54,7 +54,7 @@ pub(crate) struct TakenOver {
     /// Time of the death of the earlier firnd, since the host started.
     died: Duration,
     pub(crate) resumed: Resumed,
-    /// Lock files of the earlier firnd, until the lock thread has them.
+    /// Lock files of the earlier firnd, until the lock thread takes them.
     pub(crate) lock_files: Mutex<Vec<KeptLockFile>>,
     /// The resumed requests, once recovery has found them.
     pub(crate) left: Mutex<Option<ResumedRequests>>,
@@ -78,7 +78,7 @@ impl TakenOver {
         if contents.damaged > 0 {
             tracing::warn!(
                 entries = contents.damaged,
-                "parts of the live table are damaged: open files that were in them are lost to their programs"
+                "parts of the live table are damaged: programs lose the open files that these parts described"
             );
         }
         let takeovers = table.count_takeover();
@@ -102,7 +102,7 @@ impl TakenOver {
         })
     }
 
-    /// Takes the resumed requests from recovery. Fails if the live table belongs to another arena.
+    /// Takes the resumed requests from the result of the recovery. Fails if the live table belongs to another arena.
     pub(crate) fn go_on_with(&self, attached: &mut Attached) -> Result<(), MountError> {
         let refuse = |why: &str| Err(MountError::NotTakenOver { why: why.into() });
         if attached.engine.arena().superblock().uuid != self.header.arena {
@@ -135,7 +135,8 @@ impl TakenOver {
         let scopes = self.resumed.losses.lock().scopes.clone();
         let is_recent = |loss| uptime().saturating_sub(loss) < RECENT_LOSS;
         if scopes.is_empty() && self.last_loss().is_some_and(is_recent) {
-            // The firnd that aborted the transactions has died too, and the table has no full paths: the whole mount.
+            // The firnd that aborted the transactions has died too, and the live table has no full paths. So the whole
+            // mount counts.
             return BTreeSet::from([Vec::new()]);
         }
         scopes
@@ -173,12 +174,13 @@ impl TakenOver {
             takeovers = self.resumed.takeovers,
             handles = self.resumed.contents.handles.len(),
             requests = self.resumed.contents.requests.len(),
-            "firnd died, and this one goes on with the mount: programs waited"
+            "firnd died, and this firnd has taken over the mount: programs waited meanwhile"
         );
     }
 }
 
-/// Abandons handles whose programs have locks in a lock file that was not kept. Another host may have these locks by now.
+/// Abandons handles whose programs have locks in a lock file that the keeper does not have: another host may have taken
+/// these locks.
 fn abandon_unlocked_handles(resumed: &Resumed, kept: &[KeptLockFile]) {
     let is_kept = |lock: &FileLock| kept.iter().any(|file| file.ino == lock.lock_file);
     let locks = resumed.contents.file_locks.iter();
@@ -237,7 +239,7 @@ pub(crate) struct Takeover {
     link: Option<Arc<KeeperLink>>,
     table: Option<Arc<LiveTable>>,
     obstacle: Mutex<Option<&'static str>>,
-    /// Whether the kernel sends requests again.
+    /// Whether the kernel sends unanswered requests again to the next firnd (Linux 6.9).
     resends: AtomicBool,
     /// Open files that were lost at the last takeover.
     bad_handles: u64,
@@ -248,7 +250,7 @@ pub(crate) struct Takeover {
 }
 
 impl Takeover {
-    /// Prepares a mount that is being made.
+    /// Prepares a new mount for a later takeover.
     pub(crate) fn begin(
         request: &MountRequest,
         engine: &Arc<Engine<Store>>,
@@ -296,7 +298,7 @@ impl Takeover {
         })
     }
 
-    /// For a mount that is gone on with.
+    /// Prepares a mount that this firnd has taken over for a later takeover.
     pub(crate) fn go_on(
         request: &MountRequest,
         taken: &TakenOver,
@@ -315,7 +317,7 @@ impl Takeover {
         })
     }
 
-    /// A stub tree needs nothing but another firnd.
+    /// Registers a stub tree with the keeper. It has no FUSE connection, so the keeper only has to start another firnd.
     pub(crate) fn keep_tree(&self) {
         if self.obstacle.lock().is_none()
             && let Some(link) = &self.link
@@ -325,8 +327,8 @@ impl Takeover {
         }
     }
 
-    /// Gives the FUSE connection to the keeper, and writes the head of the live table: the next firnd finds both. An error is the
-    /// reason why the mount is not taken over.
+    /// Passes the FUSE connection to the keeper, and writes the header of the live table, so that the next firnd finds
+    /// both. The error is the reason why the mount cannot be taken over.
     fn keep_connection(
         &self,
         device: BorrowedFd<'_>,
@@ -355,10 +357,10 @@ impl Takeover {
     }
 }
 
-/// Why a mount is not upgraded. The firnd that serves it goes on.
+/// Why a mount is not upgraded. Its firnd continues to serve.
 #[derive(Debug, thiserror::Error)]
 enum UpgradeError {
-    #[error("the mount cannot be taken over, so no other firnd can go on with it: {0}")]
+    #[error("the mount cannot be taken over, so no other firnd can serve it: {0}")]
     NotReady(&'static str),
     #[error(
         "a service manager starts the firnd of this mount: install the new program, and kill firnd"
@@ -381,7 +383,8 @@ enum UpgradeError {
 }
 
 impl Takeover {
-    /// Gives the keeper the program of a client, and the request with `changes`. Gives the process of the keeper.
+    /// Passes the program of a client to the keeper, and the request of the mount with `changes`. Returns the process
+    /// of the keeper.
     fn prepare_upgrade(&self, client: u32, changes: &str) -> Result<Pid, UpgradeError> {
         let Some(link) = &self.link else {
             return Err(UpgradeError::NotReady("it has no keeper"));
@@ -408,7 +411,7 @@ impl Takeover {
     }
 }
 
-/// The program that a process runs. Its name may lead to another one by now, or to none.
+/// Opens the program that a process runs. The name of the program may belong to another file by now, or to none.
 fn open_program(process: u32) -> Result<OwnedFd, UpgradeError> {
     if process == 0 {
         return Err(UpgradeError::Unseen);
@@ -423,10 +426,10 @@ fn open_program(process: u32) -> Result<OwnedFd, UpgradeError> {
     Ok(program)
 }
 
-/// Dies as by kill -9: nothing is ended, and the next firnd goes on.
+/// Ends this process as kill -9 does: nothing is cleaned up, and the next firnd resumes the mount.
 fn die() -> ! {
     let _ = kill_process(getpid(), Signal::KILL);
-    // The signal comes before the call returns, unless a debugger holds it back.
+    // The signal arrives before the call returns, unless a debugger delays it.
     std::process::abort()
 }
 
@@ -451,7 +454,7 @@ impl Part for Takeover {
         let obstacle = *self.obstacle.lock();
         status.takeover = match obstacle {
             None if !self.resends.load(Ordering::Relaxed) => {
-                "ready, and requests that are under way then end with EIO (before Linux 6.9)".into()
+                "ready, but requests in progress then end with EIO (before Linux 6.9)".into()
             }
             None => "ready".into(),
             Some(why) => why.into(),
@@ -480,7 +483,7 @@ impl Part for Takeover {
         Some(match prepared {
             Ok(keeper) => {
                 let keeper = keeper.as_raw_pid() as u32;
-                tracing::info!("firnd dies: the program of `firn upgrade` goes on with the mount");
+                tracing::info!("firnd ends: the program of `firn upgrade` takes over the mount");
                 (question.send_progress)(Reply::Upgrading { keeper });
                 die()
             }
@@ -493,7 +496,7 @@ impl Part for Takeover {
 
     fn stop(&self, stop: &mut Stop) {
         if stop.was_never_visible {
-            // Another try may go on with it.
+            // Another firnd may still take over the mount.
             return;
         }
         if let Some(table) = &self.table {
@@ -502,7 +505,7 @@ impl Part for Takeover {
     }
 }
 
-/// The connection that a firnd gets from its keeper, where there is one.
+/// Returns the connection that the keeper passes to this firnd; `None` for a new mount or a stub tree.
 pub(crate) fn connection_of(resumed: Option<ResumedMount>) -> Option<Connection> {
     let ResumedMount {
         device,
@@ -518,7 +521,7 @@ pub(crate) fn connection_of(resumed: Option<ResumedMount>) -> Option<Connection>
     })
 }
 
-/// A connection whose firnd died.
+/// A connection to the kernel whose firnd died.
 pub(crate) struct Connection {
     pub(crate) device: OwnedFd,
     pub(crate) died: Duration,

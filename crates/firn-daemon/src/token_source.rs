@@ -3,7 +3,7 @@
 //!
 //! Promises
 //! * A file system whose locks do not reach other hosts is refused before anything is written through it.
-//! * An etcd that does not answer does not prevent a mount. It is reported, and drains go on without tokens.
+//! * An etcd that does not answer does not prevent a mount. It is reported, and drains continue without tokens.
 
 use std::io;
 use std::path::Path;
@@ -128,7 +128,7 @@ fn open_etcd(
     };
     if let Err(error) = client.check() {
         notice(format!(
-            "tokens: {error}; until it does, hosts write to the same lane at the same time"
+            "tokens: {error}; until etcd answers, several hosts may write to a lane at the same time"
         ));
     }
     Ok(SourceKind::Etcd {

@@ -1,8 +1,8 @@
-//! Transactions of a mount: what the control socket asks for.
+//! Answers requests of the control socket about transactions.
 //!
-//! `firn_transact` takes a request from step to step ([`firn_transact::machine`]). Here requests become verbs of that
-//! machine, its answers replies, and its failures an errno and a sentence; and here the steps get what only the mount can
-//! do ([`StepsOfMount`]). No rule of a transaction is in this module.
+//! `firn_transact` takes a request from step to step ([`firn_transact::machine`]). This module converts requests to
+//! verbs of that machine, its answers to replies, and its failures to an errno and a sentence. It also supplies the
+//! steps with actions that only the mount can do ([`StepsOfMount`]). No rule of a transaction is in this module.
 
 mod answer;
 mod last;
@@ -24,7 +24,7 @@ pub(crate) use self::last::{ends_with_firnd, give_up, give_up_all, in_the_way, l
 pub(crate) use self::status::status;
 pub(crate) use self::steps::{note_undone, steps};
 
-/// Takes a request of a client through its steps.
+/// Runs a request of a client on the machine.
 fn run(
     gate: &TransactionGate,
     verb: Verb<'_>,
@@ -40,7 +40,7 @@ fn run(
     Machine::new(gate.store(), &mount).run(verb, path)
 }
 
-/// Applies a commit, unless that is done.
+/// Applies a commit, unless it is applied already.
 pub(crate) fn apply_commit(
     gate: &TransactionGate,
     commit: &Decided<'_, LoggableStore>,
@@ -49,12 +49,12 @@ pub(crate) fn apply_commit(
     Machine::new(gate.store(), &mount).apply(commit)
 }
 
-/// Whether the transaction is open; `None`: there is none.
+/// Returns whether the transaction is open; `None` if there is no transaction.
 pub(crate) fn is_open(gate: &TransactionGate, path: &[u8]) -> Option<bool> {
     Some(gate.store().current_transaction(path)?.is_open())
 }
 
-/// Aborts the transaction of an owner that is gone.
+/// Aborts a transaction whose owner is gone.
 pub(crate) fn abort_orphan(
     gate: &TransactionGate,
     path: &[u8],
@@ -73,13 +73,13 @@ pub(crate) fn abort_orphan(
             Ok(())
         }
         Err(error) => {
-            tracing::warn!(%error, %scope, "the transaction of an owner that is gone cannot be aborted yet");
+            tracing::warn!(%error, %scope, "a transaction whose owner is gone cannot be aborted yet");
             Err(error.to_string())
         }
     }
 }
 
-/// Ends transactions that other hosts have aborted, as far as that goes now.
+/// Aborts the transactions that other hosts have aborted, as far as that is possible now.
 pub(crate) fn follow(gate: &TransactionGate, forget: &dyn Fn(Cached)) {
     let mount = StepsOfMount {
         forget,
@@ -95,9 +95,11 @@ pub(crate) fn follow(gate: &TransactionGate, forget: &dyn Fn(Cached)) {
                 tracing::info!(scope = %shown, "a transaction of several hosts was aborted and is undone")
             }
             Err(TransactionError::Abort(AbortError::Stopping { hosts })) => {
-                tracing::debug!(scope = %shown, ?hosts, "waiting for hosts to stop");
+                tracing::debug!(scope = %shown, ?hosts, "waiting until other hosts have stopped an aborted transaction");
             }
-            Err(error) => tracing::warn!(%error, scope = %shown, "a transaction cannot be undone"),
+            Err(error) => {
+                tracing::warn!(%error, scope = %shown, "a transaction that another host has aborted cannot be undone")
+            }
         }
     }
 }

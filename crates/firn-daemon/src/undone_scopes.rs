@@ -1,4 +1,4 @@
-//! Refuses changes of programs that do not know yet that their transaction was aborted.
+//! Refuses changes of programs that have not been informed yet that their transaction was aborted.
 //!
 //! A transaction in buffer mode lives in the memory of its firnd. If that firnd dies, the next one aborts the transaction.
 //! A program in the transaction may not have noticed. It would make the rest of its changes outside of any transaction,
@@ -14,9 +14,9 @@
 //! Promise: the live table stores the aborted scopes and the processes that were informed. A kill of this firnd loses
 //! neither.
 //!
-//! A prepare or commit of the aborted transaction is refused too. From then on changes are made, and a repeated request gets
-//! the same answer: firnd may have died before it was sent. The next begin or abort in the scope, or the next checkpoint that
-//! a rule commits there, ends all of this.
+//! A prepare or commit of the aborted transaction is refused too. After that refusal, changes are made again. A
+//! repeated request gets the same answer, because firnd may have died before it sent the first one. The next begin or
+//! abort in the scope, or the next checkpoint that a rule commits there, ends all of this.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

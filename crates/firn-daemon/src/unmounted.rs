@@ -21,12 +21,12 @@ pub struct FoundOrphan {
     /// * `link`: an unfinished link in `.firn/placing`;
     /// * `dangling`: a link in the backing to a file that is missing in its lane.
     pub kind: &'static str,
-    /// Path of it.
+    /// Path of the file, the link or the logs.
     #[serde(with = "firn_protocol::path::exact")]
     pub path: PathBuf,
     /// Length in bytes of a file; 0 otherwise.
     pub bytes: u64,
-    /// It was removed by this call.
+    /// This call has removed it.
     pub is_removed: bool,
 }
 

@@ -27,7 +27,7 @@ struct BoardState {
     last: usize,
 }
 
-/// The lanes that a thread has looked at since it last had a job.
+/// The lanes that a thread has searched since it last had a job.
 pub(crate) struct Round {
     looked_at: Vec<bool>,
 }
@@ -58,8 +58,8 @@ impl Board {
         }
     }
 
-    /// Enters the lane with the fewest writers, among the lanes that were not looked at in this round. Returns `None`
-    /// if no lane can be entered.
+    /// Enters the lane with the fewest writers, among the lanes that were not searched in this round. Returns `None` if
+    /// no lane can be entered.
     pub(crate) fn enter_next(&self, round: &mut Round) -> Option<usize> {
         let mut state = self.state.lock();
         let count = state.writers.len();
@@ -141,7 +141,7 @@ mod tests {
     #[test]
     fn the_last_thread_is_for_a_lane_without_writers() {
         let board = Board::new(2, 3, usize::MAX);
-        // Lane 1 has nothing to do.
+        // Lane 1 has no work: the thread has searched it already.
         let mut round = Round::new(2);
         round.looked_at[1] = true;
         assert_eq!(board.enter_next(&mut round), Some(0));

@@ -45,7 +45,7 @@ struct Ticks {
 }
 
 impl CpuClock {
-    /// Starts the measurement. Returns `None` if the kernel does not give the numbers.
+    /// Starts the measurement. Returns `None` if the kernel does not supply the numbers.
     pub(crate) fn start() -> Option<Self> {
         let cpus = sched_getaffinity(None).ok()?;
         Some(Self {
@@ -55,12 +55,12 @@ impl CpuClock {
         })
     }
 
-    /// Returns the time since the last look.
+    /// Returns the time since the last call of [`CpuClock::look`], or since the start.
     pub(crate) fn age(&self) -> Duration {
         self.looked_at.elapsed()
     }
 
-    /// Returns the use of the CPUs since the last look.
+    /// Returns the use of the CPUs since the last call, or since the start.
     pub(crate) fn look(&mut self) -> Option<Window> {
         let ticks = Ticks::read(&self.cpus)?;
         let now = Instant::now();

@@ -36,7 +36,7 @@ pub(crate) struct Crew {
     start_thread: Box<dyn Fn(usize, Role) -> io::Result<IoThread> + Send + Sync>,
     has_work: Box<dyn Fn(usize) -> bool + Send + Sync>,
     started_count: AtomicUsize,
-    /// The log has the message that writes hang, and no message yet that they returned.
+    /// Whether the log reports a hang of writes, and does not yet report its end.
     has_told_of_hang: AtomicBool,
 }
 
@@ -173,14 +173,15 @@ impl Crew {
         };
         self.tell_of_hang(role);
         if let Err(error) = self.add_thread(role) {
-            tracing::warn!(%error, "cannot start an IO thread");
+            tracing::warn!(%error, "cannot start an I/O thread");
         }
     }
 
-    /// Logs once for each outage. A server may be away for a night, and threads are replaced all that time.
+    /// Warns once for each outage and then logs at debug level: a server may be down for hours, and threads are
+    /// replaced during all that time.
     fn tell_of_hang(&self, role: Role) {
         let message =
-            "writes to the backing do not return: another thread goes on with what is left";
+            "writes to the backing do not return: an additional thread continues the drain";
         if self.has_told_of_hang.swap(true, Ordering::Relaxed) {
             tracing::debug!(?role, message);
         } else {
@@ -205,7 +206,7 @@ impl Crew {
         threads.iter().any(|thread| !thread.handle.is_finished())
     }
 
-    /// Forgets the threads whose call of the backing does not return.
+    /// Drops the handles of the threads, so that threads in calls of the backing that never return are not joined.
     pub(crate) fn abandon(&self) {
         self.threads.lock().clear();
     }

@@ -22,17 +22,17 @@ use parking_lot::Mutex;
 
 use crate::cpu::{CpuClock, Window};
 
-/// Time between two looks at the CPUs. It is long enough to measure with ticks of 10 ms.
+/// Interval between two measurements of the CPUs. It is long enough to measure with ticks of 10 ms.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 /// If less than this part of all CPUs is idle, programs may want more of them.
 const IDLE_PART_MIN: f64 = 0.1;
-/// If programs compute on less than this part of all CPUs, they have what they need. Most of the kernel's time is
-/// work of the drain, whose kernel threads carry the data to the device.
+/// If programs compute on less than this part of all CPUs, they have as many CPUs as they can use. Kernel time does not
+/// count, because most of it is work of the drain: kernel threads carry the data to the device.
 const USER_PART_MIN: f64 = 0.25;
-/// Maximum sleep for CPU time that was used. After it the CPUs are looked at again.
+/// Maximum length of one sleep of a paced thread. After it the use of the CPUs is measured again.
 const SLEEP_MAX: Duration = Duration::from_millis(20);
 
-/// Paces the IO threads of a mount.
+/// Paces the I/O threads of a mount.
 pub(crate) struct Pacer {
     /// Number of CPUs that the I/O threads always get; less than one.
     least: f64,
@@ -43,7 +43,7 @@ struct PacerState {
     clock: CpuClock,
     /// Number of CPUs that the I/O threads may use. Infinite means no limit.
     budget: f64,
-    /// CPU time of jobs since the last look.
+    /// CPU time of jobs since the last measurement.
     used: Duration,
     /// Time until which the used CPU time is within the budget; jobs without waiters are delayed until then.
     paid_until: Instant,
@@ -87,7 +87,7 @@ impl Pacer {
 }
 
 impl PacerState {
-    /// Looks at the CPUs if it is time, and sets the budget.
+    /// Measures the CPUs if [`LOOK_EVERY`] has passed, and sets the budget.
     fn look(&mut self, least: f64) {
         if self.clock.age() < LOOK_EVERY {
             return;
@@ -125,8 +125,8 @@ mod tests {
 
     const LEAST: f64 = 0.03;
 
-    /// The budget after a window with two CPUs, in which the IO threads used `own` of them, programs computed on `user`,
-    /// and `idle` were idle.
+    /// Returns the budget after a window with two CPUs, of which the I/O threads used `own`, programs used `user`, and
+    /// `idle` were idle.
     fn after(budget: f64, own: f64, user: f64, idle: f64) -> f64 {
         let window = Window {
             cpus: 2.0,
@@ -142,7 +142,7 @@ mod tests {
         // All CPUs are busy with the drain, and with threads of the kernel that carry its data.
         assert_eq!(after(f64::INFINITY, 1.2, 0.1, 0.0), f64::INFINITY);
         assert_eq!(after(LEAST, LEAST, 0.1, 0.0), f64::INFINITY);
-        // A program with one thread, beside a drain with one.
+        // A program with one thread and a drain with one thread.
         assert_eq!(after(f64::INFINITY, 0.7, 1.0, 0.3), f64::INFINITY);
     }
 
@@ -157,7 +157,7 @@ mod tests {
     fn what_becomes_idle_can_be_had_at_once() {
         // The program has ended.
         assert_eq!(after(LEAST, LEAST, 0.0, 1.9), f64::INFINITY);
-        // One of its two threads has.
+        // One of the two threads of the program has ended.
         let budget = after(LEAST, LEAST, 1.0, 0.97);
         assert!((0.75..1.0).contains(&budget), "{budget}");
     }

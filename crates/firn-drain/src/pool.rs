@@ -103,7 +103,7 @@ impl Pool {
             sleepers,
             pacer,
         };
-        // If not all threads could be started, dropping the pool stops those that were.
+        // If not all threads can be started, dropping the pool stops the threads that were started.
         let pool = Self {
             crew: Crew::new(worker, thread_count),
             tokens,
@@ -131,7 +131,7 @@ impl Pool {
         let of_lanes = self.crew.take_threads().into_iter();
         for thread in of_lanes.chain(self.mover.take()) {
             if thread.join().is_err() {
-                tracing::error!("an IO thread panicked");
+                tracing::error!("an I/O thread panicked");
             }
         }
         // Give the tokens back for the other hosts.
@@ -202,7 +202,8 @@ fn run_mover<B: Backing>(engine: &Engine<B>, sleepers: &Sleepers, pacer: Option<
         let SpillStep::Idle { retry } = engine.room.spill_step() else {
             continue;
         };
-        // Short memory comes first. No program waits for a file to be moved, so this work may be delayed.
+        // Spilling comes first, because it makes room in memory. No program waits for a file to move into a memory
+        // file, so that work may be delayed.
         if let Some(delay) = pacer.and_then(Pacer::delay) {
             sleepers.sleep(ticket, Some(delay));
             continue;

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
 
-/// A count of wakes. With it a thread can tell whether a wake came since it looked for work.
+/// A count of wakes. It shows a thread whether a wake came since the thread looked for work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Ticket(u64);
 
@@ -26,7 +26,7 @@ struct SleepersState {
 }
 
 impl Sleepers {
-    /// Returns a ticket. A thread must take it before it looks for work.
+    /// Returns a ticket. A thread must call this before it looks for work.
     pub(crate) fn ticket(&self) -> Ticket {
         Ticket(self.state.lock().wakes)
     }

@@ -89,7 +89,7 @@ impl Pace<'_> {
 enum Found<B: Backing> {
     Job(LaneJob<B>),
     Nothing {
-        /// Time until the next search. `None` if a wake comes when there is work.
+        /// Time until the next search. `None` if a wake announces the next work.
         retry: Option<Duration>,
     },
 }
@@ -136,7 +136,8 @@ impl<B: Backing> Worker<B> {
                     self.sleepers.sleep(ticket, retry);
                 }
                 Found::Nothing { .. } => {
-                    // Another thread may have found the lane full meanwhile and not searched it, so wake one.
+                    // Another thread may have found this lane full and skipped it, although it has more work. So one
+                    // thread is woken.
                     self.sleepers.wake();
                     return;
                 }
@@ -229,10 +230,10 @@ impl<B: Backing> Worker<B> {
     }
 
     /// Executes a job and catches a panic. A panic is a bug, but the bytes of the job are still in the arena. The job
-    /// then fails with EIO, so that the bytes stay there.
+    /// then fails with EIO, so that the bytes remain there.
     fn execute(&self, job: &Job<B>) -> JobOutcome {
         catch_unwind(AssertUnwindSafe(|| job.execute(&self.engine))).unwrap_or_else(|_| {
-            tracing::error!("writing to the backing panicked; the data is kept and tried again");
+            tracing::error!("a write to the backing panicked; its data stays in the arena and is written again later");
             JobOutcome {
                 written: 0,
                 writes: 0,

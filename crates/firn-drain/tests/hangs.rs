@@ -1,5 +1,5 @@
-//! Writes to the backing that do not return. A program of its own: it counts what its thread logs, and another thread
-//! without a log may keep that from being logged.
+//! Writes to the backing that do not return. This test is a separate program because it counts the log messages of its
+//! thread. Another test thread that logs nothing could disable these messages for the whole process.
 
 #[allow(dead_code, reason = "each program has its own part")]
 #[path = "all/common/host.rs"]
@@ -14,12 +14,12 @@ use firn_drain::IoThreads;
 use firn_sim::SimBacking;
 use host::{Drained, Host, LIMIT};
 
-/// What this thread logs. Its clones are the same.
+/// The log messages of the test's thread. All clones share them.
 #[derive(Clone, Default)]
 struct Log(Arc<Mutex<Vec<u8>>>);
 
 impl Log {
-    /// Collects until the guard is dropped.
+    /// Collects messages until the returned guard is dropped.
     fn collect(&self) -> tracing::subscriber::DefaultGuard {
         let log = self.clone();
         let subscriber = tracing_subscriber::fmt().with_writer(move || log.clone());
@@ -42,7 +42,7 @@ impl io::Write for Log {
     }
 }
 
-/// Waits for a file while threads are replaced as firnd does each second.
+/// Waits until a file is drained. Meanwhile it replaces hanging threads, as firnd does each second.
 fn await_with_stand_ins<B: Backing>(host: &Host<B>, told: &Drained) {
     let began = Instant::now();
     loop {
@@ -84,7 +84,7 @@ fn regression_where_all_io_threads_hang_others_drain_the_rest() {
         assert!(told.recv_timeout(LIMIT).expect("drained"));
         host.engine.release(handle);
     }
-    // A thread is at its job a little longer than the callers that wait for the job.
+    // A thread leaves its job a little later than the callers of the job are answered.
     let began = Instant::now();
     while log.count("writes to the backing return again") == 0 {
         assert!(began.elapsed() < LIMIT, "the end of the hang is not told");

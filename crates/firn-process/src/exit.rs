@@ -32,7 +32,8 @@ pub fn end_of_process(pidfd: impl AsFd) -> Option<ProcessEnd> {
     let mut info = MaybeUninit::<libc::pidfd_info>::zeroed();
     // SAFETY: `pidfd_info` is made of integers, for which zeros are values.
     unsafe { info.assume_init_mut() }.mask = wanted;
-    // SAFETY: the kernel writes at most the size that is a part of the request's number, and that is `info`'s.
+    // SAFETY: the kernel writes at most the number of bytes that the request number contains, which is the size of
+    // `info`.
     let result = unsafe {
         libc::ioctl(
             pidfd.as_fd().as_raw_fd(),
@@ -40,7 +41,7 @@ pub fn end_of_process(pidfd: impl AsFd) -> Option<ProcessEnd> {
             info.as_mut_ptr(),
         )
     };
-    // SAFETY: it was all zeros before, and the kernel writes integers.
+    // SAFETY: all bytes of `info` were zero before the call, and the kernel writes integers.
     let info = unsafe { info.assume_init() };
     let is_known = result == 0 && info.mask & wanted != 0;
     is_known.then(|| ProcessEnd::of_wait_status(info.exit_code))
@@ -65,7 +66,7 @@ mod tests {
     fn the_end_of_a_process_is_known_once_it_was_reaped() {
         let sleeper = Command::new("sleep").arg("100").spawn().expect("spawn");
         let end = end_of(sleeper);
-        // Kernels before 6.15 do not tell.
+        // Kernels before 6.15 do not report how the process ended.
         assert!(matches!(end, None | Some(ProcessEnd::Killed(9))), "{end:?}");
     }
 

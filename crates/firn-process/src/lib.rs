@@ -82,7 +82,7 @@ pub struct Ended {
 }
 
 impl Ended {
-    /// Returns the output as text, for people.
+    /// Returns the output as text for messages.
     pub fn text(&self) -> String {
         String::from_utf8_lossy(&self.output).trim().to_owned()
     }
@@ -104,14 +104,14 @@ pub enum RunError {
         bytes_max: usize,
     },
     /// It was killed because the kernel refused a call.
-    #[error("it cannot be watched: {0}")]
+    #[error("its input, output or end cannot be watched: {0}")]
     Watch(#[source] io::Error),
 }
 
 /// Runs `command` to its end within `limits`, and returns its exit status and output.
 ///
-/// The function sets the command's standard input, output and error, and its process group. Fails if the program cannot be
-/// started, exceeds a limit, or cannot be watched. It has then been killed.
+/// The function sets the command's standard input, output and error, and its process group. Fails if the program cannot
+/// be started, exceeds a limit, or cannot be watched. In the last two cases the program has been killed.
 pub fn run(mut command: Command, limits: Limits<'_>) -> Result<Ended, RunError> {
     let (output, stdout) = io::pipe().map_err(RunError::Start)?;
     command.stderr(stdout.try_clone().map_err(RunError::Start)?);
@@ -119,7 +119,7 @@ pub fn run(mut command: Command, limits: Limits<'_>) -> Result<Ended, RunError> 
     let input = set_up_input(&mut command, limits.input).map_err(RunError::Start)?;
     command.process_group(0);
     let child = command.spawn().map_err(RunError::Start)?;
-    // Dropping the command closes this process's copies of the program's ends of the pipes.
+    // Dropping the command closes this process's copies of the pipe ends that belong to the program.
     drop(command);
     let mut program = Program(Some(child));
     let mut streams = Streams {

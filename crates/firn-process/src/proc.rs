@@ -1,16 +1,16 @@
 //! Facts about a process from the files of /proc that never wait for an exec of the process.
 //!
-//! firnd needs this to avoid a deadlock. An exec closes descriptors, and each close of a file of a mount waits for the answer
-//! of firnd. During that time the kernel holds the exec lock of the process. If the answering thread of firnd waited for the
-//! same lock, both would hang.
+//! These functions exist to avoid a deadlock of firnd. An exec closes descriptors, and each close of a file of a mount
+//! waits for the answer of firnd. During that time the kernel holds the exec lock of the process. If the answering
+//! thread of firnd waited for the same lock, both would hang.
 //!
 //! | file of /proc/PID | during an exec (Linux 6.18) |
 //! |---|---|
 //! | `status`, `statm`, `comm`, `cgroup`, `mountinfo`, `fdinfo/N`, the lists `fd` and `task` | is read at once |
 //! | `stat`, `wchan`, `io`, `environ`, `maps`, `ns/*`, `fd/N`, `exe`, `cwd`, `root` | waits for the end of the exec |
 //!
-//! So a thread that answers a close reads no file of the second row, unless [`has_memory`] says that the process has no
-//! memory any more. Such a process is exiting, and cannot be in an exec.
+//! So a thread that answers a close reads a file of the second row only if [`has_memory`] returns that the process has
+//! released its memory. Such a process is exiting, and cannot be in an exec.
 
 use std::fs::File;
 use std::io::Read;
@@ -30,10 +30,10 @@ pub fn read_status(thread: u32, field: &str) -> Option<String> {
     status.lines().find_map(value)
 }
 
-/// Returns whether a thread still has its memory: a thread that exits gives its memory back first. `None` if firnd does not
+/// Returns whether a thread still has its memory: an exiting thread releases its memory first. `None` if firnd does not
 /// see the thread, or the thread has ended.
 pub fn has_memory(thread: u32) -> Option<bool> {
-    // Each close of a writer calls this, so it makes few system calls. The first two bytes tell whether the number of
+    // Each close of a writer calls this, so it makes few system calls. The first two bytes show whether the number of
     // pages is 0.
     let mut pages = [0; 2];
     let mut statm = File::open(format!("/proc/{thread}/statm")).ok()?;
@@ -54,7 +54,7 @@ mod tests {
         assert_eq!(has_memory(id()), Some(true));
         assert_eq!(has_memory(u32::MAX), None);
         let mut child = Command::new("true").spawn().expect("spawn");
-        // The zombie stays until it is reaped.
+        // The child is a zombie until it is reaped.
         while has_memory(child.id()) != Some(false) {
             std::thread::yield_now();
         }

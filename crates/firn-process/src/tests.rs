@@ -138,7 +138,7 @@ fn a_descendant_that_floods_the_output_delays_nothing() {
     flood.excess = Excess::Discard;
     let ended = run(shell(&script), flood).unwrap();
     assert!(ended.status.success() && begun.elapsed() < LONG / 2);
-    // Its output was closed, so it has ended, or it is killed.
+    // The output of `yes` is closed, so SIGPIPE ends it.
     await_end(&read_pid(&pid));
 }
 
@@ -147,7 +147,7 @@ fn input_longer_than_a_pipe_blocks_nothing() {
     let input = vec![b'x'; 1 << 20];
     let ended = run(Command::new("cat"), limits(&input, LONG)).unwrap();
     assert_eq!(ended.output, input);
-    // It says much before it reads anything.
+    // The program writes much before it reads anything.
     let script = "head -c 500000 /dev/zero; wc -c";
     let ended = run(shell(script), limits(&input, LONG)).unwrap();
     assert!(ended.output.ends_with(b"1048576\n"));

@@ -4,11 +4,11 @@
 //! * No function of the pool blocks its caller, except [`Workers::wait_until_quiet`], and [`Workers::run`] if the
 //!   system gives no thread at all. A class has threads as long as it has work, up to its limit, and keeps idle
 //!   threads for `IDLE`.
-//! * Classes take no threads from each other. If the tasks of one class hang, all other classes go on.
+//! * Classes take no threads from each other. If the tasks of one class hang, the tasks of all other classes run.
 //! * Tasks of one [`Topic`] start in the order in which they were given, and so do tasks without a topic.
 //! * As long as tasks of fewer than [`TOPICS_MAX`] topics hang, tasks of other topics run, whatever the number of
-//!   hanging tasks. In addition to the first task of each topic, at most [`FURTHER_TASKS_MAX`] tasks run at a time,
-//!   and at most [`TOPIC_TASKS_MAX`] of one topic. All other tasks wait for a task of their topic to end.
+//!   hanging tasks. In addition to the first task of each topic, at most [`FURTHER_TASKS_MAX`] tasks run at a time, and
+//!   at most [`TOPIC_TASKS_MAX`] of one topic. All other tasks wait for an earlier task to end.
 //! * A task that panics does not end its thread.
 //!
 //! The pool does not include threads that live as long as the mount ([`spawn_thread`]). It also does not include the
@@ -115,8 +115,8 @@ impl Workers {
         self.crew(class).add(None, Box::new(task));
     }
 
-    /// Runs `task`, which may hang on the object of `topic`. It runs as soon as the limits of the topic allow it and
-    /// a thread of the class is free.
+    /// Runs `task`, which may hang on the object of `topic`, as soon as the limits of the topic allow it and a thread
+    /// of the class is free.
     pub fn run_about(
         &self,
         class: Class,
@@ -285,11 +285,11 @@ impl PoolState {
     }
 }
 
-/// Runs a task and catches a panic, so that the thread goes on. The panic drops the values of the task; a dropped
-/// reply answers EIO.
+/// Runs a task and catches a panic, so that the thread can run other tasks. The panic drops the values of the task; a
+/// dropped reply answers EIO.
 fn run_task(task: Task) {
     if std::panic::catch_unwind(std::panic::AssertUnwindSafe(task)).is_err() {
-        tracing::error!("a worker's task panicked");
+        tracing::error!("a task of a worker thread panicked");
     }
 }
 

@@ -106,7 +106,7 @@ fn however_many_tasks_of_a_topic_hang_others_run() {
 
 #[test]
 fn regression_many_topics_that_hang_with_many_tasks_each_leave_a_thread_for_every_other_topic() {
-    /// Twice as many as would fill the class if each took all that one topic may take.
+    /// Twice the number of topics that would occupy all threads of the class if each ran [`TOPIC_TASKS_MAX`] tasks.
     const HUNG: usize = 2 * (TOPICS_MAX + FURTHER_TASKS_MAX) / TOPIC_TASKS_MAX;
     const OTHERS: usize = 100;
     let workers = Workers::default();
@@ -135,7 +135,8 @@ fn regression_many_topics_that_hang_with_many_tasks_each_leave_a_thread_for_ever
     assert!(state.queue.is_empty());
 }
 
-/// The queue asserts its invariants after each step; the test that no task is lost, and that none starts out of turn.
+/// No task is lost, and none starts before an earlier task of its topic. The queue asserts its invariants after each
+/// step.
 #[test]
 fn tasks_of_a_topic_start_in_order_whatever_ends_first() {
     let seed = std::env::var("FIRN_SEED")
@@ -213,7 +214,7 @@ fn what_cannot_begin_at_once_is_refused_and_a_thread_that_comes_back_is_used_aga
     hang.release = None;
     workers.wait_until_quiet(&[Class::Job]);
     let (done, finished) = mpsc::channel();
-    // A thread that ended its task is idle a moment later.
+    // The pool counts a thread as running for a moment after its task has ended.
     let deadline = std::time::Instant::now() + LIMIT;
     loop {
         let done = done.clone();

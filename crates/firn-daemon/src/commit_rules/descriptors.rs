@@ -28,8 +28,8 @@ pub(super) struct Holder {
 
 /// Returns the holder among `process` and its descendants; `None` if there is none.
 ///
-/// The file is known by its inode number and the type of its file system. Another mount of Firn may have a file of the same
-/// number; a close of this one then counts only with the release of its last descriptor.
+/// The file is identified by its inode number and the type of its file system. If another mount of Firn has a file of
+/// the same number, a close here counts only with the release of the last descriptor.
 pub(super) fn find_holder(process: u32, inode: u64, fs_type: &str) -> Option<Holder> {
     let mut seen = BTreeSet::from([process]);
     let mut next = vec![process];

@@ -1,6 +1,6 @@
 //! Watches the processes that write in scopes, and reports how each of them ended.
 //!
-//! One thread waits for the pidfds of these processes. Linux 6.15 and later give the exit status through the pidfd
+//! One thread waits for the pidfds of these processes. Linux 6.15 and later report the exit status by the pidfd
 //! after the parent has waited for the process. Before that, and on older kernels, /proc/PID/stat of the zombie has it.
 //!
 //! Race: if the process is gone before either was read, its exit status is lost. A lost status counts as a failure.
@@ -107,7 +107,7 @@ impl Exits {
         self.wake();
     }
 
-    /// Wakes the thread, which then looks at all processes again.
+    /// Wakes the thread, which then examines all processes again.
     pub(super) fn wake(&self) {
         // If the counter of the eventfd is full, the thread wakes anyway.
         let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
@@ -217,7 +217,7 @@ fn find_end(process: u32, pidfd: &OwnedFd, ended: &mut HashMap<u32, Instant>) ->
     let since = ended.entry(process).or_insert_with(Instant::now);
     let is_late = since.elapsed() > REAP_TIMEOUT;
     match ProcState::read(process) {
-        // Older kernels give no status through the pidfd, so after a while the status of the zombie counts.
+        // Older kernels report no status by the pidfd, so after [`REAP_TIMEOUT`] the status of the zombie counts.
         // A failure is final and counts at once: a program that is started again must not see the files of the failed
         // one.
         ProcState::Exiting(end) if is_late || is_failure(end) => Some(WriterEnd::Known(end)),
@@ -236,7 +236,7 @@ enum ProcState {
     /// There is no such process.
     Gone,
     Running,
-    /// The process is a zombie, or gives back its memory and files.
+    /// The process is a zombie, or releases its memory and files.
     Exiting(ProcessEnd),
 }
 

@@ -2,7 +2,8 @@
 //!
 //! Terms
 //! * The *part* of a host is what its programs have changed in a scope (the names of one checkpoint).
-//! * The *ballot* of a scope is a directory in the backing with what each host says of its part, and the decision.
+//! * The *ballot* of a scope is a directory in the backing with the published state of each host's part, and the
+//!   decision.
 //! * The *event* is the close, rename or unlink that completes a checkpoint by its rule.
 //! * A *top* is a name of the checkpoint in its directory.
 //!
@@ -58,7 +59,7 @@ struct EventContent {
     renamed: Vec<[BytePath; 2]>,
 }
 
-/// What this mount needs to commit together with other hosts.
+/// The settings of this mount for commits together with other hosts.
 pub(super) struct Hosts {
     /// The name of this host.
     pub(super) name: String,
@@ -124,7 +125,9 @@ impl Round {
                 match self.is_living(rules, host) {
                     Ok(true) => {}
                     Ok(false) => drop(self.dead.insert(host.clone())),
-                    Err(errno) => tracing::debug!(%errno, host, "cannot see whether a host lives"),
+                    Err(errno) => {
+                        tracing::debug!(%errno, host, "cannot find out whether a host is alive")
+                    }
                 }
             }
         }
@@ -164,7 +167,7 @@ impl CommitRules {
                 table.scopes.keys().copied().collect()
             };
             if let Err(errno) = self.gate.store().leave_applied_commits() {
-                tracing::debug!(%errno, "other hosts wait to be told of a commit");
+                tracing::debug!(%errno, "other hosts cannot be informed of a commit yet");
             }
             let mut has_gone_on = false;
             for scope in &open {
@@ -192,7 +195,7 @@ impl CommitRules {
         self.hosts.is_some()
     }
 
-    /// Makes the thread look at all scopes at once.
+    /// Makes the thread examine all scopes at once.
     pub(super) fn wake_hosts(&self) {
         self.table.lock().is_woken = true;
         self.changed.notify_all();
@@ -207,7 +210,7 @@ impl CommitRules {
                 let mut table = self.table.lock();
                 let joint = table.joint.entry(scope).or_default();
                 if !std::mem::replace(&mut joint.is_failing, true) {
-                    tracing::warn!(%error, "a checkpoint of several hosts");
+                    tracing::warn!(%error, "a step of a checkpoint of several hosts failed");
                 }
                 joint.waits_for = Some(error.to_string());
                 false
@@ -227,7 +230,7 @@ impl CommitRules {
             self.end_joint(
                 scope,
                 &transaction,
-                "its hosts have aborted it",
+                "other hosts have aborted the checkpoint",
                 &BTreeSet::new(),
             );
             return Ok(true);
@@ -244,7 +247,8 @@ impl CommitRules {
             JointStep::Wait(what) => {
                 let mut table = self.table.lock();
                 let joint = table.joint.entry(scope).or_default();
-                // The commit rule of this host tells the status more exactly which event is missing.
+                // If only the event is missing, the status shows the text of this host's rule instead, which is more
+                // exact.
                 joint.waits_for = Some(what).filter(|what| what != EVENT);
                 let answered = view
                     .joined
@@ -284,7 +288,7 @@ impl CommitRules {
                 self.apply_joint(scope, &transaction, is_first)?;
             }
             JointStep::Undo => {
-                self.end_joint(scope, &transaction, "one of its hosts has failed", &dead);
+                self.end_joint(scope, &transaction, "one of the hosts has failed", &dead);
                 ballot.remove_aborted(&dead)?;
             }
         }
@@ -362,7 +366,8 @@ impl CommitRules {
             entered.scope,
             renamed.is_ok(),
         );
-        // A program that has ended reports no more ends: the machine hears its end again after the rename.
+        // The end of a program is reported only once. If the program has ended already, its end is reported again after
+        // the rename.
         if !writer.is_living {
             more.extend(table.machine.note_exit(writer.process, Ending::Success));
         }
@@ -405,7 +410,7 @@ impl CommitRules {
         true
     }
 
-    /// Prepares this host's part for attempt `number` and publishes it. A failure gives the attempt up for all hosts.
+    /// Prepares this host's part for attempt `number` and publishes it. If this fails, all hosts give the attempt up.
     fn publish_part(
         &self,
         scope: ScopeNumber,
@@ -424,7 +429,7 @@ impl CommitRules {
             .begin_attempt(scope, own.state.changes);
         // A change after the state was published would not be in what the hosts agree on.
         if !begun {
-            let reason = "its programs have changed more".to_owned();
+            let reason = "its programs have made more changes".to_owned();
             return Ok(ballot.give_up(number, reason)?);
         }
         let store = self.gate.store();
@@ -461,13 +466,13 @@ impl CommitRules {
                 .take(20)
                 .map(ToString::to_string)
                 .collect();
-            tracing::error!(rule = transaction.rule, %paths, ?conflicts, "hosts wrote the same of a checkpoint");
+            tracing::error!(rule = transaction.rule, %paths, ?conflicts, "hosts wrote the same part of a checkpoint");
         }
         ballot.judge(attempt.number, &verdict)?;
         Ok(())
     }
 
-    /// Opens this host's part again after an attempt was given up, so that its programs may go on.
+    /// Opens this host's part again after an attempt was given up, so that its programs may continue.
     fn reopen(
         &self,
         scope: ScopeNumber,
@@ -529,7 +534,7 @@ impl CommitRules {
         let paths = shown(&transaction.paths);
         tracing::info!(rule = transaction.rule, %paths, "a commit rule has committed a checkpoint of several hosts");
         if let Err(errno) = self.carry_out(more) {
-            tracing::warn!(%errno, "after a commit of several hosts");
+            tracing::warn!(%errno, "an action after a commit of several hosts failed");
         }
         Ok(())
     }
@@ -556,7 +561,7 @@ impl CommitRules {
         tracing::debug!(
             serial = transaction.serial,
             reason,
-            "a part of several hosts ends"
+            "this host drops its part of a checkpoint of several hosts"
         );
         self.abort(scope, &reason);
     }
@@ -604,8 +609,8 @@ impl CommitRules {
         Ok(())
     }
 
-    /// Returns whether a begin is to be tried again that failed because other hosts have not finished the scope's last
-    /// commit.
+    /// Returns whether to repeat a begin that failed because other hosts have not finished the last commit of the
+    /// scope.
     ///
     /// Removes what dead hosts have left of it, and sleeps 20 ms. The answer is false after `participants-wait`.
     pub(super) fn may_begin_again(
@@ -630,7 +635,7 @@ impl CommitRules {
         if !dead.is_empty()
             && let Err(errno) = self.gate.store().names_ballots.remove_aborted(key, &dead)
         {
-            tracing::debug!(%errno, "the rest of an aborted checkpoint");
+            tracing::debug!(%errno, "cannot remove the rest of an aborted checkpoint");
         }
         let is_in_time = since.elapsed() < own.patience;
         if is_in_time {

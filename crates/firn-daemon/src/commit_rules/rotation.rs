@@ -16,7 +16,7 @@ use firn_transact::machine::Pending;
 
 use super::{CommitRules, Transaction, errno_of, name_of, shown};
 
-/// An object of the mount that was looked up. Its drop gives the look-up back to the engine.
+/// An object of the mount that was looked up. Its drop ends the lookup in the engine.
 struct LookedUpInode<'a> {
     rules: &'a CommitRules,
     inode: InodeId,

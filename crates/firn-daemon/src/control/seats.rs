@@ -8,7 +8,7 @@
 //! * A connection is closed only while it is idle: no request of it is being answered, and it holds nothing. What it
 //!   has sent since its last reply is not carried out.
 //!
-//! This module touches no socket. The caller gets the connection to close, and tells its client without holding the
+//! This module touches no socket. The caller gets the connection to close, and informs its client without holding the
 //! lock.
 
 use std::collections::BTreeMap;
@@ -107,11 +107,11 @@ enum RoomMade {
 
 /// Whether a request that was read may be carried out.
 pub(super) enum Admission {
-    /// The request may be answered; the given connection is to be closed for it.
+    /// The request may be answered. The connection in the value, if any, must be closed for it.
     Admitted(Option<ClosedConnection>),
     /// The connection has lost its seat, so what was read from it counts as not sent.
     Lost,
-    /// No ordinary seat is free; the processes that have the seats are given.
+    /// No ordinary seat is free. The value names the processes that have the seats.
     Refused(Vec<Holder>),
 }
 
@@ -317,7 +317,7 @@ mod tests {
         };
         let holder = |pid, connections| Holder { pid, connections };
         assert_eq!(holders, [holder(1, 32), holder(2, 32), holder(7, 1)]);
-        // The reserve is not filled by those that say nothing either.
+        // Connections that send no request do not fill the reserve either.
         for _ in 1..RESERVE {
             assert!(seats.take(&stream(), 8).ok().unwrap().1.is_none());
         }
@@ -327,7 +327,7 @@ mod tests {
             !Arc::ptr_eq(&to_close.unwrap(), &reserved),
             "it was answered last"
         );
-        // One ordinary seat becomes idle: it goes to a client that asks for more than the reserve gives.
+        // One ordinary seat becomes idle. It goes to a client that sends a request which the reserve does not serve.
         seats.end(ids[5], false);
         let Admission::Admitted(Some(_)) = seats.begin(id, &wait()) else {
             panic!("the idle one goes")

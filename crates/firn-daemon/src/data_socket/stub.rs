@@ -5,8 +5,8 @@
 //!   never stores bytes twice.
 //! * With other hosts, an append goes to the end that the file has on all hosts.
 //!
-//! Race: firnd may be killed during an append. It notes its progress behind the bytes that the client gave as a file,
-//! and the next firnd reads that note when the client sends the request again.
+//! Race: firnd may be killed during an append. If the client has passed the bytes as a memory file, firnd notes its
+//! progress behind them. The next firnd reads this note when the client repeats the request.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -166,8 +166,8 @@ impl<B: Backing> StubRequest<'_, B> {
             }),
             Op::Append => {
                 let source = match given {
-                    // A file of a server could make this thread wait with the stub's file locked. Only a memory file
-                    // has seals.
+                    // A read from a file on a server could block this thread while the stub's file is locked. So only a
+                    // memory file is accepted, which is the only kind with seals.
                     Some(file) if fcntl_get_seals(&file).is_err() => return None,
                     Some(file) => AppendSource::File(file, u64::from(len)),
                     None => AppendSource::Packet(data),
@@ -285,8 +285,8 @@ impl<B: Backing> StubRequest<'_, B> {
                 }
             }
         }
-        // The note cannot fail for lack of space, because the first note took it. If it fails, the reply still has the
-        // result.
+        // The note cannot fail for lack of space, because the first note has allocated it. If the note fails for
+        // another reason, the reply still has the result.
         let _ = source.note_progress(place, Some(done));
         match failed {
             Err(errno) if done == 0 => Err(errno),
@@ -354,7 +354,7 @@ impl<B: Backing> StubRequest<'_, B> {
         let what = ReleasedLocks::Owner(owner.number);
         let released = wait_for_result(|done| locks.release(file, LockKind::End, what, done));
         if let Err(error) = released {
-            tracing::warn!(%error, ino = file, "cannot let go of the end of a file");
+            tracing::warn!(%error, ino = file, "cannot release the lock of the end of a file");
         }
         let Appended { offset, len } = appended?;
         source.note_progress(offset, Some(len))?;

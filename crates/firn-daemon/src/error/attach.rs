@@ -25,7 +25,7 @@ use crate::process;
 pub enum AttachError {
     #[error("backing directory {path} does not exist: create it, or check the spelling", path = quoted_path(path))]
     BackingMissing { path: PathBuf },
-    #[error("backing {path} is not a directory: name the directory that the files shall be in", path = quoted_path(path))]
+    #[error("backing {path} is not a directory: name the directory for the files", path = quoted_path(path))]
     BackingNotDirectory { path: PathBuf },
     #[error("cannot use backing directory {path}: {source}", path = quoted_path(path))]
     BackingUnusable { path: PathBuf, source: io::Error },
@@ -43,7 +43,7 @@ pub enum AttachError {
     #[error("spill {spill} is inside {dir}, whose data it would hold: name a directory on a host-local disk", spill = quoted_path(spill), dir = quoted_path(dir))]
     SpillInside { spill: PathBuf, dir: PathBuf },
     #[error(
-        "arena {arena} has data in its spill file: {fault}: mount that device again, or keep what is in memory with `firn recover {backing}`", arena = quoted_path(arena), backing = quoted_path(backing))]
+        "arena {arena} has data in its spill file: {fault}: mount the device of that file again, or recover the data in memory with `firn recover {backing}`", arena = quoted_path(arena), backing = quoted_path(backing))]
     SpillGone {
         arena: PathBuf,
         fault: String,
@@ -107,13 +107,13 @@ pub enum AttachError {
     #[error("host {host} has {backing} mounted already: give each host its own name with host=NAME", backing = quoted_path(backing))]
     HostHeld { host: String, backing: PathBuf },
     #[error(
-        "participants: several hosts cannot share {backing}: {reason}; mount its file system so that locks of files hold between hosts (OPERATIONS, \"Several hosts\"), or mount without participants", backing = quoted_path(backing))]
+        "participants: several hosts cannot share {backing}: {reason}; mount its file system so that file locks reach other hosts (OPERATIONS, \"Several hosts\"), or mount without participants", backing = quoted_path(backing))]
     LocksDoNotReach { backing: PathBuf, reason: String },
     #[error(
-        "tokens=flock: hosts cannot share tokens in {backing}: {reason}; mount its file system so that locks of files hold between hosts (OPERATIONS, \"Several hosts\"), or use tokens=etcd", backing = quoted_path(backing))]
+        "tokens=flock: hosts cannot share tokens in {backing}: {reason}; mount its file system so that file locks reach other hosts (OPERATIONS, \"Several hosts\"), or use tokens=etcd", backing = quoted_path(backing))]
     TokensDoNotReach { backing: PathBuf, reason: String },
     #[error(
-        "layout=log: hosts cannot tell in {backing} which of them live: {reason}; mount its file system with locks of files (OPERATIONS, \"Several hosts\"), or leave layout out", backing = quoted_path(backing))]
+        "layout=log: hosts cannot tell in {backing} which of them are alive: {reason}; mount its file system with locks of files (OPERATIONS, \"Several hosts\"), or leave layout out", backing = quoted_path(backing))]
     LogsDoNotReach { backing: PathBuf, reason: String },
     #[error(
         "host {host} has {backing} mounted with {theirs}, and this mount has {ours}: {why}", backing = quoted_path(backing))]

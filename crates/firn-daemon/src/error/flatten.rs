@@ -1,4 +1,4 @@
-//! The errors of flattening: files that stay in logs although a user wants plain files.
+//! The errors of flattening: why files stay in logs although the user wants plain files.
 
 use std::io;
 use std::path::PathBuf;
@@ -18,23 +18,23 @@ pub enum FlattenError {
     Attach(#[from] AttachError),
     #[error("{path}: no such file or directory in the backing", path = quoted_path(path))]
     NoSuchFile { path: PathBuf },
-    #[error("cannot flatten {}: {}; its bytes stay in logs: mend that and run `firn flatten` again (`firn check BACKING` says what is damaged)", say_files(*files), process::explain(*errno))]
+    #[error("cannot flatten {}: {}; its bytes stay in logs: mend the cause and run `firn flatten` again (`firn check BACKING` says what is damaged)", say_files(*files), process::explain(*errno))]
     Failed { files: usize, errno: Errno },
     #[error(
         "logged and not drained, because programs on this host or others have it open for writing: {}; `firn flatten` makes it plain once they have closed it", say_files(*files))]
     Written { files: usize },
     #[error(
-        "logged and not drained, because this mount is read-only: {}; `firn flatten` on a mount that is not, or with --backing, makes it plain", say_files(*files))]
+        "logged and not drained, because this mount is read-only: {}; `firn flatten` makes it plain on a mount that may write, or with --backing", say_files(*files))]
     ReadOnly { files: usize },
     #[error("cannot write the report {path}: {source}; nothing more was given up", path = quoted_path(path))]
     Report { path: PathBuf, source: io::Error },
-    #[error("plain, but logs of {} were damaged for good: {} are zeros now, and {report} names all that was given up", say_files(*files), firn_format::quantity::bytes(*zero_bytes), report = quoted_path(report))]
+    #[error("plain, but logs of {} were damaged beyond repair: {} are zeros now, and {report} lists all data that was given up", say_files(*files), firn_format::quantity::bytes(*zero_bytes), report = quoted_path(report))]
     GivenUp {
         files: usize,
         zero_bytes: u64,
         report: PathBuf,
     },
-    #[error("kept, because their file is not found in the backing: the logs of {}; `firn check BACKING` names them", say_files(*files))]
+    #[error("the logs of {} are kept, because their file is not found in the backing; `firn check BACKING` lists them", say_files(*files))]
     Lost { files: usize },
 }
 

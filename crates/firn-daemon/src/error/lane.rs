@@ -26,20 +26,20 @@ pub enum LaneFault {
     #[error("is on a file system without room: make room, or leave the lane out")]
     Full,
     #[error(
-        "is on a file system without extended attributes (user.*), by which firn knows its files: leave the lane out"
+        "is on a file system without extended attributes (user.*), by which firn identifies its files: leave the lane out"
     )]
     NoAttributes,
     #[error("cannot be written to by this user: {0}")]
     NotWritable(io::Error),
     #[error("is inside {dir}: name a directory elsewhere", dir = quoted_path(.dir))]
     Inside { dir: PathBuf },
-    #[error("contains {dir}: name a directory of its own", dir = quoted_path(.dir))]
+    #[error("contains {dir}: name a separate directory", dir = quoted_path(.dir))]
     Contains { dir: PathBuf },
     #[error("is the same directory as {other}: name each lane once", other = quoted_path(.other))]
     Same { other: PathBuf },
     #[error("is not used: {0}")]
     Exposed(TrustError),
-    #[error("is not used: {name} in it {why}; look at it, then remove it")]
+    #[error("is not used: {name} in it {why}; examine it, then remove it")]
     Marker { name: String, why: Distrust },
     #[error(
         "is not the directory that files were placed in: mount its file system; if those files are gone for good, run `firn place --forget {lane} {backing}`",
@@ -82,7 +82,7 @@ impl LaneFault {
 pub enum MapFault {
     #[error("cannot be read: {0}")]
     Io(io::Error),
-    #[error("has more than {MAP_BYTES_MAX} bytes: it has a line for each pattern")]
+    #[error("has more than {MAP_BYTES_MAX} bytes: a lane map has only one line for each pattern")]
     TooLong,
     #[error(transparent)]
     Line(#[from] firn_lanes::rule::MapError),

@@ -21,7 +21,7 @@ pub enum MountError {
     Rules(#[from] RuleSetError),
     #[error("mount point {path} does not exist: create the directory first", path = quoted_path(path))]
     MountPointMissing { path: PathBuf },
-    #[error("mount point {path} is not a directory: give an existing directory", path = quoted_path(path))]
+    #[error("mount point {path} is not a directory: name an existing directory", path = quoted_path(path))]
     MountPointNotDirectory { path: PathBuf },
     #[error("cannot use mount point {path}: {source}", path = quoted_path(path))]
     MountPointUnusable { path: PathBuf, source: io::Error },
@@ -40,7 +40,7 @@ pub enum MountError {
         backing: PathBuf,
     },
     #[error(
-        "mount point {mount_point} is not empty, and the mount would hide what is in it: give an empty directory, or mount over it with -o nonempty{hint}", mount_point = quoted_path(mount_point), hint = swapped_hint(mount_point, backing, *is_backing_empty))]
+        "mount point {mount_point} is not empty, and the mount would hide its contents: name an empty directory, or mount over it with -o nonempty{hint}", mount_point = quoted_path(mount_point), hint = swapped_hint(mount_point, backing, *is_backing_empty))]
     MountPointNotEmpty {
         mount_point: PathBuf,
         backing: PathBuf,
@@ -54,7 +54,7 @@ pub enum MountError {
     #[error(
         "names in the stub tree at {prefix} are not in {backing} yet: mount it there with --frontend=preload, or create them there with `firn recover {backing}`", backing = quoted_path(backing), prefix = quoted_path(prefix))]
     TreeWaits { backing: PathBuf, prefix: PathBuf },
-    #[error("files stay in logs, with all that was written to them: {source}; mend the backing, then run `firn flatten --all --backing {backing}` or mount it again", backing = quoted_path(backing))]
+    #[error("files stay in logs, and no data of them is lost: {source}; mend the backing, then run `firn flatten --all --backing {backing}` or mount it again", backing = quoted_path(backing))]
     LeftInLogs { backing: PathBuf, source: Errno },
     #[error(
         "{} could not be drained and stay in {arena}: mend the backing, then run `firn recover {backing}` or mount it again", firn_format::quantity::bytes(*bytes), arena = quoted_path(arena), backing = quoted_path(backing))]

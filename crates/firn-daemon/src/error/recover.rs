@@ -25,18 +25,18 @@ pub enum RecoverError {
     },
     #[error("there are several backups: {all}: choose one with --id, or name its directory")]
     BackupSeveral { all: String },
-    #[error("{backing} has a transaction of its own in {scope}: mount it, and firn commit or firn abort it", backing = quoted_path(backing))]
+    #[error("{backing} has another transaction in {scope}: mount it, and end that transaction with firn commit or firn abort", backing = quoted_path(backing))]
     BackupOpen { scope: String, backing: PathBuf },
     #[error("{arena} is the arena of an earlier mount of {backing}: run `firn recover {backing}` first", arena = quoted_path(arena), backing = quoted_path(backing))]
     BackupArena { arena: PathBuf, backing: PathBuf },
     #[error(
-        "{backing} has neither a lease nor transactions of a host {host} that is gone: check the name, which is the host name or what host= was at its mount", backing = quoted_path(backing))]
+        "{backing} has neither a lease nor transactions of a host {host} that is gone: check the name, which is the host name or the option host= of its mount", backing = quoted_path(backing))]
     NoSuchHost { host: String, backing: PathBuf },
     #[error(transparent)]
     Check(#[from] CheckError),
     #[error("no arena of this user was made for {path}{others}", path = quoted_path(path))]
     NoArena { path: PathBuf, others: String },
-    #[error("cannot copy held data to {to}: {source}: it is still in the arena; give another directory", to = quoted_path(to))]
+    #[error("cannot copy held data to {to}: {source}: the data is still in the arena; name another directory", to = quoted_path(to))]
     SaveLost { to: PathBuf, source: io::Error },
 }
 

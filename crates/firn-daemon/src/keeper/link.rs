@@ -27,7 +27,8 @@ use crate::spawn::read_failure;
 /// Limit of keepers that firnd starts: a host that kills each of them does not want one.
 const KEEPERS_MAX: u32 = 20;
 
-/// Timeout for a message to a stopped keeper. It delays the removal of an open file's name; the file is not kept then.
+/// Timeout for a message to a stopped keeper. The removal of an open file's name waits for such a message; after the
+/// timeout the keeper does not get the file.
 const SEND_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// What firnd gets from its keeper at its start.
@@ -61,10 +62,10 @@ pub(crate) struct KeeperLink {
     pub(crate) last_upgrade: String,
 }
 
-/// Takes each lock that a request takes, and returns.
+/// A function that takes each lock which a request takes, and then returns.
 type Probe = Arc<dyn Fn() + Send + Sync>;
 
-/// What an upgrade gives to the next firnd.
+/// The descriptors that an upgrade passes to the next firnd.
 pub(crate) struct NextFirnd {
     pub(crate) program: OwnedFd,
     pub(crate) request: OwnedFd,
@@ -128,7 +129,7 @@ impl Summons {
                 let report = copy_descriptor(&kept, Tag::UpgradeReport)?;
                 match report.and_then(read_failure) {
                     Some(why) => format!("refused: {why}"),
-                    None => "refused: the new firnd ended and did not say why".into(),
+                    None => "refused: the new firnd ended without a reason".into(),
                 }
             }
         };
@@ -141,8 +142,8 @@ impl Summons {
         })
     }
 
-    /// Finds a service manager that holds the descriptors of this mount; `None` if there is none. The mount goes on if
-    /// the service manager has passed its connection.
+    /// Finds a service manager that holds the descriptors of this mount; `None` if there is none. If they include the
+    /// connection of the mount, this firnd takes the mount over.
     pub(crate) fn from_service_manager() -> io::Result<Option<Self>> {
         let Some(manager) = ServiceManager::find(SEND_TIMEOUT)? else {
             return Ok(None);
@@ -226,7 +227,7 @@ impl KeeperLink {
         matches!(self.state.lock().holder, Holder::ServiceManager(_))
     }
 
-    /// Gives the keeper a descriptor to hold. An error means that the keeper did not get it; the next keeper does.
+    /// Gives the keeper a descriptor to hold. An error means that this keeper did not get it; a later keeper does.
     pub(crate) fn keep(
         &self,
         label: impl Into<Label>,

@@ -14,7 +14,7 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, SocketFlags, SocketType, recvmsg, sendmsg, socketpair,
 };
 
-/// What a descriptor is for.
+/// The purpose of a descriptor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Tag {
@@ -28,7 +28,7 @@ pub(crate) enum Tag {
     Caller = 4,
     /// A pidfd of firnd itself.
     Firnd = 5,
-    /// Says that another firnd can take the mount over. The descriptor itself is unused.
+    /// A mark that another firnd can take the mount over. The descriptor itself is unused.
     CanBeTakenOver = 6,
     /// The log: standard error of the next firnd, until that firnd has opened the log itself.
     Log = 7,

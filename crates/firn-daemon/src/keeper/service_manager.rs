@@ -3,7 +3,7 @@
 //! It is used for a mount in the foreground whose unit has `FileDescriptorStoreMax=`. Protocols: sd_notify(3) with
 //! `FDSTORE=1` gives it a descriptor under a name; sd_listen_fds(3) passes all of them to the next firnd.
 //!
-//! Relies on: systemd 254 or later, which tells by `FDSTORE` in the environment that it stores descriptors.
+//! Relies on: systemd 254 or later, which sets `FDSTORE` in the environment if it stores descriptors.
 
 use std::ffi::OsString;
 use std::io::{self, IoSlice};
@@ -64,12 +64,12 @@ impl ServiceManager {
         self.send(&state, &mut SendAncillaryBuffer::default())
     }
 
-    /// Tells that programs see the mount.
+    /// Reports to the service manager that programs see the mount.
     pub(super) fn say_serving(&self) -> io::Result<()> {
         self.send("READY=1", &mut SendAncillaryBuffer::default())
     }
 
-    /// Tells that the mount ends.
+    /// Reports to the service manager that the mount ends.
     pub(super) fn say_ending(&self) -> io::Result<()> {
         self.send("STOPPING=1", &mut SendAncillaryBuffer::default())
     }
@@ -90,7 +90,7 @@ fn socket_address(address: &OsString) -> io::Result<SocketAddrUnix> {
     Ok(address?)
 }
 
-/// Takes the descriptors that the service manager passed to this process, and that an earlier firnd had stored.
+/// Takes the descriptors that an earlier firnd had stored and that the service manager passed to this process.
 pub(super) fn take_stored() -> Vec<KeptDescriptor> {
     let number = |name: &str| std::env::var(name).ok()?.parse::<u32>().ok();
     if number("LISTEN_PID") != Some(std::process::id()) {

@@ -1,7 +1,7 @@
 //! The watchdog of a firnd: says when the keeper pings firnd, and when firnd is late and is to be killed.
 //!
 //! Invariant: a firnd is late only if it has not answered a ping for the whole limit. The keeper reads waiting answers
-//! before it judges, so a keeper that was stopped itself blames no firnd.
+//! before it decides, so a firnd that answers is not killed even if the keeper itself was stopped.
 
 use std::time::{Duration, Instant};
 
@@ -78,7 +78,7 @@ mod tests {
             watchdog.next_action(at(0)),
             WatchdogAction::Wait(limit / PINGS_PER_LIMIT)
         );
-        // However late the question itself is.
+        // The ping is due, even if the keeper asks long after its time.
         assert_eq!(watchdog.next_action(at(100)), WatchdogAction::Ask);
         watchdog.note_ping(at(100));
         assert_eq!(

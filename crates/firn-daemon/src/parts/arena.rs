@@ -1,4 +1,4 @@
-//! Removes or keeps the arena's file at the end of a mount, and allocates its memory at the start.
+//! Allocates the arena's memory at the start of a mount, and removes the arena's file at the end or leaves it.
 
 use std::io;
 use std::path::Path;
@@ -33,7 +33,7 @@ impl ArenaFile {
     fn keep_damaged_arena(&self, spill: Option<&Path>) {
         let aside = self.files.arena.with_extension("damaged");
         if let Err(error) = std::fs::rename(&self.files.arena, &aside) {
-            tracing::warn!(%error, "cannot put the damaged arena aside");
+            tracing::warn!(%error, "cannot rename the damaged arena");
             return;
         }
         // The arena was drained, so the backing has all data of these files.
@@ -42,7 +42,7 @@ impl ArenaFile {
             // With its old name, the spill file would look like that of a removed arena.
             let _ = std::fs::rename(spill, spill.with_extension("spill.damaged"));
         }
-        tracing::warn!(arena = %quoted_path(&aside), "parts of the arena were damaged, so it is kept: look at it with `firn check`, then remove it");
+        tracing::warn!(arena = %quoted_path(&aside), "parts of the arena were damaged, so the arena is kept: examine it with `firn check`, then remove it");
     }
 
     /// Removes the arena with its other files.
@@ -64,8 +64,8 @@ impl Part for ArenaFile {
         let left_bytes = count_left_bytes(&self.engine);
         stop.left_bytes = left_bytes;
         let discards = stop.arena_end == ArenaEnd::Discard;
-        // Held data that is discarded cannot be needed by a late write, so an arena that is discarded may go during a
-        // call.
+        // An arena that is discarded may be removed even during a call of the backing, because its data is not needed
+        // by a late write.
         let may_go = discards || !stop.has_call_under_way && stop.arena_end != ArenaEnd::Keep;
         if !may_go || (left_bytes > 0 && !discards) {
             return;

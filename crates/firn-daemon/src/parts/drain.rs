@@ -51,7 +51,9 @@ impl Part for IoThreads {
     fn stop(&self, stop: &mut Stop) {
         stop.has_call_under_way = !self.pool.lock().stop_within(STOP_TIMEOUT);
         if stop.has_call_under_way {
-            tracing::warn!("the backing does not answer: firnd cannot end before it does");
+            tracing::warn!(
+                "the backing does not answer: firnd cannot end before the backing answers"
+            );
         }
     }
 }

@@ -16,7 +16,7 @@ pub(crate) struct LocksOfFiles(pub(crate) Arc<FileLocks>);
 impl Part for LocksOfFiles {
     fn stop(&self, stop: &mut Stop) {
         if stop.was_never_visible {
-            // Another firnd may go on with the locks. Otherwise they end with this process.
+            // Another firnd may resume the locks. Otherwise they end with this process.
             return;
         }
         self.0.stop(STOP_TIMEOUT);

@@ -58,7 +58,7 @@ impl Part for FuseRequests {
 /// core.
 const REST_PER_WALK: u32 = 20;
 
-/// The names of a stub tree, which programs change without telling firnd.
+/// The names of a stub tree, which programs change without a request to firnd.
 pub(crate) struct StubNames {
     engine: Arc<Engine<Store>>,
     stubs: Arc<Stubs>,

@@ -41,7 +41,7 @@ impl Part for HostReports {
         Ok(())
     }
 
-    /// Sets a fixed last report with what stays behind, and drops the references to the parts.
+    /// Sets a fixed last report with the data that stays behind, and drops the references to the parts.
     fn stop(&self, stop: &mut Stop) {
         let mut status = self.identity.engine.figures();
         status.version = env!("CARGO_PKG_VERSION").into();

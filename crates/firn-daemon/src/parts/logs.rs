@@ -130,7 +130,7 @@ impl WrittenLogs {
             Ok(Err(error)) => refusal_reply(&error),
             Err(_) if timed_out => Reply::Error {
                 errno: libc::ETIMEDOUT,
-                message: "timed out: what is in logs is still being flattened".into(),
+                message: "timed out: files in logs are still being flattened".into(),
             },
             Err(error) => failure_reply(error, wanted.path),
         }

@@ -68,7 +68,7 @@ impl Part for Participation {
         Some(Reply::Error {
             errno: libc::ECANCELED,
             message: format!(
-                "this host has lost its part in the transactions of several hosts: {lost}; firn umount --force and mount again"
+                "this host has lost its part in the transactions of several hosts: {lost}; run `firn umount --force`, and mount again"
             ),
         })
     }

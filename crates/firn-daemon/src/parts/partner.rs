@@ -9,7 +9,7 @@ use crate::part::{Part, Question};
 use crate::partner::{PartnerBoard, PartnerSpeaker};
 use crate::replies::{deadline_of, throttle_progress};
 
-/// Answers requests that wait for the copies, and takes the reports of the process that sends them.
+/// Answers requests that wait for the copies, and receives the reports of the process that sends the copies.
 pub(crate) struct PartnerCopies(pub(crate) Arc<PartnerBoard>);
 
 impl Part for PartnerCopies {

@@ -1,4 +1,4 @@
-//! The record of the run as a part: samples counters some times a second, answers requests for it, and stores it at the
+//! The record of the run as a part: samples counters several times a second, answers requests for it, and stores it at the
 //! end.
 
 use std::path::PathBuf;
@@ -103,7 +103,8 @@ impl Record {
             state: Mutex::new(state),
             stored_bytes: AtomicU64::new(0),
         };
-        // The first sample starts the counters before programs open files that may belong to a checkpoint.
+        // Takes the first sample now: later samples count from it, so it comes before any program opens a checkpoint
+        // file.
         recorder.take_sample();
         Arc::new(Self {
             recorder: Arc::new(recorder),
@@ -177,7 +178,7 @@ impl Part for Record {
         tracing::info!(target: TARGET, kind = "unmounted", held_bytes, "the mount has ended");
         let record = encode(&self.recorder.make_record(true));
         if let Err(error) = store_on_host(&self.file, &record) {
-            tracing::warn!(%error, "cannot leave the record of the run in the runtime directory");
+            tracing::warn!(%error, "cannot store the record of the run in the runtime directory");
         }
         if self.place == RecordPlace::Backing {
             let recorder = Arc::clone(&self.recorder);
@@ -276,7 +277,7 @@ impl Recorder {
         let name = name_of(&identity.host, self.began_unix_us, &incarnation);
         let now = unix_us(SystemTime::now());
         if let Err(error) = store_in_backing(&identity.backing, &name, now, &record) {
-            tracing::warn!(%error, "cannot leave the record of the run in the backing");
+            tracing::warn!(%error, "cannot store the record of the run in the backing");
         }
     }
 }
@@ -294,7 +295,7 @@ impl RecorderState {
             Some(since) if waiting_writers == 0 => {
                 self.full_since = None;
                 let waited_seconds = now.duration_since(since).as_secs_f64();
-                tracing::info!(target: TARGET, kind = "arena_has_room", waited_seconds, "no writer waits any more");
+                tracing::info!(target: TARGET, kind = "arena_has_room", waited_seconds, "no writer waits for room in the arena any more");
             }
             _ => {}
         }

@@ -22,7 +22,7 @@ use crate::transactions::{
     leave, note_undone, status,
 };
 
-/// Makes the kernel drop what it has cached, where it caches something.
+/// Makes the kernel drop what it has cached. Does nothing for a stub tree, of which the kernel caches nothing.
 pub(crate) type Forget = Arc<dyn Fn(Cached) + Send + Sync>;
 
 /// The transactions of a mount.
@@ -30,10 +30,10 @@ pub(crate) struct Transactions {
     gate: Arc<TransactionGate>,
     owners: Arc<Owners>,
     applier: Arc<CommitApplier>,
-    /// How long other hosts are waited for.
+    /// Maximum wait for other hosts.
     patience: Duration,
     forget: Forget,
-    /// What begins and ends transactions for programs that ask for none.
+    /// The commit rules, which begin and end transactions for programs that request none.
     rules: Option<Arc<CommitRules>>,
 }
 
@@ -56,7 +56,7 @@ impl Transactions {
         }))
     }
 
-    /// Goes on with the owners of transactions of an earlier firnd, and notes the scopes of those that were undone.
+    /// Continues to watch the owners of an earlier firnd's transactions, and records the scopes that were undone.
     pub(crate) fn resume(&self, stored: &[Stored<Transaction>], undone: &[Vec<u8>]) {
         for scope in undone {
             note_undone(&self.gate, scope);
@@ -72,7 +72,7 @@ impl Transactions {
             let found = self.gate.store().transaction_numbered(entry.serial);
             match found {
                 Some(found) => {
-                    // An abort that had begun goes on as one for an owner that is gone.
+                    // An abort that had begun continues in the same way as one whose owner is gone.
                     let owner = if entry.is_ending {
                         TransactionOwner::Connection
                     } else {
@@ -88,7 +88,7 @@ impl Transactions {
         }
     }
 
-    /// The answer to a request about a transaction, which may have an owner.
+    /// Answers a request about a transaction, which may have an owner.
     fn answer_request(&self, request: &Request, client: &ControlClient) -> Reply {
         let context = RequestContext {
             apply_later: &|| self.applier.wake(),
@@ -98,10 +98,10 @@ impl Transactions {
         answer_owned(&self.gate, &self.owners, request, &client.peer, &context)
     }
 
-    /// Files, and which of them lie in a transaction.
+    /// Lists files, and marks those that lie in a transaction.
     fn list_files(&self, question: &Question<'_>, path: &[u8], idle: bool) -> Reply {
         let mut files = list_files(question.engine, path, idle);
-        // After the files: a transaction that begins now has changed none of the listed files.
+        // The scopes are read after the files: a transaction that begins later has changed none of the listed files.
         let scopes = self.gate.store().scopes.scopes_now();
         for file in &mut files {
             let path = file.path.as_bytes();
@@ -175,9 +175,9 @@ impl Part for Transactions {
         in_the_way(&self.gate)
     }
 
-    /// The transactions that programs change things in come to their end; the others are not waited for.
+    /// Ends transactions as far as this mount can. Changes that wait for a transaction which cannot end here then fail.
     fn prepare_end(&self) {
-        // Checkpoints that are not complete now are dropped.
+        // Incomplete checkpoints of commit rules are dropped.
         if let Some(rules) = &self.rules {
             rules.end_all();
         }
@@ -206,7 +206,7 @@ impl Part for Transactions {
     }
 }
 
-/// What the thread that watches owners does with a transaction.
+/// Lets the thread that watches owners read and abort transactions.
 struct GateScopes {
     gate: Arc<TransactionGate>,
     forget: Forget,

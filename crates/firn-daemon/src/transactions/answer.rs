@@ -18,15 +18,16 @@ use crate::store::shown_scope;
 
 /// Parts of the mount that an answer uses.
 pub(crate) struct RequestContext<'a> {
-    /// Has a commit applied after the answer.
+    /// Has a commit applied in the background after the answer.
     pub(crate) apply_later: &'a dyn Fn(),
-    /// How long other hosts are waited for.
+    /// Maximum wait for other hosts.
     pub(crate) patience: Duration,
     /// Makes the kernel drop what it has cached.
     pub(crate) forget: &'a dyn Fn(Cached),
 }
 
-/// The answer to a request about a transaction, whose path is that of the scope at its begin; and the path after a commit.
+/// Answers a request about a transaction. The path in the request is that of the scope at the begin of the transaction.
+/// After a commit, its present path is returned too.
 fn answer(
     gate: &TransactionGate,
     request: &Request,
@@ -78,7 +79,8 @@ fn verb_of<'a>(request: &'a Request, caller: &'a Caller) -> (Verb<'a>, &'a ByteP
     }
 }
 
-/// [`answer`] for a transaction that may have an owner: once the owner is gone it is neither prepared nor committed.
+/// Answers a request about a transaction that may have an owner. Once the owner is gone, the transaction is neither
+/// prepared nor committed.
 pub(crate) fn answer_owned(
     gate: &TransactionGate,
     owners: &Owners,
@@ -94,7 +96,7 @@ pub(crate) fn answer_owned(
     else {
         unreachable!("only requests about transactions come here");
     };
-    // A transaction is known by the path at its begin, whatever its top is called since.
+    // A transaction is identified by its path at the begin, even if its top was renamed since.
     let scope = &gate.store().path_at_begin(path.as_bytes())[..];
     let request = &with_path(request, scope);
     let needs_owner = matches!(request, Request::Prepare { .. } | Request::Commit { .. });
@@ -111,7 +113,7 @@ pub(crate) fn answer_owned(
             Err(Refusal::NotAborted { owner, error }) => {
                 let scope = shown_scope(scope);
                 let message = format!(
-                    "{scope}: {owner} is gone, and its transaction cannot be aborted yet: {error}; it is tried again each second"
+                    "{scope}: {owner} is gone, and its transaction cannot be aborted yet: {error}; firnd tries again each second"
                 );
                 return Reply::Error {
                     errno: libc::EBUSY,
@@ -125,7 +127,7 @@ pub(crate) fn answer_owned(
             Ok(found) => Some(found),
             Err(errno) => {
                 let message = format!(
-                    "the owner of a transaction must be a process that runs, as firnd sees it: {errno}"
+                    "the owner of a transaction must be a running process that firnd can see: {errno}"
                 );
                 return Reply::Error {
                     errno: libc::ESRCH,
@@ -168,7 +170,8 @@ pub(crate) fn answer_owned(
     reply
 }
 
-/// Before the owner of a transaction hears that it has begun: from now on it goes on where firnd dies.
+/// Stores a begun transaction in the live table, before its owner gets the answer. If firnd dies later, the next firnd
+/// continues the transaction.
 fn note_begun(gate: &TransactionGate, owners: &Owners, scope: &[u8]) {
     if let Some(live) = gate.engine().live()
         && let Some(found) = gate.store().current_transaction(scope)
@@ -181,7 +184,7 @@ fn note_begun(gate: &TransactionGate, owners: &Owners, scope: &[u8]) {
     }
 }
 
-/// Forgets transactions that are over, of those that the next firnd would go on with.
+/// Removes transactions that are over from the live table, so that the next firnd does not continue them.
 pub(super) fn forget_ended(gate: &TransactionGate) {
     if let Some(live) = gate.engine().live() {
         let is_there = |serial| gate.store().transaction_numbered(serial).is_some();
@@ -189,7 +192,7 @@ pub(super) fn forget_ended(gate: &TransactionGate) {
     }
 }
 
-/// The answer of a mount without transactions.
+/// Returns the answer of a mount without transactions.
 pub(crate) fn answer_without(request: &Request) -> Reply {
     match request {
         Request::Begin { path, .. }
@@ -201,7 +204,7 @@ pub(crate) fn answer_without(request: &Request) -> Reply {
     }
 }
 
-/// The same request about another path.
+/// Returns the same request for another path.
 fn with_path(request: &Request, scope: &[u8]) -> Request {
     let mut request = request.clone();
     if let Request::Begin { path, .. }

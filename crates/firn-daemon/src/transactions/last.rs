@@ -1,4 +1,4 @@
-//! Transactions at the end of a mount: what is in its way, and what is left to the next one.
+//! Transactions at the end of a mount: which of them prevent the end, and which are left to the next mount.
 
 use std::time::Duration;
 
@@ -9,10 +9,10 @@ use super::mount::StepsOfMount;
 use crate::gate::TransactionGate;
 use crate::store::shown_scope;
 
-/// How long other hosts are waited for at the end of a mount. The next one goes on.
+/// Maximum wait for other hosts at the end of a mount. The next mount continues what is unfinished then.
 const LAST_PATIENCE: Duration = Duration::from_secs(5);
 
-/// For the end of a mount: transactions come to the end that this mount can give them.
+/// Ends the transactions at the end of a mount, as far as this mount can.
 pub(crate) fn leave(gate: &TransactionGate) {
     let mount = StepsOfMount {
         patience: LAST_PATIENCE,
@@ -21,33 +21,34 @@ pub(crate) fn leave(gate: &TransactionGate) {
     let machine = Machine::new(gate.store(), &mount);
     for found in gate.store().open_transactions() {
         if let Err(error) = machine.end_at_unmount(&found) {
-            tracing::warn!(%error, scope = %shown_scope(found.scope()), "a transaction is left to the next mount");
+            tracing::warn!(%error, scope = %shown_scope(found.scope()), "a transaction cannot be ended and is left to the next mount");
         }
     }
 }
 
-/// Once nothing waits for what [`leave`] could not apply: what was written after it stays in the arena for the next
-/// mount, which applies it first.
+/// Makes changes fail that wait for a commit which [`leave`] could not apply. Data that was written after this commit
+/// stays in the arena for the next mount, which applies the commit first.
 pub(crate) fn give_up(gate: &TransactionGate) {
     for found in gate.store().open_transactions() {
         if let TransactionHandle::Decided(_) = found
             && let Err(error) = found.refuse_changes()
         {
-            tracing::warn!(%error, scope = %shown_scope(found.scope()), "changes may wait for a commit");
+            tracing::warn!(%error, scope = %shown_scope(found.scope()), "changes cannot be refused, so they may wait for a commit");
         }
     }
 }
 
-/// Has changes in every transaction fail: none of them can end here any more.
+/// Makes changes in all transactions fail, because no transaction can end on this host any more.
 pub(crate) fn give_up_all(gate: &TransactionGate) {
     for found in gate.store().open_transactions() {
         if let Err(error) = found.refuse_changes() {
-            tracing::warn!(%error, scope = %shown_scope(found.scope()), "changes of a transaction go on");
+            tracing::warn!(%error, scope = %shown_scope(found.scope()), "changes of a transaction cannot be refused");
         }
     }
 }
 
-/// The first transaction that would be aborted, or lose what waits for its outcome, if another firnd went on with the mount.
+/// Describes the first transaction that does not outlive this firnd; `None` if there is none. Another firnd would abort
+/// it, or drop the data that waits for its outcome.
 pub(crate) fn ends_with_firnd(gate: &TransactionGate) -> Option<String> {
     let all = gate.store().open_transactions();
     let found = all.iter().find(|found| !found.outlives_firnd())?;
@@ -59,10 +60,11 @@ pub(crate) fn ends_with_firnd(gate: &TransactionGate) -> Option<String> {
     })
 }
 
-/// Why the mount must not be unmounted. Decided commits are applied first.
+/// Describes why the mount must not be unmounted; `None` if no transaction prevents that. Decided commits are applied
+/// first.
 pub(crate) fn in_the_way(gate: &TransactionGate) -> Option<String> {
     let mut begun_here = gate.store().open_transactions();
-    // What commit rules have begun ends with the mount.
+    // Transactions that commit rules have begun end with the mount, so they do not prevent its end.
     begun_here.retain(|found| {
         let is_of_a_rule = found.is_open() && found.is_of_names();
         !found.is_recovered() && !is_of_a_rule
@@ -71,11 +73,11 @@ pub(crate) fn in_the_way(gate: &TransactionGate) -> Option<String> {
         let scope = shown_scope(&found.path_now());
         match found {
             TransactionHandle::Prepared(prepared) => Some(format!(
-                "a transaction in {scope} is prepared with id {}: firn commit or firn abort it, or --force leaves it to the next mount, without what was written since",
+                "a transaction in {scope} is prepared with id {}: firn commit or firn abort it, or use --force, which leaves it to the next mount without the data written since",
                 prepared.id()
             )),
             TransactionHandle::Open(_) => Some(format!(
-                "a transaction is open in {scope}: firn commit or firn abort it, or --force undoes it"
+                "a transaction is open in {scope}: firn commit or firn abort it, or use --force, which undoes it"
             )),
             TransactionHandle::Decided(_) => None,
         }
@@ -85,7 +87,7 @@ pub(crate) fn in_the_way(gate: &TransactionGate) -> Option<String> {
             let scope = shown_scope(&found.path_now());
             let error = apply_commit(gate, &found.decided()?).err()?;
             Some(format!(
-                "the commit of a transaction in {scope} cannot be applied: {error}; mend the backing and try again, or --force leaves it to the next mount"
+                "the commit of a transaction in {scope} cannot be applied: {error}; mend the backing and try again, or use --force, which leaves it to the next mount"
             ))
         })
     })

@@ -28,9 +28,9 @@ pub(super) struct StepsOfMount<'a> {
     pub(super) patience: Duration,
     /// Callback that makes the kernel drop what it has cached.
     pub(super) forget: &'a dyn Fn(Cached),
-    /// Callback that has a commit applied after the answer.
+    /// Callback that starts to apply a commit after the answer.
     pub(super) apply_later: &'a dyn Fn(),
-    /// Answers which hosts are alive; opened by the first question.
+    /// Reports which hosts are alive; opened when this is first needed.
     pub(super) liveness: OnceCell<LivingHosts>,
 }
 
@@ -46,7 +46,7 @@ impl<'a> StepsOfMount<'a> {
         }
     }
 
-    /// Returns the answers to which hosts are alive; `None` if this host commits alone.
+    /// Returns the object that reports which hosts are alive; `None` if this host commits alone.
     fn liveness(&self) -> Result<Option<&LivingHosts>, Errno> {
         let Some(members) = self.gate.store().lower.members() else {
             return Ok(None);
@@ -55,7 +55,7 @@ impl<'a> StepsOfMount<'a> {
             let purpose = LeaseUse::Transactions;
             let liveness = LivingHosts::over(self.gate.backing(), purpose, &members.host);
             let liveness = liveness.map_err(|error| {
-                tracing::warn!(%error, "cannot see which hosts live");
+                tracing::warn!(%error, "cannot find out which hosts are alive");
                 Errno::IO
             })?;
             return Ok(Some(self.liveness.get_or_init(|| liveness)));
@@ -69,8 +69,8 @@ impl Mount<LoggableStore> for StepsOfMount<'_> {
         self.gate.directory_at(path)
     }
 
-    /// The control socket serves this process's user and root, and root may do at least as much, so this process's
-    /// rights are checked.
+    /// Checks the rights of this process. The control socket serves only the user of this process and root, and root
+    /// may do at least as much.
     fn must_be_writable(&self, path: &[u8]) -> Result<(), Errno> {
         let dir = self.gate.backing().join(OsStr::from_bytes(path));
         let wanted = Access::WRITE_OK | Access::EXEC_OK;
@@ -162,7 +162,7 @@ impl Mount<LoggableStore> for StepsOfMount<'_> {
         // A host whose state cannot be read counts as dead.
         let is_living = |liveness: &LivingHosts, host: &str| {
             liveness.is_living(host).unwrap_or_else(|error| {
-                tracing::warn!(%error, host, "cannot see whether this host is alive");
+                tracing::warn!(%error, host, "cannot find out whether this host is alive; it counts as dead");
                 false
             })
         };

@@ -1,4 +1,5 @@
-//! What a request about a transaction is refused with: an errno as `firn.h` says, and a sentence that says what to do.
+//! Converts the failure of a request about a transaction to an errno, as `firn.h` defines it, and to a sentence that
+//! says what to do.
 
 use firn_backing::Errno;
 use firn_protocol::Reply;
@@ -12,7 +13,7 @@ use crate::owners::AbortCause;
 use crate::participants;
 use crate::store::shown_scope;
 
-/// The answer to a request that failed: its errno is what `firn.h` says of that failure.
+/// Returns the reply to a request that failed. `firn.h` defines the errno of each failure.
 pub(super) fn refused(error: &TransactionError, path: &BytePath) -> Reply {
     let scope = shown_scope(path.as_bytes());
     let (errno, message) = match error {
@@ -51,12 +52,12 @@ pub(super) fn refused(error: &TransactionError, path: &BytePath) -> Reply {
     Reply::Error { errno, message }
 }
 
-/// The answer to a prepare or commit of a transaction that was aborted without a request.
+/// Returns the answer to a prepare or commit of a transaction that was aborted without a request.
 pub(super) fn aborted(scope: &[u8], cause: &AbortCause) -> Reply {
     let scope = shown_scope(scope);
     let message = match cause {
         AbortCause::OwnerGone(owner) => format!(
-            "{scope}: the owner of the transaction, {owner}, was gone before it was prepared: it is aborted"
+            "{scope}: the owner of the transaction, {owner}, was gone before the transaction was prepared: the transaction is aborted"
         ),
         AbortCause::FirndDied => format!(
             "{scope}: firnd died before the transaction was prepared: it is aborted; begin another one and write again"
@@ -113,7 +114,7 @@ fn refuse_vote(error: &VoteError, scope: &str) -> Refused {
         VoteError::NotVoted { .. } => (libc::EINVAL, error.to_string()),
         VoteError::LastVoteNotOver { .. } => (
             libc::EBUSY,
-            format!("{scope}: {error}: firn abort it there"),
+            format!("{scope}: {error}: run firn abort there"),
         ),
         VoteError::GivenUp { .. } => (
             libc::ECANCELED,
@@ -133,13 +134,13 @@ fn refuse_backup(error: &BackupError, scope: &str) -> Refused {
         BackupError::Refused { source } => (
             errno_of_backing(*source),
             format!(
-                "{scope}: the backup reports: {source}; the transaction is as it was: mend it and try again, or abort"
+                "{scope}: the backup reports: {source}; the transaction is unchanged: mend the backup and try again, or abort"
             ),
         ),
         BackupError::NotRemoved { source } => (
             errno_of_backing(*source),
             format!(
-                "{scope}: {error}; until it can the transaction stays as it is: mend it and try again"
+                "{scope}: {error}; the transaction is unchanged until then: mend the backup and try again"
             ),
         ),
         BackupError::NoPath { .. } | BackupError::UnknownTransaction { .. } => {
@@ -162,7 +163,7 @@ fn refuse_own(error: &OwnError, scope: &str) -> Refused {
         OwnError::Backing(errno) => (
             errno_of_backing(*errno),
             format!(
-                "{scope}: the backing reports: {errno}; the transaction is kept: mend it and try again"
+                "{scope}: the backing reports: {errno}; the transaction is kept: mend the backing and try again"
             ),
         ),
         OwnError::Distrusted { .. } => (libc::EPERM, format!("{scope}: {error}")),
@@ -171,8 +172,8 @@ fn refuse_own(error: &OwnError, scope: &str) -> Refused {
     }
 }
 
-/// The errno that a failure of the backing is reported with. Numbers that have a meaning in `firn.h` ("Errors") are not
-/// passed on: a caller would take them for that.
+/// Returns the errno that reports a failure of the backing. A number that has a meaning in `firn.h` ("Errors") is
+/// replaced, because the caller would misunderstand it.
 fn errno_of_backing(errno: Errno) -> i32 {
     match errno {
         Errno::OPNOTSUPP

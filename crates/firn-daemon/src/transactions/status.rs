@@ -37,7 +37,7 @@ pub(crate) fn status(gate: &Arc<TransactionGate>, owners: &Owners) -> Vec<Transa
             Stage::Prepared(id) => here(gate, id, &found.scope),
             _ => Vec::new(),
         },
-        // The commit rules fill these fields in later.
+        // The commit rules set these fields later.
         rule: None,
         waits_for: None,
         error: found.trouble,

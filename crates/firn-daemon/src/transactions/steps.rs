@@ -1,4 +1,4 @@
-//! What became of the transactions of this mount, step by step: counted, and logged with `log-level=debug`.
+//! Counts the steps of this mount's transactions, and logs each step with `log-level=debug`.
 
 use std::collections::BTreeMap;
 
@@ -13,12 +13,12 @@ static EVENTS: Tally<8> = Tally::new([
     "begin", "quiesce", "drained", "prepared", "decided", "applied", "ended", "undone",
 ]);
 
-/// Counts since firnd began, which serves one mount.
+/// Returns the counts since the start of firnd, which serves one mount.
 pub(crate) fn steps() -> BTreeMap<String, u64> {
     EVENTS.figures()
 }
 
-/// Tells how a transaction ended.
+/// Logs how a transaction ended.
 fn tell(event: Event, scope: &str, id: Option<u64>) {
     match (event, id) {
         (Event::Decided, id) => {
@@ -35,14 +35,14 @@ fn tell(event: Event, scope: &str, id: Option<u64>) {
     }
 }
 
-/// A transaction in `scope` was undone because it could not go on without the firnd that died.
+/// Records that a transaction in `scope` was undone, because it could not continue without the firnd that died.
 pub(crate) fn note_undone(gate: &TransactionGate, scope: &[u8]) {
     let shown = shown_scope(scope);
     tracing::warn!(scope = %shown, "firnd died while a transaction was open: it is aborted, and its programs get errors");
     note(gate, Event::Undone, scope, None);
 }
 
-/// Counts what became of the transaction in `scope`, and logs it with `log-level=debug`.
+/// Counts a step of the transaction in `scope`, and logs it with `log-level=debug`.
 pub(super) fn note(gate: &TransactionGate, event: Event, scope: &[u8], id: Option<u64>) {
     let index = match event {
         Event::Begin => 0,

@@ -1,4 +1,4 @@
-//! Several lanes: one set of threads, and a lane that hangs stops no other.
+//! Several lanes served by one set of threads: a lane that hangs stops no other lane.
 
 use crate::common;
 
@@ -41,7 +41,7 @@ fn a_lane_that_hangs_leaves_the_others_a_thread() {
     }
     assert_eq!(writers(&host, hung_lane), 2);
     assert!(told_behind.try_recv().is_err(), "its lane has no thread");
-    // New threads replace those that hang.
+    // Additional threads replace the hanging ones.
     until("the lane goes on", || {
         host.pool.replace_hung();
         told_behind.try_recv() == Ok(true)

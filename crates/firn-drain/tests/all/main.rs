@@ -1,4 +1,4 @@
-//! All tests of `firn-drain` but those beside its source, in one program.
+//! All integration tests of `firn-drain` except `hangs.rs`, in one program.
 
 mod common {
     pub mod host;

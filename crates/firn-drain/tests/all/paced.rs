@@ -22,7 +22,7 @@ const CALLER: Caller = Caller {
 const CHUNK_BYTES: u64 = 1 << 20;
 const CHUNKS: u64 = 64;
 const RDWR: i32 = 2;
-/// Only what hangs takes this long.
+/// Timeout of each wait. Only a hang takes this long.
 const LIMIT: Duration = Duration::from_secs(120);
 const THREADS: IoThreads = IoThreads {
     count: 2,
@@ -30,7 +30,7 @@ const THREADS: IoThreads = IoThreads {
     cpu_percent: 1,
 };
 
-/// Threads that compute on all CPUs until this is dropped.
+/// Threads that compute on all CPUs until this value is dropped.
 struct Competitors {
     stop: Arc<AtomicBool>,
     threads: Vec<std::thread::JoinHandle<()>>,
@@ -79,8 +79,8 @@ fn put_off(engine: &Engine<SimBacking>) -> u64 {
     decisions.get("put off").copied().unwrap_or(0)
 }
 
-/// Writes half of the arena again and again until a drain was put off, and then half of it once more. It is never three
-/// quarters full: that would be a reason to hurry.
+/// Writes the same half of the arena again and again until a drain is put off, and then the half once more. The arena
+/// never becomes three quarters full, because the drain would then not be put off.
 fn write_until_put_off(engine: &Engine<SimBacking>, handle: HandleId) {
     let end = Instant::now() + LIMIT;
     let chunk = vec![7; CHUNK_BYTES as usize];
@@ -118,8 +118,8 @@ fn a_drain_without_waiters_leaves_the_cpus_to_programs_and_an_awaited_one_does_n
     );
     let (result, after) = told.recv_timeout(LIMIT).expect("the drain ends");
     assert_eq!(result, Ok(()));
-    // What was left would have been put off some fifty times. Each thread may have decided just before the wait began,
-    // and once more between the end of the drain and the call.
+    // Without the waiting caller, the drain of the remaining data would be put off about fifty times. Each thread may
+    // decide once just before the wait begins, and once between the end of the drain and the callback.
     let decisions = after - before;
     assert!(decisions <= 10, "put off {decisions} times");
     drop(competitors);

@@ -1,8 +1,8 @@
-//! The engine and its IO threads under writers, readers and renames at once: every read is right while
-//! they run, and the backing holds what was written when they have ended.
+//! Writers, readers and renames use the engine and its I/O threads at once. Each read is right while they run, and the
+//! backing holds all written bytes at the end.
 //!
-//! `cargo xtask campaign tsan` runs it with ThreadSanitizer. `FIRN_SEED` repeats what each thread does,
-//! not how they take turns; `FIRN_OPS` sets the operations of each writer.
+//! `cargo xtask campaign tsan` runs these tests with ThreadSanitizer. `FIRN_SEED` repeats the operations of each
+//! thread, but not their interleaving. `FIRN_OPS` sets the number of operations of each writer.
 
 mod lister;
 mod mount;
@@ -23,10 +23,10 @@ use firn_sim::SimBacking;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
-/// Writers; each has a directory of its own and every fourth stripe of the shared file.
+/// Number of writers. Each writer has its own directory and every fourth stripe of the shared file.
 const WRITERS: usize = 4;
 const READERS: u64 = 2;
-/// A second or two, and some ten times that with the sanitizer.
+/// Operations of each writer. They take one or two seconds, and about ten times as long with the sanitizer.
 const OPS_DEFAULT: u64 = 400;
 
 fn setting(name: &str) -> Option<u64> {
@@ -76,7 +76,7 @@ fn threads_over_several_lanes_agree_with_their_models_in_both_orders() {
         backing.set_gathers(rng.random());
         let faulty = backing.clone();
         let mut choose = StdRng::seed_from_u64(seed ^ 1);
-        // A lane fails for a while, and then another one.
+        // Now and then a random lane starts or stops failing.
         backing.set_plan(move |call, _| {
             if call == "write_at" && choose.random_range(0..20) == 0 {
                 let lane = LaneIndex::new(choose.random_range(0..lanes));
@@ -119,7 +119,8 @@ fn run<B: Backing>(backing: B, seed: u64, disturbance: Disturbance) {
     run_on(Mount::new(backing, disturbance), seed, || {});
 }
 
-/// `heal` is called when the writers have ended.
+/// Runs all threads over a mount and compares the backing with the models. `heal` ends the faults once the writers have
+/// ended.
 fn run_on<B: Backing>(mount: Mount<B>, seed: u64, heal: impl FnOnce()) {
     let ops = setting("FIRN_OPS").unwrap_or(OPS_DEFAULT);
     let dirs: Vec<InodeId> = (0..WRITERS)
@@ -148,7 +149,7 @@ fn run_on<B: Backing>(mount: Mount<B>, seed: u64, heal: impl FnOnce()) {
         let lister = mount
             .lists
             .then(|| scope.spawn(move || lister::run(mount, seed ^ 300, go_on)));
-        // The scope would wait as well, but ThreadSanitizer does not see how.
+        // The scope also joins its threads, but ThreadSanitizer does not see that synchronization.
         let models: Vec<_> = writers
             .into_iter()
             .map(|thread| thread.join().expect("a writer"))
@@ -189,7 +190,7 @@ fn compare(found: &Contents, expected: &Contents) {
     }
 }
 
-/// Counts a writer out, also when it panics, so that the others end.
+/// Subtracts a writer from the count of running writers when it ends or panics, so that the other threads end.
 struct Ends<'a>(&'a AtomicUsize);
 
 impl Drop for Ends<'_> {
@@ -202,7 +203,7 @@ fn dir_name(writer: usize) -> String {
     format!("w{writer}")
 }
 
-/// Takes the directories away from under the writers and puts them back.
+/// Renames the directories of the writers to another name and back.
 fn rename_directories<B: Backing>(mount: &Mount<B>, seed: u64, go_on: impl Fn() -> bool) {
     let mut rng = StdRng::seed_from_u64(seed ^ 200);
     while go_on() {
@@ -220,7 +221,7 @@ fn rename_directories<B: Backing>(mount: &Mount<B>, seed: u64, go_on: impl Fn() 
     }
 }
 
-/// Asks what `firn status` and `firn check` ask, and drains all now and then.
+/// Makes the calls of `firn status` and `firn check`, and drains everything in each 32nd round.
 fn ask<B: Backing>(mount: &Mount<B>, go_on: impl Fn() -> bool) {
     let mut rounds = 0u32;
     while go_on() {
@@ -229,7 +230,7 @@ fn ask<B: Backing>(mount: &Mount<B>, go_on: impl Fn() -> bool) {
         mount.engine.files_below(b"w0");
         let (_, damage) = mount.engine.arena().read_pieces();
         assert_eq!(damage, []);
-        // The writers need the processor more.
+        // The pause leaves the CPUs to the writers.
         std::thread::sleep(Duration::from_micros(200));
         rounds += 1;
         if rounds.is_multiple_of(32) {

@@ -1,4 +1,5 @@
-//! Tokens: hosts that share a lane write to it one at a time, and no service of tokens keeps one from writing for good.
+//! Tokens: hosts that share a lane write to it one at a time, and a failed token service delays writes only for a
+//! limited time.
 
 use crate::common;
 
@@ -15,17 +16,17 @@ use firn_hosts::tokens::{
 use firn_sim::SimBacking;
 use parking_lot::{Condvar, Mutex};
 
-/// Long enough that nothing here waits for it to pass.
+/// A time limit that no test reaches.
 const NEVER: Duration = Duration::from_secs(600);
 
-/// A service in memory with one lane: hosts have the token in the order in which they asked.
+/// A token service in memory with one lane. Hosts get the token in the order of their requests.
 #[derive(Default)]
 struct Service {
-    /// The first has the token.
+    /// The hosts that asked for the token. The first host holds it.
     line: Mutex<VecDeque<usize>>,
 }
 
-/// A host of the service.
+/// The connection of one host to the service.
 struct Member {
     service: Arc<Service>,
     host: usize,
@@ -142,7 +143,7 @@ fn hosts_that_share_a_lane_write_to_it_one_at_a_time() {
     assert_eq!(service.holder(), None, "the token was given up");
 }
 
-/// Does not answer.
+/// A token service that does not answer.
 struct Silent;
 
 impl LockService for Silent {
@@ -173,7 +174,7 @@ fn without_an_answer_the_drain_goes_on_without_a_token_and_says_so() {
     let tokens = tokens(Silent, Duration::from_millis(20), Duration::from_millis(1));
     let host = Host::start(SimBacking::new(), IoThreads::new(2), tokens);
     let handle = host.write_bytes("file", &vec![1; CHUNK_BYTES as usize]);
-    // No caller waits for it.
+    // No caller waits for the file, so the test polls.
     until("the file is drained", || {
         host.engine.figures().held_bytes == 0
     });
@@ -228,7 +229,7 @@ fn behind_a_host_that_is_dead_work_waits_for_token_wait_and_no_longer() {
     host.end();
 }
 
-/// Does not return from a call until it is let go.
+/// Blocks the calls of a service until `is_free` is set.
 struct Stuck {
     is_free: Mutex<bool>,
     freed: Condvar,

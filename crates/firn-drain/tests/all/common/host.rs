@@ -1,4 +1,4 @@
-//! One host: an engine over its own arena, and its IO threads.
+//! One host: an engine with its own arena, and its I/O threads.
 
 use std::ffi::{OsStr, OsString};
 use std::path::PathBuf;
@@ -20,7 +20,7 @@ pub const CALLER: Caller = Caller {
 pub const CHUNK_BYTES: u64 = 1 << 20;
 const CHUNKS: u64 = 8;
 const RDWR: i32 = 2;
-/// Only what hangs takes this long.
+/// Timeout of each wait. Only a hang takes this long.
 pub const LIMIT: Duration = Duration::from_secs(60);
 
 pub struct Host<B: Backing> {
@@ -29,7 +29,7 @@ pub struct Host<B: Backing> {
     _arena: tempfile::TempDir,
 }
 
-/// Tells when a file is drained, or that it could not be.
+/// Receives true when a file is drained, or false if the drain failed.
 pub type Drained = mpsc::Receiver<bool>;
 
 impl<B: Backing> Host<B> {
@@ -53,7 +53,7 @@ impl<B: Backing> Host<B> {
         }
     }
 
-    /// A new file with its name as contents, for whose drain no test waits.
+    /// Writes a new file with its name as contents. No test waits for its drain.
     pub fn write(&self, name: &str) -> HandleId {
         self.write_bytes(name, name.as_bytes())
     }
@@ -69,7 +69,7 @@ impl<B: Backing> Host<B> {
         opened.handle
     }
 
-    /// Begins to wait for a file.
+    /// Returns a receiver that reports when the file is drained.
     pub fn await_drained(&self, handle: HandleId) -> Drained {
         let (tell, told) = mpsc::channel();
         let done = Box::new(move |result: Result<(), _>| {
@@ -79,13 +79,13 @@ impl<B: Backing> Host<B> {
         told
     }
 
-    /// A new file whose drain a test waits for.
+    /// Writes a new file with its name as contents, and waits for its drain with the returned receiver.
     pub fn write_awaited(&self, name: &str) -> (HandleId, Drained) {
         let handle = self.write(name);
         (handle, self.await_drained(handle))
     }
 
-    /// A new file of a lane, whose drain a test waits for. Others may be made beside it, which stay empty.
+    /// Writes a new file in `lane` and waits for its drain. Creates empty files until one is placed in `lane`.
     pub fn write_awaited_in(&self, name: &str, lane: LaneIndex) -> (HandleId, Drained) {
         for number in 0.. {
             let name = OsString::from(format!("{name}_{number}"));
@@ -115,7 +115,7 @@ impl<B: Backing> Host<B> {
     }
 }
 
-/// Waits until `is_so`.
+/// Waits until `is_so` returns true.
 pub fn until(what: &str, mut is_so: impl FnMut() -> bool) {
     let end = std::time::Instant::now() + LIMIT;
     while !is_so() {

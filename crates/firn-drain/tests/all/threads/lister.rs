@@ -1,4 +1,5 @@
-//! A program that reads files by chunk lists: what a list names is right, and stays as it is.
+//! A program that reads files by chunk lists: the listed bytes are right, and stay unchanged until the list is
+//! released.
 
 use firn_backing::{Backing, Errno};
 use firn_engine::{HeldChunks, ListedPart, PartPlace};
@@ -9,7 +10,7 @@ use super::mount::Mount;
 use super::{WRITERS, dir_name};
 use super::{shared, writer};
 
-/// Returns the bytes that were read.
+/// Returns the number of bytes that were read.
 pub fn run<B: Backing>(mount: &Mount<B>, seed: u64, go_on: impl Fn() -> bool) -> u64 {
     let mut rng = StdRng::seed_from_u64(seed);
     let mut bytes = 0;
@@ -29,7 +30,7 @@ pub fn run<B: Backing>(mount: &Mount<B>, seed: u64, go_on: impl Fn() -> bool) ->
 fn list<B: Backing>(mount: &Mount<B>, path: &str, right: impl Fn(usize, u8) -> bool) -> u64 {
     let (held, pieces) = match HeldChunks::list_file(&mount.engine, path.as_bytes()) {
         Ok(made) => made,
-        // Removed, or its directory is away for a moment.
+        // The file was removed, or its directory has another name at the moment.
         Err(Errno::NOENT | Errno::STALE) => return 0,
         Err(errno) => panic!("{path}: {errno}"),
     };
@@ -38,7 +39,7 @@ fn list<B: Backing>(mount: &Mount<B>, path: &str, right: impl Fn(usize, u8) -> b
         let wrong = (0..bytes.len()).find(|at| !right(piece.offset as usize + at, bytes[*at]));
         assert_eq!(wrong, None, "{path}: {piece:?}");
     }
-    // Time for the others to do what they like with the file.
+    // During this pause other threads may change the file.
     std::thread::sleep(std::time::Duration::from_micros(300));
     for (piece, bytes) in pieces.iter().zip(&before) {
         assert!(
@@ -57,8 +58,8 @@ fn bytes_of<B: Backing>(mount: &Mount<B>, piece: &ListedPart) -> Vec<u8> {
     let arena = mount.engine.arena();
     let at = arena.address(arena.geometry().data_offset() + piece.at);
     let mut bytes = vec![0; piece.bytes as usize];
-    // SAFETY: within the mapping, since the list says so, and no thread stores there while it is held. Through libc's
-    // function, which ThreadSanitizer watches.
+    // SAFETY: the chunk list ensures that the range lies within the mapping, and that no thread stores there while the
+    // list is held. The copy calls a function of libc, which ThreadSanitizer watches.
     unsafe { std::ptr::copy_nonoverlapping(at, bytes.as_mut_ptr(), bytes.len()) };
     bytes
 }

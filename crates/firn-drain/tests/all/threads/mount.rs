@@ -1,4 +1,4 @@
-//! An engine with a small arena and its IO threads, and calls that wait as a program would.
+//! An engine with a small arena and I/O threads, and calls that wait as the calls of a program do.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -20,28 +20,28 @@ pub const CALLER: Caller = Caller {
     pid: 1,
 };
 pub const O_RDWR: i32 = 2;
-/// Filled many times over, so that writers wait for room.
+/// Bytes of a chunk. The arena is so small that the writers fill it many times and wait for room.
 const CHUNK_BYTES: u64 = 128 << 10;
 const CHUNKS: u64 = 8;
 const IO_THREADS: usize = 3;
-/// Nothing here takes this long; only a wait that never ends does.
+/// Timeout of each wait. Only a wait that never ends takes this long.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// What writers must reckon with beside each other.
+/// A disturbance of the writers besides the other threads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Disturbance {
     None,
-    /// The backing fails now and then.
+    /// Some calls of the backing fail.
     Faults,
-    /// Chunk lists hold memory now and then, all of it at worst.
+    /// From time to time chunk lists hold memory, in the worst case all of it.
     Lists,
 }
 
 pub struct Mount<B: Backing> {
     pub engine: Arc<Engine<B>>,
-    /// Whether the backing fails now and then.
+    /// Whether some calls of the backing fail.
     pub faults: bool,
-    /// Whether lists are made.
+    /// Whether a thread makes chunk lists.
     pub lists: bool,
     pool: Pool,
     _arena: tempfile::TempDir,
@@ -52,7 +52,7 @@ impl<B: Backing> Mount<B> {
         Self::in_order(backing, disturbance, Order::Interleaved, usize::MAX)
     }
 
-    /// A lane has at most `lane_writers_max` writes under way.
+    /// Starts a mount. At most `lane_writers_max` writes of a lane are in progress at once.
     pub fn in_order(
         backing: B,
         disturbance: Disturbance,
@@ -125,7 +125,7 @@ impl<B: Backing> Mount<B> {
             .inode
     }
 
-    /// Creates a file that was not there and closes it.
+    /// Creates a new file and closes it.
     pub fn create(&self, dir: InodeId, name: &str) {
         let (_, opened) = self
             .engine
@@ -134,7 +134,8 @@ impl<B: Backing> Mount<B> {
         self.engine.release(opened.handle);
     }
 
-    /// Repeats a change of names while it fails because a file had to be drained first and could not.
+    /// Makes a change of names. Repeats it while it fails because a file that must be drained first could not be
+    /// drained.
     pub fn insist<T>(&self, mut change: impl FnMut() -> Result<T, Errno>) -> T {
         loop {
             match change() {
@@ -144,8 +145,8 @@ impl<B: Backing> Mount<B> {
         }
     }
 
-    /// All of a write; false where the backing failed and nothing of the rest was taken. `taken` is told
-    /// of each part.
+    /// Writes all of `data` and calls `taken` for each part that was accepted. Returns false if the backing failed; the
+    /// remaining data is then not written.
     pub fn write(
         &self,
         handle: HandleId,
@@ -167,7 +168,7 @@ impl<B: Backing> Mount<B> {
                 Ok(Written::Full) => match wait(|told| self.engine.room.on_space(told)) {
                     Ok(()) => {}
                     Err(_) if self.faults => return false,
-                    // A list ends soon.
+                    // A chunk list holds the memory, and is released soon.
                     Err(Errno::NOSPC) if self.lists && Instant::now() < end => {
                         std::thread::yield_now()
                     }
@@ -180,7 +181,7 @@ impl<B: Backing> Mount<B> {
         true
     }
 
-    /// fsync(2); whether it kept its promise.
+    /// Calls fsync(2) and returns whether it succeeded.
     pub fn fsync(&self, handle: HandleId) -> bool {
         let drained = wait(|told| self.engine.fsync(handle, told));
         let synced = drained.and_then(|()| self.engine.sync_file(handle, false));
@@ -196,7 +197,7 @@ impl<B: Backing> Mount<B> {
     }
 }
 
-/// Begins something and waits until it was told.
+/// Calls `begin` and waits for its callback.
 fn wait(begin: impl FnOnce(Done)) -> Result<(), Errno> {
     let told = Arc::new((Mutex::new(None), Condvar::new()));
     let tell = Arc::clone(&told);

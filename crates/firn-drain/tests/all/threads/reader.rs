@@ -1,4 +1,4 @@
-//! A reader of all writers' files: at any moment, each byte is one that its writer wrote.
+//! A reader of the files of all writers: at any moment, each byte is one that the writer of that range wrote.
 
 use std::ffi::OsStr;
 
@@ -44,7 +44,7 @@ fn read<B: Backing>(
         Err(Errno::NOENT) => return,
         Err(errno) => panic!("lookup: {errno}"),
     };
-    // The file may lose its last name between the two.
+    // The file may lose its last name between the lookup and the open.
     if let Ok(opened) = engine.open(entry.inode, 0) {
         for _ in 0..rng.random_range(1..6) {
             let offset = rng.random_range(0..=entry.attr.size);

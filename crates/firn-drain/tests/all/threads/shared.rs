@@ -1,4 +1,4 @@
-//! The file that all writers write, each its own stripes, and bytes that name their writer.
+//! The shared file: each writer writes its own stripes, with bytes that identify the writer.
 
 use std::collections::BTreeMap;
 
@@ -7,16 +7,16 @@ use rand::RngExt;
 use super::WRITERS;
 
 pub const NAME: &str = "shared";
-/// Neither a page nor a part of one, so that writers meet in pages, pieces and runs.
+/// Not a multiple or a divisor of the page size, so that writers meet in pages, pieces and runs.
 const STRIPE_BYTES: usize = 1700;
 const STRIPES: usize = 120;
 
-/// A byte of a writer: never 0, which is a hole.
+/// Returns a byte that identifies a writer. The byte is never 0, because holes are 0.
 pub fn byte(writer: usize, version: u8) -> u8 {
     (writer as u8 + 1) << 5 | (version & 0x1f)
 }
 
-/// Whether a byte may be what `writer` wrote.
+/// Returns whether `writer` may have written this byte; a hole is accepted too.
 pub fn is_byte_of(writer: usize, byte: u8) -> bool {
     byte == 0 || usize::from(byte >> 5) == writer + 1
 }
@@ -27,17 +27,17 @@ pub fn data(writer: usize, version: u8, len: usize) -> Vec<u8> {
         .collect()
 }
 
-/// The same of the shared file's byte at an offset.
+/// Returns whether the owner of the stripe at `offset` of the shared file may have written this byte.
 pub fn is_byte_of_owner(offset: usize, byte: u8) -> bool {
     is_byte_of(offset / STRIPE_BYTES % WRITERS, byte)
 }
 
-/// What one writer wrote: by stripe.
+/// The bytes that one writer wrote, by stripe.
 #[derive(Default)]
 pub struct Stripes(BTreeMap<usize, Vec<u8>>);
 
 impl Stripes {
-    /// A part of one stripe of `writer`: its offset in the file and its length.
+    /// Chooses a part of a stripe of `writer`. Returns its offset in the file and its length.
     pub fn choose(writer: usize, rng: &mut impl RngExt) -> (usize, usize) {
         let stripe = rng.random_range(0..STRIPES / WRITERS) * WRITERS + writer;
         let start = rng.random_range(0..STRIPE_BYTES);
@@ -66,14 +66,14 @@ impl Stripes {
     }
 }
 
-/// The file that all of them make.
+/// Returns the shared file that results from the stripes of all writers.
 pub fn merge<'a>(all: impl Iterator<Item = &'a Stripes>) -> BTreeMap<String, Vec<u8>> {
     let mut contents = vec![0; STRIPES * STRIPE_BYTES];
     let mut end = 0;
     for (stripe, written) in all.flat_map(|stripes| &stripes.0) {
         let start = stripe * STRIPE_BYTES;
         contents[start..start + STRIPE_BYTES].copy_from_slice(written);
-        // No byte that was written is 0.
+        // No writer writes a byte 0, so the last other byte of the stripe ends the written part.
         end = end.max(
             start
                 + written

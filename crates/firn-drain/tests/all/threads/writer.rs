@@ -1,5 +1,5 @@
-//! One writer: random operations on files of its own and on its stripes of the shared one, with a model
-//! of what they hold, which every read of its own must give exactly.
+//! One writer: random operations on its own files and on its stripes of the shared file. A model has the expected
+//! contents, which each read of the writer must return exactly.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -16,7 +16,7 @@ pub const NAMES: [&str; 4] = ["a", "b", "c", "d"];
 const FILE_BYTES_MAX: usize = 60_000;
 const OPEN_MAX: usize = 6;
 
-/// What one writer made.
+/// The expected contents of the files and stripes of one writer.
 #[derive(Default)]
 pub struct Model {
     names: BTreeMap<&'static str, usize>,
@@ -25,7 +25,7 @@ pub struct Model {
 }
 
 impl Model {
-    /// Its own files, by path.
+    /// Returns the writer's own files by path.
     pub fn tree(&self, dir: &str) -> BTreeMap<String, Vec<u8>> {
         self.names
             .iter()
@@ -126,7 +126,7 @@ impl<B: Backing> Writer<'_, B> {
             .read(self.shared, offset as u64, &mut found)
             .expect("read");
         let mut expected = self.model.stripes.read(offset, len);
-        // Beyond the end there are no bytes, and before it holes are zeros.
+        // Beyond the end of the file there are no bytes. Holes before the end are zeros.
         assert!(
             expected[count..].iter().all(|byte| *byte == 0),
             "a stripe ends early"
@@ -251,7 +251,7 @@ impl<B: Backing> Writer<'_, B> {
                 .namespace
                 .rename(dir, OsStr::new(from), dir, OsStr::new(to), flags)
         });
-        // Two names of one file: a rename changes nothing.
+        // Both names belong to one file: a rename changes nothing.
         if self.model.names.get(to) == Some(&object) {
             return;
         }
