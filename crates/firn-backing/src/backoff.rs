@@ -64,7 +64,7 @@ impl Backoff {
 }
 
 impl Waits {
-    /// Returns the wait before the next try. For a caller that does not sleep in this thread.
+    /// Returns the wait before the next try, for a caller that waits by other means than [`Waits::sleep`].
     pub fn next_wait(&mut self) -> Duration {
         let wait = self.next;
         self.next = wait.saturating_mul(2).min(self.backoff.last);

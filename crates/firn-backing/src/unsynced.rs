@@ -37,7 +37,7 @@ const ENTRIES_MAX: usize = 1 << 18;
 /// Number of names in one task of a walk: enough that the handover of tasks costs little beside the syncs.
 const WALK_NAMES: usize = 64;
 
-/// Number of objects to sync for which another thread is worth its start.
+/// Number of objects to sync for each thread: with fewer, the start of another thread costs more than it saves.
 const OBJECTS_PER_THREAD: usize = 4;
 
 /// What is known of the path of an object in the backing.
@@ -81,8 +81,8 @@ struct AccountState {
     lost_track: Option<u64>,
     /// Tickets of renames that have begun and not returned.
     renames: BTreeSet<u64>,
-    /// Tickets of walks under way. The paths are those to which something was moved since the walk began: the walk may
-    /// have passed them before.
+    /// Walks under way, by ticket. The paths are the targets of renames since the walk began: the walk may have passed
+    /// these paths before the rename.
     walks: HashMap<u64, Vec<Vec<u8>>>,
     last_ticket: u64,
 }
@@ -302,13 +302,13 @@ impl Unsynced {
         self.rename_over.notify_all();
     }
 
-    /// Returns the present version. Called before a sync begins; [`Unsynced::synced`] takes it.
+    /// Returns the present version, for [`Unsynced::synced`]. Called before a sync begins.
     pub fn begin_sync(&self) -> u64 {
         self.state.lock().version
     }
 
-    /// Records that an object was synced. `version`: from before the sync began. A later change may not be covered, so the
-    /// entry then stays.
+    /// Records that an object was synced. `version`: result of [`Unsynced::begin_sync`] before the sync. If the object
+    /// was changed later, its entry remains, because the sync may not cover that change.
     pub fn synced(&self, key: Key, version: u64) {
         let mut state = self.state.lock();
         if state
@@ -437,7 +437,7 @@ fn sync_object<B: Tracked>(base: &B, inode: &B::Inode, attr: &Attr, path: &[u8])
     }
 }
 
-/// Syncs a file, which is opened for that in whichever way its mode allows.
+/// Syncs a file. Opens it for reading, or for writing if its mode denies reading.
 fn sync_file<B: Tracked>(base: &B, inode: &B::Inode) -> Result<()> {
     let opened = match base.open(inode, Access::Read) {
         Err(Errno::ACCESS) => base.open(inode, Access::Write),
@@ -465,7 +465,7 @@ struct Task<B: Backing> {
 struct Walk<'a, B: Tracked> {
     base: &'a B,
     dev: u64,
-    /// A stack: so each thread holds at most as many directories as the tree is deep.
+    /// A stack, so a thread holds at most one open directory for each level of the tree.
     tasks: Mutex<Tasks<B>>,
     more: Condvar,
 }
@@ -572,7 +572,7 @@ impl<B: Tracked> Walk<'_, B> {
         let synced = match attr.kind {
             // On overlayfs a file may have another device number than its directory, so it is not compared.
             Kind::File => sync_file(self.base, &inode),
-            // The caller of the walk finds file systems that are mounted below by itself.
+            // The walk covers one file system: its caller finds and syncs file systems that are mounted below.
             Kind::Dir if attr.dev == self.dev => self.sync_dir_and_add_names(&inode),
             _ => Ok(()),
         };
@@ -589,7 +589,8 @@ impl<B: Tracked> Walk<'_, B> {
         let mut names = Vec::new();
         self.base.read_dir(&stream, 0, &mut |entry| {
             let is_child = entry.name != "." && entry.name != "..";
-            // Other kinds need no sync of their own. Some file systems do not give the kind here; then the lookup does.
+            // The sync of the directory covers objects of other kinds. Some file systems report no kind here; then the
+            // lookup does.
             if is_child && matches!(entry.kind, None | Some(Kind::File | Kind::Dir)) {
                 names.push(entry.name.to_owned());
             }
@@ -613,7 +614,7 @@ impl<B: Tracked> Walk<'_, B> {
 fn run_in_threads(count: usize, work: impl Fn() + Sync) {
     std::thread::scope(|scope| {
         for _ in 1..count {
-            // If the system starts no further thread, the others do all the work.
+            // If the system starts no further thread, the threads that run do all the work.
             let _ = std::thread::Builder::new()
                 .name("sync".into())
                 .spawn_scoped(scope, &work);
@@ -637,7 +638,7 @@ pub fn components(path: &[u8]) -> impl Iterator<Item = &OsStr> {
         .map(OsStr::from_bytes)
 }
 
-/// Returns a path as the kernel takes it, relative to the top. The top itself is `.`.
+/// Returns a path in the form that system calls take, relative to the top. The top itself is `.`.
 pub fn relative(path: &[u8]) -> OsString {
     if path.is_empty() {
         OsString::from(".")

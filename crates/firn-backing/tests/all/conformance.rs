@@ -56,7 +56,8 @@ fn locks_exclude_each_other_until_their_file_is_dropped() {
     }
 }
 
-/// Only the simulated backing is tested here: range locks of a real directory need two processes. The system tests have them.
+/// Only the simulated backing is tested here: range locks of a real directory need two processes, so the system tests
+/// cover them.
 #[test]
 fn ranges_that_a_process_has_locked_exclude_others() {
     let first_process = SimBacking::new();
