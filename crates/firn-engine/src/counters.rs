@@ -1,4 +1,4 @@
-//! Counters of an engine since the attach, and sums of what is pending now.
+//! Counters of an engine since the attach, and sums of the bytes and files that are pending now.
 //!
 //! Invariant: [`PendingTotals`] of a lane has the sums over its files. Each change of a file's pending bytes calls
 //! [`PendingTotals::note_change`] under the file's lock.
@@ -16,7 +16,7 @@ pub(crate) enum Decision {
     Picked,
     /// A run was written.
     Written,
-    /// A write failed, and the file waits for its next try.
+    /// A write failed. The file waits for its next try.
     Waits,
     /// A file is tried again after its wait.
     Retried,
@@ -24,7 +24,7 @@ pub(crate) enum Decision {
     GivenUp,
     /// A chunk was moved to the spill file.
     Spilled,
-    /// Writes were put off, because no caller waits for them and programs need the CPUs.
+    /// Writes were delayed, because no caller waits for them and programs need the CPUs.
     PutOff,
     /// A chunk was copied to a memory file.
     Settled,
@@ -63,7 +63,8 @@ pub struct RequestTimes {
     pub fsync: TimeHistogram,
 }
 
-/// Counters since the attach. Three of them are present values: `chunk_lists`, `chunk_list_bytes` and `cached_bytes`.
+/// Counters since the attach. The fields `chunk_lists`, `chunk_list_bytes` and `cached_bytes` are not counters but
+/// present values.
 #[derive(Default)]
 pub(crate) struct Counters {
     /// Sizes in bytes of the writes taken from programs.
@@ -71,7 +72,7 @@ pub(crate) struct Counters {
     pub request_times: Arc<RequestTimes>,
     /// Sizes in bytes of the writes to the backing that succeeded.
     pub drain_sizes: SizeHistogram,
-    /// Times of calls that wrote to the backing, also of those that failed.
+    /// Times of calls that wrote to the backing, including failed calls.
     pub drain_times: TimeHistogram,
     /// Bytes written to the backing.
     pub drain_bytes: AtomicU64,
@@ -92,7 +93,7 @@ pub(crate) struct Counters {
     pub chunk_lists: AtomicU64,
     /// Bytes in memory that these lists name.
     pub chunk_list_bytes: AtomicU64,
-    /// Drained bytes that are still in the arena. The files that have some share the counter.
+    /// Drained bytes that are still in the arena. Shared by all files that have cached bytes.
     pub cached_bytes: Arc<AtomicU64>,
     /// Files of the backing that were opened since the last check of the number of open files.
     pub files_opened: AtomicUsize,
