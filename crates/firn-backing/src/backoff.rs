@@ -1,4 +1,4 @@
-//! Waits between tries of something that fails. Each wait is twice as long as the one before, up to a bound.
+//! Waits between tries of an operation that fails. Each wait is twice as long as the one before, up to a bound.
 //!
 //! Invariants
 //! * `first <= wait <= last` for every wait, and no wait is shorter than the one before it.

@@ -4,7 +4,7 @@
 //! |---|---|
 //! | [`Volume`] | the whole tree, and its durability |
 //! | [`Names`] | names, and the objects to which they lead |
-//! | [`Attributes`] | what is known of an object beside its data |
+//! | [`Attributes`] | the attributes of an object |
 //! | [`Files`] | the data of a file, and its locks |
 //! | [`Sharing`] | what other hosts and the kernel may see of a file |
 //! | [`Placement`] | where the data of a file is |
@@ -113,7 +113,7 @@ pub trait Names: Volume {
     ) -> Result<()>;
 }
 
-/// Attributes of an object: everything that is known of it beside its data.
+/// Attributes of an object, including extended attributes.
 pub trait Attributes: Volume {
     /// Returns the attributes of an object or of an open file (fstat(2)).
     fn stat(&self, target: TargetOf<'_, Self>, freshness: Freshness) -> Result<Attr>;
@@ -132,8 +132,9 @@ pub trait Files: Volume {
     fn open(&self, inode: &Self::Inode, access: Access) -> Result<Self::File>;
     /// Reads until `buf` is full or the file ends, and returns the number of bytes (pread(2)).
     fn read_at(&self, file: &Self::File, buf: &mut [u8], offset: u64) -> Result<usize>;
-    /// Writes parts that do not overlap; they may be in any order. Returns the number of written bytes, counted from the
-    /// first part on; it may be less than asked for. After an error, none of the parts counts as written.
+    /// Writes parts that do not overlap; they may be in any order. Returns the number of written bytes, counted from
+    /// the first part on; it may be less than the length of `parts`. After an error, none of the parts counts as
+    /// written.
     fn write_parts(&self, file: &Self::File, parts: &[DataPart<'_>]) -> Result<u64>;
     /// Changes the length, or completes a change of it. Returns false only for a [`Resize::Finish`] whose change was
     /// never made: the file is then unchanged.
@@ -193,7 +194,8 @@ pub trait Sharing: Volume {
 
 /// Where the data of files is.
 pub trait Placement: Volume {
-    /// Returns what is known of an object. Makes no system call and waits for nothing, so it may be called with locks held.
+    /// Returns known properties of an object. Makes no system call and waits for nothing, so it may be called with
+    /// locks held.
     fn facts(&self, inode: &Self::Inode) -> Facts;
     /// Returns the lane of new file number `turn`, counted from 0, if new files go to the lanes in rotation. `None`:
     /// this backing chooses no lane for new files. Makes no system call.
@@ -247,22 +249,22 @@ pub trait Backing: Names + Attributes + Files + Sharing + Placement {
         self.remove(parent, name, Remove::Dir)
     }
 
-    /// Returns the attributes of an object as this host knows them (fstat(2)).
+    /// Returns the attributes of an object, perhaps from a cache of this host (fstat(2)).
     fn attr(&self, inode: &Self::Inode) -> Result<Attr> {
         self.stat(Target::Inode(inode), Freshness::Known)
     }
 
-    /// Returns the attributes of an open file as this host knows them (fstat(2)).
+    /// Returns the attributes of an open file, perhaps from a cache of this host (fstat(2)).
     fn attr_of_file(&self, file: &Self::File) -> Result<Attr> {
         self.stat(Target::File(file), Freshness::Known)
     }
 
-    /// Returns the attributes of an object as its server knows them (fstat(2)).
+    /// Returns the present attributes of an object from its server (fstat(2)).
     fn attr_now(&self, inode: &Self::Inode) -> Result<Attr> {
         self.stat(Target::Inode(inode), Freshness::Current)
     }
 
-    /// Returns the attributes of an open file as its server knows them (fstat(2)).
+    /// Returns the present attributes of an open file from its server (fstat(2)).
     fn attr_of_file_now(&self, file: &Self::File) -> Result<Attr> {
         self.stat(Target::File(file), Freshness::Current)
     }

@@ -52,7 +52,7 @@ use proc::FdPath;
 use steering::Steering;
 pub use stream::DirStream;
 
-/// Number of files that are synced at a time if each file is synced by itself: enough to hide the latency of a server.
+/// Number of files that are synced at a time if each file is synced separately: enough to hide the latency of a server.
 const SYNC_THREADS: usize = 8;
 /// Most slices of one pwritev(2) (`UIO_MAXIOV`).
 const SLICES_MAX: usize = 1024;
@@ -143,7 +143,7 @@ impl DirBacking {
         self
     }
 
-    /// Records a change of an object, if the object must be synced by itself.
+    /// Records a change of an object, if the object must be synced separately.
     fn record_change(&self, key: Key, fd: BorrowedFd<'_>) {
         if self.devices.is_synced_one_by_one(key.0, fd) {
             self.unsynced.record_change(key, || self.path_of(fd));
@@ -197,7 +197,7 @@ impl DirBacking {
         }
     }
 
-    /// Syncs the changed objects that must be synced by themselves. If not all of them are known, syncs every object.
+    /// Syncs the changed objects that must be synced separately. If not all of them are known, syncs every object.
     fn sync_tracked(&self) -> Result<()> {
         unsynced::sync_entries(self)?;
         let version = self.unsynced.begin_sync();

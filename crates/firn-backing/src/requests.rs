@@ -37,9 +37,10 @@ impl<I, F> Copy for Target<'_, I, F> {}
 /// How old attributes may be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Freshness {
-    /// The attributes that this host knows: a network file system may not have seen changes by other hosts.
+    /// Attributes from a cache of this host are allowed. On a network file system, changes by other hosts may be
+    /// missing.
     Known,
-    /// The attributes that the server knows. Later reads see all bytes up to the returned length.
+    /// The present attributes from the server. Later reads see all bytes up to the returned length.
     Current,
 }
 
@@ -141,8 +142,8 @@ pub enum FileUse {
     /// A program opens it for writing. Its writes are newer than all bytes that other hosts have closed, and other
     /// hosts learn that this host writes.
     OpenedToWrite,
-    /// No program of this host has it open for writing any more, and all its bytes are written. Remaining work for the file
-    /// is to be done soon. The call waits for nothing.
+    /// No program of this host has it open for writing any more, and all its bytes are written. The backing does its
+    /// remaining work for the file soon. The call does not wait for that.
     Written,
     /// No program of this host has it open for writing any more. Remaining work for the file is done in this call, as far as
     /// other hosts allow it.
@@ -156,7 +157,8 @@ pub enum DescriptorUse {
     Passthrough,
     /// Another process reads the file; it must not be able to write.
     Reading,
-    /// A later process goes on with the file ([`Files::adopt`](crate::Files::adopt)). The file may have no name any more.
+    /// A later process continues to use the file ([`Files::adopt`](crate::Files::adopt)). The file may have no name any
+    /// more.
     Keeping,
 }
 
@@ -233,7 +235,7 @@ pub enum Access {
     ReadWrite,
 }
 
-/// What decides in which lane, and in which log, the data of a new file goes.
+/// The criterion that selects the lane, and the log, for the data of a new file.
 #[derive(Debug)]
 pub enum Placing<'a, I> {
     /// Its name and directory.
@@ -308,7 +310,7 @@ pub enum LockRequest {
     Test(LockRange, LockMode),
 }
 
-/// What [`Files::seek`](crate::Files::seek) looks for.
+/// The kind of range that [`Files::seek`](crate::Files::seek) searches for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Seek {
     /// `SEEK_DATA`.

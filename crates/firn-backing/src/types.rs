@@ -1,5 +1,5 @@
-//! Data types that a [`Backing`](crate::Backing) returns: attributes, times, directory entries, and what it knows about a
-//! file beyond that.
+//! Data types that a [`Backing`](crate::Backing) returns: attributes, times, directory entries, and other facts about
+//! files.
 //!
 //! The types have no reference to a backing, so layers pass them on unchanged.
 
@@ -39,8 +39,8 @@ pub struct Features {
     /// Whether a file needs further work after the last program of this host has closed it for writing
     /// ([`FileUse::Written`](crate::FileUse::Written)).
     pub finishes_files: bool,
-    /// Whether a lock of a range ([`LockRequest::Range`](crate::LockRequest)) lives as long as any process has a descriptor
-    /// of its open file. Otherwise it ends with the process that took it.
+    /// Whether a lock of a range ([`LockRequest::Range`](crate::LockRequest)) lives as long as any process has a
+    /// descriptor of its open file. Otherwise the lock ends with the process that acquired it.
     pub shares_range_locks: bool,
 }
 
@@ -219,7 +219,8 @@ pub struct Attr {
     pub mtime: Time,
     /// Time of the last change of attributes.
     pub ctime: Time,
-    /// Time of creation, if the file system records it. It tells an object from an older one with the same inode number.
+    /// Time of creation, if the file system records it. It distinguishes an object from an older one with the same
+    /// inode number.
     pub btime: Option<Time>,
 }
 
@@ -262,7 +263,7 @@ pub struct Located {
     pub until: Instant,
 }
 
-/// Which other locks a lock allows beside it.
+/// Which other locks may exist together with a lock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LockMode {
     /// No other lock may overlap.

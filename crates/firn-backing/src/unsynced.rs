@@ -1,11 +1,11 @@
 //! The account of unsynced changes, for file systems that syncfs(2) does not reach.
 //!
 //! Linux sends syncfs(2) to no FUSE server except virtiofs, and on a few more file systems it has little effect. There,
-//! each changed file and directory must be synced by itself. This module records which ones.
+//! each changed file and directory must be synced separately. This module records which ones.
 //!
 //! Terms
 //! * An *entry* records a changed object that is not synced yet, with the paths under which it was changed.
-//! * A *walk* syncs every file and directory of a tree. It is needed when the account does not know all changes.
+//! * A *walk* syncs every file and directory of a tree. It is needed when the account does not record all changes.
 //!
 //! Invariants
 //! * Every object that was changed through this backing and not synced since has an `Entry`, or `lost_track` is set.
@@ -34,7 +34,7 @@ pub type Key = (u64, u64);
 /// Most entries, of some 200 bytes each. When there would be more, the account is dropped and the next sync walks the tree.
 const ENTRIES_MAX: usize = 1 << 18;
 
-/// Number of names in one task of a walk: enough that the handover of tasks costs little beside the syncs.
+/// Number of names in one task of a walk: enough that the handover of tasks costs little compared with the syncs.
 const WALK_NAMES: usize = 64;
 
 /// Number of objects to sync for each thread: with fewer, the start of another thread costs more than it saves.
@@ -44,7 +44,7 @@ const OBJECTS_PER_THREAD: usize = 4;
 pub enum ObjectPath {
     /// One path of the object from the top of the backing, and the number of the object's names.
     Known(Vec<u8>, u64),
-    /// The object has no name any more, so nothing of it survives its last close.
+    /// The object has no name any more, so it is deleted at its last close and needs no sync.
     Gone,
     /// The object has a name, but the name is not known.
     Unknown,
@@ -218,7 +218,7 @@ impl AccountState {
 impl Unsynced {
     /// Records a change of an object. Called after the change was made and before its caller gets the result.
     ///
-    /// `find_path` is called only if the object has no entry, and without the lock, because it asks the kernel.
+    /// `find_path` is called only if the object has no entry, and without the lock, because it calls the kernel.
     pub fn record_change(&self, key: Key, find_path: impl FnOnce() -> ObjectPath) {
         {
             let mut state = self.state.lock();
@@ -426,7 +426,7 @@ fn sync_object<B: Tracked>(base: &B, inode: &B::Inode, attr: &Attr, path: &[u8])
     match attr.kind {
         Kind::File => sync_file(base, inode),
         Kind::Dir => sync_dir(base, inode),
-        // No call syncs a symbolic link or a device by itself; a sync of its directory does.
+        // No call syncs a single symbolic link or device; a sync of its directory does.
         _ => {
             let version = base.unsynced().begin_sync();
             let end = path.iter().rposition(|byte| *byte == b'/').unwrap_or(0);
@@ -479,7 +479,7 @@ struct Tasks<B: Backing> {
 
 /// Syncs every file and directory at or below `top` that is on the same file system.
 ///
-/// A rename during the walk may move something from a part that the walk has not reached to a part that it has passed.
+/// A rename during the walk may move an object from a part that the walk has not reached to a part that it has passed.
 /// So the account records the targets of all renames during a walk, and they are walked afterwards.
 pub fn sync_below<B: Tracked>(base: &B, top: &B::Inode) -> Result<()> {
     let unsynced = base.unsynced();

@@ -10,7 +10,7 @@ use firn_backing::{Attr, Errno, SetTime};
 #[cfg(doc)]
 use crate::{KernelCache, OpenFiles, Room};
 
-/// Number of an inode while the kernel knows it. 1 is the root, as in FUSE.
+/// Number of an inode while the kernel has references to it. 1 is the root, as in FUSE.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct InodeId(pub u64);
 /// The root of the mount.
@@ -112,7 +112,7 @@ pub struct SetAttr {
 }
 
 impl SetAttr {
-    /// Returns whether nothing is to be set.
+    /// Returns whether no attribute is to be set.
     pub fn is_empty(&self) -> bool {
         let ids = self.uid.is_none() && self.gid.is_none();
         ids && self.mode.is_none()
@@ -193,11 +193,11 @@ pub enum DirectRefusal {
 /// Counters since the attach, for computing rates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Transferred {
-    /// Bytes taken from programs.
+    /// Number of bytes accepted from programs.
     pub ingest_bytes: u64,
-    /// Bytes written to the backing.
+    /// Number of bytes written to the backing.
     pub drain_bytes: u64,
-    /// Bytes moved to the spill file.
+    /// Number of bytes moved to the spill file.
     pub moved_bytes: u64,
 }
 

@@ -20,7 +20,7 @@ pub(crate) enum Decision {
     Waits,
     /// A file is tried again after its wait.
     Retried,
-    /// Writers that wait for room got an error, because nothing can make room.
+    /// Writers that wait for room got an error, because no drain or move can make room.
     GivenUp,
     /// A chunk was moved to the spill file.
     Spilled,
@@ -51,8 +51,8 @@ impl Decisions {
     }
 }
 
-/// Times that firnd took for calls of programs, from the request to its answer. The frontends count them. Writes by
-/// direct access are not counted, as they are stores of the program to memory.
+/// Durations of programs' calls in firnd, from the request to its answer. The frontends count them. Writes by direct
+/// access are not counted, as they are stores of the program to memory.
 #[derive(Default)]
 pub struct RequestTimes {
     /// write(2), including the wait for room.
@@ -67,7 +67,7 @@ pub struct RequestTimes {
 /// present values.
 #[derive(Default)]
 pub(crate) struct Counters {
-    /// Sizes in bytes of the writes taken from programs.
+    /// Sizes in bytes of the writes that were accepted from programs.
     pub ingest: SizeHistogram,
     pub request_times: Arc<RequestTimes>,
     /// Sizes in bytes of the writes to the backing that succeeded.
@@ -137,7 +137,7 @@ impl PendingTotals {
 }
 
 impl Counters {
-    /// Counts a write that was taken from a program, with its bytes.
+    /// Counts a write of `bytes` bytes that was accepted from a program.
     pub(crate) fn count_ingest(&self, bytes: u64) {
         self.ingest.observe(bytes);
     }

@@ -11,7 +11,7 @@
 //! * Each answer about a file covers every byte whose write has returned: pieces that the client has published are
 //!   ingested before the answer ([`Intake::ingest_published`]).
 //! * While a client has the grant of a file, no other handle of the file is open. Any other open, read, write or
-//!   truncation revokes the grant first ([`Intake::revoke_grant`]); the client then goes through the kernel.
+//!   truncation revokes the grant first ([`Intake::revoke_grant`]); afterwards the client writes through the kernel.
 //! * A piece that may still grow is neither drained nor marked dead.
 //!
 //! Order of writes: a lease reserves one sequence for each of its records. The sequences are in the order of the

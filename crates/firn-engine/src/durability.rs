@@ -129,8 +129,8 @@ impl<B: Backing> Durability<B> {
         known.min(self.base.backing.level_max(&object))
     }
 
-    /// Syncs a file's data and its names in the backing. If nothing was pending, the file is durable then. On an
-    /// error the data counts as unsynced again, and the error is recorded.
+    /// Syncs a file's data and its names in the backing. If nothing was pending, the file is durable afterwards. After
+    /// an error, the data counts as unsynced again, and the error is recorded.
     pub(crate) fn sync_data(&self, file: &Arc<File<B>>, data_only: bool) -> Result<()> {
         let (writer, had_no_pending) = {
             let state = file.lock();

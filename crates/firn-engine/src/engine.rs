@@ -69,7 +69,7 @@ pub struct Engine<B: Backing> {
     /// Durability levels of files and trees, and waits for them.
     pub durability: Durability<B>,
     pub(crate) reads: Reads<B>,
-    /// Steps of a write before its bytes are taken.
+    /// Steps of a write before its bytes are accepted.
     pub writes: Writes<B>,
     /// Requests of processes that read and write the arena themselves.
     pub direct_access: DirectAccess<B>,

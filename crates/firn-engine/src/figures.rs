@@ -41,7 +41,8 @@ pub struct FileFigures {
 }
 
 impl<B: Backing> Engine<B> {
-    /// Returns the bytes taken from programs, drained, and moved to the spill file since the attach.
+    /// Returns the numbers of bytes that were accepted from programs, drained, and moved to the spill file since the
+    /// attach.
     pub fn transferred(&self) -> Transferred {
         self.intake.ingest_all_published();
         Transferred {
@@ -56,7 +57,7 @@ impl<B: Backing> Engine<B> {
     }
 
     /// Returns the counters from which the record of the run is made: sums since the attach, and the bytes held now.
-    /// `waiting_writers` is 0, as only the frontends know it.
+    /// `waiting_writers` is 0, as only the frontends have that number.
     pub fn activity(&self) -> Bucket {
         self.intake.ingest_all_published();
         let counters = &self.base.counters;
@@ -297,8 +298,8 @@ impl<B: Backing> Engine<B> {
         errors
             .into_iter()
             .map(|error| {
-                // Data of a lost file stays until the user decides. Any other error matters while the file has
-                // pending bytes.
+                // Data of a lost file remains until the user discards or restores it. Any other error matters while the
+                // file has pending bytes.
                 let pending = error.is_about_lost_data
                     || held.contains(&error.path)
                     || failing_spill.as_ref() == Some(&error.path);

@@ -99,7 +99,7 @@ pub(crate) struct Route {
 
 /// First value of [`FileState::changes`] for the next file.
 static FIRST_CHANGE: AtomicU64 = AtomicU64::new(1);
-/// Number of versions reserved for each file: more than the number of its changes while firnd knows the file.
+/// Number of versions reserved for each file: more than a file has changes during its time in the table.
 const CHANGES_OF_A_FILE: u64 = 1 << 32;
 
 /// Bounds the memory of a file, because there may be 10^5 held files. Fields that few files need are boxed.

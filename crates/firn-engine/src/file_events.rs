@@ -17,7 +17,7 @@ use crate::engine::Engine;
 use crate::names::Inode;
 
 /// Maximum number of events in the queue, of 40 bytes each. A file normally has four events, so this is enough for
-/// 8,000 files between two takes.
+/// 8,000 files between two calls of [`Engine::take_file_events`].
 const EVENTS_MAX: usize = 1 << 15;
 
 /// Kind of an event of a file.

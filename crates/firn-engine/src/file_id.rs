@@ -1,4 +1,4 @@
-//! File ids: the numbers by which the journal and the pieces know a file.
+//! File ids: numbers that identify a file in the journal and in piece records.
 //!
 //! A file gets an id before its first piece, by a record in the journal with its identity and names. The id ends when
 //! nothing is pending any more, and is never used again.

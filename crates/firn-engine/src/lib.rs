@@ -21,7 +21,7 @@
 //! Engine       engine: puts the parts together
 //! parts        namespace · write · direct_access
 //!              privilege_rules · durability with partner
-//!              exclusive: changes without a drain beside them
+//!              exclusive: changes during which no drain runs
 //!              drainer: pick, job, complete, wait
 //!              space: room, with space/reclaim, cache/evict and spill/step
 //!              kernel_cache · reads

@@ -109,7 +109,7 @@ pub(crate) struct Inode<B: Backing> {
     /// State of the backing's file when the kernel last began to cache its pages. It is boxed because the kernel caches
     /// pages of few files.
     pub page_cache_stamp: Mutex<Option<Box<PageCacheStamp>>>,
-    /// Whether a client wrote bytes directly, so that the kernel may know a length that is too small.
+    /// Whether a client wrote bytes directly, so that the kernel may have recorded a length that is too small.
     pub is_size_stale_in_kernel: AtomicBool,
 }
 
@@ -390,7 +390,7 @@ struct InodeTables<B: Backing> {
     children: HashMap<(InodeId, Name), Weak<Inode<B>>>,
     /// Number of objects at which the tables are swept next.
     sweep_at: usize,
-    /// Last number given to an object whose own number cannot be used.
+    /// Last synthetic number that was assigned.
     next_synthetic: u64,
     last_serial: u64,
 }
@@ -527,7 +527,7 @@ impl<B: Backing> Names<B> {
     }
 
     /// Makes the tables with the root only. `objects_max` bounds the number of open objects, not counting those that
-    /// must stay open.
+    /// must remain open.
     pub(crate) fn new(
         object: B::Inode,
         attr: &Attr,
@@ -857,8 +857,7 @@ impl<B: Backing> Names<B> {
         inode
     }
 
-    /// Takes back `count` references of the kernel to an inode. After the last one the number may be given to another
-    /// object.
+    /// Takes back `count` references of the kernel to an inode. After the last one, another object may get the number.
     pub(crate) fn forget(&self, id: InodeId, count: u64) {
         let mut tables = self.tables.lock();
         let Some(known) = tables.by_id.get_mut(&id) else {

@@ -388,7 +388,7 @@ impl<B: Backing> Recovery<'_, B> {
             let drained_ranges = known.drained_ranges.len() as u32;
             state.pending = Pending::recovered(id, layers, drained_ranges, last_write);
             state.opens.restore_ending(known.ending);
-            // Handles that survived the restart stay open, so the journal must know the file as open.
+            // Handles that survived the restart remain open, so the journal must record the file as open.
             self.engine.base.journal.update_ending(state);
         });
         inode.note_cut(file.lock().opens.is_cut());

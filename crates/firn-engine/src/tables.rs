@@ -91,7 +91,7 @@ pub(crate) struct Handle<B: Backing> {
     pub mode: Mutex<OpenMode>,
     /// Number of bytes written through the handle, which decides the size class of its next slab.
     pub written_bytes: AtomicU64,
-    /// Whether the last close of a descriptor of the handle came from the death of a process by a signal.
+    /// Whether the last close of a descriptor of the handle was caused by a signal that killed a process.
     pub was_closed_by_killed: AtomicBool,
     /// Whether a descriptor of the handle was closed ([`Engine::finishes_file`](crate::Engine::finishes_file)).
     pub has_closed_descriptor: AtomicBool,

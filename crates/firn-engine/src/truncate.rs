@@ -9,7 +9,7 @@ use crate::{HandleId, Result};
 impl<B: Backing> Engine<B> {
     /// Allocates or frees space of a file (fallocate(2)).
     ///
-    /// The file is drained first, even if its contents stay the same. Otherwise a later drain would replace the time
+    /// The file is drained first, even if its contents do not change. Otherwise a later drain would replace the time
     /// that the backing sets by the time of the last write.
     pub fn allocate(&self, handle: HandleId, mode: i32, offset: u64, len: u64) -> Result<()> {
         let handle = self.open_files.handle(handle)?;

@@ -33,8 +33,8 @@ impl<B: Backing> Adapter<B> {
         Self { dispatcher }
     }
 
-    /// Lets processes access files of `arena` directly, and learn that `socket` serves requests for direct access.
-    /// Returns the [`Invalidator`] with which the server of that socket makes the kernel drop cached data.
+    /// Lets processes access files of `arena` directly, through requests to `socket`. Returns the [`Invalidator`] with
+    /// which the server of that socket makes the kernel drop cached data.
     pub fn offer_direct_access(&mut self, arena: [u8; 16], socket: &Path) -> Invalidator {
         self.dispatcher.set_data_socket(arena, socket);
         Invalidator::new(self.dispatcher.coherence())

@@ -10,7 +10,7 @@
 //! block that thread for ever. So a thread that finds no free slot does not make its call itself:
 //!
 //! 1. It offers the call to the first reading thread that ends its own call.
-//! 2. If no thread takes the call within [`OFFER_TIMEOUT`], it hands the call to the workers.
+//! 2. If no thread accepts the call within [`OFFER_TIMEOUT`], it passes the call to the workers.
 //!
 //! Promises
 //! * However many calls hang, a reading thread is free again after [`OFFER_TIMEOUT`] at the latest.
@@ -46,8 +46,8 @@ pub(crate) struct CallSlots {
     offer: Mutex<Option<Task>>,
     /// Whether `offer` holds a call. A thread whose call ends reads this without the lock.
     is_offered: AtomicBool,
-    /// Number of ended calls when the last offer began that no thread took. Until another call ends, a new offer would
-    /// not be taken either.
+    /// Number of ended calls at the begin of the last offer that no thread accepted. Until another call ends, no thread
+    /// will accept a new offer either.
     ended_at_failed_offer: AtomicU64,
 }
 

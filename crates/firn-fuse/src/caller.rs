@@ -1,6 +1,6 @@
 //! The calling process of a request: its rights, why it closes a file, and the mode of an object that it makes.
 //!
-//! Most of this is read from /proc. That is safe because the calling thread stays in the kernel until it has its
+//! Most of this is read from /proc. That is safe because the calling thread remains in the kernel until it has its
 //! answer, so its number is not reused meanwhile. If a right cannot be read, the process counts as one without that
 //! right.
 

@@ -10,9 +10,9 @@
 //! request, or while it holds a lock that an answering thread needs. The drop of attributes waits for no request.
 //!
 //! **Pages after a write.** Before the kernel sends a direct write to Firn, it drops the pages of the range. A reader
-//! through a cached handle may then fill them again with the bytes from before the write, and the pages would stay. So
-//! a write to a file with cached readers is answered only after its pages were dropped a second time. Linux 6.18 does
-//! this itself, but not all older kernels do.
+//! through a cached handle may then fill them again with the bytes from before the write, and these pages would remain
+//! in the cache. So a write to a file with cached readers is answered only after its pages were dropped a second time.
+//! Linux 6.18 does this itself, but not all older kernels do.
 //!
 //! **Considered.** Linux 6.16 can drop all names of a mount at once (FUSE_NOTIFY_INC_EPOCH). That also drops the names
 //! of current directories of processes, so that their getcwd(2) fails, and unmounts file systems that are mounted
@@ -147,7 +147,8 @@ impl<B: Backing> Coherence<B> {
         }
     }
 
-    /// Calls `answer` once no reader can see bytes from before a change by another host that this host knows of.
+    /// Calls `answer` once no reader can see bytes from before the last change by another host that this host has
+    /// noticed.
     pub(crate) fn after_changes_by_others(
         self: &Arc<Self>,
         inode: InodeId,

@@ -105,7 +105,7 @@ fn flags(options: &SessionOptions) -> MountFlags {
     flags
 }
 
-/// Options of the kernel's FUSE file system, beside those that only mount(2) needs.
+/// Options of the kernel's FUSE file system, except those that only mount(2) needs.
 fn kernel_options(options: &SessionOptions) -> impl Iterator<Item = &'static str> {
     let allow_other = options.allow_other.then_some("allow_other");
     ["subtype=firn", "default_permissions"]
@@ -275,7 +275,7 @@ pub(crate) fn abort(
         return Err(Errno::NOENT.into());
     }
     match rustix::mount::unmount(mount_point, UnmountFlags::NOFOLLOW | UnmountFlags::FORCE) {
-        // EBUSY: the connection is aborted, but the mount stays in the tree until it is detached.
+        // EBUSY: the connection is aborted, but the mount remains in the tree until it is detached.
         Ok(()) | Err(Errno::BUSY) => Ok(()),
         Err(error) => Err(error.into()),
     }

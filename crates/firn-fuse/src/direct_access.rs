@@ -1,5 +1,5 @@
-//! Keeps the kernel's attributes right on a mount with direct access, and tells processes where to ask for direct
-//! access.
+//! Keeps the kernel's attributes right on a mount with direct access, and answers processes that ask where to request
+//! it.
 //!
 //! Promises
 //! * The kernel caches no attributes of a file that processes write directly: it asks for them each time. Attributes

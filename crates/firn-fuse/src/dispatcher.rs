@@ -178,8 +178,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         self.negotiated = negotiated;
     }
 
-    /// Lets processes learn that they can access the files of `arena` directly, and that `socket` serves requests for
-    /// it.
+    /// Lets processes learn that they can access the files of `arena` directly, through requests to `socket`.
     pub(crate) fn set_data_socket(&mut self, arena: [u8; 16], socket: &Path) {
         self.data_socket = DataSocket::new(arena, socket);
     }
@@ -412,7 +411,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     }
 
     /// Runs a change of an object's attributes, or of the names in a directory. A worker runs it if the change may have
-    /// to wait for a transaction, so that the threads that answer the kernel stay free for reads.
+    /// to wait for a transaction, so that the threads that answer the kernel remain free for reads.
     fn run_change(&self, inode: InodeId, call: impl FnOnce(&Engine<B>) + Send + 'static) {
         if self.holds_up_changes() {
             self.run_on_worker(Topic::Inode(inode), call);

@@ -1,9 +1,8 @@
 //! The gate of a mount with transactions: every change passes the gate before it reaches the engine.
 //!
 //! While a transaction is prepared or applied, its directory is *quiesced*: no change below it is under way. Until that
-//! ends, the gate makes new changes wait. The engine and its backing know nothing of the gate. firnd makes one [`Gate`]
-//! for a mount with transactions and hands it to every frontend. A mount without transactions has none, and takes no
-//! lock.
+//! ends, the gate makes new changes wait. The engine and its backing do not use the gate. firnd makes one [`Gate`] for
+//! a mount with transactions and hands it to every frontend. A mount without transactions has none, and takes no lock.
 //!
 //! | request | how it passes |
 //! |---|---|

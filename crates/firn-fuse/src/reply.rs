@@ -164,7 +164,7 @@ pub(crate) struct Reply<R: Responder> {
     responder: Option<R>,
     unique: u64,
     subject: Subject,
-    /// Inodes that a readdirplus has looked up: its answer gives these look-ups to the kernel.
+    /// Inodes that a readdirplus has looked up: its answer transfers these look-ups to the kernel.
     listed: Vec<InodeId>,
     replies: Arc<Replies>,
     /// The note of the request in the arena; it is removed after the answer was sent.

@@ -2,7 +2,8 @@
 //!
 //! Terms
 //! * A *stalled* write found no room for all of its bytes.
-//! * The *accepted* bytes of a write are those that the engine has taken; the rest of the payload is the *remainder*.
+//! * The *accepted* bytes of a write are those that the engine has accepted; the other bytes of the payload are the
+//!   *remainder*.
 //!
 //! Promises
 //! * First come, first served: while one write is stalled, later writes queue behind it, so none starves. One

@@ -10,8 +10,8 @@
 //! | the caller is about to | the request waits for room or a lock | the request changes nothing ([`OperationKind::changes`] is false) | the request changes something |
 //! |---|---|---|---|
 //! | die | withdrawn at once | EINTR at once | EINTR at once: the dead caller never sees it, and the change may or may not happen |
-//! | stop, be frozen, or run a handler for a signal that asks it to end | withdrawn | EINTR | goes on: the answer must be true |
-//! | run another handler | waits on; only a wait for a program's lock is withdrawn at once | goes on | goes on |
+//! | stop, be frozen, or run a handler for a signal that asks it to end | withdrawn | EINTR | continues: the answer must be true |
+//! | run another handler | continues, but a wait for a program's lock is withdrawn at once | continues | continues |
 //!
 //! * The second row applies only [`STOP_GRACE`] after the signal. Most answers come earlier, and then a program sees no
 //!   EINTR.
@@ -23,8 +23,8 @@
 //! Invariants
 //! * A request is in the table from before its work begins until it is answered.
 //! * The thread that removes a request from the table answers it: so there is exactly one answer.
-//! * An interrupted request that stays in the table is checked every [`CHECK_INTERVAL`], because the kernel reports no
-//!   second signal.
+//! * An interrupted request that remains in the table is checked every [`CHECK_INTERVAL`], because the kernel reports
+//!   no second signal.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;

@@ -71,7 +71,8 @@ fn access_flags(access: Access) -> OFlags {
 
 /// Tries again after EACCES, with more rights.
 ///
-/// * Root takes the ids of the file's owner: a server that squashes root denies root what the owner may do.
+/// * Root takes the ids of the file's owner: a server that squashes root may deny root an access that it allows the
+///   owner.
 /// * The owner widens the mode bits and restores them after the open.
 fn open_with_more_rights(
     path: &FdPath,

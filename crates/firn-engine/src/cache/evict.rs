@@ -1,4 +1,5 @@
-//! Eviction: drops cached bytes to make room, on request, or because the file was changed beside the mount.
+//! Eviction: drops cached bytes to make room, on request, or because a program that does not use the mount has changed
+//! the file.
 //!
 //! A *pinned* file is evicted only on request or after such a change.
 
@@ -151,7 +152,7 @@ impl<B: Backing> Room<B> {
         }
     }
 
-    /// Evicts a file at its open if the backing's file was changed beside the mount.
+    /// Evicts a file at its open if a program that does not use the mount has changed the backing's file.
     pub(crate) fn check_cache(&self, file: &Arc<File<B>>) -> Result<()> {
         if file.lock().cache.is_empty() {
             return Ok(());

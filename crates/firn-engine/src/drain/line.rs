@@ -7,7 +7,7 @@
 //! **Sequential.** The lane writes one file at a time, for the *turn* of this file:
 //! * A turn ends when the file has nothing left to write, or after max(bytes pending when the turn began,
 //!   [`TURN_BYTES`]). The next turn begins when no write of the file is in flight.
-//! * Files that a caller waits for (*awaited*, as by fsync(2)) come before all others, in the order in which they
+//! * *Awaited* files, for which a caller waits, as in fsync(2), come before all other files, in the order in which they
 //!   became awaited.
 //! * If an awaited file is in line, the turn of a file that is not awaited is interrupted after
 //!   [`INTERRUPTIBLE_BYTES`]. It continues when no awaited file is left.
@@ -90,7 +90,8 @@ impl<T> Line<T> {
         }
     }
 
-    /// Notes that a run of `bytes` bytes was taken from a file. `pending` are its pending bytes, this run included.
+    /// Records that a run of `bytes` bytes was picked from a file. `pending`: number of the file's pending bytes,
+    /// including this run.
     pub(crate) fn note_picked(&mut self, file: &Arc<T>, bytes: u64, pending: u64) {
         if let Self::Sequential(turns) = self {
             turns.note_picked(file, bytes, pending);
@@ -144,7 +145,7 @@ pub(crate) struct Turns<T> {
     awaited: BTreeMap<u64, Arc<T>>,
     /// Last number that a file in `ready` or `awaited` got.
     last_number: u64,
-    /// The present turn. It stays set while runs of its file are under way.
+    /// The present turn. It remains set while runs of its file are under way.
     turn: Option<Turn<T>>,
     /// The turn that continues when no awaited file is left. Its file is in line.
     interrupted: Option<Turn<T>>,
@@ -235,7 +236,7 @@ impl<T> Turns<T> {
         self.line_up(file, is_awaited);
     }
 
-    /// Puts a file at the end of the awaited files, or of the others.
+    /// Puts a file at the end of the awaited files, or at the end of the ready files.
     fn line_up(&mut self, file: Arc<T>, is_awaited: bool) {
         self.last_number += 1;
         let number = self.last_number;

@@ -114,7 +114,8 @@ impl<T> DrainQueue<T> {
         }
     }
 
-    /// Notes that a run of `bytes` bytes was taken from a file. `pending` are its pending bytes, this run included.
+    /// Records that a run of `bytes` bytes was picked from a file. `pending`: number of the file's pending bytes,
+    /// including this run.
     pub(crate) fn note_picked(&self, file: &Arc<T>, bytes: u64, pending: u64) {
         if self.order == Order::Sequential {
             self.state.lock().line.note_picked(file, bytes, pending);

@@ -88,7 +88,7 @@ impl<B: Backing> Drainer<B> {
         }
         let mut failed = ThinVec::new();
         match error {
-            // A failure of another job stays recorded until everything is drained, so that a program gets the error.
+            // A failure of another job remains recorded until everything is drained, so that a program gets the error.
             None => self.drain.enqueue(&file, &mut state),
             Some(errno) => {
                 let errors = &self.base.counters.drain_errors;
@@ -154,7 +154,7 @@ impl<B: Backing> Drainer<B> {
         let mut drained: Vec<(u64, Extent)> = Vec::new();
         for part in written {
             for (offset, extent) in state.pending.extents().within(part.offset..part.end()) {
-                // A newer write of the same bytes has a piece of its own and stays pending.
+                // A newer write of the same bytes has a separate piece, which remains pending.
                 if extent.piece == part.extent.piece {
                     drained.push((offset, extent));
                 }

@@ -1,7 +1,7 @@
 //! Pending data of a file, which only the arena holds: extents, their pieces, and the time of the last write.
 //!
-//! Terms: a *live* byte of a piece is pending; the others were overwritten, cut or drained. A piece without live
-//! bytes is *dead*. The *tail* is the file's last piece, which an append may extend.
+//! Terms: a *live* byte of a piece is pending; all other bytes of the piece were overwritten, cut or drained. A piece
+//! without live bytes is *dead*. The *tail* is the file's last piece, which an append may extend.
 //!
 //! Invariants
 //! * `bytes` is the sum of the extents; each piece in `pieces` has `0 < live <= len`, and `live` bytes of extents.
@@ -23,7 +23,7 @@ use firn_backing::{TICK_NS_MAX, Time};
 use crate::extents::{Extent, Extents};
 use crate::small_map::SmallMap;
 
-/// Number by which the journal and the pieces know a file with pending data. It is never 0.
+/// Number that identifies a file with pending data in the journal and in piece records. It is never 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct FileId(NonZeroU64);
 
@@ -76,7 +76,7 @@ pub(crate) struct Pending {
     partial: u32,
     /// Approximate number of the file's drained ranges in the journal.
     drained_ranges: u32,
-    /// The file's id, while the journal knows the file.
+    /// The file's id, while it has one.
     file_id: Option<FileId>,
     /// The piece that the last write made or extended. Only this piece may be extended, and only until a cut uses its
     /// sequence.
@@ -275,13 +275,13 @@ impl Pending {
         self.file_id
     }
 
-    /// Records that the journal now knows the file by this id.
+    /// Records that the file now has this id in the journal.
     pub(crate) fn set_file_id(&mut self, id: FileId) {
         debug_assert!(self.file_id.is_none(), "a file gets a second file id");
         self.file_id = Some(id);
     }
 
-    /// Records that the journal has forgotten the file. Nothing of it is pending.
+    /// Records that the file's id has ended in the journal. No byte of the file may be pending.
     pub(crate) fn end_file_id(&mut self) {
         debug_assert!(self.is_empty(), "pending bytes of a file without a file id");
         self.file_id = None;

@@ -164,7 +164,7 @@ impl<B: Backing> Room<B> {
             });
     }
 
-    /// Makes space with the policy *demand*, where nothing is drained without a request: evicts cached bytes. Pending
+    /// Makes space with the policy *demand*, in which no drain begins without a request: evicts cached bytes. Pending
     /// bytes remain, so if that is not enough, waiting writers get ENOSPC.
     fn reclaim_on_demand(&self) {
         self.seal_leases_of(None);

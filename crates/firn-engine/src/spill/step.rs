@@ -75,7 +75,7 @@ impl<B: Backing> Room<B> {
         }
     }
 
-    /// Makes lists of direct readers that name this chunk invalid, so that the readers ask again.
+    /// Makes lists of direct readers that refer to this chunk invalid, so that the readers request new lists.
     fn invalidate_lists_of_chunk(&self, chunk: u32) {
         if !self.intake.grants.has_lists() {
             return;

@@ -286,7 +286,7 @@ fn regression_a_call_that_hangs_stops_nothing_but_its_file() {
         let hung = place(engine, "hung");
         let other = place(engine, "other");
         if matches!(request, "read" | "seek" | "copy" | "end of a drain") {
-            // These bytes are apart from the first ones, so the file has a hole, and bytes of the backing are needed.
+            // After a gap, so that these requests also need the backing.
             engine
                 .write(hung.handle, 1 << 15, b"far", None)
                 .expect("write");

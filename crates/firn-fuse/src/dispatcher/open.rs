@@ -2,7 +2,7 @@
 //!
 //! An open takes these steps: the engine opens the file, [`Opener::choose_mode`] decides whether the kernel or Firn
 //! serves reads and writes, and [`note_handle`] notes the handle in the arena. The answer is sent after the note, so a
-//! later firnd knows every handle that the kernel has.
+//! later firnd finds every handle that the kernel has.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;

@@ -4,7 +4,7 @@
 //! * The writeback cache: it halved the measured throughput.
 //! * Locks, except on mounts that share locks with other hosts. Without this capability the kernel keeps locks itself.
 //! * O_TRUNC as a part of open: the kernel would truncate a file before it checks whether a program runs from it, and
-//!   ETXTBSY would come too late.
+//!   the program would get ETXTBSY only after the truncation.
 
 use std::io;
 
