@@ -9,8 +9,8 @@
 //!
 //! Relies on
 //! * `/proc` being mounted (`proc`).
-//! * umask 0, which firnd sets at its start. The modes in calls are complete, and only with umask 0 does the default ACL
-//!   of a parent directory decide alone.
+//! * umask 0, which firnd sets at its start. The modes in calls are final: only a default ACL of the parent directory
+//!   may remove bits.
 
 use std::ffi::OsStr;
 use std::io;
@@ -54,7 +54,7 @@ pub use stream::DirStream;
 
 /// Number of files that are synced at a time if each file is synced separately: enough to hide the latency of a server.
 const SYNC_THREADS: usize = 8;
-/// Most slices of one pwritev(2) (`UIO_MAXIOV`).
+/// Maximum number of slices of one pwritev(2) (`UIO_MAXIOV`).
 const SLICES_MAX: usize = 1024;
 
 /// A backing in a directory of this host, on any file system.

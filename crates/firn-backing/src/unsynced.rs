@@ -31,7 +31,8 @@ use crate::{Access, Attr, Backing, Errno, Kind, Result, join_path};
 /// Identity of an object: device and inode number.
 pub type Key = (u64, u64);
 
-/// Most entries, of some 200 bytes each. When there would be more, the account is dropped and the next sync walks the tree.
+/// Maximum number of entries, of some 200 bytes each. If more are needed, the account is dropped and the next sync
+/// walks the tree.
 const ENTRIES_MAX: usize = 1 << 18;
 
 /// Number of names in one task of a walk: enough that the handover of tasks costs little compared with the syncs.

@@ -31,7 +31,8 @@ use crate::nameless::{FileKeeper, KeptFile};
 use crate::names::{Inode, KnownObject, NumberBase, ObjectKey};
 use crate::{HandleId, InodeId, OpenMode, ROOT, Result};
 
-/// Number of low bits of an inode or handle number that one firnd counts in; the bits above are the count of takeovers.
+/// Number of low bits of an inode or handle number in which one firnd counts; the higher bits contain the number of
+/// takeovers.
 const NUMBERS_OF_A_FIRND: u32 = 40;
 
 /// State that an earlier firnd left for this one.

@@ -292,7 +292,7 @@ impl<B: Backing> Recovery<'_, B> {
                 path: Vec::new(),
                 bytes: 0,
                 is_certain: true,
-                reason: "the journal does not know the file".into(),
+                reason: "the journal has no record of the file".into(),
             };
             self.keep_lost(lost, lay_pieces(&stored, &[]));
         }

@@ -193,7 +193,7 @@ impl<B: Backing> Coherence<B> {
         self.workers.run_about(Class::Call, Topic::Pages(target.inode), move || {
             let dropped = notifier.invalidate_pages(target.inode, target.offset, len as u64);
             if let Err(error) = dropped.or_else(ignore_unknown) {
-                tracing::warn!(%error, inode = target.inode.0, "cannot drop cached pages after a write");
+                tracing::warn!(%error, inode = target.inode.0, "cannot make the kernel drop cached pages after a write: programs may read old bytes");
             }
             answer();
         });

@@ -35,7 +35,7 @@ pub(crate) struct DataSocket {
 
 /// Length of `sun_path` in a socket address (unix(7)), rounded up to that of the field in [`Token`].
 const SOCKET_PATH_FIELD_BYTES: usize = 112;
-/// Longest path that the kernel takes, without the zero byte after it (unix(7)).
+/// Maximum length of a socket's path, without the zero byte after it (unix(7)).
 const SOCKET_PATH_BYTES_MAX: usize = 107;
 impl DataSocket {
     /// Returns `None` if the path is too long for a socket.

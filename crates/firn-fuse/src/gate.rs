@@ -87,7 +87,7 @@ pub trait Gate: Send + Sync {
     /// Fails if that can no longer happen.
     fn enter_change(&self, inode: InodeId) -> Result<Pass<'_>, Errno>;
 
-    /// Whether transactions may have ended with an earlier firnd: then [`Gate::admit`] is asked about each change.
+    /// Whether transactions may have ended with an earlier firnd: then [`Gate::admit`] must be called for each change.
     fn checks_changes(&self) -> bool {
         false
     }

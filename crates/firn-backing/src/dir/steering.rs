@@ -18,7 +18,7 @@ pub trait Steering: Debug + Send + Sync {
     /// Returns the lane of an existing file, as far as its name and directory determine it. `parent`: lane of its
     /// directory.
     fn lane_of(&self, parent: LaneIndex, name: &OsStr) -> LaneIndex;
-    /// Returns the lane of a directory, from which the lanes of its files are counted. `parent`: lane of its parent.
+    /// Returns the lane of a directory, from which the lanes of its files are computed. `parent`: lane of its parent.
     fn lane_of_dir(&self, parent: LaneIndex, name: &OsStr) -> LaneIndex;
     /// Returns the lane of new file number `turn`: files go to the lanes in rotation.
     fn lane_of_turn(&self, turn: u64) -> LaneIndex;

@@ -13,7 +13,7 @@ use crate::{Errno, Result};
 
 /// Size of the first buffer. Most values and lists fit, so most calls need no second call for the size.
 const FIRST_GUESS_BYTES: usize = 256;
-/// Longest value or list of Linux (`XATTR_SIZE_MAX`, `XATTR_LIST_MAX`).
+/// Maximum length of a value or list on Linux (`XATTR_SIZE_MAX`, `XATTR_LIST_MAX`).
 const BYTES_MAX: usize = 1 << 16;
 
 /// Returns the value of an attribute.

@@ -196,8 +196,8 @@ impl<B: Backing> Job<B> {
         loaded
     }
 
-    /// Returns the readable bytes after the first `skip`. `spilled` has the bytes of the spilled parts, which were read
-    /// from the spill file.
+    /// Returns the readable bytes without the first `skip` bytes. `spilled` has the bytes of the spilled parts, which
+    /// were read from the spill file.
     fn unwritten<'a>(&'a self, spilled: &'a [Vec<u8>], skip: u64) -> Unwritten<'a> {
         let mut skip = skip as usize;
         let mut unwritten = Unwritten {

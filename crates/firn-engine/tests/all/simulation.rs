@@ -1123,7 +1123,7 @@ fn live(
             }
         }
         if !run.world.stopped() {
-            // Between two operations, no operation is under way.
+            // The world stops between two operations, so no operation is under way.
             run.before = run.model.clone();
             run.partial = None;
             run.world.stop_now();

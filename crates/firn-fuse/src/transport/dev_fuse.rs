@@ -149,16 +149,16 @@ fn resume_negotiated<B: Backing>(
 ) -> io::Result<Negotiated> {
     let refused = |text: String| io::Error::new(io::ErrorKind::InvalidData, text);
     let Some(Message::Init { init, .. }) = parse(&exchange.asked) else {
-        return Err(refused("the kept INIT is none".into()));
+        return Err(refused("the stored INIT request is invalid".into()));
     };
     let previous = InitOut::read_from_bytes(&exchange.answered)
-        .map_err(|_| refused("the kept answer to INIT is none".into()))?;
+        .map_err(|_| refused("the stored answer to INIT is invalid".into()))?;
     let page_bytes = rustix::param::page_size() as u32;
     let (answer, negotiated) = negotiate(&init, requested_features(dispatcher), page_bytes)?;
     if answer != previous {
         let names = name_differences(&previous, &answer);
         return Err(refused(format!(
-            "options differ from those of the existing mount, and the kernel cannot change them before an unmount: {names}"
+            "the existing mount was made with other settings, which only an unmount can change: {names}"
         )));
     }
     dispatcher.set_negotiated(negotiated);
@@ -183,13 +183,13 @@ fn shake_hands<B: Backing>(
     let Received::Request(len) = connection.receive(buffer)? else {
         return Err(io::Error::new(
             io::ErrorKind::NotConnected,
-            "the kernel ended the connection before it began",
+            "the kernel ended the connection before its first request",
         ));
     };
     let Some(Message::Init { unique, init }) = parse(&buffer[..len]) else {
         return Err(io::Error::new(
             io::ErrorKind::InvalidData,
-            "the kernel does not begin with INIT",
+            "the first request of the kernel is not INIT",
         ));
     };
     let page_bytes = rustix::param::page_size() as u32;
@@ -256,8 +256,8 @@ fn handle_message<B: Backing>(
         Some(Message::Forget(forgotten)) => {
             forgotten.for_each(|(inode, count)| dispatcher.forget(inode, count));
         }
-        // An interrupt gets no answer. The kernel knows two: after EAGAIN it sends the interrupt again, after ENOSYS it
-        // never sends an interrupt again.
+        // An interrupt gets no answer. The kernel would accept two: after EAGAIN it sends the interrupt again, after
+        // ENOSYS it never sends an interrupt again.
         Some(Message::Interrupt { unique }) => dispatcher.interrupt(unique),
         Some(Message::Unsupported { unique }) => connection.answer(unique, libc::ENOSYS, &[]),
         Some(Message::Invalid { unique } | Message::Init { unique, .. }) => {

@@ -83,7 +83,7 @@ impl Connection {
         match self.send(unique, -libc::EIO, &[]) {
             Ok(()) => tracing::warn!(
                 unique,
-                "a request ends with EIO: firnd died before it had answered"
+                "a request ends with EIO: an earlier firnd died before it answered"
             ),
             Err(error) => {
                 tracing::trace!(unique, %error, "the kernel has no unanswered request with this number")

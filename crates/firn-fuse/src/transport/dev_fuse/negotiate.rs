@@ -79,7 +79,7 @@ pub(super) fn negotiate(
         if offered & needed != needed {
             return Err(io::Error::new(
                 io::ErrorKind::Unsupported,
-                "the kernel does not hand on locks of files",
+                "the kernel does not send requests for file locks, which this mount needs",
             ));
         }
         accepted |= needed;
@@ -140,7 +140,7 @@ pub(super) fn name_differences(previous: &InitOut, answer: &InitOut) -> String {
         .map(|(_, name)| *name)
         .collect();
     if names.is_empty() {
-        names.push("what this version of Firn asks of the kernel");
+        names.push("capabilities that this version of Firn requests");
     }
     names.join(", ")
 }
