@@ -92,7 +92,7 @@ impl<B: Backing> Drainer<B> {
     /// Counts a drain that was delayed because programs need the CPUs.
     pub fn note_drain_put_off(&self) {
         self.base.counters.drain_decisions.count(Decision::PutOff);
-        tracing::debug!("drain: delayed, because programs need the CPUs");
+        tracing::debug!("drain: put off, because programs need the CPUs");
     }
 
     /// Drains the bytes of a file that are pending now. Blocks until they are in the backing, or returns the error of a
