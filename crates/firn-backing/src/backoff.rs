@@ -1,4 +1,4 @@
-//! Waits between tries of something that fails. Each wait is twice as long as the one before, up to a bound.
+//! Waits between tries of an operation that fails. Each wait is twice as long as the one before, up to a bound.
 //!
 //! Invariants
 //! * `first <= wait <= last` for every wait, and no wait is shorter than the one before it.
@@ -64,7 +64,7 @@ impl Backoff {
 }
 
 impl Waits {
-    /// Returns the wait before the next try. For a caller that does not sleep in this thread.
+    /// Returns the wait before the next try, for a caller that waits by other means than [`Waits::sleep`].
     pub fn next_wait(&mut self) -> Duration {
         let wait = self.next;
         self.next = wait.saturating_mul(2).min(self.backoff.last);

@@ -4,18 +4,18 @@
 //! |---|---|
 //! | [`Volume`] | the whole tree, and its durability |
 //! | [`Names`] | names, and the objects to which they lead |
-//! | [`Attributes`] | what is known of an object beside its data |
+//! | [`Attributes`] | the attributes of an object |
 //! | [`Files`] | the data of a file, and its locks |
 //! | [`Sharing`] | what other hosts and the kernel may see of a file |
 //! | [`Placement`] | where the data of a file is |
-//! | [`Backing`] | all of these, and the usual forms of some calls |
+//! | [`Backing`] | all of these, and short forms of frequent calls |
 //!
-//! Similar calls are one call with an argument that says which: [`Remove`] says what [`Names::remove`] removes,
-//! [`AttrChange`] what [`Attributes::set_attr`] changes.
+//! Similar operations are one call with an argument that selects the operation: [`Remove`] says what [`Names::remove`]
+//! removes, [`AttrChange`] what [`Attributes::set_attr`] changes.
 //!
-//! Only [`Backing`] has default implementations. A layer implements each call of the other traits, and lists in one place
-//! the calls that it forwards unchanged ([`forward!`](crate::forward)). [`Backing`] is implemented once, for every type
-//! that has the other traits, so no layer can change the usual forms.
+//! Only [`Backing`] has default implementations. A layer implements each call of the other traits, and lists in one
+//! place the calls that it forwards unchanged ([`forward!`](crate::forward)). [`Backing`] is implemented once, for
+//! every type that has the other traits, so no layer can change the short forms.
 
 use std::ffi::OsStr;
 use std::io::IoSlice;
@@ -113,7 +113,7 @@ pub trait Names: Volume {
     ) -> Result<()>;
 }
 
-/// Attributes of an object: everything that is known of it beside its data.
+/// Attributes of an object, including extended attributes.
 pub trait Attributes: Volume {
     /// Returns the attributes of an object or of an open file (fstat(2)).
     fn stat(&self, target: TargetOf<'_, Self>, freshness: Freshness) -> Result<Attr>;
@@ -127,20 +127,21 @@ pub trait Attributes: Volume {
 
 /// The data of regular files, and locks of them.
 pub trait Files: Volume {
-    /// Opens a regular file. `access` is what this process does with the file, even if the file's mode denies it to its
-    /// owner. Never truncates, creates, or follows a symbolic link.
+    /// Opens a regular file for `access`. If this process owns the file, also succeeds if the mode denies that access
+    /// to the owner. Never truncates, creates, or follows a symbolic link.
     fn open(&self, inode: &Self::Inode, access: Access) -> Result<Self::File>;
     /// Reads until `buf` is full or the file ends, and returns the number of bytes (pread(2)).
     fn read_at(&self, file: &Self::File, buf: &mut [u8], offset: u64) -> Result<usize>;
-    /// Writes parts that do not overlap; they may be in any order. Returns the number of written bytes, counted from the
-    /// first part on; it may be less than asked for. After an error, none of the parts counts as written.
+    /// Writes parts that do not overlap; they may be in any order. Returns the number of written bytes, counted from
+    /// the first part on; it may be less than the length of `parts`. After an error, none of the parts counts as
+    /// written.
     fn write_parts(&self, file: &Self::File, parts: &[DataPart<'_>]) -> Result<u64>;
-    /// Changes the length, or completes a change of it. Returns false only if [`Resize::Finish`] finds that the change was
-    /// never made: the file is then as before it.
+    /// Changes the length, or completes a change of it. Returns false only for a [`Resize::Finish`] whose change was
+    /// never made: the file is then unchanged.
     fn resize(&self, file: &Self::File, resize: Resize) -> Result<bool>;
     /// Allocates, punches or zeroes a range (fallocate(2) with the bits of `mode`).
     fn allocate(&self, file: &Self::File, mode: i32, offset: u64, len: u64) -> Result<()>;
-    /// Returns the next offset with data, or of a hole, from `offset` on (lseek(2)).
+    /// Returns the first offset, at or after `offset`, that has data or is in a hole (lseek(2)).
     fn seek(&self, file: &Self::File, offset: u64, what: Seek) -> Result<u64>;
     /// Copies bytes between files by one copy_file_range(2), and returns their number.
     fn copy_range(
@@ -158,12 +159,14 @@ pub trait Files: Volume {
     /// Takes, ends or tests a lock, without waiting. Returns false if another owner has a conflicting lock; locks of this
     /// process are then unchanged.
     ///
-    /// A layer has no locks of its own. It forwards the call, because hosts meet in the backing below.
+    /// A layer holds no locks itself. It forwards the call, because locks of several hosts can conflict only in the
+    /// backing below.
     fn lock(&self, file: &Self::File, request: LockRequest) -> Result<bool>;
-    /// Returns a descriptor of the file for another process or for the kernel; `None` if there is none.
+    /// Returns a descriptor of the file for another process or for the kernel; `None` if no descriptor fits the
+    /// purpose.
     fn descriptor(&self, file: &Self::File, purpose: DescriptorUse) -> Option<OwnedFd>;
     /// Opens a file again from a descriptor that an earlier process got from [`Files::descriptor`] for
-    /// [`DescriptorUse::Keeping`]. The caller guarantees that the descriptor is such a one.
+    /// [`DescriptorUse::Keeping`]. The caller guarantees this origin of the descriptor.
     fn adopt(&self, descriptor: OwnedFd) -> Result<AdoptedBy<Self>>;
 }
 
@@ -174,8 +177,8 @@ pub trait Sharing: Volume {
     /// Returns where the bytes of `range` are in files of the backing: the bytes that [`Files::read_at`] would return.
     /// `None`: the kernel reads the file by itself, or only this process can read it.
     ///
-    /// The answer stays valid, whatever happens to the file, until this host changes the file, learns that another host has
-    /// ([`Facts::changes_by_others`]), or [`Located::until`].
+    /// The answer is valid until the first of these: this host changes the file; this host learns that another host
+    /// changed it ([`Facts::changes_by_others`]); the time [`Located::until`].
     fn locate(
         &self,
         file: &Self::File,
@@ -191,16 +194,17 @@ pub trait Sharing: Volume {
 
 /// Where the data of files is.
 pub trait Placement: Volume {
-    /// Returns what is known of an object. Makes no system call and waits for nothing, so it may be called with locks held.
+    /// Returns known properties of an object. Makes no system call and waits for nothing, so it may be called with
+    /// locks held.
     fn facts(&self, inode: &Self::Inode) -> Facts;
-    /// Returns the lane of a turn, counted from 0, if new files go to the lanes in turn. `None`: this backing chooses no lane
-    /// for new files. Makes no system call.
+    /// Returns the lane of new file number `turn`, counted from 0, if new files go to the lanes in rotation. `None`:
+    /// this backing chooses no lane for new files. Makes no system call.
     fn lane_of_turn(&self, turn: u64) -> Option<LaneIndex>;
 }
 
-/// All that Firn asks of a backing.
+/// All calls that Firn makes to a backing.
 ///
-/// Its methods are the usual forms of the calls above. They are implemented once, for all backings.
+/// Its methods are short forms of frequent calls of the traits above. They are implemented once, for all backings.
 pub trait Backing: Names + Attributes + Files + Sharing + Placement {
     /// Creates a file; its name decides where its data goes.
     fn create(
@@ -245,22 +249,22 @@ pub trait Backing: Names + Attributes + Files + Sharing + Placement {
         self.remove(parent, name, Remove::Dir)
     }
 
-    /// Returns the attributes of an object as this host knows them (fstat(2)).
+    /// Returns the attributes of an object, perhaps from a cache of this host (fstat(2)).
     fn attr(&self, inode: &Self::Inode) -> Result<Attr> {
         self.stat(Target::Inode(inode), Freshness::Known)
     }
 
-    /// Returns the attributes of an open file as this host knows them (fstat(2)).
+    /// Returns the attributes of an open file, perhaps from a cache of this host (fstat(2)).
     fn attr_of_file(&self, file: &Self::File) -> Result<Attr> {
         self.stat(Target::File(file), Freshness::Known)
     }
 
-    /// Returns the attributes of an object as its server knows them (fstat(2)).
+    /// Returns the present attributes of an object from its server (fstat(2)).
     fn attr_now(&self, inode: &Self::Inode) -> Result<Attr> {
         self.stat(Target::Inode(inode), Freshness::Current)
     }
 
-    /// Returns the attributes of an open file as its server knows them (fstat(2)).
+    /// Returns the present attributes of an open file from its server (fstat(2)).
     fn attr_of_file_now(&self, file: &Self::File) -> Result<Attr> {
         self.stat(Target::File(file), Freshness::Current)
     }

@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use crate::{Backing, Errno, Seek};
 
-/// Returns the ranges with data within a range of a file, in order. If the file system does not tell holes, all of the
-/// range has data.
+/// Returns the ranges with data within a range of a file, in order. If the file system does not report holes, the whole
+/// range counts as data.
 pub fn data_ranges<'a, B: Backing>(
     backing: &'a B,
     file: &'a B::File,

@@ -4,7 +4,8 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use crate::Result;
 
-/// Raises the limit of descriptors as far as possible: for root to the kernel's maximum, for others to their hard limit.
+/// Raises the limit of descriptors as far as possible: to the kernel's maximum for root, else to the hard limit of this
+/// process.
 pub fn raise_descriptor_limit() -> Result<()> {
     let kernel_maximum = std::fs::read_to_string("/proc/sys/fs/nr_open")
         .ok()

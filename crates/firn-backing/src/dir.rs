@@ -9,8 +9,8 @@
 //!
 //! Relies on
 //! * `/proc` being mounted (`proc`).
-//! * umask 0, which firnd sets at its start. The modes in calls are complete, and only with umask 0 does the default ACL
-//!   of a parent directory decide alone.
+//! * umask 0, which firnd sets at its start. The modes in calls are final: only a default ACL of the parent directory
+//!   may remove bits.
 
 use std::ffi::OsStr;
 use std::io;
@@ -52,9 +52,9 @@ use proc::FdPath;
 use steering::Steering;
 pub use stream::DirStream;
 
-/// Number of files that are synced at a time if each file is synced by itself: enough to hide the latency of a server.
+/// Number of files that are synced at a time if each file is synced separately: enough to hide the latency of a server.
 const SYNC_THREADS: usize = 8;
-/// Most slices of one pwritev(2) (`UIO_MAXIOV`).
+/// Maximum number of slices of one pwritev(2) (`UIO_MAXIOV`).
 const SLICES_MAX: usize = 1024;
 
 /// A backing in a directory of this host, on any file system.
@@ -143,7 +143,7 @@ impl DirBacking {
         self
     }
 
-    /// Records a change of an object, if the object must be synced by itself.
+    /// Records a change of an object, if the object must be synced separately.
     fn record_change(&self, key: Key, fd: BorrowedFd<'_>) {
         if self.devices.is_synced_one_by_one(key.0, fd) {
             self.unsynced.record_change(key, || self.path_of(fd));
@@ -174,7 +174,7 @@ impl DirBacking {
         Ok(())
     }
 
-    /// Returns the present path of an object, which the kernel gives for its descriptor.
+    /// Returns the present path of an object, as the kernel reports it for the object's descriptor.
     fn path_of(&self, fd: BorrowedFd<'_>) -> ObjectPath {
         let Ok(links) = attr::links(fd) else {
             return ObjectPath::Unknown;
@@ -197,7 +197,7 @@ impl DirBacking {
         }
     }
 
-    /// Syncs the changed objects that must be synced by themselves. If not all of them are known, syncs every object.
+    /// Syncs the changed objects that must be synced separately. If not all of them are known, syncs every object.
     fn sync_tracked(&self) -> Result<()> {
         unsynced::sync_entries(self)?;
         let version = self.unsynced.begin_sync();
@@ -260,7 +260,7 @@ fn last_errno() -> Errno {
     Errno::from_io_error(&io::Error::last_os_error()).unwrap_or(Errno::IO)
 }
 
-/// Returns the absolute path of an open object, as the kernel tells it.
+/// Returns the absolute path of an open object, as the kernel reports it.
 fn absolute(fd: BorrowedFd<'_>) -> Result<Vec<u8>> {
     Ok(fs::readlink(FdPath::of(fd).as_c_str(), Vec::new())?.into_bytes())
 }
@@ -272,7 +272,7 @@ fn object_at(parent: BorrowedFd<'_>, name: &OsStr) -> Result<OwnedFd> {
 }
 
 impl DirBacking {
-    /// Makes the inode of a name in a directory, with the lane that steering gives it.
+    /// Makes the inode of a name in a directory, with the lane that `steering` assigns to it.
     fn child(&self, parent: &DirInode, name: &OsStr, inode: OwnedFd, attr: &Attr) -> Arc<DirInode> {
         let Some(steering) = &self.steering else {
             return DirInode::new(inode, attr);
@@ -479,8 +479,8 @@ impl Names for DirBacking {
     fn link(&self, inode: &Self::Inode, parent: &Self::Inode, name: &OsStr) -> Result<Attr> {
         stamps::catch_up();
         match fs::linkat(inode, c"", parent, name, AtFlags::EMPTY_PATH) {
-            // Before Linux 6.10 `AT_EMPTY_PATH` needs CAP_DAC_READ_SEARCH. To follow the link in /proc does not, but takes
-            // several times as long.
+            // Before Linux 6.10 `AT_EMPTY_PATH` needs CAP_DAC_READ_SEARCH. Following the link in /proc needs no
+            // capability, but takes several times as long.
             Err(Errno::NOENT) => {
                 let path = FdPath::of(inode);
                 fs::linkat(CWD, path.as_c_str(), parent, name, AtFlags::SYMLINK_FOLLOW)?;
@@ -727,7 +727,8 @@ impl Files for DirBacking {
                     libc::SYNC_FILE_RANGE_WRITE,
                 );
             },
-            // A failure is harmless: the pages stay. A length of 0 is left out, because it would mean all up to the end.
+            // A failure is harmless: the pages remain cached. A length of 0 is left out, because it would mean all
+            // bytes up to the end.
             PageAdvice::Forget => {
                 if let Some(len) = NonZero::new(len) {
                     let _ = fs::fadvise(&file.fd, range.start, Some(len), Advice::DontNeed);
@@ -751,7 +752,8 @@ impl Files for DirBacking {
     fn descriptor(&self, file: &Self::File, purpose: DescriptorUse) -> Option<OwnedFd> {
         let fd = file.fd.as_fd();
         match (purpose, file.access) {
-            // This process would not see what the kernel writes, and could not record that the file must be synced.
+            // This process does not see writes that the kernel makes itself, so it could not record that the file must
+            // be synced.
             (DescriptorUse::Passthrough, _)
                 if self.devices.is_synced_one_by_one(file.key.0, fd) =>
             {

@@ -54,7 +54,7 @@ impl<L, U> Either<L, U> {
 
 /// Panics: an argument of a call comes from the other side.
 fn foreign() -> ! {
-    unreachable!("a backing is called with what it gave out")
+    unreachable!("the argument belongs to the other side of this backing")
 }
 
 /// Calls the backing of this side with the arguments of this side.

@@ -80,7 +80,7 @@ pub fn resize_by_set_len(
     Ok(true)
 }
 
-/// Most bytes that one call of [`copy_through_memory`] copies.
+/// Maximum number of bytes that one call of [`copy_through_memory`] copies.
 const COPY_BYTES_MAX: u64 = 1 << 20;
 
 /// Implements [`Files::copy_range`] for files that copy_file_range(2) cannot copy between: one read, then one write.

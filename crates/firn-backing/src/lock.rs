@@ -8,7 +8,7 @@ use std::ops::{Deref, DerefMut};
 
 use parking_lot::Condvar;
 
-/// Counts as one guard of this thread while it lives.
+/// While it lives, counts as one guard of the thread that made it.
 struct Held(());
 
 #[cfg(debug_assertions)]
@@ -26,7 +26,7 @@ impl Held {
 
 impl Drop for Held {
     fn drop(&mut self) {
-        // The count is gone if a guard is dropped while the thread's variables are destroyed.
+        // The counter no longer exists if the guard is dropped while the thread's local variables are destroyed.
         #[cfg(debug_assertions)]
         let _ = HELD.try_with(|held| held.set(held.get() - 1));
     }

@@ -1,4 +1,4 @@
-//! Does the same work on many items in several threads, so that calls that wait for a server wait at the same time.
+//! Does the same work on many items in several threads, so that several calls wait for a server at the same time.
 //!
 //! ```
 //! use firn_backing::parallel::try_map;

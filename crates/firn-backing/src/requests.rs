@@ -37,9 +37,10 @@ impl<I, F> Copy for Target<'_, I, F> {}
 /// How old attributes may be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Freshness {
-    /// The attributes that this host knows: a network file system may not have seen changes by other hosts.
+    /// Attributes from a cache of this host are allowed. On a network file system, changes by other hosts may be
+    /// missing.
     Known,
-    /// The attributes that the server knows. Later reads see all bytes up to the returned length.
+    /// The present attributes from the server. Later reads see all bytes up to the returned length.
     Current,
 }
 
@@ -119,8 +120,8 @@ pub enum Resize {
     AtLeast(u64),
     /// Complete a [`Resize::To`] of this host during which its process died.
     Finish(u64),
-    /// Keep the length. The kernel treats this as a change of contents and removes set-user-ID bits and file capabilities,
-    /// which this process may not be allowed to do.
+    /// Keep the length. The kernel treats this as a change of contents and removes set-user-ID bits and file
+    /// capabilities, even if this process has no right to remove them.
     Unchanged,
 }
 
@@ -138,11 +139,11 @@ pub enum PageAdvice {
 pub enum FileUse {
     /// A program opens it for reading only. The program sees what other hosts have written and closed.
     OpenedToRead,
-    /// A program opens it for writing. What it writes is newer than what other hosts have closed, and they learn that it
-    /// writes.
+    /// A program opens it for writing. Its writes are newer than all bytes that other hosts have closed, and other
+    /// hosts learn that this host writes.
     OpenedToWrite,
-    /// No program of this host has it open for writing any more, and all its bytes are written. Remaining work for the file
-    /// is to be done soon. The call waits for nothing.
+    /// No program of this host has it open for writing any more, and all its bytes are written. The backing does its
+    /// remaining work for the file soon. The call does not wait for that.
     Written,
     /// No program of this host has it open for writing any more. Remaining work for the file is done in this call, as far as
     /// other hosts allow it.
@@ -156,7 +157,8 @@ pub enum DescriptorUse {
     Passthrough,
     /// Another process reads the file; it must not be able to write.
     Reading,
-    /// A later process goes on with the file ([`Files::adopt`](crate::Files::adopt)). The file may have no name any more.
+    /// A later process continues to use the file ([`Files::adopt`](crate::Files::adopt)). The file may have no name any
+    /// more.
     Keeping,
 }
 
@@ -188,16 +190,18 @@ impl<I, F> Adopted<I, F> {
 /// What [`Volume::sync_scope`](crate::Volume::sync_scope) makes durable.
 #[derive(Debug)]
 pub enum SyncScope<'a, I> {
-    /// Everything in the backing. After the first such call, changes that others make beside this backing may be left out.
+    /// Everything in the backing. After the first such call, changes that other programs make without this backing may
+    /// be left out.
     ///
-    /// Uses syncfs(2) if that reaches the file system. Else it syncs each file and directory, and the first time walks the
-    /// whole tree for that.
+    /// Uses syncfs(2) if that makes the file system durable. Else it syncs each changed file and directory. The first
+    /// such sync walks the tree and syncs all files and directories.
     All,
-    /// Only what was changed through this backing since it was opened. Spares the walk of the whole tree.
+    /// Only objects that were changed through this backing since it was opened. Needs no walk of the whole tree.
     Changes,
     /// A directory and all below it, but not the names that lead to it.
     Tree(&'a I),
-    /// A directory and the names in it (fsync(2)). Also its symbolic links and devices, which no other call syncs.
+    /// A directory and the names in it (fsync(2)). Includes symbolic links and devices in it, for which there is no
+    /// other call.
     Dir(&'a I),
 }
 
@@ -231,12 +235,12 @@ pub enum Access {
     ReadWrite,
 }
 
-/// What decides in which lane, and in which log, the data of a new file goes.
+/// The criterion that selects the lane, and the log, for the data of a new file.
 #[derive(Debug)]
 pub enum Placing<'a, I> {
     /// Its name and directory.
     ByName,
-    /// Its turn, counted from 0: new files go to the lanes in turn. The file is in no log.
+    /// Its number among new files, counted from 0: new files go to the lanes in rotation. The file is in no log.
     Turn(u64),
     /// The name that the file will get later, in this directory.
     Named {
@@ -275,9 +279,9 @@ impl<'a, I> Placing<'a, I> {
 /// Limits of one answer of [`Sharing::locate`](crate::Sharing::locate).
 #[derive(Clone, Copy, Debug)]
 pub struct LocateLimits {
-    /// Most ranges.
+    /// Maximum number of ranges.
     pub parts_max: usize,
-    /// Most descriptors. Ranges in further files are left out.
+    /// Maximum number of descriptors. Ranges in further files are left out.
     pub files_max: usize,
 }
 
@@ -286,21 +290,22 @@ pub struct LocateLimits {
 /// Locks of whole files and locks of ranges do not conflict with each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LockRequest {
-    /// Lock the whole file (flock(2)). The lock belongs to the open file and conflicts with locks of other open files, in
-    /// this process or elsewhere. It ends when the open file is dropped or its process ends, however it ends.
-    /// [`LockMode::Exclusive`] needs a file that is open for writing. Some file systems keep the lock on this host only, and
-    /// do not tell.
+    /// Lock the whole file (flock(2)). The lock belongs to the open file and conflicts with locks of other open files,
+    /// in this process or elsewhere. It ends when the open file is dropped or its process ends, however it ends.
+    /// [`LockMode::Exclusive`] needs a file that is open for writing. On some file systems the lock excludes only
+    /// programs of this host, and no error reports that.
     ///
-    /// `F_OFD_SETLK` is no alternative. When a file is closed, Linux tells a FUSE server to unlock locks of flock(2) and of
-    /// processes, but not those of `F_OFD_SETLK`. So such a lock of a killed process would stay.
+    /// `F_OFD_SETLK` is no alternative. When a file is closed, Linux tells a FUSE server to unlock locks of flock(2)
+    /// and of processes, but not those of `F_OFD_SETLK`. So such a lock would outlive a killed process.
     File(LockMode),
     /// Unlock the whole file (flock(2) with `LOCK_UN`). The lock ends even if other processes have a descriptor of the open
     /// file.
     UnlockFile,
     /// Lock a range in this mode (fcntl(2) with `F_OFD_SETLK` or `F_SETLK`). The lock belongs to the open file if
-    /// [`Features::shares_range_locks`](crate::Features::shares_range_locks), else to the process. All locks of a process on
-    /// a file end when it closes any open file of it. So a process that locks ranges has the file open once. An exclusive
-    /// lock needs a file that is open for writing, a shared one a file that is open for reading.
+    /// [`Features::shares_range_locks`](crate::Features::shares_range_locks), else to the process. In the second case,
+    /// all locks of the process on a file end when the process closes any open file of that file. So a process that
+    /// locks ranges opens the file only once. An exclusive lock needs a file that is open for writing, a shared one a
+    /// file that is open for reading.
     Range(LockRange, LockMode),
     /// Unlock a range (fcntl(2) with `F_UNLCK`).
     Unlock(LockRange),
@@ -308,7 +313,7 @@ pub enum LockRequest {
     Test(LockRange, LockMode),
 }
 
-/// What [`Files::seek`](crate::Files::seek) looks for.
+/// The kind of range that [`Files::seek`](crate::Files::seek) searches for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Seek {
     /// `SEEK_DATA`.

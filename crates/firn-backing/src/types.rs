@@ -1,5 +1,5 @@
-//! Data types that a [`Backing`](crate::Backing) returns: attributes, times, directory entries, and what it knows about a
-//! file beyond that.
+//! Data types that a [`Backing`](crate::Backing) returns: attributes, times, directory entries, and other facts about
+//! files.
 //!
 //! The types have no reference to a backing, so layers pass them on unchanged.
 
@@ -39,21 +39,22 @@ pub struct Features {
     /// Whether a file needs further work after the last program of this host has closed it for writing
     /// ([`FileUse::Written`](crate::FileUse::Written)).
     pub finishes_files: bool,
-    /// Whether a lock of a range ([`LockRequest::Range`](crate::LockRequest)) lives as long as any process has a descriptor
-    /// of its open file. Otherwise it ends with the process that took it.
+    /// Whether a lock of a range ([`LockRequest::Range`](crate::LockRequest)) lives as long as any process has a
+    /// descriptor of its open file. Otherwise the lock ends with the process that acquired it.
     pub shares_range_locks: bool,
 }
 
 /// Properties of an object that are known without a call of the file system.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Facts {
-    /// Lane that holds its data, one of [`Features::lane_count`]. The drain schedules by it; a wrong lane costs time but
-    /// does no harm.
+    /// Lane that holds its data, one of [`Features::lane_count`]. The drain schedules by lane; a wrong lane costs time
+    /// but does no harm.
     pub lane: LaneIndex,
     /// Whether one [`Files::write_parts`](crate::Files::write_parts) of distant pieces costs about as much as one of
-    /// adjoining pieces. For a directory: whether that may be so for a file below it. A wrong value does no harm.
+    /// adjoining pieces. For a directory: whether this may hold for a file below it. A wrong value does no harm.
     pub gathers: bool,
-    /// Counter that grows when this host learns that other hosts changed the bytes of the file while it was open here.
+    /// Counter that grows each time this host learns that another host changed the bytes of the file while it was open
+    /// here.
     pub changes_by_others: u64,
 }
 
@@ -146,8 +147,8 @@ impl Time {
         *IS_EXACT.get_or_init(|| clock::is_exact(rustix::system::uname().release().to_bytes()))
     }
 
-    /// Returns the present time, or a time just after `last` if `last` was given within the same tick of the clock. So
-    /// each change gets a later time than the change before.
+    /// Returns the present time, or a time just after `last` if `last` is up to two ticks ([`TICK_NS_MAX`]) ahead of
+    /// the present time. So each change gets a later time than the change before.
     pub fn now_after(last: Option<Self>) -> Self {
         let now = Self::now();
         match last {
@@ -187,7 +188,7 @@ impl Time {
 /// Longest tick of a kernel's clock: that of the lowest configurable rate, 100 Hz.
 pub const TICK_NS_MAX: u32 = 10_000_000;
 
-/// Attributes as statx(2) gives them.
+/// Attributes as statx(2) returns them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Attr {
     /// Device of the object's file system. Together with `ino` it identifies the object.
@@ -204,7 +205,7 @@ pub struct Attr {
     pub uid: u32,
     /// Group id.
     pub gid: u32,
-    /// Device number of a device file, `dev_t` as userspace sees it.
+    /// Device number of a device file, in userspace's encoding of `dev_t`.
     pub rdev: u64,
     /// Length in bytes.
     pub size: u64,
@@ -212,13 +213,14 @@ pub struct Attr {
     pub blocks: u64,
     /// Preferred I/O size in bytes.
     pub blksize: u32,
-    /// Last access.
+    /// Time of the last access.
     pub atime: Time,
-    /// Last change of contents.
+    /// Time of the last change of contents.
     pub mtime: Time,
-    /// Last change of attributes.
+    /// Time of the last change of attributes.
     pub ctime: Time,
-    /// Time of creation, if the file system records it. It tells an object from an older one with the same inode number.
+    /// Time of creation, if the file system records it. It distinguishes an object from an older one with the same
+    /// inode number.
     pub btime: Option<Time>,
 }
 
@@ -241,7 +243,8 @@ pub struct LocatedPart {
     pub offset: u64,
     /// Length of the range.
     pub len: u64,
-    /// Index in [`Located::files`] of the file with the bytes. `None`: call `locate` again, from an offset in this range.
+    /// Index in [`Located::files`] of the file with the bytes. `None`: this answer does not contain the file; call
+    /// `locate` again, from an offset in this range.
     pub file: Option<usize>,
     /// Offset of the bytes in that file.
     pub position: u64,
@@ -252,15 +255,15 @@ pub struct LocatedPart {
 pub struct Located {
     /// Ranges, sorted and without overlap. Other bytes can be read only with [`Files::read_at`](crate::Files::read_at).
     pub parts: Vec<LocatedPart>,
-    /// Descriptors that are open for reading only.
+    /// Files of the backing with the bytes of the ranges, open for reading only.
     pub files: Vec<OwnedFd>,
-    /// Offset up to which the asked range was searched.
+    /// Offset up to which the requested range was searched.
     pub end: u64,
-    /// Time up to which the answer is valid. Later, other hosts may have changed the file without this host knowing it.
+    /// Time up to which the answer is valid. Later, other hosts may have changed the file without notice to this host.
     pub until: Instant,
 }
 
-/// Which other locks a lock allows beside it.
+/// Which other locks may exist together with a lock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LockMode {
     /// No other lock may overlap.
@@ -315,9 +318,9 @@ pub struct DirEntry<'a> {
     pub name: &'a OsStr,
     /// Inode number.
     pub ino: u64,
-    /// Kind of the object, if the file system tells it.
+    /// Kind of the object, if the file system reports it.
     pub kind: Option<Kind>,
-    /// Position from which the listing goes on *after* this entry.
+    /// Position from which the listing resumes *after* this entry.
     pub cookie: i64,
 }
 

@@ -1,11 +1,11 @@
 //! The account of unsynced changes, for file systems that syncfs(2) does not reach.
 //!
 //! Linux sends syncfs(2) to no FUSE server except virtiofs, and on a few more file systems it has little effect. There,
-//! each changed file and directory must be synced by itself. This module records which ones.
+//! each changed file and directory must be synced separately. This module records which ones.
 //!
 //! Terms
 //! * An *entry* records a changed object that is not synced yet, with the paths under which it was changed.
-//! * A *walk* syncs every file and directory of a tree. It is needed when the account does not know all changes.
+//! * A *walk* syncs every file and directory of a tree. It is needed when the account does not record all changes.
 //!
 //! Invariants
 //! * Every object that was changed through this backing and not synced since has an `Entry`, or `lost_track` is set.
@@ -31,20 +31,21 @@ use crate::{Access, Attr, Backing, Errno, Kind, Result, join_path};
 /// Identity of an object: device and inode number.
 pub type Key = (u64, u64);
 
-/// Most entries, of some 200 bytes each. When there would be more, the account is dropped and the next sync walks the tree.
+/// Maximum number of entries, of some 200 bytes each. If more are needed, the account is dropped and the next sync
+/// walks the tree.
 const ENTRIES_MAX: usize = 1 << 18;
 
-/// Number of names in one task of a walk: enough that the handover of tasks costs little beside the syncs.
+/// Number of names in one task of a walk: enough that the handover of tasks costs little compared with the syncs.
 const WALK_NAMES: usize = 64;
 
-/// Number of objects to sync for which another thread is worth its start.
+/// Number of objects to sync for each thread: with fewer, the start of another thread costs more than it saves.
 const OBJECTS_PER_THREAD: usize = 4;
 
 /// What is known of the path of an object in the backing.
 pub enum ObjectPath {
     /// One path of the object from the top of the backing, and the number of the object's names.
     Known(Vec<u8>, u64),
-    /// The object has no name any more, so nothing of it survives its last close.
+    /// The object has no name any more, so it is deleted at its last close and needs no sync.
     Gone,
     /// The object has a name, but the name is not known.
     Unknown,
@@ -81,8 +82,8 @@ struct AccountState {
     lost_track: Option<u64>,
     /// Tickets of renames that have begun and not returned.
     renames: BTreeSet<u64>,
-    /// Tickets of walks under way. The paths are those to which something was moved since the walk began: the walk may
-    /// have passed them before.
+    /// Walks under way, by ticket. The paths are the targets of renames since the walk began: the walk may have passed
+    /// these paths before the rename.
     walks: HashMap<u64, Vec<Vec<u8>>>,
     last_ticket: u64,
 }
@@ -218,7 +219,7 @@ impl AccountState {
 impl Unsynced {
     /// Records a change of an object. Called after the change was made and before its caller gets the result.
     ///
-    /// `find_path` is called only if the object has no entry, and without the lock, because it asks the kernel.
+    /// `find_path` is called only if the object has no entry, and without the lock, because it calls the kernel.
     pub fn record_change(&self, key: Key, find_path: impl FnOnce() -> ObjectPath) {
         {
             let mut state = self.state.lock();
@@ -302,13 +303,13 @@ impl Unsynced {
         self.rename_over.notify_all();
     }
 
-    /// Returns the present version. Called before a sync begins; [`Unsynced::synced`] takes it.
+    /// Returns the present version, for [`Unsynced::synced`]. Called before a sync begins.
     pub fn begin_sync(&self) -> u64 {
         self.state.lock().version
     }
 
-    /// Records that an object was synced. `version`: from before the sync began. A later change may not be covered, so the
-    /// entry then stays.
+    /// Records that an object was synced. `version`: result of [`Unsynced::begin_sync`] before the sync. If the object
+    /// was changed later, its entry remains, because the sync may not cover that change.
     pub fn synced(&self, key: Key, version: u64) {
         let mut state = self.state.lock();
         if state
@@ -426,7 +427,7 @@ fn sync_object<B: Tracked>(base: &B, inode: &B::Inode, attr: &Attr, path: &[u8])
     match attr.kind {
         Kind::File => sync_file(base, inode),
         Kind::Dir => sync_dir(base, inode),
-        // No call syncs a symbolic link or a device by itself; a sync of its directory does.
+        // No call syncs a single symbolic link or device; a sync of its directory does.
         _ => {
             let version = base.unsynced().begin_sync();
             let end = path.iter().rposition(|byte| *byte == b'/').unwrap_or(0);
@@ -437,7 +438,7 @@ fn sync_object<B: Tracked>(base: &B, inode: &B::Inode, attr: &Attr, path: &[u8])
     }
 }
 
-/// Syncs a file, which is opened for that in whichever way its mode allows.
+/// Syncs a file. Opens it for reading, or for writing if its mode denies reading.
 fn sync_file<B: Tracked>(base: &B, inode: &B::Inode) -> Result<()> {
     let opened = match base.open(inode, Access::Read) {
         Err(Errno::ACCESS) => base.open(inode, Access::Write),
@@ -465,7 +466,7 @@ struct Task<B: Backing> {
 struct Walk<'a, B: Tracked> {
     base: &'a B,
     dev: u64,
-    /// A stack: so each thread holds at most as many directories as the tree is deep.
+    /// A stack, so a thread holds at most one open directory for each level of the tree.
     tasks: Mutex<Tasks<B>>,
     more: Condvar,
 }
@@ -479,7 +480,7 @@ struct Tasks<B: Backing> {
 
 /// Syncs every file and directory at or below `top` that is on the same file system.
 ///
-/// A rename during the walk may move something from a part that the walk has not reached to a part that it has passed.
+/// A rename during the walk may move an object from a part that the walk has not reached to a part that it has passed.
 /// So the account records the targets of all renames during a walk, and they are walked afterwards.
 pub fn sync_below<B: Tracked>(base: &B, top: &B::Inode) -> Result<()> {
     let unsynced = base.unsynced();
@@ -572,7 +573,7 @@ impl<B: Tracked> Walk<'_, B> {
         let synced = match attr.kind {
             // On overlayfs a file may have another device number than its directory, so it is not compared.
             Kind::File => sync_file(self.base, &inode),
-            // The caller of the walk finds file systems that are mounted below by itself.
+            // The walk covers one file system: its caller finds and syncs file systems that are mounted below.
             Kind::Dir if attr.dev == self.dev => self.sync_dir_and_add_names(&inode),
             _ => Ok(()),
         };
@@ -589,7 +590,8 @@ impl<B: Tracked> Walk<'_, B> {
         let mut names = Vec::new();
         self.base.read_dir(&stream, 0, &mut |entry| {
             let is_child = entry.name != "." && entry.name != "..";
-            // Other kinds need no sync of their own. Some file systems do not give the kind here; then the lookup does.
+            // The sync of the directory covers objects of other kinds. Some file systems report no kind here; then the
+            // lookup does.
             if is_child && matches!(entry.kind, None | Some(Kind::File | Kind::Dir)) {
                 names.push(entry.name.to_owned());
             }
@@ -613,7 +615,7 @@ impl<B: Tracked> Walk<'_, B> {
 fn run_in_threads(count: usize, work: impl Fn() + Sync) {
     std::thread::scope(|scope| {
         for _ in 1..count {
-            // If the system starts no further thread, the others do all the work.
+            // If the system starts no further thread, the threads that run do all the work.
             let _ = std::thread::Builder::new()
                 .name("sync".into())
                 .spawn_scoped(scope, &work);
@@ -637,7 +639,7 @@ pub fn components(path: &[u8]) -> impl Iterator<Item = &OsStr> {
         .map(OsStr::from_bytes)
 }
 
-/// Returns a path as the kernel takes it, relative to the top. The top itself is `.`.
+/// Returns a path in the form that system calls take, relative to the top. The top itself is `.`.
 pub fn relative(path: &[u8]) -> OsString {
     if path.is_empty() {
         OsString::from(".")

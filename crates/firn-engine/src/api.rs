@@ -10,7 +10,7 @@ use firn_backing::{Attr, Errno, SetTime};
 #[cfg(doc)]
 use crate::{KernelCache, OpenFiles, Room};
 
-/// Number of an inode while the kernel knows it. 1 is the root, as in FUSE.
+/// Number of an inode while the kernel has references to it. 1 is the root, as in FUSE.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct InodeId(pub u64);
 /// The root of the mount.
@@ -29,7 +29,7 @@ pub struct Entry {
     pub attr: Attr,
 }
 
-/// Something that the kernel may have cached of a tree that changed without a request of its own.
+/// Cached data of the kernel that became invalid by a change that the kernel did not request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Cached {
     /// A name that now leads to another object, or to none.
@@ -57,9 +57,9 @@ pub enum OpenMode {
     /// may write still send reads and writes to the engine, which stores each change in the memory file at once.
     Memory,
     /// The kernel may cache pages and read ahead, because this handle only reads and the file has no pending bytes or
-    /// no writer. The frontend makes it drop the pages after each write ([`KernelCache::has_cached_readers`]).
+    /// no writer. The frontend makes the kernel drop the pages after each write ([`KernelCache::has_cached_readers`]).
     Cached {
-        /// Pages that the kernel cached when the file was open before are still right.
+        /// Whether pages that the kernel cached when the file was last open are still valid.
         keep: bool,
     },
 }
@@ -71,8 +71,8 @@ pub struct Opened {
     pub handle: HandleId,
     /// How to serve the handle.
     pub mode: OpenMode,
-    /// Length of the file, if the kernel may know a smaller one. The frontend calls [`KernelCache::note_kernel_size`]
-    /// after it told the kernel.
+    /// Length of the file, if the kernel may have recorded a smaller one. The frontend reports it to the kernel and
+    /// then calls [`KernelCache::note_kernel_size`].
     pub size: Option<u64>,
 }
 
@@ -81,7 +81,7 @@ pub struct Opened {
 pub enum Written {
     /// Number of bytes that were written: all, or those that the arena had room for.
     Bytes(usize),
-    /// Nothing was written, as the arena has no room now. Write again after [`Room::on_space`] calls back.
+    /// Nothing was written, as the arena has no room now. The caller writes again after [`Room::on_space`] calls back.
     Full,
 }
 
@@ -112,7 +112,7 @@ pub struct SetAttr {
 }
 
 impl SetAttr {
-    /// Returns whether nothing is to be set.
+    /// Returns whether no attribute is to be set.
     pub fn is_empty(&self) -> bool {
         let ids = self.uid.is_none() && self.gid.is_none();
         ids && self.mode.is_none()
@@ -134,8 +134,8 @@ pub trait FileIdentity: Send + Sync {
     fn path(&self) -> Vec<u8>;
 }
 
-/// Callback for each range that a process wrote directly, when the engine learns of it; the number is that of the
-/// process. It runs with the file locked, so it must not call the engine.
+/// Callback for each range that a process wrote directly, called when the engine ingests the range. The number is the
+/// process id. It runs with the file locked, so it must not call the engine.
 pub type DirectWriteObserver = Box<dyn Fn(&dyn FileIdentity, u32, Range<u64>) + Send + Sync>;
 
 /// The right of a client to write an open file directly.
@@ -160,14 +160,14 @@ pub struct SlabRequest {
     pub bytes: u64,
 }
 
-/// List of where the bytes of a file lie, for a process that reads them itself.
+/// List of the places of a file's bytes, for a process that reads the bytes itself.
 #[derive(Debug)]
 pub struct DirectList {
     /// Length of the file in bytes.
     pub size: u64,
     /// Position of the file's word, in bytes from the start of the arena.
     pub slot: u64,
-    /// Value of the word while the list is valid.
+    /// Value of the file's word while the list is valid.
     pub stamp: u32,
     /// Parts of the file, sorted by offset, without overlap.
     pub extents: Vec<firn_format::data_socket::Extent>,
@@ -175,7 +175,7 @@ pub struct DirectList {
     pub end: u64,
     /// Descriptors of the files that extents name by index.
     pub files: Vec<OwnedFd>,
-    /// Time after which the list may be invalid; `None` if only a change of the word makes it invalid.
+    /// Time after which the list may be invalid; `None` if only a change of the file's word makes it invalid.
     pub until: Option<Instant>,
 }
 
@@ -193,24 +193,24 @@ pub enum DirectRefusal {
 /// Counters since the attach, for computing rates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Transferred {
-    /// Bytes taken from programs.
+    /// Number of bytes accepted from programs.
     pub ingest_bytes: u64,
-    /// Bytes written to the backing.
+    /// Number of bytes written to the backing.
     pub drain_bytes: u64,
-    /// Bytes moved to the spill file.
+    /// Number of bytes moved to the spill file.
     pub moved_bytes: u64,
 }
 
-/// How a process came to close a descriptor.
+/// Why a process closes a descriptor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Closing {
-    /// It called close(2).
+    /// The process called close(2).
     Called,
-    /// It exited by itself with the descriptor open.
+    /// The process exited by itself with the descriptor open.
     Exited,
-    /// It died of a signal with the descriptor open.
+    /// A signal killed the process while the descriptor was open.
     Killed,
 }
 
-/// Callback for the result of something that had to wait. It is called once.
+/// Callback that gets the result of an operation that had to wait. It is called once.
 pub type Done = Box<dyn FnOnce(Result<(), Errno>) + Send>;

@@ -15,7 +15,7 @@ use crate::file_events::FileEvents;
 use crate::file_journal::FileJournal;
 use crate::options::EngineOptions;
 
-/// What all parts of an engine share.
+/// Data that all parts of an engine share.
 pub struct Base<B: Backing> {
     pub(crate) backing: B,
     pub(crate) arena: Arena,
@@ -47,9 +47,10 @@ impl<B: Backing> Base<B> {
         })
     }
 
-    /// Returns the class of slab for a writer with `expected` bytes in all. Small slabs come first, so that many
-    /// small files fit. A large file gets whole chunks, unless a chunk is more than the writer's share: otherwise
-    /// writers would wait for whole chunks while partly used ones have room.
+    /// Returns the size class of the next slab for a writer that is expected to write `expected` bytes in all. A writer
+    /// of few bytes gets a small slab, so that many small files fit. A writer of many bytes gets whole chunks, unless a
+    /// chunk is more than the writer's share: otherwise writers would wait for whole chunks while partly used chunks
+    /// have room.
     pub(crate) fn class_for(&self, expected: u64) -> Class {
         let share = self.arena.share_bytes();
         if expected >= 2 * SLAB_MEDIUM && self.arena.geometry().chunk_bytes <= share {
@@ -62,7 +63,7 @@ impl<B: Backing> Base<B> {
     }
 
     /// Returns the number of new bytes for which a file is drained without a request. It is at most the share of a
-    /// writer; otherwise the arena could fill up with files that are below it.
+    /// writer; otherwise the arena could fill up with files that have fewer new bytes.
     pub(crate) fn write_bytes_min(&self) -> u64 {
         let share = self.arena.share_bytes().max(SLAB_MEDIUM);
         self.options.drain_write_bytes_min.min(share)

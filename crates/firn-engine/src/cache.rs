@@ -1,7 +1,7 @@
-//! Cached bytes: drained bytes that stay in the arena to be read again.
+//! Cached bytes: drained bytes that remain in the arena to be read again.
 //!
-//! With the drain policy *demand*, drained bytes keep their place until the arena is short of room, the file changes,
-//! or a request evicts them. Their piece records are dead: after a crash only the backing has these bytes.
+//! With the drain policy *demand*, drained bytes remain in their place until the arena is short of room, the file
+//! changes, or a request evicts them. Their piece records are dead: after a crash only the backing has these bytes.
 //!
 //! Invariants
 //! * A file's cached extents and its pending ones do not overlap.
@@ -36,7 +36,7 @@ impl BackingStamp {
     }
 }
 
-/// Cached bytes of one file. A file without any, as most are, uses one word of memory.
+/// Cached bytes of one file. A file without cached bytes, as most files are, uses one word of memory.
 #[derive(Default)]
 pub(crate) struct CachedBytes {
     parts: Option<Box<CachedExtents>>,
@@ -48,9 +48,9 @@ struct CachedExtents {
     bytes: u64,
     /// Sum of the cached bytes of all files.
     total: Arc<AtomicU64>,
-    /// State of the backing's file when it was last known to have the cached bytes. A different state later means that
-    /// the file was changed beside the mount. If this is `None`, there is nothing to compare with, and the cached bytes
-    /// are used.
+    /// State of the backing's file when it was last known to contain the cached bytes. A different state later means
+    /// that the file was changed beside the mount (by a program that does not use the mount). `None`: no state is known
+    /// to compare with, and the cached bytes are used.
     backing_stamp: Option<BackingStamp>,
 }
 
@@ -88,7 +88,7 @@ impl CachedBytes {
         self.parts.as_ref()?.backing_stamp
     }
 
-    /// Caches an extent that is not pending any more. Its bytes in the slab stay in use until it is dropped.
+    /// Caches an extent that is not pending any more. The slab's bytes remain in use until the extent is dropped.
     pub(crate) fn insert(
         &mut self,
         arena: &Arena,
@@ -130,15 +130,15 @@ impl CachedBytes {
         bytes
     }
 
-    /// Records that the backing's file has the cached bytes, with the size and time in `attr`.
+    /// Records that the backing's file contains the cached bytes while it has the size and time in `attr`.
     pub(crate) fn note_in_backing(&mut self, attr: &Attr) {
         if let Some(parts) = &mut self.parts {
             parts.backing_stamp = Some(BackingStamp::of(attr));
         }
     }
 
-    /// Makes the cached bytes valid whatever size and time the backing's file has, because the mount itself changed
-    /// them.
+    /// Makes the cached bytes valid for any size and time of the backing's file, because the mount itself has changed
+    /// size or time.
     pub(crate) fn trust_backing(&mut self) {
         if let Some(parts) = &mut self.parts {
             parts.backing_stamp = None;

@@ -6,8 +6,8 @@
 //! * [`HeldChunks::changed`] is true after the bytes or the length of the file were changed through the mount.
 //!
 //! The slabs of the parts are held ([`firn_arena::Arena::hold_slab`]). So their space is not used again, and their
-//! chunk does not move. The file's pending bytes are not overwritten in place. Bytes that only the backing has cannot
-//! be kept: a reader of them asks afterwards whether the file was changed.
+//! chunks do not move. The file's pending bytes are not overwritten in place. Bytes that only the backing has cannot be
+//! held: after a read of such bytes, a reader checks [`HeldChunks::changed`].
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -24,7 +24,7 @@ use crate::extents::Extent;
 use crate::file::{File, FileState};
 use crate::size::whole_size;
 
-/// A part of a file, and where it lies.
+/// A part of a file, and its place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ListedPart {
     /// Bytes from the start of the file.
@@ -33,11 +33,11 @@ pub struct ListedPart {
     pub bytes: u64,
     /// Where the bytes are.
     pub place: PartPlace,
-    /// Position of the first byte in that place. [`PartPlace::Memory`]: in bytes from the start of the first chunk.
+    /// Position of the first byte in `place`. [`PartPlace::Memory`]: in bytes from the start of the first chunk.
     /// [`PartPlace::Spill`], [`PartPlace::MemoryFile`], [`PartPlace::Backing`]: from the start of that file.
     /// [`PartPlace::Hole`]: 0.
     pub at: u64,
-    /// For memory and spill file, the index of the chunk; for a memory file, its number.
+    /// Index of the chunk if the place is memory or the spill file; number of the memory file if it is one.
     pub chunk: Option<u32>,
 }
 
@@ -50,8 +50,8 @@ pub enum PartPlace {
     Spill,
     /// In a memory file.
     MemoryFile,
-    /// In the backing, which may have a hole there, or in memory that changes with the file. A program reads them
-    /// through the mount.
+    /// In the backing, which may have a hole there, or in memory that changes with the file. A program reads these
+    /// bytes through the mount.
     Backing,
     /// In a hole: the bytes are zeros.
     Hole,
@@ -64,7 +64,7 @@ pub struct HeldChunks<B: Backing> {
     slabs: Vec<SlabRef>,
     /// Value of the file's change counter when the list was made.
     changes: u64,
-    /// Bytes of the list that are in memory.
+    /// Number of the list's bytes that are in memory.
     memory_bytes: u64,
     /// Length of the file in bytes.
     bytes: u64,
@@ -100,12 +100,12 @@ impl<B: Backing> HeldChunks<B> {
             memory_bytes: 0,
             bytes: 0,
         };
-        // From here on dropping `held` undoes what was done, on each error too.
+        // From here on a drop of `held` releases all holds, also after an error.
         engine.room.check_cache(&file)?;
         let mut state = file.lock_settled();
         engine.intake.ingest_published(&file, &mut state);
-        // A writer's changes go into the memory file at once, where its readers see them. So those bytes cannot be
-        // promised to stay, and the list sends readers to the mount.
+        // A writer's changes go into the memory file at once, where its readers see them. So these bytes may change,
+        // and the list refers readers to the mount.
         let is_viewed = state.view.is_some();
         let in_arena = if is_viewed {
             (held.bytes, held.changes) = (state.pending.end(), state.changes);
@@ -115,7 +115,7 @@ impl<B: Backing> HeldChunks<B> {
         };
         drop(state);
         held.count_memory(&in_arena);
-        // The rest was in the backing before the lock was released, and a change since then shows in `changed`.
+        // All other bytes were in the backing before the lock was released, and `changed` shows a change since then.
         let attr = engine.base.backing.attr(&engine.tree.object(&inode)?)?;
         held.bytes = whole_size(&attr, held.bytes);
         let in_backing = if is_viewed { held.bytes } else { attr.size };
@@ -130,7 +130,7 @@ impl<B: Backing> HeldChunks<B> {
         Ok((held, parts))
     }
 
-    /// Holds the slabs of the file, and returns the extents that the arena has, in the order of their offsets.
+    /// Holds the slabs of the file, and returns the file's extents in the arena, in the order of their offsets.
     ///
     /// Fails with EIO if the memory or the disk of pending bytes cannot be read.
     fn hold_slabs_and_list(&mut self, state: &FileState<B>) -> Result<Vec<ListedExtent>> {
@@ -141,14 +141,14 @@ impl<B: Backing> HeldChunks<B> {
         let mut known = HashSet::new();
         for (offset, extent) in state.extents_in_arena(0, usize::MAX) {
             let slab = extent.piece.slab;
-            // The slab is held before its place is looked up, so that the place stays right.
+            // The slab is held before its place is looked up, so that the place remains valid.
             if known.insert(slab) {
                 engine.base.arena.hold_slab(slab);
                 self.slabs.push(slab);
             }
             let Some(listed) = engine.base.list_if_readable(offset, extent) else {
-                // A cached extent is left out if it cannot be read, as the backing has its bytes too. Pending bytes
-                // are nowhere else.
+                // An unreadable cached extent is left out, as the backing has its bytes too. Pending bytes are nowhere
+                // else, so their loss is an error.
                 if state
                     .pending
                     .extents()
@@ -198,7 +198,7 @@ impl<B: Backing> HeldChunks<B> {
 }
 
 impl<B: Backing> Drop for HeldChunks<B> {
-    /// Releases the slabs. Their space may be what a writer waits for.
+    /// Releases the slabs. A writer may wait for their space.
     fn drop(&mut self) {
         self.file.lock().direct.remove_chunk_list();
         for slab in self.slabs.drain(..) {
@@ -226,7 +226,7 @@ impl<B: Backing> Base<B> {
             .filter(|_| self.arena.is_readable(extent.piece.slab.chunk))
     }
 
-    /// Converts an extent that direct readers get to a part of a list. Its chunk must be held.
+    /// Converts an extent to a part of a list. The caller must hold the chunk of the extent.
     fn part_of(
         &self,
         &ListedExtent {

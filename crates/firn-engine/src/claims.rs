@@ -1,16 +1,18 @@
-//! Claims on paths: that a path stays as it is for a while, or that it is about to change.
+//! Claims on paths: a claim says that a path must not change while the claim exists, or that the path is about to
+//! change.
 //!
-//! A claim replaces a lock that would be held across a call of the backing, and concerns only the paths that it names.
-//! So a rename that hangs blocks only callers that need a path at or below its two names, and an unlink that hangs
-//! blocks only renames of a directory above its name.
+//! A claim takes the place of a lock that would be held across a call of the backing, and concerns only the paths that
+//! it names. So a rename that hangs blocks only callers that need a path at or below its two names, and an unlink that
+//! hangs blocks only renames of a directory above its name.
 //!
 //! Invariants
-//! * Beside a claim to change a path there is no other claim at or below that path, and no claim to change a path
-//!   above it.
-//! * A claim that a path stays has the path as it was when the claim began: no rename came in between.
+//! * While a claim to change a path exists, there is no other claim at or below that path, and no claim to change a
+//!   path above it.
+//! * The path of a claim to stay is valid when the claim begins: no rename changes it between the read of the path and
+//!   the claim.
 //!
-//! Races: a new claim to stay does not wait behind a change that is still waiting. If a call of the backing hung,
-//! that change would wait without end, and the new claim with it.
+//! A new claim to stay does not queue behind a claim to change that still waits. Otherwise a hanging call of the
+//! backing, for which that change waits, would also block the new claim.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -31,19 +33,19 @@ pub(crate) struct PathClaims {
     change_count: AtomicUsize,
 }
 
-/// What the lock of the claims protects.
+/// Data that the lock of the claims protects.
 #[derive(Default)]
 struct ClaimList {
     claims: Vec<Claim>,
     last_id: u64,
 }
 
-/// What a claim is for.
+/// Purpose of a claim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ClaimKind {
-    /// The paths must stay as they are.
+    /// The paths must not change.
     Stay,
-    /// The paths are about to change, and with them all paths below.
+    /// The paths, and all paths below them, are about to change.
     Change,
 }
 
@@ -61,8 +63,8 @@ pub(crate) struct ClaimGuard<'a> {
 }
 
 impl PathClaims {
-    /// Claims that the paths returned by `paths` stay. Waits while one of them is being changed, and calls `paths`
-    /// again after each wait.
+    /// Claims that the paths returned by `paths` do not change. Waits while one of them is being changed, and calls
+    /// `paths` again after each wait.
     pub(crate) fn stay(&self, paths: impl Fn() -> Vec<Path>) -> ClaimGuard<'_> {
         self.claim(paths, ClaimKind::Stay)
     }
@@ -72,7 +74,7 @@ impl PathClaims {
         self.claim(paths, ClaimKind::Change)
     }
 
-    /// Waits for the claims that conflict with a new one, and enters it.
+    /// Waits until no claim conflicts with a new claim, and adds the new claim.
     fn claim(&self, paths: impl Fn() -> Vec<Path>, kind: ClaimKind) -> ClaimGuard<'_> {
         let (mut list, paths) = self.wait_for_conflicts(paths, kind);
         list.last_id += 1;
@@ -83,13 +85,13 @@ impl PathClaims {
         ClaimGuard { claims: self, id }
     }
 
-    /// Returns whether some path is being changed.
+    /// Returns whether any path is being changed.
     pub(crate) fn has_changes(&self) -> bool {
         self.change_count.load(Ordering::Acquire) > 0
     }
 
-    /// Runs `work`, which must be short, while the paths returned by `paths` stay. The lock of all claims is held
-    /// meanwhile.
+    /// Runs `work` while the paths returned by `paths` cannot change. `work` must be short, because the lock of all
+    /// claims is held meanwhile.
     pub(crate) fn while_staying<T>(
         &self,
         paths: impl Fn() -> Vec<Path>,

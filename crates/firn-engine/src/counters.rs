@@ -1,4 +1,4 @@
-//! Counters of an engine since the attach, and sums of what is pending now.
+//! Counters of an engine since the attach, and sums of the bytes and files that are pending now.
 //!
 //! Invariant: [`PendingTotals`] of a lane has the sums over its files. Each change of a file's pending bytes calls
 //! [`PendingTotals::note_change`] under the file's lock.
@@ -16,15 +16,15 @@ pub(crate) enum Decision {
     Picked,
     /// A run was written.
     Written,
-    /// A write failed, and the file waits for its next try.
+    /// A write failed. The file waits for its next try.
     Waits,
     /// A file is tried again after its wait.
     Retried,
-    /// Writers that wait for room got an error, because nothing can make room.
+    /// Writers that wait for room got an error, because no drain or move can make room.
     GivenUp,
     /// A chunk was moved to the spill file.
     Spilled,
-    /// Writes were put off, because no caller waits for them and programs need the CPUs.
+    /// Writes were delayed, because no caller waits for them and programs need the CPUs.
     PutOff,
     /// A chunk was copied to a memory file.
     Settled,
@@ -51,8 +51,8 @@ impl Decisions {
     }
 }
 
-/// Times that firnd took for calls of programs, from the request to its answer. The frontends count them. Writes by
-/// direct access are not counted, as they are stores of the program to memory.
+/// Durations of programs' calls in firnd, from the request to its answer. The frontends count them. Writes by direct
+/// access are not counted, as they are stores of the program to memory.
 #[derive(Default)]
 pub struct RequestTimes {
     /// write(2), including the wait for room.
@@ -63,15 +63,16 @@ pub struct RequestTimes {
     pub fsync: TimeHistogram,
 }
 
-/// Counters since the attach. Three of them are present values: `chunk_lists`, `chunk_list_bytes` and `cached_bytes`.
+/// Counters since the attach. The fields `chunk_lists`, `chunk_list_bytes` and `cached_bytes` are not counters but
+/// present values.
 #[derive(Default)]
 pub(crate) struct Counters {
-    /// Sizes in bytes of the writes taken from programs.
+    /// Sizes in bytes of the writes that were accepted from programs.
     pub ingest: SizeHistogram,
     pub request_times: Arc<RequestTimes>,
     /// Sizes in bytes of the writes to the backing that succeeded.
     pub drain_sizes: SizeHistogram,
-    /// Times of calls that wrote to the backing, also of those that failed.
+    /// Times of calls that wrote to the backing, including failed calls.
     pub drain_times: TimeHistogram,
     /// Bytes written to the backing.
     pub drain_bytes: AtomicU64,
@@ -92,7 +93,7 @@ pub(crate) struct Counters {
     pub chunk_lists: AtomicU64,
     /// Bytes in memory that these lists name.
     pub chunk_list_bytes: AtomicU64,
-    /// Drained bytes that are still in the arena. The files that have some share the counter.
+    /// Drained bytes that are still in the arena. Shared by all files that have cached bytes.
     pub cached_bytes: Arc<AtomicU64>,
     /// Files of the backing that were opened since the last check of the number of open files.
     pub files_opened: AtomicUsize,
@@ -136,7 +137,7 @@ impl PendingTotals {
 }
 
 impl Counters {
-    /// Counts a write that was taken from a program, with its bytes.
+    /// Counts a write of `bytes` bytes that was accepted from a program.
     pub(crate) fn count_ingest(&self, bytes: u64) {
         self.ingest.observe(bytes);
     }

@@ -30,14 +30,14 @@ pub(crate) const O_RDWR: i32 = 0o2;
 const O_EXCL: i32 = 0o200;
 const O_TRUNC: i32 = 0o1000;
 
-/// What decides about the mode of a new handle, apart from the state of the file.
+/// Facts that decide the mode of a new handle, besides the state of the file.
 struct ModeChoice {
     wants_write: bool,
-    /// Whether the kernel may cache what is read through the handle.
+    /// Whether the kernel may cache bytes that are read through the handle.
     is_cacheable: bool,
     /// Whether the kernel may read the backing's file by itself.
     allows_passthrough: bool,
-    /// Whether the pages that the kernel has cached of the backing's file are still right.
+    /// Whether the kernel's cached pages of the backing's file are still valid.
     has_current_pages: bool,
     /// Whether the kernel may read memory files by itself.
     reads_memory: bool,
@@ -131,8 +131,8 @@ impl<B: Backing> Engine<B> {
         Ok((entry, opened))
     }
 
-    /// Looks up and opens a file that another create has made first. Its name counts as looked up if the open
-    /// succeeds.
+    /// Looks up and opens a file that another create has made first. If the open succeeds, this counts as a look-up of
+    /// the name.
     fn open_existing(
         &self,
         dir: &Arc<Inode<B>>,
@@ -208,8 +208,9 @@ impl<B: Backing> Engine<B> {
         Ok(opened)
     }
 
-    /// Chooses what serves the reads of a new handle. The kernel has an inode in one mode only, so the other handles of
-    /// the file limit the choice. The file may have been dropped and made anew since `choice` was made.
+    /// Chooses what serves the reads of a new handle. The kernel allows only one mode for all handles of an inode, so
+    /// the other handles of the file limit the choice. The file may have been dropped and made anew since `choice` was
+    /// made.
     fn choose_open_mode(
         &self,
         inode: &Inode<B>,
@@ -231,7 +232,7 @@ impl<B: Backing> Engine<B> {
         let is_only_in_backing =
             state.pending.is_empty() && state.cache.is_empty() && !state.direct.has_grant();
         let is_quiet = is_only_in_backing && !state.opens.has_through_engine() && !wants_write;
-        // While the kernel caches pages for an open file, it refuses to pass the inode through.
+        // While the kernel caches pages of an open file, it refuses passthrough for the inode.
         let is_cached = state.opens.has_cached();
         if state.is_passed_through_memory()
             || (reads_memory && self.begin_view(state, settled_size))
@@ -253,9 +254,10 @@ impl<B: Backing> Engine<B> {
         }
     }
 
-    /// Lets the kernel read a file of `size` bytes from its memory file, if all of it is in one and it has no writer.
+    /// Lets the kernel read a file of `size` bytes from its memory file. Returns false if the file has a writer, or not
+    /// all of its bytes are in one memory file.
     fn begin_view(&self, state: &mut FileState<B>, size: Option<u64>) -> bool {
-        // The kernel has an inode in one mode only.
+        // The kernel allows only one mode for all handles of an inode.
         let has_other_mode = state.opens.has_through_engine() || state.opens.has_cached();
         let size = size.filter(|_| !has_other_mode);
         size.is_some_and(|size| state.begin_view(&self.base.arena, size).is_some())
@@ -277,9 +279,9 @@ impl<B: Backing> Engine<B> {
         self.intake.size_of(file).ok()
     }
 
-    /// Returns whether the kernel may keep pages of a held file that it cannot read by itself: it has no writer, and
-    /// all of its `size` bytes are in a memory file. Bytes of the backing do not qualify, because another host may
-    /// change them unseen.
+    /// Returns whether the kernel may keep pages of a held file that it cannot read by itself. It may if the file has
+    /// no writer and all of its `size` bytes are in a memory file. It may not keep bytes of the backing, because
+    /// another host may change them without notice.
     fn may_keep_pages(&self, state: &FileState<B>, size: Option<u64>) -> bool {
         let is_used_otherwise =
             state.opens.has_passthrough() || state.opens.has_writers() || state.direct.has_grant();
@@ -287,13 +289,14 @@ impl<B: Backing> Engine<B> {
         settled.is_some_and(|size| state.memory_file(&self.base.arena, size).is_some())
     }
 
-    /// Opens the file in the backing as a new handle needs it, so that open(2) returns the error of the backing.
+    /// Opens the file in the backing with the access that a new handle needs, so that open(2) returns the error of the
+    /// backing.
     pub(crate) fn open_backing(&self, file: &Arc<File<B>>, wants_write: bool) -> Result<()> {
         if wants_write {
             let writer = self.open_files.writer(file)?;
             return self.note_open(file, &writer.file, true);
         }
-        // Passthrough needs one descriptor that can do everything, for writers that come later.
+        // Passthrough needs one descriptor that can also write, for writers that come later.
         let writer = if self.kernel_cache.can_pass_through() {
             self.open_files.writer(file).ok()
         } else {
@@ -316,7 +319,7 @@ impl<B: Backing> Engine<B> {
         Ok(())
     }
 
-    /// Enters a handle under a new number; see [`Self::insert_handle`].
+    /// Adds a handle under a new number; see [`Self::insert_handle`].
     fn add_handle(
         &self,
         inode: &Arc<Inode<B>>,
@@ -327,8 +330,8 @@ impl<B: Backing> Engine<B> {
         self.insert_handle(id, inode, flags, mode)
     }
 
-    /// Enters a handle under the unused number `id`, and returns what the kernel must know. `mode` chooses the mode of
-    /// the handle under the file's lock.
+    /// Adds a handle under the unused number `id`, and returns the result of the open for the kernel. `mode` chooses
+    /// the mode of the handle under the file's lock.
     pub(crate) fn insert_handle(
         &self,
         id: HandleId,
@@ -347,7 +350,7 @@ impl<B: Backing> Engine<B> {
             is_first_writer = writable && !state.opens.has_writers();
             state.opens.add(id, chosen, writable);
             if writable {
-                // The engine does not see what the kernel writes by itself, so the contents count as changed now.
+                // The engine does not see writes that the kernel makes by itself, so the contents count as changed now.
                 state.changes += u64::from(chosen == OpenMode::Passthrough);
                 state.direct.invalidate_lists(&self.base.arena);
                 if !state.may_cache() {
@@ -360,7 +363,7 @@ impl<B: Backing> Engine<B> {
             let events = &self.base.file_events;
             events.note(&file.inode, FileChange::Opened);
         }
-        // The file now has a further handle, so a client must not write it directly.
+        // The file now has another handle, so a client must not write it directly.
         self.intake.end_grant(&file);
         let size = self.intake.size_for_kernel(&file);
         let access = flags & O_ACCMODE;
@@ -385,15 +388,15 @@ impl<B: Backing> Engine<B> {
         }
     }
 
-    /// Reads the newest bytes at `offset` into `buf`. Returns how many were read, which is less than asked only at the
-    /// end of the file.
+    /// Reads the newest bytes at `offset` into `buf`. Returns the number of bytes, which is less than requested only at
+    /// the end of the file.
     pub fn read(&self, handle: HandleId, offset: u64, buf: &mut [u8]) -> Result<usize> {
         self.open_files.close_excess_files();
         self.open_files
             .with_descriptor(|| self.read_counted(handle, offset, buf))
     }
 
-    /// Does the work of [`Self::read`] while a descriptor may be opened.
+    /// Does the work of [`Self::read`]; its caller limits the number of open descriptors.
     fn read_counted(&self, handle: HandleId, offset: u64, buf: &mut [u8]) -> Result<usize> {
         let handle = self.open_files.handle(handle)?;
         let bytes = self.reads.read_at_one_moment(&handle.file, offset, buf)?;
@@ -414,8 +417,8 @@ impl<B: Backing> Engine<B> {
     /// Writes bytes of a program at `offset`. Returns how many were written, or `Full` if the arena has no room. The
     /// written bytes survive the death of every process.
     ///
-    /// `by` is the caller of write(2), which takes privileges of the file away. It is `None` for stores to a mapping,
-    /// which do not.
+    /// `by` is the caller of write(2), which removes privileges of the file. `None` for stores to a mapping, which
+    /// remove no privileges.
     pub fn write(
         &self,
         handle: HandleId,
@@ -465,8 +468,8 @@ impl<B: Backing> Engine<B> {
         Ok(Written::Bytes(written))
     }
 
-    /// Ends a handle after its last use. Pending bytes stay pending and are drained. A file without a name and without
-    /// another handle is discarded.
+    /// Ends a handle after its last use. Pending bytes remain pending and are drained. A file without a name and
+    /// without another handle is discarded.
     pub fn release(&self, handle: HandleId) {
         let Some(handle) = self.open_files.handles.remove(handle) else {
             return;
@@ -495,8 +498,8 @@ impl<B: Backing> Engine<B> {
         let is_closed = state.opens.is_empty();
         let is_orphan = state.unlinked && is_closed;
         let was_last_writer = handle.writable && !state.opens.has_writers();
-        // The FLUSH of the close usually requests the drain. But the kernel drops the FLUSH of a process that was
-        // killed before firnd had read it.
+        // The FLUSH of the close usually requests the drain. But the kernel drops a FLUSH that firnd has not read when
+        // the process is killed.
         if was_last_writer && self.base.options.close == ClosePolicy::Drain && !state.unlinked {
             self.drain.force(file, &mut state);
         }
@@ -522,7 +525,7 @@ impl<B: Backing> Engine<B> {
         }
         self.open_files.drop_if_unused(file);
         if let Some(live) = self.live() {
-            // Last: until then, a firnd that takes over ends the handle again.
+            // This comes last: if firnd dies before it, the next firnd ends the handle again.
             live.forget_handle(handle.id.0);
         }
         self.room.wake_writers();

@@ -1,21 +1,21 @@
-//! Direct access: a client process writes a file into slabs leased to it, or reads the file's bytes where they lie in
-//! the arena.
+//! Direct access: a client process writes bytes of a file into slabs leased to it, or reads the file's bytes where they
+//! lie in the arena.
 //!
 //! Terms
 //! * A *grant* is a client's right to write one open file directly. It ends when it is *revoked*.
 //! * A *lease* is the client's right to fill one slab.
-//! * A *list* says where the bytes of a file lie, for a reader. A counter in the arena (the file's word) is raised when
-//!   the list becomes invalid.
+//! * A *list* tells a reader where the bytes of a file lie. When the list becomes invalid, the engine raises a counter
+//!   in the arena (the file's word).
 //!
 //! Promises
-//! * Each answer about a file covers every byte whose write returned: what the client published is ingested before
-//!   the answer ([`Intake::ingest_published`]).
+//! * Each answer about a file covers every byte whose write has returned: pieces that the client has published are
+//!   ingested before the answer ([`Intake::ingest_published`]).
 //! * While a client has the grant of a file, no other handle of the file is open. Any other open, read, write or
-//!   truncation revokes the grant first ([`Intake::revoke_grant`]); the client then goes through the kernel.
+//!   truncation revokes the grant first ([`Intake::revoke_grant`]); afterwards the client writes through the kernel.
 //! * A piece that may still grow is neither drained nor marked dead.
 //!
-//! Order of writes: a lease reserves as many sequences as it has records. They keep the order of writes, because only
-//! the client writes the file during a grant and it fills its leases one after the other.
+//! Order of writes: a lease reserves one sequence for each of its records. The sequences are in the order of the
+//! writes, because only the client writes the file during a grant, and the client fills its leases one after the other.
 
 use std::ops::Range;
 use std::os::fd::OwnedFd;
@@ -46,10 +46,10 @@ use crate::{
     SlabRequest,
 };
 
-/// Number of leases that do not end when the client asks for more: it may still be filling the last one.
+/// Number of leases that remain when the client asks for more: it may still be filling the last one.
 const LEASES_KEPT_MAX: usize = 1;
 
-/// Most times that a list is made again because its file changed meanwhile.
+/// Maximum number of tries to make a list. A change of the file makes a try fail.
 const LIST_TRIES_MAX: usize = 4;
 
 /// Result of a client's request, or the reason why the request is refused.
@@ -60,7 +60,7 @@ struct LocatedInBacking<B: Backing> {
     located: Located,
     /// The object of the file.
     object: B::Inode,
-    /// Value of [`Facts::changes_by_others`](firn_backing::Facts) for which the places are right.
+    /// Value of [`Facts::changes_by_others`](firn_backing::Facts) for which the places are valid.
     changes_by_others: u64,
 }
 
@@ -90,8 +90,8 @@ impl PartialList {
     }
 }
 
-/// Returns whether a reader may get a list of where the bytes of a file lie. It may if each change of the bytes makes
-/// the list invalid, so a file with a writer, a grant or an exclusive use has no list.
+/// Returns whether a reader may get a list of the places of a file's bytes. Each change of the bytes must make the list
+/// invalid, so a file with a writer, a grant or an exclusive use has no list.
 fn allows_lists<B: Backing>(state: &FileState<B>) -> bool {
     !state.opens.has_writers()
         && !state.opens.has_passthrough()
@@ -100,7 +100,7 @@ fn allows_lists<B: Backing>(state: &FileState<B>) -> bool {
 }
 
 /// Merges two sorted lists: the `extents` of the arena, and the `parts` that lie in the backing. Where both have bytes,
-/// those of the arena are newer and count.
+/// the arena's bytes are newer and are used.
 fn fill_gaps(extents: &[ListedExtent], parts: &[LocatedPart]) -> Vec<ListedExtent> {
     let mut filled = Vec::with_capacity(extents.len() + parts.len());
     let mut later = extents.iter().peekable();
@@ -133,7 +133,7 @@ fn fill_gaps(extents: &[ListedExtent], parts: &[LocatedPart]) -> Vec<ListedExten
     filled
 }
 
-/// Gives grants, leases and lists to client processes.
+/// Issues grants, leases and lists to client processes.
 pub struct DirectAccess<B: Backing> {
     pub(crate) base: Arc<Base<B>>,
     pub(crate) tree: Arc<NameTree<B>>,
@@ -157,8 +157,9 @@ impl<B: Backing> DirectAccess<B> {
         }
     }
 
-    /// Gives `client` the right to write the open file directly. From now on the kernel must not cache the file's
-    /// attributes. Before the client gets the answer, the caller must make the kernel drop those that it has cached.
+    /// Grants `client` the right to write the open file directly. From now on the kernel must not cache the file's
+    /// attributes. Before the client gets the answer, the caller must make the kernel drop the attributes that it has
+    /// cached.
     ///
     /// Fails with `BadToken` if the handle is not open for writing. Fails with `Busy` if the file has another handle,
     /// set-id bits, capabilities or no name, or if a drain of it failed; the client then writes through the kernel.
@@ -171,8 +172,8 @@ impl<B: Backing> DirectAccess<B> {
         let file = &handle.file;
         let privileges = self.privileges.epoch();
         let has_capabilities = |object| self.tree.has_capabilities(&object);
-        // A write must take capabilities away, and a file without a name cannot be found by recovery: both need the
-        // kernel.
+        // A write must remove capabilities, and recovery cannot find a file without a name. So in both cases programs
+        // must write through the kernel.
         if self.tree.object(&file.inode).map_or(true, has_capabilities)
             || self.tree.has_no_known_name(file).unwrap_or(true)
             || *handle.mode.lock() != OpenMode::Engine
@@ -184,14 +185,14 @@ impl<B: Backing> DirectAccess<B> {
             .tree
             .paths
             .while_staying(|| file.inode.paths(), grant)?;
-        // From here on only the client changes the file. If a drain moves bytes to the backing before the next call,
-        // they count either way.
+        // From here on only the client changes the file. Bytes that a drain moves to the backing before the next call
+        // are counted in the arena or in the backing.
         let in_backing = self
             .tree
             .object(&file.inode)
             .and_then(|object| self.base.backing.attr(&object));
         let plain = in_backing.ok().filter(|attr| !has_set_id_bits(attr));
-        // A change of privileges that came before the grant had no grant to revoke. The epoch shows such a change.
+        // A change of privileges before the grant could not revoke it. The epoch shows such a change.
         let is_same = self.privileges.epoch() == privileges;
         let Some(attr) = plain.filter(|_| is_same) else {
             self.end_direct_access(client, token);
@@ -204,12 +205,12 @@ impl<B: Backing> DirectAccess<B> {
         })
     }
 
-    /// Gives the grant if the file allows it. Returns the file id, and the end of the pending bytes.
+    /// Makes the grant if the state of the file allows it. Returns the file id, and the end of the pending bytes.
     fn give_grant(&self, client: ClientId, handle: &Handle<B>) -> DirectResult<(FileId, u64)> {
         let file = &handle.file;
         let mut state = file.lock();
-        // A client that asks again gets a new grant, and the old one ends. Two clients that share the descriptor get
-        // none.
+        // A client that asks again gets a new grant, and the old one ends. Two clients that share a descriptor get no
+        // grant.
         let shared = state
             .direct
             .grant()
@@ -234,8 +235,8 @@ impl<B: Backing> DirectAccess<B> {
         state.direct.set_grant(grant);
         self.intake.grants.add(file);
         if self.base.options.drain == DrainPolicy::Eager {
-            // Published bytes must be drained at their age even if no request asks about the file, so the queue
-            // checks it.
+            // Published bytes must be drained at their age even if no request asks about the file, so the queue checks
+            // the file's age.
             self.drain.check_age_at(
                 file,
                 &mut state,
@@ -245,13 +246,13 @@ impl<B: Backing> DirectAccess<B> {
         Ok((file_id, state.pending.end()))
     }
 
-    /// Leases a slab to the client that has the grant. All earlier leases but the last end.
+    /// Leases a slab to the client that has the grant. Ends all earlier leases except the last one.
     ///
-    /// Returns the slab, and further slabs to fill after it. The further slabs hold at most the bytes that the client
-    /// asks for, and at most as many as it has written so far.
+    /// Returns the slab, and further slabs to fill after it. The further slabs together have at most the size that the
+    /// client asks for, and at most the size that it has written so far.
     ///
     /// Fails with `BadToken` if the client has no grant of this handle. Fails with `Full` if the arena has no room. The
-    /// grant is revoked then, and the client writes through the kernel, which waits for room.
+    /// grant is then revoked, and the client writes through the kernel, where the write waits for room.
     pub fn lease_slabs(
         &self,
         client: ClientId,
@@ -272,7 +273,7 @@ impl<B: Backing> DirectAccess<B> {
         let bytes = state.direct.grant().map_or(0, |grant| grant.bytes);
         let class = self.base.class_for(bytes.saturating_add(request.bytes));
         if !self.base.arena.has_room(class) {
-            // The lock is released, because files with other locks may be evicted.
+            // The lock is released, because an eviction takes the locks of other files.
             drop(state);
             self.room.evict_for(class);
             state = file.lock();
@@ -306,10 +307,10 @@ impl<B: Backing> DirectAccess<B> {
         Err(DirectRefusal::Full)
     }
 
-    /// Leases further slabs in advance, so that the client asks less often.
+    /// Leases further slabs in advance, so that the client sends fewer requests.
     ///
-    /// There are three limits: the bytes that the client has written so far, half of the arena's memory in use, and a
-    /// share of less than two chunks for each writer.
+    /// Stops at the first of three limits: the slabs reach the size that the client has written so far; half of the
+    /// arena's memory is in use; the share of each writer is below two chunks.
     fn lease_in_advance(
         &self,
         grant: &mut Grant,
@@ -356,7 +357,7 @@ impl<B: Backing> DirectAccess<B> {
         self.room.wake_writers();
     }
 
-    /// Ends all grants of a client whose connection closed, and frees slabs that waited for its end.
+    /// Ends all grants of a client whose connection closed, and frees slabs that could be freed only after that.
     pub fn end_client(&self, client: ClientId) {
         for file in self.intake.files_with_grant() {
             let mut state = file.lock();
@@ -372,8 +373,8 @@ impl<B: Backing> DirectAccess<B> {
         self.room.wake_writers();
     }
 
-    /// Returns a list of where the bytes of a file lie from offset `from` on: in the arena, in memory files, or in
-    /// files of the backing. The list names at most `files_max` files.
+    /// Returns a list of the places of a file's bytes from offset `from` on: in the arena, in memory files, or in files
+    /// of the backing. The list names at most `files_max` files.
     ///
     /// Fails with `BadToken` if the handle is not open for reading. Fails with `Busy` if the file has a writer or is
     /// being changed; the client then reads through the kernel.
@@ -418,15 +419,15 @@ impl<B: Backing> DirectAccess<B> {
         let view = present_view.or_else(|| state.begin_view(&self.base.arena, size));
         let view = view.ok_or(DirectRefusal::Busy)?;
         let file = view.reader().map_err(|_| DirectRefusal::Busy);
-        // A handle that the kernel serves from the view keeps the view by itself.
+        // A handle that the kernel serves from the view already keeps the view.
         if *handle.mode.lock() == OpenMode::Memory {
             return file;
         }
         if file.is_err() {
             state.end_view(&self.base.arena);
         } else if handle.note_mapped(&mut state) {
-            // The live table has the view before the process can map it, so that the next firnd keeps storing changes
-            // in it.
+            // The view is recorded in the live table before the process can map it, so that a next firnd continues to
+            // store changes in the view.
             if let Some(live) = self.tree.names.live() {
                 live.note_view(token.0, view.number());
             }
@@ -445,7 +446,7 @@ impl<B: Backing> DirectAccess<B> {
         if !allows_lists(&state) {
             return Err(DirectRefusal::Busy);
         }
-        // This comes before any place is looked up. A chunk that moves afterwards then invalidates this list.
+        // This precedes the look-up of places: a chunk that moves afterwards then invalidates this list.
         self.intake.grants.note_list();
         let pending_end = state.pending.end();
         let mut list = self.list_arena_extents(&state, from, files_max)?;
@@ -458,7 +459,7 @@ impl<B: Backing> DirectAccess<B> {
             0 => None,
             more => self.locate(file, source, from..list.end, more),
         };
-        // The size is read after the list. Bytes that are drained in between still count, and a truncation
+        // The size is read after the list. Bytes that are drained in between are still valid, and a truncation
         // invalidates the list.
         let size = self
             .tree
@@ -478,13 +479,13 @@ impl<B: Backing> DirectAccess<B> {
                 return Err(DirectRefusal::Busy);
             }
             let is_same = state.direct.has_lists() && self.base.arena.file_word(word).1 == stamp;
-            // A change by another host ends lists under this lock. A change noted before this point found no list of
-            // the backing, so it is compared here.
+            // A change by another host invalidates lists under this lock. A change that was noted earlier found no list
+            // of the backing, so the counters are compared here.
             let facts = self.base.backing.facts(&object);
             if !is_same || facts.changes_by_others != changes_by_others {
                 return Ok(None);
             }
-            // An earlier list is of another state of the backing: it ends, and this one begins with a new stamp.
+            // Earlier lists describe another state of the backing: they become invalid, and this list gets a new stamp.
             if !state.direct.note_backing_list(changes_by_others) {
                 state.direct.invalidate_lists(&self.base.arena);
                 state.direct.note_list(word);
@@ -508,10 +509,10 @@ impl<B: Backing> DirectAccess<B> {
         }))
     }
 
-    /// Lists the extents of a file that are in the arena, from offset `from` on. Opens at most `files_max` memory files,
-    /// under the lock of the file, so that these keep the bytes of this file.
+    /// Lists the extents of a file that are in the arena, from offset `from` on. Opens at most `files_max` memory
+    /// files. Does so under the lock of the file, so that the memory files still have the bytes of this file.
     ///
-    /// Fails with `Busy` if an extent cannot be located. The kernel's read then returns the error.
+    /// Fails with `Busy` if an extent cannot be located. A read through the kernel then returns the error.
     fn list_arena_extents(
         &self,
         state: &FileState<B>,
@@ -564,8 +565,8 @@ impl<B: Backing> DirectAccess<B> {
         files
     }
 
-    /// Returns where the backing has the bytes of a range. Returns `None` if the backing cannot say, or changed during
-    /// the call. The range must then be read through the kernel, which also returns any error.
+    /// Returns where the backing has the bytes of a range. Returns `None` if the backing cannot locate the bytes, or
+    /// changed during the call. The range must then be read through the kernel, which also returns any error.
     fn locate(
         &self,
         file: &Arc<File<B>>,
@@ -588,7 +589,7 @@ impl<B: Backing> DirectAccess<B> {
                     .base
                     .backing
                     .locate(&source.file, range.clone(), limits)?;
-                // If the count differs, one part of the answer may be from before the change and another from after
+                // If the count differs, a part of the answer may be from before the change, and another part from after
                 // it.
                 if self.base.backing.facts(&object).changes_by_others == changes {
                     return Ok(located.map(|located| (located, changes)));
@@ -619,7 +620,7 @@ impl<B: Backing> DirectAccess<B> {
         self.intake.grants.set_observer(observer);
     }
 
-    /// Revokes the grants of files at or below `path`. All that their clients wrote is ingested.
+    /// Revokes the grants of files at or below `path`. All bytes that their clients wrote are ingested.
     pub fn revoke_grants_in_tree(&self, path: &[u8]) {
         for file in self.open_files.files_at(path) {
             self.intake.end_grant(&file);

@@ -28,9 +28,10 @@ use crate::file::{File, FileState};
 use crate::file_events::FileEvents;
 use crate::options::Order;
 
-/// Carries out the jobs of the drain: the I/O threads of `firn-drain`, or a test that makes each step itself.
+/// Carries out the jobs of the drain. Implemented by the I/O threads of `firn-drain`, and by tests that make each step
+/// themselves.
 pub trait Executor: Send + Sync {
-    /// Says that `lane` may have something to do. It is called with locks of the engine held, so it must not call the
+    /// Notifies the executor that `lane` may have work. Called with locks of the engine held, so it must not call the
     /// engine.
     fn wake(&self, lane: LaneIndex);
     /// Blocks until the result of a drain arrives, and returns it. It is called with no lock held, by a thread that
@@ -44,13 +45,13 @@ pub trait Executor: Send + Sync {
 pub(crate) struct Drain<B: Backing> {
     /// One queue for each lane.
     lanes: Box<[DrainQueue<File<B>>]>,
-    /// Whether the backing can write pieces of some files together that are apart.
+    /// Whether the backing can write distant pieces of some files in one call.
     gathers: bool,
     /// Set by [`Drain::set_executor`]; without one, no thread is woken.
     executor: RwLock<Option<Arc<dyn Executor>>>,
-    /// Number of callers that wait for files to be drained: the sum over all files. It may be larger for an instant.
+    /// Number of callers that wait for files to be drained: the sum over all files. It may briefly be larger.
     waiter_count: AtomicU64,
-    /// Recorder of what happens to files.
+    /// Recorder of events of files.
     pub(crate) file_events: Arc<FileEvents<B>>,
 }
 
@@ -73,7 +74,7 @@ impl<B: Backing> Drain<B> {
         self.lanes.len()
     }
 
-    /// Returns whether all files go to the same lane in the same way.
+    /// Returns whether all files go to the same lane, and the backing gathers none of them.
     pub(crate) fn has_one_route(&self) -> bool {
         self.lanes.len() == 1 && !self.gathers
     }
@@ -98,7 +99,7 @@ impl<B: Backing> Drain<B> {
         self.lanes.iter().any(DrainQueue::is_busy)
     }
 
-    /// Returns what the status shows of each lane's queue.
+    /// Returns the status figures of each lane's queue.
     pub(crate) fn figures(&self) -> Vec<QueueFigures<File<B>>> {
         self.lanes.iter().map(DrainQueue::figures).collect()
     }
@@ -137,8 +138,8 @@ impl<B: Backing> Drain<B> {
         let is_first =
             state.drain.begin_age_check() && self.queue_of(file).check_age_at(when, file);
         if is_first {
-            // A thread that sleeps without a timeout must learn of the first check. With an earlier check planned it
-            // wakes up anyway.
+            // A thread that sleeps without a timeout must be woken for the first check. If an earlier check is planned,
+            // the thread has a timeout.
             self.wake(file.lane);
         }
     }
@@ -186,13 +187,13 @@ impl<B: Backing> Drain<B> {
         self.lanes.iter().map(|lane| lane.held.files()).sum()
     }
 
-    /// Counts one more caller that waits for a file. This comes before the file is queued, because a drain thread
-    /// asks [`Drain::has_waiters`] first.
+    /// Counts one more caller that waits for a file. Must be called before the file is queued, because a drain thread
+    /// checks [`Drain::has_waiters`] before it takes the file.
     pub(crate) fn count_waiter(&self) {
         self.waiter_count.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// Counts callers that wait no longer.
+    /// Removes `waiters` callers, which wait no longer, from the count.
     pub(crate) fn count_answered(&self, waiters: usize) {
         let before = self
             .waiter_count
@@ -203,12 +204,12 @@ impl<B: Backing> Drain<B> {
         );
     }
 
-    /// Returns whether some caller waits for a file to be drained.
+    /// Returns whether any caller waits for a file to be drained.
     pub(crate) fn has_waiters(&self) -> bool {
         self.waiter_count.load(Ordering::SeqCst) > 0
     }
 
-    /// Requests that all bytes which a file has pending now are drained, however few they are.
+    /// Requests the drain of all bytes of a file that are pending now, however few they are.
     pub(crate) fn force(&self, file: &Arc<File<B>>, state: &mut FileState<B>) {
         if let Some(newest) = state.pending.newest_sequence() {
             state.drain.force_up_to(newest);

@@ -1,8 +1,8 @@
 //! The drain in three steps: pick, execute, complete.
 //!
 //! [`Drainer::pick`] takes the next run of the next file of a lane, [`Job::execute`] writes it, and
-//! [`Drainer::complete`] records the result. An [`Executor`](crate::Executor) makes these steps in its threads: the
-//! engine has none.
+//! [`Drainer::complete`] records the result. An [`Executor`](crate::Executor) carries out these steps in its threads.
+//! The engine has no threads.
 //!
 //! docs/internals/drain.md
 //!
@@ -25,7 +25,7 @@ use crate::open_files::OpenFiles;
 use crate::space::Room;
 use crate::tree::NameTree;
 
-/// Picks what goes to the backing, and records what became of it.
+/// Picks the next write to the backing, and records its result.
 pub struct Drainer<B: Backing> {
     pub(crate) base: Arc<Base<B>>,
     pub(crate) tree: Arc<NameTree<B>>,

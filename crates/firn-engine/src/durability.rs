@@ -4,8 +4,8 @@
 //! * A file's *names are synced* if each directory from the root to it was synced after the name was made.
 //! * A *fingerprint* is size and time of the backing's file.
 //!
-//! Race: bytes may be drained, or changed by others, during a sync. So the contents that a sync covers are read before
-//! it begins.
+//! Race: bytes may be drained, or changed by other programs, during a sync. So the state that a sync covers is read
+//! before the sync begins.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -29,7 +29,7 @@ use crate::{InodeId, Result};
 /// Time between two progress reports of a long wait.
 const REPORT_EVERY: Duration = Duration::from_millis(100);
 
-/// The number of files whose drain a caller waits for. Only the last one wakes the caller: checking all files after
+/// The number of files whose drain a caller waits for. Only the last file wakes the caller: checks of all files after
 /// each one would take quadratic time.
 #[derive(Default)]
 struct DrainCountdown {
@@ -107,8 +107,8 @@ impl<B: Backing> Durability<B> {
         pending.unwrap_or_else(|| self.level_in_backing(inode))
     }
 
-    /// Returns the level of a file without pending bytes. It is durable under three conditions: this firnd saw its
-    /// bytes and names synced, size and time are unchanged since, and no transaction may undo it.
+    /// Returns the level of a file without pending bytes. The file is durable under three conditions: this firnd has
+    /// synced its bytes and names, size and time are unchanged since, and no transaction may undo it.
     pub(crate) fn level_in_backing(&self, inode: &Inode<B>) -> DurabilityLevel {
         let synced = inode.synced();
         if synced.is_none() && !self.base.backing.features().finishes_files {
@@ -129,8 +129,8 @@ impl<B: Backing> Durability<B> {
         known.min(self.base.backing.level_max(&object))
     }
 
-    /// Syncs a file's data and its names in the backing. If nothing was pending, the file is durable then. On an
-    /// error the data counts as unsynced again, and the error is recorded.
+    /// Syncs a file's data and its names in the backing. If nothing was pending, the file is durable afterwards. After
+    /// an error, the data counts as unsynced again, and the error is recorded.
     pub(crate) fn sync_data(&self, file: &Arc<File<B>>, data_only: bool) -> Result<()> {
         let (writer, had_no_pending) = {
             let state = file.lock();
@@ -141,7 +141,7 @@ impl<B: Backing> Durability<B> {
             // Another host may have synced newer bytes than those that the arena caches.
             self.room.check_cache(file)?;
         }
-        // Both are read before the sync: bytes that are drained or changed during it may not be covered.
+        // Both are read before the sync: it may not cover bytes that are drained or changed during the sync.
         let covered = self.tree.covered_by_sync(&file.inode);
         file.inode.data_unsynced.store(false, Ordering::Release);
         if let Err(errno) = self.base.backing.sync(&source.file, data_only) {
@@ -162,7 +162,7 @@ impl<B: Backing> Durability<B> {
         Ok(())
     }
 
-    /// Syncs all that is at or below a directory, and marks the known files there as durable.
+    /// Syncs all objects at or below a directory, and marks the known files there as durable.
     fn sync_data_below(&self, path: &[u8], directory: &Inode<B>) -> Result<()> {
         let is_at = |inode: &Arc<Inode<B>>| {
             path.is_empty() || inode.paths().iter().any(|known| is_below(known, path))
@@ -278,8 +278,9 @@ impl<B: Backing> Durability<B> {
 
     /// Drains the files at or below `path`, and blocks until they have the level `until`.
     ///
-    /// `progress` gets the bytes and files that are left, about ten times a second; if it returns false, the wait
-    /// ends with ECANCELED. If a file cannot be drained, its errno is returned after the other files are drained.
+    /// `progress` gets the numbers of bytes and files that are left, about ten times a second. If `progress` returns
+    /// false, the wait ends with ECANCELED. If a file cannot be drained, its errno is returned after the other files
+    /// are drained.
     pub fn wait_tree(
         &self,
         path: &[u8],
@@ -305,7 +306,7 @@ impl<B: Backing> Durability<B> {
         progress: &mut dyn FnMut(u64, u64) -> bool,
     ) -> Result<()> {
         let mut awaited = Vec::new();
-        // Each file is counted before it is drained, so that the caller knows how much it waits for.
+        // Each file is counted before it is drained, so that the caller can report how much is left.
         let (mut total_bytes, mut total_files) = (0, 0);
         let countdown = Arc::new(DrainCountdown::default());
         for file in self.pending_below(path) {
@@ -323,8 +324,7 @@ impl<B: Backing> Durability<B> {
                 match *result.lock() {
                     Some(Ok(())) => return false,
                     Some(Err(errno)) => {
-                        // The wait continues for the other files, so that one failure does not keep them from their
-                        // level.
+                        // The wait continues, so that the other files reach the level despite this failure.
                         failed = Some(errno);
                         return false;
                     }
@@ -363,8 +363,8 @@ impl<B: Backing> Durability<B> {
         AwaitedFile { file, result }
     }
 
-    /// Syncs the file or tree at `path`, and all names that lead to it. An earlier firnd may have made these names
-    /// without a sync.
+    /// Syncs the file or tree at `path`, and all names that lead to it. Syncs all of these names, because an earlier
+    /// firnd may have made them without a sync.
     fn make_durable(&self, path: &[u8]) -> Result<()> {
         let inode = self.tree.find(path)?;
         if inode.kind == firn_backing::Kind::File {

@@ -1,9 +1,9 @@
 //! Records in the journal how the writers of a file left it: open, closed, or cut.
 //!
-//! The journal knows it as long as the file has a file id. A file counts as cut if firnd died while it was open, or
-//! if its writer was killed by a signal. A process that dies closes its descriptors by the same requests as close(2),
-//! so the caller of [`Engine::flush`](crate::Engine::flush) tells the two apart. If several processes share a
-//! descriptor, the last close counts.
+//! The journal has this record as long as the file has a file id. A file counts as cut if firnd died while it was open,
+//! or if its writer was killed by a signal. The descriptors of a killed process are closed by the same requests as with
+//! close(2). The caller of [`Engine::flush`](crate::Engine::flush) distinguishes the two cases. If several processes
+//! share a descriptor, the last close counts.
 
 use std::sync::atomic::Ordering;
 
@@ -15,7 +15,7 @@ use crate::file_journal::FileJournal;
 use crate::tables::Handle;
 
 impl FileJournal {
-    /// Records that a file was truncated to 0. It is not cut any more.
+    /// Records that a file was truncated to 0, so that it does not count as cut any more.
     pub(crate) fn record_emptied<B: Backing>(&self, state: &mut FileState<B>) {
         state.opens.forget_cut();
         self.update_ending(state);
@@ -29,8 +29,8 @@ impl FileJournal {
         self.update_ending(state);
     }
 
-    /// Records in the journal whether the file is open, closed or cut, if that changed. Called after a handle was
-    /// opened for writing, too.
+    /// Records in the journal whether the file is open, closed or cut, if that changed. Also called after a handle was
+    /// opened for writing.
     pub(crate) fn update_ending<B: Backing>(&self, state: &mut FileState<B>) {
         if !state.opens.update_ending() {
             return;

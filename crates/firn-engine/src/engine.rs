@@ -1,6 +1,6 @@
 //! The engine of one mount: its parts, each with its own lock and invariants.
 //!
-//! An operation of one part, and of parts below it, is a method of that part. Operations of programs that need many
+//! An operation that needs one part and parts below it is a method of that part. Operations of programs that need many
 //! parts are methods of [`Engine`], in the modules above this one.
 
 use std::sync::Arc;
@@ -40,13 +40,13 @@ pub enum EngineError {
     #[error("cannot read the backing directory: {0}")]
     Backing(Errno),
     /// The journal has no room to record that a file's data was dropped.
-    #[error("the arena's journal is full: data of a transaction that is no more cannot be dropped")]
+    #[error("the arena's journal is full: data of an ended transaction cannot be dropped")]
     JournalFull,
 }
 
 /// The engine of one mount over a backing.
 ///
-/// The fields are the parts, from the lowest up. Each part knows only parts before it.
+/// The fields are the parts, from the lowest up. Each part refers only to parts before it.
 pub struct Engine<B: Backing> {
     pub(crate) base: Arc<Base<B>>,
     /// Inodes and paths.
@@ -69,7 +69,7 @@ pub struct Engine<B: Backing> {
     /// Durability levels of files and trees, and waits for them.
     pub durability: Durability<B>,
     pub(crate) reads: Reads<B>,
-    /// Steps of a write before its bytes are taken.
+    /// Steps of a write before its bytes are accepted.
     pub writes: Writes<B>,
     /// Requests of processes that read and write the arena themselves.
     pub direct_access: DirectAccess<B>,

@@ -1,16 +1,16 @@
-//! Errors that need attention: what `firn status` shows of failed drains, syncs and recoveries.
+//! Errors that need attention: failed drains, syncs and recoveries, as `firn status` shows them.
 //!
 //! Invariants
 //! * There are at most [`RECORDED_MAX`] errors about files that may still be drained; the oldest is removed first.
-//!   Errors about lost data stay until the data is discarded.
-//! * There is one entry for each path and errno, which counts repetitions.
+//!   Errors about lost data remain until the data is discarded.
+//! * Errors with the same path and errno have one entry, which counts them.
 
 use std::time::Instant;
 
 use firn_backing::Errno;
 use firn_backing::lock::Mutex;
 
-/// Most errors that are remembered.
+/// Maximum number of recorded errors, apart from errors about lost data.
 const RECORDED_MAX: usize = 64;
 
 /// An error that needs attention.
@@ -22,11 +22,11 @@ pub struct RecordedError {
     pub errno: Errno,
     /// Text for the user.
     pub message: String,
-    /// How often it happened.
+    /// How often the error happened.
     pub count: u64,
-    /// When it happened last.
+    /// When the error happened last.
     pub last: Instant,
-    /// Whether it is about data whose file was not found.
+    /// Whether the error is about data whose file was not found.
     pub is_about_lost_data: bool,
 }
 
@@ -63,14 +63,14 @@ impl ErrorLog {
             .push(new_error(path, errno, message, true));
     }
 
-    /// Forgets the errors about lost data of `path`, after it was discarded.
+    /// Forgets the errors about lost data of `path`, after the data was discarded.
     pub(crate) fn forget_lost(&self, path: &[u8]) {
         self.errors
             .lock()
             .retain(|known| !known.is_about_lost_data || known.path != path);
     }
 
-    /// Forgets all errors but those about lost data.
+    /// Forgets all errors except those about lost data.
     pub(crate) fn clear(&self) {
         self.errors.lock().retain(|known| known.is_about_lost_data);
     }

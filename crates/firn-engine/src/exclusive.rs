@@ -1,8 +1,8 @@
 //! Exclusive use of a file of the backing: changes of its length, and other changes during which no drain of it may
 //! run.
 //!
-//! [`File::begin_exclusive`] waits for drains in flight and keeps new ones away. So the lock of the file can be
-//! released while the backing works.
+//! [`File::begin_exclusive`] waits for drains in flight and prevents new ones. So the lock of the file can be released
+//! during calls of the backing.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -64,8 +64,8 @@ impl<B: Backing> Exclusive<B> {
         refresh_view(&self.intake, &self.open_files, file);
     }
 
-    /// Drops pending data at or below `path`. A file without a name may be outside of the tree, so it is drained
-    /// instead; if that fails, its data is dropped too.
+    /// Drops pending data at or below `path`. A file without a name may not belong to this tree, so it is drained
+    /// instead. If the drain fails, its data is dropped too.
     pub fn discard_tree(&self, path: &[u8]) {
         for file in self.open_files.files_at(path) {
             let is_nameless = file.lock().unlinked;
@@ -79,8 +79,9 @@ impl<B: Backing> Exclusive<B> {
 
     /// Sets the length of a file (ftruncate(2)).
     ///
-    /// The journal gets a record before the backing is changed. So a crash leaves the old file or the new one, and
-    /// pieces beyond the new end are never pending again. Fails with ENOSPC, without a change, if the journal is full.
+    /// The journal gets a record before the backing is changed. So a crash leaves the old length or the new one, and
+    /// pieces beyond the new end never become pending again. Fails with ENOSPC, without a change, if the journal is
+    /// full.
     pub(crate) fn truncate_file(&self, file: &Arc<File<B>>, size: u64) -> Result<()> {
         let target = self.open_files.writer(file)?;
         let mut state = file.begin_exclusive();
@@ -102,8 +103,8 @@ impl<B: Backing> Exclusive<B> {
         result
     }
 
-    /// Truncates a file whose exclusive use the caller has. Records begin and end in the journal if pending bytes are
-    /// cut.
+    /// Truncates a file whose exclusive use the caller has. Records the begin and the end in the journal if pending
+    /// bytes are cut.
     fn truncate_exclusively(
         &self,
         file: &Arc<File<B>>,
@@ -112,7 +113,7 @@ impl<B: Backing> Exclusive<B> {
         size: u64,
     ) -> Result<()> {
         file.inode.synced.clear();
-        // Bytes that are written meanwhile are newer than the truncation, so they need pieces of their own.
+        // Bytes that are written during the truncation are newer than the truncation, so they need separate pieces.
         state.pending.end_tail();
         let cuts_pending_bytes = state.pending.end() > size;
         // No pending byte is cut, so recovery needs no record.
@@ -137,9 +138,9 @@ impl<B: Backing> Exclusive<B> {
         self.base.journal.append(&begin)?;
         let result = state.unlocked(|| self.base.backing.set_len(&target.file, size));
         if result.is_ok() {
-            // The end is recorded before pieces die: when a dead piece's slab is used again, a replay must not need
-            // that piece. If the record is missing, a recovery truncates again, over bytes that were drained since.
-            // So the journal keeps room for the record.
+            // The end is recorded before pieces die: a slab of dead pieces may be used again, so a replay must not need
+            // these pieces. If the end record were missing, a recovery would truncate again, over bytes that were
+            // drained since. So the journal reserves room for the record.
             let end = Record::TruncateEnd {
                 file: file_id.get(),
                 sequence,

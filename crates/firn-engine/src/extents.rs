@@ -1,4 +1,4 @@
-//! Map of one file: file ranges to places in the arena.
+//! Map of one file, from file ranges to places in the arena.
 //!
 //! Invariants
 //! * Extents never overlap; a newer write cuts the older one.
@@ -83,7 +83,8 @@ impl Extents {
         (offset == range.start && extent.len == range.end - range.start).then_some(extent)
     }
 
-    /// Inserts an extent over existing ones. Calls `cut` with the piece and bytes of each part that it replaces.
+    /// Inserts an extent over existing ones. Calls `cut` with the piece and the number of bytes of each part that the
+    /// new extent replaces.
     pub(crate) fn insert(
         &mut self,
         offset: u64,
@@ -106,7 +107,7 @@ impl Extents {
         self.by_offset.insert(offset, extent);
     }
 
-    /// Removes the parts of `range` that `take` accepts. It is called with each extent, cut to `range`.
+    /// Removes the parts of `range` that `take` accepts. `take` is called with each extent, cut to `range`.
     pub(crate) fn remove(&mut self, range: Range<u64>, take: &mut dyn FnMut(u64, &Extent) -> bool) {
         let touched: Vec<(u64, Extent)> = self
             .from(range.start)
@@ -145,7 +146,7 @@ impl Extents {
     }
 }
 
-/// Cuts an extent to `start..end`. Returns its new offset and the rest of it.
+/// Cuts an extent to `start..end`. Returns the offset of the remaining extent, and the remaining extent.
 fn clip(offset: u64, extent: Extent, start: u64, end: u64) -> (u64, Extent) {
     let from = offset.max(start);
     let to = (offset + extent.len).min(end);

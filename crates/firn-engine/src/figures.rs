@@ -20,7 +20,7 @@ use crate::engine::Engine;
 use crate::file::File;
 use crate::names::Inode;
 
-/// Facts about one file that the engine knows better than the backing.
+/// Facts about one file that differ from the backing's facts, because the engine has newer ones.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FileFigures {
     /// Path from the root of the mount.
@@ -33,15 +33,16 @@ pub struct FileFigures {
     pub held_end: u64,
     /// Whether a program has the file open.
     pub open: bool,
-    /// Whether its writers closed it, have it open, or were killed.
+    /// Whether the writers of the file closed it, have it open, or were killed.
     pub ending: Ending,
-    /// Number that differs after each change of the file's bytes or length, and that no other file of this engine has
-    /// had. 0: the file is not open, and the arena has nothing of it.
+    /// Version of the file's bytes and length: each change sets a number that no file of this engine has had before. 0:
+    /// the file is not open, and no byte of it is in the arena.
     pub changes: u64,
 }
 
 impl<B: Backing> Engine<B> {
-    /// Returns the bytes taken from programs, drained, and moved to the spill file since the attach.
+    /// Returns the numbers of bytes that were accepted from programs, drained, and moved to the spill file since the
+    /// attach.
     pub fn transferred(&self) -> Transferred {
         self.intake.ingest_all_published();
         Transferred {
@@ -55,8 +56,8 @@ impl<B: Backing> Engine<B> {
         }
     }
 
-    /// Returns the counters that a record of the run is made of: sums since the attach, and the bytes held now.
-    /// `waiting_writers` is 0, as only the frontends know it.
+    /// Returns the counters from which the record of the run is made: sums since the attach, and the bytes held now.
+    /// `waiting_writers` is 0, as only the frontends have that number.
     pub fn activity(&self) -> Bucket {
         self.intake.ingest_all_published();
         let counters = &self.base.counters;
@@ -89,7 +90,7 @@ impl<B: Backing> Engine<B> {
         self.base.counters.drain_errors.load(Ordering::Relaxed)
     }
 
-    /// Returns how often since the attach writers that waited for room got an error.
+    /// Returns how often, since the attach, writers that waited for room got an error.
     pub fn errors_given_up(&self) -> u64 {
         self.base.counters.drain_decisions.of(Decision::GivenUp)
     }
@@ -110,7 +111,8 @@ impl<B: Backing> Engine<B> {
         Some((newest.path, errno, newest.message))
     }
 
-    /// Asserts that the counters equal the sums that they stand for. No other thread may use the engine meanwhile.
+    /// Asserts that each counter equals the sum over the files that it represents. No other thread may use the engine
+    /// meanwhile.
     pub fn assert_counters(&self) {
         let files = self.open_files.files.all();
         let mut cached_bytes = 0;
@@ -175,10 +177,10 @@ impl<B: Backing> Engine<B> {
         Duration::from_micros(self.base.counters.close_wait_us.load(Ordering::Relaxed))
     }
 
-    /// Returns the engine's part of a status. firnd adds the figures that only it knows.
+    /// Returns the engine's part of a status. firnd adds its own figures.
     ///
-    /// Most figures are counters, which need no lock of a file. Locks of files are taken for two things: bytes by
-    /// direct access are ingested first, and recorded errors are compared with all files.
+    /// Most figures are counters, which need no lock of a file. Locks of files are taken in two cases: to ingest bytes
+    /// of direct access, and to compare recorded errors with all files.
     pub fn figures(&self) -> Status {
         self.intake.ingest_all_published();
         let now = Instant::now();
@@ -296,8 +298,8 @@ impl<B: Backing> Engine<B> {
         errors
             .into_iter()
             .map(|error| {
-                // Data of a lost file stays until the user decides. Any other error matters while the file has
-                // pending bytes.
+                // Data of a lost file remains until the user discards or restores it. Any other error matters while the
+                // file has pending bytes.
                 let pending = error.is_about_lost_data
                     || held.contains(&error.path)
                     || failing_spill.as_ref() == Some(&error.path);
@@ -313,7 +315,7 @@ impl<B: Backing> Engine<B> {
             .collect()
     }
 
-    /// Forgets recorded errors. The data that they are about is not changed.
+    /// Forgets recorded errors, without a change of the data that they concern.
     pub fn clear_errors(&self) {
         self.base.errors.clear();
     }
@@ -344,7 +346,7 @@ impl<B: Backing> Engine<B> {
         (names, count)
     }
 
-    /// Returns figures of the files at or below `path` that the engine knows better than the backing, once for each
+    /// Returns figures of the files at or below `path` for which the backing's facts are not enough, once for each
     /// known name. These files are open, have bytes in the arena, were synced, or were cut. Any other file is drained
     /// or logged. The call waits for the backing.
     pub fn files_below(&self, path: &[u8]) -> Vec<FileFigures> {
@@ -359,7 +361,7 @@ impl<B: Backing> Engine<B> {
         for inode in self.tree.names.all_inodes() {
             let is_idle = !in_use.contains(&Arc::as_ptr(&inode));
             if inode.kind == Kind::File && inode.is_remembered() && is_idle {
-                // Another file may have got the name beside the mount.
+                // A program that does not use the mount may have given the name to another file.
                 let names = inode.names_with_parents().into_iter();
                 let current = names.filter(|(dir, name)| self.tree.leads_to(dir, name, &inode));
                 let paths = current.filter_map(|(dir, name)| dir.path_of(&name));

@@ -6,9 +6,9 @@
 //!
 //! Invariants
 //! * Pending bytes and cached bytes do not overlap.
-//! * No call of the backing is made under the lock. Two flags stand in for it: [`DrainState::is_exclusive`] for a
-//!   call that needs the backing file for itself, [`DrainState::is_setting_time`] for one that sets the time of the
-//!   last write.
+//! * No call of the backing is made under the lock. During a call, one of two flags takes the place of the lock:
+//!   [`DrainState::is_exclusive`] if the call needs the backing file exclusively, [`DrainState::is_setting_time`] if it
+//!   sets the time of the last write.
 //!
 //! Lock order: file table, file state, drain queue or journal, arena pool.
 
@@ -44,7 +44,7 @@ pub(crate) struct BackingFile<B: Backing> {
     pub access: Access,
 }
 
-/// The state of a file that its lock protects.
+/// State of a file, protected by the file's lock.
 pub(crate) struct FileState<B: Backing> {
     pub pending: Pending,
     pub drain: DrainState,
@@ -52,41 +52,43 @@ pub(crate) struct FileState<B: Backing> {
     pub direct: DirectState,
     /// Drained bytes that are still in the arena.
     pub cache: CachedBytes,
-    /// Memory file that the kernel or a process reads while a handle is open that way. Each change of the file is
-    /// stored in it too.
+    /// Memory file that the kernel or a process reads without requests. Set while a handle is read in this way. Each
+    /// change of the file is also stored in the memory file.
     pub view: Option<Arc<MemoryFile>>,
     /// The backing's file, opened for reading.
     pub reader: Option<Arc<BackingFile<B>>>,
-    /// The backing's file, opened for writing, and for reading too if that is allowed.
+    /// The backing's file, opened for writing, and also for reading if that is allowed.
     pub writer: Option<Arc<BackingFile<B>>>,
     /// Version of the contents. It changes with each write or truncation, and no other file has the same number.
     pub changes: u64,
-    /// Version of the contents that a partner host has a copy of; 0 if it has none.
+    /// Version of the contents of which a partner host has a copy; 0 if it has no copy.
     pub partnered_changes: u64,
-    /// Epoch ([`Privileges::epoch`](crate::privileges::Privileges)) in which the file was last seen without set-id
-    /// bits and capabilities; 0 if it never was.
+    /// Epoch ([`Privileges::epoch`](crate::privileges::Privileges)) in which the file was last seen without set-id bits
+    /// and capabilities; 0 if it was never seen without them.
     pub unprivileged_epoch: u32,
-    /// Whether its drained bytes stay in memory when the arena is short of room.
+    /// Whether the file's drained bytes remain in memory when the arena is short of room.
     pub is_pinned: bool,
-    /// Whether it has lost its last name.
+    /// Whether the file has lost its last name.
     pub unlinked: bool,
-    /// Whether the keeper of the mount has a descriptor of it for the next firnd. Only true while it is open.
+    /// Whether the keeper of the mount has a descriptor of the file for the next firnd. Only true while the file is
+    /// open.
     pub is_kept: bool,
 }
 
 /// A file that is open, has bytes in the arena, or is being used by the drain.
 pub(crate) struct File<B: Backing> {
     pub inode: Arc<Inode<B>>,
-    /// Lane (I/O server) that its data is drained through.
+    /// Lane (I/O server) through which the file's data is drained.
     pub lane: LaneIndex,
-    /// Whether the backing may write pieces of it together that are apart.
+    /// Whether the backing may write distant pieces of the file in one call.
     pub gathers: bool,
     state: Mutex<FileState<B>>,
     /// Signals that an I/O, an exclusive use or the setting of a time ended.
     io_ended: Condvar,
 }
 
-/// Where the backing says that a file's data goes. This is advice: a wrong value costs only time.
+/// Where the data of a file goes, according to the backing. This is only a hint: a wrong value costs time but does no
+/// harm.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Route {
     /// The lane of the file.
@@ -97,14 +99,14 @@ pub(crate) struct Route {
 
 /// First value of [`FileState::changes`] for the next file.
 static FIRST_CHANGE: AtomicU64 = AtomicU64::new(1);
-/// Numbers of changes reserved for each file: more than it has while firnd knows it.
+/// Number of versions reserved for each file: more than a file has changes during its time in the table.
 const CHANGES_OF_A_FILE: u64 = 1 << 32;
 
 /// Bounds the memory of a file, because there may be 10^5 held files. Fields that few files need are boxed.
 const _: () = assert!(size_of::<File<firn_backing::DirBacking>>() <= 400);
 
 impl<B: Backing> File<B> {
-    /// Makes the state of a file that has no handle and nothing pending. It counts as cut if its inode says so.
+    /// Makes the state of a file without handles and pending bytes. The file counts as cut if its inode is marked so.
     pub(crate) fn new(inode: Arc<Inode<B>>, route: Route) -> Self {
         let state = FileState {
             pending: Pending::default(),
@@ -159,8 +161,8 @@ impl<B: Backing> File<B> {
     /// Begins exclusive use of the backing file: no drain of it starts until [`File::end_exclusive`]. Waits for I/O
     /// in flight, not for pending data.
     ///
-    /// The caller releases the lock while the backing works. Writes that come meanwhile are appended, so they count
-    /// as later ones.
+    /// The caller releases the lock during its calls of the backing. Writes that come meanwhile are appended, so they
+    /// count as later writes.
     pub(crate) fn begin_exclusive(&self) -> MutexGuard<'_, FileState<B>> {
         let mut state = self.state.lock();
         while !state.drain.is_idle() {
@@ -194,7 +196,7 @@ impl<B: Backing> File<B> {
         state
     }
 
-    /// Stores a file that was just opened for writing, unless there is one already. Returns the stored one.
+    /// Stores a file that was just opened for writing, unless one is already stored. Returns the stored file.
     pub(crate) fn keep_writer(&self, opened: BackingFile<B>) -> Arc<BackingFile<B>> {
         // An unneeded descriptor is closed after the lock is released.
         let opened = Arc::new(opened);
@@ -237,7 +239,7 @@ impl<B: Backing> FileState<B> {
         self.opens.is_empty() && !is_busy && !self.unlinked
     }
 
-    /// Returns whether the file table must keep the file, for handles, bytes in the arena, the drain or lists of
+    /// Returns whether the file table must keep the file, because of handles, bytes in the arena, the drain or lists of
     /// chunks.
     pub(crate) fn is_in_use(&self) -> bool {
         !self.opens.is_empty()
@@ -247,14 +249,14 @@ impl<B: Backing> FileState<B> {
             || self.direct.has_chunk_lists()
     }
 
-    /// Records a change of bytes or length. The list that direct readers have becomes invalid.
+    /// Records a change of bytes or length. Makes the lists of direct readers invalid.
     pub(crate) fn note_change(&mut self, arena: &Arena) {
         self.changes += 1;
         self.direct.invalidate_lists(arena);
     }
 
-    /// Enters bytes of a piece that was just published, or extended by them. Returns the number of pending bytes that
-    /// they replace.
+    /// Adds bytes of a piece that was just published, or extended by these bytes. Returns the number of pending bytes
+    /// that they replace.
     pub(crate) fn insert(&mut self, arena: &Arena, offset: u64, extent: Extent) -> u64 {
         self.note_change(arena);
         self.cache.drop_range(arena, offset..offset + extent.len);
@@ -263,7 +265,7 @@ impl<B: Backing> FileState<B> {
         replaced
     }
 
-    /// Drops all extents of `range` with a sequence up to `sequence`. Returns their bytes.
+    /// Drops all extents of `range` with a sequence up to `sequence`. Returns the number of their bytes.
     pub(crate) fn cut(&mut self, arena: &Arena, range: Range<u64>, sequence: u64) -> u64 {
         self.note_change(arena);
         self.cache.drop_range(arena, range.clone());
@@ -308,8 +310,8 @@ impl<B: Backing> FileState<B> {
         self.drain.take_satisfied(self.pending.oldest_sequence())
     }
 
-    /// Asserts that pending and cached bytes do not overlap. For a file with many pieces it does so only at some
-    /// changes. Called after each change of either.
+    /// Asserts that pending and cached bytes do not overlap. Called after each change of pending or cached bytes. For a
+    /// file with many pieces, checks only at some of the calls.
     #[inline]
     pub(crate) fn check(&self) {
         const PIECES_EACH_TIME: usize = 32;

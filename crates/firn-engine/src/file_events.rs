@@ -1,7 +1,7 @@
-//! Queue of events of files, for a recorder of checkpoints that empties it some times a second.
+//! Queue of events of files. A recorder of checkpoints empties it several times a second.
 //!
 //! Promises
-//! * Nothing is queued before the first request for events. The queue has at most [`EVENTS_MAX`] events; further ones
+//! * Nothing is queued before the first request for events. The queue has at most [`EVENTS_MAX`] events; further events
 //!   are only counted.
 //! * The lock of the queue is a leaf: a file's lock may be held when it is taken, and no lock is taken under it.
 
@@ -16,22 +16,22 @@ use crate::InodeId;
 use crate::engine::Engine;
 use crate::names::Inode;
 
-/// Most events in the queue, of 40 bytes each. A file has four on its way, so this is enough for 8,000 files in a
-/// tick.
+/// Maximum number of events in the queue, of 40 bytes each. A file normally has four events, so this is enough for
+/// 8,000 files between two calls of [`Engine::take_file_events`].
 const EVENTS_MAX: usize = 1 << 15;
 
-/// What happened to a file.
+/// Kind of an event of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FileChange {
-    /// The first writer opened it.
+    /// The first writer opened the file.
     Opened,
-    /// It got pending bytes, and had none before.
+    /// The file got pending bytes, and had none before.
     Held,
-    /// The last writer closed it.
+    /// The last writer closed the file.
     Closed,
-    /// All its bytes are in the backing, or were dropped.
+    /// All bytes of the file are in the backing, or were dropped.
     Drained,
-    /// Its bytes and names were synced in the backing.
+    /// The file's bytes and names were synced in the backing.
     Durable,
 }
 
@@ -58,10 +58,10 @@ struct QueuedEvent<B: Backing> {
 
 /// The queue of events.
 pub(crate) struct FileEvents<B: Backing> {
-    /// Whether events were requested once, so that they are queued.
+    /// Whether events are queued, because they were requested before.
     is_requested: AtomicBool,
     queue: Mutex<Vec<QueuedEvent<B>>>,
-    /// Events that did not fit since the last request.
+    /// Number of events since the last request that did not fit into the queue.
     dropped: AtomicU64,
 }
 
@@ -104,8 +104,8 @@ impl<B: Backing> FileEvents<B> {
 }
 
 impl<B: Backing> Engine<B> {
-    /// Returns the events since the last call, and the number of those that did not fit. Events are collected from
-    /// the first call on, and must be taken some times a second.
+    /// Returns the events since the last call, and the number of events that did not fit. Events are collected from the
+    /// first call on, and must be taken several times a second.
     pub fn take_file_events(&self) -> (Vec<FileEvent>, u64) {
         let events = &self.base.file_events;
         events.is_requested.store(true, Ordering::Relaxed);

@@ -1,4 +1,4 @@
-//! File ids: the numbers by which the journal and the pieces know a file.
+//! File ids: numbers that identify a file in the journal and in piece records.
 //!
 //! A file gets an id before its first piece, by a record in the journal with its identity and names. The id ends when
 //! nothing is pending any more, and is never used again.
@@ -11,8 +11,8 @@ use crate::file::{File, FileId, FileState};
 use crate::file_journal::FileJournal;
 
 impl FileJournal {
-    /// Gives a file an id before its first piece, and returns the id. Returns `None` if the journal is full. No rename
-    /// can change the file's paths meanwhile.
+    /// Assigns an id to a file before its first piece, and returns the id. Returns `None` if the journal is full.
+    /// Prevents renames of the file's paths meanwhile.
     pub(crate) fn begin_file_id_at_rest<B: Backing>(
         &self,
         paths: &PathClaims,
@@ -22,8 +22,8 @@ impl FileJournal {
         paths.while_staying(|| file.inode.paths(), begin)
     }
 
-    /// Does the work of [`begin_file_id_at_rest`](Self::begin_file_id_at_rest) for a caller that excludes renames
-    /// itself.
+    /// Does the work of [`begin_file_id_at_rest`](Self::begin_file_id_at_rest) for a caller that already prevents
+    /// renames.
     pub(crate) fn begin_file_id<B: Backing>(
         &self,
         file: &File<B>,
@@ -50,7 +50,8 @@ impl FileJournal {
         Some(id)
     }
 
-    /// Ends the id of a file without pending data and grant. If the journal cannot record that, the id stays.
+    /// Ends the id of a file without pending data and grant. If the journal has no room for that record, the id
+    /// remains.
     pub(crate) fn end_file_id<B: Backing>(&self, state: &mut FileState<B>) {
         if !state.pending.is_empty() || state.direct.has_grant() {
             return;
@@ -64,7 +65,7 @@ impl FileJournal {
         }
     }
 
-    /// Records a modification time that a program set, which the pieces do not have.
+    /// Records a modification time that a program set, because the piece records do not have it.
     pub(crate) fn record_time<B: Backing>(&self, state: &FileState<B>) {
         if let (Some(file), Some(mtime)) = (state.pending.file_id(), state.pending.mtime()) {
             self.append_note(&Record::ModifiedAt {

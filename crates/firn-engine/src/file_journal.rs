@@ -35,7 +35,7 @@ impl FileJournal {
         self.last_file_id.store(last_id, Ordering::Relaxed);
     }
 
-    /// Returns a file id that was never used, or `None` if there are no more.
+    /// Returns a file id that was never used, or `None` if all are used.
     pub(crate) fn new_file_id(&self) -> Option<FileId> {
         let new_id = self.last_file_id.fetch_add(1, Ordering::Relaxed) + 1;
         FileId::new(new_id).filter(|_| new_id <= FILE_MAX)
@@ -45,7 +45,7 @@ impl FileJournal {
         self.last_rename_id.fetch_add(1, Ordering::Relaxed) + 1
     }
 
-    /// Returns whether no file has pending data, so that a record would be about none.
+    /// Returns whether no file has pending data, so that no record is needed.
     pub(crate) fn is_empty(&self) -> bool {
         self.journal.lock().ledger().is_empty()
     }
@@ -55,7 +55,7 @@ impl FileJournal {
         self.journal.lock().append(record).map_err(|_| Errno::NOSPC)
     }
 
-    /// Appends records in order. Fails with ENOSPC if the journal is full; some records may be appended then.
+    /// Appends records in order. Fails with ENOSPC if the journal is full; the first records may then be appended.
     pub(crate) fn append_all(&self, records: impl IntoIterator<Item = Record>) -> Result<()> {
         let mut journal = self.journal.lock();
         for record in records {
@@ -64,22 +64,28 @@ impl FileJournal {
         Ok(())
     }
 
-    /// Appends a record that ends something. Returns whether the journal had room.
+    /// Appends a record that ends an earlier one. Returns whether the journal had room.
     pub(crate) fn try_append_end(&self, record: &Record) -> bool {
         self.journal.lock().append_end(record).is_ok()
     }
 
-    /// Appends a record that ends something begun before. The journal keeps room for it.
+    /// Appends a record that ends an earlier one. The journal reserves room for such records.
     pub(crate) fn append_end(&self, record: &Record) {
         if !self.try_append_end(record) {
-            tracing::error!(?record, "the journal has no room left for an end");
+            tracing::error!(
+                ?record,
+                "the journal has no room for a record that ends an earlier one"
+            );
         }
     }
 
-    /// Appends a record that may be missing without harm to data.
+    /// Appends a record without which no data is lost. A full journal drops the record.
     pub(crate) fn append_note(&self, record: &Record) {
         if self.append(record).is_err() {
-            tracing::debug!(?record, "the journal is full; a note was not kept");
+            tracing::debug!(
+                ?record,
+                "the journal is full; an optional record was dropped"
+            );
         }
     }
 }

@@ -29,7 +29,7 @@ pub(crate) struct DirectAccessFigures {
 
 /// All grants of an engine, for requests that concern no single file.
 pub(crate) struct Grants<B: Backing> {
-    /// Number of files with a grant. Most mounts have none, and then no lock is taken.
+    /// Number of files with a grant. While it is 0, as on most mounts, no lock is taken.
     file_count: AtomicU64,
     /// Files with a grant, by their address.
     files: Mutex<HashMap<usize, Arc<File<B>>>>,
@@ -37,9 +37,9 @@ pub(crate) struct Grants<B: Backing> {
     lease_count: AtomicU64,
     /// Leases that ended because their client stored an invalid record.
     error_count: AtomicU64,
-    /// Whether some process has got a list of where bytes of a file lie.
+    /// Whether any process has got a list of the places of a file's bytes.
     has_lists: AtomicBool,
-    /// Called with what clients write.
+    /// Called with each range that clients write.
     observer: OnceLock<DirectWriteObserver>,
 }
 
@@ -96,7 +96,7 @@ impl<B: Backing> Grants<B> {
         debug_assert!(before > 0, "a lease ends that was not given");
     }
 
-    /// Sets the observer that is called with what clients write. There is at most one.
+    /// Sets the observer that is called with each range that clients write. There is at most one observer.
     pub(crate) fn set_observer(&self, observer: DirectWriteObserver) {
         let is_first = self.observer.set(observer).is_ok();
         debug_assert!(is_first, "direct writes have one observer");
@@ -106,12 +106,12 @@ impl<B: Backing> Grants<B> {
         self.observer.get()
     }
 
-    /// Records that some process may get a list of where bytes of a file lie.
+    /// Records that a process may get a list of the places of a file's bytes.
     pub(crate) fn note_list(&self) {
         self.has_lists.store(true, Ordering::Release);
     }
 
-    /// Returns whether some process may have such a list.
+    /// Returns whether any process may have such a list.
     pub(crate) fn has_lists(&self) -> bool {
         self.has_lists.load(Ordering::Acquire)
     }

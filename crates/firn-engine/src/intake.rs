@@ -5,11 +5,11 @@
 //! answers.
 //!
 //! Promises
-//! * An answer about a file covers every byte whose write returned: what a client published is ingested before an
-//!   answer ([`Intake::ingest_published`]).
-//! * An open, read, write or truncation of a file that a client has the grant of revokes the grant first
+//! * An answer about a file covers every byte whose write has returned: pieces that a client has published are ingested
+//!   before an answer ([`Intake::ingest_published`]).
+//! * An open, read, write or truncation of a file first revokes the grant that a client may have
 //!   ([`Intake::revoke_grant`]).
-//! * An invalid record of a client ends its grant, and its bytes are not taken.
+//! * An invalid record of a client ends its grant, and the bytes of the record are ignored.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -45,8 +45,8 @@ impl<B: Backing> Intake<B> {
         }
     }
 
-    /// Makes lists of readers invalid if other hosts changed the file since. Called when this host may have learnt of
-    /// such changes.
+    /// Makes lists of readers invalid if another host has changed the file since they were made. Called when this host
+    /// may have learnt of such a change.
     pub(crate) fn end_lists_before_changes(&self, file: &File<B>, object: &B::Inode) {
         if !self.grants.has_lists() {
             return;
@@ -58,7 +58,7 @@ impl<B: Backing> Intake<B> {
         }
     }
 
-    /// Returns the files of which a client has a grant.
+    /// Returns the files for which a client has a grant.
     pub(crate) fn files_with_grant(&self) -> Vec<Arc<File<B>>> {
         self.grants.files()
     }
@@ -85,8 +85,8 @@ impl<B: Backing> Intake<B> {
         });
     }
 
-    /// Ingests from the first lease of a grant by `take_from`, and ends leases that the client has filled. An invalid
-    /// record revokes the grant.
+    /// Ingests bytes from the first lease of a grant with `take_from`, and ends leases that the client has filled. An
+    /// invalid record revokes the grant.
     fn ingest_from_client(
         &self,
         file: &Arc<File<B>>,
@@ -97,7 +97,7 @@ impl<B: Backing> Intake<B> {
             &mut dyn FnMut(AcceptedBytes),
         ) -> std::result::Result<(), firn_arena::InvalidRecord>,
     ) {
-        // A client that has begun a later lease is done with the first, and its last bytes there are older.
+        // A client that has begun a later lease writes nothing more to the first one, and its bytes there are older.
         let is_first_lease_complete = |grant: &Grant| {
             let mut later = grant.leases.iter().skip(1);
             later.any(|lease| self.base.arena.client_has_begun(lease))
@@ -117,7 +117,7 @@ impl<B: Backing> Intake<B> {
         grant.bytes += self.make_pending(file, state, pid, &accepted);
         state.direct.restore_grant(grant);
         if let Some(wrong) = wrong {
-            tracing::warn!(%wrong, "it writes through the kernel from now on");
+            tracing::warn!(%wrong, "a client with direct access stored an invalid record; it writes through the kernel from now on");
             self.grants.count_error();
             self.revoke_grant(file, state);
         }
@@ -173,8 +173,8 @@ impl<B: Backing> Intake<B> {
         bytes
     }
 
-    /// Ends the grant of a file, if there is one. All that the client published is ingested, and it can publish
-    /// nothing more.
+    /// Ends the grant of a file, if there is one. All pieces that the client has published are ingested, and it can
+    /// publish no more.
     pub(crate) fn revoke_grant(&self, file: &Arc<File<B>>, state: &mut FileState<B>) {
         if !state.direct.has_grant() {
             return;
@@ -213,7 +213,7 @@ impl<B: Backing> Intake<B> {
         }
         self.base.arena.end_client(lease);
         if let Err(wrong) = result {
-            tracing::warn!(%wrong, "what follows it is not taken");
+            tracing::warn!(%wrong, "a client with direct access stored an invalid record; this record and later ones of the slab are ignored");
             self.grants.count_error();
         }
     }
@@ -225,15 +225,15 @@ impl<B: Backing> Intake<B> {
         }
     }
 
-    /// Ends all grants, because their slabs are needed.
+    /// Ends all grants, because writers need their slabs.
     pub(crate) fn revoke_all_grants(&self) {
         for file in self.files_with_grant() {
             self.revoke_grant(&file, &mut file.lock());
         }
     }
 
-    /// Returns the length of a file whose bytes came by direct access, which the kernel must learn at an open. Returns
-    /// `None` if the kernel knows the length.
+    /// Returns the length of a file that was written by direct access, which must be reported to the kernel at an open.
+    /// Returns `None` if the kernel has the right length.
     pub(crate) fn size_for_kernel(&self, file: &File<B>) -> Option<u64> {
         if !file.inode.is_size_stale_in_kernel.load(Ordering::Acquire) {
             return None;
@@ -252,8 +252,8 @@ impl<B: Backing> Intake<B> {
         self.tree.size_beside(&file.inode, pending_end)
     }
 
-    /// Makes bytes pending that were just published. Queues the file when enough of them came. The caller set the
-    /// file's time before.
+    /// Makes bytes pending that were just published. Queues the file when it has enough new bytes. The caller must have
+    /// set the file's time before.
     pub(crate) fn ingest(
         &self,
         file: &Arc<File<B>>,

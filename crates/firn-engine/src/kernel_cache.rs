@@ -1,10 +1,10 @@
 //! What the kernel caches of files: pages, attributes, and files that it reads itself from the backing
 //! (*passthrough*).
 //!
-//! The engine answers whether cached pages are still right. The frontend makes the kernel drop them.
+//! The engine decides whether cached pages are still valid. The frontend makes the kernel drop invalid ones.
 //!
-//! Relies on: size and times of the backing's file, and a count of changes by other hosts. A change within one tick
-//! of the backing's clock may not show in the times, so only old times are trusted.
+//! Relies on: size and times of the backing's file, and a count of changes by other hosts. A second change within one
+//! tick of the backing's clock may not change the times, so only times that are old enough are trusted.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -20,14 +20,14 @@ use crate::privileges::Privileges;
 use crate::tree::NameTree;
 use crate::{HandleId, InodeId, OpenMode};
 
-/// Knows what the kernel caches of each file, and when a cached page or attribute becomes wrong.
+/// Records what the kernel caches of each file, and when a cached page or attribute becomes invalid.
 pub struct KernelCache<B: Backing> {
     pub(crate) base: Arc<Base<B>>,
     pub(crate) tree: Arc<NameTree<B>>,
     pub(crate) privileges: Arc<Privileges>,
     pub(crate) intake: Arc<Intake<B>>,
     pub(crate) open_files: Arc<OpenFiles<B>>,
-    /// Whether the kernel may read files of the backing itself. It stays false after one failure.
+    /// Whether the kernel may read files of the backing itself. False after one failure.
     passthrough: AtomicBool,
     /// Whether the kernel may read memory files itself; false after one failure.
     memory_passthrough: AtomicBool,
@@ -58,27 +58,28 @@ impl<B: Backing> KernelCache<B> {
         self.cached_opens.fetch_add(1, Ordering::AcqRel);
     }
 
-    /// Counts the release of such a handle.
+    /// Uncounts a released handle whose pages the kernel cached.
     pub(crate) fn count_cached_release(&self) {
         let before = self.cached_opens.fetch_sub(1, Ordering::AcqRel);
         debug_assert!(before > 0, "an open ends that was not counted");
     }
 
-    /// Returns whether the kernel has not failed yet to read files of the backing itself.
+    /// Returns whether the kernel can read files of the backing itself: no attempt has failed yet.
     pub(crate) fn can_pass_through(&self) -> bool {
         self.passthrough.load(Ordering::Relaxed)
     }
 
-    /// Returns whether the pages that the kernel has cached of the backing's file are still right.
+    /// Returns whether the pages that the kernel has cached of the backing's file are still valid.
     ///
-    /// They are if size and times are those of the last call, and the times are old enough: a change within one tick of
-    /// the backing's clock may leave the times as they are. The present state is recorded for the next call.
+    /// They are valid if size and times are those of the last call, and the times were old enough at that call: a
+    /// second change within one tick of the backing's clock may not change the times. The present state is recorded for
+    /// the next call.
     pub(crate) fn is_as_cached(&self, inode: &Inode<B>) -> bool {
         const SETTLED_S: i64 = 2;
         let Ok(object) = self.tree.object(inode) else {
             return false;
         };
-        // The count is read before the attributes. A change between the two then shows as a new one.
+        // The count is read before the attributes. A change between the two reads then counts as a new change.
         let changes_by_others = self.base.backing.facts(&object).changes_by_others;
         let Ok(attr) = self.base.backing.attr(&object) else {
             return false;
@@ -99,8 +100,8 @@ impl<B: Backing> KernelCache<B> {
         now.is_settled && !now.has_stale_pages() && before == Some(now)
     }
 
-    /// Notes changes by other hosts of a file that the kernel may have pages of. Called after a call of the backing
-    /// about the file, because the backing learns of such changes in its calls.
+    /// Records changes by other hosts of a file of which the kernel may have pages. Called after a call of the backing
+    /// about the file, because the backing learns of such changes only in its calls.
     pub(crate) fn note_changes_by_others(&self, inode: &Inode<B>, object: &B::Inode) {
         if inode.page_cache_stamp.lock().is_none() {
             return;
@@ -111,8 +112,8 @@ impl<B: Backing> KernelCache<B> {
         }
     }
 
-    /// Returns the count of the last known change by another host, if the kernel may have pages from before it. The
-    /// caller makes the kernel drop them, and calls [`KernelCache::note_pages_dropped`].
+    /// Returns the count of the last known change by another host, if the kernel may have pages from before that
+    /// change. The caller makes the kernel drop them, and calls [`KernelCache::note_pages_dropped`].
     pub fn stale_pages(&self, inode: InodeId) -> Option<u64> {
         if !self.base.backing.features().finishes_files {
             return None;
@@ -127,8 +128,8 @@ impl<B: Backing> KernelCache<B> {
 
     /// Makes the kernel's pages stale after a drain of a file that other hosts write.
     ///
-    /// Before the drain, reads laid the bytes of the arena over those of all other hosts. After it, bytes that another
-    /// host wrote at the same time may lie over the drained ones, and cached pages do not show that.
+    /// Before the drain, reads laid the bytes of the arena over the bytes of all other hosts. After the drain, bytes
+    /// that another host wrote at the same time may lie over the drained bytes. Cached pages do not show this.
     pub(crate) fn note_drained_among_others(&self, file: &File<B>) {
         if self.base.backing.features().finishes_files
             && self.open_files.kernel_reads(file) == KernelReads::Shared
@@ -138,14 +139,15 @@ impl<B: Backing> KernelCache<B> {
         }
     }
 
-    /// Notes that the kernel has pages that an earlier firnd answered, where other hosts may have written the file since.
+    /// Records that the kernel has pages from answers of an earlier firnd, and that other hosts may have written the
+    /// file since.
     pub(crate) fn expect_stale_pages(&self, inode: &Inode<B>) {
         if self.base.backing.features().finishes_files {
             *inode.page_cache_stamp.lock() = Some(Box::new(PageCacheStamp::stale()));
         }
     }
 
-    /// Records that the kernel has no page from before this change.
+    /// Records that the kernel has no page from before the change by another host with the count `change`.
     pub fn note_pages_dropped(&self, inode: InodeId, change: u64) {
         if let Ok(inode) = self.tree.inode(inode)
             && let Some(stamp) = inode.page_cache_stamp.lock().as_mut()
@@ -202,8 +204,7 @@ impl<B: Backing> KernelCache<B> {
         }
     }
 
-    /// Records that the kernel cannot pass this handle through. This handle and all later ones are served by the
-    /// engine.
+    /// Records that passthrough failed for this handle. This handle and all later ones are served by the engine.
     pub fn no_passthrough(&self, handle: HandleId) {
         self.passthrough.store(false, Ordering::Relaxed);
         let Ok(handle) = self.open_files.handle(handle) else {
@@ -219,8 +220,8 @@ impl<B: Backing> KernelCache<B> {
         }
     }
 
-    /// Makes the kernel serve a handle of the engine from its page cache, and write through that. Returns false if it
-    /// cannot, because it passes the inode through.
+    /// Makes the kernel serve a handle of the engine from its page cache, and write through the cache. Returns false if
+    /// the kernel cannot do so, because the inode has passthrough.
     pub fn serve_through_cache(&self, handle: HandleId) -> bool {
         let Ok(handle) = self.open_files.handle(handle) else {
             return false;
@@ -237,8 +238,8 @@ impl<B: Backing> KernelCache<B> {
         true
     }
 
-    /// Returns whether attributes of an inode change without the kernel's knowledge: a client may be writing the file,
-    /// or wrote it and the kernel was not told.
+    /// Returns whether the kernel may have wrong attributes of an inode: a client may be writing the file, or has
+    /// written it and the kernel has not got the new length.
     pub fn is_written_directly(&self, inode: crate::InodeId) -> bool {
         let Some(inode) = self.tree.names.get(inode) else {
             return false;
@@ -248,11 +249,11 @@ impl<B: Backing> KernelCache<B> {
                 .open_files
                 .known_file(&inode)
                 .is_some_and(|file| file.lock().direct.has_grant());
-        // This is read last, because a grant that just ended has set it.
+        // Read last, because the end of a grant sets this flag.
         has_grant || inode.is_size_stale_in_kernel.load(Ordering::Acquire)
     }
 
-    /// Records that the kernel now knows the length of an inode's file.
+    /// Records that the kernel now has the length of an inode's file.
     pub fn note_kernel_size(&self, inode: crate::InodeId) {
         if let Some(inode) = self.tree.names.get(inode) {
             inode

@@ -1,26 +1,27 @@
 //! The engine of a mount: names, files, pending data and recovery, without a transport.
 //!
-//! The engine has no threads and knows neither FUSE nor sockets. A frontend calls the operations of [`Engine`]. A drain
+//! The engine has no threads, and uses neither FUSE nor sockets. A frontend calls the operations of [`Engine`]. A drain
 //! calls [`Drainer::pick`], does the I/O, and calls [`Drainer::complete`].
 //!
-//! Changes of names go to the backing at once. Bytes that programs write go to the arena: a slab has the bytes, a piece
-//! record says which part of a file they are, and the journal has the names of the file.
+//! Changes of names go to the backing at once. Bytes that programs write go to the arena: a slab contains the bytes, a
+//! piece record says which part of a file they are, and the journal contains the names of the file.
 //!
-//! An operation that must wait gets a callback, and returns at once. Three kinds of calls block their thread: those
-//! that need an answer of the backing after a drain, [`Durability::wait_tree`], and those that wait for one I/O in
+//! An operation that must wait gets a callback, and returns at once. Three kinds of calls block their thread: calls
+//! that need an answer of the backing after a drain, [`Durability::wait_tree`], and calls that wait for one I/O in
 //! flight on the same file.
 //!
 //! # Modules
 //!
-//! An engine is a list of parts, each a struct with its own locks and methods. A part knows only parts below its own
-//! line, which it was made with. [`Engine`] has all of them and the operations of programs that need many.
+//! An engine is a list of parts, each a struct with its own locks and methods. A part refers only to parts on lines
+//! below its own, which are passed to it when it is made. [`Engine`] has all parts, and those operations of programs
+//! that need many parts.
 //!
 //! ```text
 //! operations   data: open, read, write, release · sync · truncate · shared · recovery · figures · chunks
 //! Engine       engine: puts the parts together
 //! parts        namespace · write · direct_access
 //!              privilege_rules · durability with partner
-//!              exclusive: changes without a drain beside them
+//!              exclusive: changes during which no drain runs
 //!              drainer: pick, job, complete, wait
 //!              space: room, with space/reclaim, cache/evict and spill/step
 //!              kernel_cache · reads

@@ -1,14 +1,15 @@
-//! What the kernel has of a mount, for a firnd that goes on in the place of one that died.
+//! State of a mount that the kernel has (inodes, handles, requests), for a firnd that resumes the mount after an
+//! earlier firnd died.
 //!
 //! Promises
-//! * Nothing here asks the backing, but for open directories, and for nodes whose rename was under way: how long programs
-//!   wait does not depend on the number of files.
-//! * A node is believed when it is used: what its name leads to must be the object that the table names, else its users get
+//! * Nothing here calls the backing, except for open directories and for nodes whose rename was under way. So the time
+//!   for which programs wait does not depend on the number of files.
+//! * A node is checked at its first use: its name must lead to the object that the table records, else its users get
 //!   ESTALE.
-//! * The kernel's numbers that an earlier firnd gave are never given to anything else.
+//! * A number (of an inode or handle) that an earlier firnd gave to the kernel is never used for another object.
 //!
-//! Files that no program has open are not in the table. The kernel knows them by the backing's inode number; a request for one
-//! gets ESTALE, upon which the kernel looks its name up and finds the same number.
+//! Files that no program has open are not in the table. The kernel refers to such a file by the backing's inode number.
+//! A request with that number gets ESTALE. Then the kernel looks the name up, and gets the same number.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::ffi::OsStr;
@@ -30,33 +31,34 @@ use crate::nameless::{FileKeeper, KeptFile};
 use crate::names::{Inode, KnownObject, NumberBase, ObjectKey};
 use crate::{HandleId, InodeId, OpenMode, ROOT, Result};
 
-/// Numbers that one firnd gives at most.
+/// Number of low bits of an inode or handle number in which one firnd counts; the higher bits contain the number of
+/// takeovers.
 const NUMBERS_OF_A_FIRND: u32 = 40;
 
-/// What an earlier firnd left for this one.
+/// State that an earlier firnd left for this one.
 pub struct Resumed {
-    /// The table, which is written on.
+    /// The live table, in which this firnd continues to record.
     pub table: Arc<LiveTable>,
-    /// What it holds.
+    /// Contents of the table at the takeover.
     pub contents: Contents,
-    /// How often the mount was taken over, this time included.
+    /// Number of takeovers of the mount, including this one.
     pub takeovers: u64,
     /// Open files without a name.
     pub files: Vec<KeptFile>,
-    /// Keeps such files from now on.
+    /// Keeps open files without a name from now on.
     pub keeper: Option<Arc<dyn FileKeeper>>,
-    /// When the earlier firnd died, in clock ticks since the host started.
+    /// Time of the earlier firnd's death, in clock ticks since the host started.
     pub died_ticks: u64,
-    /// What its programs lose.
+    /// What the mount's programs lose at the takeover.
     pub losses: Mutex<TakeoverLosses>,
 }
 
-/// What programs lose at a takeover: what they wrote in transactions that do not go on, and handles.
+/// What programs lose at a takeover: their writes in transactions that are aborted, and handles.
 #[derive(Debug, Default)]
 pub struct TakeoverLosses {
-    /// Paths of the scopes.
+    /// Paths of the scopes of aborted transactions.
     pub scopes: BTreeSet<Vec<u8>>,
-    /// Handles that are not open any more. Their programs get EIO.
+    /// Handles that are not open any more. Programs that use them get EIO.
     handles: HashSet<u64>,
 }
 
@@ -65,7 +67,7 @@ pub struct TakeoverLosses {
 pub struct ResumedRequests {
     /// Open handles with their inodes.
     pub handles: Vec<ResumedHandle>,
-    /// Requests that were in work, by the kernel's number.
+    /// Requests that the earlier firnd had begun and not answered, by the kernel's number.
     pub requests: HashMap<u64, ResumedRequest>,
     /// Handles that could not be restored.
     pub bad_handles: u64,
@@ -78,18 +80,18 @@ pub struct ResumedHandle {
     pub id: HandleId,
     /// Its inode.
     pub inode: InodeId,
-    /// Number of the request that opened it.
+    /// Number of the request that opened the handle.
     pub unique: u64,
-    /// What serves it.
+    /// What serves the handle.
     pub served_by: ServedBy,
-    /// The kernel has released it, and will not do so again.
+    /// Whether the kernel has already released the handle, and will not do so again.
     pub is_released: bool,
 }
 
-/// A request that an earlier firnd had in work.
+/// A request that an earlier firnd had begun and not answered.
 #[derive(Clone, Copy, Debug)]
 pub struct ResumedRequest {
-    /// The request, as the live table has it.
+    /// The request, as the live table records it.
     pub request: Request,
     cell: u32,
 }
@@ -98,9 +100,11 @@ impl Resumed {
     /// Abandons the scopes of transactions that are about to be aborted, because their firnd died.
     ///
     /// * Notes each scope in the live table, so that firnd can inform the programs in it.
-    /// * Removes the handles that could write in a scope. Their programs would go on after writes that are dropped.
+    /// * Removes the handles that could write in a scope. Otherwise their programs would continue although earlier
+    ///   writes are dropped.
     ///
-    /// Call this before the backing forgets the transactions: after a kill in between, the next firnd finds them there.
+    /// Must be called before the backing forgets the transactions: after a kill in between, the next firnd finds the
+    /// transactions in the backing.
     ///
     /// `checkpoint_keys`: keys of the scopes that are checkpoints of a commit rule. A file with such a key belongs to the
     /// checkpoint even if no program has written it yet.
@@ -124,7 +128,8 @@ impl Resumed {
         self.losses.lock().scopes.extend(scopes.iter().cloned());
     }
 
-    /// Abandons the handles for which `is_lost` is true: their programs get EIO instead of going on without what they lost.
+    /// Abandons the handles for which `is_lost` is true: their programs get EIO, instead of continuing without the lost
+    /// data.
     pub fn abandon_handles(&self, is_lost: impl Fn(&Handle) -> bool) {
         let mut losses = self.losses.lock();
         for stored in &self.contents.handles {
@@ -145,7 +150,7 @@ fn has_uncommitted_bytes(handle: &Handle) -> bool {
     handle.served_by != ServedBy::Directory && (writes || handle.view.is_some())
 }
 
-/// Paths of nodes, as a table has them.
+/// Paths of nodes, from the records of a live table.
 struct NodePaths<'a>(HashMap<u64, Vec<&'a Node>>);
 
 impl<'a> NodePaths<'a> {
@@ -157,7 +162,8 @@ impl<'a> NodePaths<'a> {
         Self(by_id)
     }
 
-    /// All that a node may have: of one that was being renamed both. `depth`: damage could make a circle of directories.
+    /// Returns all paths that a node may have. A node that was being renamed has both paths. `depth` ends the search: a
+    /// damaged table could have a cycle of directories.
     fn paths_of(&self, id: u64, depth: usize) -> Vec<Vec<u8>> {
         if id == ROOT.0 {
             return vec![Vec::new()];
@@ -176,7 +182,7 @@ impl<'a> NodePaths<'a> {
     }
 }
 
-/// A request in work that is noted, until this is dropped.
+/// The note of a request in the live table. A drop removes the note.
 #[derive(Debug)]
 pub struct NotedRequest {
     table: Arc<LiveTable>,
@@ -198,14 +204,14 @@ impl NotedRequest {
     }
 }
 
-/// What a request that must not take effect twice is about.
+/// The objects that a request concerns which must not take effect twice.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Subjects {
-    /// What its name leads to.
+    /// The object to which the request's name leads.
     pub subject: Option<ObjectIdentity>,
-    /// What its second name leads to.
+    /// The object to which the request's second name leads.
     pub other: Option<ObjectIdentity>,
-    /// The node that the kernel names by its number.
+    /// The node to which the kernel refers by number.
     pub node: Option<InodeId>,
 }
 
@@ -230,7 +236,7 @@ pub(crate) fn moment(time: Time) -> Moment {
     }
 }
 
-/// Which object attributes are of.
+/// Returns the identity of the object with these attributes.
 pub(crate) fn identity_of(attr: &Attr) -> ObjectIdentity {
     ObjectIdentity {
         dev: attr.dev,
@@ -239,13 +245,14 @@ pub(crate) fn identity_of(attr: &Attr) -> ObjectIdentity {
     }
 }
 
-/// Whether two identities are of one object. A number alone is used again once its object is gone.
+/// Whether two identities belong to one object. The inode number alone is not enough: a later object may get the same
+/// number.
 pub(crate) fn is_same_object(one: &ObjectIdentity, other: &ObjectIdentity) -> bool {
     let births = one.birth.zip(other.birth);
     (one.dev, one.ino) == (other.dev, other.ino) && births.is_none_or(|(a, b)| a == b)
 }
 
-/// The number of a kind in the table.
+/// Returns the number of a kind in the live table.
 fn kind_number(kind: Kind) -> u8 {
     match kind {
         Kind::File => 1,
@@ -272,7 +279,7 @@ fn kind_of(number: u8) -> Option<Kind> {
 }
 
 impl<B: Backing> Inode<B> {
-    /// Which object it is.
+    /// Returns the identity of the inode's object.
     pub(crate) fn identity(&self) -> ObjectIdentity {
         ObjectIdentity {
             dev: self.key.dev,
@@ -281,7 +288,7 @@ impl<B: Backing> Inode<B> {
         }
     }
 
-    /// The form in which the table has it, with the first of its names.
+    /// Returns the record of this inode for the live table, with the first of its names.
     pub(crate) fn as_node(&self, lookups: u64) -> Node {
         let name = self.names_with_parents().into_iter().next();
         let (parent, name) = name.map_or((0, Vec::new()), |(parent, name)| {
@@ -300,17 +307,19 @@ impl<B: Backing> Inode<B> {
 }
 
 impl<B: Backing> Engine<B> {
-    /// From now on `table` has what the kernel has. To be called before the first request.
+    /// Records in `table`, from now on, the inodes and handles that the kernel has. Must be called before the first
+    /// request.
     pub fn note_live(&self, table: Arc<LiveTable>) {
         self.tree.names.set_live_table(table);
     }
 
-    /// The table of what the kernel has, if there is one.
+    /// Returns the live table, if there is one.
     pub fn live(&self) -> Option<&Arc<LiveTable>> {
         self.tree.names.live()
     }
 
-    /// The kernel is about to hear of a handle of a file. `passed_through`: the number of the file that it reads itself.
+    /// Records a handle of a file before the kernel gets the handle. `passed_through`: the kernel's number of the file
+    /// that it reads itself.
     pub fn note_open_handle(
         &self,
         id: HandleId,
@@ -346,7 +355,7 @@ impl<B: Backing> Engine<B> {
         live.note_handle(&noted, &inode.as_node(0));
     }
 
-    /// Notes a handle of a directory before the kernel learns of it.
+    /// Records a handle of a directory before the kernel gets the handle.
     pub fn note_open_directory(&self, id: HandleId, inode: InodeId, unique: u64) {
         let (Some(live), Ok(inode)) = (self.live(), self.tree.inode(inode)) else {
             return;
@@ -400,8 +409,8 @@ impl<B: Backing> Engine<B> {
         })
     }
 
-    /// Goes on with nodes and handles of an earlier firnd. Before data is recovered: the open handles decide how its
-    /// writers left it.
+    /// Restores nodes and handles of an earlier firnd. Must be called before data is recovered, because the open
+    /// handles decide how a file's writers left it.
     pub(crate) fn resume(&self, resumed: &Resumed) -> ResumedRequests {
         let numbers = NumberBase(resumed.takeovers << NUMBERS_OF_A_FIRND);
         let names = &self.tree.names;
@@ -424,7 +433,7 @@ impl<B: Backing> Engine<B> {
                 }
                 Err(errno) => {
                     let path = self.tree.shown_path(InodeId(handle.node), None);
-                    tracing::warn!(%errno, path, "an open file is lost to its program: it gets EIO");
+                    tracing::warn!(%errno, path, "an open file cannot be restored: its program gets EIO");
                     resumed.table.drop_cells(&[cell]);
                     requests.bad_handles += 1;
                 }
@@ -479,7 +488,7 @@ impl<B: Backing> Engine<B> {
         if matches!(mode, OpenMode::Cached { .. }) {
             self.kernel_cache.expect_stale_pages(&known);
         }
-        // Where a process wrote directly, the kernel may take the file for shorter than it is.
+        // If a process wrote the file directly, the kernel may have recorded a length that is too small.
         if self.open_files.is_writer(id) {
             known.is_size_stale_in_kernel.store(true, Ordering::Release);
         }
@@ -488,10 +497,14 @@ impl<B: Backing> Engine<B> {
 }
 
 impl<B: Backing> Engine<B> {
-    /// The memory file that a handle's reader goes on to read.
+    /// Reopens the memory file that the reader of a handle continues to read.
     fn reopen_view(&self, number: u16) -> Result<Arc<MemoryFile>> {
         self.base.arena.reopen_view(number).map_err(|why| {
-            tracing::warn!(number, why, "a memory file that a program reads is lost");
+            tracing::warn!(
+                number,
+                why,
+                "a memory file that a program reads cannot be restored"
+            );
             Errno::IO
         })
     }
@@ -507,7 +520,7 @@ fn resumed_handle(handle: &Handle) -> ResumedHandle {
     }
 }
 
-/// The clock that stamps files: it stands still between two ticks of the kernel.
+/// Returns the time of the clock with which the kernel stamps files. It advances only at each tick of the kernel.
 fn now_of_files() -> Moment {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::RealtimeCoarse);
     Moment {
@@ -520,9 +533,10 @@ fn now_of_files() -> Moment {
 struct Nodes<'a, B: Backing> {
     engine: &'a Engine<B>,
     table: &'a LiveTable,
-    /// By number; two where a rename was under way, the later one first.
+    /// Nodes by number. A number has two records if a rename was under way: the later record comes first.
     by_id: HashMap<u64, Vec<&'a Stored<Node>>>,
-    /// Those that are being restored, above each other: damage could make a circle of them.
+    /// Numbers of the nodes that are being restored now: a node, its directory, and so on. They end the search if a
+    /// damaged table has a cycle.
     under_way: HashSet<u64>,
 }
 
@@ -550,7 +564,7 @@ impl<'a, B: Backing> Nodes<'a, B> {
         }
     }
 
-    /// Restores a node and the directories above it; `None` where one of them is not in the table.
+    /// Restores a node and the directories above it. Returns `None` if one of them is not in the table.
     fn restore(&mut self, id: u64) -> Option<Arc<Inode<B>>> {
         let names = &self.engine.tree.names;
         if id == ROOT.0 {
@@ -695,7 +709,7 @@ mod tests {
         ] {
             table.note_handle(&handle(id, of.id, flags), &of);
         }
-        // Its rename into the scope was under way.
+        // The rename of this node into the scope was under way.
         table.begin_move(6, 2, b"moved");
         drop(table);
         let (table, contents) = open(&path);

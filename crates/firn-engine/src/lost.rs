@@ -1,7 +1,7 @@
-//! Lost files: recovery has data of them and did not find them.
+//! Lost files: the arena has data of these files, but recovery did not find them in the backing.
 //!
-//! Their pieces are not drained. They stay in the arena until the user puts the files back under their names, copies
-//! the data elsewhere, or discards it.
+//! Their pieces are not drained. The pieces remain in the arena until the user puts the files back under their names,
+//! copies the data elsewhere, or discards it.
 
 use std::sync::Arc;
 
@@ -13,21 +13,21 @@ use firn_protocol::path::BytePath;
 use crate::base::Base;
 use crate::file::PieceLayers;
 
-/// Bytes that are copied at a time.
+/// Number of bytes that are copied at a time.
 const STEP_BYTES: u64 = 1 << 20;
 
-/// A file whose data recovery could not give back.
+/// A file whose data recovery could not make pending again.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LostFile {
     /// The file id, which is unique in the arena.
     pub file: u64,
-    /// Path before it was lost, from the root of the backing; empty if the journal does not know it.
+    /// Path before the loss, from the root of the backing; empty if the journal has no path.
     pub path: Vec<u8>,
     /// Bytes that are kept in the arena.
     pub bytes: u64,
-    /// Whether the backing answered and does not have the file. Otherwise another try may find it.
+    /// Whether the backing answered that it does not have the file. Otherwise another try may find the file.
     pub is_certain: bool,
-    /// Why it was not found, for the user.
+    /// Why the file was not found, for the user.
     pub reason: String,
 }
 
@@ -57,7 +57,8 @@ impl<B: Backing> LostFiles<B> {
         }
     }
 
-    /// Keeps the pieces of a file that was not found, and records an error. Returns the file with its bytes counted.
+    /// Keeps the pieces of a file that was not found, and records an error. Returns the file with the number of its
+    /// bytes.
     pub(crate) fn keep(&self, mut file: LostFile, layers: PieceLayers) -> LostFile {
         for (piece, used) in layers.pieces.iter() {
             self.base.arena.keep_piece(*piece, used.live as u32);
@@ -66,11 +67,13 @@ impl<B: Backing> LostFiles<B> {
         let path = file.known_path();
         let bytes = file.bytes;
         let reason = &file.reason;
-        tracing::error!(%path, bytes, reason, "held data has no file to go to; it stays in the arena");
+        tracing::error!(%path, bytes, reason, "the file of held data was not found; the data stays in the arena");
         self.base.errors.record_lost(
             path.as_bytes().to_vec(),
             Errno::NOENT,
-            format!("{bytes} held bytes have no file to go to ({reason}); they stay in the arena"),
+            format!(
+                "the file of {bytes} held bytes was not found ({reason}); they stay in the arena"
+            ),
         );
         let known = file.clone();
         self.kept.lock().push(KeptFileData { file, layers });
@@ -87,7 +90,8 @@ impl<B: Backing> LostFiles<B> {
     }
 
     /// Calls `sink` with the held bytes of a lost file and their offsets, in ascending order. Bytes that were drained
-    /// before are not among them. A file that is not lost has none. Returns the first error of `sink` or of a read.
+    /// earlier are left out. A file that is not lost has no held bytes here. Returns the first error of `sink` or of a
+    /// read.
     pub fn read<E: From<Errno>>(
         &self,
         file: u64,

@@ -1,13 +1,16 @@
-//! Open files without a name. They outlive firnd by a descriptor that the keeper of the mount has.
+//! Open files without a name. They survive the death of firnd, because the keeper of the mount has a descriptor of
+//! each.
 //!
-//! The *keeper* is the process that starts the next firnd. The *live table* in the arena says what the kernel knows.
+//! The *keeper* is the process that starts the next firnd. The *live table* in the arena records the inodes and handles
+//! that the kernel has.
 //!
 //! Promises
-//! * A file is given to the keeper before its last name is removed, and taken back when no handle is open on it.
-//! * The next firnd accepts a descriptor only if it is open on the object that the live table names.
+//! * The keeper gets a descriptor of a file before its last name is removed, and closes it when the file has no open
+//!   handle.
+//! * The next firnd accepts a descriptor only if it belongs to the object that the live table records.
 //! * Bytes that were pending when firnd died are pending again: recovery finds the file by its identity.
 //!
-//! Race: a file that is opened while its last name is being removed is given to the keeper after the removal.
+//! Race: if a file is opened while its last name is being removed, the keeper gets the descriptor after the removal.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -24,24 +27,24 @@ use crate::{InodeId, Result};
 
 /// Keeps descriptors of files for the next firnd.
 pub trait FileKeeper: Send + Sync {
-    /// Keeps a descriptor, which replaces an earlier one of the same node.
+    /// Keeps a descriptor. It replaces an earlier descriptor of the same node.
     fn keep_file(&self, node: InodeId, descriptor: BorrowedFd<'_>) -> io::Result<()>;
     /// Closes the descriptor of a node.
     fn drop_file(&self, node: InodeId);
 }
 
-/// A file that an earlier firnd had given to the keeper.
+/// A file of which an earlier firnd had given a descriptor to the keeper.
 #[derive(Debug)]
 pub struct KeptFile {
-    /// Number of its inode in the live table.
+    /// Number of the file's inode in the live table.
     pub node: InodeId,
     /// The open file.
     pub descriptor: OwnedFd,
 }
 
 impl<B: Backing> OpenFiles<B> {
-    /// Gives a file to the keeper before it may lose its last name. Does nothing if it is not open or has another
-    /// name.
+    /// Gives a descriptor of a file to the keeper before the file may lose its last name. Does nothing if the file is
+    /// not open or has another name.
     pub(crate) fn keep_before_removal(&self, file: &File<B>) {
         if self.keeper.get().is_none() || file.lock().opens.is_empty() {
             return;
@@ -56,7 +59,7 @@ impl<B: Backing> OpenFiles<B> {
         }
     }
 
-    /// Opens a file in the backing that loses its last name, or has lost it, and gives it to the keeper.
+    /// Opens a file in the backing that loses or has lost its last name, and gives its descriptor to the keeper.
     pub(crate) fn open_nameless(&self, file: &File<B>) {
         let writes = {
             let state = file.lock();
@@ -66,13 +69,13 @@ impl<B: Backing> OpenFiles<B> {
             state.opens.has_writers() || !state.pending.is_empty()
         };
         if let Err(errno) = self.open_below(file, writes) {
-            // The object of its inode stays open, and the file is opened by that at its next use.
-            tracing::debug!(%errno, "a file without a name is not open below");
+            // The object of the file's inode remains open, and the next use opens the file through this object.
+            tracing::debug!(%errno, "a file without a name could not be opened in the backing; its next use tries again");
         }
         self.give_to_keeper(file);
     }
 
-    /// Gives the keeper a descriptor of an open file. If that fails, only the death of firnd loses the file.
+    /// Gives the keeper a descriptor of an open file. If that fails, the file is lost only if firnd dies.
     fn give_to_keeper(&self, file: &File<B>) {
         let Some(keeper) = self.keeper.get() else {
             return;
@@ -84,14 +87,17 @@ impl<B: Backing> OpenFiles<B> {
                 .descriptor(&open.file, DescriptorUse::Keeping)
         });
         let Some(descriptor) = descriptor else {
-            // It lies in a lane, or another host has removed it.
-            tracing::debug!(path = file.shown(), "a file without a name cannot be kept");
+            // The file lies in a lane, or another host has removed it.
+            tracing::debug!(
+                path = file.shown(),
+                "no descriptor of a file without a name can be kept for the next firnd"
+            );
             return;
         };
         let kept = keeper.keep_file(file.inode.id, descriptor.as_fd());
         if let Err(error) = &kept {
             let path = file.shown();
-            tracing::warn!(%error, path, "if firnd dies, a file without a name is lost to its programs");
+            tracing::warn!(%error, path, "the keeper could not get a file without a name: its programs lose the file if firnd dies");
         }
         let mut state = file.lock();
         // The last handle may have been closed meanwhile; then the keeper must not have the file.
@@ -103,7 +109,7 @@ impl<B: Backing> OpenFiles<B> {
         }
     }
 
-    /// Makes the keeper close a file that is not open any more, or still has a name.
+    /// Makes the keeper close the descriptor of a file that is not open any more, or still has a name.
     pub(crate) fn take_from_keeper(&self, file: &File<B>) {
         let was_kept = std::mem::take(&mut file.lock().is_kept);
         if let Some(keeper) = self.keeper.get().filter(|_| was_kept) {
@@ -113,7 +119,7 @@ impl<B: Backing> OpenFiles<B> {
 }
 
 impl<B: Backing> Engine<B> {
-    /// Gives open files without a name to `keeper` from now on. Called before the first request.
+    /// Gives descriptors of open files without a name to `keeper` from now on. Called before the first request.
     pub fn keep_files_by(&self, keeper: Arc<dyn FileKeeper>) {
         let _ = self.open_files.keeper.set(keeper);
     }
@@ -122,7 +128,7 @@ impl<B: Backing> Engine<B> {
     pub(crate) fn resume_nameless(&self, files: &[KeptFile]) {
         for kept in files {
             if let Err(errno) = self.resume_nameless_file(kept) {
-                tracing::info!(%errno, node = kept.node.0, "a file that was kept is not needed");
+                tracing::info!(%errno, node = kept.node.0, "the keeper's descriptor of a file is not needed, and is closed");
                 if let Some(keeper) = self.open_files.keeper.get() {
                     keeper.drop_file(kept.node);
                 }
@@ -130,7 +136,8 @@ impl<B: Backing> Engine<B> {
         }
     }
 
-    /// Restores one file. STALE: the descriptor is of another object. EXIST: the file has a name after all.
+    /// Restores one file. Fails with ESTALE if the descriptor belongs to another object, with EEXIST if the file still
+    /// has a name.
     fn resume_nameless_file(&self, kept: &KeptFile) -> Result<()> {
         let inode = self.tree.inode(kept.node)?;
         let file = self.open_files.known_file(&inode).ok_or(Errno::BADF)?;
@@ -141,8 +148,8 @@ impl<B: Backing> Engine<B> {
             return Err(Errno::STALE);
         }
         if adopted.attr.nlink > 0 {
-            // firnd died before the name was removed. The file is found by the name, and kept again when that is
-            // removed.
+            // firnd died before the name was removed. The file is found by its name, and the keeper gets it again when
+            // the name is removed.
             return Err(Errno::EXIST);
         }
         self.restore_nameless(&inode, &file, adopted);
@@ -168,7 +175,7 @@ impl<B: Backing> Engine<B> {
         state.is_kept = true;
     }
 
-    /// Returns the inode with this identity, if it is open and has no name.
+    /// Returns the inode with this identity, if its file is open and has no name.
     pub(crate) fn find_nameless(&self, key: crate::names::ObjectKey) -> Option<Arc<Inode<B>>> {
         let inode = self.tree.names.by_key(key)?;
         let file = self.open_files.known_file(&inode)?;

@@ -1,19 +1,20 @@
 //! The objects of the backing that the kernel or firnd uses (inodes), and the names that lead to them.
 //!
 //! Terms
-//! * A *lookup* is a reference that the kernel has to an inode; it gives references back with FORGET.
+//! * A *lookup* is a reference that the kernel has to an inode; the kernel gives references back with FORGET.
 //! * An inode's *object* is the backing's own handle of it, for example a descriptor.
-//! * The *live table* records in the arena what the kernel knows, so that the next firnd can continue a mount.
-//! * A *synthetic* number is an inode number that the engine makes up, for an object whose own number cannot be used.
+//! * The *live table* in the arena records the inodes and handles that the kernel has, so that the next firnd can
+//!   resume the mount.
+//! * A *synthetic* number is an inode number that the engine assigns to an object whose own number cannot be used.
 //!
 //! Invariants
 //! * An object of the backing has one [`Inode`], whatever its number of names (hard links).
-//! * A name has a reference to its parent directory. So an inode with pending data has a path even after the kernel
-//!   forgot the directories above.
-//! * An inode has the object's number in the backing, where that number is free and usable.
-//! * The kernel may know more inodes than a process may have descriptors. The objects of the inodes used last are
-//!   open ([`Objects`]); any other object is looked up by a name. Before an object loses its last known name, it is
-//!   opened permanently.
+//! * A name has a reference to its parent directory. So an inode with pending data has a path even after the kernel has
+//!   forgotten the directories above it.
+//! * An inode has the object's number in the backing, if that number is free and usable.
+//! * The kernel may know more inodes than a process may have descriptors. Only the objects of recently used inodes are
+//!   open ([`Objects`]); any other object is looked up by a name at its next use. Before an object loses its last known
+//!   name, it is opened permanently.
 //! * The tables by key and by name have at most twice as many entries as there are objects, or 1024.
 
 use std::collections::{BTreeMap, HashMap};
@@ -55,7 +56,7 @@ pub(crate) type Name = Arc<OsStr>;
 /// A directory and a name in it.
 type Link<B> = (Arc<Inode<B>>, Name);
 
-/// Synthetic numbers are above this one, which no inode number of a real file system reaches.
+/// Synthetic numbers are above this number, which no inode number of a real file system reaches.
 const FIRST_SYNTHETIC_NUMBER: u64 = 1 << 62;
 
 /// Number of the last change of a name in this process. Number 1 stands for all changes by earlier firnds.
@@ -67,48 +68,48 @@ pub(crate) fn last_name_change() -> u64 {
     NAME_CHANGES.load(Ordering::Acquire)
 }
 
-/// Number of objects at which the tables are first swept of entries of objects that no longer exist.
+/// Number of objects at which entries of objects that no longer exist are first removed from the tables.
 const SWEEP_OBJECTS_MIN: usize = 1024;
 
-/// Most files that are remembered after the kernel forgot them, because they were synced or cut. They take about 6
-/// MiB.
+/// Maximum number of files that are remembered after the kernel forgot them, because they were synced or cut. These
+/// take about 6 MiB of memory.
 const REMEMBERED_FILES_MAX: usize = 16_384;
 
-/// The objects of the inodes used last, by [`Inode::serial`].
+/// The objects of recently used inodes, by [`Inode::serial`].
 type Objects<B> = Cache<u64, <B as Volume>::Inode>;
 
 /// One object of the backing.
 pub(crate) struct Inode<B: Backing> {
     pub id: InodeId,
-    /// Number of this inode in this process. It is never used again, unlike the numbers of inodes.
+    /// Number of this inode in this process. It is never used again, unlike an inode id.
     serial: u64,
     pub key: ObjectKey,
     pub kind: Kind,
     pub btime: Option<firn_backing::Time>,
-    /// The object, if it must stay open: that of the root, and an object that no name may lead to any more.
+    /// The object, if it must remain open: the object of the root, or an object to which no name may lead any more.
     kept_open_object: Mutex<Option<B::Inode>>,
-    /// Cache of the objects used last, shared by all inodes.
+    /// Cache of the objects of recently used inodes, shared by all inodes.
     objects: Arc<Objects<B>>,
-    /// Each known name with its directory. A directory has at most one.
+    /// Each known name with its directory. If this inode is a directory, it has at most one name.
     names: Mutex<SmallVec<[Link<B>; 1]>>,
     /// Whether a name was made or changed since the last sync of this object.
     pub name_unsynced: AtomicBool,
-    /// Number of the last change of one of its names ([`last_name_change`]).
+    /// Number of the last change of a name of this inode ([`last_name_change`]).
     names_changed: AtomicU64,
     /// For a directory: number of the last change of names before its last sync began.
     entries_synced: AtomicU64,
     /// Whether data was drained since the last sync.
     pub data_unsynced: AtomicBool,
-    /// Fingerprint of the data at its last sync. It is empty if the data was never synced or was written since. Data
-    /// that was drained meanwhile shows in [`Inode::data_unsynced`].
+    /// Fingerprint of the data at its last sync. Empty if the data was never synced or was written since. Data that was
+    /// drained since is recorded in [`Inode::data_unsynced`].
     pub synced: Synced,
     /// Whether the file is incomplete: its writer was killed, or firnd died while a writer had it open. A truncation to
     /// 0 bytes clears this.
     pub is_cut: AtomicBool,
-    /// State of the backing's file when the kernel last began to cache its pages. It is boxed because few files are
-    /// read that way.
+    /// State of the backing's file when the kernel last began to cache its pages. It is boxed because the kernel caches
+    /// pages of few files.
     pub page_cache_stamp: Mutex<Option<Box<PageCacheStamp>>>,
-    /// Whether a client wrote bytes directly, so that the kernel may know a length that is too small.
+    /// Whether a client wrote bytes directly, so that the kernel may have recorded a length that is too small.
     pub is_size_stale_in_kernel: AtomicBool,
 }
 
@@ -136,8 +137,8 @@ impl<B: Backing> DirName<'_, B> {
     }
 }
 
-/// Hash of size and modification time of a file in the backing. It shows a change made beside the mount, unless the
-/// time was set back afterwards.
+/// Hash of size and modification time of a file in the backing. It reveals a change by a program that does not use the
+/// mount, unless the time was set back afterwards.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Fingerprint(NonZero<u64>);
 
@@ -182,20 +183,20 @@ impl Synced {
 }
 
 /// State of a file in the backing when the kernel last began to cache its pages. A later open compares it with the
-/// present state: pages of an equal state may stay in the kernel's cache.
+/// present state: if both are equal, pages may remain in the kernel's cache.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct PageCacheStamp {
     pub size: u64,
     pub mtime: Time,
     pub ctime: Time,
-    /// Whether any later change must show in the times, because the clock went on since they were set.
+    /// Whether any later change is certain to change the times, because the clock has advanced since they were set.
     pub is_settled: bool,
     /// Last known value of [`Facts::changes_by_others`](firn_backing::Facts::changes_by_others).
     pub changes_by_others: u64,
     /// Number of changes by other hosts ([`Facts::changes_by_others`](firn_backing::Facts)) that every page in the
     /// kernel's cache contains. The number grows when the kernel drops its pages.
     ///
-    /// It is 0 after a drain of a file that other hosts write too, because bytes of another host may have replaced
+    /// It is 0 after a drain of a file that other hosts also write, because bytes of another host may have replaced
     /// bytes of this host that are in the pages.
     pub changes_in_pages: u64,
     /// Value of [`FileState::changes`](crate::file::FileState) of the contents that the kernel last cached from a
@@ -224,7 +225,7 @@ impl PageCacheStamp {
 }
 
 impl<B: Backing> Inode<B> {
-    /// Notes that the kernel is about to cache pages of a memory file, whose contents have the number `changes`
+    /// Records that the kernel is about to cache pages of a memory file with the contents of version `changes`
     /// ([`FileState::changes`](crate::file::FileState)). Returns whether the pages in its cache are of these contents.
     pub(crate) fn note_pages_of_memory_file(&self, changes: u64) -> bool {
         let mut page_cache_stamp = self.page_cache_stamp.lock();
@@ -247,7 +248,7 @@ impl<B: Backing> FileIdentity for Inode<B> {
 
 impl<B: Backing> Inode<B> {
     /// Returns whether this inode belongs to the object that `attr` describes. The inode number alone is not enough,
-    /// because the backing uses it again after the object is removed. So the birth times are compared, if both are
+    /// because the backing may use it again after the object is removed. So the birth times are compared, if both are
     /// known.
     pub(crate) fn is_object(&self, attr: &Attr) -> bool {
         let same_birth = self
@@ -308,8 +309,8 @@ impl<B: Backing> Inode<B> {
         self.synced.get().filter(|_| is_covered)
     }
 
-    /// Returns whether each name up to the root is synced: by a sync of the object, or by one of the directory that has
-    /// the name.
+    /// Returns whether each name up to the root is synced: by a sync of the object, or by a sync of the directory that
+    /// contains the name.
     pub(crate) fn are_names_synced(&self) -> bool {
         let is_synced = !self.name_unsynced.load(Ordering::Acquire);
         let changed = self.names_changed.load(Ordering::Acquire);
@@ -332,8 +333,8 @@ impl<B: Backing> Inode<B> {
         self.entries_synced.fetch_max(change, Ordering::AcqRel);
     }
 
-    /// Records whether the file was cut, because the inode outlives the rest of the file's state. The caller holds the
-    /// file's lock, so that of two closes at the same time the later one counts.
+    /// Records in the inode whether the file was cut, because the inode outlives the file's state. The caller must hold
+    /// the file's lock, so that the later one of two concurrent closes counts.
     pub(crate) fn note_cut(&self, is_cut: bool) {
         self.is_cut.store(is_cut, Ordering::Release);
     }
@@ -389,14 +390,14 @@ struct InodeTables<B: Backing> {
     children: HashMap<(InodeId, Name), Weak<Inode<B>>>,
     /// Number of objects at which the tables are swept next.
     sweep_at: usize,
-    /// Last number given to an object whose own number cannot be used.
+    /// Last synthetic number that was assigned.
     next_synthetic: u64,
     last_serial: u64,
 }
 
 impl<B: Backing> InodeTables<B> {
-    /// Removes the entries of dropped inodes, if there are enough entries. [`Names::forget`] does not remove all of
-    /// them: a file with data outlives its lookups, and other inodes never had one.
+    /// Removes the entries of dropped inodes, if there are enough entries. [`Names::forget`] does not remove all such
+    /// entries: a file with data outlives its lookups, and some inodes never had a lookup.
     fn sweep(&mut self) {
         if self.by_key.len() < self.sweep_at {
             return;
@@ -407,10 +408,10 @@ impl<B: Backing> InodeTables<B> {
     }
 }
 
-/// A file that was synced or cut, kept after the kernel forgot it.
+/// A file that was synced or cut, remembered after the kernel forgot it.
 struct RememberedFile<B: Backing> {
     inode: Arc<Inode<B>>,
-    /// Bytes of the file at its last sync.
+    /// Length of the file in bytes at its last sync.
     bytes: u64,
 }
 
@@ -418,8 +419,8 @@ struct RememberedFile<B: Backing> {
 pub(crate) struct Names<B: Backing> {
     root: Arc<Inode<B>>,
     tables: Mutex<InodeTables<B>>,
-    /// Whether names may come from an earlier firnd that did not sync them. The first sync of each file then syncs its
-    /// names too.
+    /// Whether names may come from an earlier firnd that did not sync them. The first sync of each file then also syncs
+    /// its names.
     names_unsynced: bool,
     objects: Arc<Objects<B>>,
     /// Files that were synced or cut, by [`Inode::serial`].
@@ -427,13 +428,13 @@ pub(crate) struct Names<B: Backing> {
     /// Number of times that names changed in the backing without a request, as when a transaction is aborted.
     backing_name_changes: AtomicU64,
     /// Claims on paths. A rename claims to change its two paths until it is recorded here. A thread that looks an
-    /// object up by its name claims that the path stays.
+    /// object up by its name claims that the path does not change.
     path_claims: PathClaims,
-    /// Record of what the kernel knows, for the next firnd. It is set once, if the mount can be taken over.
+    /// The live table, for the next firnd. It is set once, if the mount can be taken over.
     live: OnceLock<Arc<LiveTable>>,
 }
 
-/// What identifies an object: device and inode number, kind and birth time.
+/// Identity of an object: device and inode number, kind and birth time.
 #[derive(Clone, Copy)]
 pub(crate) struct KnownObject {
     pub key: ObjectKey,
@@ -451,20 +452,20 @@ impl KnownObject {
     }
 }
 
-/// Highest number that earlier firnds gave. Numbers of this firnd are above it.
+/// Upper bound of the numbers that earlier firnds assigned. Numbers of this firnd are above it.
 #[derive(Clone, Copy)]
 pub(crate) struct NumberBase(pub u64);
 
 /// Returns whether the live table must have this inode, because a later firnd could not find it again otherwise.
 ///
-/// A file is found by its inode number, which a lookup of its name returns. This does not work for a synthetic number,
-/// nor for a directory in which a process works.
+/// A file needs no record: a lookup of its name returns the same inode number again. This does not hold for a synthetic
+/// number, nor for a directory that is the current directory of a process.
 fn must_be_in_live_table<B: Backing>(inode: &Inode<B>) -> bool {
     inode.id != ROOT && (inode.kind == Kind::Dir || inode.id.0 >= FIRST_SYNTHETIC_NUMBER)
 }
 
 impl<B: Backing> Names<B> {
-    /// Records in `table`, from now on, what the kernel knows.
+    /// Records in `table`, from now on, the inodes that the kernel has.
     pub(crate) fn set_live_table(&self, table: Arc<LiveTable>) {
         let _ = self.live.set(table);
     }
@@ -474,7 +475,7 @@ impl<B: Backing> Names<B> {
         self.live.get()
     }
 
-    /// Makes sure that no number of an earlier firnd is given again.
+    /// Ensures that no number of an earlier firnd is assigned again.
     pub(crate) fn begin_numbers(&self, base: NumberBase) {
         let mut tables = self.tables.lock();
         tables.next_synthetic = tables.next_synthetic.max(FIRST_SYNTHETIC_NUMBER + base.0);
@@ -507,7 +508,7 @@ impl<B: Backing> Names<B> {
                 .insert((parent.id, name), Arc::downgrade(&inode));
         }
         tables.by_key.insert(object.key, Arc::downgrade(&inode));
-        // The kernel forgets a file after its last close, and says then how many lookups it had.
+        // The kernel forgets a file after its last close, and then reports the number of lookups that it had.
         let lookups = lookups.max(1);
         let known = KernelInode {
             inode: Arc::clone(&inode),
@@ -526,7 +527,7 @@ impl<B: Backing> Names<B> {
     }
 
     /// Makes the tables with the root only. `objects_max` bounds the number of open objects, not counting those that
-    /// must stay open.
+    /// must remain open.
     pub(crate) fn new(
         object: B::Inode,
         attr: &Attr,
@@ -565,8 +566,8 @@ impl<B: Backing> Names<B> {
         }
     }
 
-    /// Returns the number of times that names changed in the backing without a request. A thread that enters a name
-    /// compares it before the lookup and after.
+    /// Returns the number of times that names changed in the backing without a request. A thread that adds a name to
+    /// the tables compares this number before and after its lookup.
     pub(crate) fn backing_name_changes(&self) -> u64 {
         self.backing_name_changes.load(Ordering::Acquire)
     }
@@ -590,7 +591,7 @@ impl<B: Backing> Names<B> {
     /// Looks an object up under each known name until one leads to it.
     ///
     /// Fails with ESTALE if no name leads to it. If a lookup failed for another reason, that error is returned instead,
-    /// because the name may still exist.
+    /// because the name may still lead to the object.
     fn look_up_again(&self, backing: &B, inode: &Inode<B>) -> Result<B::Inode> {
         if let Some(object) = inode.cached_object() {
             return Ok(object);
@@ -615,7 +616,7 @@ impl<B: Backing> Names<B> {
 
     /// Opens the object of a name permanently if the name is its last known one. Called before the name is removed.
     ///
-    /// Fails with EMFILE or ENFILE if no descriptor is free. The name must not be removed then.
+    /// Fails with EMFILE or ENFILE if no descriptor is free. The caller must then not remove the name.
     pub(crate) fn keep_open_before_last_name_goes(
         &self,
         backing: &B,
@@ -653,7 +654,7 @@ impl<B: Backing> Names<B> {
         Ok(())
     }
 
-    /// Closes all objects that need not stay open.
+    /// Closes all objects that need not remain open.
     pub(crate) fn close_cached_objects(&self) {
         self.objects.clear();
     }
@@ -673,7 +674,8 @@ impl<B: Backing> Names<B> {
         let _path_claim = self.path_claims.change(paths);
         let moved = self.child(from.dir.id, from.name);
         let exchanged = self.child(to.dir.id, to.name).filter(|_| exchange);
-        // The live table has the new name before the rename: if firnd dies in between, the next one tries both names.
+        // The live table gets the new name before the rename: if firnd dies in between, the next firnd tries both
+        // names.
         if let Some(live) = self.live.get() {
             for (inode, new) in [(&moved, to), (&exchanged, from)] {
                 if let Some(inode) = inode {
@@ -739,8 +741,8 @@ impl<B: Backing> Names<B> {
         inodes
     }
 
-    /// Keeps an inode known after the kernel forgets it, because its file was synced with this many bytes, or was
-    /// cut. The oldest entry makes room for a new one.
+    /// Keeps an inode after the kernel forgets it, because its file was synced (with this number of bytes) or cut. If
+    /// there are too many such files, forgets the oldest.
     pub(crate) fn remember(&self, inode: &Arc<Inode<B>>, bytes: u64) {
         if !inode.has_names() {
             return;
@@ -752,7 +754,7 @@ impl<B: Backing> Names<B> {
             let is_full = remembered.len() > REMEMBERED_FILES_MAX;
             is_full.then(|| remembered.pop_first())
         };
-        // The lock is released first: dropping the last reference may close a descriptor.
+        // The lock is released first, because a drop of the last reference may close a descriptor.
         drop(dropped);
     }
 
@@ -827,7 +829,7 @@ impl<B: Backing> Names<B> {
         inode
     }
 
-    /// Makes the inode of a new object, and enters it in the table by key.
+    /// Makes the inode of a new object, and adds it to the table by key.
     ///
     /// The inode gets the object's own number, if the object is on the root's device and the number is neither reserved
     /// nor taken by an older object. Otherwise it gets a synthetic number.
@@ -855,8 +857,7 @@ impl<B: Backing> Names<B> {
         inode
     }
 
-    /// Takes back `count` references of the kernel to an inode. After the last one the number may be given to another
-    /// object.
+    /// Takes back `count` references of the kernel to an inode. After the last one, another object may get the number.
     pub(crate) fn forget(&self, id: InodeId, count: u64) {
         let mut tables = self.tables.lock();
         let Some(known) = tables.by_id.get_mut(&id) else {
@@ -896,7 +897,7 @@ impl<B: Backing> Names<B> {
         }
     }
 
-    /// Records that a name no longer leads to `inode`. If the table has the name for another inode, that entry stays.
+    /// Records that a name no longer leads to `inode`. If the table has the name for another inode, that entry remains.
     pub(crate) fn drop_name(&self, parent: InodeId, name: &OsStr, inode: &Inode<B>) {
         let mut tables = self.tables.lock();
         let key = (parent, Name::from(name));

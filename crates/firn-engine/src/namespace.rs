@@ -1,15 +1,15 @@
-//! Operations on names, attributes and directories, passed to the backing, with pending data counted in.
+//! Operations on names, attributes and directories. They are passed to the backing, and pending data is counted in
+//! their results.
 //!
-//! Each operation returns what programs must see: the backing's answer, corrected by the bytes that only the arena
-//! holds.
+//! Each operation returns the backing's answer, corrected by the bytes that only the arena has.
 //!
 //! Promises
-//! * An operation that changes names keeps recovery able to find each file with pending data. The journal learns of a
-//!   removal or a rename before the backing does it.
+//! * After each operation that changes names, recovery can find each file with pending data. A removal or a rename is
+//!   recorded in the journal before the backing makes it.
 //! * A file without name and handle has no pending data; its bytes are discarded.
 //!
-//! Races: names may change in the backing without a request, as when a transaction is aborted. A thread that enters a
-//! name compares the count of such changes before and after ([`Namespace::revalidate_names`]).
+//! Races: names may change in the backing without a request, as when a transaction is aborted. A thread that adds a
+//! name to the tables compares the count of such changes before and after its lookup ([`Namespace::revalidate_names`]).
 
 use std::ffi::OsStr;
 use std::sync::Arc;
@@ -68,7 +68,8 @@ impl<B: Backing> Namespace<B> {
     pub fn lookup(&self, parent: InodeId, name: &OsStr) -> Result<Entry> {
         let dir = self.tree.inode(parent)?;
         loop {
-            // The lookup is repeated if names changed in the backing meanwhile and this name now leads elsewhere.
+            // The lookup is repeated if names changed in the backing meanwhile and this name now leads to another
+            // object.
             let changes_before = self.tree.names.backing_name_changes();
             let found = self
                 .open_files
@@ -85,10 +86,11 @@ impl<B: Backing> Namespace<B> {
         }
     }
 
-    /// Returns whether a name that was just entered for `inode` leads to it. A wrong name is dropped.
+    /// Returns whether a name that was just added for `inode` leads to it. Drops a wrong name.
     ///
     /// `changes_before` is the count of name changes in the backing before the name was looked up. If the count is
-    /// still the same, the name is right, and a later change will check it. Otherwise the name is looked up again here.
+    /// still the same, the name is right: a later change will find and check it. Otherwise the name is looked up again
+    /// here.
     fn is_name_current(
         &self,
         changes_before: u64,
@@ -119,8 +121,8 @@ impl<B: Backing> Namespace<B> {
         self.add_pending_data(inode, attr)
     }
 
-    /// Returns attributes of the backing, corrected by the pending data of a file. `attr` is returned for all other
-    /// objects.
+    /// For a file that is open or has bytes in the arena, returns the backing's attributes, corrected by the pending
+    /// data. For any other object, returns `attr`.
     ///
     /// Pending data is read before the backing's attributes. In the other order a drain between the two could make the
     /// file look too short.
@@ -150,7 +152,7 @@ impl<B: Backing> Namespace<B> {
             return Ok(attr);
         }
         attr.size = whole_size(&attr, end);
-        // Many programs take a file without blocks for one hole, and then do not read it.
+        // Many programs assume that a file without blocks is one hole, and then do not read it.
         attr.blocks += pending.div_ceil(512);
         if let Some(mtime) = mtime {
             attr.mtime = mtime;
@@ -159,10 +161,10 @@ impl<B: Backing> Namespace<B> {
         Ok(attr)
     }
 
-    /// Sets attributes in the order length, owner, mode, times, and returns all attributes. After an error, those
-    /// before the failed one are set.
+    /// Sets attributes in the order length, owner, mode, times, and returns all attributes. After an error, the
+    /// attributes before the failed one are set.
     ///
-    /// `by` is the caller, if its change takes set-id bits and capabilities of the object away.
+    /// `by` is the caller, if its change removes set-id bits and capabilities of the object.
     pub fn set_attr(
         &self,
         inode: InodeId,
@@ -187,7 +189,7 @@ impl<B: Backing> Namespace<B> {
         if (set.mode.is_some() || set.uid.is_some() || set.gid.is_some())
             && let Some(file) = self.open_files.known_file(&inode)
         {
-            // The next write must take set-id bits away, which direct access cannot do. So its writer goes through
+            // The next write must remove set-id bits, which direct access cannot do. So the writer must write through
             // the kernel from here on.
             self.intake.end_grant(&file);
             self.open_files.open_before_mode_change(&file);
@@ -210,7 +212,7 @@ impl<B: Backing> Namespace<B> {
         self.attr_of(&inode)
     }
 
-    /// Sets times. The contents stay the same, so a file that was known to be synced stays known as synced.
+    /// Sets times. The contents do not change, so a file that counts as synced still counts as synced afterwards.
     fn set_times(&self, inode: &Arc<Inode<B>>, atime: SetTime, mtime: SetTime) -> Result<()> {
         let is_as_synced = |synced: &Fingerprint| self.tree.fingerprint(inode) == Ok(*synced);
         let synced = inode.synced.get().filter(is_as_synced);
@@ -224,7 +226,7 @@ impl<B: Backing> Namespace<B> {
     }
 
     /// Sets times in the backing, and in the pending data of the file. If the backing refuses, the pending time is
-    /// put back.
+    /// restored.
     fn change_times(&self, inode: &Arc<Inode<B>>, atime: SetTime, mtime: SetTime) -> Result<()> {
         let Some(file) = self.open_files.known_file(inode) else {
             return self
@@ -246,7 +248,7 @@ impl<B: Backing> Namespace<B> {
         if result.is_ok() {
             state.cache.trust_backing();
         }
-        // A write since then has a later time of its own, which stays.
+        // A write since then has set a later time, which must remain.
         if time.is_some() && !state.pending.is_empty() && state.pending.mtime() == time {
             match &result {
                 Ok(()) => self.base.journal.record_time(&state),
@@ -256,14 +258,14 @@ impl<B: Backing> Namespace<B> {
         result
     }
 
-    /// Replaces the pending modification time by `time`, before `time` is set in the backing. So a drain that ends
-    /// meanwhile does not set an older time. Returns the time that was replaced.
+    /// Replaces the pending modification time by `time`. Called before `time` is set in the backing, so that a drain
+    /// that ends meanwhile does not set an older time. Returns the time that was replaced.
     fn replace_pending_mtime(&self, file: &Arc<File<B>>, time: Option<Time>) -> Option<Time> {
         let mut state = file.lock_to_set_times();
         self.intake.ingest_published(file, &mut state);
         if time.is_some() {
-            // Writes of the client before and after this call must be told apart. A new lease, which the client asks
-            // for next, does that.
+            // Writes of the client before this call must be distinguished from later ones. After the revocation, the
+            // client gets a new lease for later writes.
             self.intake.revoke_grant(file, &mut state);
         }
         let before = state.pending.mtime();
@@ -273,8 +275,8 @@ impl<B: Backing> Namespace<B> {
         before
     }
 
-    /// Enters an object that was just made in the backing, and returns its inode. `changes_before` is the count of name
-    /// changes in the backing before the object was made.
+    /// Adds an object that was just made in the backing to the tables, and returns its inode. `changes_before` is the
+    /// count of name changes in the backing before the object was made.
     ///
     /// Fails with ESTALE if the object was removed meanwhile with its transaction. The kernel then looks the path up
     /// again.
@@ -365,7 +367,7 @@ impl<B: Backing> Namespace<B> {
         })
     }
 
-    /// Gives an inode another name (link(2)), and returns its entry. Both names lead to the same pending data.
+    /// Makes another name of an inode (link(2)), and returns its entry. Both names lead to the same pending data.
     pub fn link(&self, inode: InodeId, parent: InodeId, name: &OsStr) -> Result<Entry> {
         let inode = self.tree.inode(inode)?;
         let dir = self.tree.inode(parent)?;
@@ -387,8 +389,8 @@ impl<B: Backing> Namespace<B> {
             if let Some(file_id) = state.pending.file_id()
                 && let Some(path) = dir.path_of(name)
             {
-                // Recovery can do without this record if the journal is full: it still knows the older names. The
-                // removal of the last of those is then refused.
+                // If the journal is full, recovery needs no such record: it still has the older names. The removal of
+                // the last older name is then refused.
                 self.base.journal.append_note(&Record::NameAdded {
                     file: file_id.get(),
                     path,
@@ -448,10 +450,10 @@ impl<B: Backing> Namespace<B> {
         Ok(Some(file))
     }
 
-    /// Makes sure that recovery can find a file with pending data after it loses this name.
+    /// Ensures that recovery can find a file with pending data after the file loses this name.
     ///
-    /// The other known names are recorded in the journal, because the kernel may have looked some up after the file got
-    /// its id. If the file has another name and none is known, its data is drained first.
+    /// Records the other known names in the journal, because the kernel may have looked some of them up after the file
+    /// got its id. If the file has other names but none is known, drains its data first.
     fn record_name_removal(&self, file: &Arc<File<B>>, path: Vec<u8>) -> Result<()> {
         let file_id = {
             let mut state = file.lock();
@@ -498,7 +500,7 @@ impl<B: Backing> Namespace<B> {
             .and_then(|object| self.base.backing.attr(&object))
         {
             Ok(attr) => attr.nlink == 0,
-            // Data of a file is kept where the backing cannot say whether the file still exists.
+            // If the backing cannot tell whether the file still exists, its data is kept.
             Err(errno) => matches!(errno, Errno::STALE | Errno::NOENT),
         };
         if !has_lost_last_name {
@@ -561,10 +563,10 @@ impl<B: Backing> Namespace<B> {
         let moved = self.tree.names.child(dir.id, name);
         let target = self.tree.names.child(new_dir.id, new_name);
         if moved.is_some_and(|moved| target.is_some_and(|target| Arc::ptr_eq(&moved, &target))) {
-            // Both names lead to one file, so rename(2) changes nothing. The backing gives the answer.
+            // Both names lead to one file, so rename(2) changes nothing. The answer comes from the backing.
             return self.base.backing.rename(&from, name, &to, new_name, flags);
         }
-        // An exchange removes no name, so only a replaced object may lose its last one.
+        // An exchange removes no name. In any other rename, only the replaced object may lose its last name.
         let replaced = if exchange {
             None
         } else {
@@ -594,8 +596,8 @@ impl<B: Backing> Namespace<B> {
         Ok(())
     }
 
-    /// Prepares for a rename that replaces what has this name: records the removal of the name in the journal, and keeps
-    /// the object open if the name is its last one. Returns the file, if it is in use or has pending data.
+    /// Prepares a rename that replaces the object with this name: records the removal of the name in the journal, and
+    /// keeps the object open if the name is its last one. Returns the file, if it is in use or has pending data.
     fn prepare_replacement(
         &self,
         dir: &Arc<Inode<B>>,
@@ -655,7 +657,7 @@ impl<B: Backing> Namespace<B> {
             .get_xattr(&self.tree.object_of(inode)?, name)
     }
 
-    /// Sets an extended attribute (setxattr(2)). `by` is the caller, if the change may take privileges away.
+    /// Sets an extended attribute (setxattr(2)). `by` is the caller, if the change may remove privileges.
     pub fn set_xattr(
         &self,
         inode: InodeId,
@@ -665,8 +667,8 @@ impl<B: Backing> Namespace<B> {
         by: Option<&dyn Principal>,
     ) -> Result<()> {
         let inode = self.tree.inode(inode)?;
-        // The attribute may be a capability, which the next write must take away, or an ACL. Only writes through the
-        // kernel do that, so direct access ends.
+        // The attribute may be an ACL, or a capability that the next write must remove. Only a write through the kernel
+        // does so, so direct access ends.
         if let Some(file) = self.open_files.known_file(&inode) {
             self.intake.end_grant(&file);
             self.open_files.open_before_mode_change(&file);
@@ -722,18 +724,18 @@ impl<B: Backing> Namespace<B> {
     /// Drops the names at or below `path` that no longer lead to their inodes, after the backing changed without a
     /// request of the kernel.
     ///
-    /// Returns the dropped names and all inodes there, which the caller must make the kernel forget. Names come before
-    /// inodes, so that no program finds new attributes under an old name.
+    /// Returns the dropped names, then all inodes at or below `path`. The caller must make the kernel drop its cached
+    /// data of these, in this order, so that no program finds new attributes under an old name.
     pub fn revalidate_names(&self, path: &[u8]) -> Vec<Cached> {
         let _path_claim = self.tree.paths.change(|| vec![path.to_vec()]);
-        // This comes before the list of inodes is made. A thread that looked a name up earlier and enters it now sees
-        // the count change, and looks again.
+        // Done before the list of inodes is made. A thread that looked a name up earlier and adds it now sees that the
+        // count has changed, and looks the name up again.
         self.tree.names.note_backing_name_change();
         let mut names = Vec::new();
         let mut inodes = Vec::new();
         for inode in self.tree.names.all_inodes() {
             let paths = inode.paths();
-            // An inode without a name may have been anywhere in the tree, and may have a name again.
+            // An inode without a known name may have been anywhere in the tree, and may have a name again.
             let may_be_below = path.is_empty()
                 || paths.is_empty()
                 || paths.iter().any(|known| is_below(known, path));
@@ -764,14 +766,14 @@ impl<B: Backing> Namespace<B> {
         if self.tree.leads_to(parent, name, inode) {
             return false;
         }
-        // An open file, or one with pending data, is still used without the name, so its object stays open.
+        // A file that is open or has pending data is still used without the name, so its object is kept open.
         let held = self.open_files.with_descriptor(|| {
             self.tree
                 .names
                 .keep_open_if_last_name(&self.base.backing, inode, parent.id, name)
         });
         if let Err(errno) = held {
-            tracing::warn!(%errno, "an object whose name is gone cannot be held");
+            tracing::warn!(%errno, "cannot keep an object open that has lost its name");
         }
         self.tree.names.drop_name(parent.id, name, inode);
         true

@@ -1,12 +1,12 @@
 //! Open files, and the limit of files of the backing that are open at a time.
 //!
-//! Many programs may each have as many files open as their own limit allows. So a file that a program has open does
-//! not always have a descriptor of the backing. If there are too many, files without a read, write or drain under way
-//! are closed in the backing, and opened again at their next use.
+//! Many programs may each have as many files open as their own limit allows, which together may exceed firnd's limit.
+//! So an open file of a program does not always have a descriptor of the backing. If too many descriptors are open,
+//! files without a read, write or drain under way are closed in the backing, and opened again at their next use.
 //!
 //! Promises
-//! * A file is closed in the backing only if it can be opened again: it was just opened once more in the same way.
-//! * A file without a name stays open in the backing, because no name leads to its bytes.
+//! * A file is closed in the backing only if it can be opened again: firnd tries such an open just before the close.
+//! * A file without a name remains open in the backing, because no name leads to its bytes.
 //!
 //! [`OpenFiles::close_excess_files`] is called without a lock held.
 
@@ -71,7 +71,7 @@ impl<B: Backing> OpenFiles<B> {
         self.handle(handle).is_ok_and(|handle| handle.writable)
     }
 
-    /// Returns how far the kernel may read a file of the backing itself. A file that is not open in the backing
+    /// Returns to what extent the kernel may read a file of the backing itself. A file that is not open in the backing
     /// counts as readable.
     pub(crate) fn kernel_reads(&self, file: &File<B>) -> KernelReads {
         let open = file.lock().open_any();
@@ -80,7 +80,8 @@ impl<B: Backing> OpenFiles<B> {
         })
     }
 
-    /// Returns a duplicate of the backing's descriptor, for kernel passthrough; `None` if there is none.
+    /// Returns a duplicate of the backing's descriptor, for kernel passthrough; `None` if the backing has no such
+    /// descriptor.
     pub fn backing_fd(&self, handle: HandleId) -> Option<OwnedFd> {
         let handle = self.handle(handle).ok()?;
         let writer = self.writer(&handle.file).ok()?;
@@ -89,7 +90,7 @@ impl<B: Backing> OpenFiles<B> {
             .descriptor(&writer.file, DescriptorUse::Passthrough)
     }
 
-    /// Tells the backing, if it wants to know, that a file is completely drained and has no writers.
+    /// Notifies a backing that finishes files if a file is completely drained and has no writers.
     pub(crate) fn note_written(&self, file: &File<B>) {
         if !self.base.backing.features().finishes_files {
             return;
@@ -100,14 +101,14 @@ impl<B: Backing> OpenFiles<B> {
             state.writer.clone().filter(|_| is_written)
         };
         if let Some(writer) = writer {
-            // The call does not wait. Work that it begins reports errors elsewhere.
+            // The call does not wait. The work that the call begins reports its errors elsewhere.
             let _ = self.base.backing.note_use(&writer.file, FileUse::Written);
         }
     }
 
-    /// Closes the backing's file if no handle is open: more files may be in memory than a process may have
-    /// descriptors. A file with pending data is closed only if there are many of them, and only if it was just opened
-    /// once more by its name. A later open could be refused, as for mode 0444.
+    /// Closes the backing's file if no handle is open: more files may be in memory than a process may have descriptors.
+    /// A file with pending data is closed only if there are many such files, and only if an open by its name succeeds
+    /// first: the file's mode, for example 0444, may forbid a later open.
     pub(crate) fn close_if_unused(&self, file: &File<B>) {
         let pending = {
             let state = file.lock();
@@ -134,8 +135,8 @@ impl<B: Backing> OpenFiles<B> {
         }
     }
 
-    /// Opens the backing's file before its mode changes. Afterwards a drain, or a program that has the file open, may
-    /// not be allowed to open it.
+    /// Opens the backing's file before its mode changes. After the change, firnd may have no right to open it for a
+    /// drain or for a program that has the file open.
     pub(crate) fn open_before_mode_change(&self, file: &File<B>) {
         let writes = {
             let state = file.lock();
@@ -144,7 +145,7 @@ impl<B: Backing> OpenFiles<B> {
             }
             !state.pending.is_empty() || state.opens.has_writers()
         };
-        // If it cannot be opened now, the change of mode makes nothing worse.
+        // An error is ignored: if the file cannot be opened now, the change of mode does no further harm.
         let _ = self.open_below(file, writes);
     }
 
@@ -178,8 +179,8 @@ impl<B: Backing> OpenFiles<B> {
         self.files.get(inode)
     }
 
-    /// Returns the file of an inode, made if need be, with `change` applied while it cannot be removed from the
-    /// table.
+    /// Returns the file of an inode; makes it if it is not in the table. Applies `change` while the file cannot be
+    /// removed from the table.
     pub(crate) fn file_with(
         &self,
         inode: &Arc<Inode<B>>,
@@ -188,7 +189,7 @@ impl<B: Backing> OpenFiles<B> {
         self.files.change(inode, self.route_of(inode), change)
     }
 
-    /// Returns where an inode's data goes. Without an answer of the backing it is the first lane.
+    /// Returns where an inode's data goes: to the first lane if the backing gives no answer.
     fn route_of(&self, inode: &Inode<B>) -> Route {
         if self.drain.has_one_route() {
             return Route::default();
@@ -207,7 +208,7 @@ impl<B: Backing> OpenFiles<B> {
         }
     }
 
-    /// Remembers the inode of a file that was cut, even when it is neither open nor pending. Called before the file
+    /// Remembers the inode of a file that was cut, after the file is neither open nor pending. Called before the file
     /// is dropped from the table, without its lock.
     pub(crate) fn keep_cut(&self, inode: &Arc<Inode<B>>) {
         if inode.is_cut.load(Ordering::Acquire) {
@@ -225,7 +226,7 @@ impl<B: Backing> OpenFiles<B> {
     /// [`EngineOptions::open_files_max`]: crate::EngineOptions
     pub(crate) fn close_excess_files(&self) {
         let max = self.base.options.open_files_max;
-        // The check looks at all files, so it is made only once in a batch of opens.
+        // The check examines all files, so it is made only once in a batch of opens.
         let batch = (max / 4).max(1);
         if self.base.counters.files_opened.load(Ordering::Relaxed) < batch {
             return;
@@ -244,7 +245,8 @@ impl<B: Backing> OpenFiles<B> {
             .for_each(|file| self.close_idle(file));
     }
 
-    /// Returns the backing file for writing, opened if need be. It can be read too, if the backing allows that.
+    /// Returns the backing file for writing; opens it if it is not open. It is also open for reading if the backing
+    /// allows that.
     pub(crate) fn writer(&self, file: &File<B>) -> Result<Arc<BackingFile<B>>> {
         let open = file.lock().writer.clone();
         if let Some(writer) = open {
@@ -272,7 +274,7 @@ impl<B: Backing> OpenFiles<B> {
         Ok(file.keep_writer(opened))
     }
 
-    /// Returns the backing file for reading, opened if need be.
+    /// Returns the backing file for reading; opens it if it is not open.
     pub(crate) fn reader(&self, file: &File<B>) -> Result<Arc<BackingFile<B>>> {
         if let Some(open) = file.lock().open_reader() {
             return Ok(open);
@@ -290,7 +292,7 @@ impl<B: Backing> OpenFiles<B> {
         }))
     }
 
-    /// Closes all descriptors that can be opened again.
+    /// Closes all files of the backing that can be opened again.
     pub fn close_idle_files(&self) {
         self.close_down_to(0);
         self.tree.names.close_cached_objects();
@@ -322,10 +324,10 @@ impl<B: Backing> OpenFiles<B> {
         drop(closed);
     }
 
-    /// Makes a call of the backing that may need a descriptor. If none is free, closes files and makes the call once
-    /// more.
+    /// Makes a call of the backing that may need a descriptor. If no descriptor is free, closes files and makes the
+    /// call once more.
     ///
-    /// Fails with ENFILE if there is still no descriptor. (EMFILE would blame a limit of the program.)
+    /// Fails with ENFILE if there is still no descriptor. (Programs would take EMFILE for their own limit.)
     pub(crate) fn with_descriptor<T>(&self, mut call: impl FnMut() -> Result<T>) -> Result<T> {
         let none_left = |errno: &Errno| matches!(*errno, Errno::MFILE | Errno::NFILE);
         match call() {
@@ -350,8 +352,8 @@ impl<B: Backing> OpenFiles<B> {
         ))
     }
 
-    /// Returns the files at or below `path` that are open for writing. A program may have stored bytes to a mapping
-    /// of them that only the kernel has.
+    /// Returns the files at or below `path` that are open for writing. A program may have stored bytes to a mapping of
+    /// such a file, and only the kernel has these bytes.
     pub fn written_at(&self, path: &[u8]) -> Vec<InodeId> {
         let handles = self.handles.all();
         let is_at = |inode: &Inode<B>| {
@@ -368,7 +370,7 @@ impl<B: Backing> OpenFiles<B> {
         let files = self.files.all();
         let is_at = |file: &Arc<File<B>>| {
             let paths = file.inode.paths();
-            // A file without a name may have been anywhere.
+            // A file without a known name may have been anywhere.
             path.is_empty() || paths.is_empty() || paths.iter().any(|known| is_below(known, path))
         };
         files.into_iter().filter(is_at).collect()

@@ -5,7 +5,7 @@ use std::time::Duration;
 /// When close(2) returns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ClosePolicy {
-    /// When the file is in the backing.
+    /// When all bytes of the file are in the backing.
     Drain,
     /// At once, with the data held in the arena.
     Held,
@@ -16,17 +16,17 @@ pub enum ClosePolicy {
 pub enum FsyncPolicy {
     /// For the data to be durable in the backing.
     Durable,
-    /// For nothing: the data is held in the arena, as after write(2).
+    /// fsync(2) does not wait: the data is held in the arena, as after write(2).
     Held,
 }
 
 /// When pending data goes to the backing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DrainPolicy {
-    /// Without a request, as data comes.
+    /// Without a request, as soon as there is enough data.
     Eager,
     /// On request: [`Durability::drain_tree`](crate::Durability::drain_tree),
-    /// [`Durability::wait_tree`](crate::Durability::wait_tree), fsync(2). Drained bytes stay in memory until their
+    /// [`Durability::wait_tree`](crate::Durability::wait_tree), fsync(2). Drained bytes remain in memory until their
     /// space is needed. Writes to a full arena fail with ENOSPC.
     Demand,
 }
@@ -53,12 +53,12 @@ pub struct EngineOptions {
     pub fsync: FsyncPolicy,
     /// Age after which data is drained, however few bytes it has.
     pub drain_age: Duration,
-    /// Fewest new bytes of a file for a drain without a request: one chunk by default.
+    /// Minimum number of new bytes of a file for a drain without a request: one chunk by default.
     pub drain_write_bytes_min: u64,
-    /// Most bytes of one write to the backing.
+    /// Maximum number of bytes of one write to the backing.
     pub drain_write_bytes_max: u64,
-    /// Most bytes of one write if the backing gathers pieces of a file ([`firn_backing::Facts::gathers`]). A quarter
-    /// of the arena is the upper limit.
+    /// Maximum number of bytes of one write if the backing gathers pieces of a file ([`firn_backing::Facts::gathers`]).
+    /// Limited to a quarter of the arena.
     pub drain_gathered_bytes_max: u64,
     /// Percentage of memory in use above which sealed chunks move to the spill file, if there is one.
     pub spill_upper_percent: u32,
@@ -66,17 +66,17 @@ pub struct EngineOptions {
     pub spill_lower_percent: u32,
     /// Whether the kernel may read files without pending data itself.
     pub passthrough: bool,
-    /// Size in bytes from which a closed file gets a memory file of its own, if drained bytes stay in memory
-    /// (`DrainPolicy::Demand`); 0: no file does.
+    /// Size in bytes from which a closed file moves into a memory file, if drained bytes remain in memory
+    /// (`DrainPolicy::Demand`). 0: no file moves.
     pub memory_file_bytes_min: u64,
-    /// Whether every read of a program comes to the engine. The kernel then caches no bytes, and no process gets a
-    /// list of where bytes lie.
+    /// Whether every read of a program goes to the engine. If so, the kernel caches no bytes, and no process gets a
+    /// list of the places of bytes.
     pub serves_every_read: bool,
-    /// Objects of the backing (descriptors) that stay open beside those of files in use. The kernel may know more;
-    /// further objects are looked up at their next use.
+    /// Number of objects of the backing (descriptors) that remain open besides the objects of files in use. The kernel
+    /// may have references to more objects; these are looked up at their next use.
     pub objects_max: usize,
-    /// Files of the backing that stay open for files of programs, with one or two descriptors each. Further files are
-    /// closed, and opened again at their next use.
+    /// Number of files of the backing that remain open for files of programs, with one or two descriptors each. Further
+    /// files are closed, and opened again at their next use.
     pub open_files_max: usize,
 }
 
@@ -90,7 +90,7 @@ impl EngineOptions {
             fsync: FsyncPolicy::Durable,
             drain_age: Duration::from_secs(5),
             drain_write_bytes_min: chunk_bytes,
-            // Four chunks: larger writes were no faster on any measured backing, and keep the lane busy longer.
+            // Four chunks: larger writes were not faster on any measured backing, and occupy the lane longer.
             drain_write_bytes_max: chunk_bytes.saturating_mul(4).clamp(1 << 20, 64 << 20),
             drain_gathered_bytes_max: 64 << 20,
             spill_upper_percent: 80,

@@ -1,7 +1,7 @@
-//! Durability level `partnered`: which files a partner host has copies of.
+//! Durability level `partnered`: of which files a partner host has copies.
 //!
-//! Invariant: a file has the level while it is not open for writing and its bytes and length are those that the
-//! partner has. [`Durability::forget_partner`] takes the level from all files.
+//! Invariant: a file has the level while it is not open for writing and its bytes and length equal the partner's copy.
+//! [`Durability::forget_partner`] removes the level from all files.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use firn_format::durability::DurabilityLevel;
 use crate::Result;
 use crate::durability::Durability;
 
-/// Held files and bytes, with a copy at the partner and without.
+/// Numbers of held files and bytes, with and without a copy at the partner.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PartnerFigures {
     /// Held files of which the partner has a copy.
@@ -27,12 +27,12 @@ pub struct PartnerFigures {
 }
 
 impl<B: Backing> Durability<B> {
-    /// Records that a partner has the file at `path` as it was at `changes` ([`crate::FileFigures::changes`]).
-    /// Returns whether the file has the level now. It does not if the file has changed since, nothing of it is held,
-    /// a writer has it open, or `counts` says that the partner was replaced.
+    /// Records that a partner has a copy of the file at `path`, in version `changes` ([`crate::FileFigures::changes`]).
+    /// Returns whether the file has the level now. It has not if the file changed since, no byte of it is held, a
+    /// writer has it open, or `counts` returns false because the partner was replaced.
     ///
     /// `counts` is called under the file's lock. So a thread that replaces the partner and then calls
-    /// [`Durability::forget_partner`] leaves no record of the old one.
+    /// [`Durability::forget_partner`] leaves no record of the old partner.
     pub fn mark_partnered(
         &self,
         path: &[u8],
@@ -52,7 +52,7 @@ impl<B: Backing> Durability<B> {
         Ok(is_that && state.is_partnered())
     }
 
-    /// Takes the level from all files, because the partner is gone or was replaced.
+    /// Removes the level from all files, because the partner is gone or was replaced.
     pub fn forget_partner(&self) {
         for file in self.open_files.files.all() {
             file.lock().partnered_changes = 0;

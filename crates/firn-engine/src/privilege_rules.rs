@@ -46,14 +46,13 @@ impl<B: Backing> PrivilegeRules<B> {
         }
     }
 
-    /// Sets the callback for an object that lost privileges by a change of something else. Before it returns, the
-    /// kernel must have dropped the attributes that it cached of the object.
+    /// Sets the callback that makes the kernel drop its cached attributes of an object, for example after the object
+    /// lost privileges. The callback must return only after the kernel has dropped them.
     pub fn on_attributes_changed(&self, f: Arc<dyn Fn(InodeId) + Send + Sync>) {
         self.privileges.set_observer(f);
     }
 
-    /// Records that some object may have got set-id bits or capabilities in the backing without a request to the
-    /// engine.
+    /// Records that any object may have got set-id bits or capabilities in the backing without a request to the engine.
     pub fn note_privileges_given(&self) {
         self.privileges.begin_epoch();
     }
@@ -80,8 +79,8 @@ impl<B: Backing> PrivilegeRules<B> {
         }
     }
 
-    /// Removes the privileges that a regular file loses, before `by` changes its contents other than by a write. A
-    /// write does this itself.
+    /// Removes the privileges that a regular file loses. Called before `by` changes its contents by anything but a
+    /// write, because a write removes them itself.
     pub fn drop_privileges(&self, inode: InodeId, by: &dyn Principal) -> Result<()> {
         let inode = self.tree.inode(inode)?;
         if inode.kind != Kind::File {
@@ -93,7 +92,7 @@ impl<B: Backing> PrivilegeRules<B> {
         dropped
     }
 
-    /// Does the work of [`PrivilegeRules::drop_privileges`] for a caller that has the file.
+    /// Does the work of [`PrivilegeRules::drop_privileges`] for a file whose state the caller already has.
     pub(crate) fn drop_privileges_of(&self, file: &Arc<File<B>>, by: &dyn Principal) -> Result<()> {
         let epoch = self.privileges.epoch();
         if file.lock().unprivileged_epoch == epoch {
@@ -105,7 +104,8 @@ impl<B: Backing> PrivilegeRules<B> {
         Ok(())
     }
 
-    /// Makes the next write check a file, if `attr` has set-id bits, which may have been set beside the mount.
+    /// If `attr` has set-id bits, makes the next write check the file: a program that does not use the mount may have
+    /// set them.
     pub(crate) fn note_privileges_in_backing(&self, file: &File<B>, attr: &Attr) {
         if has_set_id_bits(attr) {
             file.lock().unprivileged_epoch = 0;
@@ -137,8 +137,8 @@ impl<B: Backing> PrivilegeRules<B> {
         }
         let stripped = match self.strip_object(&object, is_capable, (kept != mode).then_some(kept))
         {
-            // A firnd without privileges may not change them. The kernel takes all of them away when such a firnd
-            // changes the contents, even if the bytes stay the same.
+            // A firnd that is not root may not change another user's file in this way. But the kernel removes all
+            // privileges when such a firnd changes the contents, even if the bytes remain the same.
             Err(Errno::PERM) => self.exclusive.with_exclusive_file(file, |target| {
                 self.base
                     .backing
@@ -159,7 +159,7 @@ impl<B: Backing> PrivilegeRules<B> {
                 .backing
                 .remove_xattr(object, OsStr::new(CAPABILITIES));
             match removed {
-                // Another change removed them first.
+                // Another change has already removed the capabilities.
                 Ok(()) | Err(Errno::NODATA) => {}
                 Err(errno) => return Err(errno),
             }
@@ -167,8 +167,8 @@ impl<B: Backing> PrivilegeRules<B> {
         mode.map_or(Ok(()), |mode| self.base.backing.set_mode(object, mode))
     }
 
-    /// Changes owner and group, and clears set-id bits as chown(2) does when `by` calls it. Without `by` no bit is
-    /// cleared here.
+    /// Changes owner and group, and clears the set-id bits that a chown(2) of `by` clears. Without `by`, clears no bit
+    /// here.
     pub(crate) fn set_owner(
         &self,
         inode: &Inode<B>,
@@ -192,7 +192,7 @@ impl<B: Backing> PrivilegeRules<B> {
         } else {
             SET_ID_BITS
         };
-        // The backing sees firnd as the caller instead of `by`, and may not have cleared the bits.
+        // For the backing the caller is firnd and not `by`, so it may not have cleared the bits.
         let mode = self.base.backing.attr(&object)?.mode & 0o7777;
         if mode & cleared != 0 {
             self.base.backing.set_mode(&object, mode & !cleared)
@@ -201,8 +201,8 @@ impl<B: Backing> PrivilegeRules<B> {
         }
     }
 
-    /// Sets the mode as a part of a change that removes privileges. It restores no set-id bit: `mode` comes from the
-    /// kernel, which may not know yet that the bits are gone.
+    /// Sets the mode as a part of a change that removes privileges. Sets no set-id bit that is gone: `mode` comes from
+    /// the kernel, which may still have the bits in its cache.
     pub(crate) fn set_mode_besides(&self, inode: &Inode<B>, mode: u32) -> Result<()> {
         let object = self.tree.object(inode)?;
         let present_mode = self.base.backing.attr(&object)?.mode & 0o7777;
@@ -216,8 +216,8 @@ impl<B: Backing> PrivilegeRules<B> {
 
     /// Sets the mode, as chmod(2) of `by` does.
     ///
-    /// The kernel also requests this on behalf of a process that changes something else. Its mode then has the
-    /// set-group-id bit if group execute is missing, whatever groups the process is in.
+    /// The kernel also requests this when a process changes something other than the mode. The requested mode then
+    /// retains a set-group-id bit without group execute, whichever groups the process is in.
     pub(crate) fn set_mode(
         &self,
         inode: &Inode<B>,

@@ -1,5 +1,4 @@
-//! Privileges of files: set-id bits and capabilities. A file loses them when it is changed, as on a local file
-//! system.
+//! Privileges of files: set-id bits and capabilities. A change of a file removes them, as on a local file system.
 //!
 //! | change | set-user-id | set-group-id | `security.capability` |
 //! |---|---|---|---|
@@ -11,14 +10,14 @@
 //! `posix_acl_update_mode` of Linux. A store to a mapping removes nothing in Linux, and removes nothing here.
 //!
 //! Promises
-//! * Before a byte of the change can be seen, lost privileges are gone from the backing and the kernel was told. So
-//!   new contents are never executed with old privileges, whatever the kernel caches.
-//! * Privileges that are given to a file are not taken away by the drain of older writes.
-//! * For a file that is known to have none, a write costs one comparison. It is known from its creation or its first
-//!   write, until some file of the mount gets privileges ([`Privileges::begin_epoch`]).
+//! * Before any byte of the change is visible, lost privileges are removed in the backing and from the kernel's cache.
+//!   So new contents are never executed with old privileges.
+//! * If a file gets privileges, the drain of older writes does not remove them.
+//! * For a file that is known to have no privileges, a write costs one comparison. This is known from the file's
+//!   creation or first write on, until any file of the mount gets privileges ([`Privileges::begin_epoch`]).
 //!
-//! The kernel does a part of this itself, by the mode that it has cached. It does not for a direct write, for
-//! `O_TRUNC`, and for set-group-id without group execute. So the engine does all of it.
+//! The kernel applies a part of these rules itself, to the mode that it has cached. It does not do so for a direct
+//! write, for `O_TRUNC`, and for set-group-id without group execute. So the engine applies all rules.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -33,13 +32,13 @@ pub(crate) const SET_GROUP_ID: u32 = 0o2000;
 pub(crate) const GROUP_EXECUTE: u32 = 0o010;
 pub(crate) const SET_ID_BITS: u32 = SET_USER_ID | SET_GROUP_ID;
 
-/// The process that changes a file, as far as it decides which privileges the file keeps.
+/// The process that changes a file: its properties decide which privileges the file keeps.
 pub trait Principal {
-    /// Returns whether the process has CAP_FSETID where the kernel asks for it.
+    /// Returns whether the process has CAP_FSETID, for the cases in which the kernel checks it.
     fn has_cap_fsetid(&self) -> bool;
     /// Returns whether the group is the process's own, or one of its supplementary groups.
     fn is_in_group(&self, gid: u32) -> bool;
-    /// Returns whether the process was killed or stopped waiting. Work that has not begun is not done then.
+    /// Returns whether the process was killed or has stopped waiting. If so, work that has not begun is skipped.
     fn has_left(&self) -> bool {
         false
     }
@@ -60,10 +59,10 @@ impl Principal for Anybody {
 /// Callback with an inode whose attributes the kernel must drop.
 pub(crate) type AttributesChanged = Arc<dyn Fn(InodeId) + Send + Sync>;
 
-/// What the engine knows of the privileges of all files.
+/// What the engine has recorded about the privileges of all files.
 pub(crate) struct Privileges {
-    /// Counts the times that some file may have got privileges. It is never 0, which stands for a file whose privileges
-    /// are not known.
+    /// Number of times that any file may have got privileges, counted from 1. A file with the epoch 0 is one whose
+    /// privileges are not known.
     epoch: AtomicU32,
     attributes_changed: RwLock<Option<AttributesChanged>>,
 }
@@ -95,8 +94,8 @@ impl Privileges {
         }
     }
 
-    /// Begins a new epoch, so that all files are checked again at their next write. Called after privileges were
-    /// given, and before that call is answered.
+    /// Begins a new epoch, so that all files are checked again at their next write. Called after a file got privileges,
+    /// and before the call that set them is answered.
     pub(crate) fn begin_epoch(&self) {
         self.epoch.fetch_add(1, Ordering::AcqRel);
     }

@@ -1,9 +1,9 @@
-//! Reads: pending bytes cover cached ones, and those cover bytes of the backing.
+//! Reads: pending bytes take precedence over cached bytes, and cached bytes over bytes of the backing.
 //!
 //! Promise: a read returns the file as it was at one moment.
 //!
-//! Race: bytes of the backing are read without the file's lock. If the file was changed meanwhile, in the arena and
-//! in the backing, the read is repeated; after [`READ_TRIES_MAX`] tries it excludes changes.
+//! Race: bytes of the backing are read without the file's lock. If the file was changed meanwhile, in the arena and in
+//! the backing, the read is repeated. After [`READ_TRIES_MAX`] tries, the read excludes changes.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use crate::file::File;
 use crate::intake::Intake;
 use crate::open_files::OpenFiles;
 
-/// Most tries of a read while the file is being changed. The next one excludes truncations and drains.
+/// Maximum number of tries of a read while the file is being changed. The next try excludes truncations and drains.
 const READ_TRIES_MAX: usize = 10;
 
 /// Result of one try of a read.
@@ -28,7 +28,8 @@ struct ReadTry {
     bytes: u64,
     /// The counters of changes before bytes of the backing were read; `None` if all bytes came from the arena.
     before: Option<ChangeCounters>,
-    /// The backing's file ended before pending bytes of a higher offset, so zeros were returned for the gap.
+    /// Whether the backing's file ended before pending bytes of a higher offset, so that the try filled the gap with
+    /// zeros.
     has_filled_gap: bool,
 }
 
@@ -60,8 +61,8 @@ impl<B: Backing> Reads<B> {
         }
     }
 
-    /// Reads into `buf` from `offset` on, as the file was at one moment. Returns the number of bytes, which is
-    /// smaller at the end of the file.
+    /// Reads into `buf` from `offset` on, as the file was at one moment. Returns the number of bytes, which is less
+    /// than the length of `buf` only at the end of the file.
     pub(crate) fn read_at_one_moment(
         &self,
         file: &Arc<File<B>>,
@@ -74,7 +75,7 @@ impl<B: Backing> Reads<B> {
                 return Ok(attempt.bytes);
             }
         }
-        // Programs change the file faster than it is read, so this read excludes truncations and drains.
+        // Programs change the file faster than it can be read, so this read excludes truncations and drains.
         let mut state = file.begin_exclusive();
         let bytes = state.unlocked(|| self.read_exclusively(file, offset, buf));
         file.end_exclusive(&mut state);
@@ -126,7 +127,7 @@ impl<B: Backing> Reads<B> {
             changes: state.changes,
             backing_changes: state.drain.backing_changes(),
         };
-        // The file reaches up to here, whatever length the backing has.
+        // The file has at least this length, whatever length it has in the backing.
         let mut known_end = state.pending.end().min(end);
         #[allow(
             clippy::single_range_in_vec_init,
@@ -134,7 +135,7 @@ impl<B: Backing> Reads<B> {
         )]
         let mut gaps = vec![offset..end];
         gaps = self.read_extents(state.pending.extents(), gaps, offset, buf)?;
-        // If the spill file cannot give cached bytes, the backing has them too.
+        // If cached bytes cannot be read from the spill file, they are read from the backing.
         if !state.cache.is_empty()
             && let Ok(left) = self.read_extents(state.cache.extents(), gaps.clone(), offset, buf)
         {
@@ -161,8 +162,8 @@ impl<B: Backing> Reads<B> {
         Ok(attempt)
     }
 
-    /// Reads the parts of `gaps` that `extents` have. `buf` begins at file offset `offset`. Returns the gaps that are
-    /// left.
+    /// Reads those parts of `gaps` that are in `extents`. `buf` begins at file offset `offset`. Returns the gaps that
+    /// are left.
     fn read_extents(
         &self,
         extents: &Extents,

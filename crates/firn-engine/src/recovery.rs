@@ -1,22 +1,23 @@
 //! Attach: makes data that an earlier firnd left in the arena pending again, after a crash or a restart.
 //!
 //! Terms
-//! * A *known* file is one that the journal has a file id for, with its identity and its names.
-//! * A *lost* file is a known file that is not found although its removal had not begun. Its pieces stay in the arena,
-//!   and the status names it.
+//! * A *known* file has a file id in the journal, with its identity and its names.
+//! * A *lost* file is a known file that is not found although its removal had not begun. Its pieces remain in the
+//!   arena, and the status shows the file.
 //!
 //! Steps
 //! 1. [`StoredArena::open`] takes every complete piece from the arena and replays the journal.
 //! 2. [`StoredArena::drop_below`] drops the pieces of transactions that have ended, without a call of the backing. The
-//!    caller removes the records of these transactions afterwards, so the step is repeated after a crash in between.
-//! 3. Each known file is searched in the backing by its names, and recognised by inode number and birth time.
-//! 4. Each truncation that the backing has begun is completed.
+//!    caller removes the records of these transactions only afterwards, so after a crash in between the step is
+//!    repeated.
+//! 3. Each known file is searched for in the backing by its names, and recognised by inode number and birth time.
+//! 4. Each truncation that was begun in the backing is completed.
 //! 5. The pieces of a file are laid over each other in the order of their sequences, and drained ranges are removed.
 //! 6. The bytes that are left are pending again, and are drained without a request.
 //!
 //! Promise: a crash during an attach loses nothing, because each step may be repeated.
 //!
-//! Relies on: the arena keeps the slabs of all stored pieces until the attach ends.
+//! Relies on: the arena does not use the slabs of stored pieces again until the attach ends.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -47,16 +48,16 @@ pub struct Recovered {
     pub bytes: u64,
     /// Bytes that were dropped because their transaction had ended.
     pub dropped_bytes: u64,
-    /// Files whose data could not become pending again; it stays in the arena.
+    /// Files whose data could not become pending again; the data remains in the arena.
     pub lost: Vec<LostFile>,
-    /// Damage that was found in the journal, one text each.
+    /// Descriptions of damage that was found in the journal.
     pub damage: Vec<String>,
 }
 
 /// An arena with the data of an earlier firnd, before any of it is pending again.
 pub struct StoredArena {
     arena: Arena,
-    /// All whole pieces. Their slabs are kept until the attach ends.
+    /// All complete pieces. Their slabs are kept until the attach ends.
     stored: Vec<Stored>,
     journal: Journal<JournalRegion>,
     replay: Replay,
@@ -84,9 +85,10 @@ impl StoredArena {
         &self.arena
     }
 
-    /// Drops permanently the pieces of files at or below one of `scopes`. After this call no later attach finds them.
+    /// Permanently drops the pieces of files at or below one of `scopes`: no later attach finds them.
     ///
-    /// The call may be repeated, also after a crash. After `JournalFull` some of the pieces may be dropped already.
+    /// The call may be repeated, also after a crash. If it fails with `JournalFull`, some of the pieces may already be
+    /// dropped.
     pub fn drop_below(&mut self, scopes: &[Vec<u8>]) -> Result<(), EngineError> {
         let is_below_one = |path: &[u8]| {
             scopes
@@ -114,7 +116,7 @@ impl StoredArena {
                 self.dropped_bytes += u64::from(piece.len);
             }
             // The file id ends after its pieces are dead: after a crash in between, pieces without a file id would
-            // count as those of a lost file. A truncation of the file that had begun ends with the file id.
+            // count as those of a lost file. The end of the file id also ends a truncation of the file that had begun.
             self.journal
                 .append_end(&Record::FileIdEnd { file })
                 .map_err(|_| EngineError::JournalFull)?;
@@ -136,7 +138,7 @@ enum FileSearch<B: Backing> {
 
 /// Result of [`Recovery::finish_truncations`].
 struct FinishedTruncations {
-    /// The truncations that the file must show, each with its sequence and the new length.
+    /// The truncations that apply to the file, each with its sequence and the new length.
     truncations: Vec<(u64, u64)>,
     /// The error of a truncation that could not be completed, if there is one.
     failure: Option<Errno>,
@@ -144,9 +146,9 @@ struct FinishedTruncations {
 
 /// Why the data of a file cannot become pending again.
 struct LossReason {
-    /// The backing answered and does not have the file. Otherwise a later attach may find it.
+    /// Whether the backing answered that it does not have the file. Otherwise a later attach may find the file.
     is_certain: bool,
-    /// A part of a sentence for the user.
+    /// The reason in words, as a part of a sentence for the user.
     text: String,
 }
 
@@ -157,7 +159,7 @@ impl<B: Backing> Engine<B> {
         arena: Arena,
         options: EngineOptions,
     ) -> Result<Arc<Self>, EngineError> {
-        // The journal is made with the arena, so that no arena is ever without one.
+        // The journal is made together with the arena, so that no arena is ever without a journal.
         let journal = Journal::open(arena.journal_region()).0;
         arena.remove_unused_memory_files();
         let engine = Self::assemble(backing, arena, journal, options)?;
@@ -180,8 +182,8 @@ impl<B: Backing> Engine<B> {
         )
     }
 
-    /// Makes an engine on an arena of an earlier firnd, from which some pieces may have been dropped. `resumed` is
-    /// the state of the kernel, if the mount outlived the earlier firnd.
+    /// Makes an engine on an arena of an earlier firnd, from which pieces may have been dropped. `resumed`: state of
+    /// the mount in the kernel, if the mount outlived the earlier firnd.
     pub fn attach_stored(
         backing: B,
         from: StoredArena,
@@ -261,8 +263,8 @@ struct Recovery<'a, B: Backing> {
 }
 
 impl<B: Backing> Recovery<'_, B> {
-    /// Recovers each file that the journal knows, except for the `dropped` ones. Pieces of other files are kept as
-    /// lost.
+    /// Recovers each file that has a file id in the journal, except for the `dropped` ones. Pieces of other files are
+    /// kept as data of lost files.
     fn recover_files(&mut self, replay: &Replay, dropped: &BTreeSet<u64>, stored: &[Stored]) {
         let mut pieces: BTreeMap<u64, Vec<Stored>> = BTreeMap::new();
         for piece in stored
@@ -276,7 +278,8 @@ impl<B: Backing> Recovery<'_, B> {
             .files()
             .filter(|(file, _)| !dropped.contains(file))
         {
-            // A damaged record may have number 0, which no file has. Its pieces then belong to an unknown file.
+            // A damaged record may have the number 0, which no file has. Pieces with this number belong to an unknown
+            // file.
             let Some(id) = FileId::new(file) else {
                 continue;
             };
@@ -289,7 +292,7 @@ impl<B: Backing> Recovery<'_, B> {
                 path: Vec::new(),
                 bytes: 0,
                 is_certain: true,
-                reason: "the journal does not know the file".into(),
+                reason: "the journal has no record of the file".into(),
             };
             self.keep_lost(lost, lay_pieces(&stored, &[]));
         }
@@ -301,8 +304,8 @@ impl<B: Backing> Recovery<'_, B> {
         self.recovered.lost.push(kept);
     }
 
-    /// Makes the data of a file that was not drained pending again. The pieces of a removed file die, and those of a
-    /// lost file are kept. `stored` are all pieces of the file.
+    /// Makes the data of a file that was not drained pending again. The pieces of a removed file die, and the pieces of
+    /// a lost file are kept. `stored` are all pieces of the file.
     fn recover_file(&mut self, id: FileId, known: &KnownFile, stored: Vec<Stored>) {
         let search = self.find_file(known);
         let FinishedTruncations {
@@ -310,7 +313,7 @@ impl<B: Backing> Recovery<'_, B> {
             failure,
         } = match &search {
             FileSearch::Found(inode) => self.finish_truncations(id, known, inode),
-            // Programs saw the file with its truncations done.
+            // For programs, these truncations had already happened.
             FileSearch::Removed | FileSearch::Lost(_) => FinishedTruncations {
                 truncations: known.truncating.to_vec(),
                 failure: None,
@@ -319,7 +322,8 @@ impl<B: Backing> Recovery<'_, B> {
         let layers = lay_pieces(&stored, &drained_ranges_of(known, &truncations));
         let last_write = self.find_last_write(known, &stored, &layers);
         for Stored { record: piece, .. } in &stored {
-            // All of the piece was drained or overwritten. Without this mark it would outlive the file id.
+            // All bytes of the piece were drained or overwritten. Without this mark the piece would outlive the file
+            // id.
             if layers.pieces.get(piece).is_none() {
                 self.engine.base.arena.mark_dead(*piece);
             }
@@ -347,8 +351,8 @@ impl<B: Backing> Recovery<'_, B> {
             return self.keep_lost(describe_lost(id, known, reason), layers);
         }
         if is_all_drained && let Some(mtime) = last_write.mtime {
-            // All data was drained, but the file's time may not be set yet. If the backing refuses to set it, the file
-            // keeps the time of the drain.
+            // All data was drained, but the file's time may not be set yet. If the backing refuses to set the time, the
+            // time of the drain remains.
             let set_mtime = |object| {
                 self.engine
                     .base
@@ -368,8 +372,7 @@ impl<B: Backing> Recovery<'_, B> {
             .append_note(&Record::FileIdEnd { file: id.get() });
     }
 
-    /// Makes the bytes in `layers` pending again, for a file that was found. The file id of a file without such bytes
-    /// ends.
+    /// Makes the bytes in `layers` pending again, for a file that was found. If there are none, ends the file id.
     fn restore_pending(
         &mut self,
         id: FileId,
@@ -385,7 +388,7 @@ impl<B: Backing> Recovery<'_, B> {
             let drained_ranges = known.drained_ranges.len() as u32;
             state.pending = Pending::recovered(id, layers, drained_ranges, last_write);
             state.opens.restore_ending(known.ending);
-            // Handles that survived the restart stay open, so the journal must know the file as open.
+            // Handles that survived the restart remain open, so the journal must record the file as open.
             self.engine.base.journal.update_ending(state);
         });
         inode.note_cut(file.lock().opens.is_cut());
@@ -439,13 +442,13 @@ impl<B: Backing> Recovery<'_, B> {
                 self.engine.base.arena.set_modified(*piece, now);
             }
         }
-        // A remaining piece gets the time before the caller marks other pieces dead, because only one of those may have
-        // the time.
+        // A remaining piece gets the time before the caller marks other pieces dead, because the time may be in only
+        // one of the other pieces.
         if let Some((piece, _)) = layers.pieces.iter().next() {
             self.engine.base.arena.set_modified(*piece, recorded_ns);
         }
         match known.modified_at.as_deref() {
-            // A program set the time after the last write, so that time counts.
+            // A program set the time after the last write, so the time that it set counts.
             Some(set) if recorded_ns <= set.written => LastWrite {
                 mtime: Some(Time {
                     sec: set.time.0,
@@ -460,8 +463,8 @@ impl<B: Backing> Recovery<'_, B> {
         }
     }
 
-    /// Completes the truncations of a file that the backing has begun. A truncation that the backing never began did
-    /// not change the file, so it is not among the returned ones.
+    /// Completes the truncations of a file that were begun in the backing. A truncation that never began in the backing
+    /// did not change the file, so it is not returned.
     fn finish_truncations(
         &self,
         id: FileId,
@@ -501,8 +504,7 @@ impl<B: Backing> Recovery<'_, B> {
         }
     }
 
-    /// Searches for a file that the journal knows: among the open files without a name, and then under each of its
-    /// names.
+    /// Searches for a known file: among the open files without a name, and then under each of its names.
     fn find_file(&self, known: &KnownFile) -> FileSearch<B> {
         let key = ObjectKey {
             dev: known.identity.dev,
@@ -521,7 +523,7 @@ impl<B: Backing> Recovery<'_, B> {
         for (path, _) in &known.paths {
             match self.engine.tree.find(path) {
                 // The search continues after a match, so that all names are known. Otherwise the removal of one name
-                // could count as that of the last one.
+                // could count as the removal of the last name.
                 Ok(inode) if is_same_object(known, &inode) => found = Some(inode),
                 Ok(_) => {
                     is_replaced = true;
@@ -554,8 +556,8 @@ impl<B: Backing> Recovery<'_, B> {
     }
 }
 
-/// Returns the drained ranges of a file. A truncation counts as a drain of everything beyond the new length, because
-/// pieces from before it have no bytes there.
+/// Returns the drained ranges of a file. A truncation counts as a drain of all bytes beyond the new length: it has
+/// removed all older bytes there.
 fn drained_ranges_of(known: &KnownFile, truncations: &[(u64, u64)]) -> Vec<DrainedRange> {
     let mut drained_ranges = known.drained_ranges.to_vec();
     for &(sequence, size) in truncations {
@@ -568,14 +570,14 @@ fn drained_ranges_of(known: &KnownFile, truncations: &[(u64, u64)]) -> Vec<Drain
     drained_ranges
 }
 
-/// Returns whether an inode is the file that the journal knows, by inode number and birth time.
+/// Returns whether an inode is the known file, by inode number and birth time.
 fn is_same_object<B: Backing>(known: &KnownFile, inode: &Inode<B>) -> bool {
     let birth = inode.btime.map(|t| (t.sec, t.nsec));
     // The device is not compared: it may have another number after the backing was mounted again.
     known.identity.ino == inode.key.ino && known.identity.btime == birth
 }
 
-/// Describes a file that does not get its data back. Its bytes are counted later, when its pieces are kept.
+/// Describes a lost file. Its bytes are counted later, when its pieces are kept.
 fn describe_lost(id: FileId, known: &KnownFile, reason: LossReason) -> LostFile {
     let path = known
         .paths

@@ -1,16 +1,17 @@
-//! Repeated changes of names: the kernel sends them again, because firnd died before it answered.
+//! Repeated changes of names, which the kernel sends again because firnd died before it answered.
 //!
-//! Promise: a change takes effect once, and its caller gets the answer that it would have got. The live table in the
-//! arena has what the name led to when the change began, and when that was. What the name leads to now shows whether
-//! the change was made. Other changes of the names through the mount wait, because the kernel holds the directory.
+//! Promise: a change takes effect once, and its caller gets the answer of a request that is not repeated. The live
+//! table in the arena records when the change began, and the object to which the name then led. A comparison with the
+//! object to which the name leads now shows whether the change was made. Other changes of the names through the mount
+//! wait meanwhile, because the kernel holds the lock of the directory.
 //!
 //! | change | was made if |
 //! |---|---|
-//! | mkdir, mknod, symlink, create | the name leads to an object of that kind, made since, with the same target |
-//! | link | the name leads to that very object |
+//! | mkdir, mknod, symlink, create | the name leads to an object of that kind that was made since the change began, with the same target |
+//! | link | the name leads to the linked object |
 //! | unlink, rmdir | the name led to an object and does not lead to it any more |
 //! | rename | the old name does not lead to the object, and the new one does |
-//! | exchange | each name leads to the object of the other |
+//! | exchange | each name leads to the former object of the other name |
 //!
 //! Relies on: the backing stamps new objects with this host's clock. With another clock, a repeated request may get
 //! EEXIST for the object that it made itself. It may also accept an object that another host made under the same name
@@ -43,16 +44,17 @@ pub struct MadeObject<'a> {
 /// The request that may have made the object.
 #[derive(Clone, Copy, Debug)]
 pub struct Creation<'a> {
-    /// Process that asked for it.
+    /// Process that requested the object.
     pub caller: &'a Caller,
-    /// Permission bits that the request has.
+    /// Permission bits in the request.
     pub mode: u32,
-    /// Time at which it began.
+    /// Time at which the request began.
     pub began: Moment,
 }
 
 impl<B: Backing> Namespace<B> {
-    /// Returns the identity of what a name leads to, for the record of a request. `None`: the name does not exist.
+    /// Returns the identity of the object to which a name leads, for the record of a request. `None`: the name does not
+    /// exist.
     pub fn identify_name(&self, parent: InodeId, name: &OsStr) -> Option<ObjectIdentity> {
         if let Some(child) = self.tree.names.child(parent, name) {
             return Some(child.identity());
@@ -62,7 +64,7 @@ impl<B: Backing> Namespace<B> {
             .map(|attr| identity_of(&attr))
     }
 
-    /// Looks a name up in the backing, without entering it.
+    /// Looks a name up in the backing, without adding it to the tables.
     fn look_up_in_backing(&self, dir: &Arc<Inode<B>>, name: &OsStr) -> Option<Attr> {
         let found = self.open_files.with_descriptor(|| {
             let dir = self.tree.object(dir)?;
@@ -77,7 +79,8 @@ impl<B: Backing> Namespace<B> {
         found.is_some_and(|attr| is_same_object(&identity_of(&attr), object))
     }
 
-    /// Returns the object that a request made, looked up once. `None`: the request had not made it.
+    /// Returns the object that a request made, and counts one lookup of it. `None`: the request had not made the
+    /// object.
     pub fn find_made(&self, made: MadeObject<'_>, by: Creation<'_>) -> Option<Entry> {
         let entry = self.lookup(made.parent, made.name).ok()?;
         if self.is_made_by(&entry, made, by) {
@@ -99,7 +102,8 @@ impl<B: Backing> Namespace<B> {
         })
     }
 
-    /// Sets owner and mode of an object, because firnd may have died between making it and that.
+    /// Sets owner and mode of an object, because the earlier firnd may have died after it made the object and before it
+    /// set these.
     fn finish_owner(&self, entry: &Entry, by: Creation<'_>) {
         let is_root = rustix::process::geteuid().is_root();
         if !is_root || by.caller.uid == u32::MAX || entry.attr.uid == by.caller.uid {
@@ -116,7 +120,7 @@ impl<B: Backing> Namespace<B> {
             _ => backing.set_mode(&object, mode),
         });
         if let Err(errno) = done {
-            tracing::warn!(%errno, "an object that was being made keeps firnd's owner");
+            tracing::warn!(%errno, "cannot set the owner of a new object, which belongs to firnd's user now");
         }
     }
 
@@ -196,12 +200,12 @@ impl<B: Backing> Namespace<B> {
         Ok(())
     }
 
-    /// Updates the tables after an earlier firnd renamed. They may have the inode under either name.
+    /// Updates the tables after an earlier firnd renamed. The tables may have the inode under either name.
     fn note_earlier_rename(&self, from: DirName<'_, B>, to: DirName<'_, B>, exchange: bool) {
         let names = &self.tree.names;
         let moved = names.child(from.dir.id, from.name);
         let target = names.child(to.dir.id, to.name);
-        // Recovery has found the inode under the new name already.
+        // Recovery has already found the inode under the new name.
         let is_noted = moved.is_none() || self.is_at(&target, to);
         if is_noted && !exchange {
             names.note_unlinked(from.dir.id, from.name);

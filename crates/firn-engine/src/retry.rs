@@ -1,4 +1,4 @@
-//! Waits before the engine tries again what failed.
+//! Waits between the tries of an operation that failed.
 
 use std::time::Duration;
 

@@ -2,15 +2,15 @@
 //! them.
 //!
 //! The moving thread of the drain calls [`Room::settle_step`](crate::Room::settle_step) until it is idle; each call
-//! copies one chunk. A settled chunk is a piece of the arena like any other, in a slot of a memory file. The new
-//! piece is published first, and then the older pieces die. After a crash in between both exist with the same bytes,
-//! and the newer one counts.
+//! copies one chunk. A settled chunk is a piece of the arena like any other, in a slot of a memory file. The new piece
+//! is published first, and then the older pieces die. After a crash in between, new and old pieces exist with the same
+//! bytes, and the new piece counts.
 //!
 //! Promises
 //! * A file is settled only while it has no writer and no drain, no program waits for it, and no list of its chunks
 //!   is held.
-//! * Settling takes one chunk of memory beside the file, and leaves the last free slots to writers.
-//! * The file's bytes, times and count of changes stay the same.
+//! * Settling needs one chunk of memory in addition to the file, and leaves the last free slots to writers.
+//! * Settling does not change the file's bytes, times and count of changes.
 
 mod step;
 
@@ -31,7 +31,7 @@ use crate::space::EvictionQueue;
 pub enum SettleStep {
     /// A chunk was copied, or a file was examined. Call again.
     More,
-    /// There is nothing to do before `retry`, or before the thread is woken.
+    /// There is no work for the time `retry`, or until the thread is woken.
     Idle {
         /// Time until the next check for space for a file that is partly copied.
         retry: Option<Duration>,
@@ -41,9 +41,9 @@ pub enum SettleStep {
 /// Callback that wakes the settling thread, because there may be a file to settle.
 pub(crate) type Waker = Arc<dyn Fn() + Send + Sync>;
 
-/// The files to settle, and the one being settled.
+/// The files to settle, and the file that is being settled.
 pub(crate) struct Settle<B: Backing> {
-    /// Files that may be settled, each once.
+    /// Files that may be settled. Each file is in the queue at most once.
     waiting: EvictionQueue<File<B>>,
     /// The file being settled, between two steps.
     task: Mutex<Option<SettleTask<B>>>,
@@ -81,7 +81,8 @@ impl<B: Backing> Settle<B> {
 struct SettleTask<B: Backing> {
     file: Arc<File<B>>,
     memory: Arc<MemoryFile>,
-    /// Version of the contents that is copied ([`FileState::changes`]). The task ends when the file has another one.
+    /// Version of the contents that is copied ([`FileState::changes`]). The task ends when the file has another
+    /// version.
     changes: u64,
     /// Length of the file in bytes.
     bytes: u64,
@@ -89,7 +90,7 @@ struct SettleTask<B: Backing> {
     next_chunk: u16,
 }
 
-/// The extents in the arena that have all bytes of one chunk of a file.
+/// The extents in the arena that contain all bytes of one chunk of a file.
 #[derive(PartialEq, Eq)]
 struct ChunkSource {
     /// The extents, each with its file offset.
@@ -100,7 +101,7 @@ struct ChunkSource {
 
 impl<B: Backing> FileState<B> {
     /// Returns whether the file has no writer, no grant and no drain under way or requested, and no list or view relies
-    /// on where its bytes lie.
+    /// on the places of its bytes.
     fn may_be_settled(&self) -> bool {
         let has_drain_request = self.drain.has_waiters()
             || self
@@ -117,8 +118,8 @@ impl<B: Backing> FileState<B> {
             && !self.unlinked
     }
 
-    /// Returns the number of bytes that the arena has of the file if they begin at its start, have no gap, and all are
-    /// pending or all are cached; otherwise 0.
+    /// Returns the number of the file's bytes in the arena, if they begin at offset 0, have no gap, and are all pending
+    /// or all cached. Otherwise returns 0.
     pub(crate) fn gapless_bytes(&self) -> u64 {
         let (pending, cached) = (self.pending.bytes(), self.cache.bytes());
         let (bytes, end) = if pending == 0 {
@@ -130,8 +131,8 @@ impl<B: Backing> FileState<B> {
         if is_mixed || bytes != end { 0 } else { bytes }
     }
 
-    /// Returns the memory file that has the first `bytes` bytes of the file, each at its file offset. Returns `None` if
-    /// no single memory file has all of them.
+    /// Returns the memory file that contains the first `bytes` bytes of the file, each at its file offset. Returns
+    /// `None` if no single memory file contains all of them.
     pub(crate) fn memory_file(&self, arena: &Arena, bytes: u64) -> Option<Arc<MemoryFile>> {
         if bytes == 0 || self.pending.bytes() + self.cache.bytes() != bytes {
             return None;

@@ -1,10 +1,10 @@
 //! Files that programs of several hosts use in turn, by locks of the file.
 //!
-//! A lock is only useful if its holder sees what the last holder on another host wrote. So a host that gets a lock
-//! calls [`Engine::catch_up`], and a host calls [`Engine::make_known`] before it releases one.
+//! A lock is only useful if its holder sees all writes of the last holder on another host. So a host that gets a lock
+//! calls [`Engine::catch_up`], and a host calls [`Engine::make_known`] before it releases a lock.
 //!
-//! Promise: appended bytes are never pending. A host that died must not write them after its restart, where other
-//! hosts have appended meanwhile.
+//! Promise: appended bytes are never pending. Otherwise a host that died could write them after its restart, over bytes
+//! that other hosts have appended meanwhile.
 
 use std::io::IoSlice;
 use std::sync::atomic::Ordering;
@@ -22,14 +22,16 @@ pub struct SharedAppend<'a> {
     pub size_max: u64,
     /// The process that appends, if its privileges matter.
     pub by: Option<&'a dyn Principal>,
-    /// Offset at which an earlier firnd may have written the bytes. They are written there again; `None`: at the end.
+    /// Offset at which an earlier firnd may have written the bytes. The bytes are written there again. `None`: the
+    /// bytes are written at the end.
     pub repeated_at: Option<u64>,
     /// Called with the offset before the first byte is written.
     pub note_offset: &'a mut (dyn FnMut(u64) + Send),
 }
 
 impl<B: Backing> Engine<B> {
-    /// Makes changes that other hosts published to a file visible here. Later writes of this host cover them.
+    /// Makes changes that other hosts published to a file visible here. Later writes of this host are newer than these
+    /// changes.
     pub fn catch_up(&self, handle: HandleId) -> Result<()> {
         let handle = self.open_files.handle(handle)?;
         let file = &handle.file;
@@ -38,7 +40,7 @@ impl<B: Backing> Engine<B> {
         self.room.check_cache(file)
     }
 
-    /// Makes the drained writes of this host to a file visible to hosts that look from now on.
+    /// Makes the drained writes of this host to a file visible to hosts that catch up from now on.
     pub fn make_known(&self, handle: HandleId) -> Result<()> {
         let handle = self.open_files.handle(handle)?;
         self.open_files
@@ -50,7 +52,7 @@ impl<B: Backing> Engine<B> {
     /// Appends bytes to a file in the backing, while no other host appends to it, and makes them visible to other
     /// hosts. Returns their position and number.
     ///
-    /// Only as many bytes are written as fit into a file of `size_max` bytes. Fails with EFBIG if none fits.
+    /// Only as many bytes are written as fit into a file of `size_max` bytes. Fails with EFBIG if no byte fits.
     pub fn append_known(&self, handle: HandleId, append: SharedAppend<'_>) -> Result<Appended> {
         let SharedAppend {
             data,

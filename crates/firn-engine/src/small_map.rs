@@ -1,6 +1,6 @@
 //! Ordered map that stores its first entry without allocating memory.
 //!
-//! Most files have one extent of one piece, and a `BTreeMap` takes half a kibibyte for its first entry.
+//! Most files have only one extent, of one piece, and a `BTreeMap` allocates half a kibibyte for its first entry.
 //!
 //! Invariants
 //! * `Many` has two entries or more.

@@ -1,11 +1,10 @@
-//! Space in the arena: the writers that wait for it, and the memory that can be freed for them.
+//! Space in the arena: writers that wait for space, and memory that can be freed for them.
 //!
 //! Promises
-//! * A waiting writer is called back when there may be space, or when nothing can make any.
+//! * A waiting writer is called back when there may be space, or with an error when no space can be made.
 //! * No callback is called with a lock held.
 //!
-//! Invariant: `waiting` is the number of callbacks that were added and not yet taken. It may be larger for an
-//! instant.
+//! Invariant: `waiting` is the number of callbacks that were added and not yet taken. It may briefly be larger.
 
 mod reclaim;
 
@@ -29,8 +28,8 @@ use crate::settle::Settle;
 use crate::spill::Spill;
 use crate::tree::NameTree;
 
-/// Waiting writers, and the memory that can be freed for them. Each part has a lock of its own, and no two of these
-/// locks are taken together.
+/// Waiting writers, and the memory that can be freed for them. Each part has its own lock, and no two of these locks
+/// are held together.
 pub(crate) struct Space<B: Backing> {
     /// Writers that wait for space.
     pub waiters: SpaceWaiters,
@@ -93,12 +92,12 @@ impl<B: Backing> Room<B> {
 /// The locked lease of a handle.
 pub(crate) type LeaseSlot<'a> = MutexGuard<'a, Option<Lease>>;
 
-/// Writers that wait for space, and whether some was freed since they were last called back.
+/// Writers that wait for space, and whether space was freed since they were last called back.
 #[derive(Default)]
 pub(crate) struct SpaceWaiters {
     /// Callbacks of the waiting writers.
     callbacks: Mutex<Vec<Done>>,
-    /// Number of these callbacks, which is read without their lock.
+    /// Number of the callbacks, for reads without their lock.
     waiting: AtomicU64,
     /// Whether space was freed since the last call of [`SpaceWaiters::take_freed`].
     freed: Arc<AtomicBool>,
@@ -133,7 +132,7 @@ impl SpaceWaiters {
         self.freed.store(true, Ordering::Release);
     }
 
-    /// Returns the callback by which the arena notes that space was freed. It takes no lock.
+    /// Returns the callback with which the arena reports that space was freed. It takes no lock.
     pub(crate) fn freed_callback(&self) -> impl Fn() + Send + Sync + 'static {
         let freed = Arc::clone(&self.freed);
         move || freed.store(true, Ordering::Release)
@@ -149,16 +148,16 @@ impl SpaceWaiters {
     }
 }
 
-/// Leases of closed handles, which have space for more small files.
+/// Leases of closed handles whose slabs have space for more small files.
 #[derive(Default)]
 pub(crate) struct ParkedLeases {
     leases: Mutex<Vec<Lease>>,
 }
 
 impl ParkedLeases {
-    /// Most parked leases. More of them would keep too many chunks from being freed.
+    /// Maximum number of parked leases. With more of them, too many chunks could not be freed.
     const MAX: usize = 8;
-    /// Fewest free bytes of a lease that is worth parking.
+    /// Minimum number of free bytes of a lease that is parked.
     const FREE_BYTES_MIN: u32 = 4096;
 
     /// Parks a lease of a small slab with enough free bytes for the next small file. Seals any other lease.
@@ -189,7 +188,7 @@ impl ParkedLeases {
     }
 }
 
-/// Files with cached bytes, in the order in which they were drained. Each is there once.
+/// Files with cached bytes, in the order in which they were drained. Each file is in the queue at most once.
 pub(crate) struct EvictionQueue<T> {
     files: Mutex<VecDeque<Weak<T>>>,
 }
@@ -216,7 +215,7 @@ impl<T> EvictionQueue<T> {
         self.files.lock().len()
     }
 
-    /// Takes the first file that still exists. Returns `None` if the queue has none.
+    /// Takes the first file that still exists. Returns `None` if the queue has no such file.
     pub(crate) fn pop(&self) -> Option<Arc<T>> {
         let mut files = self.files.lock();
         while let Some(file) = files.pop_front() {

@@ -1,10 +1,11 @@
 //! Spilling: when memory is short, the oldest sealed chunks move to the spill file on a local disk.
 //!
-//! A thread of the drain calls [`Room::spill_step`](crate::Room::spill_step) until it is idle. Moving begins above
-//! the upper threshold of memory in use and ends at the lower one, so that the disk gets long runs.
+//! A thread of the drain calls [`Room::spill_step`](crate::Room::spill_step) until it is idle. Moving begins when the
+//! memory in use exceeds the upper threshold, and ends at the lower threshold, so that the disk gets long sequences of
+//! writes.
 //!
-//! If the disk fails, the chunks stay in memory, the status says so, and it is tried again with growing waits.
-//! Meanwhile a writer that waits for space is treated as without a spill file.
+//! If the disk fails, the chunks remain in memory, the status shows the failure, and the disk is tried again with
+//! growing waits. Until a try succeeds, a writer that waits for space is treated as on a mount without a spill file.
 
 mod step;
 
@@ -20,7 +21,7 @@ use crate::retry::RETRY;
 pub enum SpillStep {
     /// A chunk moved, or another one can be tried. Call again.
     More,
-    /// There is nothing to do before `retry`, or before the thread is woken.
+    /// There is no work for the time `retry`, or until the thread is woken.
     Idle {
         /// Time until a failed disk is tried again.
         retry: Option<Duration>,
@@ -41,7 +42,7 @@ pub(crate) struct Spill {
     waker: RwLock<Option<Waker>>,
 }
 
-/// Part of [`Spill`] that its lock protects.
+/// State of the spilling, protected by a lock.
 #[derive(Default)]
 struct SpillState {
     /// Whether chunks move: the upper threshold was exceeded, and the lower one is not reached yet.
@@ -76,7 +77,7 @@ impl Spill {
     }
 
     /// Checks whether a chunk must move now, with `used` slots of memory in use. `upper` and `lower` are the thresholds
-    /// in slots. If no chunk must move, `Err` has the result of the step.
+    /// in slots. If no chunk must move, returns `Err` with the result of the step.
     fn begin_step(&self, used: u32, upper: u32, lower: u32) -> Result<(), SpillStep> {
         let mut state = self.state.lock();
         state.active |= used > upper;

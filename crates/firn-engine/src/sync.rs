@@ -17,28 +17,29 @@ impl<B: Backing> Engine<B> {
     /// Handles close(2) of one descriptor. Calls `done` when the file is drained, or with the error when an attempt
     /// failed.
     ///
-    /// There is nothing to wait for if the policy is *held*, if nothing is pending, or if no name leads to the file.
+    /// The call does not wait if the policy is *held*, if nothing is pending, or if no name leads to the file.
     pub fn flush(&self, handle: HandleId, by: Closing, done: Done) {
         match self.open_files.handle(handle) {
             Err(errno) => done(Err(errno)),
             Ok(handle) => {
-                // The last close counts: a process that closes after others were killed has completed the file. The
-                // death of a process was recorded and answered earlier, and other processes may have closed the file
-                // since.
+                // The last close counts: if a process closes the file after other processes were killed, the file is
+                // complete. A close by a killed process is not recorded here: `note_killed` has recorded it earlier,
+                // and other processes may have closed the file since.
                 if by != Closing::Killed {
                     handle.was_closed_by_killed.store(false, Ordering::Release);
                 }
-                // The result of the close if it need not wait for a drain.
+                // The result of a close that need not wait for a drain.
                 let immediate_result = {
                     let mut state = handle.file.lock();
                     // The grant ends here and not at the release, which the kernel sends some time after close(2)
-                    // returned. By then the number may be another descriptor, and the client has not seen the close.
+                    // returned. By then, the process may use the descriptor's number for another file, and a client
+                    // that has not noticed the close would write to the wrong one.
                     self.intake.revoke_grant(&handle.file, &mut state);
                     let needs_no_wait = self.base.options.close == ClosePolicy::Held
                         || state.unlinked
                         || state.pending.is_empty();
-                    // Every close returns the error as long as there is one. This close may come from a child that
-                    // only inherited the descriptor and ignores the result.
+                    // Every close returns the error until a drain succeeds, because this close may come from a child
+                    // that only inherited the descriptor and ignores the result.
                     needs_no_wait.then(|| {
                         let failure = state.drain.failure();
                         failure.map_or(Ok(()), |failure| Err(failure.errno))
@@ -55,7 +56,7 @@ impl<B: Backing> Engine<B> {
         }
     }
 
-    /// Returns whether a close of this handle has something to wait for, or an error to return.
+    /// Returns whether a close of this handle has to wait for a drain, or to return an error.
     pub fn is_pending(&self, handle: HandleId) -> bool {
         self.open_files.handle(handle).is_ok_and(|handle| {
             let state = handle.file.lock();
@@ -92,10 +93,10 @@ impl<B: Backing> Engine<B> {
         }
     }
 
-    /// Returns whether the backing has work to do for the file after this close(2). If so, the thread that answers must
-    /// call [`Engine::finish_file`] after [`Engine::flush`] is done.
+    /// Returns whether the backing has further work for the file after this close(2). If so, the thread that answers
+    /// must call [`Engine::finish_file`] after [`Engine::flush`] is done.
     ///
-    /// There is no such work while other writers have the file open, or if another process than the opener closes it.
+    /// There is no such work while other writers have the file open, or if the closing process is not the opener.
     pub fn finishes_file(&self, handle: HandleId, is_opener: &dyn Fn(u32) -> bool) -> bool {
         if !self.base.backing.features().finishes_files
             || self.base.options.close == ClosePolicy::Held
@@ -109,14 +110,15 @@ impl<B: Backing> Engine<B> {
             return false;
         }
         let mut state = handle.file.lock();
-        // If two writers close at the same time, both are counted, so the second one gets true.
+        // If two writers close at the same time, both are counted, so the call of the second writer returns true.
         if !handle.has_closed_descriptor.swap(true, Ordering::AcqRel) {
             state.opens.begin_closing();
         }
         state.opens.are_writers_closing() && !state.unlinked
     }
 
-    /// Lets the backing finish a file, as far as other hosts allow it. The call may take as long as writing the file.
+    /// Lets the backing finish a file, as far as other hosts allow it. The call may take as long as a write of the
+    /// whole file.
     pub fn finish_file(&self, handle: HandleId) -> Result<()> {
         let handle = self.open_files.handle(handle)?;
         let writer = self.open_files.writer(&handle.file)?;

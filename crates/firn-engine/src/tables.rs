@@ -1,4 +1,4 @@
-//! Tables of what is open or has bytes in the arena: files by their object, handles by their number.
+//! Tables of files that are open or have bytes in the arena, by object, and of handles, by number.
 //!
 //! Invariants
 //! * There is one [`File`] for each object of the backing, whatever its number of names and handles.
@@ -38,8 +38,8 @@ impl<B: Backing> FileTable<B> {
         self.files.lock().get(&inode.key).cloned()
     }
 
-    /// Returns the file of an inode, and makes it if the table does not have it. Applies `change` before another thread
-    /// could remove the file.
+    /// Returns the file of an inode; makes it if it is not in the table. Applies `change` before another thread can
+    /// remove the file.
     pub(crate) fn change(
         &self,
         inode: &Arc<Inode<B>>,
@@ -89,9 +89,9 @@ pub(crate) struct Handle<B: Backing> {
     pub lease: Mutex<Option<Lease>>,
     /// How the frontend serves the handle.
     pub mode: Mutex<OpenMode>,
-    /// Bytes written through the handle, which decide the class of its next slab.
+    /// Number of bytes written through the handle, which decides the size class of its next slab.
     pub written_bytes: AtomicU64,
-    /// Whether the last process that closed a descriptor of the handle did so because it was killed by a signal.
+    /// Whether the last close of a descriptor of the handle was caused by a signal that killed a process.
     pub was_closed_by_killed: AtomicBool,
     /// Whether a descriptor of the handle was closed ([`Engine::finishes_file`](crate::Engine::finishes_file)).
     pub has_closed_descriptor: AtomicBool,
@@ -102,7 +102,7 @@ pub(crate) struct Handle<B: Backing> {
 }
 
 impl<B: Backing> Handle<B> {
-    /// Records that the process maps the view of the file. Returns false if it did already.
+    /// Records that the process maps the view of the file. Returns false if that was already recorded.
     pub(crate) fn note_mapped(&self, state: &mut FileState<B>) -> bool {
         let is_first = !self.is_mapped.swap(true, Ordering::AcqRel);
         if is_first {
@@ -159,8 +159,8 @@ impl<B: Backing> HandleTable<B> {
         self.files.read().values().cloned().collect()
     }
 
-    /// Seals the leases that no thread uses at this instant and that `select` accepts. Their slabs can then be freed
-    /// or moved.
+    /// Seals the leases that no thread uses at this moment and that `select` accepts. Their slabs can then be freed or
+    /// moved.
     pub(crate) fn seal_leases(&self, arena: &Arena, select: impl Fn(&Handle<B>, &Lease) -> bool) {
         for handle in self.all() {
             let Some(mut slot) = handle.lease.try_lock() else {
@@ -179,12 +179,12 @@ impl<B: Backing> HandleTable<B> {
         self.files.read().len()
     }
 
-    /// Makes sure that no handle gets a number which an earlier firnd gave to another one.
+    /// Ensures that no new handle gets a number that an earlier firnd assigned.
     pub(crate) fn begin_numbers(&self, base: u64) {
         self.last_id.fetch_max(base, Ordering::Relaxed);
     }
 
-    /// Inserts a directory under the number that an earlier firnd gave it.
+    /// Inserts a directory under the number that an earlier firnd assigned to it.
     pub(crate) fn insert_dir_as(&self, id: HandleId, dir: B::Dir) {
         self.dirs.write().insert(id, Arc::new(dir));
     }
@@ -200,7 +200,7 @@ impl<B: Backing> HandleTable<B> {
         self.dirs.read().get(&id).cloned().ok_or(Errno::BADF)
     }
 
-    /// Closes a directory. The lock is released first, as the backing may be called.
+    /// Closes a directory. The lock is released first, because the close calls the backing.
     pub(crate) fn remove_dir(&self, id: HandleId) {
         let closed = self.dirs.write().remove(&id);
         drop(closed);

@@ -32,7 +32,8 @@ pub(crate) struct SyncCoverage {
 pub struct NameTree<B: Backing> {
     pub(crate) base: Arc<Base<B>>,
     pub(crate) names: Names<B>,
-    /// Claims on paths: a path stays while it is written to the journal, and a rename changes it.
+    /// Claims on paths. A thread claims that a path does not change while it writes the path to the journal; a rename
+    /// claims to change its paths.
     pub(crate) paths: PathClaims,
 }
 
@@ -65,7 +66,7 @@ impl<B: Backing> NameTree<B> {
         self.names.get(id)?.paths().into_iter().next()
     }
 
-    /// Returns whether a known name leads to something other than a directory. Makes no call of the backing.
+    /// Returns whether a name is known to lead to an object other than a directory. Makes no call of the backing.
     pub fn leads_to_file(&self, parent: InodeId, name: &OsStr) -> bool {
         let child = self.names.child(parent, name);
         child.is_some_and(|inode| inode.kind != Kind::Dir)
@@ -130,12 +131,13 @@ impl<B: Backing> NameTree<B> {
         self.object(&*self.find(path)?)
     }
 
-    /// Returns what the kernel may have cached of the object at a path, or `None` if there is no object.
+    /// Returns the attributes and pages to drop from the kernel's cache for the object at a path; `None` if there is no
+    /// object.
     pub fn cached_at(&self, path: &[u8]) -> Option<Cached> {
         self.find(path).ok().map(|inode| Cached::Inode(inode.id))
     }
 
-    /// Keeps `path` and the directories above it from being renamed until the guard is dropped.
+    /// Prevents renames of `path` and of the directories above it until the guard is dropped.
     pub fn hold_path(&self, path: &[u8]) -> impl Drop + '_ {
         let path = path.to_vec();
         self.paths.stay(move || vec![path.clone()])
@@ -162,8 +164,9 @@ impl<B: Backing> NameTree<B> {
         found.is_ok_and(|(_, attr)| inode.is_object(&attr))
     }
 
-    /// Returns whether the file has names in the backing and none of them is known here. Recovery could not find such a
-    /// file again. False for a file that the journal knows already, and for one that has lost its last name.
+    /// Returns whether the file has names in the backing but none of them is known here. Recovery could not find such a
+    /// file again. False for a file that already has a file id in the journal, and for a file that has lost its last
+    /// name.
     pub(crate) fn has_no_known_name(&self, file: &File<B>) -> Result<bool> {
         let may_need_name = {
             let state = file.lock();

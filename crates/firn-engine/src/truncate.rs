@@ -9,8 +9,8 @@ use crate::{HandleId, Result};
 impl<B: Backing> Engine<B> {
     /// Allocates or frees space of a file (fallocate(2)).
     ///
-    /// The file is drained first, even if its contents stay the same. The backing decides about the file's time, which
-    /// a later drain would replace by the time of the last write.
+    /// The file is drained first, even if its contents do not change. Otherwise a later drain would replace the time
+    /// that the backing sets by the time of the last write.
     pub fn allocate(&self, handle: HandleId, mode: i32, offset: u64, len: u64) -> Result<()> {
         let handle = self.open_files.handle(handle)?;
         if !handle.writable {
@@ -23,8 +23,8 @@ impl<B: Backing> Engine<B> {
         })
     }
 
-    /// Returns the next data or hole of a file (lseek(2) with `SEEK_DATA` or `SEEK_HOLE`), as the backing has it. The
-    /// file is drained first.
+    /// Returns the offset of the next data or hole of the backing's file (lseek(2) with `SEEK_DATA` or `SEEK_HOLE`).
+    /// The file is drained first.
     pub fn seek(&self, handle: HandleId, offset: u64, what: Seek) -> Result<u64> {
         let handle = self.open_files.handle(handle)?;
         self.drainer.drain_and_wait(&handle.file)?;
@@ -59,7 +59,7 @@ impl<B: Backing> Engine<B> {
         })
     }
 
-    /// Returns whether the file has pending bytes, so that these calls would wait for a drain.
+    /// Returns whether the file has pending bytes, for which the calls of this module would wait.
     pub fn needs_drain(&self, handle: HandleId) -> bool {
         self.open_files.handle(handle).is_ok_and(|h| {
             let mut state = h.file.lock();

@@ -1,13 +1,14 @@
 //! Views: memory files that the kernel, or a mapping of a process, reads while the file is open.
 //!
-//! Such a reader cannot be sent elsewhere. So the memory file stays the file's *view* until the last such handle is
-//! released: each change of the file is stored in the view too, under the lock of the file and before the change is
-//! answered. Where the file's bytes still lie in the view, the change overwrites them. Where newer bytes lie
-//! elsewhere, no extent uses the older ones of the view any more.
+//! Such a reader reads the memory file without a request, so the file's bytes must remain there. The memory file is the
+//! file's *view* until the last such handle is released: each change of the file is also stored in the view, under the
+//! lock of the file and before the change is answered. If an extent of the file still lies in the view at that place,
+//! the store overwrites its bytes. If newer bytes lie in another slab, no extent uses the view's bytes at that place
+//! any more.
 //!
 //! Promises
-//! * A reader of the view sees each write(2), truncation and removal of bytes that returned before.
-//! * The view is never shorter than the extents of the file in it need, as firnd maps it.
+//! * A reader of the view sees each write(2), truncation and removal of bytes that has returned.
+//! * The view is never shorter than the extents of the file in it, because firnd maps the view.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -22,16 +23,16 @@ use crate::open_files::OpenFiles;
 use crate::reads::Reads;
 use crate::{HandleId, OpenMode, Result, Written};
 
-/// Bytes that are stored at once.
+/// Number of bytes that are stored at a time.
 const REFRESH_BYTES: usize = 1 << 20;
-/// Bytes that are compared at once. They are few, so that a write seldom comes in between.
+/// Number of bytes that are compared at a time. It is small, so that a write seldom comes during a comparison.
 const COMPARE_BYTES: usize = 64 << 10;
-/// Bytes that are compared in one exclusive use, during which no drain is under way.
+/// Number of bytes that are compared in one exclusive use, during which no drain is under way.
 const EXCLUSIVE_BYTES: u64 = 8 << 20;
 
 impl<B: Backing> FileState<B> {
-    /// Returns whether drained bytes may stay in the arena. They may not while a program can store to a mapping of the
-    /// memory file: such a store would change the cache and never reach the backing.
+    /// Returns whether drained bytes may remain in the arena. They may not while a program can store to a mapping of
+    /// the memory file: such a store would change cached bytes and never reach the backing.
     pub(crate) fn may_cache(&self) -> bool {
         !self.is_passed_through_memory() || !self.opens.has_writers()
     }
@@ -41,7 +42,7 @@ impl<B: Backing> FileState<B> {
         self.view.is_some() && self.opens.has_passthrough()
     }
 
-    /// Makes the memory file that has all `size` bytes of the file its view, and returns it.
+    /// Makes the memory file that contains all `size` bytes of the file its view, and returns the memory file.
     ///
     /// Returns `None` if no memory file has all bytes, or if the file is written, passed through or listed. (The bytes
     /// in a list of chunks must not change, but a view shows changes.)
@@ -56,7 +57,7 @@ impl<B: Backing> FileState<B> {
         let memory = self.memory_file(arena, size)?;
         self.shorten_pieces(arena, &memory, size);
         if let Err(errno) = arena.begin_view(&memory, size) {
-            tracing::debug!(%errno, "a memory file cannot be made a view");
+            tracing::debug!(%errno, "cannot make a memory file the view of its file");
             arena.end_view(&memory);
             return None;
         }
@@ -64,7 +65,7 @@ impl<B: Backing> FileState<B> {
         Some(memory)
     }
 
-    /// Ends the view if no handle is left that reads it.
+    /// Ends the view if no handle that reads it is left.
     pub(crate) fn end_view(&mut self, arena: &Arena) {
         if self.opens.has_viewers() {
             return;
@@ -74,7 +75,7 @@ impl<B: Backing> FileState<B> {
         }
     }
 
-    /// Shortens records of pieces that reach beyond the length `len` which their memory file is about to get.
+    /// Shortens the records of pieces that reach beyond `len`, the length that their memory file is about to get.
     pub(crate) fn shorten_pieces(&self, arena: &Arena, memory: &Arc<MemoryFile>, len: u64) {
         for (_, extent) in self.pending.extents().iter() {
             let place = arena.memory_file_of(extent.piece.slab.chunk);
@@ -87,21 +88,21 @@ impl<B: Backing> FileState<B> {
     }
 
     /// Allocates memory for bytes that are about to be stored in the view, so that the store cannot fail for lack of
-    /// it.
+    /// memory.
     pub(crate) fn reserve_view(&self, offset: u64, len: u64) -> Result<()> {
         self.view
             .as_ref()
             .map_or(Ok(()), |view| view.reserve(offset, len))
     }
 
-    /// Stores bytes that were just taken in the view.
+    /// Stores in the view bytes that a program has just written.
     pub(crate) fn store_in_view(&self, offset: u64, data: &[u8]) {
         if let Some(view) = &self.view {
             log_missed_change(view.store(offset, data));
         }
     }
 
-    /// Sets the length of the view. Bytes that a truncation removed do not come back beyond it.
+    /// Sets the length of the view. If the file grows again later, the removed bytes read as zeros.
     pub(crate) fn set_view_len(&self, arena: &Arena, len: u64) {
         let Some(view) = &self.view else { return };
         self.shorten_pieces(arena, view, len);
@@ -117,11 +118,11 @@ impl<B: Backing> FileState<B> {
 
 fn log_missed_change(result: std::result::Result<(), Errno>) {
     if let Err(error) = result {
-        tracing::warn!(%error, "a program that has a file open in memory does not see a change");
+        tracing::warn!(%error, "cannot store a change in a memory file: a program that reads this file there sees old bytes");
     }
 }
 
-/// Stores all bytes of a file in its view, after a change whose bytes are not known here.
+/// Stores all bytes of a file in its view, after a change of bytes that this function's caller does not have.
 pub(crate) fn refresh_view<B: Backing>(
     intake: &Arc<Intake<B>>,
     open_files: &Arc<OpenFiles<B>>,
@@ -132,7 +133,7 @@ pub(crate) fn refresh_view<B: Backing>(
     };
     let reads = Reads::new(intake, open_files);
     if let Err(error) = copy_file_into_view(&reads, file, &view) {
-        tracing::warn!(%error, path = %file.shown(), "a program that has a file open in memory does not see a change");
+        tracing::warn!(%error, path = %file.shown(), "cannot store a change in a memory file: a program that reads this file there sees old bytes");
     }
 }
 
@@ -163,7 +164,7 @@ fn copy_file_into_view<B: Backing>(
 }
 
 impl<B: Backing> OpenFiles<B> {
-    /// Returns a descriptor of the memory file that a handle is read from, for the kernel.
+    /// Returns a descriptor, for the kernel, of the memory file from which a handle is read.
     pub fn memory_fd(&self, handle: HandleId) -> Option<std::os::fd::OwnedFd> {
         let handle = self.handle(handle).ok()?;
         let state = handle.file.lock();
@@ -187,8 +188,8 @@ struct MappingStore {
 }
 
 impl<B: Backing> Engine<B> {
-    /// Finds what programs stored to a shared mapping of a view, and takes it as written. Called when a handle that
-    /// may write is closed or synced.
+    /// Finds bytes that programs stored to a shared mapping of a view, and writes them to the file. Called when a
+    /// handle that may write is closed or synced.
     pub fn take_stores(&self, handle: HandleId) -> Result<()> {
         let file = Arc::clone(&self.open_files.handle(handle)?.file);
         let view = file.lock().view.clone();
@@ -207,9 +208,9 @@ impl<B: Backing> Engine<B> {
         Ok(())
     }
 
-    /// Returns where the memory file differs from the file. No drain is under way meanwhile. A drain could read a
-    /// page before a store to it, and make the page clean after this comparison; bytes that lie in the view itself do
-    /// not differ.
+    /// Returns the bytes in which the memory file differs from the file: stores of programs. Excludes drains: a drain
+    /// could read a page before a store to it, and mark the page clean after this comparison. Bytes whose extent lies
+    /// in the view itself never differ.
     fn find_stores(
         &self,
         file: &Arc<File<B>>,
@@ -244,8 +245,8 @@ impl<B: Backing> Engine<B> {
     }
 }
 
-/// Compares a range and adds the differing bytes. It compares again if a write(2) came in between, as that could be
-/// the difference.
+/// Compares a range and adds the differing bytes. Compares again if a write(2) came in between, because the write could
+/// be the difference.
 fn add_differing_bytes<B: Backing>(
     reads: &Reads<B>,
     file: &Arc<File<B>>,
@@ -272,8 +273,8 @@ fn add_differing_bytes<B: Backing>(
     }
 }
 
-/// Returns the runs of bytes in which two slices of the same length differ. They contain no equal byte, as others may
-/// write those meanwhile.
+/// Returns the runs of bytes in which two slices of the same length differ. The runs contain no equal byte, because
+/// other writers may change such a byte meanwhile.
 fn differing_runs(one: &[u8], other: &[u8]) -> Vec<Range<usize>> {
     let mut runs: Vec<Range<usize>> = Vec::new();
     if one == other {

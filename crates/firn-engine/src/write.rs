@@ -1,7 +1,7 @@
 //! Writes: bytes are copied into a leased slab, published there, and drained later.
 //!
-//! A write has two steps. [`Writes::begin_write`] does what may need the backing; `append` needs only the arena. A
-//! piece counts after one store publishes it, so a crash leaves all of a piece or none.
+//! A write has two steps. [`Writes::begin_write`] does the work that may need the backing; `append` needs only the
+//! arena. One store publishes a piece, so after a crash the piece counts completely or not at all.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -24,19 +24,19 @@ use crate::tables::Handle;
 use crate::tree::NameTree;
 use crate::{HandleId, Principal, Result};
 
-/// File length above which the backing is asked at once whether it can have such a file. EFBIG then comes from
-/// write(2) and not from a drain that can never succeed. Below it every supported file system agrees.
+/// File length above which a write first checks whether the backing supports such a length. EFBIG then comes from
+/// write(2), and not from a drain that can never succeed. Every supported file system allows shorter files.
 const SIZE_CHECKED_ABOVE: u64 = 1 << 40;
 
 /// Result of the steps before the append.
 pub(crate) enum WriteStart {
-    /// Number of bytes that are written. Nothing is left to append.
+    /// This number of bytes is written, and nothing is left to append.
     Done(usize),
-    /// All bytes must be appended, under this file id if it is still valid then.
+    /// All bytes must be appended, under this file id if it is still valid at the append.
     Append(Option<FileId>),
 }
 
-/// Takes bytes from programs.
+/// Accepts bytes of programs.
 pub struct Writes<B: Backing> {
     pub(crate) base: Arc<Base<B>>,
     pub(crate) tree: Arc<NameTree<B>>,
@@ -64,11 +64,11 @@ impl<B: Backing> Writes<B> {
         }
     }
 
-    /// Does the steps of a write before the append: removes set-id bits and capabilities of the file, and makes a write
-    /// that needs no new space in the arena. Returns what is left to do.
+    /// Does the steps of a write before the append: removes set-id bits and capabilities of the file, and carries out a
+    /// write that needs no new space in the arena. Returns whether the bytes must still be appended.
     ///
-    /// Fails with the error of an earlier drain that no program has got yet. Fails with EINTR, without a write, if the
-    /// process was killed during a call of the backing.
+    /// Fails with the error of an earlier drain if no program has got that error yet. Fails with EINTR, without a
+    /// write, if the process was killed during a call of the backing.
     ///
     /// In the usual case, an append to a file that has a file id and no privileges, the file's lock is taken only once.
     pub(crate) fn begin_write(
@@ -98,8 +98,8 @@ impl<B: Backing> Writes<B> {
             self.ensure_size_in_backing(file, end)?;
         }
         let has_no_known_name = self.tree.has_no_known_name(file)?;
-        // The calls of the backing may have taken long. Bytes of a process that was killed meanwhile must not come
-        // after those that another process wrote since.
+        // The calls of the backing may have taken long. If the process was killed meanwhile, its bytes must not
+        // overwrite bytes that another process has written since.
         if by.is_some_and(Principal::has_left) {
             return Err(Errno::INTR);
         }
@@ -127,7 +127,7 @@ impl<B: Backing> Writes<B> {
         }
     }
 
-    /// Returns whether a write up to `end` calls the backing or waits for another thread before its bytes are taken.
+    /// Returns whether a write up to `end` calls the backing or waits for another thread before its bytes are accepted.
     /// All other waits of [`Engine::write`](crate::Engine::write) are short.
     pub fn write_may_wait(&self, handle: HandleId, end: u64, by: Option<&dyn Principal>) -> bool {
         if end > SIZE_CHECKED_ABOVE {
@@ -150,9 +150,9 @@ impl<B: Backing> Writes<B> {
     }
 
     /// Returns whether a write up to `end` changes the backing before its bytes are in the arena: it removes
-    /// privileges, makes the file longer there, or writes to the backing itself. Makes calls of the backing.
+    /// privileges, makes the file longer there, or goes to the backing directly. Calls the backing to find out.
     ///
-    /// Only useful if [`Writes::write_may_wait`] returned true.
+    /// Called only after [`Writes::write_may_wait`] returned true.
     pub fn write_changes_backing(
         &self,
         handle: HandleId,
@@ -181,8 +181,8 @@ impl<B: Backing> Writes<B> {
         })
     }
 
-    /// Overwrites pending bytes in place, if one extent has all of them and no reader or drain uses them. So bytes that
-    /// are rewritten often take no new space. Returns whether the bytes were overwritten.
+    /// Overwrites pending bytes in place, if they lie in one extent and no reader or drain uses them. So frequent
+    /// rewrites of the same bytes need no new space. Returns whether the bytes were overwritten.
     fn try_overwrite_in_place(
         &self,
         file: &File<B>,
@@ -223,7 +223,7 @@ impl<B: Backing> Writes<B> {
     /// Appends the first part of `data`, as much as fits, to the handle's slab. Returns the length of the part, or 0 if
     /// the arena, the journal or the memory file of a view has no space.
     ///
-    /// `known_id` is the file id that the caller has read before. It may have ended since.
+    /// `known_id`: file id that the caller has read earlier. It may have ended since.
     pub(crate) fn append(
         &self,
         handle: &Handle<B>,
@@ -237,7 +237,7 @@ impl<B: Backing> Writes<B> {
             let Some(lease) = slot.as_mut() else {
                 match self.room.lease_for(handle, slot, data.len() as u64) {
                     Some(lease) if slot.is_none() => **slot = Some(lease),
-                    // Another write through the handle got a lease while the slot was not locked.
+                    // Another write through the handle has got a lease while the slot was not locked.
                     Some(lease) => self.base.arena.seal_slab(lease),
                     None if slot.is_none() => return 0,
                     None => {}
@@ -269,12 +269,12 @@ impl<B: Backing> Writes<B> {
             let mut state = file.lock();
             self.intake.revoke_grant(file, &mut state);
             if state.pending.file_id() != Some(file_id) {
-                // Everything was drained meanwhile and the file id ended. The loop reserves again under the next file
-                // id.
+                // All bytes were drained meanwhile, so the file id ended. The loop reserves space again under the next
+                // file id.
                 continue;
             }
             if let Err(error) = state.reserve_view(offset, u64::from(reserved.len)) {
-                tracing::warn!(%error, path = %file.shown(), "no memory for what readers of a memory file are to see");
+                tracing::warn!(%error, path = %file.shown(), "no memory to store a write in the memory file that programs read; the write waits for room");
                 return 0;
             }
             let extent = self.publish(&mut state, lease, file_id, offset, reserved);
@@ -303,7 +303,7 @@ impl<B: Backing> Writes<B> {
             lease.continues(file_id.get(), offset, reserved) && lease.last().is_some_and(is_tail);
         state.pending.note_write();
         let modified = state.pending.recorded_ns();
-        // An extended piece keeps its sequence. It is the tail, so no other write came in between.
+        // An extended piece keeps its sequence: it is the tail, so no other write came in between.
         let (piece, sequence) = if extends {
             arena.extend_piece(lease, reserved.len, modified)
         } else {
@@ -325,8 +325,8 @@ impl<B: Backing> Writes<B> {
         }
     }
 
-    /// Makes the file in the backing `end` bytes long if it is shorter. Fails with EFBIG if the backing cannot have
-    /// such a file.
+    /// Makes the file in the backing `end` bytes long if it is shorter. Fails with EFBIG if the backing does not
+    /// support such a length.
     fn ensure_size_in_backing(&self, file: &Arc<File<B>>, end: u64) -> Result<()> {
         let present_size = self.intake.size_of(file)?;
         if end > present_size {

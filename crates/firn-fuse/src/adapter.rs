@@ -22,7 +22,7 @@ pub struct Adapter<B: Backing> {
 }
 
 impl<B: Backing> Adapter<B> {
-    /// Makes an adapter. Work that may take long runs on `workers`. `gate`: the gate of a mount with transactions.
+    /// Makes an adapter. Work that may take long runs on `workers`. `gate`: `None` on a mount without transactions.
     pub fn new(
         engine: Arc<Engine<B>>,
         gate: Option<Arc<dyn Gate>>,
@@ -33,24 +33,24 @@ impl<B: Backing> Adapter<B> {
         Self { dispatcher }
     }
 
-    /// Lets processes access files of `arena` directly, and learn that they ask for it at `socket`. The server of that
-    /// socket makes the kernel drop what it has cached with the returned [`Invalidator`].
+    /// Lets processes access files of `arena` directly, through requests to `socket`. Returns the [`Invalidator`] with
+    /// which the server of that socket makes the kernel drop cached data.
     pub fn offer_direct_access(&mut self, arena: [u8; 16], socket: &Path) -> Invalidator {
         self.dispatcher.set_data_socket(arena, socket);
         Invalidator::new(self.dispatcher.coherence())
     }
 
-    /// Makes locks of programs hold for all hosts, and appends go to the end that the file has on all hosts.
+    /// Makes locks of programs hold for all hosts. Appends then go to the file's end as all hosts see it.
     pub fn share_locks(&mut self, locks: Arc<FileLocks>) {
         self.dispatcher.set_locks(locks);
     }
 
-    /// Returns the number of writes that wait for room in the arena. The number is kept current.
+    /// Returns the counter of writes that now wait for room in the arena.
     pub fn waiting_writers(&self) -> Arc<AtomicU64> {
         self.dispatcher.waiting_writers()
     }
 
-    /// Returns the means to find threads of programs that wait for answers.
+    /// Returns an object that finds threads of programs that wait for answers.
     pub fn waiting_threads(&self) -> WaitingThreads {
         self.dispatcher.waiting_threads()
     }

@@ -1,22 +1,22 @@
-//! Decides which thread makes a call of the backing, so that one thread always stays free to read requests.
+//! Decides which thread makes a call of the backing, so that one thread is always free to read requests.
 //!
 //! Terms
 //! * A *reading thread* is a thread of the transport: it reads requests from the kernel. There are `fuse-threads` + 1 of
 //!   them.
-//! * A *call* is the work for one request that may hang: it asks the backing, or waits for another request.
+//! * A *call* is work for one request that may hang, because it calls the backing or waits for another request.
 //! * A *call slot* is the right of a reading thread to make a call itself. There are `fuse-threads` slots.
 //!
-//! Ordinarily the thread that read a request also makes its call, because nothing is faster. A hanging server can
-//! block that thread for ever. The thread that finds no free slot therefore makes no call:
+//! Ordinarily the thread that read a request also makes its call, because nothing is faster. But a hanging server can
+//! block that thread for ever. So a thread that finds no free slot does not make its call itself:
 //!
 //! 1. It offers the call to the first reading thread that ends its own call.
-//! 2. After [`OFFER_TIMEOUT`] without a taker it hands the call to the workers.
+//! 2. If no thread accepts the call within [`OFFER_TIMEOUT`], it passes the call to the workers.
 //!
 //! Promises
-//! * However many calls hang, a reading thread is free at the latest after [`OFFER_TIMEOUT`].
-//! * While calls return, only the few offered calls change threads.
+//! * However many calls hang, a reading thread is free again after [`OFFER_TIMEOUT`] at the latest.
+//! * While calls return, only offered calls change threads, and these are few.
 //!
-//! Work that never asks the backing (a forget, a wait with a callback) needs no slot.
+//! Work that never calls the backing (a forget, a wait with a callback) needs no slot.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
@@ -27,7 +27,7 @@ use parking_lot::Mutex;
 use crate::topic::Topic;
 
 /// How long a call is offered to the other reading threads: longer than most calls of a server that answers, and too
-/// short to matter where the server does not answer.
+/// short to matter if the server does not answer.
 const OFFER_TIMEOUT: Duration = Duration::from_millis(2);
 
 /// One call under way, as counted in [`CallSlots::calls`].
@@ -44,10 +44,10 @@ pub(crate) struct CallSlots {
     calls: AtomicU64,
     /// The call that the thread without a slot offers.
     offer: Mutex<Option<Task>>,
-    /// Whether `offer` holds a call: lets the end of a call look without the lock.
+    /// Whether `offer` holds a call. A thread whose call ends reads this without the lock.
     is_offered: AtomicBool,
-    /// Number of ended calls when the last offer without a taker began. While no further call ends, another offer
-    /// finds no taker either.
+    /// Number of ended calls at the begin of the last offer that no thread accepted. Until another call ends, no thread
+    /// will accept a new offer either.
     ended_at_failed_offer: AtomicU64,
 }
 
@@ -83,7 +83,7 @@ impl CallSlots {
         None
     }
 
-    /// Has a call made by another thread, because [`CallSlots::acquire`] had no slot.
+    /// Lets another thread make a call. Used if [`CallSlots::acquire`] returned no slot.
     pub(crate) fn run_elsewhere(&self, topic: Topic, call: Task) {
         let call = if self.is_offer_useless() {
             Some(call)
@@ -95,7 +95,7 @@ impl CallSlots {
         }
     }
 
-    /// Whether no call has ended since an offer found no taker. Another offer would only cost its timeout.
+    /// Whether no call has ended since an offer that no thread took. Another offer would then only cost its timeout.
     fn is_offer_useless(&self) -> bool {
         ended_calls(self.calls.load(Ordering::SeqCst))
             == self.ended_at_failed_offer.load(Ordering::Relaxed)
@@ -113,8 +113,8 @@ impl CallSlots {
             *offer = Some(call);
             self.is_offered.store(true, Ordering::SeqCst);
         }
-        // A race: a call that ended before the store above did not see the offer. But it freed a slot, so this thread
-        // looks for one itself.
+        // A race: a call that ended before the store above did not see the offer. But that call freed a slot, so this
+        // thread looks for a free slot itself.
         self.run_offered();
         if self.is_offered.load(Ordering::SeqCst) {
             std::thread::sleep(OFFER_TIMEOUT);
@@ -238,7 +238,7 @@ mod tests {
         let slots = call_slots(2);
         let this_thread = std::thread::current().id();
         let hung = [hang(&slots), hang(&slots)];
-        // The first call is offered in vain; the others go to the workers without an offer.
+        // No thread takes the first call; the other calls go to the workers without an offer.
         for _ in 0..100 {
             assert_ne!(thread_of_a_call(&slots), this_thread);
         }

@@ -1,7 +1,8 @@
-//! The calling process of a request: its rights, how it closes a file, and the mode of an object that it makes.
+//! The calling process of a request: its rights, why it closes a file, and the mode of an object that it makes.
 //!
-//! Most of this is read from /proc. That is safe because the calling thread stays in the kernel until it has its answer,
-//! so its number is not reused meanwhile. An answer that cannot be read counts as the one with fewer rights.
+//! Most of this is read from /proc. That is safe because the calling thread remains in the kernel until it has its
+//! answer, so its number is not reused meanwhile. If a right cannot be read, the process counts as one without that
+//! right.
 
 mod fate;
 mod io_uring;
@@ -22,8 +23,8 @@ const DEFAULT_ACL: &str = "system.posix_acl_default";
 /// The process that waits for an answer. Its rights are read from /proc, and only if a file with set-id bits depends on
 /// them.
 ///
-/// firnd cannot read them for a process in a PID namespace that it does not see. Such a process counts as one without
-/// rights, so the set-id bits are cleared.
+/// firnd cannot read the rights of a process in a PID namespace that firnd does not see. Such a process counts as one
+/// without rights, so the set-id bits are cleared.
 #[derive(Clone)]
 pub(crate) struct Process {
     caller: Caller,
@@ -40,7 +41,7 @@ impl Process {
         }
     }
 
-    /// Adds the means to ask whether the process still waits for the answer.
+    /// Adds `still_waits`, which tells whether the process still waits for the answer.
     pub(crate) fn waiting(self, still_waits: StillWaits) -> Self {
         Self {
             still_waits: Some(still_waits),
@@ -48,7 +49,7 @@ impl Process {
         }
     }
 
-    /// Sets whether the process has CAP_FSETID, as the kernel told with the request.
+    /// Sets whether the process has CAP_FSETID, as the request of the kernel says.
     pub(crate) fn known_to_have_cap_fsetid(self, has_cap_fsetid: bool) -> Self {
         Self {
             has_cap_fsetid: Some(has_cap_fsetid),
@@ -63,7 +64,7 @@ impl Process {
     }
 
     /// Returns the user id with which the process accesses files, or `None` if it cannot be read. If mounts can be
-    /// id-mapped, only requests that make an object carry the id; else it is read from /proc.
+    /// id-mapped, only requests that make an object contain the id; for other requests it is read from /proc.
     pub(crate) fn file_system_uid(&self) -> Option<u32> {
         if self.caller.uid != UNKNOWN_ID {
             return Some(self.caller.uid);
@@ -126,8 +127,8 @@ impl Principal for Process {
 /// A thread that ends releases its memory before it closes its descriptors (do_exit in the kernel). One that calls
 /// close(2) or execve(2) still has its memory, and [`has_memory`] does not wait for the exec.
 ///
-/// If that cannot be read (the process is in a namespace that firnd does not see), the close counts as a call of
-/// close(2). If the exit code cannot be read (the process of another user has ended), it counts as an exit.
+/// If firnd cannot see the process (in another PID namespace), the close counts as a call of close(2). If firnd cannot
+/// read the exit code of an ended process (of another user), the close counts as an exit.
 pub(crate) fn closing(caller: Caller) -> Closing {
     let pid = caller.pid;
     if pid == 0 || has_memory(pid) != Some(false) {
@@ -176,7 +177,7 @@ fn has_default_acl<B: Backing>(engine: &Engine<B>, parent: InodeId) -> bool {
         Ok(value) => !value.is_empty(),
         Err(Errno::NODATA | Errno::OPNOTSUPP) => false,
         Err(error) => {
-            tracing::debug!(%error, "cannot tell whether a directory has a default ACL");
+            tracing::debug!(%error, "cannot read whether a directory has a default ACL; the umask is applied");
             false
         }
     }

@@ -1,23 +1,22 @@
-//! Makes the kernel drop what it has cached, before a program could see old names, attributes or pages.
+//! Makes the kernel drop names, attributes and pages from its caches before a program could see old ones.
 //!
 //! Promises
-//! * When [`Invalidator::invalidate`] returns, the kernel has nothing from before the call. That includes the content
-//!   of answers that were sent before the call and that the kernel had not handled yet.
+//! * When [`Invalidator::invalidate`] returns, the kernel caches nothing of the object from before the call. This holds
+//!   even for answers that were sent before the call and that the kernel had not handled yet.
 //! * No reader sees a page from before a write that was answered.
 //!
-//! **Threads that may invalidate.** To drop a name, the kernel takes the lock of its directory; to drop a page, it waits
-//! for the read that fills it. So a thread must not call [`Invalidator::invalidate`] if a request waits for the thread:
-//! the thread must not answer the kernel, nor hold a lock that such a thread takes. To drop attributes waits for no
-//! request.
+//! **Threads that may invalidate.** To drop a name, the kernel takes the lock of its directory; to drop a page, it
+//! waits for the read that fills it. So a thread must not call [`Invalidator::invalidate`] while it has to answer a
+//! request, or while it holds a lock that an answering thread needs. The drop of attributes waits for no request.
 //!
 //! **Pages after a write.** Before the kernel sends a direct write to Firn, it drops the pages of the range. A reader
-//! through a cached handle may then fill them again with the bytes from before the write, and the pages would stay. So a
-//! write to a file with cached readers is answered only after its pages were dropped a second time. Linux 6.18 does so
-//! itself; not all older kernels do.
+//! through a cached handle may then fill them again with the bytes from before the write, and these pages would remain
+//! in the cache. So a write to a file with cached readers is answered only after its pages were dropped a second time.
+//! Linux 6.18 does this itself, but not all older kernels do.
 //!
-//! **Considered.** Linux 6.16 can drop all names of a mount at once (FUSE_NOTIFY_INC_EPOCH). That takes the names away
-//! from directories that processes are in, so that getcwd(2) fails, and unmounts what is mounted below. So names are
-//! dropped one by one.
+//! **Considered.** Linux 6.16 can drop all names of a mount at once (FUSE_NOTIFY_INC_EPOCH). That also drops the names
+//! of current directories of processes, so that their getcwd(2) fails, and unmounts file systems that are mounted
+//! below. So names are dropped one by one.
 
 use std::ffi::OsStr;
 use std::io;
@@ -35,11 +34,11 @@ pub(crate) struct Target {
     pub(crate) inode: InodeId,
     pub(crate) handle: HandleId,
     pub(crate) offset: u64,
-    /// The kernel writes back a page of its cache. The page is locked, and it has the bytes of the write already.
+    /// The kernel writes back a page of its cache. The page is locked, and already contains the bytes of the write.
     pub(crate) from_cache: bool,
 }
 
-/// The transport's side: tells the kernel what to drop from its caches, or to put there. For an object that the kernel
+/// The transport's side: makes the kernel drop data from its caches, or store data there. For an object that the kernel
 /// does not know, the result may be ENOENT.
 pub(crate) trait Notifier: Send + Sync {
     /// Drops a name, and the names below it.
@@ -56,7 +55,7 @@ pub(crate) trait Notifier: Send + Sync {
     fn store(&self, inode: InodeId, offset: u64, data: &[u8]) -> io::Result<()>;
 }
 
-/// Makes the kernel drop what it has cached. The mount's other parts use it.
+/// Makes the kernel drop cached data. Used by parts of the mount outside this crate.
 #[derive(Clone)]
 pub struct Invalidator(Arc<dyn Invalidate>);
 
@@ -65,13 +64,13 @@ impl Invalidator {
         Self(coherence)
     }
 
-    /// Drops a name, or the attributes and pages of an inode. Returns when the kernel has nothing of them from before
-    /// this call. See the head of the file for the threads that may call this.
+    /// Drops a name, or the attributes and pages of an inode. Returns when the kernel caches no part of them from
+    /// before this call. See the head of the file for the threads that may call this.
     pub fn invalidate(&self, cached: &Cached) {
         self.0.invalidate(cached);
     }
 
-    /// Returns when the kernel has no attributes of the inode from before this call.
+    /// Returns when the kernel caches no attributes of the inode from before this call.
     pub fn invalidate_attributes(&self, inode: InodeId) {
         self.0.invalidate_attributes(inode);
     }
@@ -93,7 +92,7 @@ impl<B: Backing> Invalidate for Coherence<B> {
             Cached::Inode(inode) => notifier.invalidate_pages(*inode, 0, 0),
         };
         if let Err(error) = dropped.or_else(ignore_unknown) {
-            tracing::warn!(%error, ?cached, "the kernel did not drop what it has cached");
+            tracing::warn!(%error, ?cached, "cannot make the kernel drop cached data: programs may see old data");
         }
     }
 
@@ -135,7 +134,7 @@ impl<B: Backing> Coherence<B> {
         &self.workers
     }
 
-    /// Returns when the kernel has no attributes of the inode from before this call.
+    /// Returns when the kernel caches no attributes of the inode from before this call.
     pub(crate) fn invalidate_attributes(&self, inode: InodeId) {
         let Some(notifier) = self.notifier() else {
             return;
@@ -144,11 +143,12 @@ impl<B: Backing> Coherence<B> {
             .invalidate_attributes(inode)
             .or_else(ignore_unknown)
         {
-            tracing::warn!(%error, inode = inode.0, "the kernel did not drop attributes");
+            tracing::warn!(%error, inode = inode.0, "cannot make the kernel drop cached attributes: programs may see old ones");
         }
     }
 
-    /// Calls `answer` once no reader can see bytes from before a change by another host that this host knows of.
+    /// Calls `answer` once no reader can see bytes from before the last change by another host that this host has
+    /// noticed.
     pub(crate) fn after_changes_by_others(
         self: &Arc<Self>,
         inode: InodeId,
@@ -188,18 +188,19 @@ impl<B: Backing> Coherence<B> {
             }
             _ => return answer(),
         };
-        // On a worker: to drop a page waits for a read of it, and this thread may be the one that must answer that read.
+        // On a worker: the drop of a page waits for a read of that page, and this thread may be the one that must
+        // answer that read.
         self.workers.run_about(Class::Call, Topic::Pages(target.inode), move || {
             let dropped = notifier.invalidate_pages(target.inode, target.offset, len as u64);
             if let Err(error) = dropped.or_else(ignore_unknown) {
-                tracing::warn!(%error, inode = target.inode.0, "cannot drop cached pages after a write");
+                tracing::warn!(%error, inode = target.inode.0, "cannot make the kernel drop cached pages after a write: programs may read old bytes");
             }
             answer();
         });
     }
 }
 
-/// Ignores an error that says that the kernel does not know the object: then nothing of it is cached.
+/// Ignores the error for an object that the kernel does not know: then nothing of the object is cached.
 fn ignore_unknown(error: io::Error) -> io::Result<()> {
     if error.kind() == io::ErrorKind::NotFound {
         Ok(())

@@ -1,6 +1,6 @@
 //! Mounts and unmounts: with mount(2) if this process may, else with the program fusermount3.
 //!
-//! Invariant: nothing here unmounts a path after the kernel has let go of the mount, because something else may be
+//! Invariant: nothing here unmounts a path after the kernel has ended the mount, because another file system may be
 //! mounted there by then.
 
 use std::ffi::CString;
@@ -26,12 +26,12 @@ use crate::session::{SessionError, SessionOptions};
 
 const DEVICE: &str = "/dev/fuse";
 const HELPER: &str = "fusermount3";
-/// Longest time for fusermount3. To mount, it waits for the kernel only. To unmount without `lazy`, it waits until the
-/// kernel has written back its pages.
+/// Timeout of fusermount3. To mount, it waits for the kernel only. To unmount without `lazy`, it waits until the kernel
+/// has written back its pages.
 const HELPER_LIMIT: Duration = Duration::from_secs(60);
 const HELPER_OUTPUT_BYTES_MAX: usize = 4096;
-/// Readahead of the kernel, for a program that reads and around a page fault of a mapping. It is four requests of the
-/// largest size, so that one is copied while others are answered.
+/// Readahead of the kernel, for reads and for page faults of mappings. It is four requests of the largest size, so that
+/// one is copied while the others are answered.
 const READAHEAD_KIB: u32 = 4096;
 
 /// Mounts at `mount_point`, a canonical path, and returns the open device of the connection.
@@ -105,7 +105,7 @@ fn flags(options: &SessionOptions) -> MountFlags {
     flags
 }
 
-/// Options of the kernel's FUSE file system, beside those that only mount(2) needs.
+/// Options of the kernel's FUSE file system, except those that only mount(2) needs.
 fn kernel_options(options: &SessionOptions) -> impl Iterator<Item = &'static str> {
     let allow_other = options.allow_other.then_some("allow_other");
     ["subtype=firn", "default_permissions"]
@@ -146,7 +146,8 @@ fn mount_by_helper(mount_point: &Path, options: &SessionOptions) -> Result<Owned
         .env("_FUSE_COMMFD", theirs.as_raw_fd().to_string());
     let (device, helper_result) = std::thread::scope(|scope| {
         let running = scope.spawn(move || {
-            // Dropped when the helper has ended. Then no process has this end of the socket, and `receive` returns.
+            // Dropped when the helper has ended. Then no process has this end of the socket any more, and `receive`
+            // returns.
             let _theirs = theirs;
             firn_process::run(helper, limits())
         });
@@ -198,7 +199,7 @@ fn receive(socket: &UnixStream) -> io::Result<Option<OwnedFd>> {
     }))
 }
 
-/// Escapes a value for fusermount3, which splits its options at commas and takes the byte after a backslash as it is.
+/// Escapes a value for fusermount3, which splits its options at commas and takes the byte after a backslash literally.
 fn escaped(bytes: &[u8]) -> Vec<u8> {
     let mut escaped = Vec::with_capacity(bytes.len());
     for &byte in bytes {
@@ -210,7 +211,8 @@ fn escaped(bytes: &[u8]) -> Vec<u8> {
     escaped
 }
 
-/// Unmounts `mount_point`. `lazy`: takes the mount out of the tree even while files are open; else that is `EBUSY`.
+/// Unmounts `mount_point`. With `lazy`, takes the mount out of the tree even while files are open. Without it, open
+/// files cause `EBUSY`.
 pub fn detach(mount_point: &Path, lazy: bool) -> io::Result<()> {
     let mut flags = UnmountFlags::NOFOLLOW;
     flags.set(UnmountFlags::DETACH, lazy);
@@ -235,7 +237,7 @@ fn detach_by_helper(mount_point: &Path, lazy: bool) -> io::Result<()> {
         return Ok(());
     }
     let text = helper_result.text();
-    // fusermount3 does not translate its messages, and this word stands for EBUSY.
+    // fusermount3 does not translate its messages; this word occurs in its message for EBUSY.
     if text.contains("busy") {
         Err(Errno::BUSY.into())
     } else {
@@ -253,12 +255,12 @@ pub(crate) fn device_number(mount_point: &Path) -> Option<(u32, u32)> {
 pub(crate) fn set_readahead((major, minor): (u32, u32)) {
     let setting = format!("/sys/class/bdi/{major}:{minor}/read_ahead_kb");
     if let Err(error) = std::fs::write(setting, READAHEAD_KIB.to_string()) {
-        tracing::debug!(%error, "the kernel reads ahead by its default of 128 KiB");
+        tracing::debug!(%error, "cannot raise the kernel's readahead, which remains at its default of 128 KiB");
     }
 }
 
-/// Aborts a connection: with its control file if there is one. Else by a forced unmount, which only root may do, and only
-/// while the mount is in the tree.
+/// Aborts a connection: with its control file if there is one, else by a forced unmount. Only root may force an
+/// unmount, and only while the mount is in the tree.
 pub(crate) fn abort(
     mount_point: &Path,
     device: Option<(u32, u32)>,
@@ -269,11 +271,11 @@ pub(crate) fn abort(
         return Ok(());
     }
     if device_number(mount_point) != device {
-        // Another file system is mounted there now; a forced unmount would hit that one.
+        // Another file system is mounted there now; a forced unmount would unmount that one.
         return Err(Errno::NOENT.into());
     }
     match rustix::mount::unmount(mount_point, UnmountFlags::NOFOLLOW | UnmountFlags::FORCE) {
-        // EBUSY: the connection is aborted, but the mount stays in the tree until it is detached.
+        // EBUSY: the connection is aborted, but the mount remains in the tree until it is detached.
         Ok(()) | Err(Errno::BUSY) => Ok(()),
         Err(error) => Err(error.into()),
     }
@@ -284,8 +286,8 @@ const CONTROL: &str = "/sys/fs/fuse/connections";
 
 /// Opens the control file that aborts a connection; the owner of the connection may do so.
 ///
-/// After a connection has ended, the kernel gives its number to the next mount. An open descriptor never means that next
-/// connection: a write to it then succeeds and does nothing.
+/// After a connection has ended, the kernel gives its number to the next mount. An open descriptor of the control file
+/// never refers to the next connection: after the end of its own connection, a write succeeds and does nothing.
 pub fn open_control(connection: u32) -> io::Result<OwnedFd> {
     let name = format!("{connection}/abort");
     let flags = OFlags::WRONLY | OFlags::CLOEXEC;

@@ -1,14 +1,15 @@
-//! What the kernel and processes learn on a mount with direct access to files.
+//! Keeps the kernel's attributes right on a mount with direct access, and answers processes that ask where to request
+//! it.
 //!
 //! Promises
-//! * The kernel keeps no attributes of a file that processes write directly: it asks each time. Attributes that it kept
-//!   from before are dropped before the first direct write.
-//! * A program that opens a file with O_APPEND appends at its end. For such a write the kernel uses the length that it
-//!   believes, without a question. So an open of a file with direct writes is answered only after the kernel learnt the
-//!   length.
+//! * The kernel caches no attributes of a file that processes write directly: it asks for them each time. Attributes
+//!   that it cached earlier are dropped before the first direct write.
+//! * A program that opens a file with O_APPEND appends at the file's end. For such a write the kernel uses the length
+//!   that it has recorded, without asking firnd. So an open of a file with direct writes is answered only after the
+//!   kernel has got the length.
 //!
-//! Only a store of at least one byte into the kernel's cache raises the length that it believes (fs/fuse/dev.c,
-//! `fuse_notify_store`). So the last byte of the file is stored, and its page is dropped again.
+//! Only a store of at least one byte into the kernel's cache raises the length that the kernel has recorded
+//! (fs/fuse/dev.c, `fuse_notify_store`). So the last byte of the file is stored, and its page is dropped again.
 
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
@@ -24,7 +25,7 @@ use crate::caller::Process;
 use crate::coherence::Coherence;
 use crate::topic::Topic;
 
-/// Where processes ask for direct access, as an answer to `IOCTL_TOKEN` says it.
+/// Where processes ask for direct access, in the form of an answer to `IOCTL_TOKEN`.
 #[derive(Clone)]
 pub(crate) struct DataSocket {
     arena: [u8; 16],
@@ -34,7 +35,7 @@ pub(crate) struct DataSocket {
 
 /// Length of `sun_path` in a socket address (unix(7)), rounded up to that of the field in [`Token`].
 const SOCKET_PATH_FIELD_BYTES: usize = 112;
-/// Longest path that the kernel takes, without the zero byte after it (unix(7)).
+/// Maximum length of a socket's path, without the zero byte after it (unix(7)).
 const SOCKET_PATH_BYTES_MAX: usize = 107;
 impl DataSocket {
     /// Returns `None` if the path is too long for a socket.
@@ -49,8 +50,8 @@ impl DataSocket {
     }
 }
 
-/// Returns the answer to `IOCTL_TOKEN`. Direct access is for processes of firnd's own user; others, and mounts without
-/// direct access, get a token of zeros.
+/// Returns the answer to `IOCTL_TOKEN`. Only processes of firnd's own user have direct access: a process of another
+/// user, and any process on a mount without direct access, gets a token of zeros.
 pub(crate) fn token(socket: Option<&DataSocket>, caller: Caller, handle: HandleId) -> Token {
     let own_user = rustix::process::geteuid().as_raw();
     let is_own_user = Process::of(caller).file_system_uid() == Some(own_user);
@@ -67,7 +68,8 @@ pub(crate) fn token(socket: Option<&DataSocket>, caller: Caller, handle: HandleI
 }
 
 impl<B: Backing> Coherence<B> {
-    /// Calls `answer` once the kernel believes the file to be at least `size` bytes long. `None`: there is nothing to tell.
+    /// Calls `answer` once the length that the kernel has recorded for the file is at least `size`. `None`: calls
+    /// `answer` at once.
     pub(crate) fn tell_size(
         &self,
         inode: InodeId,
@@ -82,8 +84,8 @@ impl<B: Backing> Coherence<B> {
         // On a worker: a store waits for a page that this thread may have to fill.
         self.workers().run_about(Class::Call, Topic::Pages(inode), move || {
             if let Some(last) = size.checked_sub(1) {
-                // A mapping may have changed this byte in the kernel's cache. The first drop writes such a page back, so
-                // that the byte that is read and stored is the newest.
+                // A mapping may have changed this byte in the kernel's cache. The first drop writes such a page back,
+                // so the byte that is then read and stored is the newest.
                 let told = notifier
                     .invalidate_pages(inode, last, 1)
                     .and_then(|()| {
@@ -92,7 +94,7 @@ impl<B: Backing> Coherence<B> {
                     })
                     .and_then(|()| notifier.invalidate_pages(inode, last, 1));
                 if let Err(error) = told {
-                    tracing::warn!(%error, inode = inode.0, size, "cannot tell the kernel how long a file is");
+                    tracing::warn!(%error, inode = inode.0, size, "cannot make the kernel record the length of a file: an append may overwrite bytes of direct writes");
                     return answer();
                 }
             }

@@ -1,14 +1,13 @@
 //! Carries out the requests of the kernel: each request becomes a call of the engine.
 //!
-//! [`Dispatcher::dispatch`] is the one entry. One method for each operation knows what the operation may wait for, and
-//! chooses where its call runs:
+//! [`Dispatcher::dispatch`] is the one entry. Each operation has a method, which chooses where its call runs:
 //!
 //! | chosen with | the call runs on | for an operation that |
 //! |---|---|---|
-//! | no helper | the thread that read the request | never asks the backing |
-//! | [`Dispatcher::run_call`] | that thread while another one is left to read requests ([`CallSlots`]) | asks the backing |
+//! | no helper | the thread that read the request | never calls the backing |
+//! | [`Dispatcher::run_call`] | that thread while another one is left to read requests ([`CallSlots`]) | calls the backing |
 //! | [`Dispatcher::run_on_worker`] | a worker | takes long, or waits for a drain |
-//! | [`Dispatcher::run_change`] | as a call, or a worker while the [`Gate`] makes changes wait | changes names, attributes or length |
+//! | [`Dispatcher::run_change`] | a worker while the [`Gate`] makes changes wait, else as with `run_call` | changes names, attributes or length |
 //!
 //! The dispatcher relies on the engine for what an operation means, and does not know which transport read the request.
 
@@ -54,8 +53,8 @@ use crate::watch::{WatchFound, Watched, WatchedChange, watch_of};
 pub struct AdapterOptions {
     /// How long the kernel may keep attributes without asking.
     pub attr_timeout: Duration,
-    /// How long the kernel may keep names without asking. Zero if other hosts rename and remove files, so that an open by
-    /// name gets the file that has the name now.
+    /// How long the kernel may keep names without asking. Zero if other hosts rename and remove files: an open by name
+    /// then gets the file that has the name now.
     pub name_timeout: Duration,
     /// Ask the kernel to read drained files itself. The kernel demands CAP_SYS_ADMIN for that.
     pub passthrough: bool,
@@ -68,7 +67,7 @@ pub(crate) struct Negotiated {
     pub(crate) passthrough: bool,
     /// The kernel does not apply umasks, so the dispatcher must.
     pub(crate) applies_umask: bool,
-    /// After the death of a firnd the kernel sends its unanswered requests again.
+    /// After the death of a firnd, the kernel sends that firnd's unanswered requests again.
     pub(crate) resends: bool,
 }
 
@@ -92,7 +91,7 @@ pub(crate) struct Dispatcher<B: Backing, R: Responder> {
     replies: Arc<Replies>,
 }
 
-/// Returns look-ups and handles to the engine that a discarded answer would have given to the kernel.
+/// Takes back look-ups and handles that a discarded answer contains: the kernel does not get them.
 struct ToEngine<B: Backing, I> {
     engine: Arc<Engine<B>>,
     passthrough: Arc<Passthrough<I>>,
@@ -179,7 +178,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         self.negotiated = negotiated;
     }
 
-    /// Lets processes learn that they can access the files of `arena` directly, and at which socket to ask for it.
+    /// Lets processes learn that they can access the files of `arena` directly, through requests to `socket`.
     pub(crate) fn set_data_socket(&mut self, arena: [u8; 16], socket: &Path) {
         self.data_socket = DataSocket::new(arena, socket);
     }
@@ -207,7 +206,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         self.workers.clone()
     }
 
-    /// Number of writes that wait for room in the arena, kept current.
+    /// Returns the counter of writes that now wait for room in the arena.
     pub(crate) fn waiting_writers(&self) -> Arc<AtomicU64> {
         self.stalled.count()
     }
@@ -221,7 +220,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     }
 
     /// Takes over handles and requests of an earlier firnd. Called before the first request. `adopt` makes the
-    /// transport's id of a file that the kernel reads itself, from the number under which the kernel has it.
+    /// transport's id of a passthrough file from the kernel's number for that file.
     pub(crate) fn resume(&self, left: ResumedRequests, adopt: impl Fn(i32) -> R::BackingId) {
         let mut ids: HashMap<i32, Arc<R::BackingId>> = HashMap::new();
         for handle in &left.handles {
@@ -236,8 +235,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             .filter(|handle| self.engine.open_files.is_writer(handle.id))
             .map(|handle| handle.inode)
             .collect();
-        // The earlier firnd may not have told the kernel yet of bytes that processes wrote directly. The kernel's
-        // attributes of such files may be old.
+        // Processes wrote these files directly, and the earlier firnd may have died before it made the kernel drop
+        // their old attributes.
         for inode in written {
             self.coherence.invalidate_attributes(inode);
         }
@@ -250,17 +249,17 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     }
 
     /// Ends the requests that an earlier firnd had begun, on a kernel that does not send them again. `refuse` answers
-    /// the request with this number.
+    /// the request with the given number.
     pub(crate) fn end_left_requests(&self, left: &mut ResumedRequests, refuse: impl Fn(u64)) {
         let count = left.requests.len();
         for (number, request) in left.requests.drain() {
             refuse(number);
-            // Dropping the note removes it from the arena.
+            // A drop of the note removes it from the arena.
             drop(self.engine.note_resumed_request(&request));
         }
         tracing::warn!(
             count,
-            "requests that were under way end with EIO: this kernel does not send them again (Linux 6.9 does)"
+            "requests that an earlier firnd had not answered end with EIO: this kernel does not send them again (Linux 6.9 and later do)"
         );
     }
 
@@ -375,7 +374,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         }
     }
 
-    /// Answers the one ioctl(2) that Firn has: how to access the file directly.
+    /// Answers the only ioctl(2) of Firn, which asks how to access the file directly.
     fn ioctl(
         &self,
         caller: Caller,
@@ -391,8 +390,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         reply.send(Answer::Ioctl(token.as_bytes()));
     }
 
-    /// Runs a call that asks the backing: on this thread if a call slot is free, else on another one. `topic`: what the
-    /// call may hang for.
+    /// Runs work that calls the backing: on this thread if a call slot is free, else on another one. `topic`: what the
+    /// call may wait for.
     fn run_call(&self, topic: Topic, call: impl FnOnce(&Engine<B>) + Send + 'static) {
         match self.call_slots.acquire() {
             Some(_slot) => call(&self.engine),
@@ -412,7 +411,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     }
 
     /// Runs a change of an object's attributes, or of the names in a directory. A worker runs it if the change may have
-    /// to wait for a transaction, so that the threads that answer the kernel stay free for reads.
+    /// to wait for a transaction, so that the threads that answer the kernel remain free for reads.
     fn run_change(&self, inode: InodeId, call: impl FnOnce(&Engine<B>) + Send + 'static) {
         if self.holds_up_changes() {
             self.run_on_worker(Topic::Inode(inode), call);
@@ -444,11 +443,11 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         }
     }
 
-    /// Runs an open for reading, or an open of a directory. If ended writers left changes there that are about to be
-    /// dropped, a worker waits for that first.
+    /// Runs an open for reading, or an open of a directory. If the object has changes by ended writers that are about
+    /// to be dropped, a worker first waits for the drop.
     ///
-    /// A look-up must not wait so: the kernel holds the directory's lock during a look-up, and the drop removes names of
-    /// the directory from the kernel's cache under the same lock.
+    /// A look-up must not wait for the drop: the kernel holds the directory's lock during a look-up, and needs the same
+    /// lock to drop names of the directory from its cache.
     fn run_settled(&self, inode: InodeId, call: impl FnOnce(&Engine<B>) + Send + 'static) {
         let watch = self.gate.as_ref().and_then(|gate| gate.watch());
         match watch.filter(|watch| watch.must_settle(inode)) {
@@ -466,8 +465,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             .is_some_and(|gate| gate.holds_up_changes())
     }
 
-    /// Runs a call that waits until the file is drained. A worker runs it if anything is pending; else it takes no
-    /// longer than the backing.
+    /// Runs a call that waits until the file is drained. A worker runs it if bytes are pending; else the call takes
+    /// only the time of the backing.
     fn run_drained(
         &self,
         inode: InodeId,
@@ -497,10 +496,10 @@ fn trace(unique: u64, caller: Caller, operation: &Operation<'_>) {
 
 /// Attributes for the kernel, with the time for which it may keep them.
 ///
-/// That time is zero while processes write the file directly, because the kernel does not see their writes. It is zero
-/// too while the kernel has stale pages: it then asks for attributes before it reads the pages.
+/// That time is zero while processes write the file directly, because the kernel does not see their writes. It is also
+/// zero while the kernel has stale pages, so that the kernel asks for attributes before it reads the pages.
 ///
-/// Called after `attr` was read: a direct write that began meanwhile is then seen here.
+/// Must be called after `attr` was read, so that it sees a direct write that began meanwhile.
 fn attributes_of<B: Backing>(
     engine: &Engine<B>,
     options: AdapterOptions,

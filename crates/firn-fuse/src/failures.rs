@@ -1,8 +1,8 @@
 //! Counts and logs failed requests, in one place.
 //!
-//! An errno means *trouble of the backing* if programs get it only then, such as EIO. For each operation and such errno,
-//! the first failure is logged as a warning. All other failures are logged at level debug: repetitions, and errors that
-//! programs expect, such as ENOENT.
+//! An errno means *trouble of the backing* if programs never get it from a backing that works, such as EIO. For each
+//! operation and each such errno, the first failure is logged as a warning. All other failures are logged at level
+//! debug: later ones of the same kind, and errors that programs expect, such as ENOENT.
 
 use std::collections::{BTreeMap, HashSet};
 use std::ffi::OsStr;
@@ -60,7 +60,7 @@ impl Failures {
         let operation = subject.operation.name();
         if self.is_news(subject.operation, errno) {
             let path = self.path_of(subject);
-            tracing::warn!(operation, %path, %errno, "a request failed; more of the kind are counted");
+            tracing::warn!(operation, %path, %errno, "a request failed; later failures of this kind are logged at level debug only");
         } else {
             tracing::debug!(operation, path = %self.path_of(subject), %errno, "a request failed");
         }
@@ -74,8 +74,8 @@ impl Failures {
 
 /// Whether the errno means trouble of the backing: ordinary programs never get it from a backing that works.
 ///
-/// ESTALE does not: it says that another host has removed or replaced the file, and the kernel then looks the name up
-/// again.
+/// ESTALE is no such errno: it says that another host has removed or replaced the file, and the kernel then looks the
+/// name up again.
 fn is_backing_trouble(errno: Errno) -> bool {
     matches!(
         errno,

@@ -1,21 +1,21 @@
-//! The gate of a mount with transactions: every change passes it before it comes to the engine.
+//! The gate of a mount with transactions: every change passes the gate before it reaches the engine.
 //!
-//! While a transaction is prepared or applied, its directory is *quiesced*: no change below it is under way. The gate
-//! lets a change wait for that. The engine and its backing know nothing of the gate. firnd makes one [`Gate`] for a
-//! mount with transactions and hands it to every frontend. A mount without transactions has none, and takes no lock.
+//! While a transaction is prepared or applied, its directory is *quiesced*: no change below it is under way. Until that
+//! ends, the gate makes new changes wait. The engine and its backing do not use the gate. firnd makes one [`Gate`] for
+//! a mount with transactions and hands it to every frontend. A mount without transactions has none, and takes no lock.
 //!
 //! | request | how it passes |
 //! |---|---|
-//! | write(2), direct access | [`Gate::enter`]. A write may go on while a transaction is prepared, because its bytes stay in memory. |
+//! | write(2), direct access | [`Gate::enter`]. A write may pass while a transaction is prepared, because its bytes remain in memory. |
 //! | truncation, fallocate(2), copy, a write that changes the backing first | [`Gate::enter_change`] |
-//! | change of names or attributes | Without a pass: the backing makes it wait. [`Gate::holds_up_changes`] says whether that may happen, so that a worker runs the change. |
+//! | change of names or attributes | Without a pass: the backing makes the change wait. [`Gate::holds_up_changes`] says whether that may happen, so that a worker runs the change. |
 //! | read | Without a pass. |
 //!
 //! Promises of an implementation
 //! * No thread that holds a [`Pass`] waits for the outcome of a transaction. Otherwise both would wait for ever: to
-//!   quiesce a directory, the gate waits until all passes below it are given back.
+//!   quiesce a directory, the gate waits until all passes below it are returned.
 //! * A change waits only while a directory above the changed object is quiesced.
-//! * A change with a pass never has to wait again while it holds the pass.
+//! * A change never has to wait while it holds a pass.
 
 use std::ffi::OsStr;
 use std::ops::Range;
@@ -41,12 +41,12 @@ pub enum RangeAccess {
 pub enum ChangedObject<'a> {
     /// A name in a directory.
     Name(InodeId, &'a OsStr),
-    /// An object, by its number.
+    /// An object, by its inode id.
     Inode(InodeId),
     /// A file, by a handle that may have been lost with an earlier firnd.
     Handle(InodeId, HandleId),
-    /// The end of changes by such a handle. An exec closes descriptors while most of /proc of its process is locked, so
-    /// nothing may be asked of the process.
+    /// The end of changes by such a handle. Nothing may be read from /proc about the process: an exec closes
+    /// descriptors while most of /proc of its process is locked.
     Closed(InodeId, HandleId),
 }
 
@@ -69,7 +69,7 @@ impl Drop for Pass<'_> {
     }
 }
 
-/// Lets changes of programs in, or makes them wait for a transaction.
+/// Admits changes of programs, or makes them wait for a transaction.
 pub trait Gate: Send + Sync {
     /// Whether a directory above `inode` is quiesced now, so that [`Gate::enter`] would wait.
     fn is_quiescing(&self, inode: InodeId) -> bool;
@@ -80,14 +80,14 @@ pub trait Gate: Send + Sync {
     /// Returns a pass for a change of `inode`. Waits while a directory above `inode` is quiesced.
     fn enter(&self, inode: InodeId) -> Pass<'_>;
 
-    /// Gives back the pass with this number. Only [`Pass`] calls this.
+    /// Returns the pass with this number to the gate. Only [`Pass`] calls this.
     fn leave(&self, number: u64);
 
-    /// Returns a pass for a change of contents in the backing itself. Waits until no transaction forbids the change; an
-    /// error says that this will not come.
+    /// Returns a pass for a change of contents in the backing itself. Waits until no transaction forbids the change.
+    /// Fails if that can no longer happen.
     fn enter_change(&self, inode: InodeId) -> Result<Pass<'_>, Errno>;
 
-    /// Whether transactions may have ended with an earlier firnd: then [`Gate::admit`] is asked about each change.
+    /// Whether transactions may have ended with an earlier firnd: then [`Gate::admit`] must be called for each change.
     fn checks_changes(&self) -> bool {
         false
     }
@@ -103,11 +103,12 @@ pub trait Gate: Send + Sync {
         None
     }
 
-    /// Notes that process `pid` (0: unknown) uses a range of an open file. Conflicts between hosts are found by it.
+    /// Records that process `pid` (0: unknown) uses a range of an open file. Conflicts between hosts are found by these
+    /// records.
     fn note_access(&self, handle: HandleId, pid: u32, access: RangeAccess, range: Range<u64>);
 }
 
-/// [`Gate::enter_change`] where the mount has a gate; no pass where it has none.
+/// Calls [`Gate::enter_change`] if the mount has a gate. Returns no pass if it has none.
 pub(crate) fn enter_change(
     gate: Option<&dyn Gate>,
     inode: InodeId,
@@ -126,8 +127,8 @@ pub(crate) fn admit(
     changed.try_for_each(|object| gate.admit(caller, is_repeated, object))
 }
 
-/// What an operation changes; a sync or close of a file ends changes of it. Every operation is named: a new one has to decide
-/// here whether it changes something.
+/// Returns the objects that an operation changes. A sync or close of a file counts as the end of its changes. The match
+/// names every operation, so that the author of a new one decides here whether it changes an object.
 fn changed_objects<'a>(operation: &Operation<'a>) -> [Option<ChangedObject<'a>>; 2] {
     let name = |at: &Name<'a>| Some(ChangedObject::Name(at.parent, at.name));
     match operation {
@@ -207,7 +208,7 @@ pub(crate) fn note_accesses(gate: &dyn Gate, caller: Caller, operation: &Operati
             from_cache,
             ..
         }) => {
-            // The kernel writes back dirty pages of a mapping; the request does not tell which process changed them.
+            // The kernel writes back dirty pages of a mapping; the request does not say which process changed them.
             let pid = if *from_cache { 0 } else { caller.pid };
             note(*handle, pid, RangeAccess::Write, *offset, data.len() as u64);
         }
@@ -234,7 +235,7 @@ pub(crate) fn note_accesses(gate: &dyn Gate, caller: Caller, operation: &Operati
         }
         // Fallocate in its other modes allocates space and changes no byte.
         Operation::Fallocate(_) => {}
-        // Changes of names, attributes and lengths are compared by the change logs of the transactions instead.
+        // For changes of names, attributes and lengths, the change logs of the transactions are compared instead.
         Operation::Lookup(_)
         | Operation::Getattr { .. }
         | Operation::Setattr { .. }
@@ -251,7 +252,7 @@ pub(crate) fn note_accesses(gate: &dyn Gate, caller: Caller, operation: &Operati
         | Operation::Getxattr { .. }
         | Operation::Listxattr { .. }
         | Operation::Removexattr { .. } => {}
-        // These use no byte of a file.
+        // These operations use no byte of a file.
         Operation::Open { .. }
         | Operation::Release { .. }
         | Operation::Flush { .. }

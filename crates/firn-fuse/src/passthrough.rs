@@ -1,4 +1,4 @@
-//! Files that the kernel reads itself (passthrough), and the ids under which it knows them.
+//! Files that the kernel reads itself (passthrough), and the kernel's ids of these files.
 //!
 //! Invariants
 //! * All passthrough handles of an inode have the same id. The kernel answers EIO to an open of an inode with another id.
@@ -49,8 +49,8 @@ impl<I> Passthrough<I> {
         register: impl FnOnce(OwnedFd) -> std::io::Result<I>,
     ) -> Option<Arc<I>> {
         let (mut table, id) = loop {
-            // The file is opened without the lock, because that may ask the backing. If another first open is quicker,
-            // the file is closed again unused.
+            // The file is opened without the lock, because the open may call the backing. If another first open is
+            // quicker, this file is closed unused.
             let is_first = !self.table.lock().inodes.contains_key(&inode);
             let file = if is_first { Some(open_file()?) } else { None };
             let mut table = self.table.lock();
@@ -63,7 +63,9 @@ impl<I> Passthrough<I> {
             // the last handle was released after `is_first` was read; then the loop begins again.
             if let Some(file) = file {
                 let id = register(file)
-                    .inspect_err(|error| tracing::debug!(%error, "passthrough refused"))
+                    .inspect_err(
+                        |error| tracing::debug!(%error, "the kernel refused passthrough of a file"),
+                    )
                     .map(Arc::new)
                     .ok()?;
                 let shared = Shared {
@@ -78,7 +80,7 @@ impl<I> Passthrough<I> {
         Some(id)
     }
 
-    /// Adds a handle of an earlier firnd. The kernel has its file under this id.
+    /// Adds a handle of an earlier firnd, whose file the kernel knows under this id.
     pub(crate) fn restore(&self, inode: InodeId, handle: HandleId, id: &Arc<I>) {
         let mut table = self.table.lock();
         let shared = table.inodes.entry(inode).or_insert_with(|| Shared {

@@ -1,8 +1,8 @@
 //! Notes of an earlier firnd about requests that the kernel may send again.
 //!
-//! The kernel sends a request again if the firnd that read it died before it answered. The note of that firnd tells what
-//! the request may have done already. Some notes are never asked for, because the answer had left before firnd died. They
-//! stay until the mount ends, which does no harm: the kernel does not use a request number twice.
+//! The kernel sends a request again if the firnd that read it died before it answered. The note of that firnd says what
+//! the request may have done already. Some notes are never used, because their answer was sent before firnd died. They
+//! remain until the mount ends, which does no harm: the kernel never uses a request number twice.
 
 use std::collections::HashMap;
 

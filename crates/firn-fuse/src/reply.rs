@@ -1,10 +1,10 @@
 //! The obligation to answer a request, and the answer itself.
 //!
 //! Promises
-//! * A [`Reply`] is answered exactly once, because to answer consumes it. A reply that is dropped instead (a task
+//! * A [`Reply`] is answered exactly once, because the answer consumes it. A reply that is dropped instead (a task
 //!   panicked, or a queue ended) answers EIO and leaves a line in the log.
-//! * If the caller has an early answer already ([`Unanswered`]), the answer is discarded. Look-ups and handles in it,
-//!   which the kernel will not get, are returned to the engine ([`GiveBack`]).
+//! * If the caller has already got an early answer ([`Unanswered`]), the later answer is discarded. Look-ups and
+//!   handles in it, which the kernel will not get, are returned to the engine ([`GiveBack`]).
 //! * Each answer that is an error is logged and counted here, and nowhere else ([`Failures`]).
 
 use std::ffi::{OsStr, OsString};
@@ -29,7 +29,7 @@ const SLOW: Duration = Duration::from_millis(500);
 
 /// The transport's side of one request: takes the one answer.
 pub(crate) trait Responder: Sized + Send + 'static {
-    /// A registered file that the kernel may read itself. Dropping it takes the file from the kernel.
+    /// A registered file that the kernel may read itself. A drop ends the registration.
     type BackingId: Send + Sync + 'static;
 
     /// Sends an answer. An answer that does not fit the operation is a bug, and is sent as EIO.
@@ -44,7 +44,7 @@ pub(crate) trait Responder: Sized + Send + 'static {
     /// Adds an entry to the answer to readdirplus. Returns false if there is no room for the entry.
     fn add_entry_plus(&mut self, entry: &ListedEntry<'_>, attributes: &Attributes) -> bool;
 
-    /// Returns what can answer this request early, while another thread still uses the responder.
+    /// Returns an object that can answer this request early, while another thread still uses the responder.
     fn early_answer(&self) -> Arc<dyn EarlyAnswer>;
 
     /// Registers a file with the kernel, which may then read it itself.
@@ -54,7 +54,7 @@ pub(crate) trait Responder: Sized + Send + 'static {
     fn backing_number(id: &Self::BackingId) -> i32;
 }
 
-/// Returns to the engine what a discarded answer would have given to the kernel.
+/// Takes back look-ups and handles that a discarded answer contains: the kernel does not get them.
 pub(crate) trait GiveBack: Send + Sync {
     /// Takes back one look-up of an inode.
     fn forget(&self, inode: InodeId);
@@ -82,7 +82,7 @@ pub(crate) struct Attributes {
     pub(crate) attr: Attr,
     /// How long the kernel may keep the attributes without asking.
     pub(crate) ttl: Duration,
-    /// How long the kernel may keep the name that led to them.
+    /// How long the kernel may keep the name that led to the inode.
     pub(crate) name_ttl: Duration,
 }
 
@@ -90,7 +90,7 @@ pub(crate) struct Attributes {
 pub(crate) struct ListedEntry<'a> {
     /// Inode number, as readdir(3) shows it.
     pub(crate) ino: u64,
-    /// Position from which the listing goes on after this entry.
+    /// Position from which the listing resumes after this entry.
     pub(crate) cookie: i64,
     /// Kind of the object; `None` (unknown) counts as a file.
     pub(crate) kind: Option<Kind>,
@@ -103,7 +103,7 @@ pub(crate) enum HandleMode<I> {
     Direct,
     /// The kernel's page cache serves them, after the kernel has dropped the file's pages.
     Cached,
-    /// The kernel's page cache serves them, with the pages that it has.
+    /// The kernel's page cache serves them, and keeps the pages of the file that it has.
     CachedKeep,
     /// The kernel serves them from this file.
     Passthrough(Arc<I>),
@@ -152,7 +152,7 @@ pub(crate) enum Answer<'a, I> {
     FileSystem(&'a StatFs),
     /// To ioctl.
     Ioctl(&'a [u8]),
-    /// To getlk: a lock that is in the way, if there is any.
+    /// To getlk: a conflicting lock, if there is any.
     Lock(Option<ConflictingLock>),
     /// To readdir and readdirplus: the entries that were added before.
     Listed,
@@ -164,18 +164,18 @@ pub(crate) struct Reply<R: Responder> {
     responder: Option<R>,
     unique: u64,
     subject: Subject,
-    /// Inodes that a readdirplus has looked up: its answer gives these look-ups to the kernel.
+    /// Inodes that a readdirplus has looked up: its answer transfers these look-ups to the kernel.
     listed: Vec<InodeId>,
     replies: Arc<Replies>,
     /// The note of the request in the arena; it is removed after the answer was sent.
     noted: Option<NotedRequest>,
     /// When the request was read. `None` if its time is neither counted nor logged.
     began: Option<Instant>,
-    /// Span of the request, which all its lines of the log name; only at level debug.
+    /// Span of the request, which each of its log lines names; exists only at level debug.
     span: tracing::Span,
 }
 
-/// Returns the histogram of an operation's times. `None`: the time is not counted, which saves a look at the clock.
+/// Returns the histogram of an operation's times. `None`: the time is not counted, which saves a read of the clock.
 fn histogram_of(times: &RequestTimes, operation: OperationKind) -> Option<&TimeHistogram> {
     match operation {
         OperationKind::Write => Some(&times.write),
@@ -258,7 +258,7 @@ impl<R: Responder> Reply<R> {
         }
     }
 
-    /// Returns to the engine what an answer contains, because the answer is not sent.
+    /// Returns look-ups and handles of an unsent answer to the engine.
     fn give_back(&mut self, answer: Answer<'_, R::BackingId>) {
         let give_back = &self.replies.give_back;
         match answer {
@@ -287,12 +287,12 @@ impl<R: Responder> Reply<R> {
         }
     }
 
-    /// Tells other code whether the caller still waits for the answer.
+    /// Returns an object that tells whether the caller still waits for the answer.
     pub(crate) fn still_waits(&self) -> StillWaits {
         StillWaits::new(&self.replies.unanswered, self.unique)
     }
 
-    /// Whether the kernel sends the request again, because the firnd that read it before died.
+    /// Whether the kernel sent the request again, because the firnd that had read it died.
     pub(crate) fn is_repeated(&self) -> bool {
         self.unique & UNIQUE_RESEND != 0
     }
@@ -302,10 +302,10 @@ impl<R: Responder> Reply<R> {
         self.unique & !UNIQUE_RESEND
     }
 
-    /// Begins a request that must not take effect twice: notes it in the arena, for a firnd that comes after this one.
+    /// Begins a request that must not take effect twice: notes it in the arena, for a later firnd.
     ///
-    /// Returns the note of an earlier firnd that has begun the same request; that note stays. Else returns `None`, and
-    /// the new note says what the request is about, as `identify` tells.
+    /// If an earlier firnd has begun the same request, returns its note, which remains in the arena. Else makes a new
+    /// note with the subjects that `identify` returns, and returns `None`.
     pub(crate) fn begin_once<B: Backing>(
         &mut self,
         engine: &Engine<B>,
@@ -337,13 +337,13 @@ impl<R: Responder> Reply<R> {
         }
     }
 
-    /// Notes in the arena that the request is under way. Used if the kernel does not send requests again: the next firnd
-    /// ends the request then.
+    /// Notes in the arena that the request is under way. Used if the kernel does not send requests again: the next
+    /// firnd then ends the request.
     pub(crate) fn note_in_work<B: Backing>(&mut self, engine: &Engine<B>) {
         self.noted = engine.note_request(self.number(), Subjects::default());
     }
 
-    /// Releases the handle that the same request opened before a firnd died. The kernel never got that handle.
+    /// Releases the handle that an earlier firnd opened for the same request. The kernel never got that handle.
     pub(crate) fn release_older(&self) {
         if !self.is_repeated() {
             return;
@@ -357,7 +357,7 @@ impl<R: Responder> Reply<R> {
         }
     }
 
-    /// The request is refused: nothing of what was noted of it stands.
+    /// Called when the request is refused: releases the handle and drops the note of an earlier firnd for it.
     pub(crate) fn give_up_first_try<B: Backing>(&mut self, engine: &Engine<B>) {
         if self.is_repeated() {
             self.release_older();
@@ -371,12 +371,13 @@ impl<R: Responder> Reply<R> {
         self.unique
     }
 
-    /// Sets how the request is taken out of the queue in which it waits, if its caller gets an early answer.
+    /// Sets the function that removes the request from the queue in which it waits, if its caller is to get an early
+    /// answer.
     pub(crate) fn set_withdraw(&self, withdraw: Withdraw) {
         self.replies.unanswered.set_withdraw(self.unique, withdraw);
     }
 
-    /// Notes that the caller is a process that exits: it waits only while the drain makes progress.
+    /// Notes that the caller is a process that exits. Such a caller waits only while the drain makes progress.
     pub(crate) fn note_exit(&self) {
         self.replies.unanswered.note_exit(self.unique);
     }

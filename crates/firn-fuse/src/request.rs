@@ -1,10 +1,10 @@
 //! Requests of the kernel, independent of the transport that read them.
 //!
-//! A [`Request`] borrows names and data from the transport's buffer, so no byte is copied. What is needed after
+//! A [`Request`] borrows names and data from the transport's buffer, so no byte is copied. Data that is needed after
 //! [`crate::dispatcher::Dispatcher::dispatch`] has returned must be copied.
 //!
-//! No [`Operation`] is a FORGET, because a FORGET has no answer: it goes to [`crate::dispatcher::Dispatcher::forget`].
-//! The transport answers ENOSYS to operations that Firn leaves to the kernel (access, bmap, poll).
+//! A FORGET is no [`Operation`], because it has no answer: it goes to [`crate::dispatcher::Dispatcher::forget`]. The
+//! transport answers ENOSYS to operations that Firn leaves to the kernel (access, bmap, poll).
 
 use std::ffi::{OsStr, OsString};
 
@@ -69,7 +69,7 @@ pub(crate) struct Write<'a> {
     pub(crate) from_cache: bool,
     /// The writer may not keep set-id bits, because the kernel found no CAP_FSETID.
     pub(crate) kills_set_id: bool,
-    /// The file is open with O_APPEND. `offset` is where the kernel believes the end of the file to be.
+    /// The file is open with O_APPEND. `offset` is the length of the file that the kernel has recorded.
     pub(crate) appends: bool,
 }
 
@@ -96,8 +96,8 @@ pub(crate) struct Fallocate {
     pub(crate) mode: i32,
 }
 
-/// Most bytes that one answer to copy_file_range(2) covers. The count in the answer is 32 bits wide, and a copy of this
-/// length ends in reasonable time on any backing.
+/// Maximum number of bytes that one request of copy_file_range(2) copies. The count in the answer has 32 bits, and a
+/// copy of this length ends in reasonable time on any backing.
 pub(crate) const COPY_BYTES_MAX: u64 = 1 << 30;
 
 /// copy_file_range(2) between two open files of the mount.
@@ -152,7 +152,7 @@ operations! {
     Release { inode: InodeId, handle: HandleId } = "release",
     Fsync { inode: InodeId, handle: HandleId, data_only: bool } = "fsync",
     Opendir { inode: InodeId } = "opendir",
-    /// Lists the entries after the one with this cookie. 0: from the beginning.
+    /// Lists the entries after the one with this cookie; with 0, all entries.
     Readdir { inode: InodeId, handle: HandleId, cookie: i64 } = "readdir",
     /// Does what [`Operation::Readdir`] does, with attributes. Each entry of the answer counts as one look-up.
     Readdirplus { inode: InodeId, handle: HandleId, cookie: i64 } = "readdirplus",
@@ -219,8 +219,8 @@ impl OperationKind {
         }
     }
 
-    /// Whether any signal that runs a handler ends the wait. fcntl(2) and flock(2) promise that: programs limit the wait
-    /// with an alarm.
+    /// Whether any signal that runs a handler ends the wait. For fcntl(2) and flock(2), programs rely on such a signal:
+    /// they limit the wait with an alarm.
     pub(crate) fn ends_with_any_signal(self) -> bool {
         self == Self::Setlk
     }

@@ -1,9 +1,8 @@
-//! Sessions: a mount that is served, from its start to its end.
+//! A session: the service of one mount, from its start to its end.
 //!
 //! Promises
 //! * When [`Session::mount`] returns, the mount is usable.
-//! * When [`Session::wait`] returns, the kernel has let go of the mount for good: no request is under way and none will
-//!   come.
+//! * When [`Session::wait`] returns, the kernel has ended the mount: no request is under way and none will come.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -22,11 +21,11 @@ use crate::transport::dev_fuse::{self, KeepConnection, Origin, Served};
 /// Options of a mount that concern the kernel.
 #[derive(Clone, Debug)]
 pub struct SessionOptions {
-    /// What `/proc/self/mountinfo` shows as the source: the canonical backing path.
+    /// Source of the mount in `/proc/self/mountinfo`: the canonical backing path.
     pub source: PathBuf,
     /// Number of threads that carry out requests; 0: one for each core. One more thread reads requests.
     pub threads: usize,
-    /// Let other users use the mount. The kernel checks permissions in any case.
+    /// Let processes of other users access the mount. The kernel checks permissions in any case.
     pub allow_other: bool,
     /// Mount read-only.
     pub read_only: bool,
@@ -67,7 +66,7 @@ pub enum SessionError {
     Start(io::Error),
 }
 
-/// Advice for a user that may not open the device, to follow the message of fusermount3.
+/// Advice for a user without access to the device, appended to the message of fusermount3.
 fn way_without_fuse(refusal: &str) -> &'static str {
     if refusal.contains("/dev/fuse") {
         "; ask the administrator for access to it, or run without FUSE: `firn run`, or mount with --frontend=preload"
@@ -100,8 +99,8 @@ pub struct Session {
 }
 
 impl Session {
-    /// Mounts `adapter` at `mount_point` and serves the mount on its own threads. `keep` stores what a later firnd needs
-    /// to go on with the mount.
+    /// Mounts `adapter` at `mount_point` and serves the mount on its own threads. `keep` stores the data with which a
+    /// later firnd can resume the mount.
     pub fn mount<B: Backing>(
         adapter: Adapter<B>,
         mount_point: &Path,
@@ -126,7 +125,7 @@ impl Session {
         }
     }
 
-    /// Goes on with a mount that an earlier firnd has served.
+    /// Resumes a mount that an earlier firnd has served.
     pub fn resume<B: Backing>(
         adapter: Adapter<B>,
         mount_point: &Path,
@@ -149,7 +148,7 @@ impl Session {
         Ok(Self::new(mount_point, Some(number), workers, served))
     }
 
-    /// Makes the session of a connection that is served already.
+    /// Makes the session of a connection whose threads already run.
     fn new(
         mount_point: PathBuf,
         device: Option<(u32, u32)>,
@@ -176,19 +175,20 @@ impl Session {
         self.device
     }
 
-    /// Takes the mount out of the tree. `lazy`: even while files are open; else that is `EBUSY`.
+    /// Takes the mount out of the tree. With `lazy`, does so even while files are open; without it, open files cause
+    /// `EBUSY`.
     pub fn unmount(&self, lazy: bool) -> io::Result<()> {
         device::detach(&self.mount_point, lazy)
     }
 
     /// Ends all requests and the session at once. Programs with open files get ENOTCONN. On a host without fusectl this
-    /// works only before the mount was taken out of the tree.
+    /// works only while the mount is in the tree.
     pub fn abort(&self) -> io::Result<()> {
         device::abort(&self.mount_point, self.device, self.control.as_ref())
     }
 
-    /// Waits until the session has ended, for whatever reason. The first caller gets the outcome; for later callers this
-    /// returns at once.
+    /// Waits until the session has ended, for whatever reason. Only the first call waits and returns the outcome; later
+    /// calls return at once.
     pub fn wait(&self) -> io::Result<()> {
         let Some(served) = self.served.lock().take() else {
             return Ok(());
@@ -200,7 +200,7 @@ impl Session {
     }
 }
 
-/// Returns the number of threads that the option `threads` asks for; for 0 one for each core.
+/// Returns the number of threads for the option `threads`: for 0, one for each core.
 fn thread_count(option: usize) -> usize {
     if option > 0 {
         return option;

@@ -2,14 +2,15 @@
 //!
 //! Terms
 //! * A *stalled* write found no room for all of its bytes.
-//! * The *accepted* bytes of a write are those that the engine has taken; the rest of the payload is the *remainder*.
+//! * The *accepted* bytes of a write are those that the engine has accepted; the other bytes of the payload are the
+//!   *remainder*.
 //!
 //! Promises
-//! * First come, first served: while one write is stalled, later writes queue behind it, so none starves. A stalled
-//!   write that has to ask the backing is the exception: it leaves the queue and the others go on.
-//! * No thread of the transport waits here. The remainder is copied (at most 1 MiB for each waiting program), and a
-//!   worker writes it when the engine has room.
-//! * Accepted bytes are never lost: a write that fails half way answers with the number of its accepted bytes.
+//! * First come, first served: while one write is stalled, later writes queue behind it, so none starves. One
+//!   exception: a stalled write that has to call the backing leaves the queue, and the writes behind it proceed.
+//! * No thread of the transport waits here. The remainder is copied (at most 1 MiB for each waiting program). A worker
+//!   writes it when the engine has room.
+//! * Accepted bytes are never lost: a write that fails after some bytes answers with the number of its accepted bytes.
 //! * A write whose caller is about to die or to stop leaves the queue. It answers with the number of its accepted bytes,
 //!   or with EINTR if there are none.
 
@@ -90,7 +91,7 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
         })
     }
 
-    /// Answers a write of which `accepted_bytes` were accepted before it ended, with `error` if it failed. An error is
+    /// Answers a write that ended after `accepted_bytes` accepted bytes. `error`: set if the write failed. An error is
     /// reported only if no byte was accepted (write(2)).
     fn finish(&self, write: PendingWrite<R>, accepted_bytes: usize, error: Option<Errno>) {
         let PendingWrite { target, reply, .. } = write;
@@ -102,12 +103,12 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
         }
     }
 
-    /// Number of stalled writes, kept current.
+    /// Returns the counter of stalled writes.
     pub(crate) fn count(&self) -> Arc<AtomicU64> {
         Arc::clone(&self.count)
     }
 
-    /// Carries out a write: at once if there is room, else when there is.
+    /// Carries out a write: at once if there is room, else as soon as there is room.
     pub(crate) fn write(self: &Arc<Self>, write: PendingWrite<R>, data: &[u8]) {
         if self.count.load(Ordering::Acquire) > 0 {
             return self.enqueue(write, data, 0);
@@ -166,7 +167,7 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
         gate.enter_change(target.inode)
     }
 
-    /// Whether the remainder of a write has to ask the backing, or to wait, before the engine accepts it.
+    /// Whether the remainder of a write has to call the backing, or to wait, before the engine accepts it.
     pub(crate) fn may_wait(
         &self,
         write: &PendingWrite<R>,
@@ -217,7 +218,7 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
             let Some(withdrawn) = index.and_then(|index| queue.writes.remove(index)) else {
                 return false;
             };
-            // Not the length of the queue: a write that `pop` took out is served now and stays counted.
+            // Not set to the length of the queue: a write that `pop` took out is being served and must remain counted.
             self.count.fetch_sub(1, Ordering::AcqRel);
             withdrawn
         };
@@ -225,7 +226,7 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
         true
     }
 
-    /// Registers for the next room in the arena. The callback runs on a drain thread, or at once on this thread.
+    /// Registers a callback for the next room in the arena. It runs on a drain thread, or at once on this thread.
     fn watch(self: &Arc<Self>) {
         let writes = Arc::clone(self);
         self.engine.room.on_space(Box::new(move |outcome| {
@@ -237,12 +238,12 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
         }));
     }
 
-    /// Serves the queue from its head, until there is no room or no stalled write. `is_watched` lets only one worker at
-    /// a time do so.
+    /// Serves the queue from its head, until there is no room or no stalled write. `is_watched` ensures that only one
+    /// worker at a time does so.
     fn resume(self: &Arc<Self>) {
         while let Some(head) = self.pop() {
             if self.may_wait(&head.write, head.accepted_bytes, head.remainder.len()) {
-                // This write asks the backing, or waits for a transaction. The writes behind it need only memory.
+                // This write calls the backing, or waits for a transaction. The writes behind it need only memory.
                 let writes = Arc::clone(self);
                 let topic = Topic::Inode(head.write.target.inode);
                 self.workers
@@ -288,8 +289,8 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
         Some(stalled)
     }
 
-    /// Takes the head out of the queue, but counts it still: new writes must queue behind it while it is served. If the
-    /// queue is empty, it is not watched any more.
+    /// Takes the head out of the queue. The head remains counted, so that new writes queue behind it while it is
+    /// served. If the queue is empty, clears `is_watched`.
     fn pop(&self) -> Option<StalledWrite<R>> {
         let mut queue = self.queue.lock();
         let head = queue.writes.pop_front();
@@ -323,7 +324,7 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
     }
 }
 
-/// The file offset after the last byte of a write.
+/// Returns the file offset after the last byte of a write.
 fn end_of<R: Responder>(
     write: &PendingWrite<R>,
     accepted_bytes: usize,

@@ -7,7 +7,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 
 use firn_engine::InodeId;
 
-/// What a call may hang for. No call waits for a later call of the same topic.
+/// What a call may wait for. No call waits for a later call of the same topic.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Topic {
     /// A file or directory: its data, its attributes, and the names in it.

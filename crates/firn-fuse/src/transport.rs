@@ -7,12 +7,12 @@
 //!   kernel;
 //! * reports signals of callers to [`crate::dispatcher::Dispatcher::interrupt`], and answers a request early on demand
 //!   ([`crate::unanswered::EarlyAnswer`]);
-//! * negotiates with the kernel and reports the result ([`crate::dispatcher::Negotiated`]);
-//! * makes the kernel drop what it has cached ([`crate::coherence::Notifier`]).
+//! * negotiates capabilities with the kernel and reports the result ([`crate::dispatcher::Negotiated`]);
+//! * makes the kernel drop cached data ([`crate::coherence::Notifier`]).
 //!
 //! There is one transport, `/dev/fuse`.
 //!
-//! Considered: the crate `fuser` (0.18), which Firn used before. It answers ENOSYS to FUSE_INTERRUPT, after which the
-//! kernel sends no more interrupts. It ignores capabilities and requests that it does not know.
+//! Considered: the crate `fuser` (0.18), which Firn used before. `fuser` answers ENOSYS to FUSE_INTERRUPT, after which
+//! the kernel sends no more interrupts. It ignores capabilities and requests that it does not know.
 
 pub(crate) mod dev_fuse;

@@ -1,12 +1,12 @@
-//! Holds back short answers to reads while a truncation of the file is under way.
+//! Delays short answers to reads while a truncation of the file is under way.
 //!
-//! The kernel believes the old length of a file until it gets the answer to a truncation. If a read of a page into its
-//! cache gets a short answer before that, the kernel fills the rest of the page with zeros. A reader would see zeros that
-//! no program wrote. So a short answer waits until the truncation is answered.
+//! The kernel uses the old length of a file until it gets the answer to a truncation. If a read of a page into its
+//! cache gets a short answer before that, the kernel fills the rest of the page with zeros. A reader would see zeros
+//! that no program wrote. So a short answer waits until the truncation is answered.
 //!
 //! Promises
 //! * No thread waits here.
-//! * A held answer is given when the last truncation of its file ends, whether or not the truncation succeeded.
+//! * A delayed answer is sent when the last truncation of its file ends, whether or not the truncation succeeded.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -45,7 +45,7 @@ impl Truncations {
         }
     }
 
-    /// Gives a short answer: at once, or after the last truncation of the file that is under way.
+    /// Sends a short answer: at once, or after the last truncation of the file that is under way.
     pub(crate) fn answer_after(&self, inode: InodeId, answer: Answer) {
         let answer_now = {
             let mut by_inode = self.by_inode.lock();

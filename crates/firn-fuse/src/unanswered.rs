@@ -1,29 +1,30 @@
 //! Requests without an answer yet, and which of them are answered early because of a signal.
 //!
-//! Once firnd has read a request, the kernel keeps the caller waiting until there is an answer, whatever signal the
-//! caller gets. The kernel reports the first signal (FUSE_INTERRUPT) and leaves the rest to firnd. The thread that works
-//! on the request may hang in the backing for ever. So the caller may get an *early answer* without that thread; the
-//! late outcome is then discarded ([`crate::reply::Reply`]).
+//! Once firnd has read a request, its caller waits in the kernel until there is an answer, whatever signal it gets. The
+//! kernel only reports the first signal to firnd (FUSE_INTERRUPT). The thread that works on the request may hang in the
+//! backing for ever. So the caller may get an *early answer* without that thread; the later outcome is then discarded
+//! ([`crate::reply::Reply`]).
 //!
 //! When a caller gets an early answer depends on what the signal does to it ([`Fate`]) and on the request:
 //!
-//! | the caller is about to | the request waits for room or a lock | the request asks or waits ([`OperationKind::changes`] is false) | the request changes something |
+//! | the caller is about to | the request waits for room or a lock | the request changes nothing ([`OperationKind::changes`] is false) | the request changes something |
 //! |---|---|---|---|
 //! | die | withdrawn at once | EINTR at once | EINTR at once: the dead caller never sees it, and the change may or may not happen |
-//! | stop, be frozen, or run a handler for a signal that asks it to end | withdrawn | EINTR | goes on: the answer must be true |
-//! | run another handler | goes on; a wait for a program's lock is withdrawn at once | goes on | goes on |
+//! | stop, be frozen, or run a handler for a signal that asks it to end | withdrawn | EINTR | continues: the answer must be true |
+//! | run another handler | continues, but a wait for a program's lock is withdrawn at once | continues | continues |
 //!
-//! * The second row takes effect only after [`STOP_GRACE`]. Most answers come earlier, and then a program sees no EINTR.
-//! * The third row is what local file systems do: only a deadly signal interrupts their calls. Programs with a timer or
-//!   with child processes get signals often and do not expect EINTR.
+//! * The second row applies only [`STOP_GRACE`] after the signal. Most answers come earlier, and then a program sees no
+//!   EINTR.
+//! * The third row is the behaviour of local file systems: only a deadly signal interrupts their calls. Programs with a
+//!   timer or with child processes get signals often and do not expect EINTR.
 //! * A process that exits closes its files, and from then on the kernel drops all signals to it, even SIGKILL. So its
 //!   close waits for a drain only while the drain makes progress ([`EXIT_DRAIN_TIMEOUT`]).
 //!
 //! Invariants
 //! * A request is in the table from before its work begins until it is answered.
 //! * The thread that removes a request from the table answers it: so there is exactly one answer.
-//! * An interrupted request that stays in the table is checked every [`CHECK_INTERVAL`], because the kernel reports no
-//!   second signal.
+//! * An interrupted request that remains in the table is checked every [`CHECK_INTERVAL`], because the kernel reports
+//!   no second signal.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -36,17 +37,17 @@ use parking_lot::Mutex;
 use crate::caller::{Fate, fate};
 use crate::request::OperationKind;
 
-/// Time after the signal until a caller that stops, and does not die, gets an early answer.
+/// Time from the signal to the early answer of a caller that stops but does not die.
 const STOP_GRACE: Duration = Duration::from_secs(1);
-/// Time without a drained byte after which a process that exits waits for its drain no longer.
+/// If no byte is drained for this time, a process that exits stops waiting for the drain of its file.
 const EXIT_DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time between two checks of the interrupted requests.
 const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Number of parts of the table, each of which has a lock.
 const SHARDS: usize = 64;
-/// Number of interruptions of unknown requests that each part remembers. Such a request was read already and is about
-/// to be added, or it was answered already and its number never comes again.
+/// Number of interruptions of unknown requests that each part remembers. Such a request was read and is about to be
+/// added, or it was answered and its number never comes again.
 const EARLY_MAX: usize = 64;
 
 /// Answers a request while another thread is still at work on it.
@@ -68,11 +69,11 @@ struct Waiting {
     operation: OperationKind,
     added_at: Instant,
     early_answer: Arc<dyn EarlyAnswer>,
-    /// Set if the request may wait in a queue.
+    /// Removes the request from its queue. Set if the request may wait in a queue.
     withdraw: Option<Withdraw>,
     /// Time of the last reported signal.
     interrupted_at: Option<Instant>,
-    /// Time from which the caller waits as a process that exits.
+    /// Time since which the caller waits as a process that exits.
     exits_at: Option<Instant>,
 }
 
@@ -92,8 +93,8 @@ pub struct WaitingThread {
 pub struct WaitingThreads(pub(crate) Arc<Unanswered>);
 
 impl WaitingThreads {
-    /// Returns the threads that have waited for at least `waited_min`: the longest waits first, at most `count_max`. It
-    /// waits for nothing.
+    /// Returns at most `count_max` threads that have waited for at least `waited_min`, the longest waits first. Never
+    /// blocks.
     pub fn find(&self, waited_min: Duration, count_max: usize) -> Vec<WaitingThread> {
         let mut threads = Vec::new();
         for shard in &self.0.shards {
@@ -138,7 +139,7 @@ struct Watched {
     has_thread: bool,
 }
 
-/// The last progress of the drain that a check has seen.
+/// The last progress of the drain that a check has observed.
 struct Progress {
     drained_bytes: u64,
     changed_at: Instant,
@@ -146,11 +147,11 @@ struct Progress {
 
 /// What to do with an unanswered request now.
 enum Verdict {
-    /// Let it go on.
+    /// Let the request wait.
     Wait,
-    /// Withdraw it from its queue. If it is in none, let it go on.
+    /// Withdraw the request from its queue. If it is in no queue, let it wait.
     Withdraw,
-    /// Withdraw it from its queue. If it is in none, answer with EINTR.
+    /// Withdraw the request from its queue. If it is in no queue, answer with EINTR.
     Refuse,
     /// Answer with success, although the drain is not done.
     Accept,
@@ -210,7 +211,8 @@ impl Unanswered {
         self.shard(unique).lock().waiting.contains_key(&unique)
     }
 
-    /// Sets how the request is withdrawn. `withdraw` is called on any thread, without a lock of this table.
+    /// Sets the function that withdraws the request from its queue. It is called on any thread, without a lock of this
+    /// table.
     pub(crate) fn set_withdraw(&self, unique: u64, withdraw: Withdraw) {
         if let Some(waiting) = self.shard(unique).lock().waiting.get_mut(&unique) {
             waiting.withdraw = Some(withdraw);
@@ -243,7 +245,8 @@ impl Unanswered {
         }
     }
 
-    /// Has a request checked from time to time until it is answered. Starts the thread for it if there is none.
+    /// Lets a request be checked periodically until it is answered. Starts the thread that does so, unless it runs
+    /// already.
     fn watch(self: &Arc<Self>, unique: u64) {
         let mut watched = self.watched.lock();
         watched.requests.push(unique);
@@ -253,7 +256,7 @@ impl Unanswered {
         drop(watched);
         let table = Arc::clone(self);
         if let Err(error) = spawn_thread("firn-interrupt", move || table.check_watched()) {
-            tracing::warn!(%error, "no thread looks at programs that wait and are to end");
+            tracing::warn!(%error, "cannot start the thread that ends requests of interrupted callers: these may have to wait for the backing");
             self.watched.lock().has_thread = false;
         }
     }
@@ -284,7 +287,7 @@ impl Unanswered {
         }
     }
 
-    /// Answers a request early if that is due now. Returns whether the request is answered. `progress`: that of the
+    /// Answers a request early if that is due now. Returns whether the request is answered. `progress`: progress of the
     /// drain, if known.
     fn end_if_due(&self, unique: u64, progress: Option<&Progress>) -> bool {
         let (verdict, withdraw) = {
@@ -301,7 +304,7 @@ impl Unanswered {
                     .is_some_and(|(exits_at, progress)| {
                         exits_at.max(progress.changed_at).elapsed() >= EXIT_DRAIN_TIMEOUT
                     });
-            // Without the lock from here: `fate` reads files in /proc.
+            // From here on without the lock, because `fate` reads files in /proc.
             drop(shard);
             let verdict = if is_stuck_exit {
                 Verdict::Accept
@@ -321,7 +324,10 @@ impl Unanswered {
                 if !try_withdraw()
                     && let Some(waiting) = self.take(unique)
                 {
-                    tracing::debug!(unique, "a caller that got a signal does not wait any more");
+                    tracing::debug!(
+                        unique,
+                        "a request ends early with EINTR, because its caller got a signal"
+                    );
                     waiting.early_answer.refuse(unique, Errno::INTR);
                 }
                 true
@@ -354,7 +360,7 @@ fn judge(fate: Fate, since_signal: Duration, operation: OperationKind) -> Verdic
     }
 }
 
-/// Tells whether the caller of one request still waits for the answer.
+/// Tells whether the caller of a request still waits for the answer.
 #[derive(Clone)]
 pub(crate) struct StillWaits {
     table: Arc<Unanswered>,

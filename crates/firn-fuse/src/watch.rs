@@ -1,10 +1,11 @@
 //! The watch of the commit rules over changes of names and files.
 //!
-//! Commit rules begin a transaction before a change and end it after one. The watch belongs to the [`Gate`]; only a
-//! mount with rules has one. On any other mount a change costs one test whether there is a watch.
+//! Commit rules begin a transaction before a change, and end a transaction after a change. The watch belongs to the
+//! [`Gate`]; only a mount with rules has one. On any other mount, the cost of a change is one test whether there is a
+//! watch.
 //!
 //! Promises of an implementation
-//! * [`ChangeWatch::concerns`] does not ask the backing.
+//! * [`ChangeWatch::concerns`] does not call the backing.
 //! * The other methods may take as long as a commit. They are called on workers, without a [`Pass`](crate::Pass).
 
 use std::ffi::OsString;
@@ -22,7 +23,7 @@ pub enum WatchedChange {
     Open(InodeId),
     /// A program creates and opens a file: the directory, and the name in it.
     Create(InodeId, OsString),
-    /// A program gives a name to anything else: the directory, and the name in it.
+    /// A program makes another object or a hard link: the directory, and the name in it.
     Make(InodeId, OsString),
     /// A program changes the length of a file.
     Cut(InodeId),
@@ -32,10 +33,10 @@ pub enum WatchedChange {
     Rename((InodeId, OsString), (InodeId, OsString)),
 }
 
-/// Proof that a watch let a change begin. Given back with [`ChangeWatch::end_change`].
+/// Proof that a watch has admitted a change. Returned to the watch with [`ChangeWatch::end_change`].
 #[derive(Debug)]
 pub struct WatchTicket {
-    /// The number under which the watch knows the change.
+    /// The watch's number of the change.
     pub number: u64,
 }
 
@@ -44,7 +45,7 @@ pub trait ChangeWatch: Send + Sync {
     /// Whether the rules concern a change. Only such changes are reported to the other methods.
     fn concerns(&self, change: &WatchedChange) -> bool;
 
-    /// Returns the key of the checkpoint that a path belongs to, as far as the patterns of the rules tell.
+    /// Returns the key of the checkpoint that a path belongs to; `None` if no pattern of the rules matches.
     fn checkpoint_key(&self, path: &[u8]) -> Option<Vec<u8>>;
 
     /// Reports a change before it is made. An error refuses the change.
@@ -56,7 +57,7 @@ pub trait ChangeWatch: Send + Sync {
     /// Whether the contents of `inode` were left by a writer that has ended, and are about to be dropped.
     fn must_settle(&self, inode: InodeId) -> bool;
 
-    /// Waits until these contents are dropped, so that a restarted program finds the state that will last.
+    /// Waits until these contents are dropped, so that a restarted program does not find contents that then disappear.
     fn settle(&self, inode: InodeId);
 
     /// Whether a handle was reported with [`ChangeWatch::end_change`] and is not released yet.
@@ -82,7 +83,7 @@ pub(crate) fn watch_of(
     watch.concerns(&change).then_some((watch, change))
 }
 
-/// Makes one change between [`ChangeWatch::begin_change`] and [`ChangeWatch::end_change`], if a watch is set.
+/// Makes one change and reports its begin and end to the watch, if one is set.
 pub(crate) struct Watched {
     watch: Option<WatchFound>,
     caller: Caller,
@@ -98,7 +99,7 @@ impl Watched {
         self.open(make, |_| None)
     }
 
-    /// Makes a change that opens a file for writing. `handle_of` takes the handle from the result.
+    /// Makes a change that opens a file for writing. `handle_of` returns the handle in the result.
     pub(crate) fn open<T>(
         self,
         make: impl FnOnce() -> Result<T, Errno>,

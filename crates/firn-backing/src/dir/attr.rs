@@ -11,7 +11,7 @@ pub(super) fn attr(fd: impl AsFd) -> Result<Attr> {
     call_statx(fd, AtFlags::empty())
 }
 
-/// Returns the attributes as the server knows them: NFS, CephFS and FUSE must not answer from their caches.
+/// Returns the present attributes from the server: NFS, CephFS and FUSE must not answer from their caches.
 pub(super) fn attr_now(fd: impl AsFd) -> Result<Attr> {
     call_statx(fd, AtFlags::STATX_FORCE_SYNC)
 }
@@ -48,7 +48,7 @@ fn time(timestamp: StatxTimestamp) -> Time {
     }
 }
 
-/// Returns the number of names of an object, as this host knows it.
+/// Returns the number of names of an object, perhaps from a cache of this host.
 pub(super) fn links(fd: impl AsFd) -> Result<u64> {
     let stat = statx(
         fd,

@@ -1,8 +1,9 @@
 //! The file systems that syncfs(2) makes durable.
 //!
-//! syncfs(2) returns 0 after it has written the kernel's pages, even for a file system that does nothing more in it. Its
-//! server may not have made them durable yet, and may not know new names at all. So [`REACHED`] lists only file systems
-//! whose kernel code handles both. On any other file system each file is synced by itself, which is always right.
+//! syncfs(2) writes the kernel's pages and returns 0, even if the file system has no further work in it. The file
+//! system's server may then not have made the pages durable, and may not have got new names at all. So [`REACHED`]
+//! lists only file systems whose kernel code handles both. On any other file system each file is synced separately,
+//! which is always right.
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -24,7 +25,8 @@ use crate::Result;
 ///   the same number as all other FUSE file systems.
 /// * overlayfs (0x794c7630): it syncs the file system of its upper layer, which may be any. ecryptfs (0xf15f) has no
 ///   `sync_fs`.
-/// * Lustre, 9p, SMB, AFS, GPFS, and file systems outside the kernel: they have no `sync_fs` that asks the server.
+/// * Lustre, 9p, SMB, AFS, GPFS, and file systems outside the kernel: they have no `sync_fs` that makes the server
+///   sync.
 /// * NFS (0x6969): it has no `sync_fs`. Its write-back commits dirty pages, but kernels before 5.8 report no error of it.
 const REACHED: [u32; 14] = [
     0x0000_ef53, // ext2, ext3, ext4

@@ -15,8 +15,8 @@ use crate::{Errno, LockMode, LockRange, Result};
 pub(super) enum RangeOwner {
     /// The open file. A lock lives as long as any process has a descriptor of that open file (`F_OFD_SETLK`).
     OpenFile,
-    /// The process (`F_SETLK`). It is the owner on FUSE: there, the kernel does not tell the server when a lock of an
-    /// open file ends by a close.
+    /// The process (`F_SETLK`). It is the owner on FUSE: there, the kernel does not notify the server when a close ends
+    /// a lock of an open file.
     Process,
 }
 

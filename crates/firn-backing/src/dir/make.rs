@@ -20,8 +20,8 @@ pub(super) struct MadeFile {
     pub(super) lane: LaneIndex,
 }
 
-/// Creates and opens a regular file. `steering`, with the directory's lane, decides on which server it goes: by `turn`, or
-/// by the name and that lane.
+/// Creates and opens a regular file. `steering`, if there is one, comes with the directory's lane and chooses the
+/// server: by `turn`, or by the name and that lane.
 pub(super) fn file(
     caller: &Caller,
     parent: BorrowedFd<'_>,
@@ -94,7 +94,7 @@ pub(super) fn object(
     let steps = Steps {
         make: &|mode| {
             call(mode)?;
-            // If the object cannot be opened, the caller cannot learn of it, so it must not stay.
+            // If the object cannot be opened, the call fails, so the object is removed again.
             let inode = object_at(parent, name).inspect_err(|_| undo(parent, name, flags))?;
             let attr = attr(&inode).inspect_err(|_| undo(parent, name, flags))?;
             Ok((inode, attr))
@@ -117,7 +117,7 @@ fn is_setgid(parent: BorrowedFd<'_>) -> Result<bool> {
     Ok(attr(parent)?.mode & libc::S_ISGID != 0)
 }
 
-/// Sets owner, group and mode of a new object. The owner first, because a change of owner clears set-id bits.
+/// Sets owner, group and mode of a new object. Sets the mode last, because a change of owner clears set-id bits.
 fn give(fd: impl AsFd, uid: u32, gid: Option<u32>, mode: Option<u32>) -> Result<Attr> {
     let fd = fd.as_fd();
     let uid = Some(Uid::from_raw(uid));

@@ -1,13 +1,14 @@
 //! Makes new objects that belong to the calling process.
 //!
 //! Invariants
-//! * Only a root process changes owners. Any other process makes objects of its own, as the kernel would.
+//! * Only a root process changes owners. Objects that any other process makes belong to that process, as usual.
 //! * After every call, even one that panics, the thread has its own ids again ([`AsCaller`]).
-//! * No object stays with a wrong owner: an object that cannot be given to its owner is removed, and the errno returned.
+//! * No object remains with a wrong owner: if its owner cannot be set, the object is removed, and the errno returned.
 //!
-//! The first try uses the caller's file system ids, because network servers, quotas and default ACLs judge by them. EACCES
-//! may then only mean that the caller gets its right from a supplementary group, which this thread lacks. The kernel has
-//! already checked the caller's rights at the mount. So the second try makes the object as root and gives it to the caller.
+//! The first try uses the caller's file system ids, because network servers, quotas and default ACLs depend on them.
+//! EACCES may then only mean that the caller gets its right from a supplementary group, which this thread lacks. The
+//! kernel has already checked the caller's rights at the mount. So the second try makes the object as root and sets the
+//! caller as its owner.
 
 use std::marker::PhantomData;
 
@@ -24,7 +25,7 @@ pub(super) struct AsCaller {
 impl AsCaller {
     /// Sets the ids of this thread. `None`: the kernel refuses (no capability, or an unmapped id).
     pub(super) fn new(uid: u32, gid: u32) -> Option<Self> {
-        // The group first: a change of the user may take away the right to change the group.
+        // The group first: after a change of the user, the thread may have no right to change the group.
         let old_gid = set_fsgid(gid);
         let old_uid = set_fsuid(uid);
         let guard = Self {
@@ -69,14 +70,15 @@ pub(super) fn has_ids_of(caller: &Caller) -> bool {
     (set_fsuid(u32::MAX), set_fsgid(u32::MAX)) == (caller.uid, caller.gid)
 }
 
-/// Gives an object to a user and perhaps a group, and sets its mode. Arguments: object, user, group, mode.
+/// Sets the user of an object, then its group and its mode unless they are `None`. Arguments: object, user, group,
+/// mode.
 type Give<'a, T> = dyn Fn(&T, u32, Option<u32>, Option<u32>) -> Result<Attr> + 'a;
 
 /// The three steps of making an object, which differ between kinds of objects.
 pub(super) struct Steps<'a, T> {
     /// Makes the object with these mode bits and returns it with its attributes.
     pub(super) make: &'a dyn Fn(u32) -> Result<(T, Attr)>,
-    /// Gives the object to a user, and to a group unless `None`. Then sets the mode unless `None`.
+    /// Sets user and, unless `None`, group of the object. Then sets the mode, unless `None`.
     pub(super) give: &'a Give<'a, T>,
     /// Removes the object again.
     pub(super) undo: &'a dyn Fn(),
@@ -102,7 +104,7 @@ pub(super) fn make_for<T>(
     }
     // Set-id bits are added only after the change of owner, so that at no time a set-id file of root exists.
     let (made, attr) = (steps.make)(mode & !SET_ID_BITS)?;
-    // If the parent's setgid bit or the mount option `grpid` has chosen the group, it stays.
+    // A group that the parent's setgid bit or the mount option `grpid` has chosen is not changed.
     let given = parent_is_setgid().and_then(|setgid| {
         let group = (!setgid && attr.gid == gid).then_some(caller.gid);
         let set_id = mode & SET_ID_BITS;

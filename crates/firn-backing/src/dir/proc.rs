@@ -1,8 +1,8 @@
 //! The path `/proc/self/fd/N` of a descriptor, made without an allocation.
 //!
-//! Some calls take no `O_PATH` descriptor, not even with `AT_EMPTY_PATH`: open, xattrs, chmod, utimensat, link. They take
-//! this path instead. The kernel goes from it to the object itself and no further, even if the object is a symbolic link.
-//! So calls that follow links are right for every kind of object.
+//! Some calls take no `O_PATH` descriptor, not even with `AT_EMPTY_PATH`: open, xattrs, chmod, utimensat, link. They
+//! take this path instead. The kernel follows the path to the object itself and no further, even if the object is a
+//! symbolic link. So calls that follow links work for every kind of object.
 
 use std::ffi::CStr;
 use std::io::Write;
@@ -17,7 +17,7 @@ pub(super) struct FdPath([u8; LEN]);
 impl FdPath {
     pub(super) fn of(fd: impl AsFd) -> Self {
         let mut bytes = [0; LEN];
-        // The last byte is never written, so it stays the zero byte at the end.
+        // The last byte is never written, so it remains the zero byte at the end.
         write!(
             &mut bytes[..LEN - 1],
             "/proc/self/fd/{}",

@@ -1,10 +1,10 @@
 //! Opens the object of an inode for reading or writing.
 //!
 //! Promises
-//! * Only regular files and directories are opened. To open a FIFO, socket or device could block or have other effects.
-//! * A file whose mode denies access to its owner is opened nevertheless if this process is its owner. A program that
-//!   opened the file before it took the right away may still write, because open(2) checks rights only once, and recovery
-//!   must write these bytes.
+//! * Only regular files and directories are opened. Opening a FIFO, socket or device could block or have other effects.
+//! * A file whose mode denies access to its owner is opened nevertheless if this process is its owner. A program may
+//!   open the file, then remove the right, and still write: open(2) checks rights only once. Recovery must write these
+//!   bytes.
 //!
 //! For such a file the owner's mode bits are widened for a moment. A race: another program may open the file in that moment.
 
@@ -71,7 +71,8 @@ fn access_flags(access: Access) -> OFlags {
 
 /// Tries again after EACCES, with more rights.
 ///
-/// * Root takes the ids of the file's owner: a server that squashes root denies root what the owner may do.
+/// * Root takes the ids of the file's owner: a server that squashes root may deny root an access that it allows the
+///   owner.
 /// * The owner widens the mode bits and restores them after the open.
 fn open_with_more_rights(
     path: &FdPath,

@@ -1,11 +1,12 @@
 //! Keeps times that the kernel sets in order with times that Firn sets.
 //!
-//! On kernels with exact times ([`firn_format::clock`]) Firn sets exact times. The kernel gives a new file only the time of
-//! the last tick, unless it has given an exact time to some file since. So without a measure a later change could get an
-//! earlier time.
+//! On kernels with exact times ([`firn_format::clock`]) Firn sets exact times. The kernel sets only the time of the
+//! last tick on a new file, unless it has set an exact time on some file since that tick. So a later change could get
+//! an earlier time.
 //!
-//! The measure: before the kernel sets a time, make it give an exact time to some file. It does so for a file whose time is
-//! that of the last tick and was read since. So a file in memory is touched, its time is read, and it is touched again.
+//! The remedy: before the kernel sets a time, make it set an exact time on some file. It does so when it touches a file
+//! whose time is that of the last tick and was read since. So a file in memory is touched, its time is read, and the
+//! file is touched again.
 
 use std::os::fd::OwnedFd;
 use std::sync::OnceLock;
@@ -41,7 +42,7 @@ pub(super) fn catch_up() {
         let times = StatxFlags::MTIME | StatxFlags::CTIME;
         statx(file, c"", AtFlags::EMPTY_PATH, times)
     };
-    // An error leaves times in the order that they have on older kernels.
+    // An error is harmless: times are then only as well ordered as on older kernels.
     let _ = futimens(file, &now)
         .and_then(|()| read_times())
         .and_then(|_| futimens(file, &now));

@@ -1,4 +1,4 @@
-//! Creation of files on a file system that can be told on which of its servers to put a file.
+//! Creation of files on a file system on which Firn can choose the server of a new file.
 //!
 //! Promise: a file is made complete, with the owner and mode that its caller asked for, or not at all. This holds even if
 //! the file system puts the file elsewhere.
@@ -15,11 +15,12 @@ use crate::{Caller, LaneIndex, Result};
 pub trait Steering: Debug + Send + Sync {
     /// Returns the number of lanes: servers, or groups of servers.
     fn lanes(&self) -> u16;
-    /// Returns the lane of an existing file, as far as names tell it. `parent`: lane of its directory.
+    /// Returns the lane of an existing file, as far as its name and directory determine it. `parent`: lane of its
+    /// directory.
     fn lane_of(&self, parent: LaneIndex, name: &OsStr) -> LaneIndex;
-    /// Returns the lane of a directory, from which the lanes of its files are counted. `parent`: lane of its parent.
+    /// Returns the lane of a directory, from which the lanes of its files are computed. `parent`: lane of its parent.
     fn lane_of_dir(&self, parent: LaneIndex, name: &OsStr) -> LaneIndex;
-    /// Returns the lane of a turn: files go to the lanes in turn.
+    /// Returns the lane of new file number `turn`: files go to the lanes in rotation.
     fn lane_of_turn(&self, turn: u64) -> LaneIndex;
     /// Counts bytes that were written to a file of a lane.
     fn count_bytes(&self, lane: LaneIndex, bytes: u64);
@@ -39,15 +40,15 @@ pub struct NewFile<'a> {
     pub name: &'a OsStr,
     /// Mode of the file; no umask is applied.
     pub mode: u32,
-    /// Turn of the file, if the turn and not the name decides the lane.
+    /// Number of the file among new files, if this number and not the name decides the lane.
     pub turn: Option<u64>,
-    /// The caller, if this thread has the caller's file system ids. `None`: it has those of the process, and the file is
-    /// given to its owner later.
+    /// The caller, if this thread has the caller's file system ids. `None`: the thread has the ids of the process, and
+    /// the owner of the file is set later.
     pub caller: Option<&'a Caller>,
 }
 
 impl NewFile<'_> {
-    /// Creates the file without telling a server, with additional `flags`. EEXIST if the name exists.
+    /// Creates the file without a choice of the server, with additional `flags`. EEXIST if the name exists.
     pub fn open(&self, flags: OFlags) -> Result<OwnedFd> {
         open_new(self.parent, self.name, self.mode, flags)
     }

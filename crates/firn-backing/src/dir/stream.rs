@@ -126,7 +126,7 @@ impl Block {
         let entry = DirEntry {
             name: OsStr::from_bytes(name),
             ino: u64::from_ne_bytes(field(raw, 0)),
-            // `d_type` has the type bits of `st_mode`, shifted; 0 if the file system does not tell them.
+            // `d_type` has the type bits of `st_mode`, shifted; 0 if the file system does not report them.
             kind: Kind::from_mode(u32::from(raw[TYPE_OFFSET]) << FILE_TYPE_SHIFT),
             cookie: i64::from_ne_bytes(field(raw, COOKIE_OFFSET)),
         };

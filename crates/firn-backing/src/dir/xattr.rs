@@ -13,7 +13,7 @@ use crate::{Errno, Result};
 
 /// Size of the first buffer. Most values and lists fit, so most calls need no second call for the size.
 const FIRST_GUESS_BYTES: usize = 256;
-/// Longest value or list of Linux (`XATTR_SIZE_MAX`, `XATTR_LIST_MAX`).
+/// Maximum length of a value or list on Linux (`XATTR_SIZE_MAX`, `XATTR_LIST_MAX`).
 const BYTES_MAX: usize = 1 << 16;
 
 /// Returns the value of an attribute.
@@ -39,8 +39,7 @@ pub(super) fn remove(fd: impl AsFd, name: &OsStr) -> Result<()> {
     removexattr(FdPath::of(fd).as_c_str(), name)
 }
 
-/// Repeats a call with larger buffers until the answer fits. The answer may grow between the question for its size and the
-/// next call.
+/// Repeats a call with larger buffers until the answer fits. The answer may grow after the call that returns its size.
 fn call_with_growing_buffer(call: impl Fn(&mut [u8]) -> Result<usize>) -> Result<Vec<u8>> {
     let mut buf = vec![0; FIRST_GUESS_BYTES];
     loop {

@@ -25,7 +25,7 @@ fn new_backing(parent: &Path) -> (TempDir, DirBacking) {
         .tempdir_in(parent)
         .expect("tempdir");
     let backing = DirBacking::open(dir.path()).expect("open");
-    // The simulated root has this mode. The umask of 0 gave the directory a wider one.
+    // The simulated root has this mode. With the umask of 0, the directory was made with a wider mode.
     backing.set_mode(&backing.root(), 0o755).expect("set_mode");
     (dir, backing)
 }
@@ -56,7 +56,8 @@ fn locks_exclude_each_other_until_their_file_is_dropped() {
     }
 }
 
-/// Only the simulated backing is tested here: range locks of a real directory need two processes. The system tests have them.
+/// Only the simulated backing is tested here: range locks of a real directory need two processes, so the system tests
+/// cover them.
 #[test]
 fn ranges_that_a_process_has_locked_exclude_others() {
     let first_process = SimBacking::new();
@@ -103,7 +104,7 @@ fn after_a_power_loss_what_was_synced_is_there() {
 
 #[test]
 fn an_owner_opens_a_file_whose_mode_denies_it() {
-    // The mode denies nothing to root, so this tests something only if the tests run as another user.
+    // A mode denies nothing to root, so this test is only effective if the tests run as another user.
     for parent in &parent_dirs() {
         let (_dir, backing) = new_backing(parent);
         let name = std::ffi::OsStr::new("a");

@@ -67,8 +67,8 @@ fn make_each_kind(backing: &DirBacking) -> Vec<Attr> {
 
 #[test]
 fn new_objects_belong_to_the_caller_and_the_thread_stays_itself() {
-    // The caller may write to a root of the first mode. The second mode allows it only by a group that this process does
-    // not know.
+    // The caller may write to a root of the first mode. The second mode allows it only through the caller's
+    // supplementary group, which is not known here.
     for mode in [0o777, 0o770] {
         let Some((_dir, backing)) = new_backing(mode, 0) else {
             return;

@@ -1,4 +1,5 @@
-//! Eviction: drops cached bytes to make room, on request, or because the file was changed beside the mount.
+//! Eviction: drops cached bytes to make room, on request, or because a program that does not use the mount has changed
+//! the file.
 //!
 //! A *pinned* file is evicted only on request or after such a change.
 
@@ -19,7 +20,8 @@ use crate::view::refresh_view;
 pub struct Evicted {
     /// Cached bytes that were dropped.
     pub freed_bytes: u64,
-    /// Bytes that remain in the arena, because they are pending or in use by a list of chunks or a memory file.
+    /// Bytes that remain in the arena, because they are pending, or because a list of chunks or a memory file uses
+    /// them.
     pub held_bytes: u64,
 }
 
@@ -28,12 +30,13 @@ pub struct Evicted {
 pub struct Pinned {
     /// Number of files.
     pub files: u64,
-    /// Their bytes in the arena.
+    /// Number of bytes of these files in the arena.
     pub bytes: u64,
 }
 
 impl<B: Backing> FileState<B> {
-    /// Returns whether a list of chunks, or a reader of the file's memory file, relies on where its bytes are.
+    /// Returns whether a list of chunks, or a reader of the file's memory file, relies on the places of the file's
+    /// bytes.
     fn is_read_in_place(&self) -> bool {
         self.direct.has_chunk_lists() || self.view.is_some()
     }
@@ -45,13 +48,14 @@ impl<B: Backing> Room<B> {
         self.space.evictable.add(file);
     }
 
-    /// Evicts cached files until a slab of `class` can be leased. Returns false if nothing is left to evict and none
-    /// can.
+    /// Evicts cached files until a slab of `class` can be leased. Returns false if no file is left to evict and still
+    /// no slab can be leased.
     pub(crate) fn evict_for(&self, class: Class) -> bool {
         self.evict_until(&|| self.base.arena.has_room(class))
     }
 
-    /// Evicts cached files until `enough` returns true. Returns false if it does not when nothing is left to evict.
+    /// Evicts cached files until `enough` returns true. Returns false if no file is left to evict and `enough` still
+    /// returns false.
     pub(crate) fn evict_until(&self, enough: &dyn Fn() -> bool) -> bool {
         // Each file is tried once: a file that cannot be evicted now is put back.
         let candidates = self.space.evictable.len();
@@ -63,8 +67,8 @@ impl<B: Backing> Room<B> {
                 break;
             };
             let mut state = file.lock();
-            // The bytes of a held list of chunks, or of a memory file in use, stay in memory, so evicting them makes
-            // no room.
+            // The bytes of a held list of chunks, or of a memory file in use, remain in memory, so an eviction makes no
+            // room.
             if state.is_pinned || state.is_read_in_place() {
                 drop(state);
                 self.space.evictable.add(&file);
@@ -88,7 +92,7 @@ impl<B: Backing> Room<B> {
         bytes
     }
 
-    /// Returns the open or cached files at or below `path`. The empty path is the top of the mount.
+    /// Returns the files at or below `path` that are open or have cached bytes. The empty path is the top of the mount.
     fn known_files_below(&self, path: &[u8]) -> Vec<Arc<File<B>>> {
         let files = self.open_files.files.all();
         let below = |file: &Arc<File<B>>| {
@@ -97,7 +101,7 @@ impl<B: Backing> Room<B> {
         files.into_iter().filter(below).collect()
     }
 
-    /// Evicts the cached bytes at or below `path`, and unpins the files. Fails with ENOENT if nothing has this path.
+    /// Evicts the cached bytes at or below `path`, and unpins the files. Fails with ENOENT if no object has this path.
     pub fn evict_tree(&self, path: &[u8]) -> Result<Evicted> {
         self.must_exist(path)?;
         let mut evicted = Evicted {
@@ -121,7 +125,8 @@ impl<B: Backing> Room<B> {
     }
 
     /// Pins or unpins the files that are at or below `path` now. The bytes of a pinned file remain in the arena after
-    /// they are drained. Returns the number of files that have bytes there. Fails with ENOENT if nothing has this path.
+    /// they are drained. Returns the number of files that have bytes there. Fails with ENOENT if no object has this
+    /// path.
     pub fn pin_tree(&self, path: &[u8], pinned: bool) -> Result<Pinned> {
         self.must_exist(path)?;
         let mut result = Pinned { files: 0, bytes: 0 };
@@ -138,7 +143,7 @@ impl<B: Backing> Room<B> {
         Ok(result)
     }
 
-    /// Fails with ENOENT if nothing has this path.
+    /// Fails with ENOENT if no object has this path.
     fn must_exist(&self, path: &[u8]) -> Result<()> {
         if path.is_empty() {
             Ok(())
@@ -147,13 +152,13 @@ impl<B: Backing> Room<B> {
         }
     }
 
-    /// Evicts a file at its open if the backing's file was changed beside the mount.
+    /// Evicts a file at its open if a program that does not use the mount has changed the backing's file.
     pub(crate) fn check_cache(&self, file: &Arc<File<B>>) -> Result<()> {
         if file.lock().cache.is_empty() {
             return Ok(());
         }
         let attr = self.base.backing.attr(&self.tree.object(&file.inode)?)?;
-        // The times do not show what other hosts write to logs, so their files are always evicted.
+        // The times do not show writes of other hosts to logs, so files in logs are always evicted.
         let is_shared = self.open_files.kernel_reads(file) == KernelReads::Shared;
         let mut state = file.lock();
         let is_changed = |stamp| stamp != BackingStamp::of(&attr);
@@ -167,7 +172,7 @@ impl<B: Backing> Room<B> {
         Ok(())
     }
 
-    /// Records how the backing's file is after the last pending byte was drained.
+    /// Records the state of the backing's file after the last pending byte was drained.
     pub(crate) fn confirm_cache(&self, file: &File<B>) {
         let attr = self
             .tree

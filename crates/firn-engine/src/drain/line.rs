@@ -7,10 +7,10 @@
 //! **Sequential.** The lane writes one file at a time, for the *turn* of this file:
 //! * A turn ends when the file has nothing left to write, or after max(bytes pending when the turn began,
 //!   [`TURN_BYTES`]). The next turn begins when no write of the file is in flight.
-//! * Files that a caller waits for (*awaited*, as by fsync(2)) come before all others, in the order in which they
+//! * *Awaited* files, for which a caller waits, as in fsync(2), come before all other files, in the order in which they
 //!   became awaited.
-//! * The turn of a file that is not awaited is interrupted for them after [`INTERRUPTIBLE_BYTES`], and continues
-//!   after them.
+//! * If an awaited file is in line, the turn of a file that is not awaited is interrupted after
+//!   [`INTERRUPTIBLE_BYTES`]. It continues when no awaited file is left.
 //!
 //! An awaited file therefore waits for the files that were awaited before it, and for at most [`INTERRUPTIBLE_BYTES`]
 //! and one run of one other file.
@@ -19,26 +19,27 @@
 //! * A file stands in line at most once.
 //! * In a sequential line only the file that has the turn has writes in flight. The exception is a file whose writes
 //!   hang.
-//! * The line has a strong reference only to files in it. Dropping the last reference closes the file, so that is done
-//!   outside the lock.
+//! * The line has strong references only to files in line. A drop of the last reference closes the file, so it must
+//!   happen outside the lock.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::{Arc, Weak};
 
-/// Fewest bytes after which other files may end a turn. The time of a seek between two files is small beside writing
-/// them.
+/// Minimum number of bytes before a turn ends for other files. The time to write them is long compared with a seek
+/// between two files.
 const TURN_BYTES: u64 = 256 << 20;
-/// Bytes after which the turn of a file that is not awaited is interrupted: half a second of a slow disk.
+/// Number of bytes after which the turn of a file that is not awaited is interrupted: a slow disk writes them in half a
+/// second.
 const INTERRUPTIBLE_BYTES: u64 = 64 << 20;
 
-/// The runs of a lane that are not completed. They decide whether another file's turn may begin.
+/// The runs of a lane that are not completed. Their state decides whether another file's turn may begin.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RunsUnderWay {
-    /// There are none, so the next turn may begin.
+    /// No run is under way, so the next turn may begin.
     None,
-    /// Some make progress. In sequential order the present turn continues.
+    /// Some runs make progress. In sequential order the present turn continues.
     Working,
-    /// Some hang, so another turn may begin beside them.
+    /// Some runs hang, so another turn may begin beside them.
     Hanging,
 }
 
@@ -57,7 +58,7 @@ impl<T> Line<T> {
         Self::Sequential(Box::default())
     }
 
-    /// Puts a file into line that is not there yet.
+    /// Puts a file into line. The file must not be in line yet.
     pub(crate) fn push(&mut self, file: Arc<T>, is_awaited: bool) {
         match self {
             Self::Interleaved(files) => {
@@ -81,15 +82,16 @@ impl<T> Line<T> {
         }
     }
 
-    /// Notes that a caller began to wait for a file, which may be in line. In a sequential line it moves before those
-    /// that are not awaited.
+    /// Notes that a caller began to wait for a file, which may be in line. In a sequential line, moves the file ahead
+    /// of the files that are not awaited.
     pub(crate) fn note_awaited(&mut self, file: &Arc<T>) {
         if let Self::Sequential(turns) = self {
             turns.note_awaited(file);
         }
     }
 
-    /// Notes that a run of `bytes` bytes was taken from a file. `pending` are its pending bytes, this run included.
+    /// Records that a run of `bytes` bytes was picked from a file. `pending`: number of the file's pending bytes,
+    /// including this run.
     pub(crate) fn note_picked(&mut self, file: &Arc<T>, bytes: u64, pending: u64) {
         if let Self::Sequential(turns) = self {
             turns.note_picked(file, bytes, pending);
@@ -110,7 +112,7 @@ impl<T> Line<T> {
         }
     }
 
-    /// Returns how often a file stands in line, for the check that it is at most once.
+    /// Returns how often a file is in line, for the check that this is at most once.
     pub(crate) fn count(&self, file: &Arc<T>) -> usize {
         match self {
             Self::Interleaved(files) => {
@@ -143,7 +145,7 @@ pub(crate) struct Turns<T> {
     awaited: BTreeMap<u64, Arc<T>>,
     /// Last number that a file in `ready` or `awaited` got.
     last_number: u64,
-    /// The present turn. It stays set while runs of its file are under way.
+    /// The present turn. It remains set while runs of its file are under way.
     turn: Option<Turn<T>>,
     /// The turn that continues when no awaited file is left. Its file is in line.
     interrupted: Option<Turn<T>>,
@@ -155,9 +157,9 @@ enum LinePlace {
     Ready(u64),
     /// In `awaited`.
     Awaited,
-    /// It has the turn and more to write.
+    /// The file has the turn and more bytes to write.
     Turn,
-    /// Its turn was interrupted.
+    /// The file's turn was interrupted.
     Interrupted,
 }
 
@@ -171,7 +173,7 @@ struct Turn<T> {
     is_awaited: bool,
     /// Bytes of the runs in this turn so far.
     bytes: u64,
-    /// Bytes after which other files come; set by the first run.
+    /// Number of bytes after which the turn is over; set by the first run.
     bytes_max: Option<u64>,
 }
 
@@ -234,7 +236,7 @@ impl<T> Turns<T> {
         self.line_up(file, is_awaited);
     }
 
-    /// Puts a file at the end of the awaited files, or of the others.
+    /// Puts a file at the end of the awaited files, or at the end of the ready files.
     fn line_up(&mut self, file: Arc<T>, is_awaited: bool) {
         self.last_number += 1;
         let number = self.last_number;
@@ -275,7 +277,7 @@ impl<T> Turns<T> {
         }
     }
 
-    /// Takes the next file: that of the present turn if it has more to write, else that of the next turn.
+    /// Takes the next file: the file of the present turn if it has more to write, else the file of the next turn.
     fn pop(&mut self, runs: RunsUnderWay) -> Option<Arc<T>> {
         if let Some(turn) = &mut self.turn {
             // A long turn that no caller waits for yields to awaited files.
@@ -344,7 +346,7 @@ mod tests {
         std::array::from_fn(Arc::new)
     }
 
-    /// Takes a run of the next file, which has `runs` more; the file's number.
+    /// Takes a run of the next file, which has `runs` more runs. Returns the file's number.
     fn write(line: &mut Line<usize>, runs: u64) -> usize {
         let file = line.pop(RunsUnderWay::None).expect("a file");
         line.note_picked(&file, RUN, RUN * (runs + 1));

@@ -1,16 +1,16 @@
-//! Drain queue of one lane: which files have something to write, and when to check the others.
+//! Drain queue of one lane: which files have bytes to write, and when to check the other files.
 //!
-//! Files stand in line ([`Line`]). Beside the line there are two lists: files that failed, with the time of their next
-//! try, and files with little data, with the time at which that data is old.
+//! Files stand in line ([`Line`]). Besides the line there are two lists: files whose drain failed, with the time of the
+//! next try, and files with few pending bytes, with the time at which these bytes are old.
 //!
 //! Invariants
-//! * A file stands in line at most once. Its state says so (`queued`): the flag is set together with
-//!   [`DrainQueue::push`], under the file's lock. The thread that got the file from [`DrainQueue::pop`] clears it.
+//! * A file stands in line at most once. The flag `queued` in its state says whether it does. The flag is set together
+//!   with [`DrainQueue::push`], under the file's lock. The thread that got the file from [`DrainQueue::pop`] clears it.
 //! * `active` counts the files that were popped and are being examined, and the jobs that are not completed.
 //! * `oldest` has the same times as the states of the lane's files with pending bytes.
 //! * A file that failed is in `retries` with the time of its next try.
 //!
-//! Locks: a file's lock may be held when this lock is taken. Under this lock no other is taken but the arena's.
+//! Locks: a file's lock may be held when this lock is taken. Under this lock only the arena's lock is taken.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::sync::{Arc, Weak};
@@ -30,9 +30,9 @@ pub(crate) struct DrainQueue<T> {
     state: Mutex<QueueState<T>>,
 }
 
-/// What the lock of a queue protects.
+/// Data that the lock of a queue protects.
 struct QueueState<T> {
-    /// Files that have something to write.
+    /// Files that have bytes to write.
     line: Line<T>,
     /// Files that failed, with the time of their next try.
     retries: Vec<(Instant, Arc<T>)>,
@@ -44,7 +44,7 @@ struct QueueState<T> {
     oldest: BTreeSet<(Instant, usize)>,
 }
 
-/// Files whose time has come.
+/// Files whose time for a retry or an age check has come.
 pub(crate) struct Due<T> {
     /// Files to try again after a failure.
     pub retries: Vec<Arc<T>>,
@@ -52,7 +52,7 @@ pub(crate) struct Due<T> {
     pub aged: Vec<Arc<T>>,
 }
 
-/// What the status shows of a queue.
+/// Status figures of a queue.
 pub(crate) struct QueueFigures<T> {
     /// Number of files in line.
     pub files: usize,
@@ -86,7 +86,7 @@ impl<T> DrainQueue<T> {
         }
     }
 
-    /// Puts a file into line that is not there yet.
+    /// Puts a file into line. The file must not be in line yet.
     pub(crate) fn push(&self, file: Arc<T>, is_awaited: bool) {
         self.state.lock().line.push(file, is_awaited);
     }
@@ -114,14 +114,15 @@ impl<T> DrainQueue<T> {
         }
     }
 
-    /// Notes that a run of `bytes` bytes was taken from a file. `pending` are its pending bytes, this run included.
+    /// Records that a run of `bytes` bytes was picked from a file. `pending`: number of the file's pending bytes,
+    /// including this run.
     pub(crate) fn note_picked(&self, file: &Arc<T>, bytes: u64, pending: u64) {
         if self.order == Order::Sequential {
             self.state.lock().line.note_picked(file, bytes, pending);
         }
     }
 
-    /// Ends what [`DrainQueue::pop`] began: the file had nothing to write, or its job is completed.
+    /// Ends the activity of a file from [`DrainQueue::pop`]: the file had nothing to write, or its job is completed.
     pub(crate) fn finish(&self) {
         let mut state = self.state.lock();
         assert!(state.active > 0, "more was completed than picked");
@@ -196,7 +197,7 @@ impl<T> DrainQueue<T> {
         }
     }
 
-    /// Returns what the status shows of the queue.
+    /// Returns the status figures of the queue.
     pub(crate) fn figures(&self) -> QueueFigures<T> {
         let state = self.state.lock();
         let now = Instant::now();
@@ -211,7 +212,7 @@ impl<T> DrainQueue<T> {
         }
     }
 
-    /// Returns how often a file stands in line.
+    /// Returns how often a file is in line.
     pub(crate) fn count_in_line(&self, file: &Arc<T>) -> usize {
         self.state.lock().line.count(file)
     }

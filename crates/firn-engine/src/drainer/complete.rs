@@ -1,7 +1,7 @@
 //! Complete: records the result of a job, so that written bytes are not pending any more and failed ones are retried.
 //!
-//! Order for a crash: the journal knows a drained range before pieces die, and older pieces die before newer ones. So
-//! a recovery never puts older bytes over drained ones.
+//! Order, in case of a crash: a drained range is in the journal before its pieces die, and older pieces die before
+//! newer ones. So a recovery never writes older bytes over drained ones.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ use crate::extents::{Extent, Extents};
 use crate::file::{File, FileState, RecordedFailure, Waiter};
 use crate::options::DrainPolicy;
 
-/// Drained ranges of a file in the journal before it first checks whether they can be forgotten.
+/// Number of drained ranges of a file in the journal from which on the engine checks whether they can be forgotten.
 const DRAINED_RANGES_KEPT: usize = 8;
 
 /// Returns the parts that have the first `bytes` bytes of a job.
@@ -43,8 +43,8 @@ fn first_bytes(parts: &[Part], bytes: u64) -> Vec<Part> {
 /// Returns the file ranges in which no byte with a sequence up to `sequence` remains pending after `written` is
 /// drained. `sequence` is the highest one in `written`.
 ///
-/// Two parts are joined to one range if all pending bytes between them are newer. So few journal records cover many
-/// parts.
+/// Two parts are joined to one range if all pending bytes between them are newer, so that few journal records cover
+/// many parts.
 fn drained_ranges(pending: &Extents, written: &[Part], sequence: u64) -> Vec<Range<u64>> {
     let mut ranges: Vec<Range<u64>> = Vec::new();
     for part in written {
@@ -77,7 +77,8 @@ impl<B: Backing> Drainer<B> {
         if outcome.written > 0 {
             let written = first_bytes(&parts, outcome.written);
             if !self.remove_drained(&mut state, &written) {
-                // The journal is full, so the written bytes stay pending and are retried like any other failure.
+                // The journal is full, so the written bytes remain pending and are written again, as after any other
+                // failure.
                 error = error.or(Some(Errno::NOSPC));
             }
             file.inode.data_unsynced.store(true, Ordering::Release);
@@ -87,7 +88,7 @@ impl<B: Backing> Drainer<B> {
         }
         let mut failed = ThinVec::new();
         match error {
-            // A failure of another job stays recorded until everything is drained, so that a program gets the error.
+            // A failure of another job remains recorded until everything is drained, so that a program gets the error.
             None => self.drain.enqueue(&file, &mut state),
             Some(errno) => {
                 let errors = &self.base.counters.drain_errors;
@@ -101,7 +102,8 @@ impl<B: Backing> Drainer<B> {
             .note_pending_change(&file, bytes_before, state.pending.bytes());
         let satisfied = self.finish_drained(&file, &mut state);
         if error.is_some() {
-            // The next write must return the error, and only a write through the kernel can. So direct access ends.
+            // The next write must return the error, which only a write through the kernel can do. So direct access
+            // ends.
             self.intake.revoke_grant(&file, &mut state);
         }
         file.notify_io_ended();
@@ -146,13 +148,13 @@ impl<B: Backing> Drainer<B> {
         count(&counters.drain_writes, outcome.writes);
     }
 
-    /// Makes written bytes not pending any more. They are cached or freed. Returns false if the journal is full. The
+    /// Ends the pending state of written bytes, and caches or frees them. Returns false if the journal is full. The
     /// bytes then remain pending and are written again, which is slow but safe.
     fn remove_drained(&self, state: &mut FileState<B>, written: &[Part]) -> bool {
         let mut drained: Vec<(u64, Extent)> = Vec::new();
         for part in written {
             for (offset, extent) in state.pending.extents().within(part.offset..part.end()) {
-                // A newer write of the same bytes has a piece of its own and stays pending.
+                // A newer write of the same bytes has a separate piece, which remains pending.
                 if extent.piece == part.extent.piece {
                     drained.push((offset, extent));
                 }
@@ -163,13 +165,13 @@ impl<B: Backing> Drainer<B> {
         {
             return false;
         }
-        // Older pieces die first. After a crash between two of them the newer one still covers the older, which must
-        // not come back over drained bytes.
+        // Older pieces die first. After a crash between two deaths, the newer piece still covers the older one, whose
+        // bytes must not overwrite drained bytes.
         drained.sort_by_key(|(_, extent)| extent.sequence);
         let drained_bytes: u64 = drained.iter().map(|(_, extent)| extent.len).sum();
         if drained_bytes == state.pending.bytes() {
-            // No piece will have the time any more, and the backing has the time of the drain until the right one is
-            // set.
+            // No piece records the file's time any more, and the backing has the time of the drain until the right time
+            // is set.
             self.base.journal.record_time(state);
         }
         state.direct.invalidate_lists(&self.base.arena);
@@ -192,7 +194,7 @@ impl<B: Backing> Drainer<B> {
         true
     }
 
-    /// Records in the journal that these bytes are drained. Returns false if it has no room for all ranges.
+    /// Records in the journal that these bytes are drained. Returns false if the journal has no room for all ranges.
     fn record_drained(&self, state: &mut FileState<B>, written: &[Part]) -> bool {
         let Some(file) = state.pending.file_id() else {
             return true;
@@ -214,8 +216,8 @@ impl<B: Backing> Drainer<B> {
         true
     }
 
-    /// Lets the journal forget drained ranges of a file from time to time. Otherwise a file that always has something
-    /// pending would fill the journal with them.
+    /// Lets the journal forget drained ranges of a file periodically. Otherwise a file that always has pending bytes
+    /// would fill the journal with drained ranges.
     fn forget_drained_ranges(&self, state: &mut FileState<B>) {
         let pending = &mut state.pending;
         // The search for the oldest sequence reads all extents, so it is made only once in many drains.
@@ -239,8 +241,8 @@ impl<B: Backing> Drainer<B> {
     /// Finishes a change of the pending bytes, and returns the waiters whose bytes are in the backing now. If nothing
     /// is pending any more, sets the file's time in the backing and ends the file id.
     ///
-    /// The lock is released while the backing works. A second caller returns at once without waiters meanwhile, and the
-    /// first one returns those too.
+    /// The lock is released during the call of the backing. A second caller that comes meanwhile returns at once,
+    /// without waiters: the first caller returns the waiters of both.
     pub(crate) fn finish_drained(
         &self,
         file: &Arc<File<B>>,
@@ -257,8 +259,8 @@ impl<B: Backing> Drainer<B> {
                 self.base.journal.end_file_id(state);
                 break;
             };
-            // The backing has the time of the drain, and programs saw the time of their write. If the backing
-            // refuses, as firnd is not the owner, its time stays.
+            // The backing has the time of the drain, but programs saw the time of their write. If the backing refuses
+            // the change, for example because firnd is not the owner, the time of the drain remains.
             state.drain.set_setting_time(true);
             let _ = state.unlocked(|| {
                 let object = self.tree.object(&file.inode)?;

@@ -2,8 +2,8 @@
 //!
 //! Invariants
 //! * Parts are in the order of their offsets and do not overlap. They are contiguous, unless the backing gathers
-//!   parts that are apart.
-//! * The bytes written of a job are always its first ones.
+//!   distant parts.
+//! * The written bytes of a job are always its first bytes.
 //! * The slabs of all parts are pinned from [`Drainer::pick`](crate::Drainer::pick) until
 //!   [`Drainer::complete`](crate::Drainer::complete), and bytes in flight are not overwritten in place.
 
@@ -49,17 +49,17 @@ pub struct Job<B: Backing> {
 
 /// Result of a job.
 pub struct JobOutcome {
-    /// Bytes that reached the backing, always the first ones of the job.
+    /// Number of bytes that reached the backing; they are the first bytes of the job.
     pub written: u64,
-    /// Calls that wrote something.
+    /// Number of calls that wrote bytes.
     pub writes: u64,
     /// Error that ended the job early.
     pub error: Option<Errno>,
-    /// Where the error came from; without meaning if there is none.
+    /// Source of the error; meaningless without an error.
     pub error_source: JobErrorSource,
 }
 
-/// Where the error of a job came from.
+/// Source of the error of a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum JobErrorSource {
     /// The backing's file could not be opened or written.
@@ -68,7 +68,7 @@ pub enum JobErrorSource {
     SpillFile,
 }
 
-/// Bytes still to be written, as slices, and the runs that they form.
+/// Bytes that are not written yet, as slices, and the runs that they form.
 struct Unwritten<'a> {
     slices: Vec<IoSlice<'a>>,
     runs: Vec<Run>,
@@ -80,7 +80,7 @@ struct Run {
     slices: Range<usize>,
 }
 
-/// The parts of a job whose bytes can be read: those before the first that cannot.
+/// The parts of a job before the first part whose bytes cannot be read.
 struct LoadedParts {
     /// Bytes of each part; empty for a part in memory.
     spilled: Vec<Vec<u8>>,
@@ -103,7 +103,7 @@ impl<B: Backing> Job<B> {
     pub fn len(&self) -> u64 {
         self.bytes
     }
-    /// Returns whether the job has no bytes. This is never so.
+    /// Returns whether the job has no bytes, which is always false.
     pub fn is_empty(&self) -> bool {
         self.bytes == 0
     }
@@ -196,8 +196,8 @@ impl<B: Backing> Job<B> {
         loaded
     }
 
-    /// Returns the readable bytes after the first `skip`. `spilled` has the bytes of the spilled parts, which were read
-    /// from the spill file.
+    /// Returns the readable bytes without the first `skip` bytes. `spilled` has the bytes of the spilled parts, which
+    /// were read from the spill file.
     fn unwritten<'a>(&'a self, spilled: &'a [Vec<u8>], skip: u64) -> Unwritten<'a> {
         let mut skip = skip as usize;
         let mut unwritten = Unwritten {

@@ -2,7 +2,7 @@
 //!
 //! Terms
 //! * A range of a file is *in flight* while it is being written to the backing.
-//! * A backing *gathers* if it can write parts of a file in one call that are apart.
+//! * A backing *gathers* if it can write distant parts of a file in one call.
 //! * A *candidate* is a series of parts that may become one job.
 //!
 //! Relies on: the caller completes each job that it gets.
@@ -21,20 +21,20 @@ use crate::extents::Extent;
 use crate::file::{File, FileState, Waiter};
 use crate::options::DrainPolicy;
 
-/// Most parts of one vectored write (`UIO_MAXIOV`).
+/// Maximum number of parts of one vectored write (`UIO_MAXIOV`).
 const PARTS_MAX: usize = 1024;
-/// Most parts of a write that gathers.
+/// Maximum number of parts of a write that gathers.
 const GATHERED_PARTS_MAX: usize = 16 << 10;
 
-/// Divisor of the arena's size: a write that gathers has at most this part of the arena, because its slabs stay pinned
-/// until the write is completed.
+/// Divisor of the arena's size: a write that gathers has at most this fraction of the arena, because its slabs remain
+/// pinned until the write is completed.
 const GATHERED_ARENA_DIVISOR: u64 = 4;
 
 /// What an I/O thread must do next.
 pub enum Pick<B: Backing> {
     /// Execute this write, then complete it.
     Job(Job<B>),
-    /// Wait until `retry`, or until the lane is woken. There is nothing to do before.
+    /// Wait for the time `retry`, or until the lane is woken. There is no work before.
     Idle {
         /// Time until the next retry or age check; `None` if no file is due.
         retry: Option<Duration>,
@@ -44,10 +44,10 @@ pub enum Pick<B: Backing> {
 /// Limits for the next write of a lane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LaneLimits {
-    /// Most writes of one file at a time. It is less than the number of threads, so that a file whose writes hang
-    /// leaves a thread for the others.
+    /// Maximum number of writes of one file at a time. It is less than the number of threads, so that a file whose
+    /// writes hang leaves a thread for other files.
     pub file_writes_max: usize,
-    /// In sequential order: whether other files are written although the present one is not finished, because its
+    /// In sequential order: whether other files are written although the present file is not finished, because its
     /// writes hang.
     pub leaves_hung_file: bool,
 }
@@ -63,16 +63,16 @@ impl LaneLimits {
 /// Limits for a job of one file.
 #[derive(Clone, Copy)]
 struct JobLimits {
-    /// Whether its parts may be apart.
+    /// Whether the parts of the job may be distant from each other.
     gathers: bool,
     parts_max: usize,
     bytes_max: u64,
-    /// Most bytes from the spill file, because all of them are read into memory at once.
+    /// Maximum number of bytes from the spill file. It is limited because these bytes are read into memory all at once.
     spilled_bytes_max: u64,
 }
 
 impl<B: Backing> Drainer<B> {
-    /// Returns the next write of a lane, or how long there is none. A caller that gets a job must complete it.
+    /// Returns the next write of a lane, or how long there is no work. A caller that gets a job must complete it.
     ///
     /// The range of a job blocks a truncation of its file until the job is completed. So a lane that must wait before a
     /// write, for example for its token, must do so *before* this call, and never between this call and
@@ -80,8 +80,8 @@ impl<B: Backing> Drainer<B> {
     pub fn pick(&self, lane: LaneIndex, limits: LaneLimits) -> Pick<B> {
         let queue = self.drain.queue(lane);
         loop {
-            // This comes in each round: while a file without anything to drain was examined, a writer may have begun
-            // to wait for room and left the work to this thread.
+            // Done in each round: while this thread examined a file that had nothing to drain, a writer may have begun
+            // to wait for room, and relies on this thread to wake it.
             self.room.wake_writers();
             let Some(file) = self.next_file(lane, limits.leaves_hung_file) else {
                 let next = queue.next_due();
@@ -153,7 +153,7 @@ impl<B: Backing> Drainer<B> {
             .check_age_at(file, &mut state, now + self.base.options.drain_age);
     }
 
-    /// Makes a job of this file, if a part of it is worth a write. Its slabs are pinned then, and its range is in
+    /// Makes a job of this file, if a part of it is worth a write. Pins the slabs of the job and marks its range as in
     /// flight.
     fn choose_write(
         &self,
@@ -186,8 +186,7 @@ impl<B: Backing> Drainer<B> {
         debug_assert!(state.drain.writes_in_flight() <= limits.file_writes_max);
         let queue = self.drain.queue_of(file);
         queue.note_picked(file, bytes, state.pending.bytes());
-        // The sequence of the tail is about to be used to cut. So bytes that come later need a piece with a later
-        // one.
+        // The drained range will end at the sequence of the tail. So later bytes need a piece with a later sequence.
         state.pending.end_tail();
         self.drain.enqueue(file, state);
         Some(Job {
@@ -200,7 +199,7 @@ impl<B: Backing> Drainer<B> {
     }
 
     /// Returns the next extents that are worth a write, searching from the cursor to the end and then from the start.
-    /// They are contiguous, or all that fit if the backing gathers.
+    /// They are contiguous; if the backing gathers, they are all extents that fit into one write.
     fn next_parts(&self, file: &File<B>, state: &FileState<B>) -> Option<Vec<Part>> {
         let limits = self.job_limits(file);
         self.next_parts_from(state, limits, state.drain.cursor())
@@ -299,13 +298,13 @@ impl<B: Backing> Drainer<B> {
     }
 }
 
-/// Parts that may become a job.
+/// Parts that may become one job.
 #[derive(Default)]
 struct JobCandidate {
     parts: Vec<Part>,
     bytes: u64,
     spilled_bytes: u64,
-    /// Whether some part is forced. The job is then made even if it has few bytes.
+    /// Whether any part is forced. The job is then made even if it has few bytes.
     is_forced: bool,
 }
 

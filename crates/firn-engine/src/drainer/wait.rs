@@ -1,4 +1,4 @@
-//! Waits for the drain of one file, and what the executor asks about its work.
+//! Waits for the drain of one file, and answers to questions of the executor about its work.
 
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
@@ -16,7 +16,7 @@ use crate::{Done, Result};
 pub enum NextWork {
     /// A file is in line, or is due.
     Now,
-    /// Nothing is due before this time, or before the lane is woken.
+    /// No file is due before the time `retry`, or before the lane is woken.
     Later {
         /// Time until the next retry or age check; `None` if no file is due.
         retry: Option<Duration>,
@@ -24,8 +24,8 @@ pub enum NextWork {
 }
 
 impl<B: Backing> Drainer<B> {
-    /// Calls `done` when all bytes that are pending now are in the backing, or with the error when an attempt failed.
-    /// Calls it before returning if nothing is pending.
+    /// Calls `done` when all bytes that are pending now are in the backing, or with the error of a failed attempt. If
+    /// nothing is pending, calls `done` before it returns.
     pub(crate) fn when_drained(&self, file: &Arc<File<B>>, done: Done) {
         let mut state = file.lock();
         self.intake.ingest_published(file, &mut state);
@@ -43,11 +43,11 @@ impl<B: Backing> Drainer<B> {
             .unwrap_or(0);
         self.drain.count_waiter();
         state.drain.add_waiter(Waiter { until, done });
-        // A caller waits, so the next try is now and not after the back-off.
+        // A caller waits, so the file is tried again now and not after the back-off.
         state.drain.retry_now();
         self.drain.force(file, &mut state);
         self.drain.queue_of(file).note_awaited(file);
-        // The lane is woken even if the file is in line already, as a drain thread may have put its write off.
+        // The lane is woken even if the file is already in line, because a drain thread may have delayed its write.
         self.drain.wake(file.lane);
     }
 
@@ -66,7 +66,7 @@ impl<B: Backing> Drainer<B> {
         self.drain.has_waiters() || self.room.space.waiters.count() > 0
     }
 
-    /// Returns when a lane has something to pick. Unlike [`Drainer::pick`] it changes nothing.
+    /// Returns when a lane has something to pick. Unlike [`Drainer::pick`], this changes nothing.
     pub fn next_work(&self, lane: LaneIndex) -> NextWork {
         let queue = self.drain.queue(lane);
         let now = Instant::now();
@@ -80,7 +80,7 @@ impl<B: Backing> Drainer<B> {
     }
 
     /// Returns whether a caller waits for a drain or soon may, because more than three quarters of the arena are in
-    /// use. Other drains are not urgent.
+    /// use. If this is false, drains are not urgent.
     pub fn is_drain_awaited(&self) -> bool {
         let is_nearly_full = || {
             let slots = u64::from(self.base.arena.geometry().chunk_count);
@@ -89,10 +89,10 @@ impl<B: Backing> Drainer<B> {
         self.has_waiters() || is_nearly_full()
     }
 
-    /// Counts that a drain was put off, because programs need the CPUs.
+    /// Counts a drain that was delayed because programs need the CPUs.
     pub fn note_drain_put_off(&self) {
         self.base.counters.drain_decisions.count(Decision::PutOff);
-        tracing::debug!("drain: put off, programs want the CPUs");
+        tracing::debug!("drain: put off, because programs need the CPUs");
     }
 
     /// Drains the bytes of a file that are pending now. Blocks until they are in the backing, or returns the error of a

@@ -1,9 +1,9 @@
-//! Direct access to one file: the grant of a client that writes it, and the lists of clients that read it.
+//! Direct access to one file: the grant of the client that writes the file, and the lists of the clients that read it.
 //!
 //! Invariants
 //! * A file with a grant is open once, for writing, by the process that has the grant.
-//! * A list that readers have is valid until [`DirectState::invalidate_lists`]. That call comes before the file's bytes
-//!   change, and before their slabs can be used again.
+//! * A list that readers have is valid until [`DirectState::invalidate_lists`]. That call precedes each change of the
+//!   file's bytes, and each new use of their slabs.
 
 use firn_arena::{Arena, ClientLease};
 
@@ -18,15 +18,15 @@ pub(crate) struct Grant {
     pub file_id: FileId,
     /// Slabs that the client may fill, in the order in which it fills them.
     pub leases: Vec<ClientLease>,
-    /// Bytes that were ingested, which decide the class of the next slab.
+    /// Number of ingested bytes, which decides the size class of the next slab.
     pub bytes: u64,
 }
 
-/// The lists that readers have of where a file's bytes lie, and the conditions under which these are valid.
+/// Lists of the places of a file's bytes that readers have, and the conditions under which these lists are valid.
 struct ReaderLists {
     /// Number of the file's word in the arena. The word is raised to make the lists invalid.
     word: u32,
-    /// Value of [`Facts::changes_by_others`](firn_backing::Facts) when the lists were made. `None` if no list names
+    /// Value of [`Facts::changes_by_others`](firn_backing::Facts) when the lists were made. `None` if no list refers to
     /// files of the backing, so that changes by other hosts do not matter.
     changes_by_others: Option<u64>,
 }
@@ -68,7 +68,7 @@ impl DirectState {
         self.grant = Some(grant);
     }
 
-    /// Records that a reader gets a list, which is valid until this word is raised.
+    /// Records that a reader gets a list. The list is valid until the file's word number `word` is raised.
     pub(crate) fn note_list(&mut self, word: u32) {
         let new = || {
             Box::new(ReaderLists {
@@ -83,15 +83,15 @@ impl DirectState {
         self.lists.is_some()
     }
 
-    /// Records that a reader gets a list that names files of the backing, made when the count of changes by other hosts
-    /// was `change`. Returns false if readers have a list of an earlier count, which is invalid now.
+    /// Records that a reader gets a list that refers to files of the backing. `change`: count of changes by other hosts
+    /// when the list was made. Returns false if readers have a list with an earlier count, which is invalid now.
     pub(crate) fn note_backing_list(&mut self, change: u64) -> bool {
         let lists = self.lists.as_mut();
         lists.is_some_and(|lists| *lists.changes_by_others.get_or_insert(change) == change)
     }
 
-    /// Returns whether readers have a list that names files of the backing, made when the count of changes by other
-    /// hosts was another than `change`.
+    /// Returns whether readers have a list that refers to files of the backing and was made when the count of changes
+    /// by other hosts was not `change`.
     pub(crate) fn has_outdated_backing_list(&self, change: u64) -> bool {
         let lists = self.lists.as_ref();
         let known = lists.and_then(|lists| lists.changes_by_others);
@@ -105,7 +105,7 @@ impl DirectState {
         }
     }
 
-    /// Counts a list of chunks of the file. While there is one, bytes are not overwritten in place.
+    /// Counts a list of chunks of the file. While such a list exists, bytes are not overwritten in place.
     pub(crate) fn add_chunk_list(&mut self) {
         self.chunk_lists += 1;
     }

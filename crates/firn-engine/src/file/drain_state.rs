@@ -1,12 +1,12 @@
-//! State of a file's drain: the requests, the writes under way, the failure, and the callers that wait.
+//! State of a file's drain: requests, writes under way, the last failure, and callers that wait.
 //!
-//! Terms: a drain is *forced* for bytes that must go to the backing however few they are. A *waiter* is a callback
-//! that runs when they are there. *Exclusive use* is a truncation or similar change that needs the backing file for
-//! itself.
+//! Terms: a drain is *forced* for bytes that must go to the backing however few they are. A *waiter* is a callback that
+//! runs when certain bytes are in the backing. *Exclusive use* is a truncation or similar change during which no drain
+//! may write to the backing file.
 //!
 //! Invariants
-//! * Ranges in flight do not overlap, so two writes to the same bytes of the backing never race. If the parts of a
-//!   job are apart, its range is from the first to the last of them.
+//! * Ranges in flight do not overlap, so two writes to the same bytes of the backing never race. If the parts of a job
+//!   are distant, its range is from the first part to the end of the last.
 //! * During exclusive use (`exclusive`) nothing is in flight.
 //! * `queued` is set while the file stands in the queue of its lane.
 
@@ -36,7 +36,7 @@ pub(crate) struct Failure {
 /// Result of [`DrainState::record_failure`].
 pub(crate) struct RecordedFailure {
     pub failure: Failure,
-    /// No other write of the same try has failed, so the caller must plan the next try.
+    /// Whether no other write of the same try has failed before: the caller must then plan the next try.
     pub is_first_of_try: bool,
 }
 
@@ -55,11 +55,12 @@ pub(crate) struct DrainState {
     in_flight: ThinVec<Range<u64>>,
     /// Callers that wait for a drain.
     waiters: ThinVec<Waiter>,
-    /// The failure to report and to retry; boxed because few files have one.
+    /// The failure to report and to retry; boxed because few files have a failure.
     failure: Option<Box<Failure>>,
-    /// Highest sequence of forced extents: these are drained however small.
+    /// Highest sequence of forced extents, which are drained however small they are.
     force_to: u64,
-    /// Bytes written since a run long enough for a write last queued the file.
+    /// Bytes that programs have written since the file was last queued for enough new bytes
+    /// ([`DrainState::add_fresh_bytes`]).
     fresh_bytes: u64,
     /// File offset where the next pick begins to search.
     cursor: u64,
@@ -67,14 +68,14 @@ pub(crate) struct DrainState {
     oldest: Option<Instant>,
     /// Whether the file stands in the queue of its lane.
     queued: bool,
-    /// Whether the queue of the lane has a check of the age of the file's data planned.
+    /// Whether the queue of the lane has planned a check of the age of the file's data.
     has_age_check: bool,
     /// Whether a truncation or similar change uses the backing file exclusively.
     exclusive: bool,
     /// Whether the time of the last write is being set in the backing.
     is_setting_time: bool,
-    /// Counter of starts of writes, and of starts and ends of exclusive use. A reader compares it to see a change of
-    /// the backing file.
+    /// Counter of starts of writes, and of starts and ends of exclusive use. A reader detects a change of the backing
+    /// file by a change of this counter.
     backing_changes: u32,
 }
 
@@ -91,7 +92,7 @@ impl DrainState {
         self.queued = queued;
     }
 
-    /// Records that a check of the file's age is planned. Returns false if one was planned already.
+    /// Records that a check of the file's age is planned. Returns false if a check was already planned.
     pub(crate) fn begin_age_check(&mut self) -> bool {
         !std::mem::replace(&mut self.has_age_check, true)
     }
@@ -121,8 +122,8 @@ impl DrainState {
         sequence <= self.force_to
     }
 
-    /// Counts bytes that were just written. Returns whether at least `threshold` bytes came since the last time that it
-    /// returned true.
+    /// Counts bytes that were just written. Returns whether at least `threshold` bytes were written since this function
+    /// last returned true.
     pub(crate) fn add_fresh_bytes(&mut self, bytes: u64, threshold: u64) -> bool {
         self.fresh_bytes += bytes;
         let is_enough = self.fresh_bytes >= threshold;
@@ -150,7 +151,7 @@ impl DrainState {
         self.in_flight.len()
     }
 
-    /// Records a write to the backing that begins.
+    /// Records that a write to the backing begins.
     pub(crate) fn begin_write(&mut self, range: Range<u64>) {
         debug_assert!(
             !self.exclusive,
@@ -173,7 +174,7 @@ impl DrainState {
         );
     }
 
-    /// Returns whether a write to some byte of this range is under way.
+    /// Returns whether a write to any byte of this range is under way.
     pub(crate) fn is_in_flight(&self, range: &Range<u64>) -> bool {
         let overlaps = |known: &Range<u64>| known.start < range.end && range.start < known.end;
         self.in_flight.iter().any(overlaps)
@@ -194,8 +195,8 @@ impl DrainState {
         self.backing_changes = self.backing_changes.wrapping_add(1);
     }
 
-    /// Returns a number that differs from an earlier one if a write or an exclusive use began since, or an exclusive
-    /// use ended.
+    /// Returns a counter that has changed since an earlier call if meanwhile a write or an exclusive use began, or an
+    /// exclusive use ended.
     pub(crate) fn backing_changes(&self) -> u32 {
         self.backing_changes
     }
@@ -209,7 +210,7 @@ impl DrainState {
         self.is_setting_time = is_setting_time;
     }
 
-    /// Returns whether no write, no exclusive use and no setting of its time uses the backing file.
+    /// Returns whether the backing file is unused: no write, no exclusive use and no setting of its time is under way.
     pub(crate) fn is_idle(&self) -> bool {
         !self.exclusive && !self.is_setting_time && self.in_flight.is_empty()
     }
@@ -220,12 +221,12 @@ impl DrainState {
         self.failure.as_deref().copied()
     }
 
-    /// Returns whether the file failed and its next try is still to come.
+    /// Returns whether the file's drain failed and the time of the next try has not come.
     pub(crate) fn waits_for_retry(&self, now: Instant) -> bool {
         self.failure().is_some_and(|failure| failure.retry_at > now)
     }
 
-    /// Records a failed write. Several writes of one try may fail; they share the next try.
+    /// Records a failed write. If several writes of one try fail, there is one next try for all of them.
     pub(crate) fn record_failure(&mut self, errno: Errno, now: Instant) -> RecordedFailure {
         let is_first_of_try = !self.waits_for_retry(now);
         let failure = match self.failure() {
@@ -285,8 +286,7 @@ impl DrainState {
         satisfied
     }
 
-    /// Takes all waiters, for the caller to give them the error. The failure counts as reported if there is one of
-    /// them.
+    /// Takes all waiters, to which the caller reports the error. If there is a waiter, the failure counts as reported.
     pub(crate) fn take_failed(&mut self) -> ThinVec<Waiter> {
         let failed = take(&mut self.waiters);
         if let Some(failure) = &mut self.failure {

@@ -1,4 +1,4 @@
-//! Handles of a file: how each is served, and how its writers left the file.
+//! Handles of a file: how each handle is served, and how the writers left the file.
 //!
 //! Terms: a file's *ending* is open, closed, or cut. A *cut* file is incomplete, because a writer was killed or firnd
 //! died while a writer had it open.
@@ -15,18 +15,18 @@ use crate::{HandleId, OpenMode};
 /// The handles part of a file's state. All counts are numbers of handles.
 pub(crate) struct Opens {
     handles: SmallVec<[HandleId; 1]>,
-    /// Handles whose reads and writes come to the engine.
+    /// Handles whose reads and writes go to the engine.
     through_engine: u32,
-    /// Handles for which the kernel reads the backing's file, or the file's memory file. All handles of a file have
-    /// the same of these two.
+    /// Handles for which the kernel reads the backing's file, or the file's memory file. It reads the same one of the
+    /// two for all handles of a file.
     passthrough: u32,
     /// Handles for which the kernel caches pages.
     cached: u32,
-    /// Handles whose processes map the file's memory file. The kernel does not read it for them.
+    /// Handles whose processes map the file's memory file. The kernel does not read the memory file for these handles.
     mapped: u32,
     /// Handles that may write.
     writers: u32,
-    /// Writers of which a descriptor was closed, counted on mounts that need it.
+    /// Handles that may write and of which a descriptor was closed. Counted only on mounts that need the number.
     closing_writers: u32,
     /// The ending that was last derived from the handles.
     ending: Ending,
@@ -59,7 +59,7 @@ impl Opens {
         self.check();
     }
 
-    /// Uncounts a released handle. `mode` and `is_writer` are as it was counted last.
+    /// Uncounts a released handle. `mode` and `is_writer` are those with which the handle was last counted.
     pub(crate) fn remove(&mut self, handle: HandleId, mode: OpenMode, is_writer: bool) {
         self.handles.retain(|known| *known != handle);
         *self.count_mut(mode) -= 1;
@@ -104,7 +104,8 @@ impl Opens {
         self.closing_writers -= 1;
     }
 
-    /// Returns whether each writer has closed a descriptor. Most have only one, so the file is most likely complete.
+    /// Returns whether each writer has closed a descriptor. Most writers have only one descriptor, so the file is then
+    /// most likely complete.
     pub(crate) fn are_writers_closing(&self) -> bool {
         self.closing_writers == self.writers
     }
@@ -124,12 +125,12 @@ impl Opens {
         self.passthrough + self.mapped > 0
     }
 
-    /// Returns whether some handle may write.
+    /// Returns whether any handle may write.
     pub(crate) fn has_writers(&self) -> bool {
         self.writers > 0
     }
 
-    /// Returns whether the engine serves the reads and writes of some handle.
+    /// Returns whether the engine serves the reads and writes of any handle.
     pub(crate) fn has_through_engine(&self) -> bool {
         self.through_engine > 0
     }

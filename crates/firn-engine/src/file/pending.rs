@@ -1,15 +1,15 @@
 //! Pending data of a file, which only the arena holds: extents, their pieces, and the time of the last write.
 //!
-//! Terms: a *live* byte of a piece is pending; the others were overwritten, cut or drained. A piece without live
-//! bytes is *dead*. The *tail* is the file's last piece, which an append may extend.
+//! Terms: a *live* byte of a piece is pending; all other bytes of the piece were overwritten, cut or drained. A piece
+//! without live bytes is *dead*. The *tail* is the file's last piece, which an append may extend.
 //!
 //! Invariants
 //! * `bytes` is the sum of the extents; each piece in `pieces` has `0 < live <= len`, and `live` bytes of extents.
 //! * `partial` counts the pieces with `live < len`.
 //! * The file has a file id while anything is pending.
-//! * While anything is pending, the record of some piece has the time of the last write ([`Pending::recorded_ns`]),
-//!   so that a recovery finds it. A time that a program set is in the journal, together with the value of
-//!   `recorded_ns` at that moment.
+//! * While anything is pending, the record of at least one piece has the time of the last write
+//!   ([`Pending::recorded_ns`]), so that a recovery finds this time. A time that a program set is in the journal,
+//!   together with the value of `recorded_ns` at that moment.
 //!
 //! docs/internals/pending.md
 
@@ -23,12 +23,12 @@ use firn_backing::{TICK_NS_MAX, Time};
 use crate::extents::{Extent, Extents};
 use crate::small_map::SmallMap;
 
-/// Number by which the journal and the pieces know a file with pending data. It is never 0.
+/// Number that identifies a file with pending data in the journal and in piece records. It is never 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct FileId(NonZeroU64);
 
 impl FileId {
-    /// Returns the id of this number, or `None` for 0, which no file has.
+    /// Returns the id with this number; `None` for 0, which no file has.
     pub fn new(number: u64) -> Option<Self> {
         NonZeroU64::new(number).map(Self)
     }
@@ -42,14 +42,14 @@ impl FileId {
 /// How much of a piece is pending.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct PieceUse {
-    /// Bytes of the piece.
+    /// Length of the piece in bytes.
     pub len: u64,
-    /// Bytes of them that are pending.
+    /// Number of its bytes that are pending.
     pub live: u64,
 }
 
-/// Result of laying the pieces of a file over each other: the newest bytes of each range, and the pieces that have
-/// them.
+/// Result of laying the pieces of a file over each other: the newest bytes of each range, and the pieces that contain
+/// these bytes.
 #[derive(Default)]
 pub(crate) struct PieceLayers {
     pub extents: Extents,
@@ -76,15 +76,15 @@ pub(crate) struct Pending {
     partial: u32,
     /// Approximate number of the file's drained ranges in the journal.
     drained_ranges: u32,
-    /// The file's id, while the journal knows the file.
+    /// The file's id, while it has one.
     file_id: Option<FileId>,
     /// The piece that the last write made or extended. Only this piece may be extended, and only until a cut uses its
     /// sequence.
     tail: Option<PieceRef>,
     /// Time of the last write or utimens(2) while data is pending.
     mtime: Option<Time>,
-    /// Time of the last write as piece records store it, in nanoseconds since 1970; 0 if there was none. It only
-    /// grows, even if the clock is set back, so a recovery can order writes by it.
+    /// Time of the last write as piece records store it, in nanoseconds since 1970; 0 if there was none. It only grows,
+    /// even if the clock is set back, so a recovery can order writes by this time.
     recorded_ns: u64,
 }
 
@@ -186,7 +186,7 @@ impl Pending {
         cancelled
     }
 
-    /// Drops all extents of `range` with a sequence up to `sequence`. Returns their bytes.
+    /// Drops all extents of `range` with a sequence up to `sequence`. Returns the number of their bytes.
     pub(crate) fn cut(&mut self, arena: &Arena, range: Range<u64>, sequence: u64) -> u64 {
         let mut cut: Vec<(PieceRef, u64)> = Vec::new();
         self.extents.remove(range, &mut |_, extent| {
@@ -196,7 +196,7 @@ impl Pending {
             }
             takes
         });
-        // The sequence of the tail may have been used by this cut, so later bytes need a new piece with a later one.
+        // This cut may have used the sequence of the tail, so later bytes need a new piece with a later sequence.
         self.tail = None;
         let bytes = cut.iter().map(|(_, bytes)| bytes).sum();
         for (piece, bytes) in cut {
@@ -206,7 +206,7 @@ impl Pending {
         bytes
     }
 
-    /// Removes an extent that was drained. Its bytes in the slab stay in use: the caller caches them or releases
+    /// Removes an extent that was drained. Its bytes in the slab remain in use until the caller caches or releases
     /// them.
     pub(crate) fn remove_drained(&mut self, arena: &Arena, offset: u64, extent: Extent) {
         let range = offset..offset + extent.len;
@@ -243,15 +243,16 @@ impl Pending {
         if self.tail == Some(piece) {
             self.tail = None;
         }
-        // The time moves to another piece before this record is dead, so that a crash in between does not lose it.
+        // The time is stored in another piece before this record is dead, so that a crash in between does not lose the
+        // time.
         if arena.modified(piece) >= self.recorded_ns {
             self.store_time_in_piece(arena);
         }
         arena.mark_dead(piece);
     }
 
-    /// Returns whether some piece would be partly pending after `drained` is drained. The journal then needs the
-    /// drained range, because a recovery would otherwise count the whole piece as pending.
+    /// Returns whether any piece would be partly pending after `drained` is drained. If so, the drained range must be
+    /// in the journal: otherwise a recovery would count the whole piece as pending.
     pub(crate) fn would_leave_partial_pieces(&self, drained: &[(u64, Extent)]) -> bool {
         let mut drained_bytes: HashMap<PieceRef, u64> = HashMap::new();
         for (_, extent) in drained {
@@ -274,13 +275,13 @@ impl Pending {
         self.file_id
     }
 
-    /// Records that the journal now knows the file by this id.
+    /// Records that the file now has this id in the journal.
     pub(crate) fn set_file_id(&mut self, id: FileId) {
         debug_assert!(self.file_id.is_none(), "a file gets a second file id");
         self.file_id = Some(id);
     }
 
-    /// Records that the journal has forgotten the file. Nothing of it is pending.
+    /// Records that the file's id has ended in the journal. No byte of the file may be pending.
     pub(crate) fn end_file_id(&mut self) {
         debug_assert!(self.is_empty(), "pending bytes of a file without a file id");
         self.file_id = None;
@@ -304,7 +305,7 @@ impl Pending {
         self.tail == Some(piece)
     }
 
-    /// Makes the next write begin a new piece, because the sequence of the last one is used to cut.
+    /// Makes the next write begin a new piece, because a cut uses the sequence of the last piece.
     pub(crate) fn end_tail(&mut self) {
         self.tail = None;
     }
@@ -320,7 +321,7 @@ impl Pending {
         self.mtime = mtime;
     }
 
-    /// Takes the time that is to be set in the backing after everything is drained.
+    /// Takes the time that must be set in the backing after everything is drained.
     pub(crate) fn take_mtime(&mut self) -> Option<Time> {
         self.mtime.take()
     }
@@ -335,7 +336,7 @@ impl Pending {
     pub(crate) fn note_write(&mut self) {
         let now = Time::now_after(self.mtime).to_ns();
         self.recorded_ns = now.max(self.recorded_ns.saturating_add(1));
-        // If the clock was set back, `recorded_ns` is ahead of it. Programs see the present then.
+        // If the clock was set back, `recorded_ns` is ahead of the clock. Programs then see the present time.
         let is_now = self.recorded_ns - now <= FUTURE_NS_MAX;
         let shown = if is_now { self.recorded_ns } else { now };
         self.mtime = Some(Time::from_ns(shown));
@@ -344,9 +345,9 @@ impl Pending {
     /// Records that a client with direct access changed bytes at the time `modified`, which it has stored in its piece
     /// record. An impossible time counts as now.
     ///
-    /// Returns false if `modified` is impossible or earlier than the last write. The caller then stores
-    /// [`Pending::recorded_ns`] in the piece record. An earlier time need not be an error: a client that begins its
-    /// next slab may be some writes of the same clock tick behind.
+    /// Returns false if `modified` is impossible or earlier than the last write. The caller must then store
+    /// [`Pending::recorded_ns`] in the piece record. An earlier time need not be an error: each write within one clock
+    /// tick gets a slightly later time, and a client that begins its next slab may not know the latest of them.
     pub(crate) fn note_client_write(&mut self, modified: u64) -> bool {
         if modified == 0
             || modified > latest_ns()
@@ -365,7 +366,7 @@ impl Pending {
         !is_too_early
     }
 
-    /// Stores the time of the last write in the record of some piece, for a change that makes no new piece.
+    /// Stores the time of the last write in the record of any piece, for a change that makes no new piece.
     pub(crate) fn store_time_in_piece(&self, arena: &Arena) {
         if let Some((piece, _)) = self.pieces.iter().next() {
             arena.set_modified(*piece, self.recorded_ns);
@@ -374,8 +375,8 @@ impl Pending {
 
     // ---- invariants --------------------------------------------------------------------------
 
-    /// Asserts the invariants. For a file with many pieces it does so only at some changes, as each check reads all
-    /// of them.
+    /// Asserts the invariants. For a file with many pieces, checks only at some of the calls, because each check reads
+    /// all pieces.
     #[inline]
     fn check(&self) {
         const PIECES_EACH_TIME: usize = 32;
@@ -421,8 +422,8 @@ impl Pending {
         );
     }
 
-    /// Asserts that a recovery would find the time of the last write. Not for a file with a grant, as its client may
-    /// overwrite the piece records.
+    /// Asserts that a recovery would find the time of the last write. Not called for a file with a grant, as its client
+    /// may overwrite the piece records.
     pub(crate) fn assert_time(&self, arena: &Arena) {
         let newest = self
             .pieces
@@ -475,7 +476,7 @@ mod tests {
             }
         }
 
-        /// Publishes a piece and enters it; returns the bytes that it replaced.
+        /// Publishes a piece and inserts its extent. Returns the extent and the number of bytes that it replaced.
         fn write(&mut self, offset: u64, len: u64) -> (Extent, u64) {
             self.pending.note_write();
             let reserved = self.lease.reserve(1, offset, len).expect("room");

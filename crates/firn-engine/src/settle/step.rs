@@ -16,34 +16,34 @@ use crate::file::{File, FileState};
 use crate::options::DrainPolicy;
 use crate::space::Room;
 
-/// Divisor of the number of slots in memory: this part of the slots stays free for writers.
+/// Divisor of the number of slots in memory: this fraction of the slots remains free for writers.
 const RESERVED_SLOTS_DIVISOR: u32 = 32;
-/// Divisor of the arena's memory: memory files that no file uses may keep this part of it. Checkpoints often have equal
-/// sizes, and memory that was used before costs a fraction of fresh memory.
+/// Divisor of the arena's memory: memory files that no file uses may keep this fraction of the memory. Checkpoints
+/// often have equal sizes, and memory that was used before costs much less time than fresh memory.
 const IDLE_BYTES_DIVISOR: u64 = 4;
 
-/// Time until the next check for space for a partly copied file. No program waits for it, and space comes when
-/// checkpoints are removed.
+/// Time until the next check for space for a partly copied file. No program waits for the copy, and space becomes free
+/// when checkpoints are removed.
 const ROOM_RETRY_EVERY: Duration = Duration::from_secs(1);
 
 /// Result of [`Room::copy_next_chunk`].
 enum CopyResult {
     /// The chunk is in the memory file.
     Copied,
-    /// The file was changed or is in use, so its task ends. It is settled another time.
+    /// The file was changed or is in use, so its task ends. The file is settled later.
     FileBusy,
-    /// No slot of memory is free apart from those for writers.
+    /// No slot of memory is free, apart from the slots reserved for writers.
     NoRoom,
 }
 
 impl<B: Backing> Room<B> {
-    /// Sets the callback that runs when [`Room::settle_step`] may have something to do.
+    /// Sets the callback that runs when [`Room::settle_step`] may have work.
     pub fn set_settle_waker(&self, waker: Waker) {
         *self.settle.waker.write() = Some(waker);
     }
 
-    /// Returns whether files are settled at all. With an eager drain they are not, because it leaves no bytes in the
-    /// arena to be read.
+    /// Returns whether files are settled at all. With an eager drain they are not, because no drained bytes remain in
+    /// the arena.
     pub fn settles(&self) -> bool {
         let options = &self.base.options;
         options.memory_file_bytes_min > 0
@@ -122,7 +122,7 @@ impl<B: Backing> Room<B> {
         self.base.arena.geometry().chunk_bytes
     }
 
-    /// Returns the most bytes that idle memory files may have.
+    /// Returns the maximum number of bytes of all idle memory files.
     fn idle_bytes_max(&self) -> u64 {
         self.base.arena.geometry().data_bytes() / IDLE_BYTES_DIVISOR
     }
@@ -202,7 +202,7 @@ impl<B: Backing> Room<B> {
             return None;
         }
         let source = state.source(range)?;
-        // Bytes in the spill file stay there: reading them back would push other bytes out of memory.
+        // Bytes in the spill file are not read back, because they would displace other bytes from memory.
         let is_spilled = |(_, extent): &(u64, Extent)| {
             let chunk = extent.piece.slab.chunk;
             self.base.arena.is_spilled(chunk)
@@ -228,7 +228,7 @@ impl<B: Backing> Room<B> {
         Ok(())
     }
 
-    /// Replaces the extents of a chunk by the copy, if the file is still as it was when it was copied.
+    /// Replaces the extents of a chunk by the copy, if the file was not changed since the copy.
     fn replace_by_copy(
         &self,
         task: &SettleTask<B>,
@@ -294,7 +294,7 @@ impl<B: Backing> Room<B> {
                 sequence,
             },
         );
-        // No write made this piece, so the next write makes one of its own.
+        // No write made this piece, so the next write must begin a new piece.
         state.pending.end_tail();
     }
 

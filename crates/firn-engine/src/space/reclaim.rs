@@ -20,10 +20,10 @@ use crate::{Done, Result};
 
 impl<B: Backing> Room<B> {
     /// Leases a slab for the next bytes of a handle. The first slabs of a file are small, so that many small files fit;
-    /// a large file gets whole chunks. Returns `None` if the arena has no space, after it has begun to reclaim some.
+    /// a large file gets whole chunks. If the arena has no space, begins to reclaim space and returns `None`.
     ///
-    /// The handle's lease is not locked while files are evicted. Dropping the last reference to a file closes its
-    /// descriptor, which may ask a server.
+    /// The handle's lease is not locked during the eviction of files: a drop of the last reference to a file closes its
+    /// descriptor, and the close may wait for a server.
     pub(crate) fn lease_for(
         &self,
         handle: &Handle<B>,
@@ -48,20 +48,20 @@ impl<B: Backing> Room<B> {
         lease
     }
 
-    /// Calls `waiter` with `Ok` when there may be space in the arena, so that the write can be tried again. Calls it
-    /// with an error, which the write must return, when nothing can be drained.
+    /// Calls `waiter` with `Ok` when there may be space in the arena, so that the write can be tried again. If nothing
+    /// can be drained, calls `waiter` with the error that the write must return.
     ///
-    /// The call never comes from this function, but from a later [`Drainer::pick`](crate::Drainer::pick).
+    /// This function does not call `waiter` itself: a later [`Drainer::pick`](crate::Drainer::pick) does.
     pub fn on_space(&self, waiter: Done) {
         self.space.waiters.add(waiter);
         self.reclaim();
-        // Space may have been freed between the caller's failed write and now, before this waiter was added.
+        // Space may have been freed after the caller's write failed and before this waiter was added.
         self.space.note_room(&self.base.arena);
         self.drain.wake_all();
     }
 
-    /// Blocks until there may be space in the arena. Returns the error for the write if nothing can be drained. The
-    /// caller holds no lock, and no drain depends on its thread.
+    /// Blocks until there may be space in the arena. Fails with the error for the write if nothing can be drained. The
+    /// caller must hold no lock, and no drain may depend on its thread.
     pub fn wait_for_room(&self) -> Result<()> {
         let (sender, receiver) = std::sync::mpsc::channel();
         self.on_space(Box::new(move |result| {
@@ -83,7 +83,7 @@ impl<B: Backing> Room<B> {
                 return;
             }
             self.reclaim();
-            // Reclaiming may have freed unused slabs itself; then the writers are called in the next round.
+            // If the reclaim has freed unused slabs itself, the writers are called in the next round.
             if !self.space.waiters.has_freed() {
                 return;
             }
@@ -95,14 +95,14 @@ impl<B: Backing> Room<B> {
         if self.spill_makes_room() {
             return;
         }
-        // This is checked after the spill file: the last move may have ended since the caller found no space.
+        // Checked after the spill file, because the last move may have ended since the caller found no space.
         if self.space.note_room(&self.base.arena) {
             return self.drain.wake_all();
         }
         let waiters = self.space.waiters.take_all();
         if !waiters.is_empty() {
             self.base.counters.drain_decisions.count(Decision::GivenUp);
-            tracing::debug!(%errno, writers = waiters.len(), "drain: given up, there is no room for more writes");
+            tracing::debug!(%errno, writers = waiters.len(), "drain: given up; writes that wait for room fail");
         }
         for waiter in waiters {
             waiter(Err(errno));
@@ -130,7 +130,7 @@ impl<B: Backing> Room<B> {
                 continue;
             }
             match state.drain.failure() {
-                // A file that waits for its retry is not drained now, but its error is the one to report.
+                // A file that waits for its retry is not drained now, but its error is reported.
                 Some(failure) if failure.retry_at > now => errno = Some(failure.errno),
                 _ if largest
                     .as_ref()
@@ -148,7 +148,7 @@ impl<B: Backing> Room<B> {
             let mut state = file.lock();
             self.drain.force(&file, &mut state);
         } else if !self.space.waiters.has_freed() && !self.space.note_room(&self.base.arena) {
-            // All held data waits for a backing that refuses it.
+            // No file can be drained now: each file with held data waits for its retry.
             self.fail_waiting_writers(errno.unwrap_or(Errno::NOSPC));
         }
     }
@@ -164,8 +164,8 @@ impl<B: Backing> Room<B> {
             });
     }
 
-    /// Makes space with the policy *demand*, where nothing is drained without a request: evicts cached bytes. Pending
-    /// bytes stay, so if that is not enough, waiting writers get ENOSPC.
+    /// Makes space with the policy *demand*, in which no drain begins without a request: evicts cached bytes. Pending
+    /// bytes remain, so if that is not enough, waiting writers get ENOSPC.
     fn reclaim_on_demand(&self) {
         self.seal_leases_of(None);
         self.evict_for(Class::Small);

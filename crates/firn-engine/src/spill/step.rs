@@ -11,7 +11,7 @@ use crate::counters::Decision;
 use crate::space::Room;
 
 impl<B: Backing> Room<B> {
-    /// Sets the callback that runs when [`Room::spill_step`] may have something to do.
+    /// Sets the callback that runs when [`Room::spill_step`] may have work.
     pub fn set_spill_waker(&self, waker: Waker) {
         let wake = waker.clone();
         self.base.arena.on_pressure(
@@ -40,7 +40,7 @@ impl<B: Backing> Room<B> {
         if let Err(result) = self.spill.begin_step(used, upper, lower) {
             return result;
         }
-        // Cached bytes are in the backing already, so they are evicted instead of moved.
+        // Cached bytes are also in the backing, so they are evicted instead of moved.
         if self.evict_until(&|| self.base.arena.memory_used() <= lower) {
             self.wake_writers();
             return SpillStep::More;
@@ -75,7 +75,7 @@ impl<B: Backing> Room<B> {
         }
     }
 
-    /// Makes lists of direct readers that name this chunk invalid, so that the readers ask again.
+    /// Makes lists of direct readers that refer to this chunk invalid, so that the readers request new lists.
     fn invalidate_lists_of_chunk(&self, chunk: u32) {
         if !self.intake.grants.has_lists() {
             return;
@@ -121,8 +121,8 @@ impl<B: Backing> Room<B> {
         makes_room
     }
 
-    /// Seals leases that no thread uses at this instant, so that their chunks can move. Returns whether some chunk
-    /// can.
+    /// Seals leases that no thread uses at this moment, so that their chunks can move. Returns whether any chunk can
+    /// move.
     fn seal_for_spill(&self) -> bool {
         if self
             .base

@@ -1,4 +1,4 @@
-//! How many files of the backing are open.
+//! Tests of the number of files of the backing that are open.
 
 use crate::common;
 
@@ -15,7 +15,7 @@ const CALLER: Caller = Caller {
     pid: 1,
 };
 const FILES: usize = 20;
-/// Files that are open at once: each has room in the arena of its own.
+/// Number of files that are open at once: small enough that each has its own slab in the arena.
 const OPEN: usize = 8;
 
 fn create(world: &World, index: usize) -> (InodeId, HandleId) {
@@ -31,7 +31,7 @@ fn create(world: &World, index: usize) -> (InodeId, HandleId) {
     (entry.inode, opened.handle)
 }
 
-/// Closed files that are held.
+/// Makes files with held data, closes them, and returns their inodes.
 fn hold(world: &World) -> Vec<InodeId> {
     let made = (0..FILES).map(|index| create(world, index));
     made.map(|(inode, handle)| {

@@ -1,6 +1,7 @@
-//! A client process writes directly: its writer over the engine's own arena.
+//! Tests of direct access: the client's writer works on the arena of an engine in the same process.
 //!
-//! The client maps the arena where the engine has it, so that ThreadSanitizer sees both sides of a word.
+//! The client uses the engine's mapping of the arena, so that ThreadSanitizer sees the accesses of both sides to a
+//! word.
 
 use crate::common;
 
@@ -31,10 +32,11 @@ const CALLER: Caller = Caller {
 };
 const CLIENT: ClientId = ClientId(7);
 const O_RDWR: i32 = 2;
-/// The engine keeps a small slab of each handle that wrote through the kernel for the next file.
+/// Bytes of the parked slabs: the engine keeps one small slab of each handle that wrote through the kernel, for the
+/// next file.
 const PARKED: u64 = 2 * SLAB_SMALL;
 
-/// Offset 0 of the arena.
+/// Returns the address of the arena's first byte.
 fn base(engine: &Engine<SimBacking>) -> *mut u8 {
     engine.arena().address(0).cast_mut()
 }
@@ -82,7 +84,7 @@ struct DirectWriter {
     token: HandleId,
     file_id: u64,
     writer: Option<SlabWriter>,
-    /// Leases that follow, in the order in which they are filled.
+    /// Slabs to fill after the present one, in this order.
     more: VecDeque<Slab>,
     granted: bool,
 }
@@ -128,12 +130,13 @@ impl DirectWriter {
         Ok(slab)
     }
 
-    /// Bytes taken directly; fewer than given once the grant is revoked.
+    /// Appends bytes directly. Returns their number, which is less than the length of `data` if the grant is revoked
+    /// meanwhile.
     fn append(&mut self, engine: &Engine<SimBacking>, offset: u64, data: &[u8]) -> usize {
         let mut done = 0;
         while self.granted && done < data.len() {
             let outcome = match &mut self.writer {
-                // SAFETY: the bytes are a slice's.
+                // SAFETY: pointer and length are those of a slice.
                 Some(writer) => unsafe {
                     writer.append(
                         offset + done as u64,
@@ -154,7 +157,7 @@ impl DirectWriter {
         done
     }
 
-    /// As the preload library: directly as long as that goes, then through it.
+    /// Writes as the preload library does: directly while the client has the grant, then through the kernel.
     fn write(
         &mut self,
         engine: &Engine<SimBacking>,
@@ -202,7 +205,7 @@ fn appended_bytes_are_seen_at_once() {
     );
     assert!(world.engine.kernel_cache.is_written_directly(inode));
     assert_eq!(read(&world.engine, token), b"hello world");
-    // The read ended it, and the next write knows.
+    // The read has revoked the grant, which the next direct write notices.
     assert_eq!(writer.append(&world.engine, 11, b"!"), 0);
     world.engine.kernel_cache.note_kernel_size(inode);
     assert!(!world.engine.kernel_cache.is_written_directly(inode));
@@ -224,7 +227,7 @@ fn only_the_sole_writer_gets_the_door_and_another_open_ends_it() {
     let data = pattern(0, 300_000, 0);
     assert_eq!(writer.append(&world.engine, 0, &data), data.len());
     let other = world.engine.open(inode, 0).unwrap();
-    // An append of the other would begin at what the kernel knows.
+    // An append through the other handle would begin at the length that the kernel has recorded.
     assert_eq!(other.size, Some(300_000));
     assert_eq!(writer.append(&world.engine, 300_000, b"lost?"), 0);
     assert_eq!(read(&world.engine, other.handle), data);
@@ -293,7 +296,7 @@ fn files_that_only_the_kernel_can_write_get_no_grant() {
     );
 }
 
-/// Proves S-chunks-1, S-chunks-2: the writer keeps its writer, and the list its bytes.
+/// Proves S-chunks-1, S-chunks-2: the client keeps its grant, and the list keeps its bytes.
 #[test]
 fn a_chunk_list_has_what_was_published_and_the_writer_goes_on() {
     let world = World::new();
@@ -307,7 +310,7 @@ fn a_chunk_list_has_what_was_published_and_the_writer_goes_on() {
         let start = world.engine.arena().geometry().data_offset();
         let bytes = |piece: &firn_engine::ListedPart| {
             let at = world.engine.arena().address(start + piece.at);
-            // SAFETY: in the mapping; held, so no thread stores there.
+            // SAFETY: the bytes lie in the mapping. The list holds them, so no thread stores there.
             unsafe { std::slice::from_raw_parts(at, piece.bytes as usize) }.to_vec()
         };
         pieces.iter().flat_map(bytes).collect()
@@ -397,7 +400,7 @@ fn every_published_byte_is_there_after_a_crash() {
                 world.drain_step();
             }
         }
-        // Nothing is sealed, ended or told.
+        // Before the crash, the client ends no lease and sends no request.
         world.stop_now();
         world.recover(u64::MAX);
         world.drain_all();
@@ -417,7 +420,7 @@ fn a_crash_at_any_store_while_a_door_is_open_keeps_what_was_acknowledged() {
         let data = pattern(0, 40_000, 0);
         assert_eq!(writer.append(&world.engine, 0, &data), data.len());
         world.stop_in(stop);
-        // Look, freeze and drain, another lease, revoke.
+        // These calls ingest and freeze published pieces, drain them, lease another slab, and revoke the grant.
         world.engine.durability.drain_tree(b"");
         world.drain_step();
         let _ = writer.lease(&world.engine, 200_000);
@@ -469,7 +472,7 @@ fn a_file_has_two_leases_and_a_third_ends_the_first() {
     let mut first = writer.writer.take().unwrap();
     writer.lease(&world.engine, 10).unwrap();
     let append = |writer: &mut SlabWriter, offset, data: &[u8]| {
-        // SAFETY: the bytes are a slice's.
+        // SAFETY: pointer and length are those of a slice.
         unsafe { writer.append(offset, data.as_ptr(), data.len()) }
     };
     assert_eq!(append(&mut first, 3, b"two"), Appended::Bytes(3));
@@ -513,7 +516,7 @@ fn who_has_written_much_gets_several_leases_at_once_and_may_skip_some() {
     assert!(first.sequence < more[0].sequence && more[0].sequence < more[1].sequence);
     // SAFETY: the engine, and so its mapping, outlives the writer, and no other writer has this lease.
     let mut last = unsafe { SlabWriter::new(base(&engine), more[1], writer.file_id) };
-    // SAFETY: the bytes are a literal's.
+    // SAFETY: pointer and length are those of a literal.
     let outcome = unsafe { last.append(data.len() as u64, b"end".as_ptr(), 3) };
     assert_eq!(outcome, Appended::Bytes(3));
     let mut bytes = vec![0; data.len() + 10];
@@ -560,7 +563,7 @@ fn garbage_in_records_and_slab_harms_nobody() {
         let words = u64::from(slab.record_count) * 5;
         for _ in 0..rng.random_range(1..60) {
             let at = slab.records + 8 * rng.random_range(0..words.min(40));
-            // SAFETY: within the records of the lease, aligned.
+            // SAFETY: the word lies in the records of the lease and is aligned.
             let word = unsafe {
                 std::sync::atomic::AtomicU64::from_ptr(base(&world.engine).add(at as usize).cast())
             };
@@ -620,7 +623,7 @@ fn readers_are_told_where_the_bytes_lie_until_they_change() {
         .list_extents(reader, 0, 0)
         .unwrap();
     let stamp = || {
-        // SAFETY: a word of the arena.
+        // SAFETY: the word lies in the arena and is aligned.
         let word = unsafe {
             std::sync::atomic::AtomicU32::from_ptr(
                 base(&world.engine).add(list.slot as usize).cast(),
@@ -669,8 +672,8 @@ fn readers_are_told_where_the_bytes_lie_until_they_change() {
     }
 }
 
-/// One thread writes as a client does, others ask, open, cut and drain; a model is the reference.
-/// Proves S-direct-1, S-direct-3.
+/// One thread writes as a client. Other threads read attributes, open, truncate and drain the file. The result is
+/// compared with a model. Proves S-direct-1, S-direct-3.
 #[test]
 fn a_client_and_an_engine_under_threads_agree_with_a_model() {
     let seed: u64 = std::env::var("FIRN_SEED")
@@ -709,7 +712,7 @@ fn interleave(seed: u64) {
                     at = rng.random_range(0..SPAN / 2);
                 }
                 let data = pattern(at, len, op as u8);
-                // Exact comparison needs that nothing is half done.
+                // The comparison with the model is exact only if no write is half done, so the lock is held.
                 let mut model = model.lock();
                 writer.write(engine, at, &data, &mut || {
                     while drain_step(engine) {}
@@ -748,7 +751,7 @@ fn interleave(seed: u64) {
                         model.truncate(cut);
                     }
                     3 => {
-                        // Not alone: whatever the client is at.
+                        // Another open, at any step of the client, revokes the grant.
                         let opened = engine.open(inode, 0).unwrap();
                         read(engine, opened.handle);
                         engine.release(opened.handle);
@@ -784,7 +787,7 @@ fn interleave(seed: u64) {
     assert_eq!(engine.figures().direct_errors, 0);
 }
 
-/// A drain that fails is told by the next write, which only the kernel's way can do.
+/// The next write must return the error of a failed drain. Only a write through the kernel can, so direct access ends.
 #[test]
 fn a_failing_drain_ends_the_door() {
     let world = World::new();

@@ -1,4 +1,4 @@
-//! What is left after a loss of power: what fsync(2) covered.
+//! Tests that after a power loss the data and names that fsync(2) covered are still there.
 
 use crate::common;
 
@@ -15,10 +15,10 @@ const CALLER: Caller = Caller {
     gid: 0,
     pid: 1,
 };
-/// Each loss keeps another subset of what was not synced.
+/// Number of simulated power losses. Each loss keeps a different subset of the unsynced changes.
 const LOSSES: u64 = 64;
 
-/// Whether a path leads to something after each of many losses of power.
+/// Returns, for each of many power losses, whether the path leads to an object afterwards.
 fn survives(world: &World, path: &str) -> [bool; LOSSES as usize] {
     std::array::from_fn(|loss| {
         let after = world.backing.fork();
@@ -71,7 +71,7 @@ fn names_survive_once_their_directory_was_synced() {
     assert_eq!(survives(&world, "dir/second"), [false; LOSSES as usize]);
 }
 
-/// Pieces that are overwritten in part, and something pending at every moment.
+/// Pieces are partly overwritten, and the file has pending bytes at every moment.
 #[test]
 fn a_file_that_is_never_wholly_drained_does_not_fill_the_journal() {
     const ROUNDS: u64 = 5000;

@@ -1,4 +1,4 @@
-//! How files end.
+//! Tests of the ending of files: open, closed, or cut.
 
 use crate::common;
 
@@ -16,7 +16,7 @@ const CALLER: Caller = Caller {
 };
 const O_RDWR: i32 = 2;
 
-/// An open file with some bytes.
+/// Creates a file, writes some bytes, and returns its open handle.
 fn open(world: &World, dir: InodeId, name: &str) -> HandleId {
     let (_, opened) = world
         .engine
@@ -61,7 +61,8 @@ fn a_descriptor_is_as_the_last_process_left_it() {
 fn regression_a_close_after_a_killed_process_was_answered_counts() {
     let world = World::on_demand();
     let handle = open(&world, ROOT, "file");
-    // The kernel lets a killed process end when it is answered; what is left of its close comes later.
+    // A killed process ends when its close is answered. The engine processes the close later, after the close of
+    // another process.
     world.engine.note_killed(handle);
     flush(&world, handle, Closing::Called);
     let later = Box::new(|_| {});

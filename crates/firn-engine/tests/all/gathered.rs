@@ -1,4 +1,5 @@
-//! Jobs of pieces that are apart, where the backing gathers them: several under way, parts that fail, a stop at any step.
+//! Tests of jobs with distant pieces, on a backing that gathers them: several jobs under way, parts that fail, a stop
+//! at any step.
 //!
 //! `FIRN_SEED` repeats one run.
 
@@ -60,7 +61,7 @@ const PIECES: u64 = 20;
 const PIECE_BYTES: usize = 1000;
 const STRIDE: u64 = 5000;
 
-/// Records at equal distances, each with bytes of its own.
+/// Writes records at equal distances, each with different bytes. Returns the expected contents of the file.
 fn write_strided(world: &World, handle: HandleId) -> Vec<u8> {
     let mut expected = Vec::new();
     for number in 0..PIECES {
@@ -128,7 +129,7 @@ fn a_gathered_job_has_no_more_bytes_than_the_mount_allows() {
     world.engine.release(handle);
 }
 
-/// What was written of a job counts: it is not pending any more, also after a crash.
+/// The parts of a failed job that were written are not pending any more, also after a crash.
 #[test]
 fn of_a_job_that_fails_the_parts_before_the_failure_are_drained() {
     const WRITTEN: u64 = 7;
@@ -165,7 +166,7 @@ fn newer_bytes_over_a_job_under_way_are_written_after_it() {
     world.engine.durability.drain_tree(b"");
     let first = pick(&world).expect("a job");
     let newer = vec![99; 2 * PIECE_BYTES];
-    // Over the end of one piece and the gap after it.
+    // This write covers the end of one piece and the gap after it.
     let at = 3 * STRIDE + 500;
     write_all(&world, handle, at, &newer);
     expected[at as usize..][..newer.len()].copy_from_slice(&newer);
@@ -190,7 +191,7 @@ struct Run {
     handle: HandleId,
     contents: Vec<u8>,
     before: Vec<u8>,
-    /// A write that was not acknowledged.
+    /// Offset and bytes of a write that was not acknowledged.
     partial: Option<(u64, Vec<u8>)>,
     jobs: Vec<(Job<SimBacking>, Option<JobOutcome>)>,
     fails: bool,
@@ -302,7 +303,7 @@ impl Run {
     }
 
     fn truncate(&mut self) {
-        // It would wait for them.
+        // A truncation would wait for the jobs under way.
         if !self.jobs.is_empty() {
             return;
         }
@@ -337,7 +338,7 @@ impl Run {
         }
     }
 
-    /// A crash, and what the next life brings to the backing.
+    /// Crashes the world, recovers it, and checks what reaches the backing.
     fn end(mut self) {
         if !self.world.stopped() {
             self.world.stop_now();
@@ -363,7 +364,7 @@ impl Run {
     }
 }
 
-/// Steps that the world took.
+/// Runs random operations with this seed. Returns the number of steps that the world took.
 fn run(seed: u64, ops: u64, stop_in: u64) -> u64 {
     let mut run = Run::begin(seed, stop_in);
     let first = run.world.steps();

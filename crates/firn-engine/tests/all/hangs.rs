@@ -1,4 +1,4 @@
-//! A call of the backing that never returns stops its own file, and nothing else.
+//! Tests that a call of the backing that never returns blocks only its own file.
 
 use crate::common;
 
@@ -19,11 +19,11 @@ const CALLER: Caller = Caller {
     gid: 0,
     pid: 1,
 };
-/// Only a call that hangs takes this long.
+/// Timeout of the tests: only a call that hangs takes this long.
 const HANG_LIMIT: Duration = Duration::from_secs(60);
 const RDWR: i32 = 2;
 
-/// A file with a name in a directory of its own, open, with pending data.
+/// An open file with pending data. It is the only file in its directory.
 #[derive(Clone, Copy)]
 struct Place {
     dir: InodeId,
@@ -70,12 +70,12 @@ fn drain(engine: &Engine<SimBacking>) {
     }
 }
 
-/// What becomes of a request that hung is not what is asked here.
+/// Ignores the result of a request that hung, which these tests do not check.
 fn ignore<T>(_: Result<T, Errno>) {}
 
 type Request = fn(&Engine<SimBacking>, Place);
 
-/// Requests, each with a call of the backing that it makes and that hangs.
+/// Returns requests: name of the request, name of the call of the backing that hangs in it, and the request itself.
 fn requests() -> Vec<(&'static str, &'static str, Request)> {
     vec![
         ("lookup", "lookup", |engine, place| {
@@ -193,7 +193,7 @@ fn requests() -> Vec<(&'static str, &'static str, Request)> {
     ]
 }
 
-/// All that a program may do with a file, and `firn status`.
+/// Makes all calls that a program may make for a file, and those of `firn status`.
 fn everything_else(engine: &Engine<SimBacking>, other: Place) {
     let name = OsStr::new("file");
     assert_eq!(
@@ -218,7 +218,7 @@ fn everything_else(engine: &Engine<SimBacking>, other: Place) {
     let opened = engine.open(other.inode, RDWR).expect("open");
     engine.flush(opened.handle, Closing::Called, Box::new(|_| {}));
     engine.release(opened.handle);
-    // A first write binds its file.
+    // The first write of a file assigns a file id.
     let (_, made) = engine
         .create(&CALLER, other.dir, OsStr::new("made"), 0o644, RDWR)
         .expect("create");
@@ -286,7 +286,7 @@ fn regression_a_call_that_hangs_stops_nothing_but_its_file() {
         let hung = place(engine, "hung");
         let other = place(engine, "other");
         if matches!(request, "read" | "seek" | "copy" | "end of a drain") {
-            // Some of it is in the backing.
+            // After a gap, so that these requests also need the backing.
             engine
                 .write(hung.handle, 1 << 15, b"far", None)
                 .expect("write");
@@ -347,7 +347,7 @@ fn a_file_that_waits_for_a_truncation_is_written_and_read() {
             .expect("truncate")
     });
     await_call(&hang, "ftruncate");
-    // Later than the truncation, though the backing has not heard of that yet.
+    // This write is later than the truncation, although the truncation has not reached the backing yet.
     assert_eq!(
         engine.write(file.handle, 7, b"late", None),
         Ok(Written::Bytes(4))

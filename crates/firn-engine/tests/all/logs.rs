@@ -1,4 +1,4 @@
-//! An engine over logs, in which another host writes too.
+//! Tests of an engine over logs, to which another host also writes.
 
 use std::ffi::OsStr;
 use std::io::IoSlice;
@@ -27,7 +27,7 @@ const CALLER: Caller = Caller {
 
 type Logged = LogBacking<SimBacking>;
 
-/// What a host has over logs, and which hosts live.
+/// Opens the log layer of a host. For it, all hosts but `a` are alive.
 fn logged(disk: &SimBacking, host: &str) -> Logged {
     let setup = Setup {
         host: host.to_owned(),
@@ -42,7 +42,7 @@ fn logged(disk: &SimBacking, host: &str) -> Logged {
     LogBacking::open(disk.clone(), setup).expect("open")
 }
 
-/// Drains when a caller waits for it.
+/// An executor that drains only while a caller waits for a drain.
 struct Steps(Weak<Engine<Logged>>);
 
 impl Executor for Steps {
@@ -125,8 +125,9 @@ fn bytes_of(host: &Logged, name: &str) -> Vec<u8> {
     bytes
 }
 
-/// A host dies at any call of a cut, of a file of which it has some bytes in logs and others in the arena, and comes back
-/// after another host has written. The cut is done or never was, and the other host's bytes are there.
+/// A host truncates a file that has bytes in its logs and in its arena, and dies at any call of the backing. Another
+/// host writes, then the first host recovers. The truncation has happened completely or not at all, and the other
+/// host's bytes are there.
 ///
 /// Proves S-log-65.
 #[test]

@@ -21,16 +21,16 @@ const CALLER: Caller = Caller {
     pid: 1,
 };
 const O_RDWR: i32 = 2;
-/// All of them fit into the arena.
+/// Number of files. All of them fit into the arena.
 const FILES: usize = 8;
 const FILE_BYTES_MAX: usize = 30_000;
 
-/// What one lane did.
+/// Record of the turns of one lane.
 #[derive(Default)]
 struct Trace {
     /// Files in the order in which their turns began.
     turns: Vec<InodeId>,
-    /// Those that are waited for and had no turn since, in the order of waiting.
+    /// Files for which a caller waits and whose turn has not begun since, in the order in which the waits began.
     awaited: VecDeque<InodeId>,
     under_way: Vec<Job<SimBacking>>,
 }
@@ -48,7 +48,7 @@ impl Run {
     fn new(seed: u64, lanes: u16) -> Self {
         let mut options = world::options();
         options.order = Order::Sequential;
-        // Runs of a few kilobytes, and no write before it is asked for.
+        // Runs have a few kilobytes, and no write begins without a request.
         options.drain_write_bytes_max = 4096;
         options.drain_write_bytes_min = 1 << 20;
         let disk = DiskKind {
@@ -78,7 +78,7 @@ impl Run {
             let mut offset = 0;
             let bytes = self.rng.random_range(1..FILE_BYTES_MAX);
             while offset < bytes {
-                // Each in a piece of its own.
+                // Each write makes a separate piece.
                 let len = (bytes - offset).min(self.rng.random_range(1000..4000));
                 let written = engine.write(opened.handle, offset as u64, &vec![7; len], None);
                 assert_eq!(written, Ok(Written::Bytes(len)), "there is room");
@@ -98,7 +98,7 @@ impl Run {
         self.world.backing.facts(&object).lane.index()
     }
 
-    /// A caller begins to wait for one of the files.
+    /// Lets a caller begin to wait for one of the files.
     fn wait_for_one(&mut self) {
         let (inode, handle) = self.files[self.rng.random_range(0..self.files.len())];
         let lane = self.lane_of(inode);
@@ -120,7 +120,7 @@ impl Run {
         }
     }
 
-    /// Picks one more write of a lane; false where there is none.
+    /// Picks the next write of a lane. Returns false if there is none.
     fn pick(&mut self, lane: usize) -> bool {
         let index = LaneIndex::new(lane as u16);
         let Pick::Job(job) = self.world.engine.drainer.pick(index, LaneLimits::NONE) else {
@@ -161,7 +161,7 @@ impl Run {
 fn run(seed: u64) {
     let lanes = 1 + (seed % 3) as u16;
     let mut run = Run::new(seed, lanes);
-    // Writes at once in a lane.
+    // Maximum number of writes that are under way in a lane at a time.
     let writers = run.rng.random_range(1..4);
     run.write_files();
     run.world.engine.durability.drain_tree(b"");

@@ -1,4 +1,5 @@
-//! Set-id bits and capabilities: when the backing is asked for them, and when the kernel is told.
+//! Tests of set-id bits and capabilities: when the engine reads them from the backing, and when it makes the kernel
+//! drop its cached attributes.
 
 use crate::common;
 
@@ -27,7 +28,7 @@ const NOTHING: SetAttr = SetAttr {
     mtime: SetTime::Keep,
 };
 
-/// A process of no rights, in one group.
+/// A process without CAP_FSETID, which is in one group.
 struct User {
     group: u32,
 }
@@ -43,7 +44,7 @@ impl Principal for User {
 
 const USER: User = User { group: 7 };
 
-/// A process that was killed while the backing was asked.
+/// A process that was killed during a call of the backing.
 struct Gone;
 
 impl Principal for Gone {
@@ -105,7 +106,7 @@ fn mode(world: &World, inode: InodeId) -> u32 {
     world.engine.namespace.attr(inode, None).expect("attr").mode & 0o7777
 }
 
-/// How many calls of the backing `work` makes.
+/// Returns the number of calls of the backing that `work` makes.
 fn calls(world: &World, work: impl FnOnce()) -> u64 {
     let before = world.backing.steps();
     work();
@@ -226,7 +227,7 @@ fn set_group_id_without_group_execute_stays_for_members() {
     assert_eq!(mode(&world, inode), 0o767);
 }
 
-/// A store to a mapping takes nothing away on Linux, by any process.
+/// On Linux, a store to a mapping removes no privileges, whichever process makes it.
 #[test]
 fn a_page_that_the_kernel_writes_takes_nothing_away() {
     let world = World::new();
@@ -239,8 +240,8 @@ fn a_page_that_the_kernel_writes_takes_nothing_away() {
     assert_eq!(mode(&world, inode), 0o6777);
 }
 
-/// A firnd without rights may not change the mode of another user's file that it may write. The kernel below takes the
-/// bits away when it truncates it.
+/// A firnd without root may be allowed to write another user's file, but not to change its mode. Then the backing's
+/// kernel removes the bits, when firnd truncates the file.
 #[test]
 fn a_firnd_without_rights_leaves_it_to_the_kernel_below() {
     let world = World::new();

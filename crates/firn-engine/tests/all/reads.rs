@@ -1,4 +1,4 @@
-//! Reads that race changes of the file: what is read is the file at some moment.
+//! Tests of reads that race with changes of the file: a read must return the file as it was at one moment.
 
 use crate::common;
 
@@ -17,7 +17,7 @@ const CALLER: Caller = Caller {
 const O_RDWR: i32 = 2;
 const OLD: u8 = 1;
 const NEW: u8 = 2;
-/// Pieces that are apart are drained apart.
+/// Number of pieces. They are distant from each other, so each is drained by a separate write.
 const PIECES: u64 = 4;
 const PIECE_BYTES: usize = 1000;
 const STRIDE: u64 = 5000;
@@ -30,7 +30,7 @@ struct Raced {
 }
 
 impl Raced {
-    /// A file of `bytes` bytes, all of them in the backing.
+    /// Makes a world with a file of `bytes` bytes, all of them in the backing.
     fn new(bytes: u64) -> Self {
         let world = World::over(DiskKind::PLAIN, world::options(), false);
         let made = world
@@ -85,7 +85,8 @@ impl Raced {
     }
 }
 
-/// What is in no piece may be a hole; a piece has old bytes or new ones, or the file ends before it.
+/// Asserts that no piece contains zeros: it has old bytes or new bytes, or the file ends before it. Between the pieces
+/// there may be holes.
 fn assert_of_one_moment(bytes: &[u8], what: &str) {
     for number in 0..PIECES {
         let start = (number * STRIDE) as usize;
@@ -95,7 +96,7 @@ fn assert_of_one_moment(bytes: &[u8], what: &str) {
     }
 }
 
-/// Proves S-read-5: the file is cut and written again at each call of a read, and a part of it drained.
+/// Proves S-read-5: at each call of a read, the file is truncated, written again and partly drained.
 #[test]
 fn a_read_that_races_a_cut_has_no_zeros_that_were_not_written() {
     for (cuts, bytes) in [(true, FILE_BYTES), (false, 100)] {
@@ -122,7 +123,7 @@ fn a_read_that_races_a_cut_has_no_zeros_that_were_not_written() {
                         raced.write(number * STRIDE, &[NEW; PIECE_BYTES]);
                     }
                     raced.world.engine.durability.drain_tree(b"");
-                    // The last ones are in the backing before the others.
+                    // The last pieces reach the backing before the others.
                     let mut jobs: Vec<_> = (0..PIECES).map(|_| raced.pick()).collect();
                     for job in jobs.drain((PIECES - drained) as usize..) {
                         let outcome = job.execute(&raced.world.engine);

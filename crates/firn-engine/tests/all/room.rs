@@ -1,4 +1,4 @@
-//! Waits for room in the arena, and what wakes them.
+//! Tests of writers that wait for room in the arena, and of their wake-up.
 
 use crate::common;
 
@@ -20,9 +20,9 @@ const CALLER: Caller = Caller {
     pid: 1,
 };
 const O_RDWR: i32 = 2;
-/// Too few for an unasked drain, and many of them fill the arena.
+/// Too few bytes for a drain without a request. Many such writes fill the arena.
 const SMALL: [u8; 12 << 10] = [1; 12 << 10];
-/// Enough for one.
+/// Enough bytes for a drain without a request.
 const LARGE: [u8; 16 << 10] = [2; 16 << 10];
 
 fn create(world: &World, name: &str) -> HandleId {
@@ -42,7 +42,7 @@ fn fill(world: &World, prefix: &str) {
     }
 }
 
-/// The last file that stood in the queue has nothing to drain any more: then another one must go.
+/// If the last file in the queue has nothing to drain any more, another file must be drained to make room.
 #[test]
 fn a_queue_of_drained_files_does_not_make_a_writer_wait_for_ever() {
     let world = World::draining_after(Duration::from_secs(3600));
@@ -68,7 +68,7 @@ fn a_queue_of_drained_files_does_not_make_a_writer_wait_for_ever() {
         .engine
         .room
         .on_space(Box::new(move |result| *tell.lock().unwrap() = Some(result)));
-    // What an IO thread does before it sleeps.
+    // An I/O thread makes these steps before it sleeps.
     while world.drain_step() {}
     assert_eq!(
         *told.lock().unwrap(),
@@ -78,7 +78,7 @@ fn a_queue_of_drained_files_does_not_make_a_writer_wait_for_ever() {
     );
 }
 
-/// CRFS's own arena: 16 MiB in 4 chunks, for 8 writers.
+/// The arena of CRFS, a checkpoint file system: 16 MiB in 4 chunks, for 8 writers.
 #[test]
 fn writers_share_a_small_arena_by_slabs_instead_of_waiting_for_whole_chunks() {
     const CHUNK_BYTES: u64 = 4 << 20;
@@ -105,7 +105,8 @@ fn writers_share_a_small_arena_by_slabs_instead_of_waiting_for_whole_chunks() {
             "writer {writer}"
         );
     }
-    // What the last ones wrote is their share, which is worth a write: the arena is not full of what is not.
+    // The last writers have written their share of the arena, which is enough for a drain. So the arena is not full of
+    // files that have too few bytes for one.
     let mut jobs = 0;
     while let Pick::Job(job) = engine.drainer.pick(LaneIndex::FIRST, LaneLimits::NONE) {
         let outcome = job.execute(&engine);

@@ -1,7 +1,7 @@
-//! The engine over the simulated backing, under random operations, against a reference model, with
-//! the world stopped at any store to the arena and any call of the backing.
+//! Random tests: an engine over the simulated backing makes random operations and is compared with a reference model.
+//! The world stops at any store to the arena or call of the backing.
 //!
-//! `FIRN_SEED` repeats one run, `FIRN_OPS` sets how many operations there are in all.
+//! `FIRN_SEED` repeats one run. `FIRN_OPS` sets the total number of operations.
 
 use crate::common;
 
@@ -36,7 +36,7 @@ struct Open {
     object: Object,
 }
 
-/// A list of chunks, and what the file held when it was made.
+/// A list of chunks, and the contents of the file when the list was made.
 struct Listed {
     held: HeldChunks<SimBacking>,
     pieces: Vec<ListedPart>,
@@ -44,16 +44,16 @@ struct Listed {
     contents: Vec<u8>,
 }
 
-/// What a partner would have copied: the number of changes, which it read first, and the contents.
+/// A copy as a partner makes it: it reads the version (`changes`) first, and then the contents.
 struct Copied {
     object: Object,
     changes: u64,
     contents: Vec<u8>,
 }
 
-/// Copies that are remembered at the same time.
+/// Maximum number of copies that a run remembers.
 const COPIES_MAX: usize = 6;
-/// Lists held at the same time.
+/// Maximum number of lists that a run holds at a time.
 const LISTS_MAX: usize = 4;
 
 struct Run {
@@ -63,11 +63,11 @@ struct Run {
     open: Vec<Open>,
     lists: Vec<Listed>,
     copies: Vec<Copied>,
-    /// Contents of what was marked last.
+    /// Contents of the copy that was last marked as partnered, by object.
     partnered: BTreeMap<Object, Vec<u8>>,
-    /// Times of modification that programs saw, of the objects that no operation under way changes.
+    /// Modification times that programs saw, for objects that no operation under way changes.
     times: BTreeMap<Object, Time>,
-    /// Model before the operation under way, and what part of it may have happened.
+    /// Model before the operation under way.
     before: Model,
     partial: Option<Unacknowledged>,
     faults: bool,
@@ -75,19 +75,19 @@ struct Run {
     ops: u64,
 }
 
-/// An operation without a known outcome, since the world stopped.
+/// Error of an operation whose outcome is unknown, because the world stopped.
 struct Stopped;
 
 impl Run {
     fn new(seed: u64, faults: bool) -> Self {
-        // Half of the seeds drain only when told to.
+        // Half of the seeds drain only on request.
         let demand = seed % 2 == 1;
-        // Half of each have a spill file, half of those write one file at a time, there are one to four lanes, and half
-        // of all gather pieces.
+        // The seed also decides, independently: whether there is a spill file, whether a lane writes one file at a
+        // time, the number of lanes (one to four), and whether the backing gathers pieces.
         let mut options = world::options();
         if demand {
             options.drain = DrainPolicy::Demand;
-            // Half of these put files into memory files.
+            // Half of the seeds that drain on request move files into memory files.
             options.memory_file_bytes_min = if (seed / 64).is_multiple_of(2) {
                 MEMORY_FILE_MIN
             } else {
@@ -143,8 +143,8 @@ impl Run {
         })
     }
 
-    /// Checks an outcome: the errno that a plain file system gives, or, while the backing fails, EIO or
-    /// ENOSPC. `Ok(true)`: it happened.
+    /// Checks the result of an operation. An error must be the errno that a plain file system returns or, in a run with
+    /// a failing backing, EIO or ENOSPC. Returns the value of a successful operation, and `None` after an error.
     #[track_caller]
     fn outcome<T>(
         &self,
@@ -171,7 +171,7 @@ impl Run {
         }
     }
 
-    /// What the operation under way changes, for a trace.
+    /// Returns a description of the changes by the operation under way, for a trace.
     fn changes(&self) -> String {
         let sizes = |model: &Model| -> BTreeMap<String, (Object, usize)> {
             model
@@ -220,7 +220,7 @@ impl Run {
         self.check_levels()
     }
 
-    /// What a program sees of the time of an object, if that has a name.
+    /// Returns the modification time of an object as a program sees it; `None` if the object has no name.
     fn time_of(&self, object: Object) -> Result<Option<Time>, Stopped> {
         let Some((path, _)) = self.model.names.iter().find(|(_, named)| **named == object) else {
             return Ok(None);
@@ -235,7 +235,8 @@ impl Run {
         Ok(Some(attr.expect("attributes").mtime))
     }
 
-    /// An operation that changed an object is over: its time is to stay from here on.
+    /// Records the time of an object after an operation that changed it: from here on, the time must not change by
+    /// itself.
     fn changed(&mut self, object: Object) -> Result<(), Stopped> {
         self.times.remove(&object);
         if let Some(time) = self.time_of(object)? {
@@ -296,7 +297,7 @@ impl Run {
         }
     }
 
-    /// As a partner copies: the number of changes before the bytes.
+    /// Copies a file as a partner does: reads the version before the bytes.
     fn copy(&mut self) -> Result<(), Stopped> {
         let files = self.world.engine.files_in_use_below(b"");
         if files.is_empty() {
@@ -319,7 +320,7 @@ impl Run {
         Ok(())
     }
 
-    /// Marks what was copied at some time, under any name that it has now.
+    /// Marks a file as partnered for one of the remembered copies, under any name that the file has now.
     fn mark(&mut self) -> Result<(), Stopped> {
         if self.rng.random_range(0..8) == 0 {
             self.world.engine.durability.forget_partner();
@@ -347,8 +348,8 @@ impl Run {
         if self.world.stopped() {
             return Err(Stopped);
         }
-        // While a program has it open for writing the answer is no; where nothing changes until that closes it, it is
-        // partnered from then on.
+        // While a program has the file open for writing, the result is false. If the file does not change until it is
+        // closed, it is partnered from then on.
         let is_as_copied = self.model.contents[object] == copied.contents;
         if marked == Ok(true) || (marked == Ok(false) && is_as_copied) {
             self.partnered.insert(*object, copied.contents.clone());
@@ -356,7 +357,7 @@ impl Run {
         Ok(())
     }
 
-    /// S-partner-1, S-partner-3: what is partnered has the bytes that the partner has.
+    /// S-partner-1, S-partner-3: a file with the level *partnered* has the same bytes as the partner's copy.
     fn check_partnered(&self) {
         for file in self.world.engine.files_below(b"") {
             let path = std::str::from_utf8(&file.path).expect("a name of this test");
@@ -373,7 +374,8 @@ impl Run {
         }
     }
 
-    /// S-chunks-1, S-chunks-2: whatever was done, what a list names has its bytes, and a change is told.
+    /// S-chunks-1, S-chunks-2: after any operation, the parts of a list still have their bytes, and the list reports a
+    /// change of the file.
     fn check_lists(&self) {
         for Listed {
             held,
@@ -407,7 +409,7 @@ impl Run {
         match piece.place {
             PartPlace::Memory => {
                 let at = arena.address(arena.geometry().data_offset() + piece.at);
-                // SAFETY: in the mapping, where no thread writes while the list is held.
+                // SAFETY: the bytes lie in the mapping, and no thread writes there while the list is held.
                 let bytes = unsafe { std::slice::from_raw_parts(at, piece.bytes as usize) };
                 found.copy_from_slice(bytes);
             }
@@ -528,7 +530,7 @@ impl Run {
                         .write(object, offset + done as u64, &data[done..done + n]);
                     done += n;
                 }
-                // A writer waits for the drain; here it is the drain.
+                // In firnd, the writer would wait for the drain. In this test, it drains itself.
                 Ok(Written::Full) => self.make_room()?,
                 Err(Errno::IO | Errno::NOSPC) if self.faults => return Ok(()),
                 Err(errno) => panic!("write: {errno}"),
@@ -551,13 +553,13 @@ impl Run {
             let outcome = *told.lock().unwrap();
             if let Some(outcome) = outcome {
                 if outcome.is_err() {
-                    // They may hold all there is.
+                    // The lists may hold all of the memory.
                     self.lists.clear();
                 }
                 if self.demand && outcome == Err(Errno::NOSPC) {
                     self.world.engine.durability.drain_tree(b"");
                     while self.world.drain_step() {}
-                    // Pinned files too.
+                    // Evicts all files, including pinned ones.
                     self.world
                         .engine
                         .room
@@ -568,7 +570,8 @@ impl Run {
             }
             self.world.spill();
             if !self.world.drain_step() && !self.demand {
-                // An IO thread would sleep now, and only what failed is tried again.
+                // An I/O thread would sleep now, so no writer may be waiting, except for one that waits for the retry
+                // of a failed drain.
                 let waits = told.lock().unwrap().is_none() && !self.world.stopped();
                 assert!(
                     self.faults || !waits,
@@ -642,7 +645,8 @@ impl Run {
         Ok(())
     }
 
-    /// The kernel looks every name up before it changes it.
+    /// Looks a name up, as the kernel does before each change of a name. Returns the directory and the last name of the
+    /// path.
     fn looked_up<'a>(&self, path: &'a str) -> Result<(firn_engine::InodeId, &'a OsStr), Errno> {
         let (dir, name) = self.world.parent(path)?;
         match self.world.engine.namespace.lookup(dir, name) {
@@ -714,7 +718,7 @@ impl Run {
         Ok(())
     }
 
-    /// Waits as a program would: the drain runs until the callback came.
+    /// Waits as a program would: drains until the callback is called.
     fn wait(&self, begin: impl FnOnce(firn_engine::Done)) -> Result<Result<(), Errno>, Stopped> {
         let told = Arc::new(Mutex::new(None));
         let tell = Arc::clone(&told);
@@ -748,7 +752,7 @@ impl Run {
         Ok(())
     }
 
-    /// S-close-1: after close the file is in the backing as after a native close.
+    /// S-close-1: after a close, the backing has the same file as after a close without Firn.
     fn expect_in_backing(&self, object: Object) {
         let tree = self.world.backing_tree();
         for (path, found) in self.model.names.iter().filter(|(_, o)| **o == object) {
@@ -780,7 +784,7 @@ impl Run {
             .map(|(p, _)| p)
             .collect();
         let loss = self.rng.random();
-        // Hard links that an earlier firnd made are not known to this one, so it cannot sync them.
+        // This firnd does not know of hard links that an earlier firnd made, so it cannot sync them.
         if paths.is_empty() || self.world.lives() > 0 {
             return Ok(());
         }
@@ -800,7 +804,7 @@ impl Run {
         Ok(())
     }
 
-    /// Of a file, a directory, or all.
+    /// Waits until a file, a directory or the whole tree is durable.
     fn wait_until_durable(&mut self) -> Result<(), Stopped> {
         let path = match self.rng.random_range(0..3) {
             0 => String::new(),
@@ -830,14 +834,15 @@ impl Run {
         Ok(())
     }
 
-    /// All answers about a file's level agree. After a loss of power a file with the level durable is there by each of
-    /// its names and with all of its bytes.
+    /// Checks that all answers about a file's level agree, and that a file with the level *durable* has all its names
+    /// and bytes after a power loss.
     fn check_levels(&mut self) -> Result<(), Stopped> {
         if self.rng.random_range(0..8) != 0 {
             return Ok(());
         }
         let mut levels = BTreeMap::new();
-        // All names are looked up first: a name from before a stop, which may not be synced, counts once it is known.
+        // All names are looked up first: a name that was made before a stop may be unsynced, and affects the level as
+        // soon as it is known.
         let found = self
             .model
             .names
@@ -866,7 +871,7 @@ impl Run {
         after.power_loss(self.rng.random());
         for (path, level) in levels {
             let in_list = listed.get(&path).copied();
-            // While the backing fails, two that ask it get two answers, of which the second is no higher for that.
+            // While the backing fails, two calls for one file may return different levels.
             let same = in_list.unwrap_or(DurabilityLevel::Drained) == level;
             assert!(
                 same || self.faults,
@@ -923,7 +928,7 @@ impl Run {
             0..3 => self.world.engine.durability.drain_tree(b""),
             3 if self.demand => {
                 let path = self.existing().unwrap_or_default();
-                // The name may lead to nothing while the backing fails.
+                // The call may fail with ENOENT while the backing fails.
                 let _ = self.world.engine.room.evict_tree(path.as_bytes());
             }
             4 if self.demand => {
@@ -979,8 +984,8 @@ impl Run {
         Ok(())
     }
 
-    /// What must be in the backing after recovery: the tree before the operation under way or after
-    /// it; for a write any part of it.
+    /// Checks the backing after a recovery: it must have the tree from before or after the operation under way. Of a
+    /// write, any part may be there.
     fn verify(&mut self) {
         self.world.drain_all();
         assert!(!self.world.stopped());
@@ -1014,7 +1019,7 @@ impl Run {
             );
         }
         self.verify_times();
-        // The next life begins from what is there.
+        // The model of the next life begins with the files that are in the backing.
         let mut model = if matches(&self.before) {
             self.before.clone()
         } else {
@@ -1024,7 +1029,7 @@ impl Run {
             let object = model.names[&path];
             model.contents.insert(object, contents);
         }
-        // A directory that was moved away when the world stopped goes back to its place.
+        // If the world stopped while a directory was moved away, the directory is moved back.
         for dir in DIRS {
             if self.world.find(dir) == Err(Errno::NOENT) {
                 self.do_rename("moved", dir, RenameFlags::empty())
@@ -1039,13 +1044,13 @@ impl Run {
 }
 
 impl Run {
-    /// S-attr-2: what was drained, also by a recovery, has the time that programs saw.
+    /// S-attr-2: after the drain, also by a recovery, a file has the modification time that programs saw.
     fn verify_times(&self) {
         for (path, object) in &self.model.names {
             let Some(expected) = self.times.get(object) else {
                 continue;
             };
-            // A name that is under way may lead elsewhere.
+            // A name that the operation under way changes may lead to another object.
             if self.before.names.get(path) == Some(object) {
                 let inode = self.world.find(path).expect("it is there");
                 let found = self
@@ -1099,7 +1104,8 @@ fn lookup<B: Backing>(backing: &B, path: &str) -> Option<Vec<u8>> {
     Some(contents)
 }
 
-/// One run: several lives, each ended by a stop at a random step; returns operations done.
+/// Makes one run of several lives, each of which ends by a stop at a random step. Returns the numbers of operations and
+/// of steps.
 fn live(
     seed: u64,
     lives: u32,
@@ -1117,7 +1123,7 @@ fn live(
             }
         }
         if !run.world.stopped() {
-            // Between two operations nothing is under way.
+            // The world stops between two operations, so no operation is under way.
             run.before = run.model.clone();
             run.partial = None;
             run.world.stop_now();
@@ -1189,8 +1195,7 @@ fn without_a_stop_the_tree_is_that_of_a_plain_file_system() {
     campaign("plain", 4, |seed| live(seed, 1, 300, false, |_| u64::MAX).0);
 }
 
-/// One short run is repeated with the stop at every single one of its steps.
-/// Proves S-write-1, S-crash-4, S-crash-5.
+/// One short run is repeated with a stop at each of its steps. Proves S-write-1, S-crash-4, S-crash-5.
 #[test]
 fn a_stop_at_every_single_step_of_one_run() {
     campaign("every step", 40, |seed| {

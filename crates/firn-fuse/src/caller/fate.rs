@@ -1,4 +1,4 @@
-//! Predicts what the kernel will do with a thread that got a signal while it waits for an answer.
+//! Predicts what the kernel will do with a thread that got a signal while the thread waits for an answer.
 //!
 //! The kernel reports that a signal came, but not which one. So [`fate`] reads the thread's pending signals, and its
 //! handlers, from /proc.
@@ -14,7 +14,7 @@ pub(crate) enum Fate {
     Dies,
     /// The thread is stopped, frozen or traced, or it runs a handler for a signal that asks a program to end.
     Stops,
-    /// The thread goes on, perhaps after a handler has run.
+    /// The thread resumes its program, perhaps after a handler has run.
     GoesOn,
 }
 
@@ -41,8 +41,8 @@ const fn bit(signal: i32) -> u64 {
 
 /// Returns the fate of a thread.
 ///
-/// A thread that firnd cannot see (number 0, or in another PID namespace) counts as one that dies. It is worse if a
-/// caller cannot be killed than if another signal ends a call early.
+/// A thread that firnd cannot see (number 0, or in another PID namespace) counts as one that dies. A caller that cannot
+/// be killed would be worse than a call that another signal ends early.
 pub(crate) fn fate(thread: u32) -> Fate {
     let status = std::fs::read_to_string(format!("/proc/{thread}/status"));
     let Some(status) = status.ok().as_deref().and_then(Status::parse) else {
@@ -91,7 +91,7 @@ impl Status {
         if self.pending == 0 {
             return None;
         }
-        // A signal that kills shows as a pending SIGKILL of every thread, except for those that also dump core.
+        // The kernel shows a deadly signal as a pending SIGKILL of every thread, except a signal that also dumps core.
         let kills = self.pending & !self.caught & !self.ignored & !IGNORED_BY_DEFAULT & !ENDING;
         let dumps = self.pending & !self.caught & !self.ignored & bit(libc::SIGQUIT);
         if self.pending & bit(libc::SIGKILL) != 0 || kills | dumps != 0 {
@@ -104,8 +104,8 @@ impl Status {
     }
 }
 
-/// Whether a thread of a process is stopped. Then the others will stop too. `status` is read, because `stat` waits for the end
-/// of an exec (see [`firn_process::has_memory`]).
+/// Whether a thread of a process is stopped: then its other threads will stop too. Reads the file `status`, because a
+/// read of `stat` waits for the end of an exec (see [`firn_process::has_memory`]).
 fn is_stopping(process: u32) -> bool {
     let Ok(threads) = std::fs::read_dir(format!("/proc/{process}/task")) else {
         return false;
@@ -117,7 +117,7 @@ fn is_stopping(process: u32) -> bool {
     })
 }
 
-/// Whether a control group of the thread is frozen. True also if that cannot be read.
+/// Whether a control group of the thread is frozen. Also true if that cannot be read.
 fn is_frozen(thread: u32) -> bool {
     let groups = std::fs::read_to_string(format!("/proc/{thread}/cgroup"));
     groups.map_or(true, |groups| {

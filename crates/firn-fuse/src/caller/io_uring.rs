@@ -2,8 +2,9 @@
 //!
 //! A FUSE file without page cache has a bug in the kernel: an asynchronous request at the current file offset does not
 //! advance the offset, because each request has a copy of it (`fuse_direct_IO` in fs/fuse/file.c, Linux 6.18). So each
-//! write of io_uring at the current offset would overwrite the write before. I/O through the page cache has no such bug.
-//! It costs memory, and half of the throughput or more. So only files that a program with an io_uring opens get it.
+//! write of io_uring at the current offset would overwrite the write before. I/O through the page cache has no such
+//! bug. It costs memory, and half of the throughput or more. So only files that a program with an io_uring opens use
+//! the page cache.
 
 use std::collections::HashMap;
 use std::fs;
@@ -12,10 +13,10 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-/// How long a result for a thread is valid. A program makes its rings before it opens the files for them; most programs
-/// make them when they start.
+/// How long a result for a thread is valid. A program makes a ring before it opens the files to use with it, and most
+/// programs make their rings at their start.
 const VALID_FOR: Duration = Duration::from_secs(1);
-/// Most results that are remembered.
+/// Maximum number of results that are remembered.
 const REMEMBERED_MAX: usize = 1024;
 
 /// Target of the link in /proc/PID/fd for the descriptor of a ring.

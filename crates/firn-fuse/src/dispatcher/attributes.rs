@@ -1,7 +1,7 @@
 //! Answers requests about attributes, extended attributes and the figures of the file system.
 //!
 //! Promises
-//! * An answer has no attribute from before a change by another host of which this host knows.
+//! * If this host knows of a change by another host, no answer has an attribute from before that change.
 //! * A truncation waits for a transaction that is being prepared or applied in its directory.
 
 use std::ffi::OsStr;
@@ -41,7 +41,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         let options = self.options;
         let process = Process::of(caller);
         let gate = self.gate.clone();
-        // A setattr that sets nothing precedes a change of contents that the kernel makes by itself.
+        // The kernel sends a setattr that sets nothing before it changes contents by itself.
         let changes_contents = set.size.is_some() || set.is_empty();
         let changes_size = set.size.is_some();
         let truncation = set.size.map(|_| self.truncations.begin(inode));
@@ -90,7 +90,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
                 ..Subjects::default()
             });
             let set = names.set_xattr(inode, &name, &value, flags, Some(&process));
-            // The firnd that died may have set the attribute for this request. Then XATTR_CREATE finds it and fails.
+            // An earlier firnd may have set the attribute for this request before it died. Then XATTR_CREATE finds the
+            // attribute and fails.
             let was_set = set == Err(Errno::EXIST)
                 && noted.is_some()
                 && names.has_value(inode, &name, &value);
@@ -98,7 +99,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         });
     }
 
-    /// Answers a getxattr. The durability level is not a stored attribute; the engine tells it.
+    /// Answers a getxattr. The durability level is not a stored attribute; the engine computes it.
     pub(super) fn getxattr(&self, inode: InodeId, name: &OsStr, size: u32, reply: Reply<R>) {
         if name == STATE_XATTR {
             return self.run_call(Topic::Inode(inode), move |engine| {
@@ -135,7 +136,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
                 ..Subjects::default()
             });
             let removed = engine.namespace.remove_xattr(inode, &name);
-            // The firnd that died may have removed the attribute for this request. Then it is missing now.
+            // An earlier firnd may have removed the attribute for this request before it died. Then the attribute is
+            // missing now.
             let was_removed = removed == Err(Errno::NODATA) && noted.is_some();
             reply.done(if was_removed { Ok(()) } else { removed });
         });

@@ -22,7 +22,8 @@ use crate::stall::PendingWrite;
 use crate::topic::Topic;
 
 thread_local! {
-    /// Buffer of a thread of the transport for the answers to reads. It grows to the largest request and stays.
+    /// Buffer of a thread of the transport for the answers to reads. It grows to the largest request and is never
+    /// freed.
     static READ_BUFFER: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
 }
 
@@ -62,7 +63,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         }
     }
 
-    /// Answers a write. An append to a file with locks of all hosts takes the lock of the file's end first.
+    /// Answers a write. If locks hold for all hosts, an append first acquires the lock of the file's end.
     pub(super) fn write(&self, caller: Caller, write: Write<'_>, reply: Reply<R>) {
         let data = write.data;
         let target = Target {
@@ -106,15 +107,16 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         }
     }
 
-    /// Answers a FLUSH, which a close(2) of a descriptor sends. The steps, each of which may wait without a thread:
+    /// Answers a FLUSH, which a close(2) of a descriptor sends. The steps, each of which may wait without blocking a
+    /// thread:
     ///
     /// 1. The locks of the process on the file end.
-    /// 2. The engine takes stores to a mapping of the file that it has not seen yet.
+    /// 2. The engine takes over stores to a mapping of the file that it has not seen yet.
     /// 3. The engine flushes the file, and finishes it if this is its last close for writing.
-    /// 4. The watch of the commit rules learns of the close.
+    /// 4. The watch of the commit rules is notified of the close.
     /// 5. The answer is sent.
     ///
-    /// A killed process gets its answer before step 1, and the watch learns of its close then.
+    /// For a killed process, the watch is notified and the answer is sent before step 1.
     pub(super) fn flush(
         &self,
         caller: Caller,
@@ -133,7 +135,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         if let Some(watch) = watch.as_ref().filter(|_| closing == Closing::Killed)
             && let Err(errno) = watch.close(caller, handle, closing)
         {
-            tracing::warn!(%errno, "the close of a killed process was not noted");
+            tracing::warn!(%errno, "the commit rules could not record that a killed process closed a file");
         }
         let reply = match closing {
             Closing::Called => Some(reply),
@@ -141,8 +143,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
                 reply.note_exit();
                 Some(reply)
             }
-            // Nothing waits for this close any more. The answer comes after the watch was told: once the kernel has the
-            // answer, it may release the handle on another thread.
+            // Nothing waits for this close any more. The answer follows the notice to the watch, because the kernel may
+            // release the handle on another thread as soon as it has the answer.
             Closing::Killed => {
                 self.engine.note_killed(handle);
                 reply.send(Answer::Done);
@@ -161,8 +163,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             (Some(reply), None) => reply.done(result),
             (None, _) => {}
         };
-        // A child that executes another program closes the descriptors that it has inherited. Its parent still writes, so
-        // only a close by the process that opened the file finishes it.
+        // A child that executes another program closes the descriptors that it has inherited. Its parent may still
+        // write, so only a close by the process that opened the file finishes the file.
         let is_opener = |opener| is_same_process(opener, caller.pid);
         let finishes_file = self.engine.finishes_file(handle, &is_opener);
         let engine = Arc::clone(&self.engine);
@@ -284,8 +286,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         });
     }
 
-    /// Answers a copy_file_range(2). A worker runs it always: without reflinks the backing copies the bytes, however
-    /// long that takes.
+    /// Answers a copy_file_range(2). Always runs on a worker: without reflinks the backing copies the bytes, which may
+    /// take long.
     pub(super) fn copy_range(&self, caller: Caller, copy: CopyRange, reply: Reply<R>) {
         let len = copy.len.min(COPY_BYTES_MAX);
         let process = Process::of(caller);
@@ -299,7 +301,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         };
         self.run_on_worker(Topic::Inode(copy.to_inode), move |engine| {
             if reply.is_repeated() && overlaps_itself(engine, &copy, len) {
-                // The firnd that died may have written over the source, so a second copy would read other bytes.
+                // An earlier firnd may have begun this copy and overwritten part of the source. A second copy would
+                // then read other bytes.
                 return reply.error(Errno::IO);
             }
             reply.answer(copy_bytes(engine).map(|bytes| Answer::Written(bytes as u32)));

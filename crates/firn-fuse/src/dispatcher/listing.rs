@@ -1,7 +1,7 @@
 //! Requests that list a directory: readdir and readdirplus.
 //!
 //! The engine holds the directory stream while it hands out entries, and a look-up may hang. So readdirplus takes a
-//! batch of entries, lets go of the stream, and looks them up then.
+//! batch of entries, releases the stream, and then looks the entries up.
 
 use std::ffi::{OsStr, OsString};
 use std::time::Duration;
@@ -13,11 +13,13 @@ use crate::dispatcher::{AdapterOptions, Dispatcher, attributes_of};
 use crate::reply::{Answer, Attributes, ListedEntry, Reply, Responder};
 use crate::topic::Topic;
 
-/// Entries that readdirplus takes and looks up at a time. Those that do not fit the kernel's buffer are read again.
+/// Number of entries that readdirplus takes and looks up at a time. Entries that do not fit into the kernel's buffer
+/// are read again.
 const BATCH: usize = 32;
 
 impl<B: Backing, R: Responder> Dispatcher<B, R> {
-    /// Answers a readdir. Its inode numbers are the backing's, because an entry that was never looked up has no inode id.
+    /// Answers a readdir. The answer has inode numbers of the backing, because an entry that was never looked up has no
+    /// inode id.
     pub(super) fn readdir(&self, inode: InodeId, dir: HandleId, cookie: i64, mut reply: Reply<R>) {
         self.run_call(Topic::Inode(inode), move |engine| {
             let listed = engine.namespace.read_dir(dir, cookie, &mut |entry| {
@@ -77,7 +79,8 @@ impl<B: Backing> Listing<'_, B> {
         loop {
             let batch = match self.read_batch(cookie) {
                 Ok(batch) => batch,
-                // Some entries are in the answer, and the kernel must learn of their look-ups: so no error now.
+                // The answer already contains entries, whose look-ups the kernel must get. So this error is not
+                // returned.
                 Err(_) if cookie != start => return Ok(()),
                 Err(error) => return Err(error),
             };
@@ -114,7 +117,7 @@ impl<B: Backing> Listing<'_, B> {
         Ok(batch)
     }
 
-    /// Looks up an entry and adds it to the answer. Returns false if the answer is full, without the entry.
+    /// Looks up an entry and adds it to the answer. Returns false, without adding the entry, if the answer is full.
     fn add_entry<R: Responder>(&self, entry: &Unresolved, reply: &mut Reply<R>) -> bool {
         let name: &OsStr = &entry.name;
         let listed = ListedEntry {
@@ -143,8 +146,8 @@ impl<B: Backing> Listing<'_, B> {
                 is_added
             }
             Err(Errno::NOENT | Errno::STALE) => true,
-            // The name exists, but its object cannot be read now. Inode 0 makes the kernel list the name, and look it up
-            // when a program uses it.
+            // The name exists, but its object cannot be read now. With inode 0, the kernel lists the name and looks it
+            // up when a program uses it.
             Err(_) => {
                 let attributes = bare_attributes(0, entry.kind, Duration::ZERO);
                 reply.add_entry_plus(&listed, &attributes)

@@ -1,16 +1,16 @@
 //! Locks that reach other hosts, and appends under such a lock.
 //!
-//! Promise: the holder of a lock sees everything that was written under the lock before, on whatever host. Each request
-//! keeps it in this order:
+//! Promise: the holder of a lock sees everything that was written under the lock before, on any host. Each request
+//! keeps this promise by the order of its steps:
 //!
 //! | request | first | then |
 //! |---|---|---|
-//! | setlk that locks | drain the pending bytes of the file | acquire the lock; look for what other hosts wrote |
+//! | setlk that locks | drain the pending bytes of the file | acquire the lock; look for changes by other hosts |
 //! | setlk that unlocks, close, release | drain the pending bytes and make them known to other hosts | release the lock |
 //! | write to a file that is open with O_APPEND | acquire the lock of the file's end | write the bytes to the backing; release the lock |
 //!
 //! If firnd dies in an append, the kernel sends the append again. The next firnd still has the lock of the file's end,
-//! under the number of the request, and writes the bytes at the same offset, unless all of them were written.
+//! under the number of the request. It writes the bytes at the same offset, unless all of them were written.
 //!
 //! No thread waits for a lock or a drain: each step is a callback.
 
@@ -30,14 +30,14 @@ use crate::topic::Topic;
 
 /// A write to the end of a file.
 pub(super) struct Append {
-    /// The file, with the offset at which the kernel believes the end to be.
+    /// The file, and the offset that the kernel has recorded as the file's end.
     pub(super) target: Target,
     pub(super) pid: u32,
     pub(super) process: Process,
 }
 
 impl<B: Backing, R: Responder> Dispatcher<B, R> {
-    /// Answers F_GETLK: with a lock that is in the way of the one asked for, if there is any.
+    /// Answers F_GETLK with a lock that conflicts with the requested one, if there is any.
     pub(super) fn getlk(&self, lock: Lock, reply: Reply<R>) {
         let (Some(locks), Some(mode)) = (&self.locks, lock.mode) else {
             return reply.error(Errno::INVAL);
@@ -81,8 +81,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             self.answer_when_granted(Arc::clone(locks), wanted, lock, reply),
         );
         let locks = Arc::clone(locks);
-        // What this host wrote without the lock must not overwrite later what the last holder wrote, so it is drained
-        // first.
+        // Bytes that this host wrote without the lock must not overwrite later bytes of the last holder. So they are
+        // drained first.
         let drained = Box::new(move |drained| match drained {
             Ok(()) => locks.acquire(ticket, wanted, on_conflict),
             Err(error) => drop(locks.fail(ticket, error)),
@@ -91,7 +91,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     }
 
     /// Returns the callback that answers a lock request once the lock is granted or refused. After a grant it looks for
-    /// what other hosts wrote, and releases the lock again if that fails.
+    /// changes by other hosts, and releases the lock again if that fails.
     fn answer_when_granted(
         &self,
         locks: Arc<FileLocks>,
@@ -108,7 +108,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
                 return reply.error(error);
             }
             workers.run_about(Class::Call, Topic::Inode(inode), move || {
-                // A caller that was answered early will not unlock, so this thread must.
+                // A caller that got an early answer will not unlock, so this thread must.
                 let caught_up = if reply.still_waits().get() {
                     engine.catch_up(handle)
                 } else {
@@ -144,7 +144,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         })
     }
 
-    /// Whether any lock that `released` means is held on the file, in one of `spaces`.
+    /// Whether any lock of the file that `released` selects is held, in one of `spaces`.
     pub(super) fn holds_locks(
         &self,
         handle: HandleId,
@@ -163,10 +163,11 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         file.is_ok_and(is_held)
     }
 
-    /// Releases locks on a file in `spaces`, then calls `next` with the result. Calls it at once if none is held.
+    /// Releases locks on a file in `spaces`, then calls `next` with the result. Calls `next` at once if no lock is
+    /// held.
     ///
-    /// Pending bytes are drained and made known to other hosts first. If that fails, the locks are released all the
-    /// same, so that other hosts are not blocked, and `next` gets the error.
+    /// Pending bytes are drained and made known to other hosts first. If that fails, the locks are released
+    /// nevertheless, so that other hosts are not blocked, and `next` gets the error.
     pub(super) fn release_locks(
         &self,
         inode: InodeId,
@@ -257,14 +258,14 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
                 }
                 let done = Box::new(move |released: Result<(), Errno>| {
                     if let Err(error) = released {
-                        tracing::warn!(%error, ino = file, "cannot let go of the end of a file");
+                        tracing::warn!(%error, ino = file, "cannot release the lock of a file's end: appends of other hosts may have to wait");
                     }
                     let Appended { offset, len } = match appended {
                         Ok(appended) => appended,
                         Err(error) => return reply.error(error),
                     };
-                    // The kernel computes the new length from the offset of its request. Where the bytes went elsewhere,
-                    // it has to be told.
+                    // The kernel computes the new length from the offset of its request. If the bytes went to another
+                    // offset, the kernel must be notified of the length.
                     let size = (offset != target.offset).then_some(offset + len);
                     let (inode, handle) = (target.inode, target.handle);
                     let written = Target { offset, ..target };

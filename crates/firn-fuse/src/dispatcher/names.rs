@@ -2,7 +2,7 @@
 //!
 //! A change of names must take effect once, although the kernel sends a request again after the death of a firnd. So
 //! each change calls [`Reply::begin_once`]: it notes the request in the arena before the change. For a repeated request
-//! it returns the note of the firnd that died, and the change is then made only if it was not made before.
+//! it returns the note of the earlier firnd that died, and the change is then made only if that firnd had not made it.
 
 use std::ffi::{OsStr, OsString};
 
@@ -205,8 +205,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         self.negotiated.applies_umask.then_some(mode.umask)
     }
 
-    /// Runs a change that makes an object in a directory, and answers with its entry. If a repeated request has made the
-    /// object already, answers with that one.
+    /// Runs a change that makes an object in a directory, and answers with its entry. If a repeated request has already
+    /// made the object, answers with that object.
     fn run_creation(
         &self,
         caller: Caller,

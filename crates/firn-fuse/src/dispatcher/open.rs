@@ -1,8 +1,8 @@
 //! Requests that open and release files and directories.
 //!
 //! An open takes these steps: the engine opens the file, [`Opener::choose_mode`] decides whether the kernel or Firn
-//! serves reads and writes, and [`note_handle`] notes the handle in the arena. The answer comes after the note, so a
-//! later firnd knows every handle that the kernel has.
+//! serves reads and writes, and [`note_handle`] notes the handle in the arena. The answer is sent after the note, so a
+//! later firnd finds every handle that the kernel has.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -25,7 +25,7 @@ use crate::topic::Topic;
 use crate::watch::{Watched, WatchedChange, watch_of};
 
 impl<B: Backing, R: Responder> Dispatcher<B, R> {
-    /// Answers an open(2) without O_CREAT. It ignores O_TRUNC: the kernel sends a change of the size for it
+    /// Answers an open(2) without O_CREAT. Ignores O_TRUNC, for which the kernel sends a separate change of the size
     /// (`transport/dev_fuse/negotiate.rs`).
     pub(super) fn open(&self, caller: Caller, inode: InodeId, flags: i32, reply: Reply<R>) {
         let opener = self.opener(caller);
@@ -78,8 +78,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
                 flags_to_create(engine, made, (&caller, mode), flags, &mut reply)
             };
             let create = || {
-                // Another process may have made the file meanwhile. Then O_TRUNC changes its contents, which only the
-                // gate can allow.
+                // Another process may have made the file meanwhile. Then O_TRUNC changes the contents of an existing
+                // file, which needs a pass of the gate.
                 let gate = gate.as_deref().filter(|_| flags & libc::O_TRUNC != 0);
                 let _pass = enter_change(gate, child.parent)?;
                 let mode = masked(engine, child.parent, mode.mode, umask);
@@ -115,14 +115,14 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     pub(super) fn release(&self, inode: InodeId, handle: HandleId, reply: Reply<R>) {
         let watch = self.gate.as_ref().and_then(|gate| gate.watch());
         if let Some(watch) = watch.filter(|watch| watch.knows(handle)) {
-            // The closed file may complete a checkpoint, whose commit takes long: so on a worker.
+            // On a worker, because the closed file may complete a checkpoint, and its commit takes long.
             self.workers
                 .run_about(Class::Call, Topic::Inode(inode), move || {
                     watch.release(handle);
                 });
         }
-        // Before the engine's release: as soon as the engine counts no passthrough handle of the inode, it may choose
-        // another mode for a new handle, and the kernel refuses that while the id lives.
+        // Before the engine's release: once the engine counts no passthrough handle of the inode, it may choose another
+        // mode for a new handle. The kernel refuses another mode while the id lives.
         self.passthrough.release(handle);
         let spaces = [LockKind::Bytes, LockKind::Flock];
         let released = ReleasedLocks::Handle(handle.0);
@@ -140,8 +140,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
                 reply.send(Answer::Done);
             }
             None => {
-                // Answered first: no program waits for this answer, but the kernel stops reading ahead, in all files of
-                // the mount, while many answers of this kind are missing.
+                // Answered before the work: no program waits for this answer, but while many such answers are missing,
+                // the kernel reads ahead in no file of the mount.
                 if let Some(live) = self.engine.live() {
                     live.note_released(handle.0);
                 }
@@ -179,13 +179,13 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     }
 }
 
-/// Ends a handle after its last use, which includes that of its mappings.
+/// Ends a handle after its last use, including uses by its mappings.
 fn release_handle<B: Backing>(engine: &Engine<B>, handle: HandleId) {
     // A handle that was lost with an earlier firnd has no stores.
     if engine.open_files.may_have_stores(handle)
         && let Err(error) = engine.take_stores(handle)
     {
-        tracing::error!(%error, "stores to a mapping are lost");
+        tracing::error!(%error, "stores to a mapping of a closed file are lost");
     }
     engine.release(handle);
 }
@@ -207,8 +207,8 @@ fn note_handle<B: Backing, R: Responder>(
     engine.note_open_handle(handle, reply.number(), flags, passthrough_number);
 }
 
-/// Returns the flags with which to create a file. If the request is repeated and the firnd that died has already made
-/// the file, O_EXCL and O_TRUNC are removed: the open then finds that file.
+/// Returns the flags with which to create a file. If the request is repeated and the earlier firnd has already made the
+/// file, leaves out O_EXCL and O_TRUNC: the open then opens that file.
 fn flags_to_create<B: Backing, R: Responder>(
     engine: &Engine<B>,
     made: MadeObject<'_>,
@@ -228,7 +228,7 @@ fn flags_to_create<B: Backing, R: Responder>(
         began: noted.began,
     };
     match engine.namespace.find_made(made, creation) {
-        // The look-up only tells that the file is there; the open that follows counts its own.
+        // The look-up only shows that the file exists; the open that follows counts a look-up of its own.
         Some(entry) => {
             engine.namespace.forget(entry.inode, 1);
             flags & !(libc::O_EXCL | libc::O_TRUNC)
@@ -237,7 +237,7 @@ fn flags_to_create<B: Backing, R: Responder>(
     }
 }
 
-/// Answers open and create: decides what serves a new handle and gives the kernel the handle.
+/// Answers open and create: decides what serves a new handle, and sends the handle to the kernel.
 struct Opener<R: Responder> {
     /// `None` unless the kernel may read backing files itself.
     passthrough: Option<Arc<Passthrough<R::BackingId>>>,
@@ -249,7 +249,7 @@ struct Opener<R: Responder> {
 }
 
 impl<R: Responder> Opener<R> {
-    /// Answers an open, after the kernel learnt how long the file is at least.
+    /// Answers an open, after the kernel has recorded a length of the file that is not too short.
     fn answer_open<B: Backing>(
         &self,
         engine: &Engine<B>,
@@ -289,7 +289,8 @@ impl<R: Responder> Opener<R> {
         };
         let mode = self.choose_mode(engine, entry.inode, opened, &reply);
         note_handle(engine, opened.handle, flags, &mode, &reply);
-        // The kernel always takes the attributes of this answer as the newest, so their size must not be too small.
+        // The kernel always takes the attributes of this answer as the newest, so the size in them must not be too
+        // small.
         entry.attr.size = entry.attr.size.max(opened.size.unwrap_or(0));
         reply.send(Answer::Created {
             entry: attributes_of(engine, self.options, entry.inode, entry.attr),
@@ -298,8 +299,9 @@ impl<R: Responder> Opener<R> {
         });
     }
 
-    /// Returns whether the close(2) of a handle must be a request. A close waits for pending bytes and ends locks. So it
-    /// is none only for a handle that reads a file without pending bytes, while the kernel keeps the locks.
+    /// Returns whether each close(2) of a handle must send a request. A close waits for pending bytes and ends locks.
+    /// So only the close of a read-only handle needs no request, if the file has no pending bytes and the kernel keeps
+    /// the locks.
     fn closes_as<B: Backing>(
         &self,
         engine: &Engine<B>,
@@ -316,8 +318,8 @@ impl<R: Responder> Opener<R> {
         }
     }
 
-    /// Returns what serves reads and writes of a new handle. If the kernel refuses to read the file itself, Firn serves
-    /// the handle, and the engine is told.
+    /// Returns what serves reads and writes of a new handle. If the kernel refuses to read the file itself, notifies
+    /// the engine and lets Firn serve the handle.
     fn choose_mode<B: Backing>(
         &self,
         engine: &Engine<B>,

@@ -68,18 +68,19 @@ impl Served {
 
 /// How this firnd got the connection.
 pub(crate) enum Origin<'a> {
-    /// It has just mounted. `keep` gets the INIT exchange before the kernel gets the answer.
+    /// This firnd has just mounted. `keep` gets the INIT exchange before the kernel gets the answer.
     Mounted { keep: &'a dyn KeepConnection },
-    /// An earlier firnd served the connection and left this.
+    /// An earlier firnd served the connection, and left these.
     Resumed {
         exchange: &'a Exchange,
         left: ResumedRequests,
     },
 }
 
-/// Stores what another firnd needs to go on with a connection.
+/// Stores the data with which a later firnd can resume a connection.
 pub trait KeepConnection {
-    /// Stores the connection. `resends`: after the death of a firnd the kernel sends its unanswered requests again.
+    /// Stores the connection. `resends`: after the death of a firnd, the kernel sends that firnd's unanswered requests
+    /// again.
     fn keep(&self, device: BorrowedFd<'_>, exchange: &Exchange, resends: bool);
 }
 
@@ -113,7 +114,8 @@ pub(crate) fn serve<B: Backing>(
     if let Some(left) = left {
         dispatcher.resume(left, |number| connection.adopt_backing(number));
         if !orphans.are_left() {
-            // An earlier firnd may have begun to resume too. What it read is then unanswered, and comes again as well.
+            // An earlier firnd may have died after it had read requests that the kernel had sent again. The kernel
+            // sends those again too.
             connection.request_resend()?;
         }
     }
@@ -131,7 +133,7 @@ pub(crate) fn serve<B: Backing>(
     Ok(Served(threads?))
 }
 
-/// What this mount asks of the kernel, beside the capabilities that every mount asks for.
+/// Capabilities that this mount asks of the kernel, beside those that every mount asks for.
 fn requested_features<B: Backing>(dispatcher: &Dispatcher<B, Responder>) -> RequestedFeatures {
     RequestedFeatures {
         passthrough: dispatcher.asks_passthrough(),
@@ -139,24 +141,24 @@ fn requested_features<B: Backing>(dispatcher: &Dispatcher<B, Responder>) -> Requ
     }
 }
 
-/// Resumes what an earlier firnd and the kernel have negotiated. An error if the options of this firnd would have led
-/// to another answer: the kernel takes only one answer to INIT.
+/// Restores the capabilities that an earlier firnd has negotiated with the kernel. Fails if the options of this firnd
+/// need another answer to INIT: the kernel accepts only one.
 fn resume_negotiated<B: Backing>(
     dispatcher: &mut Dispatcher<B, Responder>,
     exchange: &Exchange,
 ) -> io::Result<Negotiated> {
     let refused = |text: String| io::Error::new(io::ErrorKind::InvalidData, text);
     let Some(Message::Init { init, .. }) = parse(&exchange.asked) else {
-        return Err(refused("the kept INIT is none".into()));
+        return Err(refused("the stored INIT request is invalid".into()));
     };
     let previous = InitOut::read_from_bytes(&exchange.answered)
-        .map_err(|_| refused("the kept answer to INIT is none".into()))?;
+        .map_err(|_| refused("the stored answer to INIT is invalid".into()))?;
     let page_bytes = rustix::param::page_size() as u32;
     let (answer, negotiated) = negotiate(&init, requested_features(dispatcher), page_bytes)?;
     if answer != previous {
         let names = name_differences(&previous, &answer);
         return Err(refused(format!(
-            "the kernel was told otherwise when the mount was made, and cannot be told again: {names}"
+            "the existing mount was made with other settings, which only an unmount can change: {names}"
         )));
     }
     dispatcher.set_negotiated(negotiated);
@@ -181,13 +183,13 @@ fn shake_hands<B: Backing>(
     let Received::Request(len) = connection.receive(buffer)? else {
         return Err(io::Error::new(
             io::ErrorKind::NotConnected,
-            "the kernel ended the connection before it began",
+            "the kernel ended the connection before its first request",
         ));
     };
     let Some(Message::Init { unique, init }) = parse(&buffer[..len]) else {
         return Err(io::Error::new(
             io::ErrorKind::InvalidData,
-            "the kernel does not begin with INIT",
+            "the first request of the kernel is not INIT",
         ));
     };
     let page_bytes = rustix::param::page_size() as u32;
@@ -221,8 +223,8 @@ fn serve_requests<B: Backing>(
     connection: &Arc<Connection>,
     orphans: &Orphans,
 ) -> io::Result<()> {
-    // Storing to each byte makes the kernel allocate all pages now. If a SIGKILL came while a read(2) of the device waited
-    // for a page, the kernel would end the request with EIO, and the next firnd would not get it.
+    // Storing to each byte makes the kernel allocate all pages now. If a SIGKILL came while a read(2) of the device
+    // waited for a page, the kernel would end the request with EIO, and the next firnd would not get the request.
     let mut buffer = vec![u8::MAX; BUFFER_BYTES];
     let mut received = orphans.receive_first(connection, &mut buffer)?;
     loop {
@@ -254,8 +256,8 @@ fn handle_message<B: Backing>(
         Some(Message::Forget(forgotten)) => {
             forgotten.for_each(|(inode, count)| dispatcher.forget(inode, count));
         }
-        // An interrupt gets no answer. Of the two answers that the kernel knows, EAGAIN would make it send the interrupt
-        // again, and ENOSYS would make it send none any more.
+        // An interrupt gets no answer. The kernel would accept two: after EAGAIN it sends the interrupt again, after
+        // ENOSYS it never sends an interrupt again.
         Some(Message::Interrupt { unique }) => dispatcher.interrupt(unique),
         Some(Message::Unsupported { unique }) => connection.answer(unique, libc::ENOSYS, &[]),
         Some(Message::Invalid { unique } | Message::Init { unique, .. }) => {
@@ -284,7 +286,7 @@ impl EarlyAnswer for Connection {
     }
 }
 
-/// Tells the kernel what to drop from its caches.
+/// Makes the kernel drop data from its caches.
 struct KernelCaches(Arc<Connection>);
 
 impl KernelCaches {

@@ -1,4 +1,4 @@
-//! A world to test the engine in: a simulated backing, an arena on tmpfs, a reference model.
+//! A simulated world for tests of the engine: a simulated backing, an arena on tmpfs, and a reference model.
 
 #![allow(dead_code)]
 

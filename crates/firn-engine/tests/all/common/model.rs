@@ -1,14 +1,14 @@
-//! The reference: a tree of files as plain byte vectors.
+//! The reference model: a tree of files whose contents are byte vectors.
 
 use std::collections::BTreeMap;
 
 /// Number of a file object.
 pub type Object = usize;
 
-/// What a plain file system would hold.
+/// Files and names as a plain file system would have them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Model {
-    /// Path to object; directories are not listed.
+    /// Objects by path; without directories.
     pub names: BTreeMap<String, Object>,
     /// Contents by object.
     pub contents: BTreeMap<Object, Vec<u8>>,
@@ -36,7 +36,7 @@ impl Model {
             .expect("an object")
             .resize(size as usize, 0);
     }
-    /// Moves one name, or all names below it.
+    /// Moves one name, or all names below a directory.
     pub fn rename(&mut self, from: &str, to: &str) {
         if self.names.contains_key(from) && self.names.get(from) == self.names.get(to) {
             return;
@@ -60,7 +60,7 @@ impl Model {
         self.names.insert(a.into(), y);
         self.names.insert(b.into(), x);
     }
-    /// Contents by path.
+    /// Returns the contents by path.
     pub fn tree(&self) -> BTreeMap<String, Vec<u8>> {
         self.names
             .iter()
@@ -69,7 +69,7 @@ impl Model {
     }
 }
 
-/// A write that was not acknowledged when the world ended: any byte of it may be there.
+/// A write that was not acknowledged when the world stopped: each of its bytes may be there or not.
 #[derive(Clone, Debug)]
 pub struct Unacknowledged {
     pub object: Object,
@@ -77,7 +77,7 @@ pub struct Unacknowledged {
     pub data: Vec<u8>,
 }
 
-/// Whether `found` is `before` with any part of the write.
+/// Returns whether `found` equals `before` with any subset of the write's bytes applied.
 pub fn partly(before: &[u8], found: &[u8], offset: u64, data: &[u8]) -> bool {
     let end = before.len().max(offset as usize + data.len());
     found.len() >= before.len()

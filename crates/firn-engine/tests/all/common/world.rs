@@ -20,7 +20,7 @@ use firn_engine::{
 use firn_format::geometry::Geometry;
 use firn_sim::{Fault, SimBacking};
 
-/// Counts stores and calls; at one of them the world stops.
+/// Counts steps: stores to the arena and calls of the backing. Stops the world at a chosen step.
 #[derive(Clone)]
 pub struct Fuse {
     steps: Arc<AtomicU64>,
@@ -38,7 +38,7 @@ impl Fuse {
         if step < self.stop_at.load(Ordering::Relaxed) {
             return false;
         }
-        // What lies in the arena at this instant is what the next life finds.
+        // After the crash, the next life finds the arena as it is now.
         let path = self.arena.lock().unwrap().clone();
         std::fs::copy(&path, path.with_extension("crashed")).expect("the arena is copied");
         let spill = path.with_file_name(SPILL);
@@ -56,10 +56,10 @@ impl Fuse {
     }
 }
 
-/// What is added to the name of a memory file as it was at a crash.
+/// Suffix of the copy of a memory file that was made at a crash.
 const CRASHED: &str = ".crashed";
 
-/// The memory files of an arena, whole ones or as they were at a crash.
+/// Returns the memory files of an arena, and their copies that were made at a crash.
 fn memory_files_of(arena: &Path) -> Vec<PathBuf> {
     let mut prefix = arena.file_name().expect("a name").to_owned();
     prefix.push(".m");
@@ -72,7 +72,7 @@ fn memory_files_of(arena: &Path) -> Vec<PathBuf> {
     names.filter(is_of_arena).collect()
 }
 
-/// The memory files of the last life become those of the next as they were at its crash.
+/// Renames the copies of memory files from the last life's crash for the next life, and removes the originals.
 fn take_over_memory_files(last: &Path, next: &Path) {
     for path in memory_files_of(last) {
         let name = path.file_name().expect("a name").to_str().expect("text");
@@ -87,7 +87,8 @@ fn take_over_memory_files(last: &Path, next: &Path) {
     }
 }
 
-/// Drains step by step, when a test says so; a caller that waits for a drain takes the missing steps.
+/// An executor that drains only when a test calls for a step. A caller that waits for a drain makes the missing steps
+/// itself.
 struct Stepper(Weak<Engine<SimBacking>>);
 
 impl Stepper {
@@ -110,7 +111,7 @@ impl Executor for Stepper {
             if let Ok(result) = outcome.try_recv() {
                 return result;
             }
-            // Another thread may have the job that is waited for.
+            // The awaited job may be under way in another thread.
             if !drain_step(&engine)
                 && let Ok(result) = outcome.recv_timeout(LOOK_AGAIN)
             {
@@ -122,15 +123,16 @@ impl Executor for Stepper {
 }
 
 thread_local! {
-    /// Steps of the drain that this thread took: lanes have them in turn.
+    /// Number of drain steps that this thread has made. It selects the lane with which the next step begins, so that
+    /// lanes alternate.
     static STEPS: Cell<usize> = const { Cell::new(0) };
 }
 
-/// One step of the drain; whether there was something to do.
+/// Makes one step of the drain. Returns whether there was work.
 fn drain_step(engine: &Engine<SimBacking>) -> bool {
     let lanes: Vec<LaneIndex> = engine.drainer.lanes().collect();
     let first = STEPS.replace(STEPS.get() + 1);
-    // Twice: to look at a lane may put a file of another one into line.
+    // Each lane is tried twice, because a try of one lane may put a file of another lane into line.
     let mut in_turn = (0..2 * lanes.len()).map(|step| lanes[(first + step) % lanes.len()]);
     in_turn.any(|lane| drain_lane(engine, lane))
 }
@@ -156,11 +158,11 @@ pub struct World {
     lives: u32,
 }
 
-/// What the backing says of where data goes.
+/// Answers of the simulated backing about the placement of data.
 #[derive(Clone, Copy)]
 pub struct DiskKind {
     pub lanes: u16,
-    /// Pieces that are apart may be written together.
+    /// Whether the backing may write distant pieces in one call.
     pub gathers: bool,
 }
 
@@ -178,17 +180,17 @@ impl DiskKind {
 
 pub fn options() -> EngineOptions {
     let mut options = EngineOptions::new(CHUNK);
-    // Small runs too, so that several writes to the backing happen in a short test.
+    // Runs are small, so that a short test makes several writes to the backing.
     options.drain_write_bytes_min = 16 << 10;
     options.drain_write_bytes_max = 64 << 10;
-    // Fewer than there are files: objects are let go and looked up again.
+    // Fewer than there are files, so that objects are closed and looked up again.
     options.objects_max = 4;
     options
 }
 
 pub const CHUNK: u64 = 128 << 10;
 const CHUNKS: u64 = 6;
-/// Chunks in memory and in the spill file of a world with one.
+/// Number of chunks in memory, and in the spill file, in a world with a spill file.
 const SPILLING: (u64, u64) = (3, 5);
 const SPILL: &str = "spill";
 
@@ -197,12 +199,12 @@ fn path_in(dir: &Path, life: u32) -> PathBuf {
 }
 
 impl World {
-    /// A world that drains as it goes.
+    /// Makes a world with the drain policy *eager*.
     pub fn new() -> Self {
         Self::with(options(), false)
     }
 
-    /// A world that drains when it is told to.
+    /// Makes a world that drains only on request.
     #[allow(dead_code, reason = "not every test needs it")]
     pub fn on_demand() -> Self {
         Self::with(
@@ -214,13 +216,13 @@ impl World {
         )
     }
 
-    /// One of those with less memory and a spill file.
+    /// Makes a world with this drain policy, less memory, and a spill file.
     #[allow(dead_code, reason = "not every test needs it")]
     pub fn spilling(drain: DrainPolicy) -> Self {
         Self::with(EngineOptions { drain, ..options() }, true)
     }
 
-    /// A world that drains what is so old.
+    /// Makes a world that drains data of this age.
     #[allow(dead_code, reason = "not every test needs it")]
     pub fn draining_after(drain_age: std::time::Duration) -> Self {
         Self::with(
@@ -232,7 +234,7 @@ impl World {
         )
     }
 
-    /// A world that keeps few files of the backing open.
+    /// Makes a world that keeps few files of the backing open.
     pub fn with_few_open_files() -> Self {
         Self::with(
             EngineOptions {
@@ -247,7 +249,7 @@ impl World {
         Self::over(DiskKind::PLAIN, options, spilling)
     }
 
-    /// A world over a backing of some kind.
+    /// Makes a world over a backing of this kind.
     pub fn over(disk: DiskKind, options: EngineOptions, spilling: bool) -> Self {
         STEPS.set(0);
         let dir = tempfile::tempdir_in("/dev/shm").expect("a directory on tmpfs");
@@ -285,14 +287,14 @@ impl World {
         world
     }
 
-    /// The world stops after `steps` more steps.
+    /// Makes the world stop after `steps` more steps.
     pub fn stop_in(&self, steps: u64) {
         let now = self.fuse.steps.load(Ordering::Relaxed);
         self.fuse
             .stop_at
             .store(now.saturating_add(steps), Ordering::Relaxed);
     }
-    /// Recoveries so far.
+    /// Returns the number of recoveries so far.
     pub fn lives(&self) -> u32 {
         self.lives
     }
@@ -313,7 +315,7 @@ impl World {
             .set_plan(move |_, _| fuse.step().then_some(Fault::Crash));
     }
 
-    /// The backing fails now and then; `seed` decides.
+    /// Makes calls of the backing fail at random, as `seed` determines.
     pub fn arm_with_faults(&self, seed: u64) {
         use rand::{RngExt, SeedableRng};
         let fuse = self.fuse.clone();
@@ -332,9 +334,8 @@ impl World {
         });
     }
 
-    /// The next life on what the last one left. The stop stays armed during recovery, `steps` ahead.
-    /// A stop during recovery leads to the next recovery, with twice the steps: it must get through
-    /// in the end.
+    /// Begins the next life from the state that the last one left. The world stops again after `steps` steps, even
+    /// during the recovery. In that case the recovery is repeated with twice as many steps, until it completes.
     pub fn recover(&mut self, mut steps: u64) -> Recovered {
         loop {
             firn_arena::set_probe(None);
@@ -384,13 +385,13 @@ impl World {
         }
     }
 
-    /// As a crash now, with nothing under way.
+    /// Stops the world now, as a crash would, with no operation under way.
     pub fn stop_now(&self) {
         self.fuse.stop_at.store(0, Ordering::Relaxed);
         self.fuse.step();
     }
 
-    /// One step of the drain; whether there was something to do.
+    /// Makes one step of the drain. Returns whether there was work.
     pub fn drain_step(&self) -> bool {
         drain_step(&self.engine)
     }
@@ -400,7 +401,7 @@ impl World {
         while self.engine.room.spill_step() == SpillStep::More && !self.stopped() {}
     }
 
-    /// Moves files into memory files, for `steps` steps or until none is left to move.
+    /// Moves files into memory files, for `steps` steps or until no file is left to move.
     pub fn settle(&self, steps: u32) {
         for _ in 0..steps {
             if self.stopped() || matches!(self.engine.room.settle_step(), SettleStep::Idle { .. }) {
@@ -421,7 +422,7 @@ impl World {
         panic!("the drain does not end: {:?}", self.engine.figures());
     }
 
-    /// Resolves a path.
+    /// Returns the inode of a path.
     pub fn find(&self, path: &str) -> Result<InodeId, Errno> {
         let mut inode = ROOT;
         for name in path.split('/').filter(|n| !n.is_empty()) {
@@ -432,13 +433,13 @@ impl World {
         Ok(inode)
     }
 
-    /// The directory inode and the last name of a path.
+    /// Returns the inode of the directory, and the last name, of a path.
     pub fn parent<'a>(&self, path: &'a str) -> Result<(InodeId, &'a OsStr), Errno> {
         let (dir, name) = path.rsplit_once('/').unwrap_or(("", path));
         Ok((self.find(dir)?, OsStr::new(name)))
     }
 
-    /// Contents of all regular files in the backing.
+    /// Returns the contents of all regular files in the backing.
     pub fn backing_tree(&self) -> BTreeMap<String, Vec<u8>> {
         let quiet = self.backing.fork();
         let mut out = BTreeMap::new();

@@ -5,7 +5,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 /// Major version of the protocol.
 pub(super) const MAJOR: u32 = 7;
-/// Newest minor version that Firn knows. Both sides use the older one of theirs.
+/// Newest minor version that Firn knows. Both sides use the older of their two versions.
 pub(super) const MINOR: u32 = 41;
 /// Oldest minor version that accepts an [`InitOut`] of this length (Linux 3.15). The other messages are older.
 pub(super) const MINOR_MIN: u32 = 23;
@@ -81,7 +81,7 @@ pub(super) mod init_flags {
     pub(crate) const INIT_EXT: u64 = 1 << 30;
     pub(crate) const DIRECT_IO_ALLOW_MMAP: u64 = 1 << 36;
     pub(crate) const PASSTHROUGH: u64 = 1 << 37;
-    /// The kernel can send again what was read and not answered (Linux 6.9).
+    /// The kernel can send requests again that were read and not answered (Linux 6.9).
     pub(crate) const HAS_RESEND: u64 = 1 << 39;
     pub(crate) const ALLOW_IDMAP: u64 = 1 << 40;
 }
@@ -110,7 +110,7 @@ pub(super) mod setattr_valid {
 
 /// [`GetattrIn::fh`] is valid: the caller has the file open.
 pub(super) const GETATTR_FH: u32 = 1 << 0;
-/// The kernel writes back a page of its cache, or the part of one that a store to a mapping has changed.
+/// The kernel writes back a page of its cache, or the part of a page that a store to a mapping has changed.
 pub(super) const WRITE_CACHE: u32 = 1 << 0;
 /// The write clears set-id bits, because the writer has no CAP_FSETID.
 pub(super) const WRITE_KILL_SUIDGID: u32 = 1 << 2;
@@ -172,7 +172,7 @@ messages! {
     ReleaseIn { fh: u64, flags: u32, release_flags: u32, lock_owner: u64 } = 24
     FlushIn { fh: u64, unused: u32, padding: u32, lock_owner: u64 } = 24
     FsyncIn { fh: u64, flags: u32, padding: u32 } = 16
-    /// A range up to its last byte; `kind` as `l_type` in fcntl(2).
+    /// A range; `last` is included. `kind`: as `l_type` in fcntl(2).
     FileLock { first: u64, last: u64, kind: u32, pid: u32 } = 24
     /// The body of GETLK, SETLK and SETLKW.
     LockIn { fh: u64, owner: u64, lock: FileLock, flags: u32, padding: u32 } = 48

@@ -1,8 +1,8 @@
 //! The connection to the kernel: one open file of `/dev/fuse`, which several threads read.
 //!
 //! When the last descriptor of that open file is closed, the kernel ends the requests that were read from it and not
-//! answered. The keeper of the mount has a descriptor too, so the requests survive the death of firnd. An open file for
-//! each thread (FUSE_DEV_IOC_CLONE) gained nothing that could be measured.
+//! answered. The keeper of the mount also has a descriptor, so the requests survive the death of firnd. An open file
+//! for each thread (FUSE_DEV_IOC_CLONE) had no measurable benefit.
 
 use std::fs::File;
 use std::io::{self, IoSlice, Read};
@@ -20,7 +20,7 @@ const IOCTLS: u8 = 229;
 const IOC_BACKING_OPEN: Opcode = opcode::write::<BackingMap>(IOCTLS, 1);
 const IOC_BACKING_CLOSE: Opcode = opcode::write::<u32>(IOCTLS, 2);
 
-/// Most parts of a message's payload.
+/// Maximum number of parts of a message's payload.
 const PAYLOAD_PARTS_MAX: usize = 3;
 
 /// An open file of `/dev/fuse`.
@@ -40,7 +40,8 @@ impl Connection {
         Arc::new(Self(device.into()))
     }
 
-    /// Makes the kernel send requests again that were read and not answered. They come before all others.
+    /// Makes the kernel send requests again that were read and not answered. The kernel sends them before all other
+    /// requests.
     pub(super) fn request_resend(&self) -> io::Result<()> {
         self.notify(notification::RESEND, &[])
     }
@@ -51,7 +52,7 @@ impl Connection {
             match (&self.0).read(buffer) {
                 Ok(len) => return Ok(Received::Request(len)),
                 Err(error) => match Errno::from_io_error(&error) {
-                    // NOENT: the kernel gave the request up while it was read.
+                    // NOENT: the kernel abandoned the request while it was read.
                     Some(Errno::NOENT | Errno::INTR | Errno::AGAIN) => {}
                     Some(Errno::NODEV) => return Ok(Received::Ended),
                     _ => return Err(error),
@@ -71,9 +72,9 @@ impl Connection {
                     Some(Errno::NODEV | Errno::NOENT)
                 ) =>
             {
-                tracing::debug!(unique, %error, "nobody waits for an answer");
+                tracing::debug!(unique, %error, "an answer was not sent: the mount has ended, or the caller has got an early answer");
             }
-            Err(error) => tracing::error!(unique, %error, "the kernel does not take an answer"),
+            Err(error) => tracing::error!(unique, %error, "the kernel refused an answer"),
         }
     }
 
@@ -82,9 +83,11 @@ impl Connection {
         match self.send(unique, -libc::EIO, &[]) {
             Ok(()) => tracing::warn!(
                 unique,
-                "a request ends with EIO: firnd died before it had answered"
+                "a request ends with EIO: an earlier firnd died before it answered"
             ),
-            Err(error) => tracing::trace!(unique, %error, "no request of this number waits"),
+            Err(error) => {
+                tracing::trace!(unique, %error, "the kernel has no unanswered request with this number")
+            }
         }
     }
 
@@ -107,7 +110,7 @@ impl Connection {
             *slot = IoSlice::new(part);
         }
         let parts = &parts[..1 + payload.len()];
-        // In one call: the kernel takes a message whole or not at all.
+        // In one call, because the kernel accepts only whole messages.
         rustix::io::retry_on_intr(|| rustix::io::writev(&self.0, parts))?;
         Ok(())
     }
@@ -141,7 +144,7 @@ impl AsFd for Connection {
     }
 }
 
-/// A registered file that the kernel reads itself. Dropping this takes the file from the kernel.
+/// A registered file that the kernel reads itself. A drop ends the registration.
 #[derive(Debug)]
 pub(crate) struct BackingId {
     id: i32,
@@ -160,13 +163,13 @@ impl Drop for BackingId {
             return;
         };
         let id = self.id as u32;
-        // SAFETY: the kernel reads four bytes, and knows the number or says that it does not.
+        // SAFETY: the kernel reads four bytes, and returns an error for an unknown number.
         let closed = unsafe {
             let close = Setter::<IOC_BACKING_CLOSE, u32>::new(id);
             ioctl(&connection.0, close)
         };
         if let Err(error) = closed {
-            tracing::debug!(%error, "the kernel does not let go of a file that it read itself");
+            tracing::debug!(%error, "the kernel did not end the registration of a passthrough file");
         }
     }
 }

@@ -40,11 +40,11 @@ pub(super) enum Message<'a> {
     Ignored,
     /// A request that Firn leaves to the kernel, or does not know.
     Unsupported { unique: u64 },
-    /// A request that breaks the rules: it has an offset that no file has.
+    /// A request with an offset that no file can have.
     Invalid { unique: u64 },
 }
 
-/// Inodes of which the kernel gives back look-ups, and how many of each.
+/// Inodes whose look-ups the kernel gives back, and the number of look-ups of each.
 pub(super) struct Forgotten<'a> {
     /// The only inode of a FORGET.
     single: Option<ForgetOne>,
@@ -99,7 +99,7 @@ impl<'a> Arguments<'a> {
         Some(bytes)
     }
 
-    /// Takes a structure to which later kernels have added fields. Fields that are missing are zero.
+    /// Takes a structure to which later kernels have added fields. Missing fields are zero.
     fn take_padded<T: FromZeros + IntoBytes + FromBytes>(&mut self) -> T {
         let mut value = T::new_zeroed();
         let bytes = value.as_mut_bytes();
@@ -394,7 +394,7 @@ fn parse_operation<'a>(
             lock: lock_of(inode, &arguments.take()?),
             waits: header.opcode == opcode::SETLKW,
         },
-        // Access, bmap and poll: after ENOSYS the kernel does them itself. It never sends access, because of
+        // Access, bmap and poll: after ENOSYS the kernel carries them out itself. It never sends access, because of
         // `default_permissions`.
         _ => return None,
     };

@@ -4,22 +4,22 @@
 //! * The writeback cache: it halved the measured throughput.
 //! * Locks, except on mounts that share locks with other hosts. Without this capability the kernel keeps locks itself.
 //! * O_TRUNC as a part of open: the kernel would truncate a file before it checks whether a program runs from it, and
-//!   ETXTBSY would come too late.
+//!   the program would get ETXTBSY only after the truncation.
 
 use std::io;
 
 use crate::dispatcher::Negotiated;
 use crate::transport::dev_fuse::abi::{self, InitIn, InitOut, init_flags as flag};
 
-/// Most bytes of one write request. Larger requests gained nothing on two cores, and the kernel cuts them anyway unless
-/// `fs.fuse.max_pages_limit` is raised.
+/// Maximum number of bytes of one write request. Larger requests were not faster on two cores, and the kernel splits
+/// them anyway unless `fs.fuse.max_pages_limit` is raised.
 pub(super) const WRITE_BYTES_MAX: u32 = 1 << 20;
-/// Number of background requests (readahead, closes, io_uring) that the kernel hands to firnd at a time. While that many
-/// hang, the kernel holds back all other such requests, even for other files. So Firn asks for the largest number. For a
-/// mount of a user other than root the kernel's limit is `max_user_bgreq` of the module fuse.
+/// Maximum number of background requests (readahead, closes, io_uring) that the kernel sends to firnd at a time. While
+/// this number of them hang, the kernel delays all other background requests, even for other files. So Firn asks for
+/// the largest number. For a mount of a user other than root the kernel's limit is `max_user_bgreq` of the module fuse.
 const BACKGROUND_MAX: u16 = u16::MAX;
-/// How many file systems may lie on top of each other below a passthrough file. With 1, a backing that is itself stacked
-/// (overlayfs) cannot be passed through.
+/// How many stacked file systems the kernel allows below a passthrough file. With 1, passthrough is impossible for a
+/// backing that is itself stacked (overlayfs).
 const STACK_DEPTH: u32 = 1;
 
 /// Capabilities that every mount uses if the kernel offers them.
@@ -32,10 +32,10 @@ const WANTED: [(u64, &str); 10] = [
     (flag::ASYNC_DIO, "async_dio"),
     (flag::PARALLEL_DIROPS, "parallel_dirops"),
     (flag::DIRECT_IO_ALLOW_MMAP, "direct_io_allow_mmap"),
-    // The kernel drops pages of a mapped file when the file's times show that another host has changed it.
+    // The kernel drops pages of a mapped file when the file's times show that another host has changed the file.
     (flag::AUTO_INVAL_DATA, "auto_inval_data"),
-    // Id-mapped mounts (Linux 6.12). The capability needs `default_permissions`, with which Firn always mounts. With it
-    // only requests that make an object carry the caller's uid and gid.
+    // Id-mapped mounts (Linux 6.12). The capability needs `default_permissions`, with which Firn always mounts. With
+    // it, only requests that make an object contain the caller's uid and gid.
     (flag::ALLOW_IDMAP, "allow_idmap"),
 ];
 
@@ -48,8 +48,8 @@ pub(super) struct RequestedFeatures {
     pub(super) locks: bool,
 }
 
-/// Returns the answer to an INIT, and the capabilities that both sides use from then on. An error if the kernel is too
-/// old, or does not send the locks that the mount needs.
+/// Returns the answer to an INIT, and the capabilities that both sides use from then on. Fails if the kernel is too
+/// old, or if the mount needs locks and the kernel cannot send them.
 pub(super) fn negotiate(
     asked: &InitIn,
     RequestedFeatures { passthrough, locks }: RequestedFeatures,
@@ -67,7 +67,7 @@ pub(super) fn negotiate(
     }
     let offered = offered_flags(asked);
     for (_, name) in WANTED.iter().filter(|(flag, _)| offered & flag == 0) {
-        tracing::info!(capability = name, "the kernel does not offer it");
+        tracing::info!(capability = name, "the kernel does not offer a capability");
     }
     let mut accepted = flag::BIG_WRITES | flag::MAX_PAGES | flag::INIT_EXT;
     accepted |= WANTED.iter().map(|(flag, _)| flag).sum::<u64>();
@@ -79,7 +79,7 @@ pub(super) fn negotiate(
         if offered & needed != needed {
             return Err(io::Error::new(
                 io::ErrorKind::Unsupported,
-                "the kernel does not hand on locks of files",
+                "the kernel does not send requests for file locks, which this mount needs",
             ));
         }
         accepted |= needed;
@@ -121,12 +121,12 @@ fn offered_flags(asked: &InitIn) -> u64 {
     flags | u64::from(asked.flags2) << 32
 }
 
-/// Whether the kernel can send again what was read and not answered.
+/// Whether the kernel can send requests again that were read and not answered.
 pub(super) fn offers_resend(asked: &InitIn) -> bool {
     offered_flags(asked) & flag::HAS_RESEND != 0
 }
 
-/// Names the options that explain why the answer of this firnd differs from the previous one, which the kernel got.
+/// Names the options because of which this firnd's answer to INIT differs from the earlier answer that the kernel got.
 pub(super) fn name_differences(previous: &InitOut, answer: &InitOut) -> String {
     let flags = |init: &InitOut| u64::from(init.flags) | u64::from(init.flags2) << 32;
     let differing = flags(previous) ^ flags(answer);
@@ -140,7 +140,7 @@ pub(super) fn name_differences(previous: &InitOut, answer: &InitOut) -> String {
         .map(|(_, name)| *name)
         .collect();
     if names.is_empty() {
-        names.push("what this version of Firn asks of the kernel");
+        names.push("capabilities that this version of Firn requests");
     }
     names.join(", ")
 }

@@ -1,11 +1,12 @@
 //! Ends orphans: requests that an earlier firnd read but did not answer, on a kernel that does not send them again.
 //!
-//! firnd notes a request in the arena before it works on it, but microseconds after it read it. If firnd dies in between,
-//! the next firnd does not know the number of the request, and its caller would wait for ever.
+//! firnd notes a request in the arena before the work on it, but microseconds after the read. If firnd dies between
+//! read and note, the next firnd does not know the number of the request, and the caller would wait for ever.
 //!
-//! The numbers of requests rise by two, so the unknown numbers lie close to the first number that the next firnd reads. It
-//! answers EIO to all numbers near that one, before it reads a second request. The kernel accepts an answer only for a
-//! request that was read and not answered. At that time these are exactly the orphans, so no other request is hit.
+//! The numbers of requests rise by two, so the unknown numbers lie close to the first number that the next firnd reads.
+//! That firnd answers EIO to all numbers near the first one, before it reads a second request. The kernel accepts an
+//! answer only for a request that was read and not answered. At that time these are exactly the orphans, so no other
+//! request is affected.
 
 use std::io;
 
@@ -14,14 +15,14 @@ use parking_lot::Mutex;
 use super::connection::{Connection, Received};
 use super::message::number_of;
 
-/// How many numbers to answer below and above the first one: more than there are requests between a read and its note,
-/// or that wait to be read.
+/// How many numbers to answer below and above the first one: more than the requests that are between read and note, or
+/// that wait to be read.
 const NUMBERS_AROUND: u64 = 4096;
 const NUMBER_STEP: u64 = 2;
 
 /// Whether an earlier firnd may have left orphans.
 pub(super) struct Orphans {
-    /// True until they are ended.
+    /// True until the orphans are ended.
     are_left: Mutex<bool>,
 }
 
@@ -44,8 +45,8 @@ impl Orphans {
         *self.are_left.lock()
     }
 
-    /// Reads the next request. For the first request of a resumed connection it holds the lock, so that no other thread
-    /// reads, and ends the orphans.
+    /// Reads the next request. The first read of a resumed connection also ends the orphans; it holds the lock, so that
+    /// no other thread reads meanwhile.
     pub(super) fn receive_first(
         &self,
         connection: &Connection,

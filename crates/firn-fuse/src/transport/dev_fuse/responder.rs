@@ -35,7 +35,7 @@ const GENERATION: u64 = 0;
 ///
 /// * ENOSYS would make the kernel stop sending the operation for the life of the mount, although only the file system of
 ///   one object lacks it. Programs get EOPNOTSUPP, which they handle in the same way.
-/// * EMFILE concerns firnd's table of descriptors; a program would take it for its own. Programs get ENFILE.
+/// * EMFILE concerns firnd's table of descriptors, but a program would apply it to its own table. Programs get ENFILE.
 fn errno_to_send(error: Errno) -> i32 {
     match error.raw_os_error() {
         libc::ENOSYS => libc::EOPNOTSUPP,
@@ -139,7 +139,8 @@ impl reply::Responder for Responder {
     }
 
     fn add_entry_plus(&mut self, entry: &ListedEntry<'_>, attributes: &Attributes) -> bool {
-        // The directory may not know the kind of an entry, for example with files in lanes. The look-up knows it.
+        // The listing of the backing may not contain the kind of an entry, for example with files in lanes. The look-up
+        // does.
         let entry = ListedEntry {
             ino: attributes.inode.0,
             kind: Some(attributes.attr.kind),
@@ -206,7 +207,8 @@ fn attr(number: u64, attr: &Attr) -> abi::Attr {
         nlink: attr.nlink,
         uid: attr.uid,
         gid: attr.gid,
-        // The kernel has 32 bits for a device number: the low half of the C library's, for all majors below 2^12.
+        // The kernel has 32 bits for a device number. They are the low half of the C library's number, for all majors
+        // below 2^12.
         rdev: attr.rdev as u32,
         block_bytes: attr.blksize,
         flags: 0,
@@ -222,7 +224,7 @@ fn attr_out(attributes: &Attributes) -> AttrOut {
     }
 }
 
-/// The answer to getlk: a lock that is in the way, or none. The pid is 0 if the lock's process is on another host.
+/// The answer to getlk: a conflicting lock, or none. The pid is 0 if the lock's process is on another host.
 fn lock_out(in_the_way: Option<ConflictingLock>) -> FileLock {
     let Some(lock) = in_the_way else {
         return FileLock {
