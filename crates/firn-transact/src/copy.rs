@@ -28,7 +28,7 @@ pub(crate) enum CopyError {
     Stopped,
 }
 
-/// Copies a range through memory. `visit` gets each block before it is written, and may stop the copy there.
+/// Copies a range through memory. Calls `visit` with each block before the block is written; `visit` may stop the copy.
 pub(crate) fn copy_blocks<B: Backing>(
     from: OpenFile<'_, B>,
     to: OpenFile<'_, B>,

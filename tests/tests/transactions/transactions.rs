@@ -180,7 +180,7 @@ fn older_commits_are_restored_as_far_as_they_are_kept() {
     }
     firn_id(&sandbox, "restore", mount.path(), 1)
         .code(1)
-        .says("those are: 4, 3, 2");
+        .says("the kept checkpoints are: 4, 3, 2");
     firn_id(&sandbox, "restore", mount.path(), 3).ok();
     assert_same("checkpoint 3", &snapshot(mount.path()), &trees[2]);
     mount.kill();
