@@ -50,7 +50,7 @@ impl<B: Backing> Volume for TransactionalBacking<B> {
             SyncScope::All => self.lower.base.sync_scope(SyncScope::All),
             SyncScope::Changes => self.lower.base.sync_scope(SyncScope::Changes),
             SyncScope::Tree(object) => {
-                // Staged objects are elsewhere and were made by this process.
+                // Staged objects are outside of the tree. This process made them, so they are among its changes.
                 self.lower.base.sync_scope(SyncScope::Changes)?;
                 let base = object.base();
                 base.map_or(Ok(()), |inode| {

@@ -67,8 +67,8 @@ pub enum StageError {
     /// No transaction is open in the scope.
     #[error("no transaction is open there: begin one first")]
     NoTransaction,
-    /// An abort failed half-way, so the transaction cannot be committed any more.
-    #[error("an abort of the transaction failed half-way: run firn abort again")]
+    /// An abort has begun, and may have failed half-way. The transaction can only be aborted.
+    #[error("an abort of the transaction has begun: run firn abort to complete it")]
     Undoing,
     /// The transaction is prepared or committed with another number.
     #[error("the transaction is prepared with id {found}, not {wanted}")]

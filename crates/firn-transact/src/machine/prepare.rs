@@ -113,7 +113,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
     /// Publishes this host's accesses and waits until the vote is over. Returns `Ok` only if the verdict allows a
     /// commit.
     ///
-    /// When the mount waits no longer, this host gives the vote up for all hosts and returns that verdict as the error.
+    /// When the mount's timeout is over, this host ends the vote for all hosts and returns that verdict as the error.
     fn find_verdict(&self, prepared: &Prepared<'a, B>) -> Result<(), TransactionError> {
         let mut wait_again = self.mount.begin_wait();
         self.retry(|| Ok(prepared.publish_accesses()?))?;
