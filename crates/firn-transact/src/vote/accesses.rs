@@ -221,8 +221,9 @@ impl<'a> ListBuilder<'a> {
         self.path_at_depth(number, 0)
     }
 
-    /// Returns a path of an object of the record, with `depth` directories found below it already. The record is stored
-    /// where others may write, so the search ends at a depth of 1000 if directories form a circle.
+    /// Returns a path of an object of the record. `depth` is the number of directories found below it so far. Other
+    /// users may be able to change the stored record, so the search ends at a depth of 1000 in case directories form a
+    /// circle.
     fn path_at_depth(&self, number: u64, depth: usize) -> Vec<u8> {
         let entry = self.entries.get(&number);
         let entry = entry.filter(|_| number != 0 && depth < 1000);
