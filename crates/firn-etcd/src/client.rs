@@ -32,7 +32,7 @@ pub enum EtcdError {
     Endpoint {
         /// The text that was given as an address.
         endpoint: String,
-        /// What is wrong with it.
+        /// What is wrong with the text.
         why: String,
     },
     /// No answer came from the server, or the connection failed.

@@ -300,7 +300,7 @@ fn addresses_that_are_none_are_refused() {
         ("http://127.0.0.1:2379/v3", "behind the port"),
         ("http://127.0.0.1:99999", "HOST:PORT"),
         ("http://a b:1", "uri"),
-        ("", "no address"),
+        ("", "not an address"),
     ] {
         let error = Client::new(&[endpoint.to_owned()], WAIT).expect_err(endpoint);
         assert!(error.to_string().contains(why), "{endpoint}: {error}");

@@ -163,7 +163,7 @@ pub trait LockKeeping: Send {
 /// A lock file that an earlier firnd had open, with the locks in it.
 #[derive(Debug)]
 pub struct KeptLockFile {
-    /// Its inode number.
+    /// Inode number of the lock file.
     pub ino: u64,
     /// A descriptor of the open file.
     pub descriptor: OwnedFd,
@@ -187,7 +187,7 @@ pub struct LockSetup<B: Backing> {
     pub dir: B::Inode,
     /// Name of this host.
     pub host: String,
-    /// Called from time to time, to check whether locks reach those hosts.
+    /// Returns the other living hosts. Called at intervals, to check whether locks reach these hosts.
     pub other_hosts: OtherHosts,
     /// Keeps the locks for the next firnd; then only [`FileLocks::stop`] releases them. `None`: they end with this
     /// firnd.
@@ -217,11 +217,11 @@ struct FileLocksState {
     last_number: u64,
     /// Owners of granted locks, by file and kind.
     holders: HashMap<LockFileKey, Vec<Owner>>,
-    /// The lock thread must end after the queued jobs.
+    /// Whether the lock thread must end after the queued jobs.
     is_stopping: bool,
-    /// New requests are refused.
+    /// Whether new requests are refused.
     is_closed: bool,
-    /// The lock thread has ended, and no lock is held any more.
+    /// Whether the lock thread has ended and has released all locks.
     has_ended: bool,
 }
 

@@ -604,7 +604,7 @@ impl<'a, B: Backing> Apply<'a, B> {
         Ok(())
     }
 
-    /// Adds the new names of an object, as far as they are missing. The directories of the names get theirs first.
+    /// Adds those new names of an object that are missing. The directories of these names get their own new names first.
     fn add_new_names(&mut self, change: EntryChange<'a>) -> Result<()> {
         let number = change.entry.number;
         if change.added_names.is_empty() || !self.entries_with_new_names.insert(number) {

@@ -132,11 +132,11 @@ impl From<StoredTime> for Time {
 /// Where the bytes of a written range are.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum BytesSource {
-    /// In the staged copy of this side ([`EntrySide::copy_at`]), at the same offset.
+    /// The bytes are in the staged copy of this side ([`EntrySide::copy_at`]), at the same offset.
     Copy,
-    /// In another staged file, at the same offset.
+    /// The bytes are in another staged file, at the same offset.
     File(StagedPath),
-    /// In the log itself.
+    /// The bytes are in the log itself.
     Inline(#[serde(with = "serde_bytes")] Vec<u8>),
 }
 
@@ -182,9 +182,9 @@ pub struct DataChange {
 pub struct Attributes {
     /// `st_mode`: type and permission bits.
     pub mode: u32,
-    /// Owner.
+    /// User id of the owner.
     pub uid: u32,
-    /// Group.
+    /// Group id.
     pub gid: u32,
     /// Time of the last access.
     pub atime: StoredTime,

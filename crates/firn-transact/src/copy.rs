@@ -6,7 +6,7 @@ use firn_backing::{Backing, Errno, Result, data_ranges};
 
 use crate::staging::write_all;
 
-/// Bytes of one read and write of a copy through memory.
+/// Size in bytes of each read and write when data is copied through memory.
 pub(crate) const BLOCK: usize = 1 << 20;
 
 /// An open file, with the backing that has it.
@@ -70,7 +70,7 @@ pub(crate) fn copy_with_holes<B: Backing>(
     clear(base, to, offset..range.end)
 }
 
-/// Copies a range without holes: in the backing if it can, otherwise through memory.
+/// Copies a range without holes: by a call of the backing if it supports that, otherwise through memory.
 fn copy_data<B: Backing>(base: &B, from: &B::File, to: &B::File, data: Range<u64>) -> Result<()> {
     let Range {
         start: mut offset,

@@ -213,8 +213,8 @@ impl<'a, B: Backing> LogBuilder<'a, B> {
         inode: &B::Inode,
         change: &Change<B>,
     ) -> Result<(), Errno> {
-        // Without a staged copy, the names in a directory changed only its times. Other hosts may have changed more
-        // names there, so their times count.
+        // If a directory has no staged copy, only names in it have changed, and with them its times. With several hosts
+        // the log does not set these times, because other hosts may have changed more names there.
         let changes_only_names = entry.is_dir && change.copy.is_none();
         if let Some(names_changed_at) = change.names_changed_at
             && changes_only_names

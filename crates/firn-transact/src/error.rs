@@ -105,7 +105,7 @@ pub enum BeginError {
     Exists,
     /// A transaction cannot create its directory on a mount with several hosts, because each host would create it.
     #[error(
-        "with participants, every host would create the directory: create it first, then run firn begin without --create"
+        "with participants, every host would make the directory: make it first, then run firn begin without --create"
     )]
     NotAmongHosts,
     /// Shadow mode does not work on this file system, because its directories have other inode numbers than `stat`.

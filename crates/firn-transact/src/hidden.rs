@@ -190,7 +190,7 @@ impl<B: Backing> OwnLinks<B> {
             Some(link) if presence == LinkPresence::Exists => link.presence = presence,
             Some(_) => {}
             None => {
-                // The link at the top is the name `.firn` in it, and not a name of the top itself.
+                // The top's entry stands for the name `.firn` in it, not for a name of the top itself.
                 let is_dir = object.kind == Kind::Dir && serial != NO_SERIAL;
                 links.push(HiddenLink {
                     serial,

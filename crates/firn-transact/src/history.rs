@@ -185,7 +185,7 @@ impl<B: Backing> History<B> {
     }
 
     /// Copies the bytes that a commit of `data` overwrites or cuts off to the staged copy. Returns the change that
-    /// brings them back.
+    /// restores them.
     fn stage_old_bytes(
         &self,
         inode: &B::Inode,
@@ -218,7 +218,7 @@ impl<B: Backing> History<B> {
         })
     }
 
-    /// Reads the few bytes that a commit overwrites. Returns the change that brings them back, with the bytes in the
+    /// Reads the few bytes that a commit overwrites. Returns the change that restores them, with the bytes in the
     /// log itself.
     fn read_old_bytes(
         &self,

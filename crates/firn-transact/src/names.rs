@@ -28,11 +28,11 @@ use crate::top_names::Tops;
 use crate::tree::Tree;
 use crate::waiting::Admission;
 
-/// Place at which an object is made in the backing.
+/// Place in the backing at which an object is made.
 pub(crate) struct NewObject<'a, B: Backing> {
     /// The directory of the new name, or the staging directory of a transaction.
     pub(crate) dir: &'a B::Inode,
-    /// Its name there.
+    /// Name of the object in that directory.
     pub(crate) name: &'a OsStr,
     /// Lane (I/O server) for the data of a file.
     pub(crate) placing: Placing<'a, B::Inode>,

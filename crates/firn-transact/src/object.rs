@@ -74,8 +74,8 @@ pub(crate) struct Change<B: Backing> {
     pub(crate) inline: Option<InlineChanges>,
     /// Names of a directory that differ from those in the backing.
     pub(crate) names: BTreeMap<OsString, Named<B>>,
-    /// Number of names that were added, minus those removed, against the backing. For a directory, the same of its
-    /// subdirectories.
+    /// Number of added names minus number of removed names, compared with the backing. For a directory, the change of
+    /// its number of subdirectories.
     pub(crate) links: i64,
     /// Whether the directory was removed.
     pub(crate) removed: bool,

@@ -87,7 +87,7 @@ pub(crate) struct Scope<B: Backing> {
     pub(crate) names: Arc<Claim>,
     /// The changed objects, by the numbers of their changes.
     pub(crate) changed: Mutex<BTreeMap<u64, Arc<Object<B>>>>,
-    /// The stage.
+    /// Present stage of the transaction.
     pub(crate) stage: Mutex<Stage>,
     /// Signals a new stage, or a change of `refusing`.
     stage_changed: Condvar,
@@ -119,9 +119,9 @@ struct Inherited {
 
 /// A directory for staged objects, below `tx-N/new/`.
 pub(crate) struct StagingDir<B: Backing> {
-    /// Its name in `new/`.
+    /// Name of the directory in `new/`.
     pub(crate) name: String,
-    /// The directory itself.
+    /// Inode of the directory.
     pub(crate) inode: B::Inode,
 }
 

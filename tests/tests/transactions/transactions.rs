@@ -422,7 +422,7 @@ fn a_directory_that_begin_cannot_make_is_refused_with_what_to_do() {
     create("dir").code(1).says("it exists");
     create("file").code(1).says("it exists");
     create("none/dir").code(1).says("no such directory");
-    create("file/dir").code(1).says("this is none");
+    create("file/dir").code(1).says("this is not a directory");
     create(".firn").code(1).says("it exists");
     create("").code(1).says("it exists");
     firn(&sandbox, "begin", &mount.join("dir")).ok();

@@ -48,7 +48,7 @@ const UNREACHED_TIMEOUT: Duration = Duration::from_secs(3);
 const REPEATED_APPEND_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long this firnd retries to restore the locks of a file after an error of the backing.
 const RESUME_TIMEOUT: Duration = Duration::from_secs(30);
-/// How often a request may find that its lock file has lost its name. After that the request fails.
+/// How many times a request may find that its lock file was removed. After that the request fails.
 const TRIES_MAX: usize = 100;
 
 /// A request to the lock thread.
@@ -85,7 +85,7 @@ struct WaitingRequest {
 }
 
 impl WaitingRequest {
-    /// Returns whether the request lets requests go first that were queued earlier. It does for [`YIELD_TIME_MAX`].
+    /// Returns whether the request lets earlier queued requests go first. It does so for [`YIELD_TIME_MAX`].
     fn yields(&self) -> bool {
         self.on_conflict == OnConflict::Wait && self.since.elapsed() < YIELD_TIME_MAX
     }

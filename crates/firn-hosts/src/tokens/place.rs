@@ -1,4 +1,4 @@
-//! The directory `.firn/tokens/` in the backing. It has the name under which an outside lock service knows this backing.
+//! The directory `.firn/tokens/` in the backing. It has the name that identifies this backing at an outside lock service.
 
 use crate::own::{self, TOP};
 use crate::{OwnError, VoteDir};

@@ -13,7 +13,7 @@ use parking_lot::{Condvar, Mutex};
 /// Longer than any step of these tests; only a hang takes this long.
 pub const HANGS_AFTER: Duration = Duration::from_secs(60);
 
-/// Short, so that a test sees many batches.
+/// Returns token limits. Short limits let a test see many batches.
 pub fn limits(hold_ms: u64, wait_ms: u64) -> TokenLimits {
     TokenLimits {
         hold: Duration::from_millis(hold_ms),

@@ -34,7 +34,7 @@ use crate::transactional::TransactionalBacking;
 pub struct Backups<B: Backing> {
     pub(crate) lower: Arc<LowerBacking<B>>,
     pub(crate) scopes: Arc<Scopes<B>>,
-    /// Set at most once, before programs use the mount.
+    /// The backup. It is set at most once, before programs use the mount.
     pub(crate) mirror: OnceLock<Mirror<B>>,
 }
 

@@ -19,7 +19,7 @@ const SHARDS: usize = 16;
 /// Whether a process reads bytes or changes them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Access {
-    /// The bytes were read, also where the file ended before them.
+    /// The bytes were read, even if the file ended before them.
     Read,
     /// The bytes were written, cut off or cleared.
     Write,

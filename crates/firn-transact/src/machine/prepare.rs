@@ -92,11 +92,11 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         if self.store.lower.members().is_some()
             && let Err(error) = self.find_verdict(&prepared)
         {
-            // The scope is not quiesced here: a quiesce would wait for programs whose changes wait for this reopening.
+            // The scope is not quiesced here: a quiesce would wait for programs, and their changes wait for the reopening.
             match prepared.reopen() {
                 Ok(used) => self.mount.put_accesses_back(used),
                 Err(error) => {
-                    tracing::debug!(%error, id = prepared.id(), "the transaction stays prepared");
+                    tracing::debug!(%error, id = prepared.id(), "cannot reopen the transaction: it remains prepared");
                 }
             }
             return Err(error);

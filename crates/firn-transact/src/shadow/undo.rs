@@ -84,7 +84,7 @@ pub(crate) struct UndoPass<'a, B: Backing> {
     /// The top of the scope.
     root: B::Inode,
     root_ino: u64,
-    /// The saved states.
+    /// The saved states, by inode number.
     saves: BTreeMap<u64, SavedObject>,
     /// Objects that were in touched directories before the transaction.
     preexisting: HashSet<u64>,
@@ -144,8 +144,8 @@ impl<'a, B: Backing> UndoPass<'a, B> {
         })
     }
 
-    /// Undoes the changes durably, and returns what became of the objects. After an error it can be repeated from the
-    /// start.
+    /// Undoes the changes durably, and returns what happened to the objects. After an error, the caller can
+    /// repeat the undo from the start.
     pub(crate) fn run(mut self) -> Result<UndoResult> {
         self.find_dirs()?;
         let log = self.make_log()?;
