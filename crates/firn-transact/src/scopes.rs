@@ -137,8 +137,8 @@ impl<B: Backing> Scopes<B> {
     /// commit. Transactions that are over are left out.
     fn staged_where(&self, select: impl Fn(&Scope<B>) -> bool) -> Vec<(Arc<Scope<B>>, Stage)> {
         let with_next = |scope: &Arc<Scope<B>>| [Some(Arc::clone(scope)), scope.application.next()];
-        // Stages are read under the lock. At the end of a commit its follower moves into the list; a copy of the list
-        // from before that moment, with stages from after it, would miss the follower.
+        // Stages are read under the lock. When a commit ends, the transaction that follows it moves into the list. A copy
+        // of the list from before that moment, with stages from after it, would miss that transaction.
         let list = self.list.read();
         let selected = list.iter().filter(|scope| select(scope));
         let staged = selected.flat_map(with_next).flatten().map(|scope| {
@@ -163,7 +163,7 @@ impl<B: Backing> Scopes<B> {
     /// Returns the undecided transaction of the scope that is, was or will be at `path`, or else the commit that is
     /// being applied.
     pub(crate) fn current_at_path(&self, path: &[u8]) -> Option<Arc<Scope<B>>> {
-        // Both look-ups are under the lock, because at the end of a commit its follower moves into the list.
+        // Both look-ups are under the lock, because the transaction that follows a commit moves into the list at its end.
         let list = self.list.read();
         let first = list.iter().find(|scope| scope.is_at(path))?;
         let next = first.application.next();

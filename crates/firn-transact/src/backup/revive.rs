@@ -246,7 +246,7 @@ impl<B: Backing> Revival<B> {
                 if taken.is_some() && !removed_names.contains(new_name) {
                     return Err(other_tree(
                         &join(&dir.path, name),
-                        "the transaction makes it, and it is there",
+                        "the transaction makes it, but it exists already",
                     ));
                 }
             }
@@ -260,7 +260,7 @@ impl<B: Backing> Revival<B> {
                 if !removed_names.contains(&EntryName::new(item.number, name.clone())) {
                     return Err(other_tree(
                         &join(&dir.path, &name),
-                        "the transaction removes its directory, and not it",
+                        "the transaction removes its directory, but does not remove this entry",
                     ));
                 }
             }

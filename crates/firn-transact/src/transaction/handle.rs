@@ -59,7 +59,7 @@ pub struct Decided<'a, B: Backing> {
 }
 
 /// A transaction that was not over at the time of the search, with its stage.
-#[allow(missing_docs, reason = "each variant is the scope_ref of that name")]
+#[allow(missing_docs, reason = "each variant is the handle of that name")]
 pub enum TransactionHandle<'a, B: Backing> {
     Open(Open<'a, B>),
     Prepared(Prepared<'a, B>),
