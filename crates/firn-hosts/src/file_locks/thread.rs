@@ -656,7 +656,7 @@ impl<B: Backing> LockThread<B> {
                 resumed = self.resume_file(key, &locks, &mut files_by_ino);
             }
             if let Err(error) = resumed {
-                tracing::error!(%error, ino = key.file, "cannot take over the locks of programs on a file: these locks are lost");
+                tracing::error!(%error, ino = key.file, "cannot take over the locks on a file: they are lost");
             }
             self.publish_owners(key);
         }
