@@ -1,8 +1,8 @@
 //! Calls of etcd's JSON gateway over HTTP.
 //!
 //! Promises
-//! * Each call ends within the patience for each endpoint; an endpoint that answers is asked first the next time.
-//! * At most [`ANSWER_BYTES_MAX`] of an answer are read.
+//! * Each request to one endpoint ends within its timeout. The next call begins with the endpoint that answered last.
+//! * At most [`ANSWER_BYTES_MAX`] bytes of an answer are read.
 //! * No proxy of the environment is used, and no redirection is followed.
 
 use std::io::{BufRead, BufReader, ErrorKind, Read};
@@ -17,46 +17,46 @@ use ureq::http::Uri;
 
 use crate::messages::{Ranged, Text};
 
-/// A queue of 1000 hosts has some 200 KiB.
+/// Maximum size in bytes of an answer. The keys of a queue of 1000 hosts take about 200 KiB.
 const ANSWER_BYTES_MAX: u64 = 1 << 20;
-/// Of the text of an error that is told.
+/// Maximum length in characters of an error text that another program sent and Firn logs.
 const MESSAGE_CHARS_MAX: usize = 200;
-/// What an endpoint that does not answer costs at most, before the next one is asked.
+/// Maximum time to wait for one endpoint before the next one is tried.
 const PATIENCE_MAX: Duration = Duration::from_secs(2);
 
-/// Why etcd did not do what it was asked for.
+/// Why a call of etcd failed.
 #[derive(Debug, thiserror::Error)]
 pub enum EtcdError {
-    /// This is no endpoint of etcd.
-    #[error("{endpoint} is no address of etcd: {why}")]
+    /// The text is not the address of an etcd endpoint.
+    #[error("{endpoint} is not an address of etcd: {why}")]
     Endpoint {
-        /// As it was given.
+        /// The text that was given as an address.
         endpoint: String,
-        /// What is wrong with it.
+        /// What is wrong with the text.
         why: String,
     },
-    /// It does not answer.
+    /// No answer came from the server, or the connection failed.
     #[error("etcd at {endpoint} does not answer: {source}")]
     Unreached {
-        /// The server.
+        /// The address of the server.
         endpoint: String,
-        /// Why.
+        /// The error of the HTTP client.
         source: Box<ureq::Error>,
     },
-    /// It refused.
+    /// The server refused the request.
     #[error("etcd at {endpoint} refused: {message} (HTTP {status})")]
     Refused {
-        /// The server.
+        /// The address of the server.
         endpoint: String,
         /// HTTP status.
         status: u16,
-        /// In its words.
+        /// The error text of the server.
         message: String,
     },
-    /// What it said is no answer to what it was asked.
+    /// The answer does not have the form that etcd's answers have.
     #[error("{endpoint} does not answer as etcd does: {why}")]
     Garbled {
-        /// The server.
+        /// The address of the server.
         endpoint: String,
         /// What is wrong with the answer.
         why: String,
@@ -70,7 +70,7 @@ impl From<EtcdError> for ServiceError {
 }
 
 impl EtcdError {
-    /// Whether another member of the cluster may do better.
+    /// Returns whether the same request may succeed at another endpoint.
     fn is_of_endpoint(&self) -> bool {
         match self {
             Self::Unreached { .. } | Self::Garbled { .. } => true,
@@ -84,15 +84,16 @@ impl EtcdError {
 #[derive(Debug)]
 pub struct Client {
     agent: Agent,
-    /// `http://host:port`, each; at least one.
+    /// The addresses, each as `http://host:port`; at least one.
     endpoints: Vec<String>,
-    /// The one that answered last.
+    /// Index of the endpoint that answered last.
     preferred: AtomicUsize,
     patience: Duration,
 }
 
 impl Client {
-    /// Speaks to these endpoints, `http://host:port` each. `wait`: how long a host waits for a token.
+    /// Creates a client for these endpoints, each `http://host:port`. `wait` is how long a host waits for a token; a
+    /// request gets a third of it, at most [`PATIENCE_MAX`].
     pub fn new(endpoints: &[String], wait: Duration) -> Result<Self, EtcdError> {
         let endpoints: Vec<_> = endpoints
             .iter()
@@ -101,7 +102,7 @@ impl Client {
         if endpoints.is_empty() {
             return Err(EtcdError::Endpoint {
                 endpoint: "nothing".into(),
-                why: "give at least one endpoint".into(),
+                why: "at least one endpoint is required".into(),
             });
         }
         let config = Agent::config_builder()
@@ -117,13 +118,13 @@ impl Client {
         })
     }
 
-    /// Whether one of the endpoints answers as etcd does.
+    /// Checks that at least one endpoint answers as etcd does.
     pub fn check(&self) -> Result<(), EtcdError> {
         let nothing = serde_json::json!({ "key": Text("firn/"), "keys_only": true, "limit": "1" });
         self.call::<Ranged>("kv/range", &nothing).map(drop)
     }
 
-    /// Asks one endpoint after the other for the answer to `request`.
+    /// Sends `request` to one endpoint after the other, until one answers.
     pub(super) fn call<T: DeserializeOwned>(
         &self,
         method: &str,
@@ -176,8 +177,8 @@ impl Client {
         serde_json::from_slice(&answer).map_err(|error| garbled(endpoint, &error.to_string()))
     }
 
-    /// Waits until a watched key may have changed, for at most `patience`. Any line of the answer after the first counts
-    /// as a change, whatever it says: the caller reads the key again in each case.
+    /// Waits until a watched key may have changed, for at most `patience`. Each line of the answer after the first
+    /// counts as a change, whatever its content, because the caller reads the key again in any case.
     pub(super) fn watch(
         &self,
         request: &impl Serialize,
@@ -205,10 +206,10 @@ impl Client {
             let _ = lines.read_to_end(&mut answer);
             return Err(refused(endpoint, status, &answer));
         }
-        // The first line says that the watch was made, the second one is the event.
+        // The first line confirms that the watch was created; the second line is the event.
         for _line in 0..2 {
             match lines.read_until(b'\n', &mut Vec::new()) {
-                Ok(0) => return Err(garbled(endpoint, "a watch ended")),
+                Ok(0) => return Err(garbled(endpoint, "the watch ended without an event")),
                 Ok(_) => {}
                 Err(error) if is_timeout(&error) => return Ok(()),
                 Err(error) => return Err(unreached(endpoint, error.into())),
@@ -217,7 +218,7 @@ impl Client {
         Ok(())
     }
 
-    /// What the endpoint that answered last said makes no sense.
+    /// Returns the error for an answer of the preferred endpoint that does not have the expected form.
     pub(super) fn garbled(&self, why: &str) -> EtcdError {
         garbled(&self.endpoints[self.preferred.load(Ordering::Relaxed)], why)
     }
@@ -228,7 +229,7 @@ fn is_timeout(error: &std::io::Error) -> bool {
     error.kind() == ErrorKind::TimedOut || matches!(inner, Some(ureq::Error::Timeout(_)))
 }
 
-/// An endpoint without the slash at its end.
+/// Checks the form of an endpoint's address, and removes a slash at its end.
 fn checked(endpoint: &str) -> Result<String, EtcdError> {
     let refused = |why: &str| EtcdError::Endpoint {
         endpoint: endpoint.to_owned(),
@@ -239,7 +240,7 @@ fn checked(endpoint: &str) -> Result<String, EtcdError> {
         .map_err(|error: ureq::http::uri::InvalidUri| refused(&error.to_string()))?;
     if uri.scheme_str() != Some("http") {
         return Err(refused(
-            "it does not begin with http://, and nothing else is spoken",
+            "it does not begin with http://, the only supported scheme",
         ));
     }
     let has_user = uri
@@ -249,7 +250,7 @@ fn checked(endpoint: &str) -> Result<String, EtcdError> {
         return Err(refused("http://HOST:PORT is expected"));
     }
     if !matches!(uri.path(), "" | "/") || uri.query().is_some() {
-        return Err(refused("there is something behind the port"));
+        return Err(refused("nothing is allowed behind the port"));
     }
     Ok(endpoint.trim_end_matches('/').to_owned())
 }
@@ -284,7 +285,7 @@ fn refused(endpoint: &str, status: u16, answer: &[u8]) -> EtcdError {
     }
 }
 
-/// Text from another program, for a log.
+/// Replaces control characters and cuts the text, so that it is fit for a log.
 fn printable(text: &str) -> String {
     let shown = text
         .chars()

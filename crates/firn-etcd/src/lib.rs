@@ -2,17 +2,18 @@
 //!
 //! ```text
 //! firn/GROUP/lane-0/694d…01   first of the queue: has the token    value: name of its host
-//! firn/GROUP/lane-0/694d…07   next: watches the key before it
+//! firn/GROUP/lane-0/694d…07   second of the queue: watches the key before its own
 //! ```
 //!
-//! A host that wants the token puts a key of its own under the lane, attached to a lease; keys stand in the order in
-//! which they were made. A host that dies loses its lease, and etcd removes its key.
+//! A host that wants the token creates its own key under the lane, attached to a lease of etcd. Keys are ordered by
+//! their creation. If a host dies, its lease ends, and etcd removes its key.
 //!
 //! Promises
-//! * Each call answers or fails within a bounded time: a queue and a dead service look different. (`/v3/lock/lock`
-//!   would be one call that is answered at the end of the queue, whose end loses the place.)
-//! * A lane that has nothing to write asks nothing and renews nothing.
-//! * No answer is believed for its length; what is no answer of etcd is an error.
+//! * Each call answers or fails within a bounded time, so a long queue can be distinguished from a dead service. (A
+//!   single `/v3/lock/lock` call would be answered only at the head of the queue, and its timeout would lose the
+//!   place.)
+//! * A lane that has nothing to write sends no requests and renews no lease.
+//! * No answer is trusted beyond its size limit. An answer that etcd would not send is an error.
 
 mod client;
 mod messages;
@@ -25,43 +26,43 @@ use firn_hosts::tokens::{LockService, QueuePosition, ServiceError, TokenReply};
 use messages::{Deleted, Granted, KeptAlive, Queue, Ranged, Text, Txn};
 use serde_json::json;
 
-/// Seconds after which etcd forgets a host that does not renew its lease: what a holder that was killed costs. etcd
-/// takes no less than one and a half of its election timeouts, 2 s by default.
+/// Lifetime in seconds of a lease that this host requests. If the holder is killed, the next host waits this long. etcd
+/// grants at least one and a half of its election timeouts, 2 s by default.
 const LEASE_SECONDS: u64 = 3;
-/// A lease that etcd makes longer is believed up to here.
+/// Maximum lifetime in seconds of a lease. A longer lifetime in etcd's answer is cut to this value.
 const LEASE_SECONDS_MAX: u64 = 60;
-/// Renewals of a lease before it would end.
+/// Number of renewals within the lifetime of a lease.
 const RENEWALS_PER_LEASE: u32 = 3;
-/// Hosts of a queue that are read at a time.
+/// Maximum number of hosts of a queue that one request reads.
 const QUEUE_MAX: usize = 1000;
-/// Pause of a host that is so far behind that it does not see itself.
+/// Pause before the next request of a host that is not among the first [`QUEUE_MAX`] of the queue.
 const REST_FAR_BEHIND: Duration = Duration::from_millis(500);
-/// Pause of a host whose key is gone, with its lease.
+/// Pause before the next request of a host whose key is gone because its lease ended.
 const REST_LOST_PLACE: Duration = Duration::from_millis(50);
 
 /// The token of one lane in etcd.
 pub struct EtcdService {
     client: Arc<Client>,
-    /// Before the keys of the lane's queue.
+    /// Prefix of the keys of the lane's queue.
     prefix: String,
     host: String,
-    /// How long a watch lasts.
+    /// Maximum duration of one watch.
     watch_for: Duration,
     lease: Option<Lease>,
-    /// Key of this host that etcd may have.
+    /// Key of this host in the queue. `None` if etcd certainly has no such key, or only until a lease ends.
     key: Option<String>,
 }
 
 struct Lease {
     id: i64,
     ttl: Duration,
-    /// etcd said so then.
+    /// Time before the request that granted or last renewed the lease.
     confirmed: Instant,
 }
 
 impl EtcdService {
-    /// The token of lane `lane` among the hosts of `group`, for the host of this name. `wait`: how long a host waits
-    /// for a token that does not come.
+    /// Creates the service for the token of lane `lane` among the hosts of `group`. `host` is the name of this host;
+    /// `wait` is how long a host waits for a token that does not come.
     pub fn new(client: Arc<Client>, group: &str, lane: usize, host: &str, wait: Duration) -> Self {
         let renew_every = Duration::from_secs(LEASE_SECONDS) / RENEWALS_PER_LEASE;
         Self {
@@ -74,7 +75,7 @@ impl EtcdService {
         }
     }
 
-    /// A lease that lives: the one of before, renewed where it is due, or a new one.
+    /// Returns the id of a live lease: the present one, renewed if that is due, or a new one.
     fn ensure_lease(&mut self) -> Result<i64, EtcdError> {
         if let Some(lease) = &self.lease {
             let age = lease.confirmed.elapsed();
@@ -84,7 +85,7 @@ impl EtcdService {
             if age < lease.ttl && self.keep_alive()? {
                 return Ok(lease_id(&self.lease));
             }
-            // Its keys are gone, or will be.
+            // The lease has ended or is about to end, and etcd removes its keys.
             self.lease = None;
             self.key = None;
         }
@@ -100,7 +101,7 @@ impl EtcdService {
         Ok(granted.id)
     }
 
-    /// Renews the lease; false: etcd has it no more.
+    /// Renews the lease. Returns false if etcd no longer has the lease.
     fn keep_alive(&mut self) -> Result<bool, EtcdError> {
         let Some(lease) = &mut self.lease else {
             return Ok(false);
@@ -126,7 +127,7 @@ impl EtcdService {
         })
     }
 
-    /// Stands in line, at the end where this host does not stand there yet.
+    /// Adds this host at the end of the queue unless it is in the queue already. Returns the queue.
     fn join_queue(&mut self, lease: i64) -> Result<Queue, EtcdError> {
         let key = self
             .key
@@ -141,7 +142,7 @@ impl EtcdService {
         let answer: Txn = self.client.call("kv/txn", &txn)?;
         answer
             .into_queue()
-            .ok_or_else(|| self.client.garbled("it has no queue"))
+            .ok_or_else(|| self.client.garbled("the answer has no queue"))
     }
 
     fn read_queue(&self) -> Result<Queue, EtcdError> {
@@ -149,13 +150,14 @@ impl EtcdService {
         Ok(ranged.into_queue())
     }
 
-    /// Where this host stands in a queue.
+    /// Returns the index of this host in the queue. Returns `None` if the host is not among the keys that were read.
     fn place_in(&self, queue: &Queue) -> Option<usize> {
         let key = self.key.as_ref()?;
         queue.members.iter().position(|member| member.key == *key)
     }
 
-    /// Waits for a while until a key is removed, or something else happens to it.
+    /// Waits until a key is removed, at most [`Self::watch_for`]. May return earlier, so the caller must read the queue
+    /// again.
     fn watch(&self, key: &str, since_revision: i64) -> Result<(), EtcdError> {
         let request = json!({ "create_request": {
             "key": Text(key),
@@ -170,12 +172,12 @@ fn lease_id(lease: &Option<Lease>) -> i64 {
     lease.as_ref().map_or(0, |lease| lease.id)
 }
 
-/// The first key after all that begin with `prefix`, which ends in a slash.
+/// Returns the first key that sorts after all keys that begin with `prefix`. `prefix` ends in a slash.
 fn after_prefix(prefix: &str) -> String {
     debug_assert!(prefix.ends_with('/'));
     let mut end = prefix.to_owned();
     end.pop();
-    // The character after the slash.
+    // `0` is the character after the slash.
     end.push('0');
     end
 }
@@ -190,7 +192,7 @@ impl LockService for EtcdService {
             Some(place) => &queue.members[place - 1],
             None if queue.is_cut => return Ok(behind(&queue, REST_FAR_BEHIND)),
             None => {
-                // The lease ended on the way: there is another one the next time.
+                // The lease ended between the two requests. The next request gets a new lease.
                 self.lease = None;
                 self.key = None;
                 return Ok(behind(&queue, REST_LOST_PLACE));
@@ -208,7 +210,7 @@ impl LockService for EtcdService {
         if let Some(key) = self.key.take() {
             let request = json!({ "key": Text(&key) });
             if let Err(error) = self.client.call::<Deleted>("kv/deleterange", &request) {
-                // The key ends with its lease, which must not be used again.
+                // etcd may still have the key until its lease ends, so this lease must not be used again.
                 self.lease = None;
                 return Err(error.into());
             }
@@ -223,13 +225,13 @@ impl LockService for EtcdService {
     fn renew(&mut self) -> Result<(), ServiceError> {
         let why = match self.keep_alive() {
             Ok(true) => return Ok(()),
-            Ok(false) => "its lease has ended".to_owned(),
+            Ok(false) => "its lease in etcd has ended".to_owned(),
             Err(error) => {
                 let is_over = |lease: &Lease| lease.confirmed.elapsed() >= lease.ttl;
                 if !self.lease.as_ref().is_none_or(is_over) {
                     return Err(error.into());
                 }
-                format!("its lease could not be renewed: {error}")
+                format!("its lease in etcd could not be renewed: {error}")
             }
         };
         self.lease = None;

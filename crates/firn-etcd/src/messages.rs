@@ -1,13 +1,14 @@
-//! What etcd's JSON gateway says. Numbers of 64 bits are strings there, zero is left out, and bytes are base64.
+//! Messages of etcd's JSON gateway. In them, 64-bit numbers are strings, fields with the value zero are left out, and
+//! bytes are base64.
 
 use base64::Engine as _;
 use base64::prelude::BASE64_STANDARD;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-/// Bytes of a host's name that are believed.
+/// Maximum length in bytes of a host's name. A longer value is not shown as a name.
 const HOST_BYTES_MAX: usize = 64;
 
-/// Text as etcd wants its bytes.
+/// Text that is encoded as etcd expects bytes.
 pub(super) struct Text<'a>(pub(super) &'a str);
 
 impl Serialize for Text<'_> {
@@ -33,7 +34,7 @@ where
     number.ok_or_else(|| serde::de::Error::custom("a number is expected"))
 }
 
-/// Every answer has one.
+/// The header, which is part of every answer.
 #[derive(Debug, Deserialize)]
 pub(super) struct Header {
     #[serde(default, deserialize_with = "number")]
@@ -55,10 +56,10 @@ pub(super) struct KeptAlive {
     pub(super) result: Lifetime,
 }
 
-/// Seconds that a lease lives; none if it does not.
+/// The remaining lifetime of a lease in seconds; 0 if the lease has ended.
 #[derive(Debug, Deserialize)]
 pub(super) struct Lifetime {
-    /// There in each answer, so that another answer is not taken for a lease that ended.
+    /// Every such answer has the id. Requiring it prevents another answer from being read as an ended lease.
     #[serde(rename = "ID", deserialize_with = "number")]
     pub(super) _id: i64,
     #[serde(rename = "TTL", default, deserialize_with = "number")]
@@ -103,7 +104,7 @@ struct TxnResponse {
 }
 
 impl Txn {
-    /// The queue that it read; `None`: it read none.
+    /// Returns the queue that the transaction read. Returns `None` if the answer has no queue.
     pub(super) fn into_queue(self) -> Option<Queue> {
         let mut ranges = self
             .responses
@@ -113,20 +114,20 @@ impl Txn {
     }
 }
 
-/// The hosts that want a token, in their order.
+/// The hosts that want a token, in the order of their requests.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Queue {
-    /// State of etcd in which it was so.
+    /// Revision of etcd's data at which the queue was read.
     pub(super) revision: i64,
     pub(super) members: Vec<Member>,
-    /// There are more.
+    /// Whether the queue has more members than were read.
     pub(super) is_cut: bool,
 }
 
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Member {
     pub(super) key: String,
-    /// Name of its host, if it is one that a host may have.
+    /// Name of the member's host. `None` if the value is not a valid host name.
     pub(super) host: Option<String>,
 }
 
@@ -141,7 +142,7 @@ impl Ranged {
 }
 
 impl KeyValue {
-    /// `None`: the key is none of Firn's.
+    /// Decodes a member of a queue. Returns `None` if the key is not UTF-8, which no key of Firn is.
     fn to_member(&self) -> Option<Member> {
         let text = |bytes: &str| String::from_utf8(BASE64_STANDARD.decode(bytes).ok()?).ok();
         let is_shown = |host: &String| {

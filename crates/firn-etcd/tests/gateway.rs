@@ -1,4 +1,4 @@
-//! The client of etcd against servers that are none, or ill.
+//! The client of etcd against servers that are not etcd, or that answer wrongly.
 
 #[path = "../../firn-hosts/tests/common/mod.rs"]
 mod common;
@@ -18,15 +18,16 @@ use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use serde_json::{Value, json};
 
-/// How long a host waits for a token here.
+/// How long a host waits for a token in these tests.
 const WAIT: Duration = Duration::from_millis(600);
 
-/// Answers each connection so, after a request has come. Its threads end with the connections and the test.
+/// Starts a server that calls `answer` for each connection once a request has come. Its threads run until the test
+/// process ends.
 fn serve(answer: impl Fn(TcpStream) + Send + Sync + 'static) -> SocketAddr {
     serve_requests(move |_, stream| answer(stream))
 }
 
-/// The same, with the request.
+/// Like [`serve`], but `answer` also receives the request.
 fn serve_requests(answer: impl Fn(Vec<u8>, TcpStream) + Send + Sync + 'static) -> SocketAddr {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     let address = listener.local_addr().expect("its address");
@@ -50,7 +51,7 @@ fn await_request(mut stream: &TcpStream) -> Option<Vec<u8>> {
         .expect("a timeout");
     let mut request = Vec::new();
     let mut buffer = [0; 4096];
-    // All requests are objects, whose end is the only brace at an end of a read.
+    // Each request is one JSON object. A read that ends with a brace therefore ends the request.
     loop {
         match stream.read(&mut buffer) {
             Ok(0) | Err(_) => return None,
@@ -81,7 +82,7 @@ fn service(address: SocketAddr) -> EtcdService {
     EtcdService::new(Arc::new(client), "test", 0, "n0", WAIT)
 }
 
-/// The error of a question, which comes in time and is fit for a log.
+/// Returns the error of a request to `address`. Asserts that it comes in time and is fit for a log.
 fn refusal(address: SocketAddr) -> EtcdError {
     let began = Instant::now();
     let error = service(address).ask().expect_err("that is no etcd");
@@ -170,7 +171,7 @@ fn half_and_endless_and_missing_answers_end_in_time() {
             .is_ok()
         {}
     };
-    // One byte now and then: each read is in time, the whole is not.
+    // One byte at intervals: each single read is in time, but the whole answer is not.
     let trickle = |mut stream: TcpStream| {
         let _ = stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n");
         while stream.write_all(b" ").is_ok() {
@@ -215,7 +216,7 @@ fn random_bytes_are_refused() {
                 _ => answer.insert(at, rng.random()),
             }
         }
-        // The lease may be granted; a queue never is.
+        // The random answer may grant the lease, but it never has a queue.
         let error = service(serve_bytes(answer)).ask().expect_err("no etcd");
         assert!(error.to_string().len() < 1000, "{error}");
     }
@@ -235,7 +236,8 @@ fn a_lane_goes_on_without_a_server_that_is_no_etcd() {
     );
 }
 
-/// An etcd, or a server in its place, in whose queue another host is first each time. This host is behind it.
+/// Starts a server like etcd. In its queue another host is first in each answer, with a new holder each time, and this
+/// host is second.
 fn serve_a_queue_without_end() -> SocketAddr {
     let place = Mutex::new((0, None));
     serve_requests(move |request, mut stream| {
@@ -257,7 +259,7 @@ fn serve_a_queue_without_end() -> SocketAddr {
             })
         };
         let path = head.split(' ').nth(1).expect("a path");
-        // A stream of answers: the watch is there, and something has happened.
+        // A stream of answers: the watch is created, and an event has happened.
         let watched = "{\"result\":{\"created\":true}}\n{\"result\":{\"events\":[]}}\n";
         let answer = match path {
             "/v3/watch" => watched.into(),
@@ -298,7 +300,7 @@ fn addresses_that_are_none_are_refused() {
         ("http://127.0.0.1:2379/v3", "behind the port"),
         ("http://127.0.0.1:99999", "HOST:PORT"),
         ("http://a b:1", "uri"),
-        ("", "no address"),
+        ("", "not an address"),
     ] {
         let error = Client::new(&[endpoint.to_owned()], WAIT).expect_err(endpoint);
         assert!(error.to_string().contains(why), "{endpoint}: {error}");

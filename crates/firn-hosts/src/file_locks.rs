@@ -146,7 +146,7 @@ pub struct ConflictingLock {
 /// Returns the names of the other living hosts that may lock files in this backing.
 pub type OtherHosts = Box<dyn Fn() -> Result<Vec<String>, Errno> + Send>;
 
-/// Keeps locks for the next firnd, in case this one dies.
+/// Keeps the locks of this firnd for the next one, in case this one dies.
 ///
 /// The backing keeps a lock as long as any process has a descriptor of the open lock file. So another process gets a
 /// descriptor, and a table outside of firnd says which program has which lock.
@@ -155,15 +155,15 @@ pub trait LockKeeping: Send {
     fn keep_lock_file(&self, lock_file: u64, descriptor: BorrowedFd<'_>);
     /// Closes the kept descriptor of a lock file.
     fn drop_lock_file(&self, lock_file: u64);
-    /// Notes the locks of this kind that programs have on a file, in place of those noted before. Returns false if there
-    /// is no room; the locks from before then stay noted too.
+    /// Records the locks of this kind that programs have on a file, in place of the earlier record. Returns false if
+    /// there is no room; the earlier record then remains beside what fits.
     fn note_locks(&self, lock_file: u64, key: LockFileKey, locks: &[HeldLock]) -> bool;
 }
 
 /// A lock file that an earlier firnd had open, with the locks in it.
 #[derive(Debug)]
 pub struct KeptLockFile {
-    /// Its inode number.
+    /// Inode number of the lock file.
     pub ino: u64,
     /// A descriptor of the open file.
     pub descriptor: OwnedFd,
@@ -174,8 +174,8 @@ pub struct KeptLockFile {
 pub struct KeptLocks {
     /// The lock files.
     pub files: Vec<KeptLockFile>,
-    /// Locks of programs on each file. If the earlier firnd died while it changed locks of an owner, those of before and
-    /// after the change may both be here.
+    /// Locks of programs on each file. If the earlier firnd died while it changed an owner's locks, the list may have
+    /// both the old and the new locks.
     pub locks: HashMap<LockFileKey, Vec<HeldLock>>,
 }
 
@@ -187,18 +187,19 @@ pub struct LockSetup<B: Backing> {
     pub dir: B::Inode,
     /// Name of this host.
     pub host: String,
-    /// Called from time to time, to check whether locks reach those hosts.
+    /// Returns the other living hosts. Called at intervals, to check whether locks reach these hosts.
     pub other_hosts: OtherHosts,
-    /// Keeps the locks for the next firnd: only [`FileLocks::stop`] releases them. `None`: they end with this firnd.
+    /// Keeps the locks for the next firnd; then only [`FileLocks::stop`] releases them. `None`: they end with this
+    /// firnd.
     pub keeping: Option<Box<dyn LockKeeping>>,
-    /// Locks of an earlier firnd, which go on.
+    /// Locks of an earlier firnd, which this one takes over.
     pub kept: KeptLocks,
 }
 
 /// The locks of one mount.
 pub struct FileLocks {
     shared: Arc<Shared>,
-    /// A drop releases all locks.
+    /// Whether a drop of this value releases all locks.
     ends_with_drop: bool,
 }
 
@@ -216,11 +217,11 @@ struct FileLocksState {
     last_number: u64,
     /// Owners of granted locks, by file and kind.
     holders: HashMap<LockFileKey, Vec<Owner>>,
-    /// The lock thread must end after the queued jobs.
+    /// Whether the lock thread must end after the queued jobs.
     is_stopping: bool,
-    /// New requests are refused.
+    /// Whether new requests are refused.
     is_closed: bool,
-    /// The lock thread has ended, and no lock is held any more.
+    /// Whether the lock thread has ended and has released all locks.
     has_ended: bool,
 }
 

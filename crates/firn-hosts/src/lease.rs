@@ -179,14 +179,14 @@ impl Record {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum LeaseError {
     /// Another process holds the lease.
-    #[error("{} has it", describe_holder(holder))]
+    #[error("{} holds the lease", describe_holder(holder))]
     Held {
         /// The holder. `None` if the holder has not written its record yet.
         holder: Option<Holder>,
     },
     /// The lock is free on this host, although the holder is alive.
     #[error(
-        "{} has it and goes on, and its lock does not keep this host out",
+        "{} holds the lease and is alive, but its lock does not exclude this host",
         describe_holder(holder)
     )]
     Unreached {
@@ -194,13 +194,13 @@ pub enum LeaseError {
         holder: Option<Holder>,
     },
     /// Another process took the lease from this holder.
-    #[error("{} took it", describe_holder(by))]
+    #[error("{} took the lease", describe_holder(by))]
     Lost {
         /// The new holder. `None` if its record cannot be read.
         by: Option<Holder>,
     },
     /// The file system cannot lock the lease file.
-    #[error("its file cannot be locked: {0}")]
+    #[error("the lease file cannot be locked: {0}")]
     NoLock(#[source] Errno),
     /// The lease file is not in the state that Firn requires of its files, or the backing failed.
     #[error(transparent)]

@@ -8,7 +8,7 @@
 //! * [`Members`]: the hosts that take part, and the name of this host.
 //! * [`Lease`]: lets one process at a time act in the name of a host. The lease is a locked file with a heartbeat
 //!   counter; the lease ends when the process dies.
-//! * [`HostWatch`]: tells which hosts are alive, among the hosts that use the backing for one purpose.
+//! * [`HostWatch`]: detects which hosts are alive, among the hosts that use the backing for one purpose.
 //! * [`tokens`]: let one host at a time write to an I/O server.
 //! * [`FileLocks`]: file locks that programs of several hosts hold.
 //! * [`PeerWatch`]: reads how the living hosts use the backing.

@@ -37,7 +37,7 @@ pub const FILE_BYTES_MAX: u64 = 1 << 30;
 pub enum OwnError {
     /// The object fails the checks of owner, type and mode.
     #[error(
-        "{name} {why}; Firn reads nothing from it: mount as the user whose it is, or look at what it is and move it away"
+        "{name} {why}; Firn reads nothing from it: mount as its owner, or check its content and move it away"
     )]
     Distrusted {
         /// Name of the object, with the directories above it as far as they are known.
@@ -47,22 +47,22 @@ pub enum OwnError {
     },
     /// The file is longer than any file that Firn writes there.
     #[error(
-        "{name} has {bytes} bytes, and Firn writes no more than {bytes_max}: look at what it is and move it away"
+        "{name} has {bytes} bytes, but Firn writes at most {bytes_max} there: check its content and move it away"
     )]
     TooLong {
         /// Name of the file, with the directories above it as far as they are known.
         name: String,
-        /// Its size.
+        /// Size of the file in bytes.
         bytes: u64,
         /// Maximum size in bytes.
         bytes_max: u64,
     },
-    /// An earlier version of Firn wrote it in a format that this version does not read.
+    /// An earlier version of Firn wrote the file, in a format that this version does not read.
     #[error(
-        "{name} is of an earlier version of Firn: run `firn flatten --backing DIR --all` with that version first"
+        "{name} was written by an earlier version of Firn: run `firn flatten --backing DIR --all` with that version first"
     )]
     EarlierVersion {
-        /// Its name, as above.
+        /// Name of the file, with the directories above it as far as they are known.
         name: String,
     },
     /// A call of the backing failed.
@@ -116,12 +116,14 @@ impl From<OwnError> for Errno {
                 bytes_max,
             } => {
                 tracing::error!(
-                    "{name:?} has {bytes} bytes, and Firn writes no more than {bytes_max}"
+                    "{name:?} has {bytes} bytes, but Firn writes at most {bytes_max} there"
                 );
                 Self::FBIG
             }
             OwnError::EarlierVersion { name } => {
-                tracing::error!("{name:?} is of an earlier version of Firn: that one flattens it");
+                tracing::error!(
+                    "{name:?} was written by an earlier version of Firn: flatten it with that version"
+                );
                 Self::PROTONOSUPPORT
             }
         }

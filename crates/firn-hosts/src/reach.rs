@@ -34,17 +34,17 @@ pub enum ReachError {
     #[error("its file system refuses to lock a file: {0}")]
     Refused(#[source] Errno),
     /// Two open files held the same exclusive lock at the same time.
-    #[error("its file system lets two open files of this host lock the same file")]
+    #[error("its file system grants two open files of this host the same exclusive lock")]
     NotExclusive,
     /// A lock remained after its open file was closed.
-    #[error("its file system keeps a file locked that was closed")]
+    #[error("its file system keeps a lock after the file was closed")]
     NotReleased,
     /// The lock of a living host's lease does not exclude this host.
     #[error(
-        "locks of its file system stay on their host: {host} is alive and does not keep this one out"
+        "locks of its file system do not reach other hosts: {host} is alive and does not keep this one out"
     )]
     StaysOnHost {
-        /// Its name.
+        /// Name of the living host.
         host: String,
     },
     /// A file or directory that Firn owns is not in the required state, or the backing failed.

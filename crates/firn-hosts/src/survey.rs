@@ -83,13 +83,13 @@ pub enum Evidence {
 /// A host that has the backing mounted, or had it mounted.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HostSeen {
-    /// Its name.
+    /// Name of the host.
     pub host: String,
     /// State of the host.
     pub life: Life,
     /// Evidence for the state.
     pub evidence: Evidence,
-    /// Whether its lease is locked.
+    /// Whether the host's lease is locked.
     pub is_locked: bool,
     /// Time since the last beat. `None` if it is unknown.
     pub beat_age: Option<Duration>,

@@ -29,7 +29,7 @@ const TERMS_BYTES_MAX: u64 = 4 << 20;
 /// The terms of a host: values by the names of options and formats.
 pub type Terms = BTreeMap<String, String>;
 
-/// Content of the file.
+/// Content of a host's file [`TERMS`].
 #[derive(Debug, Serialize, Deserialize)]
 struct StoredTerms {
     holding: u64,
@@ -39,9 +39,9 @@ struct StoredTerms {
 /// A living host and its terms.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Peer {
-    /// Its name.
+    /// Name of the host.
     pub host: String,
-    /// Its terms.
+    /// Terms of the host.
     pub terms: Terms,
 }
 

@@ -252,7 +252,7 @@ impl<'a, B: Backing> VoteDir<'a, B> {
             match own::find_dir(base, top, &name) {
                 Ok(_) => remove_dir(base, top, &name)?,
                 Err(OwnError::Backing(errno)) => return Err(errno),
-                Err(error) => tracing::warn!("a directory that was being removed is left: {error}"),
+                Err(error) => tracing::warn!("cannot finish the removal of a directory: {error}"),
             }
         }
         Ok(())
@@ -270,7 +270,7 @@ impl<'a, B: Backing> VoteDir<'a, B> {
         Self::name_before_retired(name).is_some()
     }
 
-    /// The name that such a directory had; `None` if this is not the name of one.
+    /// Returns the name that a retired directory had. Returns `None` if `name` is not the name of one.
     pub fn name_before_retired(name: &str) -> Option<&str> {
         name.strip_prefix(RETIRED)?.split('.').next()
     }
@@ -290,6 +290,6 @@ fn remove_dir<B: Backing>(base: &B, top: &B::Inode, name: &str) -> Result<(), Er
             done => return done,
         }
     }
-    // The directory has lost its old name: it means nothing, and the next mount removes it.
+    // The directory no longer has its old name, so no host uses it. The next mount removes it.
     Ok(())
 }

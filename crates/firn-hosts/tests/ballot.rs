@@ -1,4 +1,4 @@
-//! Hosts at a ballot over one simulated disk: one dies, or is overtaken by the others, at every call.
+//! Hosts at a ballot on one simulated disk. At each call, one host dies or is overtaken by the others.
 
 use std::cell::Cell;
 
@@ -10,10 +10,10 @@ use firn_sim::SimBacking;
 use firn_sim::suite::own_caller;
 
 const DIR: &str = "ballot";
-/// More calls than anything here makes.
+/// Maximum number of calls of a host; no test makes this many.
 const STEPS_MAX: u64 = 200;
 
-/// After `false` one host undoes, when all have stopped.
+/// Protocol of the tests: after the decision `false`, all hosts stop and then one host undoes the changes.
 struct Undo;
 
 impl Protocol for Undo {
@@ -44,8 +44,8 @@ fn join(on: &SimBacking, host: &str) -> Result<Joined, OwnError> {
     Ok(Ballot::in_dir(dir, Undo).join(b"")?)
 }
 
-/// What a host does with a ballot that it takes part in or finds: decides `wanted`, carries out what counts, and leaves.
-/// Whether its part is over.
+/// Does what a host does with a ballot: decides `wanted`, carries out the decision that counts, and leaves. Returns
+/// whether the host's part is over.
 fn end(
     on: &SimBacking,
     host: &str,
@@ -93,7 +93,7 @@ fn a_decision_is_carried_out_and_nothing_stays_for_every_death_at_every_call() {
         a.crash_at(a.steps() + step);
         let mut is_over = false;
         for _ in 0..4 {
-            // A host that dies is asked again when it comes back.
+            // A host that died continues in the next round.
             is_over = end(&a, "a", commit, &undo).unwrap_or(false);
             is_over &=
                 end(&b, "b", !commit, &undo).expect("another host's death is not in the way");
@@ -113,7 +113,7 @@ fn a_decision_is_carried_out_and_nothing_stays_for_every_death_at_every_call() {
     }
 }
 
-/// Another host comes while the last ones end.
+/// Another host joins while the last hosts end the ballot.
 #[test]
 fn a_host_that_comes_late_takes_part_in_the_next_ballot_or_in_none() {
     for step in 1..STEPS_MAX {
@@ -126,7 +126,7 @@ fn a_host_that_comes_late_takes_part_in_the_next_ballot_or_in_none() {
             while !hang.is_reached() && !coming.is_finished() {
                 std::thread::yield_now();
             }
-            // It waits for the late host where that was seen to take part.
+            // `a` waits for the late host if it saw that the late host takes part.
             end(&a, "a", false, &|| Ok(())).expect("end");
             hang.release();
             coming.join().expect("a host")
@@ -165,7 +165,7 @@ fn the_next_host_removes_what_a_lost_host_was_removing() {
             let left = dir.hosts("left-").expect("hosts");
             left.contains(&"a".to_owned())
         };
-        // What it had not left waits for it, or for the next holder of its lease.
+        // If `a` had not left the ballot, its part waits for `a` or the next holder of its lease.
         if found.as_ref().is_some_and(|dir| !has_left(dir)) {
             continue;
         }
@@ -181,7 +181,7 @@ fn the_next_host_removes_what_a_lost_host_was_removing() {
     );
 }
 
-/// What is written is built in two parts, by any host.
+/// Protocol of the tests: a begin, two parts that any hosts may build at once, and an end.
 struct Build;
 
 impl Protocol for Build {
@@ -202,7 +202,7 @@ impl Protocol for Build {
     }
 }
 
-/// Writes, if that is still possible, and says so no more.
+/// Joins, writes if that is still possible, and withdraws.
 fn write_and_leave(on: &SimBacking, host: &str) -> Result<Joined, OwnError> {
     let ballot = Ballot::in_dir(VoteDir::make(on, &on.root(), DIR, host)?, Build);
     let joined = ballot.join(b"")?;
@@ -212,7 +212,8 @@ fn write_and_leave(on: &SimBacking, host: &str) -> Result<Joined, OwnError> {
     Ok(joined)
 }
 
-/// Builds what a host can; whether the directory is gone. `is_living` says of the other hosts whether they live.
+/// Does the work of this host. Returns whether the directory is gone. `is_living`: whether the other hosts count as
+/// alive.
 fn build(on: &SimBacking, host: &str, is_living: bool) -> Result<bool, OwnError> {
     let Some(dir) = VoteDir::find(on, &on.root(), DIR, host)? else {
         return Ok(true);
@@ -266,7 +267,7 @@ fn what_hosts_write_while_they_live_is_built_by_another_one_for_every_death_at_e
     assert!(died > 30, "{died} calls");
 }
 
-/// A host that begins to write is seen by one that closes, or sees that it is closed.
+/// A host that begins to write is seen by the host that closes, or sees that the ballot is closed.
 #[test]
 fn no_living_host_writes_to_what_is_decided() {
     for step in 1..STEPS_MAX {

@@ -1,4 +1,4 @@
-//! Locks of files that several hosts have, over one simulated disk.
+//! File locks of several hosts on one simulated disk.
 
 use std::collections::HashMap;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -18,7 +18,7 @@ use firn_sim::suite::own_caller;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
-/// Longer than anything here takes.
+/// Longer than any step of these tests; only a hang takes this long.
 const LIMIT: Duration = Duration::from_secs(60);
 const DIR: &str = "locks";
 const FILE: u64 = 7;
@@ -32,7 +32,7 @@ fn disk() -> SimBacking {
     disk
 }
 
-/// A host that knows of these others.
+/// Starts the locks of the host `name`, to which the hosts `others` count as alive.
 fn host(disk: &SimBacking, name: &str, others: &[&str]) -> Arc<FileLocks> {
     let base = disk.another_process();
     host_on(base, name, others)
@@ -142,7 +142,7 @@ fn locks_of_three_hosts_are_those_of_one() {
     assert_eq!(names(&disk), Vec::<String>::new(), "lock files stay");
 }
 
-/// What a firnd that died has left: duplicates of its lock files, and its locks.
+/// What a dead firnd leaves: duplicates of the descriptors of its lock files, and its recorded locks.
 #[derive(Default)]
 struct KeptByTest {
     files: Mutex<HashMap<u64, OwnedFd>>,
@@ -221,7 +221,7 @@ fn regression_hosts_that_start_at_the_same_time_have_locks() {
     }
 }
 
-/// Starts the locks of a host in a directory, with what an earlier process of it has left.
+/// Starts the locks of a host in a directory, and takes over what an earlier process of the host left.
 fn host_in(dir: &Path, at: usize, keeping: &Arc<KeptByTest>) -> Arc<FileLocks> {
     let base = DirBacking::open(dir).expect("open");
     let lock_dir = own::must_find_dir(&base, &base.root(), DIR).expect("the directory");
@@ -237,8 +237,8 @@ fn host_in(dir: &Path, at: usize, keeping: &Arc<KeptByTest>) -> Arc<FileLocks> {
     FileLocks::start(setup).expect("start")
 }
 
-/// The same with hosts whose firnd is replaced again and again. The replaced ones are dropped and not stopped: a dead
-/// process releases nothing that another one has open.
+/// The same comparison with hosts whose firnd is replaced again and again. The replaced firnds are dropped, not
+/// stopped: a process that dies releases no lock of a file that another process has open.
 #[test]
 fn locks_of_three_hosts_go_on_when_a_firnd_is_replaced() {
     let dir = tempfile::tempdir().expect("a directory");
@@ -256,8 +256,8 @@ fn locks_of_three_hosts_go_on_when_a_firnd_is_replaced() {
     });
 }
 
-/// Takes and releases random locks of owners on three hosts beside a model that has an entry for each byte and owner.
-/// Calls `change` before each step.
+/// Takes and releases random locks of owners on three hosts, and compares with a model that has an entry for each byte
+/// and owner. Calls `change` before each step.
 fn compare_with_model(
     hosts: &mut [Arc<FileLocks>; 3],
     mut change: impl FnMut(&mut [Arc<FileLocks>; 3]),
@@ -321,7 +321,8 @@ fn compare_with_model(
     }
 }
 
-/// A counter that is read and then written, by threads of three hosts, one of which dies on the way.
+/// Threads of two hosts increment a counter by a read and a write under a lock. A third host dies while it holds the
+/// lock.
 #[test]
 fn a_waiting_host_gets_the_lock_whichever_host_dies() {
     const ROUNDS: u64 = 25;
@@ -338,7 +339,7 @@ fn a_waiting_host_gets_the_lock_whichever_host_dies() {
         std::thread::yield_now();
         *counter.lock().unwrap_or_else(PoisonError::into_inner) = read + 1;
     };
-    // It has the lock, and dies with it.
+    // Host `c` has the lock at first, and dies with it.
     acquire(
         &hosts[2],
         wanted(99, LockRange::WHOLE, LockMode::Exclusive),
@@ -379,7 +380,7 @@ fn an_interrupted_wait_has_no_lock_and_blocks_no_host() {
     }
     release(&a, ReleasedLocks::Handle(1));
     assert_eq!(acquire(&b, whole(4), true), Ok(()));
-    // One that is granted is not interrupted any more.
+    // A request that was granted cannot be interrupted any more.
     assert!(!b.interrupt(there));
     assert_eq!(acquire(&a, whole(5), false), Err(Errno::AGAIN));
 }
@@ -405,7 +406,7 @@ fn locks_that_do_not_reach_a_host_are_refused() {
     );
 }
 
-/// Locks and tests wait for a host that has its lease and has not locked its name yet.
+/// Locks and tests wait for a host that has its lease but has not locked its `host-NAME` file yet.
 #[test]
 fn a_host_that_is_starting_is_waited_for() {
     let disk = disk();
@@ -413,7 +414,7 @@ fn a_host_that_is_starting_is_waited_for() {
     let whole = wanted(1, LockRange::WHOLE, LockMode::Exclusive);
     let (_, locked) = begin(&a, wanted(2, LockRange::WHOLE, LockMode::Shared), false);
     let tested = begin_test(&a, whole);
-    // A host answers a release after the requests before it.
+    // The lock thread answers in order, so after this release it has handled both earlier requests.
     release(&a, ReleasedLocks::Owner(1));
     assert!(tested.try_recv().is_err() && locked.try_recv().is_err());
     let _b = host(&disk, "b", &["a"]);
@@ -427,7 +428,7 @@ fn a_host_that_is_starting_is_waited_for() {
         .expect("test");
 }
 
-/// What a host left that died is removed by the next one, and not what another one has.
+/// Lock files that a dead host left are removed by the next host; lock files that another host uses are not.
 #[test]
 fn lock_files_of_a_dead_host_are_removed() {
     let disk = disk();

@@ -1,4 +1,4 @@
-//! Hosts over one simulated disk: each of them dies, or is overtaken by the other, at every call.
+//! Hosts on one simulated disk. At each call, one host dies or is overtaken by the other.
 
 use std::ffi::OsStr;
 use std::time::Duration;
@@ -18,7 +18,7 @@ const DIR: &str = "decision";
 const FILE: &str = "outcome";
 const LEASE: &str = "lease";
 const USE: LeaseUse = LeaseUse::Transactions;
-/// More calls than anything here makes.
+/// Maximum number of calls of a host; no test makes this many.
 const STEPS_MAX: u64 = 60;
 
 type Inode = <SimBacking as Volume>::Inode;
@@ -128,8 +128,8 @@ fn a_directory_that_is_retired_is_whole_or_gone_and_nothing_of_it_stays() {
     }
 }
 
-/// Host `a` retires its directory, and hangs at any call of that while host `b`, which had opened the directory before, does
-/// something. The retirement succeeds, and nothing of the directory stays.
+/// Host `a` retires its directory and hangs at each of its calls in turn. Meanwhile host `b`, which opened the
+/// directory before, runs `action`. Checks that the retirement succeeds and leaves nothing of the directory.
 fn retire_beside(action: impl Fn(&SimBacking, &VoteDir<'_, SimBacking>, u64)) {
     for step in 1..STEPS_MAX {
         let a = disk();
@@ -155,7 +155,7 @@ fn retire_beside(action: impl Fn(&SimBacking, &VoteDir<'_, SimBacking>, u64)) {
     }
 }
 
-/// Another host mounts while one is removing a directory.
+/// Another host mounts while one host is removing a directory.
 #[test]
 fn two_hosts_may_remove_a_retired_directory_at_once() {
     retire_beside(|b, _, step| {
@@ -164,7 +164,7 @@ fn two_hosts_may_remove_a_retired_directory_at_once() {
     });
 }
 
-/// Another host that opened the directory before puts a file into it at any moment.
+/// Another host that opened the directory earlier puts a file into it at any moment.
 #[test]
 fn regression_a_late_put_does_not_keep_a_directory_from_being_retired() {
     retire_beside(|_, opened, step| match opened.put_once("late", b"b") {
@@ -351,7 +351,7 @@ fn a_host_lives_for_what_its_lease_is_used_for_and_for_nothing_else() {
     assert!(lives_for(LeaseUse::Tokens) && lives_for(LeaseUse::Logs));
     assert!(!lives_for(LeaseUse::Transactions));
     lease.add_use(&a, LeaseUse::Transactions).expect("add");
-    // The use that has to see it most often decides.
+    // The use with the shortest interval decides.
     assert_eq!(lease.beat_every(), Duration::from_secs(1));
     let others = watch(LeaseUse::Logs).others_living(&b, "b");
     assert_eq!(others.as_deref(), Ok(&["a".to_owned()][..]));
@@ -359,7 +359,7 @@ fn a_host_lives_for_what_its_lease_is_used_for_and_for_nothing_else() {
     assert_eq!(others.as_deref(), Ok(&[][..]));
 }
 
-/// A host whose lock says nothing is believed as long as its beat has not stood still for too long.
+/// A host whose lock proves nothing counts as alive until its beat has not changed for too long.
 #[test]
 fn a_host_whose_lock_does_not_reach_lives_by_its_beat() {
     let a = disk();
@@ -385,7 +385,8 @@ fn a_lease_in_a_place_that_others_may_change_is_not_believed() {
     ));
 }
 
-/// The directory of a host with a lease in it, and what it says.
+/// Takes the lease of a host and publishes its terms, with the layout `says`. Returns the host's directory and the
+/// lease.
 fn join(on: &SimBacking, host: &str, says: &str) -> (Inode, Lease<SimBacking>) {
     let dir = make_host_dir(on, host).expect("dir");
     let me = holder(host);
@@ -399,7 +400,7 @@ fn watch(host: &str) -> PeerWatch {
     PeerWatch::new(holder(host))
 }
 
-/// What each other host that lives says.
+/// Returns each other living host with the layout that it published.
 fn said(found: &Peers) -> Vec<(&str, &str)> {
     let peers = found.living.iter();
     peers
@@ -419,19 +420,19 @@ fn hosts_that_live_are_seen_with_what_they_say_and_others_are_not() {
         let mut seen_by_b = watch("b");
         let first = seen_by_b.look(&disk_of_b).expect("look");
         if first.has_undecided {
-            // Its lock says nothing here: the beat tells.
+            // The lock of `a` proves nothing here, so its beat decides.
             assert_eq!(said(&first), []);
         }
         lease.beat(&disk_of_a, None).expect("beat");
         let second = seen_by_b.look(&disk_of_b).expect("look");
         assert_eq!(said(&second), [("a", "log")], "{reach:?}");
         assert!(!second.has_undecided);
-        // It is killed: it blocks no other host.
+        // `a` is killed, and blocks no other host.
         drop(lease);
         let third = seen_by_b.look(&disk_of_b).expect("look");
         let fourth = seen_by_b.look(&disk_of_b).expect("look");
         assert_eq!(said(&fourth), [], "{reach:?}: {third:?}");
-        // It comes back, and what it said in its earlier life does not count.
+        // `a` comes back. The terms of its earlier holding do not count.
         let dir = make_host_dir(&disk_of_a, "a").expect("dir");
         let again = Lease::take(&disk_of_a, &dir, USE, &holder("a"), &mut |_| ());
         let again = again.expect("take");
@@ -449,7 +450,7 @@ fn of_two_hosts_that_come_at_once_at_least_one_sees_the_other() {
     for step in 1..STEPS_MAX {
         let a = disk();
         let b = a.another_process();
-        // The one is overtaken at this call.
+        // Host `a` is overtaken at this call.
         let hang = a.hang_at(a.steps() + step);
         let seen_by_a = std::thread::scope(|scope| {
             let first = scope.spawn(|| {
@@ -469,7 +470,7 @@ fn of_two_hosts_that_come_at_once_at_least_one_sees_the_other() {
     }
 }
 
-/// What is said of each host, by name.
+/// Returns each host's state and the evidence for it, by name.
 fn lives(survey: &Survey) -> Vec<(&str, Life, Evidence)> {
     let hosts = survey.hosts.iter();
     hosts
@@ -504,15 +505,16 @@ fn a_survey_tells_hosts_that_live_are_stopped_have_died_or_left() {
     );
     assert_eq!(young.hosts[0].report, Some(report.clone()));
     assert_eq!(young.hosts[0].terms["layout"], "log");
-    // What is left behind is still said.
+    // The report of a host that left is still shown.
     assert_eq!(young.hosts[2].report, Some(report));
-    // Nothing of the look stays.
+    // The survey leaves nothing in the directory.
     let names = own::list(
         &reader,
         &own::must_find_dir(&reader, &reader.root(), TOP).unwrap(),
     );
     assert_eq!(names.expect("list").len(), 3);
-    // b is killed. Its own kernel knows it at once, another one when its beat is old: a's lock shows that locks reach.
+    // `b` is killed. Its own kernel detects that at once. Another kernel detects it when the beat is old, because the
+    // lock of `a` shows that locks reach.
     drop(b);
     let own_kernel = look("boot of b", &mut never);
     assert_eq!(lives(&own_kernel)[1], ("b", Life::Dead, Evidence::Lock));
@@ -527,7 +529,7 @@ fn a_survey_tells_hosts_that_live_are_stopped_have_died_or_left() {
     );
     let age = old.hosts[0].beat_age.expect("age");
     assert!(age >= Duration::from_secs(10), "{age:?}");
-    // A beat that grows meanwhile proves life, whatever its time is.
+    // A beat that grows during the survey proves that the host is alive, whatever its time stamp is.
     let mut is_first = true;
     let beaten = look("boot of the reader", &mut |_| {
         if std::mem::take(&mut is_first) {
@@ -576,7 +578,7 @@ fn a_lock_of_another_kernel_shows_that_a_free_one_is_that_of_a_dead_host() {
     reader.pass(Duration::from_secs(2));
     assert!(look().eq([("a".into(), Life::Alive), ("b".into(), Life::Dead)]));
     drop(living);
-    // No lock shows any more that locks reach.
+    // No lock is left that shows that locks reach.
     reader.pass(Duration::from_secs(10));
     assert!(look().eq([("a".into(), Life::Silent), ("b".into(), Life::Silent)]));
 }

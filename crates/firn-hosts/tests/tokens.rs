@@ -1,4 +1,4 @@
-//! Tokens as files of a backing: hosts over one directory, and over a simulated disk.
+//! Tokens as lock files, for hosts on one directory and on a simulated disk.
 
 mod common;
 
@@ -116,7 +116,7 @@ fn a_holder_that_does_not_go_on_is_not_waited_for_for_ever() {
         (TokenState::Without, 1)
     );
     assert_eq!(figures.holder.as_deref(), Some("stuck"));
-    // A host that goes without the token does not keep others from it.
+    // A host that writes without the token does not keep other hosts from getting it.
     wait_until("it is next no more", || !stuck.others_wait().expect("look"));
     drop(stuck);
     wait_until("it has the token", || {

@@ -56,9 +56,9 @@ struct EntryChange<'a> {
     removed_names: &'a [EntryName],
     /// Names that the object has only after the application.
     added_names: &'a [EntryName],
-    /// StagedPath path of an object that has no name in the tree before the application.
+    /// Staged path of an object that has no name in the tree before the application.
     staged_at: Option<&'a StagedPath>,
-    /// StagedPath path to which the object moves, instead of a removal, when it loses its last name.
+    /// Staged path to which the object moves, instead of a removal, when it loses its last name.
     kept_at: Option<&'a StagedPath>,
 }
 
@@ -130,7 +130,7 @@ pub(crate) struct Apply<'a, B: Backing> {
     inodes: HashMap<u64, B::Inode>,
     /// Inodes of the directories of staged objects, by name.
     staging_dirs: HashMap<String, B::Inode>,
-    /// Entries whose added names were given, or are being given in a call above on the stack.
+    /// Entries whose new names were added, or are being added in a caller on the stack.
     entries_with_new_names: BTreeSet<u64>,
     /// Entries that [`Apply::write_inline_changes`] has completed.
     completed_entries: HashSet<u64>,
@@ -230,8 +230,8 @@ impl<'a, B: Backing> Apply<'a, B> {
             return Ok(Vec::new());
         }
         let changes: Vec<EntryChange<'a>> = self.changes.values().copied().collect();
-        // A name that another object of the log must leave first cannot be given yet, so its directory is staged and
-        // moved like any other object.
+        // If another object of the log must leave the name first, the directory cannot be made under that name yet. It
+        // is staged and moved like any other object.
         let removed_names: HashSet<&EntryName> = changes
             .iter()
             .flat_map(|change| change.removed_names)
@@ -481,7 +481,7 @@ impl<'a, B: Backing> Apply<'a, B> {
         }
     }
 
-    /// Changes size and bytes of a file. A file that has all of the change already stays as it is.
+    /// Changes size and bytes of a file. A file that already has all of the change is not written.
     fn write_data(&mut self, change: &EntryChange<'a>) -> Result<()> {
         if self.completed_entries.contains(&change.entry.number) {
             return Ok(());
@@ -604,7 +604,7 @@ impl<'a, B: Backing> Apply<'a, B> {
         Ok(())
     }
 
-    /// Adds the new names of an object, as far as they are missing. The directories of the names get theirs first.
+    /// Adds those new names of an object that are missing. The directories of these names get their own new names first.
     fn add_new_names(&mut self, change: EntryChange<'a>) -> Result<()> {
         let number = change.entry.number;
         if change.added_names.is_empty() || !self.entries_with_new_names.insert(number) {
@@ -629,8 +629,8 @@ impl<'a, B: Backing> Apply<'a, B> {
         Ok(())
     }
 
-    /// Gives an object one new name: moves it from `away/` or from its staged path, or else links it under a name that
-    /// it has already.
+    /// Gives an object one new name. Moves the object from `away/` or from its staged path; if it is in neither, links
+    /// it under one more name.
     fn add_name(&mut self, change: &EntryChange<'a>, dir: &B::Inode, name: &OsStr) -> Result<()> {
         let no_flags = RenameFlags::empty();
         let away_name = change.away_name();
@@ -723,7 +723,7 @@ impl<'a, B: Backing> Apply<'a, B> {
             .set_times(inode, SetTime::Keep, SetTime::At(mtime))
     }
 
-    /// Removes a directory that lost its last name. It is empty in `away/` by now.
+    /// Removes a directory that lost its last name. The directory is in `away/` and empty by now.
     fn remove_dir(&mut self, change: &EntryChange<'a>) -> Result<()> {
         let may_be_away = !change.removed_names.is_empty() || change.entry.unchanged_name.is_none();
         if !change.added_names.is_empty() || change.kept_at.is_some() || !may_be_away {

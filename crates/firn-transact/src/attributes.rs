@@ -1,8 +1,8 @@
 //! [`Objects`]: attributes of objects, with the changes of a transaction.
 //!
-//! A changed object has its attributes in its staged copy, which is made at the first change that needs one. A file
-//! with a few overwritten bytes has none; its new times are in memory with these bytes. While a commit is being
-//! applied, attributes come from the copy in the tables ([`crate::object::Change::frozen`]).
+//! A changed object has its attributes in its staged copy, which is made at the first change that needs a copy. A file
+//! with a few overwritten bytes has no staged copy; its new times are in memory with these bytes. While a commit is
+//! being applied, attributes come from the tables, which have those of the copy ([`crate::object::Change::frozen`]).
 
 use std::ffi::OsStr;
 use std::sync::Arc;
@@ -152,8 +152,8 @@ impl<B: Backing> Objects<B> {
 
     /// Returns the attributes of an object that no transaction has frozen.
     ///
-    /// `inode` is the object in the backing, `None` if it is new. `change` is its change in the open transaction. Of a
-    /// changed file, everything but the identity comes from the staged copy, and the blocks of both count.
+    /// `inode` is the object in the backing, `None` if it is new. `change` is its change in the open transaction. A
+    /// changed file has the identity of `inode`, the blocks of both, and all other attributes of the staged copy.
     fn read_attr_of(
         &self,
         object: &Object<B>,
@@ -232,9 +232,9 @@ impl<B: Backing> Objects<B> {
         self.change_staged_copy(object, change, |change| change.attributes = true)
     }
 
-    /// Calls `change` for the staged copy of an object, which is made if need be, and `record_kind` for the object's
-    /// change in the transaction. Without a transaction in buffer mode, `change` is called for the object in the
-    /// backing.
+    /// Calls `change` for the staged copy of an object, and `record_kind` for the object's change in the transaction.
+    /// The copy is made first if there is none. Without a transaction in buffer mode, `change` is called for the object
+    /// in the backing.
     fn change_staged_copy(
         &self,
         object: &Arc<Object<B>>,

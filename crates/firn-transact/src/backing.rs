@@ -50,7 +50,7 @@ impl<B: Backing> Volume for TransactionalBacking<B> {
             SyncScope::All => self.lower.base.sync_scope(SyncScope::All),
             SyncScope::Changes => self.lower.base.sync_scope(SyncScope::Changes),
             SyncScope::Tree(object) => {
-                // Staged objects are elsewhere and were made by this process.
+                // Staged objects are outside of the tree. This process made them, so they are among its changes.
                 self.lower.base.sync_scope(SyncScope::Changes)?;
                 let base = object.base();
                 base.map_or(Ok(()), |inode| {
@@ -69,7 +69,7 @@ impl<B: Backing> Names for TransactionalBacking<B> {
         self.entries.look_up(parent, name)
     }
 
-    /// Files get the lane of their name: layers above transactions choose no other one.
+    /// A file gets the lane that follows from its name, because layers above transactions never choose a lane.
     fn create_placed(
         &self,
         caller: &Caller,
@@ -244,7 +244,8 @@ impl<B: Backing> Files for TransactionalBacking<B> {
         Err(Errno::OPNOTSUPP)
     }
 
-    /// Returns no descriptor to a reader: the kernel or a process would read past the changes of a later transaction.
+    /// Returns no descriptor for reads, because the kernel or another process would read past the changes of a later
+    /// transaction.
     fn descriptor(&self, file: &TrackedFile<B>, purpose: DescriptorUse) -> Option<OwnedFd> {
         match purpose {
             DescriptorUse::Passthrough | DescriptorUse::Reading => None,
@@ -252,7 +253,8 @@ impl<B: Backing> Files for TransactionalBacking<B> {
         }
     }
 
-    /// What has no name is in no transaction, but for what one has removed and would bring back.
+    /// Adopts an object without a name, which belongs to no transaction. The exception is an object that a transaction
+    /// removed and an abort would restore.
     fn adopt(&self, descriptor: OwnedFd) -> Result<AdoptedBy<Self>> {
         let adopted = self.lower.base.adopt(descriptor)?;
         let (base, found) = (&self.lower.base, &adopted.attr);
@@ -298,7 +300,7 @@ impl<B: Backing> Sharing for TransactionalBacking<B> {
         noted.unwrap_or(Ok(()))
     }
 
-    /// Data that is synced in a transaction is durable with the commit and not before.
+    /// Data that is synced in a transaction becomes durable only with the commit.
     fn level_max(&self, object: &Arc<Object<B>>) -> DurabilityLevel {
         let inode = self.file_data.unchanged(object);
         let below = inode.map_or(DurabilityLevel::Durable, |inode| {

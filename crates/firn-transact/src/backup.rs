@@ -2,20 +2,20 @@
 //!
 //! ```text
 //! tx-N-TOKEN/DIR-M      bytes of the staged file `new/DIR/M` of a transaction
-//! tx-N-TOKEN/manifest   the change log, by path, and where the bytes are ([`crate::change_log`])
+//! tx-N-TOKEN/manifest   the change log with objects by path, and a list of the files with the bytes ([`crate::change_log`])
 //! ```
 //!
 //! Promises
-//! * From the return of a prepare until its commit is applied there is a manifest, and all that it names is durable. The
-//!   manifest is written last and renamed into place.
+//! * From the return of a prepare until its commit is applied, the directory has a manifest, and everything that the
+//!   manifest refers to is durable. The manifest is written last and renamed into place.
 //! * A manifest exists only while its transaction is prepared or decided. `.firn/tx-N/backup` has the name of the
 //!   directory, which no other transaction ever has.
-//! * `Revival::revive` changes nothing in the backing but `.firn/`, and the revived transaction takes effect only when
-//!   its record is renamed into place.
+//! * `Revival::revive` changes nothing in the backing outside of `.firn/`. The revived transaction takes effect only
+//!   when its record is renamed into place.
 //!
-//! While a transaction is open, *rounds* copy the staged files that have not changed since the round before. So a file
-//! that keeps growing is copied only once, and the prepare has little left to copy. A change is noticed however coarse
-//! the clock of the backing is, because a file must look the same in two rounds.
+//! While a transaction is open, *rounds* copy the staged files that have not changed since the round before. A file
+//! that keeps growing is therefore copied only once, and the prepare has little left to copy. A file must look the same
+//! in two rounds, so even a coarse clock of the backing hides no change.
 
 mod content;
 mod mirror;

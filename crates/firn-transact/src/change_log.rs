@@ -33,10 +33,11 @@ pub const SEAL: Seal = Seal {
     version: 6,
 };
 
-/// Magic numbers of the files that Firn 0.1 kept instead: redo records, saved objects, manifests of backups.
+/// Magic numbers of the files that Firn 0.1 wrote in place of change logs: redo records, saved objects, manifests of
+/// backups.
 const RETIRED_MAGICS: [&[u8; 8]; 3] = [b"FIRNREDO", b"FIRNSAVE", b"FIRNBKUP"];
 
-/// Value of [`ChangeLog::id_before`] in the log of the first commit, which has none before it.
+/// Stands for a commit without a number, and for the state before the first commit of a scope.
 pub(crate) const NO_ID: u64 = u64::MAX;
 
 /// A name in a directory.
@@ -131,11 +132,11 @@ impl From<StoredTime> for Time {
 /// Where the bytes of a written range are.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum BytesSource {
-    /// In the staged copy of this side ([`EntrySide::copy_at`]), at the same offset.
+    /// The bytes are in the staged copy of this side ([`EntrySide::copy_at`]), at the same offset.
     Copy,
-    /// In another staged file, at the same offset.
+    /// The bytes are in another staged file, at the same offset.
     File(StagedPath),
-    /// In the log itself.
+    /// The bytes are in the log itself.
     Inline(#[serde(with = "serde_bytes")] Vec<u8>),
 }
 
@@ -161,8 +162,8 @@ impl WrittenRange {
     }
 }
 
-/// The change of a file's bytes. In order: all bytes from `cut` on are cut off, the file gets its new size, and ranges
-/// are written.
+/// The change of a file's bytes, in this order: the bytes from `cut` on are cut off, the file gets its new size, and
+/// ranges are written.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DataChange {
     /// Offset from which on the old bytes are cut off.
@@ -171,8 +172,8 @@ pub struct DataChange {
     pub size: u64,
     /// The ranges that are written.
     pub written: Vec<WrittenRange>,
-    /// Whether nothing of the old content was cut off. Then the file keeps what another host of the same commit
-    /// appended.
+    /// Whether nothing of the old content was cut off. If so, bytes that another host of the same commit appended
+    /// remain in the file.
     pub grows: bool,
 }
 
@@ -181,9 +182,9 @@ pub struct DataChange {
 pub struct Attributes {
     /// `st_mode`: type and permission bits.
     pub mode: u32,
-    /// Owner.
+    /// User id of the owner.
     pub uid: u32,
-    /// Group.
+    /// Group id.
     pub gid: u32,
     /// Time of the last access.
     pub atime: StoredTime,
@@ -226,7 +227,7 @@ impl EntrySide {
 pub struct PortableIdentity {
     /// Type of the object, as in `st_mode`.
     pub kind: u32,
-    /// Size of the file in bytes, if its content changes. A file of another size is not the same.
+    /// Size of the file in bytes; `None` if its content does not change. A file of another size is not the same object.
     pub size: Option<u64>,
     /// Paths of the object before the transaction, from the top of the backing.
     pub paths: Vec<Vec<u8>>,
@@ -372,13 +373,13 @@ pub struct ChangeLog {
     pub scope: Vec<u8>,
     /// Change of the name of the scope's top; `None` if the transaction does not change it.
     pub top: Option<TopChange>,
-    /// Whether other hosts commit parts of the same transaction. Then their changes of the same objects are kept.
+    /// Whether other hosts commit parts of the same transaction. If so, their changes of the same objects are retained.
     pub shared: bool,
     /// Whether the log has its undo sides and all staged objects that they refer to.
     pub can_be_undone: bool,
     /// The changed objects, and those that their names refer to.
     pub entries: Vec<Entry>,
-    /// StagedPath objects that the redo sides refer to; only in the log of a backup.
+    /// Staged objects that the redo sides refer to; only in the log of a backup.
     pub staged: Vec<StagedObject>,
 }
 
@@ -553,7 +554,7 @@ mod tests {
         }
     }
 
-    /// A log with something in each field.
+    /// Returns a log with a value in each field.
     fn full() -> ChangeLog {
         let identity = Identity {
             ino: 77,
@@ -630,7 +631,7 @@ mod tests {
         }
     }
 
-    /// A log that goes with any copy of the tree.
+    /// Returns a log that can be applied to any copy of the tree.
     fn portable(id: u64, name: Vec<u8>, size: u64, crc: u32) -> ChangeLog {
         let changed = Entry {
             before: vec![EntryName::new(0, name.clone())],
@@ -717,7 +718,8 @@ mod tests {
                     BytesSource::File(staged(name, "data-3"))
             },
             |entry, name| {
-                // Several components are a path.
+                // A portable path may have several components, so a valid name of two components is replaced by one
+                // that leads out.
                 let bad = if name == "a/b" { "../a" } else { name };
                 entry.portable.as_mut().expect("some").paths[0] = bad.into();
             },

@@ -137,7 +137,7 @@ impl<T> Claimed<T> {
     }
 }
 
-/// A value that one caller at a time takes for itself.
+/// A value that only one caller at a time can take.
 pub(crate) struct Exclusive<T> {
     claim: Claim,
     /// `None` while a caller has the value.

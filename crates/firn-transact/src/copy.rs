@@ -6,7 +6,7 @@ use firn_backing::{Backing, Errno, Result, data_ranges};
 
 use crate::staging::write_all;
 
-/// Bytes of one read and write of a copy through memory.
+/// Size in bytes of each read and write when data is copied through memory.
 pub(crate) const BLOCK: usize = 1 << 20;
 
 /// An open file, with the backing that has it.
@@ -28,7 +28,7 @@ pub(crate) enum CopyError {
     Stopped,
 }
 
-/// Copies a range through memory. `visit` gets each block before it is written, and may stop the copy there.
+/// Copies a range through memory. Calls `visit` with each block before the block is written; `visit` may stop the copy.
 pub(crate) fn copy_blocks<B: Backing>(
     from: OpenFile<'_, B>,
     to: OpenFile<'_, B>,
@@ -70,7 +70,7 @@ pub(crate) fn copy_with_holes<B: Backing>(
     clear(base, to, offset..range.end)
 }
 
-/// Copies a range without holes: in the backing if it can, otherwise through memory.
+/// Copies a range without holes: by a call of the backing if it supports that, otherwise through memory.
 fn copy_data<B: Backing>(base: &B, from: &B::File, to: &B::File, data: Range<u64>) -> Result<()> {
     let Range {
         start: mut offset,

@@ -13,8 +13,8 @@
 //!
 //! Outside of transactions, and in shadow mode, every call goes to the lower file.
 //!
-//! Lock order: first the admission of the change, which keeps transactions from beginning, being prepared or ending
-//! during the call; then the lock of the object (`Object::inner`).
+//! Lock order: first the admission of the change, then the lock of the object (`Object::inner`). The admission prevents
+//! transactions from beginning, being prepared or ending during the call.
 
 use std::io::IoSlice;
 use std::os::fd::OwnedFd;
@@ -190,7 +190,7 @@ impl<B: Backing> FileData<B> {
         }
     }
 
-    /// Opens an object. The lower file is opened again at the first read or write, and not kept open until then.
+    /// Opens an object. The lower file is not kept open; the first read or write opens it again.
     pub(crate) fn open_tracked(
         &self,
         object: &Arc<Object<B>>,

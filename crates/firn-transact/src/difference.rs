@@ -10,7 +10,7 @@
 //! 4. Each object of the backing gets a name by which the application of the log can find it.
 //! 5. Entries of new objects without a name are dropped.
 //!
-//! Relies on the caller to keep names and data of the scope, so that neither tree changes meanwhile.
+//! Relies on the caller, which keeps names and data of the scope, so that neither tree changes meanwhile.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::{OsStr, OsString};
@@ -166,7 +166,7 @@ impl<'a, B: Backing> LogBuilder<'a, B> {
         self.set_copy_mtime(&change)?;
         match &base {
             None => self.describe_new_object(&mut entry, &change)?,
-            // A program that has a file without a name open keeps what was written to it.
+            // A program that has a file without a name open can still use what was written to it.
             Some(inode)
                 if self.link_count(object, inode, &change)? > 0
                     || number == BACKING_TOP_NUMBER
@@ -213,8 +213,8 @@ impl<'a, B: Backing> LogBuilder<'a, B> {
         inode: &B::Inode,
         change: &Change<B>,
     ) -> Result<(), Errno> {
-        // Without a staged copy, the names in a directory changed only its times. Other hosts may have changed more
-        // names there, so their times count.
+        // If a directory has no staged copy, only names in it have changed, and with them its times. With several hosts
+        // the log does not set these times, because other hosts may have changed more names there.
         let changes_only_names = entry.is_dir && change.copy.is_none();
         if let Some(names_changed_at) = change.names_changed_at
             && changes_only_names
@@ -344,7 +344,7 @@ impl<'a, B: Backing> LogBuilder<'a, B> {
         Some(change_with(Some(number)))
     }
 
-    /// Makes sure that the application of the log can find a changed object of the backing.
+    /// Ensures that the application of the log can find a changed object of the backing.
     ///
     /// An object that moves is found by its old name. Any other object is found by its name at its first change, if it
     /// still has that name, or else by a further link in the staging directory.
@@ -379,7 +379,7 @@ impl<'a, B: Backing> LogBuilder<'a, B> {
                 return Ok(());
             }
         }
-        // No name is known that the object keeps, so it gets a further link. A directory cannot have one.
+        // No name of the object is known to remain, so the object gets a further link. A directory cannot have one.
         match base {
             Some(inode) if object.kind != Kind::Dir => self.add_anchor(object, &inode, number),
             _ => Ok(()),

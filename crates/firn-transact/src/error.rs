@@ -1,8 +1,8 @@
 //! The errors of transactions.
 //!
-//! Each verb (begin, prepare, vote, commit, abort, restore, open, revive) has an enum with what its caller can tell
-//! apart. Each enum has a variant `Store` for a failure of the backing or of Firn's own files in it ([`StoreError`]).
-//! [`TransactionError`] is for callers that run different verbs.
+//! Each verb (begin, prepare, vote, commit, abort, restore, open, revive) has an enum, with a variant for each error
+//! that its caller can distinguish. Each enum has a variant `Store` for a failure of the backing or of Firn's own files
+//! in it ([`StoreError`]). [`TransactionError`] is for callers that run different verbs.
 //!
 //! Promises
 //! * A failure of the backing is a `Store` in every enum, whichever verb it happened in.
@@ -22,7 +22,7 @@ pub enum StoreError {
     #[error(transparent)]
     Own(#[from] OwnError),
     /// A stored change log cannot be decoded.
-    #[error("{path}: {source}; move it away to give that transaction up")]
+    #[error("{path}: {source}. To abandon the transaction of this file, move the file away")]
     Record {
         /// Path of the change log in the backing.
         path: String,
@@ -57,7 +57,7 @@ pub enum ScopeError {
     #[error("no such directory in this mount")]
     Missing,
     /// The object at the path is not a directory.
-    #[error("a transaction covers a directory, and this is none")]
+    #[error("a transaction covers a directory, but this is not a directory")]
     NotDirectory,
 }
 
@@ -67,8 +67,8 @@ pub enum StageError {
     /// No transaction is open in the scope.
     #[error("no transaction is open there: begin one first")]
     NoTransaction,
-    /// An abort failed half-way, so the transaction can only be aborted.
-    #[error("the transaction is being undone: firn abort continues that")]
+    /// An abort has begun, and may have failed half-way. The transaction can only be aborted.
+    #[error("an abort of the transaction has begun: run firn abort to complete it")]
     Undoing,
     /// The transaction is prepared or committed with another number.
     #[error("the transaction is prepared with id {found}, not {wanted}")]
@@ -80,7 +80,7 @@ pub enum StageError {
     },
     /// The transaction is committed and not applied yet.
     #[error(
-        "the transaction is committed with id {id} and not yet applied: firn commit continues that"
+        "the transaction is committed with id {id} and not yet applied: run firn commit to apply it"
     )]
     Decided {
         /// The number of the commit.
@@ -101,23 +101,21 @@ pub enum BeginError {
         scope: BytePath,
     },
     /// The directory that the transaction was to make exists.
-    #[error(
-        "it exists: firn begin without --create opens a transaction in a directory that is there"
-    )]
+    #[error("it exists: firn begin without --create opens a transaction in an existing directory")]
     Exists,
     /// A transaction cannot create its directory on a mount with several hosts, because each host would create it.
     #[error(
-        "with participants each host would make the directory: make it first, then firn begin without --create"
+        "with participants, every host would make the directory: make it first, then run firn begin without --create"
     )]
     NotAmongHosts,
     /// Shadow mode does not work on this file system, because its directories have other inode numbers than `stat`.
     #[error(
-        "directories of the backing name other inode numbers than stat(2) tells: only mode=buffer works there"
+        "directories of the backing list other inode numbers than stat(2) returns: only mode=buffer works there"
     )]
     InodesDiffer,
     /// The last transaction of several hosts has not ended on all of them.
     #[error(
-        "the last transaction of these hosts is not over{}",
+        "the previous transaction of these hosts has not ended{}",
         list_hosts_on(hosts)
     )]
     NotOver {
@@ -159,20 +157,20 @@ pub enum VoteError {
     /// earlier firnd prepared the part and ended before it voted. `firn commit` of an open transaction prepares and
     /// votes by itself.
     #[error(
-        "the hosts have not voted on {id}: run `firn prepare` or `firn commit` with this number on each of them"
+        "not all hosts have voted on commit {id}: run `firn prepare` or `firn commit` with this number on each host"
     )]
     NotVoted {
         /// The number of the transaction.
         id: u64,
     },
     /// An earlier vote on the same number has not ended on all hosts.
-    #[error("other hosts have not ended the last transaction with id {id}")]
+    #[error("other hosts have not ended the earlier transaction with id {id}")]
     LastVoteNotOver {
         /// The number of the transaction.
         id: u64,
     },
-    /// A host gave the vote up or aborted its part.
-    #[error("{by} gave the commit up: {reason}")]
+    /// A host ended the vote without a commit, or aborted its part.
+    #[error("{by} ended the vote without a commit: {reason}")]
     GivenUp {
         /// Name of the host.
         by: String,
@@ -220,8 +218,8 @@ pub enum AbortError {
     Stage(#[from] StageError),
     /// The abort is decided for all hosts, and some of them have not stopped their changes or not undone them.
     #[error(
-        "the transaction of all hosts is aborted, and undone when {} stopped: it goes on when that host's firnd runs, \
-         or firn recover --host ends its part",
+        "the transaction is aborted for all hosts, but cannot be undone until {} stopped: start firnd on that host, or \
+         end its part with firn recover --host",
         match &hosts[..] { [one] => format!("{one} has"), hosts => format!("{} have", hosts.join(", ")) }
     )]
     Stopping {
@@ -288,7 +286,7 @@ pub enum BackupError {
         source: Errno,
     },
     /// The manifest of an ended transaction could not be removed. Until it is, no transaction is prepared or committed.
-    #[error("what is over cannot be removed from the backup: {source}")]
+    #[error("cannot remove an ended transaction from the backup: {source}")]
     NotRemoved {
         /// The errno of the backup.
         source: Errno,
@@ -296,9 +294,9 @@ pub enum BackupError {
     /// A file or directory in the backup has another owner, kind or mode than Firn gives it.
     #[error(transparent)]
     Own(OwnError),
-    /// No path of an object is known, so the backup could not say which object is meant.
+    /// No path of an object is known, so the backup could not identify the object.
     #[error(
-        "object {number} of the transaction has no name in the backing, and cannot be in the backup"
+        "the transaction changes a file that has no name any more (object {number}): it cannot be backed up"
     )]
     NoPath {
         /// Number of the object in the change log.
@@ -306,7 +304,7 @@ pub enum BackupError {
     },
     /// The backup has a prepared transaction that the backing does not know.
     #[error(
-        "the backup has a transaction prepared with id {id} that the backing does not know ({name})"
+        "the backup has a prepared transaction with id {id} that the backing does not have ({name})"
     )]
     UnknownTransaction {
         /// The number of the transaction.
@@ -339,14 +337,14 @@ pub enum ReviveError {
         scope: BytePath,
     },
     /// The transaction of the backup was committed and applied.
-    #[error("commit {id} was applied before")]
+    #[error("commit {id} is applied already")]
     Applied {
         /// The number of the commit.
         id: u64,
     },
     /// The backing does not have the tree from before the transaction.
     #[error(
-        "{}: {what}: the backup goes with the tree as it was before the transaction",
+        "{}: {what}. The backup can be used only on the tree from before the transaction",
         quoted(path)
     )]
     OtherTree {
@@ -542,10 +540,10 @@ fn list_hosts_on(hosts: &[String]) -> String {
 /// Returns the end of the message of [`RestoreError::NotKept`].
 fn list_kept(kept: &[u64]) -> String {
     match kept {
-        [] => "none are".into(),
+        [] => "no checkpoint is kept".into(),
         kept => {
             let numbers: Vec<_> = kept.iter().map(u64::to_string).collect();
-            format!("those are: {}", numbers.join(", "))
+            format!("the kept checkpoints are: {}", numbers.join(", "))
         }
     }
 }

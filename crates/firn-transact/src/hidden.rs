@@ -28,7 +28,7 @@ use crate::tree::Tree;
 /// Serial number for links that belong to no transaction. No transaction has this number.
 const NO_SERIAL: u64 = 0;
 
-/// Keeps Firn's own links out of the link counts that programs see.
+/// Subtracts Firn's own links from the link counts that programs see.
 pub(crate) struct OwnLinks<B: Backing> {
     pub(crate) lower: Arc<LowerBacking<B>>,
     pub(crate) tree: Arc<Tree<B>>,
@@ -139,7 +139,7 @@ impl<B: Backing> OwnLinks<B> {
         self.enter_link(scope.serial, object, dir, name, LinkPresence::AboutToBeMade);
     }
 
-    /// Notes that the link was made which [`Self::note_link_before_making`] has announced.
+    /// Records that a link exists now that [`Self::note_link_before_making`] announced.
     pub(crate) fn note_link_made(
         &self,
         scope: &Scope<B>,
@@ -150,8 +150,8 @@ impl<B: Backing> OwnLinks<B> {
         self.enter_link(scope.serial, object, dir, name, LinkPresence::Exists);
     }
 
-    /// Notes that Firn's own links of an object may exist or not, because a move to `kept/` was taken back and may have
-    /// failed.
+    /// Records that Firn's own links of an object may or may not exist, because a move to `kept/` was reverted and the
+    /// revert may have failed.
     pub(crate) fn note_links_uncertain(&self, scope: &Scope<B>, object: &Object<B>) {
         let mut table = self.tree.hidden.0.lock();
         let Some(links) = table.get_mut(&object.key) else {
@@ -190,7 +190,7 @@ impl<B: Backing> OwnLinks<B> {
             Some(link) if presence == LinkPresence::Exists => link.presence = presence,
             Some(_) => {}
             None => {
-                // The link at the top is the name `.firn` in it, and not a name of the top itself.
+                // The top's entry stands for the name `.firn` in it, not for a name of the top itself.
                 let is_dir = object.kind == Kind::Dir && serial != NO_SERIAL;
                 links.push(HiddenLink {
                     serial,
@@ -265,7 +265,7 @@ impl<B: Backing> OwnLinks<B> {
         self.enter_link(NO_SERIAL, self.tree.top(), &dir, staging::TOP, presence);
     }
 
-    /// Notes that the links of a transaction are about to be removed.
+    /// Records that the links of a transaction are about to be removed.
     pub(crate) fn note_links_ending(&self, scope: &Scope<B>) {
         self.change_links(scope.serial, |link| {
             link.presence = LinkPresence::AboutToBeRemoved;
@@ -273,7 +273,7 @@ impl<B: Backing> OwnLinks<B> {
         });
     }
 
-    /// Removes the entries of directories that an abort has put back in their places.
+    /// Removes the entries of directories that an abort has moved back to their places.
     pub(crate) fn forget_links_of_dirs(&self, scope: &Scope<B>) {
         self.change_links(scope.serial, |link| !link.is_dir);
     }

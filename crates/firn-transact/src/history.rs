@@ -108,7 +108,7 @@ impl<B: Backing> History<B> {
         }
         log.can_be_undone = true;
         let dir = staging::make_dir(&self.lower.base, &scope.new, UNDO_DIR)?;
-        // An earlier attempt may have left something.
+        // An earlier attempt may have left files.
         staging::clear(&self.lower.base, &dir)?;
         let changed = scope.changed.lock().clone();
         for entry in &mut log.entries {
@@ -185,7 +185,7 @@ impl<B: Backing> History<B> {
     }
 
     /// Copies the bytes that a commit of `data` overwrites or cuts off to the staged copy. Returns the change that
-    /// brings them back.
+    /// restores them.
     fn stage_old_bytes(
         &self,
         inode: &B::Inode,
@@ -218,7 +218,7 @@ impl<B: Backing> History<B> {
         })
     }
 
-    /// Reads the few bytes that a commit overwrites. Returns the change that brings them back, with the bytes in the
+    /// Reads the few bytes that a commit overwrites. Returns the change that restores them, with the bytes in the
     /// log itself.
     fn read_old_bytes(
         &self,
@@ -268,7 +268,7 @@ impl<B: Backing> History<B> {
             }
             self.lower.base.sync_dir(firn)?;
         }
-        // Nothing leads back over a commit that cannot be undone.
+        // A restore cannot go back over a commit that cannot be undone, so all older logs are removed then.
         let count = if is_kept {
             self.commits_max as usize
         } else {
@@ -366,7 +366,7 @@ impl<B: Backing> History<B> {
         Ok(())
     }
 
-    /// Forgets the commits of a scope whose directory is gone.
+    /// Removes the number of the last commit and the kept logs of a scope whose directory is gone.
     pub(crate) fn forget_commits(&self, scope: &[u8]) -> Result<(), StoreError> {
         let Some(firn) = self.lower.find_staging_dir()? else {
             return Ok(());
@@ -507,7 +507,7 @@ impl<B: Backing> TransactionalBacking<B> {
         if let Some(TransactionHandle::Decided(commit)) = self.transaction_at(root)
             && commit.is_undo()
         {
-            // An earlier restore failed while it undid this commit.
+            // An earlier restore failed while it undid this commit, so the undo is completed first.
             commit.apply()?;
         }
         let found = self.transaction_at(root);

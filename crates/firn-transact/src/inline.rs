@@ -1,8 +1,9 @@
 //! Inline changes: a few overwritten bytes of a file of the backing, kept in memory without a staged copy.
 //!
-//! The record of the transaction takes them at the prepare or commit. They may stay in memory until then, because an
-//! unprepared transaction in buffer mode ends with firnd anyway. They move to a staged copy when a write exceeds the
-//! limits below, or when anything changes but bytes below the file's end and its modification time.
+//! A prepare or commit copies the inline changes to the transaction's record. Memory is enough until then, because an
+//! unprepared transaction in buffer mode ends with firnd anyway. Inline changes move to a staged copy when a write
+//! exceeds the limits below. They also move when anything changes other than bytes below the file's end or the
+//! modification time.
 
 use std::io::IoSlice;
 use std::sync::Arc;
@@ -22,7 +23,8 @@ const FILE_BYTES: u64 = 16 << 10;
 const SCOPE_BYTES: u64 = 16 << 20;
 
 impl<B: Backing> Objects<B> {
-    /// Takes a write, if it is a change of a few bytes of a file that was there.
+    /// Stores a write as an inline change, and returns the number of bytes. Returns `None`, without a change, if the
+    /// write needs a staged copy: the file is new, staged or nameless, or the write is too large or extends the file.
     pub(crate) fn write_inline(
         &self,
         scope: &Scope<B>,
@@ -32,7 +34,8 @@ impl<B: Backing> Objects<B> {
     ) -> Result<Option<usize>> {
         let len = data.iter().map(|part| part.len()).sum::<usize>();
         let end = offset.saturating_add(len as u64);
-        // Where several hosts commit, a record must have more than bytes.
+        // With several hosts, the record needs the file's size and time before the change, which only a staged copy
+        // has.
         if self.lower.members.is_some() || len == 0 || len as u64 > FILE_BYTES {
             return Ok(None);
         }
@@ -67,7 +70,7 @@ impl<B: Backing> Objects<B> {
         Ok(Some(len))
     }
 
-    /// Sets the time of the last change, of a file that has inline changes and no others.
+    /// Sets the modification time of a file with inline changes. Returns false, without a change, if the file has none.
     pub(crate) fn set_inline_time(&self, object: &Arc<Object<B>>, mtime: SetTime) -> Result<bool> {
         let (_data, scope) = self.admission.enter_data_change(object)?;
         let owned = object.inner.own();
@@ -89,7 +92,7 @@ impl<B: Backing> Objects<B> {
         Ok(true)
     }
 
-    /// Copies inline changes to the staged copy that the file got.
+    /// Copies the inline changes of a file to its new staged copy.
     pub(crate) fn write_out_inline(
         &self,
         inline: &InlineChanges,
@@ -105,7 +108,7 @@ impl<B: Backing> Objects<B> {
             .set_times(&inode, SetTime::Keep, SetTime::At(inline.mtime))
     }
 
-    /// The bytes are in the staged copy now, and are counted there.
+    /// Subtracts the bytes of inline changes from the transaction's total, after they were copied to a staged copy.
     pub(crate) fn forget_inline(scope: &Scope<B>, inline: &InlineChanges) {
         scope.inline_bytes.fetch_sub(inline.len(), Ordering::AcqRel);
     }

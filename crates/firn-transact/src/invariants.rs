@@ -25,7 +25,7 @@ use crate::tree::Tree;
 const FULL_CHECK_OBJECTS_MAX: usize = 64;
 
 impl<B: Backing> Scope<B> {
-    /// Checks the invariants after a change of names. `touched` are the objects that the change named. The caller still
+    /// Checks the invariants after a change of names. `touched` are the objects whose names changed. The caller still
     /// keeps the names.
     pub(crate) fn check_names(&self, touched: &[&Arc<Object<B>>]) {
         if !cfg!(debug_assertions) {
@@ -150,7 +150,7 @@ fn count_names_in_root<B: Backing>(scope: &Scope<B>, names: &mut HashMap<*const 
     }
 }
 
-/// Checks an object that has a change in the transaction, or that the transaction made and that has no name any more.
+/// Checks an object that the transaction has changed, or has made and then left without a name.
 fn check_object<B: Backing>(scope: &Scope<B>, object: &Arc<Object<B>>, inner: &Inner<B>) {
     if scope.has_names_in(object) {
         return;

@@ -1,17 +1,20 @@
 //! Transactions: changes of names and data are held above a backing until they are committed (CprFS).
 //!
-//! [`TransactionalBacking`] is a backing over a backing; a mount without transactions has a [`PlainBacking`] instead.
-//! Outside of transactions every call goes through. A scope is a directory and all below it. Between
-//! [`TransactionalBacking::begin`] and the commit of a scope, programs see their changes and the backing shows none.
-//! New objects are staged in `.firn/` in the backing; changes of others are kept in memory and in staged copies.
-//! [`Open::prepare`] writes a durable record of all changes and leaves the outcome open; [`Prepared::decide`] decides
-//! to commit, durably, and [`Open::decide`] does both at once; [`Decided::apply`] applies the record; an abort drops
-//! it. After a crash [`TransactionalBacking::open`] finishes what was decided and undoes what was not prepared.
+//! [`TransactionalBacking`] is a layer over a backing; a mount without transactions has a [`PlainBacking`] instead.
+//! Outside of transactions every call goes to the backing below. A scope is a directory and all below it. Between
+//! [`TransactionalBacking::begin`] and the commit of a scope, programs see their changes, but the backing does not have
+//! them. New objects are staged in `.firn/` in the backing; changes of existing objects are in memory and in staged
+//! copies.
+//! * [`Open::prepare`] writes a durable record of all changes and leaves the outcome open.
+//! * [`Prepared::decide`] durably decides to commit; [`Open::decide`] prepares and decides in one step.
+//! * [`Decided::apply`] applies the record to the backing. An abort drops the record instead.
+//! * After a crash [`TransactionalBacking::open`] finishes what was decided and undoes what was not prepared.
 //!
 //! In shadow mode ([`shadow`]) changes go to the backing at once, after the old state was saved.
 //!
-//! [`TransactionalBacking`] is a list of parts, each a struct with its own fields, locks and methods, made with parts
-//! below it. It keeps the operations of the backing's traits, and those that need many parts.
+//! [`TransactionalBacking`] is a list of parts. Each part is a struct with its own fields, locks and methods, and is
+//! built from parts below it. [`TransactionalBacking`] itself has only the operations of the backing's traits, and
+//! those that need many parts.
 //!
 //! Each layer calls only those above it in this table.
 //!
@@ -26,13 +29,13 @@
 //! | for callers | `transactional` (the parts) `machine` (requests, step by step) `backing` (the trait) `plain` `state` `report` |
 //!
 //! Promises
-//! * A crash at any instant ends, after `open`, in the tree before the transaction or in the one after it.
-//! * What is staged is moved into place, not copied; only changed ranges of files that were there are
-//!   written twice.
+//! * After a crash at any instant, `open` restores either the tree before the transaction or the tree after it.
+//! * New objects are moved into place at the commit, not copied. Only changed ranges of existing files are written
+//!   twice.
 //!
 //! Relies on
 //! * While a transaction is open, only Firn changes the scope in the backing.
-//! * `.firn/` being on the same file system as all of the scope.
+//! * `.firn/` is on the same file system as the whole scope.
 
 mod apply;
 mod attributes;

@@ -19,7 +19,7 @@ use crate::staging;
 use crate::top_names::Tops;
 use crate::waiting::Admission;
 
-/// An entry of a listing.
+/// One entry of a listing.
 pub(crate) struct ListedEntry {
     pub(crate) name: OsString,
     /// Inode number of the object that the name leads to.

@@ -299,7 +299,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
             let path = path.to_vec();
             return Ok(Step::Create { path, maker });
         }
-        // Only a commit can be asked for again; after any other request nothing is left to answer.
+        // Only a commit can be requested again. After any other request no unanswered commit is needed.
         if !matches!(verb, Verb::Commit(_)) {
             self.store.forget_unanswered(path);
         }
@@ -419,8 +419,8 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
 
     /// Replaces the error of a failed request if another host has aborted the transaction for all hosts.
     ///
-    /// An abort then counts as done, and a prepare or commit fails with the name of that host. In all other cases
-    /// `error` is returned. The function first ends this host's part where the abort has not reached that part.
+    /// In that case an abort counts as done, and a prepare or commit fails with the name of that host. In all other
+    /// cases `error` is returned. If the abort has not reached this host's part yet, the function first ends that part.
     fn explain(
         &self,
         verb: Verb<'a>,

@@ -28,11 +28,11 @@ use crate::top_names::Tops;
 use crate::tree::Tree;
 use crate::waiting::Admission;
 
-/// Place at which an object is made in the backing.
+/// Place in the backing at which an object is made.
 pub(crate) struct NewObject<'a, B: Backing> {
     /// The directory of the new name, or the staging directory of a transaction.
     pub(crate) dir: &'a B::Inode,
-    /// Its name there.
+    /// Name of the object in that directory.
     pub(crate) name: &'a OsStr,
     /// Lane (I/O server) for the data of a file.
     pub(crate) placing: Placing<'a, B::Inode>,
@@ -125,8 +125,7 @@ impl<B: Backing> Entries<B> {
         }))
     }
 
-    /// Returns whether programs see the attributes that the backing just returned for an object, without changes by
-    /// Firn.
+    /// Returns whether the attributes that the backing just returned for an object are those that programs see.
     fn shows_attr_below(&self, object: &Object<B>) -> bool {
         let is_changed = object.inner.share().read().change.is_some();
         !is_changed
@@ -135,7 +134,7 @@ impl<B: Backing> Entries<B> {
             && !self.tops.has_tops_in(object)
     }
 
-    /// Makes a new object with `make`, which creates it in the backing at the place that it is given. Returns the
+    /// Makes a new object: calls `make` with the place in the backing where `make` must create the object. Returns the
     /// object and its attributes.
     ///
     /// In a transaction in buffer mode the object is made in the staging directory, and only the tables have its name.
@@ -260,9 +259,9 @@ impl<B: Backing> Entries<B> {
         }
     }
 
-    /// Notes in the transaction that a name now leads to `object`, or to nothing if that is `None`.
+    /// Records in the transaction that a name now leads to `object`, or to nothing if `object` is `None`.
     ///
-    /// `existed` says whether the backing may have the name. `subdirectories` is the change of the directory's number
+    /// `existed` tells whether the backing may have the name. `subdirectories` is the change of the directory's number
     /// of subdirectories.
     fn note_name_change(
         &self,
@@ -277,12 +276,12 @@ impl<B: Backing> Entries<B> {
         let mut inner = owned.edit();
         let is_old = inner.base.is_some();
         let change = scope.change(dir, &mut inner);
-        // A name without a note is the backing's, so the name may exist there.
+        // A name without an entry in the tables is unchanged, so the backing may have it.
         let hides_old = change
             .names
             .get(name)
             .map_or(is_old && existed, |named| named.hides_old);
-        // A removed name that the backing does not have needs no note.
+        // A removed name that the backing does not have needs no entry.
         let is_noted = object.is_some() || hides_old;
         if !is_noted {
             change.names.remove(name);
@@ -343,7 +342,7 @@ impl<B: Backing> Entries<B> {
                 object.become_nameless(&mut owned.edit(), inode);
             }
             Err(errno) => {
-                tracing::warn!(%errno, "a staged object that lost its last name stays until the transaction ends");
+                tracing::warn!(%errno, "cannot remove a nameless staged object; the end of the transaction removes it");
             }
         }
     }
@@ -488,8 +487,9 @@ impl<B: Backing> Entries<B> {
         if self.is_hidden(to, new_name) {
             return Err(Errno::PERM);
         }
-        // This check comes before any wait for an outcome. The kernel holds the locks of both directories, and the
-        // thread that ends the other transaction must make the kernel drop names in its directory.
+        // This check comes before any wait for an outcome. The kernel holds the locks of both directories. The thread
+        // that ends the other transaction must make the kernel drop names in its directory, and would wait for these
+        // locks.
         let names = self.tree.names.enter(&[from, to]);
         let scope_before = self.scopes.scope_at(from, name);
         if !is_same(&self.scopes.scope_at(to, new_name), &scope_before) {
@@ -636,7 +636,7 @@ impl<B: Backing> Entries<B> {
             dir: to,
             name: new_name,
         } = new;
-        // An error is ignored here, because the rename in the backing returns it.
+        // An error is ignored here, because the rename in the backing will return it.
         let known = |dir, name| self.find_name(dir, name).ok().flatten();
         let source = known(from, name);
         let target = known(to, new_name);

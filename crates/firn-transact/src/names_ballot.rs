@@ -16,16 +16,18 @@
 //!   left-HOST              the host has carried the decision out
 //! ```
 //!
-//! The caller chooses the contents of event, states and attempts, and when hosts act. This module keeps the invariants.
+//! The caller chooses the contents of event, states and attempts, and when a host acts. This module maintains the
+//! invariants.
 //!
 //! Invariants, in addition to those of a ballot
 //! * A commit is decided only after a clear verdict on the parts of all hosts that take part.
 //! * No host joins while an attempt is open.
-//! * A prepared part was aborted if the directory is gone or the host does not take part in it. After a commit the
-//!   directory stays until every host has left.
+//! * A prepared part counts as aborted if the directory is gone or the host does not take part in it. After a commit
+//!   the directory remains until every host has left.
 //!
-//! Race: a host may join while another one starts an attempt. Each looks again after its own write. A host that wrote
-//! `in-HOST` and sees an attempt withdraws; a host that wrote `try-N` and sees a new host gives the attempt up.
+//! Race: a host may join while another one starts an attempt. Each host looks again after its own write. A host that
+//! wrote `in-HOST` and then sees an attempt withdraws. A host that wrote `try-N` and then sees a new host abandons the
+//! attempt.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -65,7 +67,8 @@ impl Protocol for NamesEnd {
 pub enum NamesEntry {
     /// The host takes part.
     Joined,
-    /// The host cannot join yet. These hosts have not left an earlier scope of the same key, or are in an open attempt.
+    /// The host cannot join yet: the listed hosts have not left an earlier scope of the same key, or are in an open
+    /// attempt.
     NotYet(Vec<String>),
 }
 
@@ -158,7 +161,7 @@ impl<B: Backing> NamesBallots<B> {
         let top = staging::make_dir(&self.lower.base, &self.lower.base.root(), staging::TOP)?;
         let dir = VoteDir::make(&self.lower.base, &top, &dir_name(key), &members.host)?;
         dir.put_once(KEY, key)?;
-        // Another key has the same directory name. EBUSY, because both cannot be in use at a time.
+        // Another key has the same directory name. Both cannot be in use at the same time.
         if dir.read(KEY)?.as_deref() != Some(key) {
             return Err(Errno::BUSY);
         }
@@ -238,14 +241,14 @@ impl<B: Backing> NamesBallots<B> {
         }
     }
 
-    /// Withdraws this host, which has changed nothing. A failure is logged.
+    /// Withdraws this host, which has changed nothing yet. A failure is logged.
     pub(crate) fn withdraw(&self, key: &[u8]) {
         let withdrawn = match self.find(key) {
             Ok(Some(ballot)) => ballot.ballot.withdraw(),
             found => found.map(drop),
         };
         if let Err(errno) = withdrawn {
-            tracing::warn!(%errno, "other hosts wait for this one until its next start");
+            tracing::warn!(%errno, "cannot withdraw this host from a commit: other hosts wait for it until its next start");
         }
     }
 
@@ -323,8 +326,8 @@ impl<B: Backing> NamesBallot<'_, B> {
         Ok(decision.map(|outcome| outcome.commit))
     }
 
-    /// Stores this decision unless there is one, and returns whether the decision that counts is a commit. ESTALE if
-    /// the ballot was removed.
+    /// Stores this decision unless there is one. Returns whether the decision that counts is a commit. Fails with
+    /// ESTALE if the ballot was removed.
     pub fn settle(&self, commit: bool) -> Result<bool, Errno> {
         let by = self.dir().host().to_owned();
         let outcome = self.ballot.decide(&JointDecision { commit, by })?;
@@ -416,7 +419,7 @@ impl<B: Backing> NamesBallot<'_, B> {
         self.dir().read_json(&name)
     }
 
-    /// Gives an attempt up, unless it has a verdict. `reason` is a text for people.
+    /// Ends an attempt without a commit, unless it has a verdict already. `reason` is a text for people.
     pub fn give_up(&self, number: u64, reason: String) -> Result<(), Errno> {
         let by = self.dir().host().to_owned();
         self.judge(number, &Verdict::GivenUp { by, reason })

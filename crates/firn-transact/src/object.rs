@@ -9,9 +9,10 @@
 //! * A *nameless* object was made in a transaction and has lost its last name. It belongs to no transaction any more.
 //!
 //! Invariants
-//! * An inode that is referred to has exactly one [`Object`], even if it has several names.
-//! * An object without a base exists in a transaction only. Without base and change, it was made in an aborted one.
-//! * A nameless object has a base and no change, and lives as long as a reference to it.
+//! * An inode that is in use has exactly one [`Object`], even if it has several names.
+//! * An object without a base exists only in a transaction. An object without base and change was made in an aborted
+//!   one.
+//! * A nameless object has a base and no change. It lives as long as a reference to it.
 //! * A change has a staged copy or inline bytes ([`InlineChanges`]), never both.
 
 use std::collections::BTreeMap;
@@ -73,8 +74,8 @@ pub(crate) struct Change<B: Backing> {
     pub(crate) inline: Option<InlineChanges>,
     /// Names of a directory that differ from those in the backing.
     pub(crate) names: BTreeMap<OsString, Named<B>>,
-    /// Number of names that were added, minus those removed, against the backing. For a directory, the same of its
-    /// subdirectories.
+    /// Number of added names minus number of removed names, compared with the backing. For a directory, the change of
+    /// its number of subdirectories.
     pub(crate) links: i64,
     /// Whether the directory was removed.
     pub(crate) removed: bool,
@@ -82,7 +83,7 @@ pub(crate) struct Change<B: Backing> {
     pub(crate) names_changed_at: Option<Time>,
     /// Time of the last change of the object's own names.
     pub(crate) own_names_changed_at: Option<Time>,
-    /// Bytes from the start of the old content that still count where nothing was written. `u64::MAX` without a cut.
+    /// Number of bytes from the start of the old content that are not cut off. `u64::MAX` if nothing was cut off.
     pub(crate) cut: u64,
     /// Ranges that were written, in bytes.
     pub(crate) written: RangeSet,

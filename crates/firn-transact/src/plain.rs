@@ -93,7 +93,7 @@ impl<B: Backing> PlainBacking<B> {
         }
     }
 
-    /// Makes the backing of a stub tree, whose `.firn` is shown because it has files of its own there.
+    /// Makes the layer for a stub tree, which shows `.firn` because it has files of its own there.
     pub fn with_firn_dir_shown(base: B) -> Self {
         Self {
             root: PlainInode::below_top(base.root()),

@@ -3,8 +3,8 @@
 //! A *record* is a file that says what to do with the transaction after a crash: `open`, `record`, `commit` or `undo`.
 //!
 //! Invariants
-//! * A log that is still to be applied is the last record to be removed. A directory without records is unused, and the
-//!   next open removes it.
+//! * A log that must still be applied is the last record that is removed. A directory without records is unused, and
+//!   the next open removes it.
 //! * The number of a commit is stored before its log is removed.
 
 use std::ffi::OsStr;
@@ -118,8 +118,8 @@ impl<B: Backing> Endings<B> {
         }
     }
 
-    /// Ends a commit or restore whose log is applied: stores the number of the commit, keeps the log for an undo if the
-    /// history wants it, and removes the record otherwise.
+    /// Ends a commit or restore whose log is applied: stores the number of the commit, and retains the log for an undo
+    /// if the history wants it. Otherwise removes the record.
     pub(crate) fn finish_commit(
         &self,
         dir: &B::Inode,
@@ -146,7 +146,7 @@ impl<B: Backing> Endings<B> {
         Ok(self.lower.forget_records(dir)?)
     }
 
-    /// Ends a transaction for programs: they see the backing from now on, with the changes of a transaction that
+    /// Ends a transaction for programs. From now on they see the backing, with the changes of the transaction that
     /// follows.
     pub(crate) fn end_transaction(&self, scope: &Arc<Scope<B>>) {
         self.own_links.note_links_ending(scope);
@@ -160,7 +160,7 @@ impl<B: Backing> Endings<B> {
         let is_removed = match self.lower.staging_dir() {
             Ok(firn) => self.remove_or_leave(&firn, scope.serial, &scope.dir),
             Err(error) => {
-                tracing::warn!(%error, serial = scope.serial, "cannot remove what a transaction staged");
+                tracing::warn!(%error, serial = scope.serial, "cannot remove the staged files of a transaction");
                 self.scopes.add_leftover(scope.serial, &scope.dir);
                 false
             }
@@ -176,7 +176,7 @@ impl<B: Backing> Endings<B> {
     pub(crate) fn remove_or_leave(&self, firn: &B::Inode, serial: u64, dir: &B::Inode) -> bool {
         let removed = self.history.remove_or_keep(firn, serial, dir);
         if let Err(errno) = removed {
-            tracing::warn!(%errno, serial, "cannot remove what a transaction staged; it is tried again");
+            tracing::warn!(%errno, serial, "cannot remove the staged files of a transaction; firnd tries again");
             self.scopes.add_leftover(serial, dir);
         }
         removed.is_ok()

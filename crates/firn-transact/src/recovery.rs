@@ -4,11 +4,11 @@
 //! |---|---|
 //! | decided | applies it |
 //! | prepared | keeps it for a decision, unless the other hosts have decided |
-//! | open | undoes it, or continues it if its programs live on (shadow mode of one host) |
+//! | open | undoes it, or continues it if its programs still run (shadow mode of one host) |
 //!
-//! Promise: a crash during a recovery leaves all that the next one needs. Pending data of an undone transaction is
-//! dropped before the transaction's records are removed. For an arena that this mount does not have, the drop is noted
-//! durably.
+//! Promise: after a crash during a recovery, the next recovery finds everything that it needs. Pending data of an
+//! undone transaction is dropped before the transaction's records are removed. If that data is in another arena, a
+//! durable note says what that arena must drop.
 
 use std::collections::BTreeSet;
 use std::ffi::{OsStr, OsString};
@@ -42,7 +42,7 @@ use crate::tree::Tree;
 use crate::unanswered::Unanswered;
 use crate::vote::Votes;
 
-/// The transactions that [`TransactionalBacking::open`] found, by what it did with them.
+/// The transactions that [`TransactionalBacking::open`] found, grouped by what it did with them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RecoveryOutcome {
     /// Numbers of committed transactions that were applied to the end.
@@ -53,11 +53,11 @@ pub struct RecoveryOutcome {
     pub waiting: Vec<(u64, Vec<u8>)>,
     /// Serial numbers of the transactions that continue.
     pub continuing: Vec<u64>,
-    /// Commits among the finished ones whose programs may ask for them again.
+    /// Those finished commits that a program may request again.
     pub(crate) unanswered: Vec<Unanswered>,
 }
 
-/// Serial numbers of an earlier firnd's transactions whose programs continue, because this firnd takes the mount over.
+/// Serial numbers of an earlier firnd's transactions whose programs still run, because this firnd takes the mount over.
 #[derive(Clone, Debug, Default)]
 pub struct LivingTransactions {
     /// Transactions that may continue, if the backing has all of their changes.
@@ -69,12 +69,11 @@ pub struct LivingTransactions {
 /// How [`TransactionalBacking::open_with`] opens a backing.
 #[derive(Clone, Debug, Default)]
 pub struct Opening {
-    /// Commits of each scope that can be undone.
+    /// Number of commits of each scope that can be undone.
     pub history: u32,
-    /// The hosts that commit together, if there are several.
+    /// The hosts that commit together; `None` on a mount of one host.
     pub members: Option<Members>,
-    /// The arena of this mount. For another arena that must drop data, a note is stored until that arena is attached
-    /// again.
+    /// The arena of this mount. If another arena must drop data, a note is stored until that arena is attached again.
     pub arena: Option<ArenaId>,
     /// Transactions that may continue from an earlier firnd.
     pub living: LivingTransactions,
@@ -169,7 +168,7 @@ impl<B: Backing> ArenaNotes<B> {
         Ok(scopes)
     }
 
-    /// Returns whether a stored transaction can continue: its programs live on, and the backing has all of their
+    /// Returns whether a stored transaction can continue: its programs still run, and the backing has all of their
     /// changes.
     pub(super) fn can_continue(&self, stored: &StoredTransaction<B>) -> Result<bool, StoreError> {
         let base = &self.lower.base;
@@ -286,7 +285,7 @@ impl<B: Backing> StoredScopes<B> {
         Ok(found)
     }
 
-    /// Enters a transaction that an earlier firnd prepared. Its scope shows the old tree and cannot be changed.
+    /// Registers a transaction that an earlier firnd prepared. Its scope shows the old tree and cannot be changed.
     pub(crate) fn wait_for_decision(
         &self,
         serial: u64,
@@ -352,7 +351,7 @@ impl<B: Backing> Recovery<B> {
         }
     }
 
-    /// Continues a transaction of an earlier firnd. Returns `false` without a change if that is not possible.
+    /// Continues a transaction of an earlier firnd. Returns `false`, without a change, if that is not possible.
     fn continue_transaction(
         &self,
         stored: &StoredTransaction<B>,
@@ -362,7 +361,7 @@ impl<B: Backing> Recovery<B> {
             return Ok(false);
         };
         if self.arena_notes.living.ending.contains(&stored.serial) {
-            // A part may be undone already, so the transaction can only be aborted.
+            // The transaction may be undone in part already, so it can only be aborted.
             self.lower.forget_record(&scope.dir)?;
             scope.refuse_changes(true);
             scope.shadow.iter().for_each(Shadow::begin_undo);
@@ -373,7 +372,8 @@ impl<B: Backing> Recovery<B> {
         Ok(true)
     }
 
-    /// Recovers all transactions. `drop_pending` first drops the pending data of those that are undone.
+    /// Recovers all transactions. Before that, calls `drop_pending`, which drops the pending data of the transactions
+    /// that are undone.
     fn recover_all<E: From<OpenError> + From<StoreError>>(
         &self,
         drop_pending: impl FnOnce(&[Vec<u8>]) -> Result<(), E>,
@@ -386,8 +386,8 @@ impl<B: Backing> Recovery<B> {
         Ok(self.finish_or_undo()?)
     }
 
-    /// Recovers the transactions of this host, first the ones that it shares with other hosts, and leaves their votes
-    /// and ballots.
+    /// Recovers the transactions of this host, those shared with other hosts first. Then leaves the votes and ballots
+    /// of the ended ones.
     fn finish_or_undo(&self) -> Result<RecoveryOutcome, OpenError> {
         let mut outcome = RecoveryOutcome::default();
         if let Some(staging_dir) = self.lower.find_staging_dir()? {
@@ -489,7 +489,7 @@ impl<B: Backing> Recovery<B> {
                 outcome.waiting.push((record.id, record.scope.clone()));
                 self.stored_scopes.wait_for_decision(serial, dir, record)?;
             } else {
-                // Without the record `open` the transaction was over, and only its directory is left.
+                // Without the record `open` the transaction has ended, and only its directory is left.
                 let scope = staging::load_scope(&self.lower.base, &dir, staging::OPEN)?;
                 if let Some(scope) = &scope {
                     self.shadow_undo.undo_stored(&dir, &name, scope)?;
@@ -504,7 +504,7 @@ impl<B: Backing> Recovery<B> {
 }
 
 impl<B: Backing> TransactionalBacking<B> {
-    /// Returns whether the backing has transactions that [`TransactionalBacking::open`] must recover first.
+    /// Returns whether the backing has transactions that [`TransactionalBacking::open`] must recover before use.
     pub fn has_transactions(base: &B) -> Result<bool, StoreError> {
         let Some((firn, _)) = staging::find_dir(base, &base.root(), staging::TOP)? else {
             return Ok(false);
@@ -518,8 +518,8 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(names.iter().any(|(name, ..)| name.starts_with(b"tx-")))
     }
 
-    /// Returns the numbers of commits that are decided and not fully applied. [`TransactionalBacking::open`] applies
-    /// them; this function changes nothing.
+    /// Returns the numbers of commits that are decided and not fully applied. This function changes nothing;
+    /// [`TransactionalBacking::open`] applies them.
     pub fn decided_commits(base: B) -> Result<Vec<u64>, StoreError> {
         let backing = Self::open_unrecovered(base, Opening::default())?;
         let mut decided = Vec::new();
@@ -538,8 +538,8 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(decided)
     }
 
-    /// Opens a backing for transactions, and finishes or undoes earlier ones. For callers without an arena with pending
-    /// data.
+    /// Opens a backing for transactions, and finishes or undoes the transactions of an earlier firnd. Only for callers
+    /// whose arena has no pending data.
     pub fn open(base: B) -> Result<(Self, RecoveryOutcome), OpenError> {
         Self::open_with_history(base, 0)
     }
@@ -574,12 +574,12 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// Opens a backing as [`Self::open`] does, for a mount whose arena may have pending data.
     ///
-    /// Before anything changes, `drop_pending` gets the scopes whose pending data must be dropped. That data was
-    /// written in a transaction that is undone, or after the prepare of a transaction. If another arena may have such
-    /// data, a durable record says what that arena must drop at its return.
+    /// Before anything changes, `drop_pending` is called with the scopes whose pending data must be dropped. That data
+    /// was written in a transaction that is undone, or after the prepare of a transaction. If another arena may have
+    /// such data, a durable record says what that arena must drop at its return.
     ///
-    /// The records of the transactions are removed afterwards. So after a crash at any point the data is dropped
-    /// already, or the next open drops it.
+    /// The records of the transactions are removed only afterwards. So after a crash at any point, the data either is
+    /// dropped already or will be dropped by the next open.
     pub fn open_with<E: From<OpenError> + From<StoreError>>(
         base: B,
         opening: Opening,
@@ -588,7 +588,7 @@ impl<B: Backing> TransactionalBacking<B> {
         Self::try_open(base, opening, drop_pending).map_err(|(_, error)| error)
     }
 
-    /// Does what [`Self::open_with`] does, but also returns the backing with an error.
+    /// Like [`Self::open_with`], but also returns the backing with an error.
     pub fn try_open<E: From<OpenError> + From<StoreError>>(
         base: B,
         opening: Opening,
@@ -611,7 +611,7 @@ impl<B: Backing> TransactionalBacking<B> {
         }
     }
 
-    /// Opens a backing for transactions without a recovery of earlier ones.
+    /// Opens a backing for transactions without recovering earlier ones.
     pub(super) fn open_unrecovered(base: B, opening: Opening) -> Result<Self, StoreError> {
         let (top, has_staging_top) = Self::find_root(&base)?;
         Ok(Self::assemble_over(base, &top, has_staging_top, opening))

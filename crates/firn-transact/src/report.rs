@@ -1,7 +1,7 @@
 //! [`TransactionFigures`]: figures of the transactions of a mount, for the status.
 //!
-//! Promise: the status waits for no claim or use that may be kept during a call of the backing, so it answers even if the
-//! backing hangs.
+//! Promise: the status never waits for a claim or use that a thread may have during a call of the backing. So the
+//! status answers even if the backing hangs.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

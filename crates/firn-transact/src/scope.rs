@@ -4,8 +4,8 @@
 //! them. The *stage* says how far the transaction is: open, prepared, decided or ended.
 //!
 //! Invariants
-//! * Programs change the scope only while the stage is open. In another stage a change waits until the stage is open or
-//!   ended; it fails if that may never come.
+//! * Programs change the scope only while the stage is open. In any other stage a change waits until the stage is open
+//!   or ended. The change fails if that may never happen.
 //! * `changed` has every object with a change, by the number of the change.
 
 use std::collections::{BTreeMap, HashMap};
@@ -54,7 +54,7 @@ pub(crate) struct Scope<B: Backing> {
     pub(crate) serial: u64,
     /// The directory of the scope.
     pub(crate) root: Arc<Object<B>>,
-    /// Path of the scope at the begin; of a scope of names, the path of its first name. No other object can get this
+    /// Path of the scope at the begin; for a scope of names, the path of its first name. No other object can get this
     /// path while the transaction is open.
     pub(crate) path: Vec<u8>,
     /// The names in `root` that a scope of names has; `None` if the scope is all of `root`.
@@ -87,18 +87,18 @@ pub(crate) struct Scope<B: Backing> {
     pub(crate) names: Arc<Claim>,
     /// The changed objects, by the numbers of their changes.
     pub(crate) changed: Mutex<BTreeMap<u64, Arc<Object<B>>>>,
-    /// The stage.
+    /// Present stage of the transaction.
     pub(crate) stage: Mutex<Stage>,
     /// Signals a new stage, or a change of `refusing`.
     stage_changed: Condvar,
     /// Whether changes fail with ECANCELED, because the transaction is about to be aborted.
     refusing: AtomicBool,
-    /// The log of a transaction that an earlier firnd prepared. Its changes are only there and not in the tables.
+    /// The log of a transaction that an earlier firnd prepared. The tables do not have its changes.
     pub(crate) recovered: Option<ChangeLog>,
     /// Whether the transaction undoes an earlier commit.
     pub(crate) is_undo: bool,
-    /// Whether this firnd took the open transaction over from an earlier one. It does not know which changes are
-    /// synced.
+    /// Whether this firnd took the open transaction over from an earlier firnd. If so, it does not know which changes
+    /// are synced.
     pub(crate) is_revived: bool,
     /// What processes on this host used before the prepare, for the vote of several hosts.
     pub(crate) used: Mutex<Option<Vec<Used>>>,
@@ -119,9 +119,9 @@ struct Inherited {
 
 /// A directory for staged objects, below `tx-N/new/`.
 pub(crate) struct StagingDir<B: Backing> {
-    /// Its name in `new/`.
+    /// Name of the directory in `new/`.
     pub(crate) name: String,
-    /// The directory itself.
+    /// Inode of the directory.
     pub(crate) inode: B::Inode,
 }
 
@@ -218,23 +218,23 @@ impl<B: Backing> Scope<B> {
         }
     }
 
-    /// Returns whether the scope has everything that programs wrote. After an abort that began and failed it has not,
-    /// so it can only be aborted.
+    /// Returns whether the scope has everything that programs wrote. If not, an abort has begun and failed, so the
+    /// transaction can only be aborted.
     pub(crate) fn is_whole(&self) -> bool {
         let is_undoing = self.shadow.as_ref().is_some_and(Shadow::is_undoing);
-        // A failed abort has dropped pending data, so the rest is not what programs wrote.
+        // A failed abort has dropped pending data, so the scope is not what programs wrote.
         let is_given_up = self.stage() == Stage::Open && self.refusing.load(Ordering::Acquire);
         !is_undoing && !is_given_up
     }
 
-    /// Makes every new change fail with ECANCELED, for the rest of the transaction. Does not wake waiting threads.
+    /// Makes every new change fail with ECANCELED until the transaction ends. Does not wake waiting threads.
     pub(crate) fn refuse_changes_for_good(&self) {
         self.refusing.store(true, Ordering::Release);
     }
 
     /// Makes changes fail with ECANCELED, including those that wait, or allows them again.
     pub(crate) fn refuse_changes(&self, refuse: bool) {
-        // The store is made under the lock of the waiting threads, so that none of them misses it.
+        // The flag is stored under the lock that waiting threads use, so that none of them misses it.
         let stage = self.stage.lock();
         self.refusing.store(refuse, Ordering::Release);
         drop(stage);
@@ -264,7 +264,7 @@ impl<B: Backing> Scope<B> {
     /// Returns whether a new transaction of the directory `root` can begin before this decided commit is applied.
     ///
     /// A commit of an earlier firnd has no tables, so programs see its tree only after the application. In shadow mode
-    /// the application is short, so there is no need. A commit is followed by one transaction at most.
+    /// the application is short, so the next transaction waits for it. At most one transaction follows a commit.
     pub(crate) fn can_be_followed(&self, root: &Arc<Object<B>>) -> bool {
         Arc::ptr_eq(&self.root, root)
             && self.names_in_root.is_none()

@@ -6,7 +6,7 @@
 //! Invariants, asserted in debug builds after each change of the list
 //! * Scopes in the list do not overlap. Scopes of names in one directory have no name in common.
 //! * The list has no transaction that follows a commit.
-//! * No two transactions have the same serial number, and none has a number that is still to be given out.
+//! * No two transactions have the same serial number, and none has a serial number that is not assigned yet.
 //! * `count` is the length of the list, except while the list is locked for a change.
 
 use std::ffi::OsStr;
@@ -26,7 +26,7 @@ pub struct Scopes<B: Backing> {
     count: AtomicUsize,
     /// Number of scopes whose top has another name in its parent than in the backing, or hides a name there.
     changed_tops: AtomicUsize,
-    /// The serial number that was given out last.
+    /// The serial number that was assigned last.
     last_serial: AtomicU64,
     /// Serial numbers and directories of ended transactions that could not be removed yet. They have no records.
     leftovers: Mutex<Vec<(u64, B::Inode)>>,
@@ -34,8 +34,8 @@ pub struct Scopes<B: Backing> {
 
 impl<B: Backing> Drop for Scopes<B> {
     fn drop(&mut self) {
-        // Names refer to objects, and objects to their directory. The cycle is broken here, or they would never be
-        // freed.
+        // Names refer to objects, and objects to their directory. This cycle of references is broken here, because the
+        // objects would otherwise never be freed.
         let scopes = std::mem::take(&mut *self.list.write());
         for scope in scopes {
             scope.drop_names_in_root();
@@ -69,7 +69,8 @@ impl<B: Backing> Scopes<B> {
         self.last_serial.fetch_add(1, Ordering::Relaxed) + 1
     }
 
-    /// Notes that the backing has a transaction or history entry with this serial number, so that it is not given out.
+    /// Records that the backing has a transaction or history entry with this serial number, so that it is not assigned
+    /// again.
     pub(crate) fn skip_serial(&self, serial: u64) {
         self.last_serial.fetch_max(serial, Ordering::Relaxed);
     }
@@ -127,7 +128,7 @@ impl<B: Backing> Scopes<B> {
         self.staged_where(|_| true)
     }
 
-    /// Returns the transactions of the scope that is, was or will be at `path`, with their stages, in the same order.
+    /// Like [`Self::in_order`], but returns only the transactions of the scope that is, was or will be at `path`.
     pub(crate) fn in_order_at(&self, path: &[u8]) -> Vec<(Arc<Scope<B>>, Stage)> {
         self.staged_where(|first| first.is_at(path))
     }
@@ -136,8 +137,8 @@ impl<B: Backing> Scopes<B> {
     /// commit. Transactions that are over are left out.
     fn staged_where(&self, select: impl Fn(&Scope<B>) -> bool) -> Vec<(Arc<Scope<B>>, Stage)> {
         let with_next = |scope: &Arc<Scope<B>>| [Some(Arc::clone(scope)), scope.application.next()];
-        // Stages are read under the lock. At the end of a commit its follower moves into the list; a copy of the list
-        // from before that moment, with stages from after it, would miss the follower.
+        // Stages are read under the lock. When a commit ends, the transaction that follows it moves into the list. A copy
+        // of the list from before that moment, with stages from after it, would miss that transaction.
         let list = self.list.read();
         let selected = list.iter().filter(|scope| select(scope));
         let staged = selected.flat_map(with_next).flatten().map(|scope| {
@@ -159,9 +160,10 @@ impl<B: Backing> Scopes<B> {
         self.find(|scope| scope.is_at(path))
     }
 
-    /// Returns the transaction of that scope in which programs make changes, or else the commit that is being applied.
+    /// Returns the undecided transaction of the scope that is, was or will be at `path`, or else the commit that is
+    /// being applied.
     pub(crate) fn current_at_path(&self, path: &[u8]) -> Option<Arc<Scope<B>>> {
-        // Both look-ups are under the lock, because at the end of a commit its follower moves into the list.
+        // Both look-ups are under the lock, because the transaction that follows a commit moves into the list at its end.
         let list = self.list.read();
         let first = list.iter().find(|scope| scope.is_at(path))?;
         let next = first.application.next();
@@ -255,7 +257,7 @@ impl<B: Backing> Scopes<B> {
         selected.map(|scope| scope.path.clone()).collect()
     }
 
-    /// Notes the directory of an ended transaction that could not be removed. The next begin tries again.
+    /// Records the directory of an ended transaction that could not be removed. The next begin tries again.
     pub(crate) fn add_leftover(&self, serial: u64, dir: &B::Inode) {
         self.leftovers.lock().push((serial, dir.clone()));
     }

@@ -54,7 +54,7 @@ const KEPT: &str = "kept";
 /// File that marks the directory of a host's transaction as a part of a transaction that several hosts share.
 const SHARED: &str = "shared";
 
-/// What becomes of changes before they are committed.
+/// Where changes go before they are committed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Mode {
     /// Changes wait in memory and in staged copies until the commit.
@@ -64,7 +64,7 @@ pub enum Mode {
     Shadow,
 }
 
-/// An object in `kept/`: its key, its name there, and whether it is a directory.
+/// An object in `kept/`: its key, its name in `kept/`, and whether it is a directory.
 type KeptObject = (Key, String, bool);
 
 /// How much of an object is saved.
@@ -101,7 +101,7 @@ pub(crate) struct Shadow<B: Backing> {
     dev: u64,
     /// The state of each object that is saved or new, by inode number.
     save_states: Mutex<HashMap<u64, SaveState>>,
-    /// Directories whose names are saved, by inode number. An abort gives objects their names in these back.
+    /// Directories whose names are saved, by inode number. An abort restores the names in these directories.
     dirs: Mutex<HashMap<u64, Arc<Object<B>>>>,
     /// Number of the last file that was made in `saved/` under a temporary name.
     last_number: AtomicU64,

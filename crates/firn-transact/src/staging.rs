@@ -50,7 +50,7 @@ pub(crate) const COMMITTED: &str = "committed";
 pub(crate) const NEW: &str = "new";
 pub(crate) const AWAY: &str = "away";
 
-/// Reads the number of the last commit of each scope. A line that cannot be read is left out.
+/// Reads the number of the last commit of each scope. A line that cannot be decoded is left out.
 pub(crate) fn load_commit_numbers<B: Backing>(
     base: &B,
     firn: &B::Inode,

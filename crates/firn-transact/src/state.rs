@@ -1,12 +1,13 @@
 //! [`NameState`]: the states of CprFS, which say what became of a name of a file since the transaction began.
 //!
-//! The paper (table 1, figure 5, table 2) follows every call from state to state; so do the tests (`tests/oracle`).
-//! Here the states are derived from the tables of the transaction when the status asks for them, and nothing is noted
-//! while programs change names. A commit does not use them: it works on the objects and their names before and after
-//! ([`crate::change_log`]), which covers directories, links and special files, too.
+//! The paper (table 1, figure 5, table 2) follows every call from state to state, and so do the tests (`tests/oracle`).
+//! Here the states are derived from the tables of the transaction when the status needs them; nothing is recorded while
+//! programs change names. A commit does not use the states: it uses the objects and their names before and after
+//! ([`crate::change_log`]), which also covers directories, links and special files.
 //!
 //! Invariants
-//! * A state depends on what the backing has and on what programs see, not on the calls between the two.
+//! * A state depends only on the names in the backing and the names that programs see, not on the calls between the
+//!   two.
 //! * A thread that derives states holds one lock at a time and waits for no call of the backing.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -19,7 +20,7 @@ use crate::object::{Key, Object};
 use crate::scope::Scope;
 use crate::scopes::Scopes;
 
-/// What became of a name of a file.
+/// What has happened to a name of a file since the transaction began.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum NameState {
     /// The file is new or was changed, and was not truncated.
@@ -117,7 +118,8 @@ impl<B: Backing> Scope<B> {
             Some((origin, file.state_in_place()))
         });
         let mut states: HashMap<Name, NameState> = in_place.collect();
-        // Changed names are added second and replace states in place, because a file may have lost its name of origin.
+        // Changed names are added second and replace the states of files in place, because a file may have lost its
+        // origin name.
         for changed in &tables.names {
             states.extend(
                 tables
@@ -167,7 +169,7 @@ impl ChangedFile {
     }
 }
 
-/// What became of the file that the backing has under a name.
+/// What has happened to the file that the backing has under a name.
 enum OldFile {
     /// The backing has no file under the name.
     Missing,
@@ -210,7 +212,7 @@ impl ChangeTables {
         }
     }
 
-    /// Returns what became of the file that the backing has under a changed name.
+    /// Returns what has happened to the file that the backing has under a changed name.
     fn old_file(&self, changed: &ChangedName) -> OldFile {
         match self.origins.get(&changed.name) {
             Some((Kind::File, key)) if self.named.contains(key) => OldFile::Moved,
@@ -222,7 +224,7 @@ impl ChangeTables {
         }
     }
 
-    /// Returns the state of a changed name; `None` if there is no file and was none before the transaction.
+    /// Returns the state of a changed name. Returns `None` if neither programs nor the backing have a file there.
     fn state_of(&self, changed: &ChangedName) -> Option<NameState> {
         let old = self.old_file(changed);
         let Some(key) = changed.file else {

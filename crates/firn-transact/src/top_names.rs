@@ -17,13 +17,13 @@ use crate::scopes::Scopes;
 use crate::staging;
 use crate::transactional::TransactionalBacking;
 
-/// What a name in a directory has to do with the top of a scope.
+/// How a name in a directory relates to the top of a scope.
 pub(crate) enum TopName<B: Backing> {
-    /// The name has nothing to do with a top.
+    /// The name is not the name of a top.
     Unrelated,
     /// The name leads to the top. The backing does not have the name.
     Shown(Arc<Object<B>>),
-    /// The name is invisible, and nothing may be made there.
+    /// The name is invisible, and no object may be made there.
     Reserved,
 }
 
@@ -42,7 +42,7 @@ struct ShownTops<B: Backing> {
     touched: Vec<Time>,
 }
 
-/// Answers what the names of tops are in the directories above.
+/// Answers which names of tops a directory shows or hides.
 pub struct Tops<B: Backing> {
     pub(crate) lower: Arc<LowerBacking<B>>,
     pub(crate) scopes: Arc<Scopes<B>>,
@@ -62,7 +62,7 @@ impl<B: Backing> Tops<B> {
         }
     }
 
-    /// Returns what a name has to do with the top of a scope. The caller is admitted to the names of the directory.
+    /// Returns how a name relates to the top of a scope. The caller is admitted to the names of the directory.
     pub(crate) fn find_top_name(&self, dir: &Arc<Object<B>>, name: &OsStr) -> TopName<B> {
         for scope in self.scopes.with_top_in(dir) {
             let names = scope.top.names();
@@ -137,7 +137,7 @@ impl<B: Backing> Tops<B> {
         tops
     }
 
-    /// Returns, for each scope, whether an application of its commit has moved the top to the backing already.
+    /// Returns for each scope whether an application of its commit has moved the top to the backing already.
     fn which_are_in_backing(
         &self,
         dir: &B::Inode,

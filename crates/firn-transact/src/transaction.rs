@@ -1,4 +1,4 @@
-//! What is done with a transaction as a whole, a step in each file: begin, prepare, decide and apply, abort; and the
+//! Operations on whole transactions, each step in its own file: begin, prepare, decide and apply, abort. Also the
 //! handles that callers hold ([`handle`]).
 
 mod abort;

@@ -1,6 +1,6 @@
 //! [`TransactionalBacking`]: a backing whose directories can be in a transaction.
 //!
-//! It is assembled from parts. Each part is made with the parts below it, and the operations of one part are called on
+//! It is assembled from parts. Each part is built from the parts below it, and callers call the operations of a part on
 //! that part.
 
 use std::collections::BTreeMap;
@@ -38,7 +38,7 @@ use firn_backing::lock::Mutex;
 
 /// A backing whose directories can be in a transaction.
 ///
-/// The parts are in order from the lowest one up; each part knows only parts before it. Methods are for operations that
+/// The parts are in order from the lowest one up; each part uses only parts before it. Methods are for operations that
 /// need many parts.
 pub struct TransactionalBacking<B: Backing> {
     /// The backing below, and the directory in it where this mount keeps its transactions.
@@ -52,7 +52,7 @@ pub struct TransactionalBacking<B: Backing> {
     pub tops: Arc<Tops<B>>,
     /// Admits threads that look up names, or change names or data.
     pub admission: Arc<Admission<B>>,
-    /// The directories by which several hosts share a transaction in shadow mode.
+    /// The transactions in shadow mode that several hosts share.
     pub shared: Arc<SharedTransactions<B>>,
     /// Votes of several hosts on commits.
     pub votes: Arc<Votes<B>>,
@@ -65,7 +65,7 @@ pub struct TransactionalBacking<B: Backing> {
     pub history: Arc<History<B>>,
     pub(crate) endings: Arc<Endings<B>>,
     pub(crate) objects: Arc<Objects<B>>,
-    /// Bytes of files: of the backing, and as transactions changed them.
+    /// Bytes of files, as the backing has them and as transactions changed them.
     pub file_data: Arc<FileData<B>>,
     pub(crate) dirs: Arc<Dirs<B>>,
     pub(crate) differences: Arc<Differences<B>>,
@@ -76,7 +76,8 @@ pub struct TransactionalBacking<B: Backing> {
     pub revival: Arc<Revival<B>>,
     /// Mode of the transactions that begin from now on.
     pub(crate) mode: Mode,
-    /// Name of the host that aborted the last transaction of a scope, by the path of the scope, if it was another host.
+    /// Name of the host that aborted the last transaction of a scope, by the path of the scope. Only aborts by other
+    /// hosts are listed.
     pub(crate) stopped_by: Mutex<BTreeMap<Vec<u8>, String>>,
     /// Applied commits whose requests failed afterwards, by the path of the scope after the commit.
     pub(crate) unanswered: Mutex<BTreeMap<Vec<u8>, Unanswered>>,
@@ -152,7 +153,7 @@ impl<B: Backing> TransactionalBacking<B> {
         }
     }
 
-    /// Returns the mode of the transactions that begin.
+    /// Returns the mode of transactions that begin from now on.
     pub fn mode(&self) -> Mode {
         self.mode
     }
@@ -162,7 +163,7 @@ impl<B: Backing> TransactionalBacking<B> {
         self.lower.members.is_some() && self.mode == Mode::Buffer
     }
 
-    /// Sets the mode of the transactions that begin.
+    /// Sets the mode of transactions that begin from now on.
     #[must_use]
     pub fn in_mode(mut self, mode: Mode) -> Self {
         self.mode = mode;

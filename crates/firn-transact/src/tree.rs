@@ -1,7 +1,7 @@
 //! The table of objects in use, by inode, and the tables of threads that use their names and data.
 //!
 //! Invariants
-//! * An inode that is referred to has exactly one object, even if it has several names.
+//! * An inode that is in use has exactly one object, even if it has several names.
 //! * A thread that looks up or changes names is in [`Tree::names`]; a thread that changes data is in [`Tree::data`]. A
 //!   begin, prepare, commit or abort keeps its scope in both tables, names first ([`UseTable`]).
 //! * In a transaction, one thread at a time changes names, and no other thread looks names up meanwhile
@@ -62,8 +62,8 @@ impl<'a, B: Backing> StableNamesGuard<'a, B> {
     }
 }
 
-/// Guard: its caller alone uses names and data of a scope. Fields are dropped in this order, the reverse of taking
-/// them.
+/// Guard: only its caller uses names and data of a scope. The fields are dropped in this order, which is the reverse of
+/// the order in which they were acquired.
 pub(crate) struct QuietGuard<'a, B: Backing> {
     _data: KeptAreas<'a, B>,
     _names: KeptAreas<'a, B>,
@@ -125,7 +125,7 @@ impl<B: Backing> Tree<B> {
         let lane = base.facts(&inode).lane;
         let mut objects = self.objects.lock();
         if let Some(object) = objects.get(&key).and_then(Weak::upgrade) {
-            // An object without a parent is the top or nameless, and must not get a place.
+            // An object without a parent is the top or is nameless, so it must not get a place.
             if object.parent().is_some() {
                 object.move_to(parent, name);
             }
@@ -142,7 +142,8 @@ impl<B: Backing> Tree<B> {
         object
     }
 
-    /// Makes and enters the object of a file that has no name any more and therefore is in no transaction.
+    /// Makes the object of a file that has lost its last name and therefore is in no transaction. Enters it in the
+    /// table.
     pub(crate) fn adopt_nameless(&self, base: &B, inode: B::Inode, attr: &Attr) -> Arc<Object<B>> {
         let inner = Inner {
             base: Some(inode.clone()),

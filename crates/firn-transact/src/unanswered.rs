@@ -1,8 +1,8 @@
 //! Applied commits that were not answered, because the request failed after the application.
 //!
-//! A repeated request with the same number means such a commit and not the transaction that follows it. The commit is
-//! remembered until it is requested again or another request for the scope comes. An unmount forgets it: the next mount
-//! leaves its vote, and no later transaction can be confused with it.
+//! A repeated request with the same number is for such a commit, not for the transaction that follows it. The commit is
+//! remembered until it is requested again, or until another request for the scope arrives. An unmount forgets it: the
+//! next mount leaves its vote, and no later transaction can be confused with it.
 //!
 //! With several hosts, this file also leaves votes and ballots that could not be left at once.
 
@@ -61,8 +61,8 @@ impl<B: Backing> Commits<B> {
 
     /// Leaves the vote of the last commit of a scope, if that failed before.
     ///
-    /// This comes before the host joins the next transaction there, so that a late record does not count for the next
-    /// commit.
+    /// This comes before the host joins the next transaction there. Otherwise a late record of this host could count
+    /// for the next commit.
     pub(crate) fn leave_rest_of(&self, scope: &[u8]) -> Result<(), Errno> {
         self.leave_rest(|(_, of)| of == scope)
     }

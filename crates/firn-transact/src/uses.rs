@@ -9,7 +9,8 @@
 //!
 //! Invariants
 //! * Kept areas never overlap. Once [`UseTable::keep`] has returned, no use is in its area.
-//! * A thread that waits here has no use and no kept area in the same table, so threads cannot wait in a circle.
+//! * A thread that waits here has no use and no kept area in the same table, so no threads can wait for each other in a
+//!   circle.
 //! * A directory that is being moved or removed ([`UseGuard::moving`]) has no kept area at or below it.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -164,7 +165,7 @@ impl<B: Backing> UseTable<B> {
             state.wait(&self.changed);
         }
         let number = state.next_number();
-        // From here on new uses of these parts wait, so the uses in them become fewer.
+        // From here on, new uses of these parts wait, so the number of uses in them decreases.
         state.kept.insert(number, parts.clone());
         while state.is_used(&parts) {
             state.wait(&self.changed);
@@ -176,7 +177,8 @@ impl<B: Backing> UseTable<B> {
     fn change(&self, change: impl FnOnce(&mut MutexGuard<'_, UseTableState<B>>)) {
         let mut state = self.state.lock();
         change(&mut state);
-        // A thread waits only if an area is kept: by that thread itself or by another one. Otherwise none has to wake.
+        // A thread waits only while an area is kept, by that thread itself or by another one. If no area is kept, no
+        // thread needs to wake.
         if !state.kept.is_empty() {
             self.changed.notify_all();
         }

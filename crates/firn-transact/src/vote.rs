@@ -50,9 +50,9 @@ pub enum Verdict {
     Clear,
     /// Accesses of two hosts or more conflict, as the report says; the transaction cannot be committed as it is.
     Conflict(ConflictReport),
-    /// A host gave the vote up, because a host did not vote or withdrew.
+    /// A host ended the vote without a commit, because a host did not vote or withdrew.
     GivenUp {
-        /// Name of the host that gave the vote up.
+        /// Name of the host that ended the vote.
         by: String,
         /// The reason, as a text for people. Stored under the name `why`.
         #[serde(rename = "why")]
@@ -256,8 +256,8 @@ impl<B: Backing> Votes<B> {
     /// Publishes this host's list for the vote on commit `id`; see
     /// [`Prepared::publish_accesses`](crate::Prepared::publish_accesses).
     ///
-    /// Returns `LastVoteNotOver` while an earlier vote of the same number is being removed; the caller may try again.
-    /// If this host no longer knows what its programs read, it gives the vote up for all hosts.
+    /// Returns `LastVoteNotOver` while an earlier vote of the same number is being removed; the caller may then try
+    /// again. If this host no longer knows what its programs read, it ends the vote for all hosts without a commit.
     pub(crate) fn publish_accesses(&self, scope: &Scope<B>, id: u64) -> Result<(), VoteError> {
         let Some(members) = &self.lower.members else {
             return Ok(());
@@ -283,7 +283,8 @@ impl<B: Backing> Votes<B> {
             // In shadow mode conflicts are not tested, so an empty list is enough.
             None if self.shared.find_shared(&scope.path)?.is_some() => Vec::new(),
             None => {
-                let reason = "its firnd was restarted before it had told what its programs read";
+                let reason =
+                    "its firnd was restarted and has lost the record of what its programs read";
                 return self.give_vote_up(id, &scope.path, reason.to_owned());
             }
         };
@@ -295,7 +296,7 @@ impl<B: Backing> Votes<B> {
         let list = self.list_accesses(members, &record, &used)?;
         match vote.ballot.join(&list.encode()).map_err(not_over)? {
             Joined::Yes => Ok(()),
-            // The vote is over and still there, so its verdict or decision tells the reason.
+            // The vote has ended and its directory still exists, so its verdict or decision gives the reason.
             Joined::Over if vote.ballot.dir().is_current()? => Ok(()),
             Joined::Over => Err(VoteError::LastVoteNotOver { id }),
         }
@@ -319,7 +320,7 @@ impl<B: Backing> Votes<B> {
             let reason = "it aborted its part".to_owned();
             return Ok(Vote::Over(Verdict::GivenUp { by, reason }));
         }
-        // An abort of the shared transaction counts even if this vote does not say so.
+        // An abort of the shared transaction counts even if this vote does not record it.
         let shared = self.shared.find_shared(scope)?;
         let shared_outcome = match &shared {
             Some(shared) => shared.outcome()?,
@@ -333,8 +334,8 @@ impl<B: Backing> Votes<B> {
             return Ok(Vote::Over(verdict));
         }
         let published = vote.ballot.joined()?;
-        // In shadow mode every host that joined the shared transaction must vote, because it may have changed the
-        // backing.
+        // In shadow mode, every host that joined the shared transaction may have changed the backing. So each of them
+        // must vote.
         let joined = match &shared {
             Some(shared) => shared.joined()?,
             None => Vec::new(),
@@ -350,7 +351,7 @@ impl<B: Backing> Votes<B> {
             Attendance::TooMany { expected } => Verdict::GivenUp {
                 by: members.host.clone(),
                 reason: format!(
-                    "{} hosts came, {}, where {expected} take part",
+                    "{} hosts took part ({}), but {expected} are expected",
                     published.len(),
                     published.join(", ")
                 ),
@@ -363,8 +364,8 @@ impl<B: Backing> Votes<B> {
             .ok_or(VoteError::NotVoted { id })
     }
 
-    /// Gives a vote up for all hosts. Does nothing if there is a verdict, a decision or no vote. `reason` is a text for
-    /// people.
+    /// Ends a vote for all hosts without a commit. Does nothing if there is a verdict, a decision or no vote. `reason`
+    /// is a text for people.
     pub fn give_vote_up(&self, id: u64, scope: &[u8], reason: String) -> Result<(), VoteError> {
         let Some(vote) = self.find_vote(id, scope)? else {
             return Ok(());
@@ -394,8 +395,9 @@ impl<B: Backing> Votes<B> {
 
     /// Decides a commit or an abort for all hosts, if there is no decision yet.
     ///
-    /// Returns `Ok` if the decision that counts is the proposal, and an error with the other decision if not. A commit
-    /// fails with `NotVoted` without a verdict, and with the conflict or reason after a verdict that rules it out.
+    /// Returns `Ok` if the proposal is the decision that counts, and otherwise an error that says what was decided. A
+    /// commit fails with `NotVoted` if there is no verdict. It fails with the conflict or the reason if the verdict
+    /// rules it out.
     pub(crate) fn decide_vote(
         &self,
         id: u64,
@@ -409,7 +411,7 @@ impl<B: Backing> Votes<B> {
             self.find_vote(id, scope)?
                 .ok_or(VoteError::NotVoted { id })?
         } else {
-            // The vote is created if need be, so that a host that joins later sees the abort.
+            // The vote is created if it does not exist, so that a host that joins later sees the abort.
             self.make_vote(members, id, scope)?
         };
         match (vote.verdict()?, proposal) {
@@ -440,7 +442,7 @@ impl<B: Backing> Votes<B> {
         let Some(vote) = self.find_vote(id, scope)? else {
             return Ok(None);
         };
-        // After a conflict a host may reopen its part, so the part is not aborted.
+        // After a conflict a host may reopen its part, so the part does not count as aborted.
         if vote.is_refused()? {
             return Ok(None);
         }
@@ -456,7 +458,8 @@ impl<B: Backing> Votes<B> {
         }
     }
 
-    /// Aborts each undecided vote on a scope in which this host has not published, so that no other host waits for it.
+    /// Aborts each undecided vote on a scope in which this host has not published its list. Other hosts then do not
+    /// wait for it.
     ///
     /// Called before an unprepared transaction ends.
     pub(crate) fn withdraw_from_votes(&self, scope: &[u8]) -> Result<(), VoteError> {
@@ -474,7 +477,7 @@ impl<B: Backing> Votes<B> {
 
     /// After a crash, leaves the votes in which this host has nothing left to do.
     ///
-    /// `waiting` has the number and scope of each transaction that this host still has; their votes stay.
+    /// `waiting` has the number and scope of each transaction that this host still has; their votes remain.
     pub(crate) fn leave_old_votes(&self, waiting: &[(u64, Vec<u8>)]) -> Result<(), Errno> {
         let Some(members) = &self.lower.members else {
             return Ok(());
@@ -549,7 +552,7 @@ impl<B: Backing> Votes<B> {
             Stage::Open => return Ok(Vec::new()),
             Stage::Ended => return Err(StageError::NoTransaction.into()),
         }
-        // After a restart the changes are in the record only, which an open transaction does not read.
+        // After a restart, only the record has the changes, and an open transaction does not read the record.
         if scope.recovered.is_some() {
             return Err(VoteError::GivenUp {
                 by: self.lower.host_name(),
@@ -568,8 +571,8 @@ impl<B: Backing> Votes<B> {
 
     /// Checks that a shadow transaction of several hosts may be reopened.
     ///
-    /// Gives the vote up first. Fails with `Decided` if the hosts had agreed already and none has aborted: they may
-    /// commit at any time, so nothing may change any more.
+    /// Ends the vote without a commit first. If the hosts have already agreed and none has aborted, they may commit at
+    /// any time, so nothing may change any more; this function then fails with `Decided`.
     fn must_be_open_for_change(&self, scope: &Scope<B>, id: u64) -> Result<(), VoteError> {
         if self.shared.find_shared(&scope.path)?.is_none() {
             return Ok(());
@@ -578,7 +581,7 @@ impl<B: Backing> Votes<B> {
             return Ok(());
         };
         let by = self.lower.host_name();
-        let reason = "it failed there".to_owned();
+        let reason = "the commit failed on that host".to_owned();
         let verdict = vote.judge(&Verdict::GivenUp { by, reason })?;
         let outcome = vote.ballot.decision()?;
         let is_aborted = outcome.is_some_and(|outcome| !outcome.commit);
@@ -588,7 +591,7 @@ impl<B: Backing> Votes<B> {
         }
     }
 
-    /// Returns the names of the hosts that have published their lists. Returns none if there is no vote.
+    /// Returns the names of the hosts that have published their lists; empty if there is no vote.
     pub fn hosts_published(&self, id: u64, scope: &[u8]) -> Result<Vec<String>, Errno> {
         match self.find_vote(id, scope)? {
             Some(vote) => vote.ballot.joined(),

@@ -38,8 +38,8 @@ impl<B: Backing> Admission<B> {
 
     /// Waits until names in these directories may be changed, and returns the guard and the transaction.
     ///
-    /// All names are in one transaction, or all are in none. Fails with ECANCELED if the transaction is about to be
-    /// aborted, and with EBUSY if its decision may never come.
+    /// The names must all be in the same transaction, or all in none. Fails with ECANCELED if the transaction is about
+    /// to be aborted, and with EBUSY if its decision may never come.
     pub(crate) fn enter_name_change(
         &self,
         names: &[NameAt<'_, B>],
@@ -108,7 +108,7 @@ impl<B: Backing> Admission<B> {
                 .is_none_or(|scope| scope.is_open())
     }
 
-    /// Waits until the contents of an object may be changed. Fails with ECANCELED or EBUSY if that will not come.
+    /// Waits until the contents of an object may be changed. Fails with ECANCELED or EBUSY if that may never happen.
     pub fn await_change(&self, object: &Arc<Object<B>>) -> Result<(), Errno> {
         self.enter_data_change(object).map(drop)
     }

@@ -657,7 +657,7 @@ fn a_backing_with_a_container_of_an_earlier_version_is_refused() {
     let args = || mount_args(&cluster.backing(), &host.join("mnt"), OPTIONS);
     host.run(args())
         .code(10)
-        .says("of an earlier version of Firn");
+        .says("by an earlier version of Firn");
     let mut python = Command::new("python3");
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/read_log.py");
     python.arg(&script).arg(cluster.backing()).arg("file");

@@ -180,7 +180,7 @@ fn older_commits_are_restored_as_far_as_they_are_kept() {
     }
     firn_id(&sandbox, "restore", mount.path(), 1)
         .code(1)
-        .says("those are: 4, 3, 2");
+        .says("the kept checkpoints are: 4, 3, 2");
     firn_id(&sandbox, "restore", mount.path(), 3).ok();
     assert_same("checkpoint 3", &snapshot(mount.path()), &trees[2]);
     mount.kill();
@@ -422,7 +422,7 @@ fn a_directory_that_begin_cannot_make_is_refused_with_what_to_do() {
     create("dir").code(1).says("it exists");
     create("file").code(1).says("it exists");
     create("none/dir").code(1).says("no such directory");
-    create("file/dir").code(1).says("this is none");
+    create("file/dir").code(1).says("this is not a directory");
     create(".firn").code(1).says("it exists");
     create("").code(1).says("it exists");
     firn(&sandbox, "begin", &mount.join("dir")).ok();

@@ -13,7 +13,7 @@
 //!   open may list it as empty but for its own puts.
 //! * A directory is renamed by its name, which may lead to a later directory.
 //!
-//! All hosts have the same role. Of the states that differ only in the numbers of hosts, one is explored.
+//! All hosts have the same role. Of states that differ only in the numbering of the hosts, only one is explored.
 
 use std::collections::HashMap;
 use std::fmt::Debug;

@@ -8,9 +8,9 @@
 //! A request for a lock is tried at once and then again with growing pauses, until it is granted, fails or is
 //! interrupted. So the thread never blocks in a lock call.
 //!
-//! With a [`LockKeeping`], locks outlive firnd. A lock is noted after the backing has granted it and before its program
-//! hears of it; its note changes before the backing releases it. So the next firnd keeps what is noted, and releases
-//! everything else in the kept lock files.
+//! With a [`LockKeeping`], locks outlive firnd. A lock is recorded after the backing has granted it and before its
+//! program gets the answer. A release changes the record before it releases the lock in the backing. The next firnd
+//! therefore keeps the recorded locks, and releases everything else in the kept lock files.
 
 use std::collections::HashMap;
 use std::ffi::OsStr;
@@ -43,11 +43,12 @@ const REACH_VALID_FOR: Duration = Duration::from_secs(1);
 /// How long a host may be unreached before locks are refused. A new host has its lease a moment before it has locked
 /// its `host-NAME` file.
 const UNREACHED_TIMEOUT: Duration = Duration::from_secs(3);
-/// How long the lock of a file's end, which an earlier firnd took for an append, waits for that append to come again.
+/// How long an earlier firnd's lock of a file's end is retained for its append. The program may repeat the append
+/// meanwhile.
 const REPEATED_APPEND_TIMEOUT: Duration = Duration::from_secs(60);
-/// For how long the locks of a file are restored again after an error of the backing.
+/// How long this firnd retries to restore the locks of a file after an error of the backing.
 const RESUME_TIMEOUT: Duration = Duration::from_secs(30);
-/// How often a request may find that its lock file has lost its name. After that the request fails.
+/// How many times a request may find that its lock file was removed. After that the request fails.
 const TRIES_MAX: usize = 100;
 
 /// A request to the lock thread.
@@ -84,7 +85,7 @@ struct WaitingRequest {
 }
 
 impl WaitingRequest {
-    /// Returns whether the request lets requests go first that were queued earlier. It does for [`YIELD_TIME_MAX`].
+    /// Returns whether the request lets earlier queued requests go first. It does so for [`YIELD_TIME_MAX`].
     fn yields(&self) -> bool {
         self.on_conflict == OnConflict::Wait && self.since.elapsed() < YIELD_TIME_MAX
     }
@@ -160,7 +161,7 @@ pub(super) struct LockThread<B: Backing> {
     keeping: Option<Box<dyn LockKeeping>>,
     /// Locks of an earlier firnd, until the thread begins.
     kept: KeptLocks,
-    /// Locks of files' ends that an earlier firnd took, and whose appends did not come again yet.
+    /// Locks of files' ends that an earlier firnd took, and whose appends have not been repeated yet.
     unclaimed_ends: Vec<UnclaimedEnd>,
 }
 
@@ -368,8 +369,8 @@ impl<B: Backing> LockThread<B> {
         }
     }
 
-    /// Gives up a request that is interrupted or has failed. An earlier firnd may have taken the lock of a file's end for
-    /// the same append; it is released.
+    /// Drops a request that is interrupted or has failed. If an earlier firnd took the lock of a file's end for the
+    /// same append, that lock is released.
     fn give_up(&mut self, request: &WaitingRequest) {
         self.leave_queue(request);
         let wanted = &request.wanted;
@@ -491,7 +492,7 @@ impl<B: Backing> LockThread<B> {
         lock.last_used = Instant::now();
         for range in lock.queue.remove(is_its) {
             if let Err(error) = self.base.lock(&lock.file, LockRequest::Unlock(range)) {
-                tracing::warn!(%error, ino = key.file, "cannot leave the line for a lock");
+                tracing::warn!(%error, ino = key.file, "cannot leave the queue for a file lock");
             }
         }
     }
@@ -509,7 +510,8 @@ impl<B: Backing> LockThread<B> {
         };
         let free = lock.held.remove(removed);
         lock.last_used = Instant::now();
-        // If there is no room for the note, the next firnd keeps more than the programs have, until they close the file.
+        // If there is no room for the record, the old one remains: the next firnd keeps the released locks until the
+        // programs close the file.
         self.note_locks(key);
         let mut released = Ok(());
         if let Some(lock) = self.files.get(&key) {
@@ -526,7 +528,7 @@ impl<B: Backing> LockThread<B> {
     /// Releases locks for which no caller waits.
     fn release_or_warn(&mut self, key: LockFileKey, what: ReleasedLocks) {
         if let Err(error) = self.release(key, what) {
-            tracing::warn!(%error, ino = key.file, "cannot release the lock of a file");
+            tracing::warn!(%error, ino = key.file, "cannot release a file lock in the backing");
         }
     }
 
@@ -601,7 +603,7 @@ impl<B: Backing> LockThread<B> {
         }
     }
 
-    /// Notes the locks of a file as they are now. Returns false if there is no room.
+    /// Records the present locks of a file. Returns false if there is no room.
     fn note_locks(&self, key: LockFileKey) -> bool {
         match (&self.keeping, self.files.get(&key)) {
             (Some(keeping), Some(lock)) => keeping.note_locks(lock.ino, key, lock.held.locks()),
@@ -627,7 +629,7 @@ impl<B: Backing> LockThread<B> {
         }
     }
 
-    /// Goes on with the locks of an earlier firnd.
+    /// Takes over the locks of an earlier firnd.
     fn resume(&mut self) {
         let KeptLocks { files, locks } = std::mem::take(&mut self.kept);
         let mut files_by_ino = HashMap::new();
@@ -654,11 +656,12 @@ impl<B: Backing> LockThread<B> {
                 resumed = self.resume_file(key, &locks, &mut files_by_ino);
             }
             if let Err(error) = resumed {
-                tracing::error!(%error, ino = key.file, "locks of programs on a file are lost");
+                tracing::error!(%error, ino = key.file, "cannot take over the locks on a file: they are lost");
             }
             self.publish_owners(key);
         }
-        // No program has a lock in these files: the earlier firnd had just locked something, or released it.
+        // No program has a recorded lock in these files: the earlier firnd died between taking or releasing a lock and
+        // its record.
         for (ino, file) in &files_by_ino {
             self.close_file(file, *ino);
         }
@@ -673,8 +676,8 @@ impl<B: Backing> LockThread<B> {
         Some(HostFile { file, ino })
     }
 
-    /// Goes on with the locks of one kind on one file. STALE: the lock file was not kept, or has lost its name, or another
-    /// host has one of the locks. After another error the caller may try again.
+    /// Takes over the locks of one kind on one file. Fails with STALE if the lock file was not kept or has lost its
+    /// name, or if another host has one of the locks. After any other error the caller may try again.
     fn resume_file(
         &mut self,
         key: LockFileKey,
@@ -685,8 +688,8 @@ impl<B: Backing> LockThread<B> {
         let ino = found.ok_or(Errno::STALE)?.1.ino;
         let file = kept.get(&ino).ok_or(Errno::STALE)?;
         let mut held = Table::default();
-        // An owner may have the same bytes twice if its lock was being made shared or exclusive. Its request comes again,
-        // so the lock that excludes less is right.
+        // An owner may have the same bytes twice if firnd died while it made the lock shared or exclusive. That request
+        // will be repeated, so the shared lock is the right one now.
         for mode in [LockMode::Exclusive, LockMode::Shared] {
             for lock in locks.iter().filter(|lock| lock.mode == mode) {
                 if held.conflict(lock.owner.number, lock.range, mode).is_none() {
@@ -718,7 +721,7 @@ impl<B: Backing> LockThread<B> {
         Ok(())
     }
 
-    /// Makes exactly these locks those of a kept lock file. STALE: another host has one of them.
+    /// Locks exactly the ranges of `held` in a kept lock file. Fails with STALE if another host has one of them.
     ///
     /// If firnd died while it made an exclusive lock shared, another host may share the lock already.
     fn restore_locks(&self, file: &B::File, held: &mut Table) -> Result<(), Errno> {
@@ -742,7 +745,7 @@ impl<B: Backing> LockThread<B> {
         Ok(())
     }
 
-    /// Releases locks of files' ends whose appends did not come again: their callers had their answers already.
+    /// Releases locks of files' ends whose appends were not repeated: the callers already had their answers.
     fn release_unclaimed_ends(&mut self) {
         let now = Instant::now();
         let waiting = &self.waiting;
@@ -876,7 +879,7 @@ impl<B: Backing> LockThread<B> {
                 self.host_file = Some(host_file);
             }
             Err(error) => {
-                tracing::warn!(%error, "files in the backing cannot be locked: programs are refused locks, and appends");
+                tracing::warn!(%error, "files in the backing cannot be locked: file locks and appends of programs fail");
                 self.reach.host_file_error = Some(lock_error(&error));
             }
         }
@@ -929,7 +932,7 @@ impl<B: Backing> LockThread<B> {
                 }
                 tracing::warn!(
                     host,
-                    "locks of files do not reach this host: programs are refused them"
+                    "file locks of another host are not visible here: file locks of programs fail"
                 );
                 Err(Errno::NOLCK)
             }

@@ -34,7 +34,7 @@ const RECORD_BYTES: usize = 128;
 const RETRY_PAUSE_FACTOR: u32 = 20;
 const RETRY_PAUSE_MIN: Duration = Duration::from_millis(2);
 const RETRY_PAUSE_MAX: Duration = Duration::from_millis(100);
-/// Factor by which the pause is longer for a host that is not the next one.
+/// Factor by which the pause is longer for a host that is not next in the queue.
 const QUEUED_PAUSE_FACTOR: u32 = 4;
 /// Minimum time between two reads of the holder's record.
 const READ_RECORD_EVERY: Duration = Duration::from_millis(200);

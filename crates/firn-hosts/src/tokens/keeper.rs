@@ -254,7 +254,7 @@ impl Tokens {
         self.lanes.get(index)
     }
 
-    /// Stops all keepers and gives all tokens back. The lanes go on without tokens.
+    /// Stops all keepers and gives all tokens back. From then on the lanes write without tokens.
     ///
     /// The call waits for at most `timeout`. A keeper that is inside a call of its service ends after that call.
     pub fn stop_within(&self, timeout: Duration) {

@@ -1,4 +1,4 @@
-//! The directory `.firn/tokens/` in the backing. It has the name under which an outside lock service knows this backing.
+//! The directory `.firn/tokens/` in the backing. It has the name that identifies this backing at an outside lock service.
 
 use crate::own::{self, TOP};
 use crate::{OwnError, VoteDir};
@@ -18,8 +18,8 @@ pub fn make_dir<B: Backing>(base: &B) -> Result<B::Inode, OwnError> {
     own::make_dir(base, &top, DIR).map_err(|error| error.below(TOP))
 }
 
-/// Returns the group name of this backing. The first host that asks generates it at random; all hosts get the same name.
-/// EBADMSG: the file holds no group name.
+/// Returns the group name of this backing. The first host that calls this generates the name at random; all hosts get
+/// the same name. Fails with EBADMSG if the file holds no group name.
 pub fn find_or_make_group<B: Backing>(base: &B, host: &str) -> Result<String, OwnError> {
     let top = own::make_dir(base, &base.root(), TOP)?;
     let in_top = |error: OwnError| error.below(TOP);

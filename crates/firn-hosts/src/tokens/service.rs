@@ -32,7 +32,7 @@ pub enum ServiceError {
     /// The token is lost, and another host may have it already.
     #[error("the token was lost: {why}")]
     Lost {
-        /// What happened.
+        /// How the token was lost, as a text for people.
         why: String,
     },
     /// A file that Firn owns is not in the required state, or the backing failed.
@@ -53,7 +53,7 @@ pub trait LockService: Send {
     fn give_back(&mut self) -> Result<(), ServiceError>;
     /// Returns whether another host waits for the token that this host holds.
     fn others_wait(&mut self) -> Result<bool, ServiceError>;
-    /// Tells the service that the holder is alive.
+    /// Renews the holding at the service, which otherwise passes the token on as if this host had died.
     fn renew(&mut self) -> Result<(), ServiceError>;
     /// Returns the time between two calls of `renew`. Returns `None` if the service detects the death of a holder by
     /// itself.

@@ -27,8 +27,8 @@ const KEEP_UNUSED_FOR: Duration = Duration::from_millis(10);
 /// Time between requests that fail.
 const RETRY: Backoff = Backoff::new(Duration::from_millis(50), Duration::from_secs(1));
 
-/// Longest wait of a lane in a queue that moves, as a multiple of [`TokenLimits::wait`]. Every host of a queue of up to
-/// `WAIT_FACTOR_MAX * wait / hold` hosts is therefore served in order.
+/// Longest wait of a lane in a queue that moves, as a multiple of [`TokenLimits::wait`]. In a queue of up to
+/// `WAIT_FACTOR_MAX * wait / hold` hosts, every host is therefore served in order.
 pub const WAIT_FACTOR_MAX: u32 = 8;
 /// Maximum time between two requests of a lane that writes without its token, unless `wait` is longer.
 const REQUEST_PAUSE_MAX: Duration = Duration::from_secs(60);
@@ -170,7 +170,8 @@ struct TokenlessPhase {
     is_request_open: bool,
     /// Whether the lane had work since the last request.
     is_wanted: bool,
-    /// The holding whose end the lane has waited for in vain.
+    /// The holding that did not end while the lane waited. While the service still reports it, the lane does not wait
+    /// again.
     stuck_holding: Option<String>,
     /// Whether the queue moved until the end of the wait. The lane does not wait for such a queue again; it keeps its
     /// place in the queue while it writes.
@@ -554,14 +555,14 @@ impl TokenMachine {
         let reason = match error.filter(|_| has_failed) {
             Some(error) => error,
             None if is_queue_long => {
-                "the queue of hosts is long: raise token-wait, or look at what answers for the lock service"
+                "the queue of hosts is long: raise token-wait, or check the lock service"
             }
-            None if stuck_holding.is_some() => "its holder does not go on",
-            None => "no answer",
+            None if stuck_holding.is_some() => "the holder of the token makes no progress",
+            None => "the lock service does not answer",
         };
         tracing::warn!(
             reason,
-            "no token came: the drain of this lane goes on without it"
+            "this lane got no token in time: its drain writes without the token"
         );
         self.figures.went_without += 1;
         // A request that is being given back has no place in the queue.

@@ -10,10 +10,10 @@ use firn_hosts::tokens::{
 };
 use parking_lot::{Condvar, Mutex};
 
-/// Nothing here takes this long; only a hang does.
+/// Longer than any step of these tests; only a hang takes this long.
 pub const HANGS_AFTER: Duration = Duration::from_secs(60);
 
-/// Short, so that a test sees many batches.
+/// Returns token limits. Short limits let a test see many batches.
 pub fn limits(hold_ms: u64, wait_ms: u64) -> TokenLimits {
     TokenLimits {
         hold: Duration::from_millis(hold_ms),
@@ -95,8 +95,8 @@ impl Server {
     }
 }
 
-/// Each host writes `writes` times, all at once. The most that wrote at a time, and whether each had the token each
-/// time.
+/// Lets all hosts write `writes` times each, at the same time. Returns the maximum number of concurrent writers, and
+/// whether every write had the token.
 pub fn write_together(hosts: &[Host], writes: usize, time: Duration) -> (usize, bool) {
     let server = Server::default();
     let with_token = std::thread::scope(|scope| {

@@ -19,7 +19,7 @@ use crate::staging;
 /// Copies the staged file `inode` of the backing `base` to the new file `name` in the directory `dir` of the backup
 /// `store`. Returns what the manifest says of the bytes.
 ///
-/// Asks `goes_on` after each block. Fails with EAGAIN of the backing if `goes_on` returned false or the file became
+/// Calls `goes_on` after each block. Fails with EAGAIN of the backing if `goes_on` returns false or the file became
 /// shorter meanwhile.
 pub(super) fn copy_to_backup<B: Backing>(
     base: &B,

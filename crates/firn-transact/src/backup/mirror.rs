@@ -2,9 +2,9 @@
 //!
 //! Terms
 //! * The *copy* of a transaction is its directory in the backup ([`TransactionCopy`]).
-//! * A copy is *complete* if it has a manifest and all that the manifest names, durably. Then the commit can be finished
-//!   from the backup.
-//! * To *withdraw* a copy is to remove its manifest, durably. The files stay for a later prepare.
+//! * A copy is *complete* if its manifest and everything that the manifest refers to are durable. The commit can then
+//!   be finished from the backup.
+//! * To *withdraw* a copy is to remove its manifest, durably. The files remain for a later prepare.
 //!
 //! Invariants
 //! * One thread at a time works with a copy ([`Mirror::with_copy`]). Threads that work with other copies do not wait.
@@ -36,11 +36,11 @@ pub struct Progress {
     pub is_complete: bool,
     /// Time since the last complete round.
     pub age: Option<Duration>,
-    /// Bytes that the backup has.
+    /// Bytes that the backup has of this transaction.
     pub copied_bytes: u64,
-    /// Bytes that a prepare would have to copy.
+    /// Bytes that a prepare would still have to copy.
     pub left_bytes: u64,
-    /// Why a round, prepare or commit could not write to the backup; kept until a later one writes to it.
+    /// Error of the last round, prepare or commit that could not write to the backup. `None` after a later one could.
     pub error: Option<String>,
 }
 
@@ -93,7 +93,8 @@ struct CopySlot<B: Backing> {
 pub(super) struct CopyState<B: Backing> {
     /// `None` before the first round and after the end of the transaction.
     pub(super) copy: Option<TransactionCopy<B>>,
-    /// The slot is no longer in the table, because its transaction has ended. A thread that waited for it starts over.
+    /// Whether the slot was removed from the table because its transaction ended. A thread that waited for the slot
+    /// must look the copy up again.
     is_removed: bool,
 }
 
@@ -112,9 +113,9 @@ pub(super) struct TransactionCopy<B: Backing> {
     pub(super) seen: HashMap<String, FileVersion>,
     /// Files that were copied, by their names in the backup.
     pub(super) copied: HashMap<String, CopiedFile>,
-    /// The directory may have a manifest.
+    /// Whether the directory may have a manifest.
     pub(super) has_manifest: bool,
-    /// The manifest and all that it names are durable.
+    /// Whether the manifest and everything that it refers to are durable.
     pub(super) is_complete: bool,
 }
 
@@ -126,8 +127,8 @@ pub(super) struct CopiedFile {
 }
 
 impl<B: Backing> TransactionCopy<B> {
-    /// Returns the copy in the directory `dir`. A manifest that is there counts as complete; other files are not known
-    /// and are copied again.
+    /// Returns the copy in the directory `dir`. A manifest that exists counts as complete. Other files are unknown and
+    /// are copied again.
     pub(super) fn new(name: String, dir: B::Inode, has_manifest: bool) -> Self {
         Self {
             name,
@@ -234,7 +235,8 @@ impl<B: Backing> Mirror<B> {
         self.ended.lock().iter().cloned().collect()
     }
 
-    /// Notes the result of a round or prepare, for the status. `left_bytes` are the bytes that it did not copy.
+    /// Records the result of a round or prepare, for the status. `left_bytes` is the number of bytes that were not
+    /// copied.
     pub(super) fn note_progress<T>(
         &self,
         scope: &Scope<B>,
@@ -282,7 +284,7 @@ impl<B: Backing> Mirror<B> {
 
     /// Removes the directory of an ended transaction. After an error the next round tries again.
     pub(super) fn remove_ended(&self, name: &str) -> Result<(), OwnError> {
-        // The name is noted before, because the manifest may be there until the directory is removed.
+        // The name is recorded before the removal, because the manifest may remain until the directory is removed.
         self.ended.lock().insert(name.to_owned());
         self.remove(name)?;
         self.ended.lock().remove(name);
@@ -290,8 +292,8 @@ impl<B: Backing> Mirror<B> {
     }
 }
 
-/// Returns the result of a removal in the directory `name`, or `Ok` if the directory no longer exists: a round and a
-/// prepare of another transaction may both remove the directory of an ended one.
+/// Returns the result of a removal in the directory `name`, or `Ok` if the directory no longer exists. A round and a
+/// prepare of another transaction may both remove the directory of the same ended transaction.
 fn if_still_there<B: Backing>(
     store: &B,
     name: &str,

@@ -27,7 +27,7 @@ impl<B: Backing> Clone for FoundObject<B> {
     }
 }
 
-/// Makes the portable log of a record. The backing must have the tree from before the transaction.
+/// Makes the portable log of a record. The backing must still have the tree from before the transaction.
 pub(super) struct PortableLogMaker<'a, B: Backing> {
     base: &'a B,
     /// Device number of the top.
@@ -75,8 +75,8 @@ impl<'a, B: Backing> PortableLogMaker<'a, B> {
 
     /// Returns the portable form of an entry.
     ///
-    /// Returns `None` if no name of the object is found and nothing is done to the object. Fails with `NoPath` if no
-    /// name is found and something is to be done.
+    /// Returns `None` if no name of the object is found and the log does not change the object. Fails with `NoPath` if
+    /// no name is found but the log changes the object.
     fn portable_entry(&mut self, entry: &'a LogEntry) -> Result<Option<LogEntry>, BackupError> {
         let mut portable = LogEntry {
             identity: Identity::NONE,
@@ -126,7 +126,7 @@ impl<'a, B: Backing> PortableLogMaker<'a, B> {
 
     /// Returns the object of an entry if it is at this name in the backing.
     ///
-    /// `above` are the directories that the search is at; it ends where they form a circle.
+    /// `above` has the directories whose searches led here. The search ends if they form a circle.
     fn find_at(
         &mut self,
         entry: &LogEntry,

@@ -1,7 +1,8 @@
 //! [`Revival`]: prepares a transaction again from its backup, after the host or `.firn/` was lost.
 //!
 //! The backing must have the tree from before the transaction. It may be a copy with other inode numbers, so objects are
-//! found by path. What can be compared without reading files is compared: kinds, sizes, links, and the last commit.
+//! found by path. The check of the tree reads no file contents: it compares kinds, sizes, links, and the number of the
+//! last commit.
 //!
 //! Promise: after an error the backing is unchanged, apart from `.firn/`.
 
@@ -97,7 +98,7 @@ impl<B: Backing> Revival<B> {
             Ok(record) => record,
             Err(error) => {
                 if let Err(errno) = self.lower.remove_transaction(&firn, &dir, &transaction) {
-                    tracing::warn!(%errno, name = transaction, "cannot remove what was staged; the next mount does");
+                    tracing::warn!(%errno, name = transaction, "cannot remove staged files; the next mount removes them");
                 }
                 return Err(error);
             }
@@ -134,8 +135,9 @@ impl<B: Backing> Revival<B> {
         Ok(found)
     }
 
-    /// Stores the files of a transaction whose objects are staged in `dir`, and syncs them. The record has its temporary
-    /// name then. `backup_name` is the name of the copy, with which a mount with the same backup continues.
+    /// Stores the files of a transaction whose objects are staged in `dir`, and syncs them. The record still has its
+    /// temporary name. `backup_name` is the name of the copy; a later mount with the same backup continues with that
+    /// copy.
     fn store_staged(
         &self,
         record: ChangeLog,
@@ -183,7 +185,7 @@ impl<B: Backing> Revival<B> {
             Some(id) if id == manifest.id => Err(ReviveError::Applied { id }),
             Some(id) => Err(other_tree(
                 &manifest.scope,
-                &format!("its last commit is {id}, and not the one before"),
+                &format!("its last commit is {id}, not the one before the transaction"),
             )),
         }
     }
@@ -229,8 +231,8 @@ impl<B: Backing> Revival<B> {
         Ok(object.expect("a manifest has a name for each").0)
     }
 
-    /// Checks for what would stop the application of the commit half-way: a new name that exists already, and a
-    /// directory that is removed and would not be empty.
+    /// Checks for two things that would stop the application of the commit half-way: a new name that exists already,
+    /// and a removed directory that would not be empty.
     fn must_have_room(&self, log: &ChangeLog, found: &FoundObjects<B>) -> Result<(), ReviveError> {
         let removed_names: BTreeSet<&EntryName> =
             log.entries.iter().flat_map(|entry| &entry.before).collect();
@@ -244,7 +246,7 @@ impl<B: Backing> Revival<B> {
                 if taken.is_some() && !removed_names.contains(new_name) {
                     return Err(other_tree(
                         &join(&dir.path, name),
-                        "the transaction makes it, and it is there",
+                        "the transaction makes it, but it exists already",
                     ));
                 }
             }
@@ -258,7 +260,7 @@ impl<B: Backing> Revival<B> {
                 if !removed_names.contains(&EntryName::new(item.number, name.clone())) {
                     return Err(other_tree(
                         &join(&dir.path, &name),
-                        "the transaction removes its directory, and not it",
+                        "the transaction removes its directory, but does not remove this entry",
                     ));
                 }
             }

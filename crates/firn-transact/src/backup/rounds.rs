@@ -34,7 +34,7 @@ use crate::transactional::TransactionalBacking;
 pub struct Backups<B: Backing> {
     pub(crate) lower: Arc<LowerBacking<B>>,
     pub(crate) scopes: Arc<Scopes<B>>,
-    /// Set at most once, before programs use the mount.
+    /// The backup. It is set at most once, before programs use the mount.
     pub(crate) mirror: OnceLock<Mirror<B>>,
 }
 
@@ -84,7 +84,7 @@ impl<B: Backing> Backups<B> {
         }
         for name in mirror.names_of_ended() {
             if let Err(errno) = mirror.remove_ended(&name) {
-                tracing::debug!(%errno, name, "cannot remove a backup that is over");
+                tracing::debug!(%errno, name, "cannot remove the backup of an ended transaction");
             }
         }
     }
@@ -210,7 +210,7 @@ impl<B: Backing> Backups<B> {
             .store
             .sync_scope(SyncScope::Changes)
             .map_err(backup_failed)?;
-        // Set before the write: after an error the manifest may be there.
+        // The flag is set before the write, because after an error the manifest may exist.
         copy.has_manifest = true;
         staging::replace_file(&mirror.store, &copy.dir, MANIFEST, &log.encode())
             .map_err(backup_failed)?;
@@ -238,7 +238,7 @@ impl<B: Backing> Backups<B> {
             _ if attr.kind != Kind::File => None,
             Some(content) => Some(content.clone()),
             None => {
-                // Not noted as copied: if the prepare fails, a change soon afterwards may leave the same times.
+                // Not recorded as copied: if the prepare fails, a change soon afterwards may leave the same times.
                 copy.copied.remove(&file);
                 let never_stop = || true;
                 let dir = &copy.dir;
@@ -276,15 +276,15 @@ impl<B: Backing> Backups<B> {
             if let Some(copy) = &mut state.copy
                 && let Err(errno) = mirror.withdraw(copy)
             {
-                tracing::warn!(%errno, "a backup tells of a prepare that failed");
+                tracing::warn!(%errno, "the backup still has the manifest of a prepare that failed");
             }
         });
     }
 
     /// Withdraws the copy of a transaction that is about to be aborted, and removes it if possible.
     ///
-    /// The caller removes the transaction's record afterwards. In the other order a crash could leave the copy as all
-    /// that is left of the transaction, and it would seem to be prepared.
+    /// The caller removes the transaction's record afterwards. In the other order a crash could leave only the copy,
+    /// and the transaction would seem to be prepared.
     pub(crate) fn withdraw_for_abort(&self, serial: u64) -> Result<(), BackupError> {
         let Some(mirror) = self.mirror.get() else {
             return Ok(());
@@ -300,8 +300,8 @@ impl<B: Backing> Backups<B> {
         })
     }
 
-    /// Removes the copy of an applied transaction. Until the removal the copy does no harm, because the number of the
-    /// last commit says that the transaction is applied.
+    /// Removes the copy of an applied transaction. A copy that remains does no harm, because the number of the last
+    /// commit shows that the transaction is applied.
     pub(crate) fn drop_backup(&self, serial: u64) {
         let Some(mirror) = self.mirror.get() else {
             return;
@@ -310,7 +310,7 @@ impl<B: Backing> Backups<B> {
     }
 
     /// Withdraws the copies of applied transactions that are not removed yet. Called before the number of the last
-    /// commit changes, which says that they are applied.
+    /// commit changes, because that number shows that they are applied.
     pub(crate) fn withdraw_ended(&self) -> Result<(), BackupError> {
         let Some(mirror) = self.mirror.get() else {
             return Ok(());
@@ -326,8 +326,8 @@ impl<B: Backing> TransactionalBacking<B> {
     /// Returns the names of the backup directories that stored transactions of the backing refer to. Called before
     /// [`TransactionalBacking::open`], which ends transactions.
     ///
-    /// Removes the manifests in the backup `store` of the transactions that `open` will undo. Otherwise a copy would be
-    /// all that is left of an undone transaction, and it would seem to be prepared.
+    /// Removes from the backup `store` the manifests of the transactions that `open` will undo. Otherwise only the copy
+    /// would be left of an undone transaction, and it would seem to be prepared.
     pub fn known_backups(base: &B, store: Option<&B>) -> Result<BTreeSet<String>, BackupError> {
         let mut known = BTreeSet::new();
         let Some((firn, _)) = staging::find_dir(base, &base.root(), staging::TOP)? else {
@@ -358,8 +358,8 @@ impl<B: Backing> TransactionalBacking<B> {
     /// Adds a backup in `store`, a directory that no other mount uses, and completes the copies of the transactions
     /// that are prepared. `known` are the names that [`TransactionalBacking::known_backups`] returned.
     ///
-    /// Directories of ended transactions are removed later. Fails with `UnknownTransaction` if a directory has a
-    /// manifest of a transaction that the backing does not know, because the copy may be all that is left of it.
+    /// Directories of ended transactions are removed later. Fails with `UnknownTransaction` if a directory has the
+    /// manifest of a transaction that the backing does not have, because nothing else may be left of that transaction.
     pub fn backed_up(self, store: B, known: &BTreeSet<String>) -> Result<Self, BackupError> {
         let mirror = Mirror::new(store);
         let store = &mirror.store;
@@ -399,7 +399,7 @@ impl<B: Backing> TransactionalBacking<B> {
             if let Some(record) = &scope.recovered
                 && let Err(error) = self.backups.back_up(scope, record)
             {
-                tracing::warn!(%error, id = record.id, "a prepared transaction is not in the backup");
+                tracing::warn!(%error, id = record.id, "a prepared transaction could not be copied to the backup");
             }
         }
         Ok(self)
@@ -503,13 +503,13 @@ impl<B: Backing> Round<'_, B> {
     }
 }
 
-/// Forgets the copy of an ended transaction, and removes its directory or leaves that to the next round.
+/// Drops the copy of an ended transaction, and removes its directory. If that fails, the next round removes it.
 fn drop_copy<B: Backing>(mirror: &Mirror<B>, state: &mut CopyState<B>, serial: u64) {
     mirror.progress.lock().remove(&serial);
     let Some(copy) = state.copy.take() else {
         return;
     };
     if let Err(errno) = mirror.remove_ended(&copy.name) {
-        tracing::warn!(%errno, name = copy.name, "cannot remove a backup that is over; it is tried again");
+        tracing::warn!(%errno, name = copy.name, "cannot remove the backup of an ended transaction; firnd tries again");
     }
 }

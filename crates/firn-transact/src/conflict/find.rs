@@ -5,10 +5,10 @@
 //! * Two hosts conflict over a name if both changed it, or if one changed it and the other used it.
 //! * Two hosts conflict over an object if both changed its owner, mode or extended attributes.
 //!
-//! For each file that several hosts used, the search visits all ranges in the order of their starts. Of the ranges
-//! before the current one it keeps the two furthest ends, each of another host ([`FurthestEnds`]). A range overlaps an
-//! earlier range of another host exactly if that host's furthest end lies behind the range's start, so each range takes
-//! constant time. Only if there is a conflict, the processes are compared one by one.
+//! For each file that several hosts used, the search visits all ranges in the order of their starts. It keeps only the
+//! two furthest ends of the ranges before the current one, each of another host ([`FurthestEnds`]). A range overlaps an
+//! earlier range of another host exactly if that host's furthest end lies behind the range's start. So each range takes
+//! constant time. The processes are compared one by one only if there is a conflict.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
@@ -422,7 +422,7 @@ mod tests {
     }
 
     proptest! {
-        /// Every byte that two hosts use, one of them for writing, is in a conflict, and no other byte is.
+        /// Each byte that two hosts use, at least one of them for writing, is in a conflict. No other byte is.
         #[test]
         fn conflicts_are_those_of_bytes_one_by_one(
             hosts in prop::collection::vec(

@@ -1,8 +1,8 @@
 //! [`AccessList`]: what a host publishes before a commit, and how a list is stored.
 //!
-//! A stored list is the struct as postcard writes it, sealed ([`firn_format::sealed`]) with the magic "FIRNACCS". A
-//! range is stored as its distance from the end of the range before and its length, because postcard needs few bytes
-//! for small numbers.
+//! A stored list is the struct in postcard form, sealed ([`firn_format::sealed`]) with the magic "FIRNACCS". A range is
+//! stored as its distance from the end of the range before and its length, because postcard uses few bytes for small
+//! numbers.
 //!
 //! Promise: the bytes come from another host, so [`AccessList::decode`] accepts no name that leads out of its directory.
 
@@ -22,11 +22,11 @@ pub const SEAL: Seal = Seal {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum AccessListError {
     /// The bytes do not begin with the magic number.
-    #[error("not a list of accesses (the magic number is missing)")]
+    #[error("not an access list (the magic number is missing)")]
     Magic,
     /// Another version of Firn wrote the list.
     #[error(
-        "list of accesses version {found}, this firn reads version {}: the hosts run different versions",
+        "access list of version {found}, but this firn reads version {}: the hosts run different versions",
         SEAL.version
     )]
     Version {
@@ -34,7 +34,7 @@ pub enum AccessListError {
         found: u32,
     },
     /// The bytes were cut off or changed, or a name in the list is not a single path component.
-    #[error("the list of accesses is damaged")]
+    #[error("the access list is damaged")]
     Damaged,
 }
 
@@ -89,7 +89,7 @@ impl ListedProcess {
     }
 }
 
-/// Returns, for each range, its distance from the end of the range before, and its length.
+/// Returns for each range its distance from the end of the range before, and its length.
 fn pack(ranges: &RangeSet) -> Vec<(u64, u64)> {
     let mut end = 0;
     let pack_range = |range: std::ops::Range<u64>| {
@@ -100,8 +100,8 @@ fn pack(ranges: &RangeSet) -> Vec<(u64, u64)> {
     ranges.iter().map(pack_range).collect()
 }
 
-/// Returns start and end of each packed range. For any numbers, the ranges are in order, do not overlap, and are not
-/// empty.
+/// Returns start and end of each packed range. Whatever the packed numbers are, the returned ranges are in order, do
+/// not overlap, and are not empty.
 fn unpack(packed: &[(u64, u64)]) -> impl Iterator<Item = (u64, u64)> + '_ {
     let ranges = packed.iter().scan(0u64, |end, &(gap, len)| {
         let start = end.saturating_add(gap);
@@ -166,7 +166,7 @@ impl AccessList {
         }
     }
 
-    /// Returns all parts of the list that are to be single path components.
+    /// Returns all parts of the list that must be single path components.
     fn components(&self) -> impl Iterator<Item = &[u8]> {
         let names = self
             .used
@@ -221,7 +221,7 @@ mod tests {
         }
     }
 
-    /// Found by fuzzing: a conflict about no bytes could not be reported.
+    /// Found by fuzzing: a conflict over an empty range could not be reported.
     #[test]
     fn regression_ranges_without_bytes_conflict_with_no_host() {
         let strange = vec![(0, 0), (7, 0), (u64::MAX, 1), (1, u64::MAX)];

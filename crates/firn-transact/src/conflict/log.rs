@@ -19,7 +19,7 @@ const SHARDS: usize = 16;
 /// Whether a process reads bytes or changes them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Access {
-    /// The bytes were read, also where the file ended before them.
+    /// The bytes were read, even if the file ended before them.
     Read,
     /// The bytes were written, cut off or cleared.
     Write,
@@ -68,7 +68,8 @@ impl Log {
         Self::default()
     }
 
-    /// Turns the log on or off. While it is off, [`Self::add`] does nothing; recorded accesses stay.
+    /// Turns the log on or off. While the log is off, [`Self::add`] does nothing; accesses that were recorded before
+    /// remain.
     pub fn switch(&self, is_on: bool) {
         self.is_on.store(is_on, Ordering::Release);
     }
@@ -78,8 +79,8 @@ impl Log {
         self.is_on.load(Ordering::Acquire)
     }
 
-    /// Records an access of process `pid` (0: unknown) to the file `ino`. `path` is called only for a file that is
-    /// new to this log.
+    /// Records an access of process `pid` (0: unknown) to the file `ino`. `path` is called only if the log does not
+    /// have the file yet.
     pub fn add(
         &self,
         ino: u64,
@@ -101,7 +102,7 @@ impl Log {
         used.processes.entry(pid).or_default().add(access, range);
     }
 
-    /// Removes the files for whose path `is_selected` returns true from the log, and returns them in the order of their
+    /// Removes from the log the files for whose path `is_selected` returns true. Returns them in the order of their
     /// inode numbers.
     pub fn take(&self, is_selected: impl Fn(&[u8]) -> bool) -> Vec<Used> {
         let mut taken = Vec::new();

@@ -47,7 +47,7 @@ impl RangeSet {
         }
     }
 
-    /// Returns whether the byte at `at` is in the set, and how far that holds.
+    /// Returns whether the byte at `at` is in the set, and the end of the part for which the same is true.
     pub fn part_at(&self, at: u64) -> SetPart {
         if let Some((_, &end)) = self.ends.range(..=at).next_back()
             && at < end

@@ -1,4 +1,4 @@
-//! Steps of an abort request: `CallOff` decides the abort for all hosts, `Undo` takes the changes back.
+//! Steps of an abort request: `CallOff` decides the abort for all hosts, `Undo` undoes the changes.
 //!
 //! Race: in shadow mode with several hosts, the thread that watches the other hosts may undo the transaction first. The
 //! request then finds no transaction and succeeds.
@@ -25,8 +25,8 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
     /// Decides the abort and makes further changes fail. Returns `Undo`, or `then` if another thread has ended the
     /// transaction. Fails if the commit is decided.
     ///
-    /// This comes before the quiesce: drains that wait for the outcome must end first, or their data could not be
-    /// dropped.
+    /// This comes before the quiesce. Drains that wait for the outcome must end first, because their data can be
+    /// dropped only then.
     pub(super) fn call_off(
         &self,
         transaction: TransactionHandle<'a, B>,
@@ -36,7 +36,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
             TransactionHandle::Decided(commit) => {
                 return Err(StageError::Decided { id: commit.id() }.into());
             }
-            // Another host may have decided the commit. This must be transactions before anything is undone.
+            // Another host may have decided the commit. This must be ruled out before anything is undone.
             TransactionHandle::Prepared(prepared) => prepared.call_commit_off()?,
             TransactionHandle::Open(_) => {}
         }

@@ -207,7 +207,8 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         if commit.is_recovered() {
             self.apply_recovered(&commit, commit.scope())?;
         } else if let Err(error) = self.apply(&commit) {
-            // The client repeats the request and means this commit, so the transaction after it must not stay open.
+            // The client will repeat its request for this commit, so the transaction that follows the commit must not
+            // stay open.
             if plan.next == NextBegin::AtDecision {
                 commit.give_up_next();
             }
@@ -234,7 +235,8 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
 
     /// Waits until the other hosts have applied a commit. Returns the names of those that have not.
     ///
-    /// The wait ends when all have applied it, when none of the rest is alive, or when the mount waits no longer.
+    /// The wait ends when all hosts have applied it, when none of the missing hosts is alive, or when the mount's
+    /// timeout is over.
     fn wait_until_applied(&self, id: u64, scope: &[u8]) -> Result<Vec<String>, TransactionError> {
         let mut wait_again = self.mount.begin_wait();
         let not_applied_on = loop {

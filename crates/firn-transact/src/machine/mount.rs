@@ -80,7 +80,7 @@ pub trait Mount<B: Backing> {
     /// Takes the record of what processes used below `path`, and returns it.
     fn take_accesses(&self, path: &[u8]) -> Vec<Used>;
 
-    /// Adds a record that [`Mount::take_accesses`] returned to the recording again.
+    /// Adds a record that [`Mount::take_accesses`] returned back to the recording.
     fn put_accesses_back(&self, used: Vec<Used>);
 
     /// Stops recording what processes use below `path`.

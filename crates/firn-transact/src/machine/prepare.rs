@@ -92,11 +92,11 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         if self.store.lower.members().is_some()
             && let Err(error) = self.find_verdict(&prepared)
         {
-            // The scope is not quiesced here: a quiesce would wait for programs whose changes wait for this reopening.
+            // The scope is not quiesced here: a quiesce would wait for programs, and their changes wait for the reopening.
             match prepared.reopen() {
                 Ok(used) => self.mount.put_accesses_back(used),
                 Err(error) => {
-                    tracing::debug!(%error, id = prepared.id(), "the transaction stays prepared");
+                    tracing::debug!(%error, id = prepared.id(), "cannot reopen the transaction: it remains prepared");
                 }
             }
             return Err(error);
@@ -113,7 +113,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
     /// Publishes this host's accesses and waits until the vote is over. Returns `Ok` only if the verdict allows a
     /// commit.
     ///
-    /// When the mount waits no longer, this host gives the vote up for all hosts and returns that verdict as the error.
+    /// When the mount's timeout is over, this host ends the vote for all hosts and returns that verdict as the error.
     fn find_verdict(&self, prepared: &Prepared<'a, B>) -> Result<(), TransactionError> {
         let mut wait_again = self.mount.begin_wait();
         self.retry(|| Ok(prepared.publish_accesses()?))?;

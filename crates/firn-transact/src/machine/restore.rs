@@ -16,8 +16,8 @@ use crate::error::{CommitError, StageError, TransactionError};
 use crate::transaction::handle::{QuiesceTarget, ScopeTransactions, TransactionHandle};
 
 impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
-    /// Applies what an earlier failed restore left, or the commit that an open transaction follows; then chooses the
-    /// step.
+    /// Applies what an earlier failed restore left, or the commit that an open transaction follows. Then chooses the
+    /// next step.
     pub(super) fn finish_undo(
         &self,
         path: Vec<u8>,
@@ -107,7 +107,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         let target = QuiesceTarget::scope(transaction.scope_ref());
         self.mount.quiesce(&target, Pending::Discard, |_| {
             match transaction.decide(id) {
-                // The background application has finished this commit meanwhile, so nothing is left to do.
+                // The background thread has applied this commit meanwhile, so nothing is left to do.
                 Err(CommitError::Stage(StageError::NoTransaction))
                     if self.store.lower.committed(&path_after)? == Some(id) => {}
                 commit => commit?.apply()?,

@@ -345,7 +345,7 @@ fn a_commit_that_is_asked_for_again_is_the_one_that_is_meant() {
         (vec!["decide", "apply"], committed(5))
     );
     assert_eq!(stages(&store), [Stage::Decided(5), Stage::Open]);
-    // Without its number the next one is meant, and the commit before it is applied first.
+    // Without a number, the request is for the next commit, and the earlier commit is applied first.
     let (names, answer) = steps(&store, COMMIT);
     assert_eq!(names, ["apply before", "decide", "apply", "await hosts"]);
     assert_eq!(answer, committed(6));
@@ -414,7 +414,7 @@ fn where_data_cannot_be_drained_the_transaction_stays_open() {
         assert!(trace(&store, &mount, verb, TOP).1.is_err(), "{verb:?}");
         assert_eq!(stages(&store), [Stage::Open]);
     }
-    // Nothing is drained for an abort.
+    // An abort drains nothing.
     assert!(trace(&store, &mount, Verb::Abort, TOP).1.is_ok());
 }
 
@@ -436,7 +436,7 @@ fn several_hosts_vote_before_each_decides() {
     }
     put(&a, "of-a", b"a");
     put(&b, "of-b", b"b");
-    // The other host comes while this one waits for it, and waits for this one no longer than for its vote.
+    // The other host begins its commit while this host waits for it. It waits for this host only until the vote.
     let has_come = Cell::new(false);
     let others = || {
         let is_first = !has_come.replace(true);
@@ -498,7 +498,7 @@ fn in_shadow_mode_the_next_one_begins_once_all_hosts_have_applied_the_last() {
     let others = || {
         looks.set(looks.get() + 1);
         match looks.get() {
-            // It publishes, and finds the verdict of both.
+            // Host `b` publishes its list, and finds the verdict on both lists.
             1 => drop(steps(&b, Verb::Prepare(7))),
             2 => drop(steps(&b, commit(7, false, false))),
             _ => return false,
@@ -585,7 +585,7 @@ fn a_request_that_failed_at_any_call_of_the_backing_goes_on_when_it_is_made_agai
             if first.is_err() {
                 match machine.run(verb, TOP) {
                     Ok(_) => {}
-                    // The failure was after its end.
+                    // The request failed after the transaction had ended.
                     Err(TransactionError::Stage(StageError::NoTransaction)) => {}
                     Err(error) => panic!("{context}, then {error}"),
                 }
@@ -605,8 +605,8 @@ fn a_request_that_failed_at_any_call_of_the_backing_goes_on_when_it_is_made_agai
     }
 }
 
-/// Commits on hosts `a` and `b`, with a failure of call number `at` of host `a`. Returns the disk and the store of `a`,
-/// its answer, and whether its commit made fewer calls than that.
+/// Commits on hosts `a` and `b`, while call number `at` of host `a` fails. Returns the disk, the store of `a`, its
+/// answer, and whether its commit made fewer calls than `at`.
 fn commit_of_hosts_that_fails(
     at: u64,
 ) -> (SimBacking, Store, Result<Answer, TransactionError>, bool) {
@@ -657,7 +657,7 @@ fn regression_a_commit_that_is_asked_for_again_after_it_was_applied_is_not_the_n
             assert_eq!(stages(&store), [Stage::Open], "{context}");
             let committed = seen(&open(&disk.fork()));
             assert!(!committed.contains_key(&b"later"[..]), "{context}");
-            // A new request concerns the next transaction.
+            // An abort concerns the next transaction, not the applied commit.
             let mount = SimMount::of(&store);
             let machine = Machine::new(&store, &mount);
             assert!(machine.run(Verb::Abort, TOP).is_ok(), "{context}");

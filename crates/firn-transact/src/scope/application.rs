@@ -45,7 +45,7 @@ impl<B: Backing> Application<B> {
         self.trouble.lock().clone()
     }
 
-    /// Notes the result of an attempt to apply the commit, for the status.
+    /// Records the result of an attempt to apply the commit, for the status.
     pub(crate) fn note_result<E: ToString>(&self, result: &Result<(), E>) {
         *self.trouble.lock() = result.as_ref().err().map(ToString::to_string);
     }

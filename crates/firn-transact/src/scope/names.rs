@@ -1,4 +1,4 @@
-//! Scopes of names: a transaction covers some names in a directory and all below them, and not the directory itself.
+//! Scopes of names: a transaction covers some names in a directory and all below them, but not the directory itself.
 //!
 //! One directory may have several scopes of names at a time. They share one change of the directory, in which each
 //! changed name has the serial number of its transaction ([`Named::serial`]). So look-ups and listings do not depend on
@@ -6,9 +6,9 @@
 //!
 //! Invariants
 //! * No name is in two scopes.
-//! * Before a name belongs to a scope, `tx-N/names` has it durably; `tx-N/open` has the first name. So an arena knows
-//!   where to drop data after an abort.
-//! * A transaction of names changes neither place nor attributes of the directory.
+//! * Before a name belongs to a scope, the name is durable: the first name in `tx-N/open`, all others in `tx-N/names`.
+//!   After an abort, an arena therefore finds all paths below which it must drop data.
+//! * A transaction of names changes neither the place nor the attributes of the directory.
 //!
 //! [`Named::serial`]: crate::object::Named::serial
 

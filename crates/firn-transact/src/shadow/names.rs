@@ -12,7 +12,7 @@ use crate::scope::Scope;
 use crate::tree::NameChangeGuard;
 
 impl<B: Backing> Entries<B> {
-    /// Returns where an object that a transaction has removed counts as being: in the scope's top, under its name in
+    /// Returns the place that a removed object of a transaction counts as having: in the scope's top, under its name in
     /// `kept/`.
     pub(crate) fn hidden_place(&self, key: Key) -> Option<Location<B>> {
         let (serial, name) = {
@@ -51,7 +51,8 @@ impl<B: Backing> Entries<B> {
         Ok(())
     }
 
-    /// Forgets an object that the transaction made and that has no name any more, because an abort need not remove it.
+    /// Forgets an object that the transaction made and that has lost its last name, because an abort need not remove
+    /// it.
     fn forget_if_nameless(&self, shadow: &Shadow<B>, object: &Object<B>) {
         let owned = object.inner.own();
         let Ok(inode) = owned.inode(&self.lower.base) else {
@@ -80,7 +81,7 @@ impl<B: Backing> Entries<B> {
         name: &OsStr,
     ) -> Result<()> {
         let kept = object.key.1.to_string();
-        // A directory in `kept/` counts as removed, so programs need not be kept from seeing a second link.
+        // Only links to files are hidden from link counts: a directory in `kept/` counts as removed.
         if object.kind != Kind::Dir {
             self.own_links
                 .note_link_before_making(scope, object, &shadow.kept, &kept);
@@ -117,7 +118,8 @@ impl<B: Backing> Entries<B> {
         for dir in [old.dir, new.dir] {
             self.originals.save_object(scope, shadow, dir, NO_BYTES)?;
         }
-        // XFS gives a directory that an exchange moves a new time.
+        // On XFS an exchange sets the time of each directory that it moves, so the old state of these directories is
+        // saved.
         let exchanged = [Some(source), target].into_iter().flatten();
         for object in exchanged.filter(|object| !flags.is_empty() && object.kind == Kind::Dir) {
             self.originals
@@ -144,7 +146,7 @@ impl<B: Backing> Entries<B> {
     }
 
     /// Makes a rename that replaces `target`, an object that existed before the transaction, and keeps `target` for an
-    /// abort. `new` is the name of `target`, which the renamed object gets. If `rename` fails, `target` has its name
+    /// abort. `new` is the name of `target`, which the renamed object gets. If `rename` fails, `target` gets its name
     /// back.
     ///
     /// A further link keeps a file while the rename replaces it. A directory cannot have a second link, so it is moved

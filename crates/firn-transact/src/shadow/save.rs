@@ -25,13 +25,13 @@ use crate::object::Object;
 use crate::scope::Scope;
 use crate::staging;
 
-/// Maximum number of logs of a file. The last one saves all remaining bytes. Otherwise a program that writes from the
-/// end of a file to its start would wait for a sync at each write.
+/// Maximum number of logs of a file. The last log saves all remaining bytes. Without a maximum, a program that writes
+/// from the end of a file to its start would wait for a sync at each write.
 const LOGS_MAX: u32 = 4;
 /// Saved ranges start at a multiple of this size in bytes, so that the backing can share blocks instead of copying.
 const ALIGNMENT_BYTES: u64 = 4096;
 
-/// Saves what objects were before a transaction in shadow mode changes them.
+/// Saves the state of objects before a transaction in shadow mode changes them.
 pub(crate) struct Originals<B: Backing> {
     pub(crate) lower: Arc<LowerBacking<B>>,
 }
@@ -63,7 +63,7 @@ impl<B: Backing> Originals<B> {
         Ok(scope)
     }
 
-    /// Saves the old state of an object durably, with its bytes from `from` on, as far as they are not saved yet.
+    /// Saves the old state of an object durably, including its bytes from `from` on, unless they are saved already.
     pub(super) fn save_object(
         &self,
         scope: &Scope<B>,
@@ -85,8 +85,8 @@ impl<B: Backing> Originals<B> {
         if dev != shadow.dev {
             return Err(Errno::XDEV);
         }
-        // The lock excludes other threads that save the object. It also waits for writes of the object to end, so the
-        // copied bytes do not change meanwhile.
+        // The claim excludes other threads that save the object. To own it, this thread waits until all writes of the
+        // object have ended, so the copied bytes do not change meanwhile.
         let inner = object.inner.own();
         if object.is_nameless() {
             return Ok(());
@@ -102,7 +102,7 @@ impl<B: Backing> Originals<B> {
             }
             let inode = inner.base().ok_or(Errno::STALE)?;
             let saved_here = self.save_next_log(scope, shadow, object, &inode, known, from)?;
-            // `None` means that another host was faster: the next round reads its log.
+            // `None` means that another host published the log first. The next round reads that log.
             known = saved_here.or(known);
         }
         shadow
@@ -115,7 +115,7 @@ impl<B: Backing> Originals<B> {
         Ok(())
     }
 
-    /// Reads the logs of an object that follow the `known` ones. Returns `None` if there are none.
+    /// Reads the logs of an object that follow the known ones. Returns `None` if there are none.
     fn read_logs_of_others(
         &self,
         shadow: &Shadow<B>,
@@ -143,7 +143,7 @@ impl<B: Backing> Originals<B> {
                 .filter_map(|entry| entry.undo.data.as_ref());
             for data in changes {
                 size = data.size;
-                // Log 0 saves from the end of the file on, unless it has a range of bytes.
+                // Log 0 saves no bytes of the file, unless it has a range.
                 if log_count == 0 {
                     saved_from = size;
                 }
@@ -170,7 +170,8 @@ impl<B: Backing> Originals<B> {
         known: Option<SaveState>,
         from: u64,
     ) -> Result<Option<SaveState>> {
-        // `saved_from` is the lowest offset that is saved. Nothing is saved of a file at first, so it is the size.
+        // `saved_from` is the lowest offset whose bytes are saved. At first no bytes of a file are saved, so it is the
+        // size.
         let (mut undo_side, size, saved_from, log_count) = match known {
             Some(SaveState::Saved {
                 size,

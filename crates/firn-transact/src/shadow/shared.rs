@@ -8,12 +8,12 @@
 //! ```
 //!
 //! * A host that has joined may change the scope.
-//! * After an abort all hosts stop first. Then one host undoes the changes of all (the unit of work `undo`), and each
-//!   host leaves.
+//! * After an abort all hosts stop first. Then one host undoes the changes of all hosts (the unit of work `undo`), and
+//!   each host leaves.
 //! * After a commit each host leaves when it has applied its part.
 //!
-//! Invariant, in addition to those of a ballot: only the host that claimed `undo` undoes changes, or a host that
-//! replaces it and has locked its directory.
+//! Invariant, in addition to those of a ballot: changes are undone only by the host that claimed `undo`, or by a host
+//! that replaces that host and has locked its directory.
 
 use std::ffi::OsStr;
 use std::sync::Arc;
@@ -37,7 +37,8 @@ const SCOPE: &str = "scope";
 /// Name of the unit of work that undoes an aborted transaction.
 const UNDO: &str = "undo";
 
-/// The protocol of the end: nothing shared after a commit; stop all hosts and undo once after an abort.
+/// The protocol of the end. After a commit the hosts share no work. After an abort all hosts stop, and one host undoes
+/// the changes.
 pub(crate) struct ShadowEnd;
 
 impl Protocol for ShadowEnd {
@@ -90,7 +91,7 @@ impl<B: Backing> SharedDir<'_, B> {
 
     /// Marks this host as stopped after an abort. Calls `undo` if this host claims the undo.
     ///
-    /// Returns `Ok` once the changes of all hosts are undone, and `Stopping` while that waits for other hosts.
+    /// Returns `Ok` once the changes of all hosts are undone. Returns `Stopping` while other hosts must act first.
     fn stop(&self, mut undo: impl FnMut() -> Result<(), StoreError>) -> Result<(), AbortError> {
         let progress = self.ballot.carry_out(|_| {
             undo()?;
@@ -104,7 +105,7 @@ impl<B: Backing> SharedDir<'_, B> {
         }
     }
 
-    /// Empties `kept/` after an undo, because objects that have their old names back would count one link too many.
+    /// Empties `kept/` after an undo. Otherwise objects that have their old names back would count one link too many.
     fn clear_kept(&self) -> Result<(), StoreError> {
         if let Some((kept, _)) = staging::find_dir(self.base, self.dir(), KEPT)? {
             staging::clear(self.base, &kept)?;
@@ -123,7 +124,7 @@ fn overlap(one: &[u8], other: &[u8]) -> bool {
     is_below(one, other) || is_below(other, one)
 }
 
-/// What became of a shared transaction that this host has stored.
+/// The outcome of a shared transaction, as a recovery of this host finds it.
 enum Fate {
     /// The shared directory is gone, so the transaction was undone.
     Over,
@@ -196,11 +197,11 @@ impl<B: Backing> SharedTransactions<B> {
 
     /// Joins the shared transaction of a scope; the first host makes it. `dir` is the directory of this host's part.
     ///
-    /// Returns `NotOver` while hosts have not left an earlier transaction of the scope; the caller may try again.
+    /// Returns `NotOver` while hosts have not left an earlier transaction of the scope; the caller may then try again.
     pub(crate) fn join_hosts(&self, dir: &B::Inode, scope: &[u8]) -> Result<(), BeginError> {
         staging::replace_file(&self.lower.base, dir, SHARED, b"")?;
         match self.join_shared(scope) {
-            // Another host has removed the directory of an earlier transaction, so a later try succeeds.
+            // Another host has removed the directory of an earlier transaction meanwhile, so a later try succeeds.
             Err(BeginError::Store(error)) if is_gone(&error) => {
                 Err(BeginError::NotOver { hosts: Vec::new() })
             }
@@ -229,7 +230,7 @@ impl<B: Backing> SharedTransactions<B> {
             .inspect_err(|_| self.withdraw_from_hosts(scope))
     }
 
-    /// Returns the error of a begin while hosts have not left an earlier transaction. Removes one that all have left.
+    /// Returns the error of a begin while hosts have not left an earlier transaction. If all have left, removes it.
     fn not_over(&self, shared: &SharedDir<'_, B>) -> Result<(), BeginError> {
         shared.ballot.remove_if_over()?;
         let view = shared.ballot.view()?;
@@ -282,7 +283,7 @@ impl<B: Backing> SharedTransactions<B> {
         match withdrawn {
             Ok(()) => {}
             Err(errno) => {
-                tracing::warn!(%errno, "other hosts wait for this one until its next start")
+                tracing::warn!(%errno, "cannot withdraw this host from a transaction: others wait until its next start")
             }
         }
     }
@@ -361,8 +362,8 @@ impl<B: Backing> SharedTransactions<B> {
 impl<B: Backing> Recovery<B> {
     /// Recovers the shared transactions of this host, before all others.
     ///
-    /// An unprepared one is aborted for all hosts. For a prepared one, a decision of the hosts is carried over to the
-    /// record of this host. Transactions that are not shared are left alone.
+    /// An unprepared transaction is aborted for all hosts. If the hosts have decided a prepared one, the decision is
+    /// copied to the record of this host. Transactions that are not shared are left alone.
     pub(crate) fn recover_shared(&self, staging_dir: &B::Inode) -> Result<(), OpenError> {
         for (name, ..) in staging::list(&self.lower.base, staging_dir)? {
             let text = String::from_utf8_lossy(&name).into_owned();
@@ -405,7 +406,7 @@ impl<B: Backing> Recovery<B> {
         match fate {
             Fate::Undecided => return Ok(()),
             Fate::Committed if record.is_some() => {
-                // The host that decided may have been killed before it stored the outcome in the vote as well.
+                // The host that decided may have been killed before it stored the decision in the vote as well.
                 match record.map_or(Ok(()), |record| {
                     self.votes.decide_vote(record.id, scope, Proposal::Commit)
                 }) {
@@ -419,8 +420,8 @@ impl<B: Backing> Recovery<B> {
                     .rename(dir, from, dir, to, RenameFlags::empty())?;
                 return Ok(self.lower.base.sync_dir(dir)?);
             }
-            // Without a record this host was reopening its part when the others had agreed. Its changes are in the
-            // backing.
+            // Without a record, this host was killed while it reopened its part, but the hosts had agreed on the
+            // commit. All changes are in the backing, so only the mark is removed.
             Fate::Committed => {
                 return Ok(self.lower.base.unlink(dir, OsStr::new(staging::OPEN))?);
             }
@@ -440,7 +441,7 @@ impl<B: Backing> Recovery<B> {
                 })?;
             }
         }
-        // Without its record the part counts as open, and the recovery removes it. The changes are undone already.
+        // Without a record the part counts as open, and the recovery then removes it. The changes are undone already.
         if record.is_some() {
             self.lower.base.unlink(dir, OsStr::new(staging::RECORD))?;
             self.lower.base.sync_dir(dir)?;
@@ -462,8 +463,8 @@ impl<B: Backing> TransactionalBacking<B> {
     /// Aborts a shared transaction for all hosts, as a part of
     /// [`TransactionHandle::abort`](crate::TransactionHandle::abort).
     ///
-    /// Fails with [`AbortError::Stopping`] until all hosts have stopped and the changes are undone; the caller tries
-    /// again. The caller keeps names and data.
+    /// Fails with [`AbortError::Stopping`] until all hosts have stopped and the changes are undone; the caller then
+    /// tries again. The caller keeps names and data.
     pub(crate) fn abort_shared(
         &self,
         scope: &Arc<Scope<B>>,
@@ -522,8 +523,9 @@ impl<B: Backing> TransactionalBacking<B> {
                 .shared
                 .find_shared(scope)
                 .and_then(|shared| shared.map_or(Ok(None), |shared| shared.outcome()));
-            outcome
-                .inspect_err(|errno| tracing::warn!(%errno, "cannot see what other hosts decided"))
+            outcome.inspect_err(
+                |errno| tracing::warn!(%errno, "cannot read the decision of the other hosts"),
+            )
         };
         scopes
             .into_iter()

@@ -3,14 +3,14 @@
 //! Terms
 //! * A directory is *touched* if its names were saved. They are saved before the transaction changes any of them.
 //! * An object is *preexisting* if it existed before the transaction. All others are *new*.
-//! * `kept/` is the directory to which a preexisting object moves when it loses a name. It is named there by its inode
-//!   number, so that an undo can give its old name back.
+//! * `kept/` is the directory to which a preexisting object moves when it loses a name. The object's name there is its
+//!   inode number, so that an undo can restore the old name.
 //!
 //! Steps
 //! 1. Find the touched directories at their present paths: by their saved paths, or in other touched directories. A
 //!    directory can only have moved from one touched directory to another.
-//! 2. Make a change log. It removes new names from touched directories, gives missing names back, and gives each saved
-//!    object its old bytes and attributes.
+//! 2. Make a change log. It removes new names from touched directories, restores missing names, and restores the old
+//!    bytes and attributes of each saved object.
 //! 3. Apply the log backward ([`crate::apply`]). An object between two names waits in `kept/`.
 //!
 //! Guarantee: an undo can be repeated after a crash or an error, because each attempt makes the log anew from the
@@ -48,7 +48,7 @@ struct SavedObject {
     names: BTreeMap<Vec<u8>, u64>,
 }
 
-/// Result of an undo, from which objects in use are updated. All numbers are inode numbers.
+/// Result of an undo, which updates the objects in memory. All numbers are inode numbers.
 #[derive(Debug, Default)]
 pub(crate) struct UndoResult {
     /// Objects that were removed.
@@ -79,12 +79,12 @@ struct DirRef<'d, B: Backing> {
 pub(crate) struct UndoPass<'a, B: Backing> {
     base: &'a B,
     shadow: &'a Shadow<B>,
-    /// The top of the backing. A list of its names leaves out `.firn`.
+    /// Inode number of the backing's top. A list of the names in the top leaves out `.firn`.
     backing_top_ino: u64,
     /// The top of the scope.
     root: B::Inode,
     root_ino: u64,
-    /// The saved states.
+    /// The saved states, by inode number.
     saves: BTreeMap<u64, SavedObject>,
     /// Objects that were in touched directories before the transaction.
     preexisting: HashSet<u64>,
@@ -95,10 +95,10 @@ pub(crate) struct UndoPass<'a, B: Backing> {
     /// Objects in `kept/`.
     inos_in_kept: HashSet<u64>,
     /// Entries of the log that is being made. The log is applied backward: `after` has names that the undo removes, and
-    /// `before` has names that the undo gives back.
+    /// `before` has names that the undo restores.
     entries: BTreeMap<u64, Entry>,
     result: UndoResult,
-    /// Undo of a change of the top's name.
+    /// How to undo a change of the top's name; `None` if the name did not change.
     top_undo: Option<TopUndo<B>>,
 }
 
@@ -144,8 +144,8 @@ impl<'a, B: Backing> UndoPass<'a, B> {
         })
     }
 
-    /// Undoes the changes durably, and returns what became of the objects. After an error it can be repeated from the
-    /// start.
+    /// Undoes the changes durably, and returns what happened to the objects. After an error, the caller can
+    /// repeat the undo from the start.
     pub(crate) fn run(mut self) -> Result<UndoResult> {
         self.find_dirs()?;
         let log = self.make_log()?;
@@ -163,8 +163,8 @@ impl<'a, B: Backing> UndoPass<'a, B> {
             apply.set_object(ino, inode);
         }
         apply.run()?;
-        // A killed process may have undone a part without a sync, so everything is synced and not only this attempt's
-        // steps.
+        // A killed process may have undone a part without a sync. So everything is synced, not only the steps of this
+        // attempt.
         if let Some(top) = &self.top_undo {
             self.base.sync_dir(&top.parent)?;
         }
@@ -193,9 +193,9 @@ impl<'a, B: Backing> UndoPass<'a, B> {
 
     /// Finds the touched directories and those on the saved paths of saved objects, at their present paths.
     ///
-    /// Two searches alternate until neither finds more: the names in each touched or new directory are searched for
-    /// directories that moved there, and the saved paths are followed from directories that were found. A touched
-    /// directory that is not found is logged as an error, and its changes are not undone.
+    /// Two searches alternate until neither finds more. One searches each touched or new directory for directories that
+    /// moved there. The other follows the saved paths from directories that were found. A touched directory that is not
+    /// found is logged as an error, and its changes are not undone.
     fn find_dirs(&mut self) -> Result<()> {
         let mut dirs_to_search = VecDeque::from([(self.shadow.kept.clone(), 0)]);
         self.add_found_dir(self.root_ino, self.root.clone(), &mut dirs_to_search);
@@ -210,7 +210,7 @@ impl<'a, B: Backing> UndoPass<'a, B> {
         }
         for (ino, save) in &self.saves {
             if save.is_dir && !self.dirs.contains_key(ino) {
-                tracing::error!(ino, path = %path_text(&save.path), "a directory is not found and not undone");
+                tracing::error!(ino, path = %path_text(&save.path), "cannot find a directory: its changes are not undone");
             }
         }
         Ok(())
@@ -262,8 +262,8 @@ impl<'a, B: Backing> UndoPass<'a, B> {
         Ok(())
     }
 
-    /// Gives the owner all permissions on a directory, which a user other than root needs to change it. The undo sets
-    /// the old mode at its end.
+    /// Grants the owner all permissions on a directory, because a user other than root needs them to change it. The end
+    /// of the undo restores the old mode.
     fn give_owner_access(&self, inode: &B::Inode) -> Result<()> {
         let mode = self.base.attr(inode)?.mode & 0o7777;
         if mode & 0o700 != 0o700 {
@@ -326,8 +326,8 @@ impl<'a, B: Backing> UndoPass<'a, B> {
         self.entries.entry(ino).or_insert_with(|| new_entry(ino))
     }
 
-    /// Plans that the scope's top gets its old name back. A top that the transaction created is removed with its
-    /// contents.
+    /// Plans that the scope's top gets its old name back. If the transaction created the top, plans its removal with
+    /// all contents.
     fn plan_top(&mut self) -> Result<()> {
         let Some(top) = &self.top_undo else {
             return Ok(());
@@ -359,7 +359,7 @@ impl<'a, B: Backing> UndoPass<'a, B> {
         Ok(())
     }
 
-    /// Plans the names of touched directories: new names are removed, and missing old names are given back.
+    /// Plans the names of touched directories: new names are removed, and missing old names are restored.
     fn plan_names(&mut self) -> Result<()> {
         let touched: Vec<u64> = self
             .saves
@@ -427,8 +427,8 @@ impl<'a, B: Backing> UndoPass<'a, B> {
         }
     }
 
-    /// Plans the removal of a name that was added by the transaction. The contents of a new directory are removed too.
-    /// A preexisting object loses the name and moves to `kept/`.
+    /// Plans the removal of a name that the transaction added. If the name leads to a new directory, its contents are
+    /// removed too. A preexisting object loses the name and moves to `kept/`.
     ///
     /// Does nothing if the name no longer leads to `child`: it was changed after the directory was listed.
     fn plan_removal(&mut self, dir: &DirRef<'_, B>, name: Vec<u8>, child: u64) -> Result<()> {
@@ -461,11 +461,11 @@ impl<'a, B: Backing> UndoPass<'a, B> {
         Ok(())
     }
 
-    /// Plans the removal of new directories that an earlier attempt moved to `kept/`, and collects the names that
-    /// objects get back.
+    /// Plans the removal of new directories that an earlier attempt moved to `kept/`, and collects the names that are
+    /// restored.
     ///
-    /// A preexisting object that no longer exists cannot get its old names back. They are dropped from the log, and
-    /// each one is logged as an error.
+    /// The old names of a preexisting object that no longer exists cannot be restored. They are dropped from the log,
+    /// and each one is logged as an error.
     fn plan_kept_and_missing(&mut self) -> Result<()> {
         let mut inos_in_kept = HashSet::new();
         for (name, ino, kind) in staging::list(self.base, &self.shadow.kept)? {
@@ -488,7 +488,7 @@ impl<'a, B: Backing> UndoPass<'a, B> {
             if !exists {
                 for entry_name in entry.before.drain(..) {
                     let name = String::from_utf8_lossy(&entry_name.name);
-                    tracing::error!(ino, %name, "an object is gone and not brought back");
+                    tracing::error!(ino, %name, "an object no longer exists: its name is not restored");
                 }
             }
             for EntryName { dir, name } in &entry.before {
@@ -528,7 +528,7 @@ impl<'a, B: Backing> UndoPass<'a, B> {
         };
         if found.is_none() {
             let path = path_text(&self.saves[&ino].path);
-            tracing::error!(ino, %path, "a file is not found and not undone");
+            tracing::error!(ino, %path, "cannot find a file: its changes are not undone");
         }
         Ok(())
     }
@@ -606,10 +606,10 @@ fn load_saved<B: Backing>(
 
 /// Returns the objects that existed before the transaction.
 ///
-/// A saved object may still be new: one host made it, and another host saved it before its own change. The saved names
-/// of its directory do not have it. So existence is derived from the top of the scope down:
-/// * the saved names of an existing touched directory exist;
-/// * an object on a saved path exists if the object before it on the path exists and was not touched.
+/// A saved object may still be new: one host made it, and another host saved it before its own change. In that case the
+/// saved names of its directory do not include it. So existence is derived from the top of the scope down:
+/// * All saved names in an existing touched directory exist.
+/// * An object on a saved path exists if the object before it on the path exists and was not touched.
 fn preexisting_objects(saves: &BTreeMap<u64, SavedObject>, root: u64) -> HashSet<u64> {
     let mut existing = HashSet::from([root]);
     // Each round goes down by at least one level, until a round adds nothing.
@@ -746,7 +746,7 @@ impl<B: Backing> ShadowUndo<B> {
         object.close_lower_files();
     }
 
-    /// Undoes a transaction after a crash, from its stored part alone. Does nothing for a transaction in buffer mode.
+    /// Undoes a transaction after a crash, from its stored state alone. Does nothing for a transaction in buffer mode.
     pub(crate) fn undo_stored(
         &self,
         dir: &B::Inode,
@@ -763,7 +763,7 @@ impl<B: Backing> ShadowUndo<B> {
             None => self.lower.directory_at(scope)?,
             Some(top) => match &top.root {
                 Some(root) => root.clone(),
-                // The new top was never moved to its final name, or it was removed already.
+                // The new top was never moved to its final name, or was removed already.
                 None if top.before.is_none() => return Ok(()),
                 None => return Err(Errno::STALE.into()),
             },

@@ -1,7 +1,7 @@
-//! Abort of a transaction: the tree becomes what it was at the begin.
+//! Abort of a transaction: restores the tree from the begin.
 //!
 //! * In buffer mode the record and the tables are dropped; the backing never had the changes.
-//! * In shadow mode the backing has the changes, so the saved state is put back ([`crate::shadow`]).
+//! * In shadow mode the backing has the changes, so the saved state is restored ([`crate::shadow`]).
 //! * With several hosts, the abort is decided for all of them first. It fails if the commit is decided.
 //!
 //! An abort that fails part way can be repeated.
@@ -75,8 +75,9 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(())
     }
 
-    /// Makes the abort of a transaction certain, for this host and for the hosts that vote with it: a crash afterwards
-    /// ends with the tree before the transaction. Fails if the commit is decided, or if the transaction is over.
+    /// Makes the abort of a transaction certain, for this host and for the hosts that vote with it. After a crash from
+    /// here on, recovery restores the tree from before the transaction. Fails if the commit is decided or the
+    /// transaction has ended.
     fn make_abort_certain(&self, scope: &Scope<B>, stage: Stage) -> Result<(), AbortError> {
         match stage {
             Stage::Open => {
@@ -84,7 +85,7 @@ impl<B: Backing> TransactionalBacking<B> {
                     self.votes.withdraw_from_votes(&scope.path)?;
                 }
                 self.backups.withdraw_for_abort(scope.serial)?;
-                // If the mark `open` stayed, the next mount would drop data that programs write from now on.
+                // If the mark `open` remained, the next mount would drop data that programs write from now on.
                 if scope.shadow.is_none() {
                     self.lower.forget_records(&scope.dir)?;
                 }
@@ -95,7 +96,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 }
                 self.backups.withdraw_for_abort(scope.serial)?;
                 match scope.shadow {
-                    // Without the record a crash ends in an undo.
+                    // Without the record, the recovery after a crash undoes the transaction.
                     Some(_) => self.lower.forget_record(&scope.dir)?,
                     None => self.lower.forget_records(&scope.dir)?,
                 }

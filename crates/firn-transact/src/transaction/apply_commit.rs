@@ -46,7 +46,7 @@ use crate::tree::Tree;
 use crate::unanswered::AppliedCommit;
 use crate::vote::Votes;
 
-/// Decided commits, and the means to apply them.
+/// Decided commits, and the operations that apply them.
 pub(crate) struct Commits<B: Backing> {
     pub(crate) lower: Arc<LowerBacking<B>>,
     pub(crate) tree: Arc<Tree<B>>,
@@ -57,9 +57,9 @@ pub(crate) struct Commits<B: Backing> {
     pub(crate) votes: Arc<Votes<B>>,
     pub(crate) names_ballots: Arc<NamesBallots<B>>,
     pub(crate) endings: Arc<Endings<B>>,
-    /// Applied commits whose votes this host could not leave yet; it must try again.
+    /// Applied commits whose votes this host could not leave yet. Firnd tries again later.
     pub(crate) to_leave: Mutex<BTreeSet<AppliedCommit>>,
-    /// Keys of applied transactions of names whose ballots this host could not leave yet.
+    /// Keys of applied transactions of names whose ballots this host could not leave yet. Firnd tries again later.
     pub(crate) keys_to_leave: Mutex<BTreeSet<Vec<u8>>>,
 }
 
@@ -95,8 +95,8 @@ impl<B: Backing> Commits<B> {
 
     /// Before a transaction begins at `root`, applies the decided commits at, above or below it.
     ///
-    /// A commit stays unapplied if the new transaction can follow it. So does one that another transaction follows
-    /// already: the begin will fail there.
+    /// If the new transaction can follow a commit, the commit remains unapplied. So does a commit that another
+    /// transaction follows already, because the begin will fail there.
     pub(super) fn apply_commits_around(&self, root: &Arc<Object<B>>) -> Result<(), StoreError> {
         let scopes = self.scopes.all();
         let overlaps =
@@ -112,13 +112,13 @@ impl<B: Backing> Commits<B> {
     }
 
     /// Keeps names and data of a scope until the returned guard is dropped. If the end of the transaction changes the
-    /// name of the scope's top, its parent directory is kept too.
+    /// name of the scope's top, the parent directory is kept too.
     pub(super) fn quiesce_scope(&self, scope: &Scope<B>) -> QuietGuard<'_, B> {
         loop {
             let parts = scope.parts();
             let count = parts.len();
             let quiet = self.tree.quiesce(parts);
-            // The top may have been renamed during the wait, and then the parent must be kept as well.
+            // The top may have been renamed during the wait. In that case the parent must be kept as well.
             if scope.parts().len() == count {
                 return quiet;
             }
@@ -130,7 +130,7 @@ impl<B: Backing> Commits<B> {
     pub(super) fn give_up_next(&self, scope: &Scope<B>) {
         let _quiet = self.tree.quiesce(vec![scope.area()]);
         if let Err(error) = self.drop_next(scope) {
-            tracing::warn!(%error, "the transaction that follows a commit stays open");
+            tracing::warn!(%error, "cannot end the transaction that follows a commit: it remains open");
         }
     }
 
@@ -142,7 +142,7 @@ impl<B: Backing> Commits<B> {
         self.lower.forget_records(&next.dir)?;
         scope.application.take_next();
         next.set_stage(Stage::Ended);
-        // The following transaction has no changes yet, because they wait for the commit. They are made after the
+        // The following transaction has no changes yet, because they wait for the commit. They will be made after the
         // commit, outside of a transaction.
         scope.refuse_changes(false);
         self.endings.clean_up(&next);
@@ -160,7 +160,7 @@ impl<B: Backing> Commits<B> {
         };
         let applied = match &scope.recovered {
             None => self.apply_while_read(scope),
-            // A commit of an earlier firnd has no tables from which programs could read, so they wait.
+            // A commit of an earlier firnd has no tables from which programs could read, so programs wait.
             Some(_) => self.apply_alone(scope),
         };
         let result = applied.and_then(|()| match &scope.key {
@@ -171,7 +171,8 @@ impl<B: Backing> Commits<B> {
         result.map(|()| true)
     }
 
-    /// Applies the undo of a commit, which is the transaction with this serial number. The caller keeps names and data.
+    /// Applies the undo of a commit. `serial` is the serial number of that undo's transaction. The caller keeps names
+    /// and data.
     pub(crate) fn apply_undo(&self, serial: u64) -> Result<(), StoreError> {
         let found = self.scopes.find(|one| one.serial == serial);
         let scope = found.expect("it was just entered");
@@ -195,7 +196,8 @@ impl<B: Backing> Commits<B> {
 
     /// Applies a commit in a scope that the caller keeps, and ends the transaction.
     fn apply_and_end(&self, scope: &Arc<Scope<B>>) -> Result<(), StoreError> {
-        // Programs may still read attributes of objects that they have open, so hidden links must be counted correctly.
+        // Programs may still read attributes of objects that they have open, so hidden links must be subtracted
+        // correctly.
         self.own_links.note_links_ending(scope);
         self.apply(scope)?;
         self.settle_top(scope);
@@ -217,7 +219,7 @@ impl<B: Backing> Commits<B> {
         Ok(())
     }
 
-    /// Creates the new directories that other hosts may create as well, and makes the tables refer to the created ones.
+    /// Creates the new directories that other hosts may create as well, and makes the tables refer to them.
     ///
     /// Does nothing on a mount of one host.
     fn make_shared_dirs(&self, scope: &Scope<B>) -> Result<(), StoreError> {
@@ -269,7 +271,7 @@ impl<B: Backing> Commits<B> {
             .lower
             .load_record(&scope.dir, &format!("tx-{}", scope.serial), name)?;
         let Some(log) = log else {
-            // An earlier attempt applied the whole log and failed while it removed the rest of the directory.
+            // An earlier attempt applied the whole log, and failed while it removed the records.
             return Ok(self.lower.forget_records(&scope.dir)?);
         };
         let mut apply = self.start_apply(scope, &log, direction);
@@ -289,7 +291,7 @@ impl<B: Backing> Commits<B> {
     fn drop_changes_of(&self, scope: &Arc<Scope<B>>) {
         scope.drop_names_in_root();
         let changed = std::mem::take(&mut *scope.changed.lock());
-        // In the order of the changes' numbers, so that a new directory has a base before the objects in it need it.
+        // In the order of the changes' numbers, so that a new directory has a base before its children need that base.
         for (_, object) in changed {
             let place = object.location.lock().clone();
             let place = place.and_then(|(parent, name)| Some((parent.base()?, name)));
@@ -350,9 +352,9 @@ impl<B: Backing> Commits<B> {
             .try_for_each(|object| self.note_destination(object))
     }
 
-    /// Notes where the commit moves a new object to. An object with several names is kept by its inode instead.
+    /// Records where the commit moves a new object. An object with several names is retained by its inode instead.
     ///
-    /// Not all new objects are kept by inode, because there may be more than a process may have descriptors.
+    /// Not all new objects are retained by inode, because there may be more than a process may have descriptors.
     fn note_destination(&self, object: &Arc<Object<B>>) -> Result<(), Errno> {
         let place = self.only_place(object);
         let location = object.location.lock().clone();
@@ -420,14 +422,14 @@ impl<B: Backing> Commits<B> {
             .or_else(|| dir.staged_copy()?.kept_inode.clone())
     }
 
-    /// Keeps the inodes of new objects that callers refer to, before their staged names are removed. Other new objects
-    /// are found by their new names when they are looked up.
+    /// Retains the inodes of new objects that callers refer to, before their staged names are removed. All other new
+    /// objects are found by their new names at the next look-up.
     fn hold_new(&self, scope: &Scope<B>) -> Result<(), Errno> {
         // The list is copied, because a look-up in the backing may hang and the status needs the list's lock.
         let changed: Vec<_> = scope.changed.lock().values().cloned().collect();
         for object in &changed {
             self.hold_copy_if(&object.inner.own(), |inner, change| {
-                // References that are not a caller's: the scope's, the one of this list, and one for each name.
+                // References that no caller has: the scope's, the one of this list, and one for each name.
                 let ours = 2 + usize::try_from(change.links).unwrap_or(0);
                 let is_used = object.kind == Kind::Dir || Arc::strong_count(object) > ours;
                 inner.base.is_none() && is_used
@@ -441,8 +443,9 @@ impl<B: Backing> TransactionalBacking<B> {
     /// Decides the commit of a transaction durably under the number `id`; see
     /// [`TransactionHandle::decide`](crate::TransactionHandle::decide).
     ///
-    /// Returns `Ok` if the commit is decided, also by an earlier call. Fails if the transaction has another number, is
-    /// being undone, or if the other hosts do not agree. After an error of the last sync the commit counts as decided.
+    /// Returns `Ok` if the commit is decided, even by an earlier call. Fails if the transaction has another number or
+    /// is being undone, or if the other hosts do not agree. After an error of the last sync the commit counts as
+    /// decided.
     pub(super) fn decide_scope(&self, scope: &Arc<Scope<B>>, id: u64) -> Result<(), CommitError> {
         self.commits.apply_commit_before(scope)?;
         let _quiet = self.tree.quiesce(vec![scope.area()]);
@@ -477,8 +480,8 @@ impl<B: Backing> TransactionalBacking<B> {
             }
             Stage::Open => {
                 self.votes.agree_with_hosts(scope, stage, id)?;
-                // The record goes directly to `commit`. A crash before that rename leaves an open transaction, which is
-                // undone.
+                // The record is renamed to `commit` directly. A crash before that rename leaves an open transaction,
+                // which the recovery undoes.
                 self.write_record(scope, id)?;
                 self.lower
                     .place_record(scope, staging::COMMIT)

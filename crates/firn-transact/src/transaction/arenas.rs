@@ -6,9 +6,9 @@
 //! * A *drop note* names an arena and a scope: the pending data of the arena in the scope belongs to an aborted
 //!   transaction and must be dropped.
 //!
-//! Before an aborted transaction ends, the attached arena drops its pending data of it. If the transaction was begun
-//! with another arena, that arena may be attached later, when no record of the transaction is left. Its data must not
-//! count then, so a drop note is stored for it.
+//! Before an aborted transaction ends, the attached arena drops the transaction's pending data. If the transaction was
+//! begun with another arena, that arena may be attached only after all records of the transaction are removed. Its data
+//! must not count then, so a drop note is stored for it.
 //!
 //! ```text
 //! tx-N/arena   id of the arena that was attached at the begin; written before `tx-N/open`
@@ -16,11 +16,11 @@
 //! ```
 //!
 //! Promises
-//! * An arena drops only data that was written in transactions which were begun with it.
+//! * An arena drops only data that was written in transactions that were begun with this arena.
 //! * Before a transaction of another arena ends, its drop notes are durable.
 //!
-//! Relies on the drain of all pending data in a scope before a transaction begins there. So all pending data in the
-//! scope was written in the transaction, or waited for its outcome.
+//! Relies on the drain of all pending data in a scope before a transaction begins there. All pending data in the scope
+//! therefore was written in the transaction, or waits for its outcome.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -79,7 +79,8 @@ impl<B: Backing> ArenaNotes<B> {
         }
     }
 
-    /// Notes the attached arena in the directory of a new transaction. Durable with the next sync of the directory.
+    /// Records the attached arena in the directory of a new transaction. The record is durable after the next sync of
+    /// the directory.
     pub(super) fn note_arena(&self, dir: &B::Inode) -> Result<(), Errno> {
         let Some(arena) = self.arena else {
             return Ok(());
@@ -151,7 +152,7 @@ impl<B: Backing> ArenaNotes<B> {
             })
     }
 
-    /// Replaces the file of all notes that an arena must drop data of a scope. The file is durable then.
+    /// Replaces the file with all drop notes, durably.
     fn store_drop_notes(
         &self,
         staging_dir: &B::Inode,
@@ -206,7 +207,7 @@ impl<B: Backing> ArenaNotes<B> {
         }
     }
 
-    /// Notes that an arena has dropped all its data of the transactions of this host, which remain stored.
+    /// Records that an arena has dropped all its data of this host's transactions. The transactions remain stored.
     fn forget_arena(&self, arena: ArenaId) -> Result<(), StoreError> {
         let Some(staging_dir) = self.lower.find_staging_dir()? else {
             return Ok(());
@@ -235,7 +236,7 @@ impl<B: Backing> ArenaNotes<B> {
 
 impl<B: Backing> TransactionalBacking<B> {
     /// Returns the owners of staging directories other than that of `members`: each host that ever mounted the backing,
-    /// and `None` for a mount of one host. [`TransactionalBacking::drop_of`] is to be called for each.
+    /// and `None` for a mount of one host. The caller must call [`TransactionalBacking::drop_of`] for each.
     pub fn other_staging_owners(
         base: &B,
         members: Option<&Members>,
@@ -259,7 +260,7 @@ impl<B: Backing> TransactionalBacking<B> {
     /// Drops an arena's pending data of the transactions of another host, as [`TransactionalBacking::open_with`] does
     /// for those of this host.
     ///
-    /// `drop_pending` gets the scopes. The transactions remain stored, for a mount of that host.
+    /// `drop_pending` is called with the scopes. The transactions remain stored, for a mount of that host.
     pub fn drop_of<E: From<StoreError>>(
         base: B,
         members: Option<Members>,

@@ -1,12 +1,12 @@
-//! Begin of a transaction, of a whole directory or of some names in one.
+//! Begin of a transaction, of a whole directory or of some names in a directory.
 //!
-//! A begin makes the directory `.firn/tx-N/`, stores there what identifies the transaction, and stores and syncs
-//! `tx-N/open` last. After a crash a recovery undoes every transaction that has `open` and no record of its changes.
+//! A begin makes the directory `.firn/tx-N/`, and stores there what identifies the transaction. It stores and syncs
+//! `tx-N/open` last. After a crash, the recovery undoes every transaction that has `open` but no record of its changes.
 //!
 //! Promises
-//! * Scopes of open transactions never overlap; such a begin fails with the path of the other scope.
-//! * A begin that fails leaves no transaction, except when the backing refuses to remove `open`. Then the transaction
-//!   is open, the begin returns an error, and the transaction can be aborted.
+//! * Scopes of open transactions never overlap. A begin that would overlap fails with the path of the other scope.
+//! * A begin that fails leaves no transaction, except when the backing refuses to remove `open`. In that case the begin
+//!   returns an error, but the transaction is open and can be aborted.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
@@ -63,8 +63,8 @@ impl<B: Backing> StoredScopes<B> {
 
     /// Syncs the mark `open` of a new transaction, and in shadow mode puts a new top in its place.
     ///
-    /// If that fails the mark is removed and the error is returned. If the removal fails too, the scope is returned
-    /// with the first error: the transaction is open and can be aborted.
+    /// If that fails, the mark is removed and the error is returned. If the removal fails too, the scope is returned
+    /// with the first error, because the transaction is open then and can be aborted.
     fn mark_open(&self, scope: Scope<B>) -> Result<(Scope<B>, Result<(), BeginError>), BeginError> {
         let synced = self.lower.base.sync_dir(&scope.dir);
         let Err(errno) = synced.and_then(|()| self.place_new_top(&scope)) else {
@@ -106,7 +106,8 @@ impl<B: Backing> TransactionalBacking<B> {
         })
     }
 
-    /// Makes the directory of a new transaction, lets `start` make its scope, and enters the transaction in the tables.
+    /// Makes the directory of a new transaction, calls `start` to make its scope, and enters the transaction in the
+    /// tables.
     ///
     /// The new transaction follows the commit `before`, if there is one. The caller keeps names and data of the scope.
     pub(super) fn open_scope(
@@ -156,8 +157,8 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// In shadow mode, makes the directories for the saved state. With several hosts, joins the shared transaction.
     ///
-    /// Fails with `InodesDiffer` if directories of the backing list other inode numbers than stat(2) returns: the saved
-    /// names could not be put back. Does nothing in buffer mode.
+    /// Fails with `InodesDiffer` if directories of the backing list other inode numbers than stat(2) returns, because
+    /// an abort could not restore the saved names. Does nothing in buffer mode.
     pub(super) fn make_shadow(
         &self,
         serial: u64,
@@ -189,7 +190,7 @@ impl<B: Backing> TransactionalBacking<B> {
         dir: &B::Inode,
     ) -> Result<Scope<B>, BeginError> {
         if self.mode == Mode::Shadow {
-            // Shadow mode changes the backing at once, so the state to which an abort returns must be durable first.
+            // Shadow mode changes the backing at once, so the state that an abort restores must be durable first.
             match path {
                 b"" => self.lower.base.sync_all()?,
                 _ => {
@@ -240,7 +241,7 @@ impl<B: Backing> TransactionalBacking<B> {
             .inspect_err(|_| self.names_ballots.withdraw(key))
     }
 
-    /// Begins a transaction of names that this host may write. `key` identifies it among several hosts.
+    /// Begins a transaction of names after this host has joined. `key` identifies the transaction among several hosts.
     fn open_names(
         &self,
         dir: &Arc<Object<B>>,
@@ -285,7 +286,7 @@ impl<B: Backing> TransactionalBacking<B> {
         }
     }
 
-    /// Adds names of its directory to an open transaction of names; see [`Open::add_names`].
+    /// Adds names of the directory to an open transaction of names; see [`Open::add_names`].
     ///
     /// Each name is durable in `tx-N/names` before it belongs to the transaction. Fails if a name is in another
     /// transaction, or if this one is not open.

@@ -9,8 +9,8 @@
 //!
 //! Invariants
 //! * The type of a handle is the stage at the time of the search. Another thread may have advanced the transaction
-//!   since
-//!   then, so each method checks the stage again, under the locks that it needs, and fails if the stage does not fit.
+//!   since then. So each method checks the stage again, under the locks that it needs, and fails if the stage does not
+//!   fit.
 //! * A scope has at most one undecided transaction. A decided commit may precede it.
 
 use std::ffi::OsString;
@@ -59,7 +59,7 @@ pub struct Decided<'a, B: Backing> {
 }
 
 /// A transaction that was not over at the time of the search, with its stage.
-#[allow(missing_docs, reason = "each variant is the scope_ref of that name")]
+#[allow(missing_docs, reason = "each variant is the handle of that name")]
 pub enum TransactionHandle<'a, B: Backing> {
     Open(Open<'a, B>),
     Prepared(Prepared<'a, B>),
@@ -69,9 +69,8 @@ pub enum TransactionHandle<'a, B: Backing> {
 impl<'a, B: Backing> Open<'a, B> {
     /// Makes all changes of the transaction durable and leaves its outcome open. A commit that the transaction follows
     /// is applied first.
-    ///
-    /// After an error the transaction is open as before, except when its record can neither be synced nor removed. The
-    /// transaction is prepared then.
+    /// After an error the transaction is open as before, with one exception: if its record can neither be synced nor
+    /// removed, the transaction is prepared.
     pub fn prepare(&self, id: u64) -> Result<Prepared<'a, B>, PrepareError> {
         self.0.prepare(id)
     }
@@ -167,7 +166,7 @@ impl<'a, B: Backing> Prepared<'a, B> {
             .poll_vote(self.id, &self.scope_ref.scope.path)
     }
 
-    /// Ends the vote without agreement, unless it has a verdict already. `reason` is a text for people.
+    /// Ends the vote without a commit, unless the vote has a verdict already. `reason` is a text for people.
     pub(crate) fn give_vote_up(&self, reason: String) -> Result<(), VoteError> {
         let path = &self.scope_ref.scope.path;
         self.scope_ref
@@ -216,8 +215,8 @@ impl<B: Backing> Decided<'_, B> {
         &self.scope_ref.scope.root
     }
 
-    /// Returns whether programs see the tree before the commit until it is applied. This is so if an earlier firnd
-    /// prepared the commit, and if it undoes another commit.
+    /// Returns whether programs see the tree from before the commit until it is applied. This is the case if an earlier
+    /// firnd prepared the commit, or if the commit undoes another commit.
     pub(crate) fn is_recovered(&self) -> bool {
         self.scope_ref.scope.recovered.is_some()
     }
@@ -309,8 +308,8 @@ impl<'a, B: Backing> TransactionHandle<'a, B> {
         self.scope_ref().scope.names_in_root.is_some()
     }
 
-    /// Returns whether the next firnd can continue the transaction in its present stage if this firnd dies. A decided
-    /// commit is applied then.
+    /// Returns whether the next firnd can continue the transaction in its present stage if this firnd dies. For a
+    /// decided commit, to continue means to apply it.
     pub fn outlives_firnd(&self) -> bool {
         let is_alone = self.scope_ref().store.lower.members().is_none();
         let is_in_backing = self.scope_ref().scope.shadow.is_some() && is_alone;
@@ -424,8 +423,8 @@ impl<'a, B: Backing> QuiesceTarget<'a, B> {
         }
     }
 
-    /// Returns the directory of a scope, even if programs do not see it yet. Returns `None` if the directory is to be
-    /// looked up by its path.
+    /// Returns the directory of a scope, even if programs do not see it yet. Returns `None` if the caller must look the
+    /// directory up by its path.
     pub fn root(&self) -> Option<&Arc<Object<B>>> {
         match &self.0 {
             QuiesceTargetKind::Directory(_) => None,

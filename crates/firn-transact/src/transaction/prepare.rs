@@ -3,8 +3,8 @@
 //! A prepare writes the change log to a new file, syncs it with all staged data, and renames it to `tx-N/record`. That
 //! rename prepares the transaction. The backup, if the mount has one, is complete before the rename.
 //!
-//! Promise: after an error the transaction is open, except when the record can neither be synced nor removed. It counts
-//! as prepared then.
+//! Promise: after an error the transaction is open, with one exception: if the record can neither be synced nor
+//! removed, the transaction counts as prepared.
 
 use std::ffi::OsStr;
 use std::sync::Arc;
@@ -57,8 +57,8 @@ impl<B: Backing> TransactionalBacking<B> {
             .place_record(scope, staging::RECORD)
             .inspect_err(|_| self.backups.withdraw_backup(scope))?;
         if let Err(errno) = self.lower.base.sync_dir(&scope.dir) {
-            // The prepare failed for the caller, so the record is removed. A record that cannot be removed can be
-            // decided, so the transaction must count as prepared.
+            // The prepare has failed, so the record is removed. If it cannot be removed, a later firnd could decide it,
+            // so the transaction must count as prepared.
             if self
                 .lower
                 .base
@@ -106,8 +106,7 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(())
     }
 
-    /// Syncs everything that is staged, and writes the record under its temporary name. The backup is complete then,
-    /// too.
+    /// Syncs everything that is staged, and writes the record under its temporary name. Completes the backup, too.
     ///
     /// The record takes effect when [`LowerBacking::place_record`] renames it.
     pub(crate) fn write_record(&self, scope: &Scope<B>, id: u64) -> Result<(), BackupError> {
@@ -127,7 +126,7 @@ impl<B: Backing> TransactionalBacking<B> {
             &record.encode(),
         )?;
         self.lower.sync_staging_dir()?;
-        // The backup comes last, because after it only the rename of the record can fail.
+        // The backup comes last, because after this step only the rename of the record can fail.
         self.backups.back_up(scope, &record)
     }
 }

@@ -4,15 +4,15 @@
 //! transaction does not cover. A transaction may create its top ([`TransactionalBacking::begin_created`]), and programs
 //! may rename the top in its parent while the transaction is open.
 //!
-//! * In buffer mode the backing has neither before the commit. [`crate::top_names`] shows the name to programs, and the
-//!   change log has it as an entry of the parent.
-//! * In shadow mode both are done in the backing at once, and an abort undoes them.
+//! * In buffer mode the backing has neither the new top nor the new name before the commit. [`crate::top_names`] shows
+//!   the name to programs, and the change log has it as an entry of the parent.
+//! * In shadow mode creation and renames are done in the backing at once, and an abort undoes them.
 //!
 //! Invariants
 //! * The top stays in its parent, and the parent stays in its place; other renames fail with EBUSY.
 //! * While the transaction is open, no other object gets a name that the top has or had.
-//! * `tx-N/names` has each name of the top, durably, before the top takes the name. So a recovery finds the top, and an
-//!   arena drops data that was written below any of these names.
+//! * Each name of the top is durable in `tx-N/names` before the top takes it. A recovery therefore finds the top, and
+//!   an arena drops data that was written below any of these names.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
@@ -38,7 +38,7 @@ use crate::uses::Area;
 /// Number of a new top's change in its transaction, which is also its name in the staging directory.
 const NEW_TOP: u64 = 1;
 
-/// What an undo in shadow mode needs to give a top its old name, or to remove a top that the transaction created.
+/// What an undo in shadow mode needs to restore the old name of a top, or to remove a top that the transaction created.
 pub(crate) struct TopUndo<B: Backing> {
     /// The parent directory.
     pub(crate) parent: B::Inode,
@@ -91,8 +91,8 @@ impl<B: Backing> LowerBacking<B> {
     ) -> Result<(), Errno> {
         let flags = RenameFlags::NOREPLACE;
         match self.base.rename(from, name, to, new_name, flags) {
-            // Some file systems lack RENAME_NOREPLACE, so the target is looked up first. A change past Firn between the
-            // look-up and the rename would be replaced.
+            // Some file systems lack RENAME_NOREPLACE, so the target is looked up first. A file that another program
+            // creates between the look-up and the rename is replaced.
             Err(Errno::INVAL | Errno::OPNOTSUPP | Errno::NOSYS) => {
                 if staging::find(&self.base, to, new_name)?.is_some() {
                     return Err(Errno::EXIST);
@@ -106,7 +106,7 @@ impl<B: Backing> LowerBacking<B> {
 
     // ---- names on record ---------------------------------------------------------------------
 
-    /// Adds a name that the top may have to `tx-N/names`, durably. Does nothing if the file has the name.
+    /// Adds a name that the top may have to `tx-N/names`, durably. Does nothing if the file already has the name.
     pub(super) fn note_name(&self, scope: &Scope<B>, name: &OsStr) -> Result<(), Errno> {
         let place = format!("tx-{}", scope.serial);
         let log = self.load_record(&scope.dir, &place, staging::NAMES);
@@ -312,8 +312,8 @@ impl<B: Backing> Entries<B> {
 
     /// Checks that a top may take `name`, and returns the errno of rename(2) if not.
     ///
-    /// A target that rename(2) would replace gives EBUSY: it is not part of the transaction, so an abort could not
-    /// bring it back.
+    /// A target that rename(2) would replace gives EBUSY: the target is not part of the transaction, so an abort could
+    /// not restore it.
     fn must_be_free_for_a_top(
         &self,
         parent: &Arc<Object<B>>,
@@ -384,7 +384,7 @@ impl<B: Backing> StoredScopes<B> {
 }
 
 impl<B: Backing> Commits<B> {
-    /// After the log of an earlier firnd is applied, moves the top's object to the name that the log gave it.
+    /// After the log of an earlier firnd is applied, moves the top's object to the name that the log specifies.
     pub(crate) fn settle_top(&self, scope: &Scope<B>) {
         let names = scope.top.names();
         if let (Some(parent), Some(name)) = (scope.top.parent(), &names.after) {
@@ -394,7 +394,7 @@ impl<B: Backing> Commits<B> {
 }
 
 impl<B: Backing> StoredScopes<B> {
-    /// In shadow mode, moves a new top from staging to its place in the parent. The transaction is stored before.
+    /// In shadow mode, moves a new top from staging to its place in the parent. The transaction must be stored already.
     pub(crate) fn place_new_top(&self, scope: &Scope<B>) -> Result<(), Errno> {
         let names = scope.top.names();
         let (Some(parent), Some(name)) = (scope.top.parent(), &names.now) else {
@@ -405,7 +405,7 @@ impl<B: Backing> StoredScopes<B> {
         }
         let below = parent.inode(&self.lower.base)?;
         let staging_dir = scope.staging_dir_for(&self.lower.base, &below)?.inode;
-        // The parent's names are kept, so only a change past Firn can have taken the name.
+        // The parent's names are kept, so only a change that bypasses Firn can have taken the name.
         let staged = NEW_TOP.to_string();
         self.lower
             .rename_without_replacing((&staging_dir, OsStr::new(&staged)), (&below, name))
@@ -434,7 +434,8 @@ impl<B: Backing> TransactionalBacking<B> {
         self.apply_commits_above(parent)?;
         let _quiet = self.tree.quiesce(vec![Area::Dir(Arc::clone(parent))]);
         let name = self.name_of_new_top(parent, path)?;
-        // A removed directory of this path may have left a history of commits, which must not count for the new one.
+        // A removed directory of this path may have left a history of commits, which must not apply to the new
+        // directory.
         self.history.forget_commits(path)?;
         let new_top = NewTop {
             parent,
@@ -514,7 +515,7 @@ impl<B: Backing> TransactionalBacking<B> {
         let NewTop {
             parent, name, path, ..
         } = new_top;
-        // The scope needs a root before the top exists, so the parent takes its place for now.
+        // The scope needs a root before the top exists, so the parent serves as the root for now.
         let mut scope = self.stored_scopes.new_scope(
             serial,
             Arc::clone(parent),

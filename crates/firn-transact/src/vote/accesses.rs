@@ -65,8 +65,8 @@ impl FileAccesses {
         }
     }
 
-    /// Adds the ranges that a change log writes and no process is known to have written. They count as written by
-    /// process 0. A cut counts as a write of all bytes behind it.
+    /// Adds the ranges that a change log writes although no process is known to have written them. They count as
+    /// written by process 0. A cut counts as a write of all bytes behind it.
     fn add_change(&mut self, data: &DataChange) {
         let mut known = RangeSet::default();
         for accesses in self.processes.values() {
@@ -138,7 +138,8 @@ impl<'a> ListBuilder<'a> {
         for place in &entry.after {
             self.add_new_name(entry, place);
         }
-        // A new directory conflicts with no directory that another host makes, so its names do not count as changed.
+        // A new directory does not conflict with the same directory made by another host, so its names do not count as
+        // changed.
         let after = entry
             .after
             .iter()
@@ -173,9 +174,9 @@ impl<'a> ListBuilder<'a> {
     fn add_new_name(&mut self, entry: &Entry, new_name: &EntryName) {
         let is_shareable_dir = self.is_shareable_dir(entry, new_name);
         match self.name_in_backing(new_name) {
-            // Another host may find the directory that this host makes, so it uses the name.
+            // Another host may use the directory that this host makes, so the name counts as used, not as changed.
             Some(name) if is_shareable_dir => drop(self.used_names.insert(name)),
-            // The name is listed as changed.
+            // The name is listed as changed already.
             Some(_) => return,
             None => {}
         }
@@ -220,8 +221,9 @@ impl<'a> ListBuilder<'a> {
         self.path_at_depth(number, 0)
     }
 
-    /// Returns a path of an object of the record, with `depth` directories found below it already. The record is stored
-    /// where others may write, so the search ends at a depth of 1000 if directories form a circle.
+    /// Returns a path of an object of the record. `depth` is the number of directories found below it so far. Other
+    /// users may be able to change the stored record, so the search ends at a depth of 1000 in case directories form a
+    /// circle.
     fn path_at_depth(&self, number: u64, depth: usize) -> Vec<u8> {
         let entry = self.entries.get(&number);
         let entry = entry.filter(|_| number != 0 && depth < 1000);
@@ -269,7 +271,7 @@ impl<B: Backing> Clone for FoundDir<B> {
 struct UsedDirs<'a, B: Backing> {
     base: &'a B,
     top_ino: u64,
-    /// Directories by path; `None` if there is none any more, because this host has changed its name.
+    /// Directories by path. `None` if the backing no longer has the path, because this host has changed a name in it.
     known: HashMap<Vec<u8>, Option<FoundDir<B>>>,
 }
 

@@ -1,4 +1,4 @@
-//! Transactions of one directory hold up nothing in another one, whichever call of the backing hangs.
+//! A transaction in one directory never delays work in another directory, whichever call of the backing hangs.
 
 use crate::common;
 
@@ -15,7 +15,7 @@ use firn_backing::{Access, Backing, Files, Names, RenameFlags, SetTime, Volume};
 use firn_sim::{SimBacking, suite};
 use firn_transact::{Mode, Object, TransactionalBacking};
 
-/// Nothing here takes this long; only a hang does.
+/// Longer than any step of these tests; only a hang takes this long.
 const HANGS_AFTER: Duration = Duration::from_secs(60);
 
 type Store = TransactionalBacking<SimBacking>;
@@ -42,7 +42,7 @@ fn write(backing: &Store, dir: &Arc<Object<SimBacking>>, file: &str, bytes: &[u8
     assert_eq!(written, Ok(bytes.len()));
 }
 
-/// Three directories: one whose transaction is changed, another one with a transaction, and one without.
+/// Makes three directories: `a` with a changed transaction, `b` with another transaction, and `plain` without one.
 fn world(mode: Mode) -> Store {
     let opened = TransactionalBacking::open_with_history(SimBacking::new(), 2);
     let backing = opened.expect("open").0.in_mode(mode);
@@ -63,7 +63,7 @@ fn world(mode: Mode) -> Store {
     backing
 }
 
-/// All that programs do in a directory.
+/// Makes each kind of call that programs make in a directory.
 fn use_dir(backing: &Store, dir: &str) {
     let me = suite::own_caller();
     let root = backing.root();
@@ -95,7 +95,7 @@ fn use_dir(backing: &Store, dir: &str) {
     backing.sync_dir(&dir).expect("sync_dir");
 }
 
-/// Uses the other directories, in a thread of its own that is not waited for if it hangs.
+/// Uses the other directories in a separate thread. If that thread hangs, the test fails without waiting for it.
 fn others_go_on(backing: &Arc<Store>, told: &str) {
     let (sender, receiver) = mpsc::channel();
     let user = Arc::clone(backing);
@@ -114,7 +114,7 @@ fn others_go_on(backing: &Arc<Store>, told: &str) {
     }
 }
 
-/// A step of a transaction, and what has to be done before it.
+/// A step of a transaction, and what must be done before the step.
 struct Verb {
     name: &'static str,
     before: fn(&Store),
@@ -203,7 +203,7 @@ fn whatever_hangs_in_one_directory_others_are_used() {
     }
 }
 
-/// What hangs below a directory that a transaction is to begin in holds that up, and nothing else.
+/// A begin of a transaction waits for a change that hangs below its directory. Nothing else waits for that change.
 #[test]
 fn a_begin_waits_for_changes_below_and_for_no_others() {
     let backing = Arc::new(world(Mode::Buffer));
@@ -230,14 +230,14 @@ fn a_begin_waits_for_changes_below_and_for_no_others() {
     assert!(backing.transaction_at(&c).is_some());
 }
 
-/// The same world with a backup.
+/// Like [`world`], but with a backup.
 fn world_with_backup() -> (Store, SimBacking) {
     let store = SimBacking::new();
     let backing = world(Mode::Buffer).backed_up(store.clone(), &BTreeSet::new());
     (backing.expect("a backup"), store)
 }
 
-/// Prepares the other directory, in a thread of its own that is not waited for if it hangs.
+/// Prepares the other directory in a separate thread. If that thread hangs, the test fails without waiting for it.
 fn other_is_prepared(backing: &Arc<Store>, told: &str) {
     let (sender, receiver) = mpsc::channel();
     let other = Arc::clone(backing);
@@ -283,7 +283,7 @@ fn a_backup_that_hangs_holds_up_no_prepare_of_another_directory() {
 fn a_round_that_hangs_holds_up_no_prepare_of_another_directory() {
     let (backing, store) = world_with_backup();
     let backing = Arc::new(backing);
-    // Only files that were quiet for a round are copied.
+    // A round copies only files that have not changed since the round before, so a first round is needed.
     backing.backups.back_up_ahead();
     let hang = store.hang("create");
     std::thread::scope(|scope| {

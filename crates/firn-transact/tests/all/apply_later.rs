@@ -1,5 +1,5 @@
-//! Commits that are decided first and applied while programs run on: what programs see meanwhile, the transaction that
-//! follows, a crash at every call.
+//! Commits that are decided first and applied while programs run: what programs see meanwhile, the transaction that
+//! follows, and a crash at every call.
 
 use crate::common;
 
@@ -19,7 +19,7 @@ fn seen<B: Backing>(backing: &TransactionalBacking<B>) -> Tree {
     tree(backing).expect("tree")
 }
 
-/// What a transaction is, before it is decided.
+/// A transaction before its decision, with the trees before and after it.
 struct Middle {
     backing: TransactionalBacking<SimBacking>,
     plain: SimBacking,
@@ -70,7 +70,7 @@ fn programs_see_the_new_tree_however_far_the_commit_is_applied() {
             let disk = backing.base().clone();
             let begun = disk.steps();
             let mut left = 2;
-            // It fails, and goes on where it was, twice.
+            // The application fails at two calls. Each time the next attempt continues it.
             disk.set_plan(move |_, step| {
                 let now = step >= begun + at && left > 0;
                 left -= i32::from(now);
@@ -123,7 +123,7 @@ fn programs_see_the_new_tree_however_far_the_commit_is_applied() {
     }
 }
 
-/// With history, what is kept of an object is one more of its links.
+/// With a history, an object that the history keeps has one more link, so link counts are not compared.
 fn without_links(mut tree: Tree, seed: u64) -> Tree {
     if seed % 2 == 1 {
         tree.values_mut().for_each(|entry| entry.nlink = 0);
@@ -283,7 +283,7 @@ fn readers_go_on_and_changes_wait_while_a_commit_is_applied() {
                 let mut rounds = 0u32;
                 loop {
                     let now = seen(backing);
-                    // Later the write of the next one may be there.
+                    // After the commit has ended, the write of the next transaction may be there.
                     let is_decided = backing
                         .transactions()
                         .iter()
@@ -299,7 +299,7 @@ fn readers_go_on_and_changes_wait_while_a_commit_is_applied() {
                 }
             });
             let writer = threads.spawn(move || {
-                // It waits until that is over.
+                // This write waits until the application is over.
                 backing
                     .write_at(&file, &[IoSlice::new(b"next")], 0)
                     .expect("write");
@@ -360,7 +360,7 @@ fn a_handle_follows_its_transaction_from_its_begin_to_its_end() {
     assert!(current().is_none() && backing.open_transactions().is_empty());
 }
 
-/// The transaction that follows a commit goes from it to the list of scopes when the commit ends.
+/// When a commit ends, the transaction that follows it takes its place in the list of scopes.
 #[test]
 fn a_scope_is_never_seen_without_a_transaction_while_one_follows_another() {
     const COMMITS: u64 = 300;

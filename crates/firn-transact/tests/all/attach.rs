@@ -1,8 +1,8 @@
-//! A mount, or `firn recover`, that is killed while it ends what an earlier one left: at each store to the arena and
-//! each call of the backing, over and over. What belonged to a transaction that is undone never comes back, and what was
-//! written beside it is never lost.
+//! A mount or `firn recover` ends what an earlier firnd left, and is killed at each store to the arena and each call of
+//! the backing, repeatedly. Data of an undone transaction never comes back, and data outside of the transaction is
+//! never lost.
 //!
-//! Processes die here, not the machine: the backing keeps what it was told, the arena what was stored.
+//! Only processes die here, not the machine: the backing has every change that was made, and the arena every store.
 
 use crate::common;
 
@@ -39,13 +39,13 @@ const SCOPE: &[u8] = b"job";
 const FILE_BYTES: usize = 30_000;
 const MODES: [Mode; 2] = [Mode::Buffer, Mode::Shadow];
 
-/// The arena of the mount that began the transaction, and another one.
+/// The arena of the mount that began the transaction, and the arena of another mount.
 const ARENA: ArenaId = [7; 16];
 const OTHER: ArenaId = [8; 16];
 
 type Store = TransactionalBacking<SimBacking>;
 
-/// How far the transaction was when its firnd died.
+/// The stage of the transaction when its firnd died.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
     Open,
@@ -81,18 +81,18 @@ impl From<StoreError> for Refused {
     }
 }
 
-/// Counts stores to the arena and calls of the backing. At one of them the process dies.
+/// Counts stores to the arena and calls of the backing. The process dies at one of these steps.
 #[derive(Clone)]
 struct Fuse {
     steps: Arc<AtomicU64>,
     stop_at: u64,
     is_dead: Arc<AtomicBool>,
-    /// The arena, and the copy of it that the next process finds.
+    /// Paths of the arena, and of the copy that the next process finds.
     arena: Arc<Mutex<(PathBuf, PathBuf)>>,
 }
 
 impl Fuse {
-    /// The process dies at step `stop_at`, counted from 0.
+    /// Makes the process die at step `stop_at`, counted from 0.
     fn arm(disk: &SimBacking, arena: PathBuf, left: PathBuf, stop_at: u64) -> Self {
         let arena = Arc::new(Mutex::new((arena, left)));
         let fuse = Self {
@@ -128,7 +128,7 @@ impl Fuse {
     }
 }
 
-/// What a process that died left.
+/// The disk and the arena that a dead process left.
 #[derive(Clone)]
 struct Left {
     disk: Disk,
@@ -225,15 +225,15 @@ fn turn(
     engine.privilege_rules.note_privileges_given();
 }
 
-/// A transaction with data in the arena whose firnd has died: what it left, and what is to become of it.
+/// A transaction with data in the arena whose firnd has died: what the firnd left, and the trees that may result.
 struct Scene {
     left: Left,
     mode: Mode,
     stage: Stage,
     members: Option<Members>,
-    /// As it was when the transaction began.
+    /// The tree at the begin of the transaction.
     before: Tree,
-    /// With all that was done in it, and what counts as done after it.
+    /// The tree with all changes of the transaction, and with the writes that count after it.
     after: Tree,
 }
 
@@ -269,7 +269,7 @@ impl Scene {
         turn(&engine, |at| {
             Ok(engine.backing().begin(at, SCOPE).map(drop)?)
         });
-        // Some of it is staged or in place, and some is only in the arena.
+        // Some data is staged or in place, some is only in the arena.
         write(&engine, "job/over", 0, &[b'1'; 10_000]);
         create(&engine, "job/made", &[b'2'; 12_000]);
         drain(&engine, SCOPE, alive);
@@ -296,7 +296,7 @@ impl Scene {
             if stage == Stage::Decided {
                 turn(&engine, |at| Ok(engine.backing().decide(at, ID)?));
             }
-            // Drains of it wait for the outcome.
+            // Drains of this data wait for the outcome of the transaction.
             write(&engine, "job/over", 2_000, &[b'9'; 4_000]);
             write(&engine, "job/there", 0, &[b'9'; 2_000]);
         }
@@ -308,7 +308,7 @@ impl Scene {
             put("job/over", 2_000, 4_000);
             put("job/there", 0, 2_000);
         }
-        // Not in the scope: it counts in any case.
+        // This write is not in the scope, so it counts in any case.
         write(&engine, "beside", 100, &[b'b'; 25_000]);
         for tree in [&mut before, &mut after] {
             let content = &mut tree.get_mut(&b"beside"[..]).expect("it is there").content;
@@ -319,7 +319,7 @@ impl Scene {
             arena: dir.join("left"),
         };
         std::fs::copy(&arena, &left.arena).expect("the arena is copied");
-        // The dead process has no more to say.
+        // The process is dead, so all its later calls fail.
         disk.set_plan(|_, _| Some(Fault::Crash));
         Self {
             left,
@@ -331,7 +331,7 @@ impl Scene {
         }
     }
 
-    /// What programs must see after the next mount.
+    /// Returns the tree that programs must see after the next mount.
     fn expected(&self) -> &Tree {
         match (self.stage, self.mode) {
             (Stage::Open, _) | (Stage::Prepared, Mode::Buffer) => &self.before,
@@ -340,10 +340,10 @@ impl Scene {
     }
 }
 
-/// How a life of a process went.
+/// Result of one life of a process.
 enum Life {
     Died(Left),
-    /// It came to the end.
+    /// The process completed its work.
     Done {
         engine: Arc<Engine<Store>>,
         outcome: RecoveryOutcome,
@@ -352,7 +352,8 @@ enum Life {
     },
 }
 
-/// What `firn mount` and `firn recover` do with what an earlier firnd left, drain included, up to step `stop_at`.
+/// Does what `firn mount` and `firn recover` do with what an earlier firnd left, including the drain. The process dies
+/// at step `stop_at`.
 fn attach(dir: &Path, left: &Left, opening: Opening, stop_at: u64) -> Life {
     let arena = dir.join("arena");
     let next = Left {
@@ -402,7 +403,7 @@ fn seen(engine: &Engine<Store>) -> Tree {
     tree(engine.backing()).expect("tree")
 }
 
-/// The contents by path, for a message that can be read.
+/// Returns the contents by path, for a readable message.
 fn shown(tree: &Tree) -> String {
     let mut text = String::new();
     for (path, entry) in tree {
@@ -432,7 +433,8 @@ fn must_be(engine: &Engine<Store>, wanted: &Tree, told: &str) {
     );
 }
 
-/// The last life, in which nothing dies: the tree is as it must be, and what waits can still become either.
+/// Runs a last life in which nothing dies. Checks that the tree is the expected one, and that a prepared transaction
+/// can still be committed or aborted.
 fn check(dir: &Path, scene: &Scene, left: &Left, commit: bool, told: &str) {
     let life = attach(dir, left, opening(scene.members.as_ref()), u64::MAX);
     let Life::Done {
@@ -470,7 +472,7 @@ fn check(dir: &Path, scene: &Scene, left: &Left, commit: bool, told: &str) {
     disk.fsck().expect("fsck");
 }
 
-/// How many steps the next life of `left` has.
+/// Returns the number of steps of the next life of `left`.
 fn steps_of(dir: &Path, left: &Left, opening: Opening) -> u64 {
     match attach(dir, left, opening, u64::MAX) {
         Life::Done { steps, .. } => steps,
@@ -510,7 +512,7 @@ fn recoveries_that_are_killed_one_after_the_other_bring_back_nothing() {
             let dir = room();
             let scene = Scene::set(dir.path(), mode, stage, None);
             let steps = steps_of(dir.path(), &scene.left, opening(None));
-            // Each life dies a little later than the one before, at other steps for each stride.
+            // Each life dies a few steps later than the one before. Each stride makes lives die at other steps.
             for stride in [1, 2, 3, 5, 7, 11, 17, 29, 47, 71] {
                 let mut left = scene.left.clone();
                 let mut told = format!("{stage:?}, {mode:?}, killed at steps");
@@ -519,7 +521,7 @@ fn recoveries_that_are_killed_one_after_the_other_bring_back_nothing() {
                     if at > steps || life > 40 {
                         break;
                     }
-                    // A file of its own for each: the next life reads what this one left.
+                    // Two directories are used in turn, because the next life reads what this one left.
                     let here = dir.path().join(format!("life{}", life % 2));
                     std::fs::create_dir_all(&here).expect("mkdir");
                     match attach(&here, &left, opening(None), at) {
@@ -544,7 +546,7 @@ fn an_arena_that_comes_back_after_its_host_was_given_up_brings_back_nothing() {
         let dir = room();
         let scene = Scene::set(dir.path(), mode, Stage::Open, Some(members.clone()));
         for at in 0.. {
-            // `firn recover --host`, on another host: it has no arena.
+            // `firn recover --host` runs on another host and has no arena.
             let disk = SimBacking::from_disk(scene.left.disk.clone());
             disk.crash_at(disk.steps() + 1 + at);
             let elsewhere = Opening {
@@ -558,7 +560,7 @@ fn an_arena_that_comes_back_after_its_host_was_given_up_brings_back_nothing() {
             drop(ended);
             disk.revive();
             if at % 2 == 0 {
-                // Asked again, to the end.
+                // A repeated request completes the work.
                 let again = TransactionalBacking::open_with(disk.clone(), elsewhere, |_| {
                     Ok::<_, TransactionError>(())
                 });
@@ -574,7 +576,7 @@ fn an_arena_that_comes_back_after_its_host_was_given_up_brings_back_nothing() {
                 println!("{mode:?}: {at} calls");
                 break;
             }
-            // And its own mount may die, too.
+            // The host's own mount may die as well.
             if at % 8 != 0 {
                 continue;
             }
@@ -596,13 +598,13 @@ fn an_arena_that_comes_back_after_its_host_was_given_up_brings_back_nothing() {
     }
 }
 
-/// For an arena without pieces of the scopes: panics.
+/// `drop_pending` of an arena that has no data in the scopes: it must not be called.
 fn nothing(scopes: &[Vec<u8>]) -> Result<(), TransactionError> {
     panic!("{scopes:?} are dropped in an arena that has nothing of them");
 }
 
-/// Another mount, with an arena of its own, ends what waits; killed at its call `at`, and then once more where
-/// `again`.
+/// Another mount with its own arena ends the transaction, and is killed at its call `at`. If `again`, a second attempt
+/// then runs to the end. Returns what is left, and whether the transaction has ended.
 fn end_elsewhere(scene: &Scene, commit: bool, at: u64, again: bool) -> (Left, bool) {
     let disk = SimBacking::from_disk(scene.left.disk.clone());
     disk.crash_at(disk.steps() + 1 + at);
@@ -664,7 +666,7 @@ fn regression_an_arena_that_was_away_when_its_transaction_ended_brings_back_noth
                 };
                 match &outcome.waiting[..] {
                     [] if is_over => must_be(&engine, wanted, &told),
-                    // It was killed before it decided, or after.
+                    // The other mount was killed before or after it decided.
                     [] => {
                         let now = seen(&engine);
                         assert!(now == *wanted || now == *scene.expected(), "{told}");
@@ -706,12 +708,13 @@ fn regression_what_an_arena_has_from_before_a_transaction_of_another_one_counts(
             .map(drop)
             .expect("create");
         drop((backing, job));
-        // This one had data there before that began.
+        // This arena had data in the scope before the other mount began the transaction, so that data must not be
+        // dropped.
         let (backing, outcome) =
             TransactionalBacking::open_with(disk.clone(), with(ARENA), nothing).expect("open");
         assert_eq!(outcome.undone, [SCOPE.to_vec()], "{mode:?}");
         drop(backing);
-        // The one that began it is told when it comes, once.
+        // The arena that began the transaction must drop its data at its next open, once.
         let mut dropped = Vec::new();
         let (backing, _) = TransactionalBacking::open_with(disk.clone(), with(OTHER), |scopes| {
             dropped = scopes.to_vec();
@@ -724,7 +727,7 @@ fn regression_what_an_arena_has_from_before_a_transaction_of_another_one_counts(
     }
 }
 
-/// Proves S-tx-85: a mount that takes no part drops what its arena has of the transactions of its own host, once.
+/// Proves S-tx-85: a mount without `participants` drops, once, what its arena has of the transactions of its own host.
 #[test]
 fn regression_a_mount_without_the_others_drops_its_part_once() {
     let members = Members {
@@ -771,7 +774,7 @@ fn regression_a_mount_without_the_others_drops_its_part_once() {
                 "{told}: dropped {} times",
                 dropped.get()
             );
-            // What is written from now on counts, here and with the next mount that takes part.
+            // Data that is written from now on counts, here and at the next mount with `participants`.
             TransactionalBacking::drop_of(disk.clone(), home, ARENA, nothing).expect("once more");
             let (_, outcome) =
                 TransactionalBacking::open_with(disk.clone(), opening(Some(&members)), nothing)

@@ -1,4 +1,4 @@
-//! What is prepared can be finished from the backup, on another copy of the tree as it was before.
+//! A prepared transaction can be finished from its backup, on another copy of the tree from before the transaction.
 
 use crate::common;
 
@@ -30,7 +30,7 @@ fn entries<B: Backing>(b: &B, dir: &B::Inode) -> Vec<Vec<u8>> {
     names
 }
 
-/// Copies a tree; objects with several names stay one.
+/// Copies a tree. An object with several names is one object in the copy too.
 fn copy<A: Backing, B: Backing>(from: &A, to: &B) {
     let mut known = HashMap::new();
     copy_dir(from, &from.root(), to, &to.root(), &mut known);
@@ -109,7 +109,7 @@ fn attributes<A: Backing, B: Backing>(from: &A, inode: &A::Inode, to: &B, there:
         .expect("times");
 }
 
-/// A tree like that one, whose objects have other numbers.
+/// Returns a copy of a tree whose objects have other inode numbers.
 fn elsewhere<B: Backing>(from: &B) -> SimBacking {
     let sim = SimBacking::new();
     for at in 0..7 {
@@ -130,7 +130,7 @@ fn backed<B: Backing>(base: B, store: B) -> TransactionalBacking<B> {
         .expect("a backup")
 }
 
-/// The only backup in the store.
+/// Returns the directory and the manifest of the only backup in the store.
 fn only<B: Backing>(store: &B) -> (B::Inode, ChangeLog) {
     let names = entries(store, &store.root());
     assert_eq!(names.len(), 1, "backups");
@@ -170,7 +170,7 @@ fn put_in<B: Backing>(b: &B, dir: &B::Inode, name: &str, bytes: &[u8]) {
     b.write_at(&file, &[IoSlice::new(bytes)], 0).expect("write");
 }
 
-/// Random calls in a transaction; its tree before, its tree after, and the backup.
+/// Makes random calls in a transaction. Returns the tree before, the tree after, and the backing with the backup.
 fn lost<B: Backing>(
     base: B,
     store: B,
@@ -205,7 +205,7 @@ fn what_was_prepared_is_finished_from_the_backup_on_another_copy_of_the_tree() {
 
         let inode = revived(before.fork(), &store);
         assert_eq!(tree(&inode), Ok(old.clone()), "seed {seed}: undecided");
-        // The next mount decides.
+        // The next mount decides the outcome.
         let (inode, outcome) = TransactionalBacking::open(inode.base().fork()).expect("open");
         assert_eq!(outcome.waiting, [(5, Vec::new())]);
         let undone = TransactionalBacking::open(inode.base().fork())
@@ -252,7 +252,8 @@ fn a_prepared_transaction_is_finished_from_the_backup_in_a_real_directory() {
     }
 }
 
-/// A file that changes, one that is renamed, a new one, and the backup of them, prepared as 5.
+/// Prepares a transaction under the number 5, with a changed file, a renamed one and a new one. Returns a copy of the
+/// tree from before, and the backing with the backup.
 fn prepared() -> (SimBacking, TransactionalBacking<SimBacking>) {
     let backing = backed(SimBacking::new(), SimBacking::new());
     put(&backing, "changed", b"before");
@@ -272,7 +273,7 @@ fn prepared() -> (SimBacking, TransactionalBacking<SimBacking>) {
     (before, backing)
 }
 
-/// A directory with another in it.
+/// Makes the directory `p`, and the scope `p/d` in it if `has_scope`.
 fn parent_with_scope<B: Backing>(b: &B, has_scope: bool) {
     let me = suite::own_caller();
     let (parent, _) = b
@@ -286,7 +287,7 @@ fn parent_with_scope<B: Backing>(b: &B, has_scope: bool) {
     }
 }
 
-/// Changes the scope, renames its top, and goes on below the new name.
+/// Changes the scope, renames its top, and makes further changes below the new name.
 fn change_and_rename<B: Backing>(b: &B) {
     let parent = b.lookup(&b.root(), OsStr::new("p")).expect("lookup").0;
     let scope = b.lookup(&parent, OsStr::new("d")).expect("lookup").0;
@@ -298,14 +299,14 @@ fn change_and_rename<B: Backing>(b: &B) {
     put_in(b, &scope, "more", &[3; 20_000]);
 }
 
-/// All but the top of the backing, which has `.firn`.
+/// Returns the tree without the entry of the backing's top, whose attributes depend on `.firn`.
 fn tree_in(b: &impl Backing) -> Tree {
     let mut all = tree(b).expect("tree");
     all.remove(&b""[..]);
     all
 }
 
-/// Proves S-tx-11, S-tx-100, S-tx-102: the top of the scope, new or renamed, comes out of the backup, too.
+/// Proves S-tx-11, S-tx-100, S-tx-102: a new or renamed top of the scope is restored from the backup, too.
 #[test]
 fn a_new_top_and_a_new_name_of_a_top_are_finished_from_the_backup() {
     let me = suite::own_caller();
@@ -356,7 +357,7 @@ fn a_new_top_and_a_new_name_of_a_top_are_finished_from_the_backup() {
             matches!(again, Err(ReviveError::Overlaps { .. })),
             "{is_new}: {again:?}"
         );
-        // The next mount decides.
+        // The next mount decides the outcome.
         let (undone, outcome) = TransactionalBacking::open(disk.fork()).expect("open");
         assert_eq!(outcome.waiting, [(5, b"p/d".to_vec())], "{is_new}");
         undone.abort(&top(&undone)).expect("abort");
@@ -506,7 +507,7 @@ fn a_tree_that_is_not_the_one_before_is_refused() {
     };
     refused(as_dir, "moved: it is of another kind");
 
-    // Twice: the second finds the first.
+    // A second revival finds the transaction of the first one.
     let target = revived(before.fork(), store);
     let again = target
         .revival
@@ -532,7 +533,7 @@ fn a_tree_that_is_not_the_one_before_is_refused() {
     assert!(late.contains("its last commit is 6"), "{late}");
 }
 
-/// Proves S-tx-61: a mount does not throw away a backup that may be all that is left.
+/// Proves S-tx-61: a mount does not remove a backup if nothing else may be left of its transaction.
 #[test]
 fn a_backup_that_the_backing_does_not_know_is_not_removed() {
     let (before, backing) = prepared();
@@ -560,7 +561,7 @@ fn a_backup_that_the_backing_does_not_know_is_not_removed() {
     let store = back.backups.directory().expect("a backup");
     assert!(entries(store, &store.root()).is_empty());
 
-    // What was prepared without a backup comes into it.
+    // A transaction that was prepared without a backup is copied to a backup that is added later.
     let (_, backing) = prepared();
     let base = backing.base().fork();
     let again = TransactionalBacking::open(base)

@@ -1,5 +1,5 @@
-//! A crash at every single call of prepare, commit, abort and open, with what was not synced lost in any
-//! subset: afterwards the tree is the old one or the new one.
+//! A crash at every call of prepare, commit, abort and open. Any subset of the unsynced data is lost. Afterwards the
+//! tree is the old one or the new one.
 
 use crate::common;
 
@@ -33,7 +33,7 @@ fn seen(backing: &TransactionalBacking<SimBacking>) -> Tree {
     tree(backing).expect("tree")
 }
 
-/// A backing in the middle of a transaction, made from `seed`; the trees before and after.
+/// A backing during a transaction that was made from a seed, with the trees before and after.
 struct Middle {
     mode: Mode,
     backing: TransactionalBacking<SimBacking>,
@@ -61,7 +61,7 @@ fn middle(seed: u64, calls: usize, mode: Mode) -> Middle {
     }
 }
 
-/// Runs the end of a transaction; whether it said that it was decided.
+/// Ends a transaction as `how` says. Returns `Ok` if every verb reported success.
 fn end(
     backing: &TransactionalBacking<SimBacking>,
     how: End,
@@ -78,7 +78,8 @@ fn end(
     Ok(())
 }
 
-/// Opens after a crash, with another one at step `again` of that; then once more without.
+/// Opens the backing after a crash. If `again` is given, a first attempt crashes at that call, and a second one
+/// succeeds.
 fn recover(
     disk: &SimBacking,
     seed: u64,
@@ -88,7 +89,7 @@ fn recover(
         disk.revive();
         disk.power_loss(seed.wrapping_mul(31).wrapping_add(life));
         disk.fsck().expect("fsck");
-        // It comes back with another number.
+        // The file system comes back with another device number.
         disk.set_device(2 + life + seed % 3);
     };
     power_fails(0);
@@ -128,7 +129,7 @@ fn settle(
         );
         return;
     }
-    // Prepared: it can still become either.
+    // A prepared transaction can still be committed or aborted.
     let is_shown = if middle.mode == Mode::Buffer {
         is_old
     } else {
@@ -173,7 +174,7 @@ fn a_crash_at_any_call_leaves_the_old_tree_or_the_new_one() {
                 let (backing, outcome) =
                     recover(&disk, lives, (at % 3 == 0).then_some(1 + lives % 40));
                 let now = seen(&backing);
-                // What was told counts.
+                // A verb that reported success is durable.
                 let committed =
                     matches!(how, End::Commit | End::PrepareThenCommit) && result.is_ok();
                 assert!(!committed || now == middle.new, "{told}");
@@ -183,7 +184,7 @@ fn a_crash_at_any_call_leaves_the_old_tree_or_the_new_one() {
                     !prepared || outcome.waiting == [(5, Vec::new())],
                     "{told}: {outcome:?}"
                 );
-                // A host that did not prepare is not asked to decide.
+                // Only a transaction that was prepared may wait for a decision.
                 let may_wait = !matches!(how, End::Commit | End::Abort);
                 assert!(
                     may_wait || outcome.waiting.is_empty(),
@@ -290,7 +291,7 @@ fn regression_a_transaction_whose_abort_failed_half_way_cannot_be_committed() {
         let middle = middle(1, 60, mode);
         let backing = &middle.backing;
         let root = middle.backing.root();
-        // What an abort begins with. Data that was pending is dropped next, and then it may fail.
+        // An abort begins with this call. It then drops pending data, and may fail after that.
         backing.refuse(&root).expect("refuse");
         assert_eq!(
             backing.prepare(&root, 5),

@@ -1,4 +1,4 @@
-//! The file system of the backing comes back with another device number: what a transaction left is the same.
+//! The file system of the backing comes back with another device number. The result of a transaction does not change.
 
 use crate::common;
 use firn_backing::Volume;
@@ -11,14 +11,14 @@ use firn_transact::{Mode, RestoreError, Stage, TransactionError, TransactionalBa
 const MODES: [Mode; 2] = [Mode::Buffer, Mode::Shadow];
 const SEEDS: std::ops::Range<u64> = 1..30;
 
-/// With history what is kept of an object is one more of its links.
+/// Returns the tree without link counts: an object that the history keeps has one more link.
 fn seen(backing: &TransactionalBacking<SimBacking>) -> Tree {
     let mut tree = tree(backing).expect("tree");
     tree.values_mut().for_each(|entry| entry.nlink = 0);
     tree
 }
 
-/// In a transaction; the trees before it and in it.
+/// Begins and changes a transaction. Returns the backing, the tree before the transaction and the changed tree.
 fn begun(seed: u64, mode: Mode, history: u32) -> (TransactionalBacking<SimBacking>, Tree, Tree) {
     let backing = TransactionalBacking::open_with_history(SimBacking::of_seed(seed), history)
         .expect("open")
@@ -32,7 +32,7 @@ fn begun(seed: u64, mode: Mode, history: u32) -> (TransactionalBacking<SimBackin
     (backing, old, new)
 }
 
-/// firnd ended, and the backing comes back as `device`.
+/// Ends firnd, and opens the backing again, with the device number `device`.
 fn come_back(
     backing: TransactionalBacking<SimBacking>,
     device: u64,

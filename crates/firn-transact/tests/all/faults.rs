@@ -1,6 +1,6 @@
-//! Each call of the backing, and of the backup, that a verb makes fails once, in every way: the caller hears what the
-//! backing said and nothing else, the transaction is in a state that it can name, and doing the same again, aborting or
-//! a new mount ends in the tree before or in the tree after.
+//! Each call of the backing and of the backup that a verb makes fails once, with each errno. The verb must report
+//! exactly that error, and the transaction must be in a known stage. A repetition, an abort or a new mount then leads
+//! to the tree before or the tree after.
 //!
 //! Proves S-tx-14.
 
@@ -20,17 +20,17 @@ use firn_transact::{
 
 use crate::common;
 
-/// What a call fails with.
+/// The errors with which a call fails.
 const ERRNOS: [Errno; 4] = [Errno::IO, Errno::NOSPC, Errno::NOENT, Errno::OPNOTSUPP];
 
-/// Numbers of the two commits that are there, and of the one that the verbs are about.
+/// Numbers of the two existing commits, and of the commit that the verbs are about.
 const FIRST: u64 = 3;
 const OLD: u64 = 4;
 const NEW: u64 = 5;
 
 const HISTORY: u32 = 3;
 
-/// How a mount has its transactions.
+/// Options of a mount that concern its transactions.
 #[derive(Clone, Copy, Debug)]
 struct Setup {
     mode: Mode,
@@ -38,34 +38,34 @@ struct Setup {
     has_backup: bool,
 }
 
-/// What is called while a call of the backing fails.
+/// The operation during which a call of the backing fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Verb {
     Begin,
     Prepare,
     Commit,
     CommitPrepared,
-    /// The outcome is decided, and carried out by a later call.
+    /// Decides the outcome; a later call applies the commit.
     Conclude,
     ConcludePrepared,
-    /// Of what was decided, while the next transaction is open.
+    /// Applies a decided commit while the next transaction is open.
     CarryOut,
     Abort,
     AbortPrepared,
-    /// With the number that the transaction is prepared with.
+    /// Restores to the number under which the transaction is prepared.
     RestorePrepared,
-    /// The last commit, with a transaction open.
+    /// Restores to the last commit while a transaction is open.
     RestoreLast,
-    /// The commit before it, with a transaction open.
+    /// Restores to the commit before the last one while a transaction is open.
     RestoreOlder,
-    /// Of what an earlier process prepared.
+    /// Commits what an earlier process prepared.
     CommitRecovered,
     AbortRecovered,
     RestoreRecovered,
     AttachOpen,
     AttachPrepared,
     AttachDecided,
-    /// An older commit was about to be restored when the process before died, at each of the calls of that in turn.
+    /// Opens the backing after a process died while it restored an older commit. The process died at each call in turn.
     AttachRestoring,
 }
 
@@ -103,35 +103,35 @@ impl Verb {
         matches!(self, Self::RestoreOlder | Self::AttachRestoring)
     }
 
-    /// The numbers of trees of which one is there when it has succeeded and its transaction, if one is left, is
+    /// Returns the numbers of the trees that may result if the verb succeeds and a transaction that is left is
     /// committed.
     fn leads_to(self) -> &'static [u64] {
         match self {
             Self::Abort | Self::AbortPrepared | Self::AbortRecovered => &[OLD],
             Self::RestoreLast | Self::AttachOpen => &[OLD],
             Self::RestoreOlder => &[FIRST],
-            // The process before may have died before it had begun.
+            // The earlier process may have died before it began the restore.
             Self::AttachRestoring => &[OLD, FIRST],
             _ => &[NEW],
         }
     }
 }
 
-/// What is done after a call that failed.
+/// What follows a verb that failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Then {
     Again,
     Abort,
-    /// A new process, after the old one ended.
+    /// A new process opens the backing, after the old one has ended.
     Attach,
 }
 
 const THENS: [Then; 3] = [Then::Again, Then::Abort, Then::Attach];
 
-/// The trees of the commits.
+/// The tree of each commit, by the number of the commit.
 type Trees = BTreeMap<u64, Tree>;
 
-/// Disk and trees before a transaction.
+/// A disk and its trees before a transaction.
 struct Start {
     setup: Setup,
     seed: u64,
@@ -141,7 +141,7 @@ struct Start {
 
 struct World {
     setup: Setup,
-    /// `None` while nothing has the backing open.
+    /// The opened backing. `None` while no process has it open.
     backing: Option<TransactionalBacking<SimBacking>>,
     disk: SimBacking,
     store: SimBacking,
@@ -149,7 +149,7 @@ struct World {
     outcome: RecoveryOutcome,
 }
 
-/// Counts of links aside where something of Firn's own may be one of them.
+/// Returns the tree. With a history, without link counts, because links of Firn may be among them.
 fn seen(setup: Setup, backing: &TransactionalBacking<SimBacking>) -> Tree {
     let mut tree = common::seen(backing);
     if setup.history > 0 {
@@ -207,7 +207,7 @@ impl Start {
         }
     }
 
-    /// The world in which `verb` is called next.
+    /// Returns the state in which `verb` is called next.
     fn world(&self, verb: Verb, at: u64) -> World {
         let disk = SimBacking::from_disk(self.disk.clone());
         let store = SimBacking::new();
@@ -269,7 +269,7 @@ impl World {
         self.backing.as_ref().expect("it is open")
     }
 
-    /// What the transaction is about.
+    /// Makes the changes of the transaction `NEW`.
     fn change(&mut self, seed: u64) {
         suite::differential::run_alone(self.backing(), seed + NEW * 1_000_000, 25);
         let now = self.seen();
@@ -280,14 +280,14 @@ impl World {
         seen(self.setup, self.backing())
     }
 
-    /// The process ends.
+    /// Ends the process.
     fn end(&mut self) {
         self.backing = None;
         self.disk.revive();
         self.store.revive();
     }
 
-    /// And what was not synced is lost, in part.
+    /// Ends the process, and loses a part of what was not synced.
     fn lose_power(&mut self, seed: u64) {
         self.end();
         self.disk.power_loss(seed);
@@ -336,7 +336,7 @@ impl World {
             .collect()
     }
 
-    /// The number of the tree that is there, where no transaction is.
+    /// Returns the number of the present tree. No transaction may be open.
     fn number(&self) -> u64 {
         let now = self.seen();
         let found: Vec<u64> = self
@@ -361,7 +361,7 @@ impl World {
         committed
     }
 
-    /// Commits or aborts what is there; the number of the tree then.
+    /// Commits or aborts the present transaction. Returns the number of the tree then.
     fn settle(&mut self, commits: bool, seed: u64) -> u64 {
         let root = self.backing().root();
         let is_recovered = self
@@ -385,14 +385,14 @@ impl World {
                 assert_eq!(self.changed_from(NEW), None, "committed");
             }
             [Stage::Prepared(NEW)] => {
-                // An earlier process: what is shown is the tree before, in shadow mode the one after.
+                // An earlier process prepared it. Programs see the tree before it, or in shadow mode the tree after it.
                 let shown = if is_recovered && self.setup.mode == Mode::Buffer {
                     OLD
                 } else {
                     NEW
                 };
                 assert_eq!(self.changed_from(shown), None, "prepared");
-                // What is prepared can be ended either way.
+                // A prepared transaction can be ended either way.
                 if commits {
                     self.backing().commit(&root, NEW).expect("commit");
                 } else {
@@ -401,14 +401,15 @@ impl World {
             }
             [Stage::Open] => self.backing().abort(&root).expect("abort"),
             [Stage::Decided(NEW)] | [Stage::Decided(NEW), Stage::Open] => {
-                // What an earlier process prepared has no tables to be shown from.
+                // A commit that an earlier process prepared has no tables, so programs do not see its changes before
+                // the application.
                 assert!(is_recovered || self.changed_from(NEW).is_none(), "decided");
                 self.backing().apply(b"").expect("apply");
                 if let [Stage::Open] = self.stages()[..] {
                     self.backing().abort(&root).expect("abort");
                 }
             }
-            // An older commit is half restored.
+            // The restore of an older commit is incomplete.
             [Stage::Decided(FIRST)] => self
                 .backing()
                 .commit(&root, FIRST)
@@ -425,7 +426,7 @@ impl World {
         (wanted != Some(&now)).then(|| difference(wanted, &now))
     }
 
-    /// Nothing is left in the backing or the backup that is not documented, at the latest after one more mount.
+    /// Checks that only documented files are left in the backing and the backup, after at most one more mount.
     fn must_be_clean(&mut self, seed: u64) {
         let number = self.number();
         if seed.is_multiple_of(2) {
@@ -458,7 +459,7 @@ impl World {
         let backups: Vec<_> = self.store.tree().into_keys().collect();
         assert!(backups.len() <= 1, "left in the backup: {backups:?}");
         self.disk.fsck().expect("fsck");
-        // And it can be used.
+        // The backing can be used again.
         let root = self.backing().root();
         self.backing().begin(&root, b"").expect("begin");
         self.backing().commit(&root, 9).expect("commit");
@@ -484,14 +485,14 @@ fn difference(wanted: Option<&Tree>, now: &Tree) -> String {
         .collect()
 }
 
-/// Which of the two fails.
+/// Where the call fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Place {
     Backing,
     Backup,
 }
 
-/// One call that fails, once.
+/// One call that fails once.
 #[derive(Clone, Copy, Debug)]
 struct Case {
     verb: Verb,
@@ -501,7 +502,7 @@ struct Case {
     then: Then,
 }
 
-/// The call that failed.
+/// Name of the call that failed; `None` if there was no such call.
 type Hit = Arc<Mutex<Option<&'static str>>>;
 
 fn fail_once(on: &SimBacking, at: u64, errno: Errno, hit: &Hit) {
@@ -516,12 +517,12 @@ fn fail_once(on: &SimBacking, at: u64, errno: Errno, hit: &Hit) {
     });
 }
 
-/// Whether it is no failure but what a backing says that works: there is no such name.
+/// Returns whether the error is a valid answer of a working backing: a name does not exist.
 fn is_an_answer(op: &str, errno: Errno) -> bool {
     op == "lookup" && errno == Errno::NOENT
 }
 
-/// Runs one case. Without such a call `hit` stays empty.
+/// Runs one case. If the verb makes fewer calls, `hit` stays empty.
 fn run(start: &Start, case: Case, hit: &Hit) {
     let Case {
         verb,
@@ -612,12 +613,12 @@ fn run(start: &Start, case: Case, hit: &Hit) {
 }
 
 thread_local! {
-    /// A case runs: what it panics with is collected.
+    /// Whether a case is running. If so, the text of a panic is stored in `PANIC` and not printed.
     static COLLECTS: Cell<bool> = const { Cell::new(false) };
     static PANIC: RefCell<String> = const { RefCell::new(String::new()) };
 }
 
-/// Runs all cases, and tells of each kind of failure once.
+/// Runs all cases, and reports each kind of failure once.
 fn each_call_fails(setup: Setup) {
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {
@@ -654,7 +655,7 @@ fn each_call_fails(setup: Setup) {
     assert!(failed.is_empty(), "{} kinds of failures", failed.len());
 }
 
-/// Returns how many calls there are.
+/// Runs the cases of one verb. Returns the number of calls that the verb makes.
 fn each_call_of(
     start: &Start,
     verb: Verb,

@@ -1,4 +1,4 @@
-//! Transactions on a backing that is full: an abort needs no room, and a commit that finds none loses nothing.
+//! Transactions on a full backing: an abort needs no space, and a commit that finds no space loses nothing.
 
 use std::ffi::OsStr;
 use std::io::IoSlice;
@@ -40,7 +40,7 @@ fn open(
     backing.open(&inode, Access::ReadWrite).expect("open")
 }
 
-/// Cuts a file that was there, and has another one that was there take all room.
+/// Truncates an existing file, and fills all space with another existing file.
 fn fill(backing: &TransactionalBacking<SimBacking>) {
     backing.set_len(&open(backing, "cut"), 0).expect("cut");
     let filler = open(backing, "filler");
@@ -69,7 +69,7 @@ fn an_abort_needs_no_room_and_a_commit_that_finds_none_can_be_repeated() {
         make(&backing, "filler", 1);
         let old = seen(&backing);
         backing.begin(&root, b"").expect("begin");
-        // Room for the names of Firn's own, and for some of what programs write.
+        // Leaves space for Firn's own names, and for some of the data that programs write.
         let used: u64 = old
             .values()
             .map(|entry| entry.content.len() as u64 + PAGE_BYTES)

@@ -1,4 +1,4 @@
-//! Links of Firn's own are not shown, whatever a transaction is doing when its files are asked for.
+//! Link counts never include Firn's own links, whatever step of a transaction is running when a program reads them.
 
 use crate::common;
 
@@ -16,11 +16,12 @@ use firn_transact::{Mode, Object, TransactionError, TransactionalBacking};
 
 type SimInode = Arc<Object<SimBacking>>;
 
-/// How long one is waited for that may wait for the other.
+/// How long a test waits for a thread that may itself wait for the stopped thread.
 const PATIENCE: Duration = Duration::from_millis(10);
 const KEPT_NAME: &str = "b";
 
-/// A file that was called `a` and `b`, in a transaction that changed it and took the name by which it was found.
+/// Returns a transaction with a changed file. The file had the names `a` and `b`, and lost the name by which it was
+/// found.
 fn begun(mode: Mode) -> (TransactionalBacking<SimBacking>, SimInode) {
     let sim = SimBacking::new();
     let root = sim.root();
@@ -51,7 +52,7 @@ fn links(backing: &TransactionalBacking<SimBacking>, inode: &SimInode) -> u32 {
     backing.attr(inode).expect("attr").nlink
 }
 
-/// Waits until the call hangs; false if the thread ended without it.
+/// Waits until the call hangs. Returns false if the thread ended without that call.
 fn hangs<T>(hang: &Hang, thread: &thread::ScopedJoinHandle<'_, T>) -> bool {
     loop {
         if hang.is_reached() {
@@ -64,8 +65,8 @@ fn hangs<T>(hang: &Hang, thread: &thread::ScopedJoinHandle<'_, T>) -> bool {
     }
 }
 
-/// Stops `run` at each of its calls, asks for the number of links there, and once more with each call of the asker
-/// stopped until `run` has come to its end.
+/// Stops `run` at each of its calls and reads the link count there. Repeats this with the reader stopped at each of its
+/// own calls until `run` has ended.
 fn at_every_call(
     mode: Mode,
     before: impl Fn(&TransactionalBacking<SimBacking>),
@@ -103,7 +104,7 @@ fn at_every_call(
                     }
                     Some(asker) => asker,
                 };
-                // To its end, or as far as it comes without a lock that the asker has.
+                // Lets `run` go to its end, or until it needs a lock that the reader has.
                 let patience = Instant::now();
                 while !runner.is_finished() && patience.elapsed() < PATIENCE {
                     thread::yield_now();
@@ -201,7 +202,7 @@ fn regression_a_link_that_could_not_be_removed_is_not_shown() {
         disk.set_plan(|op, _| {
             (op == "rmdir").then_some(firn_sim::Fault::Error(firn_backing::Errno::IO))
         });
-        // Only that what is left could not be removed, which the next mount does.
+        // The application failed only to remove leftovers, which the next mount removes.
         backing.apply(b"").expect("apply");
         disk.clear_plan();
         assert_eq!(links(&backing, &inode), 1, "{mode:?}");

@@ -1,4 +1,4 @@
-//! Older commits are brought back, one by one or several at once, also through crashes.
+//! Older commits are restored, one by one or several at once, and also after crashes.
 
 use crate::common;
 
@@ -20,13 +20,14 @@ fn seen(backing: &TransactionalBacking<SimBacking>) -> Tree {
     tree(backing).expect("tree")
 }
 
-/// Link counts aside: what is kept of an object that has other names is one more of them.
+/// Returns the tree without link counts: an object that the history keeps has one more link.
 fn without_links(mut tree: Tree) -> Tree {
     tree.values_mut().for_each(|entry| entry.nlink = 0);
     tree
 }
 
-/// `commits` transactions with numbers from 1; the trees after each, the one before the first at 0.
+/// Commits `commits` transactions, numbered from 1. Returns the tree after each of them; index 0 has the tree before
+/// the first.
 fn committed(seed: u64, commits: u64) -> (TransactionalBacking<SimBacking>, Vec<Tree>) {
     let backing = open(SimBacking::of_seed(seed));
     random(&backing, seed, 60);
@@ -40,7 +41,7 @@ fn committed(seed: u64, commits: u64) -> (TransactionalBacking<SimBacking>, Vec<
     (backing, trees)
 }
 
-/// Random calls. What is kept holds links, so that counts may differ from a plain backing's.
+/// Makes random calls. They are not compared with a plain backing, because links of the history change link counts.
 fn random(backing: &TransactionalBacking<SimBacking>, seed: u64, count: usize) {
     suite::differential::run_alone(backing, seed, count);
 }
@@ -56,7 +57,7 @@ fn each_commit_that_is_kept_is_restored() {
                 Ok(vec![5, 4, 3, 2]),
                 "seed {seed}"
             );
-            // What is open is thrown away with it.
+            // A restore also drops the open transaction.
             if seed % 2 == 0 {
                 backing.begin(&backing.root(), b"").expect("begin");
                 random(&backing, seed ^ 0xffff, 40);
@@ -76,7 +77,7 @@ fn each_commit_that_is_kept_is_restored() {
             );
             assert_eq!(again.lower.committed(b""), Ok(Some(5 - back)));
             backing.base().fsck().expect("fsck");
-            // And on from there.
+            // New commits are possible after a restore.
             backing.begin(&backing.root(), b"").expect("begin");
             random(&backing, seed ^ 0xaaaa, 40);
             backing.commit(&backing.root(), 9).expect("commit");

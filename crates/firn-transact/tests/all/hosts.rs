@@ -1,4 +1,4 @@
-//! Two and three hosts over one backing: their parts go together or not at all, for every order of deaths.
+//! Two and three hosts on one backing: their parts are committed together or not at all, whatever order hosts die in.
 
 use crate::common;
 
@@ -35,7 +35,7 @@ fn open(disk: &SimBacking, name: &str, count: usize) -> (Host, firn_transact::Re
     TransactionalBacking::open_of_members(disk.clone(), members(name, count)).expect("open")
 }
 
-/// A disk with a file of 100 bytes, `shared`, and a directory.
+/// Returns a disk with the file `shared` of 100 bytes, and a directory.
 fn disk() -> SimBacking {
     let disk = SimBacking::new();
     let root = disk.root();
@@ -64,7 +64,7 @@ fn create(on: &impl Backing, name: &str) {
         .expect("create");
 }
 
-/// What a host does in a transaction: its stripe of the shared file, beyond its end too, and a file of its own.
+/// Makes the changes of a host: its stripe of the shared file, a stripe beyond the old end, and its own file.
 fn work(on: &impl Backing, index: u64) {
     put(on, "shared", index * 10, &[b'a' + index as u8; 10]);
     put(on, "shared", 200 + index * 10, &[b'A' + index as u8; 10]);
@@ -79,7 +79,7 @@ fn votes(disk: &SimBacking) -> Vec<String> {
     names
 }
 
-/// One step of a host; `Ok(true)` when its part is committed.
+/// Takes one step of a host. Returns `Ok(true)` when the host's part is committed.
 fn step(host: &Host, stage: &mut u32) -> Result<bool, TransactionError> {
     let root = host.root();
     match *stage {
@@ -98,7 +98,7 @@ fn step(host: &Host, stage: &mut u32) -> Result<bool, TransactionError> {
     Ok(*stage > 3)
 }
 
-/// Two trees: before, and with both parts.
+/// Returns the tree before the transaction and the tree with both parts.
 fn trees() -> (Tree, Tree) {
     let plain = disk();
     let old = seen(&plain);
@@ -107,7 +107,7 @@ fn trees() -> (Tree, Tree) {
     (old, seen(&plain))
 }
 
-/// All steps of both hosts in turns. `died`: which of them the crash hit.
+/// Takes the steps of both hosts in turns. Returns the index of the host that a crash hit; `None` if none was hit.
 fn both(hosts: &mut [Option<Host>; 2], disk: &SimBacking, stages: &mut [u32; 2]) -> Option<usize> {
     for _ in 0..10 {
         for at in 0..2 {
@@ -152,8 +152,8 @@ fn parts_of_one_file_by_several_hosts_are_committed_together() {
     }
 }
 
-/// Each call of a commit that is applied later fails once. The retries of firnd's thread that applies commits finish
-/// it without another request.
+/// Each call of a commit that is applied later fails once. The retries of firnd's background thread finish the commit
+/// without another request.
 #[test]
 fn a_commit_that_is_applied_later_is_left_though_any_call_fails() {
     let (_, new) = trees();
@@ -225,7 +225,8 @@ fn a_host_that_dies_at_any_call_leaves_both_parts_or_none() {
             } else if let Some(dead) = dead {
                 hosts[dead] = None;
             }
-            // The survivor goes on as its firnd would, and gives up when no other host comes.
+            // The surviving host continues as its firnd would. When no other host comes, it ends the vote without a
+            // commit.
             for index in 0..2 {
                 let Some(host) = &hosts[index] else { continue };
                 let root = host.root();
@@ -247,7 +248,7 @@ fn a_host_that_dies_at_any_call_leaves_both_parts_or_none() {
                     }
                 }
             }
-            // The dead come back, and end what waits.
+            // The dead hosts come back, and end the transactions that wait for a decision.
             for (index, name) in ["a", "b"].into_iter().enumerate() {
                 if hosts[index].is_some() {
                     continue;
@@ -275,7 +276,7 @@ fn a_host_that_dies_at_any_call_leaves_both_parts_or_none() {
                 assert_eq!(host.transactions(), [], "{told}");
                 hosts[index] = Some(host);
             }
-            // The waiting host was asked first; the other has heard of the outcome by now, or hears at its next
+            // The waiting host was opened first. The other host has seen the outcome by now, or sees it at its next
             // start.
             hosts = [None, None];
             let now = ["a", "b"].map(|name| {
@@ -382,7 +383,7 @@ fn a_part_that_another_host_read_is_a_conflict_and_can_be_dropped() {
         assert_eq!(host.transactions()[0].stage, Stage::Open);
     }
     assert_eq!(votes(&disk), [""; 0]);
-    // The changes are still there, and the transaction goes on without what was in the way.
+    // The changes are still there. The transaction continues after the conflicting host has dropped its part.
     assert_ne!(seen(&hosts[0]), old);
     assert_eq!(seen(&hosts[1]), old);
     assert!(
@@ -397,7 +398,7 @@ fn a_part_that_another_host_read_is_a_conflict_and_can_be_dropped() {
     assert_eq!(votes(&disk), [""; 0]);
 }
 
-/// What it is, what each of two hosts does, and what is told of it.
+/// Name of the case, the changes of each of two hosts, and the text of the conflict.
 type Case = (&'static str, fn(&Host), fn(&Host), &'static str);
 
 /// Proves S-tx-32, S-tx-72.
@@ -481,7 +482,8 @@ fn names_cuts_and_modes_conflict() {
 fn what_does_not_overlap_does_not_conflict() {
     let disk = disk();
     let hosts = begin(&disk, &["a", "b"]);
-    // A mode of one, bytes of the other; each a cut of its own file; names in one directory.
+    // These changes do not conflict: one host's mode and another host's bytes, a cut of a different file by each host,
+    // different names in one directory.
     hosts[0]
         .set_mode(
             &hosts[0]
@@ -502,7 +504,7 @@ fn what_does_not_overlap_does_not_conflict() {
         vote(&hosts, &[Vec::new(), Vec::new()]),
         [Verdict::Clear, Verdict::Clear]
     );
-    // In the other order.
+    // The hosts commit in reverse order.
     for host in hosts.iter().rev() {
         host.commit(&host.root(), ID).expect("commit");
     }
@@ -534,7 +536,7 @@ fn an_abort_by_one_host_aborts_for_all() {
         (seen(&hosts[0]), seen(&hosts[1])),
         (old.clone(), old.clone())
     );
-    // One that was not prepared counts too: the other does not wait for it.
+    // An abort of an unprepared part counts too: the other host does not wait for it.
     for host in &hosts {
         host.begin(&host.root(), b"").expect("begin");
     }
@@ -581,7 +583,7 @@ fn a_number_is_used_again_only_when_all_have_left() {
     hosts[0].publish_accesses(&root, ID).expect("now it can");
 }
 
-/// At each call that publishing makes another host removes an earlier vote with the same number.
+/// A host publishes its list. At each of its calls, another host removes an earlier vote with the same number.
 #[test]
 fn regression_a_host_that_publishes_while_an_earlier_vote_is_removed_does_so_later() {
     let begin_again = || {
@@ -649,7 +651,7 @@ fn regression_two_threads_of_a_host_that_put_the_same_file_do_not_disturb_each_o
     }
 }
 
-/// `firn abort` that comes just after the thread that follows other hosts has ended the transaction.
+/// `firn abort` is called just after the thread that watches other hosts has ended the transaction.
 #[test]
 fn regression_calling_off_what_is_ended_makes_no_vote() {
     let disk = disk();

@@ -1,5 +1,4 @@
-//! Inline changes: the few bytes of a file that were overwritten are kept in memory until the record or a staged copy takes
-//! them.
+//! Inline changes: the few overwritten bytes of a file are in memory until they move to the record or a staged copy.
 
 use crate::common;
 
@@ -14,7 +13,7 @@ use firn_sim::{SimBacking, suite};
 use firn_transact::TransactionalBacking;
 
 const NAME: &str = "file";
-/// More than may be overwritten without a staged copy.
+/// Number of bytes that is too large for an inline change.
 const LARGE: usize = 20_000;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -86,7 +85,7 @@ fn run<B: Backing>(b: &B, call: Call, step: usize) -> Result<(), Errno> {
     }
 }
 
-/// A file of 30,000 bytes with a hole in it.
+/// Returns a disk with a file of 30,000 bytes.
 fn start() -> SimBacking {
     let sim = SimBacking::new();
     let made = sim
@@ -99,7 +98,7 @@ fn start() -> SimBacking {
     sim
 }
 
-/// The time of the last change, if it was set. Where the file is said to have no data it has none.
+/// Returns the modification time of the file if it was set. Checks that ranges without data read as zeros.
 fn seen<B: Backing>(b: &B) -> Option<Time> {
     let (inode, attr) = b.lookup(&b.root(), OsStr::new(NAME)).expect("lookup");
     let file = b.open(&inode, Access::Read).expect("open");
@@ -126,7 +125,8 @@ fn seen<B: Backing>(b: &B) -> Option<Time> {
         .then_some(attr.mtime)
 }
 
-/// Every three calls, seen in the transaction, after an abort, and after a commit by this firnd or by the next.
+/// Makes each sequence of three calls. Compares with a plain file in the transaction, after an abort, and after a
+/// commit by this firnd or the next one.
 #[test]
 fn whatever_follows_inline_changes_a_file_reads_as_a_plain_one() {
     let before = start();
@@ -168,7 +168,7 @@ fn whatever_follows_inline_changes_a_file_reads_as_a_plain_one() {
     }
 }
 
-/// An inline change stages nothing, and a restored checkpoint has the old bytes.
+/// An inline change makes no staged copy, and a restored checkpoint has the old bytes.
 #[test]
 fn inline_changes_stage_nothing_and_are_undone_by_a_restore() {
     let backing = TransactionalBacking::open_with_history(start(), 2)
@@ -201,10 +201,10 @@ fn inline_changes_stage_nothing_and_are_undone_by_a_restore() {
     assert_eq!(content(), first);
 }
 
-/// Enough that a commit writes several at a time.
+/// Number of files; it is large enough that a commit writes several files at a time.
 const MANY: usize = 150;
 
-/// Overwrites a few bytes of each of them.
+/// Overwrites a few bytes of each of the `MANY` files.
 fn change_many<B: Backing>(b: &B) {
     for index in 0..MANY {
         let name = format!("many{index}");
@@ -221,8 +221,8 @@ fn change_many<B: Backing>(b: &B) {
     }
 }
 
-/// Proves S-tx-41 of files that are written several at a time: whichever of them a crash reaches, the next process has
-/// the new bytes and times of all.
+/// Proves S-tx-41 for files that are written several at a time: whichever file a crash interrupts, the next process has
+/// the new bytes and times of all files.
 #[test]
 fn a_crash_while_many_files_are_written_at_a_time_ends_in_the_new_tree() {
     let disk = SimBacking::of_seed(1);
@@ -254,12 +254,13 @@ fn a_crash_while_many_files_are_written_at_a_time_ends_in_the_new_tree() {
     whole.apply(b"").expect("apply");
     let steps = whole.base().steps() - before;
     assert_eq!(contents(whole.base()), expected);
-    // An attempt has more calls than it has files; a prime number apart, crashes meet each kind of call.
+    // An attempt makes more calls than there are files. The step is a prime number, so that crashes hit each kind of
+    // call.
     for step in (1..steps).step_by(31) {
         let backing = decided(disk.fork());
         let disk = backing.base().clone();
         disk.crash_at(disk.steps() + step);
-        // What is left to remove after the last step does not make it fail.
+        // Leftovers that cannot be removed after the last step are no error.
         let _ = backing.apply(b"");
         assert!(disk.is_dead(), "call {step} of {steps}");
         disk.revive();
@@ -271,7 +272,7 @@ fn a_crash_while_many_files_are_written_at_a_time_ends_in_the_new_tree() {
     }
 }
 
-/// Names, bytes and times of modification of what programs see.
+/// Returns the names, bytes and modification times that programs see.
 fn contents(disk: &SimBacking) -> Vec<(Vec<u8>, Vec<u8>, Time)> {
     let mut files = Vec::new();
     for index in 0..MANY {

@@ -1,5 +1,5 @@
-//! Two hosts that write one scope of names, with the steps that commit rules take: they commit it together or not at
-//! all, for every order of deaths.
+//! Two hosts write one scope of names, with the steps that commit rules take. They commit it together or not at all,
+//! whatever order hosts die in.
 
 use crate::common;
 
@@ -38,7 +38,7 @@ fn open(disk: &SimBacking, name: &str) -> Host {
     host
 }
 
-/// A disk with a checkpoint of before, and a pointer to it.
+/// Returns a disk with an earlier checkpoint and a pointer to it.
 fn disk() -> SimBacking {
     let disk = SimBacking::new();
     let root = disk.root();
@@ -60,8 +60,8 @@ fn put<B: Backing>(on: &B, dir: &B::Inode, name: &str, bytes: &[u8]) {
     );
 }
 
-/// What a rank on each host does: its files in the new directory, which each of them makes; the first has the pointer,
-/// too.
+/// Makes the changes of a rank on each host: its files in the new directory, which each rank makes. The first rank also
+/// changes the pointer.
 fn work<B: Backing>(on: &B, index: usize) {
     let root = on.root();
     let dir = match on.mkdir(&ME, &root, OsStr::new("checkpoint-1"), 0o750) {
@@ -94,7 +94,7 @@ fn trees() -> [Tree; 2] {
     [old, shape(seen(&plain))]
 }
 
-/// Without what depends on when something was made.
+/// Returns the tree for a comparison.
 fn shape(tree: Tree) -> Tree {
     tree
 }
@@ -103,7 +103,7 @@ fn names(names: &[&str]) -> Vec<OsString> {
     names.iter().map(OsString::from).collect()
 }
 
-/// A host's part.
+/// One host's part of the transaction.
 #[derive(Clone, Default)]
 struct Part {
     serial: u64,
@@ -155,7 +155,7 @@ fn view_of_ballot(view: &NamesView<HostState, Content>) -> JointView {
     }
 }
 
-/// One step of a host, as firnd takes it.
+/// Takes one step of a host, as firnd does.
 fn step(
     host: &Host,
     me: &str,
@@ -207,7 +207,7 @@ fn step(
                 Some(TransactionHandle::Open(_)) => panic!("a commit of what was not prepared"),
                 None => Ok(()),
             };
-            // Where only the other could not be told, that is tried again.
+            // If only the other hosts could not be notified, firnd tries that again later.
             if found().is_some() {
                 applied?;
             }
@@ -224,7 +224,7 @@ fn step(
     Ok(())
 }
 
-/// All steps of both hosts in turns. Returns the index of the host that a crash hit.
+/// Takes the steps of both hosts in turns. Returns the index of the host that a crash hit; `None` if none was hit.
 fn run(
     hosts: &[Option<Host>; 2],
     parts: &mut [Part; 2],
@@ -271,7 +271,7 @@ fn a_directory_that_both_make_has_the_files_of_both_after_the_commit() {
         assert_eq!(host.transactions(), []);
     }
     assert_eq!(ballots(&disk), [""; 0]);
-    // The next one of the same name.
+    // A scope with the same name can begin afterwards.
     let again = hosts.map(|host| {
         let host = host.expect("it lives");
         let begun = host.begin_names(&host.root(), b"", &names(&["checkpoint-1"]), KEY);
@@ -319,7 +319,7 @@ fn the_same_file_by_two_hosts_is_a_conflict_and_both_stay_open() {
             b"checkpoint-1/config.json"
         );
     }
-    // All writers end: it is dropped by both.
+    // All writers end without completing the scope, so both hosts drop it.
     for part in &mut parts {
         part.own.state.living = 0;
         part.own.state.changes += 1;
@@ -394,7 +394,7 @@ fn a_host_that_dies_at_any_call_leaves_the_parts_of_both_or_of_none() {
             for (part, host) in parts.iter().zip(&hosts) {
                 assert!(host.is_none() || part.end.is_some(), "{told}");
             }
-            // The dead come back; what the others wait for is over then.
+            // The dead hosts come back. The scope that the others wait for is over then.
             let now = HOSTS.map(|name| {
                 let host = open(&disk, name);
                 assert_eq!(host.transactions(), [], "{told}");
@@ -414,7 +414,7 @@ fn a_host_that_dies_at_any_call_leaves_the_parts_of_both_or_of_none() {
     assert_eq!(outcomes.len(), 2, "some end this way, some that");
 }
 
-/// An error of the backing at any call is no end: the next look goes on.
+/// An error of the backing at any call ends nothing: the next attempt continues.
 #[test]
 fn a_call_that_fails_once_is_made_up_for() {
     let [_, new] = trees();
@@ -427,7 +427,7 @@ fn a_call_that_fails_once_is_made_up_for() {
             for index in 0..2 {
                 let Some(host) = &hosts[index] else { continue };
                 if parts[index].end.is_none() {
-                    // What failed is tried again.
+                    // A failed step is tried again.
                     let _ = step(host, HOSTS[index], &mut parts[index], &BTreeSet::new());
                 }
             }

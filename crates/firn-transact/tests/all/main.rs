@@ -1,4 +1,4 @@
-//! All tests of `firn-transact` but those beside its source, in one program.
+//! All integration tests of `firn-transact`, in one program.
 
 mod apart;
 mod apply_later;

@@ -1,4 +1,4 @@
-//! Transactions of names in a directory that is in none: several at a time, each with an outcome of its own.
+//! Transactions of names in a directory that is in no transaction itself: several at a time, each with its own outcome.
 
 use std::ffi::{OsStr, OsString};
 use std::io::IoSlice;
@@ -141,7 +141,7 @@ fn a_directory_comes_and_goes_with_its_transaction() {
     assert_eq!(has(&seen(&store), &["dir", "dir/file"]), [true, true]);
 }
 
-/// The good file is moved away, a new one is written, and a pointer beside it: GROMACS and others.
+/// Moves the old file away, writes a new one, and writes a pointer to it, as GROMACS and other programs do.
 fn change(store: &Store) -> u64 {
     let transaction = begin(store, &["x"]);
     transaction
@@ -162,7 +162,7 @@ fn a_crash_at_any_call_of_a_commit_leaves_the_old_names_or_the_new_ones() {
             put(&store, "x", b"the old one");
             disk.sync_all().expect("sync");
             let old = below(&store);
-            // Another one that is open all the time.
+            // Another transaction is open all the time.
             let _open = begin(&store, &["other"]);
             put(&store, "other", b"not complete");
             let serial = change(&store);

@@ -1,4 +1,4 @@
-//! Files that another program put into a backing where Firn's own belong.
+//! Another program put files into a backing in the place of Firn's own files.
 
 use std::ffi::OsStr;
 
@@ -33,7 +33,8 @@ fn name(text: &str) -> &OsStr {
     OsStr::new(text)
 }
 
-/// A redo record that is decided, and overwrites the file `victim` of the backing.
+/// Puts a decided change log into the backing that would overwrite the file `victim`. `modes` are the modes of `.firn`,
+/// the directory of the transaction, and the log.
 fn plant(disk: &SimBacking, caller: Caller, modes: [u32; 3]) {
     let root = disk.root();
     let (_, file, attr) = disk

@@ -1,5 +1,5 @@
-//! Every sequence of calls on three names: after a commit as on a plain directory, after an abort as before;
-//! and the words of CprFS for each name agree with what there is.
+//! Every sequence of calls on three names. After a commit the tree is as on a plain directory, after an abort as
+//! before. The CprFS state of each name agrees with its file.
 
 use crate::common;
 
@@ -36,7 +36,7 @@ fn pairs() -> impl Iterator<Item = (usize, usize)> {
         .filter(|(a, b)| a != b)
 }
 
-/// What the paper has.
+/// Returns the calls that the paper covers.
 fn of_files() -> Vec<Call> {
     let one = [
         Call::Create as fn(usize) -> Call,
@@ -49,7 +49,7 @@ fn of_files() -> Vec<Call> {
         .collect()
 }
 
-/// And what it has not.
+/// Returns these calls and those that the paper does not cover.
 fn of_links() -> Vec<Call> {
     let exchanges = pairs()
         .filter(|(a, b)| a < b)
@@ -107,7 +107,7 @@ fn are_one_file(plain: &SimBacking, call: Call) -> bool {
     ino(plain, from).is_some() && ino(plain, from) == ino(plain, to)
 }
 
-/// The state of a name by the inodes that the names led to before and lead to after, and by those that were cut.
+/// Returns the state of a name, derived from the inodes of all names before and after, and from the truncated inodes.
 fn state_by_inodes(
     at: usize,
     before: &[Option<u64>; 3],
@@ -137,7 +137,7 @@ fn state_by_inodes(
     })
 }
 
-/// What the paper says becomes of the names. A link is a name that is created.
+/// Makes the transition of the paper for a call. A link counts as a create of the new name.
 fn note(book: &mut Book, call: Call) {
     match call {
         Call::Create(at) | Call::Link(_, at) => book.create(NAMES[at]),
@@ -149,7 +149,7 @@ fn note(book: &mut Book, call: Call) {
     }
 }
 
-/// A backing with some of the names, each with content of its own.
+/// Returns a backing with these names, each with its own content.
 fn fresh(names: &[usize], len: usize) -> SimBacking {
     let sim = SimBacking::new();
     for &at in names {
@@ -167,9 +167,9 @@ fn fresh(names: &[usize], len: usize) -> SimBacking {
     sim
 }
 
-/// Runs all sequences of `len` of `calls` from `start`.
+/// Runs all sequences of `len` calls, from a directory with the names `start`.
 fn all(start: &[usize], calls: &[Call], len: u32) {
-    // A write changes bytes, or makes the file longer.
+    // With one size a write only overwrites bytes, with the other it also extends the file.
     for (mode, size) in [(Mode::Buffer, 6), (Mode::Buffer, 3), (Mode::Shadow, 6)] {
         all_in(mode, fresh(start, size), calls, len);
     }
@@ -192,7 +192,7 @@ fn all_in(mode: Mode, disk: SimBacking, calls: &[Call], len: u32) {
         let mut book = Book::default();
         let mut cut = Vec::new();
         for (step, &call) in sequence.iter().enumerate() {
-            // Between two names of one file a rename does nothing.
+            // A rename between two names of the same file does nothing.
             let changes_names = !are_one_file(&plain, call);
             let here = run(&backing, call, step as u8);
             let there = run(&plain, call, step as u8);
@@ -211,11 +211,11 @@ fn all_in(mode: Mode, disk: SimBacking, calls: &[Call], len: u32) {
             if let Some(state) = book.get(name) {
                 assert_eq!(state.exists(), is_there, "{sequence:?}: {name} is {state}");
             }
-            // In shadow mode there are no tables to derive states from.
+            // In shadow mode there are no tables from which states could be derived.
             if mode == Mode::Buffer {
                 let expected = state_by_inodes(at, &inos_before, &inos_after, &cut);
                 let found = backing.scopes.state_of(&backing.root(), OsStr::new(name));
-                // Of a file that nothing became of there is none.
+                // A file without changes has no state.
                 let found =
                     found.or((expected == Some(NameState::Normal)).then_some(NameState::Normal));
                 assert_eq!(found, expected, "{sequence:?}: {name}");
@@ -229,7 +229,7 @@ fn all_in(mode: Mode, disk: SimBacking, calls: &[Call], len: u32) {
         );
         let below = backing.base().tree();
         match mode {
-            // The backing shows nothing.
+            // The backing does not have the changes.
             Mode::Buffer => {
                 assert!(
                     before
@@ -237,7 +237,7 @@ fn all_in(mode: Mode, disk: SimBacking, calls: &[Call], len: u32) {
                         .all(|(path, entry)| path.is_empty() || below.get(path) == Some(entry))
                 )
             }
-            // It shows all.
+            // The backing has all changes.
             Mode::Shadow => {
                 let content = |tree: &Tree| -> Vec<_> {
                     let shown = tree.iter().filter(|(path, _)| !path.starts_with(b".firn"));

@@ -1,4 +1,4 @@
-//! Shadow mode: what undoes a change is durable before it, whatever is lost and whatever fails.
+//! Shadow mode: the state that undoes a change is durable before the change, whatever is lost and whatever fails.
 
 use crate::common;
 
@@ -15,7 +15,7 @@ fn seen(backing: &TransactionalBacking<SimBacking>) -> Tree {
     tree(backing).expect("tree")
 }
 
-/// Which paths differ, and how.
+/// Asserts that two trees are equal. Otherwise panics with the paths that differ and how they differ.
 fn assert_same(now: &Tree, old: &Tree, told: &str) {
     let paths: std::collections::BTreeSet<_> = now.keys().chain(old.keys()).collect();
     let differ = paths
@@ -57,7 +57,7 @@ fn open(disk: SimBacking) -> TransactionalBacking<SimBacking> {
         .in_mode(Mode::Shadow)
 }
 
-/// A tree made from `seed`, of which not all is durable.
+/// Returns a tree made from `seed`; some of it is not durable.
 fn before(seed: u64) -> (TransactionalBacking<SimBacking>, Tree) {
     let backing = open(SimBacking::of_seed(seed));
     suite::differential::run_alone(&backing, seed, 60);
@@ -65,7 +65,8 @@ fn before(seed: u64) -> (TransactionalBacking<SimBacking>, Tree) {
     (backing, old)
 }
 
-/// The power fails, and the next firnd comes; it may be cut short as well.
+/// Simulates a power loss, and opens the backing in a new firnd. If `again` is given, a first attempt crashes at that
+/// call.
 fn power_fails(
     disk: &SimBacking,
     seed: u64,
@@ -110,7 +111,7 @@ fn a_crash_at_any_call_in_a_transaction_leaves_the_tree_before() {
     }
 }
 
-/// The process dies, and another one goes on with its open transactions, which are these.
+/// The process dies, and the next one takes over its open transaction, which has the serial number `serial`.
 fn go_on(disk: &SimBacking, serial: u64) -> TransactionalBacking<SimBacking> {
     disk.revive();
     let opening = Opening {
@@ -128,7 +129,7 @@ fn go_on(disk: &SimBacking, serial: u64) -> TransactionalBacking<SimBacking> {
     backing.in_mode(Mode::Shadow)
 }
 
-/// How a transaction ends that went on.
+/// How a transaction ends that a second process took over.
 #[derive(Clone, Copy, Debug)]
 enum End {
     Abort,
@@ -155,7 +156,7 @@ fn a_transaction_goes_on_whose_process_dies_at_any_call_and_ends_as_without_that
             let is_over = !disk.is_dead();
             drop(backing);
             let backing = go_on(&disk, serial);
-            // Another process, which dies between two calls.
+            // A second process takes over. The first process dies between two calls.
             suite::differential::run_alone(&backing, seed + 2_000_000, 40);
             drop(backing);
             let mut backing = go_on(&disk, serial);
@@ -329,7 +330,7 @@ fn write(
     )
 }
 
-/// Old bytes that are saved.
+/// Returns the number of saved old bytes that are not zero.
 fn saved_bytes(backing: &TransactionalBacking<SimBacking>) -> usize {
     let below = backing.base().tree();
     let saved = below
@@ -512,7 +513,7 @@ fn scopes_are_undone_on_their_own() {
     }
 }
 
-/// Two hosts in one transaction: `share` changes of each in turns, over one directory of what is saved.
+/// Two hosts in one transaction make random changes in turns. They share one directory of saved states.
 fn two_hosts(
     seed: u64,
     crash: Option<u64>,

@@ -1,4 +1,4 @@
-//! What is made in a transaction and is gone before its end: it takes no room, and nothing is noted of it.
+//! Files that are made in a transaction and removed before its end take no space and leave no entries in its tables.
 
 use crate::common;
 
@@ -13,13 +13,14 @@ use firn_transact::{Mode, Object, TransactionalBacking};
 
 const MODES: [Mode; 2] = [Mode::Buffer, Mode::Shadow];
 const BYTES: usize = 64 << 10;
-/// Room for a few files at once, and for few compared to those that are made.
+/// Space for a few files at once, which is much less than for all files that are made.
 const CAPACITY: u64 = 16 * BYTES as u64;
 const ROUNDS: usize = 200;
 
 type SimInode = Arc<Object<SimBacking>>;
 
-/// In a transaction in which one file has come and gone: what undoes changes of the top directory is saved.
+/// Begins a transaction in which one file was made and removed, so that the state of the top directory is saved
+/// already.
 fn begun(mode: Mode) -> TransactionalBacking<SimBacking> {
     let sim = SimBacking::new();
     write(&sim, &sim.root(), "old");
@@ -57,7 +58,7 @@ fn bytes_free(backing: &TransactionalBacking<SimBacking>) -> u64 {
     stat.blocks_free * stat.block_size
 }
 
-/// Objects that the open transaction has noted, and names that it has noted a state of.
+/// Returns the number of objects that the open transaction changes, and the number of names that have a state in it.
 fn noted(backing: &TransactionalBacking<SimBacking>) -> (u64, u64) {
     let open = &backing.transactions()[0];
     (open.objects, open.states.values().sum())

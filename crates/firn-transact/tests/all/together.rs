@@ -1,4 +1,4 @@
-//! Several hosts in shadow mode: what they change together is kept or undone together, for every order of deaths.
+//! Several hosts in shadow mode: their changes are committed together or undone together, whatever order hosts die in.
 
 use crate::common;
 
@@ -58,7 +58,7 @@ fn disk() -> SimBacking {
     disk
 }
 
-/// What a host does, in parts: bytes that both write, names in directories that both change.
+/// Makes the changes of a host: bytes that both hosts write, and names in directories that both change.
 fn work(on: &impl Backing, index: usize) -> Result<(), Errno> {
     let root = on.root();
     let mark = b'a' + index as u8;
@@ -82,14 +82,14 @@ fn work(on: &impl Backing, index: usize) -> Result<(), Errno> {
     on.mkdir(&ME, &dir, OsStr::new(&name), 0o755).map(drop)
 }
 
-/// Names in `.firn/` that several hosts share.
+/// Returns the names in `.firn/` that several hosts share and that are still in use.
 fn left_over(disk: &SimBacking) -> Vec<String> {
     let Ok((firn, _)) = disk.lookup(&disk.root(), OsStr::new(".firn")) else {
         return Vec::new();
     };
     let mut names = in_firn(disk);
     names.retain(|name| !name.starts_with('.') && !name.starts_with("host-"));
-    // An empty one counts as none.
+    // A shared directory without participants and decision counts as unused.
     names.retain(|name| {
         let dir = disk.lookup(&firn, OsStr::new(name)).expect("lookup").0;
         let mut is_used = !name.starts_with("shadow");
@@ -103,7 +103,7 @@ fn left_over(disk: &SimBacking) -> Vec<String> {
     names
 }
 
-/// The trees before and after.
+/// Returns the trees before and after.
 fn trees() -> (Tree, Tree) {
     let plain = disk();
     let old = seen(&plain);
@@ -125,13 +125,13 @@ fn same(now: &Tree, wanted: &Tree) -> bool {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum End {
     Commit,
-    /// By the first, while the other is open.
+    /// The first host aborts while the other host's transaction is open.
     Abort,
-    /// By the second, when both are prepared.
+    /// The second host aborts when both hosts are prepared.
     AbortPrepared,
 }
 
-/// One step of a host; `true` when its part is over.
+/// Takes one step of a host. Returns `true` when the host's part is over.
 fn step(host: &Host, index: usize, stage: &mut u32, end: End) -> Result<bool, TransactionError> {
     let root = host.root();
     let stops = !host.to_be_stopped().is_empty();
@@ -164,7 +164,7 @@ fn abort(host: &Host, stage: &mut u32) -> Result<bool, TransactionError> {
     Ok(true)
 }
 
-/// All steps of both hosts in turns, until the crash; which host it hit.
+/// Takes the steps of both hosts in turns until the crash. Returns the index of the host that the crash hit.
 fn both(hosts: &Hosts, disk: &SimBacking, stages: &mut [u32; 2], end: End) -> Option<usize> {
     for _ in 0..20 {
         for at in 0..2 {
@@ -201,7 +201,7 @@ fn what_conflicts_otherwise_is_committed_and_undone_together() {
             assert_eq!(host.transactions(), []);
         }
         assert_eq!(left_over(&disk), [""; 0], "{end:?}");
-        // And the same again.
+        // A second transaction is possible afterwards.
         assert_eq!(
             hosts[1]
                 .as_ref()
@@ -227,8 +227,8 @@ fn other_hosts_see_changes_at_once() {
     assert!(same(&seen(&b), &trees().0));
 }
 
-/// Lets living hosts go on and mounts the dead ones again, until nothing waits any more. What waits for a decision is
-/// decided.
+/// Lets living hosts continue and opens the backing again for dead hosts, until no transaction is left. Decides
+/// transactions that wait for a decision.
 fn recovered(
     disk: &SimBacking,
     hosts: &mut Hosts,
@@ -270,7 +270,7 @@ fn recovered(
                         if !outcome.waiting.is_empty() {
                             stages[index] = 5;
                             let root = host.root();
-                            // Changes wait for the outcome.
+                            // Changes fail while the outcome is open.
                             assert_eq!(put(&host, "shared", 0, b"x"), Err(Errno::BUSY), "{told}");
                             let ended = if aborts {
                                 host.abort(&root).map_err(TransactionError::from)
@@ -287,7 +287,7 @@ fn recovered(
                                     Err(AbortError::Stopping { .. }) => {}
                                     Err(error) => panic!("{told}: {error}"),
                                 },
-                                // The other has decided.
+                                // The other host has decided.
                                 Err(TransactionError::Stage(StageError::Decided { id })) => {
                                     host.commit(&root, id)
                                         .unwrap_or_else(|e| panic!("{told}: {e}"));
@@ -307,7 +307,7 @@ fn recovered(
             return;
         }
     }
-    // A host that waits for others in vain aborts.
+    // A host that waits for others without result aborts.
     for (index, host) in hosts.iter().enumerate() {
         let Some(host) = host else {
             panic!("{told}: host {index} does not come up")
@@ -358,9 +358,9 @@ fn crash_at_every_call(end: End) {
             } else if let Some(dead) = dead {
                 hosts[dead] = None;
             }
-            // In a random order.
+            // The order of the hosts is random.
             if power && at % 3 == 0 {
-                // A crash in it as well.
+                // The recovery crashes as well.
                 disk.crash_at(disk.steps() + 1 + at % 50);
                 let _ = open(&disk, NAMES[(at % 2) as usize]);
                 disk.revive();

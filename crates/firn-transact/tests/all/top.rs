@@ -1,5 +1,5 @@
-//! The name of a scope's top as a part of its transaction: made in it, renamed in it. Exhaustive sequences against a
-//! plain directory, a crash at every call, faults, history, and what is refused.
+//! A transaction creates or renames the top of its scope. All short sequences of calls against a plain directory, a
+//! crash at every call, faults, history, and refused calls.
 
 use crate::common;
 
@@ -16,16 +16,16 @@ use firn_transact::{
 };
 
 const MODES: [Mode; 2] = [Mode::Buffer, Mode::Shadow];
-/// The parent of all scopes here.
+/// The parent of all scopes in these tests.
 const PARENT: &str = "p";
 const NO_FLAGS: RenameFlags = RenameFlags::empty();
 
-/// What the scope is when its transaction begins.
+/// The state of the scope when its transaction begins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Start {
-    /// The transaction makes it.
+    /// The transaction creates the scope.
     Created,
-    /// It is there, with a file and a directory.
+    /// The scope exists, with a file and a directory.
     There,
 }
 
@@ -40,7 +40,7 @@ enum Call {
     RenameInside(&'static str, &'static str),
     Mode(u32),
     RenameTop(&'static str),
-    /// Beside the scope, which is no part of the transaction.
+    /// Makes a directory beside the scope, which is not part of the transaction.
     MakeOutside,
 }
 
@@ -64,7 +64,7 @@ fn make_dir<B: Backing>(b: &B, dir: &B::Inode, name: &str) -> Result<B::Inode, E
     made.map(|(inode, _)| inode)
 }
 
-/// Runs one call; `top` is the name of the scope.
+/// Runs one call. `top` is the present name of the scope.
 fn run<B: Backing>(b: &B, top: &mut &'static str, call: Call) -> Result<(), Errno> {
     let parent = at(b, PARENT)?;
     let dir = at(b, &format!("{PARENT}/{top}"))?;
@@ -128,7 +128,7 @@ fn begin(backing: &TransactionalBacking<SimBacking>, start: Start) -> Result<(),
     }
 }
 
-/// The same without a transaction.
+/// Like a begin, but without a transaction.
 fn begin_plain(plain: &SimBacking, start: Start) {
     if start == Start::Created {
         let parent = at(plain, PARENT).expect("parent");
@@ -163,13 +163,13 @@ fn content(tree: &Tree) -> Vec<(Vec<u8>, Vec<u8>)> {
         .collect()
 }
 
-/// Link counts aside: what is kept of an object that has other names is one more of them.
+/// Returns the tree without link counts: an object that the history keeps has one more link.
 fn without_links(mut tree: Tree) -> Tree {
     tree.values_mut().for_each(|entry| entry.nlink = 0);
     tree
 }
 
-/// A transaction in its middle, and what its end may lead to.
+/// A transaction with changes, and the trees that may result from its end.
 struct Middle {
     backing: TransactionalBacking<SimBacking>,
     old: Tree,
@@ -225,7 +225,7 @@ enum End {
     Abort,
     PrepareThenCommit,
     PrepareThenAbort,
-    /// By the next firnd.
+    /// The next firnd recovers the open transaction.
     RecoverOpen,
     RecoverThenCommit,
     RecoverThenAbort,
@@ -281,7 +281,7 @@ fn finish(middle: Middle, mode: Mode, end: End, told: &str) {
             assert_eq!(outcome.waiting, [(7, b"p/d".to_vec())], "{told}");
             let shown = if mode == Mode::Buffer { &old } else { &new };
             assert_eq!(&seen(&backing), shown, "{told}: prepared");
-            // Each name of it means the transaction.
+            // The transaction is found by each name of the scope.
             for path in [b"p/d".to_vec(), format!("p/{top}").into_bytes()] {
                 assert_eq!(backing.path_at_begin(&path), b"p/d", "{told}");
             }
@@ -315,7 +315,7 @@ fn finish(middle: Middle, mode: Mode, end: End, told: &str) {
     backing.base().fsck().expect("fsck");
 }
 
-/// The top of the backing has `.firn`, which programs do not see.
+/// Adjusts the link count of the backing's top, which has the hidden subdirectory `.firn`.
 fn without_own_nlink(tree: &Tree, backing: &TransactionalBacking<SimBacking>) -> Tree {
     let mut tree = tree.clone();
     let below = backing.base().tree();
@@ -388,7 +388,7 @@ fn a_restore_brings_the_name_of_the_top_back() {
         backing.commit(&scope, 2).expect("commit");
         let path = format!("p/{top}").into_bytes();
         assert_eq!(backing.history.kept(&path), Ok(vec![2, 1]), "{told}");
-        // And one more, so that the way back leads under both names.
+        // One more commit, so that a restore goes back over both names.
         backing.begin(&scope, &path).expect("begin");
         run(&backing, &mut top, Create("third")).expect("create");
         backing.commit(&scope, 3).expect("commit");
@@ -429,7 +429,7 @@ const CRASH_SEQUENCES: [&[Call]; 5] = [
     ],
 ];
 
-/// All of a transaction, from its begin to its end.
+/// Runs a whole transaction, from its begin to its end.
 fn all_of_it(
     backing: &TransactionalBacking<SimBacking>,
     start: Start,
@@ -457,7 +457,7 @@ fn all_of_it(
     Ok(())
 }
 
-/// The trees before and after.
+/// Returns the trees before and after.
 fn both_trees(start: Start, calls: &[Call]) -> (Tree, Tree) {
     let plain = fresh(1, start);
     let old = plain.tree();
@@ -519,7 +519,7 @@ fn a_crash_at_any_call_leaves_the_old_name_and_tree_or_the_new_ones() {
     }
 }
 
-/// The power fails, and firnd comes again, also cut short.
+/// Simulates a power loss, and opens the backing in a new firnd. A first attempt may crash.
 fn recover(
     disk: &SimBacking,
     mode: Mode,
@@ -564,7 +564,7 @@ fn what_the_backing_refuses_at_any_call_leaves_the_transaction_whole() {
                 if result.is_ok() {
                     break;
                 }
-                // Nothing or all of it is there, and what is open can be ended.
+                // Either none or all of the changes are there, and an open transaction can be ended.
                 if let Some(root) = backing.tops.top_at_path(b"p/d") {
                     match backing.transactions()[0].stage {
                         Stage::Decided(id) => backing.commit(&root, id).expect("commit"),
@@ -587,7 +587,7 @@ fn what_the_backing_refuses_at_any_call_leaves_the_transaction_whole() {
     }
 }
 
-/// Proves S-tx-10 of a new top: programs see it in its parent, and count it once, however far the commit is applied.
+/// Proves S-tx-10 for a new top: programs see it in its parent exactly once, at whatever step of the application.
 #[test]
 fn programs_see_the_new_name_however_far_the_commit_is_applied() {
     for start in STARTS {
@@ -630,8 +630,8 @@ fn programs_see_the_new_name_however_far_the_commit_is_applied() {
     }
 }
 
-/// Proves S-tx-102, S-tx-103 of the transaction that follows a commit: the backing may still have to get the name that
-/// the commit gives the top.
+/// Proves S-tx-102 and S-tx-103 for a transaction that follows a commit: the backing may not yet have the top's name
+/// from that commit.
 #[test]
 fn the_top_keeps_its_name_until_the_commit_before_the_transaction_is_applied() {
     for start in STARTS {
@@ -748,7 +748,7 @@ fn what_cannot_be_made_or_renamed_is_refused_with_the_number_that_says_why() {
             assert_eq!(above, Err(Errno::BUSY), "{told}");
         }
         assert_eq!(seen(&backing), tree, "{mode:?}: nothing is changed");
-        // A name that a transaction takes stays its own.
+        // No other object can get a name that the top has or had.
         rename("d", "e", NO_FLAGS).expect("rename");
         rename("n", "m", NO_FLAGS).expect("rename");
         let tree = seen(&backing);
@@ -784,7 +784,7 @@ fn what_cannot_be_made_or_renamed_is_refused_with_the_number_that_says_why() {
         }
         assert_eq!(rename("e", "n", NO_FLAGS), Err(Errno::BUSY), "{mode:?}");
         assert_eq!(rename("e", "m", NO_FLAGS), Err(Errno::BUSY), "{mode:?}");
-        // Once it is prepared the name stays.
+        // After the prepare the top cannot be renamed.
         let prepared = at(&backing, "p/e").expect("scope");
         backing.prepare(&prepared, 1).expect("prepare");
         assert_eq!(rename("e", "g", NO_FLAGS), Err(Errno::BUSY), "{mode:?}");
@@ -794,7 +794,7 @@ fn what_cannot_be_made_or_renamed_is_refused_with_the_number_that_says_why() {
     }
 }
 
-/// Proves S-tx-44 of a top that was renamed.
+/// Proves S-tx-44 for a renamed top.
 #[test]
 fn an_arena_drops_what_was_written_below_any_name_of_the_top() {
     for mode in MODES {
@@ -830,7 +830,7 @@ fn an_arena_drops_what_was_written_below_any_name_of_the_top() {
     }
 }
 
-/// Proves S-tx-100: the group is the one that mkdir(2) in the parent would give.
+/// Proves S-tx-100: a new top gets the group that mkdir(2) in the parent would give it.
 #[test]
 fn a_new_top_inherits_from_its_parent() {
     for mode in MODES {

@@ -1,5 +1,5 @@
-//! A transaction is a tree like any other: it passes the suite of all backings, and a commit leaves in
-//! the backing what programs saw; an abort leaves what was there.
+//! A transaction is a tree like any other: it passes the suite of all backings. A commit leaves in the backing what
+//! programs saw; an abort leaves the tree from before.
 
 use crate::common;
 
@@ -18,7 +18,7 @@ const ME: Caller = Caller {
     pid: 1,
 };
 const MODES: [Mode; 2] = [Mode::Buffer, Mode::Shadow];
-/// Whatever holds `/tmp`, and tmpfs.
+/// Directories on the file system of `/tmp` and on tmpfs.
 const PLACES: [&str; 2] = ["/tmp", "/dev/shm"];
 
 fn fresh(place: &str) -> (TempDir, DirBacking) {
@@ -36,7 +36,7 @@ fn open<B: Backing>(base: B) -> TransactionalBacking<B> {
     TransactionalBacking::open(base).expect("open").0
 }
 
-/// A backing whose whole tree is in a transaction.
+/// Returns a backing whose whole tree is in a transaction.
 fn begun<B: Backing>(base: B, mode: Mode) -> TransactionalBacking<B> {
     let backing = open(base).in_mode(mode);
     backing.begin(&backing.root(), b"").expect("begin");
@@ -56,7 +56,7 @@ fn a_transaction_conforms() {
     }
 }
 
-/// The lanes of the backing are those of what lies over it.
+/// Checks that a layer over a backing has the lanes of that backing.
 fn check_lanes<B: Backing>(over: impl Fn(SimBacking) -> B) {
     const LANES: u16 = 3;
     let below = SimBacking::new();
@@ -106,7 +106,7 @@ fn seen<B: Backing>(backing: &TransactionalBacking<B>) -> Tree {
     tree(backing).expect("tree")
 }
 
-/// Random calls: some before the transaction, then in it, beside a plain backing that gets the same.
+/// Makes random calls before and in a transaction. A plain backing gets the same calls, and is returned.
 fn run<B: Backing>(backing: &TransactionalBacking<B>, seed: u64) -> SimBacking {
     let plain = SimBacking::new();
     suite::differential::run(backing, &plain, seed, 100);
@@ -127,7 +127,7 @@ fn after_a_commit_the_backing_is_as_a_plain_one_after_the_same_calls() {
         let again = open(backing.base().fork());
         assert_eq!(seen(&again), plain.tree(), "seed {seed}: in the backing");
         assert_eq!(again.lower.committed(b""), Ok(Some(7)));
-        // What was opened before goes on.
+        // Files that were opened before can still be used.
         suite::differential::run(&backing, &plain, seed + 2_000_000, 100);
     }
 }
@@ -176,7 +176,7 @@ fn commits_follow_each_other_in_a_real_directory() {
     }
 }
 
-/// A directory in which a name came and went was changed all the same.
+/// A directory in which a name was made and removed counts as changed.
 #[test]
 fn regression_a_directory_keeps_the_time_of_names_that_came_and_went() {
     let old = SetTime::At(Time {
@@ -235,7 +235,7 @@ fn regression_a_staged_object_inherits_from_its_directory_only() {
     }
 }
 
-/// After the commit, a program that had the file open saw the bytes from before.
+/// Found as a bug: after the commit, a program that had the file open read the old bytes.
 #[test]
 fn regression_a_file_that_lost_its_name_keeps_its_bytes_while_it_is_open() {
     for (len, history) in [(5, 0), (40_000, 0), (5, 1), (40_000, 1)] {

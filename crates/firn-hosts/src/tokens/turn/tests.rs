@@ -66,7 +66,7 @@ fn a_batch_ends_when_others_wait_and_after_the_last_write() {
     assert!(matches!(turn.next_step(start + ms(1100)), Step::Sleep(_)));
     assert!(turn.leave(&third, start + ms(1200)));
     assert_eq!(turn.next_step(start + ms(1200)), Step::GiveBack);
-    // A write that wants it meanwhile is served after it was given back.
+    // A write that begins meanwhile waits until the token was given back, and gets it then.
     must_wait(turn.enter(start + ms(1200)), LIMITS.wait);
     assert_eq!(turn.next_step(start + ms(1200)), Step::GiveBack);
     turn.note_given_back();
@@ -116,7 +116,7 @@ fn a_lane_goes_on_without_a_service_that_is_silent_and_asks_ever_more_rarely() {
     must_wait(turn.enter(start + ms(4999)), ms(1));
     assert!(!go(turn.enter(start + LIMITS.wait)).has_token());
     assert_eq!(turn.figures(start + LIMITS.wait).state, TokenState::Without);
-    // The question fails in the end, and is taken back.
+    // The open request fails in the end, and is withdrawn.
     turn.note_failure("gone".into(), start + ms(6000));
     assert_eq!(turn.next_step(start + ms(6000)), Step::GiveBack);
     turn.note_given_back();
@@ -169,7 +169,7 @@ fn a_queue_that_moves_is_waited_for_and_a_holder_that_is_stuck_is_not() {
     assert_eq!(turn.next_step(now), Step::Ask);
     turn.note_queued(behind("19"), now);
     assert!(!go(turn.enter(now + ms(1000))).has_token());
-    // It still does not move: no write waits for it again.
+    // The queue still does not move, so no write waits for it again.
     now += ms(1000);
     assert_eq!(turn.next_step(now), Step::GiveBack);
     turn.note_given_back();
@@ -180,7 +180,7 @@ fn a_queue_that_moves_is_waited_for_and_a_holder_that_is_stuck_is_not() {
     assert!(!go(turn.enter(now)).has_token());
     assert_eq!(turn.next_step(now), Step::GiveBack);
     turn.note_given_back();
-    // And then it does.
+    // Now the queue moves.
     now += ms(10_000);
     assert_eq!(turn.next_step(now), Step::Ask);
     turn.note_queued(behind("20"), now);
@@ -226,8 +226,8 @@ fn a_token_that_is_lost_is_asked_for_again() {
     must_wait(turn.enter(start + ms(2000)), LIMITS.wait);
 }
 
-/// A service that says that the queue moves is believed for a bounded time, and a lane whose queue is long keeps its
-/// place in it. Proves S-token-5.
+/// If the service reports that the queue moves, a lane waits only for a bounded time. A lane whose queue is long keeps
+/// its place in it. Proves S-token-5.
 #[test]
 fn a_queue_that_moves_for_ever_is_waited_for_once_and_for_a_bounded_time() {
     let start = Instant::now();
@@ -249,7 +249,7 @@ fn a_queue_that_moves_for_ever_is_waited_for_once_and_for_a_bounded_time() {
         now += ms(1000);
     }
     assert_eq!(now, start + LIMITS.wait * WAIT_FACTOR_MAX);
-    // It writes, and asks on from its place.
+    // The lane writes without the token, and repeats its request from its place in the queue.
     for _ in 0..100 {
         assert!(!go(turn.enter(now)).has_token());
         assert_eq!(turn.next_step(now), Step::Ask);
@@ -257,7 +257,7 @@ fn a_queue_that_moves_for_ever_is_waited_for_once_and_for_a_bounded_time() {
         assert_eq!(turn.next_step(now), Step::Sleep(Some(RETRY.first())));
         now += ms(1000);
     }
-    // Without work it leaves the queue; with work it comes again, and does not wait.
+    // Without work the lane leaves the queue. With work it joins the queue again, but does not wait.
     now += LIMITS.wait;
     assert_eq!(turn.next_step(now), Step::GiveBack);
     turn.note_given_back();
@@ -265,7 +265,7 @@ fn a_queue_that_moves_for_ever_is_waited_for_once_and_for_a_bounded_time() {
     assert_eq!(turn.next_step(now), Step::Ask);
     name_another_holder(&mut turn, now);
     assert!(!go(turn.enter(now)).has_token());
-    // Its turn comes in the end.
+    // In the end the token is granted.
     now += RETRY.first();
     assert_eq!(turn.next_step(now), Step::Ask);
     turn.note_granted(now);
@@ -273,7 +273,7 @@ fn a_queue_that_moves_for_ever_is_waited_for_once_and_for_a_bounded_time() {
     assert_eq!(turn.figures(now).went_without, 1);
 }
 
-/// A service that says anything at all at any time.
+/// A service that gives random answers at random times.
 #[test]
 fn no_answer_of_a_service_stops_a_lane_for_ever() {
     let seed = rand::random();
@@ -327,7 +327,7 @@ struct World {
 struct Host {
     turn: TokenMachine,
     uses: Vec<TokenUse>,
-    /// Since when it waits, while the service is silent.
+    /// Since when this host waits while the service is silent. `None` if it does not wait.
     blocked_since: Option<Instant>,
 }
 
@@ -363,7 +363,7 @@ impl World {
         match turn.next_step(now) {
             Step::Sleep(_) => {}
             Step::GiveBack => {
-                // Forgotten by a silent service, too, once the lease has ended.
+                // Even a silent service drops the host after the host's lease has ended.
                 if self.queue.front() == Some(&at) {
                     self.holdings += 1;
                 }

@@ -1,4 +1,4 @@
-//! What several of these tests use.
+//! Helpers that several of these tests use.
 
 #![allow(dead_code)] // Not every test uses all of it.
 
@@ -19,8 +19,8 @@ pub fn seen(on: &impl Backing) -> Tree {
     tree(on).expect("tree")
 }
 
-/// Seeds of a random test, from `FIRN_SEED` on: `count` of them, or more where `FIRN_OPS` asks for more operations than
-/// these have, with `ops_per_seed` each.
+/// Returns the seeds of a random test, beginning with `FIRN_SEED`: `count` seeds of `ops_per_seed` operations each. If
+/// `FIRN_OPS` asks for more operations in all, returns more seeds.
 pub fn seeds(count: u64, ops_per_seed: u64) -> std::ops::Range<u64> {
     let number = |name: &str| std::env::var(name).ok()?.parse::<u64>().ok();
     let first = number("FIRN_SEED").unwrap_or(1);
@@ -28,7 +28,7 @@ pub fn seeds(count: u64, ops_per_seed: u64) -> std::ops::Range<u64> {
     first..first + count.max(ops / ops_per_seed)
 }
 
-/// Names in `.firn/`.
+/// Returns the names in `.firn/`.
 pub fn in_firn(disk: &SimBacking) -> Vec<String> {
     let Ok((firn, _)) = disk.lookup(&disk.root(), OsStr::new(".firn")) else {
         return Vec::new();
@@ -43,7 +43,7 @@ pub fn in_firn(disk: &SimBacking) -> Vec<String> {
     names
 }
 
-/// The verbs by the directory at the top of a scope, on whatever transaction is there.
+/// The verbs for the transaction whose scope has the top `root`, whatever its stage is.
 pub trait Verbs<B: Backing> {
     fn prepare(&self, root: &Arc<Object<B>>, id: u64) -> Result<(), PrepareError>;
     fn decide(&self, root: &Arc<Object<B>>, id: u64) -> Result<(), CommitError>;
@@ -66,7 +66,7 @@ impl<B: Backing> Verbs<B> for TransactionalBacking<B> {
 
     fn decide(&self, root: &Arc<Object<B>>, id: u64) -> Result<(), CommitError> {
         let found = self.transaction_at(root).ok_or(StageError::NoTransaction)?;
-        // The commit that is meant may be followed by another transaction.
+        // Another transaction may follow the commit with this number.
         match self.first_transaction(found.scope()) {
             Some(first) if first.id() == Some(id) => first.decide(id).map(drop),
             _ => found.decide(id).map(drop),

@@ -1,27 +1,26 @@
-//! The states of CprFS as its paper follows them, call by call: an oracle of what names there are.
+//! An oracle for the states of names: it follows the transitions of the CprFS paper call by call.
 //!
-//! A name that leads with *dead* is one whose own file went to another name. It is free again once that other name was
-//! replaced (`former source loses its dead`).
+//! A state that begins with *dead* means that the name's own file moved to another name. When that other name is
+//! replaced, the name loses its *dead* (the paper's `former source loses its dead`).
 //!
-//! Invariants
-//! * A name that came from another by a rename has a state that says so.
+//! Invariant: a name whose file came from another name by a rename has a *renamed* state.
 
 use std::collections::HashMap;
 
 use firn_transact::state::NameState::{self, *};
 
-/// What a rename makes of its two names.
+/// The states after a rename.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Renaming {
-    /// Of the name that it was.
+    /// State of the old name.
     pub source: NameState,
-    /// Of the name that it is now.
+    /// State of the new name.
     pub target: NameState,
-    /// The name that was renamed to the target before loses its leading *dead*.
+    /// Whether a name that was renamed to the same target before loses its *dead*.
     pub former_source_is_freed: bool,
 }
 
-/// The transitions of the paper.
+/// The transitions of the paper for the state of one name.
 pub trait Transitions: Copy {
     fn leads_with_dead(self) -> bool;
     fn is_renamed(self) -> bool;
@@ -33,12 +32,12 @@ pub trait Transitions: Copy {
 }
 
 impl Transitions for NameState {
-    /// Whether its own file went to another name.
+    /// Returns whether the name's own file moved to another name.
     fn leads_with_dead(self) -> bool {
         matches!(self, Dead | DeadReborn | DeadRenamed | DeadRenamedTruncated)
     }
 
-    /// Whether its file came from another name.
+    /// Returns whether the name's file came from another name.
     fn is_renamed(self) -> bool {
         matches!(
             self,
@@ -46,7 +45,7 @@ impl Transitions for NameState {
         )
     }
 
-    /// Figure 5: a file is created under the name.
+    /// Figure 5: returns the state after a file is created under the name.
     fn create(self) -> Self {
         match self {
             Deleted => Reborn,
@@ -55,7 +54,7 @@ impl Transitions for NameState {
         }
     }
 
-    /// Figure 5: its file is cut.
+    /// Figure 5: returns the state after the file is truncated.
     fn truncate(self) -> Self {
         match self {
             Normal => Truncated,
@@ -65,7 +64,7 @@ impl Transitions for NameState {
         }
     }
 
-    /// Figure 5: it is unlinked.
+    /// Figure 5: returns the state after the name is unlinked.
     fn unlink(self) -> Self {
         if self.leads_with_dead() {
             Dead
@@ -74,7 +73,7 @@ impl Transitions for NameState {
         }
     }
 
-    /// The name that was renamed to another, which is now replaced, is free again.
+    /// Returns the state after the name loses its *dead*, because the name that its file moved to is replaced.
     fn freed(self) -> Self {
         match self {
             Dead => Deleted,
@@ -85,7 +84,7 @@ impl Transitions for NameState {
         }
     }
 
-    /// Table 2; `None` where there is nothing to rename.
+    /// Table 2: returns the states after a rename; `None` if the source does not exist.
     fn rename(source: Self, target: Self) -> Option<Renaming> {
         if !source.exists() {
             return None;
@@ -96,7 +95,8 @@ impl Transitions for NameState {
         };
         let was_renamed = target.is_renamed();
         let kind = match source {
-            // Nothing of it is in the backing, and a target that was renamed has room for it.
+            // The source file is new in the transaction, and the target had lost its own file before. A new file there
+            // makes the target *reborn*.
             Reborn | DeadReborn if was_renamed => Reborn,
             RenamedTruncated | DeadRenamedTruncated => RenamedTruncated,
             _ => Renamed,
@@ -115,16 +115,16 @@ impl Transitions for NameState {
     }
 }
 
-/// The states of one directory's names.
+/// The states of the names in one directory.
 #[derive(Debug, Default)]
 pub struct Book {
     states: HashMap<String, NameState>,
-    /// Name that a renamed one came from.
+    /// For each renamed name, the name that its file came from.
     sources: HashMap<String, String>,
 }
 
 impl Book {
-    /// `None` for a name that nothing became of.
+    /// Returns the state of a name; `None` if no call has changed it.
     pub fn get(&self, name: &str) -> Option<NameState> {
         self.states.get(name).copied()
     }
@@ -159,7 +159,7 @@ impl Book {
         {
             *state = state.freed();
         }
-        // A file that was renamed before is still that of the name it came from first.
+        // A file that was renamed twice counts as coming from its first name.
         let origin = self.sources.remove(from).unwrap_or_else(|| from.to_owned());
         if renaming.target.is_renamed() {
             self.sources.insert(to.to_owned(), origin);
@@ -168,7 +168,7 @@ impl Book {
         self.states.insert(to.to_owned(), renaming.target);
     }
 
-    /// Two names of files changed places: three renames by way of an unused name.
+    /// Exchanges the files of two names, as three renames with an unused name in between.
     pub fn exchange(&mut self, a: &str, b: &str) {
         const BETWEEN: &str = "/";
         self.states.insert(BETWEEN.to_owned(), Deleted);
@@ -178,7 +178,7 @@ impl Book {
         self.states.remove(BETWEEN);
     }
 
-    /// Asserts what stands at the top of this file.
+    /// Asserts the invariant in the head of this file.
     pub fn check(&self) {
         for name in self.sources.keys() {
             let state = self.state(name);
@@ -236,7 +236,8 @@ mod tests {
         );
     }
 
-    /// Each row of table 2: sources, targets, what becomes of the target, whether there is a star.
+    /// Each row of table 2: source states, target states, state of the target afterwards, and whether the row has a
+    /// star.
     #[test]
     fn table_2() {
         let plain = [Normal, Truncated];
@@ -280,7 +281,7 @@ mod tests {
             for &source in sources {
                 for &target in targets {
                     let found = NameState::rename(source, target).expect("it exists");
-                    // Truncation goes along with the file.
+                    // A truncated file is still truncated after a rename.
                     let kept = matches!(source, RenamedTruncated | DeadRenamedTruncated);
                     let expected = if kept { expected.truncate() } else { expected };
                     assert_eq!(found.target, expected, "{source} over {target}");
