@@ -193,7 +193,7 @@ fn mistakes_in_lists_and_maps_are_named() {
     };
     refuses(
         b"*.pt 0\nmodel* 3\n",
-        "line 2: there is no lane 3: they are 0 to 2",
+        "line 2: there is no lane 3: lanes are numbered 0 to 2",
     );
     refuses(
         b"\n# text\nx\n",
