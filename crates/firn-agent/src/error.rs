@@ -398,7 +398,7 @@ fn wire_advice(error: &WireError) -> &'static str {
         }
         WireError::Version { .. } => "; use the same version of firn on both hosts",
         WireError::CredentialRefused => {
-            "; it may run as another user, or the munged daemons of the two hosts have different keys or clocks; the agent's log says which"
+            "; the agent may run as another user, or the munged daemons of the two hosts have different keys or clocks; the agent's log says which"
         }
         WireError::PeerRefusesEncryption => {
             "; the agent was started with --encrypt no: start it with auto or yes, or pull over ssh"

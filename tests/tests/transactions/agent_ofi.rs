@@ -85,7 +85,7 @@ fn a_tree_is_read_bit_for_bit_wherever_its_bytes_are() {
         "(2) mapped",
         "(2) registered",
         "(4)",
-        "(5) told",
+        "(5) sent the addresses",
         "(6)",
         "(7)",
         "(9)",
