@@ -170,7 +170,7 @@ impl Exposure {
                 "the agent already serves {EXPOSURES_MAX} pullers by libfabric, the maximum: try again later, or use --transport tcp"
             ))
         })?;
-        let memory = ArenaMemory::of(mount).ok_or_else(|| refused("nothing is mapped"))?;
+        let memory = ArenaMemory::of(mount).ok_or_else(|| refused("the arena is not mapped"))?;
         let bytes = memory.bytes as u64;
         let keys = random_keys()?;
         let open = || -> Result<_, OfiError> {

@@ -12,7 +12,7 @@
 //!
 //! Invariants
 //! * A frame has at most [`FRAME_BYTES_MAX`] bytes, and at most [`HANDSHAKE_BYTES_MAX`] before the end of the
-//!   handshake. The length is checked before memory is taken for the frame.
+//!   handshake. The length is checked before memory is allocated for the frame.
 //! * A list has at most [`ENTRIES_MAX`] entries, and at most [`LIST_NAME_BYTES_MAX`] bytes of names.
 //! * A block has at most [`BLOCK_BYTES`] bytes. It is the unit of requests, checksums and comparisons.
 

@@ -64,7 +64,8 @@ impl Munge {
         let mut command = self.command("unmunge");
         command.args(["--numeric", "--keys=UID"]);
         let output = run_program(command, credential.as_bytes(), deadline)?;
-        let (uid, key) = parse(&output).ok_or_else(|| failed("unmunge", "it said nonsense"))?;
+        let (uid, key) =
+            parse(&output).ok_or_else(|| failed("unmunge", "its output cannot be parsed"))?;
         if uid != geteuid().as_raw() {
             return Err(WireError::OtherUser { uid });
         }

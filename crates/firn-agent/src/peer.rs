@@ -287,7 +287,7 @@ impl Peer {
                 other => return Err(self.out_of_turn(&other)),
             }
             if list.len() > ENTRIES_MAX || name_bytes > LIST_NAME_BYTES_MAX {
-                return Err(self.implausible("more files than an agent lists"));
+                return Err(self.implausible("more entries than a list may have"));
             }
             self.answer_deadline =
                 first_deadline + Duration::from_secs((name_bytes / LIST_BYTES_PER_S_MIN) as u64);
@@ -299,7 +299,7 @@ impl Peer {
     /// that is too long, ends the pull.
     fn check_entries(&self, entries: &[Entry]) -> Result<usize, PullError> {
         if entries.is_empty() {
-            return Err(self.implausible("a part of a list with nothing in it"));
+            return Err(self.implausible("a part of a list without entries"));
         }
         let is_long =
             |entry: &Entry| entry.path.as_bytes().len().max(entry.target_bytes()) > PATH_BYTES_MAX;

@@ -194,7 +194,7 @@ pub fn pull(
         let is_stalled = state.is_stalled();
         let is_fabric_error = matches!(error, PullError::Fabric { .. });
         // If this pull never reached the agent, a missing agent is more likely a mistake of the user than a temporary
-        // failure. After a failed start, ssh has already reported the reason to the user.
+        // failure. If ssh failed, it has already reported the reason to the user.
         let is_likely_mistake = error.is_absence() || matches!(request.route, Route::Ssh { .. });
         if !error.is_transient() || (!state.was_listed && is_likely_mistake) {
             return Err(error);

@@ -111,7 +111,7 @@ struct Tampered;
 impl fmt::Display for Tampered {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(
-            "what arrived is not what was sent: it was changed, repeated or left out on its way",
+            "a received record is not what was sent: it was changed, repeated or left out on its way",
         )
     }
 }

@@ -1,4 +1,4 @@
-//! The agent's server: accepts connections, bounds their number and time, and gives each one a thread.
+//! The agent's server: accepts connections, bounds their number and time, and starts a thread for each one.
 //!
 //! A *stranger* is a peer that has not yet proved that it has the key. After the handshake the connection becomes a
 //! session (`crate::session`).
@@ -263,7 +263,7 @@ impl Agent {
     /// Accepts connections until an error or the end of the process.
     pub fn serve(&self) -> Result<std::convert::Infallible, AgentError> {
         let failed = |error| AgentError::Io {
-            what: "cannot take connections",
+            what: "cannot accept connections",
             error,
         };
         self.listener.set_nonblocking(true).map_err(failed)?;

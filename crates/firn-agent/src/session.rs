@@ -144,7 +144,7 @@ impl<'a, T: Transport> Session<'a, T> {
                 && !following.registration.record_request()
             {
                 return Err(WireError::OutOfTurn(
-                    "it follows by another connection".into(),
+                    "the partner follows over another connection".into(),
                 ));
             }
             self.answer(request)?;

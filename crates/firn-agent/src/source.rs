@@ -405,7 +405,7 @@ impl Source {
         if file.metadata()?.is_file() {
             Ok(file)
         } else {
-            Err(io::Error::other("it is no regular file any more"))
+            Err(io::Error::other("it is not a regular file any more"))
         }
     }
 

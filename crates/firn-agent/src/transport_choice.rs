@@ -68,7 +68,7 @@ impl FromStr for TransportChoice {
                 let provider = Some(provider.to_owned());
                 Ok(Self::Ofi { provider })
             }
-            _ => Err("it is auto, tcp, ofi or ofi:PROVIDER, such as ofi:verbs".into()),
+            _ => Err("expected auto, tcp, ofi or ofi:PROVIDER, such as ofi:verbs".into()),
         }
     }
 }
@@ -124,11 +124,13 @@ impl TransportChoice {
     pub(crate) fn choose(&self, wanted: &[String]) -> Result<String, String> {
         let is_long = |name: &String| name.len() > PROVIDER_BYTES_MAX;
         if wanted.len() > PROVIDERS_MAX || wanted.iter().any(is_long) {
-            return Err("no host has as many providers of libfabric, or such names".into());
+            return Err("the puller names more providers of libfabric, or longer names, than a host can have".into());
         }
         let available = match self {
             Self::Tcp => {
-                return Err("this agent serves over its connections only (--transport tcp)".into());
+                return Err(
+                    "this agent sends bytes over its connections only (--transport tcp)".into(),
+                );
             }
             Self::Auto => find_providers(None),
             Self::Ofi { provider } => find_providers(provider.as_deref()),

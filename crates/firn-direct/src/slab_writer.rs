@@ -44,8 +44,8 @@ pub enum Appended {
     /// Nothing was accepted. The slab has no room or no record left: the caller must request another lease. Or the bytes
     /// end beyond `OFFSET_MAX`, where only writes through the kernel are possible.
     Full,
-    /// Nothing was accepted, because firnd ended the lease. The caller must give the offset back and write through
-    /// the kernel.
+    /// Nothing was accepted, because firnd ended the lease. The caller must return the descriptor's offset to the
+    /// kernel, and write through the kernel.
     Revoked,
 }
 

@@ -249,7 +249,7 @@ fn place_advice(why: &Distrust) -> &'static str {
             "let only its owner write to it (chmod go-w) or set its sticky bit (chmod +t), or choose a place where only you and root may rename, as in a directory that you make in /tmp or /dev/shm"
         }
         _ => {
-            "choose a place below directories of yours and of root, as one that you make in /tmp or /dev/shm"
+            "choose a place where all directories above belong to you or root, such as a directory that you make in /tmp or /dev/shm"
         }
     }
 }

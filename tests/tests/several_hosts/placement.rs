@@ -126,7 +126,7 @@ fn a_lane_that_others_could_put_files_into_is_refused() {
     };
     let why = exposed(
         &lane,
-        "it belongs to user 65534 instead of user 0; choose a place below directories of yours and of root, as one that you make in /tmp or /dev/shm",
+        "it belongs to user 65534 instead of user 0; choose a place where all directories above belong to you or root, such as a directory that you make in /tmp or /dev/shm",
     );
     refuses_lane(&sandbox, &lane, 2, &why);
     let others = "others may replace what is in it, because it has no sticky bit; let only its owner write to it (chmod go-w) or set its sticky bit (chmod +t), or choose a place where only you and root may rename, as in a directory that you make in /tmp or /dev/shm";

@@ -388,9 +388,7 @@ impl Endpoint {
     /// Sets the endpoint from which reads are made. The address comes from another host, so its length is checked.
     pub fn connect(&mut self, address: &[u8]) -> Result<(), OfiError> {
         if address.is_empty() || address.len() >= ADDRESS_BYTES_MAX {
-            return Err(OfiError::Implausible(
-                "an address of a length that none has",
-            ));
+            return Err(OfiError::Implausible("an address of an invalid length"));
         }
         // A provider reads as many bytes as its addresses have, or up to a zero byte. Both end within this array of
         // zeros, which is also aligned.

@@ -41,7 +41,7 @@ const SETTLE_INTERVAL: Duration = Duration::from_millis(20);
 const PAUSE_PER_LIST_TIME: u32 = 20;
 /// Maximum time between two rounds.
 const ROUND_INTERVAL_MAX: Duration = Duration::from_secs(5);
-/// Time between two beats: well below the silence after which the source takes a partner for dead ([`crate::session`]).
+/// Time between two beats: well below the silence after which the source considers a partner dead ([`crate::session`]).
 const BEAT_INTERVAL: Duration = Duration::from_secs(2);
 /// Pauses between two attempts to connect to the source.
 const RETRY: Backoff = Backoff::new(Duration::from_millis(100), Duration::from_secs(1));

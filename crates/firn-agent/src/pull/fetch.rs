@@ -1,6 +1,6 @@
 //! Fetches the files of a plan over one connection.
 //!
-//! Each file takes these requests, in this order:
+//! Each file needs these requests, in this order:
 //!
 //! ```text
 //!   Open ─► for each block: Sum, Read, or both ─► Check ─► Release
@@ -497,7 +497,7 @@ impl<'a, 't> Fetch<'a, 't> {
         expected_bytes: u64,
     ) -> Result<Range<usize>, PullError> {
         if bytes == 0 || bytes > expected_bytes - position {
-            return Err(self.peer.implausible("more bytes than were asked for"));
+            return Err(self.peer.implausible("more bytes than were requested"));
         }
         Ok(position as usize..(position + bytes) as usize)
     }

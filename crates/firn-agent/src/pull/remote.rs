@@ -217,7 +217,7 @@ impl Remote {
             _ => return Ok(()),
         };
         if answer.reads.len() >= PARTS_MAX {
-            return Err(OfiError::Implausible("a block in crumbs"));
+            return Err(OfiError::Implausible("a block in too many parts"));
         }
         answer.reads.push(read);
         answer.read.push(into);

@@ -651,7 +651,7 @@ mod tests {
         assert!(!top.path().join("rank_1").exists(), "outside");
         staging.prepare(&plan).unwrap();
         write_all(&staging, &plan).unwrap();
-        // The same state as if the file system had taken two names of files for one.
+        // The same state as if the file system had treated two names of files as one.
         fs::remove_file(tree.join("rank_0")).unwrap();
         let refused = staging.finish(&plan).unwrap_err();
         assert!(matches!(refused, PullError::Collision { .. }), "{refused}");

@@ -171,7 +171,7 @@ fn first_line(output: &[u8]) -> String {
     let output = String::from_utf8_lossy(output);
     let first = output.lines().find(|line| !line.trim().is_empty());
     first.map_or_else(
-        || "it ended with an error and said nothing".to_owned(),
+        || "it ended with an error and wrote no message".to_owned(),
         |line| line.trim().to_owned(),
     )
 }
