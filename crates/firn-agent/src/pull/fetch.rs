@@ -47,7 +47,7 @@ const IN_FLIGHT: usize = 16;
 const _: () = assert!(IN_FLIGHT as u64 <= STAGING_BUFFERS);
 /// Maximum number of files that are open at once.
 const AHEAD_FILES: usize = 16;
-/// Sum of the sizes of open files from which on no further file is opened.
+/// Size of all open files together at which no further file is opened.
 const AHEAD_BYTES: u64 = 64 << 20;
 /// Number of files that may be open whatever their sizes are, so that the next file is opened before the current one
 /// ends.
