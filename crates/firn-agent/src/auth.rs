@@ -1,8 +1,8 @@
 //! The handshake between puller and agent: authenticates both sides and makes the keys of the connection.
 //!
 //! It is the Noise protocol NNpsk0 with a key that both sides have (psk). `e` is an ephemeral key, `ee` the secret that
-//! both ephemeral keys give. *Terms* are what one side brings to the handshake; `encryption` is what it says about the
-//! encryption of files' bytes.
+//! both ephemeral keys yield. *Terms* are the inputs of one side to the handshake. `encryption` is that side's
+//! statement about the encryption of files' bytes.
 //!
 //! ```text
 //!   puller                                                            agent
@@ -11,16 +11,16 @@
 //!     │── Ready, encrypted ─────────────────────────────────────────────►│
 //! ```
 //!
-//! The shared key is that of the agent, or a new one within the credential of the hello ([`crate::munge`]). Over pipes
-//! it is all zeros: ssh, which carries the pipes, has authenticated both ends, and the handshake only makes keys.
+//! The shared key is the agent's key, or a new one within the credential of the hello ([`crate::munge`]). Over pipes it
+//! is all zeros: ssh, which carries the pipes, has authenticated both ends, and the handshake only makes keys.
 //!
 //! Promises
-//! * The key is never sent. A side without it is not served, and learns only that its key is wrong.
-//! * The whole hello is the prologue of the handshake. So a change of any field of it ends the connection.
-//! * A recorded handshake cannot be replayed. Each side adds an ephemeral key, and an agent serves a puller only after
-//!   a first message that is encrypted with the resulting keys.
-//! * For a puller without the key the agent reads at most [`HANDSHAKE_BYTES_MAX`] bytes at a time, and one deadline
-//!   holds for the whole handshake.
+//! * The key is never sent. A side without the key is not served, and learns only that its key is wrong.
+//! * The whole hello is the prologue of the handshake. A change of any of its fields therefore ends the connection.
+//! * A recorded handshake cannot be replayed. Each side adds an ephemeral key. An agent serves a puller only after a
+//!   first message that is encrypted with the resulting keys.
+//! * An agent reads at most [`HANDSHAKE_BYTES_MAX`] bytes at a time from a puller without the key. One deadline applies
+//!   to the whole handshake.
 
 use std::fmt;
 use std::io;
@@ -41,29 +41,29 @@ use crate::sealed::Exchange;
 use crate::transport::Transport;
 
 pub(crate) const KEY_BYTES: usize = 32;
-/// Prefix of the prologue. It keeps a handshake of another protocol or version with the same key from being accepted.
+/// Prefix of the prologue. With it, a handshake of another protocol or version is refused even if the key is the same.
 const CONTEXT: &[u8] = b"firn-agent 6 ";
-/// Shared key of connections over pipes. It is no secret.
+/// Shared key of connections over pipes. It is not secret.
 const PIPES_KEY: Key = Key([0; KEY_BYTES]);
 
 /// The secret that agent and puller share: 256 random bits.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Key([u8; KEY_BYTES]);
 
-/// What one side brings to a handshake.
+/// The inputs of one side to a handshake.
 pub struct Terms<'a> {
     /// The shared key; `None` if MUNGE or the connection itself identifies the other side.
     pub key: Option<&'a Key>,
-    /// MUNGE. A puller uses it in place of a key. An agent accepts credentials of it beside its key.
+    /// MUNGE. A puller uses it instead of a key. An agent accepts its credentials beside its own key.
     pub munge: Option<&'a Munge>,
-    /// This side's addresses, and what it says about encryption.
+    /// This side's addresses, and its statement about encryption.
     pub side: Side,
 }
 
 /// The payload of the agent's handshake message.
 #[derive(Serialize, Deserialize)]
 pub struct Agreement {
-    /// The agent's addresses, and what it says about encryption.
+    /// The agent's addresses, and its statement about encryption.
     side: Side,
     /// Key that encrypts the bytes of files, or authenticates them if they are not encrypted.
     block_key: BlockKey,
@@ -107,7 +107,7 @@ impl Key {
     }
 }
 
-/// Shows no byte of the key, so that no log has it.
+/// Shows no byte of the key, so that no byte of it gets into a log.
 impl fmt::Debug for Key {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Key(…)")
@@ -153,7 +153,7 @@ pub(crate) fn answer_handshake_with<T: Transport>(
         Err(error) => reject(link, error, deadline),
         admitted => admitted,
     }?;
-    // A replayed handshake ends here, because only the owner of the ephemeral key can send this message.
+    // A replayed handshake fails here: only the peer that made the ephemeral key can encrypt this message.
     match link.receive(HANDSHAKE_BYTES_MAX, deadline)? {
         Request::Ready => Ok(()),
         _ => Err(WireError::NoHello),
@@ -186,13 +186,14 @@ fn admit<T: Transport>(
         handshake: lower::encode_string(&exchange.write(&agreement)?),
     };
     link.send(&welcome, deadline)?;
-    // This check follows the welcome, so that the puller can make it too and name the side that must change.
+    // Both sides make this check, so the agent sends the welcome first. Each side can then report which one must
+    // change.
     let is_encrypted = terms.side.agree(&side_of(hello))?;
     link.seal(exchange.finish(), block_key, is_encrypted);
     Ok(())
 }
 
-/// Sends a puller the reason of its rejection if the puller can do something about it. Always returns `error`.
+/// Sends the reason of a rejection to a puller that can act on it. Always returns `error`.
 fn reject<T: Transport>(
     link: &mut Link<T>,
     error: WireError,
@@ -265,7 +266,7 @@ pub fn begin_handshake<T: Transport>(
             return Err(match reason {
                 Rejection::Munge => WireError::MungeUnwanted,
                 Rejection::Key => wrong_key(),
-                // An agent of another version has named it, and `receive_greeting` has returned that error.
+                // If the agent had another version, `receive_greeting` would have returned that error.
                 Rejection::Version => WireError::NoHello,
             });
         }
@@ -282,7 +283,7 @@ pub fn begin_handshake<T: Transport>(
 
 // ---- both --------------------------------------------------------------------------------------
 
-/// Returns the puller's addresses and what it says about encryption.
+/// Returns the puller's addresses and its statement about encryption.
 fn side_of(hello: &Hello) -> Side {
     Side {
         encryption: hello.encryption,
@@ -291,8 +292,8 @@ fn side_of(hello: &Hello) -> Side {
     }
 }
 
-/// Returns what both sides must have sent and received alike: the hello without its handshake message, which Noise
-/// checks by itself.
+/// Returns the data that must be equal on both sides: the hello without its handshake message, which Noise checks
+/// itself.
 fn prologue(hello: &Hello) -> Vec<u8> {
     let plain_fields = Hello {
         nonce: [0; 32],
@@ -523,7 +524,8 @@ mod tests {
                 .agent
                 .is_ok()
         );
-        // A peer without the key replays the hello. The hello is valid, so it is answered, but the peer is not served.
+        // A peer without the key replays the hello. The hello is valid, so the agent answers it, but does not serve the
+        // peer.
         let other = Key::random().unwrap();
         let replay = |_| recorded.unwrap();
         let handshake = shake_hands(&terms(&other, puller_side()), &agent, replay, unchanged);

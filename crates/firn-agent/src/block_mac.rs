@@ -1,13 +1,13 @@
 //! Authentication of files' bytes that are not encrypted, by a message authentication code (MAC) for each answer.
 //!
 //! The MAC is AEGIS-128L (RFC 10032). The agent makes a key for each connection and sends it encrypted in the
-//! handshake. The MAC of an answer is in the message that ends the answer. That message is encrypted and numbered. So
-//! an attacker does not learn the MAC, and bytes that are forged, left out, or of another answer or connection do not
+//! handshake. The message that ends an answer has the MAC of the answer. That message is encrypted and numbered, so an
+//! attacker does not learn the MAC. Bytes that are forged, left out, or belong to another answer or connection do not
 //! match it.
 //!
-//! AEGIS is at least as fast as CRC32C, which finds only accidental errors. So no option chooses between the two.
-//! Measured in one thread with AES-NI, in GB/s: AEGIS-128L 21, CRC32C 14, POLYVAL 6.4, Poly1305 5.3, GHASH 4.8, BLAKE3
-//! 4.7.
+//! AEGIS is at least as fast as CRC32C, which detects only accidental errors. No option therefore chooses between the
+//! two. Measured in one thread with AES-NI, in GB/s: AEGIS-128L 21, CRC32C 14, POLYVAL 6.4, Poly1305 5.3, GHASH 4.8,
+//! BLAKE3 4.7.
 
 use std::fmt;
 
@@ -42,7 +42,7 @@ impl BlockKey {
     }
 }
 
-/// Shows no byte of the key, so that no log has it.
+/// Shows no byte of the key, so that no byte of it gets into a log.
 impl fmt::Debug for BlockKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("BlockKey(…)")
@@ -85,7 +85,7 @@ mod tests {
         let key = BlockKey([7; KEY_BYTES]);
         let block: Vec<u8> = (0..1_000_u32).map(|index| (index % 251) as u8).collect();
         let whole = mac(&key, &[&block]);
-        // The division into parts makes no difference.
+        // The MAC does not depend on how the bytes are divided into parts.
         for split in [0, 1, 31, 32, 33, 500, 999] {
             assert_eq!(mac(&key, &[&block[..split], &block[split..]]), whole);
         }

@@ -8,9 +8,9 @@
 //!
 //! Promises
 //! * At any time NAME is a complete copy or does not exist, because one rename changes it.
-//! * A copy is renamed before the first of its files is removed.
-//! * Names are changed and removed by the descriptor of the directory, in which no other user may replace names. A file
-//!   or directory of another user counts as no copy and is not removed.
+//! * Before the first file of a copy is removed, the copy loses its name.
+//! * Names are changed and removed through the descriptor of the directory, in which no other user may replace names. A
+//!   file or directory of another user does not count as a copy, and is not removed.
 
 use std::ffi::{OsStr, OsString};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -34,12 +34,13 @@ pub(crate) struct CopyDirectory {
     path: PathBuf,
     /// User that owns the copies.
     uid: u32,
-    /// Whether names are made durable. On a firn mount they are not: there a user wants copies held in memory.
+    /// Whether names are made durable. On a firn mount they are not, because a user stores copies there to have them in
+    /// memory.
     is_synced: bool,
 }
 
 impl CopyDirectory {
-    /// Opens a directory. It is refused if another user may replace names in it.
+    /// Opens a directory. Fails if another user may replace names in it.
     pub(crate) fn open(path: &Path) -> Result<Self, PullError> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let dir = rustix::fs::open(path, flags, Mode::empty());
@@ -52,7 +53,7 @@ impl CopyDirectory {
         })
     }
 
-    /// Uses a directory that was checked already and is in memory, so that its names need not be made durable.
+    /// Uses a directory that is already checked. It is in memory, so its names are not made durable.
     pub(crate) fn in_memory(dir: OwnedFd, path: PathBuf) -> Self {
         Self {
             dir,
@@ -89,8 +90,8 @@ impl CopyDirectory {
         (status.st_uid == self.uid).then_some(status)
     }
 
-    /// Begins a copy: returns the path at which it is to be made, after removing an earlier unfinished copy there. It
-    /// is an error if another user has the name.
+    /// Begins a copy: removes an earlier unfinished copy, and returns the path at which the new one is to be made.
+    /// Fails if that path belongs to another user.
     pub(crate) fn begin(&self, name: &OsStr) -> Result<PathBuf, PullError> {
         let exists = statat(&self.dir, name, AtFlags::SYMLINK_NOFOLLOW).is_ok();
         if exists && !self.has(name) {
@@ -102,7 +103,7 @@ impl CopyDirectory {
         Ok(self.path.join(next_name(name)))
     }
 
-    /// Gives a begun and complete copy its name, and removes the copy that had the name before.
+    /// Renames a complete copy to its name, and removes the copy that had the name before.
     pub(crate) fn finish(&self, name: &OsStr) -> Result<(), PullError> {
         let next = next_name(name);
         let is_exchanged = self.has(name);
@@ -115,7 +116,7 @@ impl CopyDirectory {
         if self.is_synced {
             sync_dir(&self.dir).map_err(local(&self.path))?;
         }
-        // After an exchange the old copy has the name of an unfinished one.
+        // After an exchange, the old copy has the name of an unfinished one, and is removed like one.
         self.abandon(name)
     }
 

@@ -4,15 +4,15 @@
 //!   data record = length of the ciphertext, 4 bytes, most significant first │ ciphertext │ tag, 16 bytes
 //! ```
 //!
-//! Noise has records of 64 KiB and ChaCha20-Poly1305, which is slower than a fast network. So Noise encrypts messages
-//! only, and files have a cipher that keeps up with the network.
+//! Noise uses records of 64 KiB and ChaCha20-Poly1305, which is slower than a fast network. Noise therefore encrypts
+//! only messages, and the bytes of files have a cipher that is fast enough for the network.
 //!
 //! Promises
-//! * The nonce of a data record consists of its direction and its number, so no nonce is used twice. A record that was
-//!   changed, left out, repeated or moved is refused. So is a record of another connection or direction. No byte of a
-//!   refused record is returned.
-//! * The agent makes a random key for each connection and sends it encrypted by Noise. So an attacker that learns the
-//!   shared key later cannot read earlier recordings.
+//! * The nonce of a data record consists of its direction and its number, so no nonce is used twice. A record is
+//!   refused if it was changed, left out, repeated or moved, or belongs to another connection or direction. No byte of
+//!   a refused record is returned.
+//! * The agent makes a random key for each connection and sends it encrypted by Noise. An attacker that learns the
+//!   shared key later can therefore not read earlier recordings.
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -24,8 +24,8 @@ use crate::block_mac::BlockKey;
 use crate::sealed::tampered;
 use crate::transport::Transport;
 
-/// Maximum number of plain bytes of a data record: few enough to stay in the processor's cache from the copy to the
-/// cipher.
+/// Maximum number of plain bytes of a data record: few enough that they are still in the processor's cache when they
+/// are encrypted.
 const PLAIN_BYTES_MAX: usize = 256 << 10;
 const TAG_BYTES: usize = 16;
 const LENGTH_BYTES: usize = 4;
@@ -80,7 +80,7 @@ impl DataCipher {
         }
     }
 
-    /// Whether a part of the last record was not returned yet.
+    /// Whether some bytes of the last record were not returned yet.
     pub(crate) fn has_rest(&self) -> bool {
         self.plain_used < self.plain.len()
     }
@@ -99,7 +99,7 @@ impl DataCipher {
         Ok(())
     }
 
-    /// Sends a range of an open file. It is an error if the file is shorter.
+    /// Sends a range of an open file. Fails if the file is shorter.
     pub(crate) fn send_file<T: Transport>(
         &mut self,
         inner: &mut T,
@@ -112,7 +112,7 @@ impl DataCipher {
             let left = usize::try_from(range.end - offset).unwrap_or(usize::MAX);
             let bytes_max = left.min(PLAIN_BYTES_MAX);
             match rustix::io::pread(file, self.record_of(bytes_max), offset) {
-                // The arena ends before a piece of the chunk list does.
+                // The chunk list has a piece beyond the end of the arena.
                 Ok(0) => return Err(io::ErrorKind::InvalidData.into()),
                 Ok(count) => {
                     self.send_record(inner, count, deadline)?;
@@ -148,7 +148,7 @@ impl DataCipher {
         inner.send(&self.record[..LENGTH_BYTES + bytes + TAG_BYTES], deadline)
     }
 
-    /// Fills `into` with the next bytes, of as many records as it takes.
+    /// Fills `into` with the next bytes. Receives as many records as necessary.
     pub(crate) fn receive<T: Transport>(
         &mut self,
         inner: &mut T,
@@ -171,8 +171,8 @@ impl DataCipher {
         Ok(())
     }
 
-    /// Receives the next record. If it fits into `into` it is decrypted there, and its size is returned. Else it is
-    /// decrypted into `plain`, and 0 is returned.
+    /// Receives the next record. If it fits into `into`, decrypts it there and returns its size. Otherwise decrypts it
+    /// into `plain` and returns 0.
     fn receive_record<T: Transport>(
         &mut self,
         inner: &mut T,
@@ -200,7 +200,7 @@ impl DataCipher {
         inner.receive(&mut tag, deadline)?;
         let cipher = self.received.next(&self.key);
         if cipher.decrypt_in_place(plain, &tag, &length).is_err() {
-            // What was decrypted is not authentic, and the caller may keep its buffer.
+            // The decrypted bytes are not authentic. They are erased, because the caller may keep its buffer.
             plain.fill(0);
             self.plain.clear();
             return Err(tampered());

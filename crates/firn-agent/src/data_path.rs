@@ -1,7 +1,7 @@
 //! The two ways by which the bytes of an answer reach a puller.
 //!
 //! [`DataPath`] is the interface. With [`InLine`] the bytes follow on the connection. With [`PlacedAnswer`] the agent
-//! says where they are, and the puller reads them by libfabric.
+//! sends their addresses, and the puller reads them by libfabric.
 
 use std::os::fd::BorrowedFd;
 use std::time::Instant;
@@ -20,7 +20,7 @@ pub(crate) struct MemoryPart<'a> {
     pub(crate) bytes: &'a [u8],
 }
 
-/// The arena's file, and the offset in it of the data region.
+/// The file of the arena, and the offset of the data region in that file.
 #[derive(Clone, Copy)]
 pub(crate) struct ArenaFile<'a> {
     pub(crate) file: BorrowedFd<'a>,
@@ -40,15 +40,15 @@ pub(crate) trait DataPath<T> {
     /// Sends bytes that were read into a buffer.
     fn send_copy(&mut self, link: &mut Link<T>, bytes: &[u8]) -> Result<(), WireError>;
 
-    /// Sends `bytes` zeros, of which only the number is sent.
+    /// Sends a run of `bytes` zeros. Only their number is transferred.
     fn send_zeros(&mut self, link: &mut Link<T>, bytes: u64) -> Result<(), WireError>;
 
     /// Ends the answer, with its MAC if it has one.
     fn end(&mut self, link: &mut Link<T>) -> Result<(), WireError>;
 }
 
-/// Sends bytes that were read into a buffer. If all are zeros only their number is sent: the backing has holes that no
-/// chunk list shows.
+/// Sends bytes that were read into a buffer. If all are zeros, sends only their number: the backing may have holes that
+/// no chunk list shows.
 pub(crate) fn send_bytes_or_zeros<T>(
     data: &mut dyn DataPath<T>,
     link: &mut Link<T>,
@@ -94,7 +94,8 @@ impl<T: Transport> DataPath<T> for InLine {
             let offset = arena.start + part.at;
             let bytes = part.bytes.len() as u64;
             link.send_file(arena.file, offset, bytes, self.deadline)?;
-            // The bytes are hashed after the call, while the network sends them. They cannot change meanwhile.
+            // The bytes are hashed after the call, while the network sends them. Their chunk list is held, so they do
+            // not change.
             self.hash(part.bytes);
         }
         Ok(())
@@ -117,29 +118,29 @@ impl<T: Transport> DataPath<T> for InLine {
     }
 }
 
-/// Says where the bytes of an answer are: in the arena, or in a staging buffer of the agent.
+/// Sends the addresses of the bytes of an answer: in the arena, or in a staging buffer of the agent.
 ///
-/// Bytes that are not in memory, and small parts, are copied to the staging buffer one after the other.
+/// Small parts, and bytes that are not in memory, are copied to the staging buffer one after the other.
 pub(crate) struct PlacedAnswer<'a> {
     staging: &'a mut [u8],
-    /// Offset of the staging buffer among all of the connection.
+    /// Offset of this staging buffer from the first one of the connection.
     staging_start: u64,
-    /// Bytes that were copied to the staging buffer.
+    /// Number of bytes that were copied to the staging buffer.
     staged: usize,
-    /// The first of these bytes, of which the puller was told already.
+    /// Number of these bytes that the puller was already notified of.
     announced: usize,
     /// Hasher for the MAC; `None` if the puller wants no MAC.
     hasher: Option<BlockHasher>,
     deadline: Instant,
 }
 
-/// Parts of fewer bytes are copied to the staging buffer. A message and a read for each would take longer than the
-/// copy.
+/// Parts with fewer bytes are copied to the staging buffer: a message and a read for each of them would take longer
+/// than the copy.
 const PART_BYTES_MIN: usize = 64 << 10;
-/// Fewer zeros are copied to the staging buffer too. They would make no hole in a file, but would divide a block
-/// further.
+/// Runs of fewer zeros are copied to the staging buffer too. They would make no hole in a file, but would divide a
+/// block into more parts.
 const ZEROS_BYTES_MIN: u64 = 4096;
-/// Maximum number of parts of an answer: parts in memory, runs of zeros, and a staged part after each of them.
+/// Maximum number of parts of an answer: parts in memory, runs of zeros, and after each of these one staged part.
 pub(crate) const PARTS_MAX: usize =
     2 * (BLOCK_BYTES / PART_BYTES_MIN as u64 + BLOCK_BYTES / ZEROS_BYTES_MIN + 1) as usize;
 
@@ -174,7 +175,7 @@ impl<'a> PlacedAnswer<'a> {
         self.staged = end;
     }
 
-    /// Tells the puller of the bytes that were staged since the last call.
+    /// Notifies the puller of the bytes that were staged since the last call.
     fn announce_staged<T: Transport>(&mut self, link: &mut Link<T>) -> Result<(), WireError> {
         let bytes = (self.staged - self.announced) as u64;
         if bytes == 0 {

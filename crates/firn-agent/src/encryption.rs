@@ -1,14 +1,14 @@
 //! The decision whether bytes of files are encrypted.
 //!
-//! In the handshake each side states whether it refuses, allows or requires encryption, and which two addresses it
-//! sees. Both sides compute the same decision from both statements ([`Side::agree`]). A change of a statement on its
-//! way ends the connection.
+//! In the handshake each side states whether it refuses, allows or requires encryption, and the two addresses of the
+//! connection as it sees them. Both sides compute the same decision from both statements ([`Side::agree`]). If a
+//! statement is changed on its way, the connection ends.
 //!
 //! `auto` requires encryption in two cases:
 //!
-//! * The other side's address is not private. Then the network between the two is not that of one cluster.
-//! * The two sides see different addresses. Then something between them ends one connection and begins another: a
-//!   router that translates addresses, a forwarded port, or an attacker.
+//! * The other side's address is not private. The network between the two sides is then not that of one cluster.
+//! * The two sides see different addresses. There is then a device between them that ends one connection and begins
+//!   another: a router that translates addresses, a forwarded port, or an attacker.
 
 use std::io;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr, TcpStream};
@@ -29,7 +29,7 @@ pub enum Encrypt {
     No,
 }
 
-/// What one side states about the encryption of one connection.
+/// The statement of one side about the encryption of one connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Encryption {
@@ -42,7 +42,7 @@ pub enum Encryption {
 }
 
 impl Encrypt {
-    /// Returns what this option states towards a peer with this address.
+    /// Returns the statement that this option makes to a peer with this address.
     fn towards(self, peer: IpAddr) -> Encryption {
         match self {
             Self::No => Encryption::Refused,
@@ -55,11 +55,11 @@ impl Encrypt {
 /// The statement of one side about a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Side {
-    /// Whether it refuses, allows or requires encryption.
+    /// Whether this side refuses, allows or requires encryption.
     pub encryption: Encryption,
-    /// Its own address as it sees it; `None` over pipes.
+    /// This side's own address as it sees it; `None` over pipes.
     pub here: Option<SocketAddr>,
-    /// The other side's address as it sees it; `None` over pipes.
+    /// The other side's address as this side sees it; `None` over pipes.
     pub there: Option<SocketAddr>,
 }
 
@@ -83,8 +83,8 @@ impl Side {
         }
     }
 
-    /// Returns whether files' bytes are encrypted, given the statements of both sides. It is an error if one side
-    /// requires encryption and the other one refuses it.
+    /// Returns whether files' bytes are encrypted, given the statements of both sides. Fails if one side requires
+    /// encryption and the other one refuses it.
     pub(crate) fn agree(&self, peer: &Self) -> Result<bool, WireError> {
         use Encryption::{Possible, Refused, Required};
         let is_direct = self.here == peer.there && self.there == peer.here;
@@ -193,7 +193,7 @@ mod tests {
         use Encryption::{Possible, Refused};
         let (puller, agent) = ("10.0.0.1:5", "10.0.0.2:6");
         for (here, there) in [
-            // The agent sees another host, another port of the same host, or both; or it sees no addresses.
+            // The agent sees another host, another port of the same host, or both; or no addresses.
             ("10.0.0.2:6", "10.0.0.9:5"),
             ("10.0.0.2:6", "10.0.0.1:7"),
             ("127.0.0.1:6", "127.0.0.1:7"),

@@ -1,7 +1,7 @@
 //! Errors of agents and pullers. Each text says what happened and what a user can do next.
 //!
-//! [`WireError`] is an error of one connection. [`AgentError`] says why an agent cannot run, [`PullError`] why a pull
-//! failed. A [`PullError`] also tells whether another try may succeed.
+//! [`WireError`] is an error of one connection. [`AgentError`] is the reason why an agent cannot run, [`PullError`] the
+//! reason why a pull failed. [`PullError::is_transient`] says whether another try may succeed.
 
 use std::io;
 use std::path::PathBuf;
@@ -21,7 +21,7 @@ pub enum WireError {
     #[error("the connection was closed")]
     Ended,
     /// The other side does not begin with the handshake of an agent or puller.
-    #[error("it does not speak the protocol of firn agents")]
+    #[error("the other side does not speak the protocol of firn agents")]
     NoHello,
     /// The other side does not have the key.
     #[error("the key is wrong")]
@@ -43,49 +43,51 @@ pub enum WireError {
         told: String,
     },
     /// The credential is one of another user.
-    #[error("its credential is one of user {uid}, and this agent serves its own user only")]
+    #[error("the credential was made by user {uid}, but this agent serves only its own user")]
     OtherUser {
         /// User that made the credential.
         uid: u32,
     },
     /// The puller sent a credential, and the agent accepts none.
-    #[error("the agent takes no credentials of MUNGE: it was started without --munge")]
+    #[error("the agent accepts no MUNGE credentials: it was started without --munge")]
     MungeUnwanted,
     /// The agent refused the credential, or the key in it.
-    #[error("the agent did not believe the credential")]
+    #[error("the agent refused the credential")]
     CredentialRefused,
     /// This side requires encryption, and the other side refuses it.
-    #[error("the other side does not encrypt, and this one does not go on without")]
+    #[error("the other side does not encrypt, but this side requires encryption")]
     PeerRefusesEncryption,
     /// The other side requires encryption, and this side refuses it.
-    #[error("the other side wants encryption, which is switched off here")]
+    #[error("the other side requires encryption, but it is switched off on this side")]
     PeerRequiresEncryption,
     /// The other side speaks another version of the protocol.
-    #[error("it speaks version {found} of the protocol and not {PROTOCOL_VERSION}")]
+    #[error(
+        "the other side speaks version {found} of the protocol, this side version {PROTOCOL_VERSION}"
+    )]
     Version {
         /// Version of the other side.
         found: u32,
     },
-    /// The other side announced a frame that is longer than any of the protocol.
-    #[error("it announced a message of {length} bytes, where {bytes_max} are the most")]
+    /// The other side announced a frame that is longer than the protocol allows.
+    #[error("the other side announced a message of {length} bytes; the maximum is {bytes_max}")]
     TooLong {
         /// Announced length.
         length: usize,
         /// Length of the longest frame.
         bytes_max: usize,
     },
-    /// A frame is no message of the protocol.
-    #[error("it sent what is no message ({0})")]
+    /// A frame is not a message of the protocol.
+    #[error("the other side sent a message that cannot be decoded ({0})")]
     Nonsense(String),
     /// A message is not allowed at this point of the protocol.
-    #[error("it sent a message out of its turn ({0})")]
+    #[error("the other side sent a message that is not allowed at this point ({0})")]
     OutOfTurn(String),
     /// A system call failed, the connection broke, or a deadline passed.
     #[error("{0}")]
     Io(#[from] io::Error),
 }
 
-/// Why an agent cannot run.
+/// The reason why an agent cannot run.
 #[derive(Debug, thiserror::Error)]
 pub enum AgentError {
     /// The mount does not exist or does not answer.
@@ -94,7 +96,7 @@ pub enum AgentError {
     /// The agent's record cannot be written to the backing.
     #[error(transparent)]
     KeyFile(#[from] KeyFileError),
-    /// The agent cannot listen at its address: it is in use, or is none of this host.
+    /// The agent cannot listen at its address: the address is in use, or is none of this host.
     #[error(
         "cannot listen at {address}: {error}; --listen ADDRESS:PORT chooses another, port 0 any free one"
     )]
@@ -113,7 +115,9 @@ pub enum AgentError {
         why: String,
     },
     /// The wanted partner is this host itself.
-    #[error("partner={host} is this host: mount with the name of another one, or partner=next")]
+    #[error(
+        "partner={host} is this host: mount with the name of another host, or with partner=next"
+    )]
     OwnPartner {
         /// Name of this host.
         host: String,
@@ -121,13 +125,13 @@ pub enum AgentError {
     /// This host does not have the provider of libfabric that an option names.
     #[error(transparent)]
     Fabric(#[from] OfiError),
-    /// The kernel gave no random bytes for a key.
-    #[error("the kernel gives no random bytes for a key: {0}")]
+    /// The kernel supplied no random bytes for a key.
+    #[error("the kernel supplies no random bytes for a key: {0}")]
     Random(#[from] getrandom::Error),
     /// Another system call failed.
     #[error("{what}: {error}")]
     Io {
-        /// What the agent cannot do.
+        /// The action of the agent that failed.
         what: &'static str,
         /// Error of the system call.
         error: io::Error,
@@ -150,7 +154,8 @@ impl AgentError {
     }
 }
 
-/// Why a pull failed. Unless a variant says otherwise, received blocks stay in the staging directory for the next try.
+/// The reason why a pull failed. Unless a variant says otherwise, received blocks remain in the staging directory for
+/// the next try.
 #[derive(Debug, thiserror::Error)]
 pub enum PullError {
     /// The agent cannot be reached.
@@ -169,7 +174,7 @@ pub enum PullError {
     #[error(transparent)]
     KeyFile(#[from] KeyFileError),
     /// ssh cannot be started.
-    #[error("cannot start {program}: {error}; --backing or --key-file reach an agent without it")]
+    #[error("cannot start {program}: {error}; with --backing or --key-file, ssh is not needed")]
     Ssh {
         /// Name of the program.
         program: String,
@@ -188,7 +193,7 @@ pub enum PullError {
         error: WireError,
     },
     /// Reads of the source's memory by libfabric failed.
-    #[error("no bytes from {host} by libfabric: {error}")]
+    #[error("cannot read the memory of {host} by libfabric: {error}")]
     Fabric {
         /// Name of the source host.
         host: String,
@@ -197,7 +202,7 @@ pub enum PullError {
     },
     /// Libfabric was required, but the connection is encrypted and libfabric cannot encrypt.
     #[error(
-        "the connection to {host} is encrypted, as one side asked for, and libfabric encrypts nothing: say --encrypt no on both sides, or --transport tcp"
+        "the connection to {host} is encrypted because one side requires it, and libfabric encrypts nothing: use --encrypt no on both sides, or --transport tcp"
     )]
     Unencrypted {
         /// Name of the source host.
@@ -213,24 +218,24 @@ pub enum PullError {
         /// Text of the agent.
         message: String,
     },
-    /// The agent held as many bytes for other pulls as it may, for as long as this pull waited.
+    /// The agent held the maximum number of bytes for other pulls, for as long as this pull waited.
     #[error(
-        "{host} holds as much memory for other pulls as it may (`firn agent --hold-max`): try again when they are over"
+        "{host} holds as much memory for other pulls as it may (`firn agent --hold-max`): try again when those pulls have ended"
     )]
     Full {
         /// Name of the source host.
         host: String,
     },
     /// The source has more bytes than this pull may store.
-    #[error("{bytes} bytes came of what was listed with {bytes_max}")]
+    #[error("the source has {bytes} bytes, but this pull may store only {bytes_max}")]
     Outgrown {
         /// Bytes of the source.
         bytes: u64,
         /// Maximum number of bytes.
         bytes_max: u64,
     },
-    /// The agent sent names or numbers that no honest agent sends.
-    #[error("the agent on {host} described what cannot be ({what}); nothing of it was believed")]
+    /// The agent sent names or numbers that no correct agent sends.
+    #[error("the agent on {host} sent an impossible answer ({what}); the pull did not use it")]
     Implausible {
         /// Name of the source host.
         host: String,
@@ -255,7 +260,7 @@ pub enum PullError {
     },
     /// A file without a snapshot was changed during each try to read it.
     #[error(
-        "{path} of {host} was changed each of the {tries} times that it was read, and a part of it is in the backing only, which keeps no snapshot: pull it when its writer has closed it"
+        "{path} of {host} was changed each of the {tries} times that it was read, and a part of it is only in the backing, which has no snapshots: pull the file after its writer has closed it"
     )]
     KeepsChanging {
         /// Name of the source host.
@@ -265,9 +270,9 @@ pub enum PullError {
         /// Number of tries.
         tries: u32,
     },
-    /// Blocks of a file did not match their MACs too often.
+    /// Blocks of a file failed the comparison with their MACs too often.
     #[error(
-        "a block of {path} was not what was sent {tries} times: a network card, a switch or memory is faulty, or an attacker on the network changes it"
+        "a block of {path} arrived damaged {tries} times: a network card, a switch or memory is faulty, or an attacker on the network changes it"
     )]
     Corrupt {
         /// Path of the file.
@@ -284,9 +289,9 @@ pub enum PullError {
         /// Path that exists already.
         path: PathBuf,
     },
-    /// The target's file system takes two names of the source for one.
+    /// The target's file system treats two names of the source as one.
     #[error(
-        "{}: the file system there takes two names of the source for one (it may not tell upper from lower case): pull into another file system",
+        "{}: the file system of the copy treats two names of the source as one (it may ignore case): pull into another file system",
         quoted_path(path)
     )]
     Collision {
@@ -321,7 +326,7 @@ impl PullError {
         }
     }
 
-    /// Whether the error is one of the target, not of the source or the connection.
+    /// Whether the error concerns the target, and not the source or the connection.
     pub fn is_of_target(&self) -> bool {
         matches!(
             self,
@@ -342,12 +347,12 @@ impl PullError {
         }
     }
 
-    /// Whether the agent holds as many bytes as it may.
+    /// Whether the agent refused a file because it holds the maximum number of bytes.
     pub(crate) fn is_full(&self) -> bool {
         matches!(self, Self::Full { .. })
     }
 
-    /// Whether the error shows that no agent runs: its record is unusable, or nothing listens at its address.
+    /// Whether the error shows that no agent runs: its record is unusable, or no process listens at its address.
     pub(crate) fn is_absence(&self) -> bool {
         match self {
             Self::Connect { error, .. } => error.kind() == io::ErrorKind::ConnectionRefused,
@@ -385,22 +390,22 @@ pub(crate) fn describe_mount_error(error: &MountError) -> (ErrorKind, String) {
     (kind, error.to_string())
 }
 
-/// Returns what a puller's user can do about an error of the connection.
+/// Returns advice for the user about an error of the connection.
 fn wire_advice(error: &WireError) -> &'static str {
     match error {
         WireError::WrongKey => {
-            "; the agent has begun anew since the key was read, or another one has its address"
+            "; the agent was restarted after the key was read, or another agent has its address"
         }
         WireError::Version { .. } => "; use the same version of firn on both hosts",
         WireError::CredentialRefused => {
-            "; it may run as another user, or its munged have another key or another time; its log says which"
+            "; the agent may run as another user, or the munged daemons of the two hosts have different keys or clocks; the agent's log says which"
         }
         WireError::PeerRefusesEncryption => {
             "; the agent was started with --encrypt no: start it with auto or yes, or pull over ssh"
         }
         WireError::PeerRequiresEncryption => "; pull with --encrypt auto or yes",
         WireError::NoHello | WireError::Nonsense(_) | WireError::TooLong { .. } => {
-            "; is there a firn agent at this address, and does its shell print nothing by itself?"
+            "; check that a firn agent is at this address, and that the shell there prints nothing when it starts"
         }
         WireError::NoMunge { .. }
         | WireError::Munge { .. }

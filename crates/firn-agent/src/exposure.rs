@@ -1,10 +1,10 @@
 //! Exposes an agent's memory to one puller, which reads it by libfabric.
 //!
 //! Promises
-//! * A puller can read the data region of the arena and the agent's staging buffers, and can write nothing. Its keys
-//!   are new and random. They are valid until its connection ends or lists again.
-//! * At most [`EXPOSURES_MAX`] pullers of the process have exposed memory at once, because hardware locks the whole
-//!   arena in memory for each of them.
+//! * A puller can read the data region of the arena and the agent's staging buffers, and can write nothing. The
+//!   puller's keys are new and random. They are valid until its connection ends or requests another list.
+//! * At most [`EXPOSURES_MAX`] pullers of the process have exposed memory at once: for each of them, hardware locks the
+//!   whole arena in memory.
 //! * The data region stays mapped while it is exposed.
 
 use std::net::IpAddr;
@@ -24,7 +24,7 @@ use crate::transport_choice::TransportChoice;
 
 /// Maximum number of pullers that read memory by libfabric at once.
 const EXPOSURES_MAX: usize = 4;
-/// Longest time of one call that serves reads. The end of a connection waits for such a call.
+/// Maximum time of one call that serves reads. The end of a connection waits for such a call.
 const PROGRESS_TIMEOUT: Duration = Duration::from_millis(50);
 
 /// The libfabric transports that an agent offers to a puller.
@@ -32,7 +32,8 @@ const PROGRESS_TIMEOUT: Duration = Duration::from_millis(50);
 pub(crate) struct Offer {
     /// The agent's option.
     pub(crate) transport: TransportChoice,
-    /// Address of this host on the puller's connection, whose network interface is to be used; `None` means any.
+    /// Address of this host on the puller's connection, whose network interface is to be used; `None` means any
+    /// interface.
     pub(crate) near: Option<IpAddr>,
 }
 
@@ -73,7 +74,7 @@ impl ArenaMemory {
     }
 }
 
-/// The right to one of [`EXPOSURES_MAX`] exposures. Dropping it gives the right back.
+/// The right to one of [`EXPOSURES_MAX`] exposures. Dropping it releases the right.
 struct ExposureSlot;
 
 /// Number of exposures of this process.
@@ -84,7 +85,7 @@ impl ExposureSlot {
     fn take() -> Option<Self> {
         let one_more = |count| (count < EXPOSURES_MAX).then_some(count + 1);
         let updated = EXPOSURES.try_update(Ordering::AcqRel, Ordering::Acquire, one_more);
-        // `then_some` would make a slot in any case, and drop it: that would give back a slot that was not taken.
+        // `then_some` would make and drop a slot even after a failure, and thereby release a slot that was not taken.
         updated.is_ok().then(|| Self)
     }
 }
@@ -95,9 +96,9 @@ impl Drop for ExposureSlot {
     }
 }
 
-/// What answers the reads of the puller.
+/// The hardware or thread that serves the reads of the puller.
 enum ReadServer {
-    /// Hardware answers them. The endpoint is only kept open.
+    /// Hardware serves them. The endpoint is only kept open.
     Hardware { _endpoint: Box<Endpoint> },
     /// A thread calls the provider until `stop` is set.
     Thread {
@@ -154,9 +155,9 @@ pub(crate) struct Exposure {
 }
 
 impl Exposure {
-    /// Exposes the memory of a mount. Of the puller's `providers` it uses the first one that this host has too.
+    /// Exposes the memory of a mount. Uses the first of the puller's `providers` that this host has too.
     ///
-    /// Returns the exposure, and what the puller needs to know for its reads.
+    /// Returns the exposure, and the data that the puller needs for its reads.
     pub(crate) fn open(
         offer: &Offer,
         mount: &Arc<OpenMount>,
@@ -166,10 +167,10 @@ impl Exposure {
         let provider = offer.transport.choose(providers).map_err(refused)?;
         let slot = ExposureSlot::take().ok_or_else(|| {
             refused(format!(
-                "the agent reads for {EXPOSURES_MAX} pullers by libfabric already, and for no more at once: try again later, or use --transport tcp"
+                "the agent already serves {EXPOSURES_MAX} pullers by libfabric, the maximum: try again later, or use --transport tcp"
             ))
         })?;
-        let memory = ArenaMemory::of(mount).ok_or_else(|| refused("nothing is mapped"))?;
+        let memory = ArenaMemory::of(mount).ok_or_else(|| refused("the arena is not mapped"))?;
         let bytes = memory.bytes as u64;
         let keys = random_keys()?;
         let open = || -> Result<_, OfiError> {
@@ -207,11 +208,11 @@ impl Exposure {
         Ok((exposure, exposed))
     }
 
-    /// Begins an answer that says where bytes are, with the staging buffer that the puller has chosen. Returns `None`
+    /// Begins an answer with the addresses of bytes. Uses the staging buffer that the puller has chosen; returns `None`
     /// if there is no such buffer.
     ///
-    /// The puller must have read the earlier content of the buffer. Otherwise it sees other bytes, and their MAC is
-    /// wrong.
+    /// The puller must already have read the earlier content of the buffer. Otherwise it reads other bytes, and their
+    /// MAC is wrong.
     pub(crate) fn begin_answer(
         &mut self,
         buffer: u32,

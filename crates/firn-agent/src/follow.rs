@@ -1,4 +1,4 @@
-//! Following a host: copies its checkpoints as they become complete, again and again.
+//! Following a host: repeatedly copies its checkpoints that have become complete.
 //!
 //! Terms: the *source* is the followed host. A *unit* is a name in the followed directory with everything below it,
 //! usually one checkpoint. A *round* lists the source once, and copies and removes units.
@@ -10,16 +10,17 @@
 //!      └── after a failure, with a backoff
 //! ```
 //!
-//! A [`Policy`] decides what is copied to which place, which hosts are told, and which copies are removed. There are
-//! two: [`newest`] keeps the newest checkpoints of a source that does not know of it (`firn pull --follow`).
-//! `partner::CopyHeld` keeps copies of what its source holds in memory, and marks them there.
+//! A [`Policy`] decides which units are copied, where to, which hosts are notified, and which copies are removed. There
+//! are two: [`newest`] keeps the newest checkpoints of a source that is not notified (`firn pull --follow`).
+//! `partner::CopyHeld` keeps copies of the files that its source holds in memory, and marks them there.
 //!
 //! Promises
 //! * A unit is copied only if all of its files are closed, and none has changed since the last round on this
 //!   connection.
 //! * A copy is made by [`pull`]: it appears complete or not at all.
-//! * A failed step is tried again in the next round. It is reported unless it failed in the round before, too.
-//! * A failure of this host at one unit does not keep other units from being copied or removed. A failure of the
+//! * A failed step is tried again in the next round. A failure is reported unless the same one occurred in the round
+//!   before.
+//! * If this host fails to copy or remove one unit, the other units are still copied and removed. A failure of the
 //!   connection or of the source ends the round.
 
 pub(crate) mod newest;
@@ -39,10 +40,10 @@ use crate::units::Unit;
 pub(crate) trait Policy {
     /// Connection to the source that a round uses.
     type Connection;
-    /// Space reserved for a copy that is being made. It is dropped when the copy is complete or given up.
+    /// Space reserved for a copy that is being made. It is dropped when the copy is complete or abandoned.
     type Room;
 
-    /// Pauses after failures.
+    /// Returns the pauses after failures.
     fn retry(&self) -> Backoff;
 
     /// Connects to the source.
@@ -57,8 +58,8 @@ pub(crate) trait Policy {
     /// Lists the units of the source.
     fn list(&mut self, connection: &mut Self::Connection) -> Result<Vec<Unit>, PullError>;
 
-    /// Returns whether this host has a complete copy of the unit as it is now. If so, it first makes sure that all
-    /// hosts that need to know of the copy do.
+    /// Returns whether this host has a complete copy of the unit as it is now. If so, first notifies all hosts that
+    /// need to know of the copy.
     fn confirm_copy(
         &mut self,
         _connection: &mut Self::Connection,
@@ -74,12 +75,12 @@ pub(crate) trait Policy {
         unit: &Unit,
     ) -> Result<Step<Self::Room>, PullError>;
 
-    /// Is called often while a copy is made. An error of it gives the copy up.
+    /// Called often while a copy is made. An error abandons the copy.
     fn tick(&mut self, _connection: &mut Self::Connection) -> Result<(), PullError> {
         Ok(())
     }
 
-    /// Gives a complete copy its name, and tells the hosts that need to know of it.
+    /// Renames a complete copy to its name, and notifies the hosts that need to know of it.
     fn finish_copy(
         &mut self,
         connection: &mut Self::Connection,
@@ -88,7 +89,7 @@ pub(crate) trait Policy {
         elapsed: Duration,
     ) -> Result<(), PullError>;
 
-    /// Removes what was made of a copy that is given up.
+    /// Removes the unfinished copy of a unit after its copying was abandoned.
     fn abandon_copy(&mut self, _unit: &Unit) -> Result<(), PullError> {
         Ok(())
     }
@@ -98,8 +99,8 @@ pub(crate) trait Policy {
         error.to_string()
     }
 
-    /// Removes copies that are no longer needed. `units` is what the source has now. Returns one error for each copy
-    /// that could not be removed.
+    /// Removes copies that are no longer needed. `units` are the present units of the source. Returns one error for
+    /// each copy that could not be removed.
     fn remove_unneeded(
         &mut self,
         connection: &mut Self::Connection,
@@ -126,7 +127,7 @@ pub(crate) trait Policy {
     ) -> Result<(), PullError>;
 }
 
-/// What to do with a unit that is complete at the source.
+/// The decision about a unit that is complete at the source.
 pub(crate) enum Step<R> {
     /// The unit is not to be copied.
     Skip,
@@ -145,7 +146,7 @@ pub(crate) enum Step<R> {
 pub(crate) struct RoundReport {
     /// Time that the list took.
     pub(crate) list_time: Duration,
-    /// Whether a unit is closed but has changed since the last round. It can be copied in the next one.
+    /// Whether a unit is closed but has changed since the last round. The next round may copy it.
     pub(crate) is_settling: bool,
 }
 
@@ -158,7 +159,7 @@ pub(crate) struct Follower<P> {
     retry_pauses: Waits,
 }
 
-/// Problems of this round and the last one. A problem that lasts is reported once.
+/// Problems of this round and the last one. A problem that persists is reported once.
 #[derive(Default)]
 struct Problems {
     last_round: BTreeSet<String>,
@@ -171,7 +172,7 @@ impl Problems {
         self.last_round = std::mem::take(&mut self.this_round).into_iter().collect();
     }
 
-    /// Adds a problem. Returns whether it is new, and so is to be reported.
+    /// Adds a problem. Returns whether the problem is new, and must therefore be reported.
     fn add(&mut self, problem: &str) -> bool {
         if self.this_round.iter().any(|known| known == problem) {
             return false;
@@ -182,7 +183,7 @@ impl Problems {
 }
 
 impl<P: Policy> Follower<P> {
-    /// Makes a follower that knows nothing of its source yet.
+    /// Makes a follower that has no list of its source yet.
     pub(crate) fn new(policy: P) -> Self {
         Self {
             retry_pauses: policy.retry().start(),
@@ -200,7 +201,7 @@ impl<P: Policy> Follower<P> {
                 Ok(connection) => {
                     let Err(error) = self.follow_connection(connection);
                     last_connected_at = Instant::now();
-                    // The next connection may be to another firnd, whose numbers of changes mean other states.
+                    // The next connection may be to another firnd, whose numbers of changes refer to other states.
                     self.last_units.clear();
                     self.add_problem(&error.to_string());
                 }
@@ -258,7 +259,7 @@ impl<P: Policy> Follower<P> {
         Ok(round)
     }
 
-    /// Copies a unit. Only a failure of the connection or of the source is returned; other failures become problems.
+    /// Copies a unit. Returns only a failure of the connection or of the source; other failures become problems.
     fn copy(&mut self, connection: &mut P::Connection, unit: &Unit) -> Result<(), PullError> {
         match self.try_copy(connection, unit) {
             // The unit changed meanwhile. A later round finds it complete.

@@ -1,6 +1,6 @@
-//! Bound of the arena memory that an agent holds for all of its connections together.
+//! The bound of the arena memory that an agent holds for all of its connections together.
 //!
-//! The engine cannot free memory of a held file. So a bound keeps pullers from filling the arena.
+//! The engine cannot free the memory of a held file. Without a bound, pullers could fill the arena.
 //!
 //! Invariant: `held_bytes <= bytes_max`, except while a single file that is larger than the bound is held alone.
 
@@ -12,14 +12,14 @@ pub struct Holds {
     held_bytes: Mutex<u64>,
 }
 
-/// The right to hold some bytes. Dropping it gives the bytes back.
+/// The right to hold some bytes. Dropping it releases the bytes.
 pub struct Hold {
     holds: Arc<Holds>,
     bytes: u64,
 }
 
 impl Holds {
-    /// Makes a bound of `bytes_max`, against which no byte counts yet.
+    /// Makes a bound of `bytes_max`, with no bytes held yet.
     pub fn new(bytes_max: u64) -> Arc<Self> {
         Arc::new(Self {
             bytes_max,
@@ -27,9 +27,9 @@ impl Holds {
         })
     }
 
-    /// Takes the right to hold `bytes` more. Returns `None` if the bound leaves no room until another hold ends.
+    /// Acquires the right to hold `bytes` more. Returns `None` if the bound leaves no room until another hold ends.
     ///
-    /// A file without bytes in memory always gets the right, and so does any file if nothing else is held.
+    /// The right is always granted to a file without bytes in memory, and to any file if nothing else is held.
     pub fn take(self: &Arc<Self>, bytes: u64) -> Option<Hold> {
         let mut held = self
             .held_bytes

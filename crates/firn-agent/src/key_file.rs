@@ -1,6 +1,7 @@
 //! The record of an agent: the file `.firn/agent-HOST` in the backing, with the agent's address, key and partners.
 //!
-//! Pullers find an agent by this file. Without the backing a user copies the file to the puller's host.
+//! Pullers find an agent by this file. If the puller's host does not have the backing, a user copies the file to that
+//! host.
 //!
 //! Promises
 //! * The file has mode 0600, in a directory with mode 0700, so only the user and root can read it. A file of another
@@ -19,7 +20,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::auth::Key;
 
-/// Bytes of the longest file that is read. Agents write a fraction of it.
+/// Maximum number of bytes of a file that is read. The files that agents write are much shorter.
 const FILE_BYTES_MAX: usize = 4096;
 /// Prefix of the names of these files.
 const FILE_PREFIX: &str = "agent-";
@@ -29,7 +30,7 @@ const UNFINISHED_SUFFIX: &str = ".new";
 /// Bytes of the longest name of a host (POSIX).
 const HOST_BYTES_MAX: usize = 255;
 
-/// Why a record cannot be read or written.
+/// The reason why a record cannot be read or written.
 #[derive(Debug, thiserror::Error)]
 pub enum KeyFileError {
     /// The file does not exist.
@@ -51,7 +52,7 @@ pub enum KeyFileError {
     },
     /// The name of the host cannot be part of a file's name.
     #[error(
-        "`{host}` is no name of a host: that has letters, digits, `.`, `-` and `_`, does not end in `.new`, and is not `.` or `..`"
+        "`{host}` is not a valid name of a host: such a name has letters, digits, `.`, `-` and `_`, does not end in `.new`, and is not `.` or `..`"
     )]
     Host {
         /// The refused name.
@@ -60,7 +61,7 @@ pub enum KeyFileError {
 }
 
 impl KeyFileError {
-    /// Whether the file does not exist, so that a later try may find it.
+    /// Whether the file does not exist. A later try may then find it.
     pub fn is_missing(&self) -> bool {
         matches!(self, Self::Missing { .. })
     }
@@ -169,7 +170,7 @@ impl KeyFile {
         Self::parse(&bytes[..count]).ok_or_else(|| garbled(path))
     }
 
-    /// Parses the content of a file. Returns `None` if no agent writes such a content.
+    /// Parses the content of a file. Returns `None` if no agent writes such content.
     fn parse(bytes: &[u8]) -> Option<Self> {
         if bytes.len() >= FILE_BYTES_MAX {
             return None;
@@ -187,7 +188,7 @@ impl KeyFile {
         })
     }
 
-    /// Hosts that may have partner copies of this host's files. The first one has the newest.
+    /// Hosts that may have partner copies of this host's files. The first host has the newest copies.
     pub fn holders(&self) -> impl Iterator<Item = &String> {
         self.partner.iter().chain(&self.formers)
     }
@@ -210,7 +211,7 @@ impl KeyFile {
         list().map_err(unusable(backing, ""))
     }
 
-    /// Removes the record of `host` if it has this key. Another agent may have replaced it, and its record stays.
+    /// Removes the record of `host` if it has this key. If another agent has replaced the record, the record remains.
     pub fn remove(&self, backing: &Path, host: &str) -> Result<(), KeyFileError> {
         if !Self::load(backing, host).is_ok_and(|stored| stored.key == self.key) {
             return Ok(());
@@ -240,11 +241,11 @@ fn unusable<'a>(backing: &'a Path, name: &'a str) -> impl Fn(OwnError) -> KeyFil
     }
 }
 
-/// Makes the error of a file with a content that no agent writes.
+/// Makes the error of a file with content that no agent writes.
 fn garbled(path: &Path) -> KeyFileError {
     KeyFileError::Unusable {
         path: path.into(),
-        why: "it is not what an agent writes: start the agent again".into(),
+        why: "this is not the record of an agent: start the agent again".into(),
     }
 }
 

@@ -1,4 +1,4 @@
-//! Copies held files from one host to another, without help of the process that wrote them (CRUISE, section 4.6).
+//! Copies held files from one host to another, without involving the process that wrote them (CRUISE, section 4.6).
 //!
 //! ```text
 //!   source host                                    target host
@@ -12,14 +12,14 @@
 //! partner of another host.
 //!
 //! Promises
-//! * A copy is complete when it gets its name. Each byte was authenticated, each file was checked against its chunk
-//!   list after its last byte was read, and the name appears by one rename.
+//! * A copy is complete when it gets its name. Before that, each byte was authenticated, and each file was checked
+//!   against its chunk list after its last byte was read. The name appears by one rename.
 //! * Neither side accepts a peer without the key. An agent reads frames of at most [`message::HANDSHAKE_BYTES_MAX`]
 //!   bytes from such a peer, for at most [`server::HANDSHAKE_LIMIT`].
-//! * The memory that a puller takes for an agent is bounded whatever the agent sends. A pull without progress is given
-//!   up.
-//! * The memory that an agent holds of the arena is bounded ([`holds::Holds`]), and is released when the connection
-//!   ends that it is held for. An agent queues nothing: it answers a request before it reads the next one.
+//! * The memory that a puller uses for an agent is bounded, whatever the agent sends. A pull without progress is
+//!   abandoned.
+//! * The memory that an agent holds of the arena is bounded ([`holds::Holds`]). It is released when the connection ends
+//!   for which it is held. An agent queues no requests: it answers each one before it reads the next one.
 //! * No writer waits for an agent.
 //!
 //! Protocol, crash behaviour and authentication: docs/internals/agent.md.

@@ -1,8 +1,8 @@
 //! One end of a connection: sends and receives messages as frames, and bytes of files between the frames.
 //!
 //! A link begins in the clear. After the handshake it encrypts messages; bytes of files are encrypted too, or plain
-//! with a MAC. The sender of a message guarantees that it fits into a frame. A receiver checks the length of a frame
-//! before it takes memory for it.
+//! with a MAC. The sender guarantees that a message fits into a frame. A receiver checks the length of a frame before
+//! it allocates memory for it.
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -100,7 +100,7 @@ impl<T: Transport> Link<T> {
         Ok(self.transport.send_data(bytes, deadline)?)
     }
 
-    /// Sends `bytes` of an open file from the offset `at` on. They are not copied if they are not encrypted.
+    /// Sends `bytes` of an open file from the offset `at` on. If they are not encrypted, they are not copied.
     pub fn send_file(
         &mut self,
         file: BorrowedFd<'_>,
@@ -117,7 +117,7 @@ impl<T: Transport> Link<T> {
     }
 }
 
-/// Turns the errors by which the kernel reports that the other side is gone into [`WireError::Ended`].
+/// Converts the errors by which the kernel reports that the other side is gone to [`WireError::Ended`].
 fn ended(error: io::Error) -> WireError {
     match error.kind() {
         io::ErrorKind::UnexpectedEof

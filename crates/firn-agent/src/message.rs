@@ -12,7 +12,7 @@
 //!
 //! Invariants
 //! * A frame has at most [`FRAME_BYTES_MAX`] bytes, and at most [`HANDSHAKE_BYTES_MAX`] before the end of the
-//!   handshake. The length is checked before memory is taken for the frame.
+//!   handshake. The length is checked before memory is allocated for the frame.
 //! * A list has at most [`ENTRIES_MAX`] entries, and at most [`LIST_NAME_BYTES_MAX`] bytes of names.
 //! * A block has at most [`BLOCK_BYTES`] bytes. It is the unit of requests, checksums and comparisons.
 
@@ -25,26 +25,26 @@ use serde::{Deserialize, Serialize};
 use crate::block_mac::BlockMac;
 use crate::encryption::Encryption;
 
-/// Version of this protocol. An agent and a puller of different versions refuse each other.
+/// Version of this protocol. An agent and a puller with different versions refuse each other.
 pub const PROTOCOL_VERSION: u32 = 6;
-/// Bytes of the longest frame. An entry with a path and a link target of 4 KiB each fits, even if every byte is
+/// Maximum number of bytes of a frame. An entry with a path and a link target of 4 KiB each fits, even if every byte is
 /// escaped.
 pub const FRAME_BYTES_MAX: usize = 64 << 10;
-/// Bytes of the longest frame from a peer that has not proved yet that it has the key.
+/// Maximum number of bytes of a frame from a peer that has not yet proved that it has the key.
 pub const HANDSHAKE_BYTES_MAX: usize = 1024;
-/// Bytes of a block. A block of this size is written while it is still in the processor's cache; larger ones gained
-/// nothing.
+/// Bytes of a block. A block of this size is written while it is still in the processor's cache; larger blocks were not
+/// faster.
 pub const BLOCK_BYTES: u64 = 1 << 20;
-/// Number of staging buffers of an agent, of one block each. The agent copies bytes into them that a puller reads by
-/// libfabric and that are not in memory. The puller names the buffer for each request, and reuses a buffer only after
-/// it has read it.
+/// Number of staging buffers of an agent, of one block each. Bytes that are not in memory are copied there, so that a
+/// puller can read them by libfabric. The puller names a buffer in each request, and reuses the buffer only after it
+/// has read the content.
 pub const STAGING_BUFFERS: u64 = 16;
-/// Bytes of the longest path in a message, and of the longest link target.
+/// Maximum number of bytes of a path in a message, and of a link target.
 pub const PATH_BYTES_MAX: usize = 4096;
 /// Maximum number of entries of a list.
 pub const ENTRIES_MAX: usize = 1 << 20;
 /// Maximum number of bytes of all paths and link targets of a list: 256 for each of [`ENTRIES_MAX`] entries. Both sides
-/// have a whole list in memory.
+/// keep a whole list in memory.
 pub const LIST_NAME_BYTES_MAX: usize = 256 << 20;
 
 const PAGE_BYTES: u64 = 4096;
@@ -60,8 +60,8 @@ pub type Tag = [u8; 16];
 pub enum Request {
     /// The first message of a connection.
     Hello(Hello),
-    /// Ends the handshake. It is the first encrypted message, so it proves that the hello was not replayed from a
-    /// record. It has no reply.
+    /// Ends the handshake. It is the first encrypted message, which proves that the puller did not replay a recorded
+    /// hello. It has no reply.
     Ready,
     /// Lists everything at and below a path.
     List {
@@ -73,7 +73,7 @@ pub enum Request {
         /// Path relative to the mount point; empty means the whole mount.
         path: BytePath,
     },
-    /// Asks this agent to become the partner of a host, whose record is in the same backing.
+    /// Requests that this agent becomes the partner of a host whose record is in the same backing.
     Adopt {
         /// Name of the host that wants a partner.
         host: String,
@@ -83,7 +83,7 @@ pub enum Request {
         /// Name of the partner.
         host: String,
     },
-    /// Says that the partner has a copy of a file. It is allowed after [`Request::Follow`] only.
+    /// Reports that the partner has a copy of a file. It is allowed after [`Request::Follow`] only.
     Mark {
         /// Path relative to the mount point.
         path: BytePath,
@@ -104,43 +104,43 @@ pub enum Request {
         /// Path relative to the mount point.
         path: BytePath,
     },
-    /// Asks for bytes of a held file.
+    /// Requests bytes of a held file.
     Read {
         /// Number of the file.
         file: u32,
-        /// Bytes from the start of the file.
+        /// Offset in the file, in bytes.
         offset: u64,
         /// Number of bytes; at most [`BLOCK_BYTES`].
         bytes: u64,
     },
-    /// Asks for the right to read memory by libfabric, until the next list.
+    /// Requests the right to read memory by libfabric, until the next list.
     Expose {
         /// Providers of libfabric that the puller has, the best first.
         providers: Vec<String>,
-        /// Whether answers to [`Request::Place`] are to have a [`BlockMac`].
+        /// Whether answers to [`Request::Place`] must have a [`BlockMac`].
         sums: bool,
     },
-    /// Asks where bytes of a held file are, so that the puller can read them by libfabric.
+    /// Requests the addresses of bytes of a held file, so that the puller can read them by libfabric.
     Place {
         /// Number of the file.
         file: u32,
-        /// Bytes from the start of the file.
+        /// Offset in the file, in bytes.
         offset: u64,
         /// Number of bytes; at most [`BLOCK_BYTES`].
         bytes: u64,
         /// Index of the staging buffer for bytes that are not in memory; less than [`STAGING_BUFFERS`].
         buffer: u32,
     },
-    /// Asks for the checksum of bytes that the puller may have already.
+    /// Requests the checksum of bytes that the puller may already have.
     Sum {
         /// Number of the file.
         file: u32,
-        /// Bytes from the start of the file.
+        /// Offset in the file, in bytes.
         offset: u64,
         /// Number of bytes; at most [`BLOCK_BYTES`].
         bytes: u64,
     },
-    /// Asks whether the bytes that were read of a file so far are one state of the file.
+    /// Requests a check whether the bytes that were read of a file so far are one state of the file.
     Check {
         /// Number of the file.
         file: u32,
@@ -163,7 +163,7 @@ pub enum Reply {
         /// The agent's handshake message in hexadecimal digits. Its encrypted payload is a `crate::auth::Agreement`.
         handshake: String,
     },
-    /// Answers [`Request::Hello`] of a puller that is not let in. The connection ends.
+    /// Answers a [`Request::Hello`] that is refused. The connection ends.
     Rejected {
         /// [`PROTOCOL_VERSION`] of the agent.
         protocol: u32,
@@ -192,12 +192,13 @@ pub enum Reply {
         /// Number of bytes that follow.
         bytes: u64,
     },
-    /// Partial answer to [`Request::Read`] and [`Request::Place`]: the next bytes are zeros and are not sent.
+    /// Partial answer to [`Request::Read`] and [`Request::Place`]: the next bytes are zeros, which are not sent.
     Zeros {
         /// Number of zeros.
         bytes: u64,
     },
-    /// Ends the answer to [`Request::Read`]. If the file ends in the requested range, fewer bytes came before.
+    /// Ends the answer to [`Request::Read`]. If the file ends in the requested range, the answer has fewer bytes than
+    /// requested.
     End {
         /// MAC of all bytes that followed a [`Reply::Bytes`]; `None` if they were encrypted.
         mac: Option<BlockMac>,
@@ -220,39 +221,40 @@ pub enum Reply {
     },
     /// Ends the answer to [`Request::Place`].
     Placed {
-        /// MAC of the bytes in memory and in staging buffers; `None` if the puller asked for no MACs.
+        /// MAC of the bytes in memory and in staging buffers; `None` if the puller requested no MACs.
         mac: Option<BlockMac>,
     },
     /// Answers [`Request::Sum`].
     Sum {
-        /// Number of bytes in the sum. If the file ends in the requested range, it is less than requested.
+        /// Number of bytes in the sum. If the file ends in the requested range, it is less than the requested number.
         bytes: u64,
         /// XXH3 of the bytes: 128 bits in hexadecimal digits.
         xxh3: String,
     },
     /// Answers [`Request::Check`].
     Checked {
-        /// Whether the file was changed through the mount since it was opened, or may have been.
+        /// Whether the file was changed through the mount, or may have been changed, since it was opened.
         changed: bool,
-        /// Whether the bytes that were read are the file as it was opened, even if it was changed.
+        /// Whether the bytes that were read are those of the file as it was opened, even if it was changed since.
         snapshot: bool,
     },
     /// Answers [`Request::Follow`].
     Following {
         /// Incarnation of the firnd that counts the changes.
         incarnation: String,
-        /// Identity of its arena.
+        /// Identity of this firnd's arena.
         arena: String,
     },
     /// The request was carried out.
     Done,
-    /// Answers [`Request::Open`]: the agent holds as many bytes as it may. The puller releases a file or asks later.
+    /// Answers [`Request::Open`]: the agent holds the maximum number of bytes. The puller must release a file or try
+    /// later.
     Full,
     /// The request failed.
     Error {
-        /// What a puller may do about it.
+        /// The kind of the error, which determines how the puller may react.
         kind: ErrorKind,
-        /// What happened and what a user can do.
+        /// Description of the error, and what a user can do about it.
         message: String,
     },
 }
@@ -262,8 +264,8 @@ pub enum Reply {
 pub struct Hello {
     /// [`PROTOCOL_VERSION`] of the puller.
     pub protocol: u32,
-    /// The puller's ephemeral key. Up to version 4 this field was a random number. Its name is kept so that agents of
-    /// those versions can read the hello and answer with their version.
+    /// The puller's ephemeral key. Up to version 4 this field was a random number. It still has the name of that time, so
+    /// that agents of those versions can read the hello and answer with their version.
     pub nonce: PublicKey,
     /// Tag of the first handshake message, which proves that the puller has the key.
     pub tag: Tag,
@@ -278,7 +280,7 @@ pub struct Hello {
     pub credential: Option<String>,
 }
 
-/// Reason why an agent does not let a puller in.
+/// Reason why an agent refuses a puller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Rejection {
@@ -306,19 +308,20 @@ pub struct Exposed {
 /// A region of the agent's memory that a puller may read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ExposedRegion {
-    /// Key that libfabric asks for in each read.
+    /// Key that each read by libfabric must have.
     pub key: u64,
-    /// Address of the first byte in reads: a virtual address or 0, as the provider wants it.
+    /// Address of the first byte in reads: a virtual address or 0, as the provider requires.
     pub base: u64,
     /// Size of the region.
     pub bytes: u64,
 }
 
-/// What a puller may do about an error.
+/// How a puller may react to an error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ErrorKind {
-    /// A held file is not what it was, or the mount does not answer now. The puller connects again.
+    /// A held file is no longer in the state in which it was opened, or the mount does not answer now. The puller
+    /// connects again.
     Stale,
     /// The file does not exist.
     Missing,
@@ -339,7 +342,7 @@ pub struct Entry {
     pub mtime_s: i64,
     /// Nanoseconds of the modification time.
     pub mtime_ns: u32,
-    /// State of a held file. Only [`Request::ListHeld`] asks for it.
+    /// State of a held file. Only the answer to [`Request::ListHeld`] has it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub held: Option<Held>,
 }
@@ -379,7 +382,8 @@ impl Entry {
         }
     }
 
-    /// Bytes of memory that a copy takes: whole pages for its bytes, and one page for the kernel's own records.
+    /// Returns the bytes of memory that a copy occupies: whole pages for its content, and one page for the kernel's own
+    /// records.
     pub(crate) fn stored_bytes(&self) -> u64 {
         let bytes = match self.kind {
             EntryKind::File { bytes, .. } => bytes,
@@ -401,7 +405,7 @@ impl Entry {
         self.held.map(|held| held.changes)
     }
 
-    /// Whether the number of changes differs from the listed one. It is false if either number is unknown.
+    /// Whether the number of changes differs from the listed one. Returns false if either number is unknown.
     pub(crate) fn is_older_than(&self, changes: Option<u64>) -> bool {
         let both = self.changes().zip(changes);
         both.is_some_and(|(listed, current)| listed != current)
@@ -416,7 +420,7 @@ pub enum EntryKind {
     Directory,
     /// A regular file.
     File {
-        /// Size as far as it is known without opening the file.
+        /// Size, as far as it is known without opening the file.
         bytes: u64,
         /// Whether the writers of the file have closed it.
         ending: Ending,

@@ -1,16 +1,16 @@
-//! Authentication by MUNGE: its daemon munged, on each host of a site, attests which user made a credential.
+//! Authentication by MUNGE: its daemon munged, on each host of a site, certifies which user made a credential.
 //!
 //! ```text
 //!   puller:  new key ─► munge --restrict-uid=SELF ─► credential, in the hello
 //!   agent:   credential ─► unmunge ─► key, if this user made the credential and it was not used before
 //! ```
 //!
-//! The handshake uses this key like any other. A complete handshake shows that both sides are the same user: the puller
-//! could make the credential, and the agent could open it. The credential is part of the handshake. So an attacker that
-//! copies it to another connection gains nothing.
+//! The handshake uses this key like any other. A complete handshake proves that both sides are the same user: the
+//! puller could make the credential, and the agent could open it. The credential is part of the handshake, so an
+//! attacker gains nothing by copying it to another connection.
 //!
-//! The programs munge(1) and unmunge(1) are run in place of loading libmunge. They exist wherever munged does, each
-//! connection runs them once, and no foreign code runs in a process that maps the arena.
+//! The programs munge(1) and unmunge(1) are run, and libmunge is not loaded. The programs exist on every host with
+//! munged, and each connection runs them only once. No foreign code then runs in a process that maps the arena.
 //!
 //! Promises
 //! * A credential of another user, a used one and an expired one are refused.
@@ -26,9 +26,9 @@ use rustix::process::geteuid;
 use crate::auth::Key;
 use crate::error::WireError;
 
-/// Bytes of the longest credential: twice what a credential with a key needs.
+/// Maximum number of bytes of a credential: twice the size of a credential with a key.
 pub(crate) const CREDENTIAL_BYTES_MAX: usize = 512;
-/// Bytes of the longest output of munge(1) and unmunge(1).
+/// Maximum number of bytes of the output of munge(1) and unmunge(1).
 const OUTPUT_BYTES_MAX: usize = 1024;
 /// Exit status of unmunge(1): the credential has expired (munge.h).
 const EMUNGE_CRED_EXPIRED: i32 = 15;
@@ -49,7 +49,7 @@ impl Munge {
     pub(crate) fn wrap(&self, key: &Key, deadline: Instant) -> Result<String, WireError> {
         let mut command = self.command("munge");
         command.arg(format!("--restrict-uid={}", geteuid().as_raw()));
-        // The cipher is named, because the default of a munged may be no encryption.
+        // The cipher is named explicitly, because a munged may use no encryption by default.
         command.args(["--cipher=aes128", "--mac=sha256", "--zip=none"]);
         let credential = run_program(command, key.digits().as_bytes(), deadline)?;
         let credential = credential.trim_end();
@@ -64,7 +64,8 @@ impl Munge {
         let mut command = self.command("unmunge");
         command.args(["--numeric", "--keys=UID"]);
         let output = run_program(command, credential.as_bytes(), deadline)?;
-        let (uid, key) = parse(&output).ok_or_else(|| failed("unmunge", "it said nonsense"))?;
+        let (uid, key) =
+            parse(&output).ok_or_else(|| failed("unmunge", "its output cannot be parsed"))?;
         if uid != geteuid().as_raw() {
             return Err(WireError::OtherUser { uid });
         }
@@ -109,17 +110,17 @@ fn run_program(command: Command, input: &[u8], deadline: Instant) -> Result<Stri
     if status.success() {
         return Ok(output);
     }
-    // For these three the credential is opened, and only the exit status says what is wrong.
+    // With these three statuses, unmunge(1) has opened the credential, and only the status says why it is invalid.
     let message = match status.code() {
         Some(EMUNGE_CRED_EXPIRED) => {
-            "Expired credential: its time is over, or the clocks of the hosts differ"
+            "Expired credential: it is too old, or the clocks of the hosts differ"
         }
         Some(EMUNGE_CRED_REWOUND) => "Rewound credential: the clocks of the hosts differ",
         Some(EMUNGE_CRED_REPLAYED) => "Replayed credential",
         _ => {
             let mut lines = output.lines();
             let line = lines.find_map(|line| line.split_once("Error: "));
-            line.map_or("it failed without a word", |(_, message)| message)
+            line.map_or("it failed without a message", |(_, message)| message)
         }
     };
     Err(failed(&name, message))

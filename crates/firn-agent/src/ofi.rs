@@ -1,7 +1,8 @@
 //! Reads of another host's memory (RDMA) by libfabric.
 //!
-//! libfabric is loaded with dlopen(3) when it is first needed. So the same binary runs on hosts without it, and a build
-//! needs no headers. Module [`abi`] declares the used part of its ABI, and a test compares it with the headers.
+//! libfabric is loaded with dlopen(3) at its first use. The same binary therefore runs on hosts without libfabric, and
+//! a build needs no headers. Module [`abi`] declares the used part of its ABI, and a test compares the declarations
+//! with the headers.
 //!
 //! ```text
 //!   exposing host                                   reading host
@@ -12,8 +13,8 @@
 //! Promises
 //! * The API is safe: exposed memory and the buffers of reads live until libfabric no longer uses them, even after
 //!   errors.
-//! * Another host decides neither where bytes are written nor how many. A read stays within its buffer, and the address
-//!   of an endpoint is copied into an array that is longer than any address.
+//! * Another host cannot decide where bytes are written, or how many. A read stays within its buffer. The address of an
+//!   endpoint is copied to an array that is longer than any address.
 //! * After an error an endpoint begins no further read.
 
 pub mod abi;

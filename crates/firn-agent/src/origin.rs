@@ -1,7 +1,7 @@
 //! The two origins of the files that an agent sends: the mount that it serves, and partner copies of other hosts'
 //! files.
 //!
-//! A list chooses the origin, and files are opened from it until the next list.
+//! A list determines the origin; files are opened from that origin until the next list.
 
 use std::sync::Arc;
 
@@ -30,7 +30,7 @@ pub(crate) enum OriginFile {
 }
 
 impl Origin {
-    /// Opens a file. Returns `None` if the agent holds as many bytes as it may.
+    /// Opens a file. Returns `None` if the agent holds the maximum number of bytes.
     pub(crate) fn open(&self, path: &BytePath) -> Result<Option<OriginFile>, SourceError> {
         match self {
             Self::Mount(source) => Ok(source.hold(path)?.map(OriginFile::Held)),
@@ -70,8 +70,8 @@ impl Origin {
         }
     }
 
-    /// Returns two answers: whether a file was changed since it was opened, and whether the bytes that were read are
-    /// the file as it was opened. A partner copy never changes, because a newer copy replaces the file.
+    /// Returns two results: whether a file was changed since it was opened, and whether the bytes that were read are
+    /// those of the file as it was opened. A partner copy never changes: a newer copy replaces it.
     pub(crate) fn check(&self, file: &OriginFile) -> Result<(bool, bool), SourceError> {
         match (self, file) {
             (Self::Mount(source), OriginFile::Held(file)) => source.check(file),
@@ -152,7 +152,8 @@ fn read_copy(
     Ok(())
 }
 
-/// Makes the error for a file of one origin at the other one. A session never sees it, because a list closes all files.
+/// Makes the error for a file that does not belong to the present origin. A session never returns it, because a list
+/// closes all files.
 fn other_origin() -> SourceError {
     SourceError {
         kind: ErrorKind::Refused,

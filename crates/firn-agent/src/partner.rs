@@ -12,10 +12,10 @@
 //! connections of an agent share. `held` follows a source. `copies`, `copy` and `record` store the copies.
 //!
 //! Promises
-//! * A file is marked only when a complete copy of its directory, made at the same number of changes, has been renamed
-//!   into the partner's directory of copies.
-//! * A copy is removed in three cases only: the source has the same arena and no longer holds the files; the source has
-//!   another partner with copies of all that it holds; or the backing has every byte of the copy.
+//! * A file is marked only after a complete copy of its directory, with the same number of changes, was renamed into
+//!   the partner's directory of copies.
+//! * A copy is removed in three cases only. The source has the same arena and no longer holds the files; or the source
+//!   has another partner with copies of all held files; or the backing has every byte of the copy.
 //! * No writer waits for a partner. A failed step is tried again, and the status of the source shows the problem.
 
 mod choice;

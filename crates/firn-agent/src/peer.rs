@@ -1,7 +1,8 @@
 //! The puller's end of a connection: connects to an agent, sends requests and receives replies.
 //!
-//! Replies arrive in the order of the requests, and requests may be sent ahead. Whatever an agent sends, a list is
-//! bounded in entries, bytes and time, and an answer in time. An error of the agent becomes a [`PullError`].
+//! Replies arrive in the order of the requests; further requests may be sent before a reply arrives. Whatever an agent
+//! sends, a list is bounded in entries, bytes and time, and an answer in time. An error of the agent becomes a
+//! [`PullError`].
 
 use std::io;
 use std::net::{IpAddr, TcpStream, ToSocketAddrs};
@@ -25,15 +26,15 @@ use crate::message::{
 use crate::munge::Munge;
 use crate::transport::Stream;
 
-/// Longest time to connect to one address.
+/// Maximum time to connect to one address.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// Longest time of a handshake over TCP.
+/// Maximum time of a handshake over TCP.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
-/// Longest time of a handshake over ssh, which may ask the user for a password.
+/// Maximum time of a handshake over ssh, which may ask the user for a password.
 const SSH_TIMEOUT: Duration = Duration::from_secs(120);
-/// Longest time of one whole answer, such as a block that comes from a slow backing.
+/// Maximum time of one whole answer, such as a block from a slow backing.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
-/// A list may take longer than [`ANSWER_TIMEOUT`] while at least this many bytes of names arrive per second.
+/// A list may exceed [`ANSWER_TIMEOUT`] as long as at least this many bytes of names arrive per second.
 const LIST_BYTES_PER_S_MIN: usize = 8 << 10;
 
 /// How to reach and authenticate an agent.
@@ -106,7 +107,7 @@ impl Drop for SshProcess {
 impl Peer {
     /// Connects to the agent on `host`.
     pub fn connect(host: &str, route: &Route) -> Result<Self, PullError> {
-        // ssh takes `user@host`.
+        // The host may have the form `user@host` of ssh.
         let bare_host = host.rsplit('@').next().unwrap_or(host);
         match route {
             Route::Backing { dir, encrypt } => {
@@ -225,7 +226,7 @@ impl Peer {
         sent.map_err(|error| self.broken(error))
     }
 
-    /// Receives the first reply of the next answer. A reply that says an error is returned as an error.
+    /// Receives the first reply of the next answer. A reply with an error is returned as an error.
     pub(crate) fn receive(&mut self) -> Result<Reply, PullError> {
         self.answer_deadline = Instant::now() + ANSWER_TIMEOUT;
         self.receive_more()
@@ -286,7 +287,7 @@ impl Peer {
                 other => return Err(self.out_of_turn(&other)),
             }
             if list.len() > ENTRIES_MAX || name_bytes > LIST_NAME_BYTES_MAX {
-                return Err(self.implausible("more files than an agent lists"));
+                return Err(self.implausible("more entries than a list may have"));
             }
             self.answer_deadline =
                 first_deadline + Duration::from_secs((name_bytes / LIST_BYTES_PER_S_MIN) as u64);
@@ -294,11 +295,11 @@ impl Peer {
         }
     }
 
-    /// Checks a part of a list, and returns the bytes of its names. A part without entries or with a too long name ends
-    /// the pull.
+    /// Checks a part of a list, and returns the number of bytes of its names. A part without entries, or with a name
+    /// that is too long, ends the pull.
     fn check_entries(&self, entries: &[Entry]) -> Result<usize, PullError> {
         if entries.is_empty() {
-            return Err(self.implausible("a part of a list with nothing in it"));
+            return Err(self.implausible("a part of a list without entries"));
         }
         let is_long =
             |entry: &Entry| entry.path.as_bytes().len().max(entry.target_bytes()) > PATH_BYTES_MAX;
@@ -324,7 +325,7 @@ impl Peer {
         }
     }
 
-    /// Tells the source that there is a copy of a file with this number of changes.
+    /// Reports to the source that there is a copy of a file with this number of changes.
     pub(crate) fn mark(&mut self, path: &BytePath, changes: u64) -> Result<(), PullError> {
         let path = path.clone();
         self.request_done(&Request::Mark { path, changes })
@@ -356,7 +357,7 @@ impl Peer {
         self.broken(WireError::OutOfTurn(text))
     }
 
-    /// Makes the error of an answer that no honest agent sends.
+    /// Makes the error of an answer that no correct agent sends.
     pub(crate) fn implausible(&self, what: impl Into<String>) -> PullError {
         PullError::Implausible {
             host: self.host.clone(),
@@ -364,7 +365,7 @@ impl Peer {
         }
     }
 
-    /// Makes the error of a held file that has changed. A pull tries again after it.
+    /// Makes the error of a held file that has changed. After this error, a pull tries again.
     pub(crate) fn stale(&self, message: impl Into<String>) -> PullError {
         PullError::Remote {
             host: self.host.clone(),
@@ -382,7 +383,7 @@ impl Peer {
     }
 }
 
-/// Connects to the first address of a name that accepts. Returns the last error if none does.
+/// Connects to the first address of a name that accepts a connection. Returns the last error if there is none.
 fn connect_any(address: &str) -> io::Result<TcpStream> {
     let mut last = io::Error::from(io::ErrorKind::AddrNotAvailable);
     for address in address.to_socket_addrs()? {

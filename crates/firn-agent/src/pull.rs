@@ -4,10 +4,10 @@
 //! directory (`staging`), and gives the complete copy its name.
 //!
 //! Promises
-//! * The copy gets its name by one rename, after each block was authenticated, each file checked and everything synced.
-//!   On a firn mount nothing is synced. If puller or agent die earlier, nothing has that name.
-//! * A puller connects again after a broken connection. Blocks that are already in the staging directory are compared
-//!   by checksums and not sent again. That includes blocks of an earlier puller that was killed.
+//! * The copy gets its name by one rename, after each block was authenticated, each file was checked and everything was
+//!   synced. On a firn mount nothing is synced. If puller or agent die earlier, the name does not exist.
+//! * After a broken connection, a puller connects again. Blocks that are already in the staging directory are compared
+//!   by checksums and not sent again. This includes the blocks of an earlier puller that was killed.
 
 mod compare;
 mod direct;
@@ -56,11 +56,12 @@ pub struct PullRequest {
     pub carriage: Carriage,
     /// Path of the copy.
     pub target: PathBuf,
-    /// Whether files that their writers have not closed are pulled too. Otherwise such a file is an error.
+    /// Whether files that their writers have not closed are pulled too. If not, such a file is an error.
     pub cut: bool,
-    /// Longest time without a received block, after which the pull gives up (`--patience`).
+    /// Maximum time without a received block, after which the pull fails (`--patience`).
     pub patience: Duration,
-    /// Bytes of memory that the copy may take; no file may then be larger than it was listed. `None` means no limit.
+    /// Maximum memory in bytes that the copy may occupy. With a limit, no file may be larger than it was listed. `None`
+    /// means no limit.
     pub bytes_max: Option<u64>,
 }
 
@@ -85,9 +86,9 @@ impl PullSource {
 /// Progress of a pull.
 #[derive(Clone, Copy, Debug)]
 pub struct Progress {
-    /// Bytes that are still to come.
+    /// Number of bytes that are not yet received.
     pub left_bytes: u64,
-    /// Files that are still to come.
+    /// Number of files that are not yet complete.
     pub left_files: u64,
 }
 
@@ -100,15 +101,15 @@ pub struct Outcome {
     pub files: u64,
     /// Size of all files together.
     pub bytes: u64,
-    /// Bytes of files that came over the network.
+    /// Bytes of files that were received over the network.
     pub received_bytes: u64,
-    /// Bytes that were in the staging directory already and were not sent again.
+    /// Bytes that were already in the staging directory and were not sent again.
     pub reused_bytes: u64,
     /// Number of blocks that arrived damaged and were requested again.
     pub damaged_blocks: u64,
     /// Number of connections after the first one.
     pub reconnects: u64,
-    /// Files that were changed during the pull. The copy of each has the state in which the agent opened it.
+    /// Files that were changed during the pull. The copy of such a file has the state in which the agent opened it.
     pub changed: Vec<BytePath>,
     /// Pipes, sockets and devices, which were not pulled.
     pub left_out: Vec<BytePath>,
@@ -126,14 +127,14 @@ pub struct Listed {
     pub files: u64,
     /// Size of these files together.
     pub bytes: u64,
-    /// `open` if any of the files is open, else `cut` if any was cut off, else `closed`.
+    /// `open` if any of the files is open, otherwise `cut` if any was cut off, otherwise `closed`.
     pub ending: Ending,
-    /// Seconds of the newest modification time among its entries.
+    /// Seconds of the newest modification time among the entries.
     pub mtime_s: i64,
 }
 
 impl Listed {
-    /// Makes the totals of no files.
+    /// Makes the totals of an empty unit.
     pub(crate) fn new(name: BytePath) -> Self {
         Self {
             name,
@@ -159,20 +160,20 @@ impl Listed {
     }
 }
 
-/// Checks whether a list of an agent is safe to pull. An error names the first entry that is not.
+/// Checks whether a list of an agent is safe to pull. The error names the first entry that is not.
 pub fn check_list(entries: Vec<Entry>) -> Result<(), String> {
     check_entries(entries).map(drop)
 }
 
-/// Returns the list of an agent if it is safe to pull. An error names the first entry that is not.
+/// Returns the list of an agent if it is safe to pull. The error names the first entry that is not.
 pub(crate) fn check_entries(entries: Vec<Entry>) -> Result<Vec<Entry>, String> {
     Plan::check(entries).map(Plan::into_entries)
 }
 
-/// Pulls a tree. It connects again as often as needed, until no block has arrived for `request.patience`.
+/// Pulls a tree. Connects again as often as necessary, until no block has arrived for `request.patience`.
 ///
-/// `report_progress` is called whenever the number of bytes or files to come changes. After an error the received
-/// blocks stay in the staging directory, and a later pull with the same target uses them.
+/// `report_progress` is called whenever the number of remaining bytes or files changes. After an error, the received
+/// blocks remain in the staging directory. A later pull with the same target uses them.
 pub fn pull(
     request: &PullRequest,
     report_progress: &mut dyn FnMut(Progress),
@@ -188,12 +189,12 @@ pub fn pull(
             Ok(plan) => break plan,
             Err(error) => error,
         };
-        // The next connection compares the staged files, so no write of this one may be under way then.
+        // The next connection compares the staged files, so all writes of this connection must have ended.
         writers.wait()?;
         let is_stalled = state.is_stalled();
         let is_fabric_error = matches!(error, PullError::Fabric { .. });
-        // If the agent was never reached, a missing agent is more likely a mistake of the user than a passing failure.
-        // A failed ssh has already told the user why.
+        // If this pull never reached the agent, a missing agent is more likely a mistake of the user than a temporary
+        // failure. If ssh failed, it has already reported the reason to the user.
         let is_likely_mistake = error.is_absence() || matches!(request.route, Route::Ssh { .. });
         if !error.is_transient() || (!state.was_listed && is_likely_mistake) {
             return Err(error);
@@ -231,7 +232,8 @@ fn attempt(
         PullSource::Held(path) => peer.list_held(path),
     };
     let (top, entries) = listed.map_err(|error| match error {
-        // An earlier connection has listed the path. So its mount is gone only for now, and the pull tries again.
+        // An earlier connection has listed the path, so its mount is probably missing only temporarily. The pull tries
+        // again.
         PullError::Remote { host, message, .. } if state.was_listed => PullError::Remote {
             host,
             kind: ErrorKind::Stale,
@@ -269,7 +271,7 @@ fn attempt(
     Ok(plan)
 }
 
-/// Returns an error if a file of the plan was not closed by its writers. The error names the first one and counts
+/// Fails if the writers of a file of the plan have not closed it. The error names the first such file and counts the
 /// others.
 fn check_complete(host: &str, request: &PullRequest, plan: &Plan) -> Result<(), PullError> {
     let mut unfinished = plan
@@ -302,8 +304,8 @@ pub fn list_entries(host: &str, route: &Route, path: &BytePath) -> Result<Vec<En
     check_entries(entries).map_err(|what| peer.implausible(what))
 }
 
-/// Lists a directory of another host: one item for each name in it. For a file, the list has one item with an empty
-/// name.
+/// Lists a directory of another host: one item for each name in the directory. For a file, the list has one item with
+/// an empty name.
 pub fn list(host: &str, route: &Route, path: &BytePath) -> Result<Vec<Listed>, PullError> {
     let entries = list_entries(host, route, path)?;
     if entries[0].kind != EntryKind::Directory {
@@ -315,7 +317,8 @@ pub fn list(host: &str, route: &Route, path: &BytePath) -> Result<Vec<Listed>, P
     Ok(listed)
 }
 
-/// Combines the endings of two files of a checkpoint. `Open` comes first, because an open checkpoint can still change.
+/// Combines the endings of two files of a checkpoint. `Open` takes precedence, because an open checkpoint can still
+/// change.
 fn combine_endings(a: Ending, b: Ending) -> Ending {
     match (a, b) {
         (Ending::Open, _) | (_, Ending::Open) => Ending::Open,

@@ -4,16 +4,16 @@
 //!   record = length of ciphertext and tag, 2 bytes, most significant first │ ciphertext │ tag, 16 bytes
 //! ```
 //!
-//! Messages are encrypted on every connection. Bytes of files travel between two records of messages. They are
-//! encrypted by a [`DataCipher`], or plain, and then a message has their [`BlockMac`](crate::block_mac::BlockMac).
+//! Messages are encrypted on every connection. Bytes of files are sent between two records of messages. They are
+//! encrypted by a [`DataCipher`]; or they are plain, and a message has their [`BlockMac`](crate::block_mac::BlockMac).
 //!
 //! Promises
-//! * Each message in either direction is in records that are encrypted and authenticated (ChaCha20-Poly1305).
-//! * Records are numbered. A record that was changed, left out, repeated, moved, or comes from another connection ends
-//!   the connection, and no byte of it is returned. A cut connection is noticed because the rest of an answer is
+//! * All messages in both directions are sent in records that are encrypted and authenticated (ChaCha20-Poly1305).
+//! * Records are numbered. A record ends the connection if it was changed, left out, repeated or moved, or comes from
+//!   another connection; no byte of it is returned. A cut connection is detected, because the end of an answer is
 //!   missing.
-//! * An attacker that learns the shared key later cannot read earlier recordings, because the keys of records come from
-//!   ephemeral keys.
+//! * An attacker that learns the shared key later cannot read earlier recordings, because the keys of records are
+//!   derived from ephemeral keys.
 //!
 //! The sizes and times of records are not hidden.
 
@@ -44,7 +44,7 @@ const EXCHANGE_BYTES: usize = PUBLIC_KEY_BYTES + TAG_BYTES;
 pub(crate) struct Exchange(HandshakeState);
 
 impl Exchange {
-    /// Begins the puller's side. `prologue` is what both sides have sent and received before; it must be equal on both.
+    /// Begins the puller's side. `prologue` is the data that was exchanged before; it must be equal on both sides.
     pub(crate) fn begin(shared_key: &[u8; 32], prologue: &[u8]) -> Self {
         let state = builder(shared_key, prologue).and_then(Builder::build_initiator);
         Self(state.expect("the pattern needs a prologue and a shared key only"))
@@ -60,14 +60,14 @@ impl Exchange {
     pub(crate) fn write(&mut self, payload: &[u8]) -> Result<Vec<u8>, WireError> {
         let mut message = vec![0; EXCHANGE_BYTES + payload.len()];
         let written = self.0.write_message(payload, &mut message);
-        // The only possible failure is that the kernel gives no random numbers.
+        // The only possible failure is that the kernel supplies no random numbers.
         let length = written.map_err(|error| io::Error::other(error.to_string()))?;
         message.truncate(length);
         Ok(message)
     }
 
-    /// Reads the other side's message and returns its payload. It is an error if the other side has another key or
-    /// another prologue.
+    /// Reads the other side's message and returns its payload. Fails if the other side has another key or another
+    /// prologue.
     pub(crate) fn read(&mut self, message: &[u8]) -> Result<Vec<u8>, WireError> {
         let mut payload = vec![0; message.len()];
         let read = self.0.read_message(message, &mut payload);
@@ -104,14 +104,14 @@ pub(crate) struct Cipher {
     plain_used: usize,
 }
 
-/// Error: a record was changed on its way, or is not the next one.
+/// Error: a record was changed on its way, or is not the next record.
 #[derive(Debug)]
 struct Tampered;
 
 impl fmt::Display for Tampered {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(
-            "what arrived is not what was sent: it was changed, repeated or left out on its way",
+            "a received record is not what was sent: it was changed, repeated or left out on its way",
         )
     }
 }
@@ -123,7 +123,7 @@ pub(crate) fn tampered() -> io::Error {
 }
 
 impl Cipher {
-    /// Whether a part of the last record was not returned yet.
+    /// Whether some bytes of the last record were not returned yet.
     fn has_rest(&self) -> bool {
         self.plain_used < self.plain.len()
     }
@@ -171,8 +171,8 @@ impl Cipher {
         Ok(())
     }
 
-    /// Receives the next record. If it fits into `into` it is decrypted there, and its size is returned. Else it is
-    /// decrypted into [`Cipher::plain`], and 0 is returned.
+    /// Receives the next record. If it fits into `into`, decrypts it there and returns its size. Otherwise decrypts it
+    /// into [`Cipher::plain`] and returns 0.
     fn receive_record<T: Transport>(
         &mut self,
         inner: &mut T,
@@ -240,7 +240,8 @@ impl<T> Sealed<T> {
 impl<T: Transport> Sealed<T> {
     /// Receives bytes of a message.
     pub(crate) fn receive(&mut self, into: &mut [u8], deadline: Instant) -> io::Result<()> {
-        // A message begins after the last record of data. A rest of that record means that its length was changed.
+        // A message begins after the last record of data. If bytes of that record are left, the announced length was
+        // wrong.
         if self.data.as_ref().is_some_and(|data| data.has_rest()) {
             return Err(tampered());
         }
@@ -260,7 +261,7 @@ impl<T: Transport> Sealed<T> {
 
     /// Receives bytes of a file.
     pub(crate) fn receive_data(&mut self, into: &mut [u8], deadline: Instant) -> io::Result<()> {
-        // Data begins after the last record of a message. A rest of that record means that the announced length is
+        // Data begins after the last record of a message. If bytes of that record are left, the announced length was
         // wrong.
         if self.cipher.as_ref().is_some_and(|cipher| cipher.has_rest()) {
             return Err(tampered());
@@ -345,7 +346,7 @@ mod tests {
         Ok((puller.finish(), agent.finish()))
     }
 
-    /// Makes the two ends of a connection with encrypted data: puller and agent.
+    /// Makes the two ends of a connection with encrypted data: the puller's and the agent's.
     fn ends() -> [Sealed<Wire>; 2] {
         let (puller, agent) = ciphers(&KEY, &KEY).unwrap();
         let key = BlockKey::random().unwrap();

@@ -1,14 +1,14 @@
-//! The agent's server: accepts connections, bounds their number and time, and gives each one a thread.
+//! The agent's server: accepts connections, bounds their number and time, and starts a thread for each one.
 //!
-//! A *stranger* is a peer that has not proved yet that it has the key. After the handshake the connection becomes a
+//! A *stranger* is a peer that has not yet proved that it has the key. After the handshake the connection becomes a
 //! session (`crate::session`).
 //!
 //! Invariants
-//! * There are at most `STRANGERS_MAX` strangers, each for at most [`HANDSHAKE_LIMIT`]. A further one replaces the
-//!   stranger that has been silent longest (`crate::strangers`).
+//! * There are at most `STRANGERS_MAX` strangers, each for at most [`HANDSHAKE_LIMIT`]. A further stranger replaces an
+//!   earlier one (`crate::strangers`).
 //! * There are at most `SESSIONS_MAX` sessions. A further connection is closed after its handshake.
 //! * Refused connections add at most one line to the log in `REFUSAL_LOG_INTERVAL`.
-//! * A connection takes a thread and a buffer of one frame. The frame of a stranger has at most
+//! * A connection has a thread and a buffer of one frame. The frame of a stranger has at most
 //!   [`crate::message::HANDSHAKE_BYTES_MAX`] bytes.
 
 use std::io;
@@ -40,13 +40,13 @@ use crate::strangers::{Stranger, Strangers};
 use crate::transport::{Stream, Transport};
 use crate::transport_choice::TransportChoice;
 
-/// Longest time of a handshake.
+/// Maximum time of a handshake.
 pub const HANDSHAKE_LIMIT: Duration = Duration::from_secs(5);
-/// Maximum number of sessions. Each takes one of the 64 connections that a firnd serves.
+/// Maximum number of sessions. Each session uses one of the 64 connections that a firnd serves.
 const SESSIONS_MAX: usize = 16;
-/// Shortest time between two lines of the log about refused connections.
+/// Minimum time between two log lines about refused connections.
 const REFUSAL_LOG_INTERVAL: Duration = Duration::from_secs(10);
-/// Pause after a failed accept(2), because the lack of descriptors or memory may last.
+/// Pause after a failed accept(2), because a lack of descriptors or memory may persist.
 const ACCEPT_RETRY_PAUSE: Duration = Duration::from_millis(50);
 
 /// Level of a line of the log.
@@ -54,7 +54,7 @@ const ACCEPT_RETRY_PAUSE: Duration = Duration::from_millis(50);
 pub enum Level {
     /// An event that an operator should know of.
     Event,
-    /// A step of the protocol, with its number in figure 3 of CRUISE.
+    /// A step of the protocol, with its number in figure 3 of the CRUISE paper.
     Step,
 }
 
@@ -66,7 +66,7 @@ pub struct Log {
 }
 
 impl Log {
-    /// Makes a log that passes its lines to `write`. Lines of [`Level::Step`] are left out unless `with_steps`.
+    /// Makes a log that passes its lines to `write`. Lines of [`Level::Step`] are omitted unless `with_steps`.
     pub fn new(write: impl Fn(&str) + Send + Sync + 'static, with_steps: bool) -> Self {
         Self {
             write: Arc::new(write),
@@ -74,7 +74,7 @@ impl Log {
         }
     }
 
-    /// Writes a line, if lines of its level are wanted. `text` is called only then.
+    /// Writes a line if lines of its level are enabled. Only then is `text` called.
     pub(crate) fn say(&self, level: Level, text: impl FnOnce() -> String) {
         if level == Level::Event || self.with_steps {
             (self.write)(&text());
@@ -88,10 +88,11 @@ pub struct AgentOptions {
     pub path: PathBuf,
     /// Address to listen at.
     pub listen: SocketAddr,
-    /// Name or address at which pullers reach this host. `None` means that of `listen`, or the host's name if `listen`
-    /// is unspecified.
+    /// Name or address at which pullers reach this host. `None` means the address of `listen`, or the host's name if
+    /// `listen` is unspecified.
     pub address: Option<String>,
-    /// Name of this host for pullers and partners. `None` means the name in the mount's options, or else the system's.
+    /// Name of this host for pullers and partners. `None` means the name in the mount's options, or otherwise the
+    /// system's name.
     pub host: Option<String>,
     /// Maximum size of the partner copies of other hosts' files. `None` means the size of the arena.
     pub partner_bytes_max: Option<u64>,
@@ -99,7 +100,7 @@ pub struct AgentOptions {
     pub hold_max: Option<u64>,
     /// Whether bytes of files are encrypted.
     pub encrypt: Encrypt,
-    /// MUNGE, if pullers may show a credential of it instead of the key.
+    /// MUNGE, if pullers may present a MUNGE credential instead of the key.
     pub munge: Option<Munge>,
     /// Transports that pullers may choose.
     pub transport: TransportChoice,
@@ -111,7 +112,7 @@ pub struct AgentOptions {
 pub struct Agent {
     mount: Mount,
     service: Arc<PartnerService>,
-    /// The mount's options of partners and the failure domains. `None` if the mount wants no partner, or after
+    /// The mount's options for partners, and the failure domains. `None` if the mount wants no partner, or after
     /// [`Agent::seek_partner`].
     partner: Option<(PartnerStatus, Domains)>,
     listener: TcpListener,
@@ -136,7 +137,7 @@ struct Shared {
     refusals: Mutex<Refusals>,
 }
 
-/// Refused connections that the log does not mention yet.
+/// Refused connections that are not yet in the log.
 #[derive(Default)]
 struct Refusals {
     /// When the log mentioned a refusal last.
@@ -168,7 +169,7 @@ impl Agent {
         };
         let listener = TcpListener::bind(options.listen).map_err(failed)?;
         let bound = listener.local_addr().map_err(failed)?;
-        // The record keeps the partners of an earlier agent, because they have its copies until another partner does.
+        // The record keeps the partners of an earlier agent, because they have its copies until a new partner has them.
         let earlier = KeyFile::load(&mount.backing, &host).ok();
         let key_file = KeyFile {
             address: advertised_address(bound, options.address.as_deref(), &host),
@@ -220,8 +221,8 @@ impl Agent {
         &self.mount.mount_point
     }
 
-    /// Returns a function for the end of the agent. It removes the record from the backing, and copies that are not
-    /// needed from memory. It may be called from any thread.
+    /// Returns a function for the end of the agent. The function removes the record from the backing, and unneeded
+    /// copies from memory. It may be called from any thread.
     pub fn remover(&self) -> impl Fn() + Send + 'static {
         let file = self.key_file.clone();
         let service = Arc::clone(&self.service);
@@ -239,8 +240,8 @@ impl Agent {
             return Ok(());
         };
         let service = Arc::clone(&self.service);
-        // An earlier agent of this host may have copied files of other hosts. These hosts are followed again. The
-        // copies are dropped if their source has another partner by now.
+        // An earlier agent of this host may have copied files of other hosts. This agent follows these hosts again. If
+        // a host has another partner now, the copies of its files are dropped.
         for source in service.copies.hosts() {
             if let Err(error) = service.adopt(&source) {
                 service
@@ -262,7 +263,7 @@ impl Agent {
     /// Accepts connections until an error or the end of the process.
     pub fn serve(&self) -> Result<std::convert::Infallible, AgentError> {
         let failed = |error| AgentError::Io {
-            what: "cannot take connections",
+            what: "cannot accept connections",
             error,
         };
         self.listener.set_nonblocking(true).map_err(failed)?;
@@ -279,7 +280,7 @@ impl Agent {
         }
     }
 
-    /// Waits for a connection, but at most until the next line about refusals may be due.
+    /// Waits for a connection, at most until the next log line about refusals may be due.
     fn wait_for_connection(&self) -> io::Result<()> {
         let timeout = Timespec::try_from(REFUSAL_LOG_INTERVAL).ok();
         let mut listener = [PollFd::new(&self.listener, PollFlags::IN)];
@@ -299,7 +300,7 @@ impl Agent {
         let thread = std::thread::Builder::new().name("agent-puller".into());
         let started = thread.spawn(move || shared.serve(socket, from, stranger));
         if let Err(error) = started {
-            let text = format!("no thread for it: {error}");
+            let text = format!("cannot start a thread for the connection: {error}");
             self.shared.log_refusals(Some((from, &text)));
         }
     }
@@ -347,14 +348,14 @@ impl Shared {
         Ok((link, Offer { transport, near }))
     }
 
-    /// Serves a connection after its handshake, unless there are as many sessions as allowed.
+    /// Serves a connection after its handshake, unless the number of sessions is at its maximum.
     fn serve_link(
         self: &Arc<Self>,
         (link, offer): (Link<Stream>, Offer),
         from: SocketAddr,
     ) -> Result<Sent, WireError> {
         let Some(_session) = SessionSlot::take(self) else {
-            let text = format!("{SESSIONS_MAX} pullers are connected, and no more at once");
+            let text = format!("{SESSIONS_MAX} pullers are connected, the maximum");
             self.log_refusals(Some((from, &text)));
             return Err(WireError::Ended);
         };
@@ -371,7 +372,7 @@ impl Shared {
         served.map(|()| sent)
     }
 
-    /// Counts a refused connection, with the reason, and logs the refusals that are due. With `None` it only logs.
+    /// Counts a refused connection and stores the reason. Logs the refusals that are due. With `None` it only logs.
     fn log_refusals(&self, refused: Option<(SocketAddr, &str)>) {
         let line = {
             let refusals = self.refusals.lock();
@@ -389,7 +390,7 @@ impl Shared {
 }
 
 impl Refusals {
-    /// Returns the line to log now, and forgets the refusals in it. Returns `None` if there are none, or if the last
+    /// Returns the line to log now, and resets the counted refusals. Returns `None` if there are none, or if the last
     /// line is too recent.
     fn next_line(&mut self, now: Instant) -> Option<String> {
         let is_recent = |logged_at: Instant| now.duration_since(logged_at) < REFUSAL_LOG_INTERVAL;
@@ -405,7 +406,7 @@ impl Refusals {
     }
 }
 
-/// Serves one puller over the pipes of an ssh connection, by which it has started this agent. ssh has authenticated it.
+/// Serves one puller over the pipes of an ssh connection that started this agent. ssh has authenticated the puller.
 pub fn serve_pipes(
     input: OwnedFd,
     output: OwnedFd,
@@ -427,7 +428,7 @@ fn serve_transport<T: Transport>(
     Session::new(link, None, holds.as_ref(), None, log).serve()
 }
 
-/// One of the [`SESSIONS_MAX`] sessions. Dropping it makes room for another one.
+/// One of the [`SESSIONS_MAX`] sessions. Dropping it releases the slot.
 struct SessionSlot(Arc<Shared>);
 
 impl SessionSlot {
@@ -453,7 +454,7 @@ fn name_of_host() -> String {
     name.nodename().to_string_lossy().into_owned()
 }
 
-/// Reads the file of failure domains that the mount's options name. It is an error if the wanted partner is this host.
+/// Reads the file of failure domains that the mount's options name. Fails if the wanted partner is this host.
 fn read_domains(
     host: &str,
     partner: PartnerStatus,
@@ -473,7 +474,8 @@ fn read_domains(
     Ok((partner, domains))
 }
 
-/// Whether accept(2) may succeed later: the peer has gone, a signal came, or descriptors or memory are short.
+/// Whether accept(2) may succeed later: the peer is gone, a signal interrupted the call, or descriptors or memory are
+/// short.
 fn is_transient(error: &io::Error) -> bool {
     let shortages = [libc::EMFILE, libc::ENFILE, libc::ENOBUFS, libc::ENOMEM];
     matches!(
@@ -484,10 +486,10 @@ fn is_transient(error: &io::Error) -> bool {
         .is_some_and(|errno| shortages.contains(&errno))
 }
 
-/// Returns the address that pullers are to connect to.
+/// Returns the address to which pullers must connect.
 ///
-/// `configured` may be a name, an IPv4 or IPv6 address, or a name with a port. Without it the bound address is used, or
-/// the host's name if the bound address is unspecified.
+/// `configured` may be a name, an IPv4 or IPv6 address, or a name with a port. If it is `None`, the bound address is
+/// used, or the host's name if the bound address is unspecified.
 fn advertised_address(bound: SocketAddr, configured: Option<&str>, host: &str) -> String {
     let port = bound.port();
     match configured {
@@ -503,7 +505,7 @@ fn advertised_address(bound: SocketAddr, configured: Option<&str>, host: &str) -
     }
 }
 
-/// Returns the line of the log at the end of a session.
+/// Returns the log line for the end of a session.
 fn summary(from: SocketAddr, sent: Sent, started_at: Instant) -> String {
     let Sent { files, bytes } = sent;
     let seconds = started_at.elapsed().as_secs_f64();
@@ -532,7 +534,7 @@ mod tests {
         let mut refusals = Refusals::default();
         let started_at = Instant::now();
         let mut lines = Vec::new();
-        // 1,000 a second for 25 seconds.
+        // 1,000 refusals per second for 25 seconds.
         for number in 0..25_000_u64 {
             refusals.last = format!("stranger {number}");
             refusals.count += 1;

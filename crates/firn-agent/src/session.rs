@@ -1,7 +1,7 @@
 //! One connection of an agent: receives requests and answers them one after the other.
 //!
-//! A puller's connection lists a path, and then opens, reads, checks and releases files of that list. The connection of
-//! a partner (*following*) lists held files and marks those of which the partner has a copy.
+//! A puller's connection lists a path, and then opens, reads, checks and releases files of that list. A *following*
+//! connection of a partner lists held files and marks those of which the partner has a copy.
 //!
 //! Promises
 //! * A connection holds at most [`FILES_MAX`] files, and none after its end or after the next list.
@@ -30,20 +30,21 @@ use crate::transport::Transport;
 
 /// Maximum number of files that one connection holds.
 const FILES_MAX: usize = 64;
-/// Longest time without a request of a puller. The puller's disk may stall that long.
+/// Maximum time without a request of a puller. The puller's disk may stall for that time.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(120);
-/// Longest time without a request of a partner. After it the partner counts as dead, and its marks do not count.
+/// Maximum time without a request of a partner. After that time the partner counts as dead, and its marks become void.
 const FOLLOWER_IDLE_TIMEOUT: Duration = Duration::from_secs(10);
-/// Longest time for one answer of at most [`BLOCK_BYTES`]: a puller must receive 9 KB/s.
+/// Maximum time for one answer of at most [`BLOCK_BYTES`]: a puller must receive at least 9 KB/s.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(120);
-/// Bytes of a frame for entries. The rest is for the JSON around them.
+/// Bytes of a frame for entries. The remaining bytes are for the JSON around them.
 const ENTRIES_BYTES: usize = FRAME_BYTES_MAX - 1024;
-/// Longest JSON of an entry without its path and link target.
+/// Maximum length of the JSON of an entry without its path and link target.
 const ENTRY_JSON_BYTES: usize = 320;
-/// Longest JSON of one byte of a path: a control character becomes `\u001b`, a byte that is not UTF-8 `\\xe9`.
+/// Maximum length of the JSON of one byte of a path: a control character becomes `\u001b`, a byte that is not UTF-8
+/// `\\xe9`.
 const JSON_BYTES_PER_NAME_BYTE: usize = 6;
 
-/// Bytes sent after which firnd is told again.
+/// Number of sent bytes after which their count is reported to firnd again.
 const REPORT_BYTES: u64 = 64 << 20;
 
 /// Files and bytes that a connection has sent, for the log and the status.
@@ -55,41 +56,43 @@ pub(crate) struct Sent {
 
 /// One connection of an agent; see the head of this file.
 ///
-/// Fields are dropped in their order, which matters for some of them.
+/// The order of the fields matters, because they are dropped in this order.
 pub(crate) struct Session<'a, T> {
     link: Link<T>,
-    /// Mount point of the mount that the agent serves. `None` for an agent of ssh, where the listed path decides.
+    /// Mount point of the mount that the agent serves. `None` for an agent of ssh, whose mount the listed path
+    /// determines.
     scope: Option<&'a Path>,
     /// Bound of held bytes that all connections share; `None` for an agent of ssh.
     holds: Option<&'a Arc<Holds>>,
     log: &'a Log,
     /// Partners of this host and hosts whose partner it is; `None` for an agent of ssh.
     service: Option<&'a Arc<PartnerService>>,
-    /// Memory that the puller may read by libfabric. It comes before `files`, because the right to read must end before
-    /// the files are released.
+    /// Memory that the puller may read by libfabric. It precedes `files`, because the right to read must end before the
+    /// files are released.
     exposure: Option<Exposure>,
-    /// Held files by their number. They come before `origin`, because a chunk list must end before its connection.
+    /// Held files by their number. They precede `origin`, because a chunk list must end before its connection.
     files: BTreeMap<u32, OriginFile>,
-    /// Where files are opened; `None` before the first list.
+    /// The origin from which files are opened; `None` before the first list.
     origin: Option<Origin>,
     offer: Offer,
-    /// Set if the other side is a partner that follows this host.
+    /// `Some` if the other side is a partner that follows this host.
     following: Option<Following>,
     sent: Sent,
-    /// The part of `sent` that firnd has been told.
+    /// The part of `sent` that was already reported to firnd.
     reported: Sent,
 }
 
-/// State of a connection whose other side is the partner of this host, or a former one.
+/// State of a connection whose other side is the partner of this host, or a former partner.
 struct Following {
-    /// The right to be the follower. It is dropped before `source`, whose connection the marks depend on.
+    /// The right to be the follower. It precedes `source`, because it must end before the connection on which the marks
+    /// depend.
     registration: Registration,
     /// The mount, over the connection on which files are marked.
     source: Source,
     /// Name of the partner.
     host: String,
-    /// Note about this partner that the status shows if the partner itself sets none. `None` for a former partner,
-    /// which firnd is not told of.
+    /// Note about this partner for the status, used if the partner itself sets none. `None` for a former partner, of
+    /// which firnd is not notified.
     note: Option<String>,
     /// The held files of the last list, each with the number of changes that the partner has marked since.
     marks: BTreeMap<BytePath, Option<u64>>,
@@ -141,7 +144,7 @@ impl<'a, T: Transport> Session<'a, T> {
                 && !following.registration.record_request()
             {
                 return Err(WireError::OutOfTurn(
-                    "it follows by another connection".into(),
+                    "the partner follows over another connection".into(),
                 ));
             }
             self.answer(request)?;
@@ -208,7 +211,7 @@ impl<'a, T: Transport> Session<'a, T> {
         path: &BytePath,
         listed: Result<(BytePath, Vec<Entry>), SourceError>,
     ) -> Result<(), WireError> {
-        // The timeout begins after the list was made, because a large tree may take longer.
+        // The deadline is set after the list was made, because listing a large tree may take longer than the timeout.
         let deadline = Instant::now() + ANSWER_TIMEOUT;
         match listed {
             Ok((relative, entries)) => {
@@ -235,8 +238,8 @@ impl<'a, T: Transport> Session<'a, T> {
             .map_err(|error| self.mark_stale_if_unmounted(error))
     }
 
-    /// Makes an error stale if the mount of this agent is gone. A killed firnd may soon be mounted again, so the puller
-    /// is to try again.
+    /// Makes an error stale if the mount of this agent is gone. The mount of a killed firnd may soon return, so the
+    /// puller should try again.
     fn mark_stale_if_unmounted(&self, error: SourceError) -> SourceError {
         SourceError {
             kind: match self.scope {
@@ -247,7 +250,7 @@ impl<'a, T: Transport> Session<'a, T> {
         }
     }
 
-    /// Lists partner copies. `path` is `HOST/path`: the name of the host that held the files, and a path there.
+    /// Lists partner copies. `path` is `HOST/path`: the name of the host that held the files, and a path on that host.
     fn list_copies(&mut self, path: &BytePath) -> Result<(BytePath, Vec<Entry>), SourceError> {
         let copies = match self.service {
             Some(service) => Arc::clone(&service.copies),
@@ -266,7 +269,7 @@ impl<'a, T: Transport> Session<'a, T> {
         Ok(Copies::new(Copies::beside(region.as_path()), 0))
     }
 
-    /// Lists held files. For a partner, only those that the partner is to copy are listed as closed.
+    /// Lists held files. For a partner, only the files that the partner must copy are listed as closed.
     fn list_held(&mut self, path: &BytePath) -> Result<(BytePath, Vec<Entry>), SourceError> {
         if let Some(following) = &mut self.following {
             return Ok((path.clone(), following.list(path)?));
@@ -290,8 +293,8 @@ impl<'a, T: Transport> Session<'a, T> {
         self.origin = None;
     }
 
-    /// Opens the mount for a new list. It is opened each time, because it may have been mounted again since the last
-    /// list.
+    /// Opens the mount for a new list. It is opened for each list, because it may have been mounted again since the
+    /// last one.
     fn open_source(&mut self, path: &Path) -> Result<Source, SourceError> {
         self.forget_list();
         let source = Source::open(self.scope.unwrap_or(path), self.holds)?;
@@ -309,8 +312,8 @@ impl<'a, T: Transport> Session<'a, T> {
         Ok((relative, entries))
     }
 
-    /// Returns the path on this host that a puller means. An empty path means the served mount, or for an agent of ssh
-    /// the only mount of this user.
+    /// Returns the path on this host that corresponds to a puller's path. An empty path means the served mount; for an
+    /// agent of ssh, the only mount of this user.
     fn resolve(&self, path: &BytePath) -> Result<PathBuf, SourceError> {
         if !path.is_empty() {
             if path.as_path().is_absolute() {
@@ -330,8 +333,8 @@ impl<'a, T: Transport> Session<'a, T> {
         }
     }
 
-    /// Holds a file under a number. The reply is `Full` if this connection holds as many files as it may or has the
-    /// number already, or if the agent holds as many bytes as it may.
+    /// Holds a file under a number. The reply is `Full` in three cases: this connection holds the maximum number of
+    /// files, the number is in use, or the agent holds the maximum number of bytes.
     fn open(&mut self, file: u32, path: &BytePath) -> Result<Reply, SourceError> {
         if self.files.len() >= FILES_MAX || self.files.contains_key(&file) {
             return Ok(Reply::Full);
@@ -347,7 +350,7 @@ impl<'a, T: Transport> Session<'a, T> {
         Ok(Reply::Opened { bytes, changes })
     }
 
-    /// Answers `Read` by sending bytes. With a staging buffer it answers `Place` by saying where the bytes are.
+    /// Answers `Read` by sending bytes. With a staging buffer, answers `Place` by sending the addresses of the bytes.
     fn answer_read(
         &mut self,
         file: u32,
@@ -392,7 +395,7 @@ impl<'a, T: Transport> Session<'a, T> {
             Ok(()) => {
                 if buffer.is_some() {
                     self.log.say(Level::Step, || {
-                        format!("(5) told where {count} bytes of file {file} from {offset} on are")
+                        format!("(5) sent the addresses of {count} bytes of file {file} from {offset} on")
                     });
                 }
                 self.sent.bytes += count;
@@ -402,7 +405,7 @@ impl<'a, T: Transport> Session<'a, T> {
                 Ok(())
             }
             Err(SendError::Wire(error)) => Err(error),
-            // A part of the answer may have been sent, so the puller would take an error for the next part.
+            // A part of the answer may already be sent, so the puller would take an error message for the next part.
             Err(SendError::Source(error)) => {
                 Err(WireError::Io(std::io::Error::other(error.message)))
             }
@@ -443,7 +446,7 @@ impl<'a, T: Transport> Session<'a, T> {
         })
     }
 
-    /// Checks whether the bytes that were read of a file are one state of it.
+    /// Checks whether the bytes that were read of a file are one state of the file.
     fn check(&mut self, file: u32) -> Result<Reply, SourceError> {
         let held = self.files.get(&file).ok_or_else(|| file_not_held(file))?;
         if self.exposure.is_some() {
@@ -463,11 +466,11 @@ impl<'a, T: Transport> Session<'a, T> {
             self.report();
         }
         self.log
-            .say(Level::Step, || format!("(9) let go of file {file}"));
+            .say(Level::Step, || format!("(9) released file {file}"));
         Reply::Done
     }
 
-    /// Tells firnd what was sent since the last report.
+    /// Reports to firnd what was sent since the last report.
     fn report(&mut self) {
         if let Some(Origin::Mount(source)) = &self.origin {
             source.report(
@@ -480,13 +483,13 @@ impl<'a, T: Transport> Session<'a, T> {
 
     // ---- partners ------------------------------------------------------------------------------
 
-    /// Begins to follow a host that wants this host as its partner.
+    /// Begins to follow a host that requests this host as its partner.
     fn adopt(&self, host: &str) -> Result<Reply, SourceError> {
         let adopted = self.service()?.adopt(host);
         adopted.map(|()| Reply::Done).map_err(refused)
     }
 
-    /// Makes this connection that of the partner `host`, and returns which firnd and arena the partner follows.
+    /// Makes this connection that of the partner `host`. Returns the incarnation of the followed firnd, and its arena.
     fn follow(&mut self, host: String) -> Result<Reply, SourceError> {
         let (registration, note) = self.service()?.register_follower(&host)?;
         let source = self.open_source(&self.resolve(&BytePath::default())?)?;
@@ -504,7 +507,7 @@ impl<'a, T: Transport> Session<'a, T> {
         Ok(Reply::Following { incarnation, arena })
     }
 
-    /// Records that the follower has a copy of a file. firnd is told only of the marks of the current partner.
+    /// Records that the follower has a copy of a file. Only marks of the current partner are passed to firnd.
     fn mark(&mut self, path: &BytePath, changes: u64) -> Result<Reply, SourceError> {
         let following = self.following.as_mut().ok_or_else(not_following)?;
         if following.note.is_some() {
@@ -535,7 +538,7 @@ impl<'a, T: Transport> Session<'a, T> {
     fn origin(&self) -> Result<&Origin, SourceError> {
         self.origin.as_ref().ok_or_else(|| SourceError {
             kind: ErrorKind::Refused,
-            message: "a puller lists before it opens".into(),
+            message: "the request is not allowed before a list".into(),
         })
     }
 }
@@ -543,8 +546,8 @@ impl<'a, T: Transport> Session<'a, T> {
 impl Following {
     /// Lists held files for the follower, and adjusts the list to its role.
     ///
-    /// A former partner sees unmarked files as open, so that only the current partner copies them. A dismissed one sees
-    /// an empty mount, after which it drops its copies.
+    /// A former partner sees unmarked files as open, so that only the current partner copies them. A dismissed partner
+    /// sees an empty mount, and then drops its copies.
     fn list(&mut self, path: &BytePath) -> Result<Vec<Entry>, SourceError> {
         let role = self.registration.role();
         let mut entries = match role {
@@ -555,8 +558,8 @@ impl Following {
                 return Err(refused(format!("{host} is not the partner any more")));
             }
         };
-        // A former partner that has become the partner must follow anew. Only then firnd is told of it and takes its
-        // marks.
+        // A former partner that has become the partner must follow again. Only then does firnd know of it and accept
+        // its marks.
         if role == Role::Partner && self.note.is_none() {
             return Err(SourceError {
                 kind: ErrorKind::Stale,
@@ -572,10 +575,10 @@ impl Following {
             let mark = self.marks.get(&full_path).copied().flatten();
             let is_marked = mark == Some(held.changes);
             marks.insert(full_path, mark.filter(|_| is_marked));
-            // A mark of another host does not count for this follower, which must mark the file too.
+            // The mark of another host does not count for this follower, which must mark the file itself.
             held.partnered &= is_marked;
             if role == Role::Former && !is_marked {
-                // A follower copies closed files only, and this file is for the current partner to copy.
+                // Followers copy only closed files. This file must be copied by the current partner.
                 entry.mark_open();
             }
         }
@@ -587,9 +590,9 @@ impl Following {
     }
 }
 
-/// Makes the error of a request that is allowed after `Follow` only.
+/// Makes the error of a request that is only allowed after `Follow`.
 fn not_following() -> SourceError {
-    refused("this connection does not follow".into())
+    refused("this connection is not one of a partner".into())
 }
 
 fn refused(message: String) -> SourceError {
@@ -609,13 +612,13 @@ fn buffer_not_exposed(buffer: u32) -> SourceError {
     ))
 }
 
-/// Refuses a request for no bytes, or for more than a block.
+/// Refuses a request for zero bytes, or for more than a block.
 fn check_range(bytes: u64) -> Result<(), SourceError> {
     if (1..=BLOCK_BYTES).contains(&bytes) {
         return Ok(());
     }
     Err(refused(format!(
-        "{bytes} bytes are not between 1 and {BLOCK_BYTES}"
+        "a request for {bytes} bytes: 1 to {BLOCK_BYTES} are allowed"
     )))
 }
 

@@ -4,9 +4,9 @@
 //! in the spill file, in the backing, or in a hole.
 //!
 //! Promises
-//! * Bytes in memory are handed to a [`DataPath`] without a copy. Bytes of the spill file and of the backing pass
+//! * Bytes in memory are passed to a [`DataPath`] without a copy. Bytes of the spill file and of the backing pass
 //!   through one buffer of [`COPY_BYTES`].
-//! * No path leads out of the mount. Each component is resolved by itself, and no symbolic link is followed.
+//! * No path leads out of the mount. Each component is resolved separately, and no symbolic link is followed.
 //!
 //! This module relies on S-chunks-1: bytes in memory do not change until their chunk list is released.
 
@@ -36,16 +36,16 @@ use crate::message::{
 };
 use crate::transport::Transport;
 
-/// Bytes that are copied at a time where sendfile(2) cannot be used: few enough to be in the processor's cache for the
-/// checksum.
+/// Bytes that are copied at a time if sendfile(2) cannot be used: few enough that they are still in the processor's
+/// cache for the checksum.
 pub(crate) const COPY_BYTES: usize = 128 << 10;
 
 /// Permission bits of an entry, with the set-id and sticky bits.
 const MODE_BITS: u32 = 0o7777;
-/// The default bound of held bytes is the size of the arena divided by this.
+/// Divisor of the arena's size that yields the default bound of held bytes.
 const DEFAULT_HOLD_DIVISOR: u64 = 4;
 
-/// Why the mount cannot answer a request, in the words of a reply.
+/// The reason why the mount cannot answer a request, as the kind and text of a reply.
 pub(crate) struct SourceError {
     pub(crate) kind: ErrorKind,
     pub(crate) message: String,
@@ -80,11 +80,12 @@ impl From<ClientError> for SourceError {
     }
 }
 
-/// Why the bytes of a file could not be sent. The connection is over in both cases.
+/// The reason why the bytes of a file could not be sent. The connection ends in both cases.
 pub(crate) enum SendError {
     /// The connection failed.
     Wire(WireError),
-    /// The file could not be read. The puller may have received a part of the answer and waits for the rest of it.
+    /// The file could not be read. The puller may have received a part of the answer, and waits for the rest of the
+    /// answer.
     Source(SourceError),
 }
 
@@ -126,7 +127,7 @@ pub(crate) struct Source {
 pub(crate) struct HeldFile {
     list: ChunkList,
     path: BytePath,
-    /// The file opened for reading; `None` until a byte is needed that only the backing has.
+    /// The file opened for reading; `None` until bytes are needed that only the backing has.
     backing: Option<File>,
     /// Buffer for bytes that must be copied; empty until the first copy.
     buffer: Vec<u8>,
@@ -135,7 +136,7 @@ pub(crate) struct HeldFile {
 }
 
 impl Source {
-    /// Opens the mount that `path` is on, and maps its memory. Without `holds` the default bound of held bytes applies.
+    /// Opens the mount of `path`, and maps its memory. If `holds` is `None`, the default bound of held bytes applies.
     pub(crate) fn open(path: &Path, holds: Option<&Arc<Holds>>) -> Result<Self, SourceError> {
         let mount_info = firn_client::find(path)?.mount;
         let mount = Arc::new(OpenMount::open(&mount_info.mount_point)?);
@@ -149,13 +150,13 @@ impl Source {
         })
     }
 
-    /// Adds the sent files and bytes to the status of the mount. An error is ignored, because the next request to firnd
+    /// Adds the sent files and bytes to the status of the mount. Ignores an error, because the next request to firnd
     /// reports it.
     pub(crate) fn report(&self, files: u64, bytes: u64) {
         let _ = self.mount.report_pull(files, bytes);
     }
 
-    /// Turns a path of this host into one relative to the mount point. A path on another mount is refused.
+    /// Converts a path of this host to one relative to the mount point. Refuses a path on another mount.
     pub(crate) fn relative(&self, path: &Path) -> Result<BytePath, SourceError> {
         let location = firn_client::find(path)?;
         if (&location.mount.backing, location.mount.user_id)
@@ -190,8 +191,8 @@ impl Source {
 
     /// Checks, after a walk of `top`, that firnd answers and that `path` is still on this mount.
     ///
-    /// If firnd had been killed or unmounted during the walk, the walk would have listed the directory under the mount
-    /// point. Such a list is stale.
+    /// If firnd was killed or unmounted during the walk, the walk has listed the directory under the mount point. Such
+    /// a list is stale.
     fn check_still_mounted(&self, top: &BytePath, path: &Path) -> Result<(), SourceError> {
         self.known_files(top)?;
         self.relative(path).map_err(|error| SourceError {
@@ -201,8 +202,8 @@ impl Source {
         Ok(())
     }
 
-    /// Lists the files at and below a path that a partner is to copy or that are open for writing, and the directories
-    /// above them, parents first.
+    /// Lists files at and below a path, and the directories above them, parents first. The files are those that a
+    /// partner must copy and those that are open for writing.
     pub(crate) fn list_held(&self, top: &BytePath) -> Result<Vec<Entry>, SourceError> {
         check_path(top)?;
         let mut listing = Listing {
@@ -226,7 +227,7 @@ impl Source {
         if listing.entries.is_empty() {
             return Err(SourceError {
                 kind: ErrorKind::Missing,
-                message: format!("{top}: nothing of it is held"),
+                message: format!("{top}: no file of it is held in memory"),
             });
         }
         self.check_still_mounted(top, &self.mount_info.mount_point)?;
@@ -239,18 +240,18 @@ impl Source {
         Ok((incarnation, self.mount.region().uuid.clone()))
     }
 
-    /// Tells firnd the name of the partner, and a note about it for the status.
+    /// Sends the name of the partner to firnd, and a note about it for the status.
     pub(crate) fn announce_partner(&self, host: &str, note: &str) -> Result<(), SourceError> {
         Ok(self.mount.speak_of_partner(Some(host), note)?)
     }
 
-    /// Tells firnd that the partner has a copy of a file with this number of changes.
+    /// Reports to firnd that the partner has a copy of a file with this number of changes.
     pub(crate) fn mark_partnered(&self, path: &BytePath, changes: u64) -> Result<(), SourceError> {
         check_path(path)?;
         Ok(self.mount.mark_partnered(path, changes)?)
     }
 
-    /// Asks firnd for the status of the files at and below a path that it knows.
+    /// Requests the status of the files at and below a path that firnd knows.
     fn known_files(&self, top: &BytePath) -> Result<BTreeMap<BytePath, FileStatus>, SourceError> {
         let files = self.mount.files(top)?.into_iter();
         Ok(files.map(|file| (file.path.clone(), file)).collect())
@@ -261,8 +262,8 @@ impl Source {
         self.mount_info.mount_point.join(path)
     }
 
-    /// Returns the path in the backing of a file of a stub tree, where the tree's own file is empty. `None` for a FUSE
-    /// mount.
+    /// Returns the path in the backing of a file of a stub tree, because the stub itself is empty. Returns `None` for a
+    /// FUSE mount.
     fn locate_in_backing(&self, path: &BytePath) -> Option<PathBuf> {
         self.mount_info
             .is_tree
@@ -276,7 +277,7 @@ impl Source {
 
     // ---- files ---------------------------------------------------------------------------------
 
-    /// Holds a file as it is now. Returns `None` if the agent holds as many bytes as it may.
+    /// Holds a file as it is now. Returns `None` if the agent holds the maximum number of bytes.
     pub(crate) fn hold(&self, path: &BytePath) -> Result<Option<HeldFile>, SourceError> {
         check_path(path)?;
         let list = ChunkList::make(&self.mount, &self.locate(path))?;
@@ -368,7 +369,8 @@ impl Source {
         Ok(())
     }
 
-    /// Reads bytes of a file that only the backing has. A file that was cut or removed meanwhile is stale.
+    /// Reads bytes of a file that only the backing has. If the file was cut or removed since it was held, the error is
+    /// stale.
     fn read_backing(
         &self,
         file: &mut HeldFile,
@@ -387,8 +389,8 @@ impl Source {
         opened.read_exact_at(into, offset).map_err(stale)
     }
 
-    /// Opens a file for reading: through the mount, because a layer may keep the file elsewhere in the backing. Files
-    /// of a stub tree are empty, so they are opened in the backing.
+    /// Opens a file for reading through the mount, because a layer may keep the file elsewhere in the backing. Files of
+    /// a stub tree are opened in the backing, because their stubs are empty.
     fn open_for_reading(&self, path: &BytePath) -> io::Result<File> {
         // If a pipe has replaced the file, open(2) without O_NONBLOCK would block this session.
         let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
@@ -403,14 +405,15 @@ impl Source {
         if file.metadata()?.is_file() {
             Ok(file)
         } else {
-            Err(io::Error::other("it is no regular file any more"))
+            Err(io::Error::other("it is not a regular file any more"))
         }
     }
 
-    /// Returns two answers: whether a file was changed since it was held, and whether the bytes that were read are the
-    /// file as it was held.
+    /// Returns two results: whether a file was changed since it was held, and whether the bytes that were read are
+    /// those of the file as it was held.
     ///
-    /// Memory and spill file keep the held bytes, so only bytes of the backing can differ after a change.
+    /// The held bytes in memory and in the spill file do not change. After a change of the file, only bytes of the
+    /// backing can differ.
     pub(crate) fn check(&self, file: &HeldFile) -> Result<(bool, bool), SourceError> {
         let changed = file.list.was_changed()?;
         let in_backing = |piece: &ChunkPiece| piece.place == Place::Backing;
@@ -433,7 +436,7 @@ impl<T: Transport> Sender<'_, T> {
         let (arena, start) = mount.arena_file().ok_or(MountError::NotMapped)?;
         let arena = ArenaFile { file: arena, start };
         let part = |part: &ChunkPiece| -> Result<_, MountError> {
-            // A part outside the mapped region is an error here, before a byte of the answer is sent.
+            // If a part is outside the mapped region, the call fails here, before any byte of the answer is sent.
             let bytes = file.list.bytes_in_memory(part)?;
             let bytes = bytes.ok_or(MountError::NotMapped)?;
             Ok(MemoryPart { at: part.at, bytes })
@@ -447,7 +450,7 @@ impl<T: Transport> Sender<'_, T> {
         Ok(self.data.send_zeros(self.link, bytes)?)
     }
 
-    /// Sends parts that must be read first. Runs of zeros are sent as zeros, because the backing has holes that no
+    /// Sends parts that must be read first. Runs of zeros are sent as zeros, because the backing may have holes that no
     /// chunk list shows.
     fn send_copies(&mut self, run: &[ChunkPiece], file: &mut HeldFile) -> Result<(), SendError> {
         for part in run {
@@ -459,7 +462,7 @@ impl<T: Transport> Sender<'_, T> {
     }
 }
 
-/// Returns how many bytes of an arena an agent may hold unless an option says otherwise.
+/// Returns the default maximum number of bytes of an arena that an agent may hold.
 pub(crate) fn default_hold_max(arena_bytes: u64) -> u64 {
     arena_bytes / DEFAULT_HOLD_DIVISOR
 }
@@ -475,7 +478,7 @@ impl HeldFile {
         self.list.changes
     }
 
-    /// Returns the pieces of a range of the file, in order. The first and the last one are cut to the range.
+    /// Returns the pieces of a range of the file, in order. The first and the last piece are cut to the range.
     fn parts(&self, offset: u64, bytes: u64) -> Vec<ChunkPiece> {
         let end = offset.saturating_add(bytes);
         let pieces = &self.list.pieces;
@@ -498,7 +501,7 @@ impl HeldFile {
     }
 }
 
-/// A list in the making.
+/// A list that is being made.
 struct Listing<'a> {
     source: &'a Source,
     /// Files that firnd knows at and below the listed path, by their path relative to the mount point.
@@ -546,7 +549,7 @@ impl Listing<'_> {
         Ok(())
     }
 
-    /// Adds an entry. A list that grows beyond the bounds of the protocol is refused.
+    /// Adds an entry. Fails if the list exceeds the bounds of the protocol.
     fn push(
         &mut self,
         path: &BytePath,
@@ -569,15 +572,15 @@ impl Listing<'_> {
             || self.name_bytes > LIST_NAME_BYTES_MAX
         {
             return Err(SourceError::refused(format!(
-                "{path}: a pull takes at most {ENTRIES_MAX} files and directories, with paths of {PATH_BYTES_MAX} bytes, and {LIST_NAME_BYTES_MAX} bytes in all"
+                "{path}: a pull may have at most {ENTRIES_MAX} files and directories, with paths of {PATH_BYTES_MAX} bytes, and {LIST_NAME_BYTES_MAX} bytes in all"
             )));
         }
         self.entries.push(entry);
         Ok(())
     }
 
-    /// Adds a file, and before it the directories above it that are not in the list yet. `listed` has those that are.
-    /// A file or directory that is gone by now is left out.
+    /// Adds a file, and before it the directories above that are not in the list yet. `listed` has the directories that
+    /// are. Files and directories that no longer exist are skipped.
     fn add_held(
         &mut self,
         top: &BytePath,
@@ -613,8 +616,8 @@ impl Listing<'_> {
         self.push(&file.path, shown, kind, &metadata, held)
     }
 
-    /// Makes the kind of a regular file. Its size is the largest of what mount, backing and firnd report: a file of a
-    /// stub tree is empty itself, and firnd knows of held bytes beyond the end in the backing.
+    /// Makes the kind of a regular file. Its size is the largest size that mount, backing and firnd report: a stub
+    /// itself is empty, and firnd knows held bytes beyond the end of the file in the backing.
     fn file_kind(&self, path: &BytePath, metadata: &Metadata) -> EntryKind {
         let status = self.files.get(path);
         let backing_path = self.source.locate_in_backing(path);
@@ -629,7 +632,7 @@ impl Listing<'_> {
     }
 }
 
-/// Whether a partner is to copy a file: some of its bytes are held only in memory, and no abort can undo them.
+/// Whether a partner must copy a file: some of its bytes are held only in memory, and no abort can undo them.
 fn may_be_copied(file: &FileStatus) -> bool {
     file.held_bytes > 0 && file.state < DurabilityLevel::Logged && !file.in_transaction
 }
@@ -639,7 +642,7 @@ fn is_being_written(file: &FileStatus) -> bool {
     file.ending == Ending::Open && !file.in_transaction
 }
 
-/// Appends a relative path to another one. An empty relative path gives the other one unchanged.
+/// Appends a relative path to another path. If the relative path is empty, returns the other path unchanged.
 pub(crate) fn join(top: &BytePath, below: &Path) -> BytePath {
     if below.as_os_str().is_empty() {
         top.clone()
@@ -648,7 +651,7 @@ pub(crate) fn join(top: &BytePath, below: &Path) -> BytePath {
     }
 }
 
-/// Refuses a path that could lead out of the directory that it is relative to, or that is too long.
+/// Refuses a path that is too long, or that could lead out of the directory to which it is relative.
 pub(crate) fn check_path(path: &BytePath) -> Result<(), SourceError> {
     let bytes = path.as_path().as_os_str().as_bytes();
     let is_inside = bytes.len() <= PATH_BYTES_MAX
@@ -660,11 +663,11 @@ pub(crate) fn check_path(path: &BytePath) -> Result<(), SourceError> {
         return Ok(());
     }
     Err(SourceError::refused(format!(
-        "{path} is no path below a mount point"
+        "{path} is not a valid path below a mount point"
     )))
 }
 
-/// Makes the error of a path that cannot be listed: missing if it does not exist, else stale.
+/// Makes the error of a path that cannot be listed: missing if the path does not exist, otherwise stale.
 fn missing(path: &BytePath, error: &io::Error) -> SourceError {
     let shown = if path.is_empty() {
         "the mount point".to_owned()

@@ -1,12 +1,12 @@
-//! Bounds the *strangers*: connections whose other side has not proved yet that it has the key.
+//! Bounds the number of *strangers*: connections whose other side has not yet proved that it has the key.
 //!
-//! Silent peers must not keep others out. So a new connection replaces an old one when the bound is reached.
+//! Silent peers must not block others. If the bound is reached, a new connection therefore replaces an old one.
 //!
 //! Invariants
-//! * At most [`STRANGERS_MAX`] strangers are connected. A further one replaces the oldest of those that have not sent
-//!   their hello, or the oldest of all if all have sent it.
-//! * At most as many again are *closing*. Their connection is shut down, but their thread, and maybe a process of
-//!   MUNGE, has not ended yet.
+//! * At most [`STRANGERS_MAX`] strangers are connected. A further stranger replaces the oldest one that has not sent
+//!   its hello. If all have sent it, the oldest one of all is replaced.
+//! * At most the same number of strangers are *closing*: their connection is shut down, but their thread, and possibly
+//!   a process of MUNGE, has not ended yet.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -37,7 +37,7 @@ struct Connected {
     sent_hello: bool,
 }
 
-/// One stranger. It is dropped when its handshake is over, and then no longer counts.
+/// One stranger. It is dropped when its handshake is over, and then does not count any more.
 pub(crate) struct Stranger {
     state: Arc<Mutex<State>>,
     number: u64,
@@ -48,7 +48,7 @@ fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
 }
 
 impl Strangers {
-    /// Admits a new connection, in place of another one if the bound is reached. It fails if too many are closing.
+    /// Admits a new connection. Replaces another one if the bound is reached. Fails if too many are closing.
     pub(crate) fn admit(&self, socket: &TcpStream) -> io::Result<Stranger> {
         let socket = socket.try_clone()?;
         let mut state = lock(&self.state);
@@ -73,7 +73,7 @@ impl Strangers {
 }
 
 impl State {
-    /// Shuts down the oldest connection without a hello, or the oldest of all if all have sent theirs.
+    /// Shuts down the oldest connection without a hello, or the oldest of all if each has sent its hello.
     fn close_oldest(&mut self) {
         let order = |(number, stranger): &(&u64, &Connected)| (stranger.sent_hello, **number);
         let oldest = self.connected.iter().min_by_key(order);
@@ -81,7 +81,7 @@ impl State {
             && let Some(stranger) = self.connected.remove(&number)
         {
             self.closing += 1;
-            // The stranger's thread fails with an end of the stream, and drops the `Stranger`.
+            // The stranger's thread then sees the end of the stream, and drops the `Stranger`.
             let _ = stranger.socket.shutdown(Shutdown::Both);
         }
     }
@@ -134,7 +134,7 @@ mod tests {
         let mut first: Vec<_> = (0..STRANGERS_MAX).map(|_| admit()).collect();
         first[0].0.as_ref().unwrap().record_hello();
         let second: Vec<_> = (0..STRANGERS_MAX).map(|_| admit()).collect();
-        // Of the first ones only the one with a hello is still connected.
+        // Of the first connections, only the one with a hello is still open.
         let closed: Vec<_> = first.iter().map(|(_, socket)| is_closed(socket)).collect();
         assert_eq!(closed.iter().position(|closed| !closed), Some(0));
         assert_eq!(closed.iter().filter(|closed| !**closed).count(), 1);
@@ -143,7 +143,7 @@ mod tests {
             .filter(|(_, socket)| is_closed(socket))
             .count();
         assert_eq!(closed, 1, "31 of the first were silent longer");
-        // While the closed ones are not dropped, no further one is admitted.
+        // No further connection is admitted as long as the closed ones are not dropped.
         assert!(admit().0.is_err());
         first.truncate(1);
         assert!(admit().0.is_ok());

@@ -6,7 +6,7 @@
 //! * A call ends at its deadline, with [`io::ErrorKind::TimedOut`].
 //! * Bytes arrive in the order in which they were sent.
 //! * [`Transport::send_file`] does not copy the bytes of the file to this process. The kernel may send them after the
-//!   call has returned. So the caller must not change them until the other side has acknowledged them.
+//!   call has returned. The caller must therefore not change them until the other side has acknowledged them.
 
 use std::io;
 use std::net::TcpStream;
@@ -19,13 +19,13 @@ use rustix::net::sockopt;
 
 /// A byte stream in both directions; see the head of this file.
 pub trait Transport: Send {
-    /// Fills `into`. It fails with [`io::ErrorKind::UnexpectedEof`] if the other side has closed the stream.
+    /// Fills `into`. Fails with [`io::ErrorKind::UnexpectedEof`] if the other side has closed the stream.
     fn receive(&mut self, into: &mut [u8], deadline: Instant) -> io::Result<()>;
 
     /// Sends all of `bytes`.
     fn send(&mut self, bytes: &[u8], deadline: Instant) -> io::Result<()>;
 
-    /// Sends `bytes` bytes of `file`, from the offset `at` on. It fails if the file is shorter.
+    /// Sends `bytes` bytes of `file`, from the offset `at` on. Fails if the file is shorter.
     fn send_file(
         &mut self,
         file: BorrowedFd<'_>,
@@ -39,7 +39,7 @@ pub trait Transport: Send {
 const KEEP_ALIVE_AFTER: Duration = Duration::from_secs(20);
 /// Time between two probes.
 const KEEP_ALIVE_EVERY: Duration = Duration::from_secs(5);
-/// Probes without an answer after which the connection is broken: 40 s of silence in all.
+/// Number of unanswered probes after which the connection counts as broken: 40 s of silence in all.
 const KEEP_ALIVE_TRIES: u32 = 4;
 
 /// A [`Transport`] over a TCP connection, or over two pipes.
@@ -122,7 +122,7 @@ impl Transport for Stream {
     }
 }
 
-/// Fails after the deadline. A peer that takes a few bytes now and then must not prolong a call.
+/// Fails after the deadline. A peer that receives only a few bytes at a time must not prolong a call.
 fn check_deadline(deadline: Instant) -> io::Result<()> {
     if Instant::now() >= deadline {
         return Err(io::ErrorKind::TimedOut.into());

@@ -1,6 +1,6 @@
 //! The choice of the transport of files' bytes: the connection itself, or a provider of libfabric.
 //!
-//! The puller names the providers that it has, the best first. The agent takes the first one that it has and that its
+//! The puller names the providers that it has, the best first. The agent chooses the first one that it has and that its
 //! own option allows. The names come from another host, so their number and length are bounded.
 
 use std::fmt;
@@ -10,13 +10,13 @@ use crate::ofi::{Library, OfiError, has_devices, is_hardware};
 
 /// Maximum number of providers that a puller may name: more than any libfabric has.
 const PROVIDERS_MAX: usize = 64;
-/// Bytes of the longest name of a provider.
+/// Maximum number of bytes of a provider's name.
 const PROVIDER_BYTES_MAX: usize = 64;
 
 /// The option `--transport`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum TransportChoice {
-    /// Hardware that reads remote memory if both sides have it, else the connection.
+    /// Hardware that reads remote memory, if both sides have it; otherwise the connection.
     #[default]
     Auto,
     /// The connection.
@@ -68,7 +68,7 @@ impl FromStr for TransportChoice {
                 let provider = Some(provider.to_owned());
                 Ok(Self::Ofi { provider })
             }
-            _ => Err("it is auto, tcp, ofi or ofi:PROVIDER, such as ofi:verbs".into()),
+            _ => Err("expected auto, tcp, ofi or ofi:PROVIDER, such as ofi:verbs".into()),
         }
     }
 }
@@ -95,12 +95,12 @@ impl TransportChoice {
         }
     }
 
-    /// Returns the providers of this host that a puller names to an agent, the best first. If there are none, bytes
-    /// come over the connection.
+    /// Returns the providers of this host that a puller names to an agent, the best first. If there are none, bytes are
+    /// received over the connection.
     pub(crate) fn wanted_providers(&self) -> Result<Vec<String>, OfiError> {
         match self {
             Self::Tcp => Ok(Vec::new()),
-            // Without a device no provider can be hardware, so libfabric need not be loaded.
+            // Without a device there is no hardware provider, so libfabric need not be loaded.
             Self::Auto if !has_devices() => Ok(Vec::new()),
             Self::Auto => {
                 let providers = Library::load().map(Library::providers);
@@ -114,21 +114,23 @@ impl TransportChoice {
         }
     }
 
-    /// Whether only libfabric is allowed, which cannot encrypt.
+    /// Whether only libfabric is allowed. Libfabric cannot encrypt.
     pub fn is_ofi(&self) -> bool {
         matches!(self, Self::Ofi { .. })
     }
 
     /// Chooses for an agent: returns the first of the puller's providers that this host has and that this option
-    /// allows. An error is a text for the puller.
+    /// allows. The error is a text for the puller.
     pub(crate) fn choose(&self, wanted: &[String]) -> Result<String, String> {
         let is_long = |name: &String| name.len() > PROVIDER_BYTES_MAX;
         if wanted.len() > PROVIDERS_MAX || wanted.iter().any(is_long) {
-            return Err("no host has as many providers of libfabric, or such names".into());
+            return Err("the puller names more providers of libfabric, or longer names, than a host can have".into());
         }
         let available = match self {
             Self::Tcp => {
-                return Err("this agent serves over its connections only (--transport tcp)".into());
+                return Err(
+                    "this agent sends bytes over its connections only (--transport tcp)".into(),
+                );
             }
             Self::Auto => find_providers(None),
             Self::Ofi { provider } => find_providers(provider.as_deref()),
@@ -145,7 +147,7 @@ impl TransportChoice {
     }
 }
 
-/// Returns the names of this host's providers: those that match `wanted`, or all. It is an error if there are none.
+/// Returns the names of this host's providers: those that match `wanted`, or all. Fails if there are none.
 fn find_providers(wanted: Option<&str>) -> Result<Vec<String>, OfiError> {
     let providers = Library::load()?.providers();
     let is_wanted = |provider: &&crate::ofi::Provider| match wanted {

@@ -16,7 +16,7 @@ use crate::message::{Entry, EntryKind};
 pub(crate) struct Unit {
     /// The name in the directory.
     pub(crate) name: BytePath,
-    /// The file or directory of this name, and everything below it. Paths are relative to it.
+    /// The file or directory of this name, and everything below it. Paths are relative to this file or directory.
     pub(crate) entries: Vec<Entry>,
 }
 
@@ -85,7 +85,7 @@ impl Unit {
     }
 }
 
-/// The properties by which a change of a file is noticed.
+/// The properties of a file that show a change.
 #[derive(PartialEq, Eq)]
 struct FileState<'a> {
     path: &'a BytePath,

@@ -31,10 +31,10 @@ pub struct ArenaMap {
     shared: *mut u8,
     /// Address at which offset 0 of the arena would be, for the words.
     words: *const u8,
-    /// The words are at offsets from `words_start` up to `words_end`.
+    /// The words occupy the offsets from `words_start` up to `words_end`.
     words_start: u64,
     words_end: u64,
-    /// The shared part is at offsets from `shared_start` up to `shared_end`.
+    /// The shared part occupies the offsets from `shared_start` up to `shared_end`.
     shared_start: u64,
     shared_end: u64,
 }
@@ -78,7 +78,7 @@ impl ArenaMap {
         shared_end: 0,
     };
 
-    /// Maps the arena whose descriptor is `fd`. `None`: its sizes are impossible, or the kernel refuses.
+    /// Maps the arena whose descriptor is `fd`. Returns `None` if its sizes are impossible or the kernel refuses.
     pub fn map(fd: impl AsFd, arena: &Arena) -> Option<Self> {
         let fd = fd.as_fd();
         let words_end = arena.words_offset.checked_add(arena.words_bytes)?;
@@ -168,7 +168,8 @@ fn map_part(fd: BorrowedFd<'_>, offset: u64, len: u64, prot: ProtFlags) -> Optio
         )
     };
     let mut address = mapped.ok()?;
-    // Kernels before 6.7, and kernels without huge pages for this file, ignore the alignment for huge pages.
+    // Kernels before 6.7, and kernels without huge pages for this file, choose an address that is not aligned for huge
+    // pages.
     if len >= HUGE_PAGE_BYTES && !(address as u64 ^ offset).is_multiple_of(HUGE_PAGE_BYTES) {
         let aligned = map_aligned(fd, (offset, len_mapped), prot);
         // SAFETY: this unmaps the whole new mapping, which only this function knows.
@@ -187,7 +188,7 @@ fn map_part(fd: BorrowedFd<'_>, offset: u64, len: u64, prot: ProtFlags) -> Optio
     Some(address.cast())
 }
 
-/// Maps as [`map_part`] does, at an aligned address: reserves more address space than needed, and maps within it.
+/// Maps like [`map_part`], at an aligned address: reserves more address space than needed, and maps within it.
 #[cold]
 fn map_aligned(
     fd: BorrowedFd<'_>,
@@ -210,7 +211,8 @@ fn map_aligned(
         let _ = unsafe { rustix::mm::munmap(start, room) };
         return None;
     }
-    // The rest of the reservation stays, without access: it costs only addresses, and to unmap it takes two system calls.
+    // The unused part of the reservation remains, without access. It costs only addresses; to unmap it would cost two
+    // system calls.
     Some(address)
 }
 

@@ -10,9 +10,9 @@
 //!
 //! Promises
 //! * [`Connection::to`] returns a connection only if the kernel says that a process of the expected user listens.
-//! * An incomplete reply, or one that claims more data than came or than there is room for, is never returned.
-//! * No function here allocates memory, takes a lock, sets `errno`, or calls a function that the preload library replaces.
-//!   So they may run in hooks and signal handlers.
+//! * A reply is never returned if it is incomplete, or claims more data than was received or than there is room for.
+//! * No function here allocates memory, takes a lock, sets `errno`, or calls a function that the preload library
+//!   replaces. They may therefore run in hooks and signal handlers.
 
 use std::ffi::c_int;
 use std::marker::PhantomData;
@@ -50,7 +50,7 @@ pub struct Outgoing<'a> {
 }
 
 impl Outgoing<'_> {
-    /// Returns no memory.
+    /// Returns an empty range of memory.
     pub const fn none() -> Self {
         Self {
             part: NO_PART,
@@ -58,11 +58,11 @@ impl Outgoing<'_> {
         }
     }
 
-    /// Returns memory that may change or be unmapped meanwhile. If it is unmapped, the call ends with
-    /// [`CallError::Fault`]; if it changes, any of its states may be sent.
+    /// Returns memory that may change or be unmapped during the call. If it is unmapped, the call fails with
+    /// [`CallError::Fault`]. If it changes, firnd may receive any of its states.
     ///
     /// # Safety
-    /// firnd may see these bytes while `'a` lasts.
+    /// The caller must allow firnd to see these bytes while `'a` lasts.
     pub unsafe fn from_raw(start: *const u8, len: usize) -> Self {
         Self {
             part: iovec {
@@ -85,13 +85,13 @@ impl<'a> From<&'a [u8]> for Outgoing<'a> {
 #[derive(Debug)]
 pub struct Incoming<'a> {
     part: iovec,
-    /// Size of one of the things that [`Reply::count`] counts.
+    /// Size in bytes of one unit that [`Reply::count`] counts: a byte or an extent.
     unit_bytes: usize,
     memory: PhantomData<&'a mut [u8]>,
 }
 
 impl Incoming<'_> {
-    /// Returns no memory.
+    /// Returns an empty range of memory.
     pub const fn none() -> Self {
         Self {
             part: NO_PART,
@@ -100,10 +100,10 @@ impl Incoming<'_> {
         }
     }
 
-    /// Returns memory that may be unmapped meanwhile; the call then ends with [`CallError::Fault`].
+    /// Returns memory that may be unmapped during the call; the call then fails with [`CallError::Fault`].
     ///
     /// # Safety
-    /// The kernel may overwrite `len` bytes there while `'a` lasts.
+    /// The caller must allow the kernel to overwrite `len` bytes there while `'a` lasts.
     pub unsafe fn from_raw(start: *mut u8, len: usize) -> Self {
         Self {
             part: iovec {
@@ -156,12 +156,12 @@ pub struct Payload<'a> {
     pub fd: Option<BorrowedFd<'a>>,
     /// Memory for the data that follows the reply.
     pub room: Incoming<'a>,
-    /// Takes the descriptors that come with the reply. `None`: they are closed.
+    /// Receives the descriptors that come with the reply. `None`: they are closed.
     pub files: Option<&'a mut Files>,
 }
 
 impl Payload<'_> {
-    /// Returns a payload without data for both.
+    /// Returns a payload without data, descriptors and room.
     pub const fn none() -> Self {
         Self {
             data: Outgoing::none(),
@@ -172,7 +172,7 @@ impl Payload<'_> {
     }
 }
 
-/// Descriptors that came with a reply. Dropping this closes those that were not taken.
+/// Descriptors that came with a reply. Dropping the value closes those that were not taken.
 #[derive(Debug)]
 pub struct Files {
     fds: [c_int; FILES_MAX],
@@ -181,7 +181,7 @@ pub struct Files {
 }
 
 impl Files {
-    /// Returns no descriptors.
+    /// Returns an empty set of descriptors.
     pub const fn new() -> Self {
         Self {
             fds: [-1; FILES_MAX],
@@ -362,7 +362,8 @@ impl Connection {
         self.send_request(&hello, &payload)
     }
 
-    /// Receives the reply to [`Connection::send_hello`]. Returns the arena and its descriptor if it is the arena `uuid`.
+    /// Receives the reply to [`Connection::send_hello`]. Returns the arena and its descriptor, or `None` if it is not
+    /// the arena `uuid`.
     pub fn receive_hello(&self, uuid: &[u8; 16]) -> Option<(Arena, Descriptor)> {
         let mut reply = Reply::default();
         let mut arena = Arena::new_zeroed();
@@ -376,7 +377,7 @@ impl Connection {
         Some((arena, fd))
     }
 
-    /// Sends one packet of any bytes, with a descriptor.
+    /// Sends one packet of any bytes, with the descriptor `fd` if there is one.
     pub fn send_packet(
         &self,
         head: Outgoing<'_>,
@@ -388,7 +389,7 @@ impl Connection {
         let message = message_of(&mut parts, control.as_mut());
         let bytes = head.part.iov_len + data.part.iov_len;
         let sent = repeat_interrupted(|| {
-            // SAFETY: the kernel only reads: the message, and its parts as their owners allow (`Outgoing`).
+            // SAFETY: the kernel only reads the message and its parts, as their owners allow (`Outgoing`).
             unsafe {
                 syscall!(
                     libc::SYS_sendmsg,
@@ -439,8 +440,8 @@ impl Connection {
         })
     }
 
-    /// Receives one packet and its descriptors. The inner error means that the packet is not complete; its descriptors have
-    /// come nevertheless.
+    /// Receives one packet and its descriptors. The outer error means that no packet was received. The inner error
+    /// means that the packet is incomplete; its descriptors are in `control` nevertheless.
     fn receive_into<const N: usize>(
         &self,
         head: &mut Incoming<'_>,
@@ -472,7 +473,7 @@ impl Connection {
 }
 
 impl<const N: usize> FdMessage<N> {
-    /// `CMSG_LEN` for this number of descriptors. The kernel has room for that number and closes further ones.
+    /// `CMSG_LEN` for `N` descriptors. The kernel closes the descriptors beyond that number.
     const BYTES: usize = size_of::<libc::cmsghdr>() + N * size_of::<c_int>();
 
     /// Returns a message with room for descriptors.
@@ -547,7 +548,7 @@ fn message_of<const N: usize>(
 /// Size of `sun_path` in a socket address (unix(7)).
 const SOCKET_PATH_BYTES: usize = 108;
 
-/// Calls connect(2) with a path. Makes no copy of the address, because callers may have little stack.
+/// Calls connect(2) with a path. Does not copy the address, because callers may have little stack.
 fn connect_to_path(socket: &Descriptor, path: &[u8]) -> Result<(), Errno> {
     let mut address = libc::sockaddr_un {
         sun_family: libc::AF_UNIX as libc::sa_family_t,

@@ -5,8 +5,8 @@
 
 use std::ptr;
 
-/// Minimum size in bytes of a copy with non-temporal stores. They reach 30 GiB/s instead of 16 if the source is in a
-/// cache. Shorter copies would gain too, but their bytes may be read again soon.
+/// Minimum size in bytes of a copy with non-temporal stores. If the source is in a cache, such stores reach 30 GiB/s,
+/// and ordinary ones 16. Shorter copies would gain too, but their bytes may be read again soon.
 const STREAM_BYTES_MIN: usize = 64 << 10;
 
 /// Copies `len` bytes. A Release store after the call publishes the bytes, whichever kind of store was used.
@@ -188,7 +188,7 @@ mod tests {
         ] {
             let mut target = vec![0u8; source.len()];
             if has {
-                // SAFETY: the ranges are whole vectors, and the processor has it.
+                // SAFETY: the ranges are whole vectors, and the processor has the instructions of `body`.
                 unsafe {
                     stream(
                         target.as_mut_ptr(),

@@ -1,4 +1,4 @@
-//! Takes the features of the processor from the C library, so that the processor need not be queried again.
+//! Takes the features of the processor from the C library, so that Firn need not query the processor again.
 //!
 //! glibc queries the processor when a program starts, to choose its own memcpy. Since version 2.33 it makes the
 //! result available (`<sys/platform/x86.h>`). With other C libraries, [`firn_format::processor`] queries the
@@ -40,7 +40,7 @@ mod x86 {
     const AVX: c_uint = 1 << 28;
     const AVX512F: c_uint = 1 << 16;
 
-    /// Returns the features as glibc knows them. `None`: the C library does not make them available.
+    /// Returns the features that glibc has found. Returns `None` if the C library does not make them available.
     pub(super) fn known_to_c_library() -> Option<Processor> {
         // SAFETY: the name is a C string.
         let symbol =
@@ -51,7 +51,8 @@ mod x86 {
         // SAFETY: only glibc has a function of this name, and it has this type.
         let leaf_of: LeafOf = unsafe { std::mem::transmute(symbol) };
         let usable = |leaf: c_uint| {
-            // SAFETY: the function takes any number. It returns a leaf that never changes; for an unknown number one of zeros.
+            // SAFETY: the function accepts any number. The leaf that it returns never changes; for an unknown number it
+            // is all zeros.
             unsafe { leaf_of(leaf).as_ref() }.map(|leaf| leaf.usable)
         };
         let (first, seventh) = (usable(LEAF_1)?, usable(LEAF_7)?);
@@ -74,7 +75,7 @@ mod tests {
             has_avx: std::arch::is_x86_feature_detected!("avx"),
             has_avx512: std::arch::is_x86_feature_detected!("avx512f"),
         };
-        // Older and other C libraries give no result.
+        // Other C libraries, and older versions of glibc, return no result.
         let known = super::x86::known_to_c_library();
         assert!(
             known.is_none_or(|known| known == asked),

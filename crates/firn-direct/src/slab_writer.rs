@@ -6,14 +6,14 @@
 //!   query in advance.
 //! * [`Appended::Bytes`] is returned only for bytes that firnd ingests, even if this process and firnd die at once.
 //!   Bytes of an append that returned [`Appended::Revoked`] are never ingested.
-//! * No byte is stored into a slab that firnd may have given to another process.
+//! * No byte is stored into a slab that firnd may have leased to another process.
 //!
 //! How firnd and a writer agree
 //! * The slab's *writer word* is `writer_idle(generation)` while the lease is valid. The writer sets the word to busy
-//!   before it stores bytes, and back to idle afterwards. firnd ends the lease by changing the word from idle to 0.
-//!   If the writer is busy, firnd gives the slab away only after the word is idle or the process is dead.
+//!   before it stores bytes, and back to idle afterwards. firnd ends the lease by changing the word from idle to 0. If
+//!   the writer is busy, firnd leases the slab again only after the word is idle or the process is dead.
 //! * A piece is published by a compare-exchange of its seal. If firnd freezes the last seal (`FROZEN`), the writer
-//!   begins a new record. If firnd poisons the seal after the last one, the lease is over.
+//!   begins a new record. If firnd poisons the seal after the last one, the lease has ended.
 //!
 //! The module `firn_format::append` defines where the bytes go and how a record is published; firnd uses it too.
 
@@ -28,10 +28,10 @@ use rustix::time::ClockId;
 
 use crate::copy::copy;
 
-/// Does in advance the work that the first write of a process needs, so that it overlaps with work of firnd.
+/// Initializes what the first write of a process needs. The caller does this while it waits for firnd.
 pub fn prepare() {
     firn_format::processor::processor();
-    // The first call looks up where the kernel keeps its clock.
+    // The first query of the clock calls uname(2) and looks up the vDSO.
     let _ = now_ns();
 }
 
@@ -41,11 +41,11 @@ pub enum Appended {
     /// This many bytes were accepted, and are as safe as after write(2). The number is smaller than requested if the
     /// slab ends.
     Bytes(usize),
-    /// Nothing was accepted. The slab has no room or no record left, or the bytes end beyond `OFFSET_MAX`, where only
-    /// writes through the kernel are possible. The caller must request another lease.
+    /// Nothing was accepted. The slab has no room or no record left: the caller must request another lease. Or the bytes
+    /// end beyond `OFFSET_MAX`, where only writes through the kernel are possible.
     Full,
-    /// Nothing was accepted, because firnd ended the lease. The caller must give the offset back and write through
-    /// the kernel.
+    /// Nothing was accepted, because firnd ended the lease. The caller must return the descriptor's offset to the
+    /// kernel, and write through the kernel.
     Revoked,
 }
 
@@ -108,8 +108,8 @@ impl SlabWriter {
         self.cursor.free_bytes()
     }
 
-    /// Returns whether half of the bytes or of the records are used, so that it is time to request the next lease.
-    /// The rest of a chunk of 4 MiB is copied in 130 µs, and an answer of firnd may take as long.
+    /// Returns whether half of the bytes or of the records are used. Then it is time to request the next lease: the
+    /// second half of a chunk of 4 MiB is filled in 130 µs, and a reply of firnd may take as long.
     pub fn is_half_full(&self) -> bool {
         let size = self.slab.end.saturating_sub(self.slab.start);
         let count = self.slab.record_count;
@@ -174,7 +174,8 @@ impl SlabWriter {
         }
     }
 
-    /// Begins a new piece. `filled` is the room into which the bytes were already copied, if they were.
+    /// Begins a new piece. `filled` is the room into which the bytes were already copied; `None` if they were not
+    /// copied.
     ///
     /// # Safety
     /// The promises of `append_busy` hold.
@@ -214,8 +215,8 @@ impl SlabWriter {
         }
     }
 
-    /// Returns the time by the clock with which the kernel stamps files. The result is later than the time of the
-    /// previous write, so a comparison of times detects each write.
+    /// Returns the current time of the clock with which the kernel stamps files. The result is later than the time of
+    /// the previous write, so a comparison of times detects each write.
     ///
     /// There is no system call, because the kernel keeps this clock in memory (vdso(7)).
     #[inline(always)]

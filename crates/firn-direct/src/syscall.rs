@@ -1,7 +1,7 @@
 //! System calls without the C library. They do not set `errno`, are no cancellation points, and do not call the functions
 //! that the preload library replaces.
 //!
-//! A negative result is `-errno`. Bad addresses are no danger: the kernel answers EFAULT.
+//! A negative result is `-errno`. A bad address is harmless: the call fails with EFAULT.
 
 use std::arch::asm;
 use std::ffi::{c_int, c_long};
@@ -11,8 +11,8 @@ use std::os::fd::{AsFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
 /// Makes a system call.
 ///
 /// # Safety
-/// The caller allows all effects of the call: it may write where its arguments point, and close or replace what they
-/// name.
+/// The caller must allow all effects of the system call. It may write to memory at its arguments, and close or replace
+/// the objects that they name.
 #[inline]
 pub unsafe fn call(number: c_long, arg: [usize; 6]) -> isize {
     let result: isize;

@@ -50,7 +50,8 @@ impl<B: Backing> Volume for Lanes<B> {
         LanesInode::Primary(self.primary.root(), Position::TOP)
     }
 
-    /// Returns one lane more than there are: the last one stands for the primary, whose own files are in no lane.
+    /// Returns the features of the primary, with one lane more than there are: the last one stands for the primary,
+    /// whose own files are in no lane.
     fn features(&self) -> Features {
         Features {
             lane_count: self.setup.lanes.len() as u16 + 1,
@@ -92,7 +93,7 @@ impl<B: Backing> Volume for Lanes<B> {
                 self.primary.sync_scope(SyncScope::Changes)
             }
             SyncScope::Tree(inode) => {
-                // The files of a directory may be in any lane.
+                // The files of a directory may be in any lane, so all lanes are synced.
                 self.sync_lanes(|lane| lane.sync_scope(SyncScope::All))?;
                 match inode {
                     LanesInode::Primary(inode, _) => {
@@ -102,7 +103,8 @@ impl<B: Backing> Volume for Lanes<B> {
                 }
             }
             SyncScope::Dir(inode) => {
-                // The lanes first: after a power loss a durable link must not lead to a file whose name is lost.
+                // The lanes are synced first: after a power loss, a durable link must not lead to a file whose name in
+                // the lane is lost.
                 for lane in &self.setup.lanes {
                     lane.sync_names()?;
                 }
@@ -252,7 +254,8 @@ impl<B: Backing> Names for Lanes<B> {
         cookie: i64,
         sink: &mut dyn FnMut(DirEntry<'_>) -> bool,
     ) -> Result<()> {
-        // A link may be that of a placed file, so no kind is returned. A caller that needs the kind looks the name up.
+        // A link may be the link of a placed file, so the listing returns no kind for links. A caller that needs the
+        // kind looks up the name.
         let mut shown = |entry: DirEntry<'_>| {
             let kind = entry.kind.filter(|kind| *kind != Kind::Symlink);
             sink(DirEntry { kind, ..entry })
@@ -300,7 +303,7 @@ impl<B: Backing> Attributes for Lanes<B> {
         let (holder, object) = self.holder_of(inode);
         holder.set_attr(object, change)?;
         match (inode, change) {
-            // The link gets the owner too, for tools that list the primary.
+            // The link gets the same owner, for tools that list the primary.
             (LanesInode::Placed(placed), AttrChange::Owner { .. }) => {
                 self.primary.set_attr(&placed.link, change)
             }
@@ -331,10 +334,11 @@ impl<B: Backing> Attributes for Lanes<B> {
 
 impl<B: Backing> Files for Lanes<B> {
     forward!(recorded: resize allocate);
-    // Each file has one holder, so all hosts see the same locks.
+    // Each file has one holder, so all hosts use the same locks.
     forward!(holder: seek advise lock);
 
-    /// Returns no descriptor to keep a placed file: the file is two objects, and one descriptor does not lead to both.
+    /// Returns no descriptor for [`DescriptorUse::Keeping`] of a placed file: the file consists of two objects, and one
+    /// descriptor does not lead to both.
     fn descriptor(&self, file: &LanesFile<B>, purpose: DescriptorUse) -> Option<OwnedFd> {
         if purpose == DescriptorUse::Keeping && file.placed.is_some() {
             return None;
@@ -373,7 +377,7 @@ impl<B: Backing> Files for Lanes<B> {
 
     fn write_parts(&self, file: &LanesFile<B>, parts: &[DataPart<'_>]) -> Result<u64> {
         if file.placed.is_some() {
-            // Recorded before the write, because a full lane needs to know the length of the file that did not fit.
+            // Recorded before the write: if the lane is full, the required room depends on the length of this file.
             let end = parts.iter().map(|part| part.offset + part.len()).max();
             self.longest.fetch_max(end.unwrap_or(0), Ordering::Relaxed);
         }

@@ -6,9 +6,9 @@
 //! 2. The file is created in its lane, with the mark of the link.
 //! 3. The link is renamed to the file's name in the primary.
 //!
-//! The kernel locks a directory while a name is created in it. So a creation must not wait for a hanging lane if another
-//! lane is allowed. Each lane has a thread for step 2. If the lane does not answer in time, another lane is tried, and the
-//! late file is removed ([`crate::removal`]).
+//! The kernel locks a directory while a name is created in it. If another lane is allowed, a creation must therefore
+//! not wait for a hanging lane. Step 2 runs on a thread of the lane. If the lane does not answer in time, another lane
+//! is tried, and the file that the first lane creates late is removed ([`crate::removal`]).
 
 use std::cmp::Reverse;
 use std::sync::atomic::AtomicBool;
@@ -23,14 +23,14 @@ use crate::removal::PendingRemoval;
 use crate::rule::Reason;
 use crate::state::Call;
 
-/// Maximum number of bytes of a file's name that its entry in the lane repeats. They make a listing of the lane
+/// Maximum number of bytes of a file's name that its entry in the lane repeats, so that a listing of the lane is
 /// readable.
 const NAME_BYTES: usize = 200;
 /// Number of hexadecimal digits at the end of an entry.
 const ID_DIGITS: usize = 16;
-/// Maximum number of links that are counted in a directory that gets its first file from this host.
+/// Maximum number of links that are counted when this host creates its first file in a directory.
 const COUNTED_MAX: usize = 256;
-/// Time within which a lane must create a file. A slower lane hangs, or is so slow that another lane is better.
+/// Time within which a lane must create a file. A slower lane counts as hanging, and another lane is tried.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// A created file as [`Backing::create`] returns it: the object, the open file, and its attributes.
@@ -44,8 +44,8 @@ pub(crate) struct NewFile<'a, B: Backing> {
     pub(crate) mode: u32,
 }
 
-/// The directory and name that a file will have at the end, by which the rule chooses a lane. A transaction creates files
-/// elsewhere and renames them.
+/// The directory and the name by which the rule chooses a lane. They are the final ones: a transaction creates a file
+/// elsewhere and renames it to them.
 pub(crate) struct PlaceByName<'a, B: Backing> {
     pub(crate) parent: &'a B::Inode,
     /// Sum of the numbers in the path of the directory.
@@ -73,7 +73,7 @@ struct FileInLane<B: Backing> {
 enum CreateError {
     /// The lane failed. Another lane may succeed.
     Lane(Errno),
-    /// The lane was full and still has less room than a file needs: only this number of bytes.
+    /// The lane was full, and still has less room than a new file must have: this number of bytes.
     Short(u64),
     /// The error concerns the name, the primary or the caller.
     Other(Errno),
@@ -100,7 +100,7 @@ struct Attempts<B: Backing> {
     under_way: Vec<Attempt<B>>,
     sender: mpsc::Sender<(usize, MakeResult<B>)>,
     receiver: mpsc::Receiver<(usize, MakeResult<B>)>,
-    /// Lanes with less room than a file needs, and that room in bytes.
+    /// Lanes with less room than a new file must have, and that room in bytes.
     short: Vec<(usize, u64)>,
     /// The first error of a lane.
     failed: Option<Errno>,
@@ -119,7 +119,7 @@ impl<B: Backing> Default for Attempts<B> {
     }
 }
 
-/// Sets the flag "creation finished" when it is dropped, so also if the creation panics.
+/// Sets the flag "creation finished" on drop, and therefore also if the creation panics.
 struct FinishedOnDrop(Arc<AtomicBool>);
 
 impl Drop for FinishedOnDrop {
@@ -162,7 +162,7 @@ impl<B: Backing> Lanes<B> {
         Ok(created)
     }
 
-    /// Creates a file that Firn owns, in the lane of its turn. The counts of the lane do not include it.
+    /// Creates a file that Firn owns, in the lane that its turn determines. The lane's counts do not include the file.
     pub(crate) fn create_by_turn(
         &self,
         rule: &Rule,
@@ -201,8 +201,8 @@ impl<B: Backing> Lanes<B> {
 
     /// Returns the number of files of a directory on each of the first `count` lanes.
     ///
-    /// The numbers are a hint. A part of a large directory is as informative as all of it, and entries that cannot be
-    /// read are not counted.
+    /// The numbers are only a hint: at most [`COUNTED_MAX`] entries are counted, and entries that cannot be read are
+    /// skipped.
     fn count_files_in(&self, dir: &B::Inode, count: usize) -> Vec<u64> {
         let mut links = Vec::new();
         let mut add = |entry: DirEntry<'_>| {
@@ -256,7 +256,7 @@ impl<B: Backing> Lanes<B> {
             .map(|created| (lane, created))
     }
 
-    /// Creates a file in this lane, and waits as long as that takes.
+    /// Creates a file in this lane. Waits for the lane without a timeout.
     fn create_in_one(
         &self,
         attempts: &mut Attempts<B>,
@@ -273,9 +273,9 @@ impl<B: Backing> Lanes<B> {
 
     /// Creates a file in one of the lanes of `order`. A lane that does not answer in time is abandoned for the next one.
     ///
-    /// 1. Lanes that answer are tried in order, but a full lane only if it has room again.
-    /// 2. If none of them has room, the one with the most room is tried.
-    /// 3. If there is none, all hanging lanes are tried at the same time, and the first that answers is taken.
+    /// 1. Lanes that answer are tried in order. A full lane is used only if it has room again.
+    /// 2. If none of these lanes has room, the lane with the most room is tried first, then the next ones.
+    /// 3. If all these lanes fail, all hanging lanes are tried at the same time. The first one that answers is used.
     fn create_in_any(
         &self,
         attempts: &mut Attempts<B>,
@@ -291,7 +291,7 @@ impl<B: Backing> Lanes<B> {
                 return Ok(made);
             }
         }
-        // No lane has enough room for a long file, so the lane with the most room is tried first.
+        // No lane has the required room, so lanes are tried with less room, the one with the most room first.
         attempts.short.sort_by_key(|(_, room)| Reverse(*room));
         for (lane, room) in std::mem::take(&mut attempts.short) {
             attempts.failed.get_or_insert(Errno::NOSPC);
@@ -302,7 +302,7 @@ impl<B: Backing> Lanes<B> {
                 }
             }
         }
-        // All lanes that do not fail hang, so the first lane that answers is taken.
+        // All lanes that do not hang have failed, so the first hanging lane that answers is used.
         for lane in hung {
             self.begin_attempt(attempts, lane, None, owner, new)?;
         }
@@ -320,7 +320,7 @@ impl<B: Backing> Lanes<B> {
         if lane.progress.state() != LaneState::Full {
             return None;
         }
-        // Removed files that still wait for their removal from the lane may occupy room.
+        // Removed files that are not yet removed from the lane may occupy its room.
         let _ = self.finish_removals();
         Some(self.usual_room())
     }
@@ -358,11 +358,12 @@ impl<B: Backing> Lanes<B> {
             part: 0,
         };
         self.workers.run_about(Class::Call, topic, move || {
-            // Dropped before the answer is sent, also if the creation panics.
+            // Dropped before the result is sent, so that the caller sees the flag set. Also dropped if the creation
+            // panics.
             let end = FinishedOnDrop(is_creation_finished);
             let result = lane_of_file.make_file(&entry, &owner, mode, mark, room);
             drop(end);
-            // The caller may have taken the file of another lane by now. Then it removes this one later.
+            // The caller may already use another lane's file. The removals then remove this file later.
             let _ = sender.send((lane, result));
         });
         Ok(())
@@ -370,8 +371,8 @@ impl<B: Backing> Lanes<B> {
 
     /// Waits until one of the attempts ends, at most for `timeout`. Returns the attempt and the file.
     ///
-    /// `None` means that no attempt has ended, or that one failed because of its lane, which is recorded in `attempts`.
-    /// Any other failure of an attempt is an error.
+    /// Returns `None` if no attempt has ended, or if one failed because of its lane; `attempts` then has the reason.
+    /// Fails if an attempt failed for any other reason.
     fn await_attempt(
         &self,
         attempts: &mut Attempts<B>,
@@ -404,7 +405,8 @@ impl<B: Backing> Lanes<B> {
         Ok(None)
     }
 
-    /// Gives the file its name (step 3 of a creation). This is the last step, because nothing may fail after it.
+    /// Renames the link to the file's name (step 3 of a creation). This is the last step: a failure after it would
+    /// leave a name that the caller does not know of.
     fn finish_creation(
         &self,
         attempt: Attempt<B>,
@@ -433,14 +435,15 @@ impl<B: Backing> Lanes<B> {
         Ok((LanesInode::Placed(placed), opened, attr))
     }
 
-    /// Removes the file and the link of an attempt that has ended. Failures are left to the next mount.
+    /// Removes the file and the link of an attempt that has ended. If this fails, the next mount removes them.
     fn remove_attempt(&self, attempt: &Attempt<B>) {
         let _ = self.remove_entry(attempt.lane, &attempt.entry);
         let staging = self.staging();
         let _ = staging.and_then(|dir| self.primary.unlink(dir, &attempt.entry));
     }
 
-    /// Hands attempts that are under way over to the removals, which remove their files when the lanes have answered.
+    /// Hands attempts that are under way over to the pending removals. They remove the files once the lanes have
+    /// answered.
     fn abandon_attempts(&self, attempts: Attempts<B>) {
         for attempt in attempts.under_way {
             self.setup.lanes[attempt.lane].note_hang();
@@ -465,7 +468,7 @@ impl<B: Backing> Lanes<B> {
     ) -> Result<()> {
         let flags = RenameFlags::NOREPLACE;
         match self.primary.rename(staging, entry, parent, name, flags) {
-            // A file system, such as NFS, that does not support this kind of rename.
+            // A file system such as NFS does not support RENAME_NOREPLACE.
             Err(Errno::INVAL) => {
                 self.primary.link(link, parent, name)?;
                 self.primary.unlink(staging, entry)
@@ -474,8 +477,8 @@ impl<B: Backing> Lanes<B> {
         }
     }
 
-    /// Returns the inode number of `parent`, and the owner of a file that `caller` makes there. The file itself is created in
-    /// another directory, where the kernel cannot apply the set-group-id bit of `parent`.
+    /// Returns the inode number of `parent`, and the owner of a file that `caller` creates there. The file in the lane
+    /// is created in another directory, so the kernel cannot apply the set-group-id bit of `parent`.
     fn owner_in(&self, parent: &B::Inode, caller: &Caller) -> Result<(u64, Caller)> {
         let attr = self.primary.attr(parent)?;
         if attr.kind != Kind::Dir {
@@ -491,7 +494,8 @@ impl<B: Backing> Lanes<B> {
 }
 
 impl<B: Backing> Lane<B> {
-    /// Creates a file in the lane, with the mark of its link. `room`: bytes that the lane must have free.
+    /// Creates a file in the lane, with the mark of its link. `room` is the number of free bytes that the lane must
+    /// have; `None` for no check.
     fn make_file(
         &self,
         entry: &OsStr,
@@ -528,13 +532,13 @@ impl<B: Backing> Lane<B> {
         })
     }
 
-    /// After a write exceeded a quota, the free room of the file system says nothing. Then this tries to allocate `room` bytes.
-    /// If that succeeds, the lane is not full any more.
+    /// Makes a full lane usable again. If a quota was exceeded, the free room of the file system is no proof: the
+    /// function first tries to allocate `room` bytes, and fails if that fails.
     fn prove_room(&self, backing: &B, file: &B::File, room: u64) -> Result<()> {
         if self.progress.is_over_quota() {
             match backing.allocate(file, 0, 0, room) {
                 Ok(()) => backing.set_len(file, 0)?,
-                // The file system does not support the allocation, so the room is assumed.
+                // The file system does not support allocation, so the room is assumed.
                 Err(Errno::OPNOTSUPP | Errno::NOSYS) => {}
                 Err(error) => return Err(error),
             }
@@ -544,7 +548,7 @@ impl<B: Backing> Lane<B> {
     }
 }
 
-/// Returns a new entry in a lane: the begin of the file's name, to make listings readable, and a random number.
+/// Returns a new entry in a lane: the beginning of the file's name, which makes listings readable, and a random number.
 fn new_entry(name: &OsStr) -> Result<OsString> {
     let bytes = name.as_bytes();
     let mut entry = OsStr::from_bytes(&bytes[..bytes.len().min(NAME_BYTES)]).to_owned();

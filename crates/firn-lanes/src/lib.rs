@@ -10,9 +10,9 @@
 //! | all other attributes, and data | the file in the lane |
 //! | a further name | a further name of the link |
 //!
-//! A link is Firn's own if the file that it names has the matching mark ([`Mark`]). Every other link remains an
-//! ordinary link. A change of the mark needs permission to write to the file. A link that a user copied or made by
-//! hand therefore harms no other user's file.
+//! A link is Firn's own if the file that it names has the matching mark ([`Mark`]). Every other link is an ordinary
+//! link. To change a mark, a user needs permission to write to the file. A link that a user copied or made by hand
+//! therefore harms no other user's file.
 //!
 //! Promises
 //! * A name leads to a complete file or to none. The link gets its name after the file exists and is marked. The file
@@ -55,7 +55,7 @@ use state::{Call, Progress};
 /// A directory for placed files, on one server.
 pub struct Lane<B: Backing> {
     backing: B,
-    /// Absolute path of its top directory, as it appears in links.
+    /// Absolute path of the lane's top directory, as it appears in links.
     path: OsString,
     /// Number of names that were created or removed so far.
     changes: AtomicU64,
@@ -136,10 +136,10 @@ pub struct Lanes<B: Backing> {
     longest: AtomicU64,
 }
 
-/// Room that a full lane must have before it gets new files again, as a multiple of the longest file. It allows for a
-/// second file of that size that waits for the same lane.
+/// Free room that a full lane must have before it gets new files again, as a multiple of the longest file: room for the
+/// new file, and for a second one that already waits for the same lane.
 const FILES_OF_USUAL_ROOM: u64 = 2;
-/// Minimum of that room in bytes. It applies until a longer file was written.
+/// Minimum of this required room in bytes. It applies until a longer file is written.
 const USUAL_ROOM_MIN: u64 = 1 << 20;
 
 /// An object of [`Lanes`].
@@ -154,7 +154,7 @@ pub enum LanesInode<B: Backing> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Position {
     region: Region,
-    /// Sum of the numbers in its name and in the names of the directories above, at the time of the lookup
+    /// Sum of the numbers in the object's name and in the names of the directories above, at the time of the lookup
     /// ([`rule::Parent::sum`]).
     numbers: u64,
 }
@@ -165,7 +165,7 @@ impl Position {
         numbers: 0,
     };
 
-    /// Returns the value for the object `name` in a directory with this value.
+    /// Returns the position of the object `name` in a directory with this position.
     fn of_child(self, name: &OsStr) -> Self {
         Self {
             region: self.region.of_child(name),
@@ -181,18 +181,18 @@ pub enum Region {
     Top,
     /// `.firn`.
     Firn,
-    /// Objects below `.firn`. Files that Firn owns stay in the primary. Files that a transaction is going to rename
-    /// stay in the lanes in which they are placed.
+    /// Objects below `.firn`. Firn's own files remain in the primary. Files that a transaction will rename later remain
+    /// in the lanes in which they are placed.
     Own,
-    /// `.firn/log` and everything below it. A file there goes to a lane only if it has a turn. A link to a missing
-    /// file counts as no link.
+    /// `.firn/log` and everything below it. A file there goes to a lane only if it has a turn. A link to a missing file
+    /// counts as missing.
     Logs,
     /// All other objects.
     Files,
 }
 
 impl Region {
-    /// Returns the value for the object `name` in a directory with this value.
+    /// Returns the region of the object `name` in a directory of this region.
     fn of_child(self, name: &OsStr) -> Self {
         match self {
             Self::Top if name == TOP => Self::Firn,
@@ -203,7 +203,7 @@ impl Region {
         }
     }
 
-    /// Returns whether a new file goes to a lane because of its name.
+    /// Returns whether the name of a new file in this region determines its lane.
     fn takes_placed_files(self) -> bool {
         matches!(self, Self::Top | Self::Files)
     }
@@ -221,7 +221,7 @@ pub struct PlacedFile<B: Backing> {
     file: B::Inode,
 }
 
-/// The lane and the name in it to which the text of a link leads.
+/// The lane to which the text of a link leads, and the name in that lane.
 struct LinkTarget<'a, B: Backing> {
     /// Index of the lane.
     number: usize,
@@ -247,7 +247,7 @@ impl<B: Backing> Clone for LanesInode<B> {
 }
 
 impl<B: Backing> LanesInode<B> {
-    /// Returns the object in the primary. For a placed file that is its link, which is not a directory either.
+    /// Returns the object in the primary. For a placed file this is its link, so the result is never a directory then.
     fn in_primary(&self) -> &B::Inode {
         match self {
             Self::Primary(inode, _) => inode,
@@ -255,7 +255,7 @@ impl<B: Backing> LanesInode<B> {
         }
     }
 
-    /// Returns the object `name` of this directory, which is not a placed file.
+    /// Returns the object `name` of this directory. The object must not be a placed file.
     fn child_inode(&self, name: &OsStr, inode: B::Inode) -> Self {
         Self::Primary(inode, self.position().of_child(name))
     }
@@ -273,8 +273,8 @@ impl<B: Backing> LanesInode<B> {
 }
 
 impl<B: Backing> Lanes<B> {
-    /// Opens a backing over `primary`. The function first finishes the creations and removals that a crash left in
-    /// the staging directory.
+    /// Opens a backing over `primary`. First finishes the creations and removals whose links a crash left in the
+    /// staging directory.
     pub fn open(primary: B, setup: Setup<B>) -> Result<Self> {
         let opened = Self {
             primary,
@@ -315,12 +315,12 @@ impl<B: Backing> Lanes<B> {
         self.setup.staging.as_ref().ok_or(Errno::ROFS)
     }
 
-    /// Returns the lane of a placed file.
+    /// Returns the lane that has a placed file.
     fn lane(&self, placed: &PlacedFile<B>) -> &Lane<B> {
         &self.setup.lanes[placed.lane]
     }
 
-    /// Returns the backing that contains an object's data, and the object in that backing.
+    /// Returns the backing that has an object's data, and the object in that backing.
     fn holder_of<'a>(&'a self, inode: &'a LanesInode<B>) -> (&'a B, &'a B::Inode) {
         match inode {
             LanesInode::Primary(inode, _) => (&self.primary, inode),
@@ -328,7 +328,7 @@ impl<B: Backing> Lanes<B> {
         }
     }
 
-    /// Returns the backing that contains an open file.
+    /// Returns the backing that has an open file.
     fn holder_of_file(&self, file: &LanesFile<B>) -> &B {
         match &file.placed {
             None => &self.primary,
@@ -336,7 +336,7 @@ impl<B: Backing> Lanes<B> {
         }
     }
 
-    /// Makes a call of the backing that contains an open file.
+    /// Makes a call of the backing that has an open file.
     fn call_holder<T>(
         &self,
         file: &LanesFile<B>,
@@ -371,7 +371,8 @@ impl<B: Backing> Lanes<B> {
                 let attr = placed_attr(&attr, &file);
                 return Ok((LanesInode::Placed(Arc::new(placed)), attr));
             }
-            // A power loss may leave such a link: another host's sync made the link durable before the file was synced.
+            // A power loss may leave a link to a missing file: another host's sync made the link durable before the
+            // file was synced.
             if parent.position().region == Region::Logs
                 && self.parse_target(&self.primary.readlink(&inode)?).is_some()
             {
@@ -431,8 +432,8 @@ impl<B: Backing> Lanes<B> {
         })
     }
 
-    /// Returns EIO for a link into an absent lane. The link may be that of a placed file. If it were shown as an ordinary link,
-    /// programs could write to whatever is now at the lane's path.
+    /// Returns EIO for a link into an absent lane. The link may belong to a placed file. If programs saw it as an
+    /// ordinary link, they could write to any object that is now at the lane's path.
     fn refuse_absent(&self, target: &[u8]) -> Result<()> {
         let is_in_lane = |lane: &OsString| {
             let entry = entry_below(lane, target);
@@ -461,7 +462,8 @@ impl<B: Backing> Lanes<B> {
         Ok(placed_attr(&link, &file))
     }
 
-    /// Returns the attributes of a link. A link whose only name is in the staging directory counts as one without a name.
+    /// Returns the attributes of a link. A link whose only name is in the staging directory has no names (`nlink` 0)
+    /// for programs.
     fn attr_of_link(&self, placed: &PlacedFile<B>) -> Result<Attr> {
         let mut attr = self.primary.attr(&placed.link)?;
         if self.removals.contains(attr.ino) {
@@ -471,8 +473,8 @@ impl<B: Backing> Lanes<B> {
     }
 }
 
-/// Returns the name in the directory `lane` that a link with this text names. Returns `None` if the text names
-/// something else.
+/// Returns the name in the directory `lane` that a link with this text names. Returns `None` if the text names anything
+/// else.
 fn entry_below<'a>(lane: &OsStr, target: &'a [u8]) -> Option<&'a OsStr> {
     let entry = target.strip_prefix(lane.as_bytes())?.strip_prefix(b"/")?;
     let is_name = !entry.is_empty() && !entry.contains(&b'/') && entry != b"." && entry != b"..";

@@ -1,5 +1,5 @@
-//! Finds and removes orphans, which a crash or a power loss may leave: files in lanes without a link, links in the staging
-//! directory, and links to files that are missing.
+//! Finds and removes orphans, which a crash or a power loss may leave: files in lanes without a link, links in the
+//! staging directory, and links to missing files.
 
 use std::collections::HashSet;
 use std::path::PathBuf;
@@ -13,18 +13,19 @@ pub enum Orphan {
     File {
         /// Index of the lane.
         lane: usize,
-        /// Its name in that directory.
+        /// Name of the file in the lane.
         entry: OsString,
-        /// Its length in bytes.
+        /// Length of the file in bytes.
         bytes: u64,
     },
     /// A link in the staging directory.
     Link {
-        /// Its name in that directory.
+        /// Name of the link in the staging directory.
         entry: OsString,
     },
-    /// A link to a file that is missing in its lane; programs see a dangling link. Either the file was not synced, or
-    /// the lane's path now leads to another directory. A person should check that before the link is removed.
+    /// A link to a file that is missing in its lane. Programs see a dangling link. Either the file was not synced
+    /// before a power loss, or the lane's path now leads to another directory. A person should check which one before
+    /// the link is removed.
     Dangling {
         /// Path of the link, relative to the root of the primary.
         path: PathBuf,
@@ -36,7 +37,7 @@ pub enum Orphan {
 struct Links {
     /// Inode numbers of the links.
     inos: HashSet<u64>,
-    /// Links in Firn's form that lead to no file.
+    /// Links with the path of a lane's file that lead to no file.
     dangling: Vec<PathBuf>,
 }
 
@@ -60,8 +61,8 @@ impl<B: Backing> Lanes<B> {
     /// Finds all orphans in the primary and the lanes.
     ///
     /// The primary and the lanes must not change during the call, because a file that is being created looks like an
-    /// orphan. Files of other primaries are not reported. Files without a mark are reported only if they are empty
-    /// and have a name that Firn gives.
+    /// orphan. Files of other primaries are not reported. A file without a mark is reported only if it is empty and its
+    /// name has the form of Firn's entries.
     pub fn find_orphans(&self) -> std::result::Result<Vec<Orphan>, OrphanError> {
         let links = self.find_links().map_err(OrphanError::Primary)?;
         let staged = match &self.setup.staging {
@@ -130,8 +131,7 @@ impl<B: Backing> Lanes<B> {
         Ok(links)
     }
 
-    /// Returns whether a link names a file that is missing in its lane, or that is an empty file without a mark
-    /// there.
+    /// Returns whether a link leads to a lane where its file is missing or is an empty file without a mark.
     fn is_dangling(&self, link: &B::Inode) -> Result<bool> {
         let target = self.primary.readlink(link)?;
         let Some(LinkTarget { lane, entry, .. }) = self.parse_target(&target) else {
@@ -146,7 +146,7 @@ impl<B: Backing> Lanes<B> {
 
     /// Returns the names and sizes of this primary's files in a lane to which none of `links` leads.
     ///
-    /// An empty file without a mark counts too, because a crash interrupted its creation before the mark was written.
+    /// An empty file without a mark is included, because a crash interrupted its creation before the mark was written.
     fn unnamed_files(&self, lane: &Lane<B>, links: &HashSet<u64>) -> Result<Vec<(OsString, u64)>> {
         let root = lane.backing.root();
         let mut unnamed = Vec::new();
@@ -180,8 +180,8 @@ pub fn count_files<B: Backing>(lane: &B, id: u128) -> Result<usize> {
     Ok(count)
 }
 
-/// Returns whether a crash interrupted the creation of this file: it is empty, has a name that Firn gives, and has no
-/// mark.
+/// Returns whether a crash interrupted the creation of this file. Such a file is empty, its name has the form of Firn's
+/// entries, and it has no mark.
 fn is_unfinished_creation<B: Backing>(
     lane: &B,
     file: &B::Inode,

@@ -1,5 +1,5 @@
-//! The record of a primary's lanes: which directories have ever been lanes of it. A mount needs it to find the files in
-//! all of them.
+//! The record of a primary's lanes: all directories that have ever been its lanes. With the record, a mount finds the
+//! files in all of them.
 //!
 //! ```text
 //! .firn/lanes/primary      the id of this primary, for the marks of its files: a random number
@@ -8,12 +8,13 @@
 //! ```
 //!
 //! Invariants
-//! * Every file is put once and never changes. Hosts that mount the same primary with different lanes therefore need
-//!   no lock.
-//! * A lane gets its marker file before it is recorded, and it is recorded before the first file goes to it.
+//! * Every file of the record is put once. Hosts that mount the same primary with different lanes therefore need no
+//!   lock.
+//! * A lane gets its marker file before the lane is recorded, and the lane is recorded before the first file is placed
+//!   there.
 //! * A lane is removed from the record only if it has no files.
 //!
-//! Relies on `.firn/` being closed to all other users (`firn_hosts::own`). Otherwise nothing in the record is
+//! Relies on `.firn/` being closed to all other users (`firn_hosts::own`). If it is not, nothing in the record is
 //! trusted.
 
 use std::ffi::{OsStr, OsString};
@@ -60,7 +61,7 @@ pub enum RecordError {
     /// A file of the record is damaged.
     #[error("{TOP}/{DIR}/{name} {why}")]
     Damaged {
-        /// Its name.
+        /// Name of the damaged file.
         name: String,
         /// The damage, and what to do.
         why: &'static str,
@@ -74,7 +75,7 @@ impl From<Errno> for RecordError {
 }
 
 impl Record {
-    /// Reads the record of a primary. Returns `None` if no file was ever placed.
+    /// Reads the record of a primary. Returns `None` if there is no record, because no file was ever placed.
     pub fn find<B: Backing>(primary: &B) -> Result<Option<Self>, RecordError> {
         let Some((top, _)) = own::find_dir(primary, &primary.root(), TOP)? else {
             return Ok(None);
@@ -123,7 +124,7 @@ impl Record {
         Ok(())
     }
 
-    /// Reads the record. Returns `None` if its first file was never written, because of a crash.
+    /// Reads the record. Returns `None` if a crash came before its first file was written.
     fn read<B: Backing>(dir: &VoteDir<'_, B>) -> Result<Option<Self>, RecordError> {
         let Some(id) = read_file(dir, PRIMARY)? else {
             return Ok(None);
@@ -134,7 +135,7 @@ impl Record {
         };
         let id = id
             .try_into()
-            .map_err(|_| damaged(PRIMARY, "is damaged: put it back from a backup"))?;
+            .map_err(|_| damaged(PRIMARY, "is damaged: restore it from a backup"))?;
         let mut lanes = Vec::new();
         for name in dir.names()?.iter().filter(|name| name.starts_with(LANE)) {
             // Another host may have removed the file since the directory was listed.
@@ -143,7 +144,10 @@ impl Record {
             };
             let path = OsString::from_vec(path);
             if lane_file_name(&path) != *name || !is_lane_path(&path) {
-                return Err(damaged(name, "names another lane: look at what it is"));
+                return Err(damaged(
+                    name,
+                    "does not record the lane of its name: inspect it",
+                ));
             }
             lanes.push(path);
         }
@@ -192,7 +196,7 @@ pub fn put_mark<B: Backing>(lane: &B, id: u128) -> Result<(), OwnError> {
     Ok(())
 }
 
-/// Removes the marker file again.
+/// Removes the marker file of the primary with this id from a directory.
 pub fn remove_mark<B: Backing>(lane: &B, id: u128) -> Result<(), Errno> {
     match lane.unlink(&lane.root(), OsStr::new(&marker_name(id))) {
         Err(Errno::NOENT) => Ok(()),
@@ -250,13 +254,13 @@ fn read_file<B: Backing>(dir: &VoteDir<'_, B>, name: &str) -> Result<Option<Vec<
 
 /// Checks the bytes of a file of the record, and returns its content. The error says what is wrong and what to do.
 fn decode_file(bytes: &[u8]) -> Result<&[u8], &'static str> {
-    const DAMAGED: &str = "is damaged: put it back from a backup";
+    const DAMAGED: &str = "is damaged: restore it from a backup";
     let (head, content) = bytes.split_at_checked(HEAD_BYTES).ok_or(DAMAGED)?;
     if head[..8] != MAGIC {
-        return Err("is not a record of lanes: look at what it is and move it away");
+        return Err("is not a record of lanes: inspect it and move it away");
     }
     if head[8..12] != VERSION.to_le_bytes() {
-        return Err("is of another version of Firn: mount with that one");
+        return Err("was written by another version of Firn: mount with that version");
     }
     if head[12..] != crc32c::crc32c(content).to_le_bytes() {
         return Err(DAMAGED);

@@ -7,13 +7,13 @@
 //! * The *staging directory* of the primary has links of files that are being created or removed.
 //!
 //! A removal has four steps
-//! 1. If the name is the file's last one, the link gets a name in the staging directory too.
+//! 1. If the name is the file's last one, the link gets a further name in the staging directory.
 //! 2. The name is removed from the primary.
-//! 3. The primary is synced. Without the sync, a power loss could bring back the name of a file that is gone.
+//! 3. The primary is synced. Otherwise, a power loss could bring back the name of a file that is already removed.
 //! 4. The file is removed from its lane, and then the link from the staging directory.
 //!
-//! A sync for each removal would be slow, so removed files wait for a common sync after step 2. After a crash, the next
-//! mount finds them by their links in the staging directory.
+//! A sync for each removal would be slow. After step 2, removed files therefore wait for a common sync. After a crash,
+//! the next mount finds these files by their links in the staging directory.
 
 use firn_backing::SyncScope;
 use std::collections::HashMap;
@@ -23,7 +23,7 @@ use firn_backing::lock::Mutex;
 
 use super::*;
 
-/// Number of waiting files at which a removal syncs the primary and removes all of them.
+/// Number of waiting files at which a removal performs the common sync and removes all of them.
 const WAITING_MAX: usize = 64;
 
 /// The files that have lost their last name and are still on their lanes.
@@ -42,8 +42,8 @@ pub(crate) struct PendingRemoval<B: Backing> {
     pub(crate) entry: OsString,
     /// Whether the call that creates the file on the lane has returned.
     ///
-    /// A creation on a hanging lane is abandoned, and its file is removed here. But the call may still create the file
-    /// until it returns, so the removal waits for that.
+    /// A creation on a hanging lane is abandoned, and its file is removed by this entry. The call may create the file
+    /// as long as it has not returned, so the removal waits for the return.
     pub(crate) is_creation_finished: Arc<AtomicBool>,
 }
 
@@ -71,7 +71,7 @@ pub(crate) struct PendingUnlink<B: Backing> {
     placed: Arc<PlacedFile<B>>,
     /// Inode number of the file's link.
     link_ino: u64,
-    /// Whether the name is the file's last one, so that the link has a name in the staging directory too.
+    /// Whether the name is the file's last one. The link then has a further name in the staging directory.
     is_staged: bool,
 }
 
@@ -114,7 +114,7 @@ impl<B: Backing> Lanes<B> {
     /// Prepares a call that removes or replaces `name` in `parent` (step 1 of a removal). Returns `None` if the name does
     /// not lead to a placed file.
     ///
-    /// [`Lanes::run_unlink`] then makes the call. If this function fails, the caller must not make it.
+    /// [`Lanes::run_unlink`] then makes the call. If this function fails, the caller must not make the call.
     pub(crate) fn prepare_unlink(
         &self,
         parent: &B::Inode,
@@ -122,7 +122,7 @@ impl<B: Backing> Lanes<B> {
     ) -> Result<Option<PendingUnlink<B>>> {
         let (link, attr) = match self.primary.lookup(parent, name) {
             Ok((link, attr)) if attr.kind == Kind::Symlink => (link, attr),
-            // The call that removes the name reports any error of the lookup.
+            // The call itself reports an error of this lookup.
             _ => return Ok(None),
         };
         let Some((placed, _)) = self.follow(&link, &attr)? else {
@@ -163,18 +163,19 @@ impl<B: Backing> Lanes<B> {
     /// Undoes [`Lanes::prepare_unlink`], because the name still exists.
     fn undo_unlink(&self, pending: PendingUnlink<B>) {
         if pending.is_staged {
-            // If this fails, the link keeps its second name in the staging directory until the next mount removes it.
+            // If this fails, the link retains its name in the staging directory until the next mount removes that name.
             let staging = self.staging();
             let _ = staging.and_then(|dir| self.primary.unlink(dir, &pending.placed.entry));
         }
     }
 
-    /// Continues a removal after its call has removed the name. If that was the last name, the file now waits for the
+    /// Completes a removal whose call has removed the name. If that was the last name, the file now waits for the
     /// common sync.
     fn complete_unlink(&self, pending: PendingUnlink<B>, parent: &B::Inode) -> Result<()> {
         let name_count = self.primary.attr(&pending.placed.link)?.nlink;
         if !pending.is_staged {
-            // The name was not the last one before the call. But another host may have removed the others since.
+            // The name was not the last one before the call. However, another host may have removed the other names
+            // since.
             if name_count == 0 {
                 self.primary.sync_dir(parent)?;
                 self.remove_entry(pending.placed.lane, &pending.placed.entry)?;
@@ -183,7 +184,7 @@ impl<B: Backing> Lanes<B> {
         }
         let has_other_name = name_count > 1;
         if has_other_name {
-            // The call renamed the name onto itself, or another host created a name.
+            // The call renamed the name onto itself, or another host created a further name.
             self.undo_unlink(pending);
             return Ok(());
         }
@@ -205,8 +206,8 @@ impl<B: Backing> Lanes<B> {
         self.removals.count_ready(|removal| self.is_ready(removal)) > 0
     }
 
-    /// Returns whether a waiting file can be removed now. The files of a hanging lane cannot, because a thread that
-    /// removed them would hang too.
+    /// Returns whether a waiting file can be removed now. The files of a hanging lane cannot be removed, because the
+    /// removing thread would hang too.
     fn is_ready(&self, removal: &PendingRemoval<B>) -> bool {
         removal.is_creation_finished.load(Ordering::Acquire)
             && !self.setup.lanes[removal.lane].names_hang()
@@ -214,7 +215,7 @@ impl<B: Backing> Lanes<B> {
 
     /// Syncs the primary once, and removes the waiting files from lanes that answer (steps 3 and 4 of a removal).
     ///
-    /// Stops at the first failure. The files that are left wait for the next call.
+    /// Stops at the first failure. The remaining files wait for the next call.
     pub fn finish_removals(&self) -> Result<()> {
         let ready = self.removals.list_ready(|removal| self.is_ready(removal));
         if ready.is_empty() {
@@ -230,7 +231,8 @@ impl<B: Backing> Lanes<B> {
         Ok(())
     }
 
-    /// Finishes the creations and removals that a crash has interrupted. Each left a link in the staging directory.
+    /// Finishes the creations and removals that a crash has interrupted. Each of them left a link in the staging
+    /// directory.
     pub(crate) fn clear_staging(&self) -> Result<()> {
         let Some(staging) = &self.setup.staging else {
             return Ok(());
@@ -244,7 +246,7 @@ impl<B: Backing> Lanes<B> {
             let (link, _) = self.primary.lookup(staging, &entry)?;
             let target = self.primary.readlink(&link)?;
             if self.refuse_absent(&target).is_err() {
-                // The file is removed when the lane is reachable again.
+                // A later mount removes the file, when the lane is reachable again.
                 continue;
             }
             let lane = self.parse_target(&target).map(|found| found.number);
@@ -256,8 +258,8 @@ impl<B: Backing> Lanes<B> {
         Ok(())
     }
 
-    /// Removes the name `entry` of a link from the staging directory. If the link has no other name, `remove_file` first
-    /// removes its file from the lane.
+    /// Removes the name `entry` of a link from the staging directory. If the link has no other name, `remove_file`
+    /// first removes the link's file from the lane.
     fn remove_staged_link(
         &self,
         link: &B::Inode,
@@ -273,7 +275,7 @@ impl<B: Backing> Lanes<B> {
         }
     }
 
-    /// Removes the file `entry` from a lane. A missing file is no error.
+    /// Removes the file `entry` from a lane. Succeeds if the file is already missing.
     pub(crate) fn remove_entry(&self, lane: usize, entry: &OsStr) -> Result<()> {
         let lane = &self.setup.lanes[lane];
         let removed = lane.call(Call::Name, |backing| backing.unlink(&backing.root(), entry));

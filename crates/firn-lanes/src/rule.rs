@@ -2,13 +2,13 @@
 //!
 //! The first of these cases that applies decides:
 //!
-//! 1. The first line of the configuration file whose pattern matches the file's name (as in the paper).
+//! 1. The first line of the configuration file (the lane map) whose pattern matches the file's name.
 //! 2. If the name has a number: the sum of the numbers in the name and in the names of the directories above, modulo
-//!    the number of lanes. The files of a checkpoint differ in the number of a rank, at any place in the path, and have
-//!    all other numbers in common. The hosts of a job therefore balance exactly, without messages.
-//! 3. The lane with the fewest files of the directory (module `balance`). This rule applies if the name has no
-//!    number, or if the lane of the sum has far more than its share. If several lanes have equally few files, they take
-//!    turns, from a start that differs between hosts.
+//!    the number of lanes. The paths of a checkpoint's files differ in the number of the rank; all other numbers in
+//!    them are equal. The hosts of a job therefore balance exactly, without messages.
+//! 3. The lane with the fewest files of the directory (module `balance`). This case applies if the name has no number,
+//!    or if the lane of the sum has far more than its share. If several lanes have equally few files, they are chosen
+//!    in turn, from a start that differs between hosts.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
@@ -38,9 +38,9 @@ pub struct Rule {
 /// The directory of a new file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Parent {
-    /// Its inode number.
+    /// Inode number of the directory.
     pub ino: u64,
-    /// Sum of the numbers in its name and in the names of the directories above, as far as they are known
+    /// Sum of the numbers in the directory's name and in the names of the directories above, as far as they are known
     /// ([`add_numbers`]).
     pub sum: u64,
 }
@@ -79,7 +79,8 @@ impl Rule {
     /// Creates a rule without a configuration file, for `lanes` lanes (at least 1), on the host of this name.
     pub fn new(lanes: usize, host: &str) -> Self {
         assert!(lanes > 0, "there is a lane to go to");
-        // Hosts of a job usually have consecutive numbers, which spreads their turns too.
+        // The hosts of a job usually have consecutive numbers. With the host's number as start, the turns of the hosts
+        // begin on different lanes.
         let number = sum_numbers(host.as_bytes());
         Self {
             lanes,
@@ -118,8 +119,8 @@ impl Rule {
         self.lanes
     }
 
-    /// Returns the lane of a new file with this name, and the reason. `count_files` returns the number of files on
-    /// each lane; it is called for a directory that is not known yet.
+    /// Returns the lane of a new file with this name, and the reason. If the directory is not known yet, calls
+    /// `count_files`, which returns the number of the directory's files on each lane.
     pub fn choose(
         &self,
         parent: Parent,
@@ -157,7 +158,8 @@ impl Rule {
         self.dirs.lock().forget(dir);
     }
 
-    /// Returns the lane that the name alone determines. `sum` is the sum of numbers of the directories above.
+    /// Returns the lane that the name alone determines. `sum` is the sum of the numbers in the names of the directories
+    /// above.
     pub fn explain(&self, sum: u64, name: &OsStr) -> Option<(usize, Reason)> {
         self.lane_by_line(name)
             .or_else(|| self.lane_by_numbers(sum, name))
@@ -181,7 +183,7 @@ impl Rule {
     }
 }
 
-/// Parses a line of the configuration file. The error says what is wrong with it.
+/// Parses a line of the configuration file. The error says what is wrong with the line.
 fn parse_line(line: &str, lanes: usize) -> Result<(GlobMatcher, usize), String> {
     let (pattern, lane) = line
         .rsplit_once(char::is_whitespace)
@@ -197,7 +199,7 @@ fn parse_line(line: &str, lanes: usize) -> Result<(GlobMatcher, usize), String> 
         .map_err(|_| format!("`{lane}` is not the number of a lane"))?;
     if lane >= lanes {
         return Err(format!(
-            "there is no lane {lane}: they are 0 to {}",
+            "there is no lane {lane}: lanes are numbered 0 to {}",
             lanes - 1
         ));
     }
@@ -255,7 +257,7 @@ mod tests {
         (0..count).map(host).collect()
     }
 
-    /// How ranks are given to hosts.
+    /// How the ranks of a job are distributed over its hosts.
     #[derive(Clone, Copy, Debug)]
     enum Ranks {
         Block,
@@ -307,7 +309,8 @@ mod tests {
     const PROGRAM_LANES: usize = 7;
     const PROGRAM_RANKS: usize = 28;
 
-    /// How programs call the files of a checkpoint: the one of a rank, of [`PROGRAM_RANKS`], at a step.
+    /// How a program names the files of a checkpoint: returns the name of the file of a rank, of [`PROGRAM_RANKS`], at
+    /// a step.
     type NameOf = fn(rank: usize, step: usize) -> String;
 
     const PROGRAMS: [(&str, NameOf); 14] = [
@@ -346,14 +349,14 @@ mod tests {
         }),
     ];
 
-    /// Where the files of a checkpoint are.
+    /// The directories in which the files of checkpoints are.
     #[derive(Clone, Copy, Debug)]
     enum Dirs {
-        /// All checkpoints in one directory.
+        /// One directory for all checkpoints.
         One,
-        /// A new one for each.
+        /// A new directory for each checkpoint.
         Steps,
-        /// Each rank has its own.
+        /// A directory for each rank.
         Ranks,
     }
 
@@ -371,7 +374,8 @@ mod tests {
         }
     }
 
-    /// Makes the files of checkpoints, in any order; the fullest lane of each checkpoint.
+    /// Creates the files of some checkpoints, each in random order. Returns the number of files on the fullest lane of
+    /// each checkpoint.
     fn fullest_lanes(
         name_of: NameOf,
         hosts: &[Rule],
@@ -456,13 +460,13 @@ mod tests {
     #[test]
     fn a_directory_that_was_there_is_looked_at_once_and_a_new_lane_does_not_get_all() {
         let rule = Rule::new(2, "node0");
-        // With one file for each mount, the balance must not send all of them to lane 0.
+        // If each of several mounts creates one file, the balance must not send all of these to lane 0.
         let single = rule.choose(dir(1), OsStr::new("step_4000"), || vec![20, 0]);
         assert_eq!(single, (1, Reason::Balance));
         rule.note_file(1, 1);
         let again = rule.choose(dir(1), OsStr::new("a"), || panic!("it is known"));
         assert_eq!(again, (1, Reason::Balance));
-        // Lane 1 is new, and a checkpoint goes to both all the same.
+        // Lane 1 is new and has no files. The files of a checkpoint nevertheless go to both lanes.
         let rule = Rule::new(2, "node0");
         let mut counts = [0; 2];
         for rank in 0..32 {

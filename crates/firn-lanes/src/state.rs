@@ -1,10 +1,11 @@
-//! The health of each lane as this mount has observed it: whether the lane is full, gone or hanging, and how many files and
-//! bytes went to it.
+//! The health of each lane as this mount has observed it: whether the lane is full, gone or hanging, and how many files
+//! and bytes were written to it.
 //!
-//! * The health is advice for the choice of a lane, and no call is refused because of it.
-//! * Each state is logged only once, so that a lane that comes and goes does not fill the log.
-//! * A hanging lane reports nothing. So the calls in progress are recorded with their start times, and a lane hangs if one
-//!   of them takes too long. A status request reads only this record, and makes no call that could hang.
+//! * The health only influences the choice of a lane. No call is refused because of it.
+//! * Each state is logged only once for each lane, so that a lane that changes its state often does not fill the log.
+//! * A call of a hanging lane does not return, so nothing reports the state. Therefore the calls in progress are
+//!   recorded with their start times. A lane hangs if one of its calls takes too long. A status request reads only this
+//!   record, and makes no call that could hang.
 
 use std::collections::BTreeMap;
 use std::os::unix::ffi::OsStrExt;
@@ -23,7 +24,7 @@ pub enum LaneState {
     /// No failure is known.
     #[default]
     Ok,
-    /// A write or a creation found no room, and no room was found since.
+    /// A write or a creation found no room, and no sufficient room was found since.
     Full,
     /// The last call failed because the directory was missing or its file system did not work.
     Gone,
@@ -31,14 +32,14 @@ pub enum LaneState {
     Hung,
 }
 
-/// Counts of what went to a lane since the mount.
+/// Counts of the files and bytes that a lane received since the mount.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LaneFigures {
-    /// Number of files that were placed there.
+    /// Number of files that were placed in the lane.
     pub files: u64,
-    /// Number of bytes that were written there.
+    /// Number of bytes that were written to the lane.
     pub bytes: u64,
-    /// Whether the lane accepts more.
+    /// Whether the lane accepts more files and bytes.
     pub state: LaneState,
 }
 
@@ -69,7 +70,7 @@ impl Call {
 pub(crate) struct Progress {
     files: AtomicU64,
     bytes: AtomicU64,
-    /// State that returned calls have shown, as an index of [`STATES`].
+    /// State according to the calls that have returned, as an index of [`STATES`].
     state: AtomicU8,
     is_over_quota: AtomicBool,
     is_full_logged: AtomicBool,
@@ -87,9 +88,9 @@ struct Calls {
     under_way: BTreeMap<u64, (Call, Instant)>,
 }
 
-/// The states that a returned call can show.
+/// The states that the result of a returned call can imply.
 const STATES: [LaneState; 3] = [LaneState::Ok, LaneState::Full, LaneState::Gone];
-/// Minimum time between two checks for room in a full lane that accepts bytes again.
+/// Minimum time between two checks whether a full lane has room again. A check follows a successful write.
 const ROOM_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 impl Progress {
@@ -101,7 +102,7 @@ impl Progress {
         self.bytes.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// Returns the state that returned calls have shown.
+    /// Returns the state according to the calls that have returned.
     pub(crate) fn state(&self) -> LaneState {
         STATES[usize::from(self.state.load(Ordering::Relaxed))]
     }
@@ -111,19 +112,20 @@ impl Progress {
         self.state.store(state as u8, Ordering::Relaxed);
     }
 
-    /// Returns whether the lane is full because of a quota, which its file system may not report as missing room.
+    /// Returns whether the lane is full because of a quota. The file system may report free room nevertheless.
     pub(crate) fn is_over_quota(&self) -> bool {
         self.is_over_quota.load(Ordering::Relaxed)
     }
 
-    /// Returns whether a call in progress, of the kinds for which `is_relevant` returns true, takes too long.
+    /// Returns whether a call in progress takes too long. Considers the kinds of calls for which `is_relevant` returns
+    /// true.
     fn hangs(&self, is_relevant: impl Fn(Call) -> bool) -> bool {
         let calls = self.calls.lock();
         let mut under_way = calls.under_way.values();
         under_way.any(|(call, since)| is_relevant(*call) && since.elapsed() >= call.hangs_after())
     }
 
-    /// Records that a call begins. It ends when the returned value is dropped.
+    /// Records that a call begins. Dropping the returned value records its end.
     fn begin_call(&self, call: Call) -> CallUnderWay<'_> {
         let mut calls = self.calls.lock();
         calls.last_number += 1;
@@ -156,7 +158,8 @@ impl Progress {
         !logged.swap(true, Ordering::Relaxed)
     }
 
-    /// Returns whether the caller should check for free room now. If so, the next check is due after an interval.
+    /// Returns whether the caller should check for free room now. If so, the next check is due after
+    /// `ROOM_CHECK_INTERVAL`.
     fn is_room_check_due(&self) -> bool {
         let mut last_check = self.last_room_check.lock();
         let is_due = last_check.is_none_or(|at| at.elapsed() >= ROOM_CHECK_INTERVAL);
@@ -199,17 +202,17 @@ pub(crate) fn state_of_error(error: Errno) -> Option<LaneState> {
 }
 
 impl<B: Backing> Lane<B> {
-    /// Returns the counts since the mount, and whether the lane accepts more.
+    /// Returns the lane's counts since the mount, and its state.
     pub fn figures(&self) -> LaneFigures {
         self.progress.figures()
     }
 
-    /// Returns whether a call of the kind [`Call::Name`] does not return.
+    /// Returns whether a call of the kind [`Call::Name`] hangs.
     pub(crate) fn names_hang(&self) -> bool {
         self.progress.hangs(|call| call == Call::Name)
     }
 
-    /// Makes a call of the lane's backing, and updates the lane's health from its result, which it returns.
+    /// Makes a call of the lane's backing, updates the lane's health from the result, and returns the result.
     pub(crate) fn call<T>(&self, kind: Call, make: impl FnOnce(&B) -> Result<T>) -> Result<T> {
         let under_way = self.progress.begin_call(kind);
         let result = make(&self.backing);
@@ -217,10 +220,10 @@ impl<B: Backing> Lane<B> {
         self.note_result(result)
     }
 
-    /// Updates the lane's health from the result of a call, which it returns.
+    /// Updates the lane's health from the result of a call, and returns the result.
     fn note_result<T>(&self, result: Result<T>) -> Result<T> {
         match &result {
-            // A full lane still answers, so a successful call does not prove that it has room again.
+            // A full lane answers too, so a successful call does not prove that the lane has room again.
             Ok(_) if self.progress.state() == LaneState::Gone => {
                 self.progress.set_state(LaneState::Ok);
             }
@@ -249,15 +252,22 @@ impl<B: Backing> Lane<B> {
                 LaneState::Full => "its files wait until there is room",
                 _ => "its files wait until it is back",
             };
-            tracing::warn!(%lane, %error, "a lane fails: {advice}; new files go elsewhere where no line of the lane map says otherwise");
+            tracing::warn!(
+                %lane, %error,
+                "a lane fails: {advice}; new files go to other lanes, except those that the lane map assigns to it"
+            );
         }
     }
 
-    /// Records that a new file went elsewhere because the lane did not answer.
+    /// Records that a new file was placed in another lane because this lane did not answer.
     pub(crate) fn note_hang(&self) {
         if self.progress.is_first_time_in(LaneState::Hung) {
             let lane = quoted(self.path.as_bytes());
-            tracing::warn!(%lane, "a lane does not answer: its files wait until it does; new files go elsewhere where no line of the lane map says otherwise");
+            tracing::warn!(
+                %lane,
+                "a lane does not answer: its files wait until it does; new files go to other lanes, except those that \
+                 the lane map assigns to it"
+            );
         }
     }
 
@@ -272,7 +282,7 @@ impl<B: Backing> Lane<B> {
     pub(crate) fn note_written(&self, room_needed: u64) {
         let progress = &self.progress;
         let is_full = progress.state() == LaneState::Full;
-        // The room under a quota is known only by trying, when there is a new file.
+        // Under a quota, only a trial shows whether there is room. The creation of the next file makes this trial.
         if is_full && !progress.is_over_quota() && progress.is_room_check_due() {
             let room = self.free_bytes();
             if room.is_ok_and(|room| room >= room_needed) && progress.state() == LaneState::Full {

@@ -1,14 +1,14 @@
 //! Placement on a file system with several servers that lets its user choose the server of a new file
 //! (`placement=lustre` and others).
 //!
-//! Here a *lane* is one such server. The same [`Rule`] as for directories chooses the lane of a file, and a [`Driver`]
-//! creates the file there. All other calls are those of an ordinary backing.
+//! Here a *lane* is one such server. As with directories, the [`Rule`] chooses the lane of a file; a [`Driver`] creates
+//! the file there. All other calls are those of an ordinary backing.
 //!
 //! | file system | a lane is | the lane is chosen by |
 //! |---|---|---|
 //! | Lustre | an OST, by its index | an extended attribute of the new file, before its objects are allocated |
 //! | MooseFS | a storage class, by its name | the tool `mfssetsclass`, for a staging directory for each lane |
-//! | others | what the program takes | a program, which creates the file |
+//! | others | a text that the program understands | a program of the site, which creates the file |
 //!
 //! Promise: if the file system refuses a server, the file is still created, on a server that the file system chooses. Such
 //! files are counted, and the first one is logged.
@@ -35,11 +35,11 @@ pub use staged::{Finder, Staged, find_in_moosefs, open_dirs, tell_moosefs};
 
 /// Creates files on a chosen server, for one kind of file system.
 pub trait Driver: Debug + Send + Sync {
-    /// Checks whether the server can be chosen for files in this directory. The error says why not.
+    /// Checks whether the driver can choose the server of files in this directory. The error says why not.
     fn check(&self, dir: BorrowedFd<'_>) -> std::result::Result<(), String>;
     /// Creates `new` in this lane, or anywhere if the file system refuses the lane.
     fn create(&self, new: &NewFile<'_>, lane: usize) -> Result<Created>;
-    /// Returns the server of a file as the file system tells it, with its name in the list of lanes.
+    /// Returns the server of a file as the file system reports it, by the name that it has in the list of lanes.
     fn find_server(&self, file: BorrowedFd<'_>) -> Location;
 }
 
@@ -77,7 +77,7 @@ pub enum Location {
     Server(String),
     /// The file is in stripes on this number of servers.
     Striped(u32),
-    /// The file system does not tell.
+    /// The file system does not report the server.
     Unknown,
 }
 
@@ -158,7 +158,7 @@ impl Steered {
                 lane,
                 server = ?self.servers[lane],
                 error = %refusal,
-                "the file system does not put files on the server that it is asked for; firn status counts them"
+                "the file system refuses the requested server and chooses another; firn status counts such files"
             );
         }
     }
@@ -200,7 +200,7 @@ impl Steering for Steered {
             }
         };
         let created = self.driver.create(new, lane)?;
-        // A file with a turn belongs to Firn and is not counted.
+        // A file with a turn belongs to Firn and is not included in the counts.
         if let Some(dir) = dir {
             self.files[lane].fetch_add(1, Ordering::Relaxed);
             self.rule.note_file(dir, lane);
@@ -227,8 +227,8 @@ fn create_plain(new: &NewFile<'_>) -> Result<OwnedFd> {
     new.open(OFlags::empty())
 }
 
-/// Opens a file that another program has created for this process. Fails with ESTALE if it is not an empty regular file:
-/// then a third process has taken the name.
+/// Opens a file that another program has created for this process. If the object is not an empty regular file, a third
+/// process has taken the name: fails with ESTALE.
 fn open_foreign_file(new: &NewFile<'_>) -> Result<(OwnedFd, Stat)> {
     let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let file = openat(new.parent, new.name, flags, Mode::empty())?;
@@ -239,7 +239,7 @@ fn open_foreign_file(new: &NewFile<'_>) -> Result<(OwnedFd, Stat)> {
     Ok((file, stat))
 }
 
-/// Parses servers that are numbers. The error names the first one that is not `meaning`.
+/// Parses servers that are numbers. The error names the first one that is not a number with this `meaning`.
 fn parse_numbers<N: TryFrom<u64>>(
     servers: &[OsString],
     meaning: &str,

@@ -1,7 +1,8 @@
 //! Tests of files that the rule places in lanes.
 //!
-//! Through Firn a placed file behaves as a file of one directory. Without Firn it is a symbolic link in the primary to a
-//! whole file in its lane. A crash at any call loses no file and leaves no unknown one.
+//! Through Firn, all placed files behave as files of one directory. Without Firn, a placed file is a symbolic link in
+//! the primary to a whole file in its lane. A crash at any call loses no file, and leaves no file that Firn does not
+//! find.
 
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
@@ -64,7 +65,7 @@ impl World {
         Lanes::open(self.primary.clone(), setup(staging, lanes)).expect("open")
     }
 
-    /// Opens the backing as programs see it: without `.firn`.
+    /// Opens the backing as programs see it, without `.firn`.
     fn open_for_programs(&self) -> PlainBacking<Lanes<SimBacking>> {
         PlainBacking::new(self.open())
     }
@@ -288,7 +289,7 @@ fn the_mark_is_not_shown_and_cannot_be_changed() {
     assert_eq!(lanes.list_xattr(&inode), Ok(b"user.x\0".to_vec()));
 }
 
-/// The longest time that a test waits for a condition.
+/// The maximum time that a test waits for a condition.
 const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Waits until the condition holds. `what` is the message of the failure if it never does.
@@ -321,7 +322,7 @@ fn write(
     lanes.write_at(file, &[IoSlice::new(&vec![1; bytes])], 0)
 }
 
-/// Writes until there is no room.
+/// Writes to a file until there is no room.
 fn fill(lanes: &Lanes<SimBacking>, file: &LanesFile<SimBacking>) {
     let data = vec![1; 4 << 20];
     let mut end = 0;
@@ -339,7 +340,7 @@ fn regression_a_lane_that_had_no_room_for_a_file_got_the_next_ones() {
     const FILE_BYTES: usize = 4 << 20;
     let world = World::new();
     let lanes = world.open();
-    // Room for one file and a half.
+    // Room for one and a half files.
     let capacity = (FILE_BYTES + FILE_BYTES / 2) as u64;
     world.lanes[0].set_capacity(Some(capacity));
     let first = create(&lanes, "f_0").expect("create");
@@ -347,14 +348,14 @@ fn regression_a_lane_that_had_no_room_for_a_file_got_the_next_ones() {
     let second = create(&lanes, "f_3").expect("create");
     fill(&lanes, &second);
     assert_eq!(lanes.lanes()[0].figures().state, LaneState::Full);
-    // The second file is truncated: there is room again, but not for a whole file.
+    // The second file is truncated: the lane has room again, but not for a whole file.
     lanes.set_len(&second, 0).expect("set_len");
     for rank in [6, 9, 12, 15] {
         let file = create(&lanes, &format!("f_{rank}")).expect("create");
         assert_eq!(write(&lanes, &file, FILE_BYTES), Ok(FILE_BYTES), "f_{rank}");
         assert_ne!(lane_of_name(&lanes, &format!("f_{rank}")), 0, "f_{rank}");
     }
-    // With room for a file of the usual size the lane gets files again.
+    // Once there is room for a file of the usual size, the lane gets files again.
     world.lanes[0].set_capacity(Some(16 * capacity));
     create(&lanes, "f_18").expect("create");
     assert_eq!(lane_of_name(&lanes, "f_18"), 0);
@@ -377,7 +378,7 @@ fn a_lane_is_not_full_any_more_once_what_waited_for_it_is_written_and_there_is_r
     });
 }
 
-/// statfs(2) does not know quotas: it shows room that this user cannot have. Proves S-place-6.
+/// statfs(2) ignores quotas: it reports room that this user cannot use. Proves S-place-6.
 #[test]
 fn a_lane_whose_quota_is_used_up_is_tried_before_it_gets_a_file() {
     let world = World::new();
@@ -431,11 +432,11 @@ fn regression_a_lane_that_hangs_kept_files_of_other_lanes_from_being_made() {
     let lanes = world.open();
     write_file(&lanes, "f_0", b"there");
     let hang = world.lanes[0].hang("create");
-    // The file waits shortly for its lane, and then goes to the next one.
+    // The creation waits for its lane until the timeout, and then uses the next lane.
     create(&lanes, "f_3").expect("create");
     assert_eq!(lane_of_name(&lanes, "f_3"), 1);
     assert_eq!(lanes.lanes()[0].figures().state, LaneState::Hung);
-    // Other files do not wait for the lane that hangs, and existing files can be removed.
+    // Other creations do not wait for the hanging lane, and existing files can be removed.
     for rank in 4..10 {
         create(&lanes, &format!("f_{rank}")).expect("create");
         assert_ne!(lane_of_name(&lanes, &format!("f_{rank}")), 0, "f_{rank}");
@@ -497,7 +498,7 @@ fn where_all_lanes_hang_a_new_file_waits_for_the_first_that_answers() {
     });
 }
 
-/// A lane on which a write hangs still gets new files, but the status calls it hung.
+/// A lane with a hanging write still gets new files, but the status reports the lane as hung.
 #[test]
 fn a_status_says_of_a_lane_that_a_call_of_it_hangs() {
     let world = World::new();
@@ -517,7 +518,7 @@ fn a_status_says_of_a_lane_that_a_call_of_it_hangs() {
     assert_eq!(lanes.lanes()[0].figures().state, LaneState::Ok);
 }
 
-/// Does the calls that [`a_crash_at_any_call_leaves_each_file_whole_and_no_unexplained_orphan`] cuts off.
+/// Makes the calls that [`a_crash_at_any_call_leaves_each_file_whole_and_no_unexplained_orphan`] interrupts.
 fn change<B: Backing>(backing: &B) -> Result<(), Errno> {
     let me = suite::own_caller();
     let root = backing.root();
@@ -561,7 +562,7 @@ fn a_crash_at_any_call_leaves_each_file_whole_and_no_unexplained_orphan() {
                 check_after_crash(&crashed.fork(), step * 3 + seed);
             }
             if !has_crashed {
-                // The calls end before this step: all steps of this backing are tested.
+                // The calls ended before this step, so all steps of this backing are tested.
                 result.expect("nothing went wrong");
                 break;
             }
@@ -571,8 +572,8 @@ fn a_crash_at_any_call_leaves_each_file_whole_and_no_unexplained_orphan() {
     assert!(crashes > 20, "only {crashes} calls were cut off");
 }
 
-/// Asserts after a power loss that each file has its old or new contents, and that each orphan is explained by a call
-/// that the crash cut off. Removes the orphans, which must remove no file.
+/// Runs after a power loss. Asserts that each file has its old or its new contents, and that an interrupted call
+/// explains each orphan. Removes the orphans; asserts that no file is removed with them.
 fn check_after_crash(world: &World, seed: u64) {
     for backing in world.backings() {
         backing.power_loss(seed);
@@ -623,8 +624,8 @@ fn check_after_crash(world: &World, seed: u64) {
 
 /// Lanes fail in turn, for some calls or for all, while files are created, written, renamed and removed.
 ///
-/// A call that succeeded has its effect, and a call that failed changed nothing that programs see. When no lane fails any
-/// more, no file is left over.
+/// A call that succeeded has its effect, and a call that failed changed nothing that programs see. Once no lane fails
+/// any more, no unnamed file is left.
 #[test]
 fn lanes_that_fail_one_by_one_cost_no_file() {
     for seed in 0..200 {
@@ -698,8 +699,8 @@ fn lanes_that_fail_one_by_one_cost_no_file() {
     }
 }
 
-/// Creates a file if it is missing, empties it and writes `content`. `expected` gets the contents that the successful
-/// calls leave, also after a failure in between.
+/// Creates a file if it is missing, truncates it and writes `content`. Updates `expected` to the contents that the
+/// successful calls leave, even if a later call fails.
 fn write_whole(
     lanes: &Lanes<SimBacking>,
     name: &str,

@@ -1,8 +1,8 @@
 //! Tests of placement on one file system: which calls each driver makes.
 //!
-//! A FUSE server stands in for Lustre and others. It records the calls that reach it through the kernel, and refuses those
-//! that a test names. The example programs for a site run with stand-ins for their tools. Needs FUSE (`/dev/fuse` and the
-//! right to mount).
+//! A FUSE server stands in for Lustre and other file systems. It records the calls that reach it through the kernel,
+//! and refuses those that a test names. The example programs for a site run with fakes of the tools that they call. The
+//! tests need FUSE (`/dev/fuse` and the right to mount).
 
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::{OsStr, OsString};
@@ -44,7 +44,7 @@ struct Node {
     is_dir: bool,
 }
 
-/// What the server has: its files, their attributes, and the calls that it got.
+/// The state of the server: its files, their attributes, and the calls that it received.
 #[derive(Default)]
 struct SteeredState {
     nodes: BTreeMap<u64, Node>,
@@ -161,7 +161,7 @@ impl Filesystem for Recorder {
             Err(error) => return reply.error(error),
         };
         let mut state = self.state.lock().unwrap();
-        // The kernel keeps the other flag of it, O_NOCTTY, from FUSE servers.
+        // O_LOV_DELAY_CREATE has a second flag, O_NOCTTY, which the kernel does not pass to FUSE servers.
         let delayed = if flags & libc::O_ASYNC != 0 {
             " delayed"
         } else {
@@ -311,7 +311,7 @@ impl Filesystem for Recorder {
 /// A mounted server.
 struct Mounted {
     state: Arc<Mutex<SteeredState>>,
-    /// Ends before its mount point is removed.
+    /// Declared before `dir`, so that the session ends before its mount point is removed.
     _session: BackgroundSession,
     dir: tempfile::TempDir,
 }
@@ -351,7 +351,7 @@ impl Mounted {
         File::open(self.path().join(name)).unwrap().into()
     }
 
-    /// Returns the calls since the last time.
+    /// Returns the calls since the last call of this function.
     fn take_calls(&self) -> Vec<String> {
         std::mem::take(&mut self.state.lock().unwrap().calls)
     }
@@ -475,7 +475,7 @@ fn what_a_crash_left_in_a_staging_directory_is_removed() {
     );
 }
 
-/// Returns a program of a site, as a shell script.
+/// Returns a site's program, as a shell script.
 fn script(dir: &Path, text: &str) -> OsString {
     use std::os::unix::fs::PermissionsExt;
     let path = dir.join("place");
@@ -538,8 +538,8 @@ fn a_program_that_fails_or_does_something_else_costs_no_file() {
     assert_eq!(create(&backing, "a").unwrap_err(), Errno::IO);
 }
 
-/// One of the examples, with fakes of the tools that it calls. Each fake writes its name and arguments to `DIR/log`, then
-/// does what `fake` says.
+/// Returns one of the examples, with a fake of the tool that it calls. The fake writes its name and arguments to
+/// `DIR/log`, then does what `fake` says.
 fn example(
     dir: &Path,
     name: &str,
@@ -569,7 +569,8 @@ fn log_of(dir: &Path) -> String {
     text
 }
 
-/// A file that a program made on a server: it counts as steered, has its mode, and its name is taken.
+/// Asserts that a program created a file on a server: the file counts as steered, has its mode, and its name cannot be
+/// created again.
 fn assert_made(dir: &Path, backing: &DirBacking, steered: &Steered, name: &str) {
     assert_eq!(create(backing, name).unwrap(), LaneIndex::new(1));
     assert_eq!(steered.refused_files(), 0);
@@ -646,7 +647,7 @@ fn the_example_for_orangefs_makes_the_file_in_a_directory_with_hints() {
             assert!(log.contains(&line), "{log}");
         }
         if !ln.is_empty() {
-            // A file system without links.
+            // The fake of ln(1) stands for a file system without links.
             fs::rename(
                 script(&dir.path().join("tools"), ln),
                 dir.path().join("tools/ln"),

@@ -29,7 +29,7 @@ use firn_backing::{
 #[derive(Clone, Debug)]
 pub struct SimInode {
     ino: u64,
-    /// Keeps the object after its last name is gone.
+    /// Keeps the object's inode after the last name is removed.
     _held: Arc<()>,
 }
 
@@ -37,14 +37,14 @@ pub struct SimInode {
 pub struct SimFile {
     object: SimInode,
     access: Access,
-    /// Index of the process that opened it.
+    /// Index of the process that opened the file.
     process: usize,
-    /// Tells it from every other one.
+    /// Unique number of this open file.
     number: u64,
-    /// It was locked once.
+    /// Whether this open file was ever locked as a whole.
     is_locked: AtomicBool,
     state: Arc<Mutex<DiskState>>,
-    /// How many are open.
+    /// Number of files that the backing has open.
     open: Arc<AtomicUsize>,
 }
 
@@ -92,7 +92,7 @@ impl SimFile {
     }
 }
 
-/// The longest file: what `off_t` can say.
+/// Maximum length of a file: the maximum of `off_t`.
 const SIZE_MAX: u64 = i64::MAX as u64;
 
 impl SimBacking {
@@ -114,7 +114,7 @@ impl SimBacking {
         self.enter_to_write(op).map(|(state, _)| state)
     }
 
-    /// The same with the most bytes that a write may take.
+    /// Does the same as `enter`, and also returns the maximum number of bytes that a write may write.
     fn enter_to_write(&self, op: &'static str) -> Result<(MutexGuard<'_, DiskState>, usize)> {
         firn_backing::lock::assert_none_held(op);
         let mut state = self.state.lock();
@@ -129,7 +129,7 @@ impl SimBacking {
         self.is_synced_one_by_one.load(Ordering::Relaxed)
     }
 
-    /// The names in a directory, as this process sees them.
+    /// Returns the names in a directory, as this process sees them.
     fn listing(&self, dir: u64) -> Result<Listing> {
         let disk = &self.enter("read_dir")?.disk;
         let mut lag = self.lag.lock();
@@ -144,7 +144,7 @@ impl SimBacking {
         Ok(listing)
     }
 
-    /// An object was changed.
+    /// Records that an object was changed.
     fn changed(&self, disk: &Disk, ino: u64) {
         self.lag.lock().note_object_changed(ino);
         if self.is_synced_one_by_one() {
@@ -153,7 +153,7 @@ impl SimBacking {
         }
     }
 
-    /// An object was made in `parent`.
+    /// Records that an object was made in `parent`.
     fn made(&self, disk: &Disk, parent: u64, ino: u64) {
         self.lag.lock().note_changed(parent);
         self.changed(disk, ino);
@@ -191,7 +191,7 @@ impl Tracked for SimBacking {
     }
 
     fn threads(&self) -> usize {
-        // The steps come in one order.
+        // One thread, so that the order of the steps is deterministic.
         1
     }
 
@@ -241,7 +241,7 @@ impl Disk {
         ObjectPath::Known(names.join(&b'/'), links)
     }
 
-    /// The names in a directory, in the order of their cookies.
+    /// Returns the names in a directory, in the order of their cookies.
     fn listing(&self, dir: u64) -> Result<Vec<Entry>> {
         let inode = self.dir(dir)?;
         let own = |cookie, name: &str, ino| Entry {
@@ -274,7 +274,7 @@ impl Disk {
         ))
     }
 
-    /// Applies a change of attributes.
+    /// Applies a change of attributes, and sets the change time.
     fn touch(&mut self, ino: u64, change: impl FnOnce(&mut Inode)) -> Result<()> {
         self.writable()?;
         let now = self.now();
@@ -284,7 +284,7 @@ impl Disk {
         Ok(())
     }
 
-    /// Applies a change of contents.
+    /// Applies a change of contents, and sets the modification and change time.
     fn modify(&mut self, ino: u64, change: impl FnOnce(&mut Inode)) -> Result<()> {
         let now = self.now();
         self.touch(ino, |inode| {
@@ -293,7 +293,7 @@ impl Disk {
         })
     }
 
-    /// How many of `len` bytes at `offset` have room.
+    /// Returns how many of `len` bytes at `offset` have room.
     fn room(&mut self, ino: u64, offset: u64, len: u64) -> Result<u64> {
         let Some(free) = self.free_bytes() else {
             return Ok(len);
@@ -504,7 +504,7 @@ impl Names for SimBacking {
         sink: &mut dyn FnMut(DirEntry<'_>) -> bool,
     ) -> Result<()> {
         let listing = self.listing(dir.0.ino)?;
-        // Without the lock: the sink may call back.
+        // Called without the lock, because the sink may call the backing.
         for entry in listing.iter().filter(|entry| entry.cookie > cookie) {
             self.entries_read.fetch_add(1, Ordering::Relaxed);
             if !sink(DirEntry {
@@ -691,7 +691,7 @@ impl Files for SimBacking {
         Ok(())
     }
 
-    /// Pages are all the same here.
+    /// Does nothing: no page differs from others in its cost.
     fn advise(&self, _file: &SimFile, _range: Range<u64>, _advice: PageAdvice) {}
 
     fn lock(&self, file: &SimFile, request: LockRequest) -> Result<bool> {
@@ -708,7 +708,7 @@ impl Files for SimBacking {
         None
     }
 
-    /// It gives no descriptors.
+    /// Always fails, because `descriptor` returns no descriptors.
     fn adopt(&self, _descriptor: OwnedFd) -> Result<AdoptedBy<Self>> {
         Err(Errno::BADF)
     }
@@ -751,7 +751,8 @@ impl Placement for SimBacking {
     }
 }
 
-/// What the kernel says of names: `user.*` only on files and directories, and only known prefixes.
+/// Applies the kernel's checks of attribute names: only known prefixes are allowed, and `user.*` only on files and
+/// directories. `not_here` is the error for any other object.
 fn check_xattr(inode: &Inode, name: &OsStr, not_here: Errno) -> Result<()> {
     let name = name.as_bytes();
     let known = [b"user.".as_slice(), b"trusted.", b"security."];

@@ -1,4 +1,4 @@
-//! Contents of a simulated file: sparse pages, shared between snapshots until one is written.
+//! The content of a simulated file: sparse pages, which snapshots share until one of them is written.
 //!
 //! Invariants
 //! * No page starts at or after `size`, except those that fallocate(2) put there.
@@ -9,14 +9,14 @@ use std::sync::Arc;
 
 use rand::RngExt;
 
-/// Granularity of allocation, and so of holes: what the usual file systems have.
+/// Granularity of allocation, and therefore of holes, as in usual file systems.
 pub const PAGE_BYTES: u64 = 4096;
-/// What a disk writes whole or not at all.
+/// Number of bytes that a disk writes completely or not at all.
 const SECTOR_BYTES: usize = 512;
 
 type Page = [u8; PAGE_BYTES as usize];
 
-/// Bytes of one file.
+/// The bytes of one file.
 #[derive(Clone, Default)]
 pub struct Data {
     pages: BTreeMap<u64, Arc<Page>>,
@@ -28,7 +28,7 @@ impl Data {
         self.pages.len() as u64
     }
 
-    /// Pages that writing `len` bytes at `offset` would add.
+    /// Returns the number of pages that a write of `len` bytes at `offset` would add.
     pub(super) fn pages_missing(&self, offset: u64, len: u64) -> u64 {
         if len == 0 {
             return 0;
@@ -77,14 +77,14 @@ impl Data {
         self.size = len;
     }
 
-    /// Gives the range pages of zeros where it has none.
+    /// Adds pages of zeros for the parts of the range that have none.
     pub(super) fn allocate(&mut self, offset: u64, len: u64) {
         for (page, ..) in parts(offset, len as usize) {
             self.page(page);
         }
     }
 
-    /// Zeroes a range; pages wholly inside become holes.
+    /// Zeroes a range. Pages that are completely in the range become holes.
     pub(super) fn punch(&mut self, offset: u64, len: u64) {
         let end = offset.saturating_add(len);
         let pages: Vec<u64> = self
@@ -104,8 +104,8 @@ impl Data {
         }
     }
 
-    /// First byte at or after `offset` that is (`data`) or is not (`!data`) in a page; the end of the
-    /// file counts as a hole.
+    /// Returns the first offset, from `offset` on, that is in a page (`data`) or in a hole (`!data`). The end of the
+    /// file is a hole.
     pub(super) fn seek(&self, offset: u64, data: bool) -> Option<u64> {
         let mut at = offset;
         while at < self.size {
@@ -121,8 +121,8 @@ impl Data {
         (!data && offset < self.size).then_some(self.size)
     }
 
-    /// What a disk may hold that was going from `old` to `self` when the power failed: each sector and
-    /// the size as they were or as they were to be.
+    /// Returns a content that the disk may have after a power failure during the change from `old` to `self`. Each
+    /// sector, and the size, is the old or the new one.
     pub(super) fn torn(&self, old: &Data, rng: &mut impl RngExt) -> Data {
         let mut torn = old.clone();
         let pages: std::collections::BTreeSet<u64> =
@@ -147,7 +147,8 @@ impl Data {
     }
 }
 
-/// Cuts a range of a file at page bounds: page index, place in the page, place in the buffer.
+/// Divides a range of a file at the bounds of pages. Each item is the index of a page, the offset in that page, and the
+/// range in the buffer.
 fn parts(offset: u64, len: usize) -> impl Iterator<Item = (u64, usize, std::ops::Range<usize>)> {
     let mut done = 0;
     std::iter::from_fn(move || {

@@ -1,4 +1,4 @@
-//! The simulated disk: inodes and names as programs see them, and what of them is durable.
+//! The simulated disk: inodes and names as programs see them, and the part of them that is durable.
 //!
 //! Invariants (checked by [`Disk::fsck`])
 //! * Every entry leads to an inode; every directory but the root has one entry.
@@ -16,7 +16,7 @@ use firn_backing::{Attr, Errno, Kind, Result, Time};
 /// Inode number of the top directory.
 pub(super) const ROOT: u64 = 1;
 
-/// Counts the holders of an open inode. A copy of an inode is another world's, so it has no holders.
+/// Counts the users of an open inode. A copy of an inode belongs to another disk, so it begins without users.
 #[derive(Default)]
 pub(super) struct Held(Arc<()>);
 
@@ -38,7 +38,7 @@ pub(super) struct Inode {
     pub(super) xattrs: BTreeMap<OsString, Vec<u8>>,
     pub(super) data: Data,
     pub(super) target: Vec<u8>,
-    /// Name to inode and cookie; cookies grow, so a stream never skips an old entry.
+    /// Each name with its inode number and cookie. Cookies grow, so a stream of entries never skips an old entry.
     pub(super) entries: BTreeMap<OsString, (u64, i64)>,
     pub(super) parent: u64,
     held: Held,
@@ -104,14 +104,14 @@ impl Inode {
     }
 }
 
-/// All objects.
+/// All objects, by their inode number.
 pub(super) type Inodes = BTreeMap<u64, Inode>;
 
-/// A disk with its cache. A clone is another world.
+/// A disk with its cache. A clone is an independent disk.
 #[derive(Clone)]
 pub struct Disk {
     pub(super) inodes: Inodes,
-    /// What survives a loss of power.
+    /// The objects as they are after a power loss, if no unsynced change survives.
     pub(super) stable: Inodes,
     /// Name changes since they were last made durable, in order.
     pub(super) log: Vec<NameChange>,
@@ -119,7 +119,7 @@ pub struct Disk {
     next_cookie: i64,
     /// Time of the last change.
     clock: Duration,
-    /// How much later each change is than the one before.
+    /// Time between two consecutive changes.
     pub(super) tick: Duration,
     pub(super) capacity_bytes: Option<u64>,
     pub(super) device: u64,
@@ -136,7 +136,7 @@ impl Default for Disk {
             inodes,
             log: Vec::new(),
             next_ino: ROOT + 1,
-            // 1 and 2 are those of `.` and `..`.
+            // Cookies 1 and 2 belong to `.` and `..`.
             next_cookie: 3,
             clock: Duration::ZERO,
             tick: Duration::from_secs(1),
@@ -148,7 +148,7 @@ impl Default for Disk {
 }
 
 impl Disk {
-    /// A later time with every call.
+    /// Advances the clock by one tick, and returns the time.
     pub(super) fn now(&mut self) -> Time {
         self.pass(self.tick);
         Time {
@@ -157,7 +157,7 @@ impl Disk {
         }
     }
 
-    /// Lets time pass.
+    /// Advances the clock.
     pub(super) fn pass(&mut self, time: Duration) {
         self.clock += time;
     }
@@ -187,7 +187,7 @@ impl Disk {
         }
     }
 
-    /// The inode of `name`, if it is there.
+    /// Returns the inode number of `name`, if the name exists.
     pub(super) fn find(&self, parent: u64, name: &OsStr) -> Result<Option<u64>> {
         let dir = self.dir(parent)?;
         match name.as_encoded_bytes() {
@@ -200,13 +200,13 @@ impl Disk {
         Ok(dir.entries.get(name).map(|entry| entry.0))
     }
 
-    /// Checks that a new name may come here.
+    /// Checks that the name is free and that a name may be added to the directory.
     pub(super) fn check_new(&self, parent: u64, name: &OsStr) -> Result<()> {
         if self.find(parent, name)?.is_some() {
             return Err(Errno::EXIST);
         }
         self.writable()?;
-        // A directory that has been removed takes no more names.
+        // A removed directory accepts no new names.
         if self.dir(parent)?.nlink == 0 {
             Err(Errno::NOENT)
         } else {
@@ -214,7 +214,7 @@ impl Disk {
         }
     }
 
-    /// Puts a new inode in place.
+    /// Creates an inode, and gives it a name.
     pub(super) fn add(
         &mut self,
         caller: &firn_backing::Caller,
@@ -242,7 +242,7 @@ impl Disk {
         Ok(ino)
     }
 
-    /// Changes names, all or none: each to an inode or to nothing. Keeps link counts, parents, times.
+    /// Changes several names in one step: each gets an inode or is removed. Updates link counts, parents and times.
     pub(super) fn change(&mut self, names: &[(u64, &OsStr, Option<u64>)]) {
         let now = self.now();
         let mut old = Vec::new();
@@ -294,7 +294,7 @@ impl Disk {
             return;
         };
         child.times[CTIME] = now;
-        // A directory keeps what its subdirectories add; with its name its own two links go.
+        // A directory keeps the links of its subdirectories' `..`. With its name, it loses its own two links.
         let is_dir = child.is_dir();
         child.nlink -= if is_dir && child.nlink == 2 { 2 } else { 1 };
         if is_dir && let Some(d) = self.inodes.get_mut(&dir) {
@@ -302,7 +302,7 @@ impl Disk {
         }
     }
 
-    /// A device 0,0 without a name, the kernel's sign of a removed lower file.
+    /// Makes a whiteout, without a name: device 0,0, by which the kernel marks a removed lower file.
     pub(super) fn whiteout(&mut self) -> u64 {
         let now = self.now();
         let ino = self.next_ino;
@@ -311,13 +311,13 @@ impl Disk {
         ino
     }
 
-    /// Frees what has neither a name nor a holder.
+    /// Frees the objects that have neither a name nor a user.
     pub(super) fn collect(&mut self) {
         self.inodes
             .retain(|_, i| i.nlink > 0 || Arc::strong_count(&i.held.0) > 1);
     }
 
-    /// Bytes still free; `None` without a bound.
+    /// Returns the number of free bytes; `None` if the capacity has no bound.
     pub(super) fn free_bytes(&mut self) -> Option<u64> {
         let capacity = self.capacity_bytes?;
         self.collect();
@@ -333,7 +333,7 @@ impl Disk {
         ino == ancestor
     }
 
-    /// Names every broken invariant.
+    /// Checks the invariants. The error describes the first one that is broken.
     pub fn fsck(&self) -> std::result::Result<(), String> {
         let mut seen = BTreeSet::new();
         for (ino, links) in super::power::count_links(&self.inodes)? {

@@ -1,13 +1,13 @@
-//! Listings of directories that lag, as over a network file system whose client keeps them for a while; and attributes, and
-//! names of directories.
+//! Old answers, as of a network file system whose client caches them for a while. Either listings of directories lag,
+//! or attributes and the names of directories.
 //!
-//! * A listing is the directory as it was at some moment, and no earlier one than the process has seen before.
-//! * What a process has changed in a directory is in its next listing, with all that others changed before. The answer
-//!   to a change says what the directory was like, and a client that knew another one reads it anew.
-//! * Lookups of one name do not lag, unless attributes do: then the name of a directory may lead to the one that it led to
-//!   before.
-//! * Attributes that lag are those of the object at some moment, and it is read as far as it was long then. They are new
-//!   where they are asked of the server, by a lookup too, and where the process has changed the object.
+//! * An old listing is the directory as it was at some moment, but never older than one that this process has seen.
+//! * After a process has changed a directory, its next listing has this change and all earlier changes of other
+//!   processes. A real client learns from the reply to the change that its cached listing is old.
+//! * Lookups of one name do not lag, unless attributes do. In that case the name of a directory may lead to the
+//!   directory that had the name before.
+//! * Old attributes are those of the object at some moment; reads end at the length in them. Attributes are new if the
+//!   process requests them from the server, looks up the name, or has changed the object.
 
 use std::collections::HashMap;
 use std::ffi::{OsStr, OsString};
@@ -15,12 +15,12 @@ use std::sync::Arc;
 
 use firn_backing::{Attr, Kind};
 
-/// One of this many listings is read anew.
+/// One of this number of answers, on average, is read from the server again.
 const FRESH_EVERY: u64 = 4;
-/// Attributes and names of directories are kept for at most this many answers.
+/// Maximum number of answers for which cached attributes and names of directories are used.
 const ANSWERS_MAX: u32 = 3;
 
-/// Something that is kept, and how often it was given.
+/// A cached value, and the number of answers for which it was used.
 struct Kept<T> {
     value: T,
     answers: u32,
@@ -31,7 +31,7 @@ impl<T: Copy> Kept<T> {
         Self { value, answers: 0 }
     }
 
-    /// Gives it once more.
+    /// Returns the value once more, or `None` if it was already used for `ANSWERS_MAX` answers.
     fn give(&mut self) -> Option<T> {
         self.answers += 1;
         (self.answers <= ANSWERS_MAX).then_some(self.value)
@@ -40,7 +40,7 @@ impl<T: Copy> Kept<T> {
 
 /// A name in a directory.
 pub(super) struct Entry {
-    /// Where it is in the listing.
+    /// Position of the name in the listing.
     pub(super) cookie: i64,
     pub(super) name: OsString,
     pub(super) ino: u64,
@@ -49,21 +49,21 @@ pub(super) struct Entry {
 
 pub(super) type Listing = Arc<Vec<Entry>>;
 
-/// What one process has of listings.
+/// The cached answers of one process.
 #[derive(Default)]
 pub(super) struct Lag {
-    /// Decides which listings are read anew; none where all are.
+    /// State of the generator that decides which answers are read from the server. `None` if all are.
     random: Option<u64>,
     kept: HashMap<u64, Listing>,
-    /// Attributes and names of directories lag, and not listings.
+    /// Whether attributes and names of directories lag. If not, listings do.
     keeps_attributes: bool,
     attributes: HashMap<u64, Kept<Attr>>,
-    /// What names of directories led to, by the directory that they are in.
+    /// The objects to which names of directories led, by the directory with these names.
     dirs: HashMap<u64, HashMap<OsString, Kept<u64>>>,
 }
 
 impl Lag {
-    /// Begins anew with this seed, or ends.
+    /// Clears the cache. Then begins a lag with this seed, or none if `seed` is `None`.
     pub(super) fn set(&mut self, seed: Option<u64>, keeps_attributes: bool) {
         *self = Self {
             random: seed,
@@ -72,7 +72,7 @@ impl Lag {
         };
     }
 
-    /// The listing that is given once more.
+    /// Returns the cached listing, or `None` if the listing is to be read from the server.
     pub(super) fn find(&mut self, dir: u64) -> Option<Listing> {
         if self.keeps_attributes {
             return None;
@@ -84,17 +84,17 @@ impl Lag {
         }
     }
 
-    /// Whether something is asked of the server now; none where everything is.
+    /// Decides whether the next answer is read from the server. Returns `None` if no answers lag.
     fn is_fresh(&mut self) -> Option<bool> {
         let random = self.random.as_mut()?;
-        // Knuth's MMIX generator, of which the high bits are good.
+        // Knuth's MMIX generator. Its high bits are the most random ones.
         *random = random
             .wrapping_mul(6_364_136_223_846_793_005)
             .wrapping_add(1_442_695_040_888_963_407);
         Some((*random >> 33).is_multiple_of(FRESH_EVERY))
     }
 
-    /// What the process is told of an object of which this is so.
+    /// Returns the attributes that the process sees of an object whose present ones are `attr`.
     pub(super) fn attr(&mut self, attr: Attr) -> Attr {
         if self.keeps_attributes
             && self.is_fresh() == Some(false)
@@ -106,7 +106,7 @@ impl Lag {
         self.attr_now(attr)
     }
 
-    /// The same, asked of the server.
+    /// Returns the attributes as requested from the server, and caches them.
     pub(super) fn attr_now(&mut self, attr: Attr) -> Attr {
         if self.keeps_attributes {
             self.attributes.insert(attr.ino, Kept::new(attr));
@@ -114,12 +114,12 @@ impl Lag {
         attr
     }
 
-    /// The process has changed the object.
+    /// Records that the process has changed the object.
     pub(super) fn note_object_changed(&mut self, ino: u64) {
         self.attributes.remove(&ino);
     }
 
-    /// What the name of a directory leads to once more.
+    /// Returns the object to which the name of a directory led before, or `None` if the name is to be looked up.
     pub(super) fn find_dir(&mut self, parent: u64, name: &OsStr) -> Option<u64> {
         if !self.keeps_attributes || self.is_fresh()? {
             return None;
@@ -127,7 +127,7 @@ impl Lag {
         self.dirs.get_mut(&parent)?.get_mut(name)?.give()
     }
 
-    /// A lookup found this.
+    /// Records what a lookup by the process has found.
     pub(super) fn note_found(&mut self, parent: u64, name: &OsStr, attr: &Attr) {
         if !self.keeps_attributes {
             return;
@@ -146,7 +146,7 @@ impl Lag {
         }
     }
 
-    /// The process has changed the directory.
+    /// Records that the process has changed the directory.
     pub(super) fn note_changed(&mut self, dir: u64) {
         self.kept.remove(&dir);
         self.dirs.remove(&dir);

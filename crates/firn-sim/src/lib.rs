@@ -8,7 +8,7 @@
 //! What a test can do
 //! * Make calls fail, or stop the process at a call ([`SimBacking::revive`] ends that).
 //! * Make a call hang until the test releases it ([`SimBacking::hang`]).
-//! * Lose power: [`SimBacking::power_loss`] leaves one of the states that a real disk may be left in.
+//! * Cut the power: [`SimBacking::power_loss`] leaves one of the states that a real disk may have afterwards.
 //! * Copy the disk: [`SimBacking::fork`] returns a backing over the copy, which then changes independently.
 //! * Add a process or host on the same disk: [`SimBacking::another_process`].
 //! * Divide the files over several lanes, each of which may fail ([`SimBacking::set_lanes`]).
@@ -43,7 +43,7 @@ pub use disk::Disk;
 pub use locks::LockReach;
 pub use tree::{Tree, TreeEntry, tree};
 
-/// What goes wrong with a call.
+/// The fault of one call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
     /// The call fails and changes nothing.
@@ -68,7 +68,7 @@ pub struct SimBacking {
     open: Arc<AtomicUsize>,
     /// Number of directory entries that this process has read.
     entries_read: Arc<AtomicU64>,
-    /// syncfs(2) has no effect.
+    /// Whether syncfs(2) has no effect, so that each object is synced separately.
     is_synced_one_by_one: Arc<AtomicBool>,
     unsynced: Arc<Unsynced>,
     lanes: Arc<SimLanes>,
@@ -171,19 +171,19 @@ impl HangState {
 }
 
 impl SimBacking {
-    /// An empty disk without bounds or faults.
+    /// Returns a backing over an empty disk without a bound of its capacity and without faults.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// The same; for every other `seed` on a file system that syncfs(2) does not reach.
+    /// Returns the same as [`SimBacking::new`]. If `seed` is odd, syncfs(2) has no effect on its file system.
     pub fn of_seed(seed: u64) -> Self {
         let sim = Self::new();
         sim.sync_one_by_one(seed % 2 == 1);
         sim
     }
 
-    /// A backing over a copy of a disk.
+    /// Returns a backing over a copy of a disk.
     pub fn from_disk(disk: Disk) -> Self {
         let state = DiskState {
             disk,
@@ -195,7 +195,7 @@ impl SimBacking {
         }
     }
 
-    /// A copy of the disk and its cache, as they are now.
+    /// Returns a copy of the disk and its cache, as they are now.
     pub fn snapshot(&self) -> Disk {
         self.state.lock().disk.clone()
     }
@@ -207,8 +207,8 @@ impl SimBacking {
         fork
     }
 
-    /// Another process, on this host or another one, over the same disk: with its own steps, plan and hangs, and with
-    /// locks that exclude those of this one. It may crash while this one goes on.
+    /// Returns another process over the same disk, on this host or another one. The process has its own steps, plan and
+    /// hangs, and its locks exclude those of this process. One of the two may crash while the other one continues.
     pub fn another_process(&self) -> Self {
         let process = {
             let mut state = self.state.lock();
@@ -239,7 +239,8 @@ impl SimBacking {
         self.lag.lock().set(seed, true);
     }
 
-    /// Has pieces of every file be gathered ([`firn_backing::Facts::gathers`]), or ends that.
+    /// Makes the backing report that pieces of every file are to be gathered ([`firn_backing::Facts::gathers`]), or
+    /// ends that.
     pub fn set_gathers(&self, gathers: bool) {
         self.gathers.store(gathers, Ordering::Relaxed);
     }
@@ -250,7 +251,7 @@ impl SimBacking {
         self.lanes.further.store(count - 1, Ordering::Relaxed);
     }
 
-    /// Has writes to the files of a lane fail with EIO, or ends that.
+    /// Makes writes to the files of a lane fail with EIO, or ends that.
     pub fn fail_lane(&self, lane: LaneIndex, fails: bool) {
         let bit = 1 << lane.index();
         if fails {
@@ -269,7 +270,7 @@ impl SimBacking {
         failing >> self.lane_of_number(ino).index() & 1 == 1
     }
 
-    /// Sets how much later each change is than the one before; a second unless this says otherwise.
+    /// Sets the time between two consecutive changes; the default is one second.
     pub fn set_tick(&self, tick: Duration) {
         self.state.lock().disk.tick = tick;
     }
@@ -279,13 +280,13 @@ impl SimBacking {
         self.state.lock().disk.pass(time);
     }
 
-    /// Has locks reach only this far, for all processes over this disk.
+    /// Sets which processes see a lock, for all processes over this disk.
     pub fn set_lock_reach(&self, reach: LockReach) {
         self.state.lock().locks.reach = reach;
     }
 
-    /// The server forgets the locks of this process, as one does that has not heard of a client for long. The process
-    /// is not told; what it writes to files that it had locked fails with EIO.
+    /// Makes the server release the locks of this process, as after a long time without contact. The process is not
+    /// notified; its writes to files that it had locked fail with EIO.
     pub fn lose_locks(&self) {
         self.state.lock().locks.end_all_of(self.process);
     }
@@ -295,51 +296,50 @@ impl SimBacking {
         self.is_synced_one_by_one.store(is_so, Ordering::Relaxed);
     }
 
-    /// The process ended, and another one goes on with the same disk: what was changed and not synced is not known,
-    /// and its locks are free.
+    /// Simulates that this process ends and another one continues with the same disk. The new process does not know
+    /// which changes are not synced. The locks of the old process are released.
     pub fn begin_new_process(&self) {
         self.unsynced.reset();
         self.lose_locks();
     }
 
-    /// Calls so far.
+    /// Returns the number of calls so far.
     pub fn steps(&self) -> u64 {
         self.this_process(&mut self.state.lock()).steps
     }
 
-    /// Files open now.
+    /// Returns the number of files that are open now.
     pub fn open_files(&self) -> usize {
         self.open.load(Ordering::Relaxed)
     }
 
-    /// Number of directory entries that this process has read.
+    /// Returns the number of directory entries that this process has read.
     pub fn entries_read(&self) -> u64 {
         self.entries_read.load(Ordering::Relaxed)
     }
 
-    /// Has every later call ask `plan`.
+    /// Sets the plan that decides the fault of each later call.
     pub fn set_plan(&self, plan: impl FnMut(&'static str, u64) -> Option<Fault> + Send + 'static) {
         self.this_process(&mut self.state.lock()).plan = Some(Box::new(plan));
     }
 
-    /// No more faults.
+    /// Removes the plan: later calls have no fault.
     pub fn clear_plan(&self) {
         self.this_process(&mut self.state.lock()).plan = None;
     }
 
-    /// Crashes at this step (`n` calls from the start), as [`Fault::Crash`].
+    /// Crashes at step `n` (counted from the first call), as [`Fault::Crash`] does.
     pub fn crash_at(&self, n: u64) {
         self.set_plan(move |_, step| (step >= n).then_some(Fault::Crash));
     }
 
-    /// The next call with this name, and only that one, does not return before what this gives is dropped.
-    /// All others go on meanwhile.
+    /// Makes the next call with this name hang until the returned value is dropped. Other calls do not wait.
     pub fn hang(&self, op: &'static str) -> Hang {
         self.hang_one(HangTrigger::Op(op))
     }
 
-    /// The same for the call that would be this step (`n` calls from the start), whatever it is. It does nothing
-    /// before it goes on, and is not yet counted.
+    /// Makes the call that would be step `n` hang, whatever its name is. Until the returned value is dropped, the call
+    /// does nothing and is not counted as a step.
     pub fn hang_at(&self, n: u64) -> Hang {
         self.hang_one(HangTrigger::Step(n))
     }
@@ -362,8 +362,7 @@ impl SimBacking {
         self.this_process(&mut self.state.lock()).dead
     }
 
-    /// Ends a crash, and the plan with it. What was written is still there; see also
-    /// [`SimBacking::power_loss`].
+    /// Ends a crash, and removes the plan. Unsynced changes remain; [`SimBacking::power_loss`] drops some of them.
     pub fn revive(&self) {
         self.begin_new_process();
         let mut state = self.state.lock();
@@ -379,7 +378,8 @@ impl SimBacking {
         self.state.lock().disk.power_loss(seed);
     }
 
-    /// Bounds the bytes in files, counted in pages: ENOSPC above. `None` lifts the bound.
+    /// Limits the bytes in files, counted in pages. A write beyond the limit fails with ENOSPC. `None` removes the
+    /// limit.
     pub fn set_capacity(&self, bytes: Option<u64>) {
         self.state.lock().disk.capacity_bytes = bytes;
     }
@@ -400,14 +400,14 @@ impl SimBacking {
         self.state.lock().disk.fsck()
     }
 
-    /// Everything below the root, for comparison. Takes no steps.
+    /// Returns all objects at and below the root, for comparison. Takes no steps.
     pub fn tree(&self) -> Tree {
         tree(&self.fork()).expect("a fork has no faults")
     }
 }
 
 impl Process {
-    /// The hang that this call runs into.
+    /// Returns the hang that applies to this call, and removes it from the list.
     fn take_hang(&mut self, op: &'static str) -> Option<Arc<HangState>> {
         let matching = [HangTrigger::Op(op), HangTrigger::Step(self.steps + 1)];
         let mut hangs = self.hangs.iter();
@@ -415,7 +415,7 @@ impl Process {
         Some(self.hangs.swap_remove(index).1)
     }
 
-    /// Counts a step and applies the plan's fault. Returns the most bytes that a write may take.
+    /// Counts a step and applies the plan's fault. Returns the maximum number of bytes that a write may write.
     fn step(&mut self, op: &'static str) -> Result<usize> {
         self.steps += 1;
         if self.dead {
@@ -435,7 +435,7 @@ impl Process {
 }
 
 impl DiskState {
-    /// Does [`Process::step`] for one process. If the process dies at this step, its locks end.
+    /// Runs [`Process::step`] for one process. If the process is dead after this step, its locks end.
     fn step(&mut self, process: usize, op: &'static str) -> Result<usize> {
         let bytes_max = self.processes[process].step(op);
         if self.processes[process].dead {

@@ -76,7 +76,8 @@ impl Locks {
         Ok(true)
     }
 
-    /// Locks a range for a process, or unlocks it; false where another one is in the way.
+    /// Locks a range for a process, or unlocks it if `mode` is `None`. Returns false if another process has a
+    /// conflicting lock.
     pub(super) fn take_range(
         &mut self,
         ino: u64,
@@ -136,12 +137,12 @@ impl Locks {
         self.held.iter().any(|lock| lock.file == file)
     }
 
-    /// The open file was closed.
+    /// Ends the whole-file lock of an open file that was closed.
     pub(super) fn end_of(&mut self, file: u64) {
         self.held.retain(|lock| lock.file != file);
     }
 
-    /// The process ended.
+    /// Ends all locks of a process that ended.
     pub(super) fn end_all_of(&mut self, process: usize) {
         self.held.retain(|lock| lock.process != process);
         self.ranges.retain(|held| held.process != process);

@@ -1,8 +1,8 @@
-//! What survives when the power fails.
+//! The state of the disk after a power failure.
 //!
-//! The rule, as weak as the file systems in use are: a name change is atomic; of those not synced, any
-//! subset survives in which no change outlives one that it builds on; of file data, any subset of
-//! sectors. What sync, sync_dir and sync_all covered stays.
+//! The rules are as weak as those of real file systems. A name change is atomic. Of the unsynced name changes, any
+//! subset may survive in which each change has all changes on which it builds. Of unsynced file data, any subset of
+//! sectors may survive. Everything that sync, sync_dir and sync_all covered survives.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{OsStr, OsString};
@@ -12,12 +12,12 @@ use rand::{RngExt, SeedableRng};
 use super::disk::{Disk, Inode, Inodes, ROOT};
 use firn_backing::Kind;
 
-/// What a change touches or needs.
+/// An item that a change of names modifies or relies on.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]
 enum Key {
     Name(u64, OsString),
     Object(u64),
-    /// The set of names in a directory, which must be empty when the directory goes.
+    /// The set of names in a directory. Before the directory is removed, the set must be empty.
     Contents(u64),
 }
 
@@ -25,7 +25,7 @@ enum Key {
 #[derive(Clone)]
 pub(super) struct NameChange {
     names: Vec<(u64, OsString, Option<u64>)>,
-    /// The objects as they were, without data, for a disk that never saw them.
+    /// The objects at the time of the change, without data. A disk on which they are not durable gets these.
     objects: Vec<(u64, Inode)>,
     touches: BTreeSet<Key>,
     needs: BTreeSet<Key>,
@@ -64,8 +64,8 @@ impl NameChange {
         }
     }
 
-    /// Whether it builds on a change that touched `keys`. Two changes of one directory are free of each
-    /// other, so `Contents` counts only where it is needed.
+    /// Whether the change builds on a change that touched `keys`. Two changes in one directory are independent of each
+    /// other, so the change builds on `Contents` only if it needs this key.
     fn builds_on(&self, keys: &BTreeSet<Key>) -> bool {
         let touched = self
             .touches
@@ -98,14 +98,14 @@ fn blank(inode: &Inode) -> Inode {
 }
 
 impl Disk {
-    /// Makes one file's data and attributes durable; not its name.
+    /// Makes the data and attributes of one file durable, but not its name.
     pub(super) fn sync_file(&mut self, ino: u64) {
         if let Some(inode) = self.inodes.get(&ino) {
             self.stable.insert(ino, inode.clone());
         }
     }
 
-    /// Makes the names in a directory durable, and with them every earlier change they build on.
+    /// Makes the names in a directory durable, and all earlier changes on which these names build.
     pub(super) fn sync_names(&mut self, dir: u64) {
         let mut wanted = BTreeSet::from([Key::Contents(dir), Key::Object(dir)]);
         let mut kept = Vec::new();
@@ -132,7 +132,8 @@ impl Disk {
         }
     }
 
-    /// Makes the attributes of a directory durable, and those of what it holds that cannot be synced by itself.
+    /// Makes the attributes of a directory durable, and those of its entries that cannot be synced themselves, such as
+    /// links.
     pub(super) fn sync_attributes(&mut self, dir: u64) {
         let Some(live) = self.inodes.get(&dir) else {
             return;
@@ -156,7 +157,7 @@ impl Disk {
         self.log.clear();
     }
 
-    /// The power fails: the disk now holds one of the states it may hold, chosen by `seed`.
+    /// Simulates a power failure: the disk gets one of its possible states, chosen by `seed`.
     pub fn power_loss(&mut self, seed: u64) {
         let mut rng = rand::rngs::StdRng::seed_from_u64(seed);
         let mut after = self.stable.clone();
@@ -179,7 +180,8 @@ impl Disk {
     }
 }
 
-/// Mends what follows from names: link counts, parents, cookies; and drops what no name leads to.
+/// Makes the rest of the inodes consistent with the names: link counts, parents and cookies. Removes the objects
+/// without a name.
 fn settle(inodes: &mut Inodes) {
     let links = count_links(inodes).expect("changes are applied with the objects they name");
     inodes.retain(|ino, _| links.contains_key(ino));
@@ -199,7 +201,7 @@ fn settle(inodes: &mut Inodes) {
     }
 }
 
-/// Link counts of everything that can be reached from the root.
+/// Returns the link counts of all objects that can be reached from the root.
 pub(super) fn count_links(inodes: &Inodes) -> Result<BTreeMap<u64, u32>, String> {
     let mut links = BTreeMap::from([(ROOT, 2)]);
     let mut todo = vec![ROOT];

@@ -1,7 +1,7 @@
-//! The conformance suite: what every backing does, as plain functions over the trait.
+//! The conformance suite: the required behaviour of every backing, as plain functions over the trait.
 //!
-//! [`run`] panics at the first difference. Link counts of directories, allocated blocks and the order of
-//! entries are left to the file system, and so are not asked.
+//! [`run`] panics at the first difference. Link counts of directories, allocated blocks and the order of entries depend
+//! on the file system, and are not checked.
 
 use std::ffi::OsStr;
 use std::io::IoSlice;
@@ -14,7 +14,7 @@ use firn_backing::{
 
 pub mod differential;
 
-/// The caller that owns everything here: this process.
+/// Returns the caller that owns all objects of the suite: the user of this process.
 pub fn own_caller() -> Caller {
     let uid = rustix::process::geteuid().as_raw();
     Caller {
@@ -24,7 +24,7 @@ pub fn own_caller() -> Caller {
     }
 }
 
-/// Name and body of one case.
+/// The name of a case, and its function.
 type Case<B> = (&'static str, fn(&B));
 
 /// Runs all cases, each over a fresh, empty backing from `make`. The process must have umask 0.
@@ -141,7 +141,7 @@ fn hard_links<B: Backing>(b: &B) {
         read(b, &b.open(&other, Access::Read).expect("open"), 0, 9),
         b"two"
     );
-    // Two names of one file: rename does nothing.
+    // If both names belong to one file, rename does nothing.
     assert_eq!(
         b.rename(&root, os("a"), &root, os("b"), RenameFlags::empty()),
         Ok(())
@@ -328,7 +328,7 @@ fn parts<B: Backing>(b: &B) {
     let reader = b.open(&inode, Access::Read).expect("open");
     let refused = b.write_parts(&reader, &parts);
     assert_eq!(refused.err(), Some(Errno::BADF));
-    // More than a call of the kernel takes.
+    // More parts than one system call accepts.
     let bytes: Vec<u8> = (0..5000).map(|at| (at % 251) as u8).collect();
     let slices: Vec<_> = bytes.chunks(1).map(IoSlice::new).collect();
     let mut done = 0;
@@ -390,7 +390,7 @@ pub fn run_locks<B: Backing>(b: &B) {
     assert_eq!(exclusive(&other), Ok(true));
     write(b, &first, b"locked", 0);
     write(b, &second, b"not locked", 0);
-    // Another name of the file is the same file, and a name that goes takes no lock away.
+    // Another name leads to the same file and its lock. Removing a name does not remove the lock.
     b.link(&inode, &b.root(), os("c")).expect("link");
     b.unlink(&b.root(), os("a")).expect("unlink");
     assert_eq!(exclusive(&second), Ok(false));
@@ -433,20 +433,20 @@ pub fn run_range_locks<B: Backing>(one: &B, two: &B) {
     );
     assert!(two_takes(range(0, 9), Some(Exclusive)));
     assert!(two_takes(range(20, end), Some(Exclusive)));
-    // One that cannot be changed stays as it was.
+    // A lock whose change is refused remains as it was.
     assert!(one_takes(range(12, 13), Some(Shared)));
     assert!(two_takes(range(12, 13), Some(Shared)));
     assert!(!one_takes(range(10, 19), Some(Exclusive)));
     assert!(!two_takes(range(11, 11), Some(Shared)));
     assert!(!two_takes(range(13, 13), Some(Exclusive)));
-    // A part is given back.
+    // A part of the range is unlocked.
     assert!(one_takes(range(14, 16), None));
     assert!(two_takes(range(14, 16), Some(Exclusive)));
     assert!(!two_takes(range(16, 17), Some(Exclusive)));
     assert!(one_takes(LockRange::WHOLE, None));
     assert!(two_takes(LockRange::WHOLE, Some(Exclusive)));
     assert!(!one_takes(range(end, end), Some(Shared)));
-    // Another open file of the process takes them away when it is closed.
+    // The locks of a process end when the process closes any descriptor of the file.
     drop(two.open(&inode, Access::Read).expect("open"));
     assert!(one_takes(LockRange::WHOLE, Some(Exclusive)));
     let locked = one
@@ -479,7 +479,7 @@ fn streams<B: Backing>(b: &B) {
     let mut cookie = 0;
     let mut seen = Vec::new();
     loop {
-        // Seven at a time; the eighth is refused and must come again.
+        // The callback accepts seven entries at a time. It refuses the eighth one, which the next call must return.
         let mut got = Vec::new();
         b.read_dir(&stream, cookie, &mut |entry| {
             let room = got.len() < 7;

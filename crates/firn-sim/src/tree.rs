@@ -1,4 +1,4 @@
-//! A whole tree as plain data, of any backing: what tests compare.
+//! A whole tree of any backing as plain data, which tests compare.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -6,19 +6,20 @@ use std::os::unix::ffi::OsStrExt;
 
 use firn_backing::{Access, Backing, Kind, Result};
 
-/// Path from the top, without a leading slash, to what is there. The top itself is the empty path.
+/// All objects by their path from the top, without a leading slash. The path of the top itself is empty.
 pub type Tree = BTreeMap<Vec<u8>, TreeEntry>;
 
-/// What is compared of an object. Sizes and link counts of directories differ between file systems.
+/// The properties of an object that are compared. Sizes and link counts of directories are not, because they differ
+/// between file systems.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TreeEntry {
-    /// Its kind.
+    /// Kind of the object.
     pub kind: Kind,
     /// Permission bits.
     pub mode: u32,
     /// Owner and group.
     pub owner: (u32, u32),
-    /// Names; 0 for a directory.
+    /// Number of names (hard links); 0 for a directory.
     pub nlink: u32,
     /// Bytes of a file, target of a symlink.
     pub content: Vec<u8>,
@@ -44,7 +45,7 @@ pub fn tree<B: Backing>(backing: &B) -> Result<Tree> {
     Ok(tree)
 }
 
-/// Names in a directory but `.` and `..`, in the directory's order.
+/// Returns the names in a directory except `.` and `..`, in the directory's order.
 pub(crate) fn names<B: Backing>(backing: &B, inode: &B::Inode) -> Result<Vec<Vec<u8>>> {
     let mut names = Vec::new();
     let dir = backing.open_dir(inode)?;

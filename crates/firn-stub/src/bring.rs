@@ -1,4 +1,4 @@
-//! Name synchronization: gives the backing the names and attributes of the stub tree.
+//! Name synchronization: brings the names and attributes of the stub tree to the backing.
 //!
 //! The map has the path of each stub in the backing, the tree has its present path. The steps of [`Tree::reconcile`]:
 //!
@@ -27,8 +27,8 @@ use crate::map::{Item, LoggedChange, Map};
 use crate::path::{Rel, is_private, join, private_path};
 use crate::tree::{Stub, Tree, WalkedDir, errno};
 
-/// Two ticks of the clock with which the kernel sets change times (10 ms each at most). A change that is older is already
-/// visible in the times.
+/// Two ticks of the clock with which the kernel sets change times (10 ms each at most). A change that is at least this
+/// old has already changed these times.
 const QUIET: Duration = Duration::from_millis(20);
 /// Most walks of one call that wait for a quiet tree. Removals need a quiet walk.
 const QUIET_TRIES: u32 = 50;
@@ -40,7 +40,7 @@ const NS_PER_S: i128 = 1_000_000_000;
 pub(crate) struct Walk {
     /// The stubs; a directory comes before its contents.
     pub stubs: Vec<Stub>,
-    /// Whether no rename happened during the walk. Then a stub that is not in `stubs` has no name.
+    /// Whether no rename happened during the walk. If so, a stub that is not in `stubs` has no name.
     pub is_quiet: bool,
     /// The directories, with their times.
     pub dirs: Vec<WalkedDir>,
@@ -55,12 +55,12 @@ enum StubAccess {
 }
 
 impl<B: Backing> Tree<B> {
-    /// Gives the backing the names and attributes of the tree.
+    /// Brings the names and attributes of the tree to the backing.
     ///
-    /// Continues after an error and returns the first one; the next call tries the rest again.
+    /// Continues after an error and returns the first one; the next call tries the failed names again.
     ///
-    /// A stub without a name was removed, or a program was renaming it during the walk. So names are removed only after a
-    /// walk without renames, for which the call waits up to a second.
+    /// A stub that the walk did not find was removed, or a program was renaming it meanwhile. Names are therefore
+    /// removed only after a walk without renames. The call waits up to a second for such a walk.
     pub fn reconcile(&self) -> Result<()> {
         self.sync_names(QUIET_TRIES)
     }
@@ -70,14 +70,17 @@ impl<B: Backing> Tree<B> {
         self.sync_names(0)
     }
 
-    /// Syncs the names, with at most `quiet_tries` further walks until the tree is is_quiet.
+    /// Syncs the names. If the tree is not quiet, walks it up to `quiet_tries` more times.
     fn sync_names(&self, quiet_tries: u32) -> Result<()> {
         let mut map = self.map.lock();
         let mut walk = self.walk().map_err(|error| errno(&error))?;
         let mut first_error = None;
         for stub in &walk.stubs {
             if let Err(error) = self.sync_stub(&mut map, stub) {
-                tracing::warn!(path = %quoted(&stub.path), %error, "a name of the stub tree was not synced");
+                tracing::warn!(
+                    path = %quoted(&stub.path), %error,
+                    "a name of the stub tree could not be synced to the backing; the next sync tries again"
+                );
                 first_error.get_or_insert(error);
             }
         }
@@ -93,7 +96,8 @@ impl<B: Backing> Tree<B> {
                 first_error.get_or_insert(error);
             }
         }
-        // Attributes of directories last, the deepest first: each change in a directory changes its times.
+        // Attributes of directories come last, the deepest directory first, because each change in a directory changes
+        // its times.
         for stub in walk
             .stubs
             .iter()
@@ -107,7 +111,7 @@ impl<B: Backing> Tree<B> {
             }
         }
         if let Err(error) = map.trim(&self.head) {
-            tracing::warn!(%error, "the log of the stub tree grows");
+            tracing::warn!(%error, "the log of the stub tree could not be shortened and continues to grow");
         }
         first_error.map_or(Ok(()), Err)
     }
@@ -153,7 +157,7 @@ impl<B: Backing> Tree<B> {
 
     // ---- walks -------------------------------------------------------------------------------
 
-    /// Lists all stubs of the tree, and tells whether a rename may have made the list incomplete.
+    /// Lists all stubs of the tree, and determines whether a rename may have made the list incomplete.
     fn walk(&self) -> std::io::Result<Walk> {
         let began = Time::now();
         let mut walk = Walk {
@@ -191,8 +195,8 @@ impl<B: Backing> Tree<B> {
                 ctime: dir.ctime,
             });
         }
-        // A rename changes the change times of its directories. So no rename happened during the walk if each directory
-        // still has the time that the walk saw, and that time is at least `QUIET` older than the walk.
+        // A rename changes the change times of both directories. No rename happened during the walk if each directory
+        // still has the time that the walk saw, and that time is at least `QUIET` before the start of the walk.
         walk.is_quiet = walk.is_quiet
             && walk
                 .dirs
@@ -212,7 +216,8 @@ impl<B: Backing> Tree<B> {
         !self.stale_names(map, walk).is_empty()
     }
 
-    /// Returns the paths of the backing whose stub is not there, with the stub. A directory comes after its contents.
+    /// Returns the paths in the backing at which the tree has no such stub any more, each with its stub. A directory
+    /// comes after its contents.
     fn stale_names(&self, map: &Map, walk: &Walk) -> Vec<(Rel, StubId)> {
         let present: HashSet<(&[u8], StubId)> = walk
             .stubs
@@ -222,7 +227,8 @@ impl<B: Backing> Tree<B> {
         let ids_in_tree: HashSet<StubId> = walk.stubs.iter().map(|stub| stub.id).collect();
         let mut stale: Vec<(Rel, StubId)> = Vec::new();
         for (id, item) in map.items() {
-            // A private path stays if it is the only path of a stub that the walk found: its sync has failed so far.
+            // A private path is not stale if it is the only path of a stub that the walk found: the stub's name is not
+            // synced yet.
             let has_right_path = item
                 .paths
                 .iter()
@@ -239,7 +245,8 @@ impl<B: Backing> Tree<B> {
         stale
     }
 
-    /// Removes the stale names from the backing, as far as their stubs are surely gone or have a right name.
+    /// Removes a stale name from the backing if its stub is certainly gone, or if the backing also has the stub's
+    /// present path.
     fn remove_stale_names(&self, map: &mut Map, walk: &Walk) -> Result<()> {
         let mut paths_of: HashMap<StubId, Vec<&[u8]>> = HashMap::new();
         for stub in &walk.stubs {
@@ -249,8 +256,8 @@ impl<B: Backing> Tree<B> {
         for (path, id) in self.stale_names(map, walk) {
             let Some(item) = map.item(id) else { continue };
             let result = match paths_of.get(&id) {
-                // The stub also has a right path in the backing, so the stale one goes. Without a right one, the sync of its
-                // name failed, and the stale path keeps the data.
+                // The backing also has the stub's present path, so the stale path is removed. Otherwise the sync of the
+                // name failed, and the file retains its data at the stale path.
                 Some(paths) if item.paths.iter().any(|path| paths.contains(&&**path)) => {
                     self.unlink(map, &path)
                 }
@@ -261,22 +268,27 @@ impl<B: Backing> Tree<B> {
                 None => self.unlink(map, &path),
             };
             if let Err(error) = result {
-                tracing::warn!(path = %quoted(&path), %error, "a removal in the stub tree was not synced");
+                tracing::warn!(
+                    path = %quoted(&path), %error,
+                    "a removal in the stub tree could not be synced to the backing; the next sync tries again"
+                );
                 first_error.get_or_insert(error);
             }
         }
         first_error.map_or(Ok(()), Err)
     }
 
-    /// Whether this process may open stubs by their identity. Then no quiet walk is needed to find out which are gone.
+    /// Whether this process may open stubs by their identity. If so, it can find out without a quiet walk which stubs
+    /// are gone.
     fn can_open_by_handle(&self) -> bool {
         self.head.root.open(self.root_fd()).is_ok()
     }
 
-    /// Whether a stub that the walk did not find has no name, and no program but adopting clients has it open.
+    /// Whether a stub that the walk did not find has no name, and no program has it open except clients that had it
+    /// adopted.
     fn is_gone(&self, id: StubId, is_quiet: bool) -> bool {
         match id.open(self.root_fd()) {
-            // The stub exists: it has a name after all, or it is open.
+            // The stub exists: it has a name that the walk missed, or a program has it open.
             Ok(fd) => {
                 let is_adopted = self
                     .opens
@@ -297,7 +309,7 @@ impl<B: Backing> Tree<B> {
 
     // ---- doing -------------------------------------------------------------------------------
 
-    /// Gives a stub's object its present path and its attributes in the backing. Its directory must be in place.
+    /// Makes the backing show a stub's present path and attributes. The directory above must already be in place.
     fn sync_stub(&self, map: &mut Map, stub: &Stub) -> Result<()> {
         // `.firn` at the top of the backing belongs to Firn.
         if stub.path == b".firn" {
@@ -326,7 +338,8 @@ impl<B: Backing> Tree<B> {
         if stub.kind == Kind::File && stub.size > 0 {
             self.ingest_kernel_writes(map, stub)?;
         }
-        // Directories get their attributes at the end of the call: their times change when names in them do.
+        // Directories get their attributes at the end of the call, because changes of the names in them change their
+        // times.
         if stub.kind != Kind::Dir {
             self.sync_attributes(map, stub, false)
         } else {
@@ -334,8 +347,8 @@ impl<B: Backing> Tree<B> {
         }
     }
 
-    /// Makes a path of the backing free: removes it if the object there has other paths, else moves the object to its private
-    /// path.
+    /// Frees a path of the backing. If the object there has other paths, removes this path, else moves the object to
+    /// its private path.
     fn free_path(&self, map: &mut Map, path: &[u8], id: StubId) -> Result<()> {
         let has_others = map.item(id).is_some_and(|item| item.paths.len() > 1);
         if has_others {
@@ -396,7 +409,7 @@ impl<B: Backing> Tree<B> {
             }
         });
         match result {
-            // A program has made files there beside the mount. They stay, and so does the directory.
+            // A program has made files in this directory directly in the backing. The files and the directory remain.
             Err(Errno::NOTEMPTY | Errno::EXIST) if is_dir => Ok(()),
             Ok(()) | Err(Errno::NOENT | Errno::NOTDIR) => {
                 let gone = map.remove(path).map_err(|error| errno(&error))?;
@@ -407,7 +420,8 @@ impl<B: Backing> Tree<B> {
         }
     }
 
-    /// Makes the object of a stub that is not in the map. Such a stub has no writes: the first write adds it to the map.
+    /// Makes the object of a stub that is not in the map. Such a stub has no written bytes: the first write adds it to
+    /// the map.
     fn make(&self, map: &mut Map, stub: &Stub) -> Result<()> {
         let (dir, name) = self.parent(&stub.path)?;
         map.add(stub.id, stub.kind, &stub.path)
@@ -440,13 +454,13 @@ impl<B: Backing> Tree<B> {
         match result {
             Ok(entry) => {
                 drop(self.reference(entry.inode));
-                // Without writes the stub's own time is right and goes to the backing.
+                // Nothing was written, so the stub's own modification time is correct and goes to the backing.
                 if let Some(item) = map.item_mut(stub.id) {
                     item.shown_mtime = Some(entry.attr.mtime);
                 }
                 Ok(())
             }
-            // An earlier firnd made the object before it died, or another program made it. It is used as it is.
+            // An earlier firnd made the object before it died, or another program made it. The object is used as it is.
             Err(Errno::EXIST) if matches!(stub.kind, Kind::Dir | Kind::File) => Ok(()),
             Err(error) => {
                 map.remove(&stub.path).map_err(|error| errno(&error))?;
@@ -495,7 +509,7 @@ impl<B: Backing> Tree<B> {
                 mtime: SetTime::Keep,
             };
             if uid.is_some() || gid.is_some() {
-                // Without the right to give files away the owner stays, as on a FUSE mount without root.
+                // Without the right to change owners, the owner remains unchanged, as on a FUSE mount without root.
                 let _ = self.engine.namespace.set_attr(inode.inode, owner, None);
             }
             // The mode is set after the owner, because a change of the owner clears set-id bits.
@@ -547,7 +561,7 @@ impl<B: Backing> Tree<B> {
             return Ok(false);
         }
         let Some(access) = self.reach_stub(item, id)? else {
-            // The time is set when the name is synced, because then the path is known.
+            // The path of the stub is not known now. The sync of its name sets the time.
             return Ok(false);
         };
         let (dir, path, flags) = match &access {
@@ -557,8 +571,8 @@ impl<B: Backing> Tree<B> {
             }
             StubAccess::Path(path) => (self.root_fd(), path.clone(), AtFlags::SYMLINK_NOFOLLOW),
         };
-        // After a restart: if the stub changed after the last write, an earlier firnd or a program has set its time, and
-        // that time stays.
+        // After a restart of firnd: if the stub changed after the last write to its file, an earlier firnd or a program
+        // has set its time. The stub then retains that time.
         if item.shown_mtime.is_none() {
             let stat = statat(dir, &*path, flags)?;
             if (Time {
@@ -588,7 +602,8 @@ impl<B: Backing> Tree<B> {
         Ok(true)
     }
 
-    /// Returns a way to reach a stub: a descriptor of a client, a path, or as root its file handle. `None` if there is none.
+    /// Returns a way to reach a stub: the descriptor of a client, a path, or for root the file handle. Returns `None`
+    /// if there is no way.
     fn reach_stub(&self, item: &Item, id: StubId) -> Result<Option<StubAccess>> {
         let fd = self
             .opens
@@ -606,7 +621,7 @@ impl<B: Backing> Tree<B> {
         Ok(id.open(self.root_fd()).ok().map(StubAccess::Descriptor))
     }
 
-    /// Copies bytes into the file that a program without the preload library wrote to the stub itself.
+    /// Copies bytes that a program without the preload library wrote to the stub itself into the stub's file.
     pub(crate) fn ingest_kernel_writes(&self, map: &mut Map, stub: &Stub) -> Result<()> {
         let last_ingested = map.item(stub.id).and_then(|item| item.ingested);
         if last_ingested == Some((stub.size, stub.mtime)) {
@@ -630,8 +645,9 @@ impl<B: Backing> Tree<B> {
         Ok(())
     }
 
-    /// Copies the written ranges of a stub. Its holes were not written. Zeros after a hole were most likely not written
-    /// either, because the kernel allocates whole pages: within `size` the file keeps its own bytes there.
+    /// Copies the ranges of a stub to which a program wrote; holes are not such ranges. The kernel allocates whole
+    /// pages, so zeros at the start of a range were most likely not written. There, the file retains its own bytes up
+    /// to its length `size`.
     fn copy_in(
         &self,
         source: &rustix::fd::OwnedFd,
@@ -685,7 +701,8 @@ impl<B: Backing> Tree<B> {
         Ok(written)
     }
 
-    /// After the death of a firnd: reverts the last logged change in the map if it was not made in the backing.
+    /// Runs after the death of a firnd. If the last logged change was not made in the backing, reverts that change in
+    /// the map.
     pub(crate) fn revert_unmade_change(&self, last_change: LoggedChange) -> std::io::Result<()> {
         let mut map = self.map.lock();
         let missing = |path: &[u8]| {

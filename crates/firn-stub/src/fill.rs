@@ -48,7 +48,7 @@ impl<B: Backing> Tree<B> {
                 }
             }
         }
-        // Last, because filling a directory changes its times, and its mode may forbid to fill it.
+        // Attributes of directories come last: filling a directory changes its times, and its mode may deny writing.
         for (path, attr) in dirs.iter().skip(1).rev() {
             self.set_attributes(path, attr)?;
         }
@@ -109,7 +109,7 @@ impl<B: Backing> Tree<B> {
         let root = &self.root;
         let no_follow = AtFlags::SYMLINK_NOFOLLOW;
         let stub_path: &[u8] = if path.is_empty() { b"." } else { path };
-        // Without the right to give files away, the stubs belong to this process.
+        // Without the right to change owners, the stubs belong to this process's user.
         let _ = chownat(
             root,
             stub_path,
@@ -150,8 +150,8 @@ impl<B: Backing> Tree<B> {
         read.map(|()| names)
     }
 
-    /// Keeps the files with private paths of an earlier tree, whose host lost its memory: their names are lost. Their
-    /// directory gets another name, so that they are not mixed with files of this tree.
+    /// If the host of an earlier tree lost its memory, the names of files with private paths are lost. Retains these
+    /// files: renames their directory, so that they are not mixed with files of this tree.
     fn keep_unnamed(&self) -> Result<()> {
         let firn = self.find(b".firn")?.0;
         let Ok((stubs, _)) = self.find(PRIVATE) else {
@@ -184,7 +184,10 @@ impl<B: Backing> Tree<B> {
             }
             renamed => renamed?,
         }
-        tracing::warn!(directory = %format!(".firn/{}", new_name.to_string_lossy()), "files of an earlier stub tree, whose names were lost with its inode, are kept in the backing");
+        tracing::warn!(
+            directory = %format!(".firn/{}", new_name.to_string_lossy()),
+            "files of an earlier stub tree remain in this directory of the backing: their names were lost with the memory of the host"
+        );
         Ok(())
     }
 }

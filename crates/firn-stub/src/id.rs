@@ -1,7 +1,8 @@
 //! Identity of a stub: inode number and generation, from name_to_handle_at(2).
 //!
-//! tmpfs gives each inode a random generation of 32 bits. So an inode number that is used again is told from the stub that
-//! had it before. An extended attribute would not do: programs could copy it, and tmpfs has none before Linux 6.6.
+//! tmpfs gives each inode a random generation of 32 bits. The generation distinguishes a stub from an earlier one with
+//! the same inode number. An extended attribute would not identify a stub: programs could copy it, and tmpfs has none
+//! before Linux 6.6.
 
 use std::ffi::CStr;
 use std::io;
@@ -14,7 +15,7 @@ use rustix::fs::AtFlags;
 pub struct StubId {
     /// Inode number.
     pub inode: u64,
-    /// Generation: tells stubs apart that have the same number one after the other.
+    /// Generation: distinguishes stubs that had the same inode number one after the other.
     pub generation: u32,
 }
 
@@ -75,8 +76,8 @@ impl StubId {
         Self::at(fd, c"")
     }
 
-    /// Opens the stub as `O_PATH`, whatever its name is. `tree`: any descriptor on the same file system. ESTALE: the stub is
-    /// gone. EPERM: this process lacks CAP_DAC_READ_SEARCH.
+    /// Opens the stub with `O_PATH`, whatever its name is. `tree` is any descriptor on the same file system. Fails with
+    /// ESTALE if the stub is gone, and with EPERM if this process lacks CAP_DAC_READ_SEARCH.
     pub(crate) fn open(self, tree: BorrowedFd<'_>) -> io::Result<OwnedFd> {
         let mut raw = RawHandle {
             bytes: HANDLE_BYTES,

@@ -1,17 +1,18 @@
 //! Stub trees: mount points without FUSE.
 //!
-//! The mount point (the *prefix*) is a directory on tmpfs with empty files, the *stubs*. The kernel keeps the names, links,
-//! modes, owners, times and locks of stubs. The bytes of a stub are in a file of the engine; processes write and read them
-//! through the preload library and the data socket. This crate connects the two. It knows which stub is which file
-//! ([`StubId`]), and gives the backing the names and attributes of the tree ([`Tree::reconcile`]).
+//! The mount point (the *prefix*) is a directory on tmpfs with empty files, the *stubs*. The kernel manages the names,
+//! links, modes, owners, times and locks of stubs. The bytes of a stub are in a file of the engine; processes write and
+//! read them through the preload library and the data socket. This crate connects stubs and files. It records which
+//! stub is which file ([`StubId`]), and brings the names and attributes of the tree to the backing
+//! ([`Tree::reconcile`]).
 //!
 //! Promises
-//! * A stub is identified by inode number and generation, never by its name or its number alone. A number that is used
-//!   again is another stub.
+//! * A stub is identified by inode number and generation, never by its name or its number alone. If tmpfs uses a number
+//!   again, the new stub has another generation.
 //! * The bytes of a stub are dropped only when the stub is gone: it has no name, and no known process has it open.
-//! * A [`Tree::reconcile`] during which no program changes the tree makes the backing look like the tree, whatever was
-//!   renamed, removed and linked before.
-//! * A log beside the arena (`map`) survives firnd. It has each change of the backing before the change is made.
+//! * If no program changes the tree during a [`Tree::reconcile`], the backing then has the same names and attributes,
+//!   whatever was renamed, removed and linked before.
+//! * A log beside the arena (`map`) survives firnd. Each change is logged before it is made in the backing.
 //!
 //! Relies on: the tree and the arena are in the memory of the same host, and are lost together.
 

@@ -1,7 +1,7 @@
 //! The map: which stub is at which path of the backing. It has a log, so it survives firnd.
 //!
-//! The log has one record for each change, written before the change is made in the backing. Applied in order, the records
-//! give the map. If firnd dies, only the last logged change may not have been made ([`LoggedChange`]).
+//! The log has one record for each change, written before the change is made in the backing. Reading the records in
+//! order restores the map. If firnd dies, only the last logged change may be missing in the backing ([`LoggedChange`]).
 //!
 //! A rename of a directory is one record. Paths are relative to the root and contain no zero byte. The records:
 //!
@@ -38,7 +38,7 @@ pub struct Changes {
 }
 
 impl Changes {
-    /// Locks for an append. While the guard lives, no other change is made, so the end of the file stays where it is.
+    /// Locks for an append. While the guard lives, no other change is made, so the end of the file does not move.
     pub fn lock_exclusive(&self) -> RwLockWriteGuard<'_, ()> {
         self.lock.write()
     }
@@ -48,31 +48,32 @@ impl Changes {
         self.lock.read()
     }
 
-    /// Returns the length of the file when a client first opened it at this firnd; `None` if it is not known.
+    /// Returns the length that the file had when a client of this firnd first opened it; `None` if it is not known.
     pub fn first_size(&self) -> Option<u64> {
         self.first_size.get().copied().flatten()
     }
 
-    /// Notes that length; later calls do nothing.
+    /// Records the length for [`Changes::first_size`]; later calls do nothing.
     pub(crate) fn note_size(&self, size: Option<u64>) {
         self.first_size.get_or_init(|| size);
     }
 }
 
-/// The facts that are known of one stub.
+/// The facts that are recorded for one stub.
 #[derive(Debug)]
 pub(crate) struct Item {
     pub kind: Kind,
-    /// Paths of its object in the backing: several for hard links.
+    /// Paths of the stub's object in the backing: several for hard links.
     pub paths: Vec<Rel>,
-    /// Inode of the engine, once it was needed. The item holds a reference to it.
+    /// Inode of the engine, from its first use on. The item holds a reference to it.
     pub inode: Option<InodeId>,
     /// Number of descriptors that clients have adopted.
     pub opens: u32,
     pub changes: Arc<Changes>,
-    /// Time of the last write that the stub shows. `None`: not known since the start of this firnd.
+    /// Time of the last write that the stub already shows as its modification time. `None`: not known since the start
+    /// of this firnd.
     pub shown_mtime: Option<Time>,
-    /// Size and time of the stub when bytes that the kernel had written to it were ingested.
+    /// Size and modification time of the stub when bytes that the kernel had written to it were last ingested.
     pub ingested: Option<(u64, Time)>,
     /// Change time of the stub when its attributes were last synced.
     pub synced_ctime: Option<Time>,
@@ -103,7 +104,7 @@ pub(crate) struct Map {
     record_count: usize,
 }
 
-/// Head of a log: the backing and the tree of which it is.
+/// Head of a log: identifies the backing and the tree that the log describes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Head {
     pub backing: Rel,
@@ -116,13 +117,13 @@ pub(crate) struct SavedMap {
     pub head: Head,
     /// Whether the tree was filled, so that programs may have used it.
     pub is_filled: bool,
-    /// The last logged change. Only this one may not have been made.
+    /// The last logged change: the only one that may not have been made in the backing.
     last_change: Option<LoggedChange>,
     items: HashMap<StubId, Item>,
     by_path: BTreeMap<Rel, StubId>,
 }
 
-/// A logged change that may not have been made.
+/// A logged change that may not have been made in the backing.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum LoggedChange {
     /// A stub was to be added at this path.
@@ -131,13 +132,14 @@ pub(crate) enum LoggedChange {
     Moved(Rel, Rel),
 }
 
-/// Number of records from which on a log is rewritten at all, so that the logs of small trees never are.
+/// A log is rewritten once it has more than `RECORDS_MIN` records and [`RECORDS_PER_PATH_MAX`] for each path of the
+/// map. The logs of small trees are therefore never rewritten.
 const RECORDS_MIN: usize = 4096;
-/// Number of records for each path of the map up to which a log is not rewritten.
+/// Number of records for each path of the map, beside `RECORDS_MIN`, up to which a log is not rewritten.
 const RECORDS_PER_PATH_MAX: usize = 4;
 
 impl SavedMap {
-    /// Reads a log. `None`: there is none, or the file is no log of a tree.
+    /// Reads a log. Returns `None` if there is no file, or the file is no log of a tree.
     pub(crate) fn read(path: &Path) -> io::Result<Option<Self>> {
         let bytes = match std::fs::read(path) {
             Ok(bytes) => bytes,
@@ -186,21 +188,22 @@ impl SavedMap {
 }
 
 impl SavedMap {
-    /// Returns the last logged change, which may not have been made.
+    /// Returns the last logged change, which may not have been made in the backing.
     pub(crate) fn last_change(&self) -> Option<LoggedChange> {
         self.last_change.clone()
     }
 
-    /// Whether some files have private paths, so that their names were never synced.
+    /// Whether some files have private paths. The names of these files were never synced.
     pub(crate) fn has_unnamed(&self) -> bool {
         self.by_path.keys().any(|path| is_private(path))
     }
 }
 
 impl Map {
-    /// Begins a new log at `path`, in place of an old one. It has the map of an earlier firnd, if there is one.
+    /// Begins a new log at `path`, in place of an old one. The map begins with that of an earlier firnd (`saved`), if
+    /// there is one.
     pub(crate) fn begin(path: &Path, head: &Head, saved: Option<SavedMap>) -> io::Result<Self> {
-        // Taken from the log and not from the map: a filled tree may be empty.
+        // `is_filled` comes from the log and not from the map, because a filled tree may be empty.
         let is_filled = saved.as_ref().is_some_and(|saved| saved.is_filled);
         let (items, by_path) = saved
             .map(|saved| (saved.items, saved.by_path))
@@ -389,7 +392,8 @@ fn split_records(bytes: &[u8]) -> impl Iterator<Item = Vec<&[u8]>> {
             let field = rest.get(..end)?;
             let after_field = rest.get(end + 1..)?;
             rest = after_field;
-            // An empty field ends a record. No field is empty: the path of the root would be, but it is never logged.
+            // An empty field ends a record. No logged field is empty: only the path of the root is, and it is never
+            // logged.
             if field.is_empty() {
                 return Some(fields);
             }

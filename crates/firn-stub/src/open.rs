@@ -5,8 +5,9 @@
 //!
 //! Promises
 //! * Only stubs of this tree are adopted; other descriptors are refused (EXDEV).
-//! * firnd keeps no open file of the client, only an `O_PATH` descriptor, so the client's locks end with the client.
-//! * A file stays open in the engine as long as a client has it open, even if its name is gone.
+//! * firnd retains no open file of the client, only an `O_PATH` descriptor. The client's locks therefore end with the
+//!   client.
+//! * A file remains open in the engine as long as a client has its stub open, even if the stub has no name any more.
 
 use std::ffi::OsStr;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -28,7 +29,7 @@ pub(crate) struct Open {
     pub id: StubId,
     pub client: ClientId,
     pub inode: InodeId,
-    /// An `O_PATH` descriptor of the stub: it keeps neither the client's open file nor its locks alive.
+    /// An `O_PATH` descriptor of the stub: it does not extend the life of the client's open file and its locks.
     pub fd: OwnedFd,
     pub changes: Arc<Changes>,
 }
@@ -42,22 +43,22 @@ pub struct Adopted {
     pub size: u64,
 }
 
-/// Attributes of a stub's file that the kernel does not know.
+/// Attributes of a stub's file that the kernel does not know, because the bytes are not in the stub.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StubAttr {
     /// Length of the file.
     pub size: u64,
     /// Number of 512-byte blocks.
     pub blocks: u64,
-    /// Whether the stub's times were just set. The client then reads its attributes from the kernel again.
+    /// Whether this call set the stub's times. If so, the client must read its attributes from the kernel again.
     pub is_time_changed: bool,
 }
 
 impl<B: Backing> Tree<B> {
     /// Adopts a descriptor of a stub that a client opened with `flags` of open(2). Carries out `O_TRUNC`.
     ///
-    /// `is_repeated`: the client had the stub adopted before, by an earlier firnd. ESTALE: such a stub is not in the map, so
-    /// its data is lost. EXDEV: the descriptor is not of a stub of this tree.
+    /// `is_repeated`: an earlier firnd had adopted the stub for this client. Fails with ESTALE if such a stub has no
+    /// name and is not in the map: its data is lost. Fails with EXDEV if the descriptor is not of a stub of this tree.
     pub fn adopt(
         &self,
         client: ClientId,
@@ -65,7 +66,7 @@ impl<B: Backing> Tree<B> {
         flags: i32,
         is_repeated: bool,
     ) -> Result<Adopted> {
-        // The client's open file must not stay open here, because it may hold locks.
+        // The client's open file must not remain open in firnd, because it may hold locks.
         let path = format!("/proc/self/fd/{}", client_fd.as_raw_fd());
         let fd = open(path.as_str(), OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
         drop(client_fd);
@@ -129,7 +130,7 @@ impl<B: Backing> Tree<B> {
         if map.item(id).is_some_and(|item| item.shown_mtime.is_none())
             && let Err(error) = self.update_stub_time(&mut map, id)
         {
-            tracing::debug!(%error, "a stub does not show when it was written");
+            tracing::debug!(%error, "the modification time of a stub could not be set to the time of its last write");
         }
         Ok(Adopted {
             handle: opened.handle,
@@ -150,13 +151,14 @@ impl<B: Backing> Tree<B> {
         Ok(Arc::clone(&open.changes))
     }
 
-    /// Whether a descriptor is of a stub of this tree. If the tree shares its file system with other files, only objects below
-    /// its root are stubs.
+    /// Whether a descriptor is of a stub of this tree. If the tree shares its file system with other files, only
+    /// objects below the tree's root are stubs.
     fn is_of_this_tree(&self, fd: &OwnedFd, nlink: u64) -> bool {
         self.is_whole_device() || nlink == 0 || self.path_of(fd).is_some()
     }
 
-    /// Returns the present path of a descriptor's stub. `None`: it is not in the tree, or is being renamed.
+    /// Returns the present path of a descriptor's stub. Returns `None` if the stub is not in the tree, or is being
+    /// renamed.
     fn path_of(&self, fd: &OwnedFd) -> Option<Rel> {
         let link_of = |fd: &OwnedFd| {
             let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
@@ -172,7 +174,7 @@ impl<B: Backing> Tree<B> {
     }
 
     /// Makes the file of a stub that is not in the map. The file has a private path until the names are synced.
-    /// `current_path`: path of the stub now; it decides where the backing places the file's data.
+    /// `current_path` is the present path of the stub; the backing places the file's data by that path.
     fn make_file(&self, map: &mut Map, id: StubId, current_path: Option<&[u8]>) -> Result<()> {
         self.make_private_dir()?;
         let later = current_path
@@ -210,8 +212,9 @@ impl<B: Backing> Tree<B> {
         }
     }
 
-    /// Returns the directory of a path in the backing, and the name in it. Syncs the directories above first. `None`: one of
-    /// them is being renamed; the file is then placed like one without a name.
+    /// Returns the directory of a path in the backing, and the last name of the path. Syncs the directories above
+    /// first. Returns `None` if one of them cannot be synced, such as during a rename; the file is then placed by its
+    /// private path.
     fn directory_above<'p>(
         &self,
         map: &mut Map,
@@ -238,7 +241,8 @@ impl<B: Backing> Tree<B> {
             .ok_or(Errno::BADF)
     }
 
-    /// Returns the attributes of a stub's file that the kernel does not know. `None`: the stub has no file in the engine.
+    /// Returns the attributes of a stub's file that the kernel does not know. Returns `None` if the stub has no file in
+    /// the engine.
     pub fn attr(&self, id: StubId) -> Result<Option<StubAttr>> {
         let mut map = self.map.lock();
         if map.item(id).is_none_or(|item| item.kind != Kind::File) {
@@ -305,7 +309,7 @@ impl<B: Backing> Tree<B> {
             return;
         };
         if let Err(error) = self.update_stub_time(&mut map, id) {
-            tracing::debug!(%error, "a stub does not show when it was written");
+            tracing::debug!(%error, "the modification time of a stub could not be set to the time of its last write");
         }
         let Some(open) = self.opens.lock().remove(&handle) else {
             return;
@@ -316,7 +320,10 @@ impl<B: Backing> Tree<B> {
         if item.opens == 0 && fstat(&open.fd).is_ok_and(|stat| stat.st_nlink == 0) {
             for path in item.paths.clone() {
                 if let Err(error) = self.unlink(&mut map, &path) {
-                    tracing::warn!(%error, "the file of a removed stub stays for now");
+                    tracing::warn!(
+                        %error,
+                        "the file of a removed stub could not be removed from the backing; the next sync tries again"
+                    );
                 }
             }
         }

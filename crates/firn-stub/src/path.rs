@@ -1,7 +1,7 @@
 //! Paths in a tree, and private paths in the backing.
 //!
-//! A file has a *private path* in the backing while its stub's name is not synced yet, and when its stub was removed but is
-//! still open.
+//! A file has a *private path* in the backing before the name of its stub is synced for the first time. It has one
+//! again if the stub was removed and is still open.
 
 use crate::id::{StubId, id_text};
 

@@ -18,7 +18,7 @@ const TMPFS_MAGIC: i64 = 0x0102_1994;
 pub enum PlaceError {
     /// The directory is not on tmpfs, and this process is not root and cannot mount one.
     #[error(
-        "{} is not on a tmpfs, and only root can mount one there: take a directory in /dev/shm, or make {} a symlink to one",
+        "{} is not on a tmpfs, and only root can mount one there: choose a directory in /dev/shm, or make {} a symlink to one",
         quoted_path(prefix),
         quoted_path(prefix)
     )]
@@ -28,7 +28,7 @@ pub enum PlaceError {
     },
     /// The directory is not empty.
     #[error(
-        "{} is not empty, and not the tree of an earlier mount of this backing: give an empty directory",
+        "{} is neither empty nor the stub tree of an earlier mount of this backing: choose an empty directory",
         quoted_path(prefix)
     )]
     NotEmpty {
@@ -43,9 +43,9 @@ pub enum PlaceError {
         /// Error of the call.
         source: io::Error,
     },
-    /// The kernel or a sandbox does not give file handles.
+    /// The kernel or a sandbox does not supply file handles.
     #[error(
-        "this system does not tell files on tmpfs apart (name_to_handle_at: {source}): without FUSE there is no way to mount here"
+        "this system does not identify files on tmpfs (name_to_handle_at: {source}): a mount without FUSE is not possible here"
     )]
     NoHandles {
         /// Error of name_to_handle_at(2).
@@ -53,9 +53,10 @@ pub enum PlaceError {
     },
 }
 
-/// Prepares the directory `prefix`, and returns whether a tmpfs was mounted there. `log`: the log of an earlier firnd.
+/// Prepares the directory `prefix`, and returns whether a tmpfs was mounted there. `log` is the path of an earlier
+/// firnd's log.
 ///
-/// If `prefix` has the tree of `log`, nothing is done. Else it must be empty, and root gets a new tmpfs there.
+/// If `prefix` is the tree of `log`, nothing is done. Otherwise `prefix` must be empty; root mounts a new tmpfs there.
 pub fn check_place(prefix: &Path, log: &Path) -> Result<bool, PlaceError> {
     let io_error = |source: io::Error| PlaceError::Io {
         prefix: prefix.to_owned(),
@@ -80,7 +81,7 @@ pub fn check_place(prefix: &Path, log: &Path) -> Result<bool, PlaceError> {
         return Ok(false);
     }
     let mut is_mounted = false;
-    // A new tmpfs would hide what is in the directory.
+    // A new tmpfs would hide the contents of the directory.
     if std::fs::read_dir(prefix)
         .map_err(io_error)?
         .next()

@@ -1,7 +1,7 @@
 //! The tree: how it begins and ends, and the helpers that all parts use.
 //!
 //! Terms
-//! * *path*: relative to the root of the tree, and at the same time to the top of the backing.
+//! * *path*: relative to the root of the tree; the same path relative to the top of the backing.
 //! * *filled*: stubs were made for everything in the backing, so programs may use the tree.
 //! * *adopted*: a client has sent a descriptor of a stub, and has a handle of the engine for it.
 //!
@@ -41,16 +41,16 @@ pub enum TreeError {
     },
     /// The directory is not empty, and no log describes its contents.
     #[error(
-        "{} is not empty, and not the tree of an earlier mount of this backing: give an empty directory",
+        "{} is neither empty nor the stub tree of an earlier mount of this backing: choose an empty directory",
         quoted_path(root)
     )]
     NotEmpty {
         /// Root of the tree.
         root: PathBuf,
     },
-    /// The log is of another tree, which may have names that are not synced.
+    /// The log describes a tree at another place, which may have names that are not synced.
     #[error(
-        "the names of this backing are in the stub tree at another place than {}: mount it there again, or remove {} to give up what was not drained",
+        "the names of this backing are in a stub tree at another place than {}: mount there again, or remove {} to abandon the files that are not drained",
         quoted_path(root),
         quoted_path(log)
     )]
@@ -61,7 +61,7 @@ pub enum TreeError {
         log: PathBuf,
     },
     /// Stubs for the contents of the backing could not be made.
-    #[error("cannot make stubs for what the backing holds: {0}")]
+    #[error("cannot make stubs for the contents of the backing: {0}")]
     Fill(Errno),
 }
 
@@ -74,8 +74,8 @@ pub struct TreeOptions {
     pub log: PathBuf,
     /// Path of the backing, for the head of the log.
     pub backing: PathBuf,
-    /// Whether the backing places new files by their names, in lanes or logs. Then the directories of such a file are synced
-    /// when a program first writes to it.
+    /// Whether the backing places new files by their names, in lanes or logs. If so, the directories above such a file
+    /// are synced when the stub is first adopted.
     pub places_by_name: bool,
 }
 
@@ -84,7 +84,7 @@ pub struct TreeOptions {
 pub(crate) struct WalkedDir {
     pub path: Rel,
     pub id: StubId,
-    /// Time of the last change of its names.
+    /// Change time: when its names were last changed.
     pub ctime: Time,
 }
 
@@ -99,19 +99,19 @@ pub struct Tree<B: Backing> {
     /// Adopted descriptors. Locked after `map`.
     pub(crate) opens: Mutex<HashMap<HandleId, Open>>,
     pub(crate) has_private: AtomicBool,
-    /// Directories as the last complete sweep saw them. `None`: no sweep has dropped all removed stubs yet.
+    /// Directories as the last complete sweep saw them. `None`: no sweep has removed all names of removed stubs yet.
     pub(crate) swept: Mutex<Option<Vec<WalkedDir>>>,
     closed: AtomicBool,
 }
 
-/// A reference to an inode of the engine, which is given back on drop.
+/// A reference to an inode of the engine, which is released on drop.
 pub(crate) struct InodeRef<'a, B: Backing> {
     engine: &'a Engine<B>,
     pub inode: InodeId,
 }
 
 impl<B: Backing> InodeRef<'_, B> {
-    /// Keeps the reference: the caller must give it back.
+    /// Keeps the reference: the caller must release it.
     pub(crate) fn keep(self) -> InodeId {
         let inode = self.inode;
         std::mem::forget(self);
@@ -144,8 +144,8 @@ pub(crate) struct Stub {
 }
 
 impl<B: Backing> Tree<B> {
-    /// Begins with the tree at `options.root`. If the log says that the tree of an earlier firnd is there, goes on with that.
-    /// Else the directory must be empty, and is filled with stubs for the contents of the backing.
+    /// Begins with the tree at `options.root`. If the log says that the tree of an earlier firnd is there, continues
+    /// with that tree. Otherwise the directory must be empty, and is filled with stubs for the contents of the backing.
     pub fn begin(
         engine: Arc<Engine<B>>,
         options: TreeOptions,
@@ -169,7 +169,8 @@ impl<B: Backing> Tree<B> {
         let is_root_empty = is_empty(&options.root).map_err(io_error)?;
         let saved = match saved {
             Some(saved) if saved.head == head => Some(saved),
-            // An earlier firnd died while it filled this tree. No program has seen the stubs, so they are made again.
+            // An earlier firnd died while it filled this tree. No program has seen these stubs, so the tree is cleared
+            // and filled again.
             _ if !is_root_empty && is_half_made(&options, &head).map_err(io_error)? => {
                 clear(&options.root).map_err(io_error)?;
                 None
@@ -189,7 +190,7 @@ impl<B: Backing> Tree<B> {
             }
             _ => None,
         };
-        // Only the mounting user may use the data socket, so only that user may see the tree.
+        // Only the mounting user may use the data socket, so the tree is closed to other users.
         rustix::fs::fchmod(&root, Mode::RWXU).map_err(|error| io_error(error.into()))?;
         let last_change = saved.as_ref().and_then(SavedMap::last_change);
         let is_new = saved.is_none();
@@ -310,7 +311,7 @@ impl<B: Backing> Tree<B> {
         Ok(inode)
     }
 
-    /// Gives back the reference of an item that was removed from the map.
+    /// Releases the reference of an item that was removed from the map.
     pub(crate) fn forget_inode_of(&self, gone: Option<(StubId, crate::map::Item)>) {
         if let Some(inode) = gone.and_then(|(_, item)| item.inode) {
             self.engine.namespace.forget(inode, 1);
@@ -362,7 +363,7 @@ impl<B: Backing> Tree<B> {
 
     // ---- the stubs ---------------------------------------------------------------------------
 
-    /// Returns the stub at a path now. An error if there is none, or an object of another file system.
+    /// Returns the stub at a path now. Fails if there is none, or if the object there belongs to another file system.
     pub(crate) fn stub(&self, path: &[u8]) -> io::Result<Stub> {
         let c_path = CString::new(path).map_err(|_| io::ErrorKind::InvalidInput)?;
         let flags = if path.is_empty() {
@@ -429,14 +430,14 @@ fn is_half_made(options: &TreeOptions, head: &Head) -> io::Result<bool> {
     Ok(SavedMap::read(&options.log)?.is_some_and(|saved| !saved.is_filled && saved.head == *head))
 }
 
-/// Whether a log may have names that were never synced. Whether its tree still exists cannot be found out, so any such log
-/// counts.
+/// Whether a log may have names that were never synced. Any log with private paths counts, because it cannot be found
+/// out whether its tree still exists.
 fn may_have_unsynced_names(saved: &SavedMap) -> bool {
     saved.has_unnamed()
 }
 
-/// Removes the stubs and the log of a tree whose firnd was killed, without engine and backing. Leaves the directory `root` as
-/// it is if it is not this tree.
+/// Removes the stubs and the log of a tree whose firnd was killed. Needs neither engine nor backing. If the directory
+/// `root` is not this tree, it remains as it is.
 pub fn remove_left_tree(root: &std::path::Path, log: &std::path::Path) -> io::Result<()> {
     let saved_root = SavedMap::read(log)?.map(|saved| saved.head.root);
     let dir = open(

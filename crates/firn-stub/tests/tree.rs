@@ -42,7 +42,7 @@ struct World {
     life: Option<Life>,
 }
 
-/// What a running firnd has in its own memory.
+/// The state that a running firnd has in its own memory.
 struct Life {
     tree: Tree<DirBacking>,
     engine: Arc<Engine<DirBacking>>,
@@ -105,7 +105,7 @@ impl World {
         self.life.as_ref().unwrap()
     }
 
-    /// Stops firnd. What it had in its own memory is lost; the arena, the log and the tree stay.
+    /// Stops firnd. The state in its own memory is lost; the arena, the log and the tree remain.
     fn stop(&mut self) {
         self.life.take().unwrap().pool.stop();
     }
@@ -166,7 +166,7 @@ impl World {
     }
 }
 
-/// What a test compares of an object.
+/// The attributes of an object that a test compares.
 #[derive(Debug, PartialEq, Eq)]
 struct Object {
     /// `st_mode`: kind and permission bits.
@@ -186,7 +186,7 @@ type Objects = BTreeMap<String, Object>;
 
 /// Lists all objects below `root`, without Firn's own directory.
 fn list_objects(root: &Path) -> Objects {
-    /// Tests set only times before this one, in 2017; the present is later.
+    /// Tests set only times before this one, in 2017; times that the kernel sets are later.
     const SET_MTIME_END: i64 = 1_500_000_000;
     fn walk(root: &Path, dir: &Path, objects: &mut Objects) {
         for entry in fs::read_dir(root.join(dir)).unwrap() {
@@ -268,7 +268,7 @@ fn a_directory_renamed_between_write_and_drain_takes_its_files_along() {
     world.drain();
     world.write("a/y", 0, b"second");
     fs::rename(prefix.join("a"), prefix.join("c")).unwrap();
-    // The old name is used again, and a directory changes places with what was in it.
+    // The old name is used again, and a directory is moved below its former child.
     fs::create_dir(prefix.join("a")).unwrap();
     world.write("a/x", 0, b"third");
     fs::rename(prefix.join("c/b"), prefix.join("b")).unwrap();
@@ -413,7 +413,7 @@ fn a_directory_in_use_and_a_tree_at_another_place_are_refused() {
     world.stop();
 }
 
-/// The log of the first firnd had no name. The next firnd took the tree for half made and emptied it.
+/// The log of the first firnd had no path in it, so the next firnd took the tree for half filled and cleared it.
 #[test]
 fn regression_a_tree_that_was_empty_at_one_start_is_kept_by_the_next() {
     let mut world = World::new();
@@ -427,7 +427,8 @@ fn regression_a_tree_that_was_empty_at_one_start_is_kept_by_the_next() {
     world.stop();
 }
 
-/// A file replaced the directory. So the directory moved to a private path first, and the link in it was forgotten.
+/// A file replaced the directory, so the directory was moved to a private path first, and the map forgot the link in
+/// it.
 #[test]
 fn regression_a_link_goes_with_its_directory_also_where_that_was_in_the_way() {
     let mut world = World::new();

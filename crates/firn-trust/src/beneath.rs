@@ -7,8 +7,8 @@
 //! Promises
 //! * No symbolic link is followed, no mount point is crossed, and `..` is refused. Every opened or removed object is
 //!   below the given directory.
-//! * Kernels before 5.6, and containers without openat2(2), get the same behaviour by one openat(2) for each
-//!   component. There, a bind mount of a directory of the same file system is not seen as a mount.
+//! * On kernels before 5.6, and in containers without openat2(2), one openat(2) for each component does the same. There, a
+//!   bind mount of a directory of the same file system is not seen as a mount point.
 
 use std::ffi::{CStr, OsStr};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -47,7 +47,8 @@ pub fn open_beneath(
     let flags = flags.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
     let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_XDEV;
     match openat2(dir.as_fd(), path, flags, mode, resolve) {
-        // A seccomp filter that is older than the call answers EPERM. What the file system answers, it answers again.
+        // EPERM may come from a seccomp filter that does not know openat2(2). If the file system itself refuses, so
+        // does the walk.
         Err(Errno::NOSYS | Errno::PERM) => walk_beneath(dir, path, flags, mode),
         opened => opened,
     }
@@ -68,7 +69,7 @@ fn walk_beneath(dir: impl AsFd, path: &Path, flags: OFlags, mode: Mode) -> Resul
             (THROUGH, Mode::empty())
         };
         let next = openat(from, name, flags, mode).map_err(|errno| match errno {
-            // openat2(2) says ELOOP of a link on the way.
+            // openat2(2) fails with ELOOP for a symbolic link on the path, so the walk does too.
             Errno::NOTDIR if !is_last && is_link(from, name) => Errno::LOOP,
             errno => errno,
         })?;
@@ -135,15 +136,15 @@ fn is_dot(name: &CStr) -> bool {
     matches!(name.to_bytes(), b"." | b"..")
 }
 
-/// Removes the object `name` in `dir`. A directory is removed with its content, whatever the modes of directories in
-/// it are. Fails with ENOENT if the name does not exist.
+/// Removes the object `name` in `dir`. A directory is removed with its content, even if modes of directories in it deny
+/// access. Fails with ENOENT if the name does not exist.
 pub fn remove_beneath(dir: impl AsFd, name: &OsStr) -> Result<(), Errno> {
     let dir = dir.as_fd();
     if !crate::is_component(name.as_bytes()) {
         return Err(Errno::INVAL);
     }
     let refused = match unlinkat(dir, name, AtFlags::empty()) {
-        // Of a directory Linux says EISDIR, and POSIX EPERM.
+        // For a directory, unlinkat(2) fails with EISDIR on Linux, and with EPERM in POSIX.
         Err(errno @ (Errno::ISDIR | Errno::PERM)) => errno,
         removed => return removed,
     };
@@ -169,7 +170,7 @@ fn empty_dir(dir: OwnedFd) -> Result<(), Errno> {
     Ok(())
 }
 
-/// Identifies an object independent of its name. No two existing objects have the same numbers.
+/// Identifies an object independently of its name. No two existing objects have the same numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ObjectId {
     device: u64,
@@ -188,10 +189,10 @@ impl ObjectId {
     }
 }
 
-/// Removes the object `name` in `dir` like [`remove_beneath`], if it is `object`.
+/// Removes the object `name` in `dir` like [`remove_beneath`], if that object is `object`.
 ///
-/// Fails with ESTALE if another object has the name; nothing of that object is removed. The content of a directory is
-/// removed by its descriptor. The name is removed only if it names an empty directory then.
+/// Fails with ESTALE if the name belongs to another object, and removes nothing of that object. The content of a
+/// directory is removed through its descriptor; then the name is removed if it is that of an empty directory.
 pub fn remove_object(dir: impl AsFd, name: &OsStr, object: ObjectId) -> Result<(), Errno> {
     let dir = dir.as_fd();
     let check = |found: Stat| {
@@ -224,11 +225,11 @@ pub fn visit_own(
     visit_own_at(dir, name, Path::new(name), uid, visit)
 }
 
-/// Returns current attributes of a name. The kernel is made to request them anew, even if it has cached ones that are
-/// still valid. On a mount, cached attributes may be older than a write of another host.
+/// Returns current attributes of a name. Forces the kernel to request them from the file system, even if it has valid
+/// cached ones: on a mount, cached attributes may be older than a write of another host.
 fn stat_now(dir: impl AsFd, name: &OsStr) -> Result<Stat, Errno> {
     let flags = AtFlags::SYMLINK_NOFOLLOW.union(AtFlags::STATX_FORCE_SYNC);
-    // In a container without statx(2), the result of stat(2) must do.
+    // In a container without statx(2), the possibly cached attributes of stat(2) suffice.
     let _ = statx(dir.as_fd(), name, flags, StatxFlags::BASIC_STATS);
     statat(dir, name, AtFlags::SYMLINK_NOFOLLOW)
 }
@@ -255,7 +256,7 @@ fn visit_own_at(
         Err(Errno::NOENT) => return Ok(()),
         below => below?,
     };
-    // Another directory, which another user put in its place.
+    // Another user has replaced the directory since the check above.
     if fstat(&below)?.st_uid != uid {
         return Ok(());
     }
@@ -274,7 +275,7 @@ mod tests {
 
     type Open = fn(&OwnedFd, &str, OFlags, Mode) -> Result<OwnedFd, Errno>;
 
-    /// Both ways: that of the kernel, and that of kernels without openat2(2).
+    /// Both implementations: openat2(2), and the walk for kernels without it.
     const WAYS: [(&str, Open); 2] = [
         ("openat2", |dir, path, flags, mode| {
             open_beneath(dir, Path::new(path), flags, mode)

@@ -52,9 +52,9 @@ pub enum Expected {
 pub struct Facts {
     /// `st_mode`: type and permission bits.
     pub mode: u32,
-    /// Owner.
+    /// User id of the owner.
     pub uid: u32,
-    /// Number of names.
+    /// Number of names (hard links).
     pub nlink: u64,
 }
 
@@ -80,7 +80,7 @@ pub enum Distrust {
     /// Other users may change or read the object.
     #[error("has mode {found:04o}, which lets others in")]
     Mode {
-        /// Its permission bits.
+        /// Permission bits of the object.
         found: u32,
     },
     /// The object may have another name in a place that other users can reach.
@@ -92,7 +92,7 @@ pub enum Distrust {
     /// Other users may rename and remove the entries of the directory, and replace them.
     #[error("has mode {found:04o}: others may replace what is in it, because it has no sticky bit")]
     Replaceable {
-        /// Its permission bits.
+        /// Permission bits of the directory.
         found: u32,
     },
 }
@@ -131,8 +131,8 @@ impl Facts {
 
     /// Checks that no other user can replace Firn's entries in this directory.
     ///
-    /// The directory must belong to `uid` or root. Others must not have write permission, or the sticky bit must be
-    /// set, which lets them only add names.
+    /// The directory must belong to `uid` or root. Group and others must not have write permission, unless the sticky
+    /// bit is set: then they can only add names.
     pub fn check_parent(&self, uid: u32) -> Result<(), Distrust> {
         const STICKY: u32 = 0o1000;
         const WRITABLE: u32 = 0o022;
@@ -151,7 +151,7 @@ impl Facts {
         Ok(())
     }
 
-    /// Whether this is a program that only `uid` and root can change.
+    /// Checks that the object is a program file that only `uid` and root can change.
     pub fn check_program(&self, uid: u32) -> Result<(), Distrust> {
         const WRITABLE: u32 = 0o022;
         self.check_kind(Expected::File)?;

@@ -25,7 +25,7 @@ pub enum TrustError {
     },
     /// The object fails the checks of owner, type and mode.
     #[error(
-        "{} {why}; Firn reads nothing from it: look at it, then remove it or choose another place",
+        "{} {why}; Firn reads nothing from it: inspect it, then remove it or choose another place",
         shown(path)
     )]
     Distrusted {
@@ -34,7 +34,7 @@ pub enum TrustError {
         /// The failed check.
         why: Distrust,
     },
-    /// Other users may replace the objects that Firn keeps there.
+    /// Other users may replace objects in the directory where Firn was to keep files.
     #[error(
         "{} is no place for files of Firn: {}{why}; {}",
         shown(place),
@@ -81,8 +81,8 @@ impl TrustError {
     }
 }
 
-/// O_NONBLOCK is set so that a named pipe in the place of a file does not block the open. The flag has no effect on
-/// regular files.
+/// Flags to open a file. With O_NONBLOCK, a named pipe in place of the file does not block the open. The flag has no
+/// effect on regular files.
 const FLAGS: OFlags = OFlags::NOFOLLOW
     .union(OFlags::CLOEXEC)
     .union(OFlags::NONBLOCK);
@@ -178,7 +178,7 @@ pub fn open_file_raw(parent: impl AsFd, name: &CStr, uid: u32) -> Result<OwnedFd
 }
 
 fn believed(fd: OwnedFd, expected: Expected, uid: u32) -> Result<OwnedFd, RawError> {
-    // fstat(2) of what was just opened cannot fail but for a damaged file system, of which nothing is believed.
+    // fstat(2) of a descriptor that was just opened fails only on a damaged file system. Mode 0 then fails the check.
     let facts = fstat(&fd).map_or(
         Facts {
             mode: 0,
@@ -209,8 +209,8 @@ fn effective_user() -> u32 {
     rustix::process::geteuid().as_raw()
 }
 
-/// Returns the error of a failed open. ELOOP and ENOTDIR are not specific, so the object is examined for a better
-/// message.
+/// Returns the error of a failed open. ELOOP and ENOTDIR do not say what is wrong, so the function examines the object
+/// for a better message.
 fn open_error(
     parent: impl AsFd,
     path: &Path,
@@ -249,7 +249,7 @@ fn place_advice(why: &Distrust) -> &'static str {
             "let only its owner write to it (chmod go-w) or set its sticky bit (chmod +t), or choose a place where only you and root may rename, as in a directory that you make in /tmp or /dev/shm"
         }
         _ => {
-            "choose a place below directories of yours and of root, as one that you make in /tmp or /dev/shm"
+            "choose a place where all directories above belong to you or root, such as a directory that you make in /tmp or /dev/shm"
         }
     }
 }

@@ -21,12 +21,12 @@ pub struct Peer {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PeerError {
     /// The kernel does not report the user.
-    #[error("the kernel does not tell which user is at the other end: {0}")]
+    #[error("cannot find out as which user the peer of this connection runs: {0}")]
     Unknown(Errno),
     /// The peer is another user.
-    #[error("user {found} is at the other end instead of user {expected}")]
+    #[error("the peer of this connection runs as user {found}, expected user {expected}")]
     Other {
-        /// The user found.
+        /// User of the peer.
         found: u32,
         /// The expected user.
         expected: u32,

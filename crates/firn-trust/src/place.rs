@@ -28,13 +28,13 @@ const LINKS_MAX: usize = 40;
 
 /// Checks that Firn may keep its files in an open directory, which other users may share.
 ///
-/// The directories above are not checked. That is sufficient for a caller that uses the descriptor.
+/// The directories above are not checked. A caller that reaches its files through the descriptor does not need that.
 pub fn check_shared_parent(dir: impl AsFd, path: &Path) -> Result<(), TrustError> {
     check_dir(dir, path, path, effective_user())
 }
 
-/// Checks that Firn may keep its files in this directory, which other users may share, and later find them by their
-/// path.
+/// Checks that Firn may keep its files in the directory `dir`, which other users may share, and find them by path
+/// later. Checks `dir` and each directory above.
 pub fn check_place(dir: &Path) -> Result<(), TrustError> {
     check_place_of(dir, effective_user())
 }
@@ -181,8 +181,8 @@ fn effective_user() -> u32 {
 
 /// Returns the owner of an object, or 0 if the owner may be root.
 ///
-/// In a user namespace that does not know root, as in unprivileged containers, `/` and `/dev/shm` belong to the user
-/// that stands for all unknown users.
+/// In unprivileged containers, the user namespace does not map root. There, `/` and `/dev/shm` belong to the user that
+/// stands for all unmapped users.
 fn owner_of(facts: &Facts) -> u32 {
     match unknown_user() {
         Some(unknown) if facts.uid == unknown => 0,
@@ -190,8 +190,8 @@ fn owner_of(facts: &Facts) -> u32 {
     }
 }
 
-/// Returns the user that stands for root and other unknown users (user_namespaces(7)). Returns `None` if the
-/// namespace knows root.
+/// Returns the user that stands for root and other unmapped users (user_namespaces(7)). Returns `None` if the namespace
+/// maps root.
 fn unknown_user() -> Option<u32> {
     static UNKNOWN: OnceLock<Option<u32>> = OnceLock::new();
     *UNKNOWN.get_or_init(|| {
@@ -204,8 +204,8 @@ fn unknown_user() -> Option<u32> {
     })
 }
 
-/// Returns whether a user map contains the root user outside the namespace. Each line has the first user inside, the
-/// first user outside, and a count.
+/// Returns whether a user map (`uid_map`) contains the root user outside the namespace. Each line has the first user
+/// inside, the first user outside, and a count.
 fn knows_root(map: &str) -> bool {
     let outside = |line: &str| line.split_whitespace().nth(1).map(str::to_owned);
     map.lines().filter_map(outside).any(|first| first == "0")
@@ -222,7 +222,7 @@ mod tests {
         fs::set_permissions(path, Permissions::from_mode(mode)).unwrap();
     }
 
-    /// `/tmp` is a place that must do: it has the sticky bit.
+    /// A place below `/tmp` must be accepted, because `/tmp` has the sticky bit.
     #[test]
     fn every_directory_on_the_way_counts_and_the_one_at_fault_is_named() {
         let top = tempfile::tempdir().unwrap();
@@ -239,7 +239,7 @@ mod tests {
             );
             let text = error.to_string();
             assert!(text.contains(&format!("mode {mode:04o}")), "{text}");
-            // By its descriptor, only the directory itself counts.
+            // Through its descriptor, only the directory itself is checked.
             let dir = openat(CWD, &place, PATH_DIR, Mode::empty()).unwrap();
             assert!(check_shared_parent(&dir, &place).is_ok());
         }

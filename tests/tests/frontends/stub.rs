@@ -635,7 +635,9 @@ fn an_ordinary_user_has_a_tree_in_dev_shm() {
     command
         .env("PLAIN", sandbox.path())
         .env("FIRN_RUNTIME_DIR", shm.path().join("run"));
-    let outcome = run(&mut command).ok().says("take a directory in /dev/shm");
+    let outcome = run(&mut command)
+        .ok()
+        .says("choose a directory in /dev/shm");
     assert_eq!(outcome.stdout, "data\nbeside\n12\ndata\nbeside\nmore\n2\n");
 }
 

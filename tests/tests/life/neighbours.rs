@@ -123,7 +123,7 @@ fn regression_names_that_are_one_where_the_copy_goes_lead_nowhere() {
         let target = point.join(name);
         pull(&sandbox, mount.backing(), &mount.join(name), &target, &[])
             .code(1)
-            .says("takes two names of the source for one");
+            .says("treats two names of the source as one");
         assert!(!target.exists(), "{name}");
         assert!(names(&outside).is_empty(), "made outside");
     }

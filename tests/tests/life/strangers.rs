@@ -378,7 +378,7 @@ fn regression_a_fuse_mount_of_another_user_does_not_answer_for_a_backing() {
     chmod(&runtime.0, 0o700);
     ask(0, "wait", &file)
         .code(1)
-        .says(&format!("user {victim} is at the other end"));
+        .says(&format!("runs as user {victim}"));
     assert_eq!(other.heard(), "");
 }
 

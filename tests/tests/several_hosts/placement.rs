@@ -126,7 +126,7 @@ fn a_lane_that_others_could_put_files_into_is_refused() {
     };
     let why = exposed(
         &lane,
-        "it belongs to user 65534 instead of user 0; choose a place below directories of yours and of root, as one that you make in /tmp or /dev/shm",
+        "it belongs to user 65534 instead of user 0; choose a place where all directories above belong to you or root, such as a directory that you make in /tmp or /dev/shm",
     );
     refuses_lane(&sandbox, &lane, 2, &why);
     let others = "others may replace what is in it, because it has no sticky bit; let only its owner write to it (chmod go-w) or set its sticky bit (chmod +t), or choose a place where only you and root may rename, as in a directory that you make in /tmp or /dev/shm";
@@ -193,7 +193,7 @@ fn mistakes_in_lists_and_maps_are_named() {
     };
     refuses(
         b"*.pt 0\nmodel* 3\n",
-        "line 2: there is no lane 3: they are 0 to 2",
+        "line 2: there is no lane 3: lanes are numbered 0 to 2",
     );
     refuses(
         b"\n# text\nx\n",

@@ -694,7 +694,7 @@ fn a_copy_takes_the_place_of_nothing_and_bad_input_is_told() {
     let host = ["agent", "--host", "a/b"];
     run(sandbox.firn(host).arg(mount.path()))
         .code(1)
-        .says("no name of a host");
+        .says("not a valid name of a host");
     let listen = ["agent", "--listen", "192.0.2.1:1"];
     run(sandbox.firn(listen).arg(mount.path()))
         .code(1)

@@ -110,12 +110,12 @@ fn regression_a_list_without_an_end_is_given_up() {
     let sandbox = Sandbox::new("bounds-list");
     let backing = backing(&sandbox);
     let cases: [(&str, Send); 3] = [
-        ("nothing in it", |link| {
+        ("a part of a list without entries", |link| {
             loop {
                 say(link, &[Reply::Entries { entries: vec![] }])?;
             }
         }),
-        ("more files than an agent lists", |link| {
+        ("more entries than a list may have", |link| {
             for number in 0..=LIST_NAME_BYTES_MAX / PATH_BYTES_MAX {
                 let target = vec![b'x'; PATH_BYTES_MAX].into();
                 let link_entry = entry(number.to_string(), EntryKind::Link { target });

@@ -85,7 +85,7 @@ fn a_tree_is_read_bit_for_bit_wherever_its_bytes_are() {
         "(2) mapped",
         "(2) registered",
         "(4)",
-        "(5) told",
+        "(5) sent the addresses",
         "(6)",
         "(7)",
         "(9)",
@@ -330,20 +330,20 @@ enum Lie {
 }
 
 const LIES: [(Lie, &str); 14] = [
-    (Lie::RegionWithoutEnd, "described what cannot be"),
-    (Lie::LongAddress, "described what cannot be"),
-    (Lie::NoAddress, "described what cannot be"),
+    (Lie::RegionWithoutEnd, "sent an impossible answer"),
+    (Lie::LongAddress, "sent an impossible answer"),
+    (Lie::NoAddress, "sent an impossible answer"),
     (Lie::GarbageAddress, "by libfabric"),
     (Lie::OtherProvider, "no provider nonesuch"),
     (Lie::WrongKey, "by libfabric"),
     (Lie::LongRegion, "by libfabric"),
-    (Lie::PastRegion, "described what cannot be"),
-    (Lie::PastAllAddresses, "described what cannot be"),
-    (Lie::MoreThanAsked, "described what cannot be"),
+    (Lie::PastRegion, "sent an impossible answer"),
+    (Lie::PastAllAddresses, "sent an impossible answer"),
+    (Lie::MoreThanAsked, "sent an impossible answer"),
     (Lie::EndsTooEarly, "was cut while it was read"),
-    (Lie::WrongMac, "was not what was sent 5 times"),
-    (Lie::NoMac, "described what cannot be"),
-    (Lie::Crumbs, "described what cannot be"),
+    (Lie::WrongMac, "arrived damaged 5 times"),
+    (Lie::NoMac, "sent an impossible answer"),
+    (Lie::Crumbs, "sent an impossible answer"),
 ];
 
 impl FakeAgent {
@@ -601,7 +601,7 @@ fn a_puller_reads_what_is_exposed_to_it_and_no_longer_than_its_connection() {
     let path = mount.join("rank0");
     pull(&sandbox, mount.backing(), &path, &target, &BY_RXM)
         .code(1)
-        .says("4 pullers by libfabric already");
+        .says("already serves 4 pullers by libfabric");
     pull(&sandbox, mount.backing(), &path, &target, &[]).ok();
     fs::remove_file(&target).expect("remove");
     others.clear();

@@ -568,7 +568,7 @@ fn munge_says_on_both_sides_who_is_there() {
         .code(1)
         .says("Did you start munged?");
     let told = from(&address(), &other_site.options()).code(1);
-    told.says("the agent did not believe the credential");
+    told.says("the agent refused the credential");
     wait_until("the reason", LIMIT, || agent.log().contains("unmunge: "));
 
     credentials_of_others_are_refused(&site, &agent, &address());
@@ -651,7 +651,9 @@ fn credentials_of_others_are_refused(site: &Munged, agent: &Agent, address: &str
     // Root may make credentials of others.
     assert_only_rejected(&show(address, made(&["--uid=65534"]).trim()));
     wait_until("the user in the log", LIMIT, || {
-        agent.log().contains("its credential is one of user 65534")
+        agent
+            .log()
+            .contains("the credential was made by user 65534")
     });
     assert_only_rejected(&show(address, made(&["--restrict-uid=65534"]).trim()));
     wait_until("the restriction in the log", LIMIT, || {

@@ -669,8 +669,12 @@ fn a_strangers_record_is_not_believed() {
     host.wait_for_partner("n1");
     second.wait_for_partner("n0");
     for name in ["n01", "n02", "n03", "n04"] {
-        wait_until(&format!("{name} is passed over"), LIMIT, || {
-            let said = |agent: &Agent| agent.log().contains(&format!("{name} is passed over"));
+        wait_until(&format!("{name} is skipped as partner"), LIMIT, || {
+            let said = |agent: &Agent| {
+                agent
+                    .log()
+                    .contains(&format!("{name} is skipped as partner"))
+            };
             said(&host.agent) || said(&second.agent)
         });
     }

@@ -1,10 +1,10 @@
-//! `firn pull --follow`: keeps copies of the newest checkpoints of a host, which does not know of them.
+//! `firn pull --follow`: keeps copies of the newest checkpoints of a host. The host is not notified of the copies.
 //!
 //! Promises
-//! * A copy is removed only if there are as many newer complete copies as are to be kept. The end or loss of the source
-//!   removes no copy.
-//! * The directory of the copies is one in which no other user may replace names. Files of other users there count as
-//!   no copies and are not removed. Files that other users put into a copy do not count for its age.
+//! * A copy is removed only if there are enough newer complete copies (`keep`). The end or loss of the source removes
+//!   no copy.
+//! * No other user may replace names in the directory of the copies. Files of other users there do not count as copies,
+//!   and are not removed. Files that other users put into a copy do not influence its age.
 
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
@@ -34,7 +34,7 @@ pub struct FollowRequest {
     pub source: BytePath,
     /// Transport of the files' bytes.
     pub carriage: Carriage,
-    /// Directory of the copies, which has nothing else in it.
+    /// Directory of the copies. It contains nothing else.
     pub target: PathBuf,
     /// Number of copies to keep.
     pub keep: usize,
@@ -42,7 +42,7 @@ pub struct FollowRequest {
     pub every: Duration,
 }
 
-/// An event that a user is told of.
+/// An event that is reported to a user.
 pub enum FollowEvent<'a> {
     /// A new copy is complete.
     Copied {
@@ -60,14 +60,14 @@ pub enum FollowEvent<'a> {
         /// Name of the copy.
         name: &'a BytePath,
     },
-    /// A step failed and will be tried again. A failure that lasts is an event once.
+    /// A step failed and will be tried again. A failure that persists is reported once.
     Failed {
         /// Description of the failure.
         problem: &'a str,
     },
 }
 
-/// Follows a host until the process ends. `report` is called for each event. It returns only if the directory of the
+/// Follows a host until the process ends. `report` is called for each event. Returns only if the directory of the
 /// copies cannot be used.
 pub fn follow(
     request: &FollowRequest,
@@ -86,13 +86,13 @@ pub fn follow(
 struct KeepNewest<'a> {
     request: &'a FollowRequest,
     directory: CopyDirectory,
-    /// Number of complete checkpoints of this round that were chosen so far. The newest come first.
+    /// Number of complete checkpoints that this round has chosen so far. The newest ones are chosen first.
     chosen: usize,
     report: &'a mut dyn FnMut(FollowEvent<'_>),
 }
 
 impl Policy for KeepNewest<'_> {
-    /// There is none between rounds, because an agent serves few pullers at once. Each list connects anew.
+    /// Between rounds there is no connection, because an agent serves few pullers at once. Each list connects again.
     type Connection = ();
     type Room = ();
 
@@ -185,7 +185,7 @@ impl Policy for KeepNewest<'_> {
 }
 
 impl KeepNewest<'_> {
-    /// Sums up a local copy like a listed unit. Files of other users do not count.
+    /// Computes the totals of a local copy, in the form of a listed unit. Ignores files of other users.
     fn describe_copy(&self, name: &OsStr) -> Result<Listed, PullError> {
         let mut copy = Listed::new(Path::new(name).into());
         let uid = rustix::process::geteuid().as_raw();

@@ -1,8 +1,8 @@
 //! The used part of libfabric's ABI, as declared in `rdma/*.h` of libfabric 1.17.
 //!
 //! libfabric keeps its ABI stable in two ways. It adds members only at the end of structures, so a prefix is enough for
-//! a structure that libfabric allocates. A table of functions begins with its size, which tells whether it has a
-//! function ([`has`]). Structures that are allocated here are declared as a whole.
+//! a structure that libfabric allocates. A table of functions begins with its size, which shows whether it has a
+//! function ([`has`]). Structures that this module allocates are declared completely.
 //!
 //! `tests/all/ofi_abi.rs` compares sizes, offsets and constants with the headers.
 
@@ -10,7 +10,7 @@
 
 use std::ffi::{c_char, c_int, c_void};
 
-/// The requested version of the API, 1.9: the first one with everything that is used here.
+/// The requested version of the API, 1.9: the first one that has all functions used here.
 pub const API_VERSION: u32 = 1 << 16 | 9;
 
 pub const FI_RMA: u64 = 1 << 2;
@@ -232,7 +232,7 @@ pub struct CqErrEntry {
     pub prov_errno: c_int,
     pub err_data: *mut c_void,
     pub err_data_size: usize,
-    /// Space for the members that later versions of libfabric have.
+    /// Space for members that later versions of libfabric add.
     pub later: [u64; 8],
 }
 

@@ -33,11 +33,12 @@ use crate::ofi::pool::{Buffer, Memory, Pool};
 const CONTEXTS: usize = 128;
 /// Bytes of the longest address of an endpoint. Those of libfabric have at most 64.
 const ADDRESS_BYTES_MAX: usize = 256;
-/// Longest single wait for a completion. A provider may miss a wake, and then the next wait finds the completion.
+/// Maximum time of a single wait for a completion. If a provider misses a wake, the next wait finds the completion.
 const WAIT_MAX: Duration = Duration::from_millis(20);
-/// Longest wait for reads under way before their endpoint is closed.
+/// Maximum wait for reads under way before their endpoint is closed.
 const CLOSE_TIMEOUT: Duration = Duration::from_millis(500);
-/// Polls that only yield the processor, before the thread begins to sleep. For providers that have no way to wait.
+/// Number of polls that only yield the processor, before the thread begins to sleep. Applies to providers that cannot
+/// wait.
 const SPINS: u32 = 200;
 /// Sleep between two later polls of such a provider.
 const POLL_PAUSE: Duration = Duration::from_micros(50);
@@ -52,7 +53,7 @@ const ADDRESSES_HINT: usize = 4;
 struct Object<T>(NonNull<T>);
 
 impl<T> Object<T> {
-    /// Takes the object that a call has made. `code` is the result of the call.
+    /// Returns the object that a call has made. `code` is the result of the call.
     ///
     /// # Safety
     /// `made` is null, or points to an object that begins with a `struct fid` and that only the caller owns.
@@ -72,7 +73,7 @@ impl<T> Object<T> {
         self.0.as_ptr().cast()
     }
 
-    /// Closes the object. After an error libfabric still uses it.
+    /// Closes the object. If this fails, libfabric still uses the object.
     fn close(self) -> Result<(), isize> {
         let object = ManuallyDrop::new(self);
         // SAFETY: the object is open, and is closed once, because its drop does not run.
@@ -85,8 +86,8 @@ impl<T> Object<T> {
 
 impl<T> Drop for Object<T> {
     fn drop(&mut self) {
-        // SAFETY: the object is open and closed once. The order of the fields of `Parts` makes sure that everything
-        // that depends on it was closed before.
+        // SAFETY: the object is open and closed once. The order of the fields of `Parts` ensures that all objects that
+        // depend on it are closed before.
         let _ = unsafe { close(self.fid()) };
     }
 }
@@ -118,7 +119,7 @@ unsafe fn enable(fid: *mut Fid) -> Result<(), isize> {
     check_code(unsafe { ((*(*fid).ops).control)(fid, FI_ENABLE, null_mut()) })
 }
 
-/// Turns the result of a call of libfabric into a `Result`.
+/// Converts the result of a call of libfabric to a `Result`.
 fn check_code(code: i32) -> Result<(), isize> {
     match code {
         0 => Ok(()),
@@ -131,7 +132,7 @@ fn check_code(code: i32) -> Result<(), isize> {
 pub struct Region {
     /// Key that a read must name. Only endpoints that know it can read.
     pub key: u64,
-    /// Address of the first byte in reads: a virtual address or 0, as the provider wants it.
+    /// Address of the first byte in reads: a virtual address or 0, as the provider requires.
     pub base: u64,
     /// Size of the region.
     pub bytes: u64,
@@ -155,8 +156,8 @@ impl RemoteRegion {
         Ok(Self { key, base, bytes })
     }
 
-    /// Makes a read from the offset `at` of the region into the range `into` of a buffer. It is an error if the read
-    /// leaves the region.
+    /// Makes a read from the offset `at` of the region into the range `into` of a buffer. Fails if the read leaves the
+    /// region.
     pub fn read(&self, at: u64, into: Range<usize>) -> Result<Read, OfiError> {
         let bytes = into.len() as u64;
         if into.start > into.end || at.checked_add(bytes).is_none_or(|end| end > self.bytes) {
@@ -209,7 +210,7 @@ struct Exposed {
 
 /// Memory for the bytes of reads.
 struct Local {
-    /// Its registration; `None` if the provider needs none.
+    /// Registration of the memory; `None` if the provider needs none.
     registered: Option<Object<Mr>>,
     pool: Arc<Pool>,
 }
@@ -219,7 +220,7 @@ pub struct Endpoint {
     library: &'static Library,
     /// Name of the provider.
     provider: String,
-    /// Objects of libfabric. They are taken out when the endpoint is shut down.
+    /// Objects of libfabric. They are moved out when the endpoint is shut down.
     parts: ManuallyDrop<Parts>,
     is_shut_down: bool,
     contexts: Vec<NonNull<Context>>,
@@ -232,11 +233,11 @@ pub struct Endpoint {
     landed: VecDeque<Landed>,
     /// Number of reads under way.
     under_way: usize,
-    /// Time that was spent waiting since the last complete read.
+    /// Total wait since the last complete read.
     time_waited: Duration,
-    /// Address of the endpoint that reads go to, as libfabric numbers it; `None` before [`Endpoint::connect`].
+    /// Address of the endpoint from which reads are made, as libfabric numbers it; `None` before [`Endpoint::connect`].
     peer: Option<u64>,
-    /// The first error. After it no read begins.
+    /// The first error. No read begins after it.
     failed: Option<OfiError>,
 }
 
@@ -247,7 +248,7 @@ struct Parts {
     local: Vec<Local>,
     addresses: Object<Av>,
     completions: Object<Cq>,
-    /// Whether the queue of completions can be waited for.
+    /// Whether the thread can wait for the queue of completions.
     can_wait: bool,
     domain: Object<Domain>,
     _fabric: Object<Fabric>,
@@ -259,8 +260,8 @@ struct Parts {
 unsafe impl Send for Endpoint {}
 
 impl Endpoint {
-    /// Opens an endpoint of a provider. It uses the network interface with the address `near`, if the provider has IP
-    /// addresses.
+    /// Opens an endpoint of a provider. If the provider uses IP addresses, the endpoint uses the network interface with
+    /// the address `near`.
     pub fn open(provider: &str, near: Option<IpAddr>) -> Result<Self, OfiError> {
         let library = Library::load()?;
         let info = library.find(provider, near)?;
@@ -344,8 +345,8 @@ impl Endpoint {
         Ok(address)
     }
 
-    /// Lets other endpoints read memory. Reads must name the key of the returned region: `key`, or one that the
-    /// provider has chosen.
+    /// Allows other endpoints to read memory. Reads must name the key of the returned region, which is `key` or one
+    /// that the provider has chosen.
     pub fn expose(&mut self, memory: Arc<dyn Memory>, key: u64) -> Result<Region, OfiError> {
         let (start, bytes) = (memory.start(), memory.bytes());
         let registered = self.parts.register(start, bytes, FI_REMOTE_READ, key);
@@ -374,7 +375,7 @@ impl Endpoint {
         let deadline = Instant::now() + time;
         let mut spins = 0;
         while Instant::now() < deadline {
-            // Completions and errors here are about reads of others, which see the result themselves.
+            // Completions and errors here concern reads of other endpoints, which receive the result themselves.
             match self.parts.next_completion(deadline) {
                 Ok(Some(_)) | Err(_) => spins = 0,
                 Ok(None) => self.parts.pause(&mut spins),
@@ -384,15 +385,13 @@ impl Endpoint {
 
     // ---- reads ---------------------------------------------------------------------------------
 
-    /// Sets the endpoint that reads go to. The address comes from another host, so its length is checked.
+    /// Sets the endpoint from which reads are made. The address comes from another host, so its length is checked.
     pub fn connect(&mut self, address: &[u8]) -> Result<(), OfiError> {
         if address.is_empty() || address.len() >= ADDRESS_BYTES_MAX {
-            return Err(OfiError::Implausible(
-                "an address of a length that none has",
-            ));
+            return Err(OfiError::Implausible("an address of an invalid length"));
         }
-        // A provider reads as many bytes as its addresses have, or up to a zero byte. Both end within this zeroed
-        // array, which is also aligned.
+        // A provider reads as many bytes as its addresses have, or up to a zero byte. Both end within this array of
+        // zeros, which is also aligned.
         let mut padded = [0_u64; ADDRESS_BYTES_MAX / size_of::<u64>()];
         for (word, bytes) in padded.iter_mut().zip(address.chunks(size_of::<u64>())) {
             let mut word_bytes = [0; size_of::<u64>()];
@@ -429,8 +428,8 @@ impl Endpoint {
         Ok(())
     }
 
-    /// Begins reads into a buffer, whose pool must be prepared. When all are complete, [`Endpoint::poll`] returns the
-    /// buffer with `number`.
+    /// Begins reads into a buffer, whose pool must be prepared. When all reads are complete, [`Endpoint::poll`] returns
+    /// the buffer with `number`.
     pub fn land(&mut self, number: u64, buffer: Buffer, reads: Vec<Read>) -> Result<(), OfiError> {
         let buffer_bytes = buffer.len();
         let read_bytes_max = self.parts.read_bytes_max();
@@ -468,8 +467,8 @@ impl Endpoint {
         self.begin_reads()
     }
 
-    /// Returns a buffer that has landed, or `None` if there is none within `timeout`. It is an error if reads are under
-    /// way and none was complete for `stall_timeout`.
+    /// Returns a buffer that has landed, or `None` if there is none within `timeout`. Fails if reads are under way and
+    /// none was completed for `stall_timeout`.
     pub fn poll(
         &mut self,
         timeout: Duration,
@@ -506,7 +505,7 @@ impl Endpoint {
         }
     }
 
-    /// Fails if reads are waited for and none was complete for `timeout`.
+    /// Fails if there are reads, and none of them was completed for `timeout`.
     fn check_stall(&mut self, timeout: Duration) -> Result<(), OfiError> {
         let has_reads = self.under_way > 0 || !self.queue.is_empty();
         if !has_reads {
@@ -529,7 +528,7 @@ impl Endpoint {
 
     /// Records that the read with this context is complete.
     fn complete(&mut self, context: *mut Context) {
-        // A completion with another context is not about a read of this endpoint.
+        // A completion with another context does not concern a read of this endpoint.
         let Some(index) = self.contexts.iter().position(|own| own.as_ptr() == context) else {
             return;
         };
@@ -561,7 +560,7 @@ impl Endpoint {
             let into = &mut landing.buffer[next.read.into.clone()];
             let endpoint = self.parts.endpoint.as_ptr();
             // SAFETY: the endpoint is open, and the table is checked for the function. The landing owns the buffer, and
-            // the context is taken off the free ones. So both stay where they are and are not accessed until the read
+            // the context is removed from the free ones. Both therefore do not move and are not accessed until the read
             // is complete or the endpoint is closed.
             let code = unsafe {
                 let ops = (*endpoint).rma;
@@ -587,7 +586,7 @@ impl Endpoint {
                     self.queue.pop_front();
                     self.free.pop();
                 }
-                // The provider takes no more now.
+                // The provider accepts no more reads now.
                 errno if errno == libc::EAGAIN as isize => return Ok(()),
                 _ => return Err(self.fail(self.failure(Operation::Read, code))),
             }
@@ -597,7 +596,7 @@ impl Endpoint {
 }
 
 impl Parts {
-    /// Opens all objects of an endpoint. An error closes those that were opened, the last one first.
+    /// Opens all objects of an endpoint. After an error, closes those that were opened, the last one first.
     fn open(library: &'static Library, info: InfoList) -> Result<Self, isize> {
         let entry: *mut Info = info.as_ptr();
         // SAFETY: libfabric has made `entry` and its parts, and they live as long as `info`. Each object is made from
@@ -643,14 +642,14 @@ impl Parts {
         }
     }
 
-    /// Returns the flags that say what the provider wants of registered memory.
+    /// Returns the flags that say which properties of registered memory the provider requires.
     fn mr_mode(&self) -> i32 {
         // SAFETY: the pointer is null, or points to a part of the entry, which lives as long as `self`.
         let domain = unsafe { self.info.first().domain_attr.as_ref() };
         domain.map_or(0, |domain| domain.mr_mode)
     }
 
-    /// Maximum number of bytes of one read.
+    /// Returns the maximum number of bytes of one read.
     fn read_bytes_max(&self) -> usize {
         // SAFETY: the pointer is null, or points to a part of the entry, which lives as long as `self`.
         let endpoint = unsafe { self.info.first().ep_attr.as_ref() };
@@ -671,7 +670,7 @@ impl Parts {
         let provider_chooses_key = self.mr_mode() & FI_MR_PROV_KEY != 0;
         let key = match key_bytes {
             _ if provider_chooses_key => 0,
-            // The provider takes shorter keys.
+            // The provider accepts only shorter keys.
             1..=7 => key & ((1 << (8 * key_bytes)) - 1),
             _ => key,
         };
@@ -707,7 +706,7 @@ impl Parts {
         Ok(registered)
     }
 
-    /// Returns the descriptor of a pool's registration, which libfabric wants with each read; null without a
+    /// Returns the descriptor of a pool's registration, which libfabric requires with each read. Returns null without a
     /// registration.
     fn descriptor(&self, pool: &Arc<Pool>) -> *mut std::ffi::c_void {
         let mut local = self.local.iter();
@@ -717,8 +716,8 @@ impl Parts {
         registered.map_or(null_mut(), |mr| unsafe { (*mr.as_ptr()).mem_desc })
     }
 
-    /// Returns the context of a complete read, if there is one. A provider that can wait waits for one, at most until
-    /// the deadline. An error is that of a failed read.
+    /// Returns the context of a complete read, if there is one. If the provider can wait, waits for one until the
+    /// deadline. An error is the error of a failed read.
     fn next_completion(&mut self, deadline: Instant) -> Result<Option<*mut Context>, isize> {
         let queue = self.completions.as_ptr();
         let mut entry = CqEntry {
@@ -752,7 +751,7 @@ impl Parts {
         }
     }
 
-    /// Takes the error of a failed read from the queue.
+    /// Removes the error of a failed read from the queue, and returns it.
     fn read_error(&mut self) -> isize {
         let queue = self.completions.as_ptr();
         // SAFETY: all fields are integers and pointers, for which zero is valid.
@@ -779,13 +778,14 @@ impl Parts {
     }
 }
 
-/// Opens a queue of completions. Returns it, and whether it can be waited for.
+/// Opens a queue of completions. Returns the queue, and whether a thread can wait for it.
 ///
 /// # Safety
 /// The domain is open.
 unsafe fn open_completions(domain: &Object<Domain>) -> Result<(Object<Cq>, bool), isize> {
     let mut last_error = -(libc::ENOSYS as isize);
-    // Only queues with a descriptor are waited for. Others wait by spinning, and that of shm misses its timeout.
+    // Only queues with a descriptor are used for waiting. Other queues wait by spinning, and the queue of shm exceeds
+    // its timeout.
     for (wait, can_wait) in [(FI_WAIT_FD, true), (FI_WAIT_NONE, false)] {
         let mut attributes = CqAttr {
             size: 2 * CONTEXTS,
@@ -822,8 +822,8 @@ impl Endpoint {
             .collect())
     }
 
-    /// Waits for the reads under way, for at most [`CLOSE_TIMEOUT`]. A close with reads under way would cancel them,
-    /// and in ofi_rxm of libfabric 1.17 about one of ten such closes follows a null pointer.
+    /// Waits for the reads under way, for at most [`CLOSE_TIMEOUT`]. A close with reads under way would cancel them. In
+    /// ofi_rxm of libfabric 1.17, about one of ten such closes dereferences a null pointer.
     fn end_reads(&mut self) {
         self.queue.clear();
         let deadline = Instant::now() + CLOSE_TIMEOUT;
@@ -846,7 +846,7 @@ impl Endpoint {
             return Ok(());
         }
         self.end_reads();
-        // SAFETY: `is_shut_down` makes sure that the parts are taken once, and nothing uses them afterwards.
+        // SAFETY: `is_shut_down` ensures that the parts are moved out once; nothing uses them afterwards.
         let Parts {
             exposed,
             endpoint,

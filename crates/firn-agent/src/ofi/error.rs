@@ -1,4 +1,4 @@
-//! Errors of libfabric and its use. Each text says what to do next.
+//! Errors of libfabric and its use. Each text says how to proceed.
 
 use std::fmt;
 use std::time::Duration;
@@ -27,7 +27,7 @@ impl fmt::Display for Operation {
     }
 }
 
-/// Why an endpoint cannot be opened, or cannot read.
+/// The reason why an endpoint cannot be opened, or cannot read.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum OfiError {
     /// libfabric is not installed or cannot be loaded.
@@ -74,10 +74,10 @@ pub enum OfiError {
         why: String,
     },
     /// The other host described a region, an address or a block that cannot exist.
-    #[error("the other host described memory that cannot be: {0}")]
+    #[error("the other host described memory that cannot exist: {0}")]
     Implausible(&'static str),
-    /// No read was complete for too long.
-    #[error("the provider {provider} completed no read for {} s: is the other host there, and is its network open for it?", limit.as_secs())]
+    /// No read was completed for too long.
+    #[error("the provider {provider} completed no read for {} s: check that the other host runs, and that the network lets this provider through", limit.as_secs())]
     Silent {
         /// Name of the provider.
         provider: String,

@@ -52,7 +52,7 @@ pub fn is_hardware(provider: &str) -> bool {
     HARDWARE.contains(&core_of(provider))
 }
 
-/// Whether this host has a device for such a provider. It asks the kernel, because loading libfabric takes long.
+/// Whether this host has a device for such a provider. The function asks the kernel, because loading libfabric is slow.
 pub fn has_devices() -> bool {
     let has_entries = |class: &&str| {
         let entries = std::fs::read_dir(format!("/sys/class/{class}"));
@@ -121,7 +121,7 @@ pub(crate) fn provider_of(info: &Info) -> String {
     text(name)
 }
 
-/// Copies a text of C; a null pointer gives an empty one.
+/// Copies a C string. Returns an empty text for a null pointer.
 fn text(text: *const c_char) -> String {
     if text.is_null() {
         return String::new();
@@ -139,13 +139,13 @@ fn loader_error() -> OfiError {
 }
 
 impl Library {
-    /// Loads libfabric, once for the whole process. A failure is remembered too.
+    /// Loads libfabric, once for the whole process. A failure is stored, too.
     pub fn load() -> Result<&'static Self, OfiError> {
         static LOADED: OnceLock<Result<Library, OfiError>> = OnceLock::new();
         let loaded = LOADED.get_or_init(|| {
-            // SAFETY: loading runs libfabric's constructors, which change nothing of this program. It is the library
-            // that any program of this user would be linked with. It is never unloaded, so its threads and texts stay
-            // valid.
+            // SAFETY: loading runs libfabric's constructors, which change nothing of this program. The library is the
+            // one that any program of this user would be linked with. It is never unloaded, so its threads and texts
+            // remain valid.
             let handle = unsafe { libc::dlopen(FILE.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
             let handle = NonNull::new(handle).ok_or_else(loader_error)?;
             // SAFETY: each function has the type of the field that it is stored in (rdma/fabric.h, rdma/fi_errno.h), in
@@ -188,8 +188,8 @@ impl Library {
         text(unsafe { (self.strerror)(number) })
     }
 
-    /// Returns the providers of this host that can read remote memory, in the order in which to try them: hardware
-    /// first.
+    /// Returns the providers of this host that can read remote memory, in the order in which they should be tried:
+    /// hardware first.
     pub fn providers(&'static self) -> Vec<Provider> {
         let mut providers: Vec<Provider> = Vec::new();
         if let Ok(list) = self.info(None, None) {
@@ -208,8 +208,8 @@ impl Library {
         providers
     }
 
-    /// Returns libfabric's entries for a provider. If the provider has IP addresses, they are those of the network
-    /// interface with the address `near`.
+    /// Returns libfabric's entries for a provider. If the provider uses IP addresses, the entries are those of the
+    /// network interface with the address `near`.
     pub(crate) fn find(
         &'static self,
         provider: &str,
@@ -224,11 +224,11 @@ impl Library {
         if near.is_none() || !by_address.contains(&any.first().addr_format) {
             return Ok(any);
         }
-        // The device of the provider may have other addresses than TCP has.
+        // The device of the provider may have other addresses than the TCP interface.
         Ok(self.info(Some(provider), near).unwrap_or(any))
     }
 
-    /// Returns the names of all providers in one text, for an error.
+    /// Returns the names of all providers as one text, for an error message.
     fn names(&'static self) -> String {
         let names: Vec<_> = self
             .providers()
@@ -242,7 +242,8 @@ impl Library {
         }
     }
 
-    /// Asks libfabric for entries of one provider or of all, near an address of this host if one is given.
+    /// Requests libfabric's entries of one provider or of all. If `near` is given, they are those near this address of
+    /// the host.
     fn info(
         &'static self,
         provider: Option<&str>,

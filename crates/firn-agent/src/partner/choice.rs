@@ -1,11 +1,11 @@
 //! The choice of a host's partner.
 //!
-//! While no partner follows this host, it asks other hosts in the order of the ring (a *search*). While one does, it
-//! looks now and then for a better one: a host that comes earlier in the ring, because it has come back or is new. A
-//! chosen host becomes the partner when it connects to follow.
+//! While no partner follows this host, it asks other hosts in the order of the ring (a *search*). While a partner
+//! follows, this host occasionally searches for a better one: a host earlier in the ring, which is new or has returned.
+//! A chosen host becomes the partner when it connects to follow.
 //!
-//! Promise: the record of this host names every host that may have the only copy of a file. So an earlier partner stays
-//! in the record, as a former, until the new partner has copies of all held files.
+//! Promise: the record of this host names every host that may have the only copy of a file. An earlier partner
+//! therefore remains in the record, as a former, until the new partner has copies of all held files.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -25,7 +25,7 @@ use crate::server::Level;
 
 /// Time between two checks whether the partner still follows.
 const CHECK_INTERVAL: Duration = Duration::from_millis(500);
-/// Longest time that a chosen host may take to begin to follow.
+/// Maximum time until a chosen host begins to follow.
 const FOLLOW_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time between two checks whether a chosen host has begun to follow.
 const FOLLOW_POLL_INTERVAL: Duration = Duration::from_millis(5);
@@ -33,14 +33,14 @@ const FOLLOW_POLL_INTERVAL: Duration = Duration::from_millis(5);
 const SEARCH_PAUSES: Backoff = Backoff::new(Duration::from_millis(500), Duration::from_secs(15));
 /// Pauses between two searches for a better partner. Each lists one directory of the backing.
 const BETTER_SEARCH_PAUSES: Backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(30));
-/// Time after which a better host that did not follow is asked again. With a new record it is asked at once.
+/// Time after which a better host that did not follow is asked again. If it has a new record, it is asked at once.
 const BETTER_RETRY_AFTER: Duration = Duration::from_secs(120);
 /// Maximum number of former partners that the record names.
 const FORMERS_MAX: usize = 8;
 /// Value of the option `partner` that leaves the choice to the ring.
 const WANTED_NEXT: &str = "next";
 
-/// Chooses partners until the process ends: the body of a thread.
+/// Chooses partners until the process ends. This is the body of a thread.
 pub(crate) fn choose_partners(
     service: &Arc<PartnerService>,
     key_file: &KeyFile,
@@ -81,7 +81,7 @@ pub(crate) fn choose_partners(
     }
 }
 
-/// Time of the next search for a better partner. The pauses grow while nothing changes.
+/// The time of the next search for a better partner. The pauses grow while nothing changes.
 struct BetterSearch {
     pauses: Waits,
     due_at: Instant,
@@ -98,7 +98,7 @@ impl BetterSearch {
         Instant::now() >= self.due_at
     }
 
-    /// Schedules the next search: soon if the last one found a change.
+    /// Schedules the next search. If the last search found a change, the next one comes soon.
     fn schedule_next(&mut self, has_changed: bool) {
         if has_changed {
             self.pauses.reset();
@@ -107,9 +107,9 @@ impl BetterSearch {
     }
 }
 
-/// An attempt to get a better partner that failed.
+/// A failed attempt to get a better partner.
 struct FailedAttempt {
-    /// The record of the asked host then; `None` if it had none.
+    /// The record that the asked host had at that time; `None` if it had none.
     record: Option<KeyFile>,
     asked_at: Instant,
 }
@@ -119,14 +119,14 @@ struct Chooser<'a> {
     service: &'a Arc<PartnerService>,
     /// This host's record as it is in the backing.
     record: KeyFile,
-    /// The mount's options of partners.
+    /// The mount's options for partners.
     wanted: &'a PartnerStatus,
     domains: &'a Domains,
-    /// The last note that firnd was told.
+    /// The last note that was sent to firnd.
     note: String,
-    /// Hosts whose record was refused. Each is logged once.
+    /// Hosts whose record was refused. Each of them is logged once.
     distrusted: BTreeSet<String>,
-    /// Better hosts that did not begin to follow.
+    /// Better hosts that were asked and did not begin to follow.
     failed_attempts: BTreeMap<String, FailedAttempt>,
     /// Hosts that had a record at the last search for a better partner, sorted.
     last_hosts: Vec<String>,
@@ -146,7 +146,9 @@ impl Chooser<'_> {
         for candidate in candidates {
             match self.ask(&candidate) {
                 Ok(true) => return true,
-                Ok(false) => failure = format!("{} does not come", candidate.host),
+                Ok(false) => {
+                    failure = format!("{} does not begin to follow this host", candidate.host)
+                }
                 Err(error) => failure = error,
             }
         }
@@ -155,11 +157,11 @@ impl Chooser<'_> {
         false
     }
 
-    /// Asks the hosts that come before the current partner in the ring, if the partner has copies of all held files. A
-    /// partner that is still copying is not replaced.
+    /// Asks the hosts before the current partner in the ring, if the partner has copies of all held files. A partner
+    /// that is still copying is not replaced.
     ///
-    /// Returns whether the next search should come soon: the partner is still copying, hosts have come or gone, a host
-    /// was asked, or the partner has changed.
+    /// Returns whether the next search should come soon. This is so if the partner is still copying, hosts have
+    /// appeared or disappeared, a host was asked, or the partner has changed.
     fn seek_better(&mut self) -> bool {
         let Some((partner, _)) = self.service.chosen() else {
             return false;
@@ -197,7 +199,7 @@ impl Chooser<'_> {
                 self.failed_attempts.remove(&candidate.host);
                 return true;
             }
-            // The candidate did not follow, so the current partner is chosen again.
+            // The candidate did not follow, so the previous partner is chosen again.
             self.service.choose(current);
             has_changed = true;
             let attempt = FailedAttempt {
@@ -226,14 +228,16 @@ impl Chooser<'_> {
         }
     }
 
-    /// Asks a host to become the partner, and waits until it follows. Returns whether it does in time. An error says
-    /// why it cannot become the partner.
+    /// Asks a host to become the partner, and waits until it follows. Returns whether it follows in time. Fails if the
+    /// host cannot become the partner; the error has the reason.
     fn ask(&mut self, candidate: &PartnerCandidate) -> Result<bool, String> {
         let PartnerCandidate { host, is_near } = candidate;
         let mut peer = Peer::connect(host, &self.service.route())
             .map_err(|error| self.describe(host, &error))?;
         let note = if *is_near {
-            format!("{host} is in the same failure domain: no other one has an agent")
+            format!(
+                "{host} is in the same failure domain: no host of another domain could become the partner"
+            )
         } else {
             String::new()
         };
@@ -255,7 +259,7 @@ impl Chooser<'_> {
         Ok(true)
     }
 
-    /// Writes a new partner to the record, where a restart looks for copies. The earlier partner becomes a former.
+    /// Writes a new partner to the record, so that a restart finds the copies. The earlier partner becomes a former.
     fn record_partner(&mut self, host: &str) {
         let mut formers: Vec<String> = self.record.holders().cloned().collect();
         formers.retain(|former| former != host);
@@ -277,7 +281,7 @@ impl Chooser<'_> {
         }
     }
 
-    /// Writes this host's record if it differs from the stored one. A failure is logged.
+    /// Writes this host's record if it differs from the stored one. If this fails, logs the error.
     fn store_record(&mut self, record: KeyFile) {
         if record == self.record {
             return;
@@ -288,22 +292,22 @@ impl Chooser<'_> {
         }
     }
 
-    /// Returns the text of an error of a host. A host whose record is refused is logged once.
+    /// Returns the text of an error of a host. If its record is refused, logs this once for each host.
     fn describe(&mut self, host: &str, error: &PullError) -> String {
         let text = error.to_string();
         if matches!(error, PullError::KeyFile(error) if !error.is_missing())
             && self.distrusted.insert(host.to_owned())
         {
-            self.service
-                .log
-                .say(Level::Event, || format!("{host} is passed over: {text}"));
+            self.service.log.say(Level::Event, || {
+                format!("{host} is skipped as partner: {text}")
+            });
         }
         text
     }
 
-    /// Tells firnd why there is no partner, or nothing with an empty text. A new reason is logged.
+    /// Sends firnd the reason why there is no partner; an empty text if there is one. Logs a new reason.
     ///
-    /// firnd is told again each time, because it may have been started again. A failure is ignored, because it may not
+    /// The note is sent each time, because firnd may have been restarted. A failure is ignored, because firnd may not
     /// run.
     fn set_note(&mut self, text: &str) {
         if self.note != text && !text.is_empty() {
@@ -316,7 +320,7 @@ impl Chooser<'_> {
     }
 }
 
-/// Sends a note to firnd, over the given connection or a new one. Returns the connection if it works.
+/// Sends a note to firnd, over the given connection or a new one. Returns the connection if it still works.
 fn send_note(mount: Option<OpenMount>, mount_point: &Path, note: &str) -> Option<OpenMount> {
     let is_sent = |mount: &OpenMount| mount.speak_of_partner(None, note).is_ok();
     if mount.as_ref().is_some_and(is_sent) {

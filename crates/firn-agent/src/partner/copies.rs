@@ -8,13 +8,13 @@
 //!               tree       the files
 //! ```
 //!
-//! Copies are not in the arena itself. Files written through the mount would get names in the backing, which all hosts
-//! share, would be drained, and would take room from the writers of this host.
+//! Copies are not in the arena itself. Files that are written through the mount would get names in the backing, which
+//! all hosts share. They would also be drained, and would take room from the writers of this host.
 //!
 //! Invariants
 //! * NUMBER always has a complete tree and the record of that tree.
-//! * All copies, with those being made, take at most `bytes_max` bytes. A file counts with the size at which it was
-//!   opened, not with the listed one.
+//! * All copies, including those being made, have at most `bytes_max` bytes. A file counts with its size when it was
+//!   opened, not with the listed size.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
@@ -44,17 +44,17 @@ pub(crate) struct Copies {
     bytes_max: u64,
     /// Bytes reserved for copies that are being made.
     reserved_bytes: Mutex<u64>,
-    /// Locked while a copy gets or loses its name. Once it is true, followers may change nothing more.
+    /// Locked while a copy gets or loses its name. Once the value is true, followers may change no names any more.
     is_closed: Mutex<bool>,
 }
 
-/// Bytes reserved for a copy that is being made. Dropping it gives them back.
+/// Bytes reserved for a copy that is being made. Dropping the value releases them.
 pub(crate) struct Room {
     copies: Arc<Copies>,
     bytes: u64,
 }
 
-/// Error: the copies leave less room than is needed.
+/// Error: the copies leave less room than is necessary.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct NoRoom {
     pub(crate) used_bytes: u64,
@@ -62,7 +62,7 @@ pub(crate) struct NoRoom {
 }
 
 impl Copies {
-    /// Makes a store in a directory, which need not exist yet.
+    /// Makes a store in a directory. The directory may be missing.
     pub(crate) fn new(dir: PathBuf, bytes_max: u64) -> Self {
         Self {
             dir,
@@ -88,7 +88,7 @@ impl Copies {
         Ok(firn_trust::check_place(parent)?)
     }
 
-    /// Returns the hosts of which there are copies. There are none if another user may have changed the store.
+    /// Returns the hosts of which there are copies. Returns none if another user may have changed the store.
     pub(crate) fn hosts(&self) -> Vec<String> {
         let names = || -> Option<Vec<OsString>> {
             self.check_parents().ok()?;
@@ -101,8 +101,8 @@ impl Copies {
             .collect()
     }
 
-    /// Opens the directory of copies of a host. Returns `None` if it does not exist or another user may have changed
-    /// it.
+    /// Opens the directory of copies of a host. Returns `None` if the directory does not exist, or if another user may
+    /// have changed it.
     fn find_directory(&self, host: &str) -> Option<Arc<CopyDirectory>> {
         self.check_parents().ok()?;
         let dir = open_private_dir(CWD, &self.dir).ok()?;
@@ -137,7 +137,7 @@ impl Copies {
 
     // ---- room ----------------------------------------------------------------------------------
 
-    /// Reserves `bytes` for a copy. It fails if all copies together would exceed the bound.
+    /// Reserves `bytes` for a copy. Fails if all copies together would exceed the bound.
     pub(crate) fn reserve(self: &Arc<Self>, bytes: u64) -> Result<Room, NoRoom> {
         let mut reserved_bytes = self.lock_reserved();
         let stored_bytes_sum: u64 = self
@@ -176,7 +176,7 @@ impl Copies {
         Ok(next.join(TREE))
     }
 
-    /// Writes the record of a begun and complete copy, and gives the copy its name. It replaces an earlier copy.
+    /// Writes the record of a complete copy, and renames the copy to its name. Replaces an earlier copy.
     pub(crate) fn finish(&self, host: &str, record: &Record) -> Result<(), PullError> {
         let _names = self.lock_open()?;
         let directory = self.make_directory(host)?;
@@ -220,7 +220,7 @@ impl Copies {
         Ok(())
     }
 
-    /// Removes the remains of interrupted copies and removals of a host. No copy of the host may be under way.
+    /// Removes what interrupted copies and removals of a host have left. No copy of the host may be under way.
     pub(crate) fn sweep(&self, host: &str) -> Result<(), PullError> {
         let _names = self.lock_open()?;
         self.remove_leftovers(host)
@@ -234,13 +234,13 @@ impl Copies {
 
     // ---- the end -------------------------------------------------------------------------------
 
-    /// Ends all changes by followers: waits for the one that is changing names, and refuses all later ones.
+    /// Ends all changes by followers. Waits for a follower that is changing names, and refuses all later changes.
     pub(crate) fn close(&self) {
         *self.lock_names() = true;
     }
 
-    /// Removes the copies of a host of which every byte is also below `mount_point`, and all unfinished copies. Returns
-    /// the bytes of the copies that stay. [`Copies::close`] must have been called.
+    /// Removes all unfinished copies, and the copies of a host whose every byte is also below `mount_point`. Returns
+    /// the number of bytes of the remaining copies. [`Copies::close`] must have been called.
     pub(crate) fn remove_drained(&self, host: &str, mount_point: &Path) -> Result<u64, PullError> {
         let mut remaining_bytes = 0;
         for copy in self.copies_of(host) {
@@ -257,7 +257,7 @@ impl Copies {
 
     /// Removes the directory of a host and the store itself, if they are empty.
     fn remove_empty_dirs(&self, host: &str) {
-        // rmdir(2) refuses a directory that is not empty, and that error is the normal case.
+        // rmdir(2) usually fails, because the directory is not empty.
         let _ = std::fs::remove_dir(self.dir.join(host));
         let _ = std::fs::remove_dir(&self.dir);
     }
@@ -268,7 +268,7 @@ impl Copies {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Locks the names of copies. It fails once the store is closed.
+    /// Locks the names of copies. Fails after the store was closed.
     fn lock_open(&self) -> Result<MutexGuard<'_, bool>, PullError> {
         let is_closed = self.lock_names();
         if *is_closed {
@@ -302,7 +302,7 @@ impl Copies {
                 });
             }
         }
-        // Only the directory of the host itself was added.
+        // Only the entry of the host's directory itself was added.
         if entries.len() == usize::from(path_of_host.is_empty()) {
             return Err(missing(path));
         }
@@ -329,8 +329,8 @@ impl Drop for Room {
     }
 }
 
-/// Returns the name of a unit's copy in its directory: a hash, because the unit's own name may be too long for a
-/// prefix.
+/// Returns the name of a unit's copy in its directory. The name is a hash, because the unit's own name may be too long
+/// for a prefix.
 fn name_of(unit: &BytePath) -> OsString {
     let number = xxhash_rust::xxh3::xxh3_128(unit.as_bytes());
     format!("{number:032x}").into()
@@ -418,7 +418,7 @@ mod tests {
         let tree = copies.begin("n1", &unit).unwrap();
         std::fs::create_dir(&tree).unwrap();
         std::fs::write(tree.join("part"), b"half").unwrap();
-        // The state after a kill during the removal of another copy.
+        // The state after a process was killed during the removal of another copy.
         let half_removed = removed_name(&name_of(&BytePath::from(Path::new("other"))));
         let half_removed = copies.dir().join("n1").join(half_removed);
         std::fs::create_dir(&half_removed).unwrap();

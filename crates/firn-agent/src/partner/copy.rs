@@ -23,7 +23,7 @@ pub(super) const TREE: &str = "tree";
 /// Bytes that are compared at a time.
 const COMPARE_BYTES: usize = 256 << 10;
 
-/// Function that is called often during long work. An error of it ends the work.
+/// Function that is called often during long work. An error of the function ends the work.
 pub(crate) type Tick<'a> = dyn FnMut() -> Result<(), PullError> + 'a;
 
 /// A complete copy and its record.
@@ -34,7 +34,7 @@ pub(crate) struct Copy {
     directory: Arc<CopyDirectory>,
 }
 
-/// An open file of a copy. It stays readable if the copy is removed meanwhile.
+/// An open file of a copy. The file remains readable if the copy is removed.
 pub(crate) struct CopyFile {
     file: File,
     bytes: u64,
@@ -57,8 +57,8 @@ impl Copy {
         Ok(open_beneath(&self.directory, path.as_path(), flags, Mode::empty())?.into())
     }
 
-    /// Whether each file of the copy is also below `path`, with the same bytes. `tick` is called often, because the
-    /// backing may be slow.
+    /// Whether each file of the copy is also below `path`, with the same bytes. The comparison calls `tick` often,
+    /// because the backing may be slow.
     pub(crate) fn is_in(&self, path: &Path, tick: &mut Tick<'_>) -> Result<bool, PullError> {
         let files: Vec<_> = self
             .record
@@ -118,8 +118,8 @@ impl CopyFile {
     }
 }
 
-/// Compares the length of a local file with that of a file on the mount. The kernel may have cached an old length of
-/// the latter, from before another host wrote to it, so a new one is forced.
+/// Compares the length of a local file with that of a file on the mount. Forces the kernel to request the latter from
+/// firnd, because it may have cached a length from before another host's write.
 fn has_same_length(copy: &File, mounted: &File) -> io::Result<bool> {
     let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_FORCE_SYNC;
     let mounted_bytes = rustix::fs::statx(mounted, c"", flags, StatxFlags::SIZE)?.stx_size;

@@ -1,12 +1,12 @@
 //! The partner's side: keeps copies of the files that one source host holds in memory.
 //!
-//! It follows the source (`crate::follow`) while the source accepts it as a partner. A copy is marked at the source
-//! with the number of changes that it has. The connection that follows must not be silent for long, or the source takes
-//! this partner for dead. So it sends beats during long work.
+//! This host follows the source (`crate::follow`) while the source accepts it as a partner. A copy is marked at the
+//! source with the copy's number of changes. If the following connection is silent for long, the source considers this
+//! partner dead. The partner therefore sends beats during long work.
 //!
 //! Invariants
-//! * A file is marked only if a complete copy with the marked number of changes has its name.
-//! * A copy of an arena that the source lost is replaced or removed only if its bytes are also elsewhere.
+//! * A file is marked only if a complete copy with the marked number of changes has its final name.
+//! * A copy of an arena that the source lost is replaced or removed only if other files have the same bytes.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -34,22 +34,23 @@ use crate::units::{Unit, group_by_name};
 
 /// Usual time between two rounds.
 const ROUND_INTERVAL: Duration = Duration::from_millis(50);
-/// Time between two rounds if a file was closed since the last one. The next round copies it if it is unchanged then.
+/// Time between two rounds if a file was closed since the last one. If the file is unchanged in the next round, that
+/// round copies it.
 const SETTLE_INTERVAL: Duration = Duration::from_millis(20);
-/// A pause is at least this many times as long as the list before it, so that lists take a small share of the time.
+/// Minimum ratio of a pause to the time of the list before it, so that lists use only a small share of the time.
 const PAUSE_PER_LIST_TIME: u32 = 20;
-/// Longest time between two rounds.
+/// Maximum time between two rounds.
 const ROUND_INTERVAL_MAX: Duration = Duration::from_secs(5);
-/// Time between two beats: well below the silence after which the source takes a partner for dead ([`crate::session`]).
+/// Time between two beats: well below the silence after which the source considers a partner dead ([`crate::session`]).
 const BEAT_INTERVAL: Duration = Duration::from_secs(2);
 /// Pauses between two attempts to connect to the source.
 const RETRY: Backoff = Backoff::new(Duration::from_millis(100), Duration::from_secs(1));
-/// Time without a connection after which this host stops to follow. The source asks again when it is back.
+/// Time without a connection after which this host stops following. The source asks again when it is back.
 const UNREACHABLE_TIMEOUT: Duration = Duration::from_secs(60);
 /// Bytes of a mebibyte, for figures in the log.
 const MIB: f64 = (1 << 20) as f64;
 
-/// Follows a source until it has another partner, or is unreachable for [`UNREACHABLE_TIMEOUT`]. The copies stay.
+/// Follows a source until it has another partner, or is unreachable for [`UNREACHABLE_TIMEOUT`]. The copies remain.
 pub(super) fn follow_source(service: &Arc<PartnerService>, source: &str) {
     let error = Follower::new(CopyHeld {
         service,
@@ -69,10 +70,10 @@ struct CopyHeld<'a> {
     route: Route,
 }
 
-/// The connection by which this partner follows. Its marks are void when it ends.
+/// The connection by which this partner follows. When it ends, its marks become void.
 struct Link {
     peer: Peer,
-    /// Incarnation of the source's firnd, whose numbers of changes the marks mean.
+    /// Incarnation of the source's firnd, to whose numbers of changes the marks refer.
     incarnation: String,
     /// Identity of the source's arena.
     arena: String,
@@ -80,7 +81,8 @@ struct Link {
     last_beat_at: Instant,
     /// The note about this partner that the source shows.
     note: String,
-    /// Copies of an earlier arena that were compared with the backing on this connection. Each is compared once.
+    /// Copies of an earlier arena that were already compared with the backing on this connection. Each is compared
+    /// once.
     compared: BTreeSet<BytePath>,
 }
 
@@ -98,7 +100,7 @@ impl Link {
         Ok(())
     }
 
-    /// Sends a beat if the last one is old. It is called often during long work.
+    /// Sends a beat if the last one is old. Called often during long work.
     fn beat_if_due(&mut self) -> Result<(), PullError> {
         if self.last_beat_at.elapsed() <= BEAT_INTERVAL {
             return Ok(());
@@ -177,7 +179,7 @@ impl Policy for CopyHeld<'_> {
                 bytes_max,
             }) => {
                 return Ok(Step::Refuse(format!(
-                    "{} has no room for {} of {}: {} of {} are in use (raise it with `firn agent --partner-size`)",
+                    "{} has no room for {} of {}: {} of {} are in use (raise the limit with `firn agent --partner-size`)",
                     self.service.host,
                     quantity::bytes(bytes),
                     unit.name,
@@ -190,7 +192,8 @@ impl Policy for CopyHeld<'_> {
             host: self.source.to_owned(),
             route: self.route.clone(),
             source: PullSource::Held(unit.name.clone()),
-            // Each copy is a pull of its own, and most are shorter than the registration of the arena with libfabric.
+            // Each copy is a separate pull. Most pulls take less time than the registration of the arena with
+            // libfabric.
             carriage: Carriage::connection(),
             target: self.service.copies.begin(self.source, &unit.name)?,
             cut: false,
@@ -211,7 +214,7 @@ impl Policy for CopyHeld<'_> {
         outcome: Outcome,
         elapsed: Duration,
     ) -> Result<(), PullError> {
-        // A file was changed during the pull. A later round copies its new state.
+        // A file was changed during the pull. A later round copies the new state.
         if !outcome.changed.is_empty() {
             return self.abandon_copy(unit);
         }
@@ -243,8 +246,8 @@ impl Policy for CopyHeld<'_> {
 
     /// Removes copies of units that the source no longer holds.
     ///
-    /// If the source has the same arena, such a unit was drained or removed. If it has another arena, the unit may have
-    /// been lost. Then the copy is removed only if the backing has all of its bytes.
+    /// If the source has the same arena, such a unit was drained or removed. If it has another arena, the unit may be
+    /// lost at the source. The copy is then removed only if the backing has all of its bytes.
     fn remove_unneeded(
         &mut self,
         link: &mut Link,
@@ -265,7 +268,9 @@ impl Policy for CopyHeld<'_> {
                 self.service.log.say(Level::Event, || {
                     let shown = quoted_path(Path::new(unit.as_path()));
                     let source = self.source;
-                    format!("removed {shown} of {source}: it does not hold it any more")
+                    format!(
+                        "removed the copy of {shown} of {source}, which does not hold it any more"
+                    )
                 });
             }
         }
@@ -313,11 +318,11 @@ impl Policy for CopyHeld<'_> {
 }
 
 impl CopyHeld<'_> {
-    /// Tries to keep a copy that was made under an earlier firnd of the source, whose numbers of changes mean nothing
-    /// now.
+    /// Tries to keep a copy that was made under an earlier firnd of the source. The numbers of changes in its record
+    /// have no meaning for the present firnd.
     ///
     /// If each held file has the same bytes as the copy, the copy gets a new record, and the held entries are returned.
-    /// Returns `None` if the copy must be made anew.
+    /// Returns `None` if the copy must be made again.
     fn renew(
         &mut self,
         link: &mut Link,
@@ -350,17 +355,17 @@ impl CopyHeld<'_> {
         self.service.copies.renew(self.source, &record)?;
         self.service.log.say(Level::Event, || {
             let source = self.source;
-            format!("the copy of {unit} of {source} is as it holds it: nothing is copied anew")
+            format!("the copy of {unit} of {source} still has the bytes that {source} holds: nothing is copied again")
         });
         Ok(Some(entries))
     }
 
-    /// Explains why a copy of a lost arena is not replaced, and how a user can take it.
+    /// Explains why a copy of a lost arena is not replaced, and how a user can fetch it.
     fn describe_needed(&self, name: &BytePath) -> String {
         let host = &self.service.host;
         let source = self.source;
         format!(
-            "{host} keeps what an arena that {source} lost had of {name} and copies nothing newer of that name: take it with `firn \
+            "{host} keeps the copy of {name} from an arena that {source} lost, and copies nothing newer of that name: fetch it with `firn \
              pull {host}:{source}/{name}` or `firn run --restart {source}`"
         )
     }

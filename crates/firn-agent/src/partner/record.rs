@@ -1,6 +1,6 @@
-//! The record of a partner copy: which files it has, and in which state of its source they were copied.
+//! The record of a partner copy: the files that it has, and the state of the source in which they were copied.
 //!
-//! A record tells whether the copy is current: its source must have the same firnd, and each file the same number of
+//! A record shows whether the copy is current: the source must have the same firnd, and each file the same number of
 //! changes.
 
 use std::collections::BTreeMap;
@@ -37,8 +37,8 @@ impl Record {
         by_path(&self.entries)
     }
 
-    /// Whether the copy has each held file of `entries` with the same length and number of changes, counted by the
-    /// firnd `incarnation`. Entries that are not held do not matter.
+    /// Whether the copy has each held file of `entries` with the same length and the same number of changes, as counted
+    /// by the firnd `incarnation`. Entries that are not held are ignored.
     pub(crate) fn covers(&self, incarnation: &str, entries: &[Entry]) -> bool {
         if self.incarnation != incarnation {
             return false;
@@ -56,8 +56,8 @@ impl Record {
         entries.iter().all(is_covered)
     }
 
-    /// Whether the copy has an entry with the same path, kind and length for each of `entries`. Then their bytes may be
-    /// equal too.
+    /// Whether the copy has an entry with the same path, kind and length for each of `entries`. If so, their bytes may
+    /// be equal too.
     pub(crate) fn has_same_shape(&self, entries: &[Entry]) -> bool {
         let copied = self.by_path();
         let is_alike = |entry: &Entry| {
@@ -76,8 +76,8 @@ impl Record {
         entries.iter().all(is_alike)
     }
 
-    /// Returns the record of the same copy under another firnd, which holds `entries`. Files that it does not hold lose
-    /// their numbers of changes.
+    /// Returns the record of the same copy under another firnd, which holds `entries`. Files that this firnd does not
+    /// hold lose their numbers of changes.
     pub(crate) fn renewed(&self, incarnation: &str, entries: &[Entry]) -> Self {
         let held = by_path(entries);
         let renew = |copied: &Entry| match held.get(&copied.path) {
@@ -112,7 +112,7 @@ fn by_path(entries: &[Entry]) -> BTreeMap<&BytePath, &Entry> {
     entries.iter().map(|entry| (&entry.path, entry)).collect()
 }
 
-/// Bytes of memory that a copy of these entries takes.
+/// Returns the bytes of memory that a copy of these entries occupies.
 pub(crate) fn stored_bytes(entries: &[Entry]) -> u64 {
     let sizes = entries.iter().map(Entry::stored_bytes);
     sizes.fold(0, u64::saturating_add)

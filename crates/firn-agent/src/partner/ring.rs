@@ -1,11 +1,12 @@
 //! The order in which a host asks other hosts to be its partner.
 //!
 //! All hosts form a ring. A *failure domain* is a set of hosts that fail together, such as a rack. The ring has the
-//! domains one after the other. Within a domain the hosts are sorted by name, with numbers by value (`n2` before
-//! `n10`).
+//! domains one after the other. Within a domain the hosts are sorted by name; numbers in names are compared by value
+//! (`n2` before `n10`).
 //!
-//! The partner of a host is *k* places further on, where *k* is the number of hosts of the largest domain. So each host
-//! is the partner of exactly one other, and the two are in different domains. Without domains *k* is 1.
+//! The partner of a host is *k* places later in the ring, where *k* is the number of hosts of the largest domain. Each
+//! host is therefore the partner of exactly one other host, and the two are in different domains. Without domains *k*
+//! is 1.
 //!
 //! ```text
 //!   domain a    domain b    domain c         largest domain: 2 hosts
@@ -14,8 +15,8 @@
 //!
 //! If one domain has more than half of the hosts, its hosts share the hosts of the other domains as partners.
 //!
-//! If the partner does not answer, the next choice is the partner's own partner, and so on. So the remaining hosts
-//! still have one partner each, and no host needs to know which others are gone.
+//! If the partner does not answer, the next choice is the partner's own partner, and so on. The remaining hosts then
+//! still have one partner each, and no host needs to know which other hosts are gone.
 
 use std::cmp::Ordering;
 use std::ops::Range;
@@ -25,7 +26,7 @@ use globset::{Glob, GlobMatcher};
 /// The failure domains of hosts.
 #[derive(Debug, Default)]
 pub struct Domains {
-    /// Patterns of host names, each with its domain. The first matching one counts.
+    /// Patterns of host names, each with its domain. The first pattern that matches a name decides.
     lines: Vec<(GlobMatcher, String)>,
 }
 
@@ -43,7 +44,7 @@ pub struct DomainsError {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct PartnerCandidate {
     pub(crate) host: String,
-    /// Whether it is in the failure domain of the host that looks for a partner.
+    /// Whether this host is in the failure domain of the host that looks for a partner.
     pub(crate) is_near: bool,
 }
 
@@ -62,7 +63,7 @@ impl Domains {
         Ok(Self { lines })
     }
 
-    /// Returns the domain of a host; `None` if it is in no domain and fails alone.
+    /// Returns the domain of a host; `None` if the host is in no domain and therefore fails alone.
     fn domain_of(&self, host: &str) -> Option<&str> {
         let line = self
             .lines
@@ -100,7 +101,7 @@ impl Domains {
                 host: ring.hosts[index].clone(),
             })
             .collect();
-        // The sort is stable, so each group keeps its order.
+        // The sort is stable, so each of the two groups retains its order.
         candidates.sort_by_key(|candidate| candidate.is_near);
         candidates
     }
@@ -118,7 +119,7 @@ impl Ring {
     fn of(domains: &Domains, mut hosts: Vec<String>) -> Self {
         hosts.sort_by(|a, b| compare_names(a, b));
         hosts.dedup();
-        // For each host the index of the first host of its domain, by which domains are sorted.
+        // For each host, the index of the first host of its domain. Domains are sorted by this index.
         let first_of_domain: Vec<usize> = hosts
             .iter()
             .enumerate()
@@ -154,8 +155,8 @@ impl Ring {
         if 2 * self.largest.len() <= count {
             return (index + self.largest.len()) % count;
         }
-        // The largest domain has more hosts than there are others. Its hosts take the others as partners in turn, and
-        // each of the others takes one of its hosts.
+        // The largest domain has more hosts than all other domains together. Its hosts use the other hosts as partners in
+        // turn. Each of the other hosts uses a host of the largest domain.
         let other_host = |position: usize| (self.largest.end + position) % count;
         if self.largest.contains(&index) {
             other_host((index - self.largest.start) % others)
@@ -177,8 +178,8 @@ fn parse_line(line: &str) -> Result<(GlobMatcher, String), String> {
     Ok((glob.compile_matcher(), domain.to_owned()))
 }
 
-/// Compares names of hosts by characters, and numbers in them by value. Different names are never equal, because names
-/// such as `n1` and `n01` are compared as texts in the end.
+/// Compares names of hosts by characters, and numbers in them by value. Different names are never equal: if only the
+/// form of numbers differs, as in `n1` and `n01`, the names are compared as texts.
 fn compare_names(a: &str, b: &str) -> Ordering {
     let parts = |name: &str| {
         let mut parts: Vec<(String, u128)> = vec![(String::new(), 0)];
@@ -225,7 +226,7 @@ mod tests {
         );
     }
 
-    /// Returns the partner of each living host.
+    /// Returns each living host with its partner.
     fn partners(
         domains: &Domains,
         all: &[String],
@@ -311,7 +312,7 @@ mod tests {
             order(domains, "n3", &["n1", "n2", "n3", "n4"]),
             ["n1", "n2", "n4"]
         );
-        // Hosts that no line names fail alone.
+        // Hosts that no line matches fail alone.
         assert_eq!(order("x* rack\n", "n1", &["n2", "n1"]), ["n2"]);
     }
 

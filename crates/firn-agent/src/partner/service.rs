@@ -1,16 +1,16 @@
 //! The state of partners that all connections of an agent share.
 //!
-//! It knows which host is the partner of this one, which hosts follow this one, and which *sources* this host follows.
-//! A follower has one of these roles:
+//! The state has the partner of this host, the hosts that follow it, and the *sources* that this host follows. A
+//! follower has one of these roles:
 //!
 //! | role | which follower | what it does |
 //! |---|---|---|
 //! | partner | the chosen one | copies held files and marks them |
 //! | former | an earlier partner, while the partner still copies | keeps its copies |
-//! | dismissed | an earlier partner, once the partner has marked all | drops its copies |
+//! | dismissed | an earlier partner, once the partner has marked all files | drops its copies |
 //!
 //! Invariants
-//! * Each follower has one connection, the last that it made. Earlier ones are refused.
+//! * Each follower has one connection, the last one that it made. Requests on earlier ones are refused.
 //! * A former drops no copy before the partner has marked all files that are held and closed.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -62,7 +62,7 @@ struct ServiceState {
 struct Follower {
     /// Number of its registration.
     number: u64,
-    /// When its last request came.
+    /// When the last request of the follower was received.
     heard_at: Instant,
 }
 
@@ -80,9 +80,9 @@ pub(crate) enum Role {
     Partner,
     /// The follower keeps its copies.
     Former,
-    /// The follower is to drop its copies. It learns so from this answer.
+    /// The follower must drop its copies. This answer says so once.
     Dismissed,
-    /// The follower was told to drop its copies, and is no longer needed.
+    /// The follower was already told to drop its copies, and is no longer needed.
     Over,
 }
 
@@ -106,7 +106,7 @@ impl PartnerService {
         })
     }
 
-    /// The way to other agents: by their records in the backing.
+    /// Returns the route to other agents: by their records in the backing.
     pub(crate) fn route(&self) -> Route {
         Route::Backing {
             dir: self.backing.clone(),
@@ -135,7 +135,7 @@ impl PartnerService {
         self.lock().chosen.clone()
     }
 
-    /// Returns when the last request of the chosen partner came; `None` if it does not follow.
+    /// Returns when the last request of the chosen partner was received; `None` if the partner does not follow.
     pub(crate) fn last_heard(&self) -> Option<Instant> {
         let state = self.lock();
         let (chosen, _) = state.chosen.as_ref()?;
@@ -145,15 +145,16 @@ impl PartnerService {
             .map(|follower| follower.heard_at)
     }
 
-    /// Whether the partner has had copies of all held files since it was chosen. Then no former is needed.
+    /// Whether the partner has had copies of all held files since it was chosen. If so, no former is needed.
     pub(crate) fn is_settled(&self) -> bool {
         self.lock().is_settled
     }
 
     /// Registers a connection as that of the follower `host`. It replaces an earlier connection of the host. For the
-    /// chosen partner the note about it is returned too.
+    /// chosen partner, also returns the note about it.
     ///
-    /// A host that was dismissed is refused. While no partner is chosen, the error is stale: the host may try again.
+    /// A host that was dismissed is refused. If no partner is chosen, the error is [`ErrorKind::Stale`]: the host may
+    /// try again.
     pub(crate) fn register_follower(
         self: &Arc<Self>,
         host: &str,
@@ -186,8 +187,8 @@ impl PartnerService {
 
     // ---- the sources of this host --------------------------------------------------------------
 
-    /// Makes this host the partner of a source, and starts the thread that follows it. Nothing happens if there is one
-    /// already.
+    /// Makes this host the partner of a source, and starts the thread that follows it. Does nothing if there already is
+    /// such a thread.
     pub(crate) fn adopt(self: &Arc<Self>, source: &str) -> Result<(), String> {
         crate::key_file::check_host(source).map_err(|error| error.to_string())?;
         if source == self.host {
@@ -206,7 +207,9 @@ impl PartnerService {
             });
         if let Err(error) = started {
             self.lock().sources.remove(source);
-            return Err(format!("no thread for it: {error}"));
+            return Err(format!(
+                "cannot start a thread that follows {source}: {error}"
+            ));
         }
         self.log.say(Level::Event, || {
             format!("this host is the partner of {source}")
@@ -216,8 +219,8 @@ impl PartnerService {
 }
 
 impl PartnerService {
-    /// Cleans up at the end of the agent: removes copies whose bytes are in the backing. The other copies stay for the
-    /// next agent, and the log says how many bytes they have.
+    /// Cleans up at the end of the agent: removes copies whose bytes are in the backing. The other copies remain for
+    /// the next agent, and the log says how many bytes they have.
     pub(crate) fn leave(&self) {
         self.copies.close();
         for host in self.copies.hosts() {
@@ -226,7 +229,7 @@ impl PartnerService {
                 Ok(bytes) => self.log.say(Level::Event, || {
                     let dir = quoted_path(self.copies.dir());
                     let bytes = firn_format::quantity::bytes(bytes);
-                    format!("{bytes} of {host} that are not in the backing stay in {dir}")
+                    format!("copies of {host} remain in {dir}: {bytes} that are not in the backing")
                 }),
                 Err(error) => self.log.say(Level::Event, || error.to_string()),
             }
@@ -257,8 +260,8 @@ impl Registration {
         }
     }
 
-    /// Returns the role of the follower, which has asked for a list. A dismissed follower is told so once. When it asks
-    /// again it has dropped its copies, and its role is [`Role::Over`].
+    /// Returns the role of the follower, which has requested a list. [`Role::Dismissed`] is returned once. At its next
+    /// request the follower has dropped its copies, and its role is [`Role::Over`].
     pub(crate) fn role(&self) -> Role {
         let mut state = self.service.lock();
         let role = state.role(&self.host);
@@ -272,7 +275,7 @@ impl Registration {
         }
     }
 
-    /// Records that the follower has marked all held files. It counts only if the follower is the partner.
+    /// Records that the follower has marked all held files. Has an effect only if the follower is the partner.
     pub(crate) fn settle(&self) {
         let mut state = self.service.lock();
         if state.role(&self.host) == Role::Partner {

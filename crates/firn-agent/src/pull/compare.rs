@@ -1,7 +1,7 @@
 //! Compares a local file with a file that another host holds, by checksums of blocks. No byte of the file is sent.
 //!
-//! Promise: a comparison is true only if the other host has confirmed, after the last checksum, that its file was
-//! unchanged since it was opened and is the one that it listed.
+//! Promise: a comparison returns true only after the other host has confirmed, following the last checksum, that its file
+//! is unchanged since it was opened and is the listed file.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -15,20 +15,21 @@ use crate::message::{BLOCK_BYTES, Entry, EntryKind, Reply, Request};
 use crate::peer::Peer;
 use crate::source::join;
 
-/// Checksums that are requested ahead, so that both hosts compute at the same time.
+/// Number of checksums that are requested in advance, so that both hosts compute at the same time.
 const IN_FLIGHT: usize = 4;
 /// Pause before a host that answered `Full` is asked again.
 const FULL_PAUSE: Duration = Duration::from_millis(200);
-/// Longest time that a host may answer `Full`.
+/// Maximum time for which a host may answer `Full`.
 const FULL_TIMEOUT: Duration = Duration::from_secs(10);
 /// Number of the file in the requests. One file is open at a time, so one number is enough.
 const FILE_NUMBER: u32 = 0;
 
 /// Compares the file `entry` of the other host with the open file `local`.
 ///
-/// The host has listed `entry` on the connection `peer`, with paths relative to `top`. An entry that is no regular file
-/// counts as equal. Returns false if size, bytes or the number of changes differ. After false the connection must be
-/// closed, because replies may be outstanding. `tick` is called before each reply; an error of it ends the comparison.
+/// The host has listed `entry` on the connection `peer`, with paths relative to `top`. An entry that is not a regular
+/// file counts as equal. Returns false if size, bytes or the number of changes differ. The connection must then be
+/// closed, because replies may be outstanding. `tick` is called before each reply; an error of `tick` ends the
+/// comparison.
 pub(crate) fn is_same_file(
     peer: &mut Peer,
     top: &firn_protocol::path::BytePath,

@@ -1,10 +1,10 @@
 //! Writes past the page cache (`O_DIRECT`).
 //!
-//! Each file of a pull is synced at its end, so the page cache only costs time: it finds pages and copies each byte
-//! once more, on processors that the network needs. With `O_DIRECT` the disk takes the bytes from the buffers in which
-//! they arrived.
+//! Each file of a pull is synced at its end, so the page cache only costs time: the kernel must find pages and copy
+//! each byte once more, on processors that the network needs. With `O_DIRECT` the disk reads the bytes from the buffers
+//! in which they arrived.
 //!
-//! This module relies on `STATX_DIOALIGN` of statx(2) for the alignment that a file system wants. Local file systems
+//! This module relies on `STATX_DIOALIGN` of statx(2) for the alignment that a file system requires. Local file systems
 //! report it. tmpfs and most network file systems do not; their files are written through the page cache.
 
 use std::fs::File;
@@ -21,7 +21,7 @@ const ALIGNMENT_MAX: u32 = 4096;
 /// A file that is open with `O_DIRECT`.
 pub(crate) struct DirectFile {
     file: File,
-    /// Bytes of which each offset, length and address must be a multiple.
+    /// Each offset, length and address must be a multiple of this number of bytes.
     alignment: usize,
 }
 
@@ -29,7 +29,7 @@ impl DirectFile {
     /// Opens an open file a second time. Returns `None` if direct writes are not possible or need a larger alignment
     /// than a [`Buffer`] has.
     pub(crate) fn open(file: &File) -> Option<Self> {
-        // This link leads to the open file itself, even if its name leads to another file by now.
+        // This link leads to the open file itself, even if the file's name now leads to another file.
         let path = format!("/proc/self/fd/{}", file.as_raw_fd());
         let flags = OFlags::WRONLY | OFlags::CLOEXEC | OFlags::DIRECT;
         let file: File = rustix::fs::open(path, flags, Mode::empty()).ok()?.into();
@@ -47,7 +47,7 @@ impl DirectFile {
 
     /// Writes the first `bytes` of a buffer at `offset`, and then zeros up to the next multiple of the alignment.
     ///
-    /// Only the last block of a file is not aligned. The end of the pull cuts its zeros off.
+    /// Only the last block of a file is not aligned. At the end of the pull, the zeros are cut off.
     pub(crate) fn write(&self, buffer: &mut Buffer, bytes: usize, offset: u64) -> io::Result<()> {
         let end = bytes.next_multiple_of(self.alignment);
         buffer[bytes..end].fill(0);

@@ -1,14 +1,14 @@
 //! Fetches the files of a plan over one connection.
 //!
-//! Each file takes these requests, in this order:
+//! Each file needs these requests, in this order:
 //!
 //! ```text
 //!   Open ─► for each block: Sum, Read, or both ─► Check ─► Release
 //! ```
 //!
-//! A block that an earlier pull has written is compared by `Sum`. A new block, or one whose sum differs, is read.
+//! A block that an earlier pull has written is compared by `Sum`. A new block, or one with another sum, is read.
 //!
-//! With libfabric the puller sends `Place` instead of `Read` and then reads the block out of the agent's memory
+//! With libfabric the puller sends `Place` instead of `Read`, and then reads the block directly from the agent's memory
 //! ([`Remote`]). Such a block arrives after the reply.
 //!
 //! Requests are pipelined: up to [`IN_FLIGHT`] of them are sent before their replies arrive, and the next files are
@@ -16,9 +16,9 @@
 //!
 //! Invariants
 //! * A block reaches the writers only after it was authenticated, by its MAC or by decryption.
-//! * Memory taken for an agent is bounded whatever the agent says. A block has few parts, and the blocks of an open
-//!   file are counted, not listed.
-//! * A file is finished only after a `Check` that follows its last byte has said that its bytes are one snapshot.
+//! * The memory that is used for an agent is bounded, whatever the agent sends. A block has few parts, and the blocks
+//!   of an open file are counted, not listed.
+//! * A file is finished only after a `Check` that follows its last byte has confirmed that its bytes are one snapshot.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
@@ -41,22 +41,24 @@ use crate::pull::state::PullState;
 use crate::pull::writers::{Block, Finish, StagedFile, Writers};
 use crate::source::join;
 
-/// Requests without a reply plus blocks under way by libfabric. As many keep the agent and the network busy.
+/// Maximum number of requests without a reply plus blocks under way by libfabric. This number keeps agent and network
+/// busy.
 const IN_FLIGHT: usize = 16;
 const _: () = assert!(IN_FLIGHT as u64 <= STAGING_BUFFERS);
 /// Maximum number of files that are open at once.
 const AHEAD_FILES: usize = 16;
-/// No further file is opened while the open files have as many bytes.
+/// Size of all open files together at which no further file is opened.
 const AHEAD_BYTES: u64 = 64 << 20;
-/// As many files may be open whatever their size, so that the next file is opened before the current one ends.
+/// Number of files that may be open whatever their sizes are, so that the next file is opened before the current one
+/// ends.
 const ALWAYS_OPEN_FILES: usize = 2;
-/// Maximum number of reads of a file that changes meanwhile, and of damaged blocks of one file.
+/// Maximum number of tries to read a file that changes, and maximum number of damaged blocks of one file.
 const TRIES: u32 = 5;
 /// Pause before an agent that answered `Full` is asked again.
 const FULL_PAUSE: Duration = Duration::from_millis(200);
-/// Shortest run of zeros that becomes a hole: a block of a usual file system.
+/// Minimum length of a run of zeros that becomes a hole: a block of a usual file system.
 const HOLE_BYTES_MIN: usize = 4096;
-/// Bytes that are received and then hashed at a time: few enough to be in the processor's cache still.
+/// Bytes that are received and then hashed at a time: few enough to be still in the processor's cache.
 const HASH_BYTES: usize = 256 << 10;
 
 /// Fetches the files of a plan over one connection; see the head of this file.
@@ -64,32 +66,33 @@ pub(crate) struct Fetch<'a, 't> {
     peer: &'a mut Peer,
     staging: &'a Staging,
     writers: &'a Writers,
-    /// Reads by libfabric; `None` if bytes come over the connection.
+    /// Reads by libfabric; `None` if bytes are received over the connection.
     remote: Option<Remote>,
     state: &'a mut PullState<'t>,
     /// Path of the pulled tree, relative to the mount point of the source.
     root: BytePath,
     /// Files for which no `Open` was sent, or whose `Open` was answered with `Full`.
     queue: VecDeque<FileToFetch>,
-    /// Numbers of the open files that have blocks which were not requested yet. The first one is requested now.
+    /// Numbers of the open files with blocks that are not requested yet. Blocks of the first one are requested now.
     partly_requested: VecDeque<u32>,
-    /// Requests to send before the next block of `partly_requested`: repeated blocks, `Check` and `Release`.
+    /// Requests that are sent before the next block of `partly_requested`: repeated blocks, `Check` and `Release`.
     urgent: VecDeque<FileRequest>,
     /// Requests that were sent and have no reply yet, oldest first.
     sent_requests: VecDeque<FileRequest>,
     /// Files whose `Open` was sent and whose `Release` was not answered, by the number that both sides use.
     open_files: BTreeMap<u32, OpenFile>,
     last_file_number: u32,
-    /// The agent answered `Full`: no file is opened until one of this pull is released, or [`FULL_PAUSE`] is over.
+    /// Whether the agent answered `Full`. If so, no file is opened until a file of this pull is released, or
+    /// [`FULL_PAUSE`] is over.
     is_full: bool,
 }
 
-/// A file that is to be fetched, with what earlier tries have shown.
+/// A file that is to be fetched, with the results of earlier tries.
 pub(crate) struct FileToFetch {
     pub(crate) entry: Entry,
-    /// Size by the list, or by the last `Open` if there was one.
+    /// Size in the list, or in the last reply to `Open` if there was one.
     pub(crate) bytes: u64,
-    /// Number of complete reads that gave no snapshot.
+    /// Number of complete reads that did not yield a snapshot.
     pub(crate) tries: u32,
 }
 
@@ -100,25 +103,25 @@ struct OpenFile {
     staged: Option<Arc<StagedFile>>,
     /// Size of the file as the agent holds it.
     bytes: u64,
-    /// Size of the staged file when it was opened: bytes of an earlier pull.
+    /// Size of the staged file when it was opened. These bytes are from an earlier pull.
     staged_bytes: u64,
     /// Index of the first block that was not requested yet.
     next_block: u64,
-    /// Blocks that were neither received nor found equal by their checksum.
+    /// Number of blocks that were neither received nor found equal by their checksum.
     blocks_left: u64,
-    /// Blocks that arrived damaged.
+    /// Number of blocks that arrived damaged.
     damaged: u32,
     /// Whether the file was changed between the list and the `Open`.
     is_newer: bool,
 }
 
-/// A request about a file: the file's number, and where it is about a block, the index of the block.
+/// A request about a file: the file's number, and for a request about a block, the index of the block.
 #[derive(Clone, Copy, Debug)]
 enum FileRequest {
     Open(u32),
     Sum(u32, u64),
     Read(u32, u64),
-    /// Asks where the bytes of a block are; the last number is the staging buffer for bytes that are not in memory.
+    /// Requests the address of a block's bytes. The last number is the staging buffer for bytes that are not in memory.
     Place(u32, u64, u32),
     Check(u32),
     Release(u32),
@@ -128,7 +131,7 @@ enum FileRequest {
 struct Received {
     /// Ranges of the buffer to write to the file.
     parts: Vec<Range<usize>>,
-    /// Bytes that came over the network; zeros do not.
+    /// Number of bytes that were received over the network. Zeros are not sent.
     bytes: u64,
 }
 
@@ -160,7 +163,7 @@ impl<'a, 't> Fetch<'a, 't> {
         }
     }
 
-    /// Fetches all files. It returns when each is handed to the writers, which may still be writing.
+    /// Fetches all files. Returns when all blocks are handed to the writers, which may still be writing.
     pub(crate) fn run(mut self) -> Result<(), PullError> {
         let fetched = self.fetch_all();
         let Some(remote) = self.remote.take() else {
@@ -174,8 +177,8 @@ impl<'a, 't> Fetch<'a, 't> {
     fn fetch_all(&mut self) -> Result<(), PullError> {
         loop {
             self.send_requests()?;
-            // Without an outstanding reply, this thread can wait only for blocks that libfabric reads. With one, it must not wait
-            // for blocks: it waits for the reply below.
+            // Without an outstanding reply, this thread may wait, but only for blocks that libfabric reads. Otherwise
+            // it must not wait for blocks, because it waits for the reply below.
             let waits_for_block = self.sent_requests.is_empty();
             self.write_arrived_blocks(waits_for_block)?;
             if waits_for_block && (self.under_way() > 0 || self.has_request()) {
@@ -185,7 +188,7 @@ impl<'a, 't> Fetch<'a, 't> {
                 if self.queue.is_empty() {
                     return Ok(());
                 }
-                // This pull holds no file, so other pulls use up what the agent may hold.
+                // This pull holds no file, so other pulls occupy all that the agent may hold.
                 if self.state.is_stalled() {
                     let host = self.peer.host().into();
                     return Err(PullError::Full { host });
@@ -233,7 +236,7 @@ impl<'a, 't> Fetch<'a, 't> {
         self.remote.as_ref().map_or(0, Remote::under_way)
     }
 
-    /// Turns a `Read` into a `Place` with a free staging buffer, if bytes come by libfabric.
+    /// If bytes are read by libfabric, converts a `Read` to a `Place` with a free staging buffer.
     fn choose_staging(&mut self, request: FileRequest) -> FileRequest {
         match (request, &mut self.remote) {
             (FileRequest::Read(file_number, block), Some(remote)) => {
@@ -245,7 +248,7 @@ impl<'a, 't> Fetch<'a, 't> {
         }
     }
 
-    /// Returns the next request: first an urgent one, then the next block of an open file, then a new file.
+    /// Returns the next request: an urgent one, or the next block of an open file, or a new file.
     fn next_request(&mut self) -> Option<FileRequest> {
         if let Some(request) = self.urgent.pop_front() {
             return Some(request);
@@ -279,10 +282,11 @@ impl<'a, 't> Fetch<'a, 't> {
         Some(FileRequest::Open(self.last_file_number))
     }
 
-    /// Returns the request for the next block of an open file: its checksum if an earlier pull wrote it, else its
-    /// bytes.
+    /// Returns the request for the next block of an open file: for its checksum if an earlier pull wrote the block,
+    /// otherwise for its bytes.
     ///
-    /// The agent decides how many blocks a file has, so a block takes memory only once it is requested.
+    /// The agent determines the number of blocks of a file. Memory is therefore used only for blocks that are
+    /// requested.
     fn next_block(&mut self, file_number: u32) -> FileRequest {
         let file = self
             .open_files
@@ -375,7 +379,7 @@ impl<'a, 't> Fetch<'a, 't> {
         Ok(())
     }
 
-    /// Compares the checksum of a block with the staged bytes. A block that differs is read.
+    /// Compares the checksum of a block with the staged bytes. If it differs, requests the block's bytes.
     fn receive_sum(&mut self, file_number: u32, block: u64) -> Result<(), PullError> {
         let (bytes, sum) = match self.peer.receive()? {
             Reply::Sum { bytes, xxh3 } => (bytes, xxh3),
@@ -434,7 +438,7 @@ impl<'a, 't> Fetch<'a, 't> {
 
     /// Receives the bytes of a block into `buffer`. Returns `None` if their MAC is wrong or missing.
     ///
-    /// Zeros are to be written only if the staged file had bytes in this block (`has_staged_bytes`). Else they stay a
+    /// Zeros are written only if the staged file had bytes in this block (`has_staged_bytes`). Otherwise they remain a
     /// hole.
     fn receive_block(
         &mut self,
@@ -462,7 +466,7 @@ impl<'a, 't> Fetch<'a, 't> {
                     };
                     return Ok(is_right.then_some(received));
                 }
-                // The file is shorter than when it was held, so its chunk list describes another state of it.
+                // The file is shorter than when it was held, so its chunk list describes an earlier state of the file.
                 Reply::End { .. } => {
                     return Err(self.peer.stale("a file was cut while it was read"));
                 }
@@ -483,8 +487,9 @@ impl<'a, 't> Fetch<'a, 't> {
         }
     }
 
-    /// Returns the range of the buffer for the next `bytes` of a block, which begin at `position` of the block.
-    /// `expected_bytes` is the size of the block. Fails if the agent sends no bytes, or more than the block still lacks.
+    /// Returns the range of the buffer for the next `bytes` of a block, which begin at `position` in the block.
+    /// `expected_bytes` is the size of the block. Fails if the agent sends no bytes, or more than the block still
+    /// needs.
     fn check_part(
         &self,
         position: u64,
@@ -492,12 +497,12 @@ impl<'a, 't> Fetch<'a, 't> {
         expected_bytes: u64,
     ) -> Result<Range<usize>, PullError> {
         if bytes == 0 || bytes > expected_bytes - position {
-            return Err(self.peer.implausible("more bytes than were asked for"));
+            return Err(self.peer.implausible("more bytes than were requested"));
         }
         Ok(position as usize..(position + bytes) as usize)
     }
 
-    /// Receives where a block is in the agent's memory, and begins to read it by libfabric.
+    /// Receives the addresses of a block in the agent's memory, and begins to read the block by libfabric.
     fn receive_placed(
         &mut self,
         file_number: u32,
@@ -521,9 +526,9 @@ impl<'a, 't> Fetch<'a, 't> {
         begun.map_err(|error| pull_error(self.peer, error))
     }
 
-    /// Receives where the bytes of a block are, and their MAC if the agent was asked for MACs.
+    /// Receives the addresses of a block's bytes, and their MAC if MACs were requested.
     ///
-    /// Zeros are to be written only if the staged file had bytes in this block. Else they stay a hole.
+    /// Zeros are written only if the staged file had bytes in this block. Otherwise they remain a hole.
     fn receive_places(
         &mut self,
         file_number: u32,
@@ -543,7 +548,7 @@ impl<'a, 't> Fetch<'a, 't> {
                 Reply::Placed { mac } if position == expected_bytes => {
                     return Ok((answer, self.expect_mac(mac)?));
                 }
-                // The file is shorter than when it was held, so its chunk list describes another state of it.
+                // The file is shorter than when it was held, so its chunk list describes an earlier state of the file.
                 Reply::Placed { .. } => {
                     return Err(self.peer.stale("a file was cut while it was read"));
                 }
@@ -568,7 +573,7 @@ impl<'a, 't> Fetch<'a, 't> {
         }
     }
 
-    /// Returns what a block must match; `None` if this puller asked for no MACs. A missing MAC ends the pull.
+    /// Returns the MAC that a block must match; `None` if this puller requested no MACs. A missing MAC ends the pull.
     fn expect_mac(&self, mac: Option<BlockMac>) -> Result<Option<ExpectedMac>, PullError> {
         let is_wanted = self.remote.as_ref().is_some_and(Remote::is_summed);
         match (is_wanted, self.peer.block_hasher(), mac) {
@@ -578,8 +583,8 @@ impl<'a, 't> Fetch<'a, 't> {
         }
     }
 
-    /// Hands all blocks that libfabric has read to the writers. `waits`: if no block has arrived yet, the function first
-    /// waits a short time for one.
+    /// Hands all blocks that libfabric has read to the writers. If `waits` and no block has arrived yet, first waits a
+    /// short time for one.
     fn write_arrived_blocks(&mut self, mut waits: bool) -> Result<(), PullError> {
         while let Some(remote) = &mut self.remote
             && remote.under_way() > 0
@@ -634,7 +639,7 @@ impl<'a, 't> Fetch<'a, 't> {
         Ok(())
     }
 
-    /// Requests a damaged block again. A file with [`TRIES`] damaged blocks ends the pull.
+    /// Requests a damaged block again. If a file has [`TRIES`] damaged blocks, the pull fails.
     fn read_again(&mut self, file_number: u32, block: u64) -> Result<(), PullError> {
         let file = self
             .open_files
@@ -665,13 +670,13 @@ impl<'a, 't> Fetch<'a, 't> {
         }
     }
 
-    /// Finishes a file whose bytes are one snapshot. A file that changed while it was read goes back to the queue.
+    /// Finishes a file whose bytes are one snapshot. A file that changed during the read is queued again.
     fn receive_checked(&mut self, file_number: u32) -> Result<(), PullError> {
         let (changed, snapshot) = match self.peer.receive()? {
             Reply::Checked { changed, snapshot } => (changed, snapshot),
             other => return Err(self.peer.out_of_turn(&other)),
         };
-        // The release goes before the next `Open`, because it makes room at the agent.
+        // The release is sent before the next `Open`, because it frees memory at the agent.
         self.urgent.push_front(FileRequest::Release(file_number));
         let file = self
             .open_files
@@ -694,7 +699,7 @@ impl<'a, 't> Fetch<'a, 't> {
                 tries,
             });
         }
-        // The next try writes the same file, so no block of this try may be written after it began.
+        // The next try writes the same file, so all writes of this try must have ended.
         self.writers.wait()?;
         self.state.undo_file(file.bytes);
         self.queue.push_back(FileToFetch {
@@ -717,7 +722,7 @@ impl<'a, 't> Fetch<'a, 't> {
 }
 
 impl OpenFile {
-    /// Size of a block: [`BLOCK_BYTES`], or the rest of the file for the last one.
+    /// Returns the size of a block: [`BLOCK_BYTES`], or the rest of the file for the last block.
     fn block_bytes(&self, block: u64) -> u64 {
         BLOCK_BYTES.min(self.bytes - block * BLOCK_BYTES)
     }
@@ -725,8 +730,8 @@ impl OpenFile {
 
 /// Adds a range of a block to those to be written.
 ///
-/// Zeros between the last range and this one are written too if they are fewer than [`HOLE_BYTES_MIN`]. So a block has
-/// few ranges, however the agent divided it.
+/// If there are fewer than [`HOLE_BYTES_MIN`] zeros between the last range and this one, they are written too. A block
+/// therefore has few ranges, even if the agent divided it into many parts.
 fn add_part(parts: &mut Vec<Range<usize>>, part: Range<usize>) {
     match parts.last_mut() {
         Some(last) if part.start - last.end < HOLE_BYTES_MIN => last.end = part.end,

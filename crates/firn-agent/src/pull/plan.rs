@@ -1,12 +1,12 @@
 //! The plan of a pull: the agent's list of entries, checked before anything is created from it.
 //!
 //! A list comes from another host, so its paths could lead out of the copy. [`Plan::check`] refuses such a list as a
-//! whole. Everything that is created afterwards comes from a plan.
+//! whole. Everything that a pull creates comes from a checked plan.
 //!
 //! Invariants
 //! * The first entry is the pulled file or directory itself, with the empty path.
-//! * The parent of each other entry is a directory that came before it, and each part of its path is one valid name. So
-//!   no entry leaves the copy, not even through a symbolic link of the plan.
+//! * The parent of each other entry is a directory that precedes the entry, and each part of its path is one valid
+//!   name. Therefore no entry leaves the copy, not even through a symbolic link of the plan.
 //! * Each path is unique.
 
 use std::collections::BTreeMap;
@@ -25,12 +25,12 @@ pub(crate) struct Plan {
     entries: Vec<Entry>,
     /// Index in `entries` by path.
     by_path: BTreeMap<BytePath, usize>,
-    /// Number of entries directly in each directory. Pipes, sockets and devices do not count.
+    /// Number of entries directly in each directory, without pipes, sockets and devices.
     counts: BTreeMap<BytePath, usize>,
 }
 
 impl Plan {
-    /// Makes a plan of an agent's list. An error names the entry that no honest agent would send.
+    /// Makes a plan from an agent's list. The error names the first entry that no correct agent would send.
     pub(crate) fn check(entries: Vec<Entry>) -> Result<Self, String> {
         let mut by_path = BTreeMap::new();
         let mut counts = BTreeMap::new();
@@ -63,7 +63,7 @@ impl Plan {
         &self.entries
     }
 
-    /// Gives up the plan and returns all entries, parents first.
+    /// Consumes the plan and returns all entries, parents first.
     pub(crate) fn into_entries(self) -> Vec<Entry> {
         self.entries
     }
@@ -96,7 +96,7 @@ impl Plan {
     }
 }
 
-/// Checks the path of the entry at `index`: its form, and that its parent is a directory before it.
+/// Checks the path of the entry at `index`: its form, and that its parent is a directory that precedes it.
 fn check_path(
     entries: &[Entry],
     by_path: &BTreeMap<BytePath, usize>,
@@ -123,7 +123,7 @@ fn check_path(
     }
 }
 
-/// Returns the path of the directory that holds an entry; the empty path for entries directly in the top.
+/// Returns the path of the directory that has an entry; the empty path for entries directly in the top directory.
 fn parent_of(path: &BytePath) -> BytePath {
     let parent = path.as_path().parent();
     parent.map_or_else(BytePath::default, BytePath::from)

@@ -1,4 +1,4 @@
-//! Blocks that the puller reads out of the agent's memory by libfabric.
+//! Blocks that the puller reads directly from the agent's memory by libfabric.
 //!
 //! The life of a block:
 //!
@@ -6,13 +6,13 @@
 //!   request Place ─► replies InMemory, Staged, Zeros … Placed ─► reads under way ─► all complete ─► MAC ─► writers
 //! ```
 //!
-//! A block has *landed* when all of its reads are complete. Bytes in the arena are read where they are (`InMemory`).
-//! The agent copies other bytes into the staging buffer that the request names (`Staged`).
+//! A block has *landed* when all of its reads are complete. Bytes in the arena are read from there (`InMemory`). The
+//! agent copies other bytes to the staging buffer that the request names (`Staged`).
 //!
 //! Invariants
 //! * At most one block uses a staging buffer, from its request until it has landed.
-//! * A block counts as received only when it has landed and its MAC was compared. So a file's `Check` follows its last
-//!   block.
+//! * A block counts as received only after it has landed and its MAC was compared. The `Check` of a file therefore
+//!   follows its last block.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -28,14 +28,14 @@ use crate::peer::Peer;
 use crate::pull::writers::Writers;
 use crate::transport_choice::{Carriage, TransportChoice};
 
-/// Longest time without a complete read while reads are under way. After it the endpoint counts as failed.
+/// Maximum time without a complete read while reads are under way. After that time the endpoint counts as failed.
 const STALL_TIMEOUT: Duration = Duration::from_secs(10);
-/// Longest time that one call waits for a block.
+/// Maximum time that one call waits for a block.
 const POLL_TIMEOUT: Duration = Duration::from_millis(100);
 
 /// A block whose reads are under way.
 pub(crate) struct Incoming {
-    /// Number under which both sides know the open file.
+    /// Number of the open file that both sides use.
     pub(crate) file_number: u32,
     /// Index of the block in the file.
     pub(crate) block: u64,
@@ -47,7 +47,7 @@ pub(crate) struct Incoming {
     pub(crate) mac: Option<ExpectedMac>,
 }
 
-/// The MAC that an agent sent, and the keyed hasher that computes the same from the bytes.
+/// The MAC that an agent sent, and the keyed hasher that computes the MAC of the received bytes.
 pub(crate) struct ExpectedMac {
     pub(crate) hasher: BlockHasher,
     pub(crate) mac: BlockMac,
@@ -70,13 +70,13 @@ impl Incoming {
         }
     }
 
-    /// Number of bytes that libfabric reads; zeros are not among them.
+    /// Returns the number of bytes that libfabric reads, without zeros.
     pub(crate) fn read_bytes(&self) -> u64 {
         self.read.iter().map(|range| range.len() as u64).sum()
     }
 
-    /// Returns whether the bytes match their MAC. Without a MAC it is true: the fabric's own checksums protect the
-    /// bytes.
+    /// Returns whether the bytes match their MAC. Returns true if there is no MAC: checksums of the network then
+    /// protect the bytes.
     pub(crate) fn is_intact(&self, buffer: &[u8]) -> bool {
         let Some(ExpectedMac { hasher, mac }) = &self.mac else {
             return true;
@@ -115,10 +115,10 @@ pub(crate) struct Remote {
 }
 
 impl Remote {
-    /// Agrees on libfabric with the agent, if options and encryption allow it.
+    /// Agrees with the agent on the use of libfabric, if options and encryption allow it.
     ///
-    /// Returns `None` if bytes come over the connection. With `--transport auto` that is also the result of a refusal
-    /// or of a failure; with a provider by name both are errors.
+    /// Returns `None` if bytes are received over the connection. With `--transport auto`, a refusal or failure also
+    /// returns `None`; if an option names a provider, both are errors.
     pub(crate) fn agree(
         peer: &mut Peer,
         carriage: &Carriage,
@@ -126,7 +126,7 @@ impl Remote {
     ) -> Result<Option<Self>, PullError> {
         let Carriage { transport, sums } = carriage;
         let is_auto = *transport == TransportChoice::Auto;
-        // Over ssh the user expects encrypted bytes. So libfabric is used there only if an option names it.
+        // Over ssh the user expects encrypted bytes. Libfabric is used there only if an option names it.
         if is_auto && (peer.near().is_none() || peer.is_encrypted()) {
             return Ok(None);
         }
@@ -202,9 +202,9 @@ impl Remote {
         self.free.pop()
     }
 
-    /// Adds a reply to an answer. Its bytes go to the range `into` of the buffer.
+    /// Adds a reply to an answer. The bytes of the reply are read into the range `into` of the buffer.
     ///
-    /// It is an error if the place is outside the agent's regions, or if a block has more than [`PARTS_MAX`] parts.
+    /// Fails if the place is outside the agent's regions, or if the block has more than [`PARTS_MAX`] parts.
     pub(crate) fn add(
         &self,
         answer: &mut Answer,
@@ -217,7 +217,7 @@ impl Remote {
             _ => return Ok(()),
         };
         if answer.reads.len() >= PARTS_MAX {
-            return Err(OfiError::Implausible("a block in crumbs"));
+            return Err(OfiError::Implausible("a block in too many parts"));
         }
         answer.reads.push(read);
         answer.read.push(into);
@@ -236,7 +236,7 @@ impl Remote {
         self.endpoint.land(u64::from(staging), buffer, answer.reads)
     }
 
-    /// Returns a block that has landed, if there is one. With `waits` it first waits [`POLL_TIMEOUT`] for one.
+    /// Returns a block that has landed, if there is one. With `waits`, first waits up to [`POLL_TIMEOUT`] for one.
     pub(crate) fn next_landed(
         &mut self,
         waits: bool,
@@ -252,7 +252,7 @@ impl Remote {
         }))
     }
 
-    /// Closes the endpoint, which ends all reads, and gives their buffers back to the writers.
+    /// Closes the endpoint, which ends all reads, and returns their buffers to the writers.
     pub(crate) fn close(self, writers: &Writers) -> Result<(), OfiError> {
         for buffer in self.endpoint.close()? {
             writers.return_buffer(buffer);

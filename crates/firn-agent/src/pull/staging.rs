@@ -8,12 +8,12 @@
 //!
 //! Promises
 //! * NAME appears complete, and never replaces an existing file or directory.
-//! * Files of an earlier pull are used again or removed. Their bytes are trusted only after a comparison of checksums.
+//! * Files of an earlier pull are reused or removed. Their bytes are trusted only after a comparison of checksums.
 //! * Everything is created, changed and removed below the checked directory. Each path is resolved from its descriptor,
-//!   and through no symbolic link ([`firn_trust::open_beneath`]). The parent directory must be one in which no other
-//!   user may replace names.
-//! * A name of the copy that already exists as a file of another kind ends the pull. Such a file system takes two names
-//!   for one (it may ignore case). Then one file of the source could overwrite another, or a link could lead out.
+//!   and through no symbolic link ([`firn_trust::open_beneath`]). In the parent directory, no other user may be able to
+//!   replace names.
+//! * If a name of the copy already exists with another kind, the pull fails. Such a file system treats two names as one
+//!   (it may ignore case). One file of the source could then overwrite another, or a link could lead out of the copy.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
@@ -36,7 +36,7 @@ use crate::pull::plan::Plan;
 
 const LOCK: &str = "lock";
 const TREE: &str = "tree";
-/// Permission bits that a copy takes over. Set-id bits are left out, because the user of the copy may be another one.
+/// Permission bits that are copied. Set-id bits are not, because the copy may belong to another user.
 const MODE_BITS: u32 = 0o777;
 const OWNER_ALL: u32 = 0o700;
 
@@ -49,7 +49,8 @@ pub(crate) struct Staging {
     path: PathBuf,
     /// Descriptor of the staging directory.
     dir: OwnedFd,
-    /// Whether files and names are made durable. On a firn mount they are not: there a user wants them held in memory.
+    /// Whether files and names are made durable. On a firn mount they are not, because a user copies there to have them
+    /// in memory.
     is_synced: bool,
     _lock: File,
 }
@@ -62,7 +63,7 @@ struct Parent {
 }
 
 impl Parent {
-    /// Opens the parent directory of a copy. It is refused if another user may replace names in it.
+    /// Opens the parent directory of a copy. Fails if another user may replace names in it.
     fn open(target: &Path) -> Result<Self, PullError> {
         let (Some(dir), Some(name)) = (target.parent(), target.file_name()) else {
             return Err(PullError::Exists {
@@ -113,7 +114,7 @@ impl Parent {
 impl Staging {
     /// Opens or creates the staging directory for a copy at `target`, and locks it.
     ///
-    /// It is an error if `target` exists, if another pull has the lock, or if another user could change the directory.
+    /// Fails if `target` exists, if another pull has the lock, or if another user could change the directory.
     pub(crate) fn open(target: &Path) -> Result<Self, PullError> {
         let target = std::path::absolute(target).map_err(local(target))?;
         let parent = Parent::open(&target)?;
@@ -153,7 +154,8 @@ impl Staging {
         let below = below_own(path);
         let open = || open_beneath(&self.dir, &below, flags, Mode::RUSR | Mode::WUSR);
         let opened = match open() {
-            // An earlier pull has finished this file with a mode that denies writing. It is created again.
+            // An earlier pull has finished this file with a mode that denies writing. The file is removed and created
+            // again.
             Err(Errno::ACCESS) => {
                 let dir = open_parent_beneath(&self.dir, &below);
                 dir.and_then(|dir| remove_beneath(dir, last_name(&below)))
@@ -162,8 +164,8 @@ impl Staging {
             opened => opened,
         };
         let file = match opened {
-            // `prepare` has removed whatever differs from the plan. So this is another entry of the plan, whose name
-            // the file system takes for the name of this one.
+            // `prepare` has removed everything that differs from the plan. This object therefore belongs to another
+            // entry of the plan, whose name the file system treats as equal to this name.
             Err(Errno::LOOP | Errno::ISDIR | Errno::NXIO) => return Err(self.collision(path)),
             opened => File::from(opened.map_err(|errno| self.failed(path)(errno))?),
         };
@@ -175,7 +177,7 @@ impl Staging {
         }
     }
 
-    /// Removes what the plan does not have, and then creates directories and symbolic links.
+    /// Removes everything that the plan does not have, and then creates directories and symbolic links.
     pub(crate) fn prepare(&self, plan: &Plan) -> Result<(), PullError> {
         self.remove_strays(plan, &self.dir, TREE.as_ref(), &BytePath::default())?;
         for entry in plan.entries() {
@@ -192,7 +194,7 @@ impl Staging {
         let (dir, name) = self.parent_of(path)?;
         match mkdirat(&dir, &name, Mode::RWXU) {
             Ok(()) => {
-                // mkdirat(2) subtracted the umask.
+                // The umask may have removed bits from the mode of mkdirat(2).
                 let made = open_dir_beneath(&dir, Path::new(&name));
                 let made = made.and_then(|made| fchmod(made, Mode::RWXU));
                 made.map_err(|errno| self.failed(path)(errno))
@@ -265,7 +267,7 @@ impl Staging {
     /// Completes the copy: sets modes and times of directories and links, syncs them, and renames the tree to its name.
     pub(crate) fn finish(&self, plan: &Plan) -> Result<(), PullError> {
         let mut top = None;
-        // Entries before their directory, because a change of an entry changes the time of its directory.
+        // Entries come before their directory, because each change of an entry changes the time of the directory.
         for entry in plan.entries().iter().rev() {
             match entry.kind {
                 EntryKind::Directory => top = Some(self.finish_dir(plan, entry)?),
@@ -280,7 +282,7 @@ impl Staging {
             },
             errno => local(&self.target)(errno.into()),
         })?;
-        // `finish_dir` left the top open to its owner, because a rename of a directory needs that.
+        // `finish_dir` has left write permission on the top to its owner, which the rename of a directory needs.
         let top_entry = &plan.entries()[0];
         if let Some(top) = top.filter(|_| top_entry.mode & OWNER_ALL != OWNER_ALL) {
             let changed = fchmod(&top, mode_of(top_entry)).map_err(io::Error::from);
@@ -301,7 +303,7 @@ impl Staging {
 
     /// Sets mode and time of a directory and syncs it. Returns its descriptor.
     ///
-    /// It is an error if the directory has fewer names than the plan: then the file system took two names for one.
+    /// Fails if the directory has fewer names than the plan. The file system has then treated two names as one.
     fn finish_dir(&self, plan: &Plan, entry: &Entry) -> Result<OwnedFd, PullError> {
         let opened = open_dir_beneath(&self.dir, &below_own(&entry.path));
         let dir = opened.map_err(|errno| self.failed(&entry.path)(errno))?;
@@ -310,7 +312,7 @@ impl Staging {
             return Err(self.collision(&entry.path));
         }
         let done = || -> io::Result<()> {
-            // The top is still to be renamed, and for that its owner needs write permission.
+            // The top directory will be renamed, and its owner needs write permission for that.
             let needed = if entry.path.is_empty() { OWNER_ALL } else { 0 };
             futimens(&dir, &times(entry))?;
             fchmod(&dir, mode_of(entry) | Mode::from_raw_mode(needed))?;
@@ -340,7 +342,7 @@ impl Staging {
 }
 
 impl Drop for Staging {
-    /// Removes the staging directory if it has no tree: then a later pull could use nothing of it.
+    /// Removes the staging directory if it has no tree, because a later pull could not use it.
     fn drop(&mut self) {
         self.parent.remove_empty(&self.dir);
     }
@@ -407,8 +409,8 @@ fn lock(dir: &OwnedFd, path: &Path, target: &Path) -> Result<File, PullError> {
 
 /// Renames `from` to `name`, which must not exist.
 ///
-/// Some file systems do not know `RENAME_NOREPLACE` (NFS). There the name is looked up first. A directory that another
-/// process creates in between is replaced only if it is empty.
+/// Some file systems, such as NFS, do not support `RENAME_NOREPLACE`. There, the name is looked up first. If another
+/// process then creates a directory with this name, it is replaced only if it is empty.
 pub(crate) fn rename_new(
     from_dir: &OwnedFd,
     from: &OsStr,
@@ -521,8 +523,8 @@ mod tests {
         paths
     }
 
-    /// Number of the last step of a pull. After each step an attacker may exchange the staging directory for a link to
-    /// a private directory of the puller's user with the same names.
+    /// Number of the last step of a pull. After each step, an attacker may exchange the staging directory for a link.
+    /// The link leads to a private directory of the puller's user with the same names.
     const STEPS: usize = 4;
 
     /// Proves S-agent-31.
@@ -566,7 +568,7 @@ mod tests {
             );
             assert_eq!(fs::read(target.join("sub/rank_1")).unwrap(), b"new");
             assert_eq!(fs::read(target.join("link")).unwrap(), b"new");
-            // The exchanged link is still there; the next pull does not follow it.
+            // The exchanged link still exists; the next pull does not follow it.
             if exchanged_after < STEPS {
                 fs::rename(&target, top.path().join("old")).unwrap();
                 assert!(matches!(Staging::open(&target), Err(PullError::Trust(_))));
@@ -590,7 +592,7 @@ mod tests {
             Err(PullError::Exists { .. })
         ));
         assert_eq!(fs::read(private.join("lock")).unwrap(), b"precious");
-        // The staging directory of a pull that was killed after its rename would be removed. This one is locked.
+        // A staging directory without a tree would be removed, but this one is locked.
         fs::remove_file(top.path().join(".firn-pull-copy")).unwrap();
         fs::rename(&target, top.path().join("other")).unwrap();
         let staging = Staging::open(&target).unwrap();
@@ -649,7 +651,7 @@ mod tests {
         assert!(!top.path().join("rank_1").exists(), "outside");
         staging.prepare(&plan).unwrap();
         write_all(&staging, &plan).unwrap();
-        // The same state as if the file system had taken two names of files for one.
+        // The same state as if the file system had treated two names of files as one.
         fs::remove_file(tree.join("rank_0")).unwrap();
         let refused = staging.finish(&plan).unwrap_err();
         assert!(matches!(refused, PullError::Collision { .. }), "{refused}");

@@ -1,9 +1,10 @@
-//! Progress of a pull across all of its connections: finished files, bytes to come, and when the last byte came.
+//! Progress of a pull across all of its connections: finished files, remaining bytes, and the time of the last
+//! progress.
 //!
-//! A pull that reconnects lists the source again. Files that are finished and still listed alike are not fetched again.
+//! A pull that reconnects lists the source again. Finished files are not fetched again if they are still listed alike.
 //!
-//! Invariant: `left_bytes` is the number of bytes still to come. It uses the listed size of a file until the file is
-//! opened, and the size that the agent holds from then on.
+//! Invariant: `left_bytes` is the number of bytes that are still to be received. It includes the listed size of a file
+//! until the file is opened, and from then on the size that the agent holds.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -23,19 +24,19 @@ pub(crate) struct PullState<'a> {
     left_files: u64,
     /// Whether the agent has answered the list of this pull at least once.
     pub(crate) was_listed: bool,
-    /// When the last block or file became complete, or else when the pull began.
+    /// When the last block or file became complete; before that, when the pull began.
     pub(crate) moved_at: Instant,
-    /// Longest time without progress, after which the pull gives up.
+    /// Maximum time without progress, after which the pull fails.
     stall_timeout: Duration,
     /// Maximum size of all files together, in memory; `None` means no limit.
     bytes_max: Option<u64>,
-    /// Called after each change of the bytes or files to come.
+    /// Called after each change of the remaining bytes or files.
     report_progress: &'a mut dyn FnMut(Progress),
 }
 
 /// A file that is complete in the staging directory.
 struct DoneFile {
-    /// The file as it was listed then.
+    /// The entry of the file in the list from which it was pulled.
     entry: Entry,
     bytes: u64,
     /// Whether the file was changed while it was pulled.
@@ -62,7 +63,7 @@ impl<'a> PullState<'a> {
         self.moved_at.elapsed() >= self.stall_timeout
     }
 
-    /// Returns an error if the listed files take more memory than the pull may use.
+    /// Fails if the listed files occupy more memory than the pull may use.
     pub(crate) fn check_total(&self, entries: &[Entry]) -> Result<(), PullError> {
         let bytes = entries
             .iter()
@@ -74,7 +75,7 @@ impl<'a> PullState<'a> {
         }
     }
 
-    /// Returns an error if a pull with limited memory opens a file that is larger than it was listed.
+    /// Fails if a pull with limited memory opens a file that is larger than it was listed.
     pub(crate) fn check_size(&self, listed_bytes: u64, bytes: u64) -> Result<(), PullError> {
         match self.bytes_max {
             Some(_) if bytes > listed_bytes => Err(PullError::Outgrown {
@@ -85,13 +86,13 @@ impl<'a> PullState<'a> {
         }
     }
 
-    /// Sets the numbers of files and bytes to come, at the begin of a connection.
+    /// Sets the numbers of remaining files and bytes, at the beginning of a connection.
     pub(crate) fn set_left(&mut self, files: u64, bytes: u64) {
         (self.left_files, self.left_bytes) = (files, bytes);
         self.show_progress();
     }
 
-    /// Whether the file of `entry` is complete, and was listed alike when it was pulled.
+    /// Whether the file of `entry` is complete, and the entry is like the one from which it was pulled.
     pub(crate) fn is_done(&self, entry: &Entry) -> bool {
         self.done
             .get(&entry.path)
@@ -113,7 +114,7 @@ impl<'a> PullState<'a> {
         self.count_block(block_bytes);
     }
 
-    /// Counts a block that an earlier pull wrote and that is still right.
+    /// Counts a block that an earlier pull wrote and that is equal to the source.
     pub(crate) fn count_reused(&mut self, bytes: u64) {
         self.outcome.reused_bytes += bytes;
         self.count_block(bytes);
@@ -125,7 +126,7 @@ impl<'a> PullState<'a> {
         self.show_progress();
     }
 
-    /// Counts the bytes of a file as still to come, because the file must be read again.
+    /// Adds the bytes of a file to the remaining bytes, because the file must be read again.
     pub(crate) fn undo_file(&mut self, bytes: u64) {
         self.left_bytes = self.left_bytes.saturating_add(bytes);
         self.show_progress();
@@ -152,7 +153,7 @@ impl<'a> PullState<'a> {
         });
     }
 
-    /// Returns the outcome. It counts only the files of the last list, which `entries` is.
+    /// Returns the outcome. Only the files in `entries`, the last list, are included.
     pub(crate) fn into_outcome(mut self, entries: &[Entry]) -> Outcome {
         for entry in entries {
             if let Some(done) = self.done.remove(&entry.path) {
@@ -167,7 +168,7 @@ impl<'a> PullState<'a> {
     }
 }
 
-/// Whether two entries of one path agree in size, modification time and mode. A file that differs is pulled again.
+/// Whether two entries of one path have the same size, modification time and mode. If not, the file is pulled again.
 fn is_listed_alike(before: &Entry, now: &Entry) -> bool {
     let bytes = |entry: &Entry| match entry.kind {
         EntryKind::File { bytes, .. } => Some(bytes),

@@ -1,15 +1,15 @@
-//! Threads that write received blocks to the disk while the network brings the next ones.
+//! Threads that write received blocks to the disk while the next blocks are received.
 //!
 //! The puller takes a free buffer, fills it, and queues it as a *job*. A thread does the job and returns the buffer.
-//! The first error of a job is kept and returned by the next call that waits.
+//! The first error of a job is stored; the next call that waits returns it.
 //!
 //! Invariants
-//! * There are exactly [`BUFFERS`] buffers of one block. So a disk that is slower than the network slows the network
-//!   down.
-//! * At most one thread works on a file at a time, and it takes the file's jobs in their order. So no two threads
+//! * There are exactly [`BUFFERS`] buffers of one block. A disk that is slower than the network therefore slows the
+//!   network down.
+//! * At most one thread works on a file at a time, and does the file's jobs in their order. Therefore no two threads
 //!   contend for the lock of an inode, and the last job (length, mode, time, sync) follows all blocks.
-//! * If a thread sleeps and a job can be started, a thread has been woken. Only one is woken for a job, because a wake
-//!   costs more time than a small block.
+//! * If a job can be started while a thread sleeps, a thread was woken for it. Only one thread is woken for each job,
+//!   because a wake costs more time than a small block.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -29,9 +29,9 @@ use crate::message::{BLOCK_BYTES, Entry};
 use crate::pull::direct::DirectFile;
 use crate::pull::staging::{finish_file, local};
 
-/// Number of buffers: 64 MiB may be on their way to the disk.
+/// Number of buffers: up to 64 MiB wait for the disk.
 const BUFFERS: usize = (64 << 20) / BLOCK_BYTES as usize;
-/// Number of threads. One can write while others wait for the sync of finished files.
+/// Number of threads. One thread can write while others wait for the sync of finished files.
 const THREADS: usize = 3;
 
 /// A file of the staging directory that is being written.
@@ -40,7 +40,7 @@ pub(crate) struct StagedFile {
     file: File,
     /// The file opened a second time, for writes past the page cache; `None` if they are not possible.
     direct: Option<DirectFile>,
-    /// Whether a thread works on this file. It is read and changed only under the lock of the queue.
+    /// Whether a thread works on this file. Accessed only under the lock of the queue.
     is_taken: AtomicBool,
 }
 
@@ -66,12 +66,12 @@ pub(crate) struct Block {
     /// Offset of the buffer's first byte in the file.
     pub(crate) offset: u64,
     pub(crate) buffer: Buffer,
-    /// Ranges of the buffer to write. What lies between them stays a hole.
+    /// Ranges of the buffer to write. The bytes between them remain a hole.
     pub(crate) parts: Vec<Range<usize>>,
 }
 
 impl Block {
-    /// Returns the number of bytes to write if they are one range from the start of the buffer on; else `None`.
+    /// Returns the number of bytes to write if they are one range from the start of the buffer; otherwise `None`.
     fn single_part_bytes(&self) -> Option<usize> {
         match self.parts.as_slice() {
             [part] if part.start == 0 => Some(part.end),
@@ -119,15 +119,15 @@ struct WritersState {
     queue: VecDeque<Job>,
     /// Number of jobs that a thread is doing.
     under_way: usize,
-    /// Free buffers. The one returned last is taken first, because it is still in the processor's cache.
+    /// Free buffers. The last one that was returned is used first, because it is still in the processor's cache.
     free: Vec<Buffer>,
     /// The first error of a job that no call has returned yet.
     failure: Option<PullError>,
-    /// The threads are to end when the queue is empty.
+    /// Whether the threads must end when the queue is empty.
     is_over: bool,
     /// Number of threads that wait for a job.
     asleep: usize,
-    /// The puller waits for `job_done`.
+    /// Whether the puller waits for `job_done`.
     is_awaited: bool,
 }
 
@@ -186,7 +186,7 @@ impl Writers {
         &self.pool
     }
 
-    /// Takes a buffer for a block. It waits until one is free, and returns the error of an earlier job instead.
+    /// Takes a buffer for a block. Waits until one is free. Fails with the error of an earlier job if there is one.
     pub(crate) fn take_buffer(&self) -> Result<Buffer, PullError> {
         let mut state = self.shared.lock();
         loop {
@@ -200,7 +200,7 @@ impl Writers {
         }
     }
 
-    /// Returns a buffer that holds nothing to write.
+    /// Returns a buffer whose content need not be written.
     pub(crate) fn return_buffer(&self, buffer: Buffer) {
         self.shared.lock().free.push(buffer);
     }
@@ -292,7 +292,7 @@ impl Shared {
         let mut state = self.lock();
         loop {
             if let Some(job) = state.take_job() {
-                // This thread has just left another file, so a further job may have become startable.
+                // This thread has just finished the work on another file, so a further job may be startable.
                 self.wake_thread(&state);
                 return Some(job);
             }
@@ -306,14 +306,15 @@ impl Shared {
         }
     }
 
-    /// Writes the ranges of a block: past the page cache if they are one range, else through it.
+    /// Writes the ranges of a block: past the page cache if it is a single range, otherwise through it.
     fn write(&self, staged: &StagedFile, block: &mut Block) -> Result<(), PullError> {
         let StagedFile {
             path, file, direct, ..
         } = staged;
         if let (Some(direct), Some(bytes)) = (direct, block.single_part_bytes()) {
             let written = direct.write(&mut block.buffer, bytes, block.offset);
-            // A file system may refuse direct writes that it has announced. The page cache takes the bytes then.
+            // A file system may refuse direct writes although it has announced them. The bytes are then written to the
+            // page cache.
             return written
                 .or_else(|_| file.write_all_at(&block.buffer[..bytes], block.offset))
                 .map_err(local(path));
@@ -329,7 +330,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Gives a file its length, mode and time, and makes it durable where the pull is synced.
+    /// Sets the length, mode and time of a file, and makes the file durable if the pull is synced.
     fn finish(&self, staged: &StagedFile, finish: &Finish) -> Result<(), PullError> {
         let StagedFile { path, file, .. } = staged;
         let done = || {
@@ -345,11 +346,11 @@ impl Shared {
     }
 }
 
-/// Starts the writeback of a range. By itself the kernel would wait until many pages are dirty, and then the disk would
-/// be idle while the network works.
+/// Starts the writeback of a range. By itself the kernel would wait until many pages are dirty, and the disk would be
+/// idle in the meantime.
 fn begin_writeback(file: &File, offset: u64, bytes: u64) {
-    // SAFETY: the arguments are three integers and an open descriptor, so no memory is touched. The call is a hint, and
-    // its error is ignored.
+    // SAFETY: the arguments are three integers and an open descriptor, so no memory is accessed. The call is only a
+    // hint, and its error is ignored.
     unsafe {
         libc::sync_file_range(
             file.as_raw_fd(),
@@ -379,7 +380,7 @@ mod tests {
     struct Expected {
         staged: Arc<StagedFile>,
         data: Vec<u8>,
-        /// The file had other bytes before the pull, so its zeros must be written too.
+        /// Whether the file had other bytes before the pull. If so, its zeros must be written too.
         was_there: bool,
     }
 
@@ -387,7 +388,7 @@ mod tests {
         fn make(dir: &Path, number: u32, rng: &mut StdRng) -> Self {
             let mut data = vec![0; rng.random_range(0..4 * BLOCK)];
             rng.fill(&mut data[..]);
-            // The zeros begin and end at any byte.
+            // Runs of zeros begin and end at any byte.
             for _ in 0..rng.random_range(0..4) {
                 let start = rng.random_range(0..=data.len());
                 let end = data.len().min(start + rng.random_range(0..BLOCK));

@@ -139,7 +139,7 @@ fn the_declarations_agree_with_the_headers() {
     for (expression, _) in &declared {
         program += &format!("printf(\"%llu\\n\", (unsigned long long)({expression}));\n");
     }
-    // libfabric fills such an entry, so the one that is declared in Rust must be at least as large.
+    // libfabric fills such an entry, so the entry that is declared in Rust must be at least as large.
     program += "printf(\"%llu\\n\", (unsigned long long)sizeof(struct fi_cq_err_entry));\n}\n";
     let dir = tempfile::tempdir().expect("a directory");
     let (source, binary) = (dir.path().join("abi.c"), dir.path().join("abi"));

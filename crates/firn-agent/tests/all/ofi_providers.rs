@@ -89,7 +89,7 @@ fn memory_is_read_whole_and_in_pieces_with_a_window_of_reads() {
         let host = Host::start(provider, 24 * BUFFER + 77);
         let (mut endpoint, mut free) = host.connect(provider, 8);
         let region = RemoteRegion::check(&host.region).expect("it can be");
-        // Each buffer takes one part of the memory: two of three by one read, the third by many small ones.
+        // Each buffer receives one part of the memory: two of three by one read, the third by many small reads.
         let total = 24 * BUFFER + 77;
         let started_at = Instant::now();
         let (mut next, mut done) = (0, 0);
@@ -133,7 +133,7 @@ fn memory_is_read_whole_and_in_pieces_with_a_window_of_reads() {
     }
 }
 
-/// A reader with a wrong key or beyond the region reads nothing, and the host still serves others.
+/// A reader with a wrong key, or with a range beyond the region, reads nothing. The host still serves other readers.
 #[test]
 fn a_wrong_key_and_bytes_beyond_the_region_are_refused() {
     let provider = "tcp;ofi_rxm";
@@ -210,11 +210,11 @@ fn regions_and_addresses_of_another_host_are_checked() {
             Err(OfiError::Implausible(_))
         ));
     }
-    // Garbage with the length of an address may be refused or accepted. It must not crash.
+    // Random bytes with the length of an address may be refused or accepted, but must not crash.
     let _ = endpoint.connect(&[0xff; 16]);
 }
 
-/// If the other side ends, reads fail in time, and no buffer is freed while libfabric may still write to it.
+/// If the other side ends, reads fail in time. No buffer is freed while libfabric may still write to it.
 #[test]
 fn a_host_that_is_gone_is_an_error_in_time() {
     let provider = "tcp;ofi_rxm";

@@ -83,7 +83,7 @@ fn the_first_descriptor_comes_with_its_packet_and_the_others_are_closed() {
     let received = packet.fd.unwrap();
     rustix::io::write(&received, b"x").unwrap();
     drop(received);
-    // The end is seen once all descriptors of the other side are closed: none of the three is left open.
+    // The pipe reports its end only once all copies of `write_end` are closed, including the three in the packet.
     let mut read = Vec::new();
     read_end.read_to_end(&mut read).unwrap();
     assert_eq!(read, b"x");

@@ -99,8 +99,8 @@ impl FakeSlab {
         unsafe { std::slice::from_raw_parts(from, piece.len as usize) }.to_vec()
     }
 
-    /// Revokes the lease as firnd does, and returns the number of valid records: freezes the last published record and
-    /// poisons the next one, again if the writer published that at the same time.
+    /// Revokes the lease as firnd does, and returns the number of valid records. Freezes the last published record and
+    /// poisons the next one; starts again if the writer publishes that record at the same time.
     fn revoke(&self) -> u32 {
         let idle = writer_idle(GENERATION);
         let _ = self
@@ -232,7 +232,7 @@ fn a_writer_that_was_busy_when_it_was_revoked_publishes_nothing() {
         let fake = FakeSlab::new(8);
         let mut writer = fake.writer();
         assert_eq!(append(&mut writer, 0, b"kept"), Appended::Bytes(4));
-        // The state between the first and the last step of an append.
+        // The writer word during an append.
         fake.word(WRITER)
             .store(writer_idle(GENERATION) | WRITER_BUSY, Ordering::SeqCst);
         assert_eq!(fake.revoke(), 1);

@@ -1,23 +1,24 @@
-//! Counts how many files of each directory are on each lane, as far as this host knows. The rule uses the counts to keep the
-//! lanes balanced where the numbers in names do not.
+//! Counts how many files of each directory are on each lane, as far as this host knows. With the counts, the rule
+//! balances the lanes if the numbers in names do not.
 //!
-//! Numbers in names balance the lanes over all hosts without messages, if the numbers distinguish the files. They do
-//! not if the sum is the same for all names, if the numbers grow by a thousand and there are four lanes, or if there is no
+//! Numbers in names balance the lanes over all hosts without messages, if the numbers distinguish the files. They fail
+//! in three cases: all names have the same sum, the numbers grow by a multiple of the number of lanes, or there is no
 //! number. The names alone do not reveal these cases.
 //!
 //! Invariants
-//! * Only differences between the lanes count. When a directory is found, `files` is 0 for one lane and at most
-//!   [`AHEAD_MAX`] for the others. A new lane therefore does not get all files of the next checkpoint.
+//! * Only differences between the lanes matter. When a directory is added, the lane with the fewest files has count 0,
+//!   and the others have at most [`AHEAD_MAX`]. A new lane therefore does not get all files of the next checkpoint.
 //! * There are at most [`DIRS_MAX`] directories. The one that was added first is removed first.
 
 use std::collections::{HashMap, VecDeque};
 
 /// Maximum number of directories whose files are counted.
 const DIRS_MAX: usize = 1 << 12;
-/// Maximum number of files by which a lane counts as ahead of the emptiest lane when a directory is added.
+/// Maximum count of a lane when a directory is added: the number of files by which the lane is ahead of the emptiest
+/// lane.
 const AHEAD_MAX: u64 = 8;
-/// Number of files of a directory that a lane may always get, whatever the other lanes have. All ranks of one host
-/// may belong to one lane, while the ranks of other hosts belong to the others.
+/// Number of files of a directory that any lane may get, whatever the counts of the other lanes are. All ranks of this
+/// host may belong to one lane, while the ranks of other hosts belong to the other lanes.
 const FEW_FILES: u64 = 4;
 
 /// The directories, by their inode number.
@@ -34,7 +35,7 @@ impl Dirs {
         self.dirs.contains_key(&dir)
     }
 
-    /// Adds a directory with its number of files on each lane. If the directory is known already, nothing changes.
+    /// Adds a directory with its number of files on each lane. If the directory is already known, nothing changes.
     pub(super) fn add(&mut self, dir: u64, mut files: Vec<u64>) {
         if self.contains(dir) {
             return;
@@ -64,7 +65,7 @@ impl Dirs {
             return false;
         };
         let total = files.iter().sum::<u64>() + 1;
-        // The limit is one and a half times the share, plus one.
+        // The limit is one and a half times the fair share, plus one.
         let files_max = (3 * total).div_ceil(2 * files.len() as u64) + 1;
         files[lane] + 1 > files_max.max(FEW_FILES)
     }

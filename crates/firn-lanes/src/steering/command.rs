@@ -1,7 +1,6 @@
 //! The driver for any other file system: a program that the site provides creates each new file on the chosen server.
 //!
-//! The program runs as the owner of the file, in the file's directory. It can therefore do only what the owner can
-//! do.
+//! The program runs as the owner of the file, in the file's directory. It can therefore do only what the owner may do.
 
 use std::ffi::{OsStr, OsString};
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
@@ -37,7 +36,7 @@ pub enum ProgramError {
     Failed {
         /// The program, as it was configured.
         program: String,
-        /// The output of the program, or how it ended.
+        /// The first line of the program's output.
         message: String,
     },
     /// The program did not end in time.
@@ -52,12 +51,12 @@ pub enum ProgramError {
 #[derive(Debug)]
 pub struct ProgramOfSite {
     program: OsString,
-    /// Names of the lanes for the program.
+    /// Names of the lanes, as the program receives them.
     servers: Vec<OsString>,
 }
 
 impl ProgramOfSite {
-    /// Creates the placement. `program` must create an empty regular file, and must fail if the name exists.
+    /// Creates the placement. `program` must create an empty regular file, and must fail if the name exists already.
     pub fn new(program: OsString, servers: &[OsString]) -> Self {
         Self {
             program,
@@ -100,7 +99,7 @@ impl Driver for ProgramOfSite {
             Err(Errno::NOENT) => {}
             Err(error) => return Err(error),
         }
-        // Without the caller's ids the program would run as root in a directory of another user, so it is not run.
+        // Without the caller's ids, the program would run as root in another user's directory. It is therefore not run.
         let made = match new.caller {
             None => Err(Refusal::from(Errno::ACCESS)),
             Some(caller) => match self.run(caller, new, lane) {
@@ -137,7 +136,7 @@ fn open_made_by(caller: &Caller, new: &NewFile<'_>) -> Result<OwnedFd> {
     Ok(file)
 }
 
-/// Runs a program to its end, within the time limit. Returns the first line of its output.
+/// Runs a program to its end, within `TIME_LIMIT`. Returns the first line of its output.
 pub(super) fn run_program(
     program: &OsStr,
     arguments: &[OsString],
@@ -167,12 +166,12 @@ pub(super) fn run_program(
     }
 }
 
-/// Returns the first line of a program's output that is not empty, or a sentence that there is none.
+/// Returns the first line of a program's output that is not empty. If there is none, returns a sentence for the error.
 fn first_line(output: &[u8]) -> String {
     let output = String::from_utf8_lossy(output);
     let first = output.lines().find(|line| !line.trim().is_empty());
     first.map_or_else(
-        || "it ended with an error and said nothing".to_owned(),
+        || "it ended with an error and wrote no message".to_owned(),
         |line| line.trim().to_owned(),
     )
 }

@@ -1,8 +1,8 @@
 //! The driver for Lustre: creates new files on a chosen OST (object storage target).
 //!
-//! It sets the extended attribute `lustre.lov`, which is the file's layout, before the objects of the file are allocated.
-//! `llapi_layout_file_open` does the same (lustreapi(7)). The file is opened with `O_LOV_DELAY_CREATE`, so that no
-//! OST is chosen yet. Then the file gets a layout of one stripe that begins at the chosen OST.
+//! The driver sets the extended attribute `lustre.lov`, which is the file's layout, before the objects of the file are
+//! allocated. `llapi_layout_file_open` does the same (lustreapi(7)). The file is opened with `O_LOV_DELAY_CREATE`, so
+//! that Lustre chooses no OST yet. Then the file gets a layout of one stripe that begins at the chosen OST.
 
 use std::ffi::{CStr, OsString};
 use std::os::fd::BorrowedFd;
@@ -25,13 +25,13 @@ const MAGIC_V3: u32 = 0x0BD3_0BD0;
 const PATTERN_RAID0: u32 = 1;
 /// Size of `struct lov_user_md_v1` without objects, in bytes.
 const HEADER_BYTES: usize = 32;
-/// Size of the pool name that follows it in `struct lov_user_md_v3`, in bytes.
+/// Size of the pool name in bytes; it follows the header in `struct lov_user_md_v3`.
 const POOL_BYTES: usize = 16;
 /// Size of `struct lov_user_ost_data_v1` in bytes: the id of an object, a generation, and the index of its OST.
 const OBJECT_BYTES: usize = 24;
 
-/// Returns `O_LOV_DELAY_CREATE`. Lustre encodes it as these two flags, which have no effect on regular files
-/// elsewhere.
+/// Returns `O_LOV_DELAY_CREATE`. Lustre encodes it as these two flags, which have no effect on regular files of other
+/// file systems.
 fn delay_create() -> OFlags {
     OFlags::NOCTTY | OFlags::from_bits_retain(libc::O_ASYNC as u32)
 }
@@ -67,7 +67,7 @@ impl Driver for Lustre {
         let mut buf = [0; HEADER_BYTES + POOL_BYTES + OBJECT_BYTES];
         match fgetxattr(file, LAYOUT, &mut buf) {
             Ok(len) => decode_layout(&buf[..len]),
-            // A layout of many stripes is larger.
+            // The layout of a file with many stripes does not fit into `buf`.
             Err(_) => Location::Unknown,
         }
     }
@@ -78,7 +78,7 @@ fn encode_layout(ost: u16) -> [u8; HEADER_BYTES] {
     let mut layout = [0; HEADER_BYTES];
     layout[0..4].copy_from_slice(&MAGIC_V1.to_ne_bytes());
     layout[4..8].copy_from_slice(&PATTERN_RAID0.to_ne_bytes());
-    // 8..24 is the object's id, 24..28 the size of a stripe: 0 for the default of the file system.
+    // Bytes 8..24 are the object's id. Bytes 24..28 are the size of a stripe: 0 for the default of the file system.
     layout[28..30].copy_from_slice(&1u16.to_ne_bytes());
     layout[30..32].copy_from_slice(&ost.to_ne_bytes());
     layout

@@ -1,8 +1,8 @@
 //! The driver for file systems where a new file gets the layout of its directory, such as MooseFS.
 //!
-//! Each lane has a staging directory, whose layout is set when it is opened. A file is created there, and gets its name by
-//! a rename. After a crash, files may remain in a staging directory. Their creation was never reported, so the next mount
-//! removes them before it creates files.
+//! Each lane has a staging directory, whose layout is set when the directory is opened. A file is created there, and
+//! gets its name by a rename. After a crash, files may remain in a staging directory. Their creation was never reported
+//! to a program, so the next mount removes them before it creates files.
 
 use std::ffi::{OsStr, OsString};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -17,7 +17,7 @@ use crate::record::open_dir_of_host;
 use super::command::{ProgramError, run_program};
 use super::{Created, Driver, Location, create_plain, reopen_dir};
 
-/// Name of the directory in `.firn/` that has a directory for each host.
+/// Name of the directory in `.firn/` that has one subdirectory for each host.
 const STAGING: &str = "steering";
 
 /// Placement by staging directories: each file is first created in the directory of its lane.
@@ -28,11 +28,11 @@ pub struct Staged {
     finder: Finder,
 }
 
-/// Function that asks the file system for the lane of a file.
+/// Function that requests the lane of a file from the file system.
 pub type Finder = fn(BorrowedFd<'_>) -> Location;
 
 impl Staged {
-    /// Creates the placement. Removes all remains in the directories.
+    /// Creates the placement. Removes all files that a crash left in the directories.
     pub fn new(dirs: Vec<OwnedFd>, finder: Finder) -> Result<Self> {
         for dir in &dirs {
             for entry in fs::Dir::read_from(dir)? {
@@ -114,7 +114,7 @@ fn fstat_path(fd: BorrowedFd<'_>) -> Result<fs::Stat> {
 fn give_name(dir: BorrowedFd<'_>, entry: &OsStr, new: &NewFile<'_>) -> Result<()> {
     let (parent, name) = (new.parent, new.name);
     match fs::renameat_with(dir, entry, parent, name, RenameFlags::NOREPLACE) {
-        // A file system without this kind of rename may support links, or neither.
+        // A file system without RENAME_NOREPLACE may support links, or neither.
         Err(Errno::INVAL | Errno::NOSYS) => {}
         done => return done,
     }
@@ -123,7 +123,7 @@ fn give_name(dir: BorrowedFd<'_>, entry: &OsStr, new: &NewFile<'_>) -> Result<()
         Err(Errno::PERM | Errno::OPNOTSUPP | Errno::NOSYS) => {}
         Err(error) => return Err(error),
     }
-    // An empty file takes the name first, and the rename replaces it.
+    // Without links, an empty file first reserves the name, and the rename replaces that file.
     drop(create_plain(new)?);
     fs::renameat(dir, entry, parent, name).inspect_err(|_| {
         let _ = unlinkat(parent, name, AtFlags::empty());
@@ -162,7 +162,7 @@ pub fn find_in_moosefs(file: BorrowedFd<'_>) -> Location {
     class.map_or(Location::Unknown, Location::Server)
 }
 
-/// Returns a path for the tool, which follows this process's link to the open object.
+/// Returns a path that leads the tool through this process's descriptor to the open object.
 fn path_for_tool(fd: BorrowedFd<'_>) -> OsString {
     format!("/proc/{}/fd/{}", std::process::id(), fd.as_raw_fd()).into()
 }

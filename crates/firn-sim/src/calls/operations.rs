@@ -1,4 +1,4 @@
-//! Operations that a value chooses: each is a step with a name of its own.
+//! Operations that a parameter of a call selects. Each operation is a step with its own name.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
@@ -70,7 +70,7 @@ impl SimBacking {
         let disk = &mut self.enter("symlink")?.disk;
         match target.len() {
             0 => return Err(Errno::NOENT),
-            // PATH_MAX counts the ending zero; file systems keep it in one block.
+            // PATH_MAX includes the terminating zero; file systems store the target in one block.
             len if len >= PAGE_BYTES as usize => return Err(Errno::NAMETOOLONG),
             _ => {}
         }
@@ -210,11 +210,11 @@ impl SimBacking {
         Ok(())
     }
 
-    /// pwritev(2), once: may write less than asked.
+    /// pwritev(2), called once: may write fewer bytes than requested.
     pub(super) fn write_part(&self, file: &SimFile, part: &DataPart<'_>) -> Result<usize> {
         let (mut state, most) = self.enter_to_write("write_at")?;
         file.writes()?;
-        // As an NFS client does whose server has given up its locks.
+        // Fails like the client of an NFS server that has released the client's locks.
         if file.is_locked.load(Ordering::Relaxed) && !state.locks.has(file.number) {
             return Err(Errno::IO);
         }
@@ -247,7 +247,7 @@ impl SimBacking {
     /// ftruncate(2).
     pub(super) fn truncate(&self, file: &SimFile, len: u64) -> Result<()> {
         let disk = &mut self.enter("set_len")?.disk;
-        // ftruncate(2) of a descriptor that cannot write.
+        // ftruncate(2) fails with EINVAL for a descriptor that is not open for writing.
         if file.writes().is_err() || len > SIZE_MAX {
             return Err(Errno::INVAL);
         }
@@ -259,7 +259,8 @@ impl SimBacking {
     /// flock(2).
     pub(super) fn lock_file(&self, file: &SimFile, mode: LockMode) -> Result<bool> {
         let mut state = self.enter("try_lock")?;
-        // As over NFS, where it is a lock of bytes.
+        // Over NFS a whole-file lock is a byte-range lock, so an exclusive one needs a descriptor that is open for
+        // writing.
         if mode == LockMode::Exclusive {
             file.writes()?;
         }

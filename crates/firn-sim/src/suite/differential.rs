@@ -1,4 +1,4 @@
-//! The same random calls on two backings: same errnos, same tree.
+//! Makes the same random calls on two backings. Both must return the same errnos and end with the same tree.
 
 use std::ffi::OsString;
 use std::io::IoSlice;
@@ -10,7 +10,7 @@ use super::own_caller;
 use crate::tree;
 use firn_backing::{Access, Backing, DataPart, Errno, NewKind, RenameFlags};
 
-/// One call, with names below the root or below a directory of it.
+/// One call on names in the root or in a directory of the root.
 #[derive(Clone, Debug)]
 enum Op {
     Create(Place, u32),
@@ -26,17 +26,18 @@ enum Op {
     SetXattr(Place, u8, i32),
     RemoveXattr(Place, u8),
     Write(Place, u64, Vec<u8>),
-    /// Parts of these bytes, each this many bytes after the beginning of the one before. Not in order.
+    /// Writes several parts, in descending order of their offsets: the lowest offset, the distance between the
+    /// beginnings of two parts, and the bytes of each part.
     WriteParts(Place, u64, u64, Vec<Vec<u8>>),
     Truncate(Place, u64),
     Punch(Place, u64, u64),
     Copy(Place, u64, Place, u64, u64),
 }
 
-/// Few names, so that they meet: `a`..`d`, in the root or in one of `a`..`d`.
+/// Only a few names, so that calls meet on the same ones: `a`..`d`, in the root or in one of `a`..`d`.
 type Place = (Option<u8>, u8);
 
-/// Runs `count` calls from `seed` on both; panics, with the seed, where they differ.
+/// Runs `count` calls from `seed` on both backings. Panics with the seed at the first difference.
 pub fn run<A: Backing, B: Backing>(a: &A, b: &B, seed: u64, count: usize) {
     let mut rng = StdRng::seed_from_u64(seed);
     for step in 0..count {
@@ -50,11 +51,11 @@ pub fn run<A: Backing, B: Backing>(a: &A, b: &B, seed: u64, count: usize) {
     }
 }
 
-/// Runs `count` calls from `seed` on one.
+/// Runs `count` calls from `seed` on one backing.
 pub fn run_alone<B: Backing>(b: &B, seed: u64, count: usize) {
     let mut rng = StdRng::seed_from_u64(seed);
     for _ in 0..count {
-        // Most are refused, as on any tree.
+        // Most calls fail, because their names do not exist or exist already.
         let _ = apply(b, &random(&mut rng));
     }
 }
@@ -115,7 +116,7 @@ fn inode<B: Backing>(b: &B, place: &Place) -> Result<B::Inode, Errno> {
     Ok(b.lookup(&dir, &name)?.0)
 }
 
-/// The errno, or a number that must agree.
+/// Makes the call. Returns its errno, or a number that must be equal on both backings.
 fn apply<B: Backing>(b: &B, op: &Op) -> Result<u64, Errno> {
     let me = own_caller();
     let xattr = |index: &u8| OsString::from(format!("user.{index}"));
