@@ -22,7 +22,7 @@ pub enum Home {
 }
 
 impl Home {
-    /// Encodes the home of `chunk`. The word is never 0, which a free chunk has.
+    /// Encodes the home of `chunk`. The word is never 0, because 0 stands for a free chunk.
     pub fn to_word(self, chunk: u32) -> u64 {
         let (kind, slot) = match self {
             Self::Memory(slot) => (MEMORY, slot),

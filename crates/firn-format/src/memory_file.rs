@@ -1,4 +1,4 @@
-//! The names of memory files, and the word that says in which of them a slot is.
+//! The names of memory files, and the word that stores in which memory file a slot is.
 //!
 //! A memory file is a tmpfs file beside the arena that has the bytes of one large file in order. Its memory replaces that
 //! of slots in the arena's own file.
