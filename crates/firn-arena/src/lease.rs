@@ -22,7 +22,8 @@ use crate::pool::{TakenSlab, numa_node_of};
 use crate::refs::{PieceRef, SlabRef};
 use crate::uses::PIN;
 
-/// A writer's right to fill a slab. It ends with [`Arena::seal_slab`]: a dropped one would keep its slab for ever.
+/// A writer's right to fill a slab. It ends with [`Arena::seal_slab`]: if it is dropped, its slab remains in use for
+/// ever.
 #[derive(Debug)]
 #[must_use = "a lease that is dropped keeps its slab for ever"]
 pub struct Lease {
@@ -32,8 +33,8 @@ pub struct Lease {
 }
 
 impl Arena {
-    /// Leases a slab near the CPU of this thread: of `class`, or of a smaller class if no such slab is free. `None`
-    /// means that no slab is free.
+    /// Leases a slab near the CPU of this thread. The slab is of `class`, or of a smaller class if no slab of `class`
+    /// is free. `None` means that no slab is free.
     pub fn lease_slab(&self, class: Class) -> Option<Lease> {
         self.lease_slab_near(class, None)
     }
@@ -126,7 +127,7 @@ impl Arena {
         self.uses.is_only_leased(lease.slab)
     }
 
-    /// Returns the bytes of memory that each writer could lease if there were one more. Half of the memory is for
+    /// Returns the share of memory for each lease if there were one lease more, in bytes. Half of the memory is for
     /// leases; the other half is for data that waits for the drain.
     pub fn share_bytes(&self) -> u64 {
         self.geometry.data_bytes() / 2 / (u64::from(self.uses.leased()) + 1)
@@ -149,7 +150,7 @@ impl Arena {
         self.end_lease(slab);
     }
 
-    /// Ends the lease of a slab that its writer can no longer touch.
+    /// Ends the lease of a slab into which its writer can store no more bytes.
     pub(crate) fn end_lease(&self, slab: SlabRef) {
         let mut pool = self.pool.lock();
         let may_move = pool.end_lease(slab.chunk);

@@ -117,7 +117,8 @@ impl Arena {
     pub fn is_spilled(&self, chunk: u32) -> bool {
         matches!(self.homes.get(chunk), Some(Home::Spill(_)))
     }
-    /// Returns whether the data of a chunk can be read. It looks at what the attach found and reads nothing.
+    /// Returns whether the data of a chunk can be read. The result follows from what the attach found: nothing is read
+    /// now.
     pub fn is_readable(&self, chunk: u32) -> bool {
         match self.homes.get(chunk) {
             Some(Home::Memory(_)) => true,
@@ -287,7 +288,7 @@ impl Arena {
         // The pool is locked from this check to the store of the new home, so no last piece is released between them.
         let stays_in_memory = !moved || pool.is_emptied();
         if stays_in_memory {
-            // The copy failed, an I/O kept its use of the chunk, or the last piece of the chunk died meanwhile.
+            // The copy failed, an I/O used the chunk for too long, or the last piece of the chunk died meanwhile.
             if let Some(emptied) = pool.abandon_move(written.is_err()) {
                 self.forget_chunk(emptied, &mut pool);
             }

@@ -32,7 +32,7 @@ fn other_version(found: u32, expected: u32) -> String {
     let versions = format!("arena format version {found}, this firn reads version {expected}");
     if found < expected {
         format!(
-            "left by an older Firn ({versions}): run `firn recover BACKING` of that version, then use this Firn; nothing is lost"
+            "left by an older Firn ({versions}): run `firn recover BACKING` of that version, then use this one; nothing is lost"
         )
     } else {
         format!("made by a newer Firn ({versions}): use that newer Firn; nothing is lost")
