@@ -8,7 +8,9 @@ use crate::refs::{PieceRef, SlabRef};
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Damage {
     /// The class word of a chunk is invalid.
-    #[error("chunk {chunk}: class word {word:#010x} is invalid; pieces of this chunk cannot be found")]
+    #[error(
+        "chunk {chunk}: class word {word:#010x} is invalid; pieces of this chunk cannot be found"
+    )]
     ClassWord {
         /// Index of the chunk.
         chunk: u32,

@@ -38,7 +38,9 @@ pub enum Damage {
         half: usize,
     },
     /// Bytes between two valid records could not be decoded.
-    #[error("journal half {half}, byte {offset}: {bytes} bytes are damaged; the records after them were read")]
+    #[error(
+        "journal half {half}, byte {offset}: {bytes} bytes are damaged; the records after them were read"
+    )]
     Hole {
         /// 0 or 1.
         half: usize,
