@@ -2,7 +2,7 @@
 //!
 //! Order of changes. Changes are ordered by [`Key`]: by epoch, then by writer, then by position in the writer's index.
 //! A host that opens or syncs the file takes an epoch larger than all that it has read. So its later writes are newer
-//! than all changes published before, as MPI-IO asks for sync, barrier, sync. Changes that did not know of each other
+//! than all changes published before, as MPI-IO demands for sync, barrier, sync. Changes that did not know of each other
 //! have an order too. It is the same for all readers and for the flat file.
 //!
 //! Cuts. A cut has no place in that order. It hides the bytes beyond its length of those changes that its host had seen
@@ -201,7 +201,7 @@ impl Layers {
 /// The effects of all cuts and growths on the changes of each writer and on the plain file.
 #[derive(Clone, Debug)]
 pub(crate) struct LengthChanges {
-    /// Length of the plain file, as the container takes it.
+    /// Length of the plain file that was set last.
     base_bytes: u64,
     /// The shortest length of all cuts. Each host that cuts has seen the plain file, so each cut applies to it.
     base_limit: u64,
@@ -275,7 +275,7 @@ impl LengthChanges {
         self.limits.get(&writer)
     }
 
-    /// Returns the length of the file from which on a cut hides the bytes of a change.
+    /// Returns the offset in the file from which on cuts hide the bytes of a change; `u64::MAX` if no cut hides any.
     fn limit_of(&self, key: Key) -> u64 {
         let limits = self.limits_of(key.writer);
         limits.map_or(u64::MAX, |limits| limits.of(key.frame))
@@ -353,7 +353,7 @@ impl LengthChanges {
         }
         debug_assert!(
             segments.covers(&range),
-            "a range is told without gaps, once"
+            "the segments cover the range once, without gaps"
         );
         segments.0
     }
