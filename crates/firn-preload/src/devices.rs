@@ -87,7 +87,8 @@ pub(crate) fn first_token(number: u64) -> Option<Token> {
     (number != 0 && first.token == number).then_some(first)
 }
 
-/// Fetches the token of an open file. Returns `None` if no firnd serves the file, or not to this process.
+/// Fetches the token of an open file. Returns `None` if no firnd serves the file, or if firnd does not serve this
+/// process.
 pub(crate) fn token_of(fd: c_int) -> Option<Token> {
     let token = firn_direct::connection::token_of(sys::borrow(fd)?)?;
     (token.version == DATA_SOCKET_VERSION).then_some(token)

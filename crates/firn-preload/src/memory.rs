@@ -41,7 +41,7 @@ pub(crate) type Source<'a> = ProgramMemory<'a, Readable>;
 /// Memory that a call writes.
 pub(crate) type Target<'a> = ProgramMemory<'a, Writable>;
 
-/// Contiguous bytes of such memory.
+/// Contiguous bytes of the memory that one call was given.
 pub(crate) struct Run<'a, Access> {
     start: *mut u8,
     len: usize,

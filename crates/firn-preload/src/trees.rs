@@ -158,7 +158,7 @@ pub(crate) fn is_stub(fd: c_int) -> bool {
 /// Whether an open regular file is a stub. For an unknown device the runtime directory is read again if it has changed.
 pub(crate) fn is_stub_on(fd: c_int, device: u64) -> bool {
     if !has_stubs(device) {
-        // fstatfs(2) would tell the type of the file system, but on a FUSE mount it costs a trip to the server.
+        // fstatfs(2) would return the type of the file system, but on a FUSE mount it costs a trip to the server.
         if has_block_device(device) || !has_changed() {
             return false;
         }
