@@ -113,7 +113,7 @@ impl Arena {
                 if naming.is_err() && arena.spill.file().is_some() {
                     let _ = rustix::fs::unlink(spill);
                 }
-                naming.map_err(io("give it its name"))?;
+                naming.map_err(io("link it to its name"))?;
                 Ok(arena)
             });
         if created.is_err() && is_named {
@@ -151,7 +151,7 @@ impl Arena {
                 }
             }
         };
-        rustix::fs::ftruncate(&file, geometry.file_bytes()).map_err(failed("size it"))?;
+        rustix::fs::ftruncate(&file, geometry.file_bytes()).map_err(failed("set its length"))?;
         let map = Map::new(path, file, geometry.file_bytes(), true)
             .map_err(|error| failed("map it")(error.errno()))?;
         let map = Arc::new(map);

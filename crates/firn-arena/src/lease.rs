@@ -3,7 +3,7 @@
 //! Life of a lease
 //! 1. [`Arena::lease_slab`] takes a free slab from the pool, near the writer's CPU, and stores a new generation for it.
 //! 2. The writer reserves room, stores bytes and publishes pieces (`publish`).
-//! 3. [`Arena::seal_slab`] ends the lease. The slab takes no more bytes, and is freed when nothing in it is pending.
+//! 3. [`Arena::seal_slab`] ends the lease. The slab accepts no more bytes, and is freed when nothing in it is pending.
 //!
 //! Invariants
 //! * A slab has one lease at a time. Piece records of earlier leases have another generation and count for nothing.
@@ -39,8 +39,8 @@ impl Arena {
         self.lease_slab_near(class, None)
     }
 
-    /// Leases a slab as [`Arena::lease_slab`] does, but near `cpu` if that is given. A slab of `class` on a far NUMA node is
-    /// preferred to a smaller slab on a near one.
+    /// Leases a slab as [`Arena::lease_slab`] does, but near `cpu` if it is not `None`. A slab of `class` on a far NUMA
+    /// node is preferred to a smaller slab on a near one.
     pub fn lease_slab_near(&self, class: Class, cpu: Option<u32>) -> Option<Lease> {
         self.free_lingering_slabs();
         if self.pool.lock().wants_idle_slot() {

@@ -689,7 +689,7 @@ impl LiveTable {
     /// file.
     ///
     /// New locks are noted before the others are removed, so at each instant the table has all locks that are noted
-    /// both before and after this call. Returns false if there is no room; the locks from before then stay noted too.
+    /// both before and after this call. Returns false if there is no room; the earlier locks then remain noted too.
     #[must_use]
     pub fn set_file_locks(&self, lock_file: u64, locks: &[FileLock]) -> bool {
         let mut cells = self.cells.lock();

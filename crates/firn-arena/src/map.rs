@@ -137,8 +137,8 @@ impl Map {
 
     pub(crate) fn u64(&self, offset: u64) -> &AtomicU64 {
         assert_eq!(offset % 8, 0);
-        // SAFETY: the word is in range and aligned. Every access to it is atomic, because only this function gives out words of
-        // 8 bytes.
+        // SAFETY: the word is in range and aligned. Every access to it is atomic, because only this function returns
+        // words of 8 bytes.
         unsafe { AtomicU64::from_ptr(self.address(offset, 8).cast()) }
     }
 
@@ -235,7 +235,8 @@ impl Map {
     }
 
     /// Asks the kernel to allocate pages of the range in the memory of NUMA node `id`, or of another node if that one
-    /// is full (mbind(2)). Pages that have memory already stay. For a file on tmpfs this holds for every process.
+    /// is full (mbind(2)). Pages that have memory already are not moved. For a file on tmpfs this holds for every
+    /// process.
     pub(crate) fn prefer_numa_node(
         &self,
         offset: u64,

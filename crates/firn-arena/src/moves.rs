@@ -278,8 +278,8 @@ impl Arena {
             .map
             .address(self.geometry().slot_offset(memory_slot), existing_len);
         // SAFETY: the bytes are in the mapping. No thread changes them: all pieces of the chunk are sealed, and
-        // `begin_copy` keeps changes in place out. If the chunk is freed during the copy, its slot is not used again before
-        // `abandon_move`.
+        // `begin_copy` prevents changes in place. If the chunk is freed during the copy, its slot is not used again
+        // before `abandon_move`.
         let written = file.write(spill_slot, unsafe {
             std::slice::from_raw_parts(data, existing_len as usize)
         });

@@ -83,7 +83,7 @@ struct NumaNode {
 /// Figures of one NUMA node's part of the arena.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NumaNodeFigures {
-    /// Number that the kernel gives the NUMA node.
+    /// The kernel's number of the NUMA node.
     pub id: u32,
     /// Size of the node's slots in bytes.
     pub bytes: u64,

@@ -243,7 +243,7 @@ impl SpillFile {
             Ok(()) => {}
             // The file system cannot allocate. A full device then shows only when a chunk moves.
             Err(Errno::OPNOTSUPP) => {
-                rustix::fs::ftruncate(&file, need).map_err(call_fault(path, "size it"))?
+                rustix::fs::ftruncate(&file, need).map_err(call_fault(path, "set its length"))?
             }
             Err(reason @ (Errno::NOSPC | Errno::FBIG | Errno::DQUOT)) => {
                 return Err(SpillFault::NoRoom {

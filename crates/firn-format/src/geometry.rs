@@ -35,10 +35,10 @@ pub const CHUNK_MAX: u64 = 1 << 30;
 /// of the data. A slab of scattered 4 KiB writes is then nearly full when its last record is used.
 pub const RECORDS_PER_SMALL: u32 = 13;
 
-/// Offset of the words of files. Each word tells processes with direct access to a file whether their view of the file
-/// is still valid.
+/// Offset of the words of files. By a file's word, processes with direct access to the file detect whether their view
+/// of it is still valid.
 pub const WORDS_OFFSET: u64 = 2 * PAGE;
-/// Number of words. Files that share a word invalidate each other's views, and nothing worse.
+/// Number of words. Files that share a word invalidate each other's views, which only costs time.
 pub const WORDS_COUNT: u32 = 4096;
 /// Length of all words in bytes.
 pub const WORDS_BYTES: u64 = WORDS_COUNT as u64 * 4;

@@ -6,7 +6,7 @@
 //! Each slot has a *place word*. The low half is the number of the memory file and the index of the slot in it. The high
 //! half is the CRC32C of the arena's UUID, the slot and the low half.
 //! * The place is one word, so that one store moves a slot.
-//! * It has a checksum, because a flipped bit would give the bytes of one file to another.
+//! * It has a checksum, because a flipped bit would otherwise lead to the bytes of another file.
 
 use std::ffi::{OsStr, OsString};
 

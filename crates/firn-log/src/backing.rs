@@ -16,8 +16,8 @@
 //! * After a new listing, the first use of a file refreshes that file's containers.
 //! * An open, and the first use after a sync, refresh them at once.
 //!
-//! How the last name of a file is removed: its containers are marked before the removal and again after it. By the marks,
-//! a host finishes a removal that a crash has interrupted (`crate::orphans`).
+//! How the last name of a file is removed: its containers are marked before the removal and again after it. The marks
+//! let a host finish a removal that a crash has interrupted (`crate::orphans`).
 
 mod calls;
 mod settle;

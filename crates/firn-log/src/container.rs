@@ -112,7 +112,7 @@ const PIECES_SHARE: u64 = 512;
 
 impl Memory {
     /// Makes memory for at most `bytes` bytes of table blocks. Unsorted parts of indexes, and one call's needs, take a
-    /// fraction of that for each writing host.
+    /// fraction of these bytes for each writing host.
     pub fn new(bytes: u64) -> Arc<Self> {
         let blocks = BlockCache::new(bytes);
         let ahead = ReadAhead::default();

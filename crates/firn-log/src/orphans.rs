@@ -112,7 +112,8 @@ pub(crate) struct LastLife<'a> {
 ///
 /// * Removes this host's registrations as a writer.
 /// * Removes half-removed containers of all hosts.
-/// * Removes containers of files that this host, or a host that is dead now, has removed. Those of open files stay.
+/// * Removes containers of files that this host, or a host that is dead now, has removed. Containers of open files
+///   remain.
 ///
 /// Returns the containers of files that this host was removing and that still exist.
 pub(crate) fn clean_up_last_life<B: Backing>(

@@ -5,8 +5,8 @@
 //! than all changes published before, as MPI-IO demands for sync, barrier, sync. Changes that did not know of each other
 //! have an order too. It is the same for all readers and for the flat file.
 //!
-//! Cuts. A cut has no place in that order. It hides the bytes beyond its length of those changes that its host had seen
-//! ([`crate::cut`]). A change that its host had not seen counts, whatever its key is.
+//! Cuts. A cut has no place in that order. It hides the bytes beyond its length, but only those of changes that its
+//! host had seen ([`crate::cut`]). A change that its host had not seen counts, whatever its key is.
 //!
 //! Length. The file ends where the last byte ends that no cut hides.
 //!
@@ -70,7 +70,7 @@ pub enum Source {
 pub struct Segment {
     /// The range in the file.
     pub file: Range<u64>,
-    /// Where the first byte comes from. In a log the others follow it.
+    /// Where the first byte comes from. If it is in a log, the further bytes follow it there.
     pub source: Source,
 }
 
@@ -315,7 +315,7 @@ impl LengthChanges {
         self.choose_newest(range, &layers, parts)
     }
 
-    /// Returns the segments of `range`. Of the parts that contain a byte, the newest gives its value.
+    /// Returns the segments of `range`. The value of a byte comes from the newest part that contains it.
     ///
     /// Goes through the range once, with a heap of the parts that contain the present position, the newest on top.
     fn choose_newest(

@@ -141,8 +141,8 @@ impl fmt::Display for Fault {
             ),
             Self::Unfinished => write!(
                 f,
-                "the file of this container was removed: unless a live host uses the container, the next mount, \
-                 `firn recover` or `firn flatten --backing` removes it"
+                "its removal is unfinished: unless a live host finishes it, the next mount, `firn recover` or \
+                 `firn flatten --backing` does"
             ),
         }
     }
@@ -177,7 +177,7 @@ pub fn verify<B: Backing>(base: &B) -> Result<Verified> {
     Ok(verified)
 }
 
-/// Verifies the containers of one file. Adds those whose file a host is removing to `dying`.
+/// Verifies the containers of one file. If a host is removing the file, adds its containers to `dying`.
 fn verify_file<B: Backing>(
     base: &B,
     top: &B::Inode,

@@ -45,7 +45,7 @@ pub(crate) fn wipe_on_fork() -> bool {
     KNOWN.wipe_on_fork()
 }
 
-/// Whether a device is known to be a Firn mount. An unknown device gives false.
+/// Whether a device is known to be a Firn mount. Returns false for an unknown device.
 pub(crate) fn is_known_mount(device: u64) -> bool {
     let verdict = device.wrapping_add(1) << 1 | 1;
     KNOWN

@@ -185,7 +185,7 @@ impl List {
         is_same && self.word.is_some()
     }
 
-    /// Prolongs the validity of the list by an answer with the same stamp, which vouches for the whole list.
+    /// Prolongs the validity of the list by an answer with the same stamp, which confirms the whole list.
     fn note_valid(&mut self, reply: &Reply, asked_ns: u64) {
         if reply.valid_ns != 0 {
             let until = asked_ns.saturating_add(reply.valid_ns);

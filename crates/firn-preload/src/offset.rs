@@ -1,7 +1,7 @@
 //! The offset of a descriptor, which is private to this process or the kernel's.
 //!
 //! A call *claims* its range of the offset before it moves bytes. So a signal handler that interrupts the call and uses
-//! the same descriptor gets the next range. After the call the unused rest of a claim is given back, unless a later
+//! the same descriptor gets the next range. After the call, the unused rest of a claim is released, unless a later
 //! claim lies behind it.
 //!
 //! While the offset is private, the kernel's offset is *parked* at a value at which no byte can be read or written.

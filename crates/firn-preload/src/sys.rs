@@ -71,7 +71,7 @@ pub(crate) fn add_to_word(word: &AtomicU64, more: u64) -> u64 {
     word.fetch_add(more, Ordering::Relaxed)
 }
 
-/// Turns the result of a system call into that of the C library's function: an error sets errno and gives -1.
+/// Turns the result of a system call into that of the C library's function: an error sets errno and returns -1.
 pub(crate) fn with_errno(result: isize) -> isize {
     if result >= 0 {
         return result;

@@ -1,7 +1,7 @@
 //! The stub trees of this host. Each firnd that serves one describes it in a file of the runtime directory.
 //!
-//! A process reads the directory at its start. It reads it again if it meets an unknown file system that may be a tmpfs
-//! and the directory has changed since. Children of fork(2) read it anew.
+//! A process reads the directory at its start. It reads the directory again when it finds an unknown file system that
+//! may be a tmpfs, unless the directory is unchanged. Children of fork(2) read it anew.
 //!
 //! Any user may create a directory with that name in /dev/shm. So the directory and its files are read only if this
 //! user owns them and no other user may change them.

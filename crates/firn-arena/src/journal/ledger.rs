@@ -1,4 +1,4 @@
-//! The ledger: the state that the records of a journal give when they are applied in order.
+//! The ledger: the state that results when the records of a journal are applied in order.
 //!
 //! Invariants
 //! * A file id has at least the names with which it began, until they are removed or renamed.
@@ -288,7 +288,7 @@ impl Ledger {
         }
     }
 
-    /// Returns every name that may lead to a file, including those that renames under way may have given.
+    /// Returns every name that may lead to a file, including those that renames under way may have produced.
     pub fn possible_paths(&self, file_state: &KnownFile) -> SmallVec<[Path; 1]> {
         let mut paths = file_state.paths.clone();
         for rename in self.renames.values() {
@@ -366,7 +366,7 @@ impl Ledger {
         }
     }
 
-    /// Returns the records that give this ledger.
+    /// Returns the records from which this ledger can be rebuilt.
     pub fn records(&self) -> Vec<Record> {
         let mut records = Vec::new();
         self.for_each_record(|record| records.push(record));

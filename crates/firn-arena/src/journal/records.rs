@@ -10,7 +10,7 @@
 //!
 //! Invariants
 //! * `snapshot_end <= end <= reserved[half] <= half_bytes`, so memory is allocated for all bytes in use.
-//! * A replay of the bytes gives the same ledger and the same append position.
+//! * A replay of the bytes yields the same ledger and the same append position.
 
 use firn_format::journal::{
     FRAME_HEADER_BYTES, HALF_HEADER_BYTES, decode_half_header, encode_frame, encode_half_header,
@@ -109,7 +109,7 @@ pub struct Journal<M: Medium> {
     unchecked: usize,
 }
 
-/// Reads a journal without changing it, and returns the state that its records give.
+/// Reads a journal without changing it, and returns the state that results from its records.
 ///
 /// The active half is the one with the largest generation in a valid header. Its frames are read up to the first place
 /// after which no valid one follows; bytes that are skipped, and contents that are not valid, are reported as damage.
@@ -303,12 +303,13 @@ impl<M: Medium> Journal<M> {
         self.append_as(record, false)
     }
 
-    /// Appends and applies a record that ends something. It may use the room that is kept for such records.
+    /// Appends and applies a record that ends something. It may use the room that is reserved for such records.
     pub fn append_end(&mut self, record: &Record) -> Result<(), Full> {
         self.append_as(record, true)
     }
 
-    /// Appends and applies a record. With `is_end`, it may use the room that is kept for records that end something.
+    /// Appends and applies a record. With `is_end`, it may use the room that is reserved for records that end
+    /// something.
     fn append_as(&mut self, record: &Record, is_end: bool) -> Result<(), Full> {
         let payload = record.encode();
         self.make_room(frame_bytes(payload.len()), is_end)?;
@@ -339,7 +340,7 @@ impl<M: Medium> Journal<M> {
         }
     }
 
-    /// Asserts that a replay gives the present state.
+    /// Asserts that a replay yields the present state.
     fn assert_replay(&self) {
         let replayed = replay(&self.medium);
         assert_eq!(

@@ -270,8 +270,8 @@ impl<B: Backing> LogBacking<B> {
         flattened.into_iter().for_each(|result| left.count(result));
     }
 
-    /// Handles the files in logs that a walk did not see. Removes the containers of those whose removal a dead host has
-    /// begun. Returns how many of the files are left.
+    /// Handles the files in logs that a walk did not see. Removes the containers of files that a dead host was
+    /// removing. Returns how many of the files are left.
     fn remove_orphans(&self, unseen: usize) -> Result<usize> {
         if unseen == 0 {
             return Ok(0);

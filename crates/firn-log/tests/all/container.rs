@@ -358,7 +358,7 @@ fn a_host_that_dies_leaves_whole_changes() {
     }
 }
 
-/// Of two concurrent syncs each makes durable what was written before it began. A write that did not end before a sync
+/// Each of two concurrent syncs makes durable what was written before it began. A write that did not end before a sync
 /// began is made durable by the next sync.
 #[test]
 fn regression_a_sync_beside_a_sync_or_a_write_counts_only_what_was_written() {

@@ -94,7 +94,7 @@ fn request_in_any_context(socket: &Token, request: &Request) -> Result<Reply, Ca
     }
 }
 
-/// Returns the inode number and the generation of the file at a path, from the handle that tmpfs gives
+/// Returns the inode number and the generation of the file at a path, from the handle that tmpfs returns
 /// (name_to_handle_at(2)). Returns `None` for another file system.
 fn handle_of(dir: c_int, path: *const libc::c_char, flags: c_int) -> Option<(u64, u32)> {
     #[repr(C)]
