@@ -57,7 +57,7 @@ pub enum SpillFault {
     },
     /// Another file is there that is no spill file.
     #[error(
-        "{} exists and is not a spill file of Firn ({source}): choose another path with spill, or remove the file",
+        "{} exists and is no spill file of Firn ({source}): choose another path with spill, or remove the file",
         quoted_path(path)
     )]
     NotSpill {

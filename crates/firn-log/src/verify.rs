@@ -141,8 +141,8 @@ impl fmt::Display for Fault {
             ),
             Self::Unfinished => write!(
                 f,
-                "its removal is unfinished: unless a live host finishes it, the next mount, `firn recover` or \
-                 `firn flatten --backing` does"
+                "its file has been removed or flattened, and the container is left: unless a live host removes it, \
+                 the next mount, `firn recover` or `firn flatten --backing` does"
             ),
         }
     }

@@ -43,9 +43,9 @@ named! {
 named! {
     /// A file, directory or process under a name of Firn that belongs to another user or that others may change.
     Distrust, DISTRUSTS, DISTRUST_NAMES:
-    Directory = "the runtime directory belongs to another user, is open to others, or is not a directory",
+    Directory = "the runtime directory is not a directory that belongs to you and is closed to others",
     File = "a file in the runtime directory is not one that only you may change",
-    Peer = "a process of another user listens on the socket of firnd",
+    Peer = "another user's process listens on the socket of firnd",
     Relative = "FIRN_RUNTIME_DIR is not an absolute path of at most 85 bytes",
 }
 
