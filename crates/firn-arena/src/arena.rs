@@ -9,10 +9,11 @@
 //! * `lingering`: clients that may still store bytes after their lease ended;
 //! * `listeners`: the callbacks for freed memory and for pressure.
 //!
-//! The modules `create`, `attach`, `lease`, `publish`, `moves` and `client` implement what needs several parts.
+//! The modules `create`, `attach`, `lease`, `publish`, `moves` and `client` implement the operations that need several
+//! parts.
 //!
-//! Lock order: a move of a chunk holds the mover's lock of `spill` and locks the pool in it. No other two locks are held
-//! together.
+//! Lock order: a thread that moves a chunk holds the mover's lock of `spill`, and then locks the pool. No thread holds
+//! any other two of these locks together.
 
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
@@ -101,11 +102,12 @@ impl Arena {
             len: 2 * self.geometry.journal_half_bytes,
         }
     }
-    /// Has `f` called whenever a slab or memory was freed.
+    /// Sets the callback `f`, which is called whenever a slab or memory was freed.
     pub fn on_free(&self, f: impl Fn() + Send + Sync + 'static) {
         self.listeners.set_freed(Box::new(f));
     }
-    /// Has `f` called when a writer takes memory while more than `slots` slots are in use, and when it finds none free.
+    /// Sets the callback `f`, which is called when a writer takes memory while more than `slots` slots are in use, and
+    /// when a writer finds no free memory.
     pub fn on_pressure(&self, slots: u32, f: impl Fn() + Send + Sync + 'static) {
         self.listeners.set_pressure(slots, Box::new(f));
     }
@@ -116,7 +118,7 @@ impl Arena {
             .fetch_add(1, Ordering::AcqRel)
             + 1
     }
-    /// Counts one more lifetime of firnd on this arena. Returns its number; the first is 1.
+    /// Raises the epoch, which counts the firnds that the arena has had. Returns the new epoch; the first is 1.
     pub fn begin_epoch(&self) -> u64 {
         self.map
             .u64(state_word::EPOCH)
@@ -155,7 +157,8 @@ impl Arena {
         while offset < end && go_on() {
             let len = (end - offset).min(POPULATE_BYTES);
             let populated = self.map.populate(offset, len);
-            // With memory files, an error is expected: a file that programs read ends with its last byte, inside its last slot.
+            // With memory files, an error is expected: a memory file that programs read ends inside its last slot, and
+            // no memory can be allocated beyond that end.
             if self.memory_file_figures().files == 0 {
                 populated?;
             }

@@ -23,7 +23,7 @@ use crate::tables::Tables;
 pub struct Report {
     /// The checked superblock of the arena.
     pub superblock: Superblock,
-    /// The stored epoch, which counts the lifetimes of firnd.
+    /// The stored epoch, which counts the firnds that the arena has had.
     pub epoch: u64,
     /// Id of the process that last had the arena attached.
     pub holder_pid: u32,

@@ -1,7 +1,7 @@
-//! Leases of client processes: with one, a client writes to the arena by itself, without a request to firnd.
+//! Leases of client processes: with a lease, a client writes to the arena itself, without a request to firnd.
 //!
-//! A client stores bytes into its leased slab and publishes piece records for them. firnd reads the records, accepts
-//! those that keep to the lease, and only firnd ends a lease.
+//! A client stores bytes into its leased slab and publishes piece records for them. firnd reads the records and accepts
+//! those that obey the rules of the lease. Only firnd ends a lease.
 //!
 //! Terms
 //! * The *seal* is the last word of a piece record. The record is published once its seal matches the lease.
@@ -10,9 +10,9 @@
 //!
 //! Promises
 //! * firnd accepts every record that a client published before the end of its lease, and none after it.
-//! * A slab is not used again while a client may still store bytes into it. This holds if the client is stopped (SIGSTOP) in
-//!   a copy, and if it outlives the firnd that granted the lease.
-//! * firnd checks each record against the lease before it uses the record. A client can spoil its own bytes and no others.
+//! * A slab is not used again while a client may still store bytes into it. This also holds if the client is stopped
+//!   (SIGSTOP) in the middle of a copy, or outlives the firnd that granted the lease.
+//! * firnd checks each record against the lease before it uses the record. A client can damage only its own bytes.
 //!
 //! Relies on: clients publish the records of a slab in order, as firn-direct's `slab_writer` does and explains.
 //! docs/FORMAT.md says what a crash leaves.
@@ -30,7 +30,8 @@ use crate::lingering::{LingeringWriter, take_writer_word};
 use crate::map::crash_point;
 use crate::refs::{PieceRef, SlabRef};
 
-/// A client's right to fill a slab. It ends with [`Arena::end_client`]: a dropped one would keep its slab for ever.
+/// A client's right to fill a slab. It ends with [`Arena::end_client`]: if it is dropped, its slab remains in use for
+/// ever.
 #[derive(Debug)]
 #[must_use = "a lease that is dropped keeps its slab for ever"]
 pub struct ClientLease {
@@ -68,11 +69,12 @@ pub struct AcceptedBytes {
     pub len: u32,
     /// Sequence number of the piece.
     pub sequence: u64,
-    /// The time of the write as the client gives it, in nanoseconds since 1970. It is not checked: the caller limits it.
+    /// Time of the write according to the client, in nanoseconds since 1970. firnd has not checked it: the caller
+    /// limits it.
     pub modified: u64,
 }
 
-/// This record breaks the rules of its client's lease. What the client published before it stays accepted.
+/// The record breaks the rules of its client's lease. Records that the client published before it remain accepted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("a client's piece record {} of chunk {} breaks the rules of its lease", .0.record, .0.slab.chunk)]
 pub struct InvalidRecord(pub PieceRef);
@@ -99,8 +101,8 @@ impl ClientLease {
 }
 
 impl Arena {
-    /// Leases a slab to process `pid` for the file `file_id`, near `cpu`: of `class`, or of a smaller class if no such
-    /// slab is free. `None` means that no slab is free.
+    /// Leases a slab near `cpu` to process `pid`, for the file `file_id`. The slab is of `class`, or of a smaller class
+    /// if no slab of `class` is free. `None` means that no slab is free.
     pub fn lease_client(
         &self,
         class: Class,
@@ -297,7 +299,8 @@ impl Arena {
 
     /// Ends the lease: when this returns, the client can publish nothing more, and `sink` got all that it published.
     ///
-    /// After [`InvalidRecord`] the lease is ended as well. The record that breaks the rules and all later ones are made void.
+    /// If this fails with [`InvalidRecord`], the lease is ended as well. The record that breaks the rules and all later
+    /// ones are void.
     pub fn revoke_client(
         &self,
         lease: &mut ClientLease,
@@ -336,7 +339,7 @@ impl Arena {
         sink: &mut dyn FnMut(AcceptedBytes),
     ) -> Result<(), InvalidRecord> {
         let generation = lease.lease.generation();
-        // A client can win this race once for each record, if it keeps to the rules.
+        // A client that obeys the rules can win this race at most once for each record.
         for _ in 0..=lease.record_count {
             self.freeze_client(lease, sink)?;
             if lease.accepted == lease.record_count {
@@ -361,14 +364,15 @@ impl Arena {
         Err(InvalidRecord(lease.record_ref(lease.accepted)))
     }
 
-    /// Takes from the client the right to begin to store bytes. Leaves `is_stopped` false if the client is storing some now.
+    /// Revokes the client's right to begin to store bytes. `is_stopped` remains false if the client is storing bytes
+    /// now.
     fn revoke_writer_word(&self, lease: &mut ClientLease) {
         crash_point();
         lease.is_stopped = take_writer_word(&self.tables, lease.slab(), lease.lease.generation());
     }
 
-    /// Gives back a revoked lease. The slab is freed when nothing in it is pending and the client can no longer store
-    /// bytes into it. Until then a client in the middle of a copy is listed as lingering.
+    /// Returns a revoked lease to the arena. The slab is freed when nothing in it is pending and the client can no
+    /// longer store bytes into it. Until then a client in the middle of a copy is listed as lingering.
     pub fn end_client(&self, mut lease: ClientLease) {
         assert!(lease.is_revoked, "a lease is revoked before it ends");
         if !lease.is_stopped {

@@ -1,8 +1,9 @@
 //! Creates a new arena: its file with all memory allocated, the first journal and the superblock.
 //!
 //! Promises
-//! * The file gets its name last. So each arena that has a name can be attached, and a crash before leaves none.
-//! * The memory is allocated here: a file system without room is an error of the mount, never a later SIGBUS.
+//! * The file gets its name last. So each arena that has a name can be attached, and an earlier crash leaves no arena.
+//! * All memory is allocated here. If the file system has too little room, the mount fails, and no process gets a
+//!   SIGBUS later.
 //! * An existing file of that name is left alone, and the call fails.
 //!
 //! Relies on: the file system creates files without a name (O_TMPFILE). Where it cannot, the file is called
@@ -38,8 +39,8 @@ pub struct Identity {
     pub ino: u64,
 }
 
-/// Asks the kernel to take the pages of each NUMA node's slots from that node's memory. This is advice: where it fails,
-/// a warning is logged and the slots are leased as if it had not.
+/// Asks the kernel to allocate the pages of each NUMA node's slots in that node's memory. This is only a hint: if the
+/// call fails, a warning is logged, and the slots are leased all the same.
 pub(crate) fn prefer_numa_nodes(map: &Map, geometry: &Geometry, topology: &Topology) {
     if topology.count() == 1 {
         return;
@@ -99,7 +100,7 @@ impl Arena {
                 source,
             }
         };
-        // A firnd that crashed may have left a file under this name. No firnd that runs uses it.
+        // A firnd that crashed may have left a file under this name. No running firnd uses the file.
         let unfinished = path.with_extension("unfinished");
         let _ = rustix::fs::unlink(&unfinished);
         let new_file = NewFile::create(path, &unfinished).map_err(io("create it"))?;
@@ -112,7 +113,7 @@ impl Arena {
                 if naming.is_err() && arena.spill.file().is_some() {
                     let _ = rustix::fs::unlink(spill);
                 }
-                naming.map_err(io("give it its name"))?;
+                naming.map_err(io("link it to its name"))?;
                 Ok(arena)
             });
         if created.is_err() && is_named {
@@ -130,7 +131,7 @@ impl Arena {
         spill: &Path,
         topology: &Topology,
     ) -> Result<Self, ArenaError> {
-        // Read before the allocation: one that fails may have allocated a part.
+        // Read before the allocation, because a failed allocation may have used up a part of the free bytes.
         let free_bytes = rustix::fs::fstatvfs(&file).map_or(0, |fs| fs.f_bavail * fs.f_frsize);
         let failed = |what| {
             move |reason| {
@@ -150,7 +151,7 @@ impl Arena {
                 }
             }
         };
-        rustix::fs::ftruncate(&file, geometry.file_bytes()).map_err(failed("size it"))?;
+        rustix::fs::ftruncate(&file, geometry.file_bytes()).map_err(failed("set its length"))?;
         let map = Map::new(path, file, geometry.file_bytes(), true)
             .map_err(|error| failed("map it")(error.errno()))?;
         let map = Arc::new(map);
@@ -248,8 +249,8 @@ fn give_name(
     }
 }
 
-/// Returns a random identity for the arena. A source that fails is an error, and so is one that gives only zeros: two
-/// arenas with an identity of zeros could not be told apart.
+/// Returns a random identity for the arena. Fails if the random source fails or returns only zeros: two arenas with an
+/// identity of zeros could not be distinguished.
 fn random_uuid(
     fill: impl FnOnce(&mut [u8]) -> Result<(), getrandom::Error>,
 ) -> Result<[u8; 16], Errno> {

@@ -8,7 +8,9 @@ use crate::refs::{PieceRef, SlabRef};
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Damage {
     /// The class word of a chunk is invalid.
-    #[error("chunk {chunk}: class word {word:#010x} is none; its pieces cannot be found")]
+    #[error(
+        "chunk {chunk}: class word {word:#010x} is invalid; pieces of this chunk cannot be found"
+    )]
     ClassWord {
         /// Index of the chunk.
         chunk: u32,
@@ -17,7 +19,7 @@ pub enum Damage {
     },
     /// The home word of a chunk is invalid for this chunk, so its data cannot be found.
     #[error(
-        "chunk {chunk}: home word {word:#018x} is none of its own; the data of its pieces cannot be found"
+        "chunk {chunk}: home word {word:#018x} is invalid for this chunk; the data of its pieces cannot be found"
     )]
     HomeWord {
         /// Index of the chunk.
@@ -58,7 +60,11 @@ pub enum Damage {
         reason: String,
     },
     /// The state word of a slab is invalid.
-    #[error("chunk {} slab {}: state word {word:#010x} is none; its records were read all the same", slab.chunk, slab.slab)]
+    #[error(
+        "chunk {} slab {}: state word {word:#010x} is invalid; the slab's records were read nevertheless",
+        slab.chunk,
+        slab.slab
+    )]
     SlabState {
         /// The damaged slab.
         slab: SlabRef,
@@ -66,7 +72,7 @@ pub enum Damage {
         word: u32,
     },
     /// The publish counter of a slab exceeds the number of its records.
-    #[error("chunk {} slab {}: publish counter {published} exceeds {max}", slab.chunk, slab.slab)]
+    #[error("chunk {} slab {}: publish counter {published} exceeds the slab's {max} records", slab.chunk, slab.slab)]
     PublishCounter {
         /// The damaged slab.
         slab: SlabRef,

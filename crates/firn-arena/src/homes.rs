@@ -1,4 +1,4 @@
-//! Where the data of each chunk is now, and a gate that holds moves and accesses apart.
+//! The slot that has the data of each chunk, and a gate that separates moves of a chunk from accesses to its bytes.
 //!
 //! Terms
 //! * The *home* of a chunk is the slot, of memory or of the spill file, that has its data.
@@ -10,7 +10,8 @@
 //! Each chunk has one guard word in firnd's memory: two flags and the count of threads inside. A move goes through
 //! three states
 //! * it sets COPYING and copies the bytes: readers still enter and leave, threads that change bytes are refused;
-//! * it sets CLOSED and waits until no thread is inside: threads that come wait, for at most [`CLOSE_TIMEOUT`];
+//! * it sets CLOSED and waits until no thread is inside: threads that want to enter wait, for at most
+//!   [`CLOSE_TIMEOUT`];
 //! * it stores the new home and clears both flags.
 
 use std::collections::HashMap;
@@ -29,8 +30,8 @@ const COPYING: u32 = 1 << 30;
 /// Bits of a guard word that count the threads inside.
 const INSIDE: u32 = COPYING - 1;
 
-/// The longest time that a move waits for the threads inside. A read of a piece takes less. A write to the backing may take
-/// any time: then the move gives up, and the chunk moves later.
+/// The longest time that a move waits for the threads inside. A read of a piece takes less. A write to the backing may
+/// take longer: then the move is abandoned, and the chunk moves later.
 const CLOSE_TIMEOUT: Duration = Duration::from_millis(2);
 
 /// Home word of a chunk that is free or whose home is unknown.
@@ -44,7 +45,7 @@ struct ChunkGate {
     home: AtomicU32,
     /// Two flags and the count of threads inside.
     guard: AtomicU32,
-    /// How many uses without a time limit there are. Each counts as a thread inside, too.
+    /// Number of uses without a time limit. Each of them also counts as a thread inside.
     held: AtomicU32,
 }
 
@@ -169,7 +170,7 @@ impl Homes {
         true
     }
 
-    /// Ends a move, done or given up: opens the gate and permits changes.
+    /// Ends a move that is complete or abandoned: opens the gate and permits changes.
     pub(crate) fn open(&self, chunk: u32) {
         let guard_before = self
             .guard(chunk)
@@ -183,8 +184,8 @@ impl Homes {
 
 /// Reads the home of each chunk in use from its table, for an attach or a check. The index is the chunk.
 ///
-/// A home word that is not valid is damage. Two chunks that name the same slot are both damaged, because no one can
-/// say which of them owns it.
+/// A home word that is not valid is damage. Two chunks that name the same slot are both damaged, because it is unknown
+/// which of them owns the slot.
 pub(crate) fn read_homes(tables: &Tables, damage: &mut Vec<Damage>) -> Vec<Option<Home>> {
     let geometry = tables.geometry();
     let read_word = |chunk| tables.home(chunk).load(Ordering::Acquire);

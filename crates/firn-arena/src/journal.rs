@@ -1,13 +1,13 @@
 //! The journal: metadata records that are appended to a byte region, and replayed from it after a crash.
 //!
-//! The region has two halves, of which one is active. Records are appended to the active half. When it is full, a *snapshot*
-//! is written to the other half: the state that the records give (the [`Ledger`]), as a new list of records. One store of the
-//! header makes that half the active one.
+//! The region has two halves, of which one is active. Records are appended to the active half. When it is full, a
+//! *snapshot* is written to the other half: the state that results from the records (the [`Ledger`]), as a new list of
+//! records. One store of the header makes that half the active one.
 //!
 //! Promises
 //! * A record whose append returned is replayed after the death of the process. A record that was being appended is replayed
 //!   completely or not at all.
-//! * The ledger in memory always equals the ledger that a replay gives, because [`Ledger::apply`] makes both.
+//! * The ledger in memory always equals the ledger that results from a replay, because [`Ledger::apply`] computes both.
 //! * An append that does not fit, even after a snapshot, changes nothing and returns an error. An append that begins something
 //!   also fails if a snapshot would gain less than 1/64 of a half. So snapshots take a bounded share of the time.
 

@@ -3,7 +3,7 @@
 //! Life of a lease
 //! 1. [`Arena::lease_slab`] takes a free slab from the pool, near the writer's CPU, and stores a new generation for it.
 //! 2. The writer reserves room, stores bytes and publishes pieces (`publish`).
-//! 3. [`Arena::seal_slab`] ends the lease. The slab takes no more bytes, and is freed when nothing in it is pending.
+//! 3. [`Arena::seal_slab`] ends the lease. The slab accepts no more bytes, and is freed when nothing in it is pending.
 //!
 //! Invariants
 //! * A slab has one lease at a time. Piece records of earlier leases have another generation and count for nothing.
@@ -22,7 +22,8 @@ use crate::pool::{TakenSlab, numa_node_of};
 use crate::refs::{PieceRef, SlabRef};
 use crate::uses::PIN;
 
-/// A writer's right to fill a slab. It ends with [`Arena::seal_slab`]: a dropped one would keep its slab for ever.
+/// A writer's right to fill a slab. It ends with [`Arena::seal_slab`]: if it is dropped, its slab remains in use for
+/// ever.
 #[derive(Debug)]
 #[must_use = "a lease that is dropped keeps its slab for ever"]
 pub struct Lease {
@@ -32,14 +33,14 @@ pub struct Lease {
 }
 
 impl Arena {
-    /// Leases a slab near the CPU of this thread: of `class`, or of a smaller class if no such slab is free. `None`
-    /// means that no slab is free.
+    /// Leases a slab near the CPU of this thread. The slab is of `class`, or of a smaller class if no slab of `class`
+    /// is free. `None` means that no slab is free.
     pub fn lease_slab(&self, class: Class) -> Option<Lease> {
         self.lease_slab_near(class, None)
     }
 
-    /// Leases a slab as [`Arena::lease_slab`] does, but near `cpu` if that is given. A slab of `class` on a far NUMA node is
-    /// preferred to a smaller slab on a near one.
+    /// Leases a slab as [`Arena::lease_slab`] does, but near `cpu` if it is not `None`. A slab of `class` on a far NUMA
+    /// node is preferred to a smaller slab on a near one.
     pub fn lease_slab_near(&self, class: Class, cpu: Option<u32>) -> Option<Lease> {
         self.free_lingering_slabs();
         if self.pool.lock().wants_idle_slot() {
@@ -126,7 +127,7 @@ impl Arena {
         self.uses.is_only_leased(lease.slab)
     }
 
-    /// Returns the bytes of memory that each writer could lease if there were one more. Half of the memory is for
+    /// Returns the share of memory for each lease if there were one lease more, in bytes. Half of the memory is for
     /// leases; the other half is for data that waits for the drain.
     pub fn share_bytes(&self) -> u64 {
         self.geometry.data_bytes() / 2 / (u64::from(self.uses.leased()) + 1)
@@ -149,7 +150,7 @@ impl Arena {
         self.end_lease(slab);
     }
 
-    /// Ends the lease of a slab that its writer can no longer touch.
+    /// Ends the lease of a slab into which its writer can store no more bytes.
     pub(crate) fn end_lease(&self, slab: SlabRef) {
         let mut pool = self.pool.lock();
         let may_move = pool.end_lease(slab.chunk);

@@ -15,7 +15,7 @@
 //!
 //! Relies on
 //! * The file lies on a file system whose pages survive processes (tmpfs, hugetlbfs, DAX).
-//! * At most one firnd has it attached at a time (the daemon's lock).
+//! * At most one firnd has the arena attached at a time (the daemon's lock).
 
 mod arena;
 mod attach;
@@ -91,9 +91,9 @@ pub enum ArenaError {
     /// The spill file cannot be created or opened.
     #[error(transparent)]
     Spill(#[from] SpillFault),
-    /// The file is not one that only this user could have made.
+    /// The file is not a regular file, or another user could have made or changed it.
     #[error(
-        "arena {path} {reason}; Firn reads nothing from it: remove it, or give another place with arena-dir"
+        "arena {path} {reason}; Firn reads nothing from it: remove it, or choose another directory with arena-dir"
     )]
     Distrusted {
         /// The file.

@@ -1,8 +1,8 @@
 //! Clients that may still store bytes into a slab although their lease is over.
 //!
 //! Promises
-//! * A slab is not used again while a client may still store bytes into it. So a client that was stopped in the middle
-//!   of a copy does no harm, nor does one whose firnd died.
+//! * A slab is not used again while a client may still store bytes into it. So a client does no harm if it was stopped
+//!   in the middle of a copy, or if its firnd died.
 //! * After [`revoke_all`], no client publishes a record in a lease of an earlier firnd.
 //!
 //! Relies on: a caller that adds a slab here has pinned it, and unpins it when [`LingeringWriters::take_gone`] returns
@@ -78,7 +78,7 @@ impl LingeringWriters {
     }
 }
 
-/// Takes a client's right to store bytes. Returns false if the client is storing bytes at this moment.
+/// Revokes a client's right to store bytes. Returns false if the client is storing bytes at this moment.
 pub(crate) fn take_writer_word(tables: &Tables, slab: SlabRef, generation: u64) -> bool {
     let idle = writer_idle(generation);
     let taken = tables
@@ -106,8 +106,8 @@ fn is_alive(pid: u32) -> bool {
     }
 }
 
-/// Revokes, for an attach and before any record is read, all client leases and all lists that readers have. `classes`
-/// names the chunks that are cut, with their class. Returns the clients that may be storing bytes now.
+/// Revokes all client leases, and all chunk lists that readers have. An attach calls this before it reads any record.
+/// `classes` lists the chunks that are divided, with their class. Returns the clients that may be storing bytes now.
 pub(crate) fn revoke_all(tables: &Tables, classes: &[(u32, Class)]) -> Vec<LingeringWriter> {
     for index in 0..WORDS_COUNT {
         let word = tables.geometry().word_offset(index);
@@ -130,8 +130,8 @@ fn revoke_slab(tables: &Tables, slab: SlabRef, class: Class) -> Option<Lingering
     }
     let generation = tables.generation(slab).load(Ordering::Acquire);
     crash_point();
-    // Once before the writer word is cleared: a crash after that would leave these records valid for ever. Once after it:
-    // the client may have published more in between.
+    // Called before the writer word is cleared, because a crash after that would leave these records valid for ever.
+    // Called again after it, because the client may have published more in between.
     void_beyond_max(tables, slab, class, generation);
     let stopped = take_writer_word(tables, slab, generation);
     void_beyond_max(tables, slab, class, generation);
@@ -148,8 +148,8 @@ fn revoke_slab(tables: &Tables, slab: SlabRef, class: Class) -> Option<Lingering
     })
 }
 
-/// Voids records that `Arena::take_client` would refuse because they end beyond the largest offset. As pending bytes
-/// they could be neither drained nor dropped.
+/// Voids records that `Arena::accept_published` would refuse because they end beyond the largest offset. As pending
+/// bytes they could be neither drained nor dropped.
 fn void_beyond_max(tables: &Tables, slab: SlabRef, class: Class, generation: u64) {
     let bytes = tables.bytes_of(class, slab.slab);
     for record in tables.records_of(class, slab.slab) {
@@ -164,7 +164,7 @@ fn void_beyond_max(tables: &Tables, slab: SlabRef, class: Class, generation: u64
             tracing::warn!(
                 ?slab,
                 record,
-                "a client recorded bytes beyond the largest offset; they are dropped"
+                "a client published a piece beyond the largest file offset; the piece is dropped"
             );
             crash_point();
             tables
@@ -193,7 +193,7 @@ fn poison_slab(tables: &Tables, slab: SlabRef, class: Class, generation: u64) {
             records.next();
             continue;
         }
-        // The exchange fails if the client publishes the record at this instant: then the loop looks at it again.
+        // The exchange fails if the client publishes the record at this instant. Then the loop reads the record again.
         let poisoned = seal.compare_exchange(
             seal_before,
             poison_seal(generation),

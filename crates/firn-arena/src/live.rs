@@ -1,4 +1,4 @@
-//! The live table of a mount: what a later firnd needs to go on with the mount if this one dies.
+//! The live table of a mount: the state that the next firnd needs to take over the mount if this one dies.
 //!
 //! The table is a mapped file beside the arena, so it outlives firnd. It notes the nodes that the kernel knows, open
 //! handles, requests under way, transactions and file locks.
@@ -10,7 +10,7 @@
 //! Promises
 //! * If firnd dies at any instant, [`LiveTable::open`] finds everything that was noted. A node is found at each instant of
 //!   its move to another name. A half-written cell does not count.
-//! * An entry for which there is no room is counted ([`LiveTable::lost`]), and the mount goes on without it.
+//! * An entry for which there is no room is counted ([`LiveTable::lost`]), and the mount continues without it.
 //! * Numbers that are read from the file are checked (`firn_format::live`).
 //!
 //! Relies on: only the firnd that has the arena has the table open.
@@ -33,9 +33,9 @@ use rustix::io::Errno;
 use crate::ArenaError;
 use crate::map::Map;
 
-/// Most cells of a table: 512 MiB of address space. Only used cells have memory.
+/// Maximum number of cells of a table: 512 MiB of address space. Only used cells have memory.
 const CELLS_MAX: u32 = 1 << 22;
-/// Number of cells by which a table grows at least: 64 KiB.
+/// Minimum number of cells by which a table grows: 64 KiB.
 const GROW_CELLS_MIN: u32 = 512;
 /// Length of the seal at the start of a cell.
 const SEAL_BYTES: usize = 4;
@@ -136,8 +136,8 @@ impl LiveTable {
         })
     }
 
-    /// Opens the table of a firnd that died. This firnd goes on to write to it. An entry counts as known to this firnd only
-    /// after [`LiveTable::adopt_node`] or one of the other `adopt` functions.
+    /// Opens the table of a firnd that died. From now on this firnd writes to the table. An entry belongs to this firnd
+    /// only after [`LiveTable::adopt_node`] or one of the other `adopt` functions.
     pub fn open(path: &Path) -> Result<(Self, Left), LiveTableError> {
         let file = open_private_file(CWD, path, OFlags::RDWR)?;
         let len = rustix::fs::fstat(&file)?.st_size as u64;
@@ -194,7 +194,7 @@ impl LiveTable {
         cells.free = free;
     }
 
-    /// Makes the table valid: from now on it counts.
+    /// Stores the header. From now on the table is valid, so that the next firnd takes over from it.
     pub fn seal(&self, header: &Header) -> Result<(), LiveTableError> {
         let bytes = header.encode().ok_or(Errno::NAMETOOLONG)?;
         self.map.write(0, &bytes);
@@ -247,8 +247,8 @@ impl LiveTable {
         HEADER_BYTES as u64 + u64::from(self.cells.lock().allocated) * CELL_BYTES as u64
     }
 
-    /// Counts a takeover that begins, and returns the new count. It tells numbers that this firnd gives from those of earlier
-    /// ones.
+    /// Counts a takeover that begins, and returns the new count. The count distinguishes numbers that this firnd
+    /// assigns from those that earlier firnds assigned.
     pub fn count_takeover(&self) -> u64 {
         let count = self.takeovers() + 1;
         self.set_word(word::TAKEOVERS, count);
@@ -267,7 +267,7 @@ impl LiveTable {
         self.set_word(word::LOST, lost);
         if lost == 1 {
             tracing::warn!(
-                "the live table finds no room: if firnd dies, open files that are not in it are lost to their programs"
+                "the live table is full: if firnd dies, programs lose the open files that are not in the table"
             );
         }
     }
@@ -308,7 +308,7 @@ impl LiveTable {
         cells.free.extend_from_slice(unused);
     }
 
-    /// Takes a free cell; lets the table grow if necessary. `None`: there is no room, which is counted.
+    /// Takes a free cell. The table grows if necessary. Returns `None`, and counts the lost entry, if there is no room.
     fn take_cell(&self, cells: &mut Cells) -> Option<u32> {
         if let Some(cell) = cells.free.pop() {
             return Some(cell);
@@ -330,7 +330,7 @@ impl LiveTable {
         Some(cells.end - 1)
     }
 
-    /// Takes this number of free cells, or none.
+    /// Takes `count` free cells, or none of them.
     fn take_cells(&self, cells: &mut Cells, count: usize) -> Option<Vec<u32>> {
         let mut taken = Vec::with_capacity(count);
         for _ in 0..count {
@@ -385,7 +385,7 @@ impl LiveTable {
             .store(node.lookups, Ordering::Release);
     }
 
-    /// Notes that the kernel has given back all look-ups of a node.
+    /// Notes that the kernel has released all look-ups of a node.
     pub fn forget_node(&self, id: u64) {
         let mut cells = self.cells.lock();
         if let Some(entry) = cells.nodes.get_mut(&id) {
@@ -555,7 +555,7 @@ impl LiveTable {
         self.end_use(&mut cells, node);
     }
 
-    /// Counts one use of a node less.
+    /// Takes one use off the count of a node.
     fn end_use(&self, cells: &mut Cells, node: u64) {
         if let Some(entry) = cells.nodes.get_mut(&node) {
             entry.uses -= 1;
@@ -595,7 +595,7 @@ impl LiveTable {
         }
     }
 
-    /// Notes a transaction, before its owner hears that it has begun.
+    /// Notes a transaction, before its owner is informed that the transaction has begun.
     pub fn note_transaction(&self, transaction: Transaction) {
         let mut cells = self.cells.lock();
         let Some(cell) = self.take_cell(&mut cells) else {
@@ -685,10 +685,11 @@ impl LiveTable {
             .collect()
     }
 
-    /// Notes the file locks that are held by means of a lock file. They replace those that were noted before.
+    /// Notes the file locks that are held by means of a lock file. They replace those that were noted for this lock
+    /// file.
     ///
     /// New locks are noted before the others are removed, so at each instant the table has all locks that are noted
-    /// both before and after this call. Returns false if there is no room; the locks from before then stay noted too.
+    /// both before and after this call. Returns false if there is no room; the earlier locks then remain noted too.
     #[must_use]
     pub fn set_file_locks(&self, lock_file: u64, locks: &[FileLock]) -> bool {
         let mut cells = self.cells.lock();
@@ -720,7 +721,7 @@ impl LiveTable {
         has_room
     }
 
-    /// Removes the notes of file locks for which `goes_on` is false.
+    /// Removes the notes of file locks for which `goes_on` is false, which end.
     pub fn retain_file_locks(&self, goes_on: impl Fn(&FileLock) -> bool) {
         let mut cells = self.cells.lock();
         let mut unused = Vec::new();
@@ -754,7 +755,7 @@ fn undone_cell(stored: &Stored<UndoneScope>) -> (UndoneScope, u32) {
     (stored.entry, stored.cells[0])
 }
 
-/// Size of the mapping: that of the largest table.
+/// Returns the size of the mapping, which has room for the largest table.
 fn mapped_bytes() -> u64 {
     LiveTable::offset_of(CELLS_MAX)
 }
@@ -955,7 +956,7 @@ mod tests {
             stored.map(|stored| stored.entry).collect::<Vec<_>>()
         };
         assert!(table.set_file_locks(4, &[lock(0, 9), lock(20, 29)]));
-        // A probe sees each store: no byte that stays locked is ever missing.
+        // The probe copies the table at each store. No copy may lack a byte that is locked before and after the call.
         let copy = dir.path().join("copy");
         let (from, to) = (path.clone(), copy.clone());
         let stores = std::rc::Rc::new(std::cell::RefCell::new(Vec::new()));

@@ -137,8 +137,8 @@ impl Map {
 
     pub(crate) fn u64(&self, offset: u64) -> &AtomicU64 {
         assert_eq!(offset % 8, 0);
-        // SAFETY: the word is in range and aligned. Every access to it is atomic, because only this function gives out words of
-        // 8 bytes.
+        // SAFETY: the word is in range and aligned. Every access to it is atomic, because only this function returns
+        // words of 8 bytes.
         unsafe { AtomicU64::from_ptr(self.address(offset, 8).cast()) }
     }
 
@@ -165,7 +165,7 @@ impl Map {
     }
 
     /// Allocates memory for a range now, in huge pages if the kernel can: cold 4 KiB pages halve the copy speed
-    /// (docs/PERFORMANCE.md). An error only if there is no memory; without huge pages it succeeds.
+    /// (docs/PERFORMANCE.md). Fails only if there is no memory; it succeeds without huge pages.
     pub(crate) fn populate(&self, offset: u64, len: u64) -> rustix::io::Result<()> {
         self.populate_small(offset, len)?;
         self.collapse(offset, len);
@@ -234,8 +234,9 @@ impl Map {
         unsafe { libc::madvise(base, len as usize, MADV_COLLAPSE) };
     }
 
-    /// Asks the kernel to take pages of the range that have no memory yet from NUMA node `id`, or from others if it has none
-    /// left (mbind(2)). For a file on tmpfs this holds for every process that touches the pages.
+    /// Asks the kernel to allocate pages of the range in the memory of NUMA node `id`, or of another node if that one
+    /// is full (mbind(2)). Pages that have memory already are not moved. For a file on tmpfs this holds for every
+    /// process.
     pub(crate) fn prefer_numa_node(
         &self,
         offset: u64,
@@ -325,7 +326,7 @@ impl Medium for JournalRegion {
                 Ok(count) => read_bytes += count,
                 Err(Errno::INTR) => {}
                 Err(_) => {
-                    // Any error: the mapping still has the bytes.
+                    // After any error the bytes are read through the mapping.
                     self.map.read(from, &mut bytes[read_bytes..]);
                     return;
                 }
@@ -355,8 +356,8 @@ impl Medium for JournalRegion {
         )
         .is_err()
         {
-            // The file system makes no holes. Bytes that were never written are zeros already, so only the used ones are
-            // written.
+            // The file system makes no holes, so zeros are written instead. Bytes that were never written are zeros
+            // already, so the write ends with the last used byte.
             let used = self.used(position, len);
             self.map
                 .write(self.offset + position as u64, &vec![0; used]);

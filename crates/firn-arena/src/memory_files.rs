@@ -286,7 +286,7 @@ impl MemoryFiles {
         self.remove_if_unused(&mut table, &file);
     }
 
-    /// Removes a memory file if it has no slot and need not stay.
+    /// Removes a memory file if it has no slot, is not being filled and is not a view.
     ///
     /// The caller has locked the table. Otherwise a new memory file could get the same number between the check and the
     /// removal.
@@ -344,7 +344,7 @@ impl MemoryFiles {
         }
     }
 
-    /// Removes all memory files of this arena from its directory that have no slot and need not stay.
+    /// Removes all memory files of this arena that have no slot, are not being filled and are not views.
     pub(crate) fn remove_unused(&self) {
         let Ok(dir) = self.dir() else { return };
         let names = firn_trust::names_in(dir).unwrap_or_default();
@@ -410,7 +410,7 @@ pub(crate) fn read_lent_slots(
     let chunk_bytes = tables.geometry().chunk_bytes;
     let open_place = |slot, word| {
         let place = MemoryPlace::from_word(word, slot, uuid)
-            .ok_or_else(|| format!("word {word:#018x} is no place of slot {slot}"))?;
+            .ok_or_else(|| format!("place word {word:#018x} is invalid for slot {slot}"))?;
         let name = files.name(place.file);
         let error =
             |reason: String| format!("memory file {}: {reason}", quoted_path(Path::new(&name)));
@@ -464,7 +464,7 @@ pub(crate) fn report_unreadable_slots(
         let reason = match place {
             Ok(place) if place.bytes >= needed_bytes => continue,
             Ok(place) => format!(
-                "the memory file has {} of {needed_bytes} bytes of it",
+                "the memory file has only {} of the {needed_bytes} bytes needed",
                 place.bytes
             ),
             Err(reason) => reason.clone(),
@@ -755,7 +755,7 @@ impl Arena {
             .map_back(offset, bytes)
             .and_then(|()| self.map.populate_huge(offset, bytes));
         if let Err(errno) = moved {
-            tracing::warn!(%errno, slot, "no memory for a slot that a memory file had: it is tried again");
+            tracing::warn!(%errno, slot, "no memory to move a slot back from a memory file; the move is tried again later");
             self.pool.lock().put_stuck_slot(slot);
             return false;
         }

@@ -117,7 +117,8 @@ impl Arena {
     pub fn is_spilled(&self, chunk: u32) -> bool {
         matches!(self.homes.get(chunk), Some(Home::Spill(_)))
     }
-    /// Returns whether the data of a chunk can be read. It looks at what the attach found and reads nothing.
+    /// Returns whether the data of a chunk can be read. The result follows from what the attach found: nothing is read
+    /// now.
     pub fn is_readable(&self, chunk: u32) -> bool {
         match self.homes.get(chunk) {
             Some(Home::Memory(_)) => true,
@@ -277,8 +278,8 @@ impl Arena {
             .map
             .address(self.geometry().slot_offset(memory_slot), existing_len);
         // SAFETY: the bytes are in the mapping. No thread changes them: all pieces of the chunk are sealed, and
-        // `begin_copy` keeps changes in place out. If the chunk is freed during the copy, its slot is not used again before
-        // `abandon_move`.
+        // `begin_copy` prevents changes in place. If the chunk is freed during the copy, its slot is not used again
+        // before `abandon_move`.
         let written = file.write(spill_slot, unsafe {
             std::slice::from_raw_parts(data, existing_len as usize)
         });
@@ -287,7 +288,7 @@ impl Arena {
         // The pool is locked from this check to the store of the new home, so no last piece is released between them.
         let stays_in_memory = !moved || pool.is_emptied();
         if stays_in_memory {
-            // The copy failed, an I/O kept its use of the chunk, or the last piece of the chunk died meanwhile.
+            // The copy failed, an I/O used the chunk for too long, or the last piece of the chunk died meanwhile.
             if let Some(emptied) = pool.abandon_move(written.is_err()) {
                 self.forget_chunk(emptied, &mut pool);
             }

@@ -64,7 +64,7 @@ pub(crate) fn open_arena(
     }
     let mut superblock_bytes = vec![0u8; SUPERBLOCK_BYTES.min(size as usize)];
     rustix::io::pread(&file, &mut superblock_bytes[..], 0).map_err(io("read it"))?;
-    // Checked before the owner and the mode: if the file is no arena at all, that tells the user more.
+    // Checked before the owner and the mode: to a user, "not an arena" is the more useful message.
     let superblock =
         Superblock::decode(&superblock_bytes).map_err(|source| ArenaError::Format {
             path: name(),

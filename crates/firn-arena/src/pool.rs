@@ -2,7 +2,7 @@
 //! file.
 //!
 //! A chunk in use has a slot, in memory or in the spill file. A new chunk needs a free chunk number and a free slot of
-//! memory. There are as many chunk numbers as slots, so a free slot always finds a free number.
+//! memory. There are as many chunk numbers as slots, so whenever a slot is free, a number is free too.
 //!
 //! Terms
 //! * A chunk is *divided* into slabs of one class when it gets a slot.
@@ -83,7 +83,7 @@ struct NumaNode {
 /// Figures of one NUMA node's part of the arena.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NumaNodeFigures {
-    /// Number that the kernel gives the NUMA node.
+    /// The kernel's number of the NUMA node.
     pub id: u32,
     /// Size of the node's slots in bytes.
     pub bytes: u64,
@@ -115,7 +115,7 @@ struct Move {
     chunk: u32,
     /// The slot of the spill file to which the chunk moves.
     spill_slot: u32,
-    /// The chunk's [`Chunk::rests_since`] before the move, for a move that is given up.
+    /// The chunk's [`Chunk::rests_since`] before the move, which is restored if the move is abandoned.
     rested_since: u64,
     /// The chunk's free slabs. No writer may get one during the move.
     free_slabs: Vec<u32>,
@@ -433,8 +433,8 @@ impl Pool {
         Some(taken)
     }
 
-    /// Gives a free chunk a free slot of a NUMA node, and divides it into slabs of a class. Returns the first slab, and
-    /// makes the others free. The caller knows that a chunk and a slot are free.
+    /// Assigns a free slot of a NUMA node to a free chunk, and divides the chunk into slabs of a class. Returns the
+    /// first slab, and makes the others free. The caller has checked that a chunk and a slot are free.
     fn divide_chunk(&mut self, class: Class, numa_node: usize) -> TakenSlab {
         let slot = self.numa_nodes[numa_node]
             .free_slots
@@ -635,7 +635,7 @@ impl Pool {
         }
     }
 
-    /// At attach: makes a slot unusable, because damage hides in which file it is.
+    /// At attach: makes a slot unusable, because its place word is invalid or its memory file cannot be used.
     pub(crate) fn lose_slot(&mut self, slot: u32) {
         let numa_node = numa_node_of(&self.geometry, &self.topology, slot);
         let free = &mut self.numa_nodes[numa_node].free_slots;
@@ -661,8 +661,8 @@ impl Pool {
                 .all(|numa_node| numa_node.free_slots.is_empty())
     }
 
-    /// Gives a free chunk an idle slot, as one slab of the class `Whole`, and leases that slab. Returns `None` if no chunk
-    /// is free, or that the slot is not idle.
+    /// Assigns an idle slot to a free chunk, as one slab of the class `Whole`, and leases that slab. Returns `None` if
+    /// no chunk is free or `slot` is not idle.
     pub(crate) fn take_idle_chunk(&mut self, slot: u32) -> Option<TakenSlab> {
         if self.free_chunks.is_empty() || !self.idle_slots.remove(&slot) {
             return None;
@@ -745,8 +745,8 @@ impl Pool {
         self.free_slot(Home::Memory(slot));
     }
 
-    /// Gives up a move: the chunk stays in memory. Returns the chunk if its last slab was freed during the move, so that it
-    /// is free now.
+    /// Abandons a move: the chunk stays in memory. Returns the chunk if its last slab was freed during the move, so
+    /// that it is free now.
     ///
     /// With `try_slot_last`, the slot of the spill file is used again only after all others, because a write to it failed.
     pub(crate) fn abandon_move(&mut self, try_slot_last: bool) -> Option<u32> {
@@ -776,8 +776,8 @@ impl Pool {
 
     // ---- attach ------------------------------------------------------------------------------
 
-    /// At attach: records that a chunk is in use, with its class and its used slabs. Without a `home`, damage hides where
-    /// its data is, and it counts as spilled, so that no writer gets a slab of it.
+    /// At attach: records that a chunk is in use, with its class and its used slabs. If `home` is `None`, damage has
+    /// made the place of its data unknown. The chunk then counts as spilled, so that no writer gets a slab of it.
     ///
     /// [`Pool::reserve_used`] has made the chunk and its slot unavailable.
     pub(crate) fn adopt_chunk(
@@ -818,9 +818,10 @@ impl Pool {
         self.chunk_mut(chunk).leased += 1;
     }
 
-    /// At attach: makes the chunks and slots unavailable that are in use.
+    /// At attach: makes the chunks and slots that are in use unavailable.
     ///
-    /// They count as lost until [`Pool::adopt_chunk`] takes them. Those that it never takes are damaged, and stay lost.
+    /// They count as lost until [`Pool::adopt_chunk`] takes them. Chunks and slots that it never takes are damaged, and
+    /// remain lost.
     pub(crate) fn reserve_used(
         &mut self,
         is_chunk_used: &dyn Fn(u32) -> bool,

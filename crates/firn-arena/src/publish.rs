@@ -1,4 +1,4 @@
-//! Publishes pieces, and counts what keeps their slabs in use.
+//! Publishes pieces, and counts the uses of slabs.
 //!
 //! Terms
 //! * A *piece* is one recorded append of bytes of one file to a slab. Its record is in the chunk's piece table.
@@ -78,8 +78,8 @@ impl Arena {
         (PieceRef { slab, record }, piece.sequence)
     }
 
-    /// Counts the first `bytes` of a leased slab as used without a record of them, because the backing has them, too.
-    /// Returns a reference for the count only: no recovery finds such a piece.
+    /// Counts the first `bytes` bytes of a leased slab as used, without a piece record, because the backing has them
+    /// too. The returned reference is only for the count: no recovery finds such a piece.
     pub fn use_without_piece(&self, lease: &Lease, bytes: u64) -> PieceRef {
         let slab = lease.slab;
         self.uses.add(slab, bytes);
@@ -106,7 +106,7 @@ impl Arena {
         self.release_uses(piece_ref.slab, u64::from(bytes));
     }
 
-    /// Takes `bytes` of a slab off the count of uses.
+    /// Subtracts `bytes` from the uses of a slab.
     pub fn release_bytes(&self, slab: SlabRef, bytes: u64) {
         self.release_uses(slab, bytes);
     }
@@ -125,9 +125,9 @@ impl Arena {
 
     /// Shortens a piece after its file was truncated. `end`: offset in the chunk where the piece ends from now on.
     ///
-    /// If the file has a memory file, that was truncated too, and an attach reports a record that ends beyond it as damage.
-    /// The seal is one word, so a crash leaves the old length or the new one. Nothing changes if the piece is dead or if
-    /// `end` is not inside it.
+    /// If the file has a memory file, the memory file was truncated too, and an attach reports a record that ends
+    /// beyond its end as damage. The seal is one word, so a crash leaves the old length or the new one. Nothing changes
+    /// if the piece is dead or if `end` is not inside it.
     pub fn shorten_piece(&self, piece_ref: PieceRef, end: u64) {
         let generation = self
             .tables
@@ -192,13 +192,14 @@ impl Arena {
         self.listeners.report_memory_used(memory_used);
     }
 
-    /// Takes `amount` off the uses of a slab. With the last use the slab becomes free, and with its last slab the chunk.
+    /// Subtracts `amount` from the uses of a slab. With the last use the slab becomes free, and with its last slab the
+    /// chunk.
     pub(crate) fn release_uses(&self, slab: SlabRef, amount: u64) {
         if !self.uses.release(slab, amount) {
             return;
         }
         crash_point();
-        // The state is stored before the pool learns of the slab: from then on another thread may lease it.
+        // The state is stored before the pool gets the slab: from then on another thread may lease the slab.
         self.tables.set_state(slab, SlabState::Free);
         let mut pool = self.pool.lock();
         if pool.free_slab(slab.chunk, slab.slab) {

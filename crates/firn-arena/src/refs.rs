@@ -20,7 +20,7 @@ pub struct PieceRef {
     pub record: u32,
 }
 
-/// What the writer of a new piece gives for its record.
+/// The fields of a new piece's record that its writer supplies.
 #[derive(Clone, Copy, Debug)]
 pub struct NewPiece {
     /// The id of the file.

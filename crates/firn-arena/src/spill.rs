@@ -1,8 +1,8 @@
 //! The spill file: space on a local device for chunks of the arena that no longer fit into memory.
 //!
 //! Promises
-//! * When [`SpillFile::write`] succeeds, the bytes are on the device, and not only in the page cache. After a later write
-//!   error the bytes would already be gone from memory.
+//! * When [`SpillFile::write`] succeeds, the bytes are on the device, and not only in the page cache. Otherwise a later
+//!   write error would lose them, because memory no longer has them.
 //! * A file that belongs to another arena is never written to. An existing file is replaced only if it is a spill file whose
 //!   arena is gone.
 //! * The whole file is allocated at its creation, if the file system supports that.
@@ -43,7 +43,7 @@ pub enum SpillFault {
     },
     /// The device has too little space.
     #[error(
-        "spill file {}: no room for {} ({reason}): lower spill-size, or put it elsewhere with spill",
+        "spill file {}: no room for {} ({reason}): lower spill-size, or choose another path with spill",
         quoted_path(path),
         firn_format::quantity::bytes(*need)
     )]
@@ -57,7 +57,7 @@ pub enum SpillFault {
     },
     /// Another file is there that is no spill file.
     #[error(
-        "{} is there and is no spill file of firn ({source}): name another with spill, or remove it",
+        "{} exists and is no spill file of Firn ({source}): choose another path with spill, or remove the file",
         quoted_path(path)
     )]
     NotSpill {
@@ -68,7 +68,7 @@ pub enum SpillFault {
     },
     /// Another user could have made the file.
     #[error(
-        "spill file {} {reason}; Firn reads nothing from it: remove it, or name another with spill",
+        "spill file {} {reason}; Firn reads nothing from it: remove it, or choose another path with spill",
         quoted_path(path)
     )]
     Distrusted {
@@ -79,7 +79,7 @@ pub enum SpillFault {
     },
     /// The file belongs to an existing arena.
     #[error(
-        "spill file {} belongs to arena {}: name another with spill, or recover that arena first",
+        "spill file {} belongs to arena {}: choose another path with spill, or recover that arena first",
         quoted_path(path),
         quoted_path(arena)
     )]
@@ -162,8 +162,8 @@ fn call_fault(path: &Path, what: &'static str) -> impl Fn(Errno) -> SpillFault {
     }
 }
 
-/// Makes a fault from the error of an open. If the path leads to anything but a regular file, that is the fault, whatever
-/// error the kernel gave.
+/// Makes a fault from the error of an open. If the path leads to anything but a regular file, the fault is the kind of
+/// the file, whatever error the kernel returned.
 fn open_fault(path: &Path) -> impl Fn(Errno) -> SpillFault {
     let path = path.to_owned();
     move |errno| {
@@ -243,7 +243,7 @@ impl SpillFile {
             Ok(()) => {}
             // The file system cannot allocate. A full device then shows only when a chunk moves.
             Err(Errno::OPNOTSUPP) => {
-                rustix::fs::ftruncate(&file, need).map_err(call_fault(path, "size it"))?
+                rustix::fs::ftruncate(&file, need).map_err(call_fault(path, "set its length"))?
             }
             Err(reason @ (Errno::NOSPC | Errno::FBIG | Errno::DQUOT)) => {
                 return Err(SpillFault::NoRoom {
@@ -265,7 +265,7 @@ impl SpillFile {
         Ok(Self::assemble(path, file, geometry))
     }
 
-    /// Makes the value for a file that is open for reads.
+    /// Returns the spill file that is open for reads as `cached`.
     fn assemble(path: &Path, cached: OwnedFd, geometry: &Geometry) -> Self {
         let direct = open(path, OFlags::WRONLY | OFlags::DIRECT).ok();
         Self {
@@ -344,7 +344,7 @@ impl SpillFile {
         SPILL_DATA_OFFSET + u64::from(slot) * self.slot_bytes + u64::from(position)
     }
 
-    /// Fills `out` with bytes from `offset` of the file. EIO if the file ends before.
+    /// Fills `out` with bytes from `offset` of the file. Fails with EIO if the file is too short.
     pub fn read(&self, mut offset: u64, mut out: &mut [u8]) -> Result<(), Errno> {
         while !out.is_empty() {
             match rustix::io::pread(&self.cached, &mut *out, offset) {
@@ -424,7 +424,7 @@ fn lock(path: &Path, file: &OwnedFd) -> Result<(), SpillFault> {
     }
 }
 
-/// Removes a spill file whose arena is gone, as after the host lost its memory.
+/// Removes a spill file whose arena is gone, for example because the host lost its memory.
 fn remove_stale(path: &Path) -> Result<(), SpillFault> {
     let file = open(path, OFlags::RDONLY).map_err(open_fault(path))?;
     check_trust(path, file.as_fd())?;

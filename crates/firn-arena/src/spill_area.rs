@@ -33,7 +33,7 @@ impl SpillArea {
     }
 
     /// Returns the spill area of an attached arena. `opened` is the file with the fault that it may have, or the fault
-    /// that kept it from being opened.
+    /// that prevented its opening.
     pub(crate) fn from_opened(opened: Result<(SpillFile, Option<SpillFault>), SpillFault>) -> Self {
         let (file, fault) = match opened {
             Ok((file, fault)) => (Some(Arc::new(file)), fault),

@@ -66,7 +66,8 @@ impl Topology {
         let order = |node: u32| -> Option<Vec<u32>> {
             let distance = distances(node)?;
             let mut order: Vec<u32> = (0..ids.len() as u32).collect();
-            // A node is nearest to itself, whatever its row says. Of two equally far nodes the lower number comes first.
+            // A node is nearest to itself, whatever its row says. If two nodes are equally far, the lower number comes
+            // first.
             order.sort_by_key(|&index| (ids[index as usize] != node, distance[index as usize]));
             Some(order)
         };

@@ -26,7 +26,7 @@ use crate::piece::{Piece, Seals, poison_seal, word};
 pub trait RecordTable {
     /// Returns a word of the record with this index. `word` is the offset of the word in the record ([`word`]).
     fn word(&self, record: u32, word: u64) -> &AtomicU64;
-    /// Called before each store that changes what a crash leaves. Tests stop there.
+    /// Called before each store that a recovery could find after a crash. Tests simulate a crash there.
     fn before_store(&self) {}
 }
 
@@ -39,7 +39,7 @@ pub struct Room {
     pub len: u32,
 }
 
-/// Why the last piece cannot be extended, or a new piece not be published.
+/// Why the last piece cannot be extended, or why a new piece cannot be published.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AppendError {
     /// firnd has ended the last piece. The writer must begin a new one.
@@ -156,7 +156,7 @@ impl SlabCursor {
         self.room_at(next + skip, len)
     }
 
-    /// Returns room for up to `len` bytes at `position`, or `None` if the slab ends there.
+    /// Returns room for up to `len` bytes at `position`, or `None` if `position` is at or after the end of the slab.
     #[inline(always)]
     fn room_at(&self, position: u64, len: u64) -> Option<Room> {
         let free = u64::from(self.end).saturating_sub(position);
@@ -229,12 +229,13 @@ impl SlabCursor {
         Ok(())
     }
 
-    /// Finds out why the last piece could not be extended: its seal is not the one that was stored.
+    /// Returns why the last piece could not be extended. The caller has found another seal in its record than the one
+    /// that this process stored.
     #[cold]
     fn find_append_error(&self, records: &impl RecordTable) -> AppendError {
-        // firnd freezes the piece first, and then poisons the next record. The fence keeps the same order here: the
-        // poison is looked for after the failed exchange. If firnd has not stored it yet, the publication of the next
-        // piece finds it.
+        // firnd freezes the piece first, and then poisons the next record. The fence makes this thread read in the same
+        // order: the failed exchange first, then the poison. If firnd has not stored the poison yet, the publication of
+        // the next piece finds it.
         fence(Ordering::Acquire);
         let poisoned = self.has_record()
             && records

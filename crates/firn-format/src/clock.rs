@@ -1,16 +1,18 @@
-//! Tells from the kernel's release which clock it uses for modification times, so that Firn can use the same.
+//! Derives from the kernel's release which clock the kernel uses for modification times, so that Firn uses the same
+//! clock.
 //!
 //! Linux stamps files with a clock that advances in ticks of some milliseconds. From release 6.13 on, a file whose time
 //! was read since its last change gets the exact time with its next change (*multigrain* timestamps,
 //! Documentation/filesystems/multigrain-ts.rst). After that, no file on any file system gets an earlier time.
 //!
-//! Firn gives files times too. On such kernels it takes exact times, because a time of the last tick may be earlier
-//! than the time of an earlier change. On older kernels Firn takes the time of the last tick, as the kernel does.
+//! Firn itself also sets times of files. From release 6.13 on it uses exact times, because the time of the last tick
+//! may be earlier than that of a previous change. On older kernels Firn uses the time of the last tick, as the kernel
+//! does.
 
 /// First release with multigrain timestamps.
 const FIRST_EXACT: (u32, u32) = (6, 13);
 
-/// Returns whether a kernel of this release (`uname -r`) may give exact times.
+/// Returns whether a kernel of this release (`uname -r`) may stamp files with exact times.
 pub fn is_exact(release: &[u8]) -> bool {
     let mut numbers = release
         .split(|byte| !byte.is_ascii_digit())

@@ -70,12 +70,12 @@ pub enum Op {
     ///
     /// If `len` is not 0, extents in files of the backing are listed too. The reply then carries the descriptors of at
     /// most `len` files (`SCM_RIGHTS`), and never more than [`FILES_MAX`]. A list from an offset beyond the end of the
-    /// file is empty. It only tells whether an earlier list is still valid.
+    /// file is empty: a client requests it only to learn whether an earlier list is still valid.
     Extents = 5,
     /// Ends the use of the extents of this open file.
     EndRead = 6,
 
-    // The following requests are for stubs. The kernel cannot read or write them for their processes.
+    // The following requests are for stubs, which the kernel cannot read or write for a process.
     /// Adopts an open stub. The packet carries its descriptor (`SCM_RIGHTS`), and `arg` has the flags of its open(2).
     /// `len` is [`ADOPT_AGAIN`] if the client had a token for it before.
     ///
@@ -92,7 +92,7 @@ pub enum Op {
     /// [`Reply::count`] is not 0, firnd has just changed the stub's times. The client must then read
     /// the attributes again.
     Attr = 11,
-    /// As [`Op::Attr`], of a stub that need not be open. `token` is its inode number, and `arg` is the generation that
+    /// As [`Op::Attr`], for a stub that is open or not. `token` is its inode number, and `arg` is the generation that
     /// name_to_handle_at(2) returns. [`Status::BadToken`] means that no process wrote to the stub, so the kernel has
     /// all its attributes.
     AttrOf = 12,
@@ -105,9 +105,9 @@ pub enum Op {
     /// Writes `len` bytes at the end of the file. No other client's write comes between them. [`Reply::count`] of them
     /// were written, at offset [`Reply::slot`].
     ///
-    /// The bytes follow the request. Or they are the beginning of a memory file, whose descriptor the packet carries
-    /// (`SCM_RIGHTS`). `len` may then exceed [`DATA_BYTES_MAX`], and an [`AppendProgress`] follows the bytes in the
-    /// memory file. By it the client may repeat the request to the next firnd after a kill.
+    /// The bytes follow the request, or they are the first bytes of a memfd whose descriptor the packet carries
+    /// (`SCM_RIGHTS`). In a memfd, `len` may exceed [`DATA_BYTES_MAX`], and an [`AppendProgress`] follows the bytes. If
+    /// firnd is killed, the progress lets the client repeat the request to the next firnd.
     ///
     /// The file does not become longer than `arg` (RLIMIT_FSIZE). If it has that length already, the request fails with
     /// EFBIG.
@@ -116,7 +116,7 @@ pub enum Op {
     /// Returns a descriptor (`SCM_RIGHTS`) of the memory file that has all bytes of a file open for reading, for
     /// mmap(2). The descriptor can only be read. It shows each change of the file until the open file is closed.
     ///
-    /// [`Status::Busy`] means that there is no such memory file, or that the kernel maps the file as fast.
+    /// [`Status::Busy`] means that there is no such memory file, or that an ordinary mapping by the kernel is as fast.
     Map = 17,
 }
 
@@ -127,7 +127,7 @@ pub const ADOPT_AGAIN: u32 = 1;
 pub const DATA_BYTES_MAX: usize = 128 << 10;
 
 impl Op {
-    /// Decodes the word of a request. Returns `None` if no request has it.
+    /// Decodes [`Request::op`]. Returns `None` if the number is unknown.
     pub fn from_word(word: u32) -> Option<Self> {
         use Op::*;
         let stubs = [
@@ -149,7 +149,7 @@ pub enum Status {
     /// The token names no open file, or the file is not open in the needed way.
     BadToken = 2,
     /// Direct access is not possible now: other processes have the file open, it has set-id bits, or the policy of the
-    /// mount forbids it. The calls of the kernel work.
+    /// mount forbids it. Ordinary system calls on the file work.
     Busy = 3,
     /// The arena has no room now.
     Full = 4,
@@ -184,7 +184,7 @@ impl Status {
 pub struct Request {
     /// The [`Op`].
     pub op: u32,
-    /// Number of bytes that follow or are asked for, unless [`Op`] gives it another meaning; otherwise 0.
+    /// Number of bytes that follow the request, or that it requests, unless the [`Op`] defines another meaning; otherwise 0.
     pub len: u32,
     /// Token of the open file.
     pub token: u64,
@@ -262,14 +262,14 @@ pub struct Slab {
     pub record_count: u32,
     /// Unused; 0.
     pub reserved: u32,
-    /// Time of the file's last write, in nanoseconds since 1970. The writer notes only later times.
+    /// Time of the file's last write, in nanoseconds since 1970. The writer records only later times.
     pub modified: u64,
 }
 
-/// Progress of an [`Op::Append`] whose bytes come in a memory file. It lies after the bytes.
+/// Progress of an [`Op::Append`] whose bytes come in a memfd. It lies after the bytes.
 ///
-/// firnd records its progress here, so that the next firnd does not store the bytes twice. Zeros, or the end of the
-/// memory file, mean that nothing was stored.
+/// firnd records its progress here, so that the next firnd does not store the bytes twice. If it is all zeros, or the
+/// memfd ends before it, nothing was stored.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
 )]
@@ -296,7 +296,8 @@ pub struct StubTree {
     pub whole_device: u32,
     /// Process id of firnd, for messages.
     pub pid: u32,
-    /// Not 0 if other hosts use the files too. A lock of a stub would bind this host alone, so it is refused.
+    /// Not 0 if other hosts use the files too. A lock of a stub would exclude only programs of this host, so it is
+    /// refused.
     pub refuses_locks: u32,
     /// Unused; 0.
     pub unused: u32,
@@ -323,7 +324,7 @@ pub struct Arena {
     pub uuid: [u8; 16],
     /// Length of the arena's file in bytes.
     pub file_bytes: u64,
-    /// Offset of the part that a client maps read-only, with the words of [`Reply::slot`].
+    /// Offset of the part that a client maps read-only. It contains the files' words ([`Reply::slot`]).
     pub words_offset: u64,
     /// Length of that part in bytes.
     pub words_bytes: u64,
@@ -336,11 +337,11 @@ pub struct Arena {
     pub chunk_bytes: u64,
 }
 
-/// Writes that end beyond this offset go through the kernel. firnd then asks the backing whether it can hold such a
+/// Writes that end beyond this offset are made by system calls. firnd then asks the backing whether it can hold such a
 /// file, so that write(2) returns EFBIG.
 pub const OFFSET_MAX: u64 = 1 << 40;
 
-/// Bound on the slabs that one reply leases. A writer that fills chunks of 4 MiB asks once in 16 MiB.
+/// Bound on the slabs that one reply leases. A writer that fills chunks of 4 MiB sends one request for each 16 MiB.
 pub const LEASE_SLABS_MAX: usize = 4;
 
 /// Bound on the extents in one reply.

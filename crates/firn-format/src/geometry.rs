@@ -17,7 +17,7 @@ use crate::FormatError;
 use crate::piece::PIECE_BYTES;
 use crate::slab::{CHUNK_HEADER_BYTES, SLAB_HEADER_BYTES};
 
-/// One in this many parts of the free memory is left for the journal's growth, for logs and for other files in memory.
+/// Of the free memory, one part in this many is left for the journal's growth, for logs and for other files in memory.
 const SPARE_SHARE: u64 = 8;
 /// Length of a page. Positions of data are congruent to file offsets modulo this.
 pub const PAGE: u64 = 4096;
@@ -35,18 +35,18 @@ pub const CHUNK_MAX: u64 = 1 << 30;
 /// of the data. A slab of scattered 4 KiB writes is then nearly full when its last record is used.
 pub const RECORDS_PER_SMALL: u32 = 13;
 
-/// Offset of the words of files. Each word tells processes with direct access to a file whether their view of the file
-/// is still valid.
+/// Offset of the words of files. By a file's word, processes with direct access to the file detect whether their view
+/// of it is still valid.
 pub const WORDS_OFFSET: u64 = 2 * PAGE;
-/// Number of words. Files that share a word invalidate each other's views, and nothing worse.
+/// Number of words. Files that share a word invalidate each other's views, which only costs time.
 pub const WORDS_COUNT: u32 = 4096;
 /// Length of all words in bytes.
 pub const WORDS_BYTES: u64 = WORDS_COUNT as u64 * 4;
 
 /// Number of bytes of each half of the journal that always have memory. The rest gets memory when the journal grows.
 pub const JOURNAL_STEP: u64 = 256 << 10;
-/// A half of the journal may grow to the data's length divided by this. A record of a file's name has some 200 bytes, so
-/// the names of as many files of 4 KiB as fit in the arena fit in it. An unused part has no memory.
+/// A half of the journal may grow to the data's length divided by this. The record of a file's name has some 200 bytes.
+/// So a half can name all files of an arena that is full of 4 KiB files. An unused part has no memory.
 const JOURNAL_DATA_SHARE: u64 = 16;
 /// Bounds on the maximum length of a half of the journal.
 const JOURNAL_HALF_MIN: u64 = 4 * JOURNAL_STEP;
@@ -108,8 +108,8 @@ impl Geometry {
                     "arena-size and spill-size {spill_bytes} are more than 2^32 chunks"
                 ))
             })?;
-        // The size is computed from the chunks, not from `arena_bytes`: the superblock stores only the chunks, and must
-        // give the same size.
+        // The length of the journal is computed from the number of chunks, not from `arena_bytes`: the superblock
+        // stores only that number, and must give the same length.
         let data_bytes = count * chunk_bytes;
         let journal_half_bytes = (data_bytes / JOURNAL_DATA_SHARE)
             .clamp(JOURNAL_HALF_MIN, JOURNAL_HALF_MAX)
@@ -178,7 +178,7 @@ impl Geometry {
     pub fn slot_offset(&self, slot: u32) -> u64 {
         self.data_offset() + u64::from(slot) * self.chunk_bytes
     }
-    /// Returns how many bytes of the file have memory from the start.
+    /// Returns how many bytes of the file get memory when the arena is made.
     pub fn allocated_bytes(&self) -> u64 {
         self.allocated_ranges()
             .iter()
@@ -209,8 +209,8 @@ impl Geometry {
         let whole_mib = (fits * self.chunk_bytes) >> 20;
         whole_mib << 20
     }
-    /// Returns the ranges of the file that have memory from the start: all except the part into which the journal may
-    /// grow, and the gap that aligns the data.
+    /// Returns the ranges of the file that get memory when the arena is made: all except the part into which the
+    /// journal may grow, and the gap that aligns the data.
     pub fn allocated_ranges(&self) -> [std::ops::Range<u64>; 4] {
         let half = |half| self.journal_offset(half)..self.journal_offset(half) + JOURNAL_STEP;
         let tables = self.table_offset(0)..self.table_offset(self.chunks());

@@ -1,8 +1,8 @@
 //! Histograms of durations and sizes, with buckets of exponentially growing width. Any number of threads may add to them.
 //!
 //! Invariants
-//! * Bound *i* is `2^(first + i * step)`. A value is counted at the lowest bound that it does not exceed, or in a last
-//!   bucket above all bounds.
+//! * Bound *i* is `2^(first + i * step)`. A value is counted at the lowest bound that it does not exceed. A value above
+//!   all bounds is counted in a last bucket.
 //! * An observation adds to two atomics and takes no lock.
 
 use std::sync::atomic::{AtomicU64, Ordering};

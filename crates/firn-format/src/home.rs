@@ -3,8 +3,8 @@
 //! A slot is in the arena's memory or in the spill file. The low half of the word is the index of the slot. The high half
 //! is the CRC32C of the kind of slot, the chunk and the slot.
 //! * The home is one word, so that one store moves a chunk.
-//! * It has a checksum, because a flipped bit would give the bytes of one file to another. Up to seven flipped bits are
-//!   found.
+//! * It has a checksum, because a flipped bit would otherwise lead to the bytes of another file. Up to seven flipped
+//!   bits are found.
 //! * The kind of slot is not stored. It is the kind for which the checksum matches.
 
 /// Kind of a slot in memory, as the checksum covers it.
@@ -22,7 +22,7 @@ pub enum Home {
 }
 
 impl Home {
-    /// Encodes the home of `chunk`. The word is never 0, which a free chunk has.
+    /// Encodes the home of `chunk`. The word is never 0, because 0 stands for a free chunk.
     pub fn to_word(self, chunk: u32) -> u64 {
         let (kind, slot) = match self {
             Self::Memory(slot) => (MEMORY, slot),

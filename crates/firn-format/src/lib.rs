@@ -27,15 +27,15 @@ pub mod step;
 pub mod superblock;
 pub mod tally;
 
-/// Returns the message for an arena of another version: what it is, and what to do.
+/// Returns the message for an arena of another version: which Firn made the arena, and what the user should do.
 fn other_version(found: u32, expected: u32) -> String {
     let versions = format!("arena format version {found}, this firn reads version {expected}");
     if found < expected {
         format!(
-            "left by an older Firn ({versions}): run `firn recover BACKING` of that version, then this one; nothing is lost"
+            "left by an older Firn ({versions}): run `firn recover BACKING` of that version, then use this one; nothing is lost"
         )
     } else {
-        format!("made by a newer Firn ({versions}): use that one; nothing is lost")
+        format!("made by a newer Firn ({versions}): use that newer Firn; nothing is lost")
     }
 }
 

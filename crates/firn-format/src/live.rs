@@ -1,9 +1,10 @@
-//! The live table: what the kernel knows of a mount. A new firnd reads it to go on in place of one that died.
+//! The live table: a file with what the kernel knows of a mount. After firnd died, the next firnd reads it and takes
+//! over the mount.
 //!
 //! ```text
 //! 0      header, two pages: arena, connection, mount point, the exchange of INIT
 //! 8128   words that change: number of takeovers, and how long programs waited
-//! 8192   cells of 128 bytes: a node, an open handle, a request in work, a transaction, an undone scope, a file lock, or
+//! 8192   cells of 128 bytes: a node, an open handle, a request in progress, a transaction, an undone scope, a file lock, or
 //!        the rest of a long name
 //! ```
 //!
@@ -47,15 +48,15 @@ pub mod word {
     pub const LAST_PAUSE: usize = 8;
     /// `u64`: how long programs waited at all takeovers, in nanoseconds.
     pub const PAUSES: usize = 16;
-    /// `u64`: number of entries for which there was no free cell. The next firnd does not know them.
+    /// `u64`: number of entries that are missing, because no cell was free for them.
     pub const LOST: usize = 24;
 }
 
-/// Why a table cannot be used.
+/// Why a live table cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum LiveError {
     /// The file is too short, or has another magic number.
-    #[error("it is no live table")]
+    #[error("the file is not a live table")]
     Magic,
     /// Another version of Firn made the table.
     #[error("its version is {found}, and this firn reads version {wanted}", wanted = VERSION)]
@@ -64,7 +65,7 @@ pub enum LiveError {
         found: u32,
     },
     /// The header was changed, or was not written to its end.
-    #[error("its header is damaged or was never finished")]
+    #[error("its header is damaged or incomplete")]
     Damaged,
 }
 
@@ -208,7 +209,7 @@ pub struct ObjectIdentity {
     pub birth: Option<Moment>,
 }
 
-/// An object that the kernel knows by a node id.
+/// An object that the kernel names by a node id.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Node {
     /// The node id.
@@ -217,7 +218,7 @@ pub struct Node {
     pub parent: u64,
     /// The object in the backing.
     pub object: ObjectIdentity,
-    /// Kind of the object, as a number of the engine.
+    /// Kind of the object, as the engine numbers it.
     pub kind: u8,
     /// Number of this version of the node. If firnd died during a rename, a node may have two cells; the higher number
     /// is newer.
@@ -259,30 +260,31 @@ pub struct Handle {
     pub view: Option<u16>,
     /// Id of the thread that opened it; 0 if unknown.
     pub opener: u32,
-    /// The kernel's release of the handle is answered, and firnd has not ended the handle yet.
+    /// Whether firnd has answered the kernel's release of the handle, and has not ended the handle yet.
     pub is_released: bool,
 }
 
-/// A request in work that must not take effect twice.
+/// A request in progress that must not take effect twice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Request {
     /// Number of the request.
     pub unique: u64,
     /// When it began, by the clock of file times.
     pub began: Moment,
-    /// The object that its name led to, if there was one.
+    /// The object that the request's name led to when it began, if there was one.
     pub subject: Option<ObjectIdentity>,
-    /// The object that its second name led to, if there was one.
+    /// The object that the request's second name led to when it began, if there was one.
     pub other: Option<ObjectIdentity>,
-    /// Id of the node that it changes, or 0 if its names tell. The node stays in the table as long as the request.
+    /// Id of the node that the request changes; 0 if its names identify what it changes. The node is in the table as
+    /// long as the request.
     pub node: u64,
     /// Offset at which the request may have written, if it appends under a lock of the file's end.
     pub append_offset: Option<u64>,
-    /// All bytes of the append are written.
+    /// Whether all bytes of the append are written.
     pub is_append_done: bool,
 }
 
-/// A lock of a file that firnd holds for a program, and that reaches other hosts.
+/// A file lock that firnd holds for a program, and that also excludes programs of other hosts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FileLock {
     /// Inode number of the locked file.
@@ -305,30 +307,30 @@ pub struct FileLock {
     pub last: u64,
 }
 
-/// A transaction that programs are working in, or that is prepared.
+/// A transaction in which programs are working, or that is prepared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Transaction {
     /// Number of the transaction in the backing.
     pub serial: u64,
-    /// What aborts the transaction when it ends.
+    /// The owner of the transaction. When the owner ends, the transaction is aborted.
     pub owner: TransactionOwner,
-    /// Whether an abort has begun, so that the transaction must not go on.
+    /// Whether an abort has begun, so that the next firnd must not resume the transaction.
     pub is_ending: bool,
 }
 
-/// What aborts a transaction when it ends.
+/// The owner of a transaction. When the owner ends, the transaction is aborted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TransactionOwner {
     /// The transaction has no owner. Only a request ends it.
     Unowned,
-    /// A process. Its start tells it from a later process with the same id.
+    /// A process. Its start distinguishes it from a later process with the same id.
     Process {
         /// Process id.
         pid: u32,
         /// When the process started, in ticks since the host booted.
         start_ticks: u64,
     },
-    /// A connection to the dead firnd, by an unknown process.
+    /// A connection of an unknown process to the firnd that died.
     Connection,
 }
 
@@ -362,8 +364,8 @@ pub struct UndoneScope {
     pub informed: Option<u32>,
 }
 
-/// Stands for all processes in [`UndoneScope::informed`]: a request about the aborted transaction was refused, so the
-/// programs know of the abort.
+/// Stands for all processes in [`UndoneScope::informed`]: a request about the aborted transaction was refused, and by
+/// that the programs were informed.
 pub const ALL_PROCESSES: u32 = u32::MAX;
 
 impl UndoneScope {
@@ -378,7 +380,7 @@ impl UndoneScope {
 /// The decoded contents of a cell.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Cell {
-    /// A node. Its name goes on in the cell `next - 1`, unless `next` is 0.
+    /// A node. Its name continues in the cell `next - 1`, unless `next` is 0.
     Node {
         /// The node, with the part of its name that lies in this cell.
         node: Node,
@@ -398,7 +400,7 @@ pub enum Cell {
     },
     /// An open handle.
     Handle(Handle),
-    /// A request in work.
+    /// A request in progress.
     Request(Request),
     /// A transaction.
     Transaction(Transaction),
@@ -747,7 +749,7 @@ impl Transaction {
 }
 
 impl UndoneScope {
-    /// The stored form.
+    /// Encodes the scope, or a process that was informed, into a cell.
     pub fn encode(&self) -> CellBytes {
         let raw = RawUndoneScope {
             seal: 0,
@@ -945,13 +947,14 @@ pub struct Contents {
     pub nodes: Vec<Stored<Node>>,
     /// The open handles.
     pub handles: Vec<Stored<Handle>>,
-    /// The requests in work.
+    /// The requests in progress.
     pub requests: Vec<Stored<Request>>,
-    /// The transactions. One may occur twice. It is ending if either of its entries says so.
+    /// The transactions. A transaction may occur twice. It is ending if one of its two entries is.
     pub transactions: Vec<Stored<Transaction>>,
     /// Aborted scopes, and the processes that were informed.
     pub undone_scopes: Vec<Stored<UndoneScope>>,
-    /// File locks. If firnd died while an owner's locks changed, those of before and after may both be here.
+    /// File locks. If firnd died while it changed an owner's locks, those from before and those from after may both be
+    /// here.
     pub file_locks: Vec<Stored<FileLock>>,
     /// Number of damaged cells and of nodes whose name is incomplete.
     pub damaged: u64,
@@ -1015,8 +1018,8 @@ pub fn read_contents(bytes: &[u8]) -> Contents {
     contents
 }
 
-/// Keeps one entry for each id. An entry is there twice if firnd died while it changed the entry; the later one has made
-/// more progress.
+/// Retains one entry for each id. An id has two entries if firnd died while it changed the entry. The entry with more
+/// progress is the later one.
 fn keep_latest<T, P: Ord>(
     entries: &mut Vec<Stored<T>>,
     id: impl Fn(&T) -> u64,

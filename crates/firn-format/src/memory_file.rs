@@ -1,4 +1,4 @@
-//! The names of memory files, and the word that says in which of them a slot is.
+//! The names of memory files, and the word that stores in which memory file a slot is.
 //!
 //! A memory file is a tmpfs file beside the arena that has the bytes of one large file in order. Its memory replaces that
 //! of slots in the arena's own file.
@@ -6,7 +6,7 @@
 //! Each slot has a *place word*. The low half is the number of the memory file and the index of the slot in it. The high
 //! half is the CRC32C of the arena's UUID, the slot and the low half.
 //! * The place is one word, so that one store moves a slot.
-//! * It has a checksum, because a flipped bit would give the bytes of one file to another.
+//! * It has a checksum, because a flipped bit would otherwise lead to the bytes of another file.
 
 use std::ffi::{OsStr, OsString};
 

@@ -239,8 +239,8 @@ pub enum CheckedPiece {
 }
 
 impl RawPiece {
-    /// Checks and decodes the record. Its slab has this generation, and takes the bytes `slab_start..slab_end` of the
-    /// chunk.
+    /// Checks and decodes the record. Its slab has this generation, and occupies the bytes `slab_start..slab_end` of
+    /// the chunk.
     ///
     /// Fails if the checksum does not match, as for a record that was never published in this lease. Fails also if the
     /// piece leaves its slab, or ends beyond the largest offset of a file.

@@ -1,8 +1,8 @@
 //! The instructions that this processor has, detected once.
 //!
 //! The standard library detects them with a dozen CPUID instructions. In a virtual machine each of these takes 4 to 7
-//! µs, because the host handles it. A process would wait for that at its first write by direct access. A caller that
-//! knows the result already can store it before ([`note_processor`]).
+//! µs, because the host handles it. That would delay the first write of a process by direct access. A caller that
+//! already has the result can store it beforehand ([`note_processor`]).
 
 use std::sync::atomic::{AtomicU8, Ordering};
 
@@ -80,7 +80,8 @@ mod tests {
                 has_avx: bits & 2 != 0,
                 has_avx512: bits & 4 != 0,
             };
-            // Fewer instructions than there are: other tests of this process may use them meanwhile.
+            // Notes only instructions that the processor has, because other tests of this process may use them
+            // meanwhile.
             let noted = Processor {
                 has_crc32c: noted.has_crc32c && asked.has_crc32c,
                 has_avx: noted.has_avx && asked.has_avx,

@@ -1,7 +1,7 @@
 //! Escapes names and messages for output, so that no character breaks a line, controls a terminal or changes the direction
 //! of the text.
 //!
-//! All output of programs goes through these functions. The exact name is found in JSON output only.
+//! All output of Firn's programs goes through these functions. Only JSON output contains the exact names.
 
 use std::fmt::Write;
 use std::os::unix::ffi::OsStrExt;

@@ -1,7 +1,7 @@
 //! Journal records: the changes to names and files that a recovery must know to bring pending data to the right files.
 //!
-//! The journal has records only of files with pending pieces. For each such file they give its file id, its identity in
-//! the backing, and the names under which it may be found. All other metadata is only in the backing.
+//! The journal has records only of files with pending pieces. For each such file they contain its file id, its identity
+//! in the backing, and the names under which it may be found. All other metadata is only in the backing.
 
 use crate::FormatError;
 
@@ -87,8 +87,8 @@ pub enum Record {
         /// Whether the backing has the new length.
         done: bool,
     },
-    /// A range was drained: pieces with a sequence up to `sequence` are not pending there any more. Needed while a
-    /// piece that overlaps the range is pending elsewhere.
+    /// A range was drained: pieces with a sequence up to `sequence` are not pending there any more. The record is
+    /// needed while a piece that overlaps the range has pending bytes outside it.
     DrainedRange {
         /// File id.
         file: u64,
@@ -99,8 +99,8 @@ pub enum Record {
         /// Last sequence that is drained there.
         sequence: u64,
     },
-    /// No piece with a sequence up to `sequence` is pending. Drained ranges up to that sequence need not be known any
-    /// more.
+    /// No piece with a sequence up to `sequence` is pending, so drained ranges up to that sequence are needed no
+    /// longer.
     DrainedRangesForgotten {
         /// File id.
         file: u64,
@@ -113,7 +113,7 @@ pub enum Record {
         file: u64,
         /// The modification time, which a program may have set.
         time: Timestamp,
-        /// Time of the last write before that, as in piece records.
+        /// Time of the last write before the change of `time`, in the form of piece records.
         written: u64,
     },
     /// The file's writers opened it, closed it, or were killed.
@@ -183,8 +183,8 @@ impl Record {
             } => {
                 match ending {
                     Ending::Open => w.tag(FILE_ID_BEGIN),
-                    // The state is in the same record: in a record of its own, the closed files of a snapshot took a
-                    // third more bytes.
+                    // The ending is part of this record. With a record of its own for each ending, a snapshot of closed
+                    // files took a third more bytes.
                     ended => w.tag(FILE_ID_BEGIN_ENDED).u8(*ended as u8),
                 };
                 w.u64(*file).u64(identity.dev).u64(identity.ino);
@@ -426,7 +426,7 @@ impl Reader<'_> {
         match self.u8()? {
             0 => Ok(false),
             1 => Ok(true),
-            other => Err(damaged(format!("flag {other}"))),
+            other => Err(damaged(format!("flag {other} is neither 0 nor 1"))),
         }
     }
     fn ending(&mut self) -> Result<Ending, FormatError> {
@@ -434,7 +434,7 @@ impl Reader<'_> {
         ENDINGS
             .get(usize::from(word))
             .copied()
-            .ok_or_else(|| damaged(format!("ending {word}")))
+            .ok_or_else(|| damaged(format!("unknown ending {word}")))
     }
     fn u32(&mut self) -> Result<u32, FormatError> {
         Ok(u32::from_le_bytes(

@@ -100,7 +100,7 @@ pub enum SlabState {
     Free,
     /// A writer fills the slab.
     Leased,
-    /// The slab is full, or its writer gave it back. Its pieces wait to be drained.
+    /// The slab is full, or its writer returned it. Its pieces wait to be drained.
     Sealed,
 }
 

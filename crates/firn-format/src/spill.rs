@@ -33,7 +33,7 @@ pub struct SpillHeader {
     pub slot_bytes: u64,
     /// Number of slots.
     pub slot_count: u32,
-    /// Path at which the arena was made, cut at 4000 bytes. It tells whether the arena of the spill file still exists.
+    /// Path at which the arena was made, cut at 4000 bytes. By this path Firn checks whether the arena still exists.
     pub arena_path: Vec<u8>,
 }
 

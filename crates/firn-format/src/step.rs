@@ -63,7 +63,7 @@ pub fn step_of(name: &OsStr) -> Option<u64> {
             .position(|words| ends_in_one_of(pair[0], words));
         rank.zip(parse_number(pair[1]))
     });
-    // Of two words with the same rank the last one counts.
+    // If two words have the same rank, the last one counts.
     let chosen = numbered.reduce(|chosen, next| if next.0 <= chosen.0 { next } else { chosen });
     chosen.map(|(_, step)| step)
 }

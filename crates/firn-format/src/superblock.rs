@@ -33,11 +33,11 @@ const SPILL_PATH_OFFSET: usize = 3160;
 
 /// Offsets of words in the state page that follows the superblock.
 pub mod state_word {
-    /// `u64`: the last sequence given to a write.
+    /// `u64`: sequence of the last write.
     pub const SEQUENCE: u64 = 4096;
-    /// `u64`: number of firnd's lifetimes.
+    /// `u64`: number of firnds that the arena has had.
     pub const EPOCH: u64 = 4096 + 8;
-    /// `u64`: generation given to the last lease.
+    /// `u64`: generation of the last lease.
     pub const GENERATION: u64 = 4096 + 16;
     /// `u32`: process id of firnd, for messages only.
     pub const HOLDER_PID: u64 = 4096 + 24;

@@ -83,7 +83,7 @@ fn run(pieces: u64) {
     assert!(reader.status().expect("a reader").success());
 }
 
-/// Reads the file in a process of its own, and reports the memory that takes.
+/// Reads the file in a process of its own, and reports how much memory the process uses.
 fn read(dir: &Path, pieces: u64) {
     let begun = Instant::now();
     irregular::forget_peak();

@@ -107,8 +107,8 @@ impl<B: Backing> Appender<B> {
         Ok(has_synced_more)
     }
 
-    /// Marks a note of a sync, which lies in `range`, as needing no sync. A note that is lost only makes a later reader
-    /// know less.
+    /// Records that the note of a sync in `range` needs no sync itself. If a crash loses the note, a later reader only
+    /// detects less damage.
     pub(crate) fn mark_clean(&self, range: Range<u64>) {
         let mut state = self.state.lock();
         if state.clean_end == range.start {

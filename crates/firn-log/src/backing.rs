@@ -16,8 +16,8 @@
 //! * After a new listing, the first use of a file refreshes that file's containers.
 //! * An open, and the first use after a sync, refresh them at once.
 //!
-//! How the last name of a file is removed: its containers are marked before the removal and again after it. By the marks,
-//! a host finishes a removal that a crash has interrupted (`crate::orphans`).
+//! How the last name of a file is removed: its containers are marked before the removal and again after it. The marks
+//! let a host finish a removal that a crash has interrupted (`crate::orphans`).
 
 mod calls;
 mod settle;
@@ -65,8 +65,8 @@ pub type Chooser = Box<dyn Fn(&OsStr) -> bool + Send + Sync>;
 /// Returns whether a host is alive.
 pub type Liveness = Box<dyn Fn(&str) -> Result<bool> + Send + Sync>;
 
-/// Lists of places of bytes that would be valid for less than this are not made, because a list costs as much as some
-/// reads.
+/// Minimum time for which a list of where bytes lie must be valid. Otherwise the list is not made, because a list costs
+/// as much as some reads.
 const LOCATED_FOR_MIN: Duration = Duration::from_millis(20);
 
 /// What happens to the logs of a file after the last host has closed it.
@@ -86,11 +86,12 @@ pub struct Setup {
     pub host: String,
     /// Chooses the files that are logged.
     pub chooses: Chooser,
-    /// Tells which hosts are alive.
+    /// Returns whether a host is alive.
     pub is_alive: Liveness,
     /// Longest age of the listing of files with containers.
     pub view_age_max: Duration,
-    /// For how long the backing may not show changes of other hosts. An operation that fails is repeated for this long.
+    /// Maximum time for which the backing hides changes of other hosts. An operation that fails is repeated for this
+    /// long.
     pub lag_max: Duration,
     /// How many bytes of a file one host flattens at a time.
     pub unit_bytes: u64,
@@ -193,7 +194,8 @@ pub struct LogFile<B: Backing> {
     logged: Option<Opened<B>>,
 }
 
-/// An open descriptor of a file that may be logged. The close of this host's last writing descriptor ends its writing.
+/// An open descriptor of a file that may be logged. When this host closes its last writing descriptor, it ends its
+/// writing.
 struct Opened<B: Backing> {
     file: Arc<LoggedFile<B>>,
     inode: B::Inode,
@@ -301,7 +303,7 @@ impl<B: Backing> LogBacking<B> {
         Self { memory, ..self }
     }
 
-    /// Returns what operations on containers need to know of this backing and host.
+    /// Returns the facts about this backing and host that operations on containers need.
     fn site(&self) -> ContainerSite<'_, B> {
         ContainerSite {
             base: &self.below,
@@ -351,7 +353,7 @@ impl<B: Backing> LogBacking<B> {
         })
     }
 
-    /// Returns the file with this id if this host knows it, after refreshing it as the listing demands.
+    /// Returns the file with this id if this host knows it. First refreshes it if a newer listing makes that due.
     fn find(&self, id: Option<FileId>) -> Result<Option<Arc<LoggedFile<B>>>> {
         let Some(id) = id else {
             return Ok(None);
@@ -366,8 +368,8 @@ impl<B: Backing> LogBacking<B> {
         Ok(self.files.lock().by_id.get(&id).cloned())
     }
 
-    /// Returns the file with this id after a refresh, or `None` if it has no containers. For changes of the time:
-    /// another host may be flattening the file.
+    /// Returns the file with this id after a refresh, or `None` if it has no containers. Called before the file's time
+    /// is set: another host may be flattening the file.
     fn find_and_refresh(&self, id: Option<FileId>) -> Result<Option<Arc<LoggedFile<B>>>> {
         let Some(id) = id else {
             return Ok(None);
@@ -534,8 +536,8 @@ impl<B: Backing> LogBacking<B> {
         Ok(Some(opened))
     }
 
-    /// Reads what other hosts wrote before they closed the file (close-to-open consistency), and orders this host's next
-    /// writes after it.
+    /// Reads what other hosts wrote before they closed the file (close-to-open consistency). Orders this host's next
+    /// writes after those writes.
     fn see_closed_changes(&self, opened: &Opened<B>) -> Result<()> {
         let site = self.site();
         let file = &opened.file;
@@ -619,7 +621,7 @@ impl<B: Backing> LogBacking<B> {
         let Some((_, id)) = removed else {
             return Ok(());
         };
-        // The removal of this host's last life is not the one that goes on now.
+        // A removal from this host's last life must not be mistaken for the one that begins now.
         let is_of_file = |container: &String| {
             let found = FileId::of_container(container.as_bytes());
             found.is_some_and(|(found, _)| found == *id)
@@ -641,7 +643,8 @@ impl<B: Backing> LogBacking<B> {
             .inspect_err(|_| self.cancel_removal(&file))
     }
 
-    /// Marks the containers of a file whose last name this host has removed. They go when this host has closed the file.
+    /// Marks the containers of a file whose last name this host has removed. They are removed when this host has closed
+    /// the file.
     fn note_removed(&self, file: &LoggedFile<B>) -> Result<()> {
         let marked = self.mark(file, DEAD);
         file.is_removed.store(marked.is_ok(), Ordering::Release);

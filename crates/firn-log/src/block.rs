@@ -110,7 +110,7 @@ impl LayerEncoder {
     }
 }
 
-/// Decodes the layers of a block by one writer. Ends with [`Damaged`] at bytes that are no layer.
+/// Decodes a block of layers, all of one writer. Ends with [`Damaged`] at bytes that are no layer.
 pub struct LayerDecoder<T> {
     bytes: T,
     /// Position of the next entry in the block.

@@ -103,7 +103,8 @@ pub struct Memory {
     bytes: u64,
 }
 
-/// Fractions of the memory for table blocks, as divisors of its bytes: what may be unsorted, or in one step of a walk.
+/// Shares of the memory for table blocks, as divisors of its bytes. They bound the unsorted bytes of an index, and the
+/// pieces in one step of a walk.
 const SORT_SHARE: u64 = 128;
 const FINAL_SORT_SHARE: u64 = 512;
 const FOREIGN_SORT_SHARE: u64 = 32;
@@ -111,7 +112,7 @@ const PIECES_SHARE: u64 = 512;
 
 impl Memory {
     /// Makes memory for at most `bytes` bytes of table blocks. Unsorted parts of indexes, and one call's needs, take a
-    /// fraction of that for each writing host.
+    /// fraction of these bytes for each writing host.
     pub fn new(bytes: u64) -> Arc<Self> {
         let blocks = BlockCache::new(bytes);
         let ahead = ReadAhead::default();
@@ -122,18 +123,19 @@ impl Memory {
         })
     }
 
-    /// Returns from how many unsorted bytes on a host sorts its own index.
+    /// Returns the number of unsorted bytes at which a host sorts its own index.
     fn own_sort_threshold(&self) -> u64 {
         self.bytes / SORT_SHARE
     }
 
-    /// Returns from how many unsorted bytes on a host sorts its own index when it ends writing. Fewer bytes cost
+    /// Returns the number of unsorted bytes at which a host sorts its own index when it ends writing. Fewer bytes cost
     /// readers little.
     fn final_sort_threshold(&self) -> u64 {
         self.bytes / FINAL_SORT_SHARE
     }
 
-    /// Returns from how many unsorted bytes on a host sorts another host's index. That host died or could not sort.
+    /// Returns the number of unsorted bytes at which a host sorts the index of another host, which died or could not
+    /// sort.
     fn foreign_sort_threshold(&self) -> u64 {
         self.bytes / FOREIGN_SORT_SHARE
     }
@@ -193,8 +195,8 @@ pub(crate) fn next_change() -> u64 {
 }
 
 impl<B: Backing> Container<B> {
-    /// Opens the container `name` in the directory `dir` for `host`, and reads its indexes. `base_bytes` of the plain
-    /// file count.
+    /// Opens the container `name` in the directory `dir` for `host`, and reads its indexes. The first `base_bytes`
+    /// bytes of the plain file count.
     pub fn open(
         base: &B,
         dir: B::Inode,
@@ -387,8 +389,8 @@ impl<B: Backing> Container<B> {
     /// Refreshes the container so that all earlier changes are seen, and returns how far each other host's index was
     /// read.
     ///
-    /// A host may keep a listing for a moment, but lists again after its own change. So this host first makes a change:
-    /// it touches a file.
+    /// A client may cache a listing for a moment, but lists again after its own change. So this host first makes a
+    /// change: it touches a file.
     fn refresh_before_resize(&self, base: &B) -> Result<BTreeMap<Writer, u64>> {
         own::force_fresh_listing(base, &self.dir, &format!("look-{}", self.host))?;
         let offsets = self.refresh_until_stable(base)?;
@@ -452,7 +454,7 @@ impl<B: Backing> Container<B> {
             let mut range = walk.next_range();
             let pieces_max = self.memory.pieces_max();
             let mut layers = Layers::new(match range.end - range.start {
-                // The shortest step cannot be halved, so it has no bound.
+                // The shortest step cannot be halved, so it may hold any number of pieces.
                 ..=WALK_BYTES_MIN => u64::MAX,
                 _ => pieces_max,
             });
@@ -549,8 +551,8 @@ impl<B: Backing> Container<B> {
 
     /// Adds an appended frame to the view. Fails with [`ChangeError::Sealed`] if the seal may leave the frame out.
     ///
-    /// Race: another host may seal the container meanwhile. It puts `closing` before it measures the indexes. So a
-    /// frame that was appended before `closing` appeared counts, also if its host was taken for dead.
+    /// Race: another host may seal the container meanwhile. That host puts `closing` before it measures the indexes. So
+    /// a frame that was appended before `closing` appeared counts, also if its host was taken for dead.
     fn add_appended(&self, base: &B, own_log: &OwnLog<B>, appended: Appended) -> Changed {
         let is_closing = own::find(base, &self.dir, OsStr::new(CLOSING))?.is_some();
         if is_closing || self.view.lock().seal.is_some() {

@@ -144,7 +144,7 @@ pub(crate) struct ContainerSite<'a, B: Backing> {
     /// This host's turn: the lane of its logs ([`crate::turn`]).
     pub(crate) turn: u64,
     pub(crate) memory: &'a Arc<Memory>,
-    /// For how long this host may not see changes that other hosts made.
+    /// Maximum time for which the backing hides changes of other hosts.
     pub(crate) lag_max: Duration,
     pub(crate) is_alive: &'a IsAlive<'a>,
 }
@@ -291,7 +291,7 @@ impl<B: Backing> LoggedFile<B> {
 
     /// Refreshes the file if this host has synced it since the last refresh, and raises this host's epoch.
     ///
-    /// The refresh is put off to the next use of the file: a writer that syncs and closes never needs to read the
+    /// The refresh is postponed to the next use of the file: a writer that syncs and closes never needs to read the
     /// indexes of other hosts.
     pub(crate) fn refresh_after_sync(&self, site: &ContainerSite<'_, B>) -> Result<()> {
         let (synced, last) = {
@@ -323,7 +323,7 @@ impl<B: Backing> LoggedFile<B> {
     /// Makes the next use of the file refresh it ([`LoggedFile::refresh_after_sync`]), so that this host sees what
     /// others have synced.
     ///
-    /// Ends the validity of bytes that readers hold now: only the refresh tells which of those bytes are old.
+    /// Ends the validity of bytes that readers hold now: only the refresh shows which of those bytes are old.
     fn note_synced(&self) {
         self.refreshes.lock().synced = Some(Instant::now());
         if self.is_logged() {
@@ -494,7 +494,7 @@ impl<B: Backing> LoggedFile<B> {
                 tracing::error!(
                     container = name,
                     file = HEAD,
-                    "a container cannot be read: {error}"
+                    "the head of a container cannot be read: {error}"
                 );
                 return Err(Errno::IO);
             }
@@ -532,10 +532,10 @@ impl<B: Backing> LoggedFile<B> {
         generations.iter().find(is_pending)?.container.modified()
     }
 
-    /// Sets the modification time to `given`. `set` gives it to the plain file.
+    /// Sets the modification time to `given`. `set` sets it on the plain file.
     ///
-    /// Race: a host that flattens the file gives the plain file the last recorded time. So the time is also recorded in
-    /// each container that is ending, and then set once more.
+    /// Race: a host that flattens the file sets the last recorded time on the plain file. So the time is also recorded
+    /// in each container that is ending, and then set once more.
     pub(crate) fn set_modified(
         &self,
         site: &ContainerSite<'_, B>,
@@ -558,7 +558,7 @@ impl<B: Backing> LoggedFile<B> {
         Ok(())
     }
 
-    /// Tells each generation the length of the file below it.
+    /// Sets, for each generation, the length of the file below it.
     fn set_bases(generations: &[Arc<Generation<B>>], plain_bytes: u64) {
         let mut base_bytes = plain_bytes;
         for generation in generations {
@@ -696,7 +696,7 @@ impl<B: Backing> LoggedFile<B> {
         let listed = match file_dir::list(site.base, site.top, self.id) {
             Err(OwnError::Backing(error)) => return Err(error),
             Err(error) => {
-                tracing::warn!("the containers of a file are left as they are: {error}");
+                tracing::warn!("the containers of a file are not touched: {error}");
                 return Ok(());
             }
             Ok(listed) => listed,
@@ -749,7 +749,7 @@ impl<B: Backing> LoggedFile<B> {
             return Ok(());
         }
         self.change(site, plain_len, &|container| {
-            // Tells each generation the length of the file below it, which the change depends on.
+            // Sets, for each generation, the length of the file below it, on which the change depends.
             self.len(plain_len()?);
             container.set_len(site.base, len)
         })
@@ -910,8 +910,8 @@ impl<B: Backing> LoggedFile<B> {
     ///
     /// The head of generation 0 says how many bytes of the plain file count below it. Those bytes stay unchanged until
     /// the generation is flattened. The container is removed instead in two cases:
-    /// * Generation 0 was flattened, and a later generation was made, before this host made its container anew. This
-    ///   one would then lie below a generation that is newer. No host has read or written it.
+    /// * Generation 0 was flattened, and a later generation was made, before this host made generation 0 anew. The new
+    ///   container would lie below a newer generation. No host has read or written it.
     /// * The container has an index but no head: the head was lost at a power failure. Nothing in the container was
     ///   durable.
     fn publish_head(
@@ -1231,8 +1231,8 @@ impl<B: Backing> Generation<B> {
         Ok(container.is_some_and(|(_, attr)| attr.ino == self.dir))
     }
 
-    /// Returns whether a registered writer still writes. A registration of this host may be from its earlier life, so
-    /// this host asks its own state.
+    /// Returns whether a registered writer still writes. A registration of this host may be from its earlier life. So
+    /// for this host, the state of this process decides.
     fn is_written_by(
         &self,
         host: &str,
@@ -1274,7 +1274,7 @@ impl<B: Backing> Generation<B> {
 
 /// What happened to a generation while an operation on it failed.
 ///
-/// An errno does not tell: network file systems return the same ones for other reasons.
+/// An errno is not enough to decide: network file systems return the same ones for other reasons.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Fate {
     /// Nothing happened to the generation, so the error of the operation is returned.

@@ -32,7 +32,7 @@ impl FileId {
         Ok(Some(Self { ino, birth }))
     }
 
-    /// Returns the identity of a file that is to get containers. Gives the file a number if it needs one.
+    /// Returns the identity of a file that is to get containers. Assigns a number to the file if it needs one.
     pub(crate) fn assign<B: Backing>(
         base: &B,
         inode: &B::Inode,
@@ -42,7 +42,7 @@ impl FileId {
         if attr.btime.is_some() || id.is_none_or(|id| id.birth != 0) {
             return Ok(id);
         }
-        // 0 stands for "no number", so it is not given.
+        // 0 stands for "no number", so it is never assigned.
         let number = getrandom::u64().map_err(|_| Errno::IO)?.max(1);
         let stored = number.to_le_bytes();
         match base.set_xattr(
@@ -51,11 +51,11 @@ impl FileId {
             &stored,
             libc::XATTR_CREATE,
         ) {
-            // Another host has given the file a number, which counts.
+            // Another host has assigned a number to the file, which counts.
             Ok(()) | Err(Errno::EXIST) => Self::of(base, inode, attr),
             Err(error) => {
-                tracing::error!(ino = attr.ino, %error, "the file system tells neither when a file was made nor \
-                    keeps `{NUMBER_ATTRIBUTE}`: layout=log cannot tell files with the same inode number apart");
+                tracing::error!(ino = attr.ino, %error, "the file system stores neither birth times nor \
+                    `{NUMBER_ATTRIBUTE}`: layout=log cannot distinguish a file from a removed one with its inode number");
                 Err(error)
             }
         }

@@ -180,7 +180,7 @@ pub enum Next {
     Frame(Frame, usize),
     /// The beginning of a frame, or no bytes. The rest of the frame may be appended later.
     Incomplete,
-    /// Bytes that are no frame. They stay so.
+    /// Bytes that are no frame, and never become one.
     Damaged,
 }
 
@@ -227,7 +227,7 @@ impl Frame {
         }
     }
 
-    /// Decodes a body whose checksum is right. Returns `None` if it is not a valid change all the same.
+    /// Decodes a body whose checksum is right. Returns `None` if the body is not a valid change nevertheless.
     fn parse(body: &[u8]) -> Option<Self> {
         let (body, rest) = postcard::take_from_bytes::<Body>(body).ok()?;
         if !rest.is_empty() {

@@ -57,12 +57,12 @@ pub enum HeadError {
     Damaged,
     /// Another version of Firn made the container.
     #[error(
-        "it has version {0} and this Firn reads {VERSION}: flatten it with the Firn that wrote it"
+        "it has version {0} and this Firn reads {VERSION}: flatten the container with the Firn that wrote it"
     )]
     Version(u32),
     /// The head names another container: this one was renamed, or copied with its file.
     #[error(
-        "it says that it is of another file: give the container its own name back, or move it away"
+        "it names another container: give this container its original name back, or move it away"
     )]
     Foreign,
 }

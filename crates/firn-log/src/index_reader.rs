@@ -10,7 +10,8 @@ use crate::resolve::WriterId;
 
 /// Length of a read of an index. It is larger than any frame.
 pub(crate) const INDEX_READ_BYTES: usize = 2 << 20;
-/// Length of the first read. Most reads find little or nothing, and getting memory for more takes longer than the call.
+/// Length of the first read. Most reads find little or nothing, and allocating a larger buffer takes longer than the
+/// call.
 const FIRST_READ_BYTES: usize = 16 << 10;
 
 /// Frames that one read found in an index.

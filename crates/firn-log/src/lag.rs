@@ -76,7 +76,7 @@ impl LagRetry {
         let fault = self.take_fault();
         let fault = fault
             .as_deref()
-            .unwrap_or("what is in a container is not there");
+            .unwrap_or("a file in a container is missing or incomplete");
         let waited_ms = waited.as_millis() as u64;
         tracing::error!(%error, waited_ms, "{fault}");
     }

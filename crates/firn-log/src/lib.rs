@@ -1,8 +1,8 @@
 //! The log layout (`layout=log`): files that many hosts write at the same time.
 //!
-//! If many hosts write to one file in place, their writes seek and wait for each other's locks. With the log layout each
-//! host appends its bytes to a log of its own, and describes them in an index of its own. The file has the bytes that
-//! the indexes of all hosts give together. Later the logs are *flattened*: their bytes are copied into the plain file.
+//! If many hosts write to one file in place, their writes seek and wait for each other's locks. With the log layout
+//! each host appends its bytes to a log of its own, and describes them in an index of its own. The indexes of all hosts
+//! together define the bytes of the file. Later the logs are *flattened*: their bytes are copied into the plain file.
 //!
 //! Terms
 //! * Plain file: the ordinary file of the backing, with the file's name, inode and attributes.

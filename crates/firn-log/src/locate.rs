@@ -95,7 +95,7 @@ impl LocatedList {
 
     /// Adds the next part. It is joined with the last part if both are one range of one file.
     fn add_part(&mut self, range: Range<u64>, file: Option<usize>, position: u64) -> Room {
-        debug_assert!(range.start >= self.end, "parts are told in order");
+        debug_assert!(range.start >= self.end, "parts are added in order");
         debug_assert!(range.start <= range.end);
         if let Some(last) = self.parts.last_mut()
             && last.file == file

@@ -8,7 +8,7 @@ use crate::backing::{Left, LogBacking, Logged};
 use crate::orphans::Orphans;
 use crate::salvage::Report;
 
-/// Wait before other hosts that flatten a file are asked again.
+/// Wait before the next attempt to flatten a file while other hosts copy parts of it.
 const RETRY_WAIT: Duration = Duration::from_millis(50);
 
 /// The requests to a log layout, without the type of the backing below it.

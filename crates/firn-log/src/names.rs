@@ -1,4 +1,4 @@
-//! The names of the files in a container. Each host writes files of its own, whose names have the host's name.
+//! The names of the files in a container. Each host writes files of its own, whose names contain the host's name.
 //!
 //! ```text
 //! i-HOST-LIFE          index of HOST in this life (16 hexadecimal digits)

@@ -4,7 +4,7 @@
 //!
 //! ```text
 //! dying    the host is about to remove the last name
-//! dead     the host has removed it; the container goes when that host has closed the file or is dead
+//! dead     the host has removed it; the container is removed once that host has closed the file or is dead
 //! ```
 //!
 //! A mark of a live host means that this host is at work, so other hosts leave the container alone. If the host of the
@@ -59,7 +59,7 @@ impl<'a, B: Backing> ContainerLookup<'a, B> {
             Ok(None) => Ok(Self::Gone),
             Err(OwnError::Backing(error)) => Err(error),
             Err(error) => {
-                tracing::warn!("a container is left as it is: {error}");
+                tracing::warn!("a container is not touched: {error}");
                 Ok(Self::Distrusted)
             }
         }
@@ -99,7 +99,7 @@ fn remove_mark<B: Backing>(base: &B, container: &VoteDir<'_, B>, mark: &str) -> 
     }
 }
 
-/// What a clean-up at a mount knows.
+/// The facts that a clean-up at a mount needs.
 pub(crate) struct LastLife<'a> {
     /// Name of this host.
     pub(crate) host: &'a str,
@@ -112,7 +112,8 @@ pub(crate) struct LastLife<'a> {
 ///
 /// * Removes this host's registrations as a writer.
 /// * Removes half-removed containers of all hosts.
-/// * Removes containers of files that this host, or a host that is dead now, has removed. Those of open files stay.
+/// * Removes containers of files that this host, or a host that is dead now, has removed. Containers of open files
+///   remain.
 ///
 /// Returns the containers of files that this host was removing and that still exist.
 pub(crate) fn clean_up_last_life<B: Backing>(
@@ -164,7 +165,7 @@ struct Mark {
 }
 
 impl Mark {
-    /// Reads the mark of a container. `dead` counts before `dying`.
+    /// Reads the mark of a container. `dead` takes precedence over `dying`.
     fn of<B: Backing>(container: &VoteDir<'_, B>) -> Result<Option<Self>> {
         for (mark, is_dead) in [(DEAD, true), (DYING, false)] {
             if let Some(host) = container.read(mark)? {
@@ -181,7 +182,9 @@ impl Mark {
 fn ignore_missing_lane<T>(removed: Result<T>) -> Result<Option<T>> {
     match removed {
         Err(Errno::IO) => {
-            tracing::warn!("logs of removed files stay for now: what they lie in cannot be read");
+            tracing::warn!(
+                "logs of removed files are not removed yet: their lane or directory cannot be read"
+            );
             Ok(None)
         }
         done => done.map(Some),
@@ -246,7 +249,7 @@ impl<B: Backing> Search<'_, B> {
     /// Runs the search. Removes half-removed containers, and containers of removed files. Returns the containers whose
     /// file is gone without a removal. Leaves alone what a live host is working on.
     ///
-    /// The backing is walked only if a container has no clear state by its marks.
+    /// The backing is walked only if the marks of a container do not decide its state.
     pub(crate) fn run(&self, scope: Scope) -> Result<Orphans> {
         ignore_missing_lane(remove_half_removed(self.base, self.top))?;
         let mut orphans = Orphans::default();

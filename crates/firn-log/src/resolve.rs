@@ -2,11 +2,11 @@
 //!
 //! Order of changes. Changes are ordered by [`Key`]: by epoch, then by writer, then by position in the writer's index.
 //! A host that opens or syncs the file takes an epoch larger than all that it has read. So its later writes are newer
-//! than all changes published before, as MPI-IO asks for sync, barrier, sync. Changes that did not know of each other
+//! than all changes published before, as MPI-IO demands for sync, barrier, sync. Changes that did not know of each other
 //! have an order too. It is the same for all readers and for the flat file.
 //!
-//! Cuts. A cut has no place in that order. It hides the bytes beyond its length of those changes that its host had seen
-//! ([`crate::cut`]). A change that its host had not seen counts, whatever its key is.
+//! Cuts. A cut has no place in that order. It hides the bytes beyond its length, but only those of changes that its
+//! host had seen ([`crate::cut`]). A change that its host had not seen counts, whatever its key is.
 //!
 //! Length. The file ends where the last byte ends that no cut hides.
 //!
@@ -70,7 +70,7 @@ pub enum Source {
 pub struct Segment {
     /// The range in the file.
     pub file: Range<u64>,
-    /// Where the first byte comes from. In a log the others follow it.
+    /// Where the first byte comes from. If it is in a log, the further bytes follow it there.
     pub source: Source,
 }
 
@@ -201,7 +201,7 @@ impl Layers {
 /// The effects of all cuts and growths on the changes of each writer and on the plain file.
 #[derive(Clone, Debug)]
 pub(crate) struct LengthChanges {
-    /// Length of the plain file, as the container takes it.
+    /// Length of the plain file that was set last.
     base_bytes: u64,
     /// The shortest length of all cuts. Each host that cuts has seen the plain file, so each cut applies to it.
     base_limit: u64,
@@ -275,7 +275,7 @@ impl LengthChanges {
         self.limits.get(&writer)
     }
 
-    /// Returns the length of the file from which on a cut hides the bytes of a change.
+    /// Returns the offset in the file from which on cuts hide the bytes of a change; `u64::MAX` if no cut hides any.
     fn limit_of(&self, key: Key) -> u64 {
         let limits = self.limits_of(key.writer);
         limits.map_or(u64::MAX, |limits| limits.of(key.frame))
@@ -315,7 +315,7 @@ impl LengthChanges {
         self.choose_newest(range, &layers, parts)
     }
 
-    /// Returns the segments of `range`. Of the parts that contain a byte, the newest gives its value.
+    /// Returns the segments of `range`. The value of a byte comes from the newest part that contains it.
     ///
     /// Goes through the range once, with a heap of the parts that contain the present position, the newest on top.
     fn choose_newest(
@@ -353,7 +353,7 @@ impl LengthChanges {
         }
         debug_assert!(
             segments.covers(&range),
-            "a range is told without gaps, once"
+            "the segments cover the range once, without gaps"
         );
         segments.0
     }

@@ -1,6 +1,6 @@
 //! Salvage: gives up the damaged parts of a container, so that the rest can be flattened.
 //!
-//! `firn flatten --accept-loss` asks for this after damage that does not go away.
+//! `firn flatten --accept-loss` asks for this if damage persists.
 //!
 //! Promises
 //! * Each loss is reported, and the report is durable, before anything is given up.
@@ -185,8 +185,8 @@ impl<B: Backing> Ending<'_, B> {
         // Parts that are in the plain file are not lost. If the old seal is damaged, nothing is known of the parts, so
         // none counts as flat.
         let is_flat = |part: u64| !is_damaged && names.contains(&done_name(part));
-        // Finds the damaged blocks. A table may turn out to be damaged meanwhile. The index then gives other bytes, so
-        // the search is repeated.
+        // Finds the damaged blocks. A table may turn out to be damaged meanwhile. The index is then read in its place
+        // and may give other bytes, so the search is repeated.
         loop {
             let rejected = self.container.rejected_table_count();
             let visited = self.visit_lost_bytes(&mut seal, &is_flat, &mut |_| Ok(()));

@@ -153,7 +153,9 @@ impl Seal {
     pub(crate) fn load<B: Backing>(base: &B, dir: &B::Inode) -> Result<Self> {
         let bytes = own::read_file(base, dir, SEAL_NAME)?.ok_or(Errno::NOENT)?;
         Self::decode(&bytes).ok_or_else(|| {
-            tracing::error!("what counts of a container cannot be read: `{SEAL_NAME}` is damaged");
+            tracing::error!(
+                "a sealed container cannot be read: its seal, the file `{SEAL_NAME}`, is damaged"
+            );
             Errno::IO
         })
     }
@@ -300,8 +302,8 @@ impl<'a, B: Backing> Ending<'a, B> {
         // only.
         self.container.apply_seal(self.base, seal.clone())?;
         seal.len = self.container.len();
-        // Asked after `closing` exists: a host that sets the time later sees `closing`, and records the time in the
-        // container.
+        // The time is read after `closing` exists: a host that sets the time later sees `closing`, and records the time
+        // in the container.
         let modified = self.base.attr_now(inode)?.mtime;
         times::record_first(self.base, self.votes().dir(), modified)?;
         self.ballot.decide(&seal).map(drop)
@@ -441,7 +443,8 @@ impl<'a, B: Backing> Ending<'a, B> {
         self.read_batches(Walk::new(range), &free_buffers, &write)
     }
 
-    /// Reads the batches of a walk and passes each to `send`. `free_buffers` has memory of batches that were written.
+    /// Reads the batches of a walk and passes each to `send`. `free_buffers` supplies the memory of batches that were
+    /// written.
     fn read_batches(
         &self,
         mut walk: Walk,

@@ -367,7 +367,10 @@ impl<B: Backing> Table<B> {
         };
         let file = base.open(&inode, Access::Read)?;
         let Some(directory) = load_directory(base, &file)? else {
-            tracing::warn!(name, "a sorted index is not whole: it is read unsorted");
+            tracing::warn!(
+                name,
+                "a sorted index is incomplete: the unsorted index is read instead"
+            );
             return Ok(None);
         };
         if (directory.from, directory.to) != (part.start, part.end) {
@@ -527,7 +530,7 @@ impl<B: Backing> Table<B> {
         self.is_damaged.store(true, Ordering::Release);
         tracing::warn!(
             name = self.name,
-            "a sorted index is damaged: it is read unsorted"
+            "a sorted index is damaged: the unsorted index is read instead"
         );
         TableError::Damaged
     }

@@ -7,7 +7,7 @@
 //! Rules
 //! * A host sets the tag after the first sync of its log, and removes it before the container counts as flat.
 //! * A tag that names another directory than the present one means that containers are missing. A tag that names the
-//!   present directory has no meaning: the directory's listing tells what exists.
+//!   present directory has no meaning: the listing of that directory shows which containers exist.
 //! * A file system without attributes has no tags. A file that firnd may not change gets no tag.
 
 use std::ffi::OsStr;
@@ -73,8 +73,8 @@ pub(crate) fn clear<B: Backing>(base: &B, inode: &B::Inode, container: &str) -> 
     }
 }
 
-/// Fails with EIO if the tag of a file names a container in another directory than `top_id`. For a file that has no
-/// containers in that directory.
+/// Fails with EIO if the tag of a file names a container in another directory than `top_id`. Called for a file that has
+/// no containers in that directory.
 pub(crate) fn check<B: Backing>(
     base: &B,
     inode: &B::Inode,

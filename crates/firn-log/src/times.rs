@@ -12,10 +12,10 @@
 //! Race: a program sets the time on one host while another host finishes the plain file.
 //! * The first host sets the time of the plain file. If the container is closing, it then adds the next record and sets
 //!   the time of the plain file again.
-//! * The flattening host gives the plain file the time of the last record, and then adds `end`.
+//! * The flattening host sets the plain file's time to that of the last record, and then adds `end`.
 //!
 //! Both try to make a link with the same number, and the first one wins. If the time wins, the flattening host finds it
-//! and gives it to the plain file. If `end` wins, the first host's second setting comes after the last one of the
+//! and sets it on the plain file. If `end` wins, the first host's second setting comes after the last one of the
 //! flattening host. No clocks are compared.
 
 use std::ffi::OsStr;
@@ -83,7 +83,7 @@ pub(crate) fn load<B: Backing>(base: &B, dir: &B::Inode, number: u64) -> Result<
         Record::decode(&text).unwrap_or_else(|| {
             tracing::warn!(
                 name,
-                "the time of a file in logs cannot be read: it is not kept"
+                "the recorded modification time of a logged file cannot be read: the plain file keeps its present time"
             );
             Record::End
         })
@@ -112,7 +112,7 @@ pub(crate) struct Last {
     pub(crate) record: Record,
 }
 
-/// Records a time that the file was given, durably, and returns the last record. `first` is the number of an existing
+/// Records a time to which the file was set, durably, and returns the last record. `first` is the number of an existing
 /// record.
 ///
 /// If the last record is `end`, no record is made: later times go to the plain file alone.
@@ -136,8 +136,8 @@ pub(crate) fn add<B: Backing>(
     }
 }
 
-/// Gives the plain file the last recorded time, and then records `end`. `first` is the number of an existing record.
-/// `set_time` sets the plain file's time durably.
+/// Sets the plain file's time to the last recorded time, and then records `end`. `first` is the number of an existing
+/// record. `set_time` sets the plain file's time durably.
 pub(crate) fn finish<B: Backing>(
     base: &B,
     dir: &B::Inode,
@@ -150,7 +150,7 @@ pub(crate) fn finish<B: Backing>(
             return Ok(());
         };
         number += 1;
-        // If another record gets this number before `end` does, the next turn gives that time to the plain file.
+        // If another record gets this number before `end` does, the next iteration sets that time.
         set_time(time)?;
         if put(base, dir, number, Record::End)? {
             return Ok(());

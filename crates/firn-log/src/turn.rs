@@ -8,8 +8,8 @@
 //! whatever the names of the hosts are. The file's inode number is added, so that a host that writes several files uses
 //! several lanes. A host takes its turn at the mount, because the drain asks for the lane before a file is written.
 //!
-//! A turn is advice. If two hosts have the same turn, they write to one lane, which is slower and not wrong. So a turn is
-//! taken without a lock and is not synced. A host that cannot take one uses the hash of its name.
+//! A turn is only a hint: two hosts with the same turn write to one lane, which is slower but correct. So a turn is
+//! taken without a lock and is not synced. A host that cannot take a turn uses the hash of its name.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -32,7 +32,7 @@ pub(crate) fn take_turn<B: Backing>(
     is_alive: &Liveness,
 ) -> u64 {
     let turn = take_free(base, top, host, is_alive).unwrap_or_else(|error| {
-        tracing::debug!(%error, "no turn can be taken: the lane of logs comes from the host's name");
+        tracing::debug!(%error, "no turn can be taken: the lane of logs is derived from the host's name");
         None
     });
     turn.unwrap_or_else(|| xxhash_rust::xxh3::xxh3_64(host.as_bytes()))

@@ -1,8 +1,8 @@
 //! Verifies containers for `firn check`: reads all of each container, and reports what is wrong. Changes nothing.
 //!
 //! What is checked: the owner of each file, `head` and seal, all frames of all indexes, all blocks of logs by their
-//! checksums, and all tables. Hosts may go on working meanwhile. So a container that is gone at the end of its check is
-//! left out of the result.
+//! checksums, and all tables. Hosts may work meanwhile. So a container that is gone at the end of its check is left out
+//! of the result.
 
 use std::ffi::OsStr;
 use std::fmt;
@@ -113,29 +113,36 @@ impl fmt::Display for Fault {
             Self::Head(error) => write!(f, "{error}"),
             Self::Failed(error) => write!(
                 f,
-                "reading it fails ({error}), and so does its file: see whether its lane is there"
+                "cannot be read ({error}); reads of the logged file fail too: check whether its lane is reachable"
             ),
             Self::Seal => write!(
                 f,
-                "what counts of it cannot be read: its file fails with EIO"
+                "the seal is damaged: reads of the logged file fail with EIO"
             ),
-            Self::Index => write!(f, "a frame is not whole: the file fails with EIO"),
+            Self::Index => write!(
+                f,
+                "a frame is damaged: reads of the logged file fail with EIO"
+            ),
             Self::Missing => write!(
                 f,
-                "it is gone: reading the file fails with EIO, unless all that it said is in sorted indexes"
+                "the index is missing: reads of the logged file fail with EIO, unless sorted indexes have all its changes"
             ),
             Self::Torn => write!(
                 f,
-                "the bytes from here on are no frame: a host died here, or what was not synced was lost"
+                "no valid frame from here on: a host died while it appended, or unsynced bytes were lost"
             ),
             Self::Data => write!(
                 f,
-                "the bytes are not those that were written: reading them fails with EIO"
+                "the bytes are missing or differ from their checksum: reads of them fail with EIO"
             ),
-            Self::Sorted => write!(f, "a sorted index is damaged: the index is read unsorted"),
+            Self::Sorted => write!(
+                f,
+                "the sorted index is damaged: the unsorted index is read instead"
+            ),
             Self::Unfinished => write!(
                 f,
-                "its file has been removed: the next mount, `firn recover` or `firn flatten --backing` removes it, unless a host is at it"
+                "its file has been removed or flattened, and the container is left: unless a live host removes it, \
+                 the next mount, `firn recover` or `firn flatten --backing` does"
             ),
         }
     }
@@ -170,7 +177,7 @@ pub fn verify<B: Backing>(base: &B) -> Result<Verified> {
     Ok(verified)
 }
 
-/// Verifies the containers of one file. Adds those whose file a host is removing to `dying`.
+/// Verifies the containers of one file. If a host is removing the file, adds its containers to `dying`.
 fn verify_file<B: Backing>(
     base: &B,
     top: &B::Inode,

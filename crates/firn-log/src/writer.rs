@@ -24,8 +24,8 @@ const LOG_BYTES_MAX: u64 = 4 << 30;
 /// Data of at least this many bytes begins at a multiple of it in the log.
 const PAGE_BYTES: u64 = 4096;
 /// Bound on the bytes of one write call. Linux keeps the bytes of a call in folios as large as possible. A virtual
-/// machine must get memory for large folios from its host. So on ext4, each byte of a call of 1 MiB or more took three
-/// to five times as long there.
+/// machine must get memory for large folios from its host. So on ext4 in a virtual machine, each byte of a call of 1
+/// MiB or more took three to five times as long.
 const WRITE_BYTES_MAX: usize = 512 << 10;
 
 /// An appended frame, and where it lies in the index.

@@ -1,8 +1,8 @@
 //! The policy that decides when firnd is asked for direct access to an open file.
 //!
-//! Direct access costs a request at its begin and at its end, so it pays off only for many bytes. firnd is asked first
-//! after the open file has moved some bytes through the kernel. It is asked again after further bytes if it has
-//! refused, revoked a grant or had no room. The number of these bytes grows with each grant that brought little.
+//! Direct access costs a request when it begins and one when it ends, so it pays off only for many bytes. firnd is
+//! asked first after the open file has moved some bytes through the kernel. It is asked again after further bytes if it
+//! has refused, revoked a grant or had no room. The number of these bytes grows with each grant that served few bytes.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -12,12 +12,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 const DIRECT_AFTER_BYTES: u64 = 64 << 10;
 /// A call counts as at least this many bytes, because each call through the kernel costs a trip to firnd.
 pub(crate) const CALL_BYTES_MIN: u64 = 8 << 10;
-/// Bytes of a call that count as one byte in a process without a connection to firnd. Making a connection takes 95 µs,
-/// and a write of 64 KiB through the kernel takes 9 to 12 µs longer than a direct one: eight such writes cost as much.
+/// In a process without a connection to firnd, this many bytes of a call count as one byte. Making a connection takes
+/// 95 µs. A write of 64 KiB through the kernel takes 9 to 12 µs longer than a direct write, so eight such writes cost
+/// as much.
 const UNCONNECTED_DIVISOR: u64 = 8;
 static DIRECT_AFTER: AtomicU64 = AtomicU64::new(DIRECT_AFTER_BYTES);
 
-/// Sets the bytes before the first question, from the text of an environment variable. It is called once, at the start.
+/// Sets the bytes that are moved before the first request to firnd, from the text of an environment variable. It is
+/// called once, at the start.
 pub(crate) fn set_direct_after(bytes: Option<&[u8]>) {
     let number = bytes.and_then(|text| std::str::from_utf8(text).ok()?.parse::<u64>().ok());
     if let Some(number) = number {
@@ -25,13 +27,14 @@ pub(crate) fn set_direct_after(bytes: Option<&[u8]>) {
     }
 }
 
-/// Bytes by the fallback before firnd is asked again, after the first grant that ended early. They double each time.
+/// Bytes that the fallback moves before firnd is asked again, after the first grant that ended early. Each further such
+/// grant doubles this number.
 const RETRY_BYTES_MIN: u64 = 128 << 10;
-/// Maximum of these bytes. A grant that moves as many bytes has paid off.
+/// Maximum of this number of bytes. A grant that moves as many bytes has paid off.
 pub(crate) const RETRY_BYTES_MAX: u64 = 8 << 20;
-/// Maximum number of times that these bytes double.
+/// Maximum number of times that this number of bytes doubles.
 const DOUBLINGS_MAX: u32 = 6;
-/// Bytes by the fallback before firnd is asked again if the arena had no room. A drain frees about as many.
+/// Bytes that the fallback moves before firnd is asked again if the arena had no room. A drain frees about as many.
 const FULL_BYTES: u64 = 1 << 20;
 
 /// State of the policy for one open file. All zeros mean that firnd may be asked now.
@@ -44,7 +47,7 @@ pub(crate) struct AskPolicy {
     wait_bytes: u64,
     /// Bytes moved by direct access since the last grant.
     direct_bytes: u64,
-    /// Number of refusals and of grants that brought little.
+    /// Number of refusals and of grants that served few bytes.
     refusals: u32,
 }
 
@@ -89,7 +92,7 @@ impl AskPolicy {
         self.direct_bytes
     }
 
-    /// Number of refusals and of grants that brought little.
+    /// Number of refusals and of grants that served few bytes.
     pub(crate) fn refusals(&self) -> u32 {
         self.refusals
     }
@@ -114,12 +117,12 @@ impl AskPolicy {
         self.direct_bytes = 0;
     }
 
-    /// Postpones the next question until `bytes` were moved by the fallback.
+    /// Postpones the next request to firnd until the fallback has moved `bytes` bytes.
     pub(crate) fn wait_for(&mut self, bytes: u64) {
         self.wait_bytes = bytes;
     }
 
-    /// Postpones the next question because the arena has no room.
+    /// Postpones the next request to firnd because the arena has no room.
     pub(crate) fn wait_for_room(&mut self) {
         self.wait_bytes = FULL_BYTES;
     }
@@ -134,7 +137,7 @@ impl AskPolicy {
         self.refusals = 0;
     }
 
-    /// Records the end of a grant. After one that brought little the next question is postponed, each time further.
+    /// Records the end of a grant. If the grant served few bytes, the next request is postponed, each time for longer.
     pub(crate) fn wait_longer(&mut self) {
         if self.direct_bytes < RETRY_BYTES_MAX {
             let wait = RETRY_BYTES_MIN << self.refusals.min(DOUBLINGS_MAX);

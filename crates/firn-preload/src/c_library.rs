@@ -1,7 +1,8 @@
 //! Independence from the kind of C library.
 //!
 //! The environment of a job also reaches programs with another C library than that of GNU, such as those of an Alpine
-//! container. There this library must load and do nothing. So it may need no shared library except the C library:
+//! container. In these programs this library must load and do nothing. So the C library is the only shared library that
+//! it may need:
 //!
 //! * Functions that Rust's standard library would take from libgcc or from the loader are defined here.
 //! * Functions that only the GNU C library has are looked up by name.

@@ -3,8 +3,8 @@
 //! firnd answers requests in their order. [`ask_ahead`] sends a request for leases and does not wait. The next request
 //! first receives that answer, and stores its leases for [`take_lease`].
 //!
-//! A connection that has ended is made again at the next use, because firnd may have been mounted again. This happens a
-//! limited number of times. A new connection has a new *link number*, because tokens of the old one are void.
+//! If a connection has ended, the next use makes a new one, because firnd may have been started again. The number of
+//! connections is limited. Each connection has a new *link number*, because tokens of the old one are void.
 //!
 //! Invariant: no byte is sent before the kernel has confirmed that a process of this user listens at the other end.
 
@@ -44,8 +44,8 @@ const NO_SLAB: Slab = Slab {
     reserved: 0,
     modified: 0,
 };
-/// The library's own descriptors have this number or a higher one, so that programs that choose numbers do not meet
-/// them.
+/// The library's own descriptors have this number or a higher one, so that they do not collide with numbers that
+/// programs choose.
 pub(crate) const OWN_FD_MIN: c_int = 900;
 
 /// The connection to one arena, and its successors.
@@ -56,7 +56,7 @@ struct Link {
 }
 
 // SAFETY: the value consists of words, locks, an empty map, and options of words, for each of which zero bytes are
-// valid. Zeros mean no connection, and `ask_first` sets the rest before the first one.
+// valid. Zeros mean that there is no connection, and `ask_first` sets the other values for the first one.
 static LINKS: Wiped<[Link; LINKS_COUNT]> =
     unsafe { Wiped::new([const { Link::new() }; LINKS_COUNT]) };
 
@@ -155,8 +155,8 @@ pub(crate) fn has_connection() -> bool {
 
 /// Connects to the arena that a token names, for a writer. Returns the link number.
 ///
-/// If a new connection was made, firnd's answer to a request for the grant and the first lease is returned too. It is
-/// the same as that of [`ask_open`].
+/// A new connection also carries a request for a grant and the first lease. firnd's answer, which is the same as that
+/// of [`ask_open`], is then returned too.
 pub(crate) fn connect_to_write(token: &Token, lease_bytes: u64) -> Option<(u32, Option<Reply>)> {
     let mut first = FirstRequest::Open(lease_bytes, None);
     let link = connect_within(token, ATTEMPTS, &mut first)?;
@@ -184,8 +184,8 @@ impl ExtentRequest<'_> {
     }
 }
 
-/// Connects for a reader. If a new connection was made, the answer to a request for extents is returned too, as by
-/// [`ask_extents`].
+/// Connects for a reader. A new connection also carries a request for extents. firnd's answer, which is the same as
+/// that of [`ask_extents`], is then returned too.
 pub(crate) fn connect_to_read(
     token: &Token,
     wanted: ExtentRequest<'_>,
@@ -325,7 +325,7 @@ fn open_socket(
     for_stubs: bool,
     first: &mut FirstRequest<'_>,
 ) -> Option<c_int> {
-    // A program with a limit of address space needs it for itself.
+    // If the address space of the program is limited, the program needs all of it.
     let is_scarce = !sys::is_unlimited(Resource::As);
     if is_scarce && !for_stubs {
         return None;
@@ -475,7 +475,7 @@ impl Open {
         self.inner.stash.iter_mut().find(of_token)?.take_next()
     }
 
-    /// Passes a result on. If it says that the connection has ended, the socket is closed first.
+    /// Returns `answer`. If it shows that the connection has ended, the socket is closed first.
     fn close_if_ended<T>(&mut self, answer: Result<T, CallError>) -> Result<T, CallError> {
         if let Err(CallError::NotSent | CallError::NoReply) = answer {
             let fd = self.connection.as_fd().as_raw_fd();
@@ -608,7 +608,7 @@ enum MapArena {
     Never,
     /// The arena is mapped if this process can map it.
     IfPossible,
-    /// Without a mapping the connection is given up.
+    /// If the arena cannot be mapped, the connection is closed.
     Always,
 }
 

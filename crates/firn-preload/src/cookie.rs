@@ -1,8 +1,8 @@
 //! Streams of stdio over stubs.
 //!
-//! The system calls of an ordinary stream are not seen by hooks. So streams over stubs are made with fopencookie(3),
-//! which calls functions of this module. Such a stream has the number of its descriptor (`fileno`). It is a byte
-//! stream, so wide characters are refused, as in each stream that was used for bytes.
+//! Hooks do not see the system calls of an ordinary stream. So streams over stubs are made with fopencookie(3), which
+//! calls functions of this module. Such a stream has the number of its descriptor (`fileno`). It is a byte stream, so
+//! wide characters are refused, as in each stream that was used for bytes.
 
 use std::ffi::{c_char, c_int, c_void};
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -42,7 +42,7 @@ pub(crate) fn write_descriptor<F: Fallback>(
     if claim.is_beyond_files() {
         claim.cut_back(&locked, 0);
         return match F::leave(locked, None, explicit_offset, call) {
-            // The kernel reports the same if offset and length together are too large.
+            // The kernel returns the same error if offset and length together are too large.
             Ok(_) => Handled::of(Err(libc::EINVAL)),
             Err(handled) => handled,
         };
@@ -62,8 +62,8 @@ pub(crate) fn write_descriptor<F: Fallback>(
     )
 }
 
-/// Finishes a write of which `done` bytes are in leases: the fallback writes the rest. `lost` is the reason if a lease
-/// was lost before that.
+/// Finishes a write of which `done` bytes are in leases: the fallback writes the rest. If a lease was lost, `lost` is
+/// the reason.
 pub(crate) fn finish_write<F: Fallback>(
     mut locked: LockedEntry,
     source: Source<'_>,

@@ -45,7 +45,7 @@ pub(crate) fn wipe_on_fork() -> bool {
     KNOWN.wipe_on_fork()
 }
 
-/// Whether a device is known to be a Firn mount. An unknown device gives false.
+/// Whether a device is known to be a Firn mount. Returns false for an unknown device.
 pub(crate) fn is_known_mount(device: u64) -> bool {
     let verdict = device.wrapping_add(1) << 1 | 1;
     KNOWN
@@ -87,7 +87,8 @@ pub(crate) fn first_token(number: u64) -> Option<Token> {
     (number != 0 && first.token == number).then_some(first)
 }
 
-/// Fetches the token of an open file. Returns `None` if no firnd serves the file, or not to this process.
+/// Fetches the token of an open file. Returns `None` if no firnd serves the file, or if firnd does not serve this
+/// process.
 pub(crate) fn token_of(fd: c_int) -> Option<Token> {
     let token = firn_direct::connection::token_of(sys::borrow(fd)?)?;
     (token.version == DATA_SOCKET_VERSION).then_some(token)

@@ -42,14 +42,14 @@ impl WriteError {
 /// Serves the bytes of a descriptor that neither lease nor list can serve.
 ///
 /// Some methods return `Err(Handled)`, which is the end of the call: its result, or that the kernel must serve it. `Ok`
-/// means that the caller goes on by the fallback's `write_at` or `read_at`. `explicit_offset` is the offset that the
-/// call names; `None` means the descriptor's own offset.
+/// means that the caller continues with the fallback's `write_at` or `read_at`. `explicit_offset` is the offset that
+/// the call names; `None` means the descriptor's own offset.
 pub(crate) trait Fallback {
-    /// Returns whether a write may use leases. It asks firnd for a grant if it is time for that.
+    /// Returns whether a write may use leases. Asks firnd for a grant if the ask policy permits that.
     fn may_lease(locked: &mut LockedEntry, total: usize) -> bool;
-    /// Returns whether the descriptor has a list. It asks firnd for one if that is worth it.
+    /// Returns whether the descriptor has a list. Asks firnd for a list if that pays off.
     fn has_list(locked: &mut LockedEntry, explicit_offset: Option<u64>, total: usize) -> bool;
-    /// Gives up direct access for a call. A fallback that is the kernel gives the offset back and ends the call here.
+    /// Ends direct access for a call. If the fallback is the kernel, it gets the offset back and the call ends here.
     fn leave(
         locked: LockedEntry,
         claim: Option<&mut Claim>,
@@ -85,8 +85,8 @@ pub(crate) trait Fallback {
     fn has_offset(locked: &LockedEntry) -> bool;
 }
 
-/// Postpones the next question for a grant after a lease was lost. If there is no connection, `unconnected_bytes` must
-/// be moved by the fallback first.
+/// Postpones the next request for a grant after a lease was lost. If there is no connection, the fallback must first
+/// move `unconnected_bytes` bytes.
 pub(crate) fn wait_after_lost_lease(
     locked: &mut LockedEntry,
     lost: LeaseLost,
@@ -110,7 +110,7 @@ pub(crate) fn is_full(reply: &Reply) -> bool {
     Status::from_word(reply.status) == Status::Full
 }
 
-/// Counts a grant or a list that has ended, and postpones the next question if it has brought little.
+/// Counts a grant or a list that has ended, and postpones the next request if it has served few bytes.
 pub(crate) fn wait_longer_after(locked: &mut LockedEntry, reason: Reason) {
     report::count_left(reason);
     locked.ask_policy.wait_longer();

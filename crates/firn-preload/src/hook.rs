@@ -1,6 +1,6 @@
 //! The hooks: exported functions that a program calls in place of those of the C library.
 //!
-//! A hook looks at the tag of its descriptor. For most descriptors it then calls the real function with the same
+//! A hook reads the tag of its descriptor. For most descriptors it then calls the real function with the same
 //! arguments. Pairs such as `open` and `open64` are one function, because `off_t` has 64 bits on all machines that Firn
 //! runs on.
 

@@ -10,8 +10,8 @@
 //! [`REFUSALS_MAX`] refusals, or once the descriptor is shared, it stays with the kernel for good.
 //!
 //! A program may close a descriptor by a raw system call, which the library does not see. Then firnd ends the leases of
-//! the file, so the next write through that number finds its lease revoked. It compares the tokens, sees that the
-//! number now is another file, and leaves it to the kernel.
+//! the file, so the next write through that number finds its lease revoked. The write compares the tokens, finds that
+//! the number is another file now, and leaves the number to the kernel.
 
 use std::ffi::c_int;
 use std::sync::atomic::Ordering;
@@ -39,10 +39,9 @@ use crate::table::{self, Entered, Entry, LockedEntry, tag};
 const REFUSALS_MAX: u32 = 16;
 /// Bytes that go through the kernel after a refusal, before firnd is asked again.
 const REFUSED_BYTES: u64 = RETRY_BYTES_MAX;
-/// Bytes of the first lease of a file. A file that gets direct access is not small, so more than the first write will
-/// come.
+/// Bytes of the first lease of a file. A file that gets direct access is not small, so further writes are expected.
 const FIRST_LEASE_BYTES: u64 = 128 << 10;
-/// Size from which the first read of a file is worth asking for a list.
+/// Minimum size of a file for which the first read asks for a list.
 const LISTED_FILE_BYTES_MIN: u64 = 64 << 10;
 
 /// The kernel as the fallback of a descriptor.
@@ -84,7 +83,7 @@ impl Fallback for Kernel {
 
     /// Gives the offset back to the kernel after `done` bytes of a claim, and postpones the next question to firnd.
     ///
-    /// `Ok` means that the caller goes on with the rest. `Err` is the result for the program if the number is another
+    /// `Ok` means that the caller continues with the rest. `Err` is the result for the program if the number is another
     /// file by now.
     fn lease_lost(
         mut locked: LockedEntry,
@@ -156,8 +155,8 @@ fn count_or_errno(result: isize) -> Result<usize, c_int> {
 
 // ---- calls -----------------------------------------------------------------------------------------
 
-/// The fast path of a write, at the descriptor's offset or at `explicit_offset`: it is short and fits into the current
-/// lease. Returns `None` if the write is another one; then nothing was done.
+/// The fast path of a write, at the descriptor's offset or at `explicit_offset`: the write is short and fits into the
+/// current lease. For any other write it does nothing and returns `None`.
 #[inline(always)]
 pub(crate) fn write_fast(
     fd: c_int,
@@ -377,8 +376,8 @@ pub(crate) fn leave_for_good(mut locked: LockedEntry, reason: Reason) {
     report::count_left(reason);
 }
 
-/// Leaves a call to the kernel. If the call uses the kernel's offset (`explicit_offset` is `None`), that is made right
-/// first.
+/// Leaves a call to the kernel. If the call uses the kernel's offset (`explicit_offset` is `None`), the kernel first
+/// gets the right offset.
 fn leave_to_kernel(mut locked: LockedEntry, explicit_offset: Option<u64>, call: Call) -> Handled {
     report::count_kernel(call);
     if explicit_offset.is_some() {

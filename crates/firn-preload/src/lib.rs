@@ -3,7 +3,7 @@
 //! `LD_PRELOAD=libfirn_preload.so PROGRAM` puts the functions of module `hook` before those of the C library. They act
 //! on descriptors of files on a Firn mount, and on *stubs*: empty files of a stub tree, whose bytes firnd has. For all
 //! other descriptors a hook costs a load and a branch. An unusual call goes to the kernel, and so through the mount: it
-//! is slower but equally right.
+//! is slower but equally correct.
 //!
 //! | modules | job |
 //! |---|---|

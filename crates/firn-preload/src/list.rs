@@ -1,7 +1,7 @@
-//! The list of a file: where its bytes are, as firnd has told.
+//! The list of a file: where its bytes are, according to firnd.
 //!
 //! A list is *current* while the file's word in the arena equals the list's stamp. firnd keeps the listed bytes where
-//! they are. So a reader copies bytes first and then looks at the word: if it has changed, the copy does not count.
+//! they are. So a reader copies bytes first and then reads the word: if the word has changed, the copy does not count.
 //!
 //! Bytes in files of the backing are read by descriptors that came with the list. Other hosts can change these files
 //! without changing the word. So such a list is valid for a limited time, and then firnd is asked whether it still is.
@@ -48,7 +48,8 @@ const _: () = assert!(LIST_FILES_MAX <= u64::BITS as usize);
 
 /// A read that begins at most this many bytes beyond the end of a list extends the list up to there.
 const NEAR_BYTES: u64 = 1 << 20;
-/// After more reads outside of the list than this, the list begins anew there, even if few bytes were read by it.
+/// After more reads outside of the list than this, the list begins anew at the read's offset, even if few bytes were
+/// read by it.
 const MISSES_MAX: u32 = 16;
 /// A list by which at least this fraction of its range was read has paid off, and may begin anew elsewhere.
 const READ_FRACTION_DIVISOR: u64 = 4;
@@ -184,7 +185,7 @@ impl List {
         is_same && self.word.is_some()
     }
 
-    /// Prolongs the validity of the list by an answer with the same stamp, which vouches for the whole list.
+    /// Prolongs the validity of the list by an answer with the same stamp, which confirms the whole list.
     fn note_valid(&mut self, reply: &Reply, asked_ns: u64) {
         if reply.valid_ns != 0 {
             let until = asked_ns.saturating_add(reply.valid_ns);
@@ -282,7 +283,7 @@ impl List {
         self.until_ns != 0
     }
 
-    /// Whether that time is over.
+    /// Whether the time for which the list is valid is over.
     fn is_expired(&self) -> bool {
         self.is_limited() && sys::coarse_ns() > self.until_ns
     }

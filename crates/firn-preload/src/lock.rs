@@ -1,4 +1,4 @@
-//! A lock that knows its owner, so that a signal handler can find out that its own thread holds it.
+//! A lock that stores its owner, so that a signal handler can find out that its own thread holds it.
 //!
 //! The lock is one word: 0 if it is free, else the owner's [`thread_pointer`](sys::thread_pointer), which is even. Bit
 //! 0 is set while a thread may wait. Because owner and lock are one word, a held lock always has a known owner. All
@@ -26,8 +26,8 @@ struct Lock {
     word: AtomicU64,
 }
 
-/// Address of the C library's byte that is not 0 while the process has one thread. Without such a byte it is that of
-/// [`MANY`], so that the process counts as one with several threads.
+/// Address of the C library's byte that is not 0 while the process has one thread. If the C library has no such byte,
+/// it is the address of [`MANY`], so that the process counts as one with several threads.
 static SINGLE: AtomicPtr<u8> = AtomicPtr::new((&raw const MANY).cast_mut().cast());
 static MANY: AtomicU8 = AtomicU8::new(0);
 

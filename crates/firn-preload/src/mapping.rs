@@ -24,7 +24,7 @@ use crate::devices;
 use crate::sys::{self, syscall};
 use crate::table::{self, tag};
 
-/// Maximum number of such mappings of a process. The kernel maps further files.
+/// Maximum number of mappings of memory files in a process. The kernel maps further files.
 const SLOTS: usize = 64;
 /// The kernel maps shorter ranges, because a request to firnd would cost more than it saves.
 const MAP_BYTES_MIN: usize = 1 << 20;
@@ -161,7 +161,7 @@ unsafe fn map_in_huge_pages(arguments: MapArguments, number: c_int) -> isize {
     mapped
 }
 
-/// Whether a descriptor is a file of a mount that is open for reading only. The table is not asked, because it does not
+/// Whether a descriptor is a file of a mount that is open for reading only. The table is not used, because it does not
 /// know descriptors that are copied or shared.
 fn is_reader_of_mount(fd: c_int) -> bool {
     let Some((identity, mode)) = sys::identity(fd) else {
@@ -206,7 +206,7 @@ fn keep_open(fd: c_int) -> Option<c_int> {
     }
 }
 
-/// Closes such a copy.
+/// Closes a copy that [`keep_open`] has made.
 fn close_kept(fd: c_int) {
     if let Some(mut locked) = table::lock_new_entry(fd)
         && locked.tag == tag::INTERNAL

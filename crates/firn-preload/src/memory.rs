@@ -5,7 +5,7 @@
 //! not be mapped.
 //!
 //! For memory that is not mapped the kernel returns EFAULT. A copy in this library would die of SIGSEGV, as a copy in
-//! the program would. So [`probe`] looks at the memory before a copy.
+//! the program would. So [`probe`] checks the memory before a copy.
 
 use std::ffi::{c_int, c_void};
 use std::marker::PhantomData;
@@ -41,7 +41,7 @@ pub(crate) type Source<'a> = ProgramMemory<'a, Readable>;
 /// Memory that a call writes.
 pub(crate) type Target<'a> = ProgramMemory<'a, Writable>;
 
-/// Contiguous bytes of such memory.
+/// Contiguous bytes of the memory that one call was given.
 pub(crate) struct Run<'a, Access> {
     start: *mut u8,
     len: usize,

@@ -1,7 +1,7 @@
 //! The offset of a descriptor, which is private to this process or the kernel's.
 //!
 //! A call *claims* its range of the offset before it moves bytes. So a signal handler that interrupts the call and uses
-//! the same descriptor gets the next range. After the call the unused rest of a claim is given back, unless a later
+//! the same descriptor gets the next range. After the call, the unused rest of a claim is released, unless a later
 //! claim lies behind it.
 //!
 //! While the offset is private, the kernel's offset is *parked* at a value at which no byte can be read or written.
@@ -29,7 +29,7 @@ pub(crate) struct Claim {
 enum ClaimOrigin {
     /// The call named its offset, so no offset was moved.
     Given,
-    /// The private offset, which a later claim keeps beyond this range for good.
+    /// The private offset, which a later claim has moved beyond this range. This claim no longer changes it.
     Passed,
     /// The private offset, which is at the end of the range now.
     Private,
@@ -110,7 +110,7 @@ impl Claim {
             ClaimOrigin::Given => true,
             ClaimOrigin::Private => {
                 let end = self.offset.wrapping_add(self.total as u64);
-                // It fails if a signal handler has claimed a range behind this one.
+                // The exchange fails if a signal handler has claimed a range behind this one.
                 entry
                     .offset
                     .compare_exchange(end, new_end, Ordering::Relaxed, Ordering::Relaxed)
@@ -157,7 +157,7 @@ impl Claim {
 /// Value of a parked offset: the largest one, at which read(2) and write(2) fail with EINVAL.
 const PARKED: i64 = i64::MAX;
 
-/// Makes the offset private, at the kernel's current value, and parks the kernel's one. Returns whether that was
+/// Makes the offset private, at the kernel's current value, and parks the kernel's offset. Returns whether that was
 /// possible.
 pub(crate) fn make_private(locked: &mut LockedEntry) -> bool {
     // A signal handler that wrote between the two calls of lseek(2) would move an offset that was read already.

@@ -40,8 +40,8 @@ pub(crate) enum NewDescriptor {
     Other,
 }
 
-/// Registers a new descriptor that was opened with `flags`. `before` was taken before the file was opened. It keeps
-/// errno.
+/// Registers a new descriptor that was opened with `flags`; `before` is the sharing count from before the open.
+/// Leaves errno unchanged.
 pub(crate) fn register_opened(
     fd: c_int,
     flags: c_int,

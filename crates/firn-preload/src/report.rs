@@ -31,21 +31,21 @@ named! {
     Flags = "opened with O_APPEND, O_SYNC, O_DIRECT or a file size limit",
     Stdio = "opened by stdio",
     NoConnection = "no connection to firnd",
-    Refused = "firnd did not allow it now",
+    Refused = "firnd refused direct access for now",
     NoRoom = "no room in the arena",
-    Revoked = "firnd took the lease back",
+    Revoked = "firnd revoked the lease",
     Read = "read while open for writing",
-    Shared = "dup, fork, exec, mmap or SCM_RIGHTS",
-    Nothing = "nothing of the file in the arena",
-    Changed = "changed while it was read",
+    Shared = "shared by dup, fork, exec, mmap or SCM_RIGHTS",
+    Nothing = "no bytes of the file in the arena",
+    Changed = "the file changed while it was read",
 }
 
 named! {
     /// A file, directory or process under a name of Firn that belongs to another user or that others may change.
     Distrust, DISTRUSTS, DISTRUST_NAMES:
-    Directory = "the runtime directory is not a directory that only you may enter",
+    Directory = "the runtime directory is not a directory that belongs to you and is closed to others",
     File = "a file in the runtime directory is not one that only you may change",
-    Peer = "another user's process listens where firnd should",
+    Peer = "another user's process listens on the socket of firnd",
     Relative = "FIRN_RUNTIME_DIR is not an absolute path of at most 85 bytes",
 }
 
@@ -157,13 +157,15 @@ pub(crate) fn take_report(print_line: impl Fn(std::fmt::Arguments<'_>)) {
     for (index, name) in REASON_NAMES.iter().enumerate() {
         let count = value(&COUNTERS.left, index);
         if count > 0 {
-            print_line(format_args!("left to the kernel {count} times: {name}"));
+            print_line(format_args!(
+                "left a descriptor to the kernel {count} times: {name}"
+            ));
         }
     }
     for (index, name) in DISTRUST_NAMES.iter().enumerate() {
         let count = value(&COUNTERS.distrusted, index);
         if count > 0 {
-            print_line(format_args!("not believed {count} times: {name}"));
+            print_line(format_args!("not trusted {count} times: {name}"));
         }
     }
 }

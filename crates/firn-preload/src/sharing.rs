@@ -1,8 +1,8 @@
 //! Counts the calls that copy all descriptors to another process: fork, exec and spawn.
 //!
 //! The race: one thread opens a file while another one is in fork(2). A child then shares the new descriptor, which
-//! must not get a private offset. Two counters rule that out. `under_way` says that such a call has not returned yet.
-//! `total` says that one has begun since the thread began to open its file.
+//! must not get a private offset. Two counters prevent this. `under_way` is not 0 while such a call has not returned.
+//! `total` has grown if such a call has begun since the thread began to open its file.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
@@ -26,14 +26,14 @@ pub(crate) fn wipe_on_fork() -> bool {
     SHARING.wipe_on_fork()
 }
 
-/// Counts the begin of such a call.
+/// Counts the begin of a call that copies all descriptors.
 pub(crate) fn count_begin() {
     SHARING.under_way.fetch_add(1, Ordering::SeqCst);
     SHARING.total.fetch_add(1, Ordering::SeqCst);
 }
 
-/// Counts the end of such a call. In a child of fork(2) the counter is 0 already, because the child has not begun the
-/// call.
+/// Counts the end of a call that copies all descriptors. In a child of fork(2) the counter is 0 already, because the
+/// child has not begun the call.
 pub(crate) fn count_end() {
     let one_less = |count: u32| Some(count.saturating_sub(1));
     let _ = SHARING
@@ -41,18 +41,18 @@ pub(crate) fn count_end() {
         .fetch_update(Ordering::SeqCst, Ordering::SeqCst, one_less);
 }
 
-/// Whether such a call is under way.
+/// Whether a call that copies all descriptors is under way.
 pub(crate) fn is_under_way() -> bool {
     SHARING.under_way.load(Ordering::SeqCst) != 0
 }
 
-/// The count at some moment. A caller takes it before it opens a file.
+/// The count at some moment. A caller reads it before it opens a file.
 pub(crate) struct SharingCount {
     total: u64,
 }
 
 impl SharingCount {
-    /// Takes the current count.
+    /// Reads the current count.
     #[inline(always)]
     pub(crate) fn now() -> Self {
         Self {
@@ -60,7 +60,7 @@ impl SharingCount {
         }
     }
 
-    /// Whether no call has copied descriptors to another process since then.
+    /// Whether no call has copied descriptors to another process since the count was read.
     pub(crate) fn is_undisturbed(&self) -> bool {
         SHARING.under_way.load(Ordering::SeqCst) == 0
             && SHARING.total.load(Ordering::SeqCst) == self.total

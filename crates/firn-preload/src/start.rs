@@ -22,7 +22,7 @@ static START: extern "C" fn(c_int, *const *const c_char, *const *const c_char) =
 static END: extern "C" fn() = end;
 
 /// The constructor of the library. Only the GNU C library passes arguments and environment to constructors, so they are
-/// read after the check for it.
+/// read only after the check that it is the GNU C library.
 extern "C" fn start(_argc: c_int, argv: *const *const c_char, envp: *const *const c_char) {
     real::resolve();
     if !c_library::is_gnu() {

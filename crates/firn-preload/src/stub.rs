@@ -8,8 +8,7 @@
 //! its range by one lseek(2), which is atomic. A stub that is not shared has a private offset, like a descriptor of a
 //! mount.
 //!
-//! firnd must know each open stub, which is *adopted* for that: firnd gets a copy of its descriptor and gives it a
-//! token.
+//! Each open stub must be *adopted*: firnd gets a copy of its descriptor and assigns a token to it.
 
 mod attributes;
 mod data;

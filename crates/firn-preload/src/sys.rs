@@ -24,7 +24,7 @@ pub(crate) fn borrow(fd: c_int) -> Option<BorrowedFd<'static>> {
     (fd >= 0).then(|| unsafe { BorrowedFd::borrow_raw(fd) })
 }
 
-/// Returns the number of the CPU on which this thread runs, plus one; 0 if the kernel does not tell.
+/// Returns the number of the CPU on which this thread runs, plus one; 0 if the kernel does not report it.
 pub(crate) fn current_cpu() -> u32 {
     let mut cpu = 0u32;
     let none = std::ptr::null_mut::<c_void>();
@@ -71,7 +71,7 @@ pub(crate) fn add_to_word(word: &AtomicU64, more: u64) -> u64 {
     word.fetch_add(more, Ordering::Relaxed)
 }
 
-/// Turns the result of a system call into that of the C library's function: an error sets errno and gives -1.
+/// Turns the result of a system call into that of the C library's function: an error sets errno and returns -1.
 pub(crate) fn with_errno(result: isize) -> isize {
     if result >= 0 {
         return result;
@@ -208,7 +208,7 @@ pub(crate) fn check_descriptors_left(count: usize) -> Result<(), c_int> {
 pub(crate) fn raise_signal(signal: c_int) {
     let process = pid();
     let thread = rustix::thread::gettid().as_raw_pid();
-    // SAFETY: the arguments are numbers. The signal goes to this thread, and its limit of file sizes asks for it.
+    // SAFETY: the arguments are numbers. The signal goes to this thread, as its limit of file sizes demands.
     unsafe { syscall!(libc::SYS_tgkill, process, thread, signal) };
 }
 

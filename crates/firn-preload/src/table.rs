@@ -9,7 +9,7 @@
 //!   descriptor is known and no lock is held.
 //! * A child of vfork(2) shares the table with its parent and must not touch it. [`lock_entry`] finds no entry there.
 //! * [`STUBS`] says which descriptors are stubs. It is not wiped, because a child has these stubs too and the kernel
-//!   cannot serve them. So the tag zero makes a process look there first.
+//!   cannot serve them. So a process that finds the tag zero first looks up the descriptor there.
 //! * A tag may be out of date. Only the entry, under its lock, is decisive. Tags are changed under the lock.
 //! * While [`LockedEntry::is_private`], `Entry::offset` is the descriptor's offset, and the kernel's offset is stale.
 //!   The offset does not become private while a call that uses the kernel's offset is under way (`Entry::in_kernel`).
@@ -129,7 +129,7 @@ pub(crate) fn entry_of(fd: c_int) -> Option<&'static Entry> {
     TABLE.entries.get(fd as usize)
 }
 
-/// Whether the library acts on descriptors. It is 0 until [`start`](crate::start) has made sure that it can.
+/// Whether the library acts on descriptors. The value is 0 until [`start`](crate::start) has checked that it can act.
 pub(crate) static ACTIVE: AtomicU32 = AtomicU32::new(0);
 
 /// The state of one descriptor.
@@ -178,7 +178,7 @@ impl Entry {
         }
     }
 
-    /// Whether the offset is private. A signal handler calls it without the lock, if its thread holds that.
+    /// Whether the offset is private. A signal handler calls this without the lock if its own thread holds the lock.
     #[inline(always)]
     pub(crate) fn is_private(&self) -> bool {
         self.private.load(Ordering::Relaxed)

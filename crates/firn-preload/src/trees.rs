@@ -1,7 +1,7 @@
 //! The stub trees of this host. Each firnd that serves one describes it in a file of the runtime directory.
 //!
-//! A process reads the directory at its start. It reads it again if it meets an unknown file system that may be a tmpfs
-//! and the directory has changed since. Children of fork(2) read it anew.
+//! A process reads the directory at its start. It reads the directory again when it finds an unknown file system that
+//! may be a tmpfs, unless the directory is unchanged. Children of fork(2) read it anew.
 //!
 //! Any user may create a directory with that name in /dev/shm. So the directory and its files are read only if this
 //! user owns them and no other user may change them.
@@ -158,7 +158,7 @@ pub(crate) fn is_stub(fd: c_int) -> bool {
 /// Whether an open regular file is a stub. For an unknown device the runtime directory is read again if it has changed.
 pub(crate) fn is_stub_on(fd: c_int, device: u64) -> bool {
     if !has_stubs(device) {
-        // fstatfs(2) would tell the type of the file system, but on a FUSE mount it costs a trip to the server.
+        // fstatfs(2) would return the type of the file system, but on a FUSE mount it costs a trip to the server.
         if has_block_device(device) || !has_changed() {
             return false;
         }

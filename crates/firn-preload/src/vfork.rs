@@ -1,5 +1,5 @@
-//! Tells whether this code runs in a child of vfork(2). Such a child uses the memory of its parent, and must not change
-//! it.
+//! Detects whether this code runs in a child of vfork(2). Such a child uses the memory of its parent, and must not
+//! change it.
 //!
 //! A child has the thread pointer of the parent's thread that waits for it. So the threads that are in vfork(2) are
 //! listed by their thread pointers.

@@ -1,12 +1,12 @@
-//! The ledger: the state that the records of a journal give when they are applied in order.
+//! The ledger: the state that results when the records of a journal are applied in order.
 //!
 //! Invariants
 //! * A file id has at least the names with which it began, until they are removed or renamed.
 //! * A *doubtful* name may or may not lead to the file. Recovery looks there and compares the identity.
-//! * A rename changes names when it ends, and only if it was done. While it is under way, the names that it may have given
-//!   follow from it ([`Ledger::possible_paths`]). If they were noted instead, each rename would double them.
-//! * Renames that are under way at the same time concern different names, because the engine makes others wait. A rename that
-//!   overlaps a new one was left by a killed firnd.
+//! * A rename changes names when it ends, and only if it was done. The names that a rename under way may have produced
+//!   are computed ([`Ledger::possible_paths`]). If they were stored, each rename would double the number of names.
+//! * Renames that are under way at the same time concern different names, because the engine delays a rename that
+//!   overlaps another one. So a rename that overlaps a new one was left by a killed firnd.
 
 use std::collections::BTreeMap;
 
@@ -35,10 +35,10 @@ pub struct DrainedRange {
     pub sequence: u64,
 }
 
-/// A name of a file, and whether it leads there.
+/// A name of a file, and whether the name leads to the file.
 pub type Path = (Box<[u8]>, PathState);
 
-/// A file with pending data. There may be very many, so a field that few of them have takes only a word.
+/// A file with pending data. There may be very many such files, so a field that few of them need takes only a word.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KnownFile {
     /// Identity of the file in the backing.
@@ -51,7 +51,7 @@ pub struct KnownFile {
     pub truncating: ThinVec<(u64, u64)>,
     /// Modification time that counts until a piece has one later than [`ModifiedAt::written`].
     pub modified_at: Option<Box<ModifiedAt>>,
-    /// How its last writer ended.
+    /// Whether the file is open for writing, closed or cut.
     pub ending: Ending,
 }
 
@@ -63,7 +63,7 @@ const _: () = assert!(size_of::<KnownFile>() <= 104);
 pub struct ModifiedAt {
     /// The time.
     pub time: Timestamp,
-    /// Time of the last write before it was set, in nanoseconds since 1970.
+    /// Time of the last write before a program set the time, in nanoseconds since 1970.
     pub written: u64,
 }
 
@@ -97,7 +97,7 @@ impl Rename {
         })
     }
 
-    /// Adds the names that the rename may have given to a file.
+    /// Adds the names that files may have because of the rename.
     fn add_destinations(&self, paths: &mut SmallVec<[Path; 1]>) {
         let new_paths: Vec<_> = paths
             .iter()
@@ -109,7 +109,7 @@ impl Rename {
     }
 }
 
-/// Adds a name. If it is there already, it becomes sure if the new one is.
+/// Adds a name. If the name is in the list already, it becomes sure if `state` is sure.
 fn add_path(paths: &mut SmallVec<[Path; 1]>, path: Box<[u8]>, state: PathState) {
     match paths.iter_mut().find(|(name, _)| *name == path) {
         Some((_, known_state)) if state == PathState::Sure => *known_state = state,
@@ -200,9 +200,10 @@ impl Ledger {
                     to: to.clone(),
                     exchange: *exchange,
                 };
-                // Records of renames under way can end in any order. So one that touches the same names is settled first.
+                // Renames under way can end in any order. So an earlier rename that touches the same names is settled
+                // first.
                 self.settle_renames(|other_id, other| other_id == *id || other.overlaps(&rename));
-                // Other than an exchange, the rename replaces the object at `to`, if it succeeds.
+                // Unless it is an exchange, a successful rename replaces the object at `to`.
                 if !exchange {
                     for file_state in self.files.values_mut() {
                         file_state.doubt(to);
@@ -287,7 +288,7 @@ impl Ledger {
         }
     }
 
-    /// Returns every name that may lead to a file, including those that renames under way may have given.
+    /// Returns every name that may lead to a file, including those that renames under way may have produced.
     pub fn possible_paths(&self, file_state: &KnownFile) -> SmallVec<[Path; 1]> {
         let mut paths = file_state.paths.clone();
         for rename in self.renames.values() {
@@ -296,12 +297,12 @@ impl Ledger {
         paths
     }
 
-    /// Forgets all renames under way, and adds the names that they may have given.
+    /// Forgets all renames under way, and adds the names that files may have because of them.
     pub fn settle_all_renames(&mut self) {
         self.settle_renames(|_, _| true);
     }
 
-    /// Forgets the renames under way that match, and adds the names that they may have given.
+    /// Forgets the renames under way that match, and adds the names that files may have because of them.
     fn settle_renames(&mut self, which: impl Fn(u64, &Rename) -> bool) {
         let settled = self.renames.extract_if(.., |id, rename| which(*id, rename));
         for (_, rename) in settled {
@@ -355,7 +356,8 @@ impl Ledger {
             Record::RenameEnd { id, .. } => self.renames.get(id).map_or(0, |rename| {
                 let paths = self.files.values().flat_map(|file_state| &file_state.paths);
                 let moved_names = paths.filter(|(path, _)| rename.moves(path));
-                // Paths become at most shorter. Each counts twice: for the name, and for its removal.
+                // At most the whole path of a moved name is saved. It counts twice: in the record of the name, and in
+                // that of its removal.
                 moved_names
                     .map(|(path, _)| 2 * frame_bytes(path.len()))
                     .sum()
@@ -364,15 +366,15 @@ impl Ledger {
         }
     }
 
-    /// Returns the records that give this ledger.
+    /// Returns the records from which this ledger can be rebuilt.
     pub fn records(&self) -> Vec<Record> {
         let mut records = Vec::new();
         self.for_each_record(|record| records.push(record));
         records
     }
 
-    /// Calls `sink` with each record of those that give this ledger. One by one, because together they take more memory than
-    /// the ledger.
+    /// Passes each record that is needed to rebuild this ledger to `sink`. One by one, because all records together
+    /// take more memory than the ledger.
     pub fn for_each_record(&self, mut sink: impl FnMut(Record)) {
         for (&id, rename) in &self.renames {
             let from = rename.from.clone();
@@ -391,7 +393,7 @@ impl Ledger {
 }
 
 impl KnownFile {
-    /// Calls `sink` with each record of those that give this file id.
+    /// Passes each record that is needed to rebuild this file id to `sink`.
     fn for_each_record(&self, file: u64, sink: &mut impl FnMut(Record)) {
         let paths = self.paths.iter().map(|(path, _)| path.to_vec()).collect();
         sink(Record::FileIdBegin {

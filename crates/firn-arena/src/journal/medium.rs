@@ -13,9 +13,11 @@ pub trait Medium: Send {
     fn write(&mut self, offset: usize, bytes: &[u8]);
     /// Reads bytes from `offset`.
     fn read(&self, offset: usize, bytes: &mut [u8]);
-    /// Allocates memory for a range, which may be written only then. Returns false if there is none; nothing has changed then.
+    /// Allocates memory for a range, which may be written only after that. Returns false, and changes nothing, if there
+    /// is no memory.
     fn reserve(&mut self, offset: usize, len: usize) -> bool;
-    /// Frees the memory of a range, which reads as zeros from now on. After a crash meanwhile, only a front part of the range may read as zeros.
+    /// Frees the memory of a range, which reads as zeros from now on. After a crash during the call, perhaps only a
+    /// first part of the range reads as zeros.
     fn release(&mut self, offset: usize, len: usize);
     /// Returns the number of bytes up to the last one that was stored in a range, or more. All bytes after them are zero.
     fn used(&self, offset: usize, len: usize) -> usize;

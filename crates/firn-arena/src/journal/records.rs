@@ -10,7 +10,7 @@
 //!
 //! Invariants
 //! * `snapshot_end <= end <= reserved[half] <= half_bytes`, so memory is allocated for all bytes in use.
-//! * A replay of the bytes gives the same ledger and the same append position.
+//! * A replay of the bytes yields the same ledger and the same append position.
 
 use firn_format::journal::{
     FRAME_HEADER_BYTES, HALF_HEADER_BYTES, decode_half_header, encode_frame, encode_half_header,
@@ -32,13 +32,15 @@ pub enum Damage {
     #[error("journal: neither half has a valid header")]
     NoHalf,
     /// The header of the active half is damaged. Its records were read nevertheless.
-    #[error("journal half {half}: its header is damaged; its records were read all the same")]
+    #[error("journal half {half}: its header is damaged; its records were read nevertheless")]
     Header {
         /// 0 or 1.
         half: usize,
     },
     /// Bytes between two valid records could not be decoded.
-    #[error("journal half {half}, byte {offset}: {bytes} bytes are damaged, records follow")]
+    #[error(
+        "journal half {half}, byte {offset}: {bytes} bytes are damaged; the records after them were read"
+    )]
     Hole {
         /// 0 or 1.
         half: usize,
@@ -80,7 +82,7 @@ pub struct Replay {
 const STEP: usize = firn_format::geometry::JOURNAL_STEP as usize;
 /// Alignment of frames in a half.
 const FRAME_ALIGN: usize = 8;
-/// One part in this many of the memory is kept for records that end something.
+/// One part in this many of a half's memory is reserved for records that end something, such as a file id or a rename.
 const KEPT_SHARE: usize = 16;
 /// A snapshot that gains less than one part in this many of a half is not taken for a record that begins something.
 const GAIN_SHARE_MIN: usize = 64;
@@ -98,7 +100,7 @@ pub struct Journal<M: Medium> {
     end: usize,
     /// Value of `end` after the last snapshot.
     snapshot_end: usize,
-    /// Size of the records since the last snapshot that the next one leaves out.
+    /// Size of the records that the next snapshot leaves out, because records since the last snapshot made them void.
     ended_bytes: usize,
     sequence: u64,
     /// Number of bytes at the start of each half that are allocated and may be written.
@@ -107,7 +109,7 @@ pub struct Journal<M: Medium> {
     unchecked: usize,
 }
 
-/// Reads a journal without changing it, and returns the state that its records give.
+/// Reads a journal without changing it, and returns the state that results from its records.
 ///
 /// The active half is the one with the largest generation in a valid header. Its frames are read up to the first place
 /// after which no valid one follows; bytes that are skipped, and contents that are not valid, are reported as damage.
@@ -232,7 +234,7 @@ impl<M: Medium> Journal<M> {
         }
     }
 
-    /// Replays a journal and opens it. Takes a snapshot at once, which leaves a torn tail and damage behind.
+    /// Replays a journal and opens it. Takes a snapshot at once, which leaves out a torn tail and damaged records.
     pub fn open(medium: M) -> (Self, Replay) {
         let replayed = replay(&medium);
         let half_bytes = medium.len() / 2;
@@ -249,7 +251,8 @@ impl<M: Medium> Journal<M> {
             unchecked: 0,
         };
         journal.reserved[journal.half] = replayed.end.max(STEP.min(half_bytes));
-        // A damaged header is repaired before the other half is cleared, which may have the only valid one.
+        // A damaged header is repaired before the other half is cleared, because the other half may have the only valid
+        // header.
         if replayed
             .damage
             .iter()
@@ -277,7 +280,7 @@ impl<M: Medium> Journal<M> {
         (journal, replayed)
     }
 
-    /// Returns the state.
+    /// Returns the ledger.
     pub fn ledger(&self) -> &Ledger {
         &self.ledger
     }
@@ -300,12 +303,13 @@ impl<M: Medium> Journal<M> {
         self.append_as(record, false)
     }
 
-    /// Appends and applies a record that ends something. It may use the room that is kept for such records.
+    /// Appends and applies a record that ends something. It may use the room that is reserved for such records.
     pub fn append_end(&mut self, record: &Record) -> Result<(), Full> {
         self.append_as(record, true)
     }
 
-    /// Appends and applies a record. With `is_end`, it may use the room that is kept for records that end something.
+    /// Appends and applies a record. With `is_end`, it may use the room that is reserved for records that end
+    /// something.
     fn append_as(&mut self, record: &Record, is_end: bool) -> Result<(), Full> {
         let payload = record.encode();
         self.make_room(frame_bytes(payload.len()), is_end)?;
@@ -336,7 +340,7 @@ impl<M: Medium> Journal<M> {
         }
     }
 
-    /// Asserts that a replay gives the present state.
+    /// Asserts that a replay yields the present state.
     fn assert_replay(&self) {
         let replayed = replay(&self.medium);
         assert_eq!(
@@ -363,8 +367,8 @@ impl<M: Medium> Journal<M> {
 
     /// Makes room for `frame` more bytes in the active half: by a snapshot, or by more memory.
     fn make_room(&mut self, frame: usize, is_end: bool) -> Result<(), Full> {
-        // A record that ends something may fill the active half. A record that begins something leaves a share of it for records
-        // that end something, and must also leave the other half large enough for a snapshot.
+        // A record that ends something may fill the active half. A record that begins something leaves a share of the
+        // half for records that end something, and must also leave the other half large enough for a snapshot.
         let fits = |journal: &Self| {
             let active_bytes = journal.reserved[journal.half];
             let other_bytes = journal.reserved[1 - journal.half];
@@ -378,12 +382,13 @@ impl<M: Medium> Journal<M> {
         if fits(self) {
             return Ok(());
         }
-        // A snapshot writes the whole ledger, so it is taken first only if it halves the journal. Otherwise the halves grow. A
-        // snapshot that gains less is taken when they cannot grow; a minimum gain keeps it from being taken for each record.
+        // A snapshot writes the whole ledger, so it is preferred to growth only if it halves the journal. A snapshot
+        // that gains less is taken only if the halves cannot grow. The minimum gain prevents a snapshot for each
+        // record.
         let gained = self.gained_bytes();
         let may_take_snapshot = is_end || gained >= self.reserved[self.half] / GAIN_SHARE_MIN;
         if gained >= self.end / 2 {
-            // If it fails, the loop below tries to grow.
+            // If the snapshot fails, the loop below tries to grow.
             let _ = self.snapshot();
         }
         while !fits(self) {
@@ -447,7 +452,7 @@ impl<M: Medium> Journal<M> {
     /// Writes the ledger to the other half and makes that the active one. The header comes last: until then the old half is
     /// the journal.
     fn snapshot(&mut self) -> Result<(), Full> {
-        // Only a forged header has the largest generation. Then there is no next one, and the active half stays in use.
+        // Only a forged header has the largest generation. No generation follows it, so the active half stays in use.
         let other = 1 - self.half;
         let generation = self.generation.checked_add(1).ok_or(Full)?;
         let mut bytes = Vec::new();
@@ -469,7 +474,8 @@ impl<M: Medium> Journal<M> {
         (self.end, self.sequence) = (used, sequence);
         (self.snapshot_end, self.ended_bytes) = (self.end, 0);
         self.write_header();
-        // The header of the old half stays: if the new one is damaged, a replay finds by it which generation to look for.
+        // The old half retains its header. If the new header is damaged, a replay derives from the old one which
+        // generation to search for.
         let kept = used + used / 2 + STEP;
         if self.reserved.iter().all(|&reserved| reserved >= 2 * kept) {
             self.shrink(kept);

@@ -243,9 +243,9 @@ fn an_arena_larger_than_its_file_system_is_refused_and_leaves_nothing() {
     assert!(!path.exists());
 }
 
-/// Writers lease, fill, publish and extend until the arena is full, while a reader reads the tables and the bytes of every
-/// live piece. Each byte tells its file and offset, so the reader would notice a torn or early publish. `cargo xtask
-/// campaign tsan` runs this test with ThreadSanitizer.
+/// Writers lease, fill, publish and extend until the arena is full, while a reader reads the tables and the bytes of
+/// every live piece. Each byte is computed from its file and offset, so the reader would notice a torn or early
+/// publish. `cargo xtask campaign tsan` runs this test with ThreadSanitizer.
 #[test]
 fn a_reader_never_sees_a_piece_before_its_bytes() {
     let seed: u64 = rand::random();

@@ -36,7 +36,7 @@ impl Client {
     fn of(arena: &Arena) -> Self {
         let len = arena.geometry().file_bytes() as usize;
         let prot = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: a new mapping.
+        // SAFETY: the call makes a new mapping.
         let base = unsafe {
             rustix::mm::mmap(
                 std::ptr::null_mut(),
@@ -74,13 +74,13 @@ impl Client {
 
 impl Drop for Client {
     fn drop(&mut self) {
-        // SAFETY: ours.
+        // SAFETY: this client made the mapping, and nothing uses it any more.
         let _ = unsafe { rustix::mm::munmap(self.0.cast(), self.1) };
     }
 }
 
 fn append(writer: &mut SlabWriter, offset: u64, data: &[u8]) -> Appended {
-    // SAFETY: the bytes are a slice's.
+    // SAFETY: `data` is a slice, so all its bytes can be read.
     unsafe { writer.append(offset, data.as_ptr(), data.len()) }
 }
 
@@ -148,7 +148,7 @@ fn a_slab_whose_writer_is_busy_is_not_used_again_before_it_is_idle() {
     arena.end_client(lease);
     assert!(!arena.has_room(Class::Small));
     assert_eq!(arena.free_lingering_slabs(), 1);
-    // As at the end of an append.
+    // The client stores this word at the end of an append.
     client
         .word(slab.writer)
         .store(writer_idle(slab.generation), Ordering::SeqCst);
@@ -178,7 +178,7 @@ fn a_slab_of_a_dead_process_is_free_at_once() {
     arena.end_client(lease);
     assert_eq!(arena.free_lingering_slabs(), 1);
     child.kill().unwrap();
-    // Not waited for yet: a zombie stores nothing.
+    // The child was not waited for yet. As a zombie it stores nothing.
     while arena.free_lingering_slabs() > 0 {
         std::thread::yield_now();
     }
@@ -221,7 +221,7 @@ fn attach_finds_every_published_byte_and_stops_clients_that_live_on() {
     assert_eq!(arena.free_lingering_slabs(), 1);
     assert!(arena.used_bytes() > 0);
     assert_eq!(append(&mut writers[0], 5000, b"x"), Appended::Revoked);
-    // As at the end of an append.
+    // The client stores this word at the end of an append.
     client
         .word(slabs[1].writer)
         .store(writer_idle(slabs[1].generation), Ordering::SeqCst);
@@ -291,7 +291,7 @@ fn a_record_that_breaks_the_rules_ends_the_lease_and_never_counts() {
         spoil(&mut piece, 4);
         client.record(&slab, 1, piece);
         let looked = arena.accept_published(&mut lease, &mut |bytes| panic!("{bytes:?}"));
-        // A piece that leaves the slab does not even pass for one.
+        // A piece that leaves the slab does not pass the check of its record, so it counts as not published.
         assert_eq!(looked.is_err(), case != 3, "case {case}");
         let revoked = arena.revoke_client(&mut lease, &mut |bytes| panic!("{bytes:?}"));
         assert_eq!(revoked.is_err(), looked.is_err());

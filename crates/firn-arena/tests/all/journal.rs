@@ -250,7 +250,7 @@ fn what_does_not_fit_changes_nothing() {
     journal.append(&bind(99, "some/path")).unwrap();
 }
 
-/// A medium that counts the headers that are written, one a snapshot.
+/// A medium that counts the headers that are written, one for each snapshot.
 struct Counter {
     memory: Memory,
     headers: std::sync::Arc<std::sync::atomic::AtomicUsize>,
@@ -305,7 +305,7 @@ fn regression_a_nearly_full_journal_does_not_write_all_of_itself_for_each_file()
     }
     let count = || headers.load(std::sync::atomic::Ordering::Relaxed);
     assert!(count() <= 4, "{} snapshots", count());
-    // One file after the other goes, and another comes.
+    // In each round, one file id ends and one begins.
     let mut refused = 0;
     for first in 1..=10_000 {
         journal
@@ -350,7 +350,7 @@ fn regression_ranges_that_passed_make_room() {
     journal.append(&bind(2, "other/path")).unwrap();
 }
 
-/// Names that were noted for each rename that might be done doubled with each, until no rename ended any more.
+/// When the ledger stored the names that each rename might produce, they doubled with each rename, until none could end.
 #[test]
 fn regression_renames_add_no_names() {
     let mut ledger = Ledger::default();

@@ -287,7 +287,7 @@ fn regression_a_memory_file_keeps_its_name_while_it_is_filled() {
     let mut pieces = write_file(&fixture.arena, 2, 3);
     let again = begin().expect("one");
     assert!(Arc::ptr_eq(&again, &memory));
-    // A writer finds no other room.
+    // No other slot is free, so a writer needs the idle slots.
     assert_eq!(fixture.arena.return_idle_slots(3), 3);
     settle(&fixture.arena, 2, &mut pieces, &again);
     let Fixture { dir, arena } = fixture;
@@ -354,7 +354,7 @@ fn copy_dir(from: &Path, to: &Path) {
     }
 }
 
-/// Returns a settled file whose memory file was changed by `change` between two lives.
+/// Returns a settled file whose memory file was changed by `change` between two attaches.
 fn damaged(change: impl FnOnce(&Path, &Fixture)) -> (Fixture, Vec<Damage>) {
     let Fixture { dir, arena } = Fixture::new();
     let mut pieces = write_file(&arena, 1, 3);
@@ -374,7 +374,7 @@ fn damaged(change: impl FnOnce(&Path, &Fixture)) -> (Fixture, Vec<Damage>) {
     (Fixture { dir, arena }, damage)
 }
 
-/// Says how many chunks are unreadable, and reads all others.
+/// Returns the number of unreadable chunks, and asserts that all others can be read.
 fn count_unreadable(fixture: &Fixture) -> usize {
     let (stored, _) = fixture.arena.read_pieces();
     let unreadable = stored.iter().filter(|stored_piece| {

@@ -87,7 +87,7 @@ fn a_writer_of_two_nodes_fills_its_own_first() {
                 .iter()
                 .all(|numa_node| numa_node.used_bytes == 0)
         );
-        // What was given back is there again, in the same order.
+        // The released slabs are leased again, in the same order.
         let (again, leases) = lease_all_near(&arena, cpu, 2);
         assert_eq!(again, numa_nodes);
         leases.into_iter().for_each(|lease| arena.seal_slab(lease));
@@ -132,7 +132,7 @@ fn a_far_slab_of_a_cut_chunk_waits_until_there_is_nothing_nearer() {
         (numa_node(&arena, &first, 2), numa_node(&arena, &second, 2)),
         (1, 0)
     );
-    // The rest of NUMA node 0 in whole chunks: then NUMA node 1 gives of the chunk that is cut already.
+    // Leases the rest of NUMA node 0 in whole chunks. The next slab then comes from the divided chunk of NUMA node 1.
     let whole = arena.lease_slab_near(Class::Whole, Some(0)).expect("room");
     assert_eq!(numa_node(&arena, &whole, 2), 0);
     let mut leases = vec![first, second, whole];

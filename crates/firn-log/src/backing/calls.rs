@@ -21,7 +21,8 @@ use crate::frame::{PIECES_MAX, SPAN_BYTES_MAX};
 use crate::run::{FILE_BYTES_MAX, Piece};
 use crate::tag;
 
-/// Passes a call to the backing below, with its names for the inode or file of the call. [`forward`] uses this macro.
+/// Passes a call to the backing below, with that backing's inode or file in place of this one's. [`forward`] uses this
+/// macro.
 macro_rules! below {
     ($self:ident, |$below:ident| $call:expr) => {{
         let $below = &$self.below;
@@ -245,7 +246,8 @@ impl<B: Backing> Files for LogBacking<B> {
 
     fn open(&self, inode: &LogInode<B>, access: Access) -> Result<LogFile<B>> {
         let logged = self.open_logged(inode, access)?;
-        // A logged file is also read where the program only writes: to copy what lies in the plain file.
+        // The plain file of a logged file is opened for reading even if the program only writes: bytes that lie in the
+        // plain file may have to be copied.
         let below_access = match (&logged, access) {
             (Some(_), Access::Write) => Access::ReadWrite,
             (_, access) => access,
@@ -282,8 +284,8 @@ impl<B: Backing> Files for LogBacking<B> {
         }
     }
 
-    /// Appends the parts to this host's log with one frame, as many of them as one frame can describe. After an error
-    /// none of them counts.
+    /// Appends as many of the parts as one frame can describe to this host's log, with one frame. After an error none
+    /// of them counts.
     fn write_parts(&self, file: &LogFile<B>, parts: &[DataPart<'_>]) -> Result<u64> {
         let Some(logged) = file.writable(Errno::BADF)? else {
             return self.below.write_parts(&file.below, parts);

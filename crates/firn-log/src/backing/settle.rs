@@ -1,4 +1,4 @@
-//! Work on logged files after programs have closed them: it brings their bytes from the logs to the plain files.
+//! Brings the bytes of logged files from the logs to the plain files, after programs have closed the files.
 //!
 //! Terms
 //! * To *flatten* a file is to copy the bytes in its containers to the plain file, and to remove the containers.
@@ -35,8 +35,8 @@ use crate::salvage::{Report, may_be_damage};
 /// Waits between two attempts of a close to settle a file, while other hosts flatten their parts of it.
 const RETRY_WAITS: Backoff = Backoff::new(Duration::from_millis(1), Duration::from_millis(100));
 
-/// Number of files that are settled at the same time. A small file mostly waits: it takes a dozen syncs and copies
-/// little.
+/// Number of files that are settled at the same time. For a small file most of the time is spent in waits: settling it
+/// takes a dozen syncs and copies little.
 const SETTLE_THREADS_MAX: usize = 4;
 
 /// Number of files that a walk collects before they are flattened. The number is small because an inode may hold a
@@ -186,7 +186,7 @@ impl<B: Backing> LogBacking<B> {
     /// Finishes this host's writing of a file at its last close.
     ///
     /// With [`WhenClosed::FlattenBehind`] the logs are published, and the file is queued. Otherwise the file is settled
-    /// now: the close waits for parts of other hosts, but not for writers on other hosts.
+    /// now: the close waits for other hosts that copy parts of the file, but not for writers on other hosts.
     pub(super) fn finish_last_close(&self, opened: &Opened<B>) -> Result<()> {
         if self.setup.when_closed == WhenClosed::FlattenBehind {
             self.publish_own_logs(&opened.file)?;
@@ -270,8 +270,8 @@ impl<B: Backing> LogBacking<B> {
         flattened.into_iter().for_each(|result| left.count(result));
     }
 
-    /// Handles the files in logs that a walk did not see. Removes the containers of those whose removal a dead host has
-    /// begun. Returns how many of the files are left.
+    /// Handles the files in logs that a walk did not see. Removes the containers of files that a dead host was
+    /// removing. Returns how many of the files are left.
     fn remove_orphans(&self, unseen: usize) -> Result<usize> {
         if unseen == 0 {
             return Ok(0);
@@ -285,7 +285,8 @@ impl<B: Backing> LogBacking<B> {
         own.is_some_and(|own| self.below.facts(inode).lane != own)
     }
 
-    /// Flattens the files at or below `top`, and gives up parts of logs that are damaged. `report` gets these losses.
+    /// Flattens the files at or below `top`, and gives up parts of logs that are damaged. The losses are reported to
+    /// `report`.
     pub fn flatten_with_loss(&self, top: &LogInode<B>, report: &mut dyn Report) -> Result<Left> {
         let mut left = Left::default();
         let unseen = self.visit_logged(top, &mut |found| {
@@ -330,8 +331,8 @@ impl<B: Backing> LogBacking<B> {
         Ok(count)
     }
 
-    /// Visits the files at or below `top` that have containers. Returns the number of files with containers that it has not
-    /// found. That number is known only if `top` is the top of the backing, and 0 otherwise.
+    /// Visits the files at or below `top` that have containers. Returns the number of files with containers that it has
+    /// not found. If `top` is not the top of the backing, that number is unknown, and the result is 0.
     fn visit_logged(
         &self,
         top: &LogInode<B>,
@@ -415,7 +416,7 @@ impl<B: Backing> LogBacking<B> {
         if !orphans.removed.is_empty() {
             tracing::info!(
                 containers = orphans.removed.len(),
-                "removed logs of removed files that a host has left which died"
+                "removed logs that dead hosts left of removed files"
             );
         }
         // A removal that still waits is tried again by the next call.
@@ -521,8 +522,8 @@ impl<B: Backing> LogBacking<B> {
 
     /// Drops a file from the known files if it has no containers, is not open, and no other thread uses it.
     ///
-    /// There must never be two objects for one file: one would not know of the other's writes. A file with any
-    /// container stays known, so that a removal of its last name marks the container.
+    /// Two objects for one file must never exist, because neither would see the writes through the other. A file with
+    /// any container stays known, so that a removal of its last name marks the container.
     pub(super) fn forget_if_unused(&self, file: &Arc<LoggedFile<B>>) {
         /// Number of references to a file that no other thread uses: the caller's, and the one in `by_id`.
         const UNUSED_REFERENCES: usize = 2;

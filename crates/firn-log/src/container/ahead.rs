@@ -70,7 +70,7 @@ impl ReadAhead {
     }
 }
 
-/// A range of a log in memory. The bytes do not change: a frame names them.
+/// A range of a log in memory. Its bytes never change, because a frame describes them.
 pub(super) struct Window {
     /// Position of the first byte in the log.
     pub(super) start: u64,

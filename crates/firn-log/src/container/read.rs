@@ -203,7 +203,8 @@ impl<B: Backing> Container<B> {
                     Source::Hole | Source::Zeros => part.fill(0),
                     Source::Plain => {
                         let count = read_plain(part, segment.file.start)?;
-                        // If the plain file is shorter than its head says, a program truncated it without Firn.
+                        // If the plain file is shorter than the container's head says, a program truncated it without
+                        // Firn.
                         part[count..].fill(0);
                     }
                     Source::Log { position, key, .. } => wanted.push(WantedBytes {
@@ -607,7 +608,7 @@ impl<B: Backing> Container<B> {
                 .map(|state| state.writer.log_name(log))
         };
         self.note_fault(format!(
-            "a log does not have the bytes that its index says: they are not read: container {}, log {}, offset {offset}",
+            "a block of a log is damaged or missing, so its bytes cannot be read: container {}, log {}, offset {offset}",
             self.name,
             name.unwrap_or_default()
         ));

@@ -5,7 +5,7 @@
 //!
 //! Races
 //! * Two threads may read the same frames. The second one finds that the position has moved, and drops its frames.
-//! * A host may remove files of the container once it is flat. Callers ask for that when a refresh fails.
+//! * Another host may remove files of the container once it is flat. If a refresh fails, callers check for this case.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -36,7 +36,8 @@ impl<B: Backing> Container<B> {
         view.tables.iter().any(|table| table.is_damaged())
     }
 
-    /// Builds a new view from all indexes, without damaged tables and by `seal`, and replaces the old view with it.
+    /// Builds a new view from all indexes, and replaces the old view with it. Damaged tables are left out. With a seal,
+    /// only the bytes that it names count.
     ///
     /// Other threads use the old view meanwhile. An index whose table is damaged is read unsorted.
     pub(super) fn rebuild_view(&self, base: &B, seal: Option<Arc<Seal>>) -> Result<()> {
@@ -237,7 +238,8 @@ impl<B: Backing> Container<B> {
         has_new_damage
     }
 
-    /// Returns the fewest tables that follow each other from the beginning of an index, up to `limit`.
+    /// Returns adjacent tables that cover an index from its beginning, up to `limit`. Prefers the longest ones, so they
+    /// are few.
     fn find_cover(
         &self,
         base: &B,
@@ -348,7 +350,8 @@ impl<B: Backing> Container<B> {
         }
     }
 
-    /// Fails with EIO if an index has bytes that count, but no file, and no tables or given-up parts in place of them.
+    /// Fails with EIO if an index has no file, but has bytes that count and that neither tables nor given-up parts
+    /// replace.
     fn check_missing(&self, writer: &Writer, limit: u64) -> Result<()> {
         let is_lost = |covered| {
             let seal = self.seal();
@@ -359,7 +362,7 @@ impl<B: Backing> Container<B> {
             return Ok(());
         }
         self.note_fault(format!(
-            "an index that counts is missing: the file cannot be read: container {}, index {}",
+            "an index with bytes that count is missing, so the logged file cannot be read: container {}, index {}",
             self.name,
             writer.index_name()
         ));
@@ -384,7 +387,7 @@ impl<B: Backing> Container<B> {
             return Ok(());
         }
         self.note_fault(format!(
-            "a frame of an index that counts is not whole: the file cannot be read: container {}, index {}, offset {offset}",
+            "a frame that counts is damaged or missing, so the logged file cannot be read: container {}, index {}, offset {offset}",
             self.name,
             writer.index_name()
         ));
@@ -419,7 +422,7 @@ impl<B: Backing> Container<B> {
 
     /// Applies a seal: from now on only the bytes of each index that the seal names count.
     ///
-    /// This host may have read more, of a host that was taken for dead. So the view is built again.
+    /// This host may have read more bytes of the index of a host that was taken for dead. So the view is built again.
     pub(crate) fn apply_seal(&self, base: &B, seal: Seal) -> Result<()> {
         if self.seal().is_some_and(|known| *known == seal) {
             return self.refresh(base);

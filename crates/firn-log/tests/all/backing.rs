@@ -103,8 +103,8 @@ fn hosts_that_take_turns_have_one_directory() {
     }
 }
 
-/// Runs `change` on a host, on the file `x` that two hosts have written. At each of its calls of the backing in turn,
-/// the other host flattens the file meanwhile. Then runs `check` with the bytes from before.
+/// Runs `change` on one host, on the file `x` that two hosts have written, once for each of its calls of the backing.
+/// At that call, the other host flattens the file. Then runs `check` with the bytes from before.
 ///
 /// Repeats all of this with a backing that lags for the changing host.
 fn change_while_it_becomes_flat(

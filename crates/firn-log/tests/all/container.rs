@@ -190,7 +190,7 @@ impl Change {
     }
 }
 
-/// Of another host's log, each MiB is read once, when its checksum is compared. Reads of this host's own log grow.
+/// Each MiB of another host's log is read once, when its checksum is compared. Reads of this host's own log grow.
 #[test]
 fn records_are_read_in_large_parts_of_their_log() {
     const COUNT: u64 = 128;
@@ -307,7 +307,7 @@ fn hosts_that_write_at_once_agree_in_the_end() {
 }
 
 /// A host that dies at any call leaves each change complete or not made, and changes whose call returned are made. Its
-/// next life goes on.
+/// next life continues from there.
 #[test]
 fn a_host_that_dies_leaves_whole_changes() {
     for seed in 0..20 {
@@ -358,7 +358,7 @@ fn a_host_that_dies_leaves_whole_changes() {
     }
 }
 
-/// Of two concurrent syncs each makes durable what was written before it began. A write that did not end before a sync
+/// Each of two concurrent syncs makes durable what was written before it began. A write that did not end before a sync
 /// began is made durable by the next sync.
 #[test]
 fn regression_a_sync_beside_a_sync_or_a_write_counts_only_what_was_written() {
@@ -544,7 +544,7 @@ fn damage(disk: &SimBacking, name: &str, random: &mut StdRng) {
         .expect("write");
 }
 
-/// A host that dies at any call of sorting does not change what other hosts read, and may go on in its next life.
+/// A host that dies at any call of sorting does not change what other hosts read, and may continue in its next life.
 #[test]
 fn an_index_is_sorted_whichever_host_dies() {
     let mut random = StdRng::seed_from_u64(1);
@@ -631,7 +631,7 @@ fn plain_bytes(disk: &SimBacking) -> Vec<u8> {
 }
 
 /// A flat file has the bytes of all logs. A host that dies at any call, or a power loss, leaves a state from which
-/// other hosts go on. Readers see the same bytes at each moment.
+/// other hosts continue. Readers see the same bytes at each moment.
 #[test]
 fn a_file_is_flattened_whichever_host_dies() {
     for seed in 0..12 {

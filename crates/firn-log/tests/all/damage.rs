@@ -26,7 +26,7 @@ fn begin_host(disk: &SimBacking, host: &str) -> (SimBacking, Logged) {
     let setup = Setup {
         host: host.to_owned(),
         chooses: Box::new(|name: &OsStr| name == "file"),
-        // The hosts that wrote are dead when the others come.
+        // The hosts that wrote are dead when the other hosts mount.
         is_alive: Box::new(move |_: &str| Ok(writes)),
         view_age_max: Duration::ZERO,
         lag_max: Duration::ZERO,

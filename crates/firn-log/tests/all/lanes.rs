@@ -59,8 +59,8 @@ fn hosts_in(ground: &SimLanes, lane: usize, kind: &str) -> BTreeSet<String> {
         .collect()
 }
 
-/// The logs and indexes of different hosts lie in different lanes, whatever the names of the hosts are. The drain asks
-/// for that lane.
+/// The logs and indexes of different hosts lie in different lanes, whatever the names of the hosts are. The drain
+/// queries that lane.
 #[test]
 fn logs_of_different_hosts_lie_in_different_lanes() {
     for name in ["shared", "field7", "other"] {

@@ -113,7 +113,7 @@ fn compare(
         assert!(located.end > from);
         let has_to_be_asked = |part: &&firn_backing::LocatedPart| part.file.is_none();
         let asked = located.parts.iter().find(has_to_be_asked);
-        // A list that begins with such a part would never end.
+        // A list that begins with a part to be asked for would never end.
         assert!(asked.is_none_or(|part| part.offset > from));
         let next = asked.map_or(located.end, |part| part.offset);
         let mut at = from;
@@ -150,8 +150,8 @@ struct KeptList {
     _file: <Logged as Volume>::File,
 }
 
-/// Proves S-direct-8, S-log-6: three hosts write, cut, punch and flatten. A list has the bytes that a read of its host
-/// returns, all that are not zero. It keeps them while others flatten the file.
+/// Proves S-direct-8, S-log-6: three hosts write, cut, punch and flatten. A list has all bytes that are not zero, as a
+/// read on its host returns them. It remains right while other hosts flatten the file.
 #[test]
 fn what_is_told_of_bytes_are_those_that_are_read() {
     let mut kept_count = 0;

@@ -13,7 +13,7 @@
 //! * Listings of directories lag. A host need not see other hosts' changes before it lists anew. Until then it reads
 //!   what the file once had, and its changes lose nothing of what other hosts write.
 //! * Attributes and names of directories lag.
-//! * Live hosts are taken for dead, and go on.
+//! * Live hosts are taken for dead, and continue.
 //!
 //! `FIRN_OPS` sets a higher number of operations, `FIRN_SEED` another first seed.
 
@@ -538,7 +538,7 @@ impl<G: Ground> World<G> {
         let change = match self.random.random_range(0..20) {
             0..4 => Change::SetLen(start),
             4 => Change::SetLen(0),
-            // The length that this host sees, as all ranks set it at the end of a job.
+            // Sets the length that this host sees, as all ranks do at the end of a job.
             5 | 6 => match self.hosts[host].backing.attr_of_file(&file) {
                 Ok(attr) => Change::SetLen(attr.size),
                 Err(_) => return,

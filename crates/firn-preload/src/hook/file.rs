@@ -39,8 +39,9 @@ export! { mprotect = do_mprotect(at: *mut c_void, len: size_t, prot: c_int) -> c
 export! { mremap = do_mremap(
 at: *mut c_void, len: size_t, to_len: size_t, flags: c_int, to: *mut c_void) -> *mut c_void }
 
-/// Registers a descriptor that was just opened with `flags`. Returns the result for the program: the descriptor, or -1
-/// with errno if it is a stub that cannot be used. Otherwise it keeps errno.
+/// Registers a new descriptor that was opened with `flags`; `before` is the sharing count from before the open.
+/// Returns the result for the program: the descriptor, or -1 with errno if it is a stub that cannot be used. Without
+/// such an error, errno is unchanged.
 pub(super) fn finish_open(fd: c_int, flags: c_int, before: &SharingCount) -> c_int {
     match register_opened(fd, flags, before, OpenedBy::Program) {
         NewDescriptor::Unusable(errno) => {

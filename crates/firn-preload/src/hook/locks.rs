@@ -52,7 +52,7 @@ pub(super) fn is_lock(command: c_int) -> bool {
     )
 }
 
-/// fcntl(2) with such a command, for a descriptor that the library serves.
+/// fcntl(2) with a command for which [`is_lock`] is true, for a descriptor that the library serves.
 ///
 /// # Safety
 /// The same as for fcntl(2).

@@ -71,7 +71,8 @@ fn note_copy(fd: c_int, new: c_int) {
     }
 }
 
-/// Forgets the state of a number that the kernel has just returned. It belongs to a descriptor that was closed unseen.
+/// Forgets the state of a number that the kernel has just returned. The state is of a descriptor that was closed
+/// unseen.
 fn forget_number(fd: c_int) {
     if table::is_kept(fd) {
         forget_stale(fd);
@@ -93,8 +94,8 @@ fn before_dup(from: c_int, to: c_int) {
         share::share_descriptor(from);
     }
     if tag_of(to) == tag::STUB {
-        // The kernel closes `to` within the call, so firnd must be told before. The call fails only if `from` is not
-        // open.
+        // The kernel closes `to` within the call, so firnd must be informed before. The call fails only if `from` is
+        // not open.
         if sys::fcntl(from, libc::F_GETFD, 0) >= 0 {
             stub::close_stub(to);
         }

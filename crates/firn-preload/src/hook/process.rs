@@ -15,7 +15,7 @@ use crate::{lock, share};
 
 type Strings = *const *const c_char;
 
-/// Defines hooks that prepare all descriptors to be shared before the call, and end that afterwards.
+/// Defines hooks that prepare all descriptors to be shared before the call, and end the sharing afterwards.
 macro_rules! sharing {
     ($($name:ident = $real:ident($($arg:ident: $ty:ty),*) -> $ret:ty;)*) => {$(
         #[unsafe(no_mangle)]

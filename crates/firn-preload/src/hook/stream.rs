@@ -1,8 +1,7 @@
 //! Hooks of the functions of stdio that open and close streams.
 //!
-//! The reads and writes of a stream are not seen by hooks. So streams are left to the kernel, with two exceptions:
-//! libstdc++ reads and writes the descriptors of its streams itself, and streams over stubs are made by
-//! [`crate::cookie`].
+//! Hooks do not see the reads and writes of a stream. So streams are left to the kernel, with two exceptions: libstdc++
+//! reads and writes the descriptors of its streams itself, and streams over stubs are made by [`crate::cookie`].
 
 use std::ffi::{c_char, c_int, c_void};
 use std::sync::atomic::Ordering;

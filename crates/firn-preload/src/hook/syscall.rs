@@ -19,7 +19,8 @@ use crate::{lock, share, trees};
 type Arguments = [usize; 6];
 
 /// Returns the function that makes a system call: that of the C library, or [`make_call`]. The hook jumps to it with
-/// the arguments in place. A call would not do, because some system calls that start a process return on another stack.
+/// the arguments in place. A call of the function would fail: some system calls that start a process return on another
+/// stack.
 extern "C" fn find_maker(number: c_long) -> *const c_void {
     match number {
         #[cfg(target_arch = "x86_64")]

@@ -83,7 +83,8 @@ impl ListRequest {
 
 /// Fetches a list from the request's offset on. `first` is the first answer if it is known already.
 ///
-/// A list without files of the backing is fetched up to the end of the file, another one only in its first part.
+/// A list without files of the backing is fetched up to the end of the file. If the list names such files, only the
+/// first answer is fetched.
 fn fetch_from(
     locked: &mut LockedEntry,
     request: ListRequest,

@@ -1,8 +1,8 @@
 //! Files of the backing that a list names. The library owns their descriptors.
 //!
 //! Invariants
-//! * Each descriptor has a high number and the tag `INTERNAL`, so that the program's calls do not meet it. It is closed
-//!   with its list. All lists end before fork(2) and similar calls, so children have none of these descriptors.
+//! * Each descriptor has a high number and the tag `INTERNAL`, so that the program's calls do not affect it. It is
+//!   closed with its list. All lists end before fork(2) and similar calls, so children have none of these descriptors.
 //! * A process has at most [`FILES_OPEN_MAX`] of them, and uses at most half of the high numbers that it may have.
 //! * Bytes that were read by a descriptor count only if its number still is the same file ([`ListFile::is_same`]),
 //!   because a raw system call may have closed it.
@@ -112,7 +112,7 @@ fn guard_number(fd: c_int, owner: c_int) -> bool {
     true
 }
 
-/// Removes that mark.
+/// Removes the mark that [`guard_number`] has set.
 fn release_number(fd: c_int) {
     if let Some(mut locked) = table::lock_new_entry(fd)
         && locked.tag == tag::INTERNAL

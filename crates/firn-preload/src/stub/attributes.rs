@@ -50,7 +50,7 @@ pub(crate) fn attr_of_fd(fd: c_int) -> Option<Result<Attr, c_int>> {
 
 /// Returns the attributes of the stub at a path. `expected` is a device and an inode number that it must have.
 ///
-/// `None` means that the path leads to another file, or that firnd knows no writes of the stub.
+/// `None` means that the path leads to another file, or that no process has written to the stub.
 pub(crate) fn attr_of_path(
     dir: c_int,
     path: *const libc::c_char,
@@ -83,8 +83,8 @@ pub(crate) fn attr_of_path(
     }
 }
 
-/// Makes a request over the usual connection. In a signal handler whose thread holds that connection, it makes one of
-/// its own.
+/// Makes a request over the usual connection. In a signal handler whose thread holds that connection, it makes a
+/// connection of its own.
 fn request_in_any_context(socket: &Token, request: &Request) -> Result<Reply, CallError> {
     match connect::connect_for_stubs(socket) {
         Some(link) => connect::call_firnd(link, request, &mut Payload::none()),
@@ -94,7 +94,7 @@ fn request_in_any_context(socket: &Token, request: &Request) -> Result<Reply, Ca
     }
 }
 
-/// Returns the inode number and the generation of the file at a path, from the handle that tmpfs gives
+/// Returns the inode number and the generation of the file at a path, from the handle that tmpfs returns
 /// (name_to_handle_at(2)). Returns `None` for another file system.
 fn handle_of(dir: c_int, path: *const libc::c_char, flags: c_int) -> Option<(u64, u32)> {
     #[repr(C)]
@@ -136,8 +136,8 @@ fn handle_of(dir: c_int, path: *const libc::c_char, flags: c_int) -> Option<(u64
     Some((u64::from(high) << 32 | u64::from(low), generation))
 }
 
-/// Makes a request about a stub that has no answer but success. `size_after` is the size that the file grows to, if it
-/// is smaller now. Returns `None` if the descriptor is no stub.
+/// Makes a request about a stub whose reply is only success or an error. `size_after` is the size to which the file
+/// grows, if it is smaller now. Returns `None` if the descriptor is no stub.
 fn request_success(
     fd: c_int,
     op: Op,

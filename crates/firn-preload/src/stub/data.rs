@@ -20,7 +20,7 @@ use crate::table::{Entry, LockedEntry, stub_mark, stub_mark_of};
 
 /// Makes the offset private if the descriptor is not shared.
 fn take_offset(locked: &mut LockedEntry) {
-    // While a child is being made, it would inherit a parked offset.
+    // A child that is being made now would inherit a parked offset.
     let is_own = stub_mark_of(locked.fd) == stub_mark::OWN && !sharing::is_under_way();
     if !locked.is_private() && is_own {
         offset::make_private(locked);
@@ -116,8 +116,9 @@ fn bytes_within_limit(
     Ok(total.min(usize::try_from(limit - from).unwrap_or(usize::MAX)))
 }
 
-/// Prepares a read or write: makes sure that firnd knows the descriptor, and takes the offset if possible. `Err` is the
-/// end of a call whose access mode is `forbidden_access`, that moves no bytes, or that finds no firnd.
+/// Prepares a read or write: makes sure that firnd knows the descriptor, and takes the offset if possible. Returns
+/// `Err`, the result of the call, if the access mode is `forbidden_access`, if the call moves no bytes, or if no firnd
+/// is found.
 fn prepare_call(
     locked: &mut LockedEntry,
     forbidden_access: c_int,
@@ -153,7 +154,7 @@ fn append_all(
 }
 
 /// write(2) in a signal handler that has interrupted a hook on the same stub. The interrupted hook may be using the
-/// connection, so the handler makes one of its own.
+/// connection, so the handler makes a connection of its own.
 #[cold]
 fn write_in_handler(
     fd: c_int,

@@ -1,7 +1,7 @@
 //! Locks the entry of a stub for a call.
 //!
 //! Each call first checks whether the number still is the file that was opened. If the program has closed a stub by a
-//! raw system call, firnd does not notice, and the lease of the stub is still valid.
+//! raw system call, firnd has not noticed that, and the lease of the stub is still valid.
 
 use std::ffi::c_int;
 
@@ -38,7 +38,7 @@ pub(crate) fn lock_stub(fd: c_int) -> Entered {
         if current.is_some_and(|(identity, _)| identity == locked.identity) {
             return Entered::Locked(locked);
         }
-        // The stub was closed by a raw call. firnd is told now, without waiting for a firnd that is gone.
+        // The stub was closed by a raw call. firnd is informed now; if no firnd runs, this does not wait for one.
         let adopted = locked.stub.adopted;
         let link = locked.link;
         let token = locked.token;

@@ -47,7 +47,7 @@ pub(crate) fn register_open(fd: c_int, device: u64, flags: c_int) -> Result<bool
     };
     locked.stub.flags |= flags & libc::O_TRUNC;
     if locked.stub.flags & libc::O_PATH != 0 {
-        // F_GETFL does not return the access mode of such a descriptor.
+        // F_GETFL does not return the access mode of a descriptor that was opened with O_PATH.
         locked.stub.flags |= flags & libc::O_ACCMODE;
     }
     match adopt(&mut locked) {
@@ -69,7 +69,7 @@ pub(crate) fn register_copy(fd: c_int) {
         return;
     }
     mark_stub(fd, stub_mark::SHARED);
-    // firnd is told at once, because a stub without a name lives only while firnd knows an open descriptor of it.
+    // firnd is informed at once, because a stub without a name lives only while firnd knows an open descriptor of it.
     if let Entered::Locked(mut locked) = lock_stub(fd) {
         let _ = adopt(&mut locked);
     }
@@ -145,7 +145,7 @@ pub(crate) fn close_stub(fd: c_int) -> isize {
     result
 }
 
-/// Tells firnd that a descriptor is closed. With `once` it does not wait for a firnd that is gone.
+/// Informs firnd that a descriptor is closed. With `once`, it does not wait for the next firnd if none runs.
 fn release_token(locked: &mut LockedEntry, once: bool) -> Result<(), c_int> {
     give_back(locked);
     if once {

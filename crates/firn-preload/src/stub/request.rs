@@ -115,7 +115,7 @@ pub(crate) fn check_status(reply: &Reply) -> Result<(), c_int> {
 }
 
 /// Makes a request about a stub, and repeats it over a new connection if the connection has ended. firnd may have
-/// executed it before. So an append, which would be written twice, is not repeated.
+/// executed the first one. So an append is not repeated, because its bytes could be written twice.
 pub(crate) fn send_request(
     locked: &mut LockedEntry,
     op: Op,
@@ -142,7 +142,7 @@ pub(crate) fn repeat_request(
             Ok(reply) if Status::from_word(reply.status) == Status::BadToken => {}
             Ok(reply) => return check_status(&reply).map(|()| reply).map_err(failed),
             Err(CallError::Fault) => return Err(failed(libc::EFAULT)),
-            // An append that comes as a file may be repeated, because firnd has noted in the file how far it came.
+            // An append whose bytes are in a file may be repeated, because firnd has noted its progress in that file.
             Err(CallError::NoReply) if op == Op::Append && payload.fd.is_none() => {
                 locked.stub.adopted = false;
                 return Err(WriteError::Unknown(libc::EIO));

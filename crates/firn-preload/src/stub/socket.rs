@@ -19,7 +19,7 @@ use crate::table::LockedEntry;
 
 /// Bytes that are moved by requests after the loss of a connection, before leases are requested again.
 const UNCONNECTED_BYTES: u64 = 128 << 10;
-/// Size from which a read is worth asking for a list.
+/// Minimum size of a read for which a list is requested.
 const LIST_BYTES_MIN: u64 = 4 << 10;
 
 /// firnd over the data socket as the fallback of a descriptor.

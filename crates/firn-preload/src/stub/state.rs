@@ -12,7 +12,7 @@ pub(crate) struct StubState {
     pub(crate) granted: bool,
     /// Whether bytes were written since the last release.
     pub(crate) wrote: bool,
-    /// Status flags of the descriptor, and `O_TRUNC` until firnd was told of it.
+    /// Status flags of the descriptor, and `O_TRUNC` until firnd was informed of it.
     pub(crate) flags: c_int,
 }
 
