@@ -218,7 +218,7 @@ mod tests {
         });
         assert_eq!(read_request(&ours, deadline).unwrap(), None);
         drop(long.join());
-        // A client that says nothing is given up at the deadline.
+        // The exporter stops waiting for a silent client at the deadline.
         let (silent, _theirs) = std::os::unix::net::UnixStream::pair().unwrap();
         let error = read_request(&silent.into(), Instant::now()).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);

@@ -73,8 +73,9 @@ impl Listener {
     /// Returns the sockets that systemd passed to this process. The list is empty if it passed none.
     pub fn given() -> Result<Vec<Self>, Failure> {
         let wrong = |error: io::Error| {
-            let why =
-                format!("a socket from systemd (LISTEN_FDS) is no stream that listens: {error}");
+            let why = format!(
+                "a socket from systemd (LISTEN_FDS) is not a listening stream socket: {error}"
+            );
             Failure::new(FAILED, why)
         };
         let mut given = ListenFd::from_env();
@@ -111,7 +112,7 @@ impl Listener {
             };
             Failure::new(
                 FAILED,
-                format!("cannot listen at {place}: {error}; --listen names another one"),
+                format!("cannot listen at {place}: {error}; name another address with --listen"),
             )
         })
     }

@@ -25,11 +25,11 @@ pub struct MergedCheckpoint {
     step: u64,
     /// When the first host began to write its files.
     began: f64,
-    /// When the last host closed its files. `None` means that one has not.
+    /// When the last host closed its files. `None` means that a host has not closed its files.
     closed: Option<f64>,
-    /// When the last host had drained its files. `None` means that one has not.
+    /// When the last host had drained its files. `None` means that a host has not drained its files.
     drained: Option<f64>,
-    /// When the last host had made its files durable. `None` means that one has not.
+    /// When the last host had made its files durable. `None` means that the files of a host are not durable.
     durable: Option<f64>,
     /// Number of files on all hosts.
     files: u64,
@@ -82,7 +82,7 @@ struct BarSpan {
 impl MergedCheckpoint {
     /// Adds another host's files of the same checkpoint.
     fn add_host(&mut self, other: &Self) {
-        // Without a time of both hosts, the state was not reached by both.
+        // If one of the hosts has no time, it has not reached the state, so both together have not.
         let last = |a: Option<f64>, b: Option<f64>| Some(a?.max(b?));
         self.began = self.began.min(other.began);
         self.closed = last(self.closed, other.closed);

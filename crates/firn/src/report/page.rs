@@ -82,7 +82,7 @@ impl RunTotals {
         self.write_seconds.sum + self.close_seconds.sum + self.fsync_seconds.sum
     }
 
-    /// Returns the seconds that programs would have spent in writes to the backing of their own, at the speed of
+    /// Returns the seconds that programs would have spent if they had written to the backing directly, at the speed of
     /// firnd's writes. Returns `None` if nothing was written to the backing, so that its speed is unknown.
     fn direct_seconds(&self) -> Option<f64> {
         let drained = self.drain_write_bytes.sum;
@@ -191,14 +191,14 @@ fn render_problems(run: &Run, total: &RunTotals) -> String {
     let mut problems = run.failures.clone();
     if total.held_bytes > 0 && total.has_ended {
         problems.push(format!(
-            "{} stayed in memory when the mount ended: mount it again, or `firn recover` the backing",
+            "{} remained in memory when the mount ended: mount again, or run `firn recover` on the backing",
             bytes(total.held_bytes)
         ));
     }
     if total.drain_errors > 0 {
         let errors = count(total.drain_errors, "write");
         problems.push(format!(
-            "{errors} to the backing failed and had to be tried again: see the events below"
+            "{errors} to the backing failed and had to be retried: see the events below"
         ));
     }
     let forgotten = run

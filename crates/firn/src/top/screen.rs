@@ -648,7 +648,7 @@ fn draw_job(frame: &mut Frame<'_>, area: Rect, view: &View, job: &JobView, theme
             .collect::<Vec<_>>(),
     )
     .wrap(Wrap { trim: false });
-    // An estimate of the lines that the wrapped text takes. It is never too small: a wrapped line is counted once more.
+    // An estimate of the lines that the wrapped text takes. It is never too small: each wrapped line adds one more.
     let width = area.width.max(1) as usize;
     let lines: usize = sentences
         .iter()
