@@ -31,11 +31,11 @@ impl std::str::FromStr for Address {
             return if path.is_absolute() {
                 Ok(Self::Unix(path))
             } else {
-                Err("the path of a Unix socket is absolute: unix:/run/firn.sock".into())
+                Err("write an absolute path for a Unix socket, such as unix:/run/firn.sock".into())
             };
         }
         text.parse().map(Self::Tcp).map_err(|_| {
-            "an address is 127.0.0.1:9945, [::1]:9945 or unix:/run/firn.sock; 0.0.0.0 and [::] are all of the host's".into()
+            "write an address such as 127.0.0.1:9945, [::1]:9945 or unix:/run/firn.sock; 0.0.0.0 and [::] are all addresses of the host".into()
         })
     }
 }

@@ -264,11 +264,11 @@ fn only_mount() -> Result<Mount, Failure> {
         (Some(mount), []) => Ok(mount),
         (None, _) => Err(Failure::new(
             USAGE,
-            "nothing of yours is mounted on this host: give the backing",
+            "you have no mounts on this host: name the backing",
         )),
         (Some(_), _) => Err(Failure::new(
             USAGE,
-            "several backings are mounted on this host: give a mount point or a backing",
+            "several backings are mounted on this host: name a mount point or a backing",
         )),
     }
 }

@@ -110,8 +110,8 @@ impl MergedCheckpoint {
 pub fn render_section(run: &Run, merged: &[MergedCheckpoint], end: f64) -> String {
     let mut html = String::from("<section><h2>Checkpoints</h2>\n");
     if merged.is_empty() {
-        html += "<p class=\"note\">None was seen: no file or directory with a step in its name (<code>step_100</code>, \
-                 <code>ckpt-0100.pt</code>) was written.</p></section>\n";
+        html += "<p class=\"note\">There were no checkpoints: no file or directory with a step in its name \
+        (<code>step_100</code>, <code>ckpt-0100.pt</code>) was written.</p></section>\n";
         return html;
     }
     html += "<p class=\"legend\"><span><i class=\"key open\"></i>being written</span> \
@@ -133,8 +133,8 @@ pub fn render_section(run: &Run, merged: &[MergedCheckpoint], end: f64) -> Strin
         );
     }
     html += "<p class=\"note\">“In backing after” and “durable after” count from the last close. A checkpoint is durable when \
-             each file was synced, by fsync(2) or <code>firn wait --until durable</code>. Of one that was removed the size is \
-             not known.</p></section>\n";
+    each file was synced, by fsync(2) or <code>firn wait --until durable</code>. The size of a removed checkpoint \
+    is not known.</p></section>\n";
     html
 }
 

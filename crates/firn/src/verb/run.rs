@@ -220,7 +220,7 @@ const HOST_TIMEOUT_MIN_MS: u64 = 1000;
 fn parse_host_timeout_ms(text: &str) -> Result<u64, String> {
     let timeout_ms = parse_timeout_ms(text)?;
     if timeout_ms < HOST_TIMEOUT_MIN_MS {
-        return Err("it must be 1s at least".into());
+        return Err("write at least 1s".into());
     }
     Ok(timeout_ms)
 }
@@ -556,7 +556,7 @@ impl Run {
             (_, Some(backing)) => {
                 output::say(&format!("{how}; {everything} is drained to {backing}"));
             }
-            (_, None) => output::say(&format!("{how}; nothing of its files was in memory")),
+            (_, None) => output::say(&format!("{how}; none of its files was in memory")),
         }
     }
 }
