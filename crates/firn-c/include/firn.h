@@ -136,7 +136,7 @@ struct firn_status {
     uint64_t spill_used_bytes;  /* size of the part of the spill file that is in use */
     uint64_t drained_bytes;     /* bytes written to the backing since firnd attached */
     uint64_t drain_errors;      /* number of writes to the backing that failed since firnd attached */
-    uint64_t recorded_errors;   /* number of errors that are not resolved yet: `firn status` lists them */
+    uint64_t recorded_errors;   /* number of errors until `firn status --clear-errors`; `firn status` lists them */
     uint64_t waiting_writers;   /* number of writers that wait for room in memory */
     uint64_t open_files;        /* number of files that are open through the mount */
     uint64_t pid;               /* process id of firnd */

@@ -82,7 +82,7 @@ part! {
         gauge live_table_bytes: u64,
         /// Entries that found no room in the live table, so a takeover cannot restore them.
         counter live_table_lost: u64,
-        /// Programs with a call that has waited for firnd for a second or longer. At most 8 count, the longest waits first.
+        /// Programs with a call that has waited for firnd for a second or longer: at most the 8 that waited longest.
         part waiting_programs: Vec<WaitingProgram>,
         /// Files that the file system did not put on the server that `placement` chose.
         counter misplaced_files: u64,
@@ -156,7 +156,7 @@ part! {
         part partner: Option<PartnerStatus>,
         /// Lanes of the drain.
         part lanes: Vec<LaneStatus>,
-        /// Pieces of advice on slow placement. `firn status` prints each.
+        /// Number of hints on slow placement. `firn status` prints each.
         gauge placement_advice: Vec<String>,
         /// Differences between the options of this host and those of other hosts of the backing. `firn status` prints each.
         gauge host_differences: Vec<String>,
@@ -182,7 +182,7 @@ part! {
         counter rule_removals: BTreeMap<String, u64>,
         /// Checkpoints of commit rules that are not complete yet, by rule.
         gauge rule_waits: BTreeMap<String, u64>,
-        /// Errors of the backing that firnd remembers: the last 64 that were neither resolved nor cleared.
+        /// Errors that firnd remembers until `firn status --clear-errors`: the last 64.
         part errors: Vec<ErrorStatus>,
     }
 }
