@@ -300,7 +300,7 @@ pub fn close_hint(wait_s: f64, uptime_s: f64) -> Option<String> {
     let is_long = wait_s >= CLOSE_WAIT_MIN_S && wait_s >= uptime_s * CLOSE_WAIT_SHARE_MIN;
     is_long.then(|| {
         format!(
-            "closes waited {wait_s:.0} s for the backing; with -o close=held closes return at once, and `firn wait` waits instead"
+            "closes waited {wait_s:.0} s for the backing; with -o close=held they return at once; `firn wait` waits instead"
         )
     })
 }
