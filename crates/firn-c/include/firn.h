@@ -3,10 +3,10 @@
  *
  * What it is for:
  *
- * Chunk lists: a program on the host reads files of a mount out of the mount's own memory, without a
- * copy and without the file system in between: an RDMA agent that registers the memory and tells another
- * host the addresses, a tool that moves a checkpoint elsewhere. docs/SEMANTICS.md, "Chunk lists", says what
- * is promised.
+ * Chunk lists: a program on the host reads files of a mount directly from the mount's memory, without a
+ * copy and without the file system. Examples are an RDMA agent that registers the memory and sends the
+ * addresses to another host, and a tool that moves a checkpoint elsewhere. The promises are in
+ * docs/SEMANTICS.md, "Chunk lists".
  *
  *     firn *mount;
  *     struct firn_data_region region = {.size = sizeof region};
@@ -15,13 +15,14 @@
  *     firn_open("/ckpt", &mount);
  *     firn_map_region(mount, &region);              once: register region.address with the network
  *     firn_get_chunk_meta_list(mount, "/ckpt/step_100/rank0", &list);
- *     ... read the pieces, as long as one likes ...
- *     firn_chunk_list_check(list, &changed);        0: all that was read is what the file held
+ *     ... read the pieces, for any time ...
+ *     firn_chunk_list_check(list, &changed);        0: the bytes that were read are the file's bytes
  *     firn_chunk_list_free(list);
  *     firn_close(mount);
  *
- * Transactions: a job, or who checkpoints it, makes all changes since the last checkpoint count at once or
- * not at all, together with the checkpoint of the job's memory. docs/SEMANTICS.md, "Transactions".
+ * Transactions: all changes since the last checkpoint take effect at once or not at all, together with the
+ * checkpoint of the job's memory. The job itself, or the program that checkpoints it, makes these calls.
+ * See docs/SEMANTICS.md, "Transactions".
  *
  *     firn_begin(mount, "/ckpt");
  *     ... the job writes, renames, removes ...
@@ -31,7 +32,7 @@
  *
  *     firn_restore(mount, "/ckpt", 17);             before a restart from checkpoint 17
  *
- * State: how much is not in the backing yet, and waiting until it is.
+ * State: how many bytes are not in the backing yet, and waits until they are.
  *
  *     struct firn_status status = {.size = sizeof status};
  *
@@ -39,50 +40,52 @@
  *     firn_drain(mount, "/ckpt/step_100");          begins, and returns at once
  *     firn_wait(mount, "/ckpt/step_100", FIRN_DURABLE, FIRN_FOREVER);
  *
- * Checkpoints: which of a directory are whole, and where their bytes are, as `firn history` lists them.
+ * Checkpoints: which checkpoints of a directory are whole, and where their bytes are, as in `firn history`.
  *
  *     firn_list_checkpoints("/ckpt", &checkpoints);
  *     ... firn_checkpoint_list_items(checkpoints)[0] is the newest ...
  *     firn_checkpoint_list_free(checkpoints);
  *
- * Structures with a field `size` grow: a program sets it to the sizeof that it was compiled with before each
- * call that fills the structure. A newer library does not write what an older program has no room for, and an
- * older library zeroes what it does not know. EINVAL: `size` is not set.
+ * Structures with a field `size` may get more fields in later versions. Before each call that fills such a
+ * structure, the program sets `size` to the sizeof with which it was compiled. A newer library does not write
+ * fields that an older program's structure lacks. An older library sets fields that it does not know to zero.
+ * EINVAL: `size` is not set.
  *
- * Units: sizes, lengths and offsets are bytes. Strings end with a zero byte; paths are any bytes.
+ * Units: sizes, lengths and offsets are bytes. Strings end with a zero byte; paths may have any other bytes.
  *
- * Errors: functions that can fail return 0 or a positive errno. firn_strerror() says what it means here and
- * what to do, firn_error_message() more exactly what happened. What a function gives through a pointer is
- * given only where it returns 0.
+ * Errors: functions that can fail return 0 or a positive errno. firn_strerror() returns what the errno means here
+ * and what to do; firn_error_message() returns what happened in this call. A function stores results through
+ * pointers only if it returns 0.
  *
- *     ENODEV      the path is on no Firn mount
- *     ENOTCONN    the mount is dead: firnd was killed; mount again, then firn_open() again
- *     ETIMEDOUT   firnd does not answer (stopped, or its machine overloaded); firn_wait(): not reached in time
+ *     ENODEV      the path is not on a Firn mount
+ *     ENOTCONN    the mount is dead, because firnd was killed: mount again, then call firn_open() again
+ *     ETIMEDOUT   firnd does not answer (it is stopped, or its host overloaded); firn_wait(): `timeout_ms` is over
  *     EACCES      the mount belongs to another user
- *     EPROTO      firnd and this library are of different versions
- *     EAGAIN      all connections to this firnd are in use by others, with requests or lists
- *     ESTALE      the list does not hold any more: make another one
- *     ENOENT, EISDIR, EXDEV
- *                 no such file, or no transaction there; a directory; on another mount than the handle
+ *     EPROTO      firnd and this library have different versions
+ *     EAGAIN      all connections to this firnd are in use by other handles, with requests or lists
+ *     ESTALE      the list is no longer valid: make a new one
+ *     ENOENT      no such file, or no transaction there
+ *     EISDIR      the path is a directory
+ *     EXDEV       the path is on another mount than the handle
  *     EOPNOTSUPP  the mount has no transactions: mount it with drain=commit; or mode=shadow cannot work there
- *     ENOTDIR, EBUSY
- *                 a transaction covers a directory; another transaction is in the way
- *     EINVAL      a null pointer, a range outside the piece, not a regular file, another number
- *     ENODATA     the bytes are in the backing only: read them through the mount; or there is no file there
+ *     ENOTDIR     the path is not a directory, and a transaction covers a directory
+ *     EBUSY       another transaction is open at, above or below the path
+ *     EINVAL      a null pointer, a range outside the piece, not a regular file, or not the transaction's number
+ *     ENODATA     the bytes are in the backing only: read them through the mount; or the path has no file
  *     EIO         a spill file or the backing fails
- *     EMFILE      the handle holds 1024 lists already
+ *     EMFILE      the handle has 1024 lists already
  *     ENOTRECOVERABLE  a fault in this library: please report it
  *
- * Threads: several threads may use a handle and its lists at once; their requests take turns, also behind
- * a commit or a firn_wait(): whoever must not wait for one uses a handle of its own. Only
- * firn_close() needs the handle alone, and firn_chunk_list_free() its list. firn_error_message() is
- * the thread's own.
+ * Threads: several threads may use a handle and its lists at the same time. Requests of one handle are made one
+ * after the other, so a request waits for a commit or a firn_wait() of another thread. A thread that must not
+ * wait uses a separate handle. During firn_close() no other thread may use the handle, and during
+ * firn_chunk_list_free() no other thread may use the list. Each thread has its own firn_error_message().
  *
  * Processes: a handle belongs to the process that opened it. A child of fork() must not use it, and should
- * exec or exit: as long as it keeps the descriptors open, lists that were not freed go on holding memory.
+ * exec or exit: while the child keeps the descriptors open, lists that were not freed keep their memory in use.
  * Descriptors are closed at exec.
  *
- * Who may: the user who mounted, and root.
+ * Permission: only the user that mounted, and root, may use a mount through this library.
  */
 #ifndef FIRN_H
 #define FIRN_H
@@ -96,14 +99,14 @@ extern "C" {
 
 /* ---- the library ---------------------------------------------------------------------------------- */
 
-/* Version of the library, as "0.1.0". */
+/* Version of the library, such as "0.1.0". */
 const char *firn_version(void);
 
-/* What an error of this library means and what to do. Never NULL; lives for ever. */
+/* Returns what an errno of this library means and what to do. Never NULL; the string is never freed. */
 const char *firn_strerror(int error);
 
-/* What the last call of this thread that failed met. Never NULL, empty where none failed; valid until the
- * thread's next call that fails. */
+/* Returns what went wrong in the last failed call of this thread. Never NULL; empty if no call has failed. The
+ * string is valid until the thread's next failed call. */
 const char *firn_error_message(void);
 
 /* ---- a mount -------------------------------------------------------------------------------------- */
@@ -111,119 +114,120 @@ const char *firn_error_message(void);
 /* A connection to the firnd of one mount. */
 typedef struct firn firn;
 
-/* Connects to the mount that `path` is on: the mount point, anything below it, or anything in its backing.
+/* Connects to the mount of `path`: the mount point, a path below it, or a path in its backing.
  * ENODEV, ENOTCONN, ETIMEDOUT, EACCES, EPROTO, EAGAIN. */
 int firn_open(const char *path, firn **handle);
 
-/* Ends the connection: its lists hold no more, and addresses in its region must not be read any more. Lists
- * must still be freed; with the last of them the region is unmapped. NULL is allowed. */
+/* Ends the connection. Its lists are then no longer valid, and addresses in its region must no longer be read. Lists
+ * must still be freed; the region is unmapped when the last list is freed. NULL is allowed. */
 void firn_close(firn *handle);
 
 /* ---- state and drain ------------------------------------------------------------------------------ */
 
-/* The state of a mount. The program sets `size`, the library fills the rest. */
+/* The state of a mount. The program sets `size`, the library fills the other fields. */
 struct firn_status {
     size_t size;                /* sizeof(struct firn_status), set by the program */
-    uint64_t held_bytes;        /* written by programs, and not in the backing yet ... */
-    uint64_t held_files;        /* ... of so many files ... */
-    uint64_t oldest_held_ms;    /* ... for so many milliseconds at most; 0: nothing is held */
-    uint64_t arena_bytes;       /* of memory that the mount may use */
-    uint64_t arena_used_bytes;
-    uint64_t spill_bytes;       /* that the spill file may hold; 0: there is none */
-    uint64_t spill_used_bytes;
-    uint64_t drained_bytes;     /* written to the backing since firnd attached */
-    uint64_t drain_errors;      /* writes to the backing that failed since then */
-    uint64_t recorded_errors;   /* that nobody has dealt with yet: `firn status` names them */
-    uint64_t waiting_writers;   /* that wait for room in memory */
-    uint64_t open_files;        /* through the mount */
-    uint64_t pid;               /* of firnd */
+    uint64_t held_bytes;        /* bytes that programs wrote and that are not in the backing yet */
+    uint64_t held_files;        /* number of files with held bytes */
+    uint64_t oldest_held_ms;    /* age of the oldest held byte in milliseconds; 0: no byte is held */
+    uint64_t arena_bytes;       /* size of the memory that the mount may use */
+    uint64_t arena_used_bytes;  /* size of the part of this memory that is in use */
+    uint64_t spill_bytes;       /* size of the spill file; 0: there is no spill file */
+    uint64_t spill_used_bytes;  /* size of the part of the spill file that is in use */
+    uint64_t drained_bytes;     /* bytes written to the backing since firnd attached */
+    uint64_t drain_errors;      /* number of writes to the backing that failed since firnd attached */
+    uint64_t recorded_errors;   /* number of errors until `firn status --clear-errors`; `firn status` lists them */
+    uint64_t waiting_writers;   /* number of writers that wait for room in memory */
+    uint64_t open_files;        /* number of files that are open through the mount */
+    uint64_t pid;               /* process id of firnd */
 };
 
-/* Tells the state of the mount. */
+/* Stores the state of the mount in `status`. */
 int firn_status(firn *handle, struct firn_status *status);
 
 /* What the bytes of a file survive. */
 enum firn_durability {
-    FIRN_HELD = 0,      /* in memory of this host: outlives every process */
-    FIRN_SPILLED = 1,   /* the same, in the spill file */
-    FIRN_PARTNERED = 2, /* held, and copied into the memory of a partner host: outlives the loss of one host */
-    FIRN_LOGGED = 3,    /* in the backing, in its place or, with layout=log, in a log: other hosts see it through
+    FIRN_HELD = 0,      /* in memory of this host: survives the death of every process */
+    FIRN_SPILLED = 1,   /* in the spill file of this host: survives the death of every process */
+    FIRN_PARTNERED = 2, /* held, and copied to the memory of a partner host: survives the loss of one host */
+    FIRN_LOGGED = 3,    /* in the backing, in the file or, with layout=log, in a log: other hosts see the bytes through
                          * their mounts */
-    FIRN_DRAINED = 4,   /* in the backing, as after write(2): seen by other hosts */
-    FIRN_DURABLE = 5    /* in the backing, as after fsync(2): outlives the host */
+    FIRN_DRAINED = 4,   /* in the file in the backing, as after write(2): other hosts see the bytes */
+    FIRN_DURABLE = 5    /* in the file in the backing, as after fsync(2): survives a crash of the host */
 };
 
-/* For firn_wait(): as long as it takes. */
+/* For firn_wait(): no time limit. */
 #define FIRN_FOREVER UINT64_MAX
 
 /* Begins to drain the files at or below `path`, and returns at once. ENOENT, EXDEV. */
 int firn_drain(firn *handle, const char *path);
 
-/* Drains the files at or below `path` and waits until all that was written to them before the call is
- * FIRN_LOGGED, FIRN_DRAINED or FIRN_DURABLE. With FIRN_PARTNERED it drains nothing and waits for the partner, which
- * copies files that are closed; EOPNOTSUPP: the mount has no partner. ETIMEDOUT: not within `timeout_ms`
- * milliseconds; the drain, or the copy, goes on. EBUSY: it is FIRN_LOGGED, and not more before everybody who writes
- * to it has closed it. Other errors are the backing's (EIO, ENOSPC, ...): the data is kept. */
+/* Drains the files at or below `path`, and waits until all bytes that were written to them before the call have the
+ * level `until`: FIRN_LOGGED, FIRN_DRAINED or FIRN_DURABLE. With FIRN_PARTNERED, drains nothing and waits for the
+ * partner, which copies closed files; EOPNOTSUPP: the mount has no partner. ETIMEDOUT: the level was not reached within
+ * `timeout_ms` milliseconds; the drain or the copy continues. EBUSY: a file is FIRN_LOGGED, and cannot reach a higher
+ * level before all its writers have closed it. Other errors are of the backing (EIO, ENOSPC, ...): the data is kept. */
 int firn_wait(firn *handle, const char *path, enum firn_durability until, uint64_t timeout_ms);
 
-/* Tells the lowest level of the files at or below `path`: those of the caller, and others of which firnd knows. What
- * earlier mounts made durable counts as FIRN_DRAINED until it is waited for again. ENOENT, EXDEV. ENODATA: there is no
- * file. */
+/* Stores the lowest level of the files at or below `path`: the caller's files, and files of other users that firnd knows.
+ * A file that an earlier mount made durable counts as FIRN_DRAINED until firn_wait() is called for it again. ENOENT,
+ * EXDEV. ENODATA: there is no file. */
 int firn_get_durability(firn *handle, const char *path, enum firn_durability *level);
 
-/* Room of a mount for what is written next. The program sets `size`, the library fills the rest. */
+/* Room of a mount for the next writes. The program sets `size`, the library fills the other fields. */
 struct firn_room {
     size_t size;            /* sizeof(struct firn_room), set by the program */
-    uint64_t memory_bytes;  /* free in memory, or taken by drained data that makes way */
-    uint64_t spill_bytes;   /* free in the spill file; 0 also where there is none */
-    uint64_t backing_bytes; /* available to this user in the backing, less what held data will take */
+    uint64_t memory_bytes;  /* bytes of memory that are free, or have drained data that can be evicted */
+    uint64_t spill_bytes;   /* free bytes of the spill file; 0 also if there is no spill file */
+    uint64_t backing_bytes; /* bytes available to this user in the backing, less the room that held data will need */
 };
 
-/* Tells how many bytes can be written before writers wait, or the backing is full. Others may take them meanwhile. */
+/* Stores how many bytes can be written before writers wait or the backing is full. Other programs may use this room
+ * meanwhile. */
 int firn_get_room(firn *handle, struct firn_room *room);
 
 /* ---- checkpoints ---------------------------------------------------------------------------------- */
 
 /* Whether a checkpoint can be used. */
 enum firn_wholeness {
-    FIRN_WHOLE = 0,          /* it has files, and nothing is known against it */
+    FIRN_WHOLE = 0,          /* it has files, and no other state applies */
     FIRN_WRITTEN = 1,        /* a program has a file of it open for writing */
     FIRN_CUT = 2,            /* the writer of a file, or firnd, was killed before the file was closed */
-    FIRN_IN_TRANSACTION = 3, /* a transaction that is not over may have changed it */
+    FIRN_IN_TRANSACTION = 3, /* an unfinished transaction may have changed it */
     FIRN_EMPTY = 4,          /* there is no file in it */
-    FIRN_UNKNOWN = 5,        /* the directory is not on a mount: nobody knows */
-    FIRN_UNREADABLE = 6      /* it cannot be looked at; bytes and files are 0 */
+    FIRN_UNKNOWN = 5,        /* the directory is not on a mount, so there is no firnd to ask */
+    FIRN_UNREADABLE = 6      /* it cannot be examined; `bytes` and `files` are 0 */
 };
 
 /* firn_checkpoint.level of a checkpoint without files. */
 #define FIRN_NO_LEVEL UINT32_MAX
 
-/* A checkpoint: a directory or file with a step in its name, as `firn history --help` says. */
+/* A checkpoint: a directory or file with a step in its name (see `firn history --help`). */
 struct firn_checkpoint {
-    const char *name;     /* in its directory */
-    uint64_t step;        /* from the name */
-    uint64_t bytes;       /* of its files */
-    uint64_t files;       /* their number */
-    int64_t modified_s;   /* last modification of anything in it, in seconds since 1970 ... */
+    const char *name;     /* name in the directory */
+    uint64_t step;        /* step in the name */
+    uint64_t bytes;       /* size of all its files together */
+    uint64_t files;       /* number of its files */
+    int64_t modified_s;   /* newest modification time of all objects in it, in seconds since 1970 ... */
     uint32_t modified_ns; /* ... and nanoseconds */
     uint32_t state;       /* enum firn_wholeness */
-    uint32_t level;       /* enum firn_durability: the lowest of its files, or FIRN_NO_LEVEL */
-    uint32_t directory;   /* 1: a directory; 0: a file */
+    uint32_t level;       /* enum firn_durability: lowest level of its files, or FIRN_NO_LEVEL */
+    uint32_t directory;   /* 1: it is a directory; 0: it is a file */
     uint64_t reserved[2]; /* 0 */
 };
 
 /* Checkpoints of a directory. */
 typedef struct firn_checkpoint_list firn_checkpoint_list;
 
-/* Lists the caller's checkpoints directly in `directory`, the one modified last first. The directory may be on a mount,
- * and need not be: then their state is FIRN_UNKNOWN. ENOENT, ENOTDIR. ENOTCONN: it is on a mount that is dead, or in a
- * backing that is not mounted while the memory of an earlier mount has data that the backing lacks: mount it again. */
+/* Lists the caller's checkpoints directly in `directory`, the last modified first. If the directory is not on a mount,
+ * their state is FIRN_UNKNOWN. ENOENT, ENOTDIR. ENOTCONN: the mount of the directory is dead; or the directory is in a
+ * backing that is not mounted, and data of an earlier mount is still in memory. Mount the backing again. */
 int firn_list_checkpoints(const char *directory, firn_checkpoint_list **list);
 
-/* Number of checkpoints. */
+/* Returns the number of checkpoints. */
 size_t firn_checkpoint_list_count(const firn_checkpoint_list *list);
 
-/* The checkpoints. They live as long as the list. */
+/* Returns the checkpoints. They are valid as long as the list. */
 const struct firn_checkpoint *firn_checkpoint_list_items(const firn_checkpoint_list *list);
 
 /* Frees the list. NULL is allowed. */
@@ -231,28 +235,28 @@ void firn_checkpoint_list_free(firn_checkpoint_list *list);
 
 /* ---- the data region ------------------------------------------------------------------------------ */
 
-/* Where a mount keeps what it holds. The program sets `size`, the library fills the rest; the strings live as
- * long as the handle. */
+/* Where a mount keeps held data. The program sets `size`, the library fills the other fields. The strings are valid
+ * as long as the handle. */
 struct firn_data_region {
     size_t size;               /* sizeof(struct firn_data_region), set by the program */
-    const void *address;       /* of the region in this process; NULL until firn_map_region() */
-    uint64_t bytes;            /* of the region */
-    uint64_t page_bytes;       /* unit of allocation and of alignment */
-    uint64_t chunk_bytes;      /* of a chunk, the unit that moves to the spill file */
-    const char *path;          /* of the arena, the file that is the region ... */
-    uint64_t offset;           /* ... from this offset on */
-    const void *spill_address; /* of the start of the spill file in this process; else NULL */
-    uint64_t spill_bytes;      /* of the whole spill file; 0: there is none */
-    const char *spill_path;    /* of the spill file; NULL: there is none */
+    const void *address;       /* address of the region in this process; NULL before firn_map_region() */
+    uint64_t bytes;            /* size of the region */
+    uint64_t page_bytes;       /* size of a page, the unit of allocation and of alignment */
+    uint64_t chunk_bytes;      /* size of a chunk, the unit that moves to the spill file */
+    const char *path;          /* path of the arena, the file with the region ... */
+    uint64_t offset;           /* ... which begins at this offset of the file */
+    const void *spill_address; /* address of the mapped spill file in this process; NULL if it is not mapped */
+    uint64_t spill_bytes;      /* size of the whole spill file; 0: there is no spill file */
+    const char *spill_path;    /* path of the spill file; NULL: there is no spill file */
 };
 
-/* Tells where the region is. EINVAL. */
+/* Stores the location of the region in `region`. EINVAL. */
 int firn_get_data_region(firn *handle, struct firn_data_region *region);
 
-/* Maps the region, and the spill file if there is one, for reading, and tells where. A second call gives
- * the same mapping; firn_close() ends it. Bytes outside the pieces of a list that is held change at any
- * time and mean nothing. Reading spill_address raises SIGBUS where the device fails: firn_read_chunk()
- * gives EIO instead. ESTALE: the files are not this mount's. */
+/* Maps the region, and the spill file if there is one, for reading, and stores their location. A second call returns
+ * the same mapping; firn_close() ends it. Bytes outside the pieces of a held list may change at any time and have no
+ * meaning. A load from `spill_address` raises SIGBUS if the device fails, where firn_read_chunk() returns EIO.
+ * ESTALE: the files do not belong to this mount. */
 int firn_map_region(firn *handle, struct firn_data_region *region);
 
 /* ---- chunk lists ---------------------------------------------------------------------------------- */
@@ -266,105 +270,112 @@ enum firn_place {
     FIRN_IN_MEMORY_FILE = 4 /* in a memory file, whose number is firn_chunk_meta.chunk: copy it with firn_read_chunk() */
 };
 
-/* firn_chunk_meta.chunk of what is in no chunk. */
+/* firn_chunk_meta.chunk of a part that is not in a chunk. */
 #define FIRN_NO_CHUNK UINT32_MAX
 
 /* A part of a file. */
 struct firn_chunk_meta {
-    uint64_t offset;     /* from the start of the file */
-    uint64_t bytes;      /* more than 0 */
-    uint64_t at;         /* in memory: from the start of the region; spilled: from the start of the spill
-                          * file; in the backing: from the start of the file; a hole: 0 */
-    const void *address; /* in this process, of what is in memory or spilled, where the region was mapped
-                          * before the list was made; else NULL */
+    uint64_t offset;     /* offset of the part in the file */
+    uint64_t bytes;      /* length of the part, more than 0 */
+    uint64_t at;         /* offset of the bytes in the region (FIRN_IN_MEMORY), the spill file (FIRN_IN_SPILL), the file in
+                          * the backing (FIRN_IN_BACKING) or the memory file (FIRN_IN_MEMORY_FILE); a hole: 0 */
+    const void *address; /* address of the bytes in this process, if they are in memory or in the spill file and the
+                          * region was mapped before the list was made; else NULL */
     uint32_t place;      /* enum firn_place */
     uint32_t chunk;      /* index of the chunk, or FIRN_NO_CHUNK */
     uint64_t reserved[2]; /* 0 */
 };
 
-/* Where all bytes of a file are, and the right to find them there. */
+/* A list of where all bytes of a file are. As long as it is held, these bytes remain there. */
 typedef struct firn_chunk_list firn_chunk_list;
 
-/* Lists the file at `path`. From now on until firn_chunk_list_free(), firn_close() or the end of this
- * process or of firnd, the pieces in memory and in the spill file stay where they are and keep their bytes,
- * whatever is done to the file: that memory is not free for others meanwhile, so do not keep lists longer
- * than needed. ENOENT, EISDIR, EINVAL, EXDEV, EMFILE, EIO, ENOTCONN, ETIMEDOUT. */
+/* Makes the list of the file at `path`. It is held until firn_chunk_list_free(), firn_close(), or the end of this
+ * process or of firnd. Meanwhile the pieces in memory and in the spill file remain in place and unchanged, even if
+ * programs change the file. Their memory cannot be used for other data, so free lists early. ENOENT, EISDIR, EINVAL,
+ * EXDEV, EMFILE, EIO, ENOTCONN, ETIMEDOUT. */
 int firn_get_chunk_meta_list(firn *handle, const char *path, firn_chunk_list **list);
 
-/* Bytes of the file when the list was made. */
+/* Returns the size of the file when the list was made. */
 uint64_t firn_chunk_list_bytes(const firn_chunk_list *list);
 
-/* Number of pieces; 0: the file is empty. */
+/* Returns the number of pieces. 0: the file is empty. */
 size_t firn_chunk_list_count(const firn_chunk_list *list);
 
-/* The pieces, sorted by offset, without gap or overlap. They live as long as the list. */
+/* Returns the pieces, sorted by offset, without gap or overlap. They are valid as long as the list. */
 const struct firn_chunk_meta *firn_chunk_list_pieces(const firn_chunk_list *list);
 
-/* Asks whether what was read by the list until now is good. 0: it held until now. Then `changed`, if not
- * NULL, is 1 where the file was changed through the mount since the list was made, or may have been: what
- * was read from memory and the spill file is the file as it was at the list, what was read from the backing
- * may be newer. ESTALE: the list may have ended before that; read again by a new one. */
+/* Checks whether the bytes that were read until now are valid. 0: the list was held until now. If `changed` is not NULL,
+ * it is then set to 1 if the file was changed, or may have been changed, through the mount since the list was made,
+ * else to 0. Bytes that were read from memory and the spill file are always those of the time of the list; bytes read
+ * from the backing may be newer if `changed` is 1. ESTALE: the list may have ended earlier; read again with a new
+ * list. */
 int firn_chunk_list_check(firn_chunk_list *list, int *changed);
 
-/* Gives the right up and frees the list. NULL is allowed. */
+/* Releases the pieces and frees the list. NULL is allowed. */
 void firn_chunk_list_free(firn_chunk_list *list);
 
-/* Copies `bytes` of a piece, from `from` bytes into it on. Needs firn_map_region() for what is in memory or
- * spilled. EINVAL, ENODATA, EIO. */
+/* Copies `bytes` bytes of a piece to `buffer`, beginning `from` bytes after the start of the piece. Pieces in memory or
+ * in the spill file need firn_map_region() first. EINVAL, ENODATA, EIO. */
 int firn_read_chunk(firn *handle, const struct firn_chunk_meta *piece, uint64_t from, void *buffer,
                     size_t bytes);
 
 /* ---- transactions --------------------------------------------------------------------------------- */
 
-/* A transaction covers a directory of the mount and all below it: `path` names that directory, the mount
- * point or one below it. Whoever may use the mount may commit it. It belongs to the handle that began it: when
- * that is closed, or its process ends, before the transaction was prepared, the transaction is aborted at once, and
- * who prepares or commits it then gets ECANCELED. Other errors than those named here are the backing's (EIO, ENOSPC, ...); then the
- * transaction is kept, and the call can be tried again. A number that is named here is never the backing's:
- * where that would be, EIO is given, and firn_error_message() has what the backing said. All of them:
- * EOPNOTSUPP, ENOENT, EINVAL, EXDEV, ENODEV, ENOTCONN. Where the connection ends (ENOTCONN) in the middle of a commit, its outcome is
- * not known: firn_restore() after the next mount tells. */
+/* A transaction covers a directory of the mount and all below it. `path` names that directory: the mount point or a
+ * directory below it. Each user that may use the mount through this library may commit the transaction.
+ *
+ * A transaction belongs to the handle that began it. If that handle is closed, or its process ends, before the
+ * transaction is prepared, the transaction is aborted at once. A later prepare or commit of it returns ECANCELED.
+ *
+ * All functions below can return EOPNOTSUPP, ENOENT, EINVAL, EXDEV, ENODEV and ENOTCONN. Errors that are neither in this
+ * list nor named at a function are errors of the backing (EIO, ENOSPC, ...). The transaction then remains open, and the
+ * call can be repeated. If the backing fails with an errno that has a meaning under "Errors" above, EIO is returned
+ * instead, and firn_error_message() has the backing's error.
+ *
+ * If the connection ends in the middle of a commit (ENOTCONN), its outcome is unknown. Call firn_restore() after the
+ * next mount to find out. */
 
-/* For firn_commit(): the number the transaction was prepared with, or else the last commit's plus one. */
+/* For firn_commit(): the number with which the transaction was prepared, or else the last commit's number plus one. */
 #define FIRN_NEXT_ID UINT64_MAX
 
-/* For firn_commit(): the next transaction is open before anything can change. */
+/* For firn_commit(): begin the next transaction before any program can change the directory. */
 #define FIRN_BEGIN_NEXT 1u
 
-/* For firn_commit(): return once the outcome is decided and durable. Programs see the tree after the commit from
- * then on; firnd carries it out behind them. Until that is done, changes of names and attributes at or below
- * `path` wait, and so do the next firn_prepare() and firn_commit(); reads, writes to files, and with
- * FIRN_BEGIN_NEXT the beginning of the next transaction do not. */
+/* For firn_commit(): return once the outcome is decided and durable. From then on programs see the tree as after the
+ * commit, and firnd applies it in the background. Until it is applied, changes of names and attributes at or below `path`
+ * wait, and so do the next firn_prepare() and firn_commit(). Reads and writes of files do not wait, nor, with
+ * FIRN_BEGIN_NEXT, does the begin of the next transaction. */
 #define FIRN_COMMIT_ASYNC 2u
 
-/* Begins one: from now on the backing shows nothing of what changes at or below `path`, and programs on the
- * mount see their changes at once. ENOENT: no such directory. ENOTDIR. EBUSY: one is open there, above or
- * below. */
+/* Begins a transaction. From now on the backing does not show changes at or below `path`; programs on the mount see
+ * them at once. ENOENT: there is no such directory. ENOTDIR. EBUSY: a transaction is open at, above or below `path`. */
 int firn_begin(firn *handle, const char *path);
 
-/* The same in a directory that does not exist: it is made as a part of the transaction, with the permission bits `mode`
- * less those of the umask, as mkdir(2) would. Programs see it at once, the backing has it with the commit, and
- * firn_abort() takes it away. EEXIST: it exists. ENOENT, ENOTDIR: no directory to make it in. EACCES: the caller may not.
- * EBUSY: that directory is in a transaction, or the name is another one's. EOPNOTSUPP: with participants. */
+/* Begins a transaction in a directory that does not exist yet. The directory is made as a part of the transaction, with
+ * the permission bits `mode` less those of the umask, as by mkdir(2). Programs see it at once, the backing gets it at the
+ * commit, and firn_abort() removes it. EEXIST: it exists already. ENOENT, ENOTDIR: its parent is missing, or is not a
+ * directory. EACCES: the caller may not write to the parent. EBUSY: the parent is in a transaction, or another transaction
+ * has the name. EOPNOTSUPP: the mount has `participants`. */
 int firn_begin_create(firn *handle, const char *path, unsigned mode);
 
-/* Makes it durable under the number `id` and leaves its outcome open, also beyond the death of firnd and of
- * the host. A commit cannot fail for lack of space any more. Changes at or below `path` wait, from whichever
- * process, until it is decided: the caller must not make any. Again with the same number: nothing is done.
- * ENOENT: none is open. EINVAL: prepared with another number. */
+/* Makes the transaction durable under the number `id`, and leaves its outcome open, even if firnd or the host dies. A
+ * later commit cannot fail for lack of space. Changes at or below `path`, by any process, wait for the decision, so the
+ * caller must not make changes meanwhile. A second call with the same number does nothing. ENOENT: no transaction is
+ * open. EINVAL: the transaction is prepared with another number. */
 int firn_prepare(firn *handle, const char *path, uint64_t id);
 
-/* Makes all of its changes count, durably; prepares it first where nobody did. `id`: its number, or
- * FIRN_NEXT_ID. `flags`: 0, or FIRN_BEGIN_NEXT and FIRN_COMMIT_ASYNC. Gives the number through `committed`, if that is not NULL.
- * ENOENT: none is open. EINVAL: prepared with another number, or a flag that does not exist. */
+/* Commits the transaction: all its changes take effect durably. Prepares it first if it is not prepared. `id` is its
+ * number, or FIRN_NEXT_ID. `flags` is 0, FIRN_BEGIN_NEXT, FIRN_COMMIT_ASYNC or both. Stores the number in `committed`, if
+ * that is not NULL. ENOENT: no transaction is open. EINVAL: the transaction is prepared with another number, or a flag is
+ * unknown. */
 int firn_commit(firn *handle, const char *path, uint64_t id, unsigned flags, uint64_t *committed);
 
-/* Throws its changes away: all is as it was at firn_begin(), and open files that did not exist then give
- * ESTALE. ENOENT: none is open. EBUSY: it is committed, and not all of it is applied. */
+/* Undoes all changes of the transaction: everything is as it was at firn_begin(). Calls on open files that did not exist
+ * then fail with ESTALE. ENOENT: no transaction is open. EBUSY: the transaction is committed and not fully applied. */
 int firn_abort(firn *handle, const char *path);
 
-/* Makes the files those of checkpoint `id`: finishes the transaction that was prepared with this number, or
- * throws away what came after the commit with it. EINVAL: the files of that checkpoint are not kept. */
+/* Restores the files of checkpoint `id`: commits the transaction that was prepared with this number, or undoes all
+ * changes after the commit with this number. EINVAL: the files of that checkpoint are no longer available. */
 int firn_restore(firn *handle, const char *path, uint64_t id);
 
 #ifdef __cplusplus

@@ -24,12 +24,12 @@ pub(crate) enum Error {
     Checkpoints(#[from] CheckpointError),
     /// The arena of an earlier mount still has data that the backing lacks.
     #[error(
-        "{} is not mounted, and {} holds what an earlier mount left in memory: mount it again, or `firn recover` it",
+        "{} is not mounted, and {} holds data that an earlier mount left in memory: mount it again, or run `firn recover`",
         quoted(path),
         quoted_path(arena)
     )]
     NotMounted {
-        /// The directory that was asked about.
+        /// The directory whose checkpoints were to be listed.
         path: Vec<u8>,
         /// The arena.
         arena: PathBuf,
@@ -57,7 +57,7 @@ impl Error {
 /// Stores the message that [`last`] returns.
 pub(crate) fn keep_message(error: &Error) {
     let text = CString::new(error.to_string().replace('\0', "?")).unwrap_or_default();
-    // When a thread ends, its thread-local variables are already destroyed.
+    // The variable may be destroyed already, if a destructor at the end of the thread calls this.
     let _ = MESSAGE.try_with(|message| message.replace(text));
 }
 
@@ -70,7 +70,7 @@ pub(crate) fn last() -> *const c_char {
 
 /// Returns the meaning of an errno value of this library.
 pub(crate) fn meaning(error: c_int) -> &'static CStr {
-    const UNKNOWN: &CStr = c"an error of the system: firn_error_message() says more";
+    const UNKNOWN: &CStr = c"an error of the system: firn_error_message() has the details";
     match error {
         0 => return c"done",
         // The kernel's range of errno values. Other values cannot be an `Errno`.
@@ -78,34 +78,34 @@ pub(crate) fn meaning(error: c_int) -> &'static CStr {
         _ => return UNKNOWN,
     }
     match Errno::from_raw_os_error(error) {
-        Errno::NODEV => c"the path is on no Firn mount: `firn status` lists the mounts",
-        Errno::NOTCONN => c"the mount is dead, firnd was killed: mount again, then open again",
+        Errno::NODEV => c"the path is not on a Firn mount: `firn status` lists the mounts",
+        Errno::NOTCONN => c"the mount is dead, because firnd was killed: mount again, then call firn_open() again",
         Errno::TIMEDOUT => {
-            c"firnd does not answer, or what was waited for takes longer: `firn status` tells which"
+            c"firnd does not answer, or a wait has reached its time limit: `firn status` shows whether firnd answers"
         }
         Errno::ACCESS | Errno::PERM => {
-            c"the mount, or the directory to make another one in, belongs to another user: run this as that user"
+            c"the mount, or the directory in which to make a directory, belongs to another user: run this as that user"
         }
-        Errno::EXIST => c"the directory is there: firn_begin() takes it as it is",
-        Errno::PROTO => c"firnd and this library are of different versions: use those of one",
+        Errno::EXIST => c"the directory exists already: call firn_begin() for it",
+        Errno::PROTO => c"firnd and this library have different versions: use the same version of both",
         Errno::AGAIN => {
             c"all connections to this firnd are in use: end some requests or lists, or try again"
         }
-        Errno::STALE => c"the list or the mapping does not hold any more: make another one",
+        Errno::STALE => c"the list or the mapping is no longer valid: make a new one",
         Errno::NOENT => c"no such file or directory in this mount, or no transaction is open there",
         Errno::NOTDIR => c"not a directory: a transaction covers one and all below it",
-        Errno::BUSY => c"another transaction is in the way: commit or abort it first",
+        Errno::BUSY => c"another transaction is open at, above or below the path: commit or abort it first",
         Errno::OPNOTSUPP => c"the mount has no transactions: mount it with drain=commit",
         Errno::NOSPC | Errno::DQUOT => {
-            c"no room in the backing or the arena: make some, then try again"
+            c"no room in the backing or the arena: make room, then try again"
         }
         Errno::ISDIR => c"a directory: name a file in it",
-        Errno::XDEV => c"the path is on another mount than the handle: open that one",
+        Errno::XDEV => c"the path is on another mount than the handle: open a handle for that mount",
         Errno::INVAL => {
-            c"a null pointer, a range outside the piece, not a regular file, or another number"
+            c"a null pointer, a range outside the piece, not a regular file, or not the number of the transaction"
         }
         Errno::NODATA => {
-            c"the bytes are in the backing only: read them through the mount; or there is no file there"
+            c"the bytes are in the backing only: read them through the mount. Or the path has no file"
         }
         Errno::IO => c"the spill file or the backing fails: `firn status` has the details",
         Errno::MFILE => c"too many lists or open files: free some",

@@ -73,15 +73,15 @@ pub struct ChunkMeta {
 
 const _: () = assert!(size_of::<ChunkMeta>() == 56);
 
-// SAFETY: the address is of shared memory, which is only read; the list does not follow it.
+// SAFETY: the address points to shared memory that is only read. This library does not dereference it.
 unsafe impl Send for ChunkMeta {}
 // SAFETY: a list does not change, so threads may read it at the same time.
 unsafe impl Sync for ChunkMeta {}
 
 /// A structure that the program allocates and the library fills.
 ///
-/// The first field is `size_t size`. The program sets it to the size with which it was compiled, so that later
-/// versions of the library can add fields.
+/// The first field is `size_t size`. The program sets it to the size of the structure in its own firn.h, so that
+/// later versions of the library can add fields.
 ///
 /// # Safety
 /// The type must be `repr(C)`, begin with a `usize` and have no padding.
@@ -122,7 +122,7 @@ impl<'a> CPath<'a> {
         if self.start.is_null() {
             return Err(Error::Argument("the path is a null pointer"));
         }
-        // SAFETY: only C makes values of this type, and gives what is not null as a string (firn.h).
+        // SAFETY: only C makes values of this type, and firn.h demands a string if the pointer is not null.
         let string = unsafe { CStr::from_ptr(self.start) };
         Ok(Path::new(OsStr::from_bytes(string.to_bytes())))
     }
@@ -145,16 +145,16 @@ impl<T: CallerSized> CallerPlace<'_, T> {
             return Err(Error::Argument(NO_PLACE));
         }
         const HEAD: usize = size_of::<usize>();
-        // SAFETY: only C makes values of this type, and sets the first word of what is not null (firn.h).
+        // SAFETY: only C makes values of this type, and firn.h demands that the first word is set if it is not null.
         let size = unsafe { self.start.cast::<usize>().read() };
         if size < HEAD {
             return Err(Error::Argument(
-                "the structure's size is not set: set its `size` to its sizeof first",
+                "the field `size` of the structure is not set: set it to the sizeof of the structure first",
             ));
         }
         let known = size.min(size_of::<T>());
         let from = (&raw const value).cast::<u8>();
-        // SAFETY: `known` bytes are in both structures, and `size` may be written; the program's own `size` stays.
+        // SAFETY: both structures have `known` bytes, and the program's has `size`. Its field `size` is not changed.
         unsafe {
             let to = self.start.cast::<u8>();
             std::ptr::copy_nonoverlapping(from.add(HEAD), to.add(HEAD), known - HEAD);
@@ -311,7 +311,7 @@ fn piece_of(meta: &ChunkMeta) -> Result<ChunkPiece, Error> {
         IN_MEMORY_FILE => Place::MemoryFile,
         IN_BACKING => Place::Backing,
         IN_HOLE => Place::Hole,
-        _ => return Err(Error::Argument("the piece is none of this mount")),
+        _ => return Err(Error::Argument("the piece is not in this mount")),
     };
     Ok(ChunkPiece {
         offset: meta.offset,

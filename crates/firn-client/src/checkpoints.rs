@@ -5,9 +5,9 @@
 //! checkpoints. Objects that other users made there or inside a checkpoint are ignored, whatever their times are.
 //!
 //! Promises
-//! * A checkpoint is whole if it has files and firnd knows nothing against it. No file is open for writing, no file
-//!   was cut, and no open transaction may have changed the checkpoint. Without a mount there is no firnd to ask, so
-//!   the state is reported as unknown and never as whole.
+//! * A checkpoint is whole if it has files, none of them is open for writing or cut, and no open transaction may have
+//!   changed the checkpoint. Without a mount there is no firnd to ask, so the state is reported as unknown and never
+//!   as whole.
 //! * The level of a checkpoint is the lowest level of its files.
 //! * The newest checkpoint is the one that contains the most recent modification.
 //! * Objects that vanish during the listing are left out.
@@ -81,17 +81,17 @@ fn error_text(errno: Errno) -> String {
 /// Whether a checkpoint can be used, as far as Firn knows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Wholeness {
-    /// Nothing is known against it.
+    /// The checkpoint has files, and no other state applies.
     Whole,
     /// A program has a file of it open for writing.
     Written,
-    /// The writer of a file was killed before it closed the file, or firnd was.
+    /// The writer of a file, or firnd, was killed before the file was closed.
     Cut,
     /// An open transaction may have changed it.
     InTransaction,
     /// The checkpoint has no files.
     Empty,
-    /// There is no firnd that can be asked.
+    /// The directory is not on a mount, so there is no firnd to ask.
     Unknown,
 }
 
@@ -494,7 +494,7 @@ impl Knowledge {
         }
     }
 
-    /// Returns whether a checkpoint can be used. If several reasons speak against it, the first of them counts.
+    /// Returns whether a checkpoint can be used. If several reasons are against it, returns the first in the order below.
     fn wholeness_of(&self, found: &FoundCheckpoint, uses: Uses) -> Wholeness {
         let Some(transactions) = &self.transactions else {
             return Wholeness::Unknown;
@@ -521,8 +521,8 @@ impl OpenTransaction {
     /// Returns whether the transaction may have changed the checkpoint at a path below the mount point. `changed_s` is
     /// the newest change time of an object in the checkpoint.
     ///
-    /// A transaction inside the checkpoint always may have. A transaction around the checkpoint may have if something
-    /// in the checkpoint changed after the transaction began.
+    /// A transaction whose scope is inside the checkpoint may always have changed it. A transaction whose scope contains
+    /// the checkpoint may have changed it if something in the checkpoint changed after the transaction began.
     fn may_have_changed(&self, checkpoint: &Path, changed_s: i64) -> bool {
         let clocks_apart_s = CLOCKS_APART_MAX.as_secs() as i64;
         let is_inside = self.scope.starts_with(checkpoint);

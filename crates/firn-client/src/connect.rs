@@ -539,7 +539,7 @@ impl Process {
                 (Some(pidfd), _) => {
                     poll(&mut [PollFd::new(pidfd, PollFlags::IN)], timeout.as_ref())
                 }
-                // Wait for a hang-up, because an unread answer is no end of the process.
+                // Wait for a hang-up only: to wait for input would also end at an unread answer of a living process.
                 (None, Some(socket)) => poll(
                     &mut [PollFd::new(socket, PollFlags::RDHUP)],
                     timeout.as_ref(),
@@ -645,7 +645,7 @@ fn without_socket(mount: &Mount) -> ClientError {
         }
         Liveness::Unknown(errno) => {
             let what = format!(
-                "there is no socket of the firnd of {} in {}, and the kernel does not tell whether it lives",
+                "the socket of the firnd of {} is not in {}, and the kernel does not report whether that firnd is alive",
                 quoted_path(&mount_point),
                 quoted_path(&mount.runtime_dir)
             );
@@ -674,7 +674,7 @@ mod tests {
         }
     }
 
-    /// Returns a firnd that sends these lines, each after it has read one request.
+    /// Returns a connection to a thread that acts as firnd: it sends these lines, each after it has read one request.
     fn with_replies(replies: Vec<&'static str>) -> Result<Connection, ClientError> {
         let (ours, theirs) = UnixStream::pair().unwrap();
         std::thread::spawn(move || {
@@ -688,7 +688,7 @@ mod tests {
         Connection::over_stream(&mount(), ours, false)
     }
 
-    /// What a firnd of this version says first.
+    /// The first message of a firnd of this version.
     static HELLO: LazyLock<String> = LazyLock::new(|| {
         format!(
             "{{\"reply\":\"hello\",\"protocol\":{PROTOCOL_VERSION},\"version\":\"0.1.0\",\"pid\":7,\"incarnation\":\"a-1\"}}\n"
@@ -696,8 +696,8 @@ mod tests {
     });
     const CLOSED: &str = "{\"reply\":\"closed\"}\n";
 
-    /// Returns a firnd with a socket that serves connections one after the other: each has the lines that answer its
-    /// requests, and ends. The requests that it read.
+    /// Starts a thread that acts as firnd and serves one connection after the other. It sends the lines of `replies` on
+    /// each connection, each as the answer to one request, and closes it. The thread returns the requests that it read.
     fn serving(
         dir: &std::path::Path,
         replies: Vec<Vec<String>>,
@@ -712,7 +712,7 @@ mod tests {
             for replies in replies {
                 let mut stream = BufReader::new(listener.accept().unwrap().0);
                 for reply in replies {
-                    // Unasked messages come before the request.
+                    // A `closed` message comes without a request.
                     if reply != CLOSED {
                         let mut request = String::new();
                         stream.read_line(&mut request).unwrap();
@@ -842,7 +842,7 @@ mod tests {
         ));
     }
 
-    /// Proves S-priv-15: what says a byte now and then, goes on about its progress, or never ends its line.
+    /// Proves S-priv-15 for a peer that sends a byte now and then, endless progress messages, or an endless line.
     #[test]
     fn regression_what_another_user_s_firnd_answers_is_bounded() {
         let mount = Mount {
@@ -895,7 +895,7 @@ mod tests {
             Connection::open(&alive),
             Err(ClientError::NoSocket { .. })
         ));
-        // The kernel knows nothing of it.
+        // The kernel's mount table does not have this mount.
         assert!(matches!(
             Connection::open(&mount()),
             Err(ClientError::Io { .. })

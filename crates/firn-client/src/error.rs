@@ -41,7 +41,7 @@ pub enum ClientError {
     },
     /// The mount is alive, but its firnd cannot be reached through a socket.
     #[error(
-        "the firnd of the mount at {} lives, but its socket is not in {}: set FIRN_RUNTIME_DIR to the directory with which it was mounted; if its socket was removed, send that firnd SIGTERM, which drains and unmounts",
+        "the firnd of the mount at {} lives, but its socket is not in {}: set FIRN_RUNTIME_DIR to the value that it had at the mount. If the socket was removed, send firnd SIGTERM: it then drains and unmounts",
         quoted_path(mount_point),
         quoted_path(runtime_dir)
     )]
@@ -53,7 +53,7 @@ pub enum ClientError {
     },
     /// A process of another user listens on the socket.
     #[error(
-        "what answers at {} is not the firnd of {}: {why}; nothing was sent to it",
+        "the process that answers at {} is not the firnd of {}: {why}. Nothing was sent to it",
         quoted_path(socket),
         quoted_path(mount_point)
     )]
@@ -70,7 +70,7 @@ pub enum ClientError {
     Paths(#[from] PathsError),
     /// firnd is alive, but does not answer.
     #[error(
-        "firnd of {} does not answer within {seconds} s (process {pid}); it may be stopped or its machine overloaded: look at its log, {}",
+        "the firnd of {} (process {pid}) did not answer within {seconds} s. It may be stopped, or its host overloaded: see its log, {}",
         quoted_path(mount_point),
         quoted_path(log)
     )]
@@ -86,7 +86,7 @@ pub enum ClientError {
     },
     /// The connection ended before the answer.
     #[error(
-        "firnd of {} ended while it was asked; run `firn status {}` to see whether the mount still stands, and look at its log, {}",
+        "the firnd of {} ended before it answered. Run `firn status {}` to see whether the mount still exists, and see its log, {}",
         quoted_path(mount_point),
         quoted_path(mount_point),
         quoted_path(log)
@@ -121,7 +121,7 @@ pub enum ClientError {
     },
     /// firnd uses another version of the protocol.
     #[error(
-        "firnd {version} speaks protocol {found}, this firn {expected}; use the firn of that version, or unmount with it and mount again"
+        "firnd {version} speaks protocol {found}, this firn {expected}; use the firn of firnd's version, or unmount with that firn and mount again"
     )]
     Protocol {
         /// Protocol version of firnd.
@@ -133,7 +133,7 @@ pub enum ClientError {
     },
     /// firnd sent a message that is not a valid answer to the request.
     #[error(
-        "firnd sent what this firn does not understand ({what}); are both of the same version? compare `firn version` and `firn status`"
+        "firnd sent a message that this firn does not understand ({what}): compare their versions with `firn version` and `firn status`"
     )]
     Nonsense {
         /// The beginning of the message, or the error of the parser.
@@ -206,7 +206,7 @@ fn no_mount_hint(path: &std::path::Path, arena: &Option<PathBuf>) -> String {
     match arena {
         Some(arena) => {
             format!(
-                ", but holds data of an earlier one in {}: run `firn recover {path}`",
+                ", but an earlier mount left data in {}: run `firn recover {path}`",
                 quoted_path(arena)
             )
         }
@@ -217,15 +217,15 @@ fn no_mount_hint(path: &std::path::Path, arena: &Option<PathBuf>) -> String {
 /// Returns the end of the message of [`ClientError::Busy`]: which processes have the connections.
 fn busy_hint(connections: u32, holders: &[Holder]) -> String {
     if holders.is_empty() {
-        return "too many connect at once; try again".to_owned();
+        return "too many processes connect at once; try again".to_owned();
     }
     let whose = holders.iter().map(|Holder { pid, connections }| match pid {
-        0 => format!("processes that it does not see have {connections}"),
+        0 => format!("processes outside its PID namespace have {connections}"),
         pid => format!("process {pid} has {connections}"),
     });
     format!(
-        "all {connections} connections are in use, by requests that are under way and by chunk lists that are held \
-         ({}); try again, or end one of these",
+        "all {connections} connections are in use, by requests in progress and by chunk lists that are held ({}). Try \
+        again, or end one of these",
         whose.collect::<Vec<_>>().join(", ")
     )
 }

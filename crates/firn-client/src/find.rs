@@ -146,7 +146,7 @@ impl User {
     }
 }
 
-/// The kernel's mount table, as one user may use it.
+/// The kernel's mount table, read for one user.
 struct Table<'a> {
     entries: Vec<Entry>,
     dirs: &'a RuntimeDirs,
@@ -169,7 +169,7 @@ impl Table<'_> {
         let Ok(below) = absolute.strip_prefix(&entry.mount_point) else {
             return Ok(None);
         };
-        // In a bind mount of a directory of the mount, the path begins with the root of the bind mount.
+        // In a bind mount of a directory of the mount, the path within the mount begins with that directory.
         let top = entry.root.strip_prefix("/").unwrap_or(&entry.root);
         Ok(Some(Place {
             mount,
@@ -207,7 +207,7 @@ fn place_below(mount: Mount, absolute: &Path, top: fn(&Mount) -> &Path) -> Place
 
 /// Returns the place of a path in a stub tree or in the backing of one. Returns `None` if the path is in neither.
 fn find_in_trees(trees: &[Mount], absolute: &Path) -> Option<Place> {
-    // Of several nested directories the innermost counts, which has the longest path.
+    // If directories are nested, the innermost one counts: it has the longest path.
     let find_below = |top: fn(&Mount) -> &Path| {
         let containing = trees.iter().filter(|tree| absolute.starts_with(top(tree)));
         let tree = containing.max_by_key(|tree| top(tree).as_os_str().len())?;

@@ -43,7 +43,7 @@ fn in_python_packages(dir: &Path) -> Vec<PathBuf> {
             }
         }
     }
-    // Packages of other versions come last; the path decides among the rest, so that the order is stable.
+    // Packages of other versions come last. Otherwise packages are sorted by path, so that the order is stable.
     let of_this_version = concat!("firnfs-", env!("CARGO_PKG_VERSION"), ".dist-info");
     packages.sort_by_key(|package| (!package.join(of_this_version).is_dir(), package.clone()));
     let places = packages
@@ -62,7 +62,7 @@ mod tests {
         let program = root.path().join("bin/firn");
         std::fs::create_dir(root.path().join("bin")).unwrap();
         assert_eq!(beside(&program), None);
-        // From the last to be looked at to the first.
+        // In reverse order of the search, so each new place is found before the earlier ones.
         for place in [
             "lib/python3.9/site-packages/firnfs/_lib",
             "lib/python3.11/dist-packages/firnfs/_lib",

@@ -40,14 +40,14 @@ pub enum MountError {
         path: PathBuf,
     },
     /// The connection failed earlier, or is closed.
-    #[error("this handle has no connection any more: close it and open another")]
+    #[error("this handle no longer has a connection: close it and open a new one")]
     Closed,
     /// The connection of the chunk list has ended.
-    #[error("the list does not hold any more: {0}")]
+    #[error("the chunk list is no longer valid: {0}")]
     ListEnded(String),
     /// The path is on another mount.
     #[error(
-        "{} is on the mount at {}, the handle is of {}",
+        "{} is on the mount at {}, but the handle is for the mount at {}",
         quoted_path(path),
         quoted_path(found),
         quoted_path(expected)
@@ -64,7 +64,7 @@ pub enum MountError {
     #[error("these bytes are in the backing only: read them through the mount")]
     InBacking,
     /// The region was not mapped before its bytes were asked for.
-    #[error("the region is not mapped: firn_map_region() comes first")]
+    #[error("the region is not mapped: call firn_map_region() first")]
     NotMapped,
     /// The piece does not have this range, or the mount does not have this piece.
     #[error("{0}")]
@@ -368,7 +368,7 @@ impl OpenMount {
         to: *mut u8,
         len: usize,
     ) -> Result<(), MountError> {
-        let outside = MountError::Range("the piece is none of this mount");
+        let outside = MountError::Range("the piece is not in this mount");
         let at = piece.at.saturating_add(from);
         match piece.place {
             Place::Memory => {

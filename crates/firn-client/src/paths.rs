@@ -27,7 +27,7 @@ const RUNTIME_DIR_BYTES_MAX: usize = 107 - 22;
 pub enum PathsError {
     /// The directory cannot be created or opened, or it fails the checks of owner and mode.
     #[error(
-        "the runtime directory {0}; FIRN_RUNTIME_DIR names another one, which must be yours, with mode 0700"
+        "the runtime directory {0}; to use another one, set FIRN_RUNTIME_DIR to a directory that belongs to you and has mode 0700"
     )]
     Refused(TrustError),
     /// The path is relative. firnd and the programs of a job have different current directories.
@@ -166,7 +166,7 @@ pub struct RuntimeFiles {
     pub events: PathBuf,
     /// The record of the last mount that ended.
     pub record: PathBuf,
-    /// The kernel's state of the mount, for a firnd that takes the mount over.
+    /// The live table: what the kernel knows of the mount, for a firnd that takes the mount over.
     pub live: PathBuf,
     /// The description of a stub tree for the preload library (`firn_format::data_socket::StubTree`).
     pub stub: PathBuf,

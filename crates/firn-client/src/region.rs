@@ -194,7 +194,7 @@ pub struct View {
     len: usize,
 }
 
-// SAFETY: memory that is only read, and lives as long as the value.
+// SAFETY: the mapping is read-only and lives as long as the value.
 unsafe impl Send for View {}
 // SAFETY: the mapping is read-only, so threads may read it at the same time.
 unsafe impl Sync for View {}
@@ -210,7 +210,7 @@ impl View {
         };
         let size = rustix::fs::fstat(&file).map_err(failed)?.st_size as u64;
         if offset.checked_add(bytes).is_none_or(|end| end > size) || bytes == 0 {
-            let why = format!("it has {size} bytes, {bytes} from {offset} on are needed");
+            let why = format!("it has {size} bytes, but must have {bytes} from offset {offset} on");
             return Err(MountError::Foreign {
                 path: path.clone(),
                 why,
@@ -222,7 +222,7 @@ impl View {
         let len = usize::try_from(bytes).map_err(|_| failed(Errno::NOMEM))?;
         let room = len.checked_add(align).ok_or_else(|| failed(Errno::NOMEM))?;
         let reserve = MapFlags::PRIVATE | MapFlags::NORESERVE;
-        // SAFETY: a fresh mapping at an address of the kernel's choice.
+        // SAFETY: the kernel chooses a free address for this new mapping.
         let reserved = unsafe {
             rustix::mm::mmap_anonymous(std::ptr::null_mut(), room, ProtFlags::empty(), reserve)
         }
@@ -231,7 +231,7 @@ impl View {
         let skip = (offset as usize).wrapping_sub(start) % align;
         let at = start + skip;
         let flags = MapFlags::SHARED | MapFlags::FIXED;
-        // SAFETY: it replaces pages of the reservation, which nothing refers to.
+        // SAFETY: the mapping replaces pages of the reservation, to which nothing refers.
         let mapped =
             unsafe { rustix::mm::mmap(at as *mut _, len, ProtFlags::READ, flags, file, offset) };
         const PAGE: usize = firn_format::geometry::PAGE as usize;
@@ -245,13 +245,13 @@ impl View {
             (used.end, start + room.next_multiple_of(PAGE)),
         ] {
             if from < to {
-                // SAFETY: a part of the reservation that nothing refers to.
+                // SAFETY: nothing refers to this part of the reservation.
                 let _ = unsafe { rustix::mm::munmap(from as *mut _, to - from) };
             }
         }
         let base: NonNull<u8> =
             NonNull::new(mapped.map_err(failed)?.cast()).expect("the kernel maps no null");
-        // SAFETY: it changes no contents. A core file of the program need not carry all checkpoints.
+        // SAFETY: the call changes no contents. It leaves the checkpoints out of core files of the program.
         let _ = unsafe { rustix::mm::madvise(base.as_ptr().cast(), len, Advice::LinuxDontDump) };
         Ok(Self { base, len })
     }
@@ -273,7 +273,7 @@ impl View {
 
 impl Drop for View {
     fn drop(&mut self) {
-        // SAFETY: made in `new`; the documentation says that addresses in it end with it.
+        // SAFETY: `new` made this mapping. The documentation says that addresses in it are invalid afterwards.
         let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.len) };
     }
 }

@@ -1,6 +1,6 @@
 //! Changes options of a mount while programs use it.
 //!
-//! Promise: the changed options are checked as those of a new mount, and a change of a fixed option is refused as a whole.
+//! Promise: the changed options are checked as for a new mount. If one change concerns a fixed option, all are refused.
 
 use crate::error::ConfigError;
 use crate::minus_o::MinusO;
@@ -8,7 +8,7 @@ use crate::options::Options;
 use crate::resolve::Resolved;
 use crate::table::row;
 
-/// Options that cannot change while the mount exists: the kernel, the arena or open files depend on their first value.
+/// Options that cannot change while the mount exists, because the kernel, the arena or open files depend on their values.
 pub const FIXED_OPTIONS: [&str; 21] = [
     "frontend",
     "takeover",

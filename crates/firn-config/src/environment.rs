@@ -2,7 +2,7 @@
 //!
 //! Every variable is in one of three places: a row of [`TABLE`] if it sets an option, [`VARIABLES`] if it is documented
 //! but sets no option, or [`INTERNAL`] if only tests, benchmarks, scripts and examples read it. A test searches the
-//! sources for variables that are in none.
+//! sources for variables that are in none of these places.
 
 use std::ffi::OsStr;
 
@@ -24,7 +24,7 @@ pub struct Variable {
 pub static VARIABLES: [Variable; 9] = [
     Variable {
         name: "FIRN_RUNTIME_DIR",
-        meaning: "runtime directory instead of `/dev/shm/firn-UID`: on tmpfs, yours, mode 0700",
+        meaning: "runtime directory instead of `/dev/shm/firn-UID`; it must be on tmpfs, belong to you and have mode 0700",
     },
     Variable {
         name: "FIRN_PREFIX",
@@ -32,7 +32,7 @@ pub static VARIABLES: [Variable; 9] = [
     },
     Variable {
         name: "FIRN_JOB",
-        meaning: "read by the Python package where no launcher gives one: a value that all ranks of a job share, new at each start",
+        meaning: "read by the Python package if no launcher sets such a value: a value that all ranks of a job share, new at each start",
     },
     Variable {
         name: "FIRN_BIN",
@@ -48,11 +48,11 @@ pub static VARIABLES: [Variable; 9] = [
     },
     Variable {
         name: "FIRN_PRELOAD_REPORT",
-        meaning: "`1`: the preload library prints at exit which calls went where",
+        meaning: "`1`: at exit the preload library prints how many calls it served itself, and how many went to the kernel",
     },
     Variable {
         name: "FIRN_PRELOAD_DIRECT_AFTER",
-        meaning: "bytes of an open file that go through the mount before the preload library asks for direct access; default 65536, 0: ask at the first call. A call counts as at least 8192 bytes, and with an eighth of its bytes before the process is connected to firnd",
+        meaning: "bytes of an open file that go through the mount before the preload library asks for direct access; default 65536, 0: ask at the first call. A call counts as 8192 bytes at least. Before the process is connected to firnd, a call counts with an eighth of its bytes",
     },
     Variable {
         name: "FIRN_PRELOAD_WAIT",
@@ -99,7 +99,7 @@ static INTERNAL: &[&str] = &[
 /// A variable with the prefix `FIRN_` that nothing reads.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct UnknownVariable {
-    /// Name as it is set.
+    /// Name of the variable, as found in the environment.
     pub name: String,
     /// Variable that was probably meant.
     pub nearest: Option<String>,
@@ -218,7 +218,7 @@ mod tests {
         );
     }
 
-    /// Names in quotes that are no variables: a constant of C, and names that tests misspell.
+    /// Names in quotes that are not variables: a constant of C, and names that tests misspell.
     const NOT_READ: &[&str] = &["FIRN_NEXT_ID", "FIRN_ARENASIZE", "FIRN_COLSE", "FIRN_ROOT"];
 
     fn collect(dir: &Path, named: &mut BTreeSet<String>) {
@@ -228,7 +228,7 @@ mod tests {
                 collect(&path, named);
                 continue;
             }
-            // Left out of the search: this source file has misspelt names, and names of tests.
+            // This source file is not searched, because it has misspelt names and names of tests.
             if path.ends_with("environment.rs") || entry.metadata().unwrap().len() > 1 << 20 {
                 continue;
             }

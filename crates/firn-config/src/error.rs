@@ -1,4 +1,4 @@
-//! Errors of options. Each message names the source and the option, and says what would be right.
+//! Errors of options. Each message names the source and the option, and what would be right.
 
 use crate::given::Origin;
 
@@ -49,7 +49,7 @@ pub enum ConfigError {
     },
     /// The options cannot change while the mount exists.
     #[error(
-        "{names}: cannot change while programs have the mount; unmount, and mount with the new value"
+        "{names}: cannot change while programs have the mount: unmount, and mount again with the new value"
     )]
     Fixed {
         /// Names of the options.
@@ -65,7 +65,7 @@ pub enum ConfigError {
     },
 }
 
-/// Ends the message about an unknown name.
+/// Returns the end of the message about an unknown name: the option that was probably meant.
 fn hint(nearest: &Option<&'static str>) -> String {
     nearest.map_or_else(
         || " (`firn config` lists the options)".to_owned(),

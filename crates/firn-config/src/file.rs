@@ -44,7 +44,7 @@ fn parse(path: &Path, text: &str) -> Result<Vec<Given>, ConfigError> {
 
 /// Returns the option that one key sets.
 fn given(path: &Path, key: &str, value: &toml::Value) -> Result<Given, ConfigError> {
-    // Programs may edit the file, so a key has one spelling: no underscores and no alias.
+    // Programs may edit the file, so each key has exactly one spelling: no underscores and no alias.
     let Some(row) = row(key).filter(|row| row.name == key) else {
         let origin = Origin::File(path.to_owned());
         return Err(ConfigError::Unknown {
@@ -64,7 +64,9 @@ fn given(path: &Path, key: &str, value: &toml::Value) -> Result<Given, ConfigErr
             let refused = || {
                 file_error(
                     path,
-                    format!("{key}: after a backslash comes another, or x and two digits"),
+                    format!(
+                        "{key}: a backslash is followed by another one, or by x and two hexadecimal digits"
+                    ),
                 )
             };
             OsString::from_vec(bytes.ok_or_else(refused)?)

@@ -80,7 +80,7 @@ fn given(word: &[u8]) -> Result<Given, ConfigError> {
         ),
         None => (word, None),
     };
-    // Quoting changes only names that no option has.
+    // Quoting changes only unusual characters, which no option's name has.
     let key = quoted(key);
     let (name, value) = match (key.as_str(), value) {
         ("ro", None) => ("read-only", Some(OsStr::new("yes"))),

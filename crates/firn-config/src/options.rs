@@ -32,13 +32,13 @@ pub enum Drain {
     /// Data is drained as soon as it is written.
     #[default]
     Eager,
-    /// Data is drained when it is asked for: by fsync(2), `firn drain` or `firn wait`.
+    /// Data is drained when fsync(2), `firn drain` or `firn wait` demands it.
     Demand,
     /// Data is drained as soon as it is written. In a transaction it goes to staged copies until the commit.
     Commit,
 }
 
-/// How programs get to the files of a mount.
+/// How programs reach the files of a mount.
 #[derive(
     Clone,
     Copy,
@@ -128,7 +128,7 @@ pub enum Layout {
     Log,
 }
 
-/// When the logs of a file are flattened: turned into the plain file.
+/// When the logs of a file are flattened, that is, made into the plain file.
 #[derive(
     Clone,
     Copy,
@@ -242,13 +242,13 @@ pub enum RecordPlace {
 #[serde(rename_all = "lowercase")]
 #[strum(serialize_all = "lowercase")]
 pub enum Passthrough {
-    /// If firnd may pass files through (root, Linux 6.9 or later).
+    /// The kernel reads them if firnd may permit it (root, Linux 6.9 or later).
     Auto,
-    /// Never.
+    /// firnd serves all reads.
     Off,
 }
 
-/// Whether another firnd goes on with the mount after firnd has died.
+/// Whether another firnd continues the mount after firnd has died.
 #[derive(
     Clone,
     Copy,
@@ -264,9 +264,9 @@ pub enum Passthrough {
 #[serde(rename_all = "lowercase")]
 #[strum(serialize_all = "lowercase")]
 pub enum Takeover {
-    /// If the kernel and the other options allow it.
+    /// Another firnd continues the mount if the kernel and the other options allow it.
     Auto,
-    /// No: programs lose the mount.
+    /// No firnd continues it: programs lose the mount.
     No,
 }
 
@@ -286,13 +286,13 @@ pub enum Takeover {
 #[serde(rename_all = "lowercase")]
 #[strum(serialize_all = "lowercase")]
 pub enum Order {
-    /// The files take turns: one write of each after the other.
+    /// The files take turns, with one write for each.
     Interleaved,
     /// Each file is written to its end before the next one begins.
     Sequential,
 }
 
-/// How much firnd logs. Each level includes those above it.
+/// How much firnd logs. Each level includes the levels that are listed before it.
 #[derive(
     Clone,
     Copy,
@@ -379,7 +379,7 @@ pub enum Partner {
     Host(String),
 }
 
-/// Where the token is kept: the lock that gives a lane one writing host at a time.
+/// Where a lane's token is stored. The token is the lock that gives the lane one writing host at a time.
 #[derive(
     Clone,
     Copy,
@@ -405,7 +405,7 @@ pub enum TokenService {
     Etcd,
 }
 
-/// The options of a mount. An option that is missing in a request of another version has its default.
+/// The options of a mount. A request of another version may lack an option, which then has its default.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Options {
@@ -417,9 +417,9 @@ pub struct Options {
     pub io_threads: u32,
     /// Order in which the files of one I/O server are written.
     pub order: Order,
-    /// Most writes that one I/O server gets at a time; 0: as many as there are I/O threads.
+    /// Largest number of writes that one I/O server gets at a time; 0: as many as there are I/O threads.
     pub lane_writers: u32,
-    /// How programs get to the files.
+    /// How programs reach the files.
     pub frontend: Frontend,
     /// When the drain writes data to the backing.
     pub drain: Drain,
@@ -433,15 +433,15 @@ pub struct Options {
     pub host: Option<String>,
     /// The host that keeps copies of the files that this host holds.
     pub partner: Partner,
-    /// File that says which hosts fail together; `None`: each host fails by itself.
+    /// File that lists which hosts fail together; `None`: each host fails alone.
     pub partner_domains: Option<PathBuf>,
     /// Longest time that a commit waits for the other hosts.
     pub participants_wait_ms: u64,
-    /// Where the token of each lane is kept.
+    /// Where the token of each lane is stored.
     pub tokens: TokenService,
     /// Longest time that a host keeps a token while other hosts wait for it.
     pub token_hold_ms: u64,
-    /// Longest time that a drain waits for a token.
+    /// Longest time that a drain waits for a token before it writes without it.
     pub token_wait_ms: u64,
     /// Addresses of the members of the etcd cluster, HOST:PORT each.
     pub token_endpoints: Vec<String>,
@@ -452,19 +452,19 @@ pub struct Options {
     /// Directory for a second copy of prepared transactions; `None`: no second copy.
     #[serde(with = "firn_protocol::path::exact_option")]
     pub backup: Option<PathBuf>,
-    /// Time between two rounds of that copy.
+    /// Time between two rounds that copy changed files of open transactions to `backup`.
     pub backup_every_ms: u64,
     /// What chooses the I/O server of a new file.
     pub placement: Placement,
-    /// Directories in which files are placed; each is on a server of its own.
+    /// Directories in which files are placed, each on a separate server.
     #[serde(with = "firn_protocol::path::exact_list")]
     pub lanes: Vec<PathBuf>,
     /// File that maps names of files to lanes; `None`: numbers in the names choose the lane.
     #[serde(with = "firn_protocol::path::exact_option")]
     pub lane_map: Option<PathBuf>,
-    /// For a placement in one file system: its name for the server of each lane.
+    /// For a placement in one file system: the file system's name for the server of each lane.
     pub servers: Vec<String>,
-    /// For `placement=command`: the program.
+    /// For `placement=command`: the program that makes a new file on a server.
     pub place_command: Option<PathBuf>,
     /// Layout of new files in the backing until they are closed.
     pub layout: Layout,
@@ -476,9 +476,9 @@ pub struct Options {
     pub close: Close,
     /// What fsync(2) waits for.
     pub fsync: Fsync,
-    /// Longest time that a byte may stay undrained while its chunk is not full.
+    /// Longest time that a byte may remain undrained while its chunk is not full.
     pub drain_age_ms: u64,
-    /// Share of a CPU for a drain that no caller waits for, while programs use all CPUs; 100: no limit.
+    /// Percentage of one CPU that a drain may use while programs use all CPUs and no caller waits for it; 100: no limit.
     pub drain_cpu_percent: u32,
     /// Number of threads that answer the kernel; 0: one for each core.
     pub fuse_threads: u32,
@@ -486,9 +486,9 @@ pub struct Options {
     pub allow_other: bool,
     /// Whether the kernel reads drained files itself.
     pub passthrough: Passthrough,
-    /// Size from which a file gets a memory file; 0: no file gets one.
+    /// Smallest size of a file that moves to a memory file; 0: no file does.
     pub memory_file_bytes_min: u64,
-    /// Whether another firnd goes on with the mount after firnd has died.
+    /// Whether another firnd continues the mount after firnd has died.
     pub takeover: Takeover,
     /// Longest time for firnd to answer its keeper; 0: the keeper does not ask.
     pub watchdog_ms: u64,
@@ -501,13 +501,13 @@ pub struct Options {
     /// Spill file, or a directory for it; `None`: no chunk is spilled.
     #[serde(with = "firn_protocol::path::exact_option")]
     pub spill: Option<PathBuf>,
-    /// Size of the spill file; 0: that of `arena_bytes`.
+    /// Size of the spill file; 0: as large as `arena_bytes`.
     pub spill_bytes: u64,
     /// Use of the arena, in percent, above which chunks are spilled.
     pub spill_upper_percent: u32,
     /// Use of the arena, in percent, at which spilling stops.
     pub spill_lower_percent: u32,
-    /// How long the kernel may keep attributes and names.
+    /// How long the kernel may cache attributes and names.
     pub attr_timeout_ms: u64,
     /// How much firnd logs.
     pub log_level: LogLevel,
@@ -544,7 +544,7 @@ impl Default for Options {
 }
 
 impl Options {
-    /// Options whose values the defaults of the table replace.
+    /// Returns initial values of all options, which the defaults of the table then replace.
     fn blank() -> Self {
         Self {
             arena_bytes: 0,
@@ -607,7 +607,7 @@ impl Options {
     /// Replaces `auto` by the value that it stands for.
     pub(crate) fn settle(&mut self) {
         if self.close == Close::Auto {
-            // In shadow mode other hosts wait until a closed file is in the backing.
+            // In shadow mode, processes on other hosts expect a closed file to be in the backing.
             let is_shown = self.drain == Drain::Eager || self.mode == Mode::Shadow;
             self.close = if is_shown { Close::Drain } else { Close::Held };
         }

@@ -10,7 +10,7 @@ const HEAD: &str = "# Configuration
 
 <!-- Generated from the table in crates/firn-config by `cargo xtask pages`. Edit the table. -->
 
-An option has the same name everywhere. Its value is that of the first of these that has it; `firn config` shows which:
+An option has the same name everywhere. The first of these sources that has the option sets it (`firn config` shows which):
 
 1. a flag, `firn mount --arena-size 1G …`, or a key of `-o` or fstab, `-o arena-size=1G`;
 2. the environment, `FIRN_ARENA_SIZE=1G`;
@@ -18,12 +18,13 @@ An option has the same name everywhere. Its value is that of the first of these 
 4. the system's file, `/etc/firn/firn.toml`;
 5. the default.
 
-Errors (exit code 2; mount.firn: 1): an unknown name, a value out of range, a contradiction, a flag and a key that differ.
+These are errors (exit code 2; mount.firn: 1): an unknown name, a value out of range, a contradiction, and a flag and a key
+of `-o` with different values.
 
 * **Sizes** are a number and `K`, `M`, `G` or `T` (or `KiB`, …), powers of 1024: `256M`, `1.5G`.
 * **Durations** have a unit: `500ms`, `5s`, `2min`, `1h`; or `0`.
-* **Switches** are `yes` or `no`; alone they mean `yes`. `-o ro` and `-o rw` are `read-only=yes` and `no`.
-* **Paths** are absolute, byte for byte. A file writes one that is not UTF-8 as JSON does,
+* **Switches** are `yes` or `no`; without a value they mean `yes`. `-o ro` is `read-only=yes`, `-o rw` is `read-only=no`.
+* **Paths** are absolute and may have any bytes. In a file, a path that is not UTF-8 is written as in JSON:
   `spill = { escaped = \"/disk/caf\\\\xe9\" }`. In `-o` and fstab a path has no comma and no blank at its ends (`\\040` in fstab).
 * In `-o`, underscores count as hyphens. `nodev nosuid noexec noatime sync dirsync` and their opposites go to the kernel;
   `defaults auto noauto user users owner group nofail _netdev x-* comment=*` and words about access times are skipped.
@@ -34,9 +35,9 @@ Errors (exit code 2; mount.firn: 1): an unknown name, a value out of range, a co
 
 /// Text after the options. `@VARIABLES@` stands for the table of variables.
 const TAIL: &str = "
-## Environment that is no option
+## Environment variables that are not options
 
-A variable whose name resembles one of these or an option's has no effect; `firn` and firnd warn of it.
+A misspelt variable has no effect: if its name resembles one of these or that of an option, `firn` and firnd warn of it.
 
 | variable | meaning |
 |---|---|
@@ -66,21 +67,23 @@ pub fn configuration_page() -> String {
     }
     for row in &TABLE {
         let allowed = row.kind.allowed();
-        // A range of sizes, durations or numbers shows by its units which of them it is.
+        // The units of a range show whether it is of sizes, durations or numbers, so the noun is left out.
         let range = ["a size from ", "a duration from ", "a number from "]
             .iter()
             .find_map(|noun| allowed.strip_prefix(noun));
         let value = range.unwrap_or(&allowed);
         write!(page, "\n## {}\n\nValue: {value}. {}\n", row.name, row.long).expect("a String");
     }
-    page.push_str("\n## Implied values\n\nAn option sets another one that it needs, unless that one is given.\n\n| Option | Implies |\n|---|---|\n");
+    page.push_str("\n## Implied values\n\nAn option sets another option that it needs, unless you set that option.\n\n| Option | Implies |\n|---|---|\n");
     for Implied {
         name, other, value, ..
     } in &IMPLIED
     {
         writeln!(page, "| `{name}` | `{other}={value}` |").expect("a String");
     }
-    page.push_str("\n## Contradictions\n\nThe message of each says what to change.\n\n");
+    page.push_str(
+        "\n## Contradictions\n\nThe error message of each contradiction says what to change.\n\n",
+    );
     for rule in &RULES {
         writeln!(page, "* {}", rule.text).expect("a String");
     }

@@ -1,11 +1,11 @@
 //! Parses and formats sizes and durations.
 //!
 //! * A size is a number with an optional unit K, M, G or T (or KiB, MiB, …), which are powers of 1024. `KB` and `MB` are
-//!   refused, because many readers take them for powers of 1000.
-//! * A duration has a unit: `ms`, `s`, `min` or `h`. A bare number other than 0 is refused: some readers would take it for
-//!   milliseconds and others for seconds.
+//!   refused, because many readers understand them as powers of 1000.
+//! * A duration has a unit: `ms`, `s`, `min` or `h`. A number without a unit, other than 0, is refused: some readers
+//!   understand it as milliseconds and others as seconds.
 //!
-//! Invariant: a formatted value parses to itself.
+//! Invariant: parsing a formatted value returns the same value.
 
 /// Units of sizes: the letter, and the exponent of the power of two.
 const SIZE_UNITS: [(&str, u32); 4] = [("K", 10), ("M", 20), ("G", 30), ("T", 40)];
@@ -93,7 +93,8 @@ fn split_unit(text: &str) -> (&str, &str) {
     (digits, unit.trim_start())
 }
 
-/// Returns `digits`, which may have a fraction, times `factor`. `None`: not a number, not a whole result, or too large.
+/// Returns `digits`, which may have a fraction, times `factor`. `None`: `digits` is not a number, or the result is not a
+/// whole number or too large.
 fn scale(digits: &str, factor: u64) -> Option<u64> {
     let (whole, fraction) = digits.split_once('.').unwrap_or((digits, ""));
     let whole: u64 = whole.parse().ok()?;

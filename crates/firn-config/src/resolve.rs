@@ -33,7 +33,7 @@ impl Surroundings {
     /// Returns the sources of this process: its environment, `$XDG_CONFIG_HOME/firn/firn.toml` (or `~/.config/…`), and
     /// `/etc/firn/firn.toml`.
     pub fn of_process() -> Self {
-        // No option has a variable whose name is not UTF-8, so such a variable is no error.
+        // A variable whose name is not UTF-8 belongs to no option, so it is skipped without an error.
         let env: BTreeMap<String, OsString> = std::env::vars_os()
             .filter_map(|(name, value)| Some((name.into_string().ok()?, value)))
             .collect();
@@ -106,7 +106,7 @@ impl Sources {
         Ok(resolved)
     }
 
-    /// Refuses an option that a flag and `-o` give with different values.
+    /// Refuses an option to which a flag and `-o` give different values.
     fn refuse_disagreement(&self) -> Result<(), ConfigError> {
         for flag in &self.flags {
             let by_minus_o = self
@@ -160,7 +160,8 @@ impl Resolved {
         Ok(())
     }
 
-    /// Sets the options that other options imply, unless a source gives them. A given value that does not fit is an error.
+    /// Sets the options that other options imply. A source may have set such an option already: its value is retained if it
+    /// fits, and is an error otherwise.
     fn add_implied(&mut self) -> Result<(), ConfigError> {
         for implied in &IMPLIED {
             let Implied { name, other, .. } = *implied;
@@ -219,7 +220,7 @@ impl Resolved {
     }
 }
 
-/// Removes each flag that a later one undoes, as mount(8) does.
+/// Removes each flag that a later flag undoes, as mount(8) does.
 fn remove_undone_flags(flags: &[KernelFlag]) -> Vec<KernelFlag> {
     let mut flags_in_force: Vec<KernelFlag> = Vec::new();
     for flag in flags {

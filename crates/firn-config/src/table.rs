@@ -50,7 +50,7 @@ impl Row {
     }
 }
 
-/// Other names of options, as flags and after `-o`: the alias, and the name.
+/// Other names of options, as flags and after `-o`: the alias, and the option's name.
 pub const ALIASES: [(&str, &str); 1] = [("memory", "arena-size")];
 
 /// Returns the option of this name or alias. Underscores count as hyphens.
@@ -74,9 +74,9 @@ pub static TABLE: [Row; 53] = [
         },
         default: "256M",
         help: "Memory for data that is not in the backing yet",
-        long: "When the arena is full, writers wait for the drain. Choose the size of one checkpoint of this \
-               host if memory allows; at least a few chunks for each I/O thread, and two for each file that \
-               is written at a time. The size cannot change while the arena holds data.",
+        long: "When the arena is full, writers wait for the drain. If memory allows, choose the size of one \
+               checkpoint of this host. Choose at least a few chunks for each I/O thread, and two for each file \
+               that is written at the same time. The size cannot change while the arena holds data.",
         changes_promises: false,
         get: |o| size_text(o.arena_bytes),
         set: |o, v| o.arena_bytes = v.number(),
@@ -90,8 +90,8 @@ pub static TABLE: [Row; 53] = [
         },
         default: "4M",
         help: "Unit in which data is collected and written to the backing",
-        long: "Choose larger chunks where each write is expensive, as on a network file system; smaller ones \
-               for a small arena or very many small files.",
+        long: "Choose larger chunks where each write is expensive, as on a network file system. Choose smaller \
+               chunks for a small arena or very many small files.",
         changes_promises: false,
         get: |o| size_text(o.chunk_bytes),
         set: |o, v| o.chunk_bytes = v.number(),
@@ -105,8 +105,9 @@ pub static TABLE: [Row; 53] = [
         },
         default: "4",
         help: "Threads that write to the backing in parallel",
-        long: "Choose more where the backing has a long latency and serves many requests in parallel; few \
-               for a disk, or where many hosts share a server; with `placement`, at least one for each lane.",
+        long: "Choose more where the backing has a long latency and serves many requests in parallel. Choose \
+               few for a disk, or where many hosts share a server. With `placement`, choose at least one for \
+               each lane.",
         changes_promises: false,
         get: |o| o.io_threads.to_string(),
         set: |o, v| o.io_threads = v.number() as u32,
@@ -116,9 +117,9 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Choice(words::<Order>()),
         default: "interleaved",
         help: "Order in which the files of one I/O server are written",
-        long: "`interleaved`: each file with data gets one write in turn. `sequential`: one file after the \
-               other, which saves time on a disk that seeks, and none on flash. Files that a program waits \
-               for come first. With several hosts, add `tokens`.",
+        long: "`interleaved`: each file with data gets one write in turn. `sequential`: one file is written \
+               after the other, which saves time on a seeking disk but not on flash. Files that a program waits \
+               for come first. With several hosts, set `tokens` too.",
         changes_promises: true,
         get: |o| word(o.order),
         set: |o, v| o.order = v.choice(),
@@ -131,8 +132,8 @@ pub static TABLE: [Row; 53] = [
             zero: Some("all"),
         },
         default: "all",
-        help: "Writes that one I/O server gets at once; all: one for each I/O thread",
-        long: "Choose `1` for a disk or a server with one disk, more for a server that needs several \
+        help: "Largest number of writes that one I/O server gets at once; all: one for each I/O thread",
+        long: "Choose `1` for a disk or a server with one disk, and more for a server that needs several \
                requests to be busy. Without lanes, the number is for the whole backing.",
         changes_promises: false,
         get: |o| match o.lane_writers {
@@ -146,10 +147,10 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Choice(words::<Frontend>()),
         default: "fuse",
         help: "How programs reach the files: a FUSE mount, or the preload library alone",
-        long: "`fuse`: the kernel serves every program; the preload library makes programs faster. \
-               `preload`: the mount point is a tree of empty files on tmpfs. Only dynamically linked \
-               programs of the mounting user with the preload library (LD_PRELOAD) reach the data. For root, \
-               a tmpfs is mounted there; other users must give a directory on a tmpfs.",
+        long: "`fuse`: the kernel serves every program; the preload library makes programs faster. `preload`: \
+               the mount point is a tree of empty files on tmpfs. Only dynamically linked programs of the \
+               mounting user with the preload library (LD_PRELOAD) reach the data. For root, Firn mounts a \
+               tmpfs at the mount point; other users must name a directory on a tmpfs.",
         changes_promises: true,
         get: |o| word(o.frontend),
         set: |o, v| o.frontend = v.choice(),
@@ -160,9 +161,9 @@ pub static TABLE: [Row; 53] = [
         default: "eager",
         help: "When data goes to the backing: as it arrives (eager), on request (demand), or with a commit \
                (commit)",
-        long: "`demand`: files stay in memory until `firn drain`, fsync or `firn umount`; drained files can be \
-               read there until their space is needed. Data that is not drained is lost if the host fails; \
-               when it fills memory, writes fail with ENOSPC. `commit`: the mount has transactions (`firn begin`, \
+        long: "`demand`: files remain in memory until `firn drain`, fsync or `firn umount`; drained files can \
+               be read from memory until their space is needed. Undrained data is lost if the host fails; when \
+               it fills memory, writes fail with ENOSPC. `commit`: the mount has transactions (`firn begin`, \
                `firn commit`, `firn abort`); outside of them it drains like `eager`.",
         changes_promises: true,
         get: |o| word(o.drain),
@@ -177,9 +178,9 @@ pub static TABLE: [Row; 53] = [
         },
         default: "off",
         help: "With drain=commit: number of older commits that `firn restore` can bring back",
-        long: "Each commit first copies what it overwrites to `.firn/` in the backing, and keeps what it \
-               removes. On btrfs and xfs, whose files can share blocks, copies take no space. Changes \
-               outside of transactions are not brought back.",
+        long: "Each commit first copies what it overwrites to `.firn/` in the backing, and keeps the files that \
+               it removes there. On btrfs and xfs, whose files can share blocks, copies take no space. Changes \
+               outside of transactions cannot be brought back.",
         changes_promises: true,
         get: |o| {
             if o.history == 0 {
@@ -206,12 +207,12 @@ pub static TABLE: [Row; 53] = [
         name: "placement",
         kind: Kind::Choice(words::<Placement>()),
         default: "none",
-        help: "What chooses the I/O server of a new file: the file system (none), Firn over several \
-               directories (dirs), or Firn on one file system (lustre, moosefs, command)",
-        long: "Each new file lies whole on one server. `dirs`: it lies in one of the `lanes`; the backing \
-               has a symbolic link to it, the mount a plain file. On one file system, names stay as they \
-               are; `firn status` counts files that the file system puts elsewhere. Choose placement for \
-               four files or more on each server.",
+        help: "What chooses the I/O server of a new file: the file system (none), Firn over several directories \
+               (dirs), or Firn on one file system (lustre, moosefs, command)",
+        long: "Each new file is stored whole on one server. `dirs`: the file is in one of the `lanes`; the \
+               backing has a symbolic link to it, and the mount shows a plain file. On one file system, names \
+               remain as they are; `firn status` counts files that the file system puts elsewhere. Choose \
+               placement for four files or more on each server.",
         changes_promises: true,
         get: |o| word(o.placement),
         set: |o, v| o.placement = v.choice(),
@@ -221,10 +222,10 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Directories,
         default: "",
         help: "With placement=dirs: directories for files, each on its own server",
-        long: "The directories must exist, belong to you or to root, and not lie in the backing, the mount \
-               point or one another. Other backings and hosts may share them. A file's lane is the sum of \
-               the numbers in its path, modulo the number of lanes: give all hosts the same list in the \
-               same order. The list may change at the next mount: files stay where they are.",
+        long: "The directories must exist, belong to you or to root, and not be in the backing, the mount point \
+               or one another. Other backings and hosts may share them. A file's lane is the sum of the numbers \
+               in its path, modulo the number of lanes, so give all hosts the same list in the same order. The \
+               list may change at the next mount: existing files remain where they are.",
         changes_promises: false,
         get: |o| {
             let paths: Vec<_> = o.lanes.iter().map(|path| quoted_path(path)).collect();
@@ -237,10 +238,10 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Path,
         default: "",
         help: "With placement: a file that says which names go to which lane",
-        long: "Each line has a pattern (`*`, `?`, `[…]`, `{…,…}`), a space and the number of a lane, from 0; \
-               empty lines and lines that begin with `#` are skipped. The first pattern that matches a new \
-               file's name, without directories, decides. If none matches, the numbers in the path decide; \
-               without a number, the file goes to the lane with the fewest files of its directory.",
+        long: "Each line has a pattern (`*`, `?`, `[…]`, `{…,…}`), a space and the number of a lane, from 0. \
+               Empty lines and lines that begin with `#` are skipped. The first pattern that matches a new \
+               file's name, without directories, decides. If none matches, the numbers in the path decide. \
+               Without a number, the file goes to the lane with the fewest files of its directory.",
         changes_promises: false,
         get: |o| path_text(o.lane_map.as_ref()),
         set: |o, v| o.lane_map = v.directory(),
@@ -250,9 +251,10 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Servers,
         default: "",
         help: "With placement on one file system: its servers, one for each lane",
-        long: "`lustre`: indices of OSTs (`lfs osts`). `moosefs`: storage classes, each with the label of \
-               one chunk server; strict ones (`mfsscadmin create -m s`), unless a busy server may be left \
-               out. `command`: what the program takes. Give all hosts the same list.",
+        long: "`lustre`: indices of OSTs (`lfs osts`). `moosefs`: storage classes, each with the label of one \
+               chunk server; strict ones (`mfsscadmin create -m s`), unless a busy server may be left out. \
+               `command`: names of servers that the program of `place-command` accepts. Give all hosts the same \
+               list.",
         changes_promises: false,
         get: |o| o.servers.join(":"),
         set: |o, v| o.servers = v.names(),
@@ -262,9 +264,9 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Path,
         default: "",
         help: "With placement=command: the program that makes a new file on a server",
-        long: "Firn runs `PROGRAM SERVER . NAME` in the new file's directory, as the user who makes the \
-               file. The program must make an empty regular file, and fail if the name exists. If it fails, \
-               or runs longer than 10 s, the file is made without it. The source has programs for BeeGFS, \
+        long: "Firn runs `PROGRAM SERVER . NAME` in the new file's directory, as the user that makes the file. \
+               The program must make an empty regular file, and fail if the name exists. If the program fails, \
+               or runs longer than 10 s, Firn makes the file without it. The source has programs for BeeGFS, \
                CephFS and OrangeFS in `examples/placement`.",
         changes_promises: false,
         get: |o| path_text(o.place_command.as_ref()),
@@ -275,8 +277,8 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Hosts,
         default: "off",
         help: "With drain=commit: hosts that commit together, as a number or as names",
-        long: "A commit waits for all hosts and counts on all of them. It is refused on all if processes of \
-               two hosts accessed the same part of a file and at least one of them wrote. Give every host \
+        long: "A commit waits for all hosts and takes effect on all or none of them. It is refused if processes \
+               of two hosts accessed the same part of a file and at least one of them wrote. Give every host \
                the same participants.",
         changes_promises: true,
         get: |o| match &o.participants {
@@ -300,8 +302,8 @@ pub static TABLE: [Row; 53] = [
         },
         default: "5min",
         help: "How long prepare and commit wait for the other participants",
-        long: "After this time, the hosts that have arrived give the commit up for all: their transactions \
-               stay open. A decided commit waits this long for the other hosts to apply it.",
+        long: "After this time, the hosts that wait abandon the commit for all hosts, and all transactions \
+               remain open. Once the commit is decided, it waits this long for the other hosts to apply it.",
         changes_promises: false,
         get: |o| duration_text(o.participants_wait_ms),
         set: |o, v| o.participants_wait_ms = v.number(),
@@ -312,7 +314,7 @@ pub static TABLE: [Row; 53] = [
         default: "",
         help: "Name of this host among participants, partners and hosts that share tokens; default: its \
                host name",
-        long: "Two mounts of one backing must have different names. A mount that finishes what a dead firnd \
+        long: "Two mounts of one backing must have different names. A mount that recovers what a dead firnd \
                left must have that firnd's name.",
         changes_promises: false,
         get: |o| o.host.clone().unwrap_or_default(),
@@ -322,11 +324,11 @@ pub static TABLE: [Row; 53] = [
         name: "partner",
         kind: Kind::Host,
         default: "none",
-        help: "Host that keeps copies of this host's held files in its memory: none, the next one (next), or \
-               the one of this name",
-        long: "Needs `firn agent` on both hosts, and a backing that both see. `next`: the partner is the \
-               next host by name, in a ring, that is outside this host's failure domain (`partner-domains`) \
-               and whose agent answers.",
+        help: "Host that keeps copies of this host's held files in its memory: none, the next host (next), or \
+               the host of this name",
+        long: "Needs `firn agent` on both hosts, and a backing that both see. `next`: all hosts form a ring, \
+               sorted by name. The partner is the next host in the ring that is outside this host's failure \
+               domain (`partner-domains`) and whose agent answers.",
         changes_promises: true,
         get: |o| match &o.partner {
             Partner::None => "none".to_owned(),
@@ -346,9 +348,9 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Path,
         default: "",
         help: "With partner=next: a file that says which hosts fail together",
-        long: "Each line has a pattern of host names and the name of a failure domain, such as a rack; \
-               syntax as in `lane-map`. A host without a line fails alone. If no other domain has an agent, \
-               the partner is a host of this one.",
+        long: "Each line has a pattern of host names and the name of a failure domain, such as a rack; syntax \
+               as in `lane-map`. A host without a line fails alone. If no other domain has an agent, the \
+               partner is a host of the same domain.",
         changes_promises: false,
         get: |o| path_text(o.partner_domains.as_ref()),
         set: |o, v| o.partner_domains = v.directory(),
@@ -358,9 +360,9 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Choice(words::<TokenService>()),
         default: "none",
         help: "With several hosts: locks that give each lane one writing host at a time",
-        long: "`flock`: locks of files in the backing, whose file system must keep locks for all hosts. \
-               `etcd`: keys in etcd, 3.4 or later. Give every host the same value. No data depends on a \
-               token.",
+        long: "`flock`: locks of files in the backing, whose file system must enforce locks between hosts. \
+               `etcd`: keys in etcd, 3.4 or later. Give every host the same value. Tokens affect only speed: \
+               data is correct without them.",
         changes_promises: false,
         get: |o| word(o.tokens),
         set: |o, v| o.tokens = v.choice(),
@@ -372,9 +374,9 @@ pub static TABLE: [Row; 53] = [
             max_ms: 60_000,
         },
         default: "1s",
-        help: "How long a host keeps a token while others wait for it",
-        long: "A shorter time lets hosts wait less; a longer one lets the server change less often between \
-               hosts. A host with nothing to write passes the token on at once.",
+        help: "How long a host keeps a token while other hosts wait for it",
+        long: "With a shorter time, hosts wait less. With a longer time, the server switches between hosts less \
+               often. A host with nothing to write releases the token at once.",
         changes_promises: false,
         get: |o| duration_text(o.token_hold_ms),
         set: |o, v| o.token_hold_ms = v.number(),
@@ -386,10 +388,11 @@ pub static TABLE: [Row; 53] = [
             max_ms: 3600 * 1000,
         },
         default: "5s",
-        help: "How long a drain waits for a token before it goes on without it",
-        long: "The time starts at the last answer, or when the token's holder last changed. A host in a \
-               queue that moves waits up to eight times as long; then it writes and keeps its place. Raise \
-               it for longer queues. At least twice `token-hold`.",
+        help: "How long a drain waits for a token before it writes without the token",
+        long: "The time starts at the last answer of `flock` or etcd, or when the token last changed its \
+               holder. While the hosts in the queue get the token in turn, a host waits up to eight times as \
+               long; then it writes and keeps its place in the queue. Choose a longer time for longer queues, \
+               and at least twice `token-hold`.",
         changes_promises: false,
         get: |o| duration_text(o.token_wait_ms),
         set: |o, v| o.token_wait_ms = v.number(),
@@ -399,8 +402,8 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Endpoints,
         default: "",
         help: "With tokens=etcd: client addresses of the members of the cluster",
-        long: "Firn asks them in turn, first the one that answered last. It speaks plain HTTP without a \
-               password: use a trusted network, or a proxy on each host.",
+        long: "Firn asks the members in turn, beginning with the one that answered last. It uses plain HTTP \
+               without a password: use a trusted network, or a proxy on each host.",
         changes_promises: false,
         get: |o| o.token_endpoints.join("+"),
         set: |o, v| o.token_endpoints = v.names(),
@@ -409,9 +412,9 @@ pub static TABLE: [Row; 53] = [
         name: "token-group",
         kind: Kind::Host,
         default: "",
-        help: "With tokens=etcd: name under which hosts share tokens; default: that of the backing",
-        long: "Give jobs with different backings the same name if they write to the same I/O servers in the \
-               same order of lanes.",
+        help: "With tokens=etcd: name under which hosts share tokens; default: the name of the backing",
+        long: "Give jobs with different backings the same name if their lanes are the same I/O servers in the \
+               same order.",
         changes_promises: false,
         get: |o| o.token_group.clone().unwrap_or_default(),
         set: |o, v| o.token_group = v.names().pop(),
@@ -421,9 +424,9 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Rules,
         default: "",
         help: "Commit rules: make the checkpoints of unchanged programs atomic",
-        long: "A rule says which changes of programs are one checkpoint, and when it is complete. If all \
-               writers end before, the checkpoint is undone. Give names of `firn rules list`, or files with \
-               your own rules.",
+        long: "A rule defines which changes of programs are one checkpoint, and when the checkpoint is \
+               complete. If all writers end before that, the checkpoint is undone. Give names of `firn rules \
+               list`, or files with your own rules.",
         changes_promises: true,
         get: |o| o.rules.join(":"),
         set: |o, v| o.rules = v.names(),
@@ -434,8 +437,8 @@ pub static TABLE: [Row; 53] = [
         default: "",
         help: "With drain=commit: a second directory for prepared transactions, on another file system",
         long: "When `firn prepare` or `firn commit` returns, everything that the commit needs is durable in \
-               this directory too; `firn recover --from-backup` finishes it on a copy of the backing. The \
-               backup needs as much space as the transaction writes; if it cannot be written, prepare and \
+               this directory too; `firn recover --from-backup` finishes the commit on a copy of the backing. \
+               The backup needs as much space as the transaction writes; if it cannot be written, prepare and \
                commit fail. Owner and mode of the directory: as for `arena-dir`.",
         changes_promises: true,
         get: |o| path_text(o.backup.as_ref()),
@@ -450,7 +453,8 @@ pub static TABLE: [Row; 53] = [
         default: "10s",
         help: "How often files of an open transaction are copied to the backup",
         long: "A file is copied when it has not changed for this long, and again if it changes later. Early \
-               copies shorten the prepare, during which programs wait. Without a prepare they are not used.",
+               copies shorten the prepare, during which programs wait. If the transaction is never prepared, \
+               the copies are not used.",
         changes_promises: false,
         get: |o| duration_text(o.backup_every_ms),
         set: |o, v| o.backup_every_ms = v.number(),
@@ -459,12 +463,12 @@ pub static TABLE: [Row; 53] = [
         name: "layout",
         kind: Kind::Choice(words::<Layout>()),
         default: "plain",
-        help: "How the bytes of a new file lie in the backing until it is closed: in their places (plain), \
-               or in a log of each host (log)",
-        long: "`log`: several hosts may write one file at the same time, each to its own log in `.firn/log` \
-               of the backing. Without Firn the file is short until its logs are flattened (`flatten`). \
-               Give all hosts the same `layout`, and each its own name (`host`). For files that one host \
-               writes, `log` only costs time.",
+        help: "How the bytes of a new file are stored in the backing until it is closed: each at its offset in \
+               the file (plain), or in a log of each host (log)",
+        long: "`log`: several hosts may write one file at the same time, each to its own log in `.firn/log` of \
+               the backing. Programs that read the backing without Firn see a file that is too short until its \
+               logs are flattened (`flatten`). Give all hosts the same `layout`, and each its own name \
+               (`host`). For files that only one host writes, `log` costs time and gains nothing.",
         changes_promises: true,
         get: |o| word(o.layout),
         set: |o, v| o.layout = v.choice(),
@@ -473,7 +477,7 @@ pub static TABLE: [Row; 53] = [
         name: "log-files",
         kind: Kind::Patterns,
         default: "",
-        help: "With layout=log: patterns of names of files that lie in logs; default: all files",
+        help: "With layout=log: patterns of names of files that are stored in logs; default: all files",
         long: "A file's name, without directories, is compared when the file is opened. A pattern may have \
                `*`, `?`, `[…]` and, in a configuration file, `{…,…}`: `log-files=*.h5:restart_*.nc`.",
         changes_promises: false,
@@ -484,12 +488,13 @@ pub static TABLE: [Row; 53] = [
         name: "flatten",
         kind: Kind::Choice(words::<Flatten>()),
         default: "behind",
-        help: "When the logs of a file become the plain file: after its last close, while programs go on \
-               (behind), before that close returns (close), at the unmount (demand), also when it is opened \
-               for reading (read), or not before a mount with another value (off)",
-        long: "Until a closed file is plain, only mounts of the backing show its bytes. For programs beside \
-               Firn use `firn wait`, or choose `close`. `firn umount` flattens what no host writes, except \
-               with `off`; `firn flatten`, `firn drain --wait` and `firn wait` do so at any time.",
+        help: "When the logs of a file are made into the plain file: in the background after its last close \
+               (behind), before that close returns (close), at the unmount (demand), at the unmount or when the \
+               file is opened for reading (read), or never by this mount (off)",
+        long: "Until then, only Firn mounts of the backing show the bytes of a closed file. If other programs \
+               read the backing, run `firn wait` first, or choose `close`. `firn umount` flattens files that no \
+               host writes, except with `off`; `firn flatten`, `firn drain --wait` and `firn wait` do so at any \
+               time.",
         changes_promises: true,
         get: |o| word(o.flatten),
         set: |o, v| o.flatten = v.choice(),
@@ -500,9 +505,9 @@ pub static TABLE: [Row; 53] = [
         default: "auto",
         help: "When close returns: when the file is in the backing (drain), or at once (held)",
         long: "`auto`: `held` with drain=demand and with drain=commit in buffer mode, else `drain`. `drain`: \
-               other hosts and programs beside the mount see a closed file as after a native close, and \
-               close reports errors of the backing. `held`: the data survives the death of every process and \
-               drains in the background; it is lost if the host fails before.",
+               other hosts, and programs that use the backing without Firn, see a closed file as after a native \
+               close, and close reports errors of the backing. `held`: the data survives the death of every \
+               process and drains in the background; it is lost if the host fails before it is drained.",
         changes_promises: true,
         get: |o| word(o.close),
         set: |o, v| o.close = v.choice(),
@@ -541,11 +546,11 @@ pub static TABLE: [Row; 53] = [
             zero: None,
         },
         default: "100",
-        help: "Percentage of one CPU that the drain takes while programs want all CPUs; 100: no limit",
-        long: "Below 100, the limit holds while programs compute on all CPUs, no caller waits for a drain, \
-               and at least a quarter of the arena is free. Data then stays longer in the arena, half a \
-               minute with `3`, where it is lost if the host fails. Choose `3` for a training loop, and \
-               `100` for MPI programs, which use all CPUs even while they wait.",
+        help: "Percentage of one CPU that the drain may use while programs use all CPUs; 100: no limit",
+        long: "Below 100, the limit holds while programs compute on all CPUs, no caller waits for a drain, and \
+               at least a quarter of the arena is free. Data then remains in the arena longer, half a minute \
+               with `3`, and is lost if the host fails meanwhile. Choose `3` for a training loop, and `100` for \
+               MPI programs, which use all CPUs even while they wait.",
         changes_promises: true,
         get: |o| o.drain_cpu_percent.to_string(),
         set: |o, v| o.drain_cpu_percent = v.number() as u32,
@@ -586,7 +591,8 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Choice(words::<Passthrough>()),
         default: "auto",
         help: "Let the kernel read drained files straight from the backing",
-        long: "`auto`: as root, on Linux 6.9 or later, over a backing that is not stacked.",
+        long: "`auto`: as root, on Linux 6.9 or later, over a backing that is not on a stacked file system such \
+               as overlayfs.",
         changes_promises: false,
         get: |o| word(o.passthrough),
         set: |o, v| o.passthrough = v.choice(),
@@ -596,12 +602,12 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Choice(words::<Takeover>()),
         default: "auto",
         help: "Let another firnd continue the mount if firnd dies, so that programs only wait",
-        long: "With `auto`, a small process (firn-keeper) keeps the connection to the kernel, and starts \
-               firnd again when it was killed: open files, directories, locks and mappings go on. Open \
-               transactions in buffer mode and open checkpoints of commit rules are aborted. For a mount in \
-               the foreground, systemd has to keep the connection (FileDescriptorStoreMax=). With layout=log \
-               in a FUSE file system, programs get errors until the mount is made again, as with `no`. \
-               `firn status` says whether a mount would be taken over.",
+        long: "With `auto`, a small process (firn-keeper) holds the connection to the kernel, and starts firnd \
+               again if it was killed: open files, directories, locks and mappings remain valid. Open \
+               transactions in buffer mode and open checkpoints of commit rules are aborted. For a mount in the \
+               foreground, systemd has to hold the connection (FileDescriptorStoreMax=). With layout=log in a \
+               FUSE file system, programs get errors until the backing is mounted again, as with `no`. `firn \
+               status` says whether a mount would be taken over.",
         changes_promises: true,
         get: |o| word(o.takeover),
         set: |o, v| o.takeover = v.choice(),
@@ -613,10 +619,10 @@ pub static TABLE: [Row; 53] = [
             max_ms: 86_400_000,
         },
         default: "0",
-        help: "Kill a firnd that hangs for this long, and let another one continue the mount",
-        long: "With `takeover=auto`, the keeper asks firnd four times in this time. A firnd that waits for a \
-               slow backing answers. `0`: do not ask. A lack of memory or CPUs may stop a healthy firnd for \
-               seconds, and a debugger for longer.",
+        help: "Kill a firnd that hangs for this long, and let another firnd continue the mount",
+        long: "With `takeover=auto`, the keeper polls firnd four times in this time. A firnd that waits for a \
+               slow backing still answers. `0`: the keeper does not poll. A lack of memory or CPUs may stop a \
+               healthy firnd for seconds, and a debugger may stop it for longer.",
         changes_promises: false,
         get: |o| duration_text(o.watchdog_ms),
         set: |o, v| o.watchdog_ms = v.number(),
@@ -629,12 +635,12 @@ pub static TABLE: [Row; 53] = [
             power_of_two: false,
         },
         default: "16M",
-        help: "Smallest held file that gets a memory file; 0: none does",
-        long: "With `drain=demand`, a held file of this size moves to its own file in memory, in order and \
-               in huge pages, once its writers have closed it. As root, on Linux 6.9 or later and with \
-               `passthrough=auto`, the kernel reads it there at the speed of its page cache. The bytes are \
-               in memory once, and count in `arena-size`. The move is a copy in the background, at the pace \
-               of `drain-cpu`. Not with `drain=commit` and `frontend=preload`.",
+        help: "Smallest size of a held file that moves to a memory file; 0: no file does",
+        long: "With `drain=demand`, a held file of this size or more moves to a separate file in memory once \
+               its writers have closed it. There its bytes are in order and in huge pages. As root, on Linux \
+               6.9 or later and with `passthrough=auto`, the kernel reads it there at the speed of its page \
+               cache. The bytes are in memory only once, and count in `arena-size`. The move is a copy in the \
+               background, at the pace of `drain-cpu`. Not with `frontend=preload`.",
         changes_promises: false,
         get: |o| size_text(o.memory_file_bytes_min),
         set: |o, v| o.memory_file_bytes_min = v.number(),
@@ -644,9 +650,9 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Directory,
         default: "",
         help: "Directory for the arena, on tmpfs, hugetlbfs or a DAX file system",
-        long: "The default is the runtime directory, /dev/shm/firn-UID. Give the same directory to recover \
-               the arena. It and the directories above must belong to you or to root; one that others may \
-               write to needs the sticky bit.",
+        long: "The default is the runtime directory, /dev/shm/firn-UID. To recover the arena, give the same \
+               directory. The directory and those above it must belong to you or to root; a directory that \
+               other users may write to needs the sticky bit.",
         changes_promises: false,
         get: |o| path_text(o.arena_dir.as_ref()),
         set: |o, v| o.arena_dir = v.directory(),
@@ -656,10 +662,10 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Path,
         default: "/sys/devices/system/node",
         help: "Directory that describes the NUMA nodes of the machine; empty: ignore NUMA",
-        long: "Each NUMA node gets an equal part of the arena; a writer gets memory of the nearest node with \
-               some free. Give another directory of the same form (`online`, `nodeN/cpulist`, \
-               `nodeN/distance`) where the kernel's is not visible, as in some containers, or to divide \
-               memory differently.",
+        long: "Each NUMA node gets an equal part of the arena. A writer gets memory of the nearest node that \
+               has free memory. Give another directory of the same form (`online`, `nodeN/cpulist`, \
+               `nodeN/distance`) where the kernel's directory is not visible, as in some containers, or to \
+               divide memory differently.",
         changes_promises: false,
         get: |o| path_text(o.numa_topology.as_ref()),
         set: |o, v| o.numa_topology = v.directory(),
@@ -669,10 +675,10 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Path,
         default: "",
         help: "File or directory on a local disk that takes data when memory runs short",
-        long: "Above `spill-upper` percent of the arena in use, the oldest full chunks move to this file \
-               until `spill-lower`; they are read and drained there. In a directory, Firn makes the file. It \
-               must not be in the mount, the backing or memory, and is removed with the arena. Owner and \
-               mode of the directory: as for `arena-dir`.",
+        long: "When more than `spill-upper` percent of the arena are in use, the oldest full chunks move to \
+               this file, until `spill-lower` percent are. They are then read and drained from this file. If \
+               you give a directory, Firn makes the file in it. The file must not be in the mount, the backing \
+               or memory, and is removed with the arena. Owner and mode of the directory: as for `arena-dir`.",
         changes_promises: false,
         get: |o| path_text(o.spill.as_ref()),
         set: |o, v| o.spill = v.directory(),
@@ -702,7 +708,7 @@ pub static TABLE: [Row; 53] = [
         },
         default: "80",
         help: "Percentage of the arena in use above which chunks move to the spill file",
-        long: "Choose less for large bursts: the free rest takes them at memory speed.",
+        long: "Choose less for large bursts: the free part of the arena accepts them at memory speed.",
         changes_promises: false,
         get: |o| o.spill_upper_percent.to_string(),
         set: |o, v| o.spill_upper_percent = v.number() as u32,
@@ -716,7 +722,7 @@ pub static TABLE: [Row; 53] = [
         },
         default: "60",
         help: "Percentage of the arena in use at which chunks stop moving to the spill file",
-        long: "The distance to `spill-upper` is how much is written to the disk in one go.",
+        long: "The difference to `spill-upper` is how much is written to the disk at once.",
         changes_promises: false,
         get: |o| o.spill_lower_percent.to_string(),
         set: |o, v| o.spill_lower_percent = v.number() as u32,
@@ -729,9 +735,9 @@ pub static TABLE: [Row; 53] = [
         },
         default: "1s",
         help: "How long the kernel may cache names and attributes",
-        long: "A change made in the backing without Firn, as by another host, is visible after this time at \
-               the latest. With `0` the kernel asks every time. With `layout=log` or `tokens` it always \
-               asks for names.",
+        long: "A change made in the backing without Firn, as by another host, is visible after this time at the \
+               latest. With `0`, the kernel asks every time. With `layout=log` or `tokens`, it always asks for \
+               names.",
         changes_promises: false,
         get: |o| duration_text(o.attr_timeout_ms),
         set: |o, v| o.attr_timeout_ms = v.number(),
@@ -751,10 +757,10 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::PathOrOff,
         default: "/dev/log",
         help: "Socket of the host's system log, of journald or syslog",
-        long: "firnd in the background sends errors, warnings and `info` lines here too, as `firnd` \
-               (`journalctl -t firnd`); `log-level=warn` leaves `info` out. firnd drops lines that the \
-               system log does not take at once, and counts them there. Readers of the log see paths of your \
-               files.",
+        long: "firnd in the background sends errors, warnings and `info` lines to this socket too, as `firnd` \
+               (`journalctl -t firnd`); `log-level=warn` leaves `info` out. firnd drops lines that the system \
+               log does not accept at once, and reports their number there. Users that can read the system log \
+               see paths of your files.",
         changes_promises: false,
         get: |o| match &o.system_log {
             Some(path) => quoted_path(path),
@@ -767,9 +773,9 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Choice(words::<RecordPlace>()),
         default: "host",
         help: "Where firnd leaves its record of the run, for `firn report`",
-        long: "The record has at most 1 MiB. `host`: in the runtime directory, when the mount ends. \
-               `backing`: also in `.firn/records` of the backing, once a minute and at the end, so that a \
-               report shows all hosts of a job; the last 8 of each host stay, for 90 days at most.",
+        long: "The record has at most 1 MiB. `host`: in the runtime directory, when the mount ends. `backing`: \
+               also in `.firn/records` of the backing, once a minute and at the end, so that a report shows all \
+               hosts of a job. The last 8 records of each host are kept, for 90 days at most.",
         changes_promises: false,
         get: |o| word(o.record),
         set: |o, v| o.record = v.choice(),
@@ -779,7 +785,7 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Switch,
         default: "no",
         help: "Refuse all changes",
-        long: "Data held in an existing arena is drained all the same.",
+        long: "Data held in an existing arena is still drained.",
         changes_promises: false,
         get: |o| switch_text(o.read_only),
         set: |o, v| o.read_only = v.switch(),
@@ -788,9 +794,9 @@ pub static TABLE: [Row; 53] = [
         name: "nonempty",
         kind: Kind::Switch,
         default: "no",
-        help: "Mount over a directory that is not empty, and hide what is in it",
-        long: "Without it a mount over files is refused, because swapped arguments would hide them. A stub \
-               tree (`frontend=preload`) always needs an empty directory.",
+        help: "Mount over a directory that is not empty, and hide its content",
+        long: "Without this option, a mount over files is refused, because swapped arguments would hide them. A \
+               stub tree (`frontend=preload`) always needs an empty directory.",
         changes_promises: false,
         get: |o| switch_text(o.nonempty),
         set: |o, v| o.nonempty = v.switch(),
@@ -820,15 +826,15 @@ pub struct Rule {
     pub advice: &'static str,
 }
 
-/// An option that has an effect only with a certain value of another option, and therefore sets that one.
+/// An option that has an effect only with a certain value of another option, and therefore sets the other option.
 pub struct Implied {
     /// Name of the option that a source gives.
     pub name: &'static str,
-    /// Name of the option that it sets, unless a source gives that one.
+    /// Name of the other option, which gets `value` unless a source sets it.
     pub other: &'static str,
     /// Value that the other option gets.
     pub value: &'static str,
-    /// Whether the options fit together. False only if a source gives the other option a value that does not fit.
+    /// Whether the two values fit together. False only if a source sets the other option to a value that does not fit.
     pub fits: fn(&Options) -> bool,
     /// What the user must change if they do not fit.
     pub advice: &'static str,
@@ -855,7 +861,7 @@ pub static IMPLIED: [Implied; 12] = [
         other: "drain",
         value: "commit",
         fits: |o| o.drain == Drain::Commit,
-        advice: "hosts only agree on transactions: omit participants, or use drain=commit",
+        advice: "hosts commit only transactions together: omit participants, or use drain=commit",
     },
     Implied {
         name: "backup",
@@ -904,7 +910,7 @@ pub static IMPLIED: [Implied; 12] = [
         other: "partner",
         value: "next",
         fits: |o| o.partner == Partner::Next,
-        advice: "a partner that is named is the partner wherever it is: omit partner-domains, or use partner=next",
+        advice: "failure domains do not matter for a partner that is named: omit partner-domains, or use partner=next",
     },
     Implied {
         name: "token-endpoints",
@@ -918,7 +924,7 @@ pub static IMPLIED: [Implied; 12] = [
         other: "tokens",
         value: "etcd",
         fits: |o| o.tokens == TokenService::Etcd,
-        advice: "files in a backing are of that backing: omit token-group, or use tokens=etcd",
+        advice: "only tokens in etcd have a group: omit token-group, or use tokens=etcd",
     },
 ];
 
@@ -958,13 +964,13 @@ pub static RULES: [Rule; 16] = [
         names: ["mode", "history"],
         text: "mode=shadow cannot be combined with history",
         broken: |o| o.mode == Mode::Shadow && o.history > 0,
-        advice: "what undoes a commit is kept with mode=buffer only: leave history out, or take mode=buffer",
+        advice: "older commits can be restored with mode=buffer only: omit history, or use mode=buffer",
     },
     Rule {
         names: ["participants", "history"],
         text: "participants cannot be combined with history",
         broken: |o| o.participants != Participants::Off && o.history > 0,
-        advice: "what several hosts committed is not undone one by one: leave history out",
+        advice: "commits of several hosts cannot be restored: omit history",
     },
     Rule {
         names: ["participants", "host"],
@@ -982,31 +988,31 @@ pub static RULES: [Rule; 16] = [
         names: ["token-wait", "token-hold"],
         text: "token-wait may not be less than twice token-hold",
         broken: |o| o.token_wait_ms < 2 * o.token_hold_ms,
-        advice: "a host that keeps a token for its time is not stuck: raise token-wait or lower token-hold",
+        advice: "a host may keep a token for token-hold without being stuck: raise token-wait or lower token-hold",
     },
     Rule {
         names: ["rules", "mode"],
         text: "rules require mode=buffer",
         broken: |o| !o.rules.is_empty() && o.mode == Mode::Shadow,
-        advice: "with mode=shadow the backing has a checkpoint before it is complete: leave rules out, or take mode=buffer",
+        advice: "with mode=shadow the backing shows a checkpoint before it is complete: omit rules, or use mode=buffer",
     },
     Rule {
         names: ["backup", "mode"],
         text: "backup requires mode=buffer",
         broken: |o| o.backup.is_some() && o.mode == Mode::Shadow,
-        advice: "with mode=shadow the changes are in the backing alone: leave backup out, or take mode=buffer",
+        advice: "with mode=shadow changes go to the backing, not to the backup: omit backup, or use mode=buffer",
     },
     Rule {
         names: ["backup", "participants"],
         text: "backup cannot be combined with participants",
         broken: |o| o.backup.is_some() && o.participants != Participants::Off,
-        advice: "the other hosts end what a host that is lost has prepared: leave one of them out",
+        advice: "if a host is lost, the other hosts finish what it has prepared: omit backup or participants",
     },
     Rule {
         names: ["backup", "history"],
         text: "backup cannot be combined with history",
         broken: |o| o.backup.is_some() && o.history > 0,
-        advice: "a commit that is finished from its backup cannot be undone: leave one of them out",
+        advice: "a commit that is finished from its backup cannot be undone: omit backup or history",
     },
     Rule {
         names: ["frontend", "allow-other"],

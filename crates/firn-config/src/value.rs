@@ -84,7 +84,7 @@ pub enum Value {
 }
 
 impl Kind {
-    /// Parses and checks a value. Only paths may be other than UTF-8. The error says what is allowed.
+    /// Parses and checks a value. Only paths may contain bytes that are not UTF-8. The error says what is allowed.
     pub fn parse(&self, text: impl AsRef<OsStr>) -> Result<Value, String> {
         let text = text.as_ref();
         if matches!(self, Kind::PathOrOff) && text == "off" {
@@ -152,7 +152,7 @@ impl Kind {
                 _ => Err(format!("`{text}` is not yes or no")),
             },
             Kind::Directory | Kind::Path | Kind::PathOrOff | Kind::Directories => {
-                unreachable!("paths are no text")
+                unreachable!("paths are not text")
             }
             Kind::Servers => server_names(text).map(Value::Names),
             Kind::Patterns => patterns(text).map(Value::Names),
@@ -241,7 +241,7 @@ impl Kind {
                 format!("up to {PATTERNS_MAX} patterns of names with colons between them")
             }
             Kind::Rules => format!(
-                "up to {PATTERNS_MAX} names of commit rules, or absolute paths of files of them, with colons between them"
+                "up to {PATTERNS_MAX} names of commit rules, or absolute paths of files of rules, with colons between them"
             ),
             Kind::Host => format!("up to {NAME_BYTES_MAX} letters, digits, `.`, `-` and `_`"),
             Kind::Hosts => {
@@ -256,15 +256,15 @@ impl Kind {
     }
 }
 
-/// Most directories or servers in a list. Firn opens and asks each of them.
+/// Largest number of directories or servers in a list. Firn opens and asks each of them.
 const DIRECTORIES_MAX: usize = 1024;
-/// Most patterns or rules in a list. Each new name is compared with all of them.
+/// Largest number of patterns or rules in a list. Each new name is compared with all of them.
 const PATTERNS_MAX: usize = 64;
-/// Most hosts that can commit together.
+/// Largest number of hosts that can commit together.
 const NODES_MAX: u64 = 65536;
-/// Most addresses of servers in a list.
+/// Largest number of addresses of servers in a list.
 const ENDPOINTS_MAX: usize = 16;
-/// Longest name of a host or server: it becomes a part of file names.
+/// Length of the longest name of a host or server, limited because it becomes a part of file names.
 const NAME_BYTES_MAX: usize = 64;
 
 /// Parses directories with colons between them; each must be absolute and occur once.
@@ -285,7 +285,7 @@ fn directories(text: &OsStr) -> Result<Vec<PathBuf>, String> {
     }
     if directories.len() > DIRECTORIES_MAX {
         return Err(format!(
-            "{} directories are too many: there may be {DIRECTORIES_MAX}",
+            "{} directories are too many: at most {DIRECTORIES_MAX} are allowed",
             directories.len()
         ));
     }
@@ -304,7 +304,7 @@ fn server_names(text: &str) -> Result<Vec<String>, String> {
     }
     if names.len() > DIRECTORIES_MAX {
         return Err(format!(
-            "{} servers are too many: there may be {DIRECTORIES_MAX}",
+            "{} servers are too many: at most {DIRECTORIES_MAX} are allowed",
             names.len()
         ));
     }
@@ -328,14 +328,14 @@ fn patterns(text: &str) -> Result<Vec<String>, String> {
     }
     if patterns.len() > PATTERNS_MAX {
         return Err(format!(
-            "{} patterns are too many: there may be {PATTERNS_MAX}",
+            "{} patterns are too many: at most {PATTERNS_MAX} are allowed",
             patterns.len()
         ));
     }
     Ok(patterns)
 }
 
-/// Parses rules with colons or commas between them. Whether a rule of that name exists, only the mount can tell.
+/// Parses rules with colons or commas between them. Whether a rule of a name exists is checked later, at the mount.
 fn rules(text: &str) -> Result<Vec<String>, String> {
     let mut rules: Vec<String> = Vec::new();
     for word in text.split([':', ',']) {
@@ -353,7 +353,7 @@ fn rules(text: &str) -> Result<Vec<String>, String> {
     }
     if rules.len() > PATTERNS_MAX {
         return Err(format!(
-            "{} are too many: there may be {PATTERNS_MAX}",
+            "{} rules are too many: at most {PATTERNS_MAX} are allowed",
             rules.len()
         ));
     }
@@ -365,13 +365,14 @@ fn host_name(text: &str) -> Result<String, String> {
     plain_name(text, "a host")
 }
 
-/// Checks a name that Firn will use in file names and in arguments of programs. `owner`: what has the name, for the error.
+/// Checks a name that Firn will use in file names and in arguments of programs. `owner` is the noun for the error: what
+/// kind of thing has the name.
 fn plain_name(text: &str, owner: &str) -> Result<String, String> {
     let is_allowed =
         |letter: char| letter.is_ascii_alphanumeric() || matches!(letter, '.' | '-' | '_');
     if text.is_empty() || text.len() > NAME_BYTES_MAX || !text.chars().all(is_allowed) {
         return Err(format!(
-            "`{text}` is not the name of {owner}: it has {}",
+            "`{text}` is not the name of {owner}: a name has {}",
             Kind::Host.allowed()
         ));
     }
@@ -390,7 +391,7 @@ fn hosts(text: &str) -> Result<Vec<String>, String> {
     }
     if names.len() < 2 {
         return Err(format!(
-            "`{text}` is one host: several take part, or leave it off"
+            "`{text}` is only one host: name two or more, or write off"
         ));
     }
     Ok(names)
@@ -401,7 +402,7 @@ fn endpoints(text: &str) -> Result<Vec<String>, String> {
     let endpoints: Vec<String> = text.split('+').map(endpoint).collect::<Result<_, _>>()?;
     if endpoints.len() > ENDPOINTS_MAX {
         return Err(format!(
-            "{} endpoints are too many: there may be {ENDPOINTS_MAX}",
+            "{} endpoints are too many: at most {ENDPOINTS_MAX} are allowed",
             endpoints.len()
         ));
     }
@@ -412,7 +413,7 @@ fn endpoints(text: &str) -> Result<Vec<String>, String> {
 fn endpoint(text: &str) -> Result<String, String> {
     if text.starts_with("https://") {
         return Err(format!(
-            "`{text}` is HTTPS, which Firn does not speak: give the address of a proxy on this host"
+            "`{text}` is HTTPS, which Firn cannot use: give the address of a proxy on this host"
         ));
     }
     let address = text.strip_prefix("http://").unwrap_or(text);

@@ -29,12 +29,12 @@ pub static KINDS: &[EventKind] = &[
     },
     EventKind {
         kind: "taken_over",
-        help: "An arena that an earlier firnd left is used again.",
-        fields: &[("epoch", "lifetimes of firnd that the arena has seen")],
+        help: "firnd uses an arena that an earlier firnd left.",
+        fields: &[("epoch", "number of firnds that the arena has had")],
     },
     EventKind {
         kind: "recovered",
-        help: "Data that an earlier firnd held is there again.",
+        help: "firnd recovered data that an earlier firnd held.",
         fields: &[
             ("recovered_bytes", "bytes of files that were found"),
             ("lost_file_bytes", "bytes whose file is not in the backing"),
@@ -44,20 +44,20 @@ pub static KINDS: &[EventKind] = &[
         kind: "arena_full",
         help: "Writers wait for room in the arena.",
         fields: &[
-            ("waiting_writers", "how many wait"),
+            ("waiting_writers", "number of writers that wait"),
             ("held_bytes", "bytes that are not in the backing"),
         ],
     },
     EventKind {
         kind: "arena_has_room",
         help: "No writer waits any more.",
-        fields: &[("waited_seconds", "time since the first one waited")],
+        fields: &[("waited_seconds", "time since the first writer waited")],
     },
     EventKind {
         kind: "backing_failed",
-        help: "A write to the backing failed. The data stays in memory, and the write is tried again.",
+        help: "A write to the backing failed. The data remains in memory, and the write is retried.",
         fields: &[
-            ("path", "file of the newest error"),
+            ("path", "file of the newest failed write"),
             ("errno", "number of the error"),
             ("text", "what happened"),
         ],
@@ -65,12 +65,12 @@ pub static KINDS: &[EventKind] = &[
     EventKind {
         kind: "backing_works",
         help: "Writes to the backing succeed again.",
-        fields: &[("failed_seconds", "time since the first one failed")],
+        fields: &[("failed_seconds", "time since the first write failed")],
     },
     EventKind {
         kind: "error_given_up",
         help: "An error was reported to the programs that waited for room.",
-        fields: &[("count", "how often since the last event of this kind")],
+        fields: &[("count", "reports since the last event of this kind")],
     },
     EventKind {
         kind: "committed",
@@ -80,7 +80,7 @@ pub static KINDS: &[EventKind] = &[
                 "scope",
                 "directory of the transaction, below the mount point",
             ),
-            ("id", "its number"),
+            ("id", "number of the transaction"),
         ],
     },
     EventKind {
@@ -91,13 +91,13 @@ pub static KINDS: &[EventKind] = &[
                 "scope",
                 "directory of the transaction, below the mount point",
             ),
-            ("id", "its number; absent: it had none yet"),
+            ("id", "number of the transaction; absent if it had none yet"),
         ],
     },
     EventKind {
         kind: "unmounted",
         help: "The mount has ended.",
-        fields: &[("held_bytes", "bytes that stay in the arena")],
+        fields: &[("held_bytes", "bytes that remain in the arena")],
     },
 ];
 

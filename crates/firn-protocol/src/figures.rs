@@ -22,7 +22,7 @@ pub enum Kind {
     Histogram,
 }
 
-/// Unit of a figure; the end of its name tells it.
+/// Unit of a figure, which the end of the figure's name shows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Unit {
     /// `_bytes_per_second`.
@@ -50,7 +50,7 @@ impl Unit {
     }
 }
 
-/// Keys and values that tell one sample of a figure from the others.
+/// Keys and values that distinguish the samples of a figure.
 pub type Labels = Vec<(&'static str, String)>;
 
 /// The value of a sample.
@@ -78,7 +78,8 @@ impl Value {
 pub struct HistogramStatus {
     /// Upper bounds in ascending order, in the unit of the figure.
     pub bounds: Vec<f64>,
-    /// Number of observations above the previous bound and up to this one, and last of those above all bounds.
+    /// Number of observations for each bound: above the previous bound and up to this bound. One more count comes last, of
+    /// the observations above all bounds.
     pub counts: Vec<u64>,
     /// Sum of all observations, in the unit of the figure.
     pub sum: f64,
@@ -92,7 +93,7 @@ impl HistogramStatus {
             .fold(0, |sum, count| sum.saturating_add(*count))
     }
 
-    /// Returns the mean of all observations; `None` without any.
+    /// Returns the mean of all observations. `None`: there is no observation.
     pub fn mean(&self) -> Option<f64> {
         let count = self.count();
         (count > 0).then(|| self.sum / count as f64)
@@ -104,8 +105,8 @@ impl HistogramStatus {
         bounds.zip(self.counts.iter().copied())
     }
 
-    /// Returns the lowest bound that at least `share` of the observations do not exceed. `f64::INFINITY`: it is above the
-    /// last bound. `None`: there is no observation.
+    /// Returns the lowest bound that at least `share` of the observations do not exceed. `f64::INFINITY`: no finite bound
+    /// is high enough. `None`: there is no observation.
     pub fn quantile(&self, share: f64) -> Option<f64> {
         let count_wanted = (self.count() as f64 * share).ceil().max(1.0);
         let mut count_so_far = 0u64;
@@ -134,7 +135,7 @@ impl From<HistogramCounts> for HistogramStatus {
 /// One value of a figure.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Sample {
-    /// Labels; no other sample of the figure has the same.
+    /// Labels. No two samples of a figure have the same labels.
     pub labels: Labels,
     /// Value of the sample.
     pub value: Value,
@@ -145,13 +146,13 @@ pub struct Sample {
 pub struct Figure {
     /// Name without `firn_` and `_total`.
     pub name: String,
-    /// Path of its value in `firn status --json`, as `jq` writes it.
+    /// Path of the figure's value in `firn status --json`, in the notation of `jq`.
     pub json: String,
-    /// How it changes with time.
+    /// How the figure changes with time.
     pub kind: Kind,
-    /// Meaning, in a sentence.
+    /// Meaning of the figure, in a sentence.
     pub help: String,
-    /// Its values; empty if the status has none.
+    /// Values of the figure; empty if the status has none.
     pub samples: Vec<Sample>,
 }
 
@@ -171,7 +172,7 @@ impl Figures {
         figures
     }
 
-    /// Adds figures, whose names must differ from all names here.
+    /// Adds the figures of `others`. Their names must differ from the names that this has already.
     #[must_use]
     pub fn with(mut self, others: Self) -> Self {
         for (name, figure) in others.0 {
@@ -228,7 +229,7 @@ impl Default for Place {
 }
 
 impl Place {
-    /// Returns the place of a part within this place; names of its fields get `prefix`.
+    /// Returns the place of a part within this place. The names of the part's fields get `prefix`.
     pub fn part(&self, prefix: &str) -> Self {
         let prefix = format!("{}{prefix}", self.prefix);
         Self {
@@ -248,7 +249,7 @@ impl Place {
         }
     }
 
-    /// Returns this place with one label more.
+    /// Returns this place with one more label.
     pub fn label(&self, key: &'static str, value: impl ToString) -> Self {
         let mut place = self.clone();
         place.labels.push((key, value.to_string()));
@@ -264,7 +265,7 @@ pub trait Field: Sized {
 
 /// A part of a status that `part!` declares.
 pub trait Part: Field {
-    /// Key of the label that numbers the parts of a list. `None`: other labels tell the parts apart.
+    /// Key of the label that numbers the parts of a list. `None`: the parts differ in their other labels.
     const NUMBERED: Option<&'static str>;
 }
 
@@ -363,7 +364,7 @@ impl<P: Part> Field for Vec<P> {
 /// | `counter` | only grows |
 /// | `gauge` | goes up and down: a number, a boolean, a state, or the number of sentences |
 /// | `histogram` | counts observations by their size |
-/// | `part` | is a part with figures of its own |
+/// | `part` | is a part with separate figures |
 /// | `label` | is a label of all samples of this part |
 /// | `text` | is in the JSON and has no figure |
 macro_rules! part {
@@ -419,8 +420,8 @@ macro_rules! part {
 }
 pub(crate) use part;
 
-/// Declares the states of a field, each with its word. The figure has one sample for each word, as the label `state`: 1 for
-/// the present state and 0 for the others.
+/// Declares the states of a field, each with its word. The figure has one sample for each word, which is the label `state`.
+/// The sample of the present state is 1, all others are 0.
 macro_rules! states {
     (
         $(#[doc = $about:literal])*

@@ -1,27 +1,27 @@
 //! Short reports of a mount, which each host writes for the other hosts of the backing with each beat of its lease.
 //!
-//! A report is a digest of the [`Status`] and must fit into few bytes. A list in it has only some entries, those in
-//! trouble first, and the number of the others. So the report of a host in trouble has room too.
+//! A report is a digest of the [`Status`] and must fit into few bytes. So a list in it has only some entries, those in
+//! trouble first, and the number of entries left out.
 
 use serde::{Deserialize, Serialize};
 
 use crate::path::BytePath;
 use crate::status::{LaneState, LaneStatus, PartnerStatus, Status, TokenState, WaitingProgram};
 
-/// Most lanes in a report, those in trouble first.
+/// Largest number of lanes in a report, those in trouble first.
 const LANES_MAX: usize = 8;
-/// Lanes that stay when the list of lanes is shortened.
+/// Number of lanes that remain when the list of lanes is shortened.
 const LANES_MIN: usize = 2;
-/// Most names of files in a report.
+/// Largest number of file names in a report.
 pub const NAMES_MAX: usize = 3;
-/// Most programs in a report.
+/// Largest number of programs in a report.
 const PROGRAMS_MAX: usize = 3;
-/// Longest sentence in a report.
+/// Length of the longest sentence in a report.
 const TEXT_CHARS_MAX: usize = 160;
-/// Longest path in a report; a longer one is left out.
+/// Length of the longest path in a report. A longer path is left out.
 const PATH_BYTES_MAX: usize = 400;
 
-/// The state of a mount in short.
+/// A summary of the state of a mount.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct HostReport {
@@ -71,12 +71,12 @@ pub struct HostReport {
     /// The programs that have waited longest for an answer.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub waiting_programs: Vec<WaitingProgram>,
-    /// Number of errors that are not dealt with.
+    /// Number of errors that firnd remembers.
     pub errors: u64,
-    /// The newest of these errors, with its path.
+    /// The newest error, with its path.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub last_error: Option<String>,
-    /// Lanes, if there are several, or tokens, or a lane in trouble.
+    /// Lanes. Empty if the mount has only one lane, without token and not in trouble.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub lanes: Vec<LaneReport>,
     /// Number of lanes that are not listed.
@@ -93,13 +93,13 @@ pub struct HostReport {
     pub written_names: Vec<BytePath>,
 }
 
-/// A lane of a host in short.
+/// A summary of a lane of a host.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct LaneReport {
     /// Number of the lane.
     pub lane: u64,
-    /// Bytes that are not in the lane yet.
+    /// Held bytes that will be written to the lane.
     pub held_bytes: u64,
     /// Number of files in the lane's queue.
     pub queued_files: u64,
@@ -122,7 +122,7 @@ pub struct LaneReport {
     pub retry_seconds: Option<f64>,
 }
 
-/// The partner of a host in short.
+/// A summary of the partner of a host.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct PartnerReport {
@@ -186,7 +186,7 @@ impl HostReport {
         }
     }
 
-    /// Adds the files that programs have open for writing: their number, and some of their names.
+    /// Adds the number of files that programs have open for writing, and some of their names.
     #[must_use]
     pub fn with_written(mut self, count: u64, names: Vec<Vec<u8>>) -> Self {
         self.written_files = count;
@@ -196,7 +196,7 @@ impl HostReport {
         self
     }
 
-    /// Removes lists and texts, the least important first, until the report `fits`.
+    /// Removes lists and texts, the least important first, until `fits` accepts the report.
     #[must_use]
     pub fn fit(mut self, fits: impl Fn(&Self) -> bool) -> Self {
         let removals: [fn(&mut Self); 6] = [
@@ -227,8 +227,8 @@ impl HostReport {
     }
 }
 
-/// Returns the lanes to list, and the number of the others. A single lane without token or error is not listed: it is the
-/// mount itself.
+/// Returns the lanes to list, and the number of lanes left out. A single lane without token or error is not listed: it has
+/// the figures of the mount itself.
 fn lanes_of(status: &Status) -> (Vec<LaneReport>, u64) {
     let is_only_the_mount = status.lanes.len() == 1
         && status.lanes[0].token.is_none()
@@ -240,7 +240,7 @@ fn lanes_of(status: &Status) -> (Vec<LaneReport>, u64) {
     let mut lanes: Vec<LaneReport> = numbered_lanes
         .map(|(number, lane)| LaneReport::of(number as u64, lane))
         .collect();
-    // The sort is stable, so lanes that compare as equal stay in the order of their numbers.
+    // The sort is stable, so lanes that compare as equal remain in the order of their numbers.
     lanes.sort_by_key(|lane| (!lane.is_in_trouble(), std::cmp::Reverse(lane.held_bytes)));
     let others = lanes.len().saturating_sub(LANES_MAX) as u64;
     lanes.truncate(LANES_MAX);
@@ -288,7 +288,7 @@ fn round_to_tenth(value: f64) -> f64 {
     (value * 10.0).round() / 10.0
 }
 
-/// Returns the path, or an empty one if it is too long for a report.
+/// Returns the path, or an empty path if it is too long for a report.
 fn short_path(path: &BytePath) -> BytePath {
     if path.as_bytes().len() <= PATH_BYTES_MAX {
         path.clone()
@@ -349,7 +349,7 @@ mod tests {
         let order = HostReport::of(&status, 0).lanes;
         let order: Vec<u64> = order.iter().map(|lane| lane.lane).collect();
         assert_eq!(order, [2, 1, 0]);
-        // A single lane without trouble is the mount itself.
+        // A single lane without trouble has the figures of the mount itself, so it is not listed.
         status.lanes.truncate(1);
         assert_eq!(HostReport::of(&status, 0).lanes, []);
     }

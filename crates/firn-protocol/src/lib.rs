@@ -2,8 +2,8 @@
 //!
 //! * The client sends one [`Request`] per line. firnd answers with any number of [`Reply::Progress`] lines, and then with
 //!   exactly one final line, which is any other variant.
-//! * firnd may close an idle connection that holds nothing, to make room for another one. Its last line is then
-//!   [`Reply::Closed`], and requests sent after the last answer were not carried out.
+//! * firnd may close an idle connection that holds nothing, to make room for another connection. The last line of the
+//!   closed connection is [`Reply::Closed`], and requests sent after the last answer were not carried out.
 //! * Every field is plain JSON, and every path is a [`BytePath`]. So `firn … --json` prints a reply as it is, and other
 //!   tools can use the socket.
 
@@ -39,8 +39,8 @@ pub enum Request {
     /// Get the [`Status`] of the mount.
     Status,
     /// Drain the files at or below `path` and wait until they have the level `until`: [`DurabilityLevel::Logged`],
-    /// [`DurabilityLevel::Drained`] or [`DurabilityLevel::Durable`]. EBUSY: the files are logged, but a writer keeps them
-    /// from a higher level.
+    /// [`DurabilityLevel::Drained`] or [`DurabilityLevel::Durable`]. EBUSY: the files are logged, but cannot reach a higher
+    /// level, because a writer has one open.
     Wait {
         /// Path below the mount point, without a leading slash. Empty: all files.
         path: BytePath,
@@ -54,8 +54,8 @@ pub enum Request {
         /// Path below the mount point, without a leading slash.
         path: BytePath,
     },
-    /// Drain the files at or below `path`, flatten those with bytes in logs, and wait for that. EBUSY: a writer has one
-    /// of the files open.
+    /// Drain the files at or below `path`, flatten those with bytes in logs, and wait until both are done. EBUSY: a writer
+    /// has one of the files open.
     Flatten {
         /// Path below the mount point, without a leading slash.
         path: BytePath,
@@ -72,7 +72,7 @@ pub enum Request {
         /// Whether to keep the files in memory.
         pinned: bool,
     },
-    /// Explain in which lane a file is, or would be.
+    /// Explain in which lane a file is, or would be if it were created. Answer: [`Reply::Placed`].
     Place {
         /// Path below the mount point, without a leading slash.
         path: BytePath,
@@ -81,8 +81,8 @@ pub enum Request {
     Files {
         /// Path below the mount point, without a leading slash.
         path: BytePath,
-        /// List also idle files of which firnd knows more than the backing shows: that they were synced, or that
-        /// firnd died while they were open.
+        /// List also idle files about which firnd has information that the backing lacks: the file was synced, or firnd
+        /// died while the file was open.
         #[serde(default)]
         idle: bool,
     },
@@ -104,10 +104,10 @@ pub enum Request {
         /// [`ChunkList::list`].
         list: u64,
     },
-    /// An agent names the partner host. Marks that it sets on this connection count until the connection ends, or until
-    /// another connection names a partner.
+    /// An agent names the partner host. Files that it marks ([`Request::MarkPartnered`]) on this connection count as
+    /// partnered until the connection ends, or until another connection names a partner.
     Partner {
-        /// Name of the partner host; `None`: there is none now.
+        /// Name of the partner host. `None`: there is no partner now.
         host: Option<String>,
         /// Remark for users; empty: there is none.
         note: String,
@@ -133,25 +133,25 @@ pub enum Request {
         /// Owner of the transaction. When the owner ends and the transaction is not prepared, it is aborted.
         #[serde(default)]
         owner: Owner,
-        /// If set, make the directory as a part of the transaction; it must not exist. The value has its permission bits,
-        /// from which the caller's umask is removed already. If not set, the directory must exist.
+        /// If set, make the directory as a part of the transaction; it must not exist. The value is the permission bits of
+        /// the new directory, with the caller's umask already applied. If not set, the directory must exist.
         #[serde(default)]
         create: Option<u32>,
     },
-    /// Make the transaction durable without deciding it. Changes in its scope wait for the decision.
+    /// Make the transaction durable without deciding it. Until the decision, further changes in its scope wait.
     Prepare {
         /// Scope of the transaction.
         path: BytePath,
-        /// Number that the caller gives the transaction.
+        /// Number for the transaction, chosen by the caller.
         id: u64,
     },
     /// Decide to commit the transaction, and apply it. Prepares it first if necessary.
     Commit {
         /// Scope of the transaction.
         path: BytePath,
-        /// Number of the transaction. Default: the number with which it was prepared, else the one after the last commit.
+        /// Number of the transaction. Default: the number with which it was prepared, else the last commit's number plus 1.
         id: Option<u64>,
-        /// Begin the next transaction before any program can change the scope.
+        /// Begin the next transaction of the scope at once, before any program can change the scope.
         #[serde(default)]
         begin: bool,
         /// Answer after the durable decision, and apply the transaction later.
@@ -172,17 +172,18 @@ pub enum Request {
     },
     /// Get the [`record::RunRecord`] of the mount.
     Record,
-    /// Forget the recorded errors. The data stays, and its writes are still tried again.
+    /// Forget the recorded errors. The data of failed writes remains held, and the writes are still retried.
     ClearErrors,
-    /// Replace this firnd by the program of the client, which goes on with the mount. The last reply of this firnd is
+    /// Replace this firnd by a firnd of the client's version, which continues the mount. The last reply of this firnd is
     /// [`Reply::Upgrading`]. Client and firnd may have different versions of this protocol.
     Upgrade {
-        /// Options that change, as after `-o`.
+        /// Options to change, in the form of the argument of `-o`.
         options: String,
     },
     /// Unmount and end.
     Unmount {
-        /// Unmount even if a file is open (lazily), and end even if data cannot be drained. Such data stays in the arena.
+        /// Unmount even if a file is open (lazily), and end even if data cannot be drained. Undrained data remains in the
+        /// arena.
         force: bool,
         /// What to do with data that is held.
         #[serde(default)]
@@ -199,7 +200,7 @@ pub enum HeldPolicy {
     Drain,
     /// Leave it in the arena for the next mount.
     Keep,
-    /// Drop it: the arena is removed with all its data.
+    /// Drop it: remove the arena with all its data.
     Discard,
 }
 
@@ -216,8 +217,8 @@ pub enum Owner {
     Process {
         /// Process id.
         pid: u32,
-        /// Start time of the process, in clock ticks since the host started. It tells the process from a later one with
-        /// the same id.
+        /// Start time of the process, in clock ticks since the host started. It distinguishes the process from a later
+        /// process with the same id.
         start_ticks: u64,
     },
 }
@@ -234,7 +235,7 @@ pub enum Reply {
         version: String,
         /// Process id of firnd.
         pid: u32,
-        /// Unique value of this firnd. A client that connects again compares it, to notice that a later mount answers.
+        /// Unique value of this firnd. A client that reconnects compares it, to notice that another mount answers now.
         incarnation: String,
     },
     /// Answer to [`Request::Status`].
@@ -250,12 +251,12 @@ pub enum Reply {
     Evicted {
         /// Bytes of memory freed.
         freed_bytes: u64,
-        /// Bytes that stay in memory, because they are not drained or because a [`ChunkList`] lists them.
+        /// Bytes that remain in memory, because they are not drained or because a [`ChunkList`] lists them.
         held_bytes: u64,
     },
     /// Answer to [`Request::Pin`].
     Pinned {
-        /// Number of these files that are in memory.
+        /// Number of the files at or below the path that are in memory.
         files: u64,
         /// Number of their bytes in memory.
         bytes: u64,
@@ -268,12 +269,12 @@ pub enum Reply {
     Chunks(ChunkList),
     /// Answer to [`Request::CheckChunks`].
     ChunksChecked {
-        /// Whether the file was changed through the mount, or may have been.
+        /// Whether the file was changed, or may have been changed, through the mount since the list was made.
         changed: bool,
     },
     /// Progress of a long request. Other lines follow.
     Progress {
-        /// Bytes that are still to be drained for this request.
+        /// Bytes that this request must still drain.
         bytes_left: u64,
         /// Files with such bytes.
         files_left: u64,
@@ -290,26 +291,27 @@ pub enum Reply {
     },
     /// Answer to [`Request::Unmount`].
     Unmounted {
-        /// Files that stay in logs, because other hosts write to them.
+        /// Files that remain in logs, because other hosts write to them.
         #[serde(default)]
         written_files: u64,
     },
     /// Answer to [`Request::Upgrade`]. This firnd ends now.
     Upgrading {
-        /// Process id of the keeper, which starts the next firnd. If it cannot, it ends.
+        /// Process id of the keeper, which starts the next firnd. The keeper ends if it cannot start one.
         keeper: u32,
     },
-    /// Success of a request whose answer has no data.
+    /// The request succeeded, and its answer has no data.
     Done,
-    /// The idle connection is closed to make room for another one. This is no answer: requests sent after the last answer
-    /// were not carried out. Connect again and repeat them.
+    /// firnd closes this idle connection to make room for another connection. This line is not an answer to a request:
+    /// requests sent after the last answer were not carried out. Reconnect and repeat them.
     Closed,
-    /// Nothing was done, because too many connections are in use: each has a request or holds something. firnd still
-    /// accepts a few more for [`Request::Hello`], [`Request::Status`], [`Request::Upgrade`] and [`Request::Unmount`].
+    /// The request was not carried out, because too many connections are in use: each has a request or holds something.
+    /// A few more connections may still send [`Request::Hello`], [`Request::Status`], [`Request::Upgrade`] and
+    /// [`Request::Unmount`].
     Busy {
-        /// Most connections that may be in use.
+        /// Largest number of connections that may be in use.
         connections: u32,
-        /// The processes with most connections.
+        /// The processes with the most connections.
         holders: Vec<Holder>,
     },
     /// The request failed.
@@ -324,7 +326,7 @@ pub enum Reply {
 /// A process with connections to firnd.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Holder {
-    /// Process id; 0: firnd does not see the process.
+    /// Process id. 0: the process is in another PID namespace, so firnd does not see it.
     pub pid: u32,
     /// Number of its connections.
     pub connections: u32,
@@ -335,18 +337,18 @@ pub struct Holder {
 pub struct Explanation {
     /// Path of the file in its lane. `None`: the file does not exist, or is in the backing itself.
     pub file: Option<BytePath>,
-    /// Server of the file, as the file system tells it. Only with a placement in one file system.
+    /// Server of the file, as the file system reports it. Only with a placement in one file system.
     #[serde(default)]
     pub server: Option<BytePath>,
     /// Whether the name exists.
     pub exists: bool,
-    /// Lane that a new file with this name would go to. `None`: the lanes take turns, or no lane takes files.
+    /// Lane to which a new file with this name would go. `None`: the lanes take turns, or no lane takes files.
     pub lane: Option<BytePath>,
     /// Reason for the lane, in a sentence.
     pub reason: String,
 }
 
-/// A file of which firnd knows more than the backing shows.
+/// A file about which firnd has information that the backing lacks.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct FileStatus {
     /// Path below the mount point.
@@ -355,29 +357,29 @@ pub struct FileStatus {
     pub state: DurabilityLevel,
     /// Number of its bytes that are not in the backing.
     pub held_bytes: u64,
-    /// Offset after the last of these bytes, or 0 if there are none. The file is at least that long.
+    /// Offset after the last held byte, or 0 if no bytes are held. The file is at least that long.
     #[serde(default)]
     pub held_end: u64,
     /// Whether a program has the file open.
     pub open: bool,
-    /// How its last writer ended. A file without a writer that firnd knows counts as closed.
+    /// How the file's last writer ended. A file of which firnd knows no writer counts as closed.
     #[serde(default)]
     pub ending: Ending,
-    /// Number that differs after each change of the file's bytes or length; for [`Request::MarkPartnered`].
+    /// Number that changes with each change of the file's bytes or length; for [`Request::MarkPartnered`].
     #[serde(default)]
     pub changes: u64,
-    /// Whether the file is in the scope of an unfinished transaction. Its held bytes may then be dropped.
+    /// Whether the file is in the scope of an unfinished transaction, whose abort would drop the file's held bytes.
     #[serde(default)]
     pub in_transaction: bool,
 }
 
 /// Where a mount keeps data, for a process that maps it read-only. The files belong to the user of the mount and have mode
-/// 0600. A store to them would destroy data.
+/// 0600. A process must not store to them: that would destroy data.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DataRegion {
     /// Path of the arena file.
     pub path: BytePath,
-    /// Identity of the arena, in hexadecimal digits. The superblocks of the arena and of its spill file have it.
+    /// Identity of the arena, in hexadecimal digits. The superblocks of the arena and of its spill file contain it.
     pub uuid: String,
     /// Offset of the first chunk in the file.
     pub offset: u64,
@@ -428,8 +430,8 @@ pub struct ChunkPiece {
     /// Offset of the bytes at their place: in the region for [`Place::Memory`], in the spill file for [`Place::Spill`], in
     /// the memory file for [`Place::MemoryFile`], in the file of the backing for [`Place::Backing`]. 0 for [`Place::Hole`].
     pub at: u64,
-    /// Index of the chunk, for memory and the spill file. For a memory file its number: the name of that file is the name
-    /// of the region's file, `.m` and the number.
+    /// For memory and the spill file: index of the chunk. For a memory file: its number. The name of a memory file is the
+    /// name of the region's file, `.m` and the number.
     pub chunk: Option<u32>,
 }
 
@@ -444,7 +446,7 @@ pub enum Place {
     /// In a memory file.
     #[serde(rename = "memory-file")]
     MemoryFile,
-    /// In the backing only. The file may have a hole there.
+    /// In the backing only. The file of the backing may have a hole in this range.
     Backing,
     /// Nowhere: the bytes are zeros.
     Hole,

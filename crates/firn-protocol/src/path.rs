@@ -1,7 +1,7 @@
 //! Paths in messages: any bytes, as the kernel allows them.
 //!
 //! In JSON a UTF-8 path is a string. Any other path is an object such as `{"escaped":"caf\\xe9"}`. In its string, each
-//! byte that is not UTF-8 is `\x` with two hexadecimal digits, each backslash is doubled, and all else stands for itself.
+//! byte that is not UTF-8 is `\x` with two hexadecimal digits, each backslash is doubled, and all else is unchanged.
 //!
 //! Invariant: both forms are exact. Different paths have different JSON, and each path is read as it was written.
 
@@ -34,7 +34,7 @@ impl BytePath {
         Path::new(OsStr::from_bytes(&self.0))
     }
 
-    /// Whether the path is empty. Among paths below a mount point, that is the mount point itself.
+    /// Whether the path is empty. An empty path below a mount point is the mount point itself.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
@@ -183,8 +183,8 @@ fn escaped(bytes: &[u8]) -> String {
     text
 }
 
-/// Returns the bytes that an escaped text stands for. `None`: a backslash is followed by something else than a backslash, or
-/// `x` and two hexadecimal digits.
+/// Returns the bytes that an escaped text stands for. `None`: a backslash is followed neither by a backslash nor by `x` and
+/// two hexadecimal digits.
 pub fn unescaped(text: &str) -> Option<Vec<u8>> {
     let mut bytes = Vec::with_capacity(text.len());
     let mut rest = text.as_bytes();
@@ -209,8 +209,8 @@ pub fn unescaped(text: &str) -> Option<Vec<u8>> {
     Some(bytes)
 }
 
-/// Writes and reads a [`PathBuf`] in the form of a [`BytePath`], for `#[serde(with = …)]`. Serde's own form refuses a path
-/// that is not UTF-8.
+/// Writes and reads a [`PathBuf`] in the form of a [`BytePath`], for `#[serde(with = …)]`. Serde's form of a [`PathBuf`]
+/// refuses a path that is not UTF-8.
 pub mod exact {
     use super::{BytePath, Deserialize, Deserializer, Path, PathBuf, Serialize, Serializer};
 

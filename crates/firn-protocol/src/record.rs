@@ -4,7 +4,7 @@
 //! and, with `record-in=backing`, in `.firn/records` of the backing. Another user may have written such a file, so readers
 //! use [`RunRecord::parse`].
 //!
-//! Time is divided into *buckets* of equal length. When there are too many, each two neighbours become one.
+//! Time is divided into *buckets* of equal length. When there are too many buckets, each two neighbours are merged.
 //!
 //! Invariants of a parsed record
 //! * It has at most [`BUCKETS_MAX`] buckets, [`CHECKPOINTS_MAX`] checkpoints and [`EVENTS_MAX`] events.
@@ -22,20 +22,20 @@ use crate::path::BytePath;
 pub const RECORD_VERSION: u32 = 1;
 /// Largest size of a record.
 pub const RECORD_BYTES_MAX: u64 = 1 << 20;
-/// Most buckets. When there would be more, each two neighbours become one.
+/// Largest number of buckets. When there would be more, each two neighbours are merged.
 pub const BUCKETS_MAX: usize = 600;
-/// Most checkpoints. When there would be more, the oldest is forgotten.
+/// Largest number of checkpoints. When there would be more, the oldest is forgotten.
 pub const CHECKPOINTS_MAX: usize = 512;
-/// Most events. When there would be more, the oldest is forgotten.
+/// Largest number of events. When there would be more, the oldest is forgotten.
 pub const EVENTS_MAX: usize = 256;
 /// Longest time in a record: a hundred years. A longer time is a sign of damage.
 const SECONDS_MAX: f64 = 100.0 * 366.0 * 86_400.0;
-/// Most bounds of a histogram.
+/// Largest number of bounds of a histogram.
 const BOUNDS_MAX: usize = 256;
-/// Longest name or text in a record.
+/// Size of the longest name or text in a record.
 const TEXT_BYTES_MAX: usize = 16 << 10;
 
-/// What happened during one span of time: ten sums, then two maxima.
+/// Counts of what happened in one span of time: ten sums, then two maxima.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(from = "[u64; 12]", into = "[u64; 12]")]
 pub struct Bucket {
@@ -71,7 +71,7 @@ const FIELDS: usize = 12;
 const SUMS: usize = 10;
 
 impl Bucket {
-    /// Adds another bucket: sums are added, and of maxima the larger one stays.
+    /// Adds another bucket: sums are added, and of two maxima the larger is retained.
     pub fn add(&mut self, other: Self) {
         let (mut fields, other): ([u64; FIELDS], [u64; FIELDS]) = ((*self).into(), other.into());
         for (index, (field, other_field)) in fields.iter_mut().zip(other).enumerate() {
@@ -94,8 +94,8 @@ impl Bucket {
         fields.into()
     }
 
-    /// Returns the part of each sum that lies between two shares of the time, each from 0 to 1. The parts of adjoining
-    /// shares add up to the whole. Maxima are those of `self`.
+    /// Returns the part of each sum for a section of the time: `from` and `to` are fractions of it, from 0 to 1. Adjoining
+    /// sections add up to the whole. Maxima are those of `self`.
     #[must_use]
     pub fn part(self, from: f64, to: f64) -> Self {
         let mut fields: [u64; FIELDS] = self.into();
@@ -160,7 +160,7 @@ impl From<Bucket> for [u64; FIELDS] {
     }
 }
 
-/// A checkpoint on its way to being durable. Times are seconds since the start of the record.
+/// The times at which a checkpoint reached each durability level, in seconds since the start of the record.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct CheckpointRecord {
@@ -168,13 +168,13 @@ pub struct CheckpointRecord {
     pub path: BytePath,
     /// Number of the step.
     pub step: u64,
-    /// When the first of its files was opened for writing, or first held.
+    /// When the first of its files was opened for writing, or was seen with held bytes.
     pub began_seconds: f64,
-    /// When the last of its files was closed by its last writer. `None`: a file is open.
+    /// When the last of its files was closed by its last writer. `None`: a file is still open.
     pub closed_seconds: Option<f64>,
-    /// When all its bytes were in the backing or dropped. `None`: some are held.
+    /// When all its bytes were in the backing or dropped. `None`: some bytes are still held.
     pub drained_seconds: Option<f64>,
-    /// When all its files were synced there. `None`: some were not.
+    /// When all its files were synced in the backing. `None`: some files were not.
     pub durable_seconds: Option<f64>,
     /// Number of its files that were written.
     pub files: u64,
@@ -206,7 +206,7 @@ pub struct RunRecord {
     pub mount_point: BytePath,
     /// Absolute path of the backing directory.
     pub backing: BytePath,
-    /// Options that change what the mount promises.
+    /// Options that change what the mount promises, as `key=value`.
     pub options: Vec<String>,
     /// When firnd attached, by the clock of its host: microseconds since 1970. The record starts then.
     pub began_unix_us: u64,
@@ -216,7 +216,7 @@ pub struct RunRecord {
     pub has_ended: bool,
     /// Size of the arena's data, all chunks together.
     pub arena_bytes: u64,
-    /// Bytes held at the end, with those whose file is lost.
+    /// Bytes held at the end, including those whose file is lost.
     pub held_bytes: u64,
     /// Bytes that were overwritten or removed before they were drained.
     pub cancelled_bytes: u64,
@@ -224,7 +224,7 @@ pub struct RunRecord {
     pub recovered_bytes: u64,
     /// Write calls to the backing that failed.
     pub drain_errors: u64,
-    /// Length of a bucket.
+    /// Time that one bucket covers.
     pub bucket_ms: u64,
     /// The buckets, from the start of the record without gaps.
     pub buckets: Vec<Bucket>,
@@ -246,7 +246,7 @@ pub struct RunRecord {
     pub checkpoints: Vec<CheckpointRecord>,
     /// The events, the oldest first.
     pub events: Vec<EventRecord>,
-    /// Number of checkpoints, events and changes of files that were left out, because there were too many.
+    /// Number of checkpoints, events and changes of files that the record lacks, because there were too many.
     pub forgotten: u64,
 }
 
@@ -255,17 +255,17 @@ pub struct RunRecord {
 pub enum RecordError {
     /// The file is longer than any record that firnd writes.
     TooLong {
-        /// Its size.
+        /// Size of the file.
         bytes: u64,
     },
     /// The file is not the JSON of a record.
     Malformed(serde_json::Error),
     /// Another version of Firn wrote it.
     Version {
-        /// Version of its format.
+        /// Version of the record's format.
         found: u32,
     },
-    /// A value in it is impossible.
+    /// A value in the record is impossible.
     Impossible(&'static str),
 }
 
@@ -274,7 +274,7 @@ impl std::fmt::Display for RecordError {
         match self {
             Self::TooLong { bytes } => write!(
                 f,
-                "it has {bytes} bytes, and firnd writes no more than {RECORD_BYTES_MAX}"
+                "it has {bytes} bytes, and firnd writes at most {RECORD_BYTES_MAX}"
             ),
             Self::Malformed(error) => write!(f, "it is damaged: {error}"),
             Self::Version { found } => write!(
@@ -388,7 +388,7 @@ impl RunRecord {
     }
 }
 
-/// Whether a histogram is empty, or has one count more than bounds, which ascend.
+/// Whether a histogram is valid: it is empty, or its bounds ascend and it has one more count than bounds.
 fn is_histogram(histogram: &HistogramStatus) -> bool {
     let HistogramStatus {
         bounds,

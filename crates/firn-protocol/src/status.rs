@@ -7,8 +7,8 @@
 //! A field that can be empty (an `Option`, a `Vec`, a map, a part within a part) needs a value in [`Status::example`] too,
 //! because the tests of outputs see only values that are there.
 //!
-//! Counters start at 0 when firnd attaches. The doc comment of a figure is its help for users and collectors, so it is a
-//! sentence of its own.
+//! Counters start at 0 when firnd attaches. The doc comment of a figure is its help for users and collectors, so it must
+//! make sense without its neighbours.
 
 use std::collections::BTreeMap;
 
@@ -38,11 +38,11 @@ part! {
         gauge epoch: u64,
         /// Options that change what the mount promises, as `key=value`, with quoted paths (`firn_format::quote`).
         text options: Vec<String>,
-        /// Bytes of chunks in the arena.
+        /// Size of all chunks of the arena.
         gauge arena_bytes: u64,
-        /// Bytes of slabs in use.
+        /// Size of the arena's slabs in use.
         gauge arena_used_bytes: u64,
-        /// Bytes of one chunk.
+        /// Size of one chunk.
         gauge chunk_bytes: u64,
         /// Bytes held: written by programs and not yet in the backing.
         gauge held_bytes: u64,
@@ -52,7 +52,7 @@ part! {
         gauge logged_files: u64,
         /// Bytes that this host wrote since the mount to logs that are not flattened yet.
         gauge logged_bytes: u64,
-        /// Files synced and not changed since, as far as firnd remembers: 16,384 at most.
+        /// Files that were synced and have not changed since. firnd remembers 16,384 of them at most.
         gauge durable_files: u64,
         /// Bytes of the files that `durable_files` counts.
         gauge durable_bytes: u64,
@@ -66,39 +66,39 @@ part! {
         gauge open_files: u64,
         /// Writers that wait for room in the arena.
         gauge waiting_writers: u64,
-        /// Whether another firnd goes on with the mount if this one dies: `ready`, or why not.
+        /// Whether another firnd can continue the mount if this one dies: `ready`, or the reason why it cannot.
         text takeover: String,
-        /// Times that another firnd continued the mount of one that ended.
+        /// Takeovers of this mount: firnd died or was upgraded, and the next firnd continued the mount.
         counter takeovers: u64,
-        /// Time for which programs waited at the last takeover.
+        /// Time that programs waited for the next firnd at the last takeover.
         gauge takeover_last_seconds: f64,
-        /// Time for which programs waited at all takeovers.
+        /// Time that programs waited for the next firnd at all takeovers together.
         counter takeover_seconds: f64,
-        /// Result of the last `firn upgrade`: `done`, or `refused` with the reason; empty: there was none.
+        /// Result of the last `firn upgrade`: `done`, or `refused` with the reason. Empty: no upgrade was tried.
         text upgrade: String,
-        /// Open files that were lost to their programs at the last takeover.
+        /// Open files that the last takeover could not restore: their programs get EIO.
         gauge lost_open_files: u64,
-        /// Memory of the live table.
+        /// Size of the live table, a file with what the kernel knows of the mount, from which the next firnd continues it.
         gauge live_table_bytes: u64,
-        /// Entries for which the live table had no room.
+        /// Entries that found no room in the live table, so a takeover cannot restore them.
         counter live_table_lost: u64,
-        /// Programs with a call that has waited for a second or longer: the 8 longest.
+        /// Programs with a call that has waited for firnd for a second or longer: at most the 8 that waited longest.
         part waiting_programs: Vec<WaitingProgram>,
         /// Files that the file system did not put on the server that `placement` chose.
         counter misplaced_files: u64,
-        /// Bytes taken from programs.
+        /// Bytes received from programs.
         counter ingest_bytes: u64,
-        /// Write requests taken from programs.
+        /// Writes received from programs.
         counter ingest_writes: u64,
-        /// Sizes of the writes taken from programs.
+        /// Sizes of the writes received from programs.
         histogram ingest_write_bytes: HistogramStatus,
-        /// Time of programs' writes in firnd, with their waits for room; without direct access.
+        /// Time that programs' writes took in firnd, waits for room included. Writes by direct access do not count.
         histogram write_seconds: HistogramStatus,
-        /// Time of programs' closes in firnd.
+        /// Time that programs' closes took in firnd.
         histogram close_seconds: HistogramStatus,
-        /// Time of fsync(2) and fdatasync(2) of files in firnd.
+        /// Time that fsync(2) and fdatasync(2) of files took in firnd.
         histogram fsync_seconds: HistogramStatus,
-        /// Rate of bytes taken from programs.
+        /// Rate of bytes received from programs.
         gauge ingest_bytes_per_second: f64,
         /// Bytes written to the backing.
         counter drain_bytes: u64,
@@ -108,23 +108,23 @@ part! {
         counter drain_errors: u64,
         /// Sizes of successful writes to the backing.
         histogram drain_write_bytes: HistogramStatus,
-        /// Time of write calls to the backing, failed ones included.
+        /// Time that write calls to the backing took, failed calls included.
         histogram drain_seconds: HistogramStatus,
         /// Rate of bytes written to the backing.
         gauge drain_bytes_per_second: f64,
-        /// Bytes overwritten or removed before the drain.
+        /// Held bytes that programs overwrote or removed before they were drained.
         counter cancelled_bytes: u64,
         /// Bytes read by programs through firnd.
         counter read_bytes: u64,
-        /// Time that all closes waited for the backing (`close=drain`).
+        /// Sum of the times that closes waited for the backing (`close=drain`).
         counter close_wait_seconds: f64,
-        /// Drained bytes kept in the arena to be read again.
+        /// Drained bytes that remain in the arena, so that programs can read them again.
         gauge cached_bytes: u64,
         /// Drained bytes that left the arena, for room or on request.
         counter evicted_bytes: u64,
-        /// Bytes of memory files, those ready to be used again included.
+        /// Size of the arena's memory files, unused room that they keep for later included.
         gauge memory_file_bytes: u64,
-        /// Bytes of held files moved into memory files.
+        /// Held bytes moved into memory files.
         counter settled_bytes: u64,
         /// Processes connected to the data socket.
         gauge direct_clients: u64,
@@ -132,7 +132,7 @@ part! {
         gauge direct_files: u64,
         /// Slabs leased for direct access.
         gauge direct_leases: u64,
-        /// Leases ended because their client broke rules.
+        /// Leases of slabs that firnd ended because the process broke the rules of direct access.
         counter direct_errors: u64,
         /// Chunk lists that programs hold.
         gauge chunk_lists: u64,
@@ -150,21 +150,21 @@ part! {
         part spill: Option<SpillStatus>,
         /// NUMA nodes, each with an equal part of the arena.
         part numa_nodes: Vec<NumaNodeStatus>,
-        /// Transactions that are not over.
+        /// Unfinished transactions.
         part transactions: Vec<TransactionStatus>,
-        /// Copies in the memory of another host, where the option `partner` asks for them.
+        /// Copies in the memory of another host, if the option `partner` asks for them.
         part partner: Option<PartnerStatus>,
         /// Lanes of the drain.
         part lanes: Vec<LaneStatus>,
-        /// Sentences of advice on slow placement.
+        /// Number of hints on slow placement. `firn status` prints each.
         gauge placement_advice: Vec<String>,
-        /// Sentences about options in which other hosts of the backing differ.
+        /// Differences between the options of this host and those of other hosts of the backing. `firn status` prints each.
         gauge host_differences: Vec<String>,
-        /// Lines that firnd could not write to its log: no room, or over a limit.
+        /// Lines that firnd could not write to its log, because there was no room or too many lines came at once.
         counter log_lines_lost: u64,
-        /// Bytes of the largest file that firnd may write: the limit of the process that started it.
+        /// Size of the largest file that firnd may write: the file size limit (RLIMIT_FSIZE) of the process that started firnd.
         gauge file_size_limit_bytes: Option<u64>,
-        /// Requests of the kernel that failed, by operation. A lookup of a name that is not there is one.
+        /// Requests of the kernel that failed, by operation. Lookups of missing names count too.
         counter failed_requests: BTreeMap<String, u64>,
         /// Decisions of the drain: `picked`, `written`, `waits` (after an error), `retried`, `given up` (the callers that
         /// waited got the error), `spilled`, `put off` (programs wanted the CPUs), `settled` (a chunk went to a memory file).
@@ -174,15 +174,15 @@ part! {
         counter transaction_steps: BTreeMap<String, u64>,
         /// Checkpoints that commit rules committed, by rule.
         counter rule_commits: BTreeMap<String, u64>,
-        /// Checkpoints dropped because their writers ended before they were complete, by rule.
+        /// Checkpoints undone because their writers ended before the checkpoint was complete, by rule.
         counter rule_aborts: BTreeMap<String, u64>,
-        /// Failed begins and commits of commit rules, by rule.
+        /// Begins and commits by commit rules that failed, by rule.
         counter rule_failures: BTreeMap<String, u64>,
         /// Old checkpoints that `keep` removed, by rule.
         counter rule_removals: BTreeMap<String, u64>,
-        /// Checkpoints of commit rules not complete yet, by rule.
+        /// Checkpoints of commit rules that are not complete yet, by rule.
         gauge rule_waits: BTreeMap<String, u64>,
-        /// Errors not dealt with yet: the last 64.
+        /// Errors that firnd remembers until `firn status --clear-errors`: the last 64.
         part errors: Vec<ErrorStatus>,
     }
 }
@@ -201,9 +201,9 @@ part! {
     }
 }
 
-/// Closes that waited for a shorter time, all together, need no advice.
+/// Least sum of the waits of all closes for which there is advice, in seconds.
 const CLOSE_WAIT_MIN_S: f64 = 10.0;
-/// Closes that waited for a smaller share of the mount's lifetime need no advice.
+/// Least share of the mount's lifetime that closes waited for which there is advice.
 const CLOSE_WAIT_SHARE_MIN: f64 = 0.01;
 
 impl Status {
@@ -294,13 +294,13 @@ impl Status {
     }
 }
 
-/// Returns advice for a mount whose closes waited `wait_s` seconds in all; `None` if that is short, or a small share of
-/// `uptime_s`.
+/// Returns advice for a mount whose closes waited `wait_s` seconds in all. `None`: the wait is short, or a small share
+/// of `uptime_s`.
 pub fn close_hint(wait_s: f64, uptime_s: f64) -> Option<String> {
     let is_long = wait_s >= CLOSE_WAIT_MIN_S && wait_s >= uptime_s * CLOSE_WAIT_SHARE_MIN;
     is_long.then(|| {
         format!(
-            "closes waited {wait_s:.0} s for the backing; with -o close=held they return at once, and `firn wait` waits"
+            "closes waited {wait_s:.0} s for the backing; with -o close=held they return at once; `firn wait` waits instead"
         )
     })
 }
@@ -318,7 +318,7 @@ part! {
         counter moved_bytes: u64,
         /// Rate of bytes moved to the spill file.
         gauge moved_bytes_per_second: f64,
-        /// Whether nothing moves to the spill file: its last write failed, or it is damaged.
+        /// Whether spilling has stopped, because the last write to the spill file failed or the file is damaged.
         gauge failing: bool,
     }
 }
@@ -326,13 +326,13 @@ part! {
 part! {
     /// One NUMA node and its part of the arena.
     NumaNodeStatus, prefix "numa_node_" {
-        /// Number that the kernel gives the NUMA node.
+        /// Number of the NUMA node in the kernel.
         label numa_node: u32,
-        /// Bytes of the NUMA node's chunks.
+        /// Size of the NUMA node's chunks.
         gauge bytes: u64,
-        /// Bytes of the NUMA node's chunks in use.
+        /// Size of the NUMA node's chunks in use.
         gauge used_bytes: u64,
-        /// Slabs of the NUMA node given to writers nearer to another one.
+        /// Slabs of the NUMA node that were leased to writers nearer to another node.
         counter foreign_slabs: u64,
     }
 }
@@ -350,15 +350,15 @@ part! {
         gauge retry_seconds: Option<f64>,
         /// Files queued for a write to the lane.
         gauge queued_files: u64,
-        /// Files with held bytes for the lane.
+        /// Files with held bytes that will be written to the lane.
         gauge held_files: u64,
-        /// Held bytes for the lane.
+        /// Held bytes that will be written to the lane.
         gauge held_bytes: u64,
         /// With `order=sequential`: the file that is being written.
         text file: Option<BytePath>,
-        /// What was placed in it, where files are placed and it is not the backing itself.
+        /// What was placed in the lane. `None`: the mount has no placement, or the lane is the backing itself.
         part placed: Option<PlacedStatus>,
-        /// What gives it one writer among several hosts, where something does.
+        /// The lane's token, which gives the lane one writing host at a time. `None`: the lane has none.
         part token: Option<TokenStatus>,
     }
 }
@@ -372,7 +372,7 @@ part! {
         counter bytes: u64,
         /// Whether new files may go to the lane.
         gauge takes_files: bool,
-        /// Whether the lane takes files and bytes.
+        /// Whether the lane takes files and bytes: `ok`, `full`, `gone` or `hung`.
         gauge state: LaneState,
     }
 }
@@ -385,9 +385,9 @@ states! {
         Ok = "ok",
         /// The lane's server had no room.
         Full = "full",
-        /// The lane's directory did not behave as a directory.
+        /// The lane's directory was missing, or its file system did not work.
         Gone = "gone",
-        /// A call of its server does not return.
+        /// A call of the lane's server does not return.
         Hung = "hung",
     }
 }
@@ -395,7 +395,7 @@ states! {
 part! {
     /// The token of a lane.
     TokenStatus, prefix "token_" {
-        /// State of the lane's token.
+        /// State of the lane's token: `idle` (no file waits), `waiting`, `held`, or `without` (the lane is written without it).
         gauge state: TokenState,
         /// Time that the lane's token has been in its state.
         gauge state_seconds: f64,
@@ -405,11 +405,11 @@ part! {
         counter granted: u64,
         /// Time that drains waited for the lane's token.
         counter waited_seconds: f64,
-        /// Times that drains went on without the lane's token.
+        /// Times that drains wrote to the lane without its token.
         counter went_without: u64,
         /// Failed requests for the lane's token.
         counter errors: u64,
-        /// Reason of the last of these errors.
+        /// Reason of the last failed request for the token.
         text last_error: Option<String>,
     }
 }
@@ -434,9 +434,9 @@ part! {
     TransactionStatus, prefix "transaction_" {
         /// Path of the scope below the mount point; empty: the whole mount.
         label scope: BytePath,
-        /// How far the transaction is.
+        /// Stage of the transaction: `open`, `prepared` or `decided`.
         gauge stage: TransactionStage,
-        /// Number of the transaction, once it has one.
+        /// Number of the transaction. `None`: it has none yet.
         text id: Option<u64>,
         /// Owner of the transaction; `None`: it has none.
         text owner: Option<OwnerStatus>,
@@ -444,29 +444,29 @@ part! {
         gauge age_seconds: Option<f64>,
         /// Bytes that programs wrote in the transaction, held ones included.
         gauge bytes: u64,
-        /// Files, directories and others that the transaction changes.
+        /// Files, directories and other objects that the transaction changes.
         gauge objects: u64,
-        /// Names of files in each state of CprFS.
+        /// Names of files that the transaction changed, by what became of the name (the states of CprFS, such as `renamed`).
         gauge states: BTreeMap<String, u64>,
         /// Whether an earlier firnd prepared the transaction.
         gauge recovered: bool,
-        /// Hosts that have come, if several hosts commit together.
+        /// Hosts that have joined the commit, if several hosts commit together.
         text here: Vec<String>,
         /// The commit rule that began the transaction; `None`: a request began it.
         text rule: Option<String>,
-        /// What the commit of a rule waits for.
+        /// What the rule's commit still waits for.
         text waits_for: Option<String>,
         /// Reason why the last try to apply the transaction failed. It is tried again.
         text error: Option<String>,
-        /// How far its backup is; none without the option `backup`.
+        /// State of the transaction's backup. `None`: the mount has no option `backup`.
         part backup: Option<BackupStatus>,
     }
 }
 
 states! {
-    /// How far a transaction is.
+    /// Stage of a transaction.
     TransactionStage {
-        /// The transaction takes changes.
+        /// Programs may still change files of the transaction.
         #[default]
         Open = "open",
         /// The transaction is durable and waits for its decision.
@@ -488,13 +488,13 @@ pub struct OwnerStatus {
 part! {
     /// The backup of a transaction.
     BackupStatus, prefix "backup_" {
-        /// Whether the transaction is prepared, and its backup can finish it.
+        /// Whether the transaction is prepared, and can be finished from its backup alone.
         gauge whole: bool,
         /// Time since the last write to the backup.
         gauge age_seconds: Option<f64>,
         /// Bytes in the backup.
         gauge copied_bytes: u64,
-        /// Bytes that a prepare has yet to copy to the backup.
+        /// Bytes that a prepare must still copy to the backup.
         gauge left_bytes: u64,
         /// Reason why the last write to the backup failed.
         text error: Option<String>,
@@ -506,9 +506,9 @@ part! {
     PartnerStatus, prefix "partner_" {
         /// Value of the option `partner`: `next`, or the name of a host.
         text wanted: String,
-        /// Name of this host among the others.
+        /// Name by which the other hosts know this host.
         text this_host: String,
-        /// File that says which hosts fail together; `None`: each fails by itself.
+        /// File that lists which hosts fail together. `None`: each host fails alone.
         text domains: Option<BytePath>,
         /// Whether a partner host has copies now.
         gauge present: bool,
@@ -516,15 +516,15 @@ part! {
         text host: Option<String>,
         /// Remark for users; empty: there is none.
         text note: String,
-        /// Held files of which the partner has all bytes.
+        /// Held files that the partner has completely.
         gauge copied_files: u64,
-        /// Held bytes of files of which the partner has all bytes.
+        /// Held bytes of files that the partner has completely.
         gauge copied_bytes: u64,
-        /// Held files of which the partner lacks bytes.
+        /// Held files that the partner lacks, wholly or in part.
         gauge left_files: u64,
-        /// Held bytes of files of which the partner lacks bytes.
+        /// Held bytes of files that the partner lacks, wholly or in part.
         gauge left_bytes: u64,
-        /// Age of the oldest byte that the partner lacks; 0 if it lacks none.
+        /// Age of the oldest byte that the partner lacks; 0 if the partner has all bytes.
         gauge lag_seconds: f64,
     }
 }
@@ -534,9 +534,9 @@ part! {
     WaitingProgram, prefix "waiting_program_", numbered "program" {
         /// Name of the program's thread.
         label name: String,
-        /// Number of the program's thread.
+        /// Id of the program's thread.
         text thread: u32,
-        /// Name of the call.
+        /// Name of the call that waits.
         label call: String,
         /// Time that the program's call has waited for firnd.
         gauge seconds: f64,
@@ -546,17 +546,17 @@ part! {
 part! {
     /// An error of the backing that firnd remembers.
     ErrorStatus, prefix "error_", numbered "error" {
-        /// Path below the mount point, as far as it is known.
+        /// Path below the mount point, or as much of it as is known.
         label path: BytePath,
         /// Number of the error.
         label errno: i32,
-        /// What was tried, and what the error means.
+        /// What firnd tried, and what the error means.
         text message: String,
         /// Times that the error occurred in a row.
         gauge repeats: u64,
         /// Time since the error last occurred.
         gauge age_seconds: f64,
-        /// Whether the error's file has held bytes.
+        /// Whether the error still matters: its file has held bytes, or its spill file still fails.
         gauge pending: bool,
     }
 }

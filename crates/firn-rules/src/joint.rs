@@ -14,7 +14,7 @@
 //! ```
 //!
 //! The next step of a host is a pure function of what the host sees ([`next_step`]). A crash, a faster host or an
-//! outdated listing changes only what the host sees at the next look.
+//! outdated listing changes only what the host sees when it reads the shared state again.
 //!
 //! Invariants
 //! * There is one decision. It is a commit only after a verdict that the parts of all participating hosts have no
@@ -50,7 +50,7 @@ pub struct HostState {
     pub open: usize,
     /// Number of living writers.
     pub living: usize,
-    /// Number of jobs that continue although their writers have ended well.
+    /// Number of jobs that still run although their writers have ended successfully.
     pub idle_jobs: usize,
     /// Number of living writers, for conditions that count writers.
     pub writers: usize,
@@ -69,7 +69,7 @@ pub struct Attempt {
     pub changes: BTreeMap<String, u64>,
     /// The hosts that have published their part.
     pub published: BTreeSet<String>,
-    /// Whether the attempt may become a commit. `None` if that is not decided yet.
+    /// The verdict: whether the attempt may become a commit. `None` if there is no verdict yet.
     pub is_clear: Option<bool>,
     /// The attempt may not become a commit, because two hosts changed the same object.
     pub is_conflict: bool,
@@ -117,7 +117,7 @@ pub struct OwnPart {
 /// The next step of a host.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum JointStep {
-    /// Wait. The text says what for.
+    /// Wait for the condition that the text names.
     Wait(String),
     /// Record that the event was seen.
     PutEvent,
@@ -136,7 +136,7 @@ pub enum JointStep {
     },
     /// Check whether the parts of the hosts conflict.
     Judge(Attempt),
-    /// Put the decision.
+    /// Store the decision.
     Decide {
         /// Whether it is a commit.
         commit: bool,
@@ -145,9 +145,9 @@ pub enum JointStep {
     },
     /// Open the part again, because the attempt with this number has failed.
     Reopen(u64),
-    /// Apply the commit, and leave.
+    /// Apply the commit, and end the host's part in the checkpoint.
     Apply,
-    /// Undo the host's part, and leave.
+    /// Undo the host's part, and end it.
     Undo,
 }
 
@@ -230,7 +230,7 @@ fn next_step_between_attempts(
         } else if !are_writers_gone {
             JointStep::Wait(EVENT.to_owned())
         } else {
-            abort("all its writers are gone, and its event has not come".into())
+            abort("all its writers have ended, but its event has not occurred".into())
         };
     }
     let is_busy = states.iter().find(|(_, state)| state.open > 0);
@@ -247,14 +247,14 @@ fn next_step_between_attempts(
     let is_tried = last.is_some_and(|last| last.is_conflict && last.changes == changes);
     match obstacle {
         Some(obstacle) if are_writers_gone => abort(format!(
-            "all its writers are gone, and it waits for {obstacle}"
+            "all its writers have ended, but it still waits for {obstacle}"
         )),
         Some(obstacle) => JointStep::Wait(obstacle),
         None if is_tried && are_writers_gone => {
-            abort("all its writers are gone, and the hosts do not agree".into())
+            abort("all its writers have ended, but the parts of the hosts conflict".into())
         }
         None if is_tried => {
-            JointStep::Wait("a change: the parts of the hosts do not go together".into())
+            JointStep::Wait("a change, because the parts of the hosts conflict".into())
         }
         None => JointStep::Try(Attempt {
             number: last.map_or(1, |last| last.number + 1),
@@ -286,7 +286,7 @@ fn next_step_of_attempt(attempt: &Attempt, view: &JointView, me: &str, own: &Own
     }
     if !attempt.published.contains(me) {
         if attempt.changes.get(me) != Some(&own.state.changes) || own.state.open > 0 {
-            let reason = format!("programs on {me} have changed more");
+            let reason = format!("programs on {me} have made more changes");
             return JointStep::GiveUp { number, reason };
         }
         return JointStep::Publish(number);
@@ -299,7 +299,7 @@ fn next_step_of_attempt(attempt: &Attempt, view: &JointView, me: &str, own: &Own
         None => JointStep::Judge(attempt.clone()),
         Some(host) if own.is_late => JointStep::GiveUp {
             number,
-            reason: format!("host {host} did not come"),
+            reason: format!("host {host} did not publish its part in time"),
         },
         Some(host) => JointStep::Wait(format!("host {host}")),
     }

@@ -182,7 +182,7 @@ impl ScopePattern {
                 identity: ScopeIdentity::Path(top.to_vec()),
             });
         }
-        // All tops of a scope are in one directory, in which the pattern begins.
+        // The top is the first component that the pattern matches, so all tops of a scope are in one directory.
         let top = (1..depth).fold(top, |path, _| parent_of(path));
         Some(FoundScope {
             dir: parent_of(top).to_vec(),
@@ -268,7 +268,7 @@ struct Word<'a> {
     offset: usize,
 }
 
-/// Parser for one line, which knows where the line is for its errors.
+/// Parser for one line, with the position of the line for errors.
 struct LineParser<'a> {
     source_name: &'a str,
     /// Line number, counted from 1.
@@ -487,7 +487,7 @@ impl LineParser<'_> {
         let is_beside = beside.is_some() || !is_dir;
         if beside.is_some() && !is_dir {
             let message =
-                "expected a name without `..`: it is in the directory of the scope's files";
+                "expected a name without `..`: the name is in the directory of the scope's files";
             return Err(self.error(text_offset, message, None));
         }
         if let Some(slash) = text.find('/').filter(|_| is_beside) {
@@ -529,7 +529,8 @@ impl LineParser<'_> {
         }
         let number = value.parse::<usize>().ok().filter(|number| *number > 0);
         if key == "keep" {
-            let message = format!("expected how many checkpoints stay, 1 or more, found `{value}`");
+            let message =
+                format!("expected the number of checkpoints to keep, 1 or more, found `{value}`");
             rule.keep = Some(number.ok_or_else(|| self.error(value_offset, message, None))?);
             if rule.scope.is_wide() {
                 let message = "expected no `keep` where one checkpoint is in several directories";

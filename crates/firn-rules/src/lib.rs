@@ -1,4 +1,4 @@
-//! Commit rules: they tell which changes of a program form one checkpoint, and when that checkpoint is complete. The
+//! Commit rules define which changes of a program form one checkpoint, and when that checkpoint is complete. The
 //! program itself need not know Firn.
 //!
 //! A rule names a scope, the event that completes the scope, and the conditions for its commit ([`parse_rules`]).

@@ -6,8 +6,8 @@
 //!   *tops*.
 //! * The *event* of a rule is the operation after which a scope counts as complete. The *conditions* (`needs`) of a
 //!   rule say which files a complete scope must have.
-//! * A *removal* is a scope in which programs have only removed names of a committed scope.
-//! * A *job* is a process and all that it has started. The process whose number the job has is its first one.
+//! * A *removal* is a scope in which programs have only removed names of an earlier, committed scope.
+//! * A *job* is a process and all processes that it has started. The job has the number of this first process.
 //!
 //! ```text
 //!                first change                     event, needs hold
@@ -53,11 +53,11 @@ pub const NOT_OPEN: u64 = u64::MAX;
 /// How a process ended, or closed a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ending {
-    /// By close(2), or by an exit with status 0.
+    /// The file was closed by close(2), or the process exited with status 0.
     Success,
-    /// The end of its process closed the file. The exit of the process tells whether it succeeded.
+    /// The end of the process closed the file. The exit status, which is reported separately, shows whether it succeeded.
     Exit,
-    /// By a signal, by an exit with an error, or in an unknown way.
+    /// The process ended by a signal, with another exit status, or in an unknown way.
     Failure,
 }
 
@@ -144,7 +144,7 @@ pub struct Entered {
 pub enum Refusal {
     /// The names of the operation are in two scopes.
     #[error(
-        "it would move a file from one checkpoint that is not complete into another (rule `{rule}`): wait until one of them is complete"
+        "it would move a file from one incomplete checkpoint into another (rule `{rule}`): wait until one of them is complete"
     )]
     TwoScopes {
         /// The rule of the first scope.
@@ -152,7 +152,7 @@ pub enum Refusal {
     },
     /// A living process of another job has written the same file of the scope.
     #[error(
-        "another job writes {path} of this checkpoint, which is not complete (rule `{rule}`): let it end first, or give each job a directory of its own"
+        "another job writes {path} of this incomplete checkpoint (rule `{rule}`): let that job end first, or give each job a separate directory"
     )]
     OtherJob {
         /// The rule.
@@ -162,7 +162,7 @@ pub enum Refusal {
     },
     /// A writer of the scope has failed. What another process adds would be dropped with the scope.
     #[error(
-        "a writer of this checkpoint has failed, and others still run (rule `{rule}`): it is dropped when they have ended; start again then"
+        "a writer of this checkpoint has failed, and other writers still run (rule `{rule}`): the checkpoint is dropped when all have ended; write it again then"
     )]
     Failed {
         /// The rule.
@@ -190,9 +190,9 @@ struct ScopeKey {
 /// What programs have done in an open scope so far.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ScopePurpose {
-    /// They write a checkpoint.
+    /// Programs write a checkpoint.
     Write,
-    /// They have only removed names of a committed scope.
+    /// Programs have only removed names of a committed scope.
     Removal,
     /// Programs that have ended well removed a part of a committed scope. The rest is complete.
     Thinning,
@@ -214,13 +214,13 @@ struct Scope {
     living_writers: BTreeSet<u32>,
     /// All processes that changed something in the scope.
     writers: BTreeSet<u32>,
-    /// Jobs that continue after their writers have ended well. An example is a shell script between two commands.
+    /// Jobs that still run although their writers have ended successfully, such as a shell script between two commands.
     idle_jobs: BTreeSet<u32>,
     /// Whether a checkpoint of this name existed before.
     existed_before: bool,
-    /// Whether a writer ended badly. The scope is then aborted once all writers are gone.
+    /// Whether a writer failed. The scope is then aborted once all its writers have ended.
     has_failed: bool,
-    /// For a removal: whether a newer checkpoint was begun after it, and was dropped.
+    /// For a removal: whether a newer checkpoint was begun after the removal, and was aborted.
     has_newer_failed: bool,
     /// Jobs that opened files for writing, by path.
     written_by: BTreeMap<Vec<u8>, u32>,
@@ -228,8 +228,8 @@ struct Scope {
     renamed_tops: Vec<[Vec<u8>; 2]>,
     /// Counter of changes and of ends of writers.
     changes: u64,
-    /// Whether a further checkpoint was added to the scope that the other hosts do not know. That checkpoint is
-    /// complete only after the next event.
+    /// Whether the scope contains, besides its own checkpoint, the next one, of which the other hosts do not know. The
+    /// next checkpoint is complete only after the next event.
     is_extended: bool,
     /// The last file that was refused to another job.
     last_refused_file: Option<String>,
@@ -261,7 +261,7 @@ struct CommittedScope {
 /// A process that wrote in a scope.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Writer {
-    /// Its number.
+    /// Process id.
     pub process: u32,
     /// Whether the process is alive.
     pub is_living: bool,
@@ -270,7 +270,7 @@ pub struct Writer {
 /// State of a scope for the status and for people.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct ScopeState {
-    /// Its number.
+    /// Number of the scope.
     pub scope: ScopeNumber,
     /// The name of its rule.
     pub rule: String,
@@ -486,7 +486,7 @@ impl Machine {
             before: newest.map_or(0, |newest| newest.count_for(need, rule.scope.is_dir)),
         };
         let is_write = scope.purpose == ScopePurpose::Write;
-        // The hosts' statements about an earlier event remain valid, so everything added since then counts as open.
+        // An event that hosts have published before remains valid. So what was added since then counts as an open file.
         let awaits_event =
             scope.is_extended && !scope.event_seen && !scope.living_writers.is_empty();
         Some(OwnPart {
@@ -496,7 +496,7 @@ impl Machine {
                     + scope.operations_under_way
                     + scope.closed_by_exit.len()
                     + usize::from(awaits_event),
-                // A finished removal waits for a newer checkpoint and not for programs.
+                // A finished removal waits for a newer checkpoint. It counts a living writer, so that the hosts do not abort it.
                 living: scope.living_writers.len().max(usize::from(!is_write)),
                 idle_jobs: scope.idle_jobs.len(),
                 writers: scope.living_writers.len(),
@@ -526,8 +526,8 @@ impl Machine {
         scope.map_or_else(Vec::new, |scope| scope.renamed_tops.clone())
     }
 
-    /// Returns the process in whose name this host repeats a rename of another host. The process is a writer of the
-    /// scope that has the top `from`; the result tells whether it is alive.
+    /// Returns the process to which this host attributes a rename that it repeats after another host. The process is a
+    /// writer of the scope that has the top `from`.
     pub fn writer_of_top(&self, number: ScopeNumber, from: &[u8]) -> Option<Writer> {
         let scope = self.scopes.get(&number)?;
         let is_there = scope.tops.contains(from) && !scope.removed_tops.contains(from);
@@ -554,7 +554,7 @@ impl Machine {
         for (index, need) in needs {
             let need_count =
                 |state: &HostState| state.needs.get(index).copied().unwrap_or_default();
-            // If all hosts have only removed names, there is nothing to count.
+            // If all hosts have only removed names, no file has to be counted.
             if states.values().all(|state| state.needs.is_empty()) {
                 continue;
             }
@@ -584,7 +584,7 @@ impl Machine {
         None
     }
 
-    /// Freezes a scope for an attempt to commit: no program changes it until [`Machine::note_commit_failed`].
+    /// Freezes a scope for an attempt to commit: programs cannot change it until [`Machine::note_commit_failed`].
     ///
     /// Returns false if the scope has changed since the change count `changes`.
     pub fn begin_attempt(&mut self, number: ScopeNumber, changes: u64) -> bool {
@@ -671,13 +671,13 @@ impl Machine {
         self.open_scope_of(path.path()).is_some() || self.find_key(path).is_some()
     }
 
-    /// Returns whether a directory contains names of an open scope, or the path lies in an open scope.
+    /// Returns whether `path` is a directory with names of an open scope, or is in an open scope.
     pub fn is_near_scope(&self, path: &[u8]) -> bool {
         let mut scopes = self.scopes.values();
         scopes.any(|scope| scope.key.dir == path || scope.contains(path))
     }
 
-    /// Returns whether no scope is open. In that case only the rules can concern a path.
+    /// Returns whether no scope is open. Then a path is of interest only if a pattern of the rules matches it.
     pub fn is_empty(&self) -> bool {
         self.scopes.is_empty()
     }
@@ -970,11 +970,11 @@ impl Machine {
         words.join(&0)
     }
 
-    /// Ends an open scope of several directories if a change belongs to the next checkpoint there. Returns whether the
-    /// scope has ended, so that the change begins another one.
+    /// Ends an open scope of several directories if a change belongs to the next checkpoint in these directories. Returns
+    /// whether the scope has ended, so that the change begins a new scope.
     ///
-    /// The transaction of such a scope has all of its directories, so the next checkpoint cannot have a transaction of
-    /// its own beside it. If the scope cannot be committed yet, both checkpoints become one scope. With several hosts,
+    /// The transaction of such a scope contains all its directories, so the next checkpoint cannot have a second
+    /// transaction there. If the scope cannot be committed yet, both checkpoints become one scope. With several hosts,
     /// the commit was tried before ([`Machine::end_wide_scope`]).
     fn ends_scope_of_several_dirs(
         &mut self,
@@ -1018,8 +1018,8 @@ impl Machine {
         (is_wide && is_beside && key != scope.key).then_some(key)
     }
 
-    /// Completes an open scope of several directories before an operation that belongs to the next checkpoint there, if
-    /// several hosts write it.
+    /// Completes an open scope of several directories that several hosts write, before an operation that belongs to the
+    /// next checkpoint in these directories.
     ///
     /// The caller lets the operation wait until the hosts have committed the scope or cannot commit it. In the second
     /// case both checkpoints become one, which the next event completes.
@@ -1139,11 +1139,11 @@ impl Machine {
                         scope.open.insert(handle, path.to_vec());
                     }
                     scope.written_by.insert(path.to_vec(), job);
-                    // Idle is a state and not an event, so a new change ends it.
+                    // `idle` is a state and not an event, so a new change ends it.
                     let is_idle =
                         matches!(self.rules.rules()[scope.key.rule].event, RuleEvent::Idle);
                     scope.event_seen &= !is_idle;
-                    // A process that has entered is known already, and may have ended by now.
+                    // A process that has entered is a writer already. It may have ended by now, so it is not added again.
                     if !scope.writers.contains(&process) {
                         scope.add_writer(process);
                     }
@@ -1168,7 +1168,7 @@ impl Machine {
 
     /// Updates the scope of an open file that was closed.
     ///
-    /// If the end of a process closed the file, the close counts only once the process is known to have ended well.
+    /// If the end of a process closed the file, the close counts only after the process is known to have succeeded.
     fn close_handle(
         &mut self,
         process: u32,
@@ -1193,7 +1193,7 @@ impl Machine {
                 Ending::Exit if scope.living_writers.contains(&process) => {
                     scope.closed_by_exit.entry(process).or_default().push(path);
                 }
-                // The end of the process is known already. Only a bad end matters here.
+                // The end of the process was reported before. If it failed, the scope has failed already.
                 Ending::Exit => self.apply_close(number, &path, actions),
                 Ending::Failure => scope.has_failed = true,
             }
@@ -1287,7 +1287,7 @@ impl Machine {
             };
             scope.event_seen |= is_event;
         }
-        // The file was written under another name and now gets its own name, complete: torch.save and os.replace.
+        // A complete file, written under another name, now gets its final name, as by torch.save and os.replace.
         if matches!(rule.event, RuleEvent::Idle) && rule.is_idle_enough() {
             scope.event_seen |= scope.open.is_empty() && is_scope_name(scope, to);
         }
@@ -1326,7 +1326,7 @@ impl Machine {
                     self.apply_close(number, &path, &mut actions);
                 }
             }
-            // There is one writer less to count.
+            // One writer less is required now, so the conditions may be met.
             let scope = &self.scopes[&number];
             if scope.purpose == ScopePurpose::Write && !scope.living_writers.is_empty() {
                 self.try_commit(number, &mut actions);
@@ -1336,11 +1336,11 @@ impl Machine {
         actions
     }
 
-    /// Ends a scope once all its writers are gone and none of their operations is under way: commits it if it is
-    /// complete, and aborts it otherwise.
+    /// Ends a scope once all its writers have ended and none of their operations is in progress. Commits the scope if it
+    /// is complete, and aborts it otherwise.
     ///
-    /// A scope that is beginning is left open. This happens if a program was killed in a call that is still in
-    /// progress; the end of the call ends the scope.
+    /// A scope that is still beginning is left open. This happens if a program was killed in a call that is still in
+    /// progress. The end of that call ends the scope.
     ///
     /// With several hosts, the hosts decide together.
     fn end_if_abandoned(&mut self, number: ScopeNumber, actions: &mut Vec<Action>) {
@@ -1364,7 +1364,7 @@ impl Machine {
             ScopePurpose::Removal if has_failed => {
                 self.abort_scope(number, "its removal was cut off", actions);
             }
-            // The program removed only the part that it meant to remove. The rest is complete.
+            // The program succeeded, so it removed only what it meant to remove. The remaining part is complete.
             ScopePurpose::Removal => {
                 if scope.removed_tops != scope.tops {
                     scope.purpose = ScopePurpose::Thinning;
@@ -1373,7 +1373,7 @@ impl Machine {
             }
             ScopePurpose::Thinning => self.try_commit(number, actions),
             ScopePurpose::Write => {
-                // A program that changes a complete checkpoint and ends well leaves it complete.
+                // A program that changes a complete checkpoint and succeeds leaves it complete.
                 scope.event_seen |= (ends_with_next || scope.existed_before) && !has_failed;
                 if scope.event_seen {
                     self.try_commit(number, actions);
@@ -1391,7 +1391,7 @@ impl Machine {
     /// Returns the reason that is reported when a scope without writers is aborted.
     fn reason_of_abort(&self, number: ScopeNumber) -> String {
         format!(
-            "all its writers are gone, and it waits for {}",
+            "all its writers have ended, but it still waits for {}",
             self.describe_wait(number)
         )
     }
@@ -1494,7 +1494,7 @@ impl Machine {
         (found < required).then(|| describe_too_few(found, required, need))
     }
 
-    /// Returns what a scope waits for, as a text for people.
+    /// Returns the condition that a scope waits for, as a text for people.
     fn describe_wait(&self, number: ScopeNumber) -> String {
         let obstacle = self.obstacle(number);
         let waits_for = obstacle.unwrap_or_else(|| "its commit".to_owned());
@@ -1533,7 +1533,7 @@ impl Machine {
         if scope.purpose == ScopePurpose::Removal {
             return actions;
         }
-        // A checkpoint from which a part was removed does not become newer.
+        // A checkpoint from which a part was removed keeps its place in the order of commits.
         let place = match scope.purpose {
             ScopePurpose::Thinning => self.committed.len().min(place_before),
             ScopePurpose::Removal | ScopePurpose::Write => self.committed.len(),
@@ -1568,9 +1568,9 @@ impl Machine {
     /// Returns the removals of the complete checkpoints in a directory beyond the number that the rule keeps, the
     /// oldest first. Returns none if the rule keeps all.
     ///
-    /// `names` are the names in the directory. `linked` are the tops to which a link there leads; their checkpoints
-    /// are kept, and so are open ones. The removals wait for nothing, and changes of these checkpoints wait until
-    /// they are removed.
+    /// `names` are the names in the directory. `linked` are the tops to which a link in it leads. Checkpoints with such
+    /// tops, and open checkpoints, are kept. The removals begin at once; changes of these checkpoints wait until the
+    /// checkpoints are removed.
     pub fn rotate(
         &mut self,
         rule: usize,
@@ -1622,7 +1622,7 @@ impl Machine {
                     _ => None,
                 });
             let found = found.filter(|found| found.dir == dir && found.top == path.path());
-            // Another rule may come first for this name.
+            // Another rule may claim this name: the rule with the shortest top decides.
             let key = self.find_key(path).map(|(key, _)| key);
             let (Some(found), Some(key)) = (found, key.filter(|key| key.rule == rule)) else {
                 continue;
@@ -1711,10 +1711,10 @@ impl Machine {
         })
     }
 
-    /// Records that a writer of a scope ended badly. The scope is not committed, and is dropped once its writers are
-    /// gone.
+    /// Records that a writer of a scope failed. The scope is not committed, and is aborted once all its writers have
+    /// ended.
     ///
-    /// The writers may be gone already, because an end that is reported during a commit has no effect.
+    /// The writers may have ended already: an end that is reported during a commit does not end the scope.
     pub fn note_failure(&mut self, number: ScopeNumber) -> Vec<Action> {
         let mut actions = Vec::new();
         if let Some(scope) = self.scopes.get_mut(&number) {

@@ -50,7 +50,7 @@ fn translate_alternative(
         };
         let mut len = first.len_utf8();
         match first {
-            // The pattern also matches no directory at all.
+            // `**/` also matches the empty string: no directory at all.
             '*' if rest.starts_with("**/") => {
                 regex.push_str("(?:.*/)?");
                 len = 3;
@@ -110,7 +110,7 @@ fn translate_alternative(
 /// Compiles a regular expression that matches whole paths.
 fn compile(pattern: &str) -> Regex {
     let pattern = format!("(?s-u)\\A(?:{pattern})\\z");
-    Regex::new(&pattern).expect("made of escaped parts")
+    Regex::new(&pattern).expect("all parts are escaped")
 }
 
 /// Returns the names of the captures in a text, in their order.
@@ -194,7 +194,7 @@ impl Pattern {
         })
     }
 
-    /// Returns the regular expression of the pattern, for use in a larger one.
+    /// Returns the regular expression of the pattern, for use in a larger expression.
     pub(crate) fn expression(&self) -> &str {
         &self.all_alternatives
     }

@@ -77,7 +77,7 @@ pub struct CheckpointOfPath {
 }
 
 impl RuleSet {
-    /// Returns the checkpoint that contains a path, as far as the patterns alone can tell.
+    /// Returns the checkpoint that contains a path, according to the patterns alone.
     pub fn checkpoint_of(&self, path: &[u8]) -> Option<CheckpointOfPath> {
         let located = self.locate(path);
         let scopes = located.matches.into_iter().filter_map(|rule_match| {
@@ -159,7 +159,7 @@ fn role_of(rule: &Rule, path: &[u8]) -> Option<PathRole> {
 pub enum RuleSetError {
     /// No built-in rule has this name.
     #[error(
-        "there is no rule `{name}`{}; `firn rules list` shows the names, and a file is given by a path with a slash, as ./site.rules",
+        "there is no rule `{name}`{}; `firn rules list` shows the names. To name a file, write a path with a slash, such as ./site.rules",
         nearest.as_ref().map(|word| format!("; did you mean `{word}`?")).unwrap_or_default()
     )]
     Unknown {
@@ -177,7 +177,7 @@ pub enum RuleSetError {
         source: io::Error,
     },
     /// A file is too long.
-    #[error("{path} has more than {} KiB: give a file of rules", RULES_BYTES_MAX >> 10)]
+    #[error("{path} has more than {} KiB, the limit for a file of rules: name another file", RULES_BYTES_MAX >> 10)]
     Long {
         /// The file.
         path: String,
@@ -186,10 +186,10 @@ pub enum RuleSetError {
     #[error(transparent)]
     Rule(#[from] RuleError),
     /// There are too many patterns, or they are too long.
-    #[error("the rules take more than {} MiB as one set of patterns: give shorter patterns, or fewer of them", COMPILED_BYTES_MAX >> 20)]
+    #[error("the compiled patterns of all rules take more than {} MiB: write fewer or shorter patterns", COMPILED_BYTES_MAX >> 20)]
     Large,
     /// Two rules have the same name.
-    #[error("rule `{name}` is there twice: give another name to one of them")]
+    #[error("two rules have the name `{name}`: rename one of them")]
     Twice {
         /// The name.
         name: String,

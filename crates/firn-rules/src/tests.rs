@@ -1,4 +1,4 @@
-//! The language, and what the rules make of the writers whose traces are in `traces/`.
+//! Tests of the language, and of what the rules do with the recorded writers in `traces/`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -183,7 +183,7 @@ fn strace_is_read_as_the_own_form_is() {
     assert_eq!(steps(strace), steps(own));
 }
 
-/// Proves that a scope commits only where no file is open for writing, whatever programs do.
+/// Proves that a scope commits only while none of its files is open for writing, whatever programs do.
 #[test]
 fn random_operations_keep_the_invariants() {
     use rand::rngs::StdRng;
@@ -266,7 +266,7 @@ fn random_operations_keep_the_invariants() {
             });
         }
         player.end_job(99);
-        // What was removed whole waits for a newer one, and nothing else is left.
+        // Only scopes that were removed whole are left: each waits for a newer complete checkpoint.
         for state in player.states() {
             assert!(state.waits_for.contains("last complete"), "{state:?}");
         }
@@ -277,7 +277,7 @@ fn machine(rules: &str) -> Machine {
     Machine::new(Arc::new(load_rules(rules, |_| unreachable!()).unwrap()))
 }
 
-/// Makes an operation, and what it asks for at once.
+/// Makes an operation. First begins or joins the scope that it needs.
 fn make(machine: &mut Machine, process: u32, operation: &Operation<'_>) -> Vec<Action> {
     let entered = machine.enter_operation(process, operation).unwrap();
     for action in &entered.actions {
@@ -321,7 +321,7 @@ fn a_file_of_one_job_is_not_changed_by_another_while_the_first_lives() {
             .waits_for
             .contains("refused checkpoint-1/x")
     );
-    // The job of a process that has ended owns nothing.
+    // Both processes of the first job have ended, but the job itself still lives.
     machine.note_exit(1, Ending::Success);
     machine.note_exit(2, Ending::Success);
     let refused = machine.enter_operation(3, &open(&x, 5));
@@ -364,7 +364,7 @@ fn with_several_hosts_the_machine_proposes_and_counts_the_needs_of_all() {
     );
     states.insert("a".to_owned(), rank);
     assert_eq!(machine.obstacle_among_hosts(1, &states), None);
-    // What changed since is not what was said.
+    // An attempt begins only if the change count is the one that was published.
     assert!(!machine.begin_attempt(1, own.state.changes + 1));
     assert!(machine.begin_attempt(1, own.state.changes));
     assert!(machine.is_busy(&open));
@@ -372,7 +372,7 @@ fn with_several_hosts_the_machine_proposes_and_counts_the_needs_of_all() {
     assert!(!machine.is_busy(&open));
 }
 
-/// Paths of what was removed by `keep`, in order, after operations by one process.
+/// Returns the paths that `keep` removed, in order, after operations of one process.
 fn removals(rule: &str, operations: &str) -> Vec<String> {
     let rules = RuleSet::new(parse_rules(rule, "test").unwrap()).unwrap();
     let mut player = TracePlayer::new(Arc::new(rules));
@@ -391,7 +391,7 @@ fn keep_removes_the_oldest_once_a_newer_one_is_complete() {
         operations +=
             &format!("1 mkdir step-{step}\n1 open step-{step}/done\n1 close step-{step}/done\n");
     }
-    // In the order of the commits, whatever the steps are.
+    // `keep` removes in the order of the commits, not of the steps.
     assert_eq!(removals(rule, &operations), ["step-9", "step-10"]);
     assert_eq!(removals("a step-*/ close:done", &operations), [""; 0]);
     let open = operations
@@ -414,7 +414,7 @@ fn keep_removes_a_group_with_all_its_files() {
     );
     assert_eq!(
         mistake("a x idle keep=0"),
-        "site.rules:1:15: expected how many checkpoints stay, 1 or more, found `0`"
+        "site.rules:1:15: expected the number of checkpoints to keep, 1 or more, found `0`"
     );
 }
 
@@ -426,7 +426,7 @@ fn regression_a_writer_killed_in_the_call_that_begins_a_scope_leaves_none_open()
     let open = Operation::Open { path, handle: 1 };
     let entered = machine.enter_operation(7, &open).unwrap();
     assert!(matches!(entered.actions[..], [Action::Begin { .. }]));
-    // The caller is still at the begin.
+    // The process ends while the caller still begins the scope.
     assert_eq!(machine.note_exit(7, Ending::Failure), []);
     machine.note_begun(entered.scope.unwrap(), false);
     let actions = machine.finish_operation(7, &open, entered.scope, true);
@@ -455,7 +455,8 @@ fn a_checkpoint_waits_until_the_pointer_that_was_there_is_written_again() {
     );
 }
 
-/// A machine of one host among two, with a step of a checkpoint in several directories that no program has open.
+/// Returns the machine of one of two hosts. It has an open scope of several directories, step 1, whose only file is
+/// closed.
 fn wide_machine() -> Machine {
     let mut machine = machine("openfoam");
     machine.set_hosts(2);
@@ -480,7 +481,7 @@ fn with_several_hosts_the_next_step_of_a_wide_scope_waits_for_their_commit() {
     let actions = machine.end_wide_scope(&open);
     assert_eq!(actions, [Action::Propose { scope: 1 }]);
     assert!(machine.own_part(1).unwrap().has_event);
-    // The hosts commit it.
+    // The hosts commit the scope.
     machine.note_committed(1);
     assert_eq!(machine.end_wide_scope(&open), []);
     let entered = machine.enter_operation(1, &open).unwrap();
@@ -502,7 +503,7 @@ fn a_step_that_joins_the_one_before_is_open_for_other_hosts_until_its_own_event(
         ending: Ending::Success,
     };
     machine.end_wide_scope(&open(&two, 2));
-    // The hosts have not committed it in time.
+    // The hosts have not committed the scope in time, so step 2 joins it.
     make(&mut machine, 1, &open(&two, 2));
     machine.finish_operation(1, &close(2), None, true);
     let part = machine.own_part(1).unwrap();
@@ -550,7 +551,7 @@ fn a_closed_file_that_is_renamed_to_its_name_is_complete() {
     let rules = Arc::new(load_rules("torch", |_| unreachable!()).unwrap());
     let mut player = TracePlayer::new(rules);
     let save = "1 open a.tmp\n1 close a.tmp\n1 rename a.tmp a.ckpt\n";
-    // The good one moves away, and is brought back where no other follows.
+    // The complete file is renamed away. The rename is undone, because no new file follows.
     let cut = "1 rename a.ckpt a.old\n1 kill\n";
     for line in parse_trace(&[save, cut].concat(), "/").unwrap() {
         player.play(&line);
@@ -578,7 +579,7 @@ fn a_failure_that_is_noted_before_a_commit_drops_a_scope_whose_writers_are_gone(
     let [Action::Commit { scope }] = actions[..] else {
         panic!("{actions:?}");
     };
-    // Its end is told while the caller is at the commit.
+    // The end of the process is reported while the caller commits the scope.
     assert_eq!(machine.note_exit(7, Ending::Failure), []);
     let actions = machine.note_failure(scope);
     assert!(matches!(actions[..], [Action::Abort { .. }]), "{actions:?}");

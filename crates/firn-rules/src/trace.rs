@@ -120,13 +120,13 @@ fn parse_line(line: &str) -> Result<(u32, TraceStep), String> {
     let words: Vec<&str> = line.split_ascii_whitespace().collect();
     let process = words[0].parse().map_err(|_| {
         format!(
-            "expected the number of a process, found `{}`; a line is as `1 open PATH`, or one of strace -f",
+            "expected the number of a process, found `{}`; write lines such as `1 open PATH`, or the output of strace -f",
             words[0]
         )
     })?;
     let Some(&word) = words.get(1) else {
         return Err(format!(
-            "expected one of {} after the process",
+            "expected one of {} after the number of the process",
             WORDS.join(", ")
         ));
     };
@@ -306,7 +306,7 @@ impl Strace {
 /// One reaction of the rules to an operation.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct RuleReaction {
-    /// The line of the operation that caused it. A begin happens before that operation, everything else after it.
+    /// The line of the operation that caused the reaction. A `begin` happens before that operation, all else after it.
     pub line: usize,
     /// `begin`, `join`, `commit`, `abort`, `remove` (by `keep=N`) or `refuse`.
     pub what: &'static str,
@@ -490,8 +490,8 @@ impl TracePlayer {
         self.carry_out(line.line, actions);
     }
 
-    /// Carries out the actions of the machine, and those that follow from them. Each is recorded as a reaction to
-    /// `line`.
+    /// Carries out the actions of the machine, and the further actions that they cause. Records each action as a
+    /// reaction to `line`.
     fn carry_out(&mut self, line: usize, actions: Vec<Action>) {
         let shown = |paths: &[Vec<u8>]| -> Vec<String> {
             paths

@@ -4,7 +4,7 @@
 //! * Answers have the order of the questions.
 //! * [`ask_child`] returns at its timeout, even if a file server does not answer. A call to a dead server may hang in
 //!   the kernel so that even SIGKILL does not end it. A child process makes such a call, and is abandoned at the
-//!   timeout. This process makes none, so its own threads can always end.
+//!   timeout. This process makes no such call, so its own threads can always end.
 
 use std::ffi::OsString;
 use std::process::Command;
@@ -20,7 +20,7 @@ use serde::de::DeserializeOwned;
 const AT_ONCE: usize = 16;
 /// Maximum size of a child's output in bytes: a line for each of some thousand hosts.
 const OUTPUT_BYTES_MAX: usize = 32 << 20;
-/// Time after the deadline, at which the child is killed, for the report that it was killed.
+/// Extra time after the deadline, in which the killed child is reported as killed.
 const GRACE: Duration = Duration::from_millis(50);
 
 /// Asks all `questions`, at most `AT_ONCE` at a time. Returns the answers in the order of the questions.
@@ -53,16 +53,16 @@ pub fn ask_each<Q: Sync, A: Send>(questions: &[Q], ask: impl Fn(&Q) -> A + Sync)
 /// Why a child gave no answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ChildFailure {
-    /// It exceeded its timeout and was killed.
+    /// The child exceeded its timeout and was killed.
     Late,
-    /// It printed a message instead, and ended with an exit status.
+    /// The child printed a message instead, and ended with an exit status.
     Refused {
         /// The message, without `firn: ` before it.
         text: String,
         /// The exit status. `None` means that a signal killed the child.
         code: Option<u8>,
     },
-    /// It could not be started, or its output could not be read.
+    /// The child could not be started, or its output could not be read.
     NotRun(String),
 }
 

@@ -1,14 +1,14 @@
-//! The checks of `firn doctor`: they test whether a mount would work on this host and this backing. For each problem
-//! they tell the user what to type.
+//! The checks of `firn doctor` test whether a mount would work on this host and this backing. For each problem they
+//! report what the user should type.
 //!
 //! * A [`Check`] has a name, a group, and a function that returns [`Finding`]s. [`CHECKS`] lists all checks.
 //! * [`examine()`] runs each check in a child process, which prints its findings as JSON.
 //! * A mount makes some of the same tests. Both then call the same function, such as `firn_daemon::check_backing`.
 //!
 //! Promises
-//! * [`examine()`] returns even if a file server does not answer. A check that exceeds its timeout is killed. Where the
-//!   kernel does not let it die, it is abandoned.
-//! * Checks change nothing outside a directory of their own in the backing ([`probe`]), which they remove.
+//! * [`examine()`] returns even if a file server does not answer. A check that exceeds its timeout is killed. If it
+//!   hangs in the kernel and does not end, it is abandoned.
+//! * Checks change nothing outside a directory that they create in the backing ([`probe`]) and remove.
 
 mod backing;
 mod examine;
@@ -38,12 +38,12 @@ pub enum CheckGroup {
     Host,
     /// The backing. Its checks read facts only, apart from one file that they may create.
     Backing,
-    /// The backing's file system, which the checks try with files of their own. They run only if the backing can be
-    /// used and written to.
+    /// The backing's file system, which the checks test with their own files. They run only if the backing can be used
+    /// and written to.
     Storage,
 }
 
-/// The input of every check: what a mount would be given.
+/// The input of every check: the backing and the options of the mount.
 #[derive(Clone, Debug)]
 pub struct CheckSubject<'a> {
     /// The backing as the user gave it. `None` means that only the host is examined.

@@ -1,8 +1,8 @@
-//! The exporter: it serves the metrics of all mounts to a collector that asks by HTTP.
+//! The exporter serves the metrics of all mounts to collectors over HTTP.
 //!
 //! Promises
-//! * A firnd that does not answer within [`ANSWER_WITHIN`] counts as down, and does not delay the metrics of the
-//!   others. At most one question to it is pending.
+//! * A firnd that does not answer within [`ANSWER_WITHIN`] counts as down, and does not delay the metrics of other
+//!   mounts. At most one question to each firnd is pending.
 //! * A client has [`CLIENT_WITHIN`] for its request and the response. A request has at most [`http::REQUEST_BYTES_MAX`]
 //!   bytes.
 //! * At most [`CLIENTS_MAX`] clients are served at once; each further client is told to retry later.
@@ -185,11 +185,11 @@ impl Drop for ServedClient {
     }
 }
 
-/// Serves a client in a thread of its own, or refuses it if [`CLIENTS_MAX`] clients are served already.
+/// Serves a client in a separate thread, or refuses it if [`CLIENTS_MAX`] clients are served already.
 fn begin(client: listener::Client, scraper: &Arc<Scraper>, clients: &Arc<AtomicUsize>) {
     let seat = ServedClient(Arc::clone(clients));
     if clients.fetch_add(1, Ordering::AcqRel) >= CLIENTS_MAX {
-        // All places are taken. The refusal needs no thread, because the request is not read.
+        // The maximum number of clients is served. The refusal needs no thread, because the request is not read.
         http::refuse(client);
         return;
     }
@@ -199,7 +199,7 @@ fn begin(client: listener::Client, scraper: &Arc<Scraper>, clients: &Arc<AtomicU
         let _seat = seat;
         http::serve(client, Instant::now() + CLIENT_WITHIN, &|| scraper.text());
     };
-    // Where no thread can be started, the client sees that its connection is closed.
+    // If no thread can be started, the client sees that its connection is closed.
     let _ = thread.spawn(serve);
 }
 

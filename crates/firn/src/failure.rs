@@ -12,7 +12,7 @@ pub const DONE: u8 = 0;
 pub const FAILED: u8 = 1;
 /// Exit status: an invalid option or argument.
 pub const USAGE: u8 = 2;
-/// Exit status: partly done; the rest is safe, and can still be done.
+/// Exit status: partly done; nothing is lost, and the remaining part can still be done.
 pub const PARTLY: u8 = 3;
 /// Exit status: not a firn arena or mount.
 pub const NOT_FIRN: u8 = 10;

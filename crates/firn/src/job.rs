@@ -5,9 +5,9 @@
 //! * A report is the status that a host writes beside its lease.
 //!
 //! Promises
-//! * No host is asked over the network: the leases and reports in the backing say everything.
+//! * No host is asked over the network: all facts come from the leases and reports in the backing.
 //! * [`Job::look`] returns at its timeout, even if the backing or the firnd of this host hangs.
-//! * What did not answer is named in [`Job::notes`], and everything that answered is shown.
+//! * [`Job::notes`] names each source that did not answer, and everything that answered is shown.
 
 mod advice;
 mod look;
@@ -34,7 +34,7 @@ pub struct Job {
     pub total: JobTotals,
     /// Hosts, with the one in the worst trouble first.
     pub hosts: Vec<Host>,
-    /// Sentences about what did not answer, and about anything else that the user should know.
+    /// Sentences about sources that did not answer, and about other things that the user should know.
     pub notes: Vec<String>,
     /// Whether the backing, or the firnd of this host, did not answer.
     pub is_partial: bool,
@@ -65,9 +65,9 @@ pub struct JobTotals {
     pub durable_files: u64,
     /// Bytes of the files that `durable_files` counts.
     pub durable_bytes: u64,
-    /// Bytes taken from programs since the hosts mounted the backing.
+    /// Bytes received from programs since the hosts mounted the backing.
     pub ingest_bytes: u64,
-    /// Bytes per second taken from programs, over the hosts whose leases are renewed.
+    /// Bytes per second received from programs, over the hosts whose leases are renewed.
     pub ingest_bytes_per_second: f64,
     /// Bytes per second written to the backing, over the hosts whose leases are renewed.
     pub drain_bytes_per_second: f64,
@@ -205,7 +205,7 @@ impl Trouble {
     }
 }
 
-/// Returns the word for a host's state that users are shown.
+/// Returns the word that users see for a host's state.
 pub fn life_word(life: Life) -> &'static str {
     match life {
         Life::Alive => "alive",

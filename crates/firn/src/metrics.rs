@@ -145,8 +145,8 @@ mod tests {
         }
     }
 
-    /// Gives each number of a status a value that no other number has, and calls `found` with its path. The example has
-    /// to contain every number.
+    /// Gives each number of a status a unique value, and adds its path and value to `found`. The example must contain every
+    /// number.
     fn mark_numbers(value: &mut Value, path: &str, next: &mut u64, found: &mut Vec<(String, u64)>) {
         match value {
             Value::Object(fields) => {
@@ -309,8 +309,8 @@ mod tests {
     #[test]
     fn samples_of_two_mounts_stand_under_one_head() {
         let text = text(&[Status::example(), another()]);
-        let head = "# HELP firn_failed_requests_total Requests of the kernel that failed, by operation. A lookup of a \
-                    name that is not there is one.\n# TYPE firn_failed_requests_total counter\n";
+        let head = "# HELP firn_failed_requests_total Requests of the kernel that failed, by operation. Lookups of missing \
+                    names count too.\n# TYPE firn_failed_requests_total counter\n";
         let sample = |mount_point: &str| {
             format!(
                 "firn_failed_requests_total{{backing=\"\",mount_point=\"{mount_point}\",host=\"\",kind=\"lookup\"}} 3\n"

@@ -34,7 +34,8 @@ pub fn print_json_line(value: &impl Serialize) -> Result<(), Failure> {
 
 /// Returns the text of an encoded value, or the failure of the verb if the value cannot be encoded.
 fn encoded(result: serde_json::Result<String>) -> Result<String, Failure> {
-    result.map_err(|error| Failure::new(FAILED, format!("cannot write that as JSON: {error}")))
+    result
+        .map_err(|error| Failure::new(FAILED, format!("cannot write the output as JSON: {error}")))
 }
 
 /// Prints a message on stderr as one line. Characters that could break the line or steer the terminal are escaped.

@@ -7,11 +7,11 @@ use std::path::Path;
 
 /// Writes these bytes to a file.
 ///
-/// A regular file, or a new one, is replaced atomically: readers find the old content or the new one. An existing file
-/// keeps its mode. Anything else (a device, a FIFO, a symbolic link) is opened and written, as a shell's `>` does it:
-/// the kernel then checks the permission to follow the link.
+/// A regular file is replaced, and a new file created, atomically: readers find either the old or the new content. An
+/// existing file keeps its mode. Any other object (a device, a FIFO, a symbolic link) is opened and written, as by a
+/// shell's `>`: the kernel then checks the permission to follow the link.
 ///
-/// A kill in between leaves a temporary file whose name begins with `.firn-`.
+/// If the process is killed meanwhile, a temporary file remains, whose name begins with `.firn-`.
 pub fn write(file: &Path, bytes: &[u8]) -> io::Result<()> {
     let before = match fs::symlink_metadata(file) {
         Ok(before) if before.is_file() => Some(before),
@@ -44,7 +44,7 @@ pub fn directory_of(file: &Path) -> &Path {
     }
 }
 
-/// Opens what has the name, and writes to it without replacing it.
+/// Opens the object with this name, and writes to it without replacing it.
 fn write_through(file: &Path, bytes: &[u8]) -> io::Result<()> {
     let mut opened: File = OpenOptions::new()
         .write(true)

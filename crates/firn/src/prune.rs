@@ -4,13 +4,13 @@
 //!
 //! Invariants
 //! * The newest checkpoint stays, because its job may not have finished it. It counts as whole only if it has at least
-//!   as many files as the whole one before it.
-//! * An open checkpoint stays, and so does one to which a symbolic link beside it leads.
-//! * At least the wanted number of whole checkpoints stays.
+//!   as many files as the whole checkpoint before it.
+//! * A checkpoint stays if a program has one of its files open, or if a symbolic link beside it leads to it.
+//! * At least the wanted number of whole checkpoints stay.
 //! * No reader sees half a checkpoint under its name: it is renamed before anything in it is removed. The next pruning
 //!   finishes an interrupted removal.
-//! * The removed directory is the one that was judged. Its device and inode number decide, not its name.
-//! * A checkpoint that cannot be judged or removed stays, and does not prevent the removal of others.
+//! * The directory that is removed is the directory that was judged: its device and inode number are compared.
+//! * A checkpoint that cannot be judged or removed stays, and does not prevent the removal of other checkpoints.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
@@ -32,7 +32,7 @@ pub enum Verdict {
     Remove,
     /// It stays, because it is the newest: its job may still write to it.
     Newest,
-    /// It stays, because it is one of those to keep.
+    /// It stays, because it is one of the whole checkpoints to keep.
     Kept,
     /// It stays, because a program has one of its files open.
     Open,
@@ -40,7 +40,7 @@ pub enum Verdict {
     Linked,
     /// It stays, because another user made it.
     Foreign,
-    /// It stays, because something in it cannot be examined. A failure of its own reports the cause.
+    /// It stays, because something in it cannot be examined. A separate failure reports the cause.
     Unknown,
 }
 
@@ -72,8 +72,8 @@ pub struct Judgements {
     pub failures: Vec<Failure>,
 }
 
-/// Judges the checkpoints of a directory of which `keep` whole ones are to stay. Returns a failure if the directory
-/// itself cannot be examined.
+/// Judges the checkpoints of a directory. `keep` is the number of whole checkpoints that must stay. Returns a failure if
+/// the directory itself cannot be examined.
 pub fn judge_directory(directory: &Directory, keep: usize) -> Result<Judgements, Failure> {
     let looked = directory.look()?;
     let mut failures = Vec::new();
@@ -105,8 +105,8 @@ pub fn judge_directory(directory: &Directory, keep: usize) -> Result<Judgements,
 
 /// Removes a checkpoint that was judged.
 ///
-/// Its name is taken away first, so that programs can no longer open it. Then its identity and its open files are
-/// checked again, and if a check fails, the checkpoint gets its name back.
+/// First renames the checkpoint, so that programs can no longer open it. Then checks its identity and its open files
+/// again. If a check fails, the checkpoint gets its name back.
 pub fn remove(directory: &Directory, checkpoint: &Judgement) -> Result<Removal, Failure> {
     let name = &checkpoint.name;
     let removed = removed_name(name);
@@ -163,8 +163,8 @@ fn remove_renamed(directory: &Directory, name: &OsStr, object: ObjectId) -> Resu
 /// Judges directories of the user, which are ordered with the newest first.
 fn judge_checkpoints(checkpoints: &[checkpoints::Checkpoint], keep: usize) -> Vec<Judgement> {
     let is_whole = |one: &&checkpoints::Checkpoint| one.wholeness == Wholeness::Whole;
-    // A job may have no file open between two files of its checkpoint. So the file count of the newest is compared with
-    // that of the whole one before it.
+    // A job may have no file open between two files of its checkpoint. So the file count of the newest checkpoint is
+    // compared with that of the whole checkpoint before it.
     let files_of_another = checkpoints
         .iter()
         .skip(1)
@@ -231,7 +231,7 @@ mod tests {
     use firn_client::checkpoints::Checkpoint;
     use rustix::fs::{AtFlags, statat};
 
-    /// Returns a checkpoint; a list of them begins with the newest.
+    /// Returns a checkpoint. Lists of checkpoints in these tests begin with the newest.
     fn found(name: &str, wholeness: Wholeness) -> Checkpoint {
         let stat = statat(rustix::fs::CWD, "/", AtFlags::empty()).expect("stat");
         Checkpoint {

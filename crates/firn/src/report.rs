@@ -5,7 +5,7 @@
 //! * [`render_page`] makes the page from them.
 //!
 //! Promises
-//! * The page is complete in itself: it needs no network and no other file. Without scripts all of it can be read.
+//! * The page needs no network and no other file. All of it can be read without scripts.
 //! * Text from a file system or a record is escaped: no name becomes markup.
 //! * A damaged record is named on the page, and the others are shown.
 
@@ -76,9 +76,9 @@ impl CheckpointNow {
 pub struct Run {
     /// Records of the hosts, in the order of their names. There is at least one.
     pub records: Vec<RunRecord>,
-    /// What the directories of the checkpoints have now. The key is the path below the mount point.
+    /// The checkpoints as they are now, by path below the mount point.
     pub checkpoints: HashMap<BytePath, CheckpointNow>,
-    /// Sentences about what could not be read.
+    /// Sentences about data that could not be read.
     pub failures: Vec<String>,
     /// Bytes of the complete records.
     complete_bytes: usize,
@@ -209,7 +209,7 @@ impl Run {
             .sort_by(|a, b| (&a.host, a.began_unix_us).cmp(&(&b.host, b.began_unix_us)));
         if std::mem::take(&mut self.reduced_count) > 0 {
             self.failures.push(format!(
-                "the records of the hosts are longer than {} together: of some, checkpoints and events are left out",
+                "the records of all hosts together are longer than {}: checkpoints and events of some hosts are left out",
                 text::bytes(COMPLETE_BYTES_MAX as u64)
             ));
         }
@@ -257,7 +257,7 @@ impl Run {
                 }
                 Err(error) => self
                     .failures
-                    .push(format!("checkpoints cannot be looked at: {error}")),
+                    .push(format!("checkpoints cannot be examined: {error}")),
             }
         }
     }
@@ -381,7 +381,7 @@ pub fn check_target(file: &Path) -> Result<(), Failure> {
         return Ok(());
     }
     let why = format!(
-        "cannot write a report to {}: name a file in a directory that is there",
+        "cannot write a report to {}: name a file in a directory that exists",
         text::path(file)
     );
     Err(Failure::new(USAGE, why))

@@ -8,8 +8,8 @@
 //! ```
 //!
 //! Parts
-//! * [`sampler`] asks each source in a thread or a child process of its own, so that a slow answer never delays the
-//!   screen. It keeps the last answer of each source.
+//! * [`sampler`] asks each source in a separate thread or child process, so that a slow answer never delays the
+//!   screen. It stores the last answer of each source.
 //! * [`View`] is the state that the screen shows: a copy of the answers, and the user's choices. It uses neither I/O nor
 //!   a clock.
 //! * [`screen`] draws a view on a terminal or into a buffer.
@@ -196,7 +196,7 @@ impl View {
         }
     }
 
-    /// Moves the choice by `rows` in the table that has the keys. It stops at the first and the last row.
+    /// Moves the choice by `rows` in the table that the keys control. The choice stops at the first and the last row.
     pub fn move_choice(&mut self, rows: isize) {
         let (row_count, chosen_row) = match self.pane {
             Pane::Upper => (self.upper_len(), &mut self.upper),

@@ -55,7 +55,7 @@ pub struct Verb {
     pub name: &'static str,
     /// One line in the imperative, without a full stop.
     pub about: &'static str,
-    /// Everything else that a user should know; may be empty.
+    /// Further help text; may be empty.
     pub long: &'static str,
     /// Example command lines, each with its purpose.
     pub examples: &'static [(&'static str, &'static str)],
@@ -186,15 +186,15 @@ pub fn command() -> Command {
         .subcommands(verbs().map(Verb::command))
 }
 
-/// Finds the mount that `path` lies on, and connects to its firnd. Where the mount is another user's, the error for
-/// root names that user.
+/// Finds the mount that `path` is on, and connects to its firnd. If root uses another user's mount, a message names that
+/// user.
 fn connect(path: &Path) -> Result<(Place, Connection), Failure> {
     let place = find(path)?;
     let connection = Connection::open(&place.mount)?;
     Ok((place, connection))
 }
 
-/// Finds the mount that `path` lies on. Returns a failure if there is none.
+/// Finds the mount that `path` is on. Returns a failure if there is none.
 fn find(path: &Path) -> Result<Place, Failure> {
     let place = firn_client::find(path)?;
     if place.mount.is_of_another_user() {

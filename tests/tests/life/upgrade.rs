@@ -193,7 +193,7 @@ fn options_change_and_those_that_cannot_are_named_while_the_firnd_before_goes_on
         let outcome = upgrade(&mut mount, &sandbox, &firn_binary(), refused).code(1);
         assert!(outcome.stderr.contains(named), "{outcome}");
         assert!(
-            outcome.stderr.contains("goes on with the mount as before"),
+            outcome.stderr.contains("continues the mount as before"),
             "{outcome}"
         );
         let status = mount.status();

@@ -661,12 +661,12 @@ fn hosts_that_are_gone_are_told_as_they_are_and_leave_the_list_when_told_to() {
     hosts.start_again("h3");
     let seen = hosts.on("h3", &format!("{firn} hosts {backing}")).ok();
     assert!(
-        seen.stdout.contains("this host was started again since"),
+        seen.stdout.contains("this host was rebooted after"),
         "{seen}"
     );
     let told = hosts.on("h3", &recover).ok();
     assert!(
-        told.stdout.contains("1.0 MiB that it held are gone"),
+        told.stdout.contains("1.0 MiB that it held are lost"),
         "{told}"
     );
     assert_eq!(hosts.seen("h3")["state"], "left");
@@ -675,7 +675,7 @@ fn hosts_that_are_gone_are_told_as_they_are_and_leave_the_list_when_told_to() {
     gone("h1").code(11).says("h1");
     gone("h4")
         .ok()
-        .says("1.0 MiB that it held at its last beat are given up");
+        .says("1.0 MiB that it held at its last beat are lost");
     assert_eq!(hosts.seen("h4")["state"], "left");
     hosts.on("h1", &format!("{firn} umount {point}")).ok();
     hosts.on("h2", &format!("umount {point}"));

@@ -912,7 +912,7 @@ fn a_job_restarts_on_another_host_from_the_memory_of_the_partner() {
         .ok()
         .says("restored 0 files")
         .says("3 files were here already");
-    job("n9").ok().says("what the backing has");
+    job("n9").ok().says("the data in the backing");
     // What was written since stays.
     let rank = cluster.backing().join("step_1/rank0");
     fs::write(&rank, b"newer").expect("write");

@@ -50,10 +50,10 @@ impl CheckpointListHandle {
         let mut items = Vec::new();
         let mut names = Vec::new();
         let mut add = |name: OsString, item: CheckpointItem| {
-            // A name of a directory has no zero byte.
+            // A name in a directory contains no zero byte.
             let name = CString::new(name.into_vec()).unwrap_or_default();
             items.push(CheckpointItem {
-                // The bytes stay where they are when the string moves.
+                // The bytes of the string remain at this address when the string value moves.
                 name: name.as_ptr(),
                 ..item
             });

@@ -107,7 +107,7 @@ pub extern "C" fn firn_wait(
             DURABLE => DurabilityLevel::Durable,
             _ => {
                 return Err(Error::Argument(
-                    "the level to wait for is FIRN_PARTNERED, FIRN_LOGGED, FIRN_DRAINED or FIRN_DURABLE",
+                    "the level to wait for must be FIRN_PARTNERED, FIRN_LOGGED, FIRN_DRAINED or FIRN_DURABLE",
                 ));
             }
         };
@@ -190,12 +190,12 @@ mod tests {
                 ..Status::default()
             })
         };
-        // A longer structure than this library knows, and shorter ones.
+        // One size is longer than the structure that this library knows, the others are shorter.
         let mut room = [u64::MAX; 20];
         let mut fill = |size: usize| {
             room = [u64::MAX; 20];
             room[0] = size as u64;
-            // `room` has more bytes than any size that is tried.
+            // `room` has more bytes than any size in this test.
             let place = CallerPlace {
                 start: room.as_mut_ptr().cast::<MountStatus>(),
                 place: PhantomData,

@@ -29,7 +29,7 @@ fn request(
 fn checked_id(id: u64) -> Result<u64, Error> {
     match id {
         NEXT_ID => Err(Error::Argument(
-            "FIRN_NEXT_ID is for firn_commit() only: give a number",
+            "FIRN_NEXT_ID is for firn_commit() only: pass a number",
         )),
         id => Ok(id),
     }
@@ -81,7 +81,9 @@ pub extern "C" fn firn_commit(
 ) -> c_int {
     guarded(|| {
         if flags & !(BEGIN_NEXT | ASYNC) != 0 {
-            return Err(Error::Argument("a flag that this library does not know"));
+            return Err(Error::Argument(
+                "this library does not know one of the flags",
+            ));
         }
         let id = (id != NEXT_ID).then_some(id);
         let begin = flags & BEGIN_NEXT != 0;

@@ -9,14 +9,14 @@ use super::{Attempt, HostState, JointStep, JointView, OwnPart, next_step};
 
 const HOSTS: [&str; 2] = ["a", "b"];
 
-/// Callback that gets a change of the world which may come next.
+/// Callback that receives one possible next change of the world.
 type Push<'p> = dyn FnMut(&dyn Fn(&mut World)) + 'p;
 
 /// A host and its programs.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Host {
     is_alive: bool,
-    /// The host believes that it takes part.
+    /// The host acts as a participant of the checkpoint.
     has_joined: bool,
     /// The host has stored its name, and must check once more whether it may take part.
     is_joining: bool,
@@ -31,7 +31,7 @@ struct Host {
     end: Option<bool>,
     /// Number of changes that programs may still make.
     changes_left: u64,
-    /// The step that the host has decided on, from the shared state as it was then.
+    /// The step that the host has chosen from the shared state. That state may have changed since.
     planned_step: Option<JointStep>,
 }
 
@@ -166,7 +166,7 @@ impl World {
                 self.shared.states.insert(index, published);
             }
             JointStep::Try(attempt) => {
-                // Further attempts would only add equal states.
+                // More than three attempts would only add states that are equal to earlier ones.
                 if self.shared.attempts.len() as u64 + 1 == attempt.number && attempt.number <= 3 {
                     let changes = attempt
                         .changes
@@ -276,7 +276,7 @@ impl World {
         }
     }
 
-    /// Passes the steps on that the programs of a host may take, and the death of the host.
+    /// Passes to `push` each next step that the programs of a host may take, and the death of the host.
     fn push_program_steps(&self, index: usize, push: &mut Push<'_>) {
         let host = &self.hosts[index];
         let may_change = host.has_joined && host.prepared.is_none() && host.living > 0;
@@ -292,7 +292,7 @@ impl World {
                 let host = &mut world.hosts[index];
                 host.open = 0;
                 host.changes += 1;
-                // The first host has the file that is the event.
+                // The close of a file on the first host is the event.
                 host.has_event |= index == 0;
             });
         }

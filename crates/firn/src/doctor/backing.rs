@@ -15,7 +15,7 @@ use crate::doctor::{CheckSubject, Finding, user_id};
 /// Name of Firn's own directory at the top of a backing.
 const OWN_DIR: &str = ".firn";
 
-/// Returns the canonical path of the backing, as a mount would record it. The error says why there is none.
+/// Returns the canonical path of the backing, as a mount would record it. The error says why it cannot be resolved.
 pub(crate) fn canonical(subject: &CheckSubject<'_>) -> Result<PathBuf, String> {
     let backing = subject.backing.unwrap_or(Path::new("."));
     let checked = firn_daemon::check_backing(backing, subject.options.read_only);
@@ -37,7 +37,7 @@ pub(crate) fn check_place(subject: &CheckSubject<'_>) -> Vec<Finding> {
         let below = quoted_path(&entry.source);
         return vec![Finding::wrong(
             format!(
-                "{name} is on a Firn mount, of {below}: a backing below a mount waits for itself"
+                "{name} is on the Firn mount of {below}: a mount whose backing is on a Firn mount can wait for itself"
             ),
             format!("name the backing: `firn doctor {below}`"),
         )];
@@ -65,11 +65,11 @@ fn judge_mount(entry: &Entry, options: &Options) -> Vec<Finding> {
     let point = quoted_path(&entry.mount_point);
     match entry.fs_type.as_str() {
         "tmpfs" | "ramfs" => vec![Finding::note(
-            "it is memory: files are gone with this host, also when they are called durable",
+            "the backing is in memory: its files are lost with this host, even those that Firn reports as durable",
             "name a directory on a disk or on a network file system",
         )],
         "overlay" => vec![Finding::note(
-            "it may be the root of a container: then files are gone with the container",
+            "the backing may be on the root of a container: then its files are lost with the container",
             "name a directory that is mounted into the container (`-v DIR:DIR`)",
         )],
         "nfs" | "nfs4" => judge_nfs(entry, options),
@@ -80,12 +80,12 @@ fn judge_mount(entry: &Entry, options: &Options) -> Vec<Finding> {
         )],
         "beegfs" => vec![local_locks_finding(
             options,
-            "BeeGFS keeps locks on this host unless tuneUseGlobalFileLocks is set, which cannot be seen",
+            "BeeGFS keeps file locks local to this host unless tuneUseGlobalFileLocks is set, which this check cannot see",
             "set tuneUseGlobalFileLocks = true in beegfs-client.conf on every host".into(),
         )],
         "fuse.sshfs" => vec![local_locks_finding(
             options,
-            "sshfs keeps locks of files on this host",
+            "sshfs keeps file locks local to this host",
             "use tokens=etcd, or another file system".into(),
         )],
         _ => Vec::new(),
@@ -103,13 +103,13 @@ fn judge_nfs(entry: &Entry, options: &Options) -> Vec<Finding> {
     if has_local_locks || has_flag("nolock") {
         findings.push(local_locks_finding(
             options,
-            "NFS keeps locks of files on this host (nolock or local_lock)",
+            "NFS keeps file locks local to this host (nolock or local_lock)",
             format!("mount {point} without nolock, with `-o local_lock=none` or vers=4.2"),
         ));
     }
     if has_flag("soft") || has_flag("softerr") {
         findings.push(Finding::note(
-            "NFS gives up after a time (soft): writes fail while the server restarts",
+            "NFS calls fail after a timeout (soft): writes fail while the server restarts",
             format!("mount {point} with `-o hard`"),
         ));
     }
@@ -120,7 +120,7 @@ fn judge_nfs(entry: &Entry, options: &Options) -> Vec<Finding> {
         ));
     }
     findings.push(Finding::note(
-        "whether the server writes before it answers cannot be seen: an `async` export loses synced files in a power loss",
+        "this check cannot see whether the server writes before it answers: an `async` export loses synced files in a power loss",
         "on the server: `exportfs -v` must say sync for this export",
     ));
     findings
@@ -131,8 +131,8 @@ fn has_mount_flag(entry: &Entry, flag: &str) -> bool {
     entry.options.split(',').any(|option| option == flag)
 }
 
-/// Reports a file system whose file locks do not reach other hosts. This is an error for a Firn mount that relies on the
-/// locks, and a note for others.
+/// Reports a file system whose file locks do not reach other hosts. The finding is an error if the Firn mount relies on
+/// the locks, else a note.
 fn local_locks_finding(options: &Options, cause: &str, advice: String) -> Finding {
     let text = format!(
         "{cause}: tokens=flock, participants and layout=log need locks that reach the server"
@@ -153,10 +153,10 @@ fn judge_own_dir(backing: &Path) -> Option<Finding> {
         .err()?;
     Some(Finding::note(
         format!(
-            "{OWN_DIR} in it {distrust}: transactions, layout=log, lanes and agents are refused"
+            "its directory {OWN_DIR} {distrust}: transactions, layout=log, lanes and agents are refused"
         ),
         format!(
-            "mount as the user that made it, or look at it and move it away: `ls -la {}`",
+            "mount as the user that made it, or check its content and move it away: `ls -la {}`",
             quoted_path(&backing.join(OWN_DIR))
         ),
     ))
@@ -166,7 +166,7 @@ fn judge_own_dir(backing: &Path) -> Option<Finding> {
 /// read-only.
 pub(crate) fn check_writable(subject: &CheckSubject<'_>) -> Vec<Finding> {
     if subject.options.read_only {
-        return vec![Finding::ok("nothing is to be written (read-only)")];
+        return vec![Finding::ok("not needed: the mount is read-only")];
     }
     let backing = match canonical(subject) {
         Ok(backing) => backing,
@@ -251,7 +251,7 @@ mod tests {
         assert!(
             judged("tmpfs", "rw", &options)[0]
                 .1
-                .contains("it is memory")
+                .contains("is in memory")
         );
         let soft = judged("nfs4", "rw,vers=4.2,soft", &options);
         assert!(soft[0].1.contains("soft"), "{soft:?}");

@@ -57,8 +57,8 @@ pub fn run_check(name: &str, subject: &CheckSubject<'_>) -> Option<Vec<Finding>>
 
 /// Runs all checks, and returns their findings.
 ///
-/// The checks that try the backing with files run only if its other checks found no error. Each of them would
-/// otherwise report the same error again.
+/// The checks that create files in the backing run only if the other checks of the backing found no error. Otherwise
+/// each of them would report the same error again.
 pub fn examine(request: &ExaminationRequest) -> Examination {
     if !request.has_backing {
         let findings = run_groups(request, &[CheckGroup::Host]);
@@ -68,8 +68,8 @@ pub fn examine(request: &ExaminationRequest) -> Examination {
     if is_backing_usable(&findings) {
         findings.extend(run_groups(request, &[CheckGroup::Storage]));
     } else {
-        let text = "what its file system can do was not tried";
-        let advice = "mend what is wrong with the backing, and run `firn doctor` again";
+        let text = "the features of its file system were not tested";
+        let advice = "mend the errors of the backing, and run `firn doctor` again";
         findings.push(Finding {
             check: "storage".into(),
             ..Finding::note(text, advice)
@@ -123,15 +123,15 @@ fn ask_child_for_findings(request: &ExaminationRequest, check: &Check) -> Vec<Fi
         )],
         Err(ChildFailure::Late) if check.group == CheckGroup::Host => vec![Finding::note(
             format!("no answer within {seconds} s"),
-            "run it again with a longer --timeout; look at `dmesg` and the load of this host",
+            "run it again with a longer --timeout; check `dmesg` and the load of this host",
         )],
         Err(ChildFailure::Late) => vec![Finding::wrong(
             format!("the file system did not answer within {seconds} s"),
-            "look whether its server is reached (`dmesg`, `mount`); if it is only slow, run it again with a longer --timeout",
+            "check whether its server can be reached (`dmesg`, `mount`). If it is only slow, run it again with a longer --timeout",
         )],
         Err(ChildFailure::NotRun(error)) => vec![Finding::note(
             format!("the check could not be run: {error}"),
-            "look at the limits on processes and memory (`ulimit -a`)",
+            "check the limits on processes and memory (`ulimit -a`)",
         )],
     }
 }

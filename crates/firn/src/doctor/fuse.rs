@@ -97,7 +97,7 @@ pub(crate) fn check_helper(_: &CheckSubject<'_>) -> Vec<Finding> {
             format!("as root: install the package fuse3; {WITHOUT_FUSE}"),
         ),
         Some(_) if user_id() == 0 => Finding::wrong(
-            "this root may not mount (no CAP_SYS_ADMIN)",
+            "root may not mount here (no CAP_SYS_ADMIN)",
             format!("in a container: `--cap-add SYS_ADMIN`, or mount on the host; {WITHOUT_FUSE}"),
         ),
         Some(program) => judge_helper(&program),
@@ -109,8 +109,8 @@ fn judge_helper(program: &Path) -> Finding {
     let name = quoted_path(program);
     let Ok(found) = program.metadata() else {
         return Finding::note(
-            format!("{name} cannot be looked at"),
-            "as root: install fuse3 anew",
+            format!("{name} cannot be examined"),
+            "as root: reinstall the package fuse3",
         );
     };
     if accessat(CWD, program, Access::EXEC_OK, AtFlags::EACCESS).is_err() {
@@ -129,7 +129,7 @@ fn judge_helper(program: &Path) -> Finding {
         return Finding::wrong(format!("{name} is not set-user-ID root"), advice);
     }
     if !is_honoured {
-        let text = format!("{name} lies on a file system that is mounted nosuid");
+        let text = format!("{name} is on a file system that is mounted nosuid");
         return Finding::wrong(
             text,
             format!("as root: remount it with suid; {WITHOUT_FUSE}"),
@@ -141,18 +141,20 @@ fn judge_helper(program: &Path) -> Finding {
 /// Reports whether a mount can give other users access (`allow_other`).
 pub(crate) fn check_allow_other(subject: &CheckSubject<'_>) -> Vec<Finding> {
     if has_mount_capability() {
-        return vec![Finding::ok("this user may let others in (allow-other)")];
+        return vec![Finding::ok(
+            "this user may give other users access (allow-other)",
+        )];
     }
     let is_allowed = settings_in(Path::new(CONFIGURATION))
         .iter()
         .any(|setting| setting == "user_allow_other");
-    let text = format!("{CONFIGURATION} does not allow it: mounts with allow-other are refused");
+    let text = format!("{CONFIGURATION} does not allow allow-other: mounts with it are refused");
     let advice = format!("as root: `echo user_allow_other >> {CONFIGURATION}`");
     vec![match (is_allowed, subject.options.allow_other) {
-        (true, _) => Finding::ok("users may let others in (allow-other)"),
+        (true, _) => Finding::ok("users may give other users access (allow-other)"),
         (false, true) => Finding::wrong(text, advice),
         // A mount that asks for `allow_other` reports the refusal itself.
-        (false, false) => Finding::ok("not allowed, and not asked for"),
+        (false, false) => Finding::ok("allow-other is not allowed, and the mount does not use it"),
     }]
 }
 

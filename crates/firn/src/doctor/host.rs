@@ -15,7 +15,7 @@ use crate::doctor::{CheckSubject, Finding, settings_in, user_id};
 
 /// Lowest user id of a person. logind spares the files of users below it (`SYSTEM_UID_MAX` of systemd).
 const FIRST_USER: u32 = 1000;
-/// File descriptors that suffice. firnd uses a quarter of its descriptors for files that programs have open.
+/// Number of file descriptors that suffices. firnd uses a quarter of its descriptors for files that programs have open.
 const DESCRIPTORS_ENOUGH: u64 = 4096;
 /// The helper programs that mount(8) and umount(8) call, and the directory in which they look.
 const HELPERS: [&str; 2] = ["mount.firn", "umount.fuse.firn"];
@@ -25,20 +25,20 @@ const HELPER_DIR: &str = "/sbin";
 pub(crate) fn check_logout(_: &CheckSubject<'_>) -> Vec<Finding> {
     let runtime = firn_client::paths::runtime_dir().unwrap_or_default();
     vec![if !runtime.starts_with("/dev/shm") {
-        Finding::ok("arenas are not in /dev/shm, which alone logind empties")
+        Finding::ok("arenas are not in /dev/shm, the only directory that logind empties at logout")
     } else if user_id() < FIRST_USER {
         Finding::ok(
-            "files in /dev/shm stay at logout (logind leaves those of root and system users)",
+            "files in /dev/shm remain after logout (logind spares those of root and system users)",
         )
     } else if !Path::new("/run/systemd/users").exists() {
         Finding::ok("no logind runs here that would remove files in /dev/shm at logout")
     } else if user_lingers() {
-        Finding::ok("files in /dev/shm stay at logout (this user lingers)")
+        Finding::ok("files in /dev/shm remain after logout (this user lingers)")
     } else if !logind_removes_ipc() {
-        Finding::ok("logind leaves files in /dev/shm at logout (RemoveIPC=no)")
+        Finding::ok("files in /dev/shm remain after logout (RemoveIPC=no)")
     } else {
         Finding::note(
-            "logind removes a user's arenas in /dev/shm, with what they hold, at the end of the last session",
+            "logind removes a user's arenas in /dev/shm, with the data in them, at the end of the user's last session",
             format!(
                 "`loginctl enable-linger {}`, or RemoveIPC=no in /etc/systemd/logind.conf",
                 user_id()
@@ -99,7 +99,7 @@ pub(crate) fn check_limits(_: &CheckSubject<'_>) -> Vec<Finding> {
     let mut findings = Vec::new();
     if let Some(limit) = getrlimit(Resource::Fsize).maximum {
         findings.push(Finding::note(
-            format!("files larger than {} stay in the arena: the hard limit on file sizes", quantity::bytes(limit)),
+            format!("files larger than {}, the hard limit on file sizes, cannot be drained", quantity::bytes(limit)),
             "mount from a shell with `ulimit -f unlimited`, or raise `fsize` in /etc/security/limits.conf",
         ));
     }

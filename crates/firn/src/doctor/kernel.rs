@@ -9,7 +9,7 @@ struct KernelVersion {
     minor: u32,
 }
 
-/// A feature of the kernel that Firn uses where it can.
+/// A feature of the kernel that Firn uses if the kernel has it.
 struct OptionalFeature {
     /// First version of the kernel that has the feature.
     since: KernelVersion,
@@ -67,7 +67,7 @@ fn judge_release(release: &str) -> Finding {
     if version < OLDEST {
         let KernelVersion { major, minor } = OLDEST;
         return Finding::wrong(
-            format!("Linux {release} has too old a FUSE"),
+            format!("the FUSE of Linux {release} is too old"),
             format!("use Linux {major}.{minor} or later, or `firn mount --frontend=preload`"),
         );
     }
@@ -80,11 +80,14 @@ fn judge_release(release: &str) -> Finding {
         })
         .collect();
     if missing.is_empty() {
-        return Finding::ok(format!("Linux {release} has all that Firn uses"));
+        return Finding::ok(format!("Linux {release} has all features that Firn uses"));
     }
-    let advice = format!("nothing, if no program needs it: {}", missing.join("; "));
+    let advice = format!(
+        "nothing to do, if no program needs them: {}",
+        missing.join("; ")
+    );
     Finding::note(
-        format!("Linux {release} lacks some of what Firn uses"),
+        format!("Linux {release} lacks some features that Firn can use"),
         advice,
     )
 }

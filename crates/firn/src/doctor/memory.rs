@@ -34,7 +34,7 @@ pub(crate) fn check_room(subject: &CheckSubject<'_>) -> Vec<Finding> {
     if let Some(arena) = own_arena(subject) {
         let arena = quoted_path(&arena);
         return vec![Finding::ok(format!(
-            "the arena of this backing is there: {arena}"
+            "the arena of this backing exists already: {arena}"
         ))];
     }
     let dir = match arena_dir(options) {
@@ -55,7 +55,7 @@ pub(crate) fn check_room(subject: &CheckSubject<'_>) -> Vec<Finding> {
         if let Some(left) = left.filter(|left| *left < needed) {
             findings.push(Finding::note(
                 format!(
-                    "{whose} has {} of memory left, and the arena takes {}",
+                    "{whose} has {} of memory left, but the arena needs {}",
                     quantity::bytes(left),
                     quantity::bytes(needed)
                 ),
@@ -78,7 +78,7 @@ fn judge_free_space(dir: &Path, options: &Options, geometry: &Geometry) -> Findi
     };
     let size = size_text(options.arena_bytes);
     if !MEMORY_MAGICS.contains(&kind) {
-        let text = format!("{name} is no tmpfs: arenas there are on a disk, and slow");
+        let text = format!("{name} is not a tmpfs: arenas there are on a disk, and slow");
         return Finding::note(text, "set FIRN_RUNTIME_DIR or arena-dir to a tmpfs");
     }
     let needed = geometry.allocated_bytes();
@@ -163,7 +163,7 @@ fn cgroup_bytes_left() -> Option<u64> {
             let text = std::fs::read_to_string(dir.join(name)).ok()?;
             text.trim().parse().ok()
         };
-        // Without a limit, `memory.max` is the word "max", which is no number.
+        // Without a limit, `memory.max` is the word "max", which is not a number.
         let limit = read_number("memory.max")?;
         Some(limit.saturating_sub(read_number("memory.current")?))
     });
@@ -186,7 +186,7 @@ pub(crate) fn check_locked(_: &CheckSubject<'_>) -> Vec<Finding> {
         )
     } else {
         Finding::ok(format!(
-            "at most {limit} can be locked (ulimit -l); only pulls by RDMA lock memory, and libfabric is not here"
+            "at most {limit} can be locked (ulimit -l); only pulls by RDMA lock memory, and libfabric is not installed"
         ))
     }]
 }

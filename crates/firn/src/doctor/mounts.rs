@@ -53,11 +53,11 @@ fn judge_mount(mount: &Mount, state: Liveness) -> Option<Finding> {
         )),
         Liveness::Silent => Some(Finding::wrong(
             format!("the firnd of the mount at {point} does not answer"),
-            format!("`firn status {point}` says more; `firn umount --force {point}` ends it"),
+            format!("`firn status {point}` has the details; `firn umount --force {point}` ends it"),
         )),
         Liveness::Unknown(errno) => Some(Finding::note(
-            format!("the mount at {point} cannot be looked at: {errno}"),
-            format!("`firn status {point}` as the user that mounted it"),
+            format!("the mount at {point} cannot be examined: {errno}"),
+            format!("run `firn status {point}` as the user that mounted it"),
         )),
     }
 }
@@ -83,16 +83,16 @@ fn judge_unused_arena(report: &CheckReport) -> Finding {
     let is_damaged = !report.damage.is_empty();
     if report.held_bytes == 0 && !is_damaged {
         return Finding::note(
-            format!("arena {arena} holds nothing, and no firnd has it"),
+            format!("arena {arena} holds no data, and no firnd uses it"),
             format!("`firn recover {backing}` removes it"),
         );
     }
     let held = quantity::bytes(report.held_bytes);
     let damaged = if is_damaged { ", and is damaged" } else { "" };
     Finding::wrong(
-        format!("arena {arena} holds {held} of {backing}{damaged}, and no firnd has it"),
+        format!("arena {arena} holds {held} of {backing}{damaged}, and no firnd uses it"),
         format!(
-            "`firn recover {backing}`, or mount it again; if that backing is gone for ever, `firn recover --discard {backing}` gives it up"
+            "`firn recover {backing}`, or mount it again; if that backing is lost for good, `firn recover --discard {backing}` deletes the data"
         ),
     )
 }

@@ -26,7 +26,7 @@ const ROMIO_HINT: &str = "romio_ds_write";
 /// Parameter that turns data sieving off in OMPIO.
 const OMPIO_SETTING: &str = "fbtl_posix_write_datasieving";
 /// Part of each advice: the cases in which data sieving does no harm.
-const HARMLESS_CASES: &str = "with one host, or a file for each rank, nothing need be done";
+const HARMLESS_CASES: &str = "nothing to do with one host, or with a separate file for each rank";
 
 /// Reports what the installed MPI library does, and what turns data sieving off.
 pub(crate) fn check_mpi(_: &CheckSubject<'_>) -> Vec<Finding> {
@@ -89,11 +89,13 @@ fn judge_library(
     if uses_ompio {
         let value = open_mpi_parameter(OMPIO_SETTING);
         if value.is_some_and(|value| ["0", "false", "no", "disabled"].contains(&value.as_str())) {
-            return Finding::ok(format!("{name}: Open MPI, whose OMPIO sieves no writes"));
+            return Finding::ok(format!(
+                "{name}: Open MPI, whose OMPIO does not use data sieving for writes"
+            ));
         }
         return Finding::note(
             format!(
-                "{name}: if several hosts write one file, Open MPI's OMPIO loses bytes of the other hosts; with layout=log it is only slow"
+                "{name}: if several hosts write one file, Open MPI's OMPIO (data sieving) loses bytes of other hosts; with layout=log it is only slow"
             ),
             format!("`export OMPI_MCA_{OMPIO_SETTING}=false`; {HARMLESS_CASES}"),
         );
@@ -107,12 +109,12 @@ fn judge_library(
     let hint = hints.and_then(|file| value_in(&file, ROMIO_HINT, ' '));
     if hint.is_some_and(|value| value == "disable") {
         return Finding::ok(format!(
-            "{name}: {library}, which sieves no writes (ROMIO_HINTS)"
+            "{name}: {library}, which does not use data sieving for writes (ROMIO_HINTS)"
         ));
     }
     Finding::note(
         format!(
-            "{name}: if several hosts write one file, {library} loses bytes of the other hosts; with layout=log it is only slow"
+            "{name}: if several hosts write one file, {library} (data sieving) loses bytes of other hosts; with layout=log it is only slow"
         ),
         format!(
             "`echo {ROMIO_HINT} disable > ~/romio-hints; export ROMIO_HINTS=~/romio-hints`; {HARMLESS_CASES}"

@@ -71,7 +71,9 @@ impl ProbeDir {
     fn open(backing: &OwnedFd, name: &OsStr) -> io::Result<(OwnedFd, ObjectId)> {
         let dir = open_private_dir(backing, Path::new(name)).map_err(|error| {
             // One cause is a file server that maps root to another user (root_squash).
-            io::Error::other(format!("files made here are not this user's own: {error}"))
+            io::Error::other(format!(
+                "files made here do not belong to this user: {error}"
+            ))
         })?;
         let object = ObjectId::of(&fstat(&dir)?);
         Ok((dir, object))

@@ -20,7 +20,7 @@ use crate::doctor::backing::canonical;
 use crate::doctor::probe::{ProbeDir, file_name};
 use crate::doctor::{CheckSubject, Finding};
 
-/// A sync that takes longer delays each program that waits for it noticeably.
+/// Duration above which a sync noticeably delays each program that waits for it.
 const SLOW_SYNC: Duration = Duration::from_secs(1);
 /// Seconds by which two clocks may differ. A larger difference confuses make, rsync and readers of timestamps.
 const CLOCK_DIFFERENCE_MAX_S: f64 = 2.0;
@@ -44,7 +44,7 @@ fn with_probe(
     ProbeDir::create(&backing)
         .and_then(|probe| try_operations(&probe))
         .unwrap_or_else(|error| {
-            let advice = "look at the log of the kernel and of the file server";
+            let advice = "check the logs of the kernel and of the file server";
             vec![Finding::wrong(error.to_string(), advice)]
         })
 }
@@ -59,11 +59,11 @@ pub(crate) fn check_room(subject: &CheckSubject<'_>) -> Vec<Finding> {
     };
     let free = stat.f_bavail.saturating_mul(stat.f_frsize);
     let arena = subject.options.arena_bytes;
-    let advice = "remove files, or name another backing; quotas are not seen here";
+    let advice = "remove files, or name another backing; this check does not see quotas";
     vec![if stat.f_files > 0 && stat.f_favail == 0 {
         Finding::wrong("no inode is free: no file can be made", advice)
     } else if free == 0 && stat.f_blocks > 0 {
-        Finding::wrong("nothing is free", advice)
+        Finding::wrong("no space is free", advice)
     } else if free < arena && stat.f_blocks > 0 {
         let free = quantity::bytes(free);
         let arena = quantity::bytes(arena);
@@ -73,7 +73,7 @@ pub(crate) fn check_room(subject: &CheckSubject<'_>) -> Vec<Finding> {
         )
     } else {
         Finding::ok(format!(
-            "{} are free (a quota of yours may be less)",
+            "{} are free (your quota may be lower)",
             quantity::bytes(free)
         ))
     }]
@@ -135,12 +135,12 @@ pub(crate) fn check_names(subject: &CheckSubject<'_>) -> Vec<Finding> {
         // flag works.
         let refused = renameat_with(dir, &old, dir, &other, RenameFlags::NOREPLACE);
         Ok(vec![match refused {
-            Err(Errno::EXIST) => Finding::ok(
-                "a rename replaces a file, and refuses to where it shall not (RENAME_NOREPLACE)",
-            ),
+            Err(Errno::EXIST) => {
+                Finding::ok("a rename replaces a file, and with RENAME_NOREPLACE it refuses to")
+            }
             _ => Finding::note(
                 "renames that must not replace a file (RENAME_NOREPLACE) do not work here",
-                "do without `firn prune` and mode=shadow on it; all else works",
+                "do not use `firn prune` and mode=shadow on this backing; everything else works",
             ),
         }])
     })
@@ -155,11 +155,11 @@ pub(crate) fn check_locks(subject: &CheckSubject<'_>) -> Vec<Finding> {
         let checked = check_two_files(&base, &base.root(), &name, &mut std::thread::sleep);
         Ok(vec![match checked {
             Ok(()) => Finding::ok(
-                "locks of files work on this host; whether they reach other hosts shows when a second host mounts",
+                "file locks work on this host; whether they reach other hosts shows only when a second host mounts",
             ),
             Err(error) => Finding::note(
-                format!("locks of files do not work: {error}"),
-                "mount the file system with locks, or do without tokens=flock, participants and layout=log",
+                format!("file locks do not work: {error}"),
+                "mount the file system with locks, or do not use tokens=flock, participants and layout=log",
             ),
         }])
     })
@@ -191,7 +191,7 @@ pub(crate) fn check_files(subject: &CheckSubject<'_>) -> Vec<Finding> {
         } else {
             Finding::note(
                 format!("its file system lacks {}", missing.join(", ")),
-                "nothing, if no program needs it: a mount offers what its backing does",
+                "nothing to do, if no program needs them: a mount has the features of its backing",
             )
         }])
     })
@@ -233,7 +233,7 @@ fn judge_clock(difference_s: f64) -> Finding {
     let seconds = difference_s.abs();
     Finding::note(
         format!(
-            "the clock of the file system is {seconds:.1} s {how} this host's: times of files mislead"
+            "the clock of the file system is {seconds:.1} s {how} this host's: file times are misleading"
         ),
         "run chrony or another NTP client on both hosts",
     )

@@ -75,7 +75,7 @@ pub(super) fn serve(
 /// Tells a client to retry later. The response is sent only if the socket accepts it without waiting.
 pub(super) fn refuse(client: Client) {
     let socket = OwnedFd::from(client);
-    let response = Response::text("503 Service Unavailable", "too many clients: come again\n");
+    let response = Response::text("503 Service Unavailable", "too many clients: retry later\n");
     let _ = send(
         &socket,
         &response.bytes(),
@@ -133,7 +133,7 @@ fn answer(request: &[u8], metrics: &dyn Fn() -> Result<Arc<str>, Failure>) -> Re
     let mut headers = [httparse::EMPTY_HEADER; HEADERS_MAX];
     let mut parsed = httparse::Request::new(&mut headers);
     if !matches!(parsed.parse(request), Ok(httparse::Status::Complete(_))) {
-        return Response::text("400 Bad Request", "this is no HTTP request\n");
+        return Response::text("400 Bad Request", "this is not an HTTP request\n");
     }
     let is_head = parsed.method == Some("HEAD");
     if !is_head && parsed.method != Some("GET") {
@@ -218,7 +218,7 @@ mod tests {
         });
         assert_eq!(read_request(&ours, deadline).unwrap(), None);
         drop(long.join());
-        // A client that says nothing is given up at the deadline.
+        // The exporter stops waiting for a silent client at the deadline.
         let (silent, _theirs) = std::os::unix::net::UnixStream::pair().unwrap();
         let error = read_request(&silent.into(), Instant::now()).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);

@@ -31,11 +31,11 @@ impl std::str::FromStr for Address {
             return if path.is_absolute() {
                 Ok(Self::Unix(path))
             } else {
-                Err("the path of a Unix socket is absolute: unix:/run/firn.sock".into())
+                Err("write an absolute path for a Unix socket, such as unix:/run/firn.sock".into())
             };
         }
         text.parse().map(Self::Tcp).map_err(|_| {
-            "an address is 127.0.0.1:9945, [::1]:9945 or unix:/run/firn.sock; 0.0.0.0 and [::] are all of the host's".into()
+            "write an address such as 127.0.0.1:9945, [::1]:9945 or unix:/run/firn.sock; 0.0.0.0 and [::] are all addresses of the host".into()
         })
     }
 }
@@ -73,8 +73,9 @@ impl Listener {
     /// Returns the sockets that systemd passed to this process. The list is empty if it passed none.
     pub fn given() -> Result<Vec<Self>, Failure> {
         let wrong = |error: io::Error| {
-            let why =
-                format!("a socket from systemd (LISTEN_FDS) is no stream that listens: {error}");
+            let why = format!(
+                "a socket from systemd (LISTEN_FDS) is not a listening stream socket: {error}"
+            );
             Failure::new(FAILED, why)
         };
         let mut given = ListenFd::from_env();
@@ -111,7 +112,7 @@ impl Listener {
             };
             Failure::new(
                 FAILED,
-                format!("cannot listen at {place}: {error}; --listen names another one"),
+                format!("cannot listen at {place}: {error}; name another address with --listen"),
             )
         })
     }

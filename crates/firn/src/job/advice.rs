@@ -23,11 +23,11 @@ pub fn of(host: &Host, backing: &BytePath) -> Vec<String> {
         Life::Dead => of_dead(host, report, there, backing),
         Life::Silent if host.is_locked => vec![of_silent(host, report)],
         Life::Silent => vec![format!(
-            "look at {name}: if its firnd is gone, `firn recover {there}` on {name}{} drains what it held",
+            "check {name}: if its firnd has ended, `firn recover {there}` on {name}{} drains the data that it held",
             as_user(report)
         )],
         Life::Left if host.held_bytes() > 0 => vec![format!(
-            "{name} keeps {} since it was unmounted: mount it there again, or `firn recover {there}` on {name}{}",
+            "{name} still holds {} in memory after its unmount: mount again there, or run `firn recover {there}` on {name}{}",
             bytes(host.held_bytes()),
             as_user(report)
         )],
@@ -39,7 +39,7 @@ pub fn of(host: &Host, backing: &BytePath) -> Vec<String> {
     if let Some(error) = report.and_then(|report| report.last_error.as_ref()) {
         let point = mount_point_argument(report);
         advice.push(format!(
-            "{}; `firn status{point}` on {name} says more",
+            "{}; `firn status{point}` on {name} has the details",
             quoted(error.as_bytes())
         ));
     }
@@ -75,10 +75,10 @@ fn of_dead(
             }
         }
         Some(_) => advice.push(format!(
-            "it held nothing at its last beat; `firn recover {there}` on {name}{user}, or its next mount, makes sure"
+            "it held no data at its last beat; `firn recover {there}` on {name}{user}, or its next mount, verifies that"
         )),
         None => advice.push(format!(
-            "what it held is not known: `firn recover {there}` on {name}{user} drains it"
+            "it is unknown which data it held: `firn recover {there}` on {name}{user} drains the data"
         )),
     }
     let transactions = if host.uses.iter().any(|one| one == "transactions") {
@@ -87,8 +87,8 @@ fn of_dead(
         ""
     };
     advice.push(format!(
-        "if {name} was started again or does not come back, what it held is gone: `firn recover --host {name} {backing}` on \
-         any host takes it out of this list{transactions}"
+        "if {name} was rebooted or does not come back, the data that it held is lost: `firn recover --host {name} {backing}` \
+        on any host removes it from this list{transactions}"
     ));
     advice
 }
@@ -101,8 +101,8 @@ fn of_silent(host: &Host, report: Option<&HostReport>) -> String {
         .map_or_else(String::new, |pid| format!(" (process {pid})"));
     let point = mount_point_argument(report);
     format!(
-        "the firnd of {name}{process} is stopped, or its backing hangs: look there at its state (`ps`, `dmesg`, `firn \
-         doctor`); `kill -CONT` lets a stopped one go on, `firn umount --force{point}` ends it"
+        "the firnd of {name}{process} is stopped, or its backing hangs: check its state there (`ps`, `dmesg`, `firn \
+        doctor`); `kill -CONT` resumes a stopped firnd, `firn umount --force{point}` ends it"
     )
 }
 
@@ -119,7 +119,7 @@ fn of_keeper(host: &Host, report: Option<&HostReport>) -> String {
     };
     let until = match report {
         Some(report) if report.written_files == 0 && report.held_bytes > 0 => format!(
-            "what it holds of them is drained (`firn drain{}` on {name})",
+            "the bytes of them that it holds are drained (`firn drain{}` on {name})",
             mount_point_argument(Some(report))
         ),
         _ => "its programs close them".to_owned(),

@@ -24,7 +24,7 @@ use crate::ask::{ChildFailure, ask_child, ask_each};
 use crate::failure::{FAILED, Failure, NOT_FIRN, USAGE};
 use crate::text;
 
-/// Bounds of the search for files in logs: files, and time. Each file costs the listing of two directories.
+/// Bounds of the search for files in logs: number of files, and time. Each file costs the listing of two directories.
 const LOGGED_FILES_MAX: usize = 2_000;
 const CONTAINERS_FOR: Duration = Duration::from_millis(300);
 
@@ -80,10 +80,9 @@ pub struct MountSeen {
 }
 
 impl Job {
-    /// Looks at the hosts of the backing, or of the mount, at `path`. Without a path, this user's only mount counts.
+    /// Looks at the hosts of the backing, or of the mount, at `path`. Without a path, looks at this user's only mount.
     ///
-    /// Returns at `timeout` at the latest. Fails if the backing does not answer and no mount of this host does
-    /// either.
+    /// Returns at `timeout` at the latest. Fails if neither the backing nor a mount of this host answers.
     pub fn look(path: Option<&Path>, timeout: Duration) -> Result<Self, Failure> {
         let questions = [LookSource::Backing, LookSource::Mount];
         let mut backing = None;
@@ -133,7 +132,7 @@ impl Job {
         match hosts.iter().filter(says_nothing).count() {
             0 => {}
             silent => notes.push(format!(
-                "the sums are without {}: no report yet",
+                "the sums do not include {} without a report",
                 text::count(silent as u64, "host")
             )),
         }
@@ -191,13 +190,13 @@ impl LookSource {
     }
 }
 
-/// Returns a note about an own mount that did not answer, or `None` if the user need not know.
+/// Returns a note about this host's mount that did not answer, or `None` if the user need not know.
 fn describe_mount_failure(error: &ChildFailure, timeout: Duration) -> Option<String> {
     let seconds = text::seconds(timeout.as_secs_f64());
     match error {
         ChildFailure::Late => Some(format!(
-            "the firnd of this host's mount did not answer within {seconds}: its row shows its last beat; a mount \
-             that shares nothing with other hosts has no row"
+            "the firnd of this host's mount did not answer within {seconds}: its row shows the state at its last \
+            beat. A mount that shares nothing with other hosts has no row"
         )),
         // A wrong path concerns both sources. The failure of the backing reports it once.
         ChildFailure::Refused { code, .. } if *code == Some(NOT_FIRN) || *code == Some(USAGE) => {
@@ -215,8 +214,8 @@ fn failure_of_backing(error: ChildFailure, path: Option<&Path>, timeout: Duratio
         ChildFailure::Late => Failure::new(
             FAILED,
             format!(
-                "{what} did not answer within {}: look whether its server is reached (`dmesg`, `firn doctor`); if it \
-                 is only slow, give a longer --timeout",
+                "{what} did not answer within {}: check whether its server can be reached (`dmesg`, `firn doctor`). \
+                If it is only slow, use a longer --timeout",
                 text::seconds(timeout.as_secs_f64())
             ),
         ),
@@ -227,7 +226,7 @@ fn failure_of_backing(error: ChildFailure, path: Option<&Path>, timeout: Duratio
         ChildFailure::NotRun(text) => Failure::new(
             FAILED,
             format!(
-                "{what} cannot be looked at: {text}; look at the limits on processes and memory (`ulimit -a`)"
+                "{what} cannot be examined: {text}; check the limits on processes and memory (`ulimit -a`)"
             ),
         ),
     }
@@ -248,7 +247,7 @@ fn find_backing(path: Option<&Path>) -> Result<PathBuf, Failure> {
                 return Ok(canonical);
             }
             let text = format!(
-                "{} is no directory: give a mount point or a backing",
+                "{} is not a directory: name a mount point or a backing",
                 text::path(path)
             );
             Err(Failure::new(FAILED, text))
@@ -265,19 +264,19 @@ fn only_mount() -> Result<Mount, Failure> {
         (Some(mount), []) => Ok(mount),
         (None, _) => Err(Failure::new(
             USAGE,
-            "nothing of yours is mounted on this host: give the backing",
+            "you have no mounts on this host: name the backing",
         )),
         (Some(_), _) => Err(Failure::new(
             USAGE,
-            "several backings are mounted on this host: give a mount point or a backing",
+            "several backings are mounted on this host: name a mount point or a backing",
         )),
     }
 }
 
 /// Reads the leases, the reports and the logs of a backing.
 ///
-/// The caller is a process of its own, because the calls may hang in the kernel. Fails if the backing cannot be
-/// opened, or if its files are not this user's.
+/// The caller runs in a separate process, because the calls may hang in the kernel. Fails if the backing cannot be
+/// opened, or if its files do not belong to this user.
 pub fn look_at_backing(path: Option<&Path>) -> Result<BackingSeen, Failure> {
     let backing = find_backing(path)?;
     let failed = |what: &str| {
@@ -295,7 +294,7 @@ pub fn look_at_backing(path: Option<&Path>) -> Result<BackingSeen, Failure> {
     let mut notes: Vec<String> = surveyed
         .failed
         .iter()
-        .map(|(host, error)| format!("host {host} cannot be looked at: {error}"))
+        .map(|(host, error)| format!("host {host} cannot be examined: {error}"))
         .collect();
     if surveyed.is_cut {
         notes.push("there are more hosts than are shown".to_owned());
@@ -335,19 +334,20 @@ fn own_files_failure(backing: &Path, error: &OwnError) -> Failure {
     let backing = quoted_path(backing);
     let text = match error {
         OwnError::Backing(errno) if *errno == firn_backing::Errno::ACCESS => format!(
-            "{backing}: what hosts say there is in {TOP}, which only its user and root read: ask as that user"
+            "{backing}: the reports of hosts are in {TOP}, which only its owner and root may read: run this as that user"
         ),
         OwnError::Distrusted { name, why } => format!(
-            "{backing}: {name} {why}: only the user that mounted, and root, read what hosts say there"
+            "{backing}: {name} {why}: only the user that mounted, and root, may read the reports of hosts there"
         ),
         error => format!("{backing}: {error}"),
     };
     Failure::new(FAILED, text)
 }
 
-/// As root, takes on the user id of the owner of Firn's files in the backing.
+/// If this process runs as root, changes its user id to that of the owner of Firn's files in the backing.
 ///
-/// Root then sees what that user sees, and a symbolic link of that user leads nowhere that only root may go.
+/// The process then has only that user's permissions: a symbolic link of that user cannot lead it to files that only
+/// root may read.
 fn become_owner(backing: &Path) -> Result<(), Failure> {
     if !rustix::process::geteuid().is_root() {
         return Ok(());

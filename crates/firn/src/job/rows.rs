@@ -28,7 +28,7 @@ pub fn rows(backing: Option<BackingSeen>, mount: Option<MountSeen>, name: &ByteP
             let holder = lease.holder.as_ref();
             holder.is_some_and(|holder| holder.pid == seen.pid && holder.boot == boot)
         };
-        // The lease of this host's own mount has the same process and boot id. Its row takes the answer, so that no
+        // The lease of this host's own mount has the same process and boot id. The answer is added to its row, so that no
         // second row is made for the mount.
         let own = mount.take_if(|seen| is_own(seen));
         hosts.push(of_lease(lease, own, &keepers, &boot));
@@ -46,8 +46,8 @@ pub fn rows(backing: Option<BackingSeen>, mount: Option<MountSeen>, name: &ByteP
     hosts
 }
 
-/// Returns the row of a host with a lease. Where `own` is the answer of its firnd, that replaces the older report in
-/// the backing.
+/// Returns the row of a host with a lease. If `own` has the answer of its firnd, the answer replaces the older report
+/// in the backing.
 fn of_lease(
     lease: LeaseSeen,
     own: Option<MountSeen>,
@@ -118,24 +118,24 @@ fn evidence_text(lease: &LeaseSeen, boot: &str) -> String {
     let age = age.map_or_else(|| "an unknown time".to_owned(), seconds);
     match (lease.life, lease.evidence) {
         (Life::Dead, _) if is_rebooted(lease, boot) => {
-            format!("this host was started again since: its memory is gone; last beat {age} ago")
+            format!("this host was rebooted since: its memory is lost; last beat {age} ago")
         }
-        (Life::Left, _) => format!("it gave its lease back {age} ago"),
-        (_, Evidence::Beat) => "its beat was seen to grow".to_owned(),
+        (Life::Left, _) => format!("it released its lease {age} ago"),
+        (_, Evidence::Beat) => "a new beat was seen".to_owned(),
         (Life::Dead, Evidence::Lock) => {
-            format!("its lease is not locked any more; last beat {age} ago")
+            format!("its lease is no longer locked; last beat {age} ago")
         }
         (Life::Silent, _) if !lease.is_locked => format!(
-            "its last beat is {age} old: it is dead, stopped or waits for its backing; locks do not tell here"
+            "its last beat is {age} old: it is dead, stopped or waits for its backing; file locks do not show which"
         ),
         (Life::Silent, Evidence::YoungestBeat) => format!(
-            "its lease is locked, and its beat is {age} older than the youngest (this user cannot ask the backing's clock)"
+            "its lease is locked, and its beat is {age} older than the youngest (this user cannot read the backing's clock)"
         ),
         (Life::Silent, _) => {
             format!("its lease is locked; last beat {age} ago by the backing's clock")
         }
         (_, Evidence::YoungestBeat) => format!(
-            "its beat is {age} older than the youngest (this user cannot ask the backing's clock)"
+            "its beat is {age} older than the youngest (this user cannot read the backing's clock)"
         ),
         _ => format!("last beat {age} ago by the backing's clock"),
     }
@@ -149,8 +149,8 @@ fn is_rebooted(lease: &LeaseSeen, boot: &str) -> bool {
     is_here && holder.is_some_and(|holder| holder.boot != boot)
 }
 
-/// Names the options in which a living host differs from most living hosts. Where two values are equally frequent, the
-/// first one by name counts as that of the majority.
+/// Names the options in which a living host differs from most living hosts. If two values are equally frequent, the
+/// value that sorts first counts as that of the majority.
 fn name_differences(hosts: &mut [Host]) {
     let living = |host: &&Host| host.state.may_live();
     let mut names: Vec<String> = hosts
@@ -217,7 +217,7 @@ pub fn waits(report: &HostReport) -> Vec<String> {
                 waits.push(format!("lane {number} waits for its token"));
             }
             (Some(TokenState::Without), _) => {
-                waits.push(format!("lane {number} goes without its token"));
+                waits.push(format!("lane {number} is written without its token"));
             }
             _ => {}
         }

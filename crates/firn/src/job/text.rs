@@ -39,7 +39,7 @@ pub fn status_text(job: &Job, paint: Paint) -> String {
     let mut line = |label: &str, what: String| text += &format!("  {label:<13} {what}\n");
     if total.stranded_bytes > 0 {
         let what = format!(
-            "{} that nothing drains by itself",
+            "{} that no running firnd drains",
             bytes(total.stranded_bytes)
         );
         line("stranded", paint.error(&what));

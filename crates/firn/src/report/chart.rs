@@ -108,7 +108,7 @@ pub fn render_chart(
     let panel = Panel {
         axis: &axis,
         top: PANEL_HEAD_HEIGHT,
-        title: "Bytes a second, all hosts",
+        title: "Bytes per second, all hosts",
         unit: &|value| rate(value),
     };
     let max = ingest.iter().chain(&drain).copied().fold(0.0, f64::max);

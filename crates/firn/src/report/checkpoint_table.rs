@@ -25,11 +25,11 @@ pub struct MergedCheckpoint {
     step: u64,
     /// When the first host began to write its files.
     began: f64,
-    /// When the last host closed its files. `None` means that one has not.
+    /// When the last host closed its files. `None` means that a host has not closed its files.
     closed: Option<f64>,
-    /// When the last host had drained its files. `None` means that one has not.
+    /// When the last host had drained its files. `None` means that a host has not drained its files.
     drained: Option<f64>,
-    /// When the last host had made its files durable. `None` means that one has not.
+    /// When the last host had made its files durable. `None` means that the files of a host are not durable.
     durable: Option<f64>,
     /// Number of files on all hosts.
     files: u64,
@@ -82,7 +82,7 @@ struct BarSpan {
 impl MergedCheckpoint {
     /// Adds another host's files of the same checkpoint.
     fn add_host(&mut self, other: &Self) {
-        // Without a time of both hosts, the state was not reached by both.
+        // If one of the hosts has no time, it has not reached the state, so both together have not.
         let last = |a: Option<f64>, b: Option<f64>| Some(a?.max(b?));
         self.began = self.began.min(other.began);
         self.closed = last(self.closed, other.closed);
@@ -110,8 +110,8 @@ impl MergedCheckpoint {
 pub fn render_section(run: &Run, merged: &[MergedCheckpoint], end: f64) -> String {
     let mut html = String::from("<section><h2>Checkpoints</h2>\n");
     if merged.is_empty() {
-        html += "<p class=\"note\">None was seen: no file or directory with a step in its name (<code>step_100</code>, \
-                 <code>ckpt-0100.pt</code>) was written.</p></section>\n";
+        html += "<p class=\"note\">There were no checkpoints: no file or directory with a step in its name \
+        (<code>step_100</code>, <code>ckpt-0100.pt</code>) was written.</p></section>\n";
         return html;
     }
     html += "<p class=\"legend\"><span><i class=\"key open\"></i>being written</span> \
@@ -133,8 +133,8 @@ pub fn render_section(run: &Run, merged: &[MergedCheckpoint], end: f64) -> Strin
         );
     }
     html += "<p class=\"note\">“In backing after” and “durable after” count from the last close. A checkpoint is durable when \
-             each file was synced, by fsync(2) or <code>firn wait --until durable</code>. Of one that was removed the size is \
-             not known.</p></section>\n";
+    each file was synced, by fsync(2) or <code>firn wait --until durable</code>. The size of a removed checkpoint \
+    is not known.</p></section>\n";
     html
 }
 

@@ -82,7 +82,7 @@ impl RunTotals {
         self.write_seconds.sum + self.close_seconds.sum + self.fsync_seconds.sum
     }
 
-    /// Returns the seconds that programs would have spent in writes to the backing of their own, at the speed of
+    /// Returns the seconds that programs would have spent if they had written to the backing directly, at the speed of
     /// firnd's writes. Returns `None` if nothing was written to the backing, so that its speed is unknown.
     fn direct_seconds(&self) -> Option<f64> {
         let drained = self.drain_write_bytes.sum;
@@ -133,7 +133,7 @@ pub fn render_page(run: &Run) -> String {
     let _ = write!(
         html,
         "<footer>Made by firn {}. Times are of each host's own clock; sums are of all hosts. Each moment of the timeline is at \
-         least {} long, and what was counted between two looks is spread over the time between them.</footer>\n</main>\n\
+        least {} long. Counts between two readings of the counters are spread over the time between them.</footer>\n</main>\n\
          <script>\n{SCRIPT}</script></body></html>\n",
         env!("CARGO_PKG_VERSION"),
         longest_bucket_text(&run.records)
@@ -191,14 +191,14 @@ fn render_problems(run: &Run, total: &RunTotals) -> String {
     let mut problems = run.failures.clone();
     if total.held_bytes > 0 && total.has_ended {
         problems.push(format!(
-            "{} stayed in memory when the mount ended: mount it again, or `firn recover` the backing",
+            "{} remained in memory when the mount ended: mount again, or run `firn recover` on the backing",
             bytes(total.held_bytes)
         ));
     }
     if total.drain_errors > 0 {
         let errors = count(total.drain_errors, "write");
         problems.push(format!(
-            "{errors} to the backing failed and had to be tried again: see the events below"
+            "{errors} to the backing failed and had to be retried: see the events below"
         ));
     }
     let forgotten = run
@@ -257,7 +257,7 @@ fn render_cards(total: &RunTotals) -> String {
         &seconds(total.waited_seconds()),
         &[
             "in write, close and fsync,".into(),
-            "all programs added up".into(),
+            "sum of all programs".into(),
         ],
     );
     let saved = total
@@ -324,9 +324,9 @@ fn render_timeline(run: &Run, timelines: &[Timeline; 2]) -> String {
             count(hidden as u64, "host")
         );
     }
-    html + "<p class=\"note\">A host's strips: written by programs, written to the backing, programs that wait for room, in close \
-            or in fsync; the stronger, the more beside its own most. A wait is drawn where it ended, but one for room while it \
-            lasts.</p></section>\n"
+    html + "<p class=\"note\">The strips of a host show bytes written by programs, bytes written to the backing, and programs that \
+    wait for room, in close or in fsync. A stronger colour means more, relative to the maximum of the strip. A wait is drawn \
+    at its end, but a wait for room is drawn while it lasts.</p></section>\n"
 }
 
 /// Returns the marks of the events that a reader looks for first. The newest are shown.
@@ -521,7 +521,7 @@ fn render_calls(total: &RunTotals) -> String {
         );
     }
     html + "</tbody></table></div><p class=\"note\">Measured in firnd, from a request to its answer. Programs with the preload \
-            library store bytes in memory themselves: such writes are counted under sizes and not here.</p></section>\n"
+            library store bytes in memory themselves: such writes are counted under sizes, but not here.</p></section>\n"
 }
 
 /// Returns the time of a call. Some calls take only microseconds.
@@ -537,7 +537,7 @@ fn short_time(time: f64) -> String {
 fn render_saved(total: &RunTotals) -> String {
     let tag = |word: &str| format!(" <span class=\"tag\">{word}</span>");
     let (measured, inferred) = (tag("measured"), tag("inferred"));
-    let mut html = String::from("<section><h2>Time saved beside writing directly</h2>\n");
+    let mut html = String::from("<section><h2>Time saved compared with direct writes</h2>\n");
     let Some(direct) = total.direct_seconds() else {
         return html
             + "<p class=\"note\">Nothing was written to the backing, so its speed is not known.</p></section>\n";
@@ -565,10 +565,11 @@ fn render_saved(total: &RunTotals) -> String {
         seconds(waited),
         seconds(difference)
     );
-    html + "<p class=\"note\">All programs and hosts are added up, so eight that wait one second count eight. The inference assumes \
-            that programs would have written to the backing as fast, byte for byte, as firnd did with its larger and ordered \
-            writes; smaller writes are seldom as fast, so the saving is rather larger. Writes to the backing may end in a page cache, for \
-            programs as for firnd. Stores of the preload library are not timed, and not in the time of programs.</p></section>\n"
+    html + "<p class=\"note\">Times of all programs and hosts are added up: eight programs that wait one second count as eight \
+    seconds. The inference assumes that programs would have written each byte to the backing as fast as firnd did with its \
+    larger, ordered writes. Smaller writes are usually slower, so the real saving is probably larger. Writes to the backing \
+    may end in a page cache, for programs as well as for firnd. Stores of the preload library are not timed, so the time of \
+    programs does not include them.</p></section>\n"
 }
 
 /// Returns the section with the table of events.

@@ -2,9 +2,9 @@
 //!
 //! Promises
 //! * A slow answer never delays the screen: [`Sampler::copy_answers_to`] copies the last answers and asks nothing itself.
-//! * Each mount has a thread of its own that asks its firnd.
-//! * A look at checkpoints or at a backing may hang in the kernel. A child process makes it, and is abandoned at a
-//!   timeout.
+//! * Each mount has a separate thread that asks its firnd.
+//! * Calls to list checkpoints or to read a backing may hang in the kernel. A child process makes them, and is abandoned
+//!   at a timeout.
 //!
 //! The threads end with the process. A thread of a mount ends earlier when that mount is gone.
 
@@ -149,8 +149,8 @@ impl Sampler {
 
     /// Publishes the user's selection on the screen to the threads.
     ///
-    /// A directory or job on the command line stays selected. Without one, the selected mount decides. If it changes,
-    /// the answers about the previous one are deleted, and the screen shows that new ones are awaited.
+    /// A directory or job on the command line stays selected. Without one, the selected mount decides. If the selection
+    /// changes, the answers about the previous selection are deleted, and the screen shows that new answers are awaited.
     pub fn publish_selection(&self, view: &View) {
         self.selection
             .shows_job
@@ -222,7 +222,7 @@ impl Sampler {
             && let Some(directory) = self.request.directory.as_ref()
         {
             let directory = std::path::absolute(directory).unwrap_or_default();
-            // The longest mount point comes last in the order of paths below each other.
+            // If mount points are nested, the innermost one comes last in the order of paths.
             let mut longest_first = answers.mounts.keys().rev();
             let mount = longest_first.find(|path| directory.starts_with(path));
             view.chosen = mount.map(|path| text::path(path));

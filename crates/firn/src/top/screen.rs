@@ -173,8 +173,8 @@ fn draw_mounts(frame: &mut Frame<'_>, area: Rect, view: &View, theme: Theme) {
             frame.render_widget(text.wrap(Wrap { trim: false }).style(theme.error()), area);
             return;
         }
-        let text = "\n nothing of yours is mounted on this host\n\n `firn mount BACKING DIR` mounts; `firn top --job BACKING` \
-                    shows the hosts of a job that this host takes no part in";
+        let text = "\n you have no mounts on this host\n\n `firn mount BACKING DIR` mounts; `firn top --job BACKING` \
+        shows the hosts of a job, even if this host has no part in it";
         frame.render_widget(Paragraph::new(text).wrap(Wrap { trim: false }), area);
         return;
     };
@@ -438,7 +438,7 @@ fn draw_checkpoints(frame: &mut Frame<'_>, area: Rect, view: &View, theme: Theme
     let list = match &view.checkpoints {
         Checkpoints::Listed(list) => list,
         Checkpoints::Asked => {
-            frame.render_widget(Line::raw(" checkpoints are looked for"), area);
+            frame.render_widget(Line::raw(" searching for checkpoints"), area);
             return;
         }
         Checkpoints::Unknown(reason) => {
@@ -449,7 +449,7 @@ fn draw_checkpoints(frame: &mut Frame<'_>, area: Rect, view: &View, theme: Theme
         }
     };
     if list.is_empty() {
-        let text = " no checkpoint: none of its names has a step, as step_100 has";
+        let text = " no checkpoint: no name in the directory has a step, as in step_100";
         frame.render_widget(Line::raw(truncate(text, area.width)), area);
         return;
     }
@@ -631,7 +631,7 @@ fn draw_job(frame: &mut Frame<'_>, area: Rect, view: &View, job: &JobView, theme
             return;
         }
         None => {
-            frame.render_widget(Line::raw(" hosts are looked for"), area);
+            frame.render_widget(Line::raw(" searching for hosts"), area);
             return;
         }
     };
@@ -648,7 +648,7 @@ fn draw_job(frame: &mut Frame<'_>, area: Rect, view: &View, job: &JobView, theme
             .collect::<Vec<_>>(),
     )
     .wrap(Wrap { trim: false });
-    // An estimate of the lines that the wrapped text takes. It is never too small: a wrapped line is counted once more.
+    // An estimate of the lines that the wrapped text takes. It is never too small: each wrapped line adds one more.
     let width = area.width.max(1) as usize;
     let lines: usize = sentences
         .iter()

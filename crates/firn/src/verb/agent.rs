@@ -17,15 +17,15 @@ use crate::verb::{NO_CONNECTION, Verb};
 
 pub const VERB: Verb = Verb {
     name: "agent",
-    about: "Let other hosts pull checkpoints out of this one's memory",
-    long: "Serves `firn pull` on other hosts, in the foreground, until it is interrupted. It reads memory, spill file \
-               and backing of one mount, and may be killed at any time. Its address and a new key are in \
-               .firn/agent-HOST in the backing, a file that only its user can read. Every reader of the file may pull. Bytes \
-               are encrypted on their way where one side says --encrypt yes, or has an address that is not private. \
-               `firn pull` without --backing goes over ssh, which starts an agent by itself, with --stdio.\n\n\
-               Where the mount has the option `partner`, it looks for a partner among the other agents of the backing, whose \
-               agent then keeps copies of what this host holds; and it keeps such copies of others, in a directory beside \
-               the arena, until they are drained.",
+    about: "Let other hosts pull checkpoints out of this host's memory",
+    long: "Serves `firn pull` on other hosts, in the foreground, until it is interrupted. The agent reads the memory, \
+           the spill file and the backing of one mount, and may be killed at any time. Its address and a new key are in \
+           .firn/agent-HOST in the backing, a file that only its user can read. Each reader of this file may pull. \
+           Bytes are encrypted on the network if one side uses --encrypt yes, or has an address that is not private. \
+           `firn pull` without --backing uses ssh, and starts an agent with --stdio by itself.\n\n\
+           If the mount has the option `partner`, the agent looks for a partner among the other agents of the backing. \
+           The partner's agent then keeps copies of the data that this host holds. In turn, this agent keeps such \
+           copies for other hosts, in a directory beside the arena, until their data is drained.",
     examples: &[
         (
             "firn agent /ckpt",
@@ -53,20 +53,20 @@ struct AgentArgs {
     /// A mount point, or anything below it.
     #[arg(value_hint = ValueHint::AnyPath, required_unless_present = "stdio", conflicts_with = "stdio")]
     path: Option<PathBuf>,
-    /// Where to listen; port 0 is any free one.
+    /// Address at which to listen; port 0 is any free port.
     #[arg(long, value_name = "ADDRESS:PORT", default_value = "0.0.0.0:0")]
     listen: SocketAddr,
-    /// How pullers reach this host: a name or address, with a port if that is another one (default: that of --listen,
-    /// or the name of the host).
+    /// Address at which pullers reach this host: a name or IP address, with a port if it is not that of --listen
+    /// (default: the address of --listen, or the name of the host).
     #[arg(long, value_name = "ADDRESS")]
     address: Option<String>,
-    /// What pullers and partners call this host (default: the mount's option `host`, or its name).
+    /// Name by which pullers and partners know this host (default: the mount's option `host`, or the host name).
     #[arg(long, value_name = "NAME")]
     host: Option<String>,
-    /// The most memory of the arena that is held for pullers at once; one file may take more (default: a quarter).
+    /// Largest part of the arena that is held for pullers at once; a single file may exceed it (default: a quarter).
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     hold_max: Option<u64>,
-    /// Encrypt bytes on their way; `auto`: for pullers whose address is not private.
+    /// Encrypt bytes on the network; `auto`: for pullers whose address is not private.
     #[arg(
         long,
         value_name = "WHEN",
@@ -75,23 +75,23 @@ struct AgentArgs {
         conflicts_with = "stdio"
     )]
     encrypt: EncryptArg,
-    /// The most memory that copies of other hosts' files take here (default: as much as the arena).
+    /// Largest amount of memory for copies of other hosts' files (default: as much as the arena).
     #[arg(long, value_name = "SIZE", value_parser = parse_size, conflicts_with = "stdio")]
     partner_size: Option<u64>,
-    /// Serve also pullers that show a credential of MUNGE of this user instead of the key.
+    /// Also serve pullers that present a MUNGE credential of this user instead of the key.
     #[arg(long, conflicts_with = "stdio")]
     munge: bool,
-    /// The socket of munged, if it is not where MUNGE has it by default.
+    /// The socket of munged, if it is not at the default path.
     #[arg(long, value_name = "PATH", requires = "munge", value_hint = ValueHint::FilePath)]
     munge_socket: Option<PathBuf>,
-    /// What pullers may have bytes carried by: `auto`, whatever they ask for; `tcp`, the connection only; `ofi` or
-    /// `ofi:PROVIDER`, a provider of libfabric that must be there.
+    /// Transports that pullers may use: `auto`, any that they ask for; `tcp`, only the connection; `ofi` or
+    /// `ofi:PROVIDER`, a provider of libfabric, which must be available.
     #[arg(long, value_name = "TRANSPORT", default_value = "auto", value_parser = TransportChoice::from_str, conflicts_with = "stdio")]
     transport: TransportChoice,
-    /// Serve the one puller at the other end of standard input and output, which may pull from all mounts of this user.
+    /// Serve one puller over standard input and output. It may pull from all mounts of this user.
     #[arg(long)]
     stdio: bool,
-    /// Say each step of the protocol, by its number in figure 3 of the CRUISE paper.
+    /// Print each step of the protocol, with its number in figure 3 of the CRUISE paper.
     #[arg(long)]
     verbose: bool,
 }
@@ -105,7 +105,7 @@ pub(super) fn check_encryption(
         return Err(Failure::new(
             USAGE,
             format!(
-                "--transport {transport} and --encrypt yes: libfabric encrypts nothing; use --transport tcp, or do without encryption"
+                "--transport {transport} and --encrypt yes: libfabric encrypts nothing; use --transport tcp, or omit --encrypt yes"
             ),
         ));
     }
@@ -169,12 +169,14 @@ fn serve_pipes(hold_max: Option<u64>, log: &Log) -> Result<u8, Failure> {
         Ok(()) => Ok(DONE),
         Err(error) => Err(Failure::new(
             FAILED,
-            format!("agent: standard input: {error}; --stdio is for `firn pull`, which starts it"),
+            format!(
+                "agent: standard input: {error}; `firn pull` starts an agent with --stdio, users do not"
+            ),
         )),
     }
 }
 
-/// Removes the agent's key from the backing at SIGTERM, SIGINT or SIGHUP, and then ends the process. A key that stays
+/// Removes the agent's key from the backing at SIGTERM, SIGINT or SIGHUP, and then ends the process. Otherwise the key
 /// would lead pullers to an agent that no longer exists.
 fn end_on_signals(remove_key: impl Fn() + Send + 'static) -> Result<(), Failure> {
     let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP])

@@ -19,10 +19,10 @@ const FIRN_VARIABLE: &str = "FIRN_BENCH_PROGRAM";
 pub const VERB: Verb = Verb {
     name: "bench",
     about: "Compare Firn with writing directly (needs the program firn-bench)",
-    long: "The benchmarks are a program of their own, firn-bench, which is looked for beside firn and in \
-           ../libexec/firn. `firn bench --help` lists them, `firn bench BENCHMARK --help` their options.\n\n\
-           Figures depend on the machine, the file system of --dir and whatever else runs. Compare ratios, and \
-           quote them with the two lines at the head of the report.",
+    long: "The benchmarks are a separate program, firn-bench, which must be beside firn or in ../libexec/firn. `firn \
+           bench --help` lists them, `firn bench BENCHMARK --help` their options.\n\n\
+           Figures depend on the machine, the file system of --dir and whatever else runs. Compare ratios, and quote them \
+           with the two lines at the head of the report.",
     examples: &[
         (
             "firn bench checkpoint --dir /scratch",
@@ -30,18 +30,21 @@ pub const VERB: Verb = Verb {
         ),
         (
             "firn bench restart --quick",
-            "reading files in memory back, through both frontends, beside memcpy and tmpfs",
+            "how fast files in memory are read, through both frontends, compared with memcpy and tmpfs",
         ),
         (
             "firn bench ingest --json -",
-            "how fast writes are taken in, as JSON",
+            "how fast writes are received, as JSON",
         ),
     ],
     exits: &[
         (0, "measured"),
         (1, "failed, or firn-bench is not installed"),
         (2, "an argument that firn-bench does not know"),
-        (130, "interrupted; what was mounted and written is removed"),
+        (
+            130,
+            "interrupted; the mounts and files of the benchmark are removed",
+        ),
     ],
     args: add_args,
     run,
@@ -52,7 +55,7 @@ fn add_args(command: Command) -> Command {
     command.disable_help_flag(true).arg(
         Arg::new("args")
             .value_name("BENCHMARK [OPTIONS]")
-            .help("Handed to firn-bench as they are")
+            .help("Arguments for firn-bench, passed on unchanged")
             .num_args(0..)
             .trailing_var_arg(true)
             .allow_hyphen_values(true)
@@ -62,8 +65,12 @@ fn add_args(command: Command) -> Command {
 
 /// Replaces this process by the benchmark program. Returns only if the program cannot be run.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
-    let firn = std::env::current_exe()
-        .map_err(|error| Failure::new(FAILED, format!("cannot find firn's own file: {error}")))?;
+    let firn = std::env::current_exe().map_err(|error| {
+        Failure::new(
+            FAILED,
+            format!("cannot find the program file of firn: {error}"),
+        )
+    })?;
     let program = find_program(&firn).ok_or_else(|| {
         let advice = "build it with `cargo build --release -p firn-bench`, or install it with \
                       `scripts/install --bench`";
@@ -82,8 +89,8 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     ))
 }
 
-/// Returns the benchmark program that belongs to `firn`: the one beside it, or else the one in the directory where
-/// packages install it.
+/// Returns the benchmark program that belongs to `firn`: the program beside it, or else the program in the directory
+/// where packages install it.
 fn find_program(firn: &Path) -> Option<PathBuf> {
     let dir = firn.parent()?;
     let places = [dir.join(PROGRAM), dir.join("../libexec/firn").join(PROGRAM)];

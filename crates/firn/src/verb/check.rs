@@ -18,14 +18,15 @@ use crate::verb::Verb;
 pub const VERB: Verb = Verb {
     name: "check",
     about: "Check an arena and logs for damage, and lanes for lost files",
-    long: "Only reads: the arena, and of a backing or mount point every log of files that lie in logs (layout=log). \
-               `firn recover` and `firn mount` never interpret damaged records, and recover everything else. With --orphans, walks a backing that no host has mounted, and its lanes \
-               (placement=dirs), and looks for logs whose file is gone. A power loss may leave files without a name, and names without a file, of \
-               changes that were not synced.",
+    long: "Only reads. Checks the arena and, for a backing or a mount point, all logs of files (layout=log). `firn \
+           recover` and `firn mount` never interpret damaged records, and recover everything else. With --orphans, \
+           walks a backing that no host has mounted, and its lanes (placement=dirs), and looks for logs whose file is \
+           missing. After a power loss, changes that were not synced may leave files without a name, and names without \
+           a file.",
     examples: &[
         (
             "firn check /scratch/run42",
-            "the arena of this backing, and what is in logs there",
+            "the arena of this backing, and its logs",
         ),
         (
             "firn check /dev/shm/firn-1000/3e2925ad41a9d919.arena",
@@ -71,14 +72,14 @@ fn args(command: Command) -> Command {
             Arg::new("orphans")
                 .long("orphans")
                 .action(ArgAction::SetTrue)
-                .help("Look for files in lanes without a name, and names without a file, of a backing"),
+                .help("In a backing and its lanes, look for files without a name, and names without a file"),
         )
         .arg(
             Arg::new("repair")
                 .long("repair")
                 .action(ArgAction::SetTrue)
                 .requires("orphans")
-                .help("Remove files without a name; a name without a file stays, because its lane may come back"),
+                .help("Remove files without a name; names without a file remain, because their lane may return"),
         )
         .arg(minus_o())
         .args(arena_dir)
@@ -100,7 +101,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     };
     let logs = logs.filter(|logs| logs.containers > 0 || !logs.findings.is_empty());
     let arena = match (arena, &logs) {
-        // Without an arena nothing is held, and the logs alone are a sound result.
+        // Without an arena no data is held, so a result for the logs alone is complete.
         (Err(_), Some(_)) => None,
         (arena, _) => Some(firn_daemon::check(&arena?)?),
     };
@@ -118,7 +119,7 @@ struct Reports {
     logs: Option<LogsReport>,
 }
 
-/// Prints the results. Fails if something is damaged.
+/// Prints the results. Fails if the arena or a log is damaged.
 fn print_reports(reports: &Reports, as_json: bool) -> Result<u8, Failure> {
     if as_json {
         output::print_json(reports)?;
@@ -144,15 +145,15 @@ fn print_reports(reports: &Reports, as_json: bool) -> Result<u8, Failure> {
             Err(Failure::new(
                 FAILED,
                 format!(
-                    "in logs: {places}; what is not damaged is read as before, and files whose bytes cannot be read give EIO: write them again, copy the rest of them, or give up what is damaged with `firn flatten --accept-loss`"
+                    "in logs: {places}; undamaged data is read as before, and reads of damaged files fail with EIO: write these files again, copy their undamaged part, or drop the damaged part with `firn flatten --accept-loss`"
                 ),
             ))
         }
     }
 }
 
-/// Returns the failure for a damaged arena, with advice. The exit status tells damage from a spill file of another
-/// user.
+/// Returns the failure for a damaged arena, with advice. The exit status distinguishes damage from a spill file of
+/// another user.
 fn damaged_arena(report: &CheckReport) -> Failure {
     let places = count(report.damage.len() as u64, "damaged place");
     let backing = report
@@ -211,7 +212,8 @@ fn backing_of(path: &Path) -> Option<PathBuf> {
     }
 }
 
-/// Reports files of lanes without a name, and names without a file. With `--repair` it also removes the safe ones.
+/// Reports files of lanes without a name, and names without a file. With `--repair` it also removes those that are safe
+/// to remove.
 fn check_orphans(backing: &Path, matches: &ArgMatches) -> Result<u8, Failure> {
     let options = resolve(matches)?.options;
     let repair = matches.get_flag("repair");
@@ -228,7 +230,7 @@ fn check_orphans(backing: &Path, matches: &ArgMatches) -> Result<u8, Failure> {
         0 => Ok(DONE),
         left => {
             let left = count(left as u64, "orphan");
-            let advice = "`--repair` removes files without a name, and logs of removed files; a name without a file, and other logs without one, are removed with rm";
+            let advice = "`--repair` removes files without a name, and logs of removed files; use rm for names without a file, and for other logs without a file";
             let backing = path_text(backing);
             Err(Failure::new(FAILED, format!("{backing}: {left}; {advice}")))
         }
@@ -240,8 +242,10 @@ fn orphan_line(orphan: &FoundOrphan) -> String {
     let what = match orphan.kind {
         "file" => format!("{} without a name", bytes(orphan.bytes)),
         "link" => "a name that was being made".to_owned(),
-        "logs" => "their file is not in the backing: kept, in case that it comes back".to_owned(),
-        "removed-logs" => "their file has been removed, and a host was removing them".to_owned(),
+        "logs" => "their file is not in the backing: kept, because the file may return".to_owned(),
+        "removed-logs" => {
+            "their file has been removed, and a host had begun to remove them".to_owned()
+        }
         _ => "its file is not in the lane".to_owned(),
     };
     let removed = if orphan.is_removed { ", removed" } else { "" };
@@ -265,7 +269,7 @@ fn arena_of(path: &Path, matches: &ArgMatches) -> Result<PathBuf, Failure> {
                 Failure::new(
                     NOT_FIRN,
                     format!(
-                        "{}: {error}; give an arena, a backing or a mount point",
+                        "{}: {error}; name an arena, a backing or a mount point",
                         path_text(path)
                     ),
                 )
@@ -282,7 +286,7 @@ fn arena_of(path: &Path, matches: &ArgMatches) -> Result<PathBuf, Failure> {
     Err(Failure::new(
         NOT_FIRN,
         format!(
-            "{path} has no arena (looked for {arena}), so nothing is held for it; if it was mounted with --arena-dir, give the same"
+            "{path} has no arena (looked for {arena}), so no data is held for it; if it was mounted with --arena-dir, use the same --arena-dir"
         ),
     ))
 }

@@ -16,11 +16,11 @@ use crate::verb::{NO_CONNECTION, Verb, connect};
 pub const VERB: Verb = Verb {
     name: "chunks",
     about: "Show where each byte of a file is: memory, spill file or backing",
-    long: "Prints one line per piece: its offset in the file, its length, where it is, its chunk, and its \
-               position in bytes (in memory: from the start of the data region; in the spill file and in the \
-               backing: from the start of the file). A hole is a range that was never written and reads as \
-               zeros. --json also tells where the data region is. The list is a snapshot; programs that read \
-               memory by such a list hold it through libfirn (firn.h).",
+    long: "Prints one line per piece: its offset in the file, its length, where it is, its chunk, and its position in \
+           bytes (in memory: from the start of the data region; in the spill file and in the backing: from the start of \
+           the file). A hole is a range that was never written and reads as zeros. --json also prints where the data \
+           region is. The list is a snapshot. A program that reads memory by such a list must hold the list through \
+           libfirn (firn.h).",
     examples: &[
         ("firn chunks /ckpt/step_100/rank0", "where its bytes are"),
         (

@@ -35,13 +35,13 @@ pub const VERB: Verb = Verb {
 
 #[derive(Debug, Args)]
 struct CompletionsArgs {
-    /// For which shell.
+    /// Shell that will run the script.
     #[arg(value_enum, required_unless_present = "candidates")]
     shell: Option<Shell>,
-    /// For the scripts: print what may be put for a word, one a line.
+    /// For the scripts: print the candidates for a word, one on each line.
     #[arg(long, value_enum, hide = true, conflicts_with = "shell")]
     candidates: Option<Candidates>,
-    /// What was typed of the word.
+    /// The typed part of the word.
     #[arg(
         long,
         hide = true,
@@ -60,7 +60,7 @@ enum Candidates {
     Mounts,
 }
 
-/// Verbs whose path argument is a mount point most of the time.
+/// Verbs whose path argument usually is a mount point.
 const WITH_MOUNT_POINT: [&str; 12] = [
     "umount", "status", "top", "hosts", "wait", "drain", "ls", "evict", "begin", "prepare",
     "commit", "abort",
@@ -94,7 +94,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
 fn lines(candidates: Candidates, word: &str) -> String {
     let words = match candidates {
         Candidates::Options => firn_config::complete_minus_o(word),
-        // Where the mounts cannot be listed, there is nothing to offer.
+        // If the mounts cannot be listed, there are no candidates.
         Candidates::Mounts => firn_client::mounts()
             .unwrap_or_default()
             .iter()

@@ -12,7 +12,7 @@ use crate::verb::Verb;
 pub const VERB: Verb = Verb {
     name: "config",
     about: "Show the value of every option and where it comes from",
-    long: "Shows what `firn mount` with the same flags would take, from flags, FIRN_* variables, \
+    long: "Shows the values that `firn mount` with the same flags would use, from flags, FIRN_* variables, \
            ~/.config/firn/firn.toml, /etc/firn/firn.toml and defaults, in this order.",
     examples: &[
         ("firn config", "what a mount would use now"),
@@ -25,7 +25,7 @@ pub const VERB: Verb = Verb {
         (0, "shown"),
         (
             2,
-            "an invalid option or argument; the message says where it was given",
+            "an invalid option or argument; the message names its source",
         ),
     ],
     args,

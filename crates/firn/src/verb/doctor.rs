@@ -21,10 +21,11 @@ const ONLY: &str = "only";
 
 pub const VERB: Verb = Verb {
     name: "doctor",
-    about: "Examine this host and a backing, and say what to type where something is not right",
-    long: "Looks at FUSE, memory, limits, mount helpers, settings, dead mounts, arenas without a firnd and MPI; with BACKING \
-           also at what its file system can do, with files in a directory .firn-doctor-* of its own, which it removes. \
-           Options as for `firn mount` say what is to be possible. A check that hangs is given up.",
+    about: "Check this host and a backing, and show how to solve each problem",
+    long: "Checks FUSE, memory, limits, mount helpers, settings, dead mounts, arenas without a firnd, and MPI. With \
+           BACKING, also tests the features of its file system, with files in a new directory .firn-doctor-*, which it \
+           removes. With options as for `firn mount`, checks whether such a mount would work. A check that hangs is \
+           abandoned.",
     examples: &[
         ("firn doctor", "this host"),
         (
@@ -37,12 +38,9 @@ pub const VERB: Verb = Verb {
         ),
     ],
     exits: &[
-        (0, "all is right"),
-        (
-            1,
-            "something is wrong that makes a mount, or what Firn promises, fail",
-        ),
-        (3, "there are notes, and nothing is wrong"),
+        (0, "no problem was found"),
+        (1, "a problem makes a mount, or a promise of Firn, fail"),
+        (3, "there are notes, but no problem"),
     ],
     args,
     run,

@@ -32,7 +32,7 @@ pub const VERB: Verb = Verb {
         (1, "failed; the data is kept"),
         (
             3,
-            "with --wait: logged (layout=log), and a program has it open for writing",
+            "with --wait: the data is logged (layout=log), and a program has a file open for writing",
         ),
         (10, "not on a firn mount"),
         NO_CONNECTION,
@@ -46,18 +46,18 @@ struct DrainArgs {
     /// A mount point, or a file or directory below it.
     #[arg(value_hint = ValueHint::AnyPath)]
     path: PathBuf,
-    /// Wait until it is drained.
+    /// Wait until the files are drained.
     #[arg(long)]
     wait: bool,
     /// Print the outcome as JSON.
     #[arg(long)]
     json: bool,
-    /// Say nothing of what was done, and show no progress.
+    /// Print neither a summary nor progress.
     #[arg(short, long)]
     quiet: bool,
 }
 
-/// What a drain began with, as JSON.
+/// The undrained data at the start of a drain, as JSON.
 #[derive(Serialize)]
 struct DrainStarted {
     mount_point: BytePath,

@@ -28,18 +28,19 @@ const LINE_BYTES_MAX: u64 = 256 << 10;
 pub const VERB: Verb = Verb {
     name: "events",
     about: "Print what happened to a mount, as lines of JSON",
-    long: "Each line is an object with `time` (UTC), `host`, `mount_point`, `kind` and what the kind tells, with units last in the \
-               names: that the mount was made, taken over or ended, that the arena was full, that the backing failed and \
-               works again, commits and aborts. docs/features/watching.md has all kinds. firnd keeps the newest in the runtime \
-               directory, beside its log, also after the mount has ended: at most 8 MiB, until the host starts anew.",
+    long: "Each line is an object with `time` (UTC), `host`, `mount_point`, `kind` and the fields of its kind, whose \
+           names end with the unit. There are events when a mount is made, taken over or ends, when the arena is full, \
+           when the backing fails and works again, and at commits and aborts. docs/features/watching.md lists all \
+           kinds. firnd stores the newest events, 8 MiB at most, in the runtime directory beside its log. They remain \
+           after the mount has ended, until the host reboots.",
     examples: &[
         (
             "firn events /ckpt",
-            "what happened to this mount, and to earlier ones of its backing",
+            "what happened to this mount, and to earlier mounts of its backing",
         ),
         (
             "firn events --follow /ckpt | jq -r 'select(.kind == \"backing_failed\")'",
-            "wait for trouble",
+            "print failures of the backing as they happen",
         ),
         ("firn events", "of all mounts, in the order of time"),
     ],
@@ -58,7 +59,7 @@ struct EventsArgs {
     /// A mount point, anything below it, or a backing; without it, all mounts.
     #[arg(value_hint = ValueHint::AnyPath)]
     path: Option<PathBuf>,
-    /// Go on with what happens from now on, until Ctrl-C.
+    /// Also print new events as they happen, until Ctrl-C.
     #[arg(short, long)]
     follow: bool,
 }
@@ -180,7 +181,7 @@ impl EventReader {
         named.is_ok_and(|named| open.get_ref().metadata().map(inode).ok() != Some(named))
     }
 
-    /// Reads the complete lines up to the end of the open file. An incomplete line is kept until its end is written.
+    /// Reads the complete lines up to the end of the open file. An incomplete line is stored until its end is written.
     fn read_lines(&mut self, lines: &mut Vec<Value>) -> Result<(), Failure> {
         let failed = |error: std::io::Error| {
             let file = text::path(&self.path);
@@ -203,8 +204,8 @@ impl EventReader {
                 return Ok(());
             }
             if is_whole || room == 0 {
-                // A line that is not a JSON object is skipped. A full file system cut it off, or firnd did not write
-                // it.
+                // A line that is not a JSON object is skipped: a full file system cut it off, or another program
+                // wrote it.
                 lines.extend(
                     serde_json::from_slice::<Value>(&self.begun)
                         .ok()
@@ -230,7 +231,7 @@ fn open(path: &Path, uid: u32) -> std::io::Result<Option<File>> {
     };
     let metadata = file.metadata()?;
     if !metadata.is_file() || metadata.uid() != uid {
-        let why = "it is no file of the user that mounted: look at what it is and remove it";
+        let why = "it is not a file of the user that mounted: check what it is, and remove it";
         return Err(std::io::Error::other(why));
     }
     Ok(Some(file))

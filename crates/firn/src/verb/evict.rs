@@ -47,7 +47,7 @@ struct EvictArgs {
 struct EvictResult {
     /// Bytes of memory freed.
     freed_bytes: u64,
-    /// Bytes that stay in memory: they are not drained, or a program uses the list of their chunks.
+    /// Bytes that remain in memory: they are not drained, or a chunk list of a program contains them.
     held_bytes: u64,
 }
 
@@ -65,7 +65,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         let stays = match held_bytes {
             0 => String::new(),
             bytes => format!(
-                "; {} stay, not drained or in use by a chunk list",
+                "; {} stay in memory: not drained, or in use by a chunk list",
                 text::bytes(bytes)
             ),
         };

@@ -1,4 +1,4 @@
-//! `firn exporter`: serves the metrics of all mounts by HTTP, or writes them to a text file again and again.
+//! `firn exporter`: serves the metrics of all mounts over HTTP, or writes them to a text file at intervals.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -18,11 +18,11 @@ const WRITE_EVERY: Duration = Duration::from_secs(15);
 pub const VERB: Verb = Verb {
     name: "exporter",
     about: "Serve the metrics of all mounts to Prometheus",
-    long: "Answers GET /metrics with the figures of all mounts of this host that the user may ask: root all of them, others their \
-               own. A mount whose firnd does not answer within 2 seconds is there with `firn_up 0`. Sockets that systemd \
-               hands over (LISTEN_FDS) are used instead of --listen. With --textfile it opens no socket and writes the \
-               metrics to a file every 15 seconds, for node_exporter. docs/METRICS.md lists the metrics; \
-               examples/monitoring has alert rules and a dashboard. SIGTERM ends it.",
+    long: "Answers GET /metrics with the figures of all mounts on this host that the user may ask: for root all mounts, \
+           for other users their own. A mount whose firnd does not answer within 2 seconds has `firn_up 0`. Sockets \
+           that systemd passes (LISTEN_FDS) replace --listen. With --textfile, opens no socket, and writes the metrics \
+           to a file every 15 seconds, for node_exporter. docs/METRICS.md lists the metrics; examples/monitoring has \
+           alert rules and a dashboard. SIGTERM ends the exporter.",
     examples: &[
         ("firn exporter", "at http://127.0.0.1:9945/metrics"),
         (
@@ -61,7 +61,7 @@ fn args(command: Command) -> Command {
             Arg::new("textfile")
                 .long("textfile")
                 .value_name("FILE")
-                .help("Write the metrics to FILE again and again, which is replaced by a rename, instead of listening")
+                .help("Instead of listening, write the metrics to FILE every 15 s; each write replaces FILE atomically")
                 .value_hint(ValueHint::FilePath)
                 .conflicts_with("listen")
                 .value_parser(value_parser!(PathBuf)),

@@ -1,4 +1,4 @@
-//! `firn flatten`: turns files that lie in logs (layout=log) into plain files.
+//! `firn flatten`: makes plain files from files that are stored in logs (layout=log).
 
 use std::path::{Path, PathBuf};
 
@@ -17,10 +17,11 @@ use crate::verb::{NO_CONNECTION, Verb, connect};
 
 pub const VERB: Verb = Verb {
     name: "flatten",
-    about: "Make plain files of those that lie in logs (layout=log)",
-    long: "With layout=log a file lies in logs of the hosts that write it, until the last of them has closed it. With \
-           flatten=demand, read or off, and after hosts died, this makes it plain: drains what is held of the files at \
-           or below PATH, and waits until they are flat. With --backing no mount is needed, and PATH is below DIR.",
+    about: "Make plain files from files in logs (layout=log)",
+    long: "With layout=log, a file is stored in logs of the hosts that write it, until the last of them has closed it. \
+           With flatten=demand, read or off, and after hosts died, this verb makes the plain file: it drains the held \
+           bytes of the files at or below PATH, and waits until the files are flat. With --backing no mount is needed, \
+           and PATH is below DIR.",
     examples: &[
         (
             "firn flatten /ckpt/step_100",
@@ -28,7 +29,7 @@ pub const VERB: Verb = Verb {
         ),
         (
             "firn flatten --all /ckpt",
-            "all that is in logs of what is mounted at /ckpt",
+            "all files in logs of the mount at /ckpt",
         ),
         (
             "firn flatten --backing /scratch/run42 --all",
@@ -36,17 +37,17 @@ pub const VERB: Verb = Verb {
         ),
         (
             "firn flatten --backing /scratch/run42 --accept-loss lost.json step_100",
-            "after a power loss: what cannot be read of step_100 becomes zeros, and is named in lost.json",
+            "after a power loss: unreadable ranges of step_100 become zeros, and lost.json lists them",
         ),
     ],
     exits: &[
-        (0, "everything asked for is plain"),
+        (0, "all requested files are plain"),
         (1, "failed; every byte is kept in the logs"),
         (2, "an invalid option or argument"),
         (
             3,
-            "programs on this host or others have files open for writing, which stay in logs; or the mount is read-only; or bytes \
-             were lost (--accept-loss)",
+            "files that programs on this or other hosts have open for writing remain in logs; or the mount is read-only; or \
+             bytes were lost (--accept-loss)",
         ),
         (10, "not on a firn mount, or no such backing"),
         (11, "with --backing: this host has it mounted"),
@@ -71,7 +72,7 @@ fn args(command: Command) -> Command {
             Arg::new("all")
                 .long("all")
                 .action(ArgAction::SetTrue)
-                .help("Everything in the mount of PATH (by default the working directory's), or in the backing"),
+                .help("All files of the mount of PATH (default: the mount of the working directory), or of the backing"),
         )
         .arg(
             Arg::new("backing")
@@ -86,7 +87,7 @@ fn args(command: Command) -> Command {
                 .long("accept-loss")
                 .value_name("REPORT")
                 .requires("backing")
-                .help("Give up for ever what is damaged in logs: it is named in the new file REPORT, and becomes zeros")
+                .help("Drop damaged ranges of logs for good: they become zeros, and the new file REPORT lists them")
                 .value_hint(ValueHint::FilePath)
                 .value_parser(value_parser!(PathBuf)),
         )
@@ -109,7 +110,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     match matches.get_one::<PathBuf>("backing") {
         Some(_) if is_all && path.is_some() => Err(Failure::new(
             USAGE,
-            "with --backing give a PATH or --all, not both",
+            "with --backing, use either PATH or --all",
         )),
         Some(backing) => {
             let below = below_backing(backing, path.unwrap_or(Path::new("")))?;

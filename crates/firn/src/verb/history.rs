@@ -21,13 +21,13 @@ pub const HISTORY: Verb = Verb {
     name: "history",
     about: "List the checkpoints of a directory, the newest first",
     long: "Prints one line per checkpoint: its step, its size, its number of files, whether it is whole, its durability \
-               level (the lowest of its files' levels), the time since something in it was modified, the host that has in \
-               memory what is not in the backing, and its name. A checkpoint is a directory or file of yours directly in DIR \
-               with a step in its name: step_100, checkpoint-500, ckpt.0000100.h5, global_step20, epoch=3-step=900.ckpt, \
-               iter_0001000, or a bare number. It is whole if it has files, none of them is open for writing (`written`) or \
-               cut, that is, its writer or firnd was killed before it closed the file, and no transaction is open that may \
-               have changed it (`in-transaction`). What happened before this mount is known only of files that were held \
-               when it began. Where DIR is not mounted, whether they are whole is `unknown`.",
+           level (the lowest level of its files), the time since its last modification, the host whose memory has the \
+           data that is not in the backing, and its name. A checkpoint is a directory or file of yours directly in DIR \
+           with a step in its name: step_100, checkpoint-500, ckpt.0000100.h5, global_step20, epoch=3-step=900.ckpt, \
+           iter_0001000, or a bare number. It is whole if it has files, none of them is open for writing (`written`) or \
+           cut (its writer or firnd was killed before it closed the file), and no open transaction may have changed it \
+           (`in-transaction`). Of the time before this mount, only files that were held when the mount began are known. \
+           If DIR is not mounted, the state is `unknown`.",
     examples: &[
         ("firn history /ckpt", "the checkpoints of a job"),
         (
@@ -36,9 +36,12 @@ pub const HISTORY: Verb = Verb {
         ),
     ],
     exits: &[
-        (0, "done, or there is none"),
+        (0, "done, or there is no checkpoint"),
         (1, "failed"),
-        (3, "some could not be looked at, as was said"),
+        (
+            3,
+            "some checkpoints could not be examined; messages name them",
+        ),
         NO_CONNECTION,
     ],
     args: HistoryArgs::augment_args,
@@ -48,16 +51,16 @@ pub const HISTORY: Verb = Verb {
 pub const LATEST: Verb = Verb {
     name: "latest",
     about: "Print the path of the newest whole checkpoint",
-    long: "The newest of the checkpoints that `firn history DIR` lists as whole, for scripts that resume. Where DIR is not \
-               mounted, it is unknown whether their files were closed: the newest one with files is printed with a warning, \
-               unless an earlier mount left data in memory that the backing lacks.",
+    long: "Prints the newest of the checkpoints that `firn history DIR` lists as whole, for scripts that resume. If DIR \
+           is not mounted, it is unknown whether files were closed: the newest checkpoint that has files is printed, \
+           with a warning. This fails if an earlier mount left data in memory that the backing lacks.",
     examples: &[(
         "train --resume \"$(firn latest /ckpt)\"",
-        "go on where the last whole checkpoint ends",
+        "resume from the last whole checkpoint",
     )],
     exits: &[
-        (0, "there is one, and its path was printed"),
-        (1, "there is none, or it failed"),
+        (0, "the path of a checkpoint was printed"),
+        (1, "there is no whole checkpoint, or the search failed"),
         NO_CONNECTION,
     ],
     args: LatestArgs::augment_args,
@@ -182,7 +185,7 @@ fn warn_of_memory(directory: &Directory) {
 /// Returns the warning that an unmounted backing lacks the data in `arena`.
 fn missing_data_warning(directory: &Directory, arena: &Path) -> String {
     format!(
-        "{} is not mounted, and {} holds what an earlier mount left in memory: mount it again, or `firn recover` it",
+        "{} is not mounted, and {} holds data that an earlier mount left in memory: mount it again, or run `firn recover`",
         text::path(directory.path()),
         text::path(arena)
     )

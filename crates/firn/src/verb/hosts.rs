@@ -17,22 +17,24 @@ pub const DEFAULT_TIMEOUT: &str = "1500ms";
 pub const VERB: Verb = Verb {
     name: "hosts",
     about: "List the hosts that have a backing mounted, alive or dead, and what to do about them",
-    long: "Reads what hosts write beside their leases in BACKING; no host is asked. A host is `alive` if it beats, `silent` if \
-           its process is there and does not beat (it is stopped, or its backing hangs), and `dead` if its \
-           process is gone. Where locks of the backing do not tell, it is `silent` for 30 s and `dead` then. The age of a beat is measured by the clock of the backing's file system; what a \
-           state rests on is said below the table. Shown too: what a host mounts otherwise than the others, which one has \
-           the token of a lane, which one keeps files in logs from being flattened, the partner of each, and the commands \
-           that recover what dead hosts held. Hosts show themselves with participants, tokens, placement, partner or \
-           layout=log; of the others only this host's own mount is seen. BACKING need not be mounted here.",
+    long: "Reads the leases and reports that hosts write to BACKING; no host is asked. A host is `alive` if it beats \
+           (renews its lease), `silent` if its process exists but does not beat (it is stopped, or its backing hangs), \
+           and `dead` if its process is gone. If the locks of the backing cannot show this, a host that does not beat \
+           is `silent` for 30 s, then `dead`. The age of a beat is measured by the clock of the backing's file system. \
+           Lines below the table show the evidence for a state, options in which a host differs from the others, the \
+           host that has the token of a lane, hosts that keep files in logs from being flattened, the partner of each \
+           host, and the commands that recover the data of dead hosts. Hosts are visible if they mount with \
+           participants, tokens, placement, partner or layout=log; otherwise only this host's own mount is shown. \
+           BACKING need not be mounted here.",
     examples: &[
         ("firn hosts /scratch/run42", "hosts that have it mounted"),
         (
             "firn hosts --json /scratch/run42 | jq -r '.hosts[] | select(.state == \"dead\") | .advice[]'",
-            "what to type for those that died",
+            "the commands for hosts that died",
         ),
     ],
     exits: &[
-        (0, "listed, also if there is none"),
+        (0, "listed, even if there is no host"),
         (1, "the backing does not answer, or cannot be read"),
         (
             2,
@@ -49,7 +51,7 @@ pub const VERB: Verb = Verb {
 
 #[derive(Debug, Args)]
 struct HostsArgs {
-    /// The backing, or a mount point; without it that of the only mount here.
+    /// The backing, or a mount point (default: the only mount on this host).
     #[arg(value_hint = ValueHint::DirPath)]
     backing: Option<PathBuf>,
     /// Print JSON.
@@ -58,16 +60,16 @@ struct HostsArgs {
     /// How long the backing and the firnd of this host may take to answer.
     #[arg(long, value_name = "DURATION", default_value = DEFAULT_TIMEOUT, value_parser = parse_timeout_ms)]
     timeout: u64,
-    /// For a process of its own: look at one thing and print what it says.
+    /// For the child process: ask one source, and print its answer.
     #[arg(long, value_enum, hide = true)]
     only: Option<ChildSource>,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum ChildSource {
-    /// What hosts say in the backing.
+    /// The leases and reports of hosts in the backing.
     Backing,
-    /// What this host's mount says.
+    /// The status of this host's mount.
     Mount,
 }
 

@@ -19,16 +19,17 @@ use crate::{output, text};
 pub const VERB: Verb = Verb {
     name: "ls",
     about: "List files, where their data is, and whether they were closed",
-    long: "Prints one line per file: its durability level (held, spilled, partnered, logged, drained or durable); `closed` if \
-               its writers closed it, `open` if one of them still has it open, `cut` if one of them, or \
-               firnd, was killed before it closed the file; its size; how many of its bytes are held, that \
-               is, not in the backing; and its path. A file is durable only where the firnd that runs now saw it synced: of one \
-               that was synced before this mount it says `drained`. A cut file is an unfinished checkpoint. Works without \
-               FUSE, too, where ls(1) shows empty files.\n\n\
-               With --checkpoints, on a mount with the option `rules`, prints one line per checkpoint of a rule, the newest step last: its \
-               step, its rule, its number of files, its size, how many of its files are open for writing, whether it is complete (a \
-               rule has committed it, or it was there before), whether it is durable, the time since something in it was modified, and its \
-               name. One that a program renames when it is complete is listed under its old name only; `firn history` shows it.",
+    long: "Prints one line per file: its durability level (held, spilled, partnered, logged, drained or durable); \
+           `closed` if its writers closed it, `open` if one of them still has it open, `cut` if one of them, or firnd, \
+           was killed before it closed the file; its size; how many of its bytes are held, that is, not in the backing; \
+           and its path. A file counts as durable only if the present firnd saw it synced; a file that was synced \
+           before this mount counts as `drained`. A cut file is an unfinished checkpoint. Works without FUSE, too, \
+           where ls(1) shows empty files.\n\n\
+           With --checkpoints, on a mount with the option `rules`, prints one line per checkpoint of a rule, the newest \
+           step last: its step, its rule, its number of files, its size, how many of its files are open for writing, \
+           whether it is complete (a rule has committed it, or it existed before), whether it is durable, the time \
+           since its last modification, and its name. A checkpoint that a program renames when it is complete is listed \
+           under its old name only; `firn history` shows the new name.",
     examples: &[
         ("firn ls /ckpt", "all files of the mount"),
         (
@@ -102,7 +103,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let mut paths = Vec::new();
     walk(&place.mount.mount_point.join(&place.relative), &mut paths)?;
     paths.sort_by(|one, other| one.path.cmp(&other.path));
-    // The status is asked after the walk, because a lookup during the walk makes a file known to firnd.
+    // Ask for the status after the walk, because a lookup during the walk makes a file known to firnd.
     let status = connection.status()?;
     let levels = Levels::ask(&mut connection, &place, &status)?;
     if args.checkpoints {

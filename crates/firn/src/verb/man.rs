@@ -33,7 +33,7 @@ pub const VERB: Verb = Verb {
 
 #[derive(Debug, Args)]
 struct ManArgs {
-    /// Verb whose page to print, or `mount.firn` [default: firn(1)].
+    /// Verb whose page is printed, or `mount.firn` [default: firn(1)].
     #[arg(conflicts_with = "dir")]
     verb: Option<String>,
     /// Write all pages to DIR/man1 and DIR/man8.

@@ -46,7 +46,7 @@ pub const VERB: Verb = Verb {
         ),
         (
             11,
-            "the backing is mounted already, or the mount point is taken",
+            "the backing is mounted already, or the mount point is in use",
         ),
     ],
     args,

@@ -12,9 +12,9 @@ use crate::{output, text};
 pub const VERB: Verb = Verb {
     name: "pin",
     about: "Keep files in memory after they are drained",
-    long: "With drain=demand, drained files leave memory when new files need the space, in the order in which \
-               they were drained. Pinned files stay until `firn pin --off`, `firn evict` or the end of the \
-               mount. Only files that are in memory now are pinned.",
+    long: "With drain=demand, drained files leave memory when new files need the space, in the order in which they were \
+           drained. Pinned files remain in memory until `firn pin --off`, `firn evict` or the end of the mount. Only \
+           files that are in memory now can be pinned.",
     examples: &[
         (
             "firn pin /ckpt/step_100",
@@ -27,7 +27,10 @@ pub const VERB: Verb = Verb {
     ],
     exits: &[
         (0, "done"),
-        (1, "nothing of the file is in memory, or the request failed"),
+        (
+            1,
+            "no byte of the files is in memory, or the request failed",
+        ),
         (10, "not on a firn mount"),
         NO_CONNECTION,
     ],

@@ -13,9 +13,9 @@ use crate::verb::{NO_CONNECTION, Verb, connect};
 
 pub const VERB: Verb = Verb {
     name: "place",
-    about: "Show on which I/O server (lane) a file lies or would lie; forget a lane",
-    long: "For mounts with placement. With placement=dirs, a lane that `lanes` of a mount leaves out keeps its files, and is known \
-               until it is forgotten.",
+    about: "Show on which I/O server (lane) a file is or would be; forget a lane",
+    long: "For mounts with placement. With placement=dirs, a lane that is no longer in the option `lanes` keeps its \
+           files, and Firn knows it until you forget it.",
     examples: &[
         (
             "firn place --explain /ckpt/rank_17",
@@ -23,7 +23,7 @@ pub const VERB: Verb = Verb {
         ),
         (
             "firn place --forget /srv2/x /scratch/run42",
-            "this lane has no files of the backing any more, or is gone for good",
+            "when this lane has no files of the backing any more, or is lost for good",
         ),
     ],
     exits: &[
@@ -95,7 +95,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let options = resolve(matches)?.options;
     firn_daemon::forget_lane(backing, lane, &options)?;
     output::say(&format!(
-        "{} is no lane of {} any more",
+        "{} is no longer a lane of {}",
         path_text(lane),
         path_text(backing)
     ));

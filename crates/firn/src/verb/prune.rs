@@ -15,16 +15,15 @@ use crate::{output, text};
 pub const VERB: Verb = Verb {
     name: "prune",
     about: "Delete old checkpoints, and keep the newest",
-    long: "Each directory of yours directly below DIR counts as a checkpoint; those of other users, and what they put into \
-               yours, do not, whatever their dates are. The newest N whole ones are kept, \
-               and older ones are removed. A checkpoint is whole if it has files, none of them is open for writing or cut (its \
-               writer was killed before it closed the file), and no transaction is open that may have changed it. The \
-               newest one is always kept, because its job may still be writing to it, and is one of the N only if it \
-               has as many files as the whole one before it. A checkpoint with an open file is never removed, \
-               nor is one that a symbolic link in DIR points to. The age of a checkpoint is the newest \
-               modification time in it. Names that begin with a dot are ignored. DIR must be on a firn mount: \
-               only its firnd knows which files are open or cut. If one cannot be removed, the others are removed all the \
-               same.",
+    long: "Each of your directories directly below DIR counts as a checkpoint. Directories of other users, and what \
+           other users put into yours, do not count, whatever their dates are. The newest N whole checkpoints are kept, \
+           and older ones are removed. A checkpoint is whole if it has files, none of them is open for writing or cut \
+           (its writer was killed before it closed the file), and no open transaction may have changed it. The newest \
+           checkpoint is always kept, because its job may still be writing to it. It is one of the N only if it has as \
+           many files as the whole checkpoint before it. A checkpoint with an open file is never removed, nor is one to \
+           which a symbolic link in DIR points. The age of a checkpoint is the newest modification time in it. Names \
+           that begin with a dot are ignored. DIR must be on a firn mount, because only its firnd knows which files are \
+           open or cut. If one checkpoint cannot be removed, the others are still removed.",
     examples: &[
         (
             "firn prune --keep 2 --dry-run /ckpt",
@@ -40,7 +39,7 @@ pub const VERB: Verb = Verb {
         (1, "failed"),
         (
             3,
-            "something could not be looked at or removed, as was said",
+            "a checkpoint could not be examined or removed; messages name it",
         ),
         (10, "not on a firn mount"),
         NO_CONNECTION,

@@ -23,18 +23,17 @@ use crate::verb::agent::{EncryptArg, check_encryption};
 pub const VERB: Verb = Verb {
     name: "pull",
     about: "Copy a checkpoint from another host's memory",
-    long: "Copies a file or a directory of a mount on another host to DIR, which must not exist yet: it appears when all \
-               of it is there, compared by checksums, and durable. (On a firn mount it is held, as all that is written \
-               there.) With a slash at its end, DIR is the directory to copy into, under the same name. A pull that \
-               was interrupted leaves .firn-pull-NAME beside DIR, which the same command goes on with. Files that are \
-               open for writing or were cut off are refused without --cut. Modification times and permissions come \
-               along, owners and extended attributes do not.\n\n\
-               With --follow, it copies each checkpoint of a directory as it becomes complete, keeps the newest ones, and \
-               runs until it is interrupted: run on another host, into a directory of its memory or disk, it makes \
-               copies that survive the loss of HOST.\n\n\
-               Without --backing, --key-file and --munge the agent is started by ssh. With them, it is one that \
-               `firn agent` runs there; that is faster, and encrypted where one side says --encrypt yes, or the \
-               addresses are not private.",
+    long: "Copies a file or a directory of a mount on another host to DIR, which must not exist yet. The copy appears \
+           when all of it is there, verified by checksums, and durable. (On a firn mount the copy is held, like all \
+           data that is written there.) If DIR ends with a slash, it is the directory into which the copy goes, under \
+           the same name. An interrupted pull leaves .firn-pull-NAME beside DIR, from which the same command continues. \
+           Files that are open for writing or cut are refused without --cut. Modification times and permissions are \
+           copied; owners and extended attributes are not.\n\n\
+           With --follow, copies each checkpoint of a directory when it becomes complete, keeps the newest ones, and \
+           runs until it is interrupted. Run on another host, into a directory in its memory or on its disk, it makes \
+           copies that survive the loss of HOST.\n\n\
+           Without --backing, --key-file and --munge, ssh starts the agent. With one of them, `firn agent` must run \
+           there; that is faster, and encrypted if one side uses --encrypt yes, or if the addresses are not private.",
     examples: &[
         (
             "firn pull n17:/ckpt/step_100 /scratch/saved/",
@@ -50,26 +49,26 @@ pub const VERB: Verb = Verb {
         ),
         (
             "firn pull --backing /scratch/run42 n18:n17/step_100 /scratch/saved/",
-            "n17 is lost: its files, from the memory of its partner n18",
+            "when n17 is lost: its files, from the memory of its partner n18",
         ),
         (
             "firn pull --munge --address n17:7431 n17:/ckpt/step_100 step_100",
-            "from an agent that was started with --munge, without a backing in common",
+            "from an agent that was started with --munge, without a shared backing",
         ),
         (
             "firn pull --list n17:/ckpt",
-            "what is there, and whether it is complete",
+            "the files and directories there, and whether they are complete",
         ),
     ],
     exits: &[
-        (0, "all of it is there"),
-        (1, "failed; what came stays for the next try"),
+        (0, "the copy is complete"),
+        (1, "failed; the next try continues with what was copied"),
         (2, "an invalid option or argument"),
         (
             3,
-            "all of it is there, but files changed while they were pulled, or there were others than files, directories and links",
+            "the copy is complete, but files changed during the pull, or objects other than files, directories and links were left out",
         ),
-        (11, "DIR exists, or another pull to it is under way"),
+        (11, "DIR exists, or another pull to it is in progress"),
     ],
     args: PullArgs::augment_args,
     run,
@@ -77,60 +76,60 @@ pub const VERB: Verb = Verb {
 
 #[derive(Debug, Args)]
 struct PullArgs {
-    /// Host, and path there of a file or directory on a mount; or partner, and OTHER-HOST/NAME of what it has a copy of.
+    /// HOST and the path of a file or directory on a mount there; or a partner host and OTHER-HOST/NAME of a copy that it has.
     #[arg(value_name = "HOST:PATH")]
     source: String,
     /// Name of the copy.
     #[arg(value_name = "DIR", value_hint = ValueHint::DirPath, required_unless_present = "list", conflicts_with = "list")]
     target: Option<PathBuf>,
-    /// List what is in the directory instead, without copying it; without a path: in the agent's mount.
+    /// Only list the content of the directory; without a path: of the agent's mount.
     #[arg(long)]
     list: bool,
     /// Copy each file or directory that is directly in PATH into DIR, as it becomes complete, until interrupted.
     #[arg(long, conflicts_with_all = ["list", "cut"])]
     follow: bool,
-    /// How many copies --follow keeps; older ones are removed from DIR.
+    /// Number of copies that --follow keeps; older copies are removed from DIR.
     #[arg(long, value_name = "N", default_value_t = 2, requires = "follow", value_parser = value_parser!(u32).range(1..))]
     keep: u32,
-    /// How often --follow looks.
+    /// Interval at which --follow checks for new checkpoints.
     #[arg(long, value_name = "DURATION", default_value = "2s", requires = "follow", value_parser = parse_duration_ms)]
     every: u64,
-    /// The backing, where the agent on HOST left its address and key.
+    /// The backing, in which the agent on HOST stored its address and key.
     #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath, conflicts_with = "key_file")]
     backing: Option<PathBuf>,
-    /// A copy of the file that the agent left in the backing, .firn/agent-HOST.
+    /// A copy of the file .firn/agent-HOST, which the agent stored in the backing.
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     key_file: Option<PathBuf>,
-    /// Where the agent listens: with --munge, or if not where the key file says.
+    /// Address at which the agent listens: with --munge, or if it differs from the address in the key file.
     #[arg(long, value_name = "ADDRESS:PORT", conflicts_with = "backing")]
     address: Option<String>,
-    /// Show an agent that was started with --munge a credential of MUNGE instead of a key.
+    /// Present a MUNGE credential instead of a key, to an agent that was started with --munge.
     #[arg(long, requires = "address", conflicts_with_all = ["key_file", "ssh"])]
     munge: bool,
-    /// The socket of munged, if it is not where MUNGE has it by default.
+    /// The socket of munged, if it is not at the default path.
     #[arg(long, value_name = "PATH", requires = "munge", value_hint = ValueHint::FilePath)]
     munge_socket: Option<PathBuf>,
-    /// Encrypt bytes on their way without ssh; `auto`: where the address of HOST is not private.
+    /// Encrypt bytes on the network if ssh is not used; `auto`: if the address of HOST is not private.
     #[arg(long, value_name = "WHEN", value_enum, conflicts_with = "ssh")]
     encrypt: Option<EncryptArg>,
-    /// How ssh is called, with its options.
+    /// Command for ssh, with options.
     #[arg(long, value_name = "COMMAND", default_value = "ssh", conflicts_with_all = ["backing", "key_file"])]
     ssh: String,
-    /// How firn is called on the other host, over ssh.
+    /// Command for firn on the other host, over ssh.
     #[arg(long, value_name = "PATH", default_value = "firn")]
     remote_firn: String,
-    /// What carries bytes: `tcp`, the connection; `ofi` or `ofi:PROVIDER`, reads of the source's memory by libfabric;
-    /// `auto`, such reads where hardware of both hosts does them, or else the connection.
+    /// Transport of bytes: `tcp`, the connection; `ofi` or `ofi:PROVIDER`, reads of the source's memory by libfabric;
+    /// `auto`, such reads if hardware of both hosts supports them, else the connection.
     #[arg(long, value_name = "TRANSPORT", default_value = "auto", value_parser = TransportChoice::from_str)]
     transport: TransportChoice,
-    /// Whether the agent sums up what libfabric reads, with its processor; without, the network's own checksums count.
+    /// Whether the agent's CPU computes checksums of the bytes that libfabric reads; `no`: rely on those of the network.
     #[arg(long, value_name = "yes|no", default_value = "yes", action = ArgAction::Set, value_parser = parse_yes_no)]
     verify: bool,
-    /// Copy also files that are open for writing or were cut off, as they are.
+    /// Also copy files that are open for writing or cut, in their present state.
     #[arg(long)]
     cut: bool,
-    /// How long to try without receiving a byte: after a connection broke, or while the agent serves as many others as
-    /// it may. A host without an agent is reported at once.
+    /// Time limit without a received byte: after a broken connection, or while the agent serves its maximum of pullers. A
+    /// host without an agent is reported at once.
     #[arg(long, value_name = "DURATION", default_value = "1min", value_parser = parse_duration_ms)]
     patience: u64,
     /// Print the outcome, or the list, as JSON.
@@ -149,7 +148,7 @@ struct PullResult<'a> {
     elapsed_s: f64,
 }
 
-/// Copies, follows or lists, as the flags say.
+/// Copies, follows or lists, according to the flags.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = PullArgs::from_arg_matches(matches)?;
     check_encryption(&args.transport, args.encrypt)?;
@@ -210,7 +209,7 @@ enum FollowLine<'a> {
 fn follow_source(request: &FollowRequest, json: bool) -> Result<u8, Failure> {
     if !request.target.is_dir() {
         let target = text::path(&request.target);
-        let message = format!("{target} is no directory: make it first, for the copies alone");
+        let message = format!("{target} is not a directory: make a directory for the copies first");
         return Err(Failure::new(FAILED, message));
     }
     match firn_agent::follow(request, &mut |event| print_event(&event, json)) {
@@ -244,7 +243,7 @@ fn print_event(event: &FollowEvent<'_>, json: bool) {
             output::print_json_line(&FollowLine::Removed { name })
         }
         FollowEvent::Removed { name } => {
-            output::say(&format!("{name}: removed, newer copies are here"));
+            output::say(&format!("{name}: removed, because there are newer copies"));
             return;
         }
         FollowEvent::Failed { problem } => {
@@ -278,12 +277,12 @@ fn pull_once(request: &PullRequest, source: &BytePath, json: bool) -> Result<u8,
     }
     for path in &outcome.changed {
         output::say(&format!(
-            "{path} was changed while it was pulled: the copy is what it was when it was opened"
+            "{path} was changed during the pull: the copy has the state from when the file was opened"
         ));
     }
     for path in &outcome.left_out {
         output::say(&format!(
-            "{path} is no file, directory or link: it was left out"
+            "{path} is not a file, directory or link: it was left out"
         ));
     }
     let is_plain = outcome.changed.is_empty() && outcome.left_out.is_empty();
@@ -313,7 +312,7 @@ fn summarize(outcome: &Outcome, elapsed_s: f64) -> String {
     }
     if outcome.damaged_blocks > 0 {
         line += &format!(
-            ", {} arrived damaged and came again",
+            ", {} arrived damaged and were sent again",
             text::count(outcome.damaged_blocks, "block")
         );
     }
@@ -383,7 +382,7 @@ fn route_of(args: &PullArgs) -> Result<Route, Failure> {
         return Err(Failure::new(USAGE, why));
     }
     if args.encrypt.is_some() {
-        let why = "--encrypt is for pulls from `firn agent`: ssh encrypts what it carries";
+        let why = "--encrypt is for pulls from `firn agent`: ssh always encrypts";
         return Err(Failure::new(USAGE, why));
     }
     let command: Vec<String> = args.ssh.split_whitespace().map(str::to_owned).collect();
@@ -401,7 +400,7 @@ fn parse_yes_no(text: &str) -> Result<bool, &'static str> {
     match text {
         "yes" => Ok(true),
         "no" => Ok(false),
-        _ => Err("it is yes or no"),
+        _ => Err("write yes or no"),
     }
 }
 
@@ -413,7 +412,7 @@ fn parse_source(text: &str, is_list: bool) -> Result<(String, BytePath), Failure
     let refused = |why: &str| {
         Failure::new(
             USAGE,
-            format!("`{text}` is no HOST:PATH ({why}), such as n17:/ckpt/step_100"),
+            format!("`{text}` is not HOST:PATH ({why}), such as n17:/ckpt/step_100"),
         )
     };
     let (host, path) = match text.split_once(':') {

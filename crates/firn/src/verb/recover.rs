@@ -1,4 +1,4 @@
-//! `firn recover`: writes what a killed firnd held to its backing, without a mount.
+//! `firn recover`: writes the data that a killed firnd held to its backing, without a mount.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -21,10 +21,9 @@ use crate::verb::Verb;
 
 pub const VERB: Verb = Verb {
     name: "recover",
-    about: "Write what a killed firnd held to its directory, without mounting",
-    long: "Writes the data of the arena to the backing until all of it is durable, then removes the arena. \
-               `firn mount` of the same backing does this, too. It can be interrupted and started again at \
-               any time.",
+    about: "Write the data that a killed firnd held to its directory, without mounting",
+    long: "Writes the data of the arena to the backing until all of it is durable, then removes the arena. `firn mount` \
+           of the same backing does this, too. `firn recover` can be interrupted and started again at any time.",
     examples: &[
         (
             "firn recover /scratch/run42",
@@ -36,22 +35,22 @@ pub const VERB: Verb = Verb {
         ),
         (
             "firn recover --host n7 /scratch/run42",
-            "host n7 is lost: finish or undo its transactions, and take it out of the list of `firn hosts`",
+            "when host n7 is lost: finish or undo its transactions, and remove it from the list of `firn hosts`",
         ),
         (
             "firn recover --from-backup /pfs/backup --id 17 /scratch/run42",
-            "the host is lost: finish commit 17 on a copy of the backing as it was before the transaction",
+            "when the host is lost: finish commit 17 on a copy of the backing from before the transaction",
         ),
         (
             "firn recover --discard --yes /scratch/run42",
-            "the backing is gone: give up what is held for it, without asking the backing",
+            "when the backing is lost: delete the data that is held for it, without access to the backing",
         ),
         ("firn recover --json /scratch/run42", "for scripts"),
     ],
     exits: &[
         (
             0,
-            "everything is durable in the backing, or there was nothing to recover; with --discard: it is given up",
+            "everything is durable in the backing, or there was nothing to recover; with --discard: the data is deleted",
         ),
         (
             1,
@@ -63,15 +62,15 @@ pub const VERB: Verb = Verb {
         ),
         (
             3,
-            "partly recovered, the rest is still in the arena; there is no arena, and a commit waits for the next mount; with \
-             --discard: something could not be removed",
+            "partly recovered, and the other data is still in the arena; or there is no arena, and a commit waits for the next \
+            mount; with --discard: a file could not be removed",
         ),
         (
             10,
             "not an arena, or not one that this version of firn can use",
         ),
         (11, "a running firnd uses it: use its mount"),
-        (130, "interrupted; the rest is still in the arena"),
+        (130, "interrupted; the remaining data is still in the arena"),
     ],
     args,
     run,
@@ -98,7 +97,7 @@ fn args(command: Command) -> Command {
             Arg::new("save-lost")
                 .long("save-lost")
                 .value_name("DIR")
-                .help("Save held data whose file is gone from the backing to DIR, and remove it from the arena")
+                .help("Save held data whose file is gone from the backing to DIR, and remove the data from the arena")
                 .value_hint(ValueHint::DirPath)
                 .value_parser(value_parser!(PathBuf)),
         )
@@ -114,7 +113,7 @@ fn args(command: Command) -> Command {
                 .long("discard")
                 .action(ArgAction::SetTrue)
                 .conflicts_with_all(["save-lost", "discard-lost"])
-                .help("Discard everything that is held for BACKING, which may be gone; asks first on a terminal"),
+                .help("Discard all data that is held for BACKING, which need not exist; asks first on a terminal"),
         )
         .arg(
             Arg::new("yes")
@@ -129,7 +128,7 @@ fn args(command: Command) -> Command {
                 .value_name("NAME")
                 .conflicts_with_all(["save-lost", "discard-lost", "discard"])
                 .help(
-                    "Finish or undo the transactions of this host, which is lost, and list it as dead no more",
+                    "Finish or undo the transactions of this lost host, and no longer list the host as dead",
                 ),
         )
         .arg(
@@ -137,7 +136,7 @@ fn args(command: Command) -> Command {
                 .long("from-backup")
                 .value_name("DIR")
                 .conflicts_with_all(["save-lost", "discard-lost", "discard", "dead-host"])
-                .help("Restore the prepared transaction of a lost host, which mounted with backup=DIR, in BACKING as it was before it")
+                .help("Restore the prepared transaction of a lost host that had backup=DIR, in a copy of BACKING from before the transaction")
                 .value_hint(ValueHint::DirPath)
                 .value_parser(value_parser!(PathBuf)),
         )
@@ -154,7 +153,7 @@ fn args(command: Command) -> Command {
         .args(rows.map(firn_config::arg))
 }
 
-/// Recovers what a killed firnd held. The flags for a dead host, a backup or a discard lead to other procedures.
+/// Recovers the data that a killed firnd held. The flags for a dead host, a backup or a discard select other procedures.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let path = matches
         .get_one::<PathBuf>("backing")
@@ -212,7 +211,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     report_outcome(&backing, &report, stop.load(Ordering::Relaxed))
 }
 
-/// Drops what is held for a backing. The backing itself may no longer exist, so it is not accessed.
+/// Drops the data that is held for a backing. The backing itself may no longer exist, so it is not accessed.
 fn discard_arena(path: &Path, options: &Options, yes: bool, json: bool) -> Result<u8, Failure> {
     let found = match firn_daemon::find_arena(path, options) {
         Err(RecoverError::NoArena { .. }) => firn_daemon::find_arena(&backing_of(path), options)?,
@@ -257,7 +256,7 @@ fn recover_from_backup_dir(request: FromBackup, json: bool) -> Result<u8, Failur
         (true, _) => format!("{scope}: commit {id} was applied earlier; nothing is left to do"),
         (false, true) => format!("{scope}: applied commit {id}, {objects}"),
         (false, false) => format!(
-            "{scope}: prepared with id {id}, {objects}; mount with drain=commit and run firn commit or firn abort"
+            "{scope}: prepared with id {id}, {objects}; mount with drain=commit, then run `firn commit` or `firn abort`"
         ),
     });
     Ok(DONE)
@@ -284,12 +283,9 @@ fn recover_host(backing: &Path, host: &str, json: bool) -> Result<u8, Failure> {
         if report.waiting.is_empty() {
             let held = match report.held_bytes {
                 0 => String::new(),
-                held => format!(
-                    "; {} that it held at its last beat are given up",
-                    bytes(held)
-                ),
+                held => format!("; {} that it held at its last beat are lost", bytes(held)),
             };
-            output::say(&format!("{host} is listed as dead no more{held}"));
+            output::say(&format!("{host} is no longer listed as dead{held}"));
         }
     }
     match report.waiting.first() {
@@ -297,7 +293,7 @@ fn recover_host(backing: &Path, host: &str, json: bool) -> Result<u8, Failure> {
         Some(id) => Err(Failure::new(
             PARTLY,
             format!(
-                "{host}: transaction {id} is prepared but not decided: run firn commit or firn abort on another host, then this command again"
+                "{host}: transaction {id} is prepared but not decided: run `firn commit` or `firn abort` on another host, then this command again"
             ),
         )),
     }
@@ -326,7 +322,7 @@ fn resolve_outside(dir: &Path, backing: &Path) -> Result<PathBuf, Failure> {
         .is_ok_and(|backing| dir.starts_with(backing))
     {
         let text = format!(
-            "{} is inside the backing directory: give a directory outside of it",
+            "{} is inside the backing directory: name a directory outside of it",
             text::path(&dir)
         );
         return Err(Failure::new(USAGE, text));
@@ -357,8 +353,8 @@ fn tell_damage(backing: &Path, options: &Options) {
 fn summarize(backing: &Path, report: &RecoverReport) -> String {
     if let Some(gone_bytes) = report.gone_bytes {
         return format!(
-            "this host was started again since it had {} mounted: {} that it held are gone; the other hosts list it as dead \
-             no more\n",
+            "this host was rebooted after it had {} mounted: {} that it held are lost; the other hosts no longer list it as \
+            dead\n",
             text::path(backing),
             bytes(gone_bytes)
         );
@@ -378,7 +374,7 @@ fn summarize(backing: &Path, report: &RecoverReport) -> String {
     for lost in &report.lost {
         let fate = match &lost.saved_to {
             Some(to) => format!("saved to {}", text::path(to)),
-            None if lost.discarded => "given up".into(),
+            None if lost.discarded => "discarded".into(),
             None => "kept in the arena".into(),
         };
         text += &format!(
@@ -404,7 +400,7 @@ fn report_outcome(backing: &Path, report: &RecoverReport, stopped: bool) -> Resu
     if let Some(id) = report.decided.first() {
         let backing = text::path(backing);
         let text = format!(
-            "commit {id} is decided and not applied to {backing}: the host that has it mounted applies it, or the next `firn mount`"
+            "commit {id} is decided, but not applied to {backing} yet: the host that has it mounted applies it, or the next `firn mount`"
         );
         return Err(Failure::new(PARTLY, text));
     }
@@ -429,10 +425,9 @@ fn report_outcome(backing: &Path, report: &RecoverReport, stopped: bool) -> Resu
     } else {
         let backing = text::path(backing);
         format!(
-            "{} have no file to go to and are kept in {arena}: put the files back under their names, or take \
-               the \
-             data elsewhere with `firn recover --save-lost DIR {backing}`, or give it up with \
-             `firn recover --discard-lost {backing}`",
+            "{} belong to files that are missing in the backing, and are kept in {arena}: put the files back under \
+            their names, or save the data with `firn recover --save-lost DIR {backing}`, or discard it with `firn \
+            recover --discard-lost {backing}`",
             bytes(lost)
         )
     };

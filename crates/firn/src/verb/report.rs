@@ -13,11 +13,11 @@ use crate::{output, text};
 pub const VERB: Verb = Verb {
     name: "report",
     about: "Make a page that shows how a run went",
-    long: "One page of HTML, which needs no network and no other file: the timeline of writes, drains and waits, each checkpoint \
-               with its way to durable, sizes of writes before and after aggregation, time in close and fsync, the time \
-               saved beside writing directly, events and errors. Of a mount it shows the time since it was mounted; of a \
-               backing that is not mounted, the last mount on this host. Other hosts of the job are on the page where they \
-               are mounted with record-in=backing: as they were up to a minute ago, or at their end.",
+    long: "One page of HTML, which needs no network and no other file: the timeline of writes, drains and waits, each \
+           checkpoint on its way to durable, sizes of writes before and after aggregation, time in close and fsync, the \
+           time saved compared with direct writes, events and errors. For a mount, the page shows the time since it was \
+           mounted; for a backing that is not mounted, the last mount on this host. Other hosts of the job are on the \
+           page if they mounted with record-in=backing: in their state at most a minute ago, or at their end.",
     examples: &[
         ("firn report /ckpt -o run.html", "the run until now"),
         (
@@ -38,7 +38,7 @@ pub const VERB: Verb = Verb {
         (1, "failed"),
         (
             3,
-            "written, but some records could not be read, as was said",
+            "written, but some records could not be read; messages name them",
         ),
         (10, "PATH is neither a mount nor a backing with a record"),
         NO_CONNECTION,
@@ -52,7 +52,7 @@ struct ReportArgs {
     /// A mount point, anything below it, or a backing.
     #[arg(value_name = "PATH", default_value = ".", value_hint = ValueHint::DirPath)]
     path: PathBuf,
-    /// Write the page to FILE, which is replaced once all of it is written; otherwise to standard output.
+    /// Write the page to FILE, which is replaced atomically (default: standard output).
     #[arg(short, long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     output: Option<PathBuf>,
     /// Print the records as JSON instead.

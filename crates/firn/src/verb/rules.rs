@@ -1,7 +1,7 @@
 //! `firn rules`: lists commit rules, explains which rule a path belongs to, and plays recorded operations against
 //! rules.
 //!
-//! A commit rule says which changes together are a checkpoint, and when that is complete.
+//! A commit rule defines which changes together are a checkpoint, and when the checkpoint is complete.
 
 use std::fmt::Write as _;
 use std::io::Read as _;
@@ -20,35 +20,35 @@ use crate::verb::{NO_CONNECTION, Verb, connect};
 
 pub const VERB: Verb = Verb {
     name: "rules",
-    about: "Show commit rules, explain what one does with a path, and try rules on recorded operations",
-    long: "A mount with the option `rules` commits checkpoints of programs that know nothing of Firn: a rule says which changes are \
-               one checkpoint (its scope), and which one makes it complete (its event).\n\n\
-               A rule is one line: NAME SCOPE EVENT [WORD...]. A scope is a directory (checkpoint-*/), a file (*.pt), or \
-               all paths with the same captures (restart.{T}.*). Events are close:FILE, rename:FILE, unlink:FILE, where FILE is \
-               in the scope, `.` the scope itself and ../FILE beside it; next, the first change in another scope of the rule or the end of \
-               the writers with success; and idle, the last close. Words are FILES=writers, FILES=same and FILES=N (so \
-               many files must be there), FILES=renewed (those that were there must be written again), begins=FILES (what begins the scope), keep=N (firnd removes what is older than the newest N complete \
-               ones) and CAPTURE=integer, number or text. `#` begins a \
-               comment.\n\n\
-               A trace has one operation a line: PROCESS and mkdir PATH, open PATH, write PATH BYTES, close PATH, truncate PATH, rename \
-               FROM TO, link FROM TO, symlink TARGET PATH, unlink PATH, rmdir PATH, exit CODE or kill; or it is what strace -f -e \
-               trace=file,desc,process prints.",
+    about: "Show commit rules, explain which rule covers a path, and test rules with recorded operations",
+    long: "A mount with the option `rules` commits checkpoints of programs that know nothing of Firn. A rule defines \
+           which changes are one checkpoint (its scope), and which change makes it complete (its event).\n\n\
+           A rule is one line: NAME SCOPE EVENT [WORD...]. A scope is a directory (checkpoint-*/), a file (*.pt), or \
+           all paths with the same captures (restart.{T}.*). Events are close:FILE, rename:FILE and unlink:FILE, where \
+           FILE is in the scope, `.` is the scope itself and ../FILE is beside it; next, the first change in another \
+           scope of the rule, or the end of all writers with success; and idle, the last close. Words are \
+           FILES=writers, FILES=same and FILES=N (the number of files that must exist), FILES=renewed (files that \
+           existed before must be written again), begins=FILES (the files that begin the scope), keep=N (firnd removes \
+           complete checkpoints older than the newest N) and CAPTURE=integer, number or text. `#` begins a comment.\n\n\
+           A trace has one operation on each line: PROCESS and mkdir PATH, open PATH, write PATH BYTES, close PATH, \
+           truncate PATH, rename FROM TO, link FROM TO, symlink TARGET PATH, unlink PATH, rmdir PATH, exit CODE or \
+           kill; or it is the output of strace -f -e trace=file,desc,process.",
     examples: &[
-        ("firn rules list", "the rules that have a name"),
+        ("firn rules list", "the built-in rules"),
         (
             "firn rules explain /ckpt/checkpoint-500/model.bin",
-            "which rule of the mount this path falls under, and what its checkpoint waits for",
+            "which rule of the mount covers this path, and what its checkpoint waits for",
         ),
         (
             "firn rules test --rules ./site.rules solver.trace",
-            "what would be committed when, without a mount",
+            "which checkpoints would be committed when, without a mount",
         ),
     ],
     exits: &[
         (0, "done"),
         (
             1,
-            "failed; explain: no rule has to do with the path; test: a checkpoint was left that is not complete",
+            "failed; explain: no rule covers the path; test: an incomplete checkpoint was left",
         ),
         (2, "an invalid option, rule or trace"),
         (10, "explain: not on a firn mount, and no --rules"),
@@ -70,18 +70,18 @@ fn args(command: Command) -> Command {
         Arg::new("rules")
             .long("rules")
             .value_name("RULE,RULE")
-            .help("Names of rules, and paths of files of them with a slash")
+            .help("Names of rules, or paths with a slash of files of rules")
     };
     command
         .subcommand_required(true)
         .subcommand(
             Command::new("list")
-                .about("Print the rules that have a name")
+                .about("Print the built-in rules")
                 .arg(json()),
         )
         .subcommand(
             Command::new("explain")
-                .about("Print which rule a path falls under, and what its checkpoint waits for")
+                .about("Print which rule covers a path, and what its checkpoint waits for")
                 .arg(
                     Arg::new("path")
                         .value_name("PATH")
@@ -94,7 +94,7 @@ fn args(command: Command) -> Command {
         )
         .subcommand(
             Command::new("test")
-                .about("Play recorded operations, and print what would be committed when")
+                .about("Replay recorded operations, and print which checkpoints would be committed when")
                 .arg(
                     Arg::new("trace")
                         .value_name("TRACE")
@@ -175,7 +175,7 @@ pub(super) fn rules_of_mount(status: &Status) -> Result<Arc<RuleSet>, Failure> {
     let rules = rules.ok_or_else(|| {
         Failure::new(
             FAILED,
-            "the mount has no commit rules: mount it with rules=NAME, or give --rules".to_owned(),
+            "the mount has no commit rules: mount it with rules=NAME, or use --rules".to_owned(),
         )
     })?;
     load_rule_set(&rules.replace(':', ","))
@@ -250,7 +250,7 @@ impl ExplainResult {
         let path = String::from_utf8_lossy(path);
         let (Some(text), Some(scope)) = (&self.text, &self.scope) else {
             return format!(
-                "no rule has to do with {path}: changes of it go to the backing as they are made\n"
+                "no rule covers {path}: its changes go to the backing as they are made\n"
             );
         };
         let state = match &self.waits_for {
@@ -260,10 +260,10 @@ impl ExplainResult {
             None => "no checkpoint is open there: the first change begins one".to_owned(),
         };
         let keep = match self.keep {
-            None => "old ones stay until a program removes them".to_owned(),
-            Some(1) => "the newest complete one stays, firnd removes older ones".to_owned(),
+            None => "old checkpoints stay until a program removes them".to_owned(),
+            Some(1) => "the newest complete checkpoint stays, firnd removes older ones".to_owned(),
             Some(count) => {
-                format!("the newest {count} complete ones stay, firnd removes older ones")
+                format!("the newest {count} complete checkpoints stay, firnd removes older ones")
             }
         };
         format!("{path} is in the checkpoint {scope}, by the rule\n  {text}\n{state}\n{keep}\n")

@@ -44,18 +44,20 @@ use crate::{output, report, text};
 pub const VERB: Verb = Verb {
     name: "run",
     about: "Run a job with its checkpoints in memory, on one host or many",
-    long: "Mounts, runs COMMAND with FIRN_PREFIX set to the mount point and with the preload library loaded, \
-               and unmounts when the command has ended. Files below FIRN_PREFIX are written and read at \
-               memory speed. The options are those of `firn mount`. Where FUSE cannot be used, the preload library alone serves the \
-               files (frontend=preload). Signals are forwarded, and the exit status is that of the command.\n\n\
-               One host: drain=demand and fsync=held are defaults. If the command succeeds, its files are made durable in --backing; \
-               without --backing they are removed. If it fails or is killed, its files stay in memory for a restart: run the same \
-               command again to find them. In a batch job, which gives its host back, they are made durable instead.\n\n\
-               Many hosts: in a Slurm, PBS or Flux job of several hosts, and with --hosts, each host has the mount, for the life of \
-               COMMAND, which starts processes there itself (srun, mpirun). Needs no root, and nothing but this binary at the same \
-               path on all hosts. With --backing, layout=log is a default: hosts may write the same files. Then ROMIO_HINTS and \
-               OMPI_MCA_fbtl_posix_write_datasieving are set as MPI-IO needs them. At SIGTERM, as before a time limit, all hosts make durable \
-               what they hold. A host that is lost is named at the end, with what recovers its data; the others are drained.",
+    long: "Mounts, runs COMMAND with FIRN_PREFIX set to the mount point and with the preload library loaded, and \
+           unmounts when the command has ended. Files below FIRN_PREFIX are written and read at memory speed. The \
+           options are those of `firn mount`. If FUSE cannot be used, the preload library alone serves the files \
+           (frontend=preload). Signals are forwarded, and the exit status is that of the command.\n\n\
+           One host: drain=demand and fsync=held are defaults. If the command succeeds, its files are made durable in \
+           --backing; without --backing they are removed. If it fails or is killed, its files remain in memory for a \
+           restart: run the same command again to use them. In a batch job, whose host is released afterwards, they are \
+           made durable instead.\n\n\
+           Many hosts: in a Slurm, PBS or Flux job of several hosts, and with --hosts, each host has the mount while \
+           COMMAND runs. COMMAND itself starts processes there (srun, mpirun). Needs no root, and only this binary at \
+           the same path on all hosts. With --backing, layout=log is a default: hosts may write the same files. Then \
+           ROMIO_HINTS and OMPI_MCA_fbtl_posix_write_datasieving are set as MPI-IO needs them. At SIGTERM, which is \
+           sent before a time limit, all hosts make durable what they hold. If a host is lost, a message at the end \
+           names it and the command that recovers its data; the other hosts are drained.",
     examples: &[
         (
             "firn run --memory 8G -- mpirun -n 8 ./app",
@@ -71,11 +73,11 @@ pub const VERB: Verb = Verb {
         ),
         (
             "firn run --hosts hosts.txt --memory 16G --backing /scratch/run42 -- mpirun --hostfile hosts.txt ./app",
-            "on the hosts in a file, by ssh",
+            "on the hosts that a file lists, by ssh",
         ),
         (
             "firn run --restart n17 --memory 8G --backing /scratch/run42 -- ./rank 17",
-            "in place of n17, which is lost; its partner has its files",
+            "as the replacement of n17, which is lost; the partner of n17 has its files",
         ),
         (
             "firn run --memory 8G --backing /scratch/run42 --prefix /tmp/ckpt -- ./app /tmp/ckpt",
@@ -91,7 +93,10 @@ pub const VERB: Verb = Verb {
             1,
             "mounting, unmounting or the report failed, or a host is lost (or the command ended with 1)",
         ),
-        (3, "data of a command that succeeded is left in memory"),
+        (
+            3,
+            "the command succeeded, but some of its data is still in memory",
+        ),
         (127, "the command was not found"),
         (128, "plus the number of the signal that ended the command"),
     ],
@@ -113,7 +118,7 @@ fn args(command: Command) -> Command {
         .arg(directory(
             "prefix",
             "DIR",
-            "Directory where the job sees its files; created if missing [default: `run` in the runtime directory, with the number of the job on several hosts]",
+            "Directory where the job sees its files; created if missing [default: `run` in the runtime directory, on several hosts with the number of the job]",
         ))
         .arg(directory("backing", "DIR", "Directory where drained files end up, the same on all hosts; created if missing [default: none]"))
         .arg(
@@ -127,13 +132,13 @@ fn args(command: Command) -> Command {
                 .short('q')
                 .long("quiet")
                 .action(ArgAction::SetTrue)
-                .help("Say nothing of what was done with the files of a command that succeeded, and show no progress"),
+                .help("Print neither progress nor, if the command succeeds, a summary about its files"),
         )
         .arg(
             Arg::new("report")
                 .long("report")
                 .value_name("FILE")
-                .help("When the command has ended, write a page to FILE that shows how the run went, as `firn report` does")
+                .help("When the command has ended, write the page of `firn report` about the run to FILE")
                 .value_hint(ValueHint::FilePath)
                 .value_parser(value_parser!(PathBuf)),
         )
@@ -144,8 +149,8 @@ fn args(command: Command) -> Command {
                 .help("Remove old checkpoints while the command runs, as by `firn prune --keep N`")
                 .long_help(
                     "Remove old checkpoints while the command runs, as by `firn prune --keep N`. Only directories are removed, \
-                     not checkpoints of one file. On several hosts with --backing \
-                     the first one removes them, and keeps one more: others may still write the newest.",
+                    not checkpoints of one file. On several hosts with --backing, the first host removes them, and keeps one \
+                    more, because other hosts may still write the newest.",
                 )
                 .value_parser(value_parser!(u32).range(1..)),
         )
@@ -153,20 +158,20 @@ fn args(command: Command) -> Command {
             Arg::new("restart")
                 .long("restart")
                 .value_name("HOST")
-                .help("Before the command, bring files that HOST held and that are nowhere nearer from its partner's memory")
+                .help("Before the command, fetch missing files that HOST held from the memory of its partner")
                 .long_help(
-                    "Before the command, bring files that HOST held from the memory of its partner (option `partner`), where \
-                     they are neither in this host's memory nor in --backing. HOST is the host that this one replaces, or its \
-                     own name after it was started again. Its partner is named in .firn/agent-HOST in the backing and \
-                     needs a `firn agent` that runs; `firn run` does not start the command while it cannot be reached. On several \
-                     hosts the files come to HOST, if it is one of them, or else to the first.",
+                    "Before the command, fetch files that HOST held from the memory of its partner (option `partner`), if they \
+                    are neither in this host's memory nor in --backing. HOST is the host that this host replaces, or this \
+                    host's own name after a reboot. The partner is named in .firn/agent-HOST in the backing, and a `firn agent` \
+                    must run there; `firn run` does not start the command while the agent cannot be reached. On several hosts \
+                    the files go to HOST, if it is one of them, or else to the first host.",
                 ),
         )
         .arg(
             Arg::new("hosts")
                 .long("hosts")
                 .value_name("FILE")
-                .help("Mount on the hosts in FILE, one a line, which are reached by --remote-shell")
+                .help("Mount on the hosts in FILE, one on each line, which --remote-shell reaches")
                 .value_hint(ValueHint::FilePath)
                 .conflicts_with("launcher")
                 .value_parser(value_parser!(PathBuf)),
@@ -175,7 +180,7 @@ fn args(command: Command) -> Command {
             Arg::new("launcher")
                 .long("launcher")
                 .value_name("NAME")
-                .help("What says which hosts to mount on, and starts a process there")
+                .help("Resource manager that lists the hosts to mount on, and starts a process on each")
                 .default_value("auto")
                 .value_parser(value_parser!(LauncherKind)),
         )
@@ -183,7 +188,7 @@ fn args(command: Command) -> Command {
             Arg::new("remote-shell")
                 .long("remote-shell")
                 .value_name("COMMAND")
-                .help("Reaches a host of --hosts or of a PBS job; called with the host and one command line")
+                .help("Program that reaches a host of --hosts or of a PBS job; called with the host and one command line")
                 .default_value("ssh -o BatchMode=yes")
                 .value_hint(ValueHint::CommandString),
         )
@@ -191,7 +196,7 @@ fn args(command: Command) -> Command {
             Arg::new("host-timeout")
                 .long("host-timeout")
                 .value_name("DURATION")
-                .help("A host that says nothing for this time is lost (`30s`, `5min`; a plain number means seconds); before it has mounted, 60s at least")
+                .help("Time without a message after which a host is lost (`30s`, `5min`; a plain number means seconds); at least 60s before it has mounted")
                 .default_value("60s")
                 .value_parser(parse_host_timeout_ms),
         )
@@ -209,13 +214,13 @@ fn args(command: Command) -> Command {
         )
 }
 
-/// Minimum of `--host-timeout` in milliseconds. A busy host would exceed a shorter one.
+/// Minimum of `--host-timeout` in milliseconds. A busy host would exceed a shorter timeout.
 const HOST_TIMEOUT_MIN_MS: u64 = 1000;
 
 fn parse_host_timeout_ms(text: &str) -> Result<u64, String> {
     let timeout_ms = parse_timeout_ms(text)?;
     if timeout_ms < HOST_TIMEOUT_MIN_MS {
-        return Err("it must be 1s at least".into());
+        return Err("write at least 1s".into());
     }
     Ok(timeout_ms)
 }
@@ -283,7 +288,7 @@ fn write_report(ended: &mut UnmountSummary, file: &Path) -> Result<(), Failure> 
     for host in &ended.lost {
         if !run.records.iter().any(|record| record.host == *host) {
             let text = format!(
-                "{host} is lost, and left no record in the backing: what it did is not shown"
+                "{host} is lost, and left no record in the backing: the report does not show this host"
             );
             run.failures.push(text);
         }
@@ -379,7 +384,7 @@ impl Run {
             && prefix.starts_with(backing)
         {
             let why = format!(
-                "the prefix {} is inside the backing directory {}: name another one",
+                "the prefix {} is inside the backing directory {}: name another prefix",
                 text::path(prefix),
                 text::path(backing)
             );
@@ -389,7 +394,7 @@ impl Run {
         if is_tree && self.no_preload {
             return Err(missing_library_failure());
         }
-        // The key of the partner's agent lies in the backing, and restored files are renamed by the descriptor of a
+        // The key of the partner's agent is in the backing, and restored files are renamed by the descriptor of a
         // FUSE mount.
         if self.restart.is_some() && (self.backing.is_none() || is_tree) {
             let why =
@@ -472,7 +477,7 @@ impl Run {
                 text::path(other.prefix.as_path()),
             );
             let why = format!(
-                "hosts have different runtime directories: {one} and {other}; give --prefix, or the same FIRN_RUNTIME_DIR on all"
+                "hosts have different runtime directories: {one} and {other}; use --prefix, or set the same FIRN_RUNTIME_DIR on all hosts"
             );
             return Err(Failure::new(FAILED, why));
         }
@@ -492,25 +497,25 @@ impl Run {
             (true, true) => HeldPolicy::Drain,
             // A successful run without a backing has no further use for its files.
             (true, false) => HeldPolicy::Discard,
-            // The memory of a host that goes back to the batch system has to be free for its next user.
+            // The batch system gives the host to another user next, so its memory has to be freed.
             (false, true) if !self.keeps_hosts => HeldPolicy::Drain,
             (false, _) => HeldPolicy::Keep,
         }
     }
 
-    /// Tells the user how the partners' copies of lost hosts' files are used.
+    /// Prints how the partners' copies of lost hosts' files are used.
     fn print_partners_notice(&self, lost: &[String]) {
         if self.options.partner == Partner::None {
             return;
         }
         for host in lost {
             output::say(&format!(
-                "what the partner of {host} has copies of, the next run takes with --restart {host}"
+                "--restart {host} at the next run restores the files of which the partner of {host} has copies"
             ));
         }
     }
 
-    /// Tells the user how the command ended, and where its files are.
+    /// Prints how the command ended, and where its files are.
     fn print_summary(
         &self,
         hosts: usize,
@@ -529,7 +534,7 @@ impl Run {
             None => "the command did not run".into(),
         };
         let everything = match (ended.failures.is_empty(), hosts) {
-            (false, _) => "what is not named above".to_owned(),
+            (false, _) => "everything else".to_owned(),
             (true, 1) => "everything".into(),
             (true, hosts) => format!("everything of {hosts} hosts"),
         };
@@ -551,12 +556,12 @@ impl Run {
             (_, Some(backing)) => {
                 output::say(&format!("{how}; {everything} is drained to {backing}"));
             }
-            (_, None) => output::say(&format!("{how}; nothing of its files was in memory")),
+            (_, None) => output::say(&format!("{how}; none of its files was in memory")),
         }
     }
 }
 
-/// Tells the user how to use the files again that stay in memory.
+/// Prints how to use the files that remain in memory.
 fn print_held_notice(how: &str, ended: &UnmountSummary) {
     let held = text::bytes(ended.held_bytes);
     let [arena] = ended.arenas.as_slice() else {
@@ -592,7 +597,7 @@ fn is_default(resolved: &Resolved, name: &str) -> bool {
     origin.is_some_and(|(_, origin)| matches!(origin, Origin::Default))
 }
 
-/// Returns the options of a run, with its own defaults for options that the user has not set.
+/// Returns the options of a run. Options that the user has not set have the defaults of `firn run`.
 ///
 /// On one host, speed comes first: files stay in memory, and close and fsync do not wait. With several hosts,
 /// correctness comes first: files lie in logs, which work on any file system, and each close and fsync makes data
@@ -661,7 +666,7 @@ fn missing_library_failure() -> Failure {
     Failure::new(USAGE, why)
 }
 
-/// Returns the command line and the variables of the host's part. `alive_interval_ms` is the interval of its signs of life.
+/// Returns the command line and the variables of the host part. `alive_interval_ms` is the interval of its signs of life.
 fn host_part_program(alive_interval_ms: u64) -> Result<Program, Failure> {
     let own_file = std::env::current_exe()
         .map_err(|error| Failure::new(FAILED, format!("cannot find this program: {error}")))?;

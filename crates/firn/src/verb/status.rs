@@ -36,13 +36,13 @@ const CLEAR: &str = "\x1b[H\x1b[2J";
 pub const VERB: Verb = Verb {
     name: "status",
     about: "Show how much data is held and drained, errors and throughput",
-    long: "Without PATH, lists all mounts of this user, and what killed mounts have left in the runtime directory. With a path below a mount, also lists files that are \
-               not drained yet.",
+    long: "Without PATH, lists all mounts of this user, and arenas that killed mounts left in the runtime directory. \
+           With a path below a mount, also lists files that are not drained yet.",
     examples: &[
         ("firn status", "all mounts, one line each"),
         (
             "firn status /ckpt",
-            "one mount in five lines; what is wrong comes first",
+            "one mount in five lines; problems come first",
         ),
         (
             "firn status --verbose /ckpt",
@@ -54,12 +54,12 @@ pub const VERB: Verb = Verb {
         ),
         (
             "firn status --job /scratch/run42",
-            "all hosts that share the backing: sums, and a line for each, the one in trouble first",
+            "all hosts that share the backing: sums, and a line for each host, hosts in trouble first",
         ),
         ("firn status --json /ckpt | jq .held_bytes", "for scripts"),
         (
             "firn status --prometheus --output /var/lib/node_exporter/firn.prom",
-            "for a metrics collector, which never finds half a file",
+            "for a metrics collector; the file is replaced atomically",
         ),
     ],
     exits: &[
@@ -70,7 +70,7 @@ pub const VERB: Verb = Verb {
         ),
         (
             2,
-            "with --job and without PATH: not one backing alone is mounted here",
+            "with --job and without PATH: no backing, or more than one, is mounted here",
         ),
         (
             3,
@@ -88,7 +88,7 @@ struct StatusArgs {
     /// A mount point, anything below it, or a backing.
     #[arg(value_hint = ValueHint::AnyPath)]
     path: Option<PathBuf>,
-    /// Print JSON: an object for PATH, an array of all mounts without it; a line a second with --watch.
+    /// Print JSON: an object for PATH, or an array of all mounts; with --watch, one line each second.
     #[arg(long)]
     json: bool,
     /// Update every second.
@@ -97,17 +97,17 @@ struct StatusArgs {
     /// Print metrics in the Prometheus text format.
     #[arg(long, visible_alias = "metrics", conflicts_with_all = ["json", "watch"])]
     prometheus: bool,
-    /// Show all figures of each mount, by name where they have no line of their own, and all options that change promises.
+    /// Show all figures of each mount, and all options that change promises.
     #[arg(short, long, conflicts_with_all = ["json", "prometheus"])]
     verbose: bool,
-    /// With --prometheus: write to FILE, which is replaced by a rename once all of it is written.
+    /// With --prometheus: write to FILE, which is replaced atomically.
     #[arg(long, value_name = "FILE", requires = "prometheus", value_hint = ValueHint::FilePath)]
     output: Option<PathBuf>,
-    /// Show the job: sums over all hosts that share the backing of PATH (without it, of the only mount here), and a line for
+    /// Show the job: sums over all hosts that share the backing of PATH (default: of the only mount here), and a line for
     /// each host. The backing need not be mounted here.
     #[arg(long, conflicts_with_all = ["prometheus", "clear_errors"])]
     job: bool,
-    /// With --job: how long the backing and the firnd of this host may take to answer.
+    /// With --job: time limit for the answer of the backing and of this host's firnd.
     #[arg(long, value_name = "DURATION", default_value = DEFAULT_TIMEOUT, requires = "job", value_parser = parse_timeout_ms)]
     timeout: u64,
     /// Clear the recorded errors; their data is kept, and its drain is still retried.
@@ -126,7 +126,8 @@ impl StatusArgs {
     }
 }
 
-/// A mount as it was found. As JSON, it is the status object of the protocol, or what is known without an answer.
+/// A mount as it was found. As JSON, it is the status object of the protocol, or the facts that are known without an
+/// answer.
 #[derive(Serialize)]
 #[serde(untagged)]
 enum FoundMount {
@@ -167,14 +168,14 @@ impl FoundMount {
                 let held = bytes(*held_bytes);
                 Some(if is_of_a_run(backing.as_path()) {
                     format!(
-                        "{arena} holds {held} of a run that failed: the same `firn run` finds them again; `firn recover \
-                         --discard {backing}` gives them up"
+                        "{arena} holds {held} of a run that failed: the same `firn run` uses them again; `firn recover \
+                        --discard {backing}` deletes them"
                     )
                 } else {
                     format!(
-                        "{arena} holds {held} of a firnd that was killed, or was told to keep them: `firn recover \
-                         {backing}` drains them; if that backing is gone for ever, `firn recover --discard {backing}` \
-                         gives them up"
+                        "{arena} holds {held} of a firnd that was killed, or was ended with the data kept: `firn recover \
+                        {backing}` drains them; if that backing is lost for good, `firn recover --discard {backing}` \
+                        deletes them"
                     )
                 })
             }
@@ -182,12 +183,12 @@ impl FoundMount {
     }
 }
 
-/// Returns whether a backing only has the names of a `firn run` whose files are in memory.
+/// Returns whether a backing has only the names of files of a `firn run`, whose data is in memory.
 fn is_of_a_run(backing: &Path) -> bool {
     backing.extension() == Some(OsStr::new(super::run::NAMES_SUFFIX))
 }
 
-/// Shows the status, or clears errors, as the flags say. With `--watch` it repeats until it is interrupted.
+/// Shows the status, or clears errors, according to the flags. With `--watch` it repeats until it is interrupted.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = StatusArgs::from_arg_matches(matches)?;
     if args.clear_errors {
@@ -360,8 +361,8 @@ fn describe_elsewhere(mounts: usize) -> Option<String> {
     };
     let mounts = count(mounts as u64, "mount");
     Some(format!(
-        "{mounts} {uses} another FIRN_RUNTIME_DIR: set it to the directory with which they were mounted to see them \
-         (`firn status MOUNT_POINT` says more)"
+        "{mounts} {uses} another FIRN_RUNTIME_DIR: to see them, set it to the value that it had at the mount (`firn \
+        status MOUNT_POINT` has the details)"
     ))
 }
 

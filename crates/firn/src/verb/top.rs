@@ -19,10 +19,11 @@ const EVERY_MIN_MS: u64 = 200;
 pub const VERB: Verb = Verb {
     name: "top",
     about: "Watch mounts and checkpoints, or the hosts of a job, on one screen",
-    long: "A screen that is drawn anew each second: this host's mounts, rates, checkpoints with bars of what is held, drained \
-           and durable, lanes, and what programs wait for; with --job the hosts that share a backing (see `firn hosts`). The \
-           one in trouble is first. Keys: q ends, arrows choose, tab goes to the checkpoints, p pauses, j goes from the host \
-           to the job and back, ? explains. Colours are not used where NO_COLOR is set.",
+    long: "A screen that is redrawn each second: this host's mounts, rates, checkpoints with bars of their held, \
+           drained and durable bytes, lanes, and what programs wait for; with --job the hosts that share a backing (see \
+           `firn hosts`). The mount or host in the worst trouble is first. Keys: q quits, arrows choose, tab switches \
+           to the checkpoints, p pauses, j switches between the host and the job, ? shows help. NO_COLOR turns colours \
+           off.",
     examples: &[
         ("firn top", "the mounts of this host"),
         (
@@ -31,12 +32,15 @@ pub const VERB: Verb = Verb {
         ),
         (
             "firn top --job /scratch/run42",
-            "the hosts that share a backing, also one that is not mounted here",
+            "the hosts that share a backing, which need not be mounted here",
         ),
         ("firn top --once --size 100x30", "one screen as text"),
     ],
     exits: &[
-        (0, "ended by the user, or by a signal that asks for it"),
+        (
+            0,
+            "ended by the user, or by a signal that asks the process to end",
+        ),
         (1, "the terminal cannot be used"),
         (2, "there is no terminal, and no --once"),
         (10, "--once: PATH is not on a firn mount"),
@@ -50,10 +54,10 @@ struct TopArgs {
     /// The directory whose checkpoints are shown, on a mount; with --job the backing, or a mount point.
     #[arg(value_hint = ValueHint::DirPath)]
     path: Option<PathBuf>,
-    /// Show the hosts of a job, and what they do together.
+    /// Show the hosts of a job, and their sums.
     #[arg(short, long)]
     job: bool,
-    /// Time between two samples; of a job it is two seconds at least, as hosts beat.
+    /// Time between two samples; for a job at least two seconds, the interval at which hosts renew their leases.
     #[arg(long, value_name = "DURATION", default_value = "1s", value_parser = parse_every)]
     every: u64,
     /// Print one screen as text, and end.

@@ -22,27 +22,27 @@ const EXITS: &[(u8, &str)] = &[
     ),
     (2, "an invalid option or argument"),
     (10, "not on a firn mount"),
-    (11, "another transaction is in the way"),
+    (11, "another transaction is open at, above or below PATH"),
     NO_CONNECTION,
 ];
 
 pub const BEGIN: Verb = Verb {
     name: "begin",
-    about: "Begin a transaction: what follows counts as a whole or not at all",
-    long: "Until `firn commit`, the backing shows none of the changes at or below PATH; programs on the mount see them \
-           at once. (With mode=shadow the backing shows them, and an abort undoes them.) The mount must have \
-           drain=commit. With --create the transaction makes the directory PATH itself: the backing has it with the \
-           commit, and an abort takes it away. With --owner, the transaction is aborted as soon as that process ends, \
-           unless it was prepared before. Without it, the transaction stays open until `firn commit` or `firn abort`.",
+    about: "Begin a transaction: the following changes count together or not at all",
+    long: "Until `firn commit`, the backing does not show changes at or below PATH; programs on the mount see them at \
+           once. (With mode=shadow the backing shows them, and an abort undoes them.) The mount must have drain=commit. \
+           With --create, the transaction makes the directory PATH itself: the backing gets it at the commit, and an \
+           abort removes it. With --owner, the transaction is aborted as soon as that process ends, unless it was \
+           prepared before. Without --owner, the transaction stays open until `firn commit` or `firn abort`.",
     examples: &[
         ("firn begin /work", "the whole mount"),
         (
             "firn begin /work/step_100",
-            "one directory; others may have transactions of their own",
+            "one directory; other directories may have separate transactions",
         ),
         (
             "firn begin /work/step_200 --create",
-            "a directory that is there whole or not at all",
+            "a new directory that appears complete or not at all",
         ),
         (
             "firn begin /work --owner $$",
@@ -58,7 +58,7 @@ pub const PREPARE: Verb = Verb {
     name: "prepare",
     about: "Make a transaction durable, to be committed or aborted later",
     long: "When this returns, a commit can no longer fail for lack of space, and the transaction survives any crash. \
-           Take the checkpoint of the job's memory next, under the same number. Programs that change anything at or \
+           Then take the checkpoint of the job's memory, under the same number. Programs that change anything at or \
            below PATH wait until `firn commit` or `firn abort`.",
     examples: &[(
         "firn prepare /work --id 17",
@@ -71,19 +71,19 @@ pub const PREPARE: Verb = Verb {
 
 pub const COMMIT: Verb = Verb {
     name: "commit",
-    about: "Make all changes of a transaction count",
-    long: "When this returns, all changes since `firn begin` are durable in the backing. After a crash in between, \
-           the next mount has all of them or none. With --async it returns as soon as the commit is durably \
+    about: "Commit a transaction: all its changes take effect durably",
+    long: "When this returns, all changes since `firn begin` are durable in the backing. After a crash during the \
+           commit, the next mount has all of them or none. With --async, returns as soon as the commit is durably \
            decided; firnd then applies the changes in the background, and `firn status` shows how many are left. \
-           Meanwhile programs read and write on, but further changes of names and attributes below PATH wait.",
+           Meanwhile programs can read and write files, but further changes of names and attributes below PATH wait.",
     examples: &[
         (
             "firn commit /work",
-            "under the number that it was prepared with, or the next one",
+            "under the number with which it was prepared, or the next number",
         ),
         (
             "firn commit /work --id 17 --begin",
-            "and begin the next one before anything can change",
+            "and begin the next transaction before any program can change files",
         ),
         (
             "firn commit /work --async --begin",
@@ -98,8 +98,8 @@ pub const COMMIT: Verb = Verb {
 pub const ABORT: Verb = Verb {
     name: "abort",
     about: "Undo all changes of a transaction",
-    long: "The files at or below PATH become what they were at `firn begin`. Files that are open and did not exist then \
-           give ESTALE.",
+    long: "Restores the files at or below PATH to their state at `firn begin`. Calls on open files that did not exist \
+           then fail with ESTALE.",
     examples: &[("firn abort /work", "back to the last commit")],
     exits: EXITS,
     args: PlaceArgs::augment_args,
@@ -108,10 +108,10 @@ pub const ABORT: Verb = Verb {
 
 pub const RESTORE: Verb = Verb {
     name: "restore",
-    about: "Put the files back as they were at a checkpoint",
+    about: "Restore the files to their state at a checkpoint",
     long: "For a job that restarts from checkpoint ID of its memory. If a transaction was prepared as ID, it is \
-           committed. If ID was committed, everything later is undone; the option history says how many commits that \
-           may be.",
+           committed. If ID was committed, all later commits are undone; the option `history` limits how many commits \
+           can be undone.",
     examples: &[(
         "firn restore /work --id 17",
         "before the job is restarted from checkpoint 17",
@@ -135,7 +135,7 @@ struct PlaceArgs {
 struct BeginArgs {
     #[command(flatten)]
     place: PlaceArgs,
-    /// Process that owns the transaction: if it ends before the transaction is prepared, that is aborted.
+    /// Process that owns the transaction: if it ends before the prepare, the transaction is aborted.
     #[arg(long, value_name = "PID")]
     owner: Option<u32>,
     /// Make the directory PATH as a part of the transaction; it must not exist.
@@ -165,7 +165,7 @@ struct CommitArgs {
     /// Return once the commit is decided, and apply it in the background.
     #[arg(long = "async")]
     apply_later: bool,
-    /// Say nothing of what was done.
+    /// Print no summary.
     #[arg(short, long)]
     quiet: bool,
 }
@@ -183,19 +183,19 @@ struct RequestResult<'a> {
     not_applied_on: Vec<String>,
 }
 
-/// What is printed of a result.
+/// What is printed about a result.
 #[derive(Clone, Copy)]
 enum ResultOutput {
     /// JSON on stdout.
     Json,
     /// A sentence on stderr.
     Sentence,
-    /// Only what is not done yet, for `--quiet`.
+    /// Only the hosts that have not applied the commit, for `--quiet`.
     UnfinishedOnly,
 }
 
 impl ResultOutput {
-    /// Returns what is printed with these flags; `--json` goes before `--quiet`.
+    /// Returns what is printed with these flags. `--json` takes precedence over `--quiet`.
     fn from_flags(json: bool, quiet: bool) -> Self {
         match (json, quiet) {
             (true, _) => Self::Json,
@@ -248,7 +248,7 @@ fn send_request(
         if !not_applied_on.is_empty() {
             let hosts = not_applied_on.join(", ");
             output::say(&format!(
-                "not yet applied on {hosts}: firnd does that when it runs there again, or `firn recover --host`"
+                "not yet applied on {hosts}: firnd applies it when it runs there again; `firn recover --host` does so on any host"
             ));
         }
     }
@@ -268,7 +268,7 @@ fn begin(matches: &ArgMatches) -> Result<u8, Failure> {
         Some(pid) => firn_client::owner_process(pid).map_err(|error| {
             Failure::new(
                 FAILED,
-                format!("--owner {pid}: this process cannot own a transaction: {error}; name one that is running"),
+                format!("--owner {pid}: this process cannot own a transaction: {error}; name a process that is running"),
             )
         })?,
     };
@@ -297,7 +297,7 @@ fn prepare(matches: &ArgMatches) -> Result<u8, Failure> {
     )
 }
 
-/// Commits a transaction, and prints how much it changed. The amount is asked for first, because the commit ends the
+/// Commits a transaction, and prints how much it changed. Asks for this amount before the commit, which ends the
 /// transaction.
 fn commit(matches: &ArgMatches) -> Result<u8, Failure> {
     let CommitArgs {

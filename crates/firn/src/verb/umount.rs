@@ -24,15 +24,15 @@ const HELPER_LIMIT: Duration = Duration::from_secs(10);
 
 pub const VERB: Verb = Verb {
     name: "umount",
-    about: "Write the rest to the directory, then unmount",
-    long: "Returns when firnd has ended and no longer uses the backing. While files of the mount are open, or the \
-           backing refuses the data, it fails and the mount stays. If the kernel says that firnd was killed, the dead \
-           mount is removed and its data stays in the arena.",
+    about: "Write all held data to the directory, then unmount",
+    long: "Returns when firnd has ended and no longer uses the backing. If files of the mount are open, or the backing \
+           refuses the data, it fails and the mount remains. If the kernel reports that firnd was killed, the dead \
+           mount is removed and its data remains in the arena.",
     examples: &[
         ("firn umount /ckpt", "drain everything first"),
         (
             "firn umount --force /ckpt",
-            "at once; what cannot be drained stays in the arena for `firn recover`",
+            "at once; data that cannot be drained remains in the arena for `firn recover`",
         ),
         (
             "firn umount --discard --yes /ckpt",
@@ -41,15 +41,15 @@ pub const VERB: Verb = Verb {
     ],
     exits: &[
         (0, "unmounted, everything is drained"),
-        (1, "failed; it is still mounted"),
+        (1, "failed; the mount remains"),
         (
             2,
             "an invalid option or argument, or --discard without --yes and without a terminal to ask at",
         ),
         (
             3,
-            "unmounted, but data is left in the arena: mount again, or run `firn recover BACKING`; or files stay in logs \
-             that could not be flattened",
+            "unmounted, but data is left in the arena: mount again, or run `firn recover BACKING`; or files that could not be \
+            flattened remain in logs",
         ),
         (10, "not a firn mount"),
         (11, "files below the mount point are in use"),
@@ -65,10 +65,10 @@ pub struct UmountArgs {
     /// The mount point, or the backing.
     #[arg(value_name = "DIR", value_hint = ValueHint::DirPath)]
     pub path: PathBuf,
-    /// Unmount even if files are open or data cannot be drained; such data stays in the arena.
+    /// Unmount even if files are open or data cannot be drained; undrained data remains in the arena.
     #[arg(short, long)]
     pub force: bool,
-    /// Do not drain; the held data stays in the arena for the next mount of the same backing.
+    /// Do not drain; the held data remains in the arena for the next mount of the same backing.
     #[arg(long)]
     pub keep_held: bool,
     /// Do not drain; drop the held data. On a terminal firn asks first; elsewhere --yes is required.
@@ -77,7 +77,7 @@ pub struct UmountArgs {
     /// With --discard: drop the data without asking.
     #[arg(long, requires = "discard")]
     pub yes: bool,
-    /// Say nothing of what was done, and show no progress.
+    /// Print neither a summary nor progress.
     #[arg(short, long)]
     pub quiet: bool,
 }
@@ -93,12 +93,12 @@ impl UmountArgs {
     }
 }
 
-/// Unmounts as the flags say.
+/// Unmounts according to the flags.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     umount(&UmountArgs::from_arg_matches(matches)?)
 }
 
-/// Unmounts as `args` say. Returns the exit status.
+/// Unmounts according to `args`. Returns the exit status.
 pub fn umount(args: &UmountArgs) -> Result<u8, Failure> {
     let Place { mount, relative } = find(&args.path)?;
     if !relative.is_empty() {
@@ -137,7 +137,7 @@ fn end_mount(mount: &Mount, connection: &mut Connection, args: &UmountArgs) -> R
             if written_files > 0 {
                 let files = text::count(written_files, "file");
                 output::say(&format!(
-                    "{files} in logs: other hosts write to what the last of them makes plain when it closes it"
+                    "{files} in logs: other hosts write to these files, and the last close makes them plain"
                 ));
             }
             if args.discard {
@@ -148,15 +148,15 @@ fn end_mount(mount: &Mount, connection: &mut Connection, args: &UmountArgs) -> R
             }
             Ok(DONE)
         }
-        // A signal to firnd may have ended the mount during the request. firnd removes an arena in which nothing is
-        // left.
+        // A signal to firnd may have ended the mount during the request. firnd removes its arena if all data is
+        // drained.
         Err(ClientError::Gone { .. }) if !is_mounted(mount) => report_arena(&arena, mount),
         Err(error) => Err(failure_of(error, mount)),
     }
 }
 
-/// Returns the failure of an unmount, with the message of firnd. Where the mount is gone, the unmount is partly done,
-/// and data is left. Where it is still there, firnd refused.
+/// Returns the failure of an unmount, with the message of firnd. If the mount is gone, the unmount is partly done, and
+/// data is left. If the mount still exists, firnd refused.
 pub(super) fn failure_of(error: ClientError, mount: &Mount) -> Failure {
     match error {
         ClientError::Refused { message, .. } if !is_mounted(mount) => Failure::new(PARTLY, message),
@@ -164,7 +164,7 @@ pub(super) fn failure_of(error: ClientError, mount: &Mount) -> Failure {
     }
 }
 
-/// Returns a sentence about an unmount. `kept_bytes` is what stays in the arena because the user asked for that.
+/// Returns a sentence about an unmount. `kept_bytes` is how much remains in the arena at the user's request.
 fn summarize(mount: &Mount, waited: &WaitSummary, kept_bytes: Option<u64>) -> String {
     let (point, backing) = (text::path(&mount.mount_point), text::path(&mount.backing));
     match kept_bytes {
@@ -184,15 +184,15 @@ fn summarize(mount: &Mount, waited: &WaitSummary, kept_bytes: Option<u64>) -> St
     }
 }
 
-/// Asks the user whether `what` may be dropped. Fails if the user declines, or if there is no terminal to ask at.
-/// The message then says with `kept` where the data is.
+/// Asks the user whether `what` may be dropped. Fails if the user declines, or if there is no terminal. The failure
+/// then contains `kept`, which says where the data is.
 pub(super) fn confirm_discard(what: &str, kept: &str) -> Result<(), Failure> {
     if !io::stdin().is_terminal() || !io::stderr().is_terminal() {
-        let message = format!("--discard would drop {what}: add --yes if you mean that");
+        let message = format!("--discard would drop {what}: add --yes to confirm");
         return Err(Failure::new(USAGE, message));
     }
     output::say(&format!(
-        "this drops {what}, for ever. Type yes to continue:"
+        "this drops {what} for good. Type yes to continue:"
     ));
     let mut answer = String::new();
     let read = io::stdin().lock().read_line(&mut answer);
@@ -223,7 +223,7 @@ fn discard_of_dead(mount: &Mount) -> Failure {
 
 /// Waits until firnd has closed the backing, which the caller may want to unmount next.
 pub(super) fn wait_for_end(process: &Process, force: bool) {
-    // A forced unmount has a timeout, because firnd may hang at the server that made the user force it.
+    // A forced unmount has a timeout: users force an unmount when a server hangs, and firnd may hang there too.
     let limit = force.then_some(FORCED_END);
     if !process.wait(limit) {
         let id = process.id;
@@ -255,7 +255,7 @@ fn detach_mount(mount: &Mount) -> Result<u8, Failure> {
     }
     let arena = mount.files().arena;
     output::say(&format!(
-        "the mount at {} was dead (its firnd was killed) and was removed",
+        "the mount at {} was dead, because its firnd was killed: it is removed",
         text::path(point)
     ));
     if !arena.exists() {
@@ -264,14 +264,14 @@ fn detach_mount(mount: &Mount) -> Result<u8, Failure> {
     report_arena(&arena, mount)
 }
 
-/// Returns a message for a dead mount without an arena where one is expected. A killed firnd leaves its arena, so that
-/// must be in another directory.
+/// Returns a message for a dead mount whose arena is not where it is expected. A killed firnd leaves its arena, so the
+/// arena must be in another directory.
 fn without_arena(mount: &Mount) -> String {
     let dir = text::path(&mount.runtime_dir);
     let backing = text::path(&mount.backing);
     format!(
-        "its arena is not in {dir} but in the FIRN_RUNTIME_DIR or arena-dir that it was mounted with; run `firn recover \
-         {backing}` with the same to drain what it held"
+        "its arena is not in {dir}, but in the FIRN_RUNTIME_DIR or arena-dir of the mount; to drain its data, run `firn \
+        recover {backing}` with the same setting"
     )
 }
 
@@ -286,7 +286,7 @@ fn report_arena(arena: &Path, mount: &Mount) -> Result<u8, Failure> {
         |report| text::bytes(report.held_bytes),
     );
     let backing = text::path(&mount.backing);
-    let hint = format!("run `firn recover {backing}`, or mount it again, to drain it");
+    let hint = format!("to drain them, run `firn recover {backing}`, or mount again");
     Err(Failure::new(
         PARTLY,
         format!("{held} left in {}: {hint}", text::path(arena)),

@@ -13,7 +13,7 @@ use crate::failure::{DONE, FAILED, Failure, PARTLY, USAGE};
 /// Unmounts a mount of Firn. Returns an exit status of umount(8): 0 done, 1 incorrect invocation, 32 failure.
 pub fn main(args: &[OsString]) -> u8 {
     match ended(parse(args).and_then(run)) {
-        // The mount is gone. A message about data that stays in the arena was printed.
+        // The mount is gone. A message about data that remains in the arena was printed.
         DONE | PARTLY => 0,
         USAGE => 1,
         _ => 32,
@@ -27,7 +27,7 @@ struct UmountCall {
     dir: PathBuf,
     /// Whether the unmount is forced.
     force: bool,
-    /// Whether the mount is only taken out of the tree of names now.
+    /// Whether the unmount is lazy: the mount point is detached now, and firnd ends when the last file is closed.
     lazy: bool,
 }
 
@@ -69,14 +69,13 @@ fn parse(args: &[OsString]) -> Result<UmountCall, Failure> {
     }
 }
 
-/// Unmounts. The kernel does it for a lazy unmount and for a firnd that does not answer; otherwise firnd drains first.
+/// Unmounts. The kernel does so for a lazy unmount, and if firnd does not answer. Otherwise firnd drains first.
 fn run(call: UmountCall) -> Result<u8, Failure> {
     if call.lazy {
-        // The mount leaves the tree of names at once. firnd drains and ends when the last file is closed.
+        // The mount point is detached at once. firnd drains and ends when the last file is closed.
         return unmount_by_kernel(&call.dir, UnmountFlags::DETACH);
     }
-    // The kernel lets a user with permission unmount even where firnd does not answer. So in that case the helper
-    // leaves the unmount to the kernel.
+    // If firnd does not answer, the helper leaves the unmount to the kernel, which checks the user's permission.
     let place = firn_client::find(&call.dir)
         .ok()
         .filter(|place| place.relative.is_empty());

@@ -20,23 +20,23 @@ use crate::verb::mount::minus_o;
 use crate::verb::{NO_CONNECTION, Verb, find};
 use crate::{output, text};
 
-/// Interval between two questions for the next firnd.
+/// Interval between two requests to find out whether the next firnd answers.
 const ASK_EVERY: Duration = Duration::from_millis(20);
-/// Time for more questions after the keeper has ended. A firnd that has just started replaces it by a new keeper.
+/// Time for further requests after the keeper has ended. A firnd that has just started replaces it by a new keeper.
 const LAST_QUESTIONS: Duration = Duration::from_secs(10);
 
 pub const VERB: Verb = Verb {
     name: "upgrade",
-    about: "Have this version of firn go on with a mount that programs have",
-    long: "firnd is replaced by the program that runs this command; programs wait for a moment, and keep their files, \
+    about: "Replace the firnd of a mount by this version, while programs use the mount",
+    long: "Replaces firnd by the program that runs this command. Programs wait for a moment, and keep their open files, \
            locks and mappings. The mount needs takeover=auto, and no open transaction. Files may be open and requests \
-           under way. Where the new firnd refuses the mount, the one before is started again, and the exit status is 1. \
-           `-o` changes options; what the kernel, the arena or open files were told at the mount cannot change, and is \
-           named.",
+           in progress. If the new firnd refuses the mount, the previous one is started again, and the exit status is \
+           1. `-o` changes options. An option on which the kernel, the arena or open files depend cannot change; an \
+           error message names it.",
     examples: &[
         (
             "/opt/firn-2.0/bin/firn upgrade /ckpt",
-            "version 2.0 goes on with the mount",
+            "version 2.0 continues the mount",
         ),
         (
             "firn upgrade /ckpt -o io-threads=8,drain-age=5s",
@@ -47,7 +47,7 @@ pub const VERB: Verb = Verb {
         (0, "the new firnd serves the mount"),
         (
             1,
-            "it does not: the one before goes on, unless the message says that the mount has ended",
+            "failed: the previous firnd continues, unless the message says that the mount has ended",
         ),
         (2, "an invalid option or argument; nothing was done"),
         (10, "not a firn mount"),
@@ -72,10 +72,10 @@ fn args(command: Command) -> Command {
                 .value_hint(ValueHint::DirPath)
                 .value_parser(value_parser!(PathBuf)),
         )
-        .arg(minus_o().help("Options that change, as after `firn mount -o`"))
+        .arg(minus_o().help("Options to change, as after `firn mount -o`"))
 }
 
-/// Replaces the firnd of a mount, and waits for the next one. Fails if another version than this one goes on.
+/// Replaces the firnd of a mount, and waits for the next firnd. Fails if that is not of this version.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let path: &PathBuf = matches.get_one("path").expect("clap demands it");
     let options = join_options(matches)?;
@@ -93,7 +93,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let status = Upgrade::watch(&mount, before, keeper).wait_for_upgrade()?;
     check_upgraded(&status)?;
     output::say(&format!(
-        "firn {} goes on with {} (before: {version}); programs waited {:.0} ms",
+        "firn {} continues {} (before: {version}); programs waited {:.0} ms",
         status.version,
         text::path(&mount.mount_point),
         status.takeover_last_seconds * 1e3
@@ -146,7 +146,7 @@ impl<'a> Upgrade<'a> {
                     return Err(Failure::new(
                         FAILED,
                         format!(
-                            "no firnd goes on with {mount_point}, and the mount has ended: {error}"
+                            "no firnd continues {mount_point}, and the mount has ended: {error}"
                         ),
                     ));
                 }
@@ -183,20 +183,20 @@ impl<'a> Upgrade<'a> {
     }
 }
 
-/// Returns a failure if the firnd of this status is not the one that was asked for.
+/// Returns a failure if the firnd of this status is not of this version.
 fn check_upgraded(status: &Status) -> Result<(), Failure> {
     let failed = |why: &str| {
         let version = &status.version;
         Failure::new(
             FAILED,
-            format!("firn {version} goes on with the mount as before: {why}"),
+            format!("firn {version} continues the mount as before: {why}"),
         )
     };
     match status.upgrade.strip_prefix("refused: ") {
         Some(why) => Err(failed(why)),
         None if status.upgrade == "done" && runs_this_program(status.pid) => Ok(()),
         None => Err(failed(
-            "another `firn upgrade`, or another mount, came between",
+            "another `firn upgrade`, or a new mount, has replaced it meanwhile",
         )),
     }
 }

@@ -20,9 +20,9 @@ use crate::verb::{NO_CONNECTION, Verb, connect};
 pub const VERB: Verb = Verb {
     name: "wait",
     about: "Wait until files are in the directory (drained) or on its disks (durable)",
-    long: "Drains everything at or below PATH now and waits until that is done. With --until durable, it also has the \
-           effect of fsync(2) on every file and on the directories that name it. Files that lie in logs (layout=log) are \
-           flattened for `drained` and `durable`; those open for writing stay logged. With --until \
+    long: "Drains everything at or below PATH now, and waits until that is done. With --until durable, it also has the \
+           effect of fsync(2) on every file and on the directories that name it. Files in logs (layout=log) are \
+           flattened for `drained` and `durable`; files that are open for writing remain logged. With --until \
            partnered, nothing is drained: it waits until a partner host (option `partner`) has copies in its memory.",
     examples: &[
         (
@@ -35,13 +35,16 @@ pub const VERB: Verb = Verb {
         ),
     ],
     exits: &[
-        (0, "partnered, logged, drained or durable, as asked for"),
+        (
+            0,
+            "the files are partnered, logged, drained or durable, as requested",
+        ),
         (1, "failed; the data is kept and `firn status` says why"),
         (2, "an invalid option or argument"),
         (
             3,
-            "timed out, and the rest is still being drained; or logged, and a program has it open for writing or the mount \
-             is read-only",
+            "timed out, and the drain continues; or a file is only logged, because a program has it open for writing or the \
+            mount is read-only",
         ),
         (10, "not on a firn mount"),
         NO_CONNECTION,
@@ -55,26 +58,26 @@ struct WaitArgs {
     /// A mount point, or a file or directory below it.
     #[arg(value_hint = ValueHint::AnyPath)]
     path: PathBuf,
-    /// What to wait for.
+    /// Durability level to wait for.
     #[arg(long, value_name = "LEVEL", value_enum, default_value = "durable")]
     until: WaitLevel,
-    /// Give up after this time (`30s`, `5min`; a plain number means seconds).
+    /// Stop waiting after this time (`30s`, `5min`; a plain number means seconds).
     #[arg(long, value_name = "DURATION", value_parser = parse_timeout_ms)]
     timeout: Option<u64>,
     /// Print the outcome as JSON.
     #[arg(long)]
     json: bool,
-    /// Say nothing of what was done, and show no progress.
+    /// Print neither a summary nor progress.
     #[arg(short, long)]
     quiet: bool,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum WaitLevel {
-    /// Held, and copied into the memory of a partner host; survives the loss of one host.
+    /// Held, and copied to the memory of a partner host; survives the loss of one host.
     Partnered,
-    /// In the backing, in its place or in a log (layout=log); survives the loss of the host, and other hosts see it
-    /// through their mounts.
+    /// In the backing, in the file or in a log (layout=log); survives the loss of the host, and other hosts see it through
+    /// their mounts.
     Logged,
     /// In the backing, as after write(2); visible to other hosts.
     Drained,
@@ -119,7 +122,7 @@ pub fn parse_timeout_ms(text: &str) -> Result<u64, String> {
     plain.map_or_else(|| firn_config::parse_duration_ms(text), Ok)
 }
 
-/// Waits as the flags say, and prints the result.
+/// Waits according to the flags, and prints the result.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = WaitArgs::from_arg_matches(matches)?;
     let printing = WaitOutput {
@@ -202,7 +205,7 @@ fn summary(path: &std::path::Path, until: DurabilityLevel, waited: &WaitSummary)
     format!("everything at {path} is {level}: nothing was left to write, {time}")
 }
 
-/// Returns whether an error means that a part is left and nothing failed: the time was over, or files stay in logs.
+/// Returns whether an error means that the wait is incomplete without a failure: it timed out, or files stay in logs.
 fn is_partly(errno: i32) -> bool {
     [Errno::TIMEDOUT, Errno::BUSY]
         .map(Errno::raw_os_error)

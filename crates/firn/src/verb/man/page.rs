@@ -62,17 +62,17 @@ fn overview() -> Page {
 const DESCRIPTION: &[&str] = &[
     "Firn is a file system for checkpoints. Mount it in front of any directory. Unmodified programs write checkpoints to \
      memory of the host, and compute on at once. firnd, Firn's process for each mount, carries them to the directory as \
-     ordinary files, in few large writes. What was written stays if every process on the host is killed, firnd too.",
-    "The directory in which files end up is the backing. The arena is memory in /dev/shm that holds what is not there \
-     yet, 256 MiB unless the option arena-size says otherwise. It should hold a checkpoint of this host: when it is full, \
-     writes wait for the drain, and nothing is lost. It belongs to no process. When firnd was killed, `firn mount` of the \
-     same backing on the same host drains what the arena holds; `firn recover` does so without a mount. If the host itself \
-     fails, what is not durable may be lost.",
-    "What was written is held (in memory: it survives the death of every process), then drained (handed to the backing, as \
-     after write(2) and close(2) there: other hosts can read it), then durable (as after fsync(2): it survives the loss of \
-     the host). `firn wait --until` waits for one of them, and `firn ls` shows the state of each file.",
-    "Firn is not for what must survive the loss of the host the moment it is written. In front of a local disk, where direct \
-     writes go to the page cache, it is no faster.",
+     ordinary files, in few large writes. Written data remains even if every process on the host is killed, including firnd.",
+    "The directory in which files end up is the backing. The arena is memory in /dev/shm that holds data that is not in \
+    the backing yet, 256 MiB unless the option arena-size says otherwise. It should hold a checkpoint of this host: when \
+    it is full, writes wait for the drain, and nothing is lost. It belongs to no process. When firnd was killed, `firn \
+    mount` of the same backing on the same host drains what the arena holds; `firn recover` does so without a mount. If \
+    the host itself fails, data that is not durable may be lost.",
+    "Written data is held (in memory: it survives the death of every process), then drained (in the backing, as after \
+    write(2) and close(2) there: other hosts can read it), then durable (as after fsync(2): it survives the loss of the \
+    host). `firn wait --until` waits for one of these levels, and `firn ls` shows the level of each file.",
+    "Firn is not for data that must survive the loss of the host as soon as it is written. In front of a local disk, where \
+    direct writes go to the page cache, it is no faster.",
 ];
 
 const EXAMPLES: &[(&str, &str)] = &[
@@ -91,11 +91,11 @@ const EXAMPLES: &[(&str, &str)] = &[
     ("firn umount /ckpt", "Drain the rest, and unmount."),
     (
         "firn run --memory 8G --backing /scratch/run42 --prefix /tmp/ckpt -- mpirun -n 8 ./app /tmp/ckpt",
-        "All of that around one job, which writes to /tmp/ckpt. --memory is the arena-size of its mount.",
+        "Mount, run one job that writes to /tmp/ckpt, drain and unmount. --memory is the arena-size of the mount.",
     ),
 ];
 
-/// Returns the environment variables: those of options, and those that are no option.
+/// Returns the environment variables: one entry for those that set options, and all others.
 fn environment() -> impl Iterator<Item = (&'static str, &'static str)> {
     let options = (
         "FIRN_*",
@@ -129,7 +129,7 @@ const EXITS: &[(u8, &str)] = &[
     (2, "an invalid option or argument"),
     (
         3,
-        "partly done; what is left is where it was: the same command goes on",
+        "partly done; the remaining data is where it was, and the same command continues",
     ),
     (10, "not a firn arena or mount"),
     (11, "busy: another process or job uses it"),
@@ -191,7 +191,7 @@ fn top(man: Man, synopsis: Option<&str>) -> String {
     String::from_utf8(roff).expect("the tables are UTF-8")
 }
 
-/// Sets what the foot of the page names as its source.
+/// Sets the source that the foot of the page names.
 fn with_source(man: Man) -> Man {
     man.source(concat!("firn ", env!("CARGO_PKG_VERSION")))
 }

@@ -30,7 +30,7 @@ pub(super) fn hints_without_sieving() -> Result<String, Failure> {
     Ok(add_sieving_off(&hints))
 }
 
-/// Returns `hints` with the hint against data sieving added. Where the user has set the key, the user's value stays,
+/// Returns `hints` with the hint against data sieving added. If the user has set the key, the user's value remains,
 /// even if it is wrong.
 fn add_sieving_off(hints: &str) -> String {
     let sets_sieving = |line: &str| line.split_whitespace().next() == Some(SIEVING_KEY);

@@ -97,7 +97,7 @@ pub fn main(args: &[std::ffi::OsString]) -> Result<u8, Failure> {
         .and_then(|text| text.to_str()?.parse::<u64>().ok())
         .filter(|alive_interval_ms| *alive_interval_ms > 0);
     let Some(alive_interval_ms) = alive_interval_ms else {
-        let text = format!("firn {NAME} is started by `firn run` and by nothing else");
+        let text = format!("only `firn run` may start firn {NAME}");
         return Err(Failure::new(USAGE, text));
     };
     let sender = MessageSender::new()?;
@@ -197,7 +197,7 @@ struct HostMount {
     dirs: RunDirs,
     /// Whether the preload library alone serves the files, without FUSE.
     is_tree: bool,
-    /// The file with ROMIO hints, which the unmount removes.
+    /// The file with ROMIO hints. The unmount removes it.
     romio_hints: Option<PathBuf>,
     /// Number of requested drains that are not finished. The thread that drains runs while it is not 0.
     drains: Arc<AtomicU32>,
@@ -206,7 +206,7 @@ struct HostMount {
 }
 
 impl HostMount {
-    /// Mounts as the setup says. A failure after the mount unmounts again, and keeps what is held.
+    /// Mounts according to the setup. If a later step fails, it unmounts again and keeps the held data.
     fn mount(setup: &MountSetup, sender: &MessageSender) -> Result<Self, Failure> {
         let path = |path: &Option<BytePath>| path.as_ref().map(|path| path.as_path().to_owned());
         let mut options = setup.options.clone();
@@ -299,7 +299,7 @@ impl HostMount {
     }
 
     /// Starts a thread that makes the data in memory durable, so that the main loop does not wait. All requests that
-    /// come during a drain together cause one more drain.
+    /// arrive during a drain together cause one further drain.
     fn start_drain(&self, sender: &MessageSender) {
         if self.dirs.memory_only || self.drains.fetch_add(1, Ordering::AcqRel) > 0 {
             return;
@@ -317,7 +317,7 @@ impl HostMount {
                     return;
                 }
                 if let Err(error) = drained {
-                    sender.send_notice(format!("not all is durable yet: {error}"));
+                    sender.send_notice(format!("some data is not durable yet: {error}"));
                 }
                 if drains.fetch_sub(served_requests, Ordering::AcqRel) == served_requests {
                     return;
@@ -413,7 +413,7 @@ impl HostMount {
         // Other hosts still have these files open, so the run is only partly done.
         if written_files > 0 {
             let text = format!(
-                "{} stay in logs, which other hosts make plain",
+                "{} remain in logs: other hosts have them open, and make them plain when they close them",
                 crate::text::count(written_files, "file")
             );
             return Err(Failure::new(PARTLY, text));
@@ -423,7 +423,7 @@ impl HostMount {
         }
         report.held_bytes = 0;
         not_durable.map_or(Ok(()), |error| {
-            let text = format!("all is drained, but not durable: {error}");
+            let text = format!("all data is drained, but not all is durable: {error}");
             Err(Failure::new(FAILED, text))
         })
     }

@@ -41,7 +41,7 @@ const LOST_CHECK_INTERVAL: Duration = Duration::from_millis(200);
 /// Capacity of the queue of events. A thread that reads a host's output waits while the queue is full.
 const EVENTS_MAX: usize = 1024;
 /// Minimum timeout for a host without a mount. A launcher may have to wait for other work, and a mount first recovers
-/// what an earlier one held.
+/// the data of an earlier mount.
 const START_TIMEOUT_MIN: Duration = Duration::from_secs(60);
 /// Time for launchers to end after all hosts have ended.
 const LAUNCHER_END_TIMEOUT: Duration = Duration::from_secs(5);
@@ -138,7 +138,7 @@ pub(super) struct Job<'a> {
 pub(super) struct UnmountSummary {
     /// What was waited for during the unmounts.
     pub(super) waited: WaitSummary,
-    /// Bytes that stay in memory, and the arenas that hold them.
+    /// Bytes that remain in memory, and the arenas that hold them.
     pub(super) held_bytes: u64,
     pub(super) arenas: Vec<PathBuf>,
     /// The mounts that were usable.
@@ -209,11 +209,12 @@ impl<'a> Job<'a> {
         let LaunchCommand { mut command, hosts } = launch_command;
         let program = command.get_program().to_string_lossy().into_owned();
         command.stdin(Stdio::piped()).stdout(Stdio::piped());
-        // A Ctrl-C at the terminal is meant for the user's command, and the mounts end after that. A process group of
-        // its own keeps the signal away from the launcher.
+        // A Ctrl-C at the terminal is meant for the user's command, and the mounts end after the command. In a separate
+        // process group, the launcher does not get the signal.
         command.process_group(0);
         let mut child = command.spawn().map_err(|error| {
-            let text = format!("cannot start `{program}`, which starts what mounts: {error}");
+            let text =
+                format!("cannot start `{program}`, which starts the mounts on the hosts: {error}");
             Failure::new(FAILED, text)
         })?;
         let orders = child.stdin.take();
@@ -283,7 +284,7 @@ impl<'a> Job<'a> {
         let waited_for = self.hosts.iter().filter(|host| is_before(&host.state));
         let names: Vec<&str> = waited_for.map(|host| host.name.as_str()).collect();
         format!(
-            "interrupted before the command, while {} had not answered",
+            "interrupted before the command started; {} had not answered",
             names.join(", ")
         )
     }
@@ -303,7 +304,7 @@ impl<'a> Job<'a> {
                         .launcher
                         .line_on_host(&host.name, &format!("{program} version"));
                     let text = format!(
-                        "{} does not answer: `{line}` must work, and --host-timeout be long enough",
+                        "{} does not answer: check that `{line}` works, and that --host-timeout is long enough",
                         host.name
                     );
                     (text, FAILED)
@@ -327,7 +328,7 @@ impl<'a> Job<'a> {
         loop {
             match self.next_event() {
                 Some(JobEvent::Signal(signal)) => {
-                    // At a terminal, a Ctrl-C reached the whole group already. A second one does no harm.
+                    // At a terminal, a Ctrl-C reached the whole group already. A second signal does no harm.
                     if let Some(signal) = Signal::from_named_raw(signal) {
                         let _ = kill_process(pid, signal);
                     }
@@ -347,7 +348,7 @@ impl<'a> Job<'a> {
 
     /// Sends all hosts the order to unmount, and waits for those that are not lost. Returns their results.
     ///
-    /// A second signal during the wait ends it. The hosts then finish on their own.
+    /// A second signal during the wait ends the wait. The hosts then finish alone.
     pub(super) fn unmount_all(mut self, policy: HeldPolicy, quiet: bool) -> UnmountSummary {
         let mut meter = Meter::quiet_if(quiet);
         self.send_to_hosts(&HostOrder::End(policy));
@@ -363,7 +364,9 @@ impl<'a> Job<'a> {
                     if signals > 1 {
                         break;
                     }
-                    output::say("draining; a second signal leaves that to the hosts");
+                    output::say(
+                        "draining; after a second signal, firn run ends and the hosts finish alone",
+                    );
                 }
                 Some(JobEvent::Output(..)) => {
                     let bytes = self.hosts.iter().map(|host| host.left_bytes).sum();
@@ -416,7 +419,7 @@ impl<'a> Job<'a> {
                         summary.failures.push((text, *code));
                     }
                 }
-                // The host never had a mount, so nothing of it is left.
+                // The host never had a mount, so it left nothing behind.
                 HostState::Failed(..) | HostState::Starting | HostState::Ready => {}
                 HostState::Mounted => {
                     summary.failures.extend(self.describe_lost(host));
@@ -442,7 +445,7 @@ impl<'a> Job<'a> {
             "has not ended"
         };
         let text = format!(
-            "{} {reason}: what it held that was not durable is in its memory; if it was not rebooted, drain that with `{line}`",
+            "{} {reason}: its data that was not durable is in its memory; if it was not rebooted, drain the data with `{line}`",
             host.name
         );
         Some((text, FAILED))
@@ -465,8 +468,8 @@ impl<'a> Job<'a> {
                 }
                 thread::sleep(Duration::from_millis(5));
             }
-            // srun and ssh would wait for a lost host, or for one that never answered. But a signal to srun ends all
-            // hosts of its step, so it gets one only if none of its hosts still works.
+            // srun and ssh would wait for a lost host, or for a host that never answered. But a signal to srun ends all
+            // hosts of its step, so srun gets a signal only if none of its hosts still works.
             let no_host_works = launchers.hosts.iter().all(|index| {
                 let host = &self.hosts[*index];
                 host.has_ended() || host.is_lost || matches!(host.state, HostState::Starting)
@@ -493,8 +496,8 @@ impl<'a> Job<'a> {
     /// Waits for the next event, and updates the state of the hosts from it. Returns the event, or `None` if nothing
     /// happened for [`LOST_CHECK_INTERVAL`].
     fn next_event(&mut self) -> Option<JobEvent> {
-        // After a stop of this process (Ctrl-Z), old messages wait in the queue. They are taken first, so that no live
-        // host counts as lost.
+        // After a stop of this process (Ctrl-Z), old messages wait in the queue. They are handled first, so that no
+        // living host counts as lost.
         let mut event = None;
         if self.events_since_check < EVENTS_MAX {
             event = self.events.try_recv().ok();
@@ -516,7 +519,7 @@ impl<'a> Job<'a> {
         event
     }
 
-    /// Records a message of a host. Any message also shows that the host is alive, even one that counted as lost.
+    /// Records a message of a host. Any message shows that the host is alive, even if it counted as lost.
     fn record_message(&mut self, start: usize, id: u64, message: &HostMessage) {
         let sender = match message {
             HostMessage::Hello(name) => self.assign_sender(start, id, name),
@@ -582,8 +585,8 @@ impl<'a> Job<'a> {
     /// Finds out which host sent a first message, and returns the index of that host. `start` is the launcher whose
     /// output has the message, `id` the sender's number, and `name` the name that the host gives itself.
     ///
-    /// It is the host of that launcher with the same name, or else with the same name up to the first dot. If no name
-    /// fits, it is the next host that has sent nothing yet. Returns `None` if all hosts of the launcher have sent
+    /// Returns the host of that launcher with the same name, or else with the same name up to the first dot. If no name
+    /// fits, returns the next host that has sent nothing yet. Returns `None` if all hosts of the launcher have sent
     /// messages.
     fn assign_sender(&mut self, start: usize, id: u64, name: &str) -> Option<usize> {
         let short = |name: &str| name.split('.').next().unwrap_or_default().to_owned();

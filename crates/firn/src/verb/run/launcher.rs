@@ -125,13 +125,13 @@ const HOSTS_BYTES_MAX: usize = 4 << 20;
 
 /// Runs a command of a resource manager that prints host names, separated by white space. Returns the names.
 ///
-/// Fails if the command fails, exceeds its timeout, or prints no name. The error then names the options with which
-/// the user can do without the command.
+/// Fails if the command fails, exceeds its timeout, or prints no name. The error then names the options that the user
+/// can use instead of the command.
 fn query_hosts(command: Command) -> Result<Vec<String>, Failure> {
     let program = command.get_program().to_string_lossy().into_owned();
     let failed = |why: String| {
         let text = format!(
-            "cannot learn the hosts of the job from `{program}`: {why}; --hosts FILE names them, --launcher local mounts on this host only"
+            "cannot get the hosts of the job from `{program}`: {why}. Name them with --hosts FILE, or mount on this host only with --launcher local"
         );
         Failure::new(FAILED, text)
     };
@@ -147,7 +147,7 @@ fn query_hosts(command: Command) -> Result<Vec<String>, Failure> {
     }
     let hosts: Vec<String> = ended.text().split_whitespace().map(str::to_owned).collect();
     if hosts.is_empty() {
-        return Err(failed("it names none".into()));
+        return Err(failed("it prints no host".into()));
     }
     Ok(hosts)
 }

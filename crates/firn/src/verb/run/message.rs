@@ -31,18 +31,18 @@ const LINE_BYTES_MAX: u64 = 64 << 10;
 const FRAGMENT_BYTES: usize = 800;
 /// First word of each line that is a fragment.
 const MARK: &str = "firn-run";
-/// Third word of a fragment that others of the same message follow.
+/// Third word of a fragment that is not the last of its message.
 const MORE: &str = "+";
 /// Third word of the last fragment of a message.
 const LAST: &str = ".";
 
-/// An order: what the part of `firn run` on a host has to do.
+/// An order of `firn run` to a host part.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum HostOrder {
-    /// Mount as the setup says.
+    /// Mount according to the setup.
     Mount(Box<MountSetup>),
-    /// Make durable what is held now. The mount stays.
+    /// Make the data that is held now durable. The mount remains.
     Drain,
     /// Unmount and end. The policy says what happens to held files.
     End(HeldPolicy),
@@ -74,18 +74,18 @@ pub(super) struct MountSetup {
 /// What hosts send for the report of a run. Each host also sends its own record.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct ReportWanted {
-    /// The host that lists the checkpoints, if all hosts see the same files. `None` means that each host lists its
-    /// own.
+    /// The host that lists the checkpoints, if all hosts see the same files. `None` means that each host lists its own
+    /// checkpoints.
     pub(super) checkpoints_by: Option<String>,
 }
 
-/// How many checkpoints stay while the command runs, and which host removes the others.
+/// Number of checkpoints that are kept while the command runs, and the host that removes older checkpoints.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Keep {
     /// Number of whole checkpoints that stay.
     pub(super) count: u32,
-    /// The host that removes the others, if all hosts see the same files. `None` means that each host removes its
-    /// own.
+    /// The host that removes older checkpoints, if all hosts see the same files. `None` means that each host removes its
+    /// own checkpoints.
     pub(super) by: Option<String>,
 }
 
@@ -126,7 +126,7 @@ pub(super) enum HostMessage {
     },
     /// The record of what the mount did, for the report of the run.
     Record(Box<RunRecord>),
-    /// Some of the checkpoints that existed before the unmount.
+    /// A part of the list of checkpoints that existed before the unmount.
     Checkpoints(Vec<CheckpointNow>),
     /// A sentence about something that the report of the run lacks.
     NotReported(String),
@@ -235,7 +235,7 @@ impl<R: BufRead> MessageReader<R> {
         };
         let message = self.unfinished.entry(fragment.sender).or_default();
         message.push_str(fragment.text);
-        // Fragments without an end must not fill the memory.
+        // Fragments of a message without a last fragment must not fill the memory.
         if message.len() > MESSAGE_BYTES_MAX {
             self.unfinished.remove(&fragment.sender);
             return other();

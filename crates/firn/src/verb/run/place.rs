@@ -61,7 +61,7 @@ impl RunDirs {
         })
     }
 
-    /// Removes the default mount point after the unmount. A stub tree that is not empty stays.
+    /// Removes the default mount point after the unmount. A stub tree that is not empty remains.
     pub(super) fn remove_default_prefix(&self) {
         if self.is_default {
             let _ = std::fs::remove_dir(&self.prefix);
@@ -81,7 +81,7 @@ fn create_default_prefix(name: &str) -> Result<PathBuf, Failure> {
     }
 }
 
-/// Creates a directory and its missing ancestors, with mode 0700. An existing directory stays as it is.
+/// Creates a directory and its missing ancestors, with mode 0700. An existing directory is not changed.
 fn create_private_dirs(dir: &Path) -> Result<(), Failure> {
     std::fs::DirBuilder::new()
         .recursive(true)

@@ -10,7 +10,7 @@ use firn_client::checkpoints::Directory;
 use crate::failure::Failure;
 use crate::prune::{self, Verdict};
 
-/// Interval at which a directory is examined. It is long compared with the cost, and short enough that a further
+/// Interval at which a directory is examined. It is long compared with the cost, and short enough that the next
 /// checkpoint finds free space.
 const PRUNE_INTERVAL: Duration = Duration::from_secs(1);
 

@@ -69,11 +69,13 @@ enum LocalState {
 /// Restores the files that the lost `host` had in memory, from the copies of its partners, to the mount at `prefix`.
 /// Files that are here already are not fetched.
 ///
-/// Where the host had no partner, or the partner has no copies, it prints a notice and returns without an error. Fails
-/// if the present partner cannot be reached, or if a file cannot be restored.
+/// If the host had no partner, or the partner has no copies, it prints a notice and returns without an error. Fails if
+/// the present partner cannot be reached, or if a file cannot be restored.
 pub(super) fn restore(host: &str, prefix: &Path, backing: &Path) -> Result<(), Failure> {
     let say_backing_only = |why: &str| {
-        output::say(&format!("{why}: {host} restarts from what the backing has"));
+        output::say(&format!(
+            "{why}: {host} restarts from the data in the backing"
+        ));
     };
     let record = match KeyFile::load(backing, host) {
         Err(error) if error.is_missing() => {
@@ -95,12 +97,12 @@ pub(super) fn restore(host: &str, prefix: &Path, backing: &Path) -> Result<(), F
             Ok(false) if former_count == 0 => {
                 say_backing_only(&format!("{partner} has no copies of {host}"))
             }
-            // A former partner without copies is normal, because a later one took them over.
+            // A former partner without copies is normal, because a later partner took them over.
             Ok(false) => {}
-            // The present partner was taking over from this earlier one. Its copies are already restored, so this
-            // failure is only reported.
+            // The present partner was taking over the copies of this earlier partner. The copies of the present
+            // partner are already restored, so this failure is only reported.
             Err(Failure::Message { text, .. }) if at > 0 => output::say(&format!(
-                "{partner}, an earlier partner of {host}, may have more: {text}"
+                "{partner}, an earlier partner of {host}, may have further copies: {text}"
             )),
             Err(failure) => return Err(failure),
         }
@@ -195,7 +197,7 @@ impl Restart<'_> {
         match self.local_state(entry) {
             Some(LocalState::Same) => self.present_files += 1,
             Some(LocalState::Newer) => output::say(&format!(
-                "{} was written since {} was lost: it stays as it is",
+                "{} was written after {} was lost: it stays as it is",
                 entry.path, self.host
             )),
             Some(LocalState::Missing) | None => {}
@@ -324,6 +326,6 @@ fn path_failure(path: &Path, errno: Errno) -> Failure {
 fn restart_failure(error: impl std::fmt::Display) -> Failure {
     Failure::new(
         FAILED,
-        format!("cannot restart: {error}; without --restart the backing alone counts"),
+        format!("cannot restart: {error}; without --restart, only the data in the backing is used"),
     )
 }

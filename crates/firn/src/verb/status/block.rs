@@ -1,4 +1,4 @@
-//! The status of one mount as text, line by line: first what is wrong, then the main figures, then the details.
+//! The status of one mount as text, line by line: first problems, then the main figures, then the details.
 
 use std::fmt::Write;
 
@@ -23,13 +23,13 @@ const NEARLY_FULL: f64 = 0.9;
 /// How much of a mount's status is shown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StatusDetail {
-    /// What is wrong, and the main figures.
+    /// Problems, and the main figures.
     Short,
     /// All figures and options.
     All,
 }
 
-/// Returns the text for a mount, or for what is known of one that does not answer.
+/// Returns the text for a mount. If the mount does not answer, the text has the facts that are known without an answer.
 pub fn text(seen: &FoundMount, detail: StatusDetail, paint: Paint) -> String {
     match seen {
         FoundMount::Alive { status, files } => {
@@ -98,7 +98,7 @@ fn mount_text(status: &Status, detail: StatusDetail, paint: Paint) -> String {
     text
 }
 
-/// Adds lines about what is wrong, each with the command or the option that helps.
+/// Adds lines about problems, each with the command or the option that helps.
 fn add_trouble(status: &Status, paint: Paint, lines: &mut BlockLines) {
     let mut line = |label: &str, what: String| lines.add(LineRank::Trouble, label, &what);
     let point = &status.mount_point;
@@ -112,10 +112,10 @@ fn add_trouble(status: &Status, paint: Paint, lines: &mut BlockLines) {
     }
     if !status.errors.is_empty() {
         let help = if status.errors.iter().any(|error| error.pending) {
-            format!("mend that, then `firn drain {point}` tries again at once")
+            format!("mend the cause, then `firn drain {point}` retries at once")
         } else {
             format!(
-                "all of that is drained by now: `firn status --clear-errors {point}` clears the list"
+                "the data of these errors is drained by now: `firn status --clear-errors {point}` clears the list"
             )
         };
         line("", help);
@@ -133,7 +133,7 @@ fn add_trouble(status: &Status, paint: Paint, lines: &mut BlockLines) {
         line(
             "waiting",
             paint.warning(&format!(
-                "{writers} for space in memory: the backing is slower than they are; a larger arena-size holds more"
+                "{writers} for space in memory: the backing is slower than the writers; a larger arena-size holds more"
             )),
         );
     }
@@ -143,7 +143,7 @@ fn add_trouble(status: &Status, paint: Paint, lines: &mut BlockLines) {
     if status.spill.as_ref().is_some_and(|spill| spill.failing) {
         line(
             "spill",
-            paint.error("the spill file cannot be used, nothing moves to it: look at its disk"),
+            paint.error("the spill file cannot be used, nothing moves to it: check its disk"),
         );
     }
     if status.lost_file_bytes > 0 {
@@ -173,7 +173,7 @@ fn add_trouble(status: &Status, paint: Paint, lines: &mut BlockLines) {
     }
     if status.misplaced_files > 0 {
         let what = format!(
-            "{} not put by the file system where it was asked to: see the log",
+            "{} that the file system put on another server than requested: see the log",
             count(status.misplaced_files, "file")
         );
         line("placement", paint.warning(&what));
@@ -347,7 +347,7 @@ fn add_detail(status: &Status, paint: Paint, lines: &mut BlockLines) {
     }
 }
 
-/// Returns what a close guarantees, which decides about speed, and the options that differ from their defaults.
+/// Returns the guarantee of a close, which determines its speed, and the options that differ from their defaults.
 fn options_text(status: &Status) -> String {
     let defaults = Options::default().in_force();
     let mut close_text = None;
@@ -389,7 +389,7 @@ fn pulled_text(status: &Status) -> String {
     )
 }
 
-/// Figures for which a line of the text has words of its own.
+/// Figures that have their own wording in a line of the text.
 const IN_LINES: &[&str] = &[
     "arena_bytes",
     "arena_used_bytes",
@@ -475,7 +475,7 @@ const IN_LINES: &[&str] = &[
     "waiting_writers",
 ];
 
-/// Returns all other figures that are not 0, by name. A figure that is new in the table appears here without a change.
+/// Returns all other figures that are not 0, by name. A new figure of the table appears here without a change of code.
 fn other_figures(status: &Status) -> Vec<String> {
     let mut shown = Vec::new();
     let figures = Figures::of([status]);
@@ -565,7 +565,7 @@ fn token_line(token: &TokenStatus, paint: Paint) -> String {
         (TokenState::Held, _) => format!("held for {time}"),
         (TokenState::Waiting, Some(holder)) => format!("waiting for {time}, {holder} has it"),
         (TokenState::Waiting, None) => format!("waiting for {time}"),
-        (TokenState::Without, _) => paint.warning(&format!("going without for {time}")),
+        (TokenState::Without, _) => paint.warning(&format!("writing without it for {time}")),
     };
     let mut text = format!(
         "{state}; granted {} times, waited {} in all, {} times without",
@@ -699,12 +699,12 @@ fn partner_text(partner: &PartnerStatus, paint: Paint) -> String {
         let host = partner.host.as_deref().unwrap_or_default();
         format!("{host} has copies of {copied}")
     } else {
-        paint.warning("none: what is held is lost if this host is")
+        paint.warning("none: held data is lost if this host is lost")
     };
     if partner.present && partner.left_files > 0 {
         let left = bytes(partner.left_bytes);
         let lag = seconds(partner.lag_seconds);
-        text += &format!(", and not of {left}, the oldest written {lag} ago");
+        text += &format!(", but not of {left}, the oldest written {lag} ago");
     }
     if !partner.note.is_empty() {
         text += &format!("; {}", paint.warning(&printable(&partner.note)));
@@ -867,7 +867,7 @@ mod tests {
         assert!(lines.next().unwrap().contains("in memory"), "{shown}");
     }
 
-    /// A figure that is new in the table cannot be forgotten here: [`other_figures`] shows it.
+    /// A new figure of the table cannot be forgotten here: [`other_figures`] shows it.
     #[test]
     fn each_figure_changes_what_a_person_is_shown() {
         let mut status = Status::example();

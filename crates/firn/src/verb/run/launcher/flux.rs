@@ -5,7 +5,7 @@ use std::process::Command;
 use super::{LaunchCommand, Launcher, Program, query_hosts, variable};
 use crate::failure::Failure;
 
-/// Variable that is set in a batch script or an allocation. Either is a Flux instance of its own.
+/// Variable that is set in a batch script or an allocation. Each of them is a separate Flux instance.
 const INSTANCE: &str = "FLUX_URI";
 /// Variable that is set in the processes of a job in that instance.
 const TASK: &str = "FLUX_TASK_RANK";

@@ -90,7 +90,7 @@ fn parse_hosts(list: &str) -> Result<Vec<String>, String> {
         }
     }
     if hosts.is_empty() {
-        return Err("there are none; it needs one host a line".into());
+        return Err("there are none; write one host on each line".into());
     }
     Ok(hosts)
 }

@@ -1,8 +1,8 @@
 //! The launcher for the hosts of a Slurm job. One `srun` starts the program on all of them.
 //!
-//! That `srun` is a job step of its own, which lasts until the run ends. With proctrack/cgroup, Slurm ends a process
-//! together with the step that started it, so a step of the user's command cannot have the mounts. The step of the
-//! mounts takes no CPUs, memory or GPUs (`--overlap`), which leaves all of them to the steps of the command.
+//! That `srun` is a separate job step, which lasts until the run ends. With proctrack/cgroup, Slurm ends a process
+//! together with the step that started it, so a step of the user's command cannot contain the mounts. The step of the
+//! mounts reserves no CPUs, memory or GPUs (`--overlap`), so all of them are available to the steps of the command.
 
 use std::process::Command;
 
@@ -59,8 +59,8 @@ pub(in crate::verb::run) struct Slurm {
 
 /// Returns whether this process has a Slurm job in which it should start a step for the mounts.
 ///
-/// It should not if it is one of several processes of a step, because the others use the same hosts. It need not
-/// where it runs on the only host of the job.
+/// It should not if it is one of several processes of a step, because the other processes use the same hosts. It need
+/// not if it runs on the only host of the job.
 pub(super) fn is_in_job() -> bool {
     let number = |name: &str| variable(name).and_then(|value| value.parse::<u32>().ok());
     let is_one_of_several_tasks = number(STEP).is_some_and(|step| step < RESERVED_STEPS)
