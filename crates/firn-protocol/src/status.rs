@@ -7,8 +7,8 @@
 //! A field that can be empty (an `Option`, a `Vec`, a map, a part within a part) needs a value in [`Status::example`] too,
 //! because the tests of outputs see only values that are there.
 //!
-//! Counters start at 0 when firnd attaches. The doc comment of a figure is its help for users and collectors, so it must
-//! make sense without its neighbours.
+//! Counters start at 0 when firnd attaches; those of takeovers start at the mount. The doc comment of a figure is its help
+//! for users and collectors, so it must make sense without its neighbours.
 
 use std::collections::BTreeMap;
 
