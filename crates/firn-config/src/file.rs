@@ -126,7 +126,10 @@ mod tests {
         let given = parse_text(r#"spill = { escaped = "/disk/caf\\xe9" }"#).unwrap();
         assert_eq!(given[0].text.as_encoded_bytes(), b"/disk/caf\xe9");
         let error = parse_text(r#"spill = { escaped = "\\e9" }"#).unwrap_err();
-        assert!(error.contains("spill: after a backslash"), "{error}");
+        assert!(
+            error.contains("spill: a backslash is followed by"),
+            "{error}"
+        );
         assert!(
             parse_text(r#"spill = { escape = "/" }"#)
                 .unwrap_err()

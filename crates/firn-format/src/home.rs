@@ -7,9 +7,9 @@
 //!   bits are found.
 //! * The kind of slot is not stored. It is the kind for which the checksum matches.
 
-/// Kind of a slot in memory, as the checksum covers it.
+/// Number that stands for a slot in memory in the input of the checksum.
 const MEMORY: u32 = 1;
-/// Kind of a slot in the spill file.
+/// Number that stands for a slot in the spill file.
 const SPILL: u32 = 2;
 
 /// The slot with the data of a chunk.

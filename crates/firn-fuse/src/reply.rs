@@ -124,17 +124,17 @@ pub(crate) enum ClosesAs {
 pub(crate) enum Answer<'a, I> {
     /// Success without data.
     Done,
-    /// To getattr and setattr.
+    /// The answer to getattr and setattr.
     Attributes(Attributes),
-    /// To each operation that looks up or makes a name.
+    /// The answer to each operation that looks up or makes a name.
     Entry(Attributes),
-    /// To open and opendir.
+    /// The answer to open and opendir.
     Opened {
         handle: HandleId,
         mode: HandleMode<I>,
         closing: ClosesAs,
     },
-    /// To create.
+    /// The answer to create.
     Created {
         entry: Attributes,
         handle: HandleId,

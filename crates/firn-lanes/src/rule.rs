@@ -515,7 +515,7 @@ mod tests {
         };
         assert_eq!(
             error("a 0\nb 2\n"),
-            "line 2: there is no lane 2: they are 0 to 1"
+            "line 2: there is no lane 2: lanes are numbered 0 to 1"
         );
         assert!(error("x").starts_with("line 1: `x` has no lane"));
         assert!(error("x y").starts_with("line 1: `y` is not the number"));

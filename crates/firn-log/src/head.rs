@@ -62,7 +62,7 @@ pub enum HeadError {
     Version(u32),
     /// The head names another container: this one was renamed, or copied with its file.
     #[error(
-        "it names another container: give this container its original name back, or move it away"
+        "this container was renamed: its head names another one; rename it back, or move it away"
     )]
     Foreign,
 }

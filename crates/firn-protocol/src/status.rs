@@ -78,7 +78,7 @@ part! {
         text upgrade: String,
         /// Open files that the last takeover could not restore: their programs get EIO.
         gauge lost_open_files: u64,
-        /// Size of the live table, a file with what the kernel knows of the mount, from which the next firnd continues it.
+        /// Size of the live table. This file lists what the kernel knows of the mount, so the next firnd can take it over.
         gauge live_table_bytes: u64,
         /// Entries that found no room in the live table, so a takeover cannot restore them.
         counter live_table_lost: u64,

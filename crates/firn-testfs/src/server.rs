@@ -1,9 +1,9 @@
-//! A backing as a FUSE file system: one call of the backing for each request, a policy asked before it.
+//! Serves a backing as a FUSE file system. Each request first asks a policy, then makes one call of the backing.
 //!
 //! Inode numbers are those of the backing, so they are the same after a restart; the top is 1. An object is held from
 //! its first lookup until the kernel forgets it.
 //!
-//! Relies on: one file system below the top, as numbers of others could be the same.
+//! Relies on: all objects below the top are on one file system. Inode numbers of two file systems could be equal.
 
 use std::collections::HashMap;
 use std::ffi::OsStr;

@@ -35,13 +35,15 @@ fn all_of(file: &File) -> Vec<u8> {
     found
 }
 
-/// Descriptors of the keeper on files of the backing.
+/// Descriptors of the keeper on files in the backing. It also has the locked backing itself.
 fn kept_by(keeper: u32, backing: &Path) -> usize {
     let entries = fs::read_dir(format!("/proc/{keeper}/fd")).expect("list");
     let links = entries
         .flatten()
         .filter_map(|entry| fs::read_link(entry.path()).ok());
-    links.filter(|link| link.starts_with(backing)).count()
+    links
+        .filter(|link| link.starts_with(backing) && link != backing)
+        .count()
 }
 
 /// A file and the bytes that it must have.

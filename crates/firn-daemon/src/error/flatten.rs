@@ -34,7 +34,7 @@ pub enum FlattenError {
         zero_bytes: u64,
         report: PathBuf,
     },
-    #[error("the logs of {} are kept, because their file is not found in the backing; `firn check BACKING` lists them", say_files(*files))]
+    #[error("the logs of {} are kept, because those files are missing in the backing; `firn check BACKING` lists the logs", say_files(*files))]
     Lost { files: usize },
 }
 

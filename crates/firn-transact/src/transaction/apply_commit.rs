@@ -130,7 +130,7 @@ impl<B: Backing> Commits<B> {
     pub(super) fn give_up_next(&self, scope: &Scope<B>) {
         let _quiet = self.tree.quiesce(vec![scope.area()]);
         if let Err(error) = self.drop_next(scope) {
-            tracing::warn!(%error, "cannot end the transaction that follows a commit: it remains open");
+            tracing::warn!(%error, "the commit is done, but the next transaction, which began with it, cannot be ended and remains open");
         }
     }
 
