@@ -52,6 +52,8 @@ use crate::process::process_of;
 
 /// Maximum time that a close waits for a child's exec. A child that executes no other program keeps its descriptors.
 const EXEC_PATIENCE: Duration = Duration::from_secs(1);
+/// The same for a descriptor without FD_CLOEXEC. An exec removes the flag from all descriptors before it closes them.
+const INHERITED_PATIENCE: Duration = Duration::from_millis(50);
 
 /// Loads the rules that the option `rules` names.
 pub(crate) fn load(words: &[String]) -> Result<RuleSet, RuleSetError> {
@@ -677,14 +679,19 @@ impl CommitRules {
         let Some(inode) = self.gate.engine().open_files.inode_of_handle(handle) else {
             return false;
         };
-        let patience_ends = Instant::now() + EXEC_PATIENCE;
+        let since = Instant::now();
         loop {
             let closes = self.table.lock().inherited_closes(handle);
             let Some(holder) = descriptors::find_holder(process, inode.0, mountinfo::FIRN) else {
                 return false;
             };
-            let left = patience_ends.saturating_duration_since(Instant::now());
-            if holder.process == process || !holder.closes_at_exec || left.is_zero() {
+            let patience = if holder.closes_at_exec {
+                EXEC_PATIENCE
+            } else {
+                INHERITED_PATIENCE
+            };
+            let left = patience.saturating_sub(since.elapsed());
+            if holder.process == process || left.is_zero() {
                 let mut table = self.table.lock();
                 table.machine.note_inherited(holder.process, handle.0);
                 drop(table);

@@ -583,7 +583,11 @@ fn a_run_without_the_lost_host_restarts_from_the_memory_of_its_partner() {
     fs::write(&go, "").expect("go");
     let status = wait_child(&mut child, LIMIT).expect("it ends");
     assert_eq!(exit_code(status), 1, "{}", told());
-    assert!(told().contains("takes with --restart h2"), "{}", told());
+    assert!(
+        told().contains("--restart h2 at the next run"),
+        "{}",
+        told()
+    );
     hosts.holders.retain(|(name, _)| name != "h2");
     let read = "for h in h1 h3; do on $h \"cksum < $FIRN_PREFIX/step_1/of.h2\"; done";
     let options = ["--restart", "h2", "-o", "partner=next"];
@@ -661,7 +665,7 @@ fn hosts_that_are_gone_are_told_as_they_are_and_leave_the_list_when_told_to() {
     hosts.start_again("h3");
     let seen = hosts.on("h3", &format!("{firn} hosts {backing}")).ok();
     assert!(
-        seen.stdout.contains("this host was rebooted after"),
+        seen.stdout.contains("this host was rebooted since"),
         "{seen}"
     );
     let told = hosts.on("h3", &recover).ok();

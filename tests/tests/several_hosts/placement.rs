@@ -79,7 +79,7 @@ fn directories_that_cannot_be_lanes_are_refused_before_anything_is_made() {
         sandbox.path(),
         2,
         &format!(
-            "contains {}: name a directory of its own",
+            "contains {}: name a separate directory",
             path("backing").display()
         ),
     );
@@ -649,7 +649,7 @@ fn status_says_where_placement_does_not_pay() {
     }
     let advice = mount.status().placement_advice;
     let expected = format!(
-        "{} got 20 of 20 files: give the files of a checkpoint numbers one after the other, or a lane-map",
+        "{} got 20 of 20 files: number the files of a checkpoint consecutively, or use a lane-map",
         lanes[0].display()
     );
     assert_eq!(advice, [expected]);

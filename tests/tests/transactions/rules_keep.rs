@@ -107,7 +107,9 @@ fn keep_removes_old_checkpoints_and_readers_and_links_keep_theirs() {
         mount.join("step-6/done").as_os_str(),
     ]);
     assert!(
-        explained.stdout.contains("the newest 2 complete ones stay"),
+        explained
+            .stdout
+            .contains("the newest 2 complete checkpoints stay"),
         "{}",
         explained.stdout
     );
