@@ -93,7 +93,7 @@ pub struct Client {
 
 impl Client {
     /// Creates a client for these endpoints, each `http://host:port`. `wait` is how long a host waits for a token; a
-    /// request gets a third of it, at most [`PATIENCE_MAX`].
+    /// request gets a third of it, at most 2 s.
     pub fn new(endpoints: &[String], wait: Duration) -> Result<Self, EtcdError> {
         let endpoints: Vec<_> = endpoints
             .iter()

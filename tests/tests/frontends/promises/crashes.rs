@@ -103,7 +103,7 @@ fn data_whose_file_is_not_found_is_kept_named_and_written_to_no_other() {
 #[test]
 fn data_whose_file_is_gone_is_saved_or_given_up_when_asked() {
     let sandbox = Sandbox::new("rescue");
-    for (asked, expected) in [("--save-lost", "saved to"), ("--discard-lost", "given up")] {
+    for (asked, expected) in [("--save-lost", "saved to"), ("--discard-lost", "discarded")] {
         let mount = FirnMount::new(&sandbox, &patient("close=held"));
         fs::create_dir_all(mount.join("dir")).expect("mkdir");
         for (path, seed) in [("dir/gone", 1), ("stays", 2)] {
