@@ -190,6 +190,27 @@ impl<'a> FirnMount<'a> {
         self.note_takeover(before)
     }
 
+    /// kill -9 of firnd while its keeper is stopped: no firnd serves the mount until
+    /// [`FirnMount::continue_keeper`]. Returns the process number of the keeper.
+    #[track_caller]
+    pub fn kill_under_stopped_keeper(&self) -> u32 {
+        self.wait_until_served_well();
+        let keeper = crate::sandbox::keeper_of(self.pid).expect("a keeper");
+        crate::sandbox::kill_alone(keeper, libc::SIGSTOP);
+        crate::sandbox::kill_alone(self.pid, libc::SIGKILL);
+        wait_until("firnd is dead", Duration::from_secs(60), || {
+            crate::sandbox::is_zombie(self.pid)
+        });
+        keeper
+    }
+
+    /// Lets a stopped keeper start the next firnd, and waits for that.
+    #[track_caller]
+    pub fn continue_keeper(&mut self, keeper: u32) {
+        crate::sandbox::kill_alone(keeper, libc::SIGCONT);
+        self.note_takeover(self.pid);
+    }
+
     /// Waits until another firnd than `before` has the mount.
     #[track_caller]
     pub fn note_takeover(&mut self, before: u32) -> u32 {

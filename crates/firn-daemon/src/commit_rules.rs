@@ -691,14 +691,13 @@ impl CommitRules {
                 INHERITED_PATIENCE
             };
             let left = patience.saturating_sub(since.elapsed());
+            let mut table = self.table.lock();
             if holder.process == process || left.is_zero() {
-                let mut table = self.table.lock();
                 table.machine.note_inherited(holder.process, handle.0);
                 drop(table);
                 self.exits.add(holder.process);
                 return true;
             }
-            let mut table = self.table.lock();
             if table.inherited_closes(handle) == closes {
                 table.wait_for(&self.changed, left);
             }

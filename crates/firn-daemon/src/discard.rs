@@ -8,7 +8,7 @@
 //!   reported.
 
 use std::ffi::OsStr;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -111,7 +111,7 @@ pub fn discard(arena: &Path) -> Result<DiscardReport, RecoverError> {
     let backing = check(&arena)?.backing.unwrap_or_default();
     let runtime = runtime_dir()?;
     let files = RuntimeFiles::in_dir(&runtime, backing.as_path(), arena.parent());
-    let lock = lock_arena(&arena, backing.as_path(), &files)?;
+    let lock = lock_arena(&arena, backing.as_path(), &files, None)?;
     if !is_file_at(&lock, &arena) {
         return Err(RecoverError::NoArena {
             path: arena,
@@ -154,7 +154,7 @@ fn check_parent(arena: &Path) -> Result<(), AttachError> {
 }
 
 /// Returns whether the locked file still has this name. A firnd that had the lock before may have removed it.
-fn is_file_at(locked: &OwnedFd, arena: &Path) -> bool {
+fn is_file_at(locked: impl AsFd, arena: &Path) -> bool {
     let named = arena.symlink_metadata();
     fstat(locked).is_ok_and(|locked| {
         named.is_ok_and(|named| (named.dev(), named.ino()) == (locked.st_dev, locked.st_ino))

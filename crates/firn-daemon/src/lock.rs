@@ -9,7 +9,7 @@
 //! lease of [`crate::host_lease`] excludes other hosts.
 
 use std::io::{BufRead, BufReader, Write};
-use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::Arc;
@@ -61,25 +61,28 @@ impl Sharing {
 /// The locks, and the lease of this host. The drop releases them.
 #[derive(Debug)]
 pub(crate) struct Locks {
-    /// The lock of the backing directory.
-    _backing: HeldLock,
+    /// The locked backing directory.
+    _backing: LockedFile,
     /// Reserves this host's name for this process, if the host shares something with others.
     host: HostLease,
-    /// The lock of the arena's file; `None` before [`Locks::add_arena`].
-    arena: Option<HeldLock>,
+    /// The locked arena; `None` before [`Locks::add_arena`].
+    arena: Option<LockedFile>,
+    /// The keeper of the mount, if there is one.
     link: Option<Arc<KeeperLink>>,
 }
 
 /// A locked file. The drop releases the lock.
 #[derive(Debug)]
-struct HeldLock {
+pub(crate) struct LockedFile {
     descriptor: OwnedFd,
     /// The keeper that has a copy of the descriptor, and its label.
     keeping: Option<(Arc<KeeperLink>, Tag)>,
 }
 
-impl HeldLock {
-    /// Locks a file. If the keeper has the same file locked by an earlier firnd, returns that lock.
+impl LockedFile {
+    /// Locks a file, or resumes the lock of an earlier firnd if the keeper has it.
+    ///
+    /// `wait` is called if another process has the lock. It returns once the file is locked.
     fn take(
         opened: OwnedFd,
         sharing: Sharing,
@@ -97,7 +100,7 @@ impl HeldLock {
         if let Some((link, tag)) = keeping
             && let Err(error) = link.keep(tag, descriptor.as_fd())
         {
-            tracing::warn!(%error, "if firnd dies, another process can take a lock of this mount before the next firnd");
+            tracing::warn!(%error, "the keeper does not have a lock of this mount: if firnd dies, another process may take the lock before the next firnd");
         }
         Ok(Self {
             descriptor,
@@ -106,7 +109,13 @@ impl HeldLock {
     }
 }
 
-impl Drop for HeldLock {
+impl AsFd for LockedFile {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.descriptor.as_fd()
+    }
+}
+
+impl Drop for LockedFile {
     fn drop(&mut self) {
         if let Some((link, tag)) = &self.keeping {
             // The close alone would not release a lock of which the keeper has a copy.
@@ -118,7 +127,8 @@ impl Drop for HeldLock {
     }
 }
 
-/// Returns the keeper's descriptor with this tag if it has the same file as `opened`. The keeper drops that of another file.
+/// Returns the keeper's descriptor with this tag if it is of the same file as `opened`. The keeper drops a descriptor of
+/// another file.
 fn find_same_file(
     link: &KeeperLink,
     tag: Tag,
@@ -177,12 +187,7 @@ impl Locks {
         backing: &Path,
         files: &RuntimeFiles,
     ) -> Result<(), AttachError> {
-        let opened = open_private_file(CWD, arena, OFlags::RDWR)?;
-        let keeping = self.link.as_ref().map(|link| (link, Tag::ArenaLock));
-        let lock = HeldLock::take(opened, Sharing::Alone, keeping, |file| {
-            wait_for_ending_process(file, Sharing::Alone, backing, files)
-        })?;
-        self.arena = Some(lock);
+        self.arena = Some(lock_arena(arena, backing, files, self.link.as_ref())?);
         Ok(())
     }
 }
@@ -192,12 +197,13 @@ pub(crate) fn lock_arena(
     arena: &Path,
     backing: &Path,
     files: &RuntimeFiles,
-) -> Result<OwnedFd, AttachError> {
+    link: Option<&Arc<KeeperLink>>,
+) -> Result<LockedFile, AttachError> {
     let file = open_private_file(CWD, arena, OFlags::RDWR)?;
-    if !try_lock(&file, Sharing::Alone) {
-        wait_for_ending_process(&file, Sharing::Alone, backing, files)?;
-    }
-    Ok(file)
+    let keeping = link.map(|link| (link, Tag::ArenaLock));
+    LockedFile::take(file, Sharing::Alone, keeping, |file| {
+        wait_for_ending_process(file, Sharing::Alone, backing, files)
+    })
 }
 
 /// Locks the backing directory against other mounts and recoveries on this host. If the file system does not support
@@ -207,7 +213,7 @@ fn lock_backing_dir(
     files: &RuntimeFiles,
     sharing: Sharing,
     link: Option<&Arc<KeeperLink>>,
-) -> Result<HeldLock, AttachError> {
+) -> Result<LockedFile, AttachError> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let directory =
         open(backing, flags, Mode::empty()).map_err(|e| AttachError::BackingUnusable {
@@ -215,7 +221,7 @@ fn lock_backing_dir(
             source: e.into(),
         })?;
     let keeping = link.map(|link| (link, Tag::BackingLock));
-    HeldLock::take(directory, sharing, keeping, |directory| {
+    LockedFile::take(directory, sharing, keeping, |directory| {
         wait_for_ending_process(directory, sharing, backing, files)
     })
 }
@@ -223,7 +229,7 @@ fn lock_backing_dir(
 /// Takes a lock without waiting. Returns false if another process has the lock.
 ///
 /// Returns true if the file system has no flock(2): the lock of the arena is sufficient then.
-fn try_lock(fd: &impl std::os::fd::AsFd, sharing: Sharing) -> bool {
+fn try_lock(fd: &impl AsFd, sharing: Sharing) -> bool {
     let operation = match sharing {
         Sharing::Alone => FlockOperation::NonBlockingLockExclusive,
         Sharing::Shared => FlockOperation::NonBlockingLockShared,
@@ -241,7 +247,7 @@ fn try_lock(fd: &impl std::os::fd::AsFd, sharing: Sharing) -> bool {
 /// Takes a lock whose holder may be a process that is ending. Fails with the holder's name if a firnd answers that it
 /// has the backing, or if the lock is not free after [`ENDING_PROCESS_TIMEOUT`].
 fn wait_for_ending_process(
-    fd: &impl std::os::fd::AsFd,
+    fd: &impl AsFd,
     sharing: Sharing,
     backing: &Path,
     files: &RuntimeFiles,

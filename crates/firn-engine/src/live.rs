@@ -682,6 +682,33 @@ mod tests {
         }
     }
 
+    /// Creates a live table with a header.
+    fn create(path: &std::path::Path) -> LiveTable {
+        let table = LiveTable::create(path).unwrap();
+        let header = firn_format::live::Header {
+            arena: [1; 16],
+            device: Default::default(),
+            mount_point: Vec::new(),
+            exchange: Default::default(),
+        };
+        table.seal(&header).unwrap();
+        table
+    }
+
+    /// Resumes the mount of a live table, as the next firnd does.
+    fn resume(path: &std::path::Path) -> Resumed {
+        let (table, contents) = open(path);
+        Resumed {
+            table: Arc::new(table),
+            contents,
+            takeovers: 1,
+            files: Vec::new(),
+            keeper: None,
+            died_ticks: 5,
+            losses: Mutex::default(),
+        }
+    }
+
     fn open(path: &std::path::Path) -> (LiveTable, Contents) {
         let (table, left) = LiveTable::open(path).unwrap();
         (table, left.contents)
@@ -691,14 +718,7 @@ mod tests {
     fn handles_that_write_in_a_lost_scope_go_and_all_others_stay() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("table");
-        let table = LiveTable::create(&path).unwrap();
-        let header = firn_format::live::Header {
-            arena: [1; 16],
-            device: Default::default(),
-            mount_point: Vec::new(),
-            exchange: Default::default(),
-        };
-        table.seal(&header).unwrap();
+        let table = create(&path);
         table.note_node(&node(2, ROOT.0, "scope"));
         for (id, of, flags) in [
             (7, node(3, 2, "file"), O_WRONLY),
@@ -712,16 +732,7 @@ mod tests {
         // The rename of this node into the scope was under way.
         table.begin_move(6, 2, b"moved");
         drop(table);
-        let (table, contents) = open(&path);
-        let resumed = Resumed {
-            table: Arc::new(table),
-            contents,
-            takeovers: 1,
-            files: Vec::new(),
-            keeper: None,
-            died_ticks: 5,
-            losses: Mutex::default(),
-        };
+        let resumed = resume(&path);
         for _ in 0..2 {
             resumed.abandon_scopes(&[b"scope".to_vec()], &[b"key".to_vec()]);
         }
@@ -743,27 +754,11 @@ mod tests {
     fn regression_a_handle_that_loses_its_locks_and_its_transaction_is_abandoned_once() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("table");
-        let table = LiveTable::create(&path).unwrap();
-        let header = firn_format::live::Header {
-            arena: [1; 16],
-            device: Default::default(),
-            mount_point: Vec::new(),
-            exchange: Default::default(),
-        };
-        table.seal(&header).unwrap();
+        let table = create(&path);
         let file = node(2, ROOT.0, "file");
         table.note_handle(&handle(7, 2, O_WRONLY), &file);
         drop(table);
-        let (table, contents) = open(&path);
-        let resumed = Resumed {
-            table: Arc::new(table),
-            contents,
-            takeovers: 1,
-            files: Vec::new(),
-            keeper: None,
-            died_ticks: 5,
-            losses: Mutex::default(),
-        };
+        let resumed = resume(&path);
         resumed.abandon_handles(|handle| handle.id == 7);
         resumed.abandon_scopes(&[Vec::new()], &[]);
         for id in [8, 9, 10] {

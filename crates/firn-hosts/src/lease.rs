@@ -20,7 +20,6 @@
 //!   same device). Otherwise the lease is taken after its counter has not changed for [`STALE_AFTER`].
 
 use std::collections::BTreeSet;
-use std::ffi::OsStr;
 use std::os::fd::OwnedFd;
 use std::time::Duration;
 
@@ -353,19 +352,14 @@ impl<B: Backing> Lease<B> {
         me: &Holder,
         kept: OwnedFd,
     ) -> Result<Option<Self>, LeaseError> {
+        let device = base.attr(dir)?.dev;
         let adopted = base.adopt(kept)?;
-        let (file, attr) = (adopted.file, adopted.attr);
-        let named = own::find(base, dir, OsStr::new(LEASE))?;
-        let is_named =
-            named.is_some_and(|(_, found)| (found.dev, found.ino) == (attr.dev, attr.ino));
-        if !is_named
-            || !base
-                .try_lock(&file, LockMode::Exclusive)
-                .map_err(LeaseError::NoLock)?
-        {
+        if adopted.attr.dev != device {
             return Ok(None);
         }
-        let device = base.attr(dir)?.dev;
+        let LockResult::Locked(file) = lock_lease_file(base, dir, adopted.file)? else {
+            return Ok(None);
+        };
         let last = Beat::read(base, dir)?.and_then(|beat| beat.record());
         let resumed = last.filter(|last| !last.released && last.holder.host == me.host);
         let mut record = match resumed {
@@ -505,6 +499,15 @@ enum LockResult<F> {
 /// Tries once to lock the lease file in `dir`, which is created if it does not exist.
 fn try_lock_lease<B: Backing>(base: &B, dir: &B::Inode) -> Result<LockResult<B::File>, LeaseError> {
     let file = own::open_or_create(base, dir, LEASE)?;
+    lock_lease_file(base, dir, file)
+}
+
+/// Tries once to lock an open lease file.
+fn lock_lease_file<B: Backing>(
+    base: &B,
+    dir: &B::Inode,
+    file: B::File,
+) -> Result<LockResult<B::File>, LeaseError> {
     if !base
         .try_lock(&file, LockMode::Exclusive)
         .map_err(LeaseError::NoLock)?
@@ -512,10 +515,11 @@ fn try_lock_lease<B: Backing>(base: &B, dir: &B::Inode) -> Result<LockResult<B::
         return Ok(LockResult::Held);
     }
     let locked = base.attr_of_file(&file)?.ino;
-    match own::find(base, dir, OsStr::new(LEASE))? {
-        Some((_, attr)) if attr.ino == locked => Ok(LockResult::Locked(file)),
-        _ => Ok(LockResult::Replaced),
-    }
+    Ok(if own::leads_to(base, dir, LEASE, locked)? {
+        LockResult::Locked(file)
+    } else {
+        LockResult::Replaced
+    })
 }
 
 /// Watches leases whose locks are free on this host, for [`STALE_AFTER`]. `watched` has each lease with its first beat.

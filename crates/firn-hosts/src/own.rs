@@ -316,6 +316,17 @@ pub fn find<B: Backing>(
     }
 }
 
+/// Returns whether `name` in `parent` leads to the object with this inode number.
+pub(crate) fn leads_to<B: Backing>(
+    base: &B,
+    parent: &B::Inode,
+    name: &str,
+    ino: u64,
+) -> Result<bool, Errno> {
+    let found = find(base, parent, OsStr::new(name))?;
+    Ok(found.is_some_and(|(_, attr)| attr.ino == ino))
+}
+
 /// Returns the temporary name that a file has until it is complete.
 pub fn new_name(name: &str) -> String {
     format!("{name}.new")

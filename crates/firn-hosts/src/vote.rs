@@ -212,8 +212,7 @@ impl<'a, B: Backing> VoteDir<'a, B> {
 
     /// Returns whether the name of the directory still leads to this directory.
     pub fn is_current(&self) -> Result<bool, Errno> {
-        let found = own::find(self.base, &self.top, OsStr::new(&self.name))?;
-        Ok(found.is_some_and(|(_, attr)| attr.ino == self.ino))
+        own::leads_to(self.base, &self.top, &self.name, self.ino)
     }
 
     /// Removes the directory if it is empty. A host that then tries to put a file into it gets an error, because the

@@ -1162,16 +1162,10 @@ fn no_other_process_takes_the_backing_while_no_firnd_is_there() {
     let mut mount = FirnMount::new(&sandbox, &options);
     // This process has no file of the mount open: its children would wait for the firnd that is not there.
     fs::write(mount.join("file"), "held").expect("write");
-    mount.wait_until_served_well();
-    let (firnd, keeper) = (mount.pid(), keeper_of(mount.pid()).expect("a keeper"));
     let other = sandbox.join("other");
     fs::create_dir(&other).expect("mkdir");
     let backing = mount.backing().to_owned();
-    kill_alone(keeper, libc::SIGSTOP);
-    kill_alone(firnd, libc::SIGKILL);
-    wait_until("firnd is dead", Duration::from_secs(60), || {
-        is_zombie(firnd)
-    });
+    let keeper = mount.kill_under_stopped_keeper();
     let [recovery, neighbour] = [
         vec!["recover".as_ref(), backing.as_os_str()],
         vec!["mount".as_ref(), backing.as_os_str(), other.as_os_str()],
@@ -1190,8 +1184,7 @@ fn no_other_process_takes_the_backing_while_no_firnd_is_there() {
         assert_eq!(output.status.code(), Some(11), "{stderr}");
     };
     end(neighbour);
-    kill_alone(keeper, libc::SIGCONT);
-    mount.note_takeover(firnd);
+    mount.continue_keeper(keeper);
     // It may have waited for an answer of the mount.
     end(recovery);
     assert_eq!(fs::read(mount.join("file")).expect("read"), b"held");

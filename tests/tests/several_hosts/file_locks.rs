@@ -15,7 +15,6 @@ use std::time::Duration;
 use firn_tests::fsops::errno;
 use firn_tests::preloaded::{Frontend, python};
 use firn_tests::random::{env_count, generator};
-use firn_tests::sandbox::{is_zombie, keeper_of, kill_alone};
 use firn_tests::stop::StopAtEnd;
 use firn_tests::{FirnMount, Sandbox, run, seed, wait_until};
 use rand::RngExt;
@@ -430,14 +429,9 @@ fn locks_go_on_while_firnd_is_killed() {
         assert_refused(lock_range(&shared_there, write, (5, 1), false));
     };
     for _ in 0..3 {
-        let (firnd, keeper) = (mount.pid(), keeper_of(mount.pid()).expect("a keeper"));
-        mount.wait_until_served_well();
-        kill_alone(keeper, libc::SIGSTOP);
-        kill_alone(firnd, libc::SIGKILL);
-        wait_until("firnd is dead", LIMIT, || is_zombie(firnd));
+        let keeper = mount.kill_under_stopped_keeper();
         assert_held();
-        kill_alone(keeper, libc::SIGCONT);
-        mount.note_takeover(firnd);
+        mount.continue_keeper(keeper);
         assert_held();
         // The owner's locks are its own as before, and one host's programs exclude each other.
         lock_range(&here, write, (12, 4), false).expect("lock");
@@ -514,17 +508,12 @@ fn regression_a_host_counts_as_alive_while_its_firnd_is_replaced() {
         line.trim().to_owned()
     };
     assert_eq!(answer(), "unlinked");
-    let (firnd, keeper) = (mount.pid(), keeper_of(mount.pid()).expect("a keeper"));
-    mount.wait_until_served_well();
-    kill_alone(keeper, libc::SIGSTOP);
-    kill_alone(firnd, libc::SIGKILL);
-    wait_until("firnd is dead", LIMIT, || is_zombie(firnd));
+    let keeper = mount.kill_under_stopped_keeper();
     // The mount looks for what dead hosts have left, and its end does so again.
     let other = cluster.mount(1);
     fs::write(other.join("other"), "there").expect("write");
     other.umount();
-    kill_alone(keeper, libc::SIGCONT);
-    mount.note_takeover(firnd);
+    mount.continue_keeper(keeper);
     drop(program.stdin.take());
     assert_eq!(answer(), "50000 50000");
     assert!(program.wait().expect("wait").success());

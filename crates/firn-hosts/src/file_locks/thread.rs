@@ -788,8 +788,7 @@ impl<B: Backing> LockThread<B> {
         let Some(lock) = self.files.get(&key) else {
             return Ok(false);
         };
-        let found = own::find(&self.base, &self.dir, OsStr::new(&lock_file_name(key)))?;
-        Ok(found.is_some_and(|(_, attr)| attr.ino == lock.ino))
+        own::leads_to(&self.base, &self.dir, &lock_file_name(key), lock.ino)
     }
 
     /// Closes lock files that were unused for `idle`, and removes those that no other host uses.
@@ -898,9 +897,7 @@ impl<B: Backing> LockThread<B> {
         loop {
             let file = own::open_or_create(&self.base, &self.dir, &name)?;
             let ino = self.base.attr_of_file(&file)?.ino;
-            let is_locked = self.base.lock(&file, whole)?;
-            let named = own::find(&self.base, &self.dir, OsStr::new(&name))?;
-            if is_locked && named.is_some_and(|(_, attr)| attr.ino == ino) {
+            if self.base.lock(&file, whole)? && own::leads_to(&self.base, &self.dir, &name, ino)? {
                 return Ok(HostFile { file, ino });
             }
             if Instant::now() >= until {
