@@ -65,6 +65,8 @@ struct Run {
     copies: Vec<Copied>,
     /// Contents of the copy that was last marked as partnered, by object.
     partnered: BTreeMap<Object, Vec<u8>>,
+    /// Inode numbers by object. They tell which object a name leads to where two objects have the same contents.
+    inodes: BTreeMap<Object, u64>,
     /// Modification times that programs saw, for objects that no operation under way changes.
     times: BTreeMap<Object, Time>,
     /// Model before the operation under way.
@@ -122,6 +124,7 @@ impl Run {
             lists: Vec::new(),
             copies: Vec::new(),
             partnered: BTreeMap::new(),
+            inodes: BTreeMap::new(),
             times: BTreeMap::new(),
             partial: None,
             faults,
@@ -442,8 +445,9 @@ impl Run {
                 .engine
                 .create(&CALLER, dir, name, 0o644, O_RDWR | 0o200)
         });
-        if let Some((_, opened)) = self.outcome(result, expected)? {
+        if let Some((entry, opened)) = self.outcome(result, expected)? {
             let object = object.expect("it was to be made");
+            self.inodes.insert(object, entry.attr.ino);
             self.changed(object)?;
             self.open.push(Open {
                 handle: opened.handle,
@@ -984,8 +988,8 @@ impl Run {
         Ok(())
     }
 
-    /// Checks the backing after a recovery: it must have the tree from before or after the operation under way. Of a
-    /// write, any part may be there.
+    /// Checks the backing after a recovery: it must have the tree from before or after the operation under way, with
+    /// the same hard links. Of a write, any part may be there.
     fn verify(&mut self) {
         self.world.drain_all();
         assert!(!self.world.stopped());
@@ -993,8 +997,21 @@ impl Run {
             .backing
             .fsck()
             .expect("the simulated disk is whole");
-        let found = self.world.backing_tree();
+        let files = self.world.backing_files();
+        let found: BTreeMap<_, _> = (files.iter())
+            .map(|(path, (_, contents))| (path.clone(), contents.clone()))
+            .collect();
+        let names_lead_to_their_objects = |model: &Model| {
+            let mut inodes = self.inodes.clone();
+            (files.iter()).all(|(path, (inode, _))| {
+                let object = model.names.get(path);
+                object.is_some_and(|object| inodes.entry(*object).or_insert(*inode) == inode)
+            })
+        };
         let matches = |model: &Model| {
+            if !names_lead_to_their_objects(model) {
+                return false;
+            }
             let mut expected = model.tree();
             if let Some(write) = &self.partial {
                 for (path, object) in &model.names {
@@ -1013,9 +1030,16 @@ impl Run {
         if !matches(&self.before) && !matches(&self.model) {
             let under_way = self.partial.as_ref().map(|w| (w.offset, w.data.len()));
             panic!(
-                "the backing is neither the tree before: {}\nnor after: {}\nwrite under way: {under_way:?}",
+                "the backing is neither the tree before: {}\nnor after: {}\nwrite under way: {under_way:?}\n\
+                 names before: {:?}\nnames after: {:?}\ninodes of objects: {:?}\ninodes found: {:?}",
                 difference(&found, &self.before.tree()),
-                difference(&found, &self.model.tree())
+                difference(&found, &self.model.tree()),
+                self.before.names,
+                self.model.names,
+                self.inodes,
+                (files.iter())
+                    .map(|(path, (inode, _))| (path, inode))
+                    .collect::<Vec<_>>()
             );
         }
         self.verify_times();
@@ -1025,8 +1049,9 @@ impl Run {
         } else {
             self.model.clone()
         };
-        for (path, contents) in found {
+        for (path, (inode, contents)) in files {
             let object = model.names[&path];
+            self.inodes.insert(object, inode);
             model.contents.insert(object, contents);
         }
         // If the world stopped while a directory was moved away, the directory is moved back.

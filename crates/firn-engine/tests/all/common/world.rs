@@ -441,6 +441,14 @@ impl World {
 
     /// Returns the contents of all regular files in the backing.
     pub fn backing_tree(&self) -> BTreeMap<String, Vec<u8>> {
+        let files = self.backing_files().into_iter();
+        files
+            .map(|(path, (_, contents))| (path, contents))
+            .collect()
+    }
+
+    /// Returns the inode numbers and contents of all regular files in the backing.
+    pub fn backing_files(&self) -> BTreeMap<String, (u64, Vec<u8>)> {
         let quiet = self.backing.fork();
         let mut out = BTreeMap::new();
         let todo = Rc::new(Cell::new(vec![(String::new(), quiet.root())]));
@@ -476,7 +484,7 @@ impl World {
                             .read_at(&file, &mut contents, 0)
                             .expect("a file is read");
                         assert_eq!(n, contents.len());
-                        out.insert(full, contents);
+                        out.insert(full, (attr.ino, contents));
                     }
                     _ => {}
                 }
