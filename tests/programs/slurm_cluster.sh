@@ -1,14 +1,15 @@
 #!/bin/bash
 # A Slurm of its own: a controller and some hosts, each with a name, mounts, processes and a /dev/shm of its own.
 #
-# usage: slurm_cluster.sh DIR PROGRAMS CGROUP HIERARCHY HOST...
+# usage: slurm_cluster.sh DIR PROGRAMS CGROUP HIERARCHY TIMEOUT HOST...
 # It must be the first process of new mount, network, UTS, IPC and process namespaces: no port, socket or name is then one of
 # the machine's, and all ends with it. DIR has the configuration and logs; DIR/bin shows PROGRAMS, and DIR/scratch is for users.
-# DIR/site has prolog, epilog and task-prolog. Cgroups of a host lie in HIERARCHY/CGROUP-HOST: the freezer of cgroup v1, or a cgroup
-# v2, of which a host sees that part as the whole. A host whose processes are killed comes back when DIR/up.HOST is made.
+# DIR/site has prolog, epilog and task-prolog. Cgroups of a host lie in HIERARCHY/CGROUP-HOST: the freezer of cgroup v1, or a
+# cgroup v2, of which a host sees that part as the whole. A host is down when its slurmd has not answered for TIMEOUT seconds. A
+# host whose processes are killed comes back when DIR/up.HOST is made.
 set -eu
-dir=$1 programs=$2 cgroup=$3 hierarchy=$4
-shift 4
+dir=$1 programs=$2 cgroup=$3 hierarchy=$4 timeout=$5
+shift 5
 mkdir "$dir"/{state,log,scratch,bin,munge}
 chmod 1777 "$dir/scratch"
 mount --make-rprivate /
@@ -52,7 +53,7 @@ ProctrackType=proctrack/cgroup
 TaskPlugin=task/none
 MpiDefault=none
 ReturnToService=2
-SlurmdTimeout=4
+SlurmdTimeout=$timeout
 SlurmdParameters=config_overrides
 SchedulerParameters=batch_sched_delay=0,sched_interval=1
 SelectType=select/cons_tres
@@ -61,7 +62,7 @@ PrologFlags=Alloc
 Prolog=$dir/site/prolog
 TaskProlog=$dir/site/task-prolog
 Epilog=$dir/site/epilog
-KillWait=15
+KillWait=60
 MessageTimeout=60
 CONF
 port=26818

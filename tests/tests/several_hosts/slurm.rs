@@ -16,8 +16,13 @@ use firn_tests::{Sandbox, wait_until};
 const HOSTS: [&str; 2] = ["n1", "n2"];
 /// The user `nobody`, which submits the jobs.
 const USER: u32 = 65534;
-/// Slurm looks at time limits every 30 s.
-const LIMIT: Duration = Duration::from_secs(90);
+/// Slurm looks at time limits every 30 s, and other tests use the processors at the same time.
+const LIMIT: Duration = Duration::from_secs(180);
+/// Seconds without an answer of its slurmd from which on a host is down: in tests whose hosts stay up, longer than a busy
+/// machine delays an answer.
+const DOWN_AFTER_S: u32 = 60;
+/// The same in tests that kill a host.
+const KILLED_DOWN_AFTER_S: u32 = 8;
 /// Where the processes of steps are found (proctrack/cgroup): in the freezer of cgroup v1, or in cgroup v2.
 const FREEZER: &str = "/sys/fs/cgroup/freezer";
 const BLOCK: usize = 3_000_000;
@@ -46,7 +51,7 @@ fn cgroup_v2() -> PathBuf {
 }
 
 impl Cluster {
-    fn start(name: &str, hierarchy: &Path) -> Self {
+    fn start(name: &str, hierarchy: &Path, down_after_s: u32) -> Self {
         for program in ["slurmctld", "slurmd", "munged", "ip"] {
             assert!(
                 run(Command::new("sh").args(["-c", &format!("command -v {program}")])).code == 0,
@@ -76,6 +81,7 @@ impl Cluster {
             .arg(firn_binary().parent().expect("a directory"))
             .arg(&cgroup)
             .arg(hierarchy)
+            .arg(down_after_s.to_string())
             .args(HOSTS)
             .stdin(Stdio::null())
             .stdout(fs::File::create(sandbox.join("cluster.log")).expect("a log"))
@@ -573,7 +579,7 @@ fn mount_of_the_site(cluster: &Cluster) {
 /// Proves S-run-1, S-run-2, S-run-3.
 #[test]
 fn jobs_of_slurm_leave_their_files_and_nothing_else() {
-    check_jobs(&Cluster::start("slurm", &cgroup_v2()));
+    check_jobs(&Cluster::start("slurm", &cgroup_v2(), DOWN_AFTER_S));
 }
 
 /// Proves S-run-1, S-run-2, S-run-3.
@@ -581,7 +587,7 @@ fn jobs_of_slurm_leave_their_files_and_nothing_else() {
 fn jobs_of_slurm_with_cgroup_v1_leave_their_files_and_nothing_else() {
     let freezer = Path::new(FREEZER);
     if freezer.is_dir() {
-        check_jobs(&Cluster::start("slurmv1", freezer));
+        check_jobs(&Cluster::start("slurmv1", freezer, DOWN_AFTER_S));
     } else {
         println!("not run: this machine has no cgroup v1");
     }
@@ -613,7 +619,7 @@ fn check_jobs(cluster: &Cluster) {
 /// Proves S-run-2, S-run-4.
 #[test]
 fn a_host_of_a_slurm_job_dies_and_what_was_durable_or_comes_back_is_there() {
-    let cluster = Cluster::start("slurmdead", &cgroup_v2());
+    let cluster = Cluster::start("slurmdead", &cgroup_v2(), KILLED_DOWN_AFTER_S);
     let command = r#"srun sh -c "
             tr \"\\\\0\" \$SLURM_PROCID < /dev/zero | head -c 3000000 > \$FIRN_PREFIX/step.\$SLURM_PROCID
             firn wait -q --until durable \$FIRN_PREFIX/step.\$SLURM_PROCID
@@ -661,7 +667,7 @@ fn a_host_of_a_slurm_job_dies_and_what_was_durable_or_comes_back_is_there() {
 /// Proves S-run-2, S-run-4: Slurm ends a job that has lost a host, where the user has not asked for `--no-kill`.
 #[test]
 fn a_job_that_slurm_ends_with_a_lost_host_is_drained_on_the_other() {
-    let cluster = Cluster::start("slurmnokill", &cgroup_v2());
+    let cluster = Cluster::start("slurmnokill", &cgroup_v2(), KILLED_DOWN_AFTER_S);
     let command = r#"srun sh -c "
             tr \"\\\\0\" \$SLURM_PROCID < /dev/zero | head -c 3000000 > \$FIRN_PREFIX/step.\$SLURM_PROCID
             firn wait -q --until durable \$FIRN_PREFIX/step.\$SLURM_PROCID
