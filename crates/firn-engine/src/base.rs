@@ -29,7 +29,7 @@ pub struct Base<B: Backing> {
 impl<B: Backing> Base<B> {
     /// Returns where the bytes of an extent are now. Returns `None` if they cannot be located, because the spill file
     /// is missing or damaged.
-    pub(crate) fn list(&self, offset: u64, extent: Extent) -> Option<Listed> {
+    pub(crate) fn locate_extent(&self, offset: u64, extent: Extent) -> Option<Listed> {
         let (at, place) = match self
             .arena
             .locate_bytes(extent.piece.slab, extent.position)?

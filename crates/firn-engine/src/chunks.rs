@@ -102,7 +102,7 @@ impl<B: Backing> HeldChunks<B> {
         };
         // From here on a drop of `held` releases all holds, also after an error.
         engine.room.check_cache(&file)?;
-        let mut state = file.lock_settled();
+        let mut state = file.lock_without_exclusive_use();
         engine.intake.ingest_published(&file, &mut state);
         // A writer's changes go into the memory file at once, where its readers see them. So these bytes may change,
         // and the list refers readers to the mount.
@@ -222,7 +222,7 @@ impl<B: Backing> Drop for HeldChunks<B> {
 impl<B: Backing> Base<B> {
     /// Returns where an extent of a file lies. Returns `None` if its bytes cannot be located or read.
     fn list_if_readable(&self, offset: u64, extent: Extent) -> Option<ListedExtent> {
-        self.list(offset, extent)
+        self.locate_extent(offset, extent)
             .filter(|_| self.arena.is_readable(extent.piece.slab.chunk))
     }
 

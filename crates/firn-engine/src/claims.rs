@@ -92,7 +92,7 @@ impl PathClaims {
 
     /// Runs `work` while the paths returned by `paths` cannot change. `work` must be short, because the lock of all
     /// claims is held meanwhile.
-    pub(crate) fn while_staying<T>(
+    pub(crate) fn with_unchanged_paths<T>(
         &self,
         paths: impl Fn() -> Vec<Path>,
         work: impl FnOnce() -> T,

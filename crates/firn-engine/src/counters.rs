@@ -1,7 +1,7 @@
 //! Counters of an engine since the attach, and sums of the bytes and files that are pending now.
 //!
 //! Invariant: [`PendingTotals`] of a lane has the sums over its files. Each change of a file's pending bytes calls
-//! [`PendingTotals::note_change`] under the file's lock.
+//! [`PendingTotals::record_change`] under the file's lock.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -108,7 +108,7 @@ pub(crate) struct PendingTotals {
 
 impl PendingTotals {
     /// Counts a change of one file's pending bytes, from `before` to `after`.
-    pub(crate) fn note_change(&self, before: u64, after: u64) {
+    pub(crate) fn record_change(&self, before: u64, after: u64) {
         if after >= before {
             self.bytes.fetch_add(after - before, Ordering::Relaxed);
         } else {

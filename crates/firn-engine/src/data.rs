@@ -19,7 +19,7 @@ use crate::engine::Engine;
 use crate::file::{BackingFile, File, FileState};
 use crate::file_events::FileChange;
 use crate::names::Inode;
-use crate::privileges::{Anybody, has_set_id_bits};
+use crate::privileges::{AnyPrincipal, has_set_id_bits};
 use crate::tables::Handle;
 use crate::write::WriteStart;
 use crate::{ClosePolicy, Entry, HandleId, InodeId, OpenMode, Opened, Principal, Result, Written};
@@ -142,7 +142,8 @@ impl<B: Backing> Engine<B> {
         let entry = self.namespace.lookup(dir.id, name)?;
         let truncates = flags & O_TRUNC != 0;
         let unprivileged = if truncates {
-            self.privilege_rules.drop_privileges(entry.inode, &Anybody)
+            self.privilege_rules
+                .drop_privileges(entry.inode, &AnyPrincipal)
         } else {
             Ok(())
         };
@@ -203,7 +204,7 @@ impl<B: Backing> Engine<B> {
             self.choose_open_mode(&inode, state, &choice)
         });
         if is_cacheable && settled_size.is_none() {
-            self.room.settle_later(&file);
+            self.room.queue_for_settling(&file);
         }
         Ok(opened)
     }
@@ -235,7 +236,7 @@ impl<B: Backing> Engine<B> {
         // While the kernel caches pages of an open file, it refuses passthrough for the inode.
         let is_cached = state.opens.has_cached();
         if state.is_passed_through_memory()
-            || (reads_memory && self.begin_view(state, settled_size))
+            || (reads_memory && self.create_view_for_kernel(state, settled_size))
         {
             OpenMode::Memory
         } else if state.opens.has_passthrough()
@@ -246,21 +247,23 @@ impl<B: Backing> Engine<B> {
             OpenMode::Cached {
                 keep: has_current_pages,
             }
-        } else if !reads_memory && self.may_keep_pages(state, settled_size) {
-            let keep = inode.note_pages_of_memory_file(state.changes);
+        } else if !reads_memory && self.can_keep_pages(state, settled_size) {
+            let keep = inode.record_memory_file_pages(state.changes);
             OpenMode::Cached { keep }
         } else {
             OpenMode::Engine
         }
     }
 
-    /// Lets the kernel read a file of `size` bytes from its memory file. Returns false if the file has a writer, or not
-    /// all of its bytes are in one memory file.
-    fn begin_view(&self, state: &mut FileState<B>, size: Option<u64>) -> bool {
+    /// Lets the kernel read a file of `size` bytes from its memory file. Returns false if the size is not known, the
+    /// file has a writer, or not all of its bytes are in one memory file.
+    fn create_view_for_kernel(&self, state: &mut FileState<B>, size: Option<u64>) -> bool {
         // The kernel allows only one mode for all handles of an inode.
         let has_other_mode = state.opens.has_through_engine() || state.opens.has_cached();
-        let size = size.filter(|_| !has_other_mode);
-        size.is_some_and(|size| state.begin_view(&self.base.arena, size).is_some())
+        match size {
+            Some(size) if !has_other_mode => state.create_view(&self.base.arena, size).is_some(),
+            _ => false,
+        }
     }
 
     /// Returns the length of a file if all of its bytes are in one memory file.
@@ -270,7 +273,7 @@ impl<B: Backing> Engine<B> {
         }
         {
             let state = file.lock();
-            let bytes = state.gapless_bytes();
+            let bytes = state.contiguous_bytes();
             if bytes < self.base.options.memory_file_bytes_min {
                 return None;
             }
@@ -282,11 +285,13 @@ impl<B: Backing> Engine<B> {
     /// Returns whether the kernel may keep pages of a held file that it cannot read by itself. It may if the file has
     /// no writer and all of its `size` bytes are in a memory file. It may not keep bytes of the backing, because
     /// another host may change them without notice.
-    fn may_keep_pages(&self, state: &FileState<B>, size: Option<u64>) -> bool {
+    fn can_keep_pages(&self, state: &FileState<B>, size: Option<u64>) -> bool {
         let is_used_otherwise =
             state.opens.has_passthrough() || state.opens.has_writers() || state.direct.has_grant();
-        let settled = size.filter(|_| !is_used_otherwise);
-        settled.is_some_and(|size| state.memory_file(&self.base.arena, size).is_some())
+        match size {
+            Some(size) if !is_used_otherwise => state.memory_file(&self.base.arena, size).is_some(),
+            _ => false,
+        }
     }
 
     /// Opens the file in the backing with the access that a new handle needs, so that open(2) returns the error of the
@@ -294,7 +299,7 @@ impl<B: Backing> Engine<B> {
     pub(crate) fn open_backing(&self, file: &Arc<File<B>>, wants_write: bool) -> Result<()> {
         if wants_write {
             let writer = self.open_files.writer(file)?;
-            return self.note_open(file, &writer.file, true);
+            return self.catch_up_at_open(file, &writer.file, FileUse::OpenedToWrite);
         }
         // Passthrough needs one descriptor that can also write, for writers that come later.
         let writer = if self.kernel_cache.can_pass_through() {
@@ -302,19 +307,22 @@ impl<B: Backing> Engine<B> {
         } else {
             None
         };
-        let open = writer.map_or_else(|| self.open_files.reader(file), Ok)?;
-        self.note_open(file, &open.file, false)
+        let backing_file = match writer {
+            Some(writer) => writer,
+            None => self.open_files.reader(file)?,
+        };
+        self.catch_up_at_open(file, &backing_file.file, FileUse::OpenedToRead)
     }
 
     /// Makes changes visible that other hosts made before their close (close-to-open consistency). The kernel's cached
     /// attributes are dropped, because the length may have changed.
-    fn note_open(&self, file: &File<B>, open: &B::File, writes: bool) -> Result<()> {
-        let opened = if writes {
-            FileUse::OpenedToWrite
-        } else {
-            FileUse::OpenedToRead
-        };
-        self.base.backing.note_use(open, opened)?;
+    fn catch_up_at_open(
+        &self,
+        file: &File<B>,
+        backing_file: &B::File,
+        open_kind: FileUse,
+    ) -> Result<()> {
+        self.base.backing.note_use(backing_file, open_kind)?;
         self.kernel_cache.drop_kernel_attributes(file);
         Ok(())
     }
@@ -353,7 +361,7 @@ impl<B: Backing> Engine<B> {
                 // The engine does not see writes that the kernel makes by itself, so the contents count as changed now.
                 state.changes += u64::from(chosen == OpenMode::Passthrough);
                 state.direct.invalidate_lists(&self.base.arena);
-                if !state.may_cache() {
+                if !state.can_cache() {
                     state.cache.drop_all(&self.base.arena);
                 }
                 self.base.journal.update_ending(state);
@@ -485,7 +493,7 @@ impl<B: Backing> Engine<B> {
             state.opens.end_closing();
         }
         state.opens.remove(handle.id, mode, handle.writable);
-        handle.end_mapped(&mut state);
+        handle.remove_mapping(&mut state);
         state.end_view(&self.base.arena);
         self.base.journal.record_released(&handle, &mut state);
         match mode {
@@ -503,25 +511,25 @@ impl<B: Backing> Engine<B> {
         if was_last_writer && self.base.options.close == ClosePolicy::Drain && !state.unlinked {
             self.drain.force(file, &mut state);
         }
-        file.inode.note_cut(state.opens.is_cut());
+        file.inode.record_cut(state.opens.is_cut());
         drop(state);
         if was_last_writer {
             let events = &self.base.file_events;
             events.note(&file.inode, FileChange::Closed);
         }
-        self.open_files.keep_cut(&file.inode);
+        self.open_files.remember_cut_inode(&file.inode);
         if handle.writable {
-            self.open_files.note_written(file);
+            self.open_files.notify_file_written(file);
         }
         self.open_files.close_if_unused(file);
         if is_orphan {
             self.exclusive.discard(file);
         }
         if is_closed {
-            self.open_files.take_from_keeper(file);
+            self.open_files.remove_from_keeper(file);
         }
         if was_last_writer {
-            self.room.settle_later(file);
+            self.room.queue_for_settling(file);
         }
         self.open_files.drop_if_unused(file);
         if let Some(live) = self.live() {

@@ -136,7 +136,7 @@ impl<B: Backing> Drain<B> {
         when: Instant,
     ) {
         let is_first =
-            state.drain.begin_age_check() && self.queue_of(file).check_age_at(when, file);
+            state.drain.start_age_check() && self.queue_of(file).check_age_at(when, file);
         if is_first {
             // A thread that sleeps without a timeout must be woken for the first check. If an earlier check is planned,
             // the thread has a timeout.
@@ -172,19 +172,28 @@ impl<B: Backing> Drain<B> {
     }
 
     /// Counts a change of a file's pending bytes, under its lock.
-    pub(crate) fn note_pending_change(&self, file: &File<B>, before: u64, after: u64) {
-        self.queue_of(file).held.note_change(before, after);
-        self.file_events.note_held(&file.inode, before, after);
+    pub(crate) fn record_pending_change(&self, file: &File<B>, before: u64, after: u64) {
+        self.queue_of(file)
+            .pending_totals
+            .record_change(before, after);
+        self.file_events
+            .record_pending_change_event(&file.inode, before, after);
     }
 
     /// Returns the pending bytes of all lanes.
-    pub(crate) fn held_bytes(&self) -> u64 {
-        self.lanes.iter().map(|lane| lane.held.bytes()).sum()
+    pub(crate) fn pending_bytes(&self) -> u64 {
+        self.lanes
+            .iter()
+            .map(|lane| lane.pending_totals.bytes())
+            .sum()
     }
 
     /// Returns the number of files with pending bytes, of all lanes.
-    pub(crate) fn held_files(&self) -> u64 {
-        self.lanes.iter().map(|lane| lane.held.files()).sum()
+    pub(crate) fn pending_files(&self) -> u64 {
+        self.lanes
+            .iter()
+            .map(|lane| lane.pending_totals.files())
+            .sum()
     }
 
     /// Counts one more caller that waits for a file. Must be called before the file is queued, because a drain thread
@@ -222,7 +231,7 @@ impl<B: Backing> Drain<B> {
         for lane in self.lanes() {
             let of_lane: Vec<_> = files.iter().filter(|file| file.lane == lane).collect();
             assert_queue(self.queue(lane), &of_lane);
-            assert_held(&self.queue(lane).held, &of_lane);
+            assert_pending_totals(&self.queue(lane).pending_totals, &of_lane);
         }
         let waiters: usize = files
             .iter()
@@ -272,7 +281,7 @@ fn assert_queue<B: Backing>(queue: &DrainQueue<File<B>>, files: &[&Arc<File<B>>]
 }
 
 /// Asserts that the totals of a lane are those of its files.
-fn assert_held<B: Backing>(held: &PendingTotals, files: &[&Arc<File<B>>]) {
+fn assert_pending_totals<B: Backing>(held: &PendingTotals, files: &[&Arc<File<B>>]) {
     let pending = || files.iter().map(|file| file.lock().pending.bytes());
     assert_eq!(held.bytes(), pending().sum::<u64>(), "held bytes");
     let count = pending().filter(|bytes| *bytes > 0).count();

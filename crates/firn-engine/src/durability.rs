@@ -102,7 +102,7 @@ impl<B: Backing> Durability<B> {
         let pending = self.open_files.known_file(inode).and_then(|file| {
             let mut state = file.lock();
             self.intake.ingest_published(&file, &mut state);
-            (!state.pending.is_empty()).then(|| state.level_of_pending(&self.base.arena))
+            (!state.pending.is_empty()).then(|| state.durability_of_pending(&self.base.arena))
         });
         pending.unwrap_or_else(|| self.level_in_backing(inode))
     }
@@ -195,7 +195,7 @@ impl<B: Backing> Durability<B> {
             return synced;
         }
         for dir in &dirs {
-            dir.note_entries_synced(change);
+            dir.record_entries_synced(change);
         }
         for (inode, covered) in files.iter().zip(covered) {
             // The sync of the tree covers names in it. A file may have another name elsewhere.
@@ -235,7 +235,7 @@ impl<B: Backing> Durability<B> {
     pub(crate) fn sync_entries(&self, dir: &Inode<B>) -> Result<()> {
         let change = last_name_change();
         self.base.backing.sync_dir(&self.tree.object(dir)?)?;
-        dir.note_entries_synced(change);
+        dir.record_entries_synced(change);
         Ok(())
     }
 
@@ -312,7 +312,7 @@ impl<B: Backing> Durability<B> {
         for file in self.pending_below(path) {
             total_bytes += file.lock().pending.bytes();
             total_files += 1;
-            awaited.push(self.begin_awaited_drain(file, &countdown));
+            awaited.push(self.start_awaited_drain(file, &countdown));
         }
         if !progress(total_bytes, total_files) {
             return Err(Errno::CANCELED);
@@ -345,7 +345,7 @@ impl<B: Backing> Durability<B> {
     }
 
     /// Begins to drain a file, and counts it in `countdown` until the drain has ended.
-    fn begin_awaited_drain(
+    fn start_awaited_drain(
         &self,
         file: Arc<File<B>>,
         countdown: &Arc<DrainCountdown>,

@@ -1,7 +1,7 @@
 //! Exclusive use of a file of the backing: changes of its length, and other changes during which no drain of it may
 //! run.
 //!
-//! [`File::begin_exclusive`] waits for drains in flight and prevents new ones. So the lock of the file can be released
+//! [`File::acquire_exclusive_use`] waits for drains in flight and prevents new ones. So the lock of the file can be released
 //! during calls of the backing.
 
 use std::sync::Arc;
@@ -45,7 +45,7 @@ impl<B: Backing> Exclusive<B> {
 
     /// Drops the pending data of a file that has neither a name nor a handle. Callers that wait for its drain get `Ok`.
     pub(crate) fn discard(&self, file: &Arc<File<B>>) {
-        let mut state = file.begin_exclusive();
+        let mut state = file.acquire_exclusive_use();
         let bytes_before = state.pending.bytes();
         let cancelled_bytes = state.cut(&self.base.arena, 0..u64::MAX, u64::MAX);
         self.base
@@ -54,9 +54,9 @@ impl<B: Backing> Exclusive<B> {
             .fetch_add(cancelled_bytes, Ordering::Relaxed);
         state.pending.set_mtime(None);
         self.drain
-            .note_pending_change(file, bytes_before, state.pending.bytes());
+            .record_pending_change(file, bytes_before, state.pending.bytes());
         let waiters = self.drainer.finish_drained(file, &mut state);
-        file.end_exclusive(&mut state);
+        file.release_exclusive_use(&mut state);
         drop(state);
         for waiter in waiters {
             (waiter.done)(Ok(()));
@@ -84,14 +84,14 @@ impl<B: Backing> Exclusive<B> {
     /// full.
     pub(crate) fn truncate_file(&self, file: &Arc<File<B>>, size: u64) -> Result<()> {
         let target = self.open_files.writer(file)?;
-        let mut state = file.begin_exclusive();
+        let mut state = file.acquire_exclusive_use();
         self.intake.revoke_grant(file, &mut state);
-        state.note_change(&self.base.arena);
+        state.record_change(&self.base.arena);
         let result = self.truncate_exclusively(file, &mut state, &target, size);
-        file.end_exclusive(&mut state);
+        file.release_exclusive_use(&mut state);
         if size == 0 && result.is_ok() {
             self.base.journal.record_emptied(&mut state);
-            file.inode.note_cut(state.opens.is_cut());
+            file.inode.record_cut(state.opens.is_cut());
         }
         let waiters = self.drainer.finish_drained(file, &mut state);
         self.drain.enqueue(file, &mut state);
@@ -123,7 +123,7 @@ impl<B: Backing> Exclusive<B> {
             state.set_view_len(&self.base.arena, size);
             state.cache.trust_backing();
             if !state.pending.is_empty() {
-                state.pending.note_write();
+                state.pending.record_write();
                 state.pending.store_time_in_piece(&self.base.arena);
             }
             file.inode.data_unsynced.store(true, Ordering::Release);
@@ -156,9 +156,9 @@ impl<B: Backing> Exclusive<B> {
                 .cancelled_bytes
                 .fetch_add(cancelled_bytes, Ordering::Relaxed);
             self.drain
-                .note_pending_change(file, bytes_before, state.pending.bytes());
+                .record_pending_change(file, bytes_before, state.pending.bytes());
             state.set_view_len(&self.base.arena, size);
-            state.pending.note_write();
+            state.pending.record_write();
             state.pending.store_time_in_piece(&self.base.arena);
             file.inode.data_unsynced.store(true, Ordering::Release);
         } else {
@@ -180,15 +180,15 @@ impl<B: Backing> Exclusive<B> {
         work: impl FnOnce(&B::File) -> Result<T>,
     ) -> Result<T> {
         let target = self.open_files.writer(file)?;
-        let mut state = file.begin_exclusive();
+        let mut state = file.acquire_exclusive_use();
         self.intake.revoke_grant(file, &mut state);
-        state.note_change(&self.base.arena);
+        state.record_change(&self.base.arena);
         state.cache.drop_all(&self.base.arena);
         state.pending.end_tail();
         let result = state.unlocked(|| work(&target.file));
         file.inode.synced.clear();
         file.inode.data_unsynced.store(true, Ordering::Release);
-        file.end_exclusive(&mut state);
+        file.release_exclusive_use(&mut state);
         self.drain.enqueue(file, &mut state);
         drop(state);
         refresh_view(&self.intake, &self.open_files, file);

@@ -75,7 +75,7 @@ impl<B: Backing> Engine<B> {
             close_us: microseconds(times.close.sum()),
             fsync_us: microseconds(times.fsync.sum()),
             drain_us: microseconds(counters.drain_times.sum()),
-            held_bytes: self.drain.held_bytes(),
+            held_bytes: self.drain.pending_bytes(),
             waiting_writers: 0,
         }
     }
@@ -154,7 +154,7 @@ impl<B: Backing> Engine<B> {
     /// Returns the number of pending bytes.
     pub fn held_bytes(&self) -> u64 {
         self.intake.ingest_all_published();
-        self.drain.held_bytes()
+        self.drain.pending_bytes()
     }
 
     /// Returns the number of bytes that were drained since the attach.
@@ -190,7 +190,7 @@ impl<B: Backing> Engine<B> {
         let queues = self.drain.figures();
         let oldest = queues.iter().filter_map(|queue| queue.oldest).min();
         let lanes = queues.iter().zip(self.drain.lanes()).map(|(queue, lane)| {
-            let held = &self.drain.queue(lane).held;
+            let held = &self.drain.queue(lane).pending_totals;
             let turn = queue.turn.as_ref();
             LaneStatus {
                 writers: queue.active as u32,
@@ -210,8 +210,8 @@ impl<B: Backing> Engine<B> {
             arena_bytes: geometry.data_bytes(),
             arena_used_bytes: self.base.arena.used_bytes(),
             chunk_bytes: geometry.chunk_bytes,
-            held_bytes: self.drain.held_bytes(),
-            held_files: self.drain.held_files(),
+            held_bytes: self.drain.pending_bytes(),
+            held_files: self.drain.pending_files(),
             oldest_held_seconds: oldest.map(|at| now.duration_since(at).as_secs_f64()),
             durable_files,
             durable_bytes,
@@ -389,9 +389,9 @@ impl<B: Backing> Engine<B> {
 
     /// Returns the figures of a file that is open or has bytes in the arena, under this path.
     fn figures_of_file(&self, file: &File<B>, path: Vec<u8>) -> FileFigures {
-        let (mut figures, level_of_pending) = {
+        let (mut figures, durability_of_pending) = {
             let state = file.lock();
-            let level = state.level_of_pending(&self.base.arena);
+            let level = state.durability_of_pending(&self.base.arena);
             let figures = FileFigures {
                 path,
                 level,
@@ -404,7 +404,7 @@ impl<B: Backing> Engine<B> {
             (figures, (!state.pending.is_empty()).then_some(level))
         };
         figures.level =
-            level_of_pending.unwrap_or_else(|| self.durability.level_in_backing(&file.inode));
+            durability_of_pending.unwrap_or_else(|| self.durability.level_in_backing(&file.inode));
         figures
     }
 

@@ -19,7 +19,7 @@ impl FileJournal {
         file: &File<B>,
     ) -> Option<FileId> {
         let begin = || self.begin_file_id(file, &mut file.lock());
-        paths.while_staying(|| file.inode.paths(), begin)
+        paths.with_unchanged_paths(|| file.inode.paths(), begin)
     }
 
     /// Does the work of [`begin_file_id_at_rest`](Self::begin_file_id_at_rest) for a caller that already prevents

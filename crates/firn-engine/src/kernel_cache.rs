@@ -102,7 +102,7 @@ impl<B: Backing> KernelCache<B> {
 
     /// Records changes by other hosts of a file of which the kernel may have pages. Called after a call of the backing
     /// about the file, because the backing learns of such changes only in its calls.
-    pub(crate) fn note_changes_by_others(&self, inode: &Inode<B>, object: &B::Inode) {
+    pub(crate) fn record_changes_by_others(&self, inode: &Inode<B>, object: &B::Inode) {
         if inode.page_cache_stamp.lock().is_none() {
             return;
         }
@@ -130,7 +130,7 @@ impl<B: Backing> KernelCache<B> {
     ///
     /// Before the drain, reads laid the bytes of the arena over the bytes of all other hosts. After the drain, bytes
     /// that another host wrote at the same time may lie over the drained bytes. Cached pages do not show this.
-    pub(crate) fn note_drained_among_others(&self, file: &File<B>) {
+    pub(crate) fn make_pages_stale_after_drain(&self, file: &File<B>) {
         if self.base.backing.features().finishes_files
             && self.open_files.kernel_reads(file) == KernelReads::Shared
             && let Some(stamp) = file.inode.page_cache_stamp.lock().as_mut()
@@ -176,7 +176,7 @@ impl<B: Backing> KernelCache<B> {
     pub(crate) fn drop_kernel_attributes(&self, file: &File<B>) {
         if self.base.backing.features().finishes_files {
             if let Ok(object) = self.tree.object(&file.inode) {
-                self.note_changes_by_others(&file.inode, &object);
+                self.record_changes_by_others(&file.inode, &object);
                 self.intake.end_lists_before_changes(file, &object);
             }
             self.privileges.report_attributes_changed(file.inode.id);

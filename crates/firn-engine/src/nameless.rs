@@ -72,11 +72,11 @@ impl<B: Backing> OpenFiles<B> {
             // The object of the file's inode remains open, and the next use opens the file through this object.
             tracing::debug!(%errno, "a file without a name could not be opened in the backing; its next use tries again");
         }
-        self.give_to_keeper(file);
+        self.send_to_keeper(file);
     }
 
     /// Gives the keeper a descriptor of an open file. If that fails, the file is lost only if firnd dies.
-    fn give_to_keeper(&self, file: &File<B>) {
+    fn send_to_keeper(&self, file: &File<B>) {
         let Some(keeper) = self.keeper.get() else {
             return;
         };
@@ -110,7 +110,7 @@ impl<B: Backing> OpenFiles<B> {
     }
 
     /// Makes the keeper close the descriptor of a file that is not open any more, or still has a name.
-    pub(crate) fn take_from_keeper(&self, file: &File<B>) {
+    pub(crate) fn remove_from_keeper(&self, file: &File<B>) {
         let was_kept = std::mem::take(&mut file.lock().is_kept);
         if let Some(keeper) = self.keeper.get().filter(|_| was_kept) {
             keeper.drop_file(file.inode.id);
@@ -158,7 +158,7 @@ impl<B: Backing> Engine<B> {
 
     fn restore_nameless(&self, inode: &Arc<Inode<B>>, file: &Arc<File<B>>, adopted: AdoptedBy<B>) {
         for (parent, name) in inode.names_with_parents() {
-            self.tree.names.note_unlinked(parent.id, &name);
+            self.tree.names.record_unlink(parent.id, &name);
         }
         self.tree.names.keep_object_open(inode, adopted.inode);
         let opened = BackingFile {
@@ -166,9 +166,9 @@ impl<B: Backing> Engine<B> {
             access: adopted.access,
         };
         if opened.access == firn_backing::Access::Read {
-            file.keep_reader(opened);
+            file.store_reader(opened);
         } else {
-            file.keep_writer(opened);
+            file.store_writer(opened);
         }
         let mut state = file.lock();
         state.unlinked = true;

@@ -227,7 +227,7 @@ impl PageCacheStamp {
 impl<B: Backing> Inode<B> {
     /// Records that the kernel is about to cache pages of a memory file with the contents of version `changes`
     /// ([`FileState::changes`](crate::file::FileState)). Returns whether the pages in its cache are of these contents.
-    pub(crate) fn note_pages_of_memory_file(&self, changes: u64) -> bool {
+    pub(crate) fn record_memory_file_pages(&self, changes: u64) -> bool {
         let mut page_cache_stamp = self.page_cache_stamp.lock();
         let Some(stamp) = page_cache_stamp.as_mut() else {
             return false;
@@ -321,7 +321,7 @@ impl<B: Backing> Inode<B> {
     }
 
     /// Records that a name of this inode was made or changed in the backing.
-    pub(crate) fn note_name_change(&self) {
+    pub(crate) fn record_name_change(&self) {
         let change = NAME_CHANGES.fetch_add(1, Ordering::AcqRel) + 1;
         self.names_changed.store(change, Ordering::Release);
         self.name_unsynced.store(true, Ordering::Release);
@@ -329,13 +329,13 @@ impl<B: Backing> Inode<B> {
 
     /// Records that a sync of this directory covered all changes of names up to `change`. The caller reads that
     /// number before the sync begins.
-    pub(crate) fn note_entries_synced(&self, change: u64) {
+    pub(crate) fn record_entries_synced(&self, change: u64) {
         self.entries_synced.fetch_max(change, Ordering::AcqRel);
     }
 
     /// Records in the inode whether the file was cut, because the inode outlives the file's state. The caller must hold
     /// the file's lock, so that the later one of two concurrent closes counts.
-    pub(crate) fn note_cut(&self, is_cut: bool) {
+    pub(crate) fn record_cut(&self, is_cut: bool) {
         self.is_cut.store(is_cut, Ordering::Release);
     }
 
@@ -476,7 +476,7 @@ impl<B: Backing> Names<B> {
     }
 
     /// Ensures that no number of an earlier firnd is assigned again.
-    pub(crate) fn begin_numbers(&self, base: NumberBase) {
+    pub(crate) fn start_numbers_at(&self, base: NumberBase) {
         let mut tables = self.tables.lock();
         tables.next_synthetic = tables.next_synthetic.max(FIRST_SYNTHETIC_NUMBER + base.0);
     }
@@ -519,9 +519,9 @@ impl<B: Backing> Names<B> {
     }
 
     /// Updates the live table after the names of an inode changed. The table has one name of each inode.
-    fn note_name(&self, inode: &Inode<B>) {
+    fn update_live_name(&self, inode: &Inode<B>) {
         if let Some(live) = self.live.get() {
-            let node = inode.as_node(0);
+            let node = inode.live_node();
             live.end_move(node.id, node.parent, &node.name);
         }
     }
@@ -573,7 +573,7 @@ impl<B: Backing> Names<B> {
     }
 
     /// Counts a change of names in the backing without a request.
-    pub(crate) fn note_backing_name_change(&self) {
+    pub(crate) fn record_backing_name_change(&self) {
         self.backing_name_changes.fetch_add(1, Ordering::AcqRel);
     }
 
@@ -685,11 +685,11 @@ impl<B: Backing> Names<B> {
         }
         if let Err(errno) = rename_in_backing() {
             for inode in moved.iter().chain(&exchanged) {
-                self.note_name(inode);
+                self.update_live_name(inode);
             }
             return Err(errno);
         }
-        self.note_renamed(from, to, exchange);
+        self.record_rename(from, to, exchange);
         Ok(())
     }
 
@@ -808,7 +808,7 @@ impl<B: Backing> Names<B> {
             self.objects.insert(inode.serial, object);
             let name = Name::from(name);
             if inode.add_name(parent, &name) && self.names_unsynced {
-                inode.note_name_change();
+                inode.record_name_change();
             }
             tables
                 .children
@@ -821,7 +821,7 @@ impl<B: Backing> Names<B> {
             });
             known.lookups += lookups;
             if let Some(live) = self.live.get().filter(|_| must_be_in_live_table(&inode)) {
-                let node = inode.as_node(known.lookups);
+                let node = inode.live_node_with_lookups(known.lookups);
                 live.note_node(&node);
                 live.note_found(node.id, node.parent, &node.name);
             }
@@ -888,11 +888,11 @@ impl<B: Backing> Names<B> {
     }
 
     /// Records that a name was removed from the backing.
-    pub(crate) fn note_unlinked(&self, parent: InodeId, name: &OsStr) {
+    pub(crate) fn record_unlink(&self, parent: InodeId, name: &OsStr) {
         let removed = self.tables.lock().children.remove(&(parent, name.into()));
         if let Some(inode) = removed.and_then(|weak| weak.upgrade()) {
             inode.remove_name(parent, name);
-            self.note_name(&inode);
+            self.update_live_name(&inode);
             self.forget_nameless(&inode);
         }
     }
@@ -910,13 +910,13 @@ impl<B: Backing> Names<B> {
         }
         drop(tables);
         inode.remove_name(parent, name);
-        self.note_name(inode);
+        self.update_live_name(inode);
         self.forget_nameless(inode);
     }
 
     /// Updates the tables after a rename in the backing. `exchange` says whether the two names were exchanged;
     /// otherwise the first name replaced the second.
-    pub(crate) fn note_renamed(&self, from: DirName<'_, B>, to: DirName<'_, B>, exchange: bool) {
+    pub(crate) fn record_rename(&self, from: DirName<'_, B>, to: DirName<'_, B>, exchange: bool) {
         let mut tables = self.tables.lock();
         let from_key = (from.dir.id, Name::from(from.name));
         let to_key = (to.dir.id, Name::from(to.name));
@@ -934,17 +934,17 @@ impl<B: Backing> Names<B> {
         if let Some(inode) = &moved {
             inode.remove_name(from.dir.id, from.name);
             inode.add_name(to.dir, &to_key.1);
-            inode.note_name_change();
+            inode.record_name_change();
             tables.children.insert(to_key, Arc::downgrade(inode));
         }
         if exchange && let Some(inode) = &replaced {
             inode.add_name(from.dir, &from_key.1);
-            inode.note_name_change();
+            inode.record_name_change();
             tables.children.insert(from_key, Arc::downgrade(inode));
         }
         drop(tables);
         for inode in moved.iter().chain(&replaced) {
-            self.note_name(inode);
+            self.update_live_name(inode);
         }
         if let Some(inode) = &replaced {
             self.forget_nameless(inode);

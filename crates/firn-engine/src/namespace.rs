@@ -144,10 +144,10 @@ impl<B: Backing> Namespace<B> {
         };
         let object = self.tree.object(inode)?;
         let mut attr = self.base.backing.attr(&object)?;
-        self.kernel_cache.note_changes_by_others(inode, &object);
+        self.kernel_cache.record_changes_by_others(inode, &object);
         self.intake.end_lists_before_changes(&file, &object);
         self.privilege_rules
-            .note_privileges_in_backing(&file, &attr);
+            .record_privileges_in_backing(&file, &attr);
         if pending == 0 {
             return Ok(attr);
         }
@@ -293,7 +293,7 @@ impl<B: Backing> Namespace<B> {
             self.tree.names.forget(inode.id, 1);
             return Err(Errno::STALE);
         }
-        inode.note_name_change();
+        inode.record_name_change();
         Ok(inode)
     }
 
@@ -382,7 +382,7 @@ impl<B: Backing> Namespace<B> {
             .backing
             .link(&object, &self.tree.object(&dir)?, name)?;
         let linked = self.tree.names.register(object, &attr, &dir, name, 1);
-        linked.note_name_change();
+        linked.record_name_change();
         if let Some(file) = self.open_files.known_file(&linked) {
             let mut state = file.lock();
             state.unlinked = false;
@@ -420,12 +420,12 @@ impl<B: Backing> Namespace<B> {
         })?;
         let removed = self.base.backing.unlink(&parent, name);
         if let (Err(_), Some(file)) = (&removed, &file) {
-            self.open_files.take_from_keeper(file);
+            self.open_files.remove_from_keeper(file);
         }
         removed?;
-        self.tree.names.note_unlinked(dir.id, name);
+        self.tree.names.record_unlink(dir.id, name);
         if let Some(file) = file {
-            self.note_removed_name(&file);
+            self.record_removed_name(&file);
         }
         Ok(())
     }
@@ -493,7 +493,7 @@ impl<B: Backing> Namespace<B> {
 
     /// Updates a file after the removal of one of its names. A file that lost its last name is marked as nameless. If
     /// it has no handle either, its pending data is discarded.
-    pub(crate) fn note_removed_name(&self, file: &Arc<File<B>>) {
+    pub(crate) fn record_removed_name(&self, file: &Arc<File<B>>) {
         let has_lost_last_name = match self
             .tree
             .object(&file.inode)
@@ -504,7 +504,7 @@ impl<B: Backing> Namespace<B> {
             Err(errno) => matches!(errno, Errno::STALE | Errno::NOENT),
         };
         if !has_lost_last_name {
-            self.open_files.take_from_keeper(file);
+            self.open_files.remove_from_keeper(file);
             return;
         }
         let has_no_handle = {
@@ -532,7 +532,7 @@ impl<B: Backing> Namespace<B> {
                 .keep_open_before_last_name_goes(&self.base.backing, dir.id, name)
         })?;
         self.base.backing.rmdir(&parent, name)?;
-        self.tree.names.note_unlinked(dir.id, name);
+        self.tree.names.record_unlink(dir.id, name);
         Ok(())
     }
 
@@ -587,11 +587,11 @@ impl<B: Backing> Namespace<B> {
             journal.append_end(&Record::RenameEnd { id, done });
         }
         if let (Err(_), Some(file)) = (&result, &replaced) {
-            self.open_files.take_from_keeper(file);
+            self.open_files.remove_from_keeper(file);
         }
         result?;
         if let Some(file) = replaced {
-            self.note_removed_name(&file);
+            self.record_removed_name(&file);
         }
         Ok(())
     }
@@ -730,7 +730,7 @@ impl<B: Backing> Namespace<B> {
         let _path_claim = self.tree.paths.change(|| vec![path.to_vec()]);
         // Done before the list of inodes is made. A thread that looked a name up earlier and adds it now sees that the
         // count has changed, and looks the name up again.
-        self.tree.names.note_backing_name_change();
+        self.tree.names.record_backing_name_change();
         let mut names = Vec::new();
         let mut inodes = Vec::new();
         for inode in self.tree.names.all_inodes() {

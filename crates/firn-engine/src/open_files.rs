@@ -59,7 +59,7 @@ impl<B: Backing> FileState<B> {
 
     /// Returns whether the backing's file may be closed although handles are open, because nothing uses it now and a
     /// name leads to it.
-    fn may_be_reopened(&self) -> bool {
+    fn can_be_reopened(&self) -> bool {
         let is_busy = self.drain.is_exclusive() || self.drain.writes_in_flight() > 0;
         self.has_open() && !self.unlinked && !is_busy
     }
@@ -91,7 +91,7 @@ impl<B: Backing> OpenFiles<B> {
     }
 
     /// Notifies a backing that finishes files if a file is completely drained and has no writers.
-    pub(crate) fn note_written(&self, file: &File<B>) {
+    pub(crate) fn notify_file_written(&self, file: &File<B>) {
         if !self.base.backing.features().finishes_files {
             return;
         }
@@ -112,13 +112,13 @@ impl<B: Backing> OpenFiles<B> {
     pub(crate) fn close_if_unused(&self, file: &File<B>) {
         let pending = {
             let state = file.lock();
-            if !state.may_close() {
+            if !state.can_close() {
                 return;
             }
             !state.pending.is_empty()
         };
         if pending {
-            let many = self.drain.held_files() > self.base.options.objects_max as u64;
+            let many = self.drain.pending_files() > self.base.options.objects_max as u64;
             let opens = || {
                 let object = self.tree.object(&file.inode)?;
                 self.base.backing.open(&object, Access::ReadWrite)
@@ -128,7 +128,7 @@ impl<B: Backing> OpenFiles<B> {
             }
         }
         let mut state = file.lock();
-        if state.may_close() && (pending || state.pending.is_empty()) {
+        if state.can_close() && (pending || state.pending.is_empty()) {
             let closed = (state.writer.take(), state.reader.take());
             drop(state);
             drop(closed);
@@ -210,7 +210,7 @@ impl<B: Backing> OpenFiles<B> {
 
     /// Remembers the inode of a file that was cut, after the file is neither open nor pending. Called before the file
     /// is dropped from the table, without its lock.
-    pub(crate) fn keep_cut(&self, inode: &Arc<Inode<B>>) {
+    pub(crate) fn remember_cut_inode(&self, inode: &Arc<Inode<B>>) {
         if inode.is_cut.load(Ordering::Acquire) {
             self.tree.names.remember(inode, 0);
         }
@@ -238,7 +238,7 @@ impl<B: Backing> OpenFiles<B> {
     /// Closes files until at most `max` are open, as far as they can be closed.
     fn close_down_to(&self, max: usize) {
         // A file with work under way is not closed.
-        let open = self.files.idle(FileState::may_be_reopened);
+        let open = self.files.idle(FileState::can_be_reopened);
         let too_many = open.len().saturating_sub(max);
         open.iter()
             .take(too_many)
@@ -271,7 +271,7 @@ impl<B: Backing> OpenFiles<B> {
             }
         })?;
         self.base.counters.count_opened();
-        Ok(file.keep_writer(opened))
+        Ok(file.store_writer(opened))
     }
 
     /// Returns the backing file for reading; opens it if it is not open.
@@ -286,7 +286,7 @@ impl<B: Backing> OpenFiles<B> {
                 .open(&self.tree.object(&file.inode)?, Access::Read)
         })?;
         self.base.counters.count_opened();
-        Ok(file.keep_reader(BackingFile {
+        Ok(file.store_reader(BackingFile {
             file: opened,
             access: Access::Read,
         }))
@@ -315,7 +315,7 @@ impl<B: Backing> OpenFiles<B> {
             return;
         }
         let closed = match file.try_lock() {
-            Some(mut state) if state.may_be_reopened() => {
+            Some(mut state) if state.can_be_reopened() => {
                 (state.writer.take(), state.reader.take())
             }
             _ => return,

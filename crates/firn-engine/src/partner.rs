@@ -69,7 +69,7 @@ impl<B: Backing> Durability<B> {
             let mut state = file.lock();
             self.intake.ingest_published(&file, &mut state);
             let bytes = state.pending.bytes();
-            if state.level_of_pending(&self.base.arena) >= DurabilityLevel::Partnered {
+            if state.durability_of_pending(&self.base.arena) >= DurabilityLevel::Partnered {
                 figures.copied_files += 1;
                 figures.copied_bytes += bytes;
                 continue;

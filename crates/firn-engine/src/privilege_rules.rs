@@ -72,7 +72,7 @@ impl<B: Backing> PrivilegeRules<B> {
 
     /// Records that an object got privileges, and ends direct writes to it: a client may have got the grant meanwhile,
     /// for a file without privileges.
-    fn note_privileges_given_to(&self, inode: &Inode<B>) {
+    fn record_privileges_given_to(&self, inode: &Inode<B>) {
         self.privileges.begin_epoch();
         if let Some(file) = self.open_files.known_file(inode) {
             self.intake.end_grant(&file);
@@ -106,7 +106,7 @@ impl<B: Backing> PrivilegeRules<B> {
 
     /// If `attr` has set-id bits, makes the next write check the file: a program that does not use the mount may have
     /// set them.
-    pub(crate) fn note_privileges_in_backing(&self, file: &File<B>, attr: &Attr) {
+    pub(crate) fn record_privileges_in_backing(&self, file: &File<B>, attr: &Attr) {
         if has_set_id_bits(attr) {
             file.lock().unprivileged_epoch = 0;
         }
@@ -239,7 +239,7 @@ impl<B: Backing> PrivilegeRules<B> {
         }
         let result = self.base.backing.set_mode(&object, mode & !lost);
         if gives_privileges {
-            self.note_privileges_given_to(inode);
+            self.record_privileges_given_to(inode);
         }
         result
     }
@@ -258,7 +258,7 @@ impl<B: Backing> PrivilegeRules<B> {
         }
         let result = self.base.backing.set_xattr(&object, name, value, flags);
         if gives_privileges {
-            self.note_privileges_given_to(inode);
+            self.record_privileges_given_to(inode);
         }
         result?;
         let Some(by) = by.filter(|_| name == ACCESS_ACL) else {

@@ -45,9 +45,9 @@ pub trait Principal {
 }
 
 /// An unknown process, which keeps no privilege.
-pub(crate) struct Anybody;
+pub(crate) struct AnyPrincipal;
 
-impl Principal for Anybody {
+impl Principal for AnyPrincipal {
     fn has_cap_fsetid(&self) -> bool {
         false
     }

@@ -76,9 +76,9 @@ impl<B: Backing> Reads<B> {
             }
         }
         // Programs change the file faster than it can be read, so this read excludes truncations and drains.
-        let mut state = file.begin_exclusive();
+        let mut state = file.acquire_exclusive_use();
         let bytes = state.unlocked(|| self.read_exclusively(file, offset, buf));
-        file.end_exclusive(&mut state);
+        file.release_exclusive_use(&mut state);
         self.drain.enqueue(file, &mut state);
         bytes
     }
@@ -107,7 +107,7 @@ impl<B: Backing> Reads<B> {
         self.intake.ingest_published(file, &mut state);
         if state.drain.is_exclusive() && attempt.has_filled_gap {
             drop(state);
-            drop(file.lock_settled());
+            drop(file.lock_without_exclusive_use());
             return false;
         }
         let is_changed = state.changes != before.changes;

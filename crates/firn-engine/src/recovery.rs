@@ -226,13 +226,13 @@ impl<B: Backing> Engine<B> {
         engine.recovered_bytes = recovered.bytes;
         let engine = engine.start();
         for RestoredFile { file, bytes } in restored {
-            engine.drain.note_pending_change(&file, 0, bytes);
+            engine.drain.record_pending_change(&file, 0, bytes);
             let mut state = file.lock();
             if engine.base.options.drain == DrainPolicy::Eager {
                 engine.drain.force(&file, &mut state);
             }
             drop(state);
-            engine.room.settle_later(&file);
+            engine.room.queue_for_settling(&file);
         }
         Ok((engine, recovered))
     }
@@ -391,8 +391,8 @@ impl<B: Backing> Recovery<'_, B> {
             // Handles that survived the restart remain open, so the journal must record the file as open.
             self.engine.base.journal.update_ending(state);
         });
-        inode.note_cut(file.lock().opens.is_cut());
-        self.engine.open_files.keep_cut(inode);
+        inode.record_cut(file.lock().opens.is_cut());
+        self.engine.open_files.remember_cut_inode(inode);
         let bytes = {
             let mut state = file.lock();
             if state.pending.is_empty() {

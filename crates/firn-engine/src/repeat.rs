@@ -151,7 +151,7 @@ impl<B: Backing> Namespace<B> {
         let dir = self.tree.inode(parent)?;
         match removed {
             Some(object) if !self.leads_to_object(&dir, name, &object) => {
-                self.note_earlier_removal(&dir, name);
+                self.record_earlier_removal(&dir, name);
                 Ok(())
             }
             _ if kind == Kind::Dir => self.rmdir(parent, name),
@@ -160,12 +160,12 @@ impl<B: Backing> Namespace<B> {
     }
 
     /// Updates the tables after an earlier firnd removed a name.
-    fn note_earlier_removal(&self, dir: &Arc<Inode<B>>, name: &OsStr) {
+    fn record_earlier_removal(&self, dir: &Arc<Inode<B>>, name: &OsStr) {
         let child = self.tree.names.child(dir.id, name);
-        self.tree.names.note_unlinked(dir.id, name);
+        self.tree.names.record_unlink(dir.id, name);
         let file = child.and_then(|child| self.open_files.known_file(&child));
         if let Some(file) = file {
-            self.note_removed_name(&file);
+            self.record_removed_name(&file);
         }
     }
 
@@ -196,27 +196,27 @@ impl<B: Backing> Namespace<B> {
             dir: &new_dir,
             name: new_name,
         };
-        self.note_earlier_rename(from, to, exchange);
+        self.record_earlier_rename(from, to, exchange);
         Ok(())
     }
 
     /// Updates the tables after an earlier firnd renamed. The tables may have the inode under either name.
-    fn note_earlier_rename(&self, from: DirName<'_, B>, to: DirName<'_, B>, exchange: bool) {
+    fn record_earlier_rename(&self, from: DirName<'_, B>, to: DirName<'_, B>, exchange: bool) {
         let names = &self.tree.names;
         let moved = names.child(from.dir.id, from.name);
         let target = names.child(to.dir.id, to.name);
         // Recovery has already found the inode under the new name.
         let is_noted = moved.is_none() || self.is_at(&target, to);
         if is_noted && !exchange {
-            names.note_unlinked(from.dir.id, from.name);
+            names.record_unlink(from.dir.id, from.name);
             return;
         }
-        names.note_renamed(from, to, exchange);
+        names.record_rename(from, to, exchange);
         let file = target
             .filter(|_| !exchange)
             .and_then(|inode| self.open_files.known_file(&inode));
         if let Some(file) = file {
-            self.note_removed_name(&file);
+            self.record_removed_name(&file);
         }
     }
 

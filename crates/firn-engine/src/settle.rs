@@ -102,7 +102,7 @@ struct ChunkSource {
 impl<B: Backing> FileState<B> {
     /// Returns whether the file has no writer, no grant and no drain under way or requested, and no list or view relies
     /// on the places of its bytes.
-    fn may_be_settled(&self) -> bool {
+    fn can_be_settled(&self) -> bool {
         let has_drain_request = self.drain.has_waiters()
             || self
                 .pending
@@ -120,7 +120,7 @@ impl<B: Backing> FileState<B> {
 
     /// Returns the number of the file's bytes in the arena, if they begin at offset 0, have no gap, and are all pending
     /// or all cached. Otherwise returns 0.
-    pub(crate) fn gapless_bytes(&self) -> u64 {
+    pub(crate) fn contiguous_bytes(&self) -> u64 {
         let (pending, cached) = (self.pending.bytes(), self.cache.bytes());
         let (bytes, end) = if pending == 0 {
             (cached, self.cache.extents().end())

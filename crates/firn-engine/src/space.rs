@@ -51,10 +51,10 @@ impl<B: Backing> Default for Space<B> {
 
 impl<B: Backing> Space<B> {
     /// Returns whether a writer would find space. If so, waiting writers are called back soon.
-    pub(crate) fn note_room(&self, arena: &Arena) -> bool {
+    pub(crate) fn schedule_wake_if_room(&self, arena: &Arena) -> bool {
         let has_room = arena.has_room(Class::Small);
         if has_room {
-            self.waiters.note_freed();
+            self.waiters.record_freed_space();
         }
         has_room
     }
@@ -128,7 +128,7 @@ impl SpaceWaiters {
     }
 
     /// Notes that space was freed.
-    pub(crate) fn note_freed(&self) {
+    pub(crate) fn record_freed_space(&self) {
         self.freed.store(true, Ordering::Release);
     }
 

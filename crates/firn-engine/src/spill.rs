@@ -93,12 +93,12 @@ impl Spill {
     }
 
     /// Records that a chunk moved, so that the disk works.
-    fn note_success(&self) {
+    fn record_success(&self) {
         self.state.lock().failure = None;
     }
 
     /// Records a failure of the disk. Returns the number of failures in a row, and the time until the next try.
-    fn note_failure(&self) -> (u32, Duration) {
+    fn record_failure(&self) -> (u32, Duration) {
         let mut state = self.state.lock();
         let count = state.failure.as_ref().map_or(0, |failure| failure.count) + 1;
         let wait = RETRY.after(count);
@@ -134,16 +134,16 @@ mod tests {
     #[test]
     fn a_device_that_failed_is_tried_again_later_and_later() {
         let spill = Spill::default();
-        let (count, first) = spill.note_failure();
+        let (count, first) = spill.record_failure();
         assert_eq!((count, spill.fails()), (1, true));
         assert!(matches!(
             spill.begin_step(9, 8, 4),
             Err(SpillStep::Idle { retry: Some(_) })
         ));
-        let (count, second) = spill.note_failure();
+        let (count, second) = spill.record_failure();
         assert_eq!(count, 2);
         assert!(second > first);
-        spill.note_success();
+        spill.record_success();
         assert!(!spill.fails());
         assert_eq!(spill.begin_step(9, 8, 4), Ok(()));
     }

@@ -103,18 +103,18 @@ pub(crate) struct Handle<B: Backing> {
 
 impl<B: Backing> Handle<B> {
     /// Records that the process maps the view of the file. Returns false if that was already recorded.
-    pub(crate) fn note_mapped(&self, state: &mut FileState<B>) -> bool {
+    pub(crate) fn record_mapping(&self, state: &mut FileState<B>) -> bool {
         let is_first = !self.is_mapped.swap(true, Ordering::AcqRel);
         if is_first {
-            state.opens.count_mapped();
+            state.opens.add_mapping();
         }
         is_first
     }
 
     /// Records that the handle is released, which ends the mappings of its process.
-    pub(crate) fn end_mapped(&self, state: &mut FileState<B>) {
+    pub(crate) fn remove_mapping(&self, state: &mut FileState<B>) {
         if self.is_mapped.swap(false, Ordering::AcqRel) {
-            state.opens.uncount_mapped();
+            state.opens.remove_mapping();
         }
     }
 }
@@ -180,7 +180,7 @@ impl<B: Backing> HandleTable<B> {
     }
 
     /// Ensures that no new handle gets a number that an earlier firnd assigned.
-    pub(crate) fn begin_numbers(&self, base: u64) {
+    pub(crate) fn start_numbers_at(&self, base: u64) {
         self.last_id.fetch_max(base, Ordering::Relaxed);
     }
 

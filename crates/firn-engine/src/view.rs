@@ -33,7 +33,7 @@ const EXCLUSIVE_BYTES: u64 = 8 << 20;
 impl<B: Backing> FileState<B> {
     /// Returns whether drained bytes may remain in the arena. They may not while a program can store to a mapping of
     /// the memory file: such a store would change cached bytes and never reach the backing.
-    pub(crate) fn may_cache(&self) -> bool {
+    pub(crate) fn can_cache(&self) -> bool {
         !self.is_passed_through_memory() || !self.opens.has_writers()
     }
 
@@ -46,7 +46,7 @@ impl<B: Backing> FileState<B> {
     ///
     /// Returns `None` if no memory file has all bytes, or if the file is written, passed through or listed. (The bytes
     /// in a list of chunks must not change, but a view shows changes.)
-    pub(crate) fn begin_view(&mut self, arena: &Arena, size: u64) -> Option<Arc<MemoryFile>> {
+    pub(crate) fn create_view(&mut self, arena: &Arena, size: u64) -> Option<Arc<MemoryFile>> {
         let is_used_otherwise = self.opens.has_passthrough()
             || self.opens.has_writers()
             || self.direct.has_grant()
@@ -217,7 +217,7 @@ impl<B: Backing> Engine<B> {
         view: &MemoryFile,
         window: Range<u64>,
     ) -> Result<Vec<MappingStore>> {
-        let mut state = file.begin_exclusive();
+        let mut state = file.acquire_exclusive_use();
         let found = state.unlocked(|| {
             let mut stores = Vec::new();
             for offset in window.clone().step_by(COMPARE_BYTES) {
@@ -226,7 +226,7 @@ impl<B: Backing> Engine<B> {
             }
             Ok(stores)
         });
-        file.end_exclusive(&mut state);
+        file.release_exclusive_use(&mut state);
         self.drainer.drain.enqueue(file, &mut state);
         found
     }

@@ -204,14 +204,14 @@ impl<B: Backing> Writes<B> {
         if state.reserve_view(offset, data.len() as u64).is_err() {
             return false;
         }
-        state.note_change(&self.base.arena);
+        state.record_change(&self.base.arena);
         let changed = self
             .base
             .arena
             .overwrite_bytes(extent.piece.slab, extent.position, data);
         if changed {
             state.store_in_view(offset, data);
-            state.pending.note_write();
+            state.pending.record_write();
             self.base
                 .arena
                 .set_modified(extent.piece, state.pending.recorded_ns());
@@ -301,7 +301,7 @@ impl<B: Backing> Writes<B> {
         let is_tail = |last| state.pending.is_tail(last);
         let extends =
             lease.continues(file_id.get(), offset, reserved) && lease.last().is_some_and(is_tail);
-        state.pending.note_write();
+        state.pending.record_write();
         let modified = state.pending.recorded_ns();
         // An extended piece keeps its sequence: it is the tail, so no other write came in between.
         let (piece, sequence) = if extends {

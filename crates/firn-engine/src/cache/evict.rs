@@ -44,7 +44,7 @@ impl<B: Backing> FileState<B> {
 
 impl<B: Backing> Room<B> {
     /// Notes that a drain left cached bytes, so that the file can be evicted.
-    pub(crate) fn note_cached(&self, file: &Arc<File<B>>) {
+    pub(crate) fn add_evictable_file(&self, file: &Arc<File<B>>) {
         self.space.evictable.add(file);
     }
 
@@ -183,7 +183,7 @@ impl<B: Backing> Room<B> {
             && state.pending.is_empty()
             && !state.cache.is_empty()
         {
-            state.cache.note_in_backing(&attr);
+            state.cache.record_backing_version(&attr);
         }
     }
 }

@@ -84,17 +84,17 @@ impl<T> Line<T> {
 
     /// Notes that a caller began to wait for a file, which may be in line. In a sequential line, moves the file ahead
     /// of the files that are not awaited.
-    pub(crate) fn note_awaited(&mut self, file: &Arc<T>) {
+    pub(crate) fn record_waiter(&mut self, file: &Arc<T>) {
         if let Self::Sequential(turns) = self {
-            turns.note_awaited(file);
+            turns.record_waiter(file);
         }
     }
 
     /// Records that a run of `bytes` bytes was picked from a file. `pending`: number of the file's pending bytes,
     /// including this run.
-    pub(crate) fn note_picked(&mut self, file: &Arc<T>, bytes: u64, pending: u64) {
+    pub(crate) fn record_pick(&mut self, file: &Arc<T>, bytes: u64, pending: u64) {
         if let Self::Sequential(turns) = self {
-            turns.note_picked(file, bytes, pending);
+            turns.record_pick(file, bytes, pending);
         }
     }
 
@@ -251,7 +251,7 @@ impl<T> Turns<T> {
     }
 
     /// Marks a file as awaited, and moves it among the awaited files if it is in line.
-    fn note_awaited(&mut self, file: &Arc<T>) {
+    fn record_waiter(&mut self, file: &Arc<T>) {
         if let Some(turn) = &mut self.turn
             && turn.is_of(file)
         {
@@ -268,7 +268,7 @@ impl<T> Turns<T> {
     }
 
     /// Counts a run of the file that has the turn. The first run sets the length of the turn.
-    fn note_picked(&mut self, file: &Arc<T>, bytes: u64, pending: u64) {
+    fn record_pick(&mut self, file: &Arc<T>, bytes: u64, pending: u64) {
         if let Some(turn) = &mut self.turn
             && turn.is_of(file)
         {
@@ -349,7 +349,7 @@ mod tests {
     /// Takes a run of the next file, which has `runs` more runs. Returns the file's number.
     fn write(line: &mut Line<usize>, runs: u64) -> usize {
         let file = line.pop(RunsUnderWay::None).expect("a file");
-        line.note_picked(&file, RUN, RUN * (runs + 1));
+        line.record_pick(&file, RUN, RUN * (runs + 1));
         if runs > 0 {
             line.push(Arc::clone(&file), false);
         }
@@ -406,10 +406,10 @@ mod tests {
             line.push(Arc::clone(file), false);
         }
         assert_eq!(write(&mut line, 1), 0);
-        line.note_awaited(&c);
+        line.record_waiter(&c);
         line.push(d, true);
-        line.note_awaited(&b);
-        line.note_awaited(&c);
+        line.record_waiter(&b);
+        line.record_waiter(&c);
         let order: Vec<_> = [0, 0, 0, 0].map(|runs| write(&mut line, runs)).into();
         assert_eq!(order, [0, 2, 3, 1]);
         assert!(line.is_empty());
@@ -437,7 +437,7 @@ mod tests {
         let mut line = Line::sequential();
         line.push(Arc::clone(&a), false);
         assert_eq!(write(&mut line, 100), 0);
-        line.note_awaited(&a);
+        line.record_waiter(&a);
         line.push(b, true);
         for left in (0..50).rev() {
             assert_eq!(write(&mut line, left), 0);

@@ -26,7 +26,7 @@ use crate::options::Order;
 pub(crate) struct DrainQueue<T> {
     order: Order,
     /// Sums of the pending bytes and files of the lane.
-    pub(crate) held: PendingTotals,
+    pub(crate) pending_totals: PendingTotals,
     state: Mutex<QueueState<T>>,
 }
 
@@ -81,7 +81,7 @@ impl<T> DrainQueue<T> {
         };
         Self {
             order,
-            held: PendingTotals::default(),
+            pending_totals: PendingTotals::default(),
             state: Mutex::new(state),
         }
     }
@@ -108,17 +108,17 @@ impl<T> DrainQueue<T> {
     }
 
     /// Notes that a caller began to wait for a file.
-    pub(crate) fn note_awaited(&self, file: &Arc<T>) {
+    pub(crate) fn record_waiter(&self, file: &Arc<T>) {
         if self.order == Order::Sequential {
-            self.state.lock().line.note_awaited(file);
+            self.state.lock().line.record_waiter(file);
         }
     }
 
     /// Records that a run of `bytes` bytes was picked from a file. `pending`: number of the file's pending bytes,
     /// including this run.
-    pub(crate) fn note_picked(&self, file: &Arc<T>, bytes: u64, pending: u64) {
+    pub(crate) fn record_pick(&self, file: &Arc<T>, bytes: u64, pending: u64) {
         if self.order == Order::Sequential {
-            self.state.lock().line.note_picked(file, bytes, pending);
+            self.state.lock().line.record_pick(file, bytes, pending);
         }
     }
 

@@ -93,7 +93,7 @@ impl DrainState {
     }
 
     /// Records that a check of the file's age is planned. Returns false if a check was already planned.
-    pub(crate) fn begin_age_check(&mut self) -> bool {
+    pub(crate) fn start_age_check(&mut self) -> bool {
         !std::mem::replace(&mut self.has_age_check, true)
     }
 
@@ -274,7 +274,10 @@ impl DrainState {
 
     /// Takes the waiters whose data is in the backing. `oldest_sequence` is the lowest sequence of all pending
     /// extents.
-    pub(crate) fn take_satisfied(&mut self, oldest_sequence: Option<u64>) -> ThinVec<Waiter> {
+    pub(crate) fn take_satisfied_waiters(
+        &mut self,
+        oldest_sequence: Option<u64>,
+    ) -> ThinVec<Waiter> {
         if self.waiters.is_empty() {
             return ThinVec::new();
         }
@@ -287,7 +290,7 @@ impl DrainState {
     }
 
     /// Takes all waiters, to which the caller reports the error. If there is a waiter, the failure counts as reported.
-    pub(crate) fn take_failed(&mut self) -> ThinVec<Waiter> {
+    pub(crate) fn take_failed_waiters(&mut self) -> ThinVec<Waiter> {
         let failed = take(&mut self.waiters);
         if let Some(failure) = &mut self.failure {
             failure.is_reported |= !failed.is_empty();
@@ -321,10 +324,10 @@ mod tests {
         let mut drain = DrainState::default();
         drain.add_waiter(waiter(5));
         drain.add_waiter(waiter(9));
-        assert!(drain.take_satisfied(Some(5)).is_empty());
-        assert_eq!(drain.take_satisfied(Some(6)).len(), 1);
+        assert!(drain.take_satisfied_waiters(Some(5)).is_empty());
+        assert_eq!(drain.take_satisfied_waiters(Some(6)).len(), 1);
         assert!(drain.has_waiters());
-        assert_eq!(drain.take_satisfied(None).len(), 1);
+        assert_eq!(drain.take_satisfied_waiters(None).len(), 1);
         assert!(!drain.has_waiters());
     }
 
@@ -354,7 +357,7 @@ mod tests {
         assert_eq!(drain.take_unreported_failure(), None);
         drain.record_failure(Errno::NOSPC, Instant::now());
         drain.add_waiter(waiter(1));
-        assert_eq!(drain.take_failed().len(), 1);
+        assert_eq!(drain.take_failed_waiters().len(), 1);
         assert_eq!(drain.take_unreported_failure(), None);
         drain.clear_requests();
         assert!(drain.failure().is_none());

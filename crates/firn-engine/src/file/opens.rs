@@ -111,12 +111,12 @@ impl Opens {
     }
 
     /// Counts a handle whose process began to map the file's memory file.
-    pub(crate) fn count_mapped(&mut self) {
+    pub(crate) fn add_mapping(&mut self) {
         self.mapped += 1;
     }
 
-    /// Uncounts a handle that [`Opens::count_mapped`] counted.
-    pub(crate) fn uncount_mapped(&mut self) {
+    /// Uncounts a handle that [`Opens::add_mapping`] counted.
+    pub(crate) fn remove_mapping(&mut self) {
         self.mapped -= 1;
     }
 
@@ -175,12 +175,12 @@ impl Opens {
     }
 
     /// Forgets that the file was cut, because it was truncated to 0.
-    pub(crate) fn forget_cut(&mut self) {
+    pub(crate) fn clear_cut(&mut self) {
         self.is_cut = false;
     }
 
     /// Records that a writer was killed by a signal.
-    pub(crate) fn note_cut(&mut self) {
+    pub(crate) fn record_cut(&mut self) {
         self.is_cut = true;
     }
 
@@ -248,11 +248,11 @@ mod tests {
         opens.add(ONE, OpenMode::Engine, true);
         assert!(opens.update_ending());
         assert_eq!(opens.ending(), Ending::Open);
-        opens.note_cut();
+        opens.record_cut();
         opens.remove(ONE, OpenMode::Engine, true);
         assert!(opens.update_ending());
         assert_eq!(opens.ending(), Ending::Cut);
-        opens.forget_cut();
+        opens.clear_cut();
         assert!(opens.update_ending());
         assert_eq!(opens.ending(), Ending::Closed);
     }

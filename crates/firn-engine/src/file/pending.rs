@@ -333,7 +333,7 @@ impl Pending {
 
     /// Records that bytes or the length change now. The caller then stores [`Pending::recorded_ns`] in the record of a
     /// piece.
-    pub(crate) fn note_write(&mut self) {
+    pub(crate) fn record_write(&mut self) {
         let now = Time::now_after(self.mtime).to_ns();
         self.recorded_ns = now.max(self.recorded_ns.saturating_add(1));
         // If the clock was set back, `recorded_ns` is ahead of the clock. Programs then see the present time.
@@ -348,12 +348,12 @@ impl Pending {
     /// Returns false if `modified` is impossible or earlier than the last write. The caller must then store
     /// [`Pending::recorded_ns`] in the piece record. An earlier time need not be an error: each write within one clock
     /// tick gets a slightly later time, and a client that begins its next slab may not know the latest of them.
-    pub(crate) fn note_client_write(&mut self, modified: u64) -> bool {
+    pub(crate) fn record_client_write(&mut self, modified: u64) -> bool {
         if modified == 0
             || modified > latest_ns()
             || modified.saturating_add(FUTURE_NS_MAX) < self.recorded_ns
         {
-            self.note_write();
+            self.record_write();
             return false;
         }
         let is_too_early = modified < self.recorded_ns;
@@ -478,7 +478,7 @@ mod tests {
 
         /// Publishes a piece and inserts its extent. Returns the extent and the number of bytes that it replaced.
         fn write(&mut self, offset: u64, len: u64) -> (Extent, u64) {
-            self.pending.note_write();
+            self.pending.record_write();
             let reserved = self.lease.reserve(1, offset, len).expect("room");
             let sequence = self.arena.next_sequence();
             let modified = self.pending.recorded_ns();
@@ -572,15 +572,15 @@ mod tests {
     #[test]
     fn times_of_writes_only_grow() {
         let mut pending = Pending::default();
-        pending.note_write();
+        pending.record_write();
         let first = pending.recorded_ns();
-        pending.note_write();
+        pending.record_write();
         assert!(pending.recorded_ns() > first);
         let last = pending.recorded_ns();
-        assert!(!pending.note_client_write(0), "no time is taken as now");
+        assert!(!pending.record_client_write(0), "no time is taken as now");
         assert!(pending.recorded_ns() > last);
         let next = pending.recorded_ns() + 1;
-        assert!(pending.note_client_write(next));
+        assert!(pending.record_client_write(next));
         assert_eq!(pending.recorded_ns(), next);
     }
 }

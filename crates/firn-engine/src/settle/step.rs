@@ -52,13 +52,13 @@ impl<B: Backing> Room<B> {
     }
 
     /// Plans to settle a file if it is large enough and has no writer. The caller must not have the file's lock.
-    pub(crate) fn settle_later(&self, file: &Arc<File<B>>) {
+    pub(crate) fn queue_for_settling(&self, file: &Arc<File<B>>) {
         if !self.settles() {
             return;
         }
         {
             let state = file.lock();
-            let bytes = state.gapless_bytes();
+            let bytes = state.contiguous_bytes();
             if bytes < self.base.options.memory_file_bytes_min
                 || state.opens.has_writers()
                 || state.memory_file(&self.base.arena, bytes).is_some()
@@ -73,7 +73,7 @@ impl<B: Backing> Room<B> {
     /// Copies a chunk of a large closed file into a memory file, if there is one.
     pub fn settle_step(&self) -> SettleStep {
         let task = self.settle.task.lock().take();
-        let Some(mut task) = task.or_else(|| self.begin_next_task()) else {
+        let Some(mut task) = task.or_else(|| self.start_next_task()) else {
             self.base.arena.trim_memory_files(self.idle_bytes_max());
             self.wake_writers();
             return SettleStep::Idle { retry: None };
@@ -93,7 +93,7 @@ impl<B: Backing> Room<B> {
             Ok(CopyResult::FileBusy) => self.base.arena.end_memory_file(&task.memory),
             Ok(CopyResult::NoRoom) => {
                 *self.settle.task.lock() = Some(task);
-                return self.make_room_to_settle();
+                return self.free_memory_file_slots();
             }
             Err(errno) => {
                 self.base.arena.end_memory_file(&task.memory);
@@ -106,7 +106,7 @@ impl<B: Backing> Room<B> {
 
     /// Frees the slots of memory files that no file uses. The next step follows at once if some slots were freed, and
     /// after [`ROOM_RETRY_EVERY`] otherwise.
-    fn make_room_to_settle(&self) -> SettleStep {
+    fn free_memory_file_slots(&self) -> SettleStep {
         let returned = self.base.arena.trim_memory_files(0);
         self.wake_writers();
         if returned > 0 {
@@ -128,13 +128,13 @@ impl<B: Backing> Room<B> {
     }
 
     /// Begins the next file that can be settled, with a memory file for it. Returns `None` if no file can.
-    fn begin_next_task(&self) -> Option<SettleTask<B>> {
+    fn start_next_task(&self) -> Option<SettleTask<B>> {
         // Each file is tried once. A file that cannot be settled now is planned again when it is opened or closed.
         while let Some(file) = self.settle.waiting.pop() {
             let (bytes, changes) = {
                 let state = file.lock();
-                let bytes = state.gapless_bytes();
-                if !state.may_be_settled() || state.memory_file(&self.base.arena, bytes).is_some() {
+                let bytes = state.contiguous_bytes();
+                if !state.can_be_settled() || state.memory_file(&self.base.arena, bytes).is_some() {
                     continue;
                 }
                 (bytes, state.changes)
@@ -198,7 +198,7 @@ impl<B: Backing> Room<B> {
     /// changed or is in use, or if some of the bytes are not in memory.
     fn pin_source(&self, task: &SettleTask<B>, range: Range<u64>) -> Option<ChunkSource> {
         let state = task.file.lock();
-        if state.changes != task.changes || !state.may_be_settled() {
+        if state.changes != task.changes || !state.can_be_settled() {
             return None;
         }
         let source = state.source(range)?;
@@ -239,7 +239,7 @@ impl<B: Backing> Room<B> {
         let arena = &self.base.arena;
         let mut state = task.file.lock();
         let is_as_copied = state.changes == task.changes
-            && state.may_be_settled()
+            && state.can_be_settled()
             && state.source(range.clone()).as_ref() == Some(source);
         if is_as_copied {
             if source.is_pending {

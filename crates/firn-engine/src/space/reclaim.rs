@@ -56,7 +56,7 @@ impl<B: Backing> Room<B> {
         self.space.waiters.add(waiter);
         self.reclaim();
         // Space may have been freed after the caller's write failed and before this waiter was added.
-        self.space.note_room(&self.base.arena);
+        self.space.schedule_wake_if_room(&self.base.arena);
         self.drain.wake_all();
     }
 
@@ -96,7 +96,7 @@ impl<B: Backing> Room<B> {
             return;
         }
         // Checked after the spill file, because the last move may have ended since the caller found no space.
-        if self.space.note_room(&self.base.arena) {
+        if self.space.schedule_wake_if_room(&self.base.arena) {
             return self.drain.wake_all();
         }
         let waiters = self.space.waiters.take_all();
@@ -147,7 +147,9 @@ impl<B: Backing> Room<B> {
         if let Some((_, file)) = largest {
             let mut state = file.lock();
             self.drain.force(&file, &mut state);
-        } else if !self.space.waiters.has_freed() && !self.space.note_room(&self.base.arena) {
+        } else if !self.space.waiters.has_freed()
+            && !self.space.schedule_wake_if_room(&self.base.arena)
+        {
             // No file can be drained now: each file with held data waits for its retry.
             self.fail_waiting_writers(errno.unwrap_or(Errno::NOSPC));
         }
@@ -169,7 +171,7 @@ impl<B: Backing> Room<B> {
     fn reclaim_on_demand(&self) {
         self.seal_leases_of(None);
         self.evict_for(Class::Small);
-        if !self.space.waiters.has_freed() && !self.space.note_room(&self.base.arena) {
+        if !self.space.waiters.has_freed() && !self.space.schedule_wake_if_room(&self.base.arena) {
             self.fail_waiting_writers(Errno::NOSPC);
         }
     }

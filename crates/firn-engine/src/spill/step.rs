@@ -55,7 +55,7 @@ impl<B: Backing> Room<B> {
                     self.base.counters.drain_decisions.count(Decision::Spilled);
                     tracing::debug!(chunk, "drain: spilled");
                 }
-                self.spill.note_success();
+                self.spill.record_success();
                 self.wake_writers();
                 SpillStep::More
             }
@@ -101,7 +101,7 @@ impl<B: Backing> Room<B> {
     fn spill_failed(&self, errno: Errno) -> Duration {
         let spill_path = &self.base.arena.superblock().spill_path;
         let path: BytePath = spill_path.as_slice().into();
-        let (count, wait) = self.spill.note_failure();
+        let (count, wait) = self.spill.record_failure();
         tracing::warn!(%path, %errno, count, "spilling failed; the data stays in memory");
         self.base.errors.record(
             spill_path.clone(),
