@@ -16,7 +16,7 @@ use firn_backing::lock::Mutex;
 use firn_backing::{Access, Attr, Backing, Caller, Errno, FileUse, KernelReads, Placing};
 
 use crate::engine::Engine;
-use crate::file::{BackingFile, File, FileState};
+use crate::file::{BackingFile, File, FileId, FileState};
 use crate::file_events::FileChange;
 use crate::names::Inode;
 use crate::privileges::{AnyPrincipal, has_set_id_bits};
@@ -63,27 +63,28 @@ impl<B: Backing> Engine<B> {
         })
     }
 
-    /// Creates and opens a file as [`Engine::create`] does. The caller will rename it to `later`, and the backing
-    /// places its data by that name.
+    /// Creates and opens a file as [`Engine::create`] does. The caller will rename the file to `final_name` in the
+    /// directory `final_parent`, and the backing places the file's data by that name.
     pub fn create_placed(
         &self,
         caller: &Caller,
         (parent, name): (InodeId, &OsStr),
         mode: u32,
         flags: i32,
-        later: (InodeId, &OsStr),
+        (final_parent, final_name): (InodeId, &OsStr),
     ) -> Result<(Entry, Opened)> {
         let dir = self.tree.inode(parent)?;
-        let later_dir = self.tree.inode(later.0)?;
+        let final_dir = self.tree.inode(final_parent)?;
         self.create_file(&dir, name, flags, || {
-            let later_dir = self.tree.object(&later_dir)?;
+            let final_dir_object = self.tree.object(&final_dir)?;
             let placing = Placing::Named {
-                parent: &later_dir,
-                name: later.1,
+                parent: &final_dir_object,
+                name: final_name,
             };
+            let dir_object = self.tree.object(&dir)?;
             self.base
                 .backing
-                .create_placed(caller, &self.tree.object(&dir)?, name, mode, placing)
+                .create_placed(caller, &dir_object, name, mode, placing)
         })
     }
 
@@ -97,8 +98,9 @@ impl<B: Backing> Engine<B> {
         create: impl FnMut() -> Result<(B::Inode, B::File, Attr)>,
     ) -> Result<(Entry, Opened)> {
         self.open_files.close_excess_files();
-        let before = self.tree.names.backing_name_changes();
-        let privileges = self.privileges.epoch();
+        // Both are read before the create, so that they show a change that comes during the create.
+        let name_changes_before = self.tree.names.backing_name_changes();
+        let privilege_epoch = self.privileges.epoch();
         let (object, backing_file, attr) = match self.open_files.with_descriptor(create) {
             Ok(created) => created,
             Err(Errno::EXIST) if flags & O_EXCL == 0 => {
@@ -110,9 +112,9 @@ impl<B: Backing> Engine<B> {
         self.base
             .backing
             .note_use(&backing_file, FileUse::OpenedToWrite)?;
-        let inode = self
-            .namespace
-            .register_created(before, dir, name, object, &attr)?;
+        let inode =
+            self.namespace
+                .register_created(name_changes_before, dir, name, object, &attr)?;
         let writer = Arc::new(BackingFile {
             file: backing_file,
             access: Access::ReadWrite,
@@ -120,7 +122,7 @@ impl<B: Backing> Engine<B> {
         let opened = self.add_handle(&inode, flags, |state| {
             state.writer.get_or_insert_with(|| Arc::clone(&writer));
             if !has_set_id_bits(&attr) {
-                state.unprivileged_epoch = privileges;
+                state.unprivileged_epoch = privilege_epoch;
             }
             OpenMode::Engine
         });
@@ -140,20 +142,22 @@ impl<B: Backing> Engine<B> {
         flags: i32,
     ) -> Result<(Entry, Opened)> {
         let entry = self.namespace.lookup(dir.id, name)?;
-        let truncates = flags & O_TRUNC != 0;
-        let unprivileged = if truncates {
-            self.privilege_rules
-                .drop_privileges(entry.inode, &AnyPrincipal)
-        } else {
-            Ok(())
-        };
-        match unprivileged.and_then(|()| self.open(entry.inode, flags)) {
+        match self.drop_privileges_and_open(entry.inode, flags) {
             Ok(opened) => Ok((entry, opened)),
             Err(errno) => {
+                // The kernel does not get the entry, so the look-up does not count.
                 self.namespace.forget(entry.inode, 1);
                 Err(errno)
             }
         }
+    }
+
+    /// Opens a file as [`Engine::open`] does, after a truncation has removed its privileges if `flags` have `O_TRUNC`.
+    fn drop_privileges_and_open(&self, inode: InodeId, flags: i32) -> Result<Opened> {
+        if flags & O_TRUNC != 0 {
+            self.privilege_rules.drop_privileges(inode, &AnyPrincipal)?;
+        }
+        self.open(inode, flags)
     }
 
     /// Opens a regular file. `flags` are those of open(2); `O_TRUNC` is done here, after
@@ -163,22 +167,40 @@ impl<B: Backing> Engine<B> {
         let wants_write = matches!(flags & O_ACCMODE, O_WRONLY | O_RDWR);
         let file = self.open_files.file_with(&inode, |_| {});
         self.open_files.close_excess_files();
-        let opened = self
-            .open_files
-            .with_descriptor(|| self.open_backing(&file, wants_write));
-        let ready = opened.and_then(|()| self.room.check_cache(&file));
-        let truncated = ready.and_then(|()| {
-            if flags & O_TRUNC != 0 {
-                self.exclusive.truncate_file(&file, 0)
-            } else {
-                Ok(())
-            }
-        });
-        if let Err(errno) = truncated {
+        if let Err(errno) = self.prepare_open(&file, wants_write, flags & O_TRUNC != 0) {
             self.open_files.drop_if_unused(&file);
             return Err(errno);
         }
-        let kernel_reads = self.open_files.kernel_reads(&file);
+        let choice = self.mode_choice(&inode, &file, wants_write);
+        let opened = self.add_handle(&inode, flags, |state| {
+            self.choose_open_mode(&inode, state, &choice)
+        });
+        if choice.is_cacheable && choice.settled_size.is_none() {
+            self.room.queue_for_settling(&file);
+        }
+        Ok(opened)
+    }
+
+    /// Opens the backing's file for a new handle, drops cached bytes that are out of date, and truncates the file to 0
+    /// if `truncates` is true.
+    fn prepare_open(&self, file: &Arc<File<B>>, wants_write: bool, truncates: bool) -> Result<()> {
+        self.open_files
+            .with_descriptor(|| self.open_backing(file, wants_write))?;
+        self.room.check_cache(file)?;
+        if truncates {
+            self.exclusive.truncate_file(file, 0)?;
+        }
+        Ok(())
+    }
+
+    /// Collects the facts that decide the mode of a new handle.
+    fn mode_choice(
+        &self,
+        inode: &Arc<Inode<B>>,
+        file: &Arc<File<B>>,
+        wants_write: bool,
+    ) -> ModeChoice {
+        let kernel_reads = self.open_files.kernel_reads(file);
         let allows_passthrough =
             self.kernel_cache.allows_passthrough() && kernel_reads == KernelReads::Passthrough;
         let is_cacheable = !wants_write && !self.base.options.serves_every_read;
@@ -186,27 +208,21 @@ impl<B: Backing> Engine<B> {
         // too.
         let has_current_pages = is_cacheable
             && !allows_passthrough
-            && self.kernel_cache.is_as_cached(&inode)
+            && self.kernel_cache.is_as_cached(inode)
             && kernel_reads != KernelReads::Shared;
-        let may_be_in_memory_file = is_cacheable && kernel_reads == KernelReads::Passthrough;
-        let settled_size = may_be_in_memory_file
-            .then(|| self.settled_size(&file))
-            .flatten();
-        let choice = ModeChoice {
+        let settled_size = if is_cacheable && kernel_reads == KernelReads::Passthrough {
+            self.settled_size(file)
+        } else {
+            None
+        };
+        ModeChoice {
             wants_write,
             is_cacheable,
             allows_passthrough,
             has_current_pages,
             reads_memory: self.kernel_cache.passes_memory_through(),
             settled_size,
-        };
-        let opened = self.add_handle(&inode, flags, |state| {
-            self.choose_open_mode(&inode, state, &choice)
-        });
-        if is_cacheable && settled_size.is_none() {
-            self.room.queue_for_settling(&file);
         }
-        Ok(opened)
     }
 
     /// Chooses what serves the reads of a new handle. The kernel allows only one mode for all handles of an inode, so
@@ -332,34 +348,34 @@ impl<B: Backing> Engine<B> {
         &self,
         inode: &Arc<Inode<B>>,
         flags: i32,
-        mode: impl FnOnce(&mut FileState<B>) -> OpenMode,
+        choose_mode: impl FnOnce(&mut FileState<B>) -> OpenMode,
     ) -> Opened {
         let id = self.open_files.handles.new_id();
-        self.insert_handle(id, inode, flags, mode)
+        self.insert_handle(id, inode, flags, choose_mode)
     }
 
-    /// Adds a handle under the unused number `id`, and returns the result of the open for the kernel. `mode` chooses
-    /// the mode of the handle under the file's lock.
+    /// Adds a handle under the unused number `id`, and returns the result of the open for the kernel. Calls
+    /// `choose_mode` under the file's lock.
     pub(crate) fn insert_handle(
         &self,
         id: HandleId,
         inode: &Arc<Inode<B>>,
         flags: i32,
-        mode: impl FnOnce(&mut FileState<B>) -> OpenMode,
+        choose_mode: impl FnOnce(&mut FileState<B>) -> OpenMode,
     ) -> Opened {
         let writable = flags & O_ACCMODE != 0;
-        let mut chosen = OpenMode::Engine;
+        let mut chosen_mode = OpenMode::Engine;
         let mut is_first_writer = false;
         let file = self.open_files.file_with(inode, |state| {
-            chosen = mode(state);
-            if let OpenMode::Cached { .. } = chosen {
+            chosen_mode = choose_mode(state);
+            if let OpenMode::Cached { .. } = chosen_mode {
                 self.kernel_cache.count_cached_open();
             }
             is_first_writer = writable && !state.opens.has_writers();
-            state.opens.add(id, chosen, writable);
+            state.opens.add(id, chosen_mode, writable);
             if writable {
                 // The engine does not see writes that the kernel makes by itself, so the contents count as changed now.
-                state.changes += u64::from(chosen == OpenMode::Passthrough);
+                state.changes += u64::from(chosen_mode == OpenMode::Passthrough);
                 state.direct.invalidate_lists(&self.base.arena);
                 if !state.can_cache() {
                     state.cache.drop_all(&self.base.arena);
@@ -386,12 +402,12 @@ impl<B: Backing> Engine<B> {
             has_closed_descriptor: AtomicBool::new(false),
             opener: AtomicU32::new(0),
             is_mapped: AtomicBool::new(false),
-            mode: Mutex::new(chosen),
+            mode: Mutex::new(chosen_mode),
         };
         self.open_files.handles.insert(handle);
         Opened {
             handle: id,
-            mode: chosen,
+            mode: chosen_mode,
             size,
         }
     }
@@ -439,41 +455,55 @@ impl<B: Backing> Engine<B> {
         if !handle.writable {
             return Err(Errno::BADF);
         }
-        let end = offset
-            .checked_add(data.len() as u64)
-            .filter(|&end| end <= i64::MAX as u64);
-        end.ok_or(Errno::FBIG)?;
+        let end = offset.checked_add(data.len() as u64);
+        if end.is_none_or(|end| end > i64::MAX as u64) {
+            return Err(Errno::FBIG);
+        }
         if data.is_empty() {
             return Ok(Written::Bytes(0));
         }
         self.intake.end_grant(file);
-        let file_id = match self.writes.begin_write(file, offset, data, by)? {
-            WriteStart::Done(n) => {
-                self.base.counters.count_ingest(n as u64);
-                return Ok(Written::Bytes(n));
+        let known_id = match self.writes.begin_write(file, offset, data, by)? {
+            WriteStart::Done(written_bytes) => {
+                self.base.counters.count_ingest(written_bytes as u64);
+                return Ok(Written::Bytes(written_bytes));
             }
-            WriteStart::Append(file_id) => file_id,
+            WriteStart::Append(known_id) => known_id,
         };
-        let mut written = 0;
-        let mut slot = handle.lease.lock();
-        while written < data.len() {
-            let unwritten = &data[written..];
-            let position = offset + written as u64;
-            let appended = self
-                .writes
-                .append(&handle, &mut slot, file_id, position, unwritten);
-            if appended == 0 {
-                break;
-            }
-            written += appended;
-        }
-        drop(slot);
+        let written_bytes = self.append_all(&handle, known_id, offset, data);
         self.room.wake_writers();
-        if written == 0 {
+        if written_bytes == 0 {
             return Ok(Written::Full);
         }
-        self.base.counters.count_ingest(written as u64);
-        Ok(Written::Bytes(written))
+        self.base.counters.count_ingest(written_bytes as u64);
+        Ok(Written::Bytes(written_bytes))
+    }
+
+    /// Appends bytes of one write to the arena until all are appended or the arena is full. `known_id` is the file id
+    /// that [`Writes::begin_write`](crate::Writes) has read. Returns the number of appended bytes.
+    fn append_all(
+        &self,
+        handle: &Handle<B>,
+        known_id: Option<FileId>,
+        offset: u64,
+        data: &[u8],
+    ) -> usize {
+        let mut written_bytes = 0;
+        let mut lease_slot = handle.lease.lock();
+        while written_bytes < data.len() {
+            let appended_bytes = self.writes.append(
+                handle,
+                &mut lease_slot,
+                known_id,
+                offset + written_bytes as u64,
+                &data[written_bytes..],
+            );
+            if appended_bytes == 0 {
+                break;
+            }
+            written_bytes += appended_bytes;
+        }
+        written_bytes
     }
 
     /// Ends a handle after its last use. Pending bytes remain pending and are drained. A file without a name and

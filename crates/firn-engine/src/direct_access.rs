@@ -246,7 +246,7 @@ impl<B: Backing> DirectAccess<B> {
         if has_other_user || state.drain.failure().is_some() || state.unlinked {
             return Err(DirectRefusal::Busy);
         }
-        let Some(file_id) = self.base.journal.begin_file_id(file, &mut state) else {
+        let Some(file_id) = self.base.journal.allocate_file_id(file, &mut state) else {
             return Err(DirectRefusal::Busy);
         };
         let grant = Grant {

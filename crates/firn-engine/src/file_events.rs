@@ -94,12 +94,7 @@ impl<B: Backing> FileEvents<B> {
     }
 
     /// Notes that a file's pending bytes begin or end.
-    pub(crate) fn record_pending_change_event(
-        &self,
-        inode: &Arc<Inode<B>>,
-        before: u64,
-        after: u64,
-    ) {
+    pub(crate) fn record_pending_change(&self, inode: &Arc<Inode<B>>, before: u64, after: u64) {
         match (before, after) {
             (0, 1..) => self.note(inode, FileChange::Held),
             (1.., 0) => self.note(inode, FileChange::Drained),

@@ -72,7 +72,7 @@ impl Spill {
     }
 
     /// Returns whether the last try to spill failed.
-    pub(crate) fn fails(&self) -> bool {
+    pub(crate) fn has_failed(&self) -> bool {
         self.state.lock().failure.is_some()
     }
 
@@ -85,11 +85,15 @@ impl Spill {
         if !state.active {
             return Err(SpillStep::IDLE);
         }
-        let retry = state.failure.as_ref().map(SpillFailure::time_left);
-        match retry.filter(|time| !time.is_zero()) {
-            Some(time) => Err(SpillStep::Idle { retry: Some(time) }),
-            None => Ok(()),
+        if let Some(failure) = &state.failure {
+            let time_left = failure.time_left();
+            if !time_left.is_zero() {
+                return Err(SpillStep::Idle {
+                    retry: Some(time_left),
+                });
+            }
         }
+        Ok(())
     }
 
     /// Records that a chunk moved, so that the disk works.
@@ -135,7 +139,7 @@ mod tests {
     fn a_device_that_failed_is_tried_again_later_and_later() {
         let spill = Spill::default();
         let (count, first) = spill.record_failure();
-        assert_eq!((count, spill.fails()), (1, true));
+        assert_eq!((count, spill.has_failed()), (1, true));
         assert!(matches!(
             spill.begin_step(9, 8, 4),
             Err(SpillStep::Idle { retry: Some(_) })
@@ -144,7 +148,7 @@ mod tests {
         assert_eq!(count, 2);
         assert!(second > first);
         spill.record_success();
-        assert!(!spill.fails());
+        assert!(!spill.has_failed());
         assert_eq!(spill.begin_step(9, 8, 4), Ok(()));
     }
 }
