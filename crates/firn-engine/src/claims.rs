@@ -65,12 +65,12 @@ pub(crate) struct ClaimGuard<'a> {
 impl PathClaims {
     /// Claims that the paths returned by `paths` do not change. Waits while one of them is being changed, and calls
     /// `paths` again after each wait.
-    pub(crate) fn stay(&self, paths: impl Fn() -> Vec<Path>) -> ClaimGuard<'_> {
+    pub(crate) fn claim_unchanged(&self, paths: impl Fn() -> Vec<Path>) -> ClaimGuard<'_> {
         self.claim(paths, ClaimKind::Stay)
     }
 
     /// Claims to change the paths returned by `paths`, and with them all paths below. Waits for conflicting claims.
-    pub(crate) fn change(&self, paths: impl Fn() -> Vec<Path>) -> ClaimGuard<'_> {
+    pub(crate) fn claim_change(&self, paths: impl Fn() -> Vec<Path>) -> ClaimGuard<'_> {
         self.claim(paths, ClaimKind::Change)
     }
 

@@ -45,7 +45,7 @@ pub struct KeptFile {
 impl<B: Backing> OpenFiles<B> {
     /// Gives a descriptor of a file to the keeper before the file may lose its last name. Does nothing if the file is
     /// not open or has another name.
-    pub(crate) fn keep_before_removal(&self, file: &File<B>) {
+    pub(crate) fn send_to_keeper_before_removal(&self, file: &File<B>) {
         if self.keeper.get().is_none() || file.lock().opens.is_empty() {
             return;
         }

@@ -584,7 +584,7 @@ impl<B: Backing> Names<B> {
         if let Some(object) = inode.cached_object() {
             return Ok(object);
         }
-        let _path_claim = self.path_claims.stay(|| inode.paths());
+        let _path_claim = self.path_claims.claim_unchanged(|| inode.paths());
         self.look_up_again(backing, inode)
     }
 
@@ -617,7 +617,7 @@ impl<B: Backing> Names<B> {
     /// Opens the object of a name permanently if the name is its last known one. Called before the name is removed.
     ///
     /// Fails with EMFILE or ENFILE if no descriptor is free. The caller must then not remove the name.
-    pub(crate) fn keep_open_before_last_name_goes(
+    pub(crate) fn keep_open_before_removal(
         &self,
         backing: &B,
         parent: InodeId,
@@ -629,7 +629,7 @@ impl<B: Backing> Names<B> {
         }
     }
 
-    /// Does the work of [`Names::keep_open_before_last_name_goes`] for an inode that has, or had, this name.
+    /// Does the work of [`Names::keep_open_before_removal`] for an inode that has, or had, this name.
     pub(crate) fn keep_open_if_last_name(
         &self,
         backing: &B,
@@ -671,7 +671,7 @@ impl<B: Backing> Names<B> {
         rename_in_backing: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
         let paths = || [from, to].iter().filter_map(DirName::path).collect();
-        let _path_claim = self.path_claims.change(paths);
+        let _path_claim = self.path_claims.claim_change(paths);
         let moved = self.child(from.dir.id, from.name);
         let exchanged = self.child(to.dir.id, to.name).filter(|_| exchange);
         // The live table gets the new name before the rename: if firnd dies in between, the next firnd tries both

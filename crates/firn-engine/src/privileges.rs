@@ -117,7 +117,7 @@ pub(crate) fn mode_after_content_change(attr: &Attr, by: &dyn Principal) -> u32 
 }
 
 /// Returns whether `by` may leave set-group-id on an object of this group, if no other rule clears the bit.
-pub(crate) fn may_keep_set_group_id(gid: u32, by: &dyn Principal) -> bool {
+pub(crate) fn can_keep_set_group_id(gid: u32, by: &dyn Principal) -> bool {
     by.is_in_group(gid) || by.has_cap_fsetid()
 }
 
