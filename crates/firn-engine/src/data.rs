@@ -385,7 +385,7 @@ impl<B: Backing> Engine<B> {
         });
         if is_first_writer {
             let events = &self.base.file_events;
-            events.note(&file.inode, FileChange::Opened);
+            events.record(&file.inode, FileChange::Opened);
         }
         // The file now has another handle, so a client must not write it directly.
         self.intake.end_grant(&file);
@@ -545,7 +545,7 @@ impl<B: Backing> Engine<B> {
         drop(state);
         if was_last_writer {
             let events = &self.base.file_events;
-            events.note(&file.inode, FileChange::Closed);
+            events.record(&file.inode, FileChange::Closed);
         }
         self.open_files.remember_cut_inode(&file.inode);
         if handle.writable {

@@ -121,7 +121,7 @@ impl<B: Backing> Durability<B> {
         };
         let is_unchanged_since_sync = synced.is_some_and(|synced| {
             let attr = self.base.backing.attr(&object);
-            attr.is_ok_and(|attr| Fingerprint::of(&attr) == synced)
+            attr.is_ok_and(|attr| Fingerprint::from_attr(&attr) == synced)
         });
         let level = if is_unchanged_since_sync {
             DurabilityLevel::Durable
@@ -162,7 +162,7 @@ impl<B: Backing> Durability<B> {
         if had_no_pending_bytes && let Ok(covered) = covered {
             file.inode.synced.set(covered.fingerprint);
             let events = &self.base.file_events;
-            events.note(&file.inode, FileChange::Durable);
+            events.record(&file.inode, FileChange::Durable);
             self.tree.names.remember(&file.inode, covered.bytes);
         }
         Ok(())
@@ -235,7 +235,7 @@ impl<B: Backing> Durability<B> {
         drop(state);
         if is_clean {
             let events = &self.base.file_events;
-            events.note(inode, FileChange::Durable);
+            events.record(inode, FileChange::Durable);
         }
         if inode.synced.get().is_some() {
             self.tree.names.remember(inode, coverage.bytes);

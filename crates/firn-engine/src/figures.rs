@@ -93,7 +93,10 @@ impl<B: Backing> Engine<B> {
 
     /// Returns how often, since the attach, writers that waited for room got an error.
     pub fn errors_given_up(&self) -> u64 {
-        self.base.counters.drain_decisions.of(Decision::GivenUp)
+        self.base
+            .counters
+            .drain_decisions
+            .count_of(Decision::GivenUp)
     }
 
     /// Returns whether a write to the backing failed and waits for its next try.

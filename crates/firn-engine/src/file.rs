@@ -106,13 +106,14 @@ const CHANGES_OF_A_FILE: u64 = 1 << 32;
 const _: () = assert!(size_of::<File<firn_backing::DirBacking>>() <= 400);
 
 impl<B: Backing> File<B> {
-    /// Makes the state of a file without handles and pending bytes. The file counts as cut if its inode is marked so.
+    /// Makes the state of a file without handles and pending bytes. The file counts as cut (incomplete) if its inode is
+    /// marked so.
     pub(crate) fn new(inode: Arc<Inode<B>>, route: Route) -> Self {
         let state = FileState {
             pending: Pending::default(),
             drain: DrainState::default(),
             opens: if inode.is_cut.load(Ordering::Acquire) {
-                Opens::of_cut_file()
+                Opens::for_cut_file()
             } else {
                 Opens::default()
             },
@@ -198,17 +199,17 @@ impl<B: Backing> File<B> {
 
     /// Stores a file that was just opened for writing, unless one is already stored. Returns the stored file.
     pub(crate) fn store_writer(&self, opened: BackingFile<B>) -> Arc<BackingFile<B>> {
-        // An unneeded descriptor is closed after the lock is released.
-        let opened = Arc::new(opened);
+        // This reference outlives the lock, so an unneeded descriptor is closed after the lock is released.
+        let new_writer = Arc::new(opened);
         let mut state = self.lock();
-        Arc::clone(state.writer.get_or_insert_with(|| Arc::clone(&opened)))
+        Arc::clone(state.writer.get_or_insert_with(|| Arc::clone(&new_writer)))
     }
 
-    /// Does the work of [`File::store_writer`] for a file that is opened for reading.
+    /// Stores a file that was just opened for reading, unless one is already stored. Returns the stored file.
     pub(crate) fn store_reader(&self, opened: BackingFile<B>) -> Arc<BackingFile<B>> {
-        let opened = Arc::new(opened);
+        let new_reader = Arc::new(opened);
         let mut state = self.lock();
-        Arc::clone(state.reader.get_or_insert_with(|| Arc::clone(&opened)))
+        Arc::clone(state.reader.get_or_insert_with(|| Arc::clone(&new_reader)))
     }
 
     /// Wakes threads that wait for the end of an I/O.
@@ -220,11 +221,10 @@ impl<B: Backing> File<B> {
 impl<B: Backing> FileState<B> {
     /// Returns the backing file opened for reading, if there is one.
     pub(crate) fn open_reader(&self) -> Option<Arc<BackingFile<B>>> {
-        let can_read = self
-            .writer
-            .as_ref()
-            .filter(|writer| writer.access == Access::ReadWrite);
-        can_read.or(self.reader.as_ref()).cloned()
+        match &self.writer {
+            Some(writer) if writer.access == Access::ReadWrite => Some(Arc::clone(writer)),
+            _ => self.reader.clone(),
+        }
     }
 
     /// Returns the backing file, if it is open.
@@ -278,10 +278,10 @@ impl<B: Backing> FileState<B> {
     pub(crate) fn extents_in_arena(&self, from: u64, max: usize) -> Vec<(u64, Extent)> {
         let pending = self.pending.extents().from(from).take(max);
         let cached = self.cache.extents().from(from).take(max);
-        let mut both: Vec<_> = pending.chain(cached).collect();
-        both.sort_unstable_by_key(|(offset, _)| *offset);
-        both.truncate(max);
-        both
+        let mut extents: Vec<_> = pending.chain(cached).collect();
+        extents.sort_unstable_by_key(|(offset, _)| *offset);
+        extents.truncate(max);
+        extents
     }
 
     /// Returns the durability level of a file with pending bytes.

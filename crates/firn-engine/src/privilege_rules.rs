@@ -16,16 +16,13 @@ use crate::intake::Intake;
 use crate::names::Inode;
 use crate::open_files::OpenFiles;
 use crate::privileges::{
-    GROUP_EXECUTE, Principal, Privileges, SET_GROUP_ID, SET_ID_BITS, SET_USER_ID,
+    GROUP_EXECUTE, MODE_BITS, Principal, Privileges, SET_GROUP_ID, SET_ID_BITS, SET_USER_ID,
     can_keep_set_group_id, has_set_id_bits, mode_after_content_change,
 };
 use crate::tree::{CAPABILITIES, NameTree};
 use crate::{InodeId, Result};
 
 const ACCESS_ACL: &str = "system.posix_acl_access";
-
-/// The bits of `st_mode` that chmod(2) can set.
-const MODE_BITS: u32 = 0o7777;
 
 /// Removes the privileges of files before contents or owners change, and sets them on request.
 pub struct PrivilegeRules<B: Backing> {

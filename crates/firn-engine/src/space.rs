@@ -127,7 +127,7 @@ impl SpaceWaiters {
         self.waiting.load(Ordering::Relaxed)
     }
 
-    /// Notes that space was freed.
+    /// Records that space was freed.
     pub(crate) fn record_freed_space(&self) {
         self.freed.store(true, Ordering::Release);
     }
@@ -205,8 +205,8 @@ impl<T> EvictionQueue<T> {
     /// Adds a file at the end of the queue, unless it is in the queue already.
     pub(crate) fn add(&self, file: &Arc<T>) {
         let mut files = self.files.lock();
-        let is_it = |known: &Weak<T>| std::ptr::eq(known.as_ptr(), Arc::as_ptr(file));
-        if !files.iter().any(is_it) {
+        let is_same_file = |known: &Weak<T>| std::ptr::eq(known.as_ptr(), Arc::as_ptr(file));
+        if !files.iter().any(is_same_file) {
             files.push_back(Arc::downgrade(file));
         }
     }
@@ -218,8 +218,8 @@ impl<T> EvictionQueue<T> {
     /// Takes the first file that still exists. Returns `None` if the queue has no such file.
     pub(crate) fn pop(&self) -> Option<Arc<T>> {
         let mut files = self.files.lock();
-        while let Some(file) = files.pop_front() {
-            if let Some(file) = file.upgrade() {
+        while let Some(weak_file) = files.pop_front() {
+            if let Some(file) = weak_file.upgrade() {
                 return Some(file);
             }
         }

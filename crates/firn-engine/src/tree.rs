@@ -96,7 +96,7 @@ impl<B: Backing> NameTree<B> {
     pub(crate) fn covered_by_sync(&self, inode: &Inode<B>) -> Result<SyncCoverage> {
         let attr = self.base.backing.attr(&self.object(inode)?)?;
         Ok(SyncCoverage {
-            fingerprint: Fingerprint::of(&attr),
+            fingerprint: Fingerprint::from_attr(&attr),
             bytes: attr.size,
         })
     }

@@ -1,8 +1,9 @@
 //! State of a file's drain: requests, writes under way, the last failure, and callers that wait.
 //!
-//! Terms: a drain is *forced* for bytes that must go to the backing however few they are. A *waiter* is a callback that
-//! runs when certain bytes are in the backing. *Exclusive use* is a truncation or similar change during which no drain
-//! may write to the backing file.
+//! Terms
+//! * A drain is *forced* for bytes that must go to the backing however few they are.
+//! * A *waiter* is a callback that runs when certain bytes are in the backing.
+//! * *Exclusive use* is a truncation or similar change during which no drain may write to the backing file.
 //!
 //! Invariants
 //! * Ranges in flight do not overlap, so two writes to the same bytes of the backing never race. If the parts of a job
@@ -229,14 +230,15 @@ impl DrainState {
     /// Records a failed write. If several writes of one try fail, there is one next try for all of them.
     pub(crate) fn record_failure(&mut self, errno: Errno, now: Instant) -> RecordedFailure {
         let is_first_of_try = !self.waits_for_retry(now);
-        let failure = match self.failure() {
-            Some(earlier) if !is_first_of_try => Failure {
+        let last_failure = self.failure();
+        let failure = match last_failure {
+            Some(same_try) if !is_first_of_try => Failure {
                 errno,
                 is_reported: false,
-                ..earlier
+                ..same_try
             },
-            earlier => {
-                let tries = earlier.map_or(0, |failure| failure.tries) + 1;
+            _ => {
+                let tries = last_failure.map_or(0, |failure| failure.tries) + 1;
                 Failure {
                     errno,
                     is_reported: false,
@@ -281,11 +283,12 @@ impl DrainState {
         if self.waiters.is_empty() {
             return ThinVec::new();
         }
-        let oldest = oldest_sequence.unwrap_or(u64::MAX);
-        let (satisfied, waiting) = take(&mut self.waiters)
+        // If nothing is pending, all waiters are satisfied.
+        let oldest_sequence = oldest_sequence.unwrap_or(u64::MAX);
+        let (satisfied, unsatisfied) = take(&mut self.waiters)
             .into_iter()
-            .partition(|waiter| oldest > waiter.until);
-        self.waiters = waiting;
+            .partition(|waiter| oldest_sequence > waiter.until);
+        self.waiters = unsatisfied;
         satisfied
     }
 

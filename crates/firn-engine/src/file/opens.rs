@@ -151,7 +151,7 @@ impl Opens {
     }
 
     /// Makes the state of a cut file.
-    pub(crate) fn of_cut_file() -> Self {
+    pub(crate) fn for_cut_file() -> Self {
         Self {
             ending: Ending::Cut,
             is_cut: true,
@@ -169,7 +169,7 @@ impl Opens {
     pub(crate) fn restore_ending(&mut self, ending: Ending) {
         self.ending = match ending {
             Ending::Open if self.writers == 0 => Ending::Cut,
-            other => other,
+            recorded => recorded,
         };
         self.is_cut = self.ending == Ending::Cut;
     }
@@ -201,10 +201,10 @@ impl Opens {
     /// Asserts the invariants, in debug builds.
     #[inline]
     fn check(&self) {
-        let by_kernel = self.passthrough + self.cached;
-        let in_modes = u64::from(self.through_engine) + u64::from(by_kernel);
+        let read_by_kernel = self.passthrough + self.cached;
+        let handles_in_modes = u64::from(self.through_engine) + u64::from(read_by_kernel);
         debug_assert_eq!(
-            in_modes,
+            handles_in_modes,
             self.handles.len() as u64,
             "handles and their modes"
         );
