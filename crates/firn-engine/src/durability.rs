@@ -4,8 +4,8 @@
 //! * A file's *names are synced* if each directory from the root to it was synced after the name was made.
 //! * A *fingerprint* is size and time of the backing's file.
 //!
-//! Bytes may be drained, or changed by other programs, during a sync. So the state that a sync covers is read before the
-//! sync begins.
+//! Bytes may be drained, or changed by other programs, during a sync. So the state that a sync covers is read before
+//! the sync begins.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -309,8 +309,8 @@ impl<B: Backing> Durability<B> {
         }
     }
 
-    /// Drains the files at or below `path`, and blocks until each drain has ended. Reports progress, and returns errors,
-    /// as [`Self::wait_tree`] does.
+    /// Drains the files at or below `path`, and blocks until each drain has ended. Reports progress, and returns
+    /// errors, as [`Self::wait_tree`] does.
     fn drain_and_wait_below(
         &self,
         path: &[u8],

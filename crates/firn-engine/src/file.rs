@@ -159,8 +159,8 @@ impl<B: Backing> File<B> {
         self.state.try_lock()
     }
 
-    /// Begins exclusive use of the backing file: no drain of it starts until [`File::release_exclusive_use`]. Waits for I/O
-    /// in flight, not for pending data.
+    /// Begins exclusive use of the backing file: no drain of it starts until [`File::release_exclusive_use`]. Waits for
+    /// I/O in flight, not for pending data.
     ///
     /// The caller releases the lock during its calls of the backing. Writes that come meanwhile are appended, so they
     /// count as later writes.

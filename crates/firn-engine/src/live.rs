@@ -107,8 +107,8 @@ impl Resumed {
     /// Must be called before the backing forgets the transactions: after a kill in between, the next firnd finds the
     /// transactions in the backing.
     ///
-    /// `checkpoint_keys`: keys of the scopes that are checkpoints of a commit rule. A file with such a key belongs to the
-    /// checkpoint even if no program has written it yet.
+    /// `checkpoint_keys`: keys of the scopes that are checkpoints of a commit rule. A file with such a key belongs to
+    /// the checkpoint even if no program has written it yet.
     pub fn abandon_scopes(&self, scopes: &[Vec<u8>], checkpoint_keys: &[Vec<u8>]) {
         for path in scopes.iter().chain(checkpoint_keys) {
             self.table.note_undone_scope(UndoneScope {
@@ -249,8 +249,8 @@ pub(crate) fn identity_of(attr: &Attr) -> ObjectIdentity {
     }
 }
 
-/// Returns whether two identities belong to one object. The inode number alone is not enough: a later object may get the
-/// same number. Times of birth are compared if both are known.
+/// Returns whether two identities belong to one object. The inode number alone is not enough: a later object may get
+/// the same number. Times of birth are compared if both are known.
 pub(crate) fn is_same_object(a: &ObjectIdentity, b: &ObjectIdentity) -> bool {
     let births = a.birth.zip(b.birth);
     let have_same_birth = births.is_none_or(|(a_birth, b_birth)| a_birth == b_birth);
@@ -386,8 +386,8 @@ impl<B: Backing> Engine<B> {
         live.note_handle(&record, &inode.live_node());
     }
 
-    /// Records in the live table a request that must not take effect twice, until the result is dropped. `unique` is the
-    /// kernel's number of the request.
+    /// Records in the live table a request that must not take effect twice, until the result is dropped. `unique` is
+    /// the kernel's number of the request.
     ///
     /// Returns `None` if there is no live table, or if it has no free cell.
     pub fn note_request(&self, unique: u64, objects: Subjects) -> Option<NotedRequest> {

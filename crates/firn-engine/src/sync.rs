@@ -39,13 +39,13 @@ impl<B: Backing> Engine<B> {
         }
     }
 
-    /// Ends the grant of a file whose descriptor is closed. Returns the result of the close, or `None` if the close must
-    /// wait for a drain.
+    /// Ends the grant of a file whose descriptor is closed. Returns the result of the close, or `None` if the close
+    /// must wait for a drain.
     fn close_result_without_wait(&self, file: &Arc<File<B>>) -> Option<Result<()>> {
         let mut state = file.lock();
-        // The grant ends here and not at the release, which the kernel sends some time after close(2) returned. By then,
-        // the process may use the descriptor's number for another file, and a client that has not noticed the close
-        // would write to the wrong one.
+        // The grant ends here and not at the release, which the kernel sends some time after close(2) returned. By
+        // then, the process may use the descriptor's number for another file, and a client that has not noticed the
+        // close would write to the wrong one.
         self.intake.revoke_grant(file, &mut state);
         let must_wait = self.base.options.close != ClosePolicy::Held
             && !state.unlinked

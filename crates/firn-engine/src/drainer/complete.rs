@@ -1,4 +1,5 @@
-//! Completion of a job: the bytes that it wrote are not pending any more, and bytes that it could not write are retried.
+//! Completion of a job: the bytes that it wrote are not pending any more, and bytes that it could not write are
+//! retried.
 //!
 //! Terms
 //! * A *job* is one write to the backing, made of *parts*: extents of one file, each with its file offset.
@@ -69,8 +70,8 @@ fn drained_ranges(pending: &Extents, written: &[JobPart], sequence: u64) -> Vec<
     ranges
 }
 
-/// Returns the extents of `pending` that contain written bytes, with their file offsets. A newer write of the same bytes
-/// has a separate piece, which is not drained yet.
+/// Returns the extents of `pending` that contain written bytes, with their file offsets. A newer write of the same
+/// bytes has a separate piece, which is not drained yet.
 fn written_extents(pending: &Extents, written: &[JobPart]) -> Vec<(u64, Extent)> {
     let mut extents = Vec::new();
     for part in written {

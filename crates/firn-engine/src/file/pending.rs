@@ -3,8 +3,8 @@
 //! Terms
 //! * A *piece* is a record in the arena that describes written bytes. An *extent* is a range of the file whose newest
 //!   bytes are in one piece.
-//! * A *live* byte of a piece is pending. All other bytes of the piece were overwritten, cut or drained. A piece without
-//!   live bytes is *dead*.
+//! * A *live* byte of a piece is pending. All other bytes of the piece were overwritten, cut or drained. A piece
+//!   without live bytes is *dead*.
 //! * The *tail* is the file's last piece, which an append may extend.
 //!
 //! Invariants
