@@ -17,9 +17,9 @@ pub(crate) fn thread_time() -> Duration {
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
-/// Use of the CPUs between two calls of [`CpuClock::look`].
+/// Use of the CPUs between two calls of [`CpuClock::measure`].
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct Window {
+pub(crate) struct CpuUse {
     /// Number of CPUs that this process may use.
     pub cpus: f64,
     /// Average number of these CPUs that were idle.
@@ -33,7 +33,7 @@ pub(crate) struct Window {
 /// Measures the use of the CPUs of this process.
 pub(crate) struct CpuClock {
     cpus: CpuSet,
-    looked_at: Instant,
+    measured_at: Instant,
     ticks: Ticks,
 }
 
@@ -50,36 +50,37 @@ impl CpuClock {
         let cpus = sched_getaffinity(None).ok()?;
         Some(Self {
             cpus,
-            looked_at: Instant::now(),
+            measured_at: Instant::now(),
             ticks: Ticks::read(&cpus)?,
         })
     }
 
-    /// Returns the time since the last call of [`CpuClock::look`], or since the start.
+    /// Returns the time since the last call of [`CpuClock::measure`], or since the start.
     pub(crate) fn age(&self) -> Duration {
-        self.looked_at.elapsed()
+        self.measured_at.elapsed()
     }
 
-    /// Returns the use of the CPUs since the last call, or since the start.
-    pub(crate) fn look(&mut self) -> Option<Window> {
+    /// Returns the use of the CPUs since the last call, or since the start. Returns `None` if the kernel does not
+    /// supply the numbers.
+    pub(crate) fn measure(&mut self) -> Option<CpuUse> {
         let ticks = Ticks::read(&self.cpus)?;
         let now = Instant::now();
-        let elapsed = now - self.looked_at;
-        let cpus = f64::from(self.cpus.count());
-        let average = |from: u64, to: u64| {
+        let elapsed = now - self.measured_at;
+        let cpu_count = f64::from(self.cpus.count());
+        let average_cpus = |ticks_before: u64, ticks_now: u64| {
             // The time of waiting for I/O may decrease (proc_stat(5)).
-            let seconds = to.saturating_sub(from) as f64 / TICKS_PER_SECOND;
-            (seconds / elapsed.as_secs_f64()).min(cpus)
+            let seconds = ticks_now.saturating_sub(ticks_before) as f64 / TICKS_PER_SECOND;
+            (seconds / elapsed.as_secs_f64()).min(cpu_count)
         };
-        let window = Window {
-            cpus,
-            idle: average(self.ticks.idle, ticks.idle),
-            user: average(self.ticks.user, ticks.user),
+        let cpu_use = CpuUse {
+            cpus: cpu_count,
+            idle: average_cpus(self.ticks.idle, ticks.idle),
+            user: average_cpus(self.ticks.user, ticks.user),
             elapsed,
         };
         self.ticks = ticks;
-        self.looked_at = now;
-        Some(window)
+        self.measured_at = now;
+        Some(cpu_use)
     }
 }
 
@@ -91,22 +92,22 @@ impl Ticks {
 
     /// Returns the ticks of the CPUs that `is_ours` accepts. Returns `None` if the text has none of them.
     fn parse(text: &str, is_ours: impl Fn(usize) -> bool) -> Option<Self> {
-        let mut sum = None;
+        let mut total = None;
         for line in text.lines().take_while(|line| line.starts_with("cpu")) {
             let mut fields = line.split_ascii_whitespace();
-            let number = fields.next()?.strip_prefix("cpu")?;
+            let cpu_number = fields.next()?.strip_prefix("cpu")?;
             // The first line is the sum of all CPUs.
-            if number.is_empty() || !is_ours(number.parse().ok()?) {
+            if cpu_number.is_empty() || !is_ours(cpu_number.parse().ok()?) {
                 continue;
             }
-            let mut ticks = || fields.next()?.parse::<u64>().ok();
-            let [user, nice, _system] = [ticks()?, ticks()?, ticks()?];
-            let [idle, waiting_for_io] = [ticks()?, ticks()?];
-            let sum = sum.get_or_insert(Self::default());
-            sum.user += user + nice;
-            sum.idle += idle + waiting_for_io;
+            let mut next_field = || fields.next()?.parse::<u64>().ok();
+            let [user, nice, _system] = [next_field()?, next_field()?, next_field()?];
+            let [idle, waiting_for_io] = [next_field()?, next_field()?];
+            let total = total.get_or_insert(Self::default());
+            total.user += user + nice;
+            total.idle += idle + waiting_for_io;
         }
-        sum
+        total
     }
 }
 
@@ -140,9 +141,11 @@ mod tests {
         while clock.age() < Duration::from_millis(20) {
             std::hint::spin_loop();
         }
-        let window = clock.look().expect("/proc/stat");
-        assert!(window.cpus >= 1.0 && window.idle <= window.cpus && window.user <= window.cpus);
-        assert!(window.elapsed >= Duration::from_millis(20));
+        let cpu_use = clock.measure().expect("/proc/stat");
+        assert!(
+            cpu_use.cpus >= 1.0 && cpu_use.idle <= cpu_use.cpus && cpu_use.user <= cpu_use.cpus
+        );
+        assert!(cpu_use.elapsed >= Duration::from_millis(20));
     }
 
     #[test]

@@ -1,10 +1,10 @@
-//! The I/O threads, which carry pieces from the arena to the backing.
+//! The I/O threads, which write pending bytes from the arena to the backing.
 //!
 //! The engine decides what is written next ([`firn_engine::Drainer::pick`]) and what a result means
-//! ([`firn_engine::Drainer::complete`]). This crate decides which thread does it and how much it writes at once. A
-//! lane is one I/O server. The engine has a queue for each lane, which gives the files and their order. One set of
-//! threads serves all lanes (`crew::Crew`), each lane within its limits (`board::Board`). [`Pool`] combines all of
-//! this and is the engine's executor.
+//! ([`firn_engine::Drainer::complete`]). This crate decides which thread does it and how much it writes at once. A lane
+//! is one I/O server. The engine has a queue for each lane, which gives the files and their order. One set of threads
+//! serves all lanes (`io_thread_set::IoThreadSet`), each lane within its limits (`lane_scheduler::LaneScheduler`).
+//! [`Pool`] combines all of this and is the engine's executor.
 //!
 //! If the option `drain-cpu` asks for it, drains that no caller waits for leave the CPUs to programs
 //! (`pacer::Pacer`).
@@ -14,12 +14,12 @@
 //! truncation of its file. A thread therefore never waits between `pick` and `execute`. No thread waits for the
 //! service of the tokens.
 
-mod board;
 mod cpu;
-mod crew;
+mod idle_threads;
+mod io_thread_set;
+mod lane_scheduler;
 mod pacer;
 mod pool;
-mod sleepers;
 mod worker;
 
 pub use pool::{IoThreads, Pool};

@@ -1,4 +1,4 @@
-//! Leaves the CPUs to programs: limits the CPU time of the I/O threads while no caller waits for them.
+//! Pacing of the drain: limits the CPU time of the I/O threads while no caller waits for them, in favour of programs.
 //!
 //! Thread priorities do not solve this, for three reasons. A thread of another session or control group is not
 //! affected by them (sched(7), "The autogroup feature"). An unprivileged process cannot raise a low priority again
@@ -20,10 +20,10 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use crate::cpu::{CpuClock, Window};
+use crate::cpu::{CpuClock, CpuUse};
 
 /// Interval between two measurements of the CPUs. It is long enough to measure with ticks of 10 ms.
-const LOOK_EVERY: Duration = Duration::from_millis(50);
+const MEASURE_EVERY: Duration = Duration::from_millis(50);
 /// If less than this part of all CPUs is idle, programs may want more of them.
 const IDLE_PART_MIN: f64 = 0.1;
 /// If programs compute on less than this part of all CPUs, they have as many CPUs as they can use. Kernel time does not
@@ -35,7 +35,7 @@ const SLEEP_MAX: Duration = Duration::from_millis(20);
 /// Paces the I/O threads of a mount.
 pub(crate) struct Pacer {
     /// Number of CPUs that the I/O threads always get; less than one.
-    least: f64,
+    budget_min: f64,
     state: Mutex<PacerState>,
 }
 
@@ -55,9 +55,12 @@ impl Pacer {
     /// Returns `None` if the threads have no limit: `percent` is 100 or more, or the kernel does not report the use
     /// of the CPUs.
     pub(crate) fn start(percent: u32) -> Option<Self> {
-        let clock = (percent < 100).then(CpuClock::start).flatten()?;
+        if percent >= 100 {
+            return None;
+        }
+        let clock = CpuClock::start()?;
         Some(Self {
-            least: f64::from(percent) / 100.0,
+            budget_min: f64::from(percent) / 100.0,
             state: Mutex::new(PacerState {
                 clock,
                 budget: f64::INFINITY,
@@ -72,50 +75,55 @@ impl Pacer {
         let mut state = self.state.lock();
         state.used += used;
         if state.budget.is_finite() && !is_awaited {
-            let from = state.paid_until.max(Instant::now());
-            state.paid_until = from + used.div_f64(state.budget);
+            let start = state.paid_until.max(Instant::now());
+            state.paid_until = start + used.div_f64(state.budget);
         }
     }
 
     /// Returns how long a job without waiters must be delayed. Returns `None` if it need not be.
     pub(crate) fn delay(&self) -> Option<Duration> {
         let mut state = self.state.lock();
-        state.look(self.least);
-        let left = state.paid_until.saturating_duration_since(Instant::now());
-        (!left.is_zero()).then(|| left.min(SLEEP_MAX))
+        state.update_budget(self.budget_min);
+        let time_left = state.paid_until.saturating_duration_since(Instant::now());
+        if time_left.is_zero() {
+            return None;
+        }
+        Some(time_left.min(SLEEP_MAX))
     }
 }
 
 impl PacerState {
-    /// Measures the CPUs if [`LOOK_EVERY`] has passed, and sets the budget.
-    fn look(&mut self, least: f64) {
-        if self.clock.age() < LOOK_EVERY {
+    /// Measures the CPUs if [`MEASURE_EVERY`] has passed, and sets the budget.
+    fn update_budget(&mut self, budget_min: f64) {
+        if self.clock.age() < MEASURE_EVERY {
             return;
         }
-        let window = self.clock.look();
+        let cpu_use = self.clock.measure();
         let used = std::mem::take(&mut self.used);
-        let next = |window| next_budget(self.budget, window, used, least);
-        self.budget = window.map_or(f64::INFINITY, next);
+        self.budget = match cpu_use {
+            Some(cpu_use) => next_budget(self.budget, cpu_use, used, budget_min),
+            None => f64::INFINITY,
+        };
         if self.budget.is_infinite() {
             self.paid_until = Instant::now();
         }
     }
 }
 
-/// Returns the number of CPUs that the I/O threads may use, after a window in which their jobs used `used` of CPU
-/// time.
-fn next_budget(budget: f64, window: Window, used: Duration, least: f64) -> f64 {
-    let own = used.as_secs_f64() / window.elapsed.as_secs_f64();
-    let spare = window.idle - window.cpus * IDLE_PART_MIN;
-    if window.user < window.cpus * USER_PART_MIN {
+/// Returns the number of CPUs that the I/O threads may use, after a measurement. `used` is the CPU time of their jobs
+/// during the measurement; `budget` is the number of CPUs that they were allowed to use.
+fn next_budget(budget: f64, cpu_use: CpuUse, used: Duration, budget_min: f64) -> f64 {
+    let used_cpus = used.as_secs_f64() / cpu_use.elapsed.as_secs_f64();
+    let spare_cpus = cpu_use.idle - cpu_use.cpus * IDLE_PART_MIN;
+    if cpu_use.user < cpu_use.cpus * USER_PART_MIN {
         f64::INFINITY
-    } else if spare < 0.0 {
-        least
+    } else if spare_cpus < 0.0 {
+        budget_min
     } else if budget.is_infinite() {
-        // The budget was sufficient.
+        // Although the I/O threads had no limit, CPUs were idle.
         budget
     } else {
-        (own + spare).max(least)
+        (used_cpus + spare_cpus).max(budget_min)
     }
 }
 
@@ -123,42 +131,42 @@ fn next_budget(budget: f64, window: Window, used: Duration, least: f64) -> f64 {
 mod tests {
     use super::*;
 
-    const LEAST: f64 = 0.03;
+    const BUDGET_MIN: f64 = 0.03;
 
-    /// Returns the budget after a window with two CPUs, of which the I/O threads used `own`, programs used `user`, and
+    /// Returns the budget after a cpu_use with two CPUs, of which the I/O threads used `own`, programs used `user`, and
     /// `idle` were idle.
     fn after(budget: f64, own: f64, user: f64, idle: f64) -> f64 {
-        let window = Window {
+        let cpu_use = CpuUse {
             cpus: 2.0,
             idle,
             user,
-            elapsed: LOOK_EVERY,
+            elapsed: MEASURE_EVERY,
         };
-        next_budget(budget, window, LOOK_EVERY.mul_f64(own), LEAST)
+        next_budget(budget, cpu_use, MEASURE_EVERY.mul_f64(own), BUDGET_MIN)
     }
 
     #[test]
     fn a_drain_beside_which_little_is_computed_has_no_limit() {
         // All CPUs are busy with the drain, and with threads of the kernel that carry its data.
         assert_eq!(after(f64::INFINITY, 1.2, 0.1, 0.0), f64::INFINITY);
-        assert_eq!(after(LEAST, LEAST, 0.1, 0.0), f64::INFINITY);
+        assert_eq!(after(BUDGET_MIN, BUDGET_MIN, 0.1, 0.0), f64::INFINITY);
         // A program with one thread and a drain with one thread.
         assert_eq!(after(f64::INFINITY, 0.7, 1.0, 0.3), f64::INFINITY);
     }
 
     #[test]
     fn a_drain_beside_a_program_that_computes_on_all_cpus_has_its_part() {
-        assert_eq!(after(f64::INFINITY, 1.0, 0.9, 0.0), LEAST);
-        assert_eq!(after(LEAST, LEAST, 1.9, 0.05), LEAST);
-        assert_eq!(after(LEAST, 0.0, 2.0, 0.0), LEAST);
+        assert_eq!(after(f64::INFINITY, 1.0, 0.9, 0.0), BUDGET_MIN);
+        assert_eq!(after(BUDGET_MIN, BUDGET_MIN, 1.9, 0.05), BUDGET_MIN);
+        assert_eq!(after(BUDGET_MIN, 0.0, 2.0, 0.0), BUDGET_MIN);
     }
 
     #[test]
     fn what_becomes_idle_can_be_had_at_once() {
         // The program has ended.
-        assert_eq!(after(LEAST, LEAST, 0.0, 1.9), f64::INFINITY);
+        assert_eq!(after(BUDGET_MIN, BUDGET_MIN, 0.0, 1.9), f64::INFINITY);
         // One of the two threads of the program has ended.
-        let budget = after(LEAST, LEAST, 1.0, 0.97);
+        let budget = after(BUDGET_MIN, BUDGET_MIN, 1.0, 0.97);
         assert!((0.75..1.0).contains(&budget), "{budget}");
     }
 

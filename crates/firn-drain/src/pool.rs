@@ -14,11 +14,11 @@ use firn_backing::{Backing, Errno};
 use firn_engine::{Engine, Executor, LaneIndex, LaneLimits, SettleStep, SpillStep};
 use firn_hosts::tokens::{LaneToken, Tokens};
 
-use crate::board::Board;
 use crate::cpu::thread_time;
-use crate::crew::Crew;
+use crate::idle_threads::IdleThreads;
+use crate::io_thread_set::IoThreadSet;
+use crate::lane_scheduler::LaneScheduler;
 use crate::pacer::Pacer;
-use crate::sleepers::Sleepers;
 use crate::worker::{Lane, Worker, is_io_thread};
 
 /// Number and limits of the I/O threads of a mount.
@@ -46,21 +46,22 @@ impl IoThreads {
 
 /// The running I/O threads. Dropping the value stops them.
 pub struct Pool {
-    crew: Crew,
+    io_threads: IoThreadSet,
     tokens: Option<Tokens>,
-    /// The place where the thread that moves chunks sleeps.
-    moves: Arc<Sleepers>,
+    /// Lets the thread that moves chunks sleep, and wakes it.
+    mover_sleep: Arc<IdleThreads>,
+    /// The thread that moves chunks, if there is one.
     mover: Option<JoinHandle<()>>,
 }
 
 /// Lets the engine wake the threads.
 struct WakeThreads {
-    sleepers: Arc<Sleepers>,
+    idle_threads: Arc<IdleThreads>,
 }
 
 impl Executor for WakeThreads {
     fn wake(&self, _lane: LaneIndex) {
-        self.sleepers.wake();
+        self.idle_threads.wake();
     }
 
     fn wait_for(&self, outcome: &Receiver<Result<(), Errno>>) -> Result<(), Errno> {
@@ -77,47 +78,55 @@ impl Pool {
         io_threads: IoThreads,
         tokens: Option<Tokens>,
     ) -> io::Result<Self> {
-        let sleepers = Arc::new(Sleepers::default());
+        let idle_threads = Arc::new(IdleThreads::default());
         let new_lane = |index: LaneIndex| {
-            let token = tokens.as_ref().and_then(|all| all.lane(index.index()));
-            Lane::new(index, token.cloned(), &sleepers)
+            let token = tokens
+                .as_ref()
+                .and_then(|tokens| tokens.lane(index.index()));
+            Lane::new(index, token.cloned(), &idle_threads)
         };
         let lanes: Vec<Lane> = engine.drainer.lanes().map(new_lane).collect();
         engine.drainer.set_executor(Arc::new(WakeThreads {
-            sleepers: Arc::clone(&sleepers),
+            idle_threads: Arc::clone(&idle_threads),
         }));
         let pacer = Pacer::start(io_threads.cpu_percent).map(Arc::new);
-        let moves = Arc::new(Sleepers::default());
-        let mover = start_mover(&engine, &moves, pacer.clone())?;
+        let mover_sleep = Arc::new(IdleThreads::default());
+        let mover = start_mover(&engine, &mover_sleep, pacer.clone())?;
         let thread_count = io_threads.count.max(1);
         // If there are several lanes, one thread is reserved for another lane.
-        let of_lane = thread_count - usize::from(lanes.len() > 1 && thread_count > 1);
+        let has_reserved_thread = lanes.len() > 1 && thread_count > 1;
+        let lane_threads_max = thread_count - usize::from(has_reserved_thread);
         let worker = Worker {
-            board: Board::new(lanes.len(), thread_count, io_threads.lane_writers_max),
+            lane_scheduler: LaneScheduler::new(
+                lanes.len(),
+                thread_count,
+                io_threads.lane_writers_max,
+            ),
             limits: LaneLimits {
-                file_writes_max: (of_lane - 1).max(1),
+                // A file whose writes hang leaves one thread to other files.
+                file_writes_max: (lane_threads_max - 1).max(1),
                 leaves_hung_file: false,
             },
             engine,
             lanes,
-            sleepers,
+            idle_threads,
             pacer,
         };
         // If not all threads can be started, dropping the pool stops the threads that were started.
         let pool = Self {
-            crew: Crew::new(worker, thread_count),
+            io_threads: IoThreadSet::new(worker, thread_count),
             tokens,
-            moves,
+            mover_sleep,
             mover,
         };
-        pool.crew.start()?;
+        pool.io_threads.start()?;
         Ok(pool)
     }
 
     /// Starts one more thread if writes that do not return occupy all threads, or all threads of a lane with work.
     /// The caller must call this periodically.
     pub fn replace_hung(&self) {
-        self.crew.replace_hung();
+        self.io_threads.replace_hung();
     }
 
     /// Returns the tokens of all lanes. The result is empty if the mount has no tokens.
@@ -127,9 +136,9 @@ impl Pool {
 
     /// Stops the threads and waits for them. Each thread ends after its current job.
     pub fn stop(&mut self) {
-        self.begin_stop();
-        let of_lanes = self.crew.take_threads().into_iter();
-        for thread in of_lanes.chain(self.mover.take()) {
+        self.request_stop();
+        let io_threads = self.io_threads.take_threads().into_iter();
+        for thread in io_threads.chain(self.mover.take()) {
             if thread.join().is_err() {
                 tracing::error!("an I/O thread panicked");
             }
@@ -142,11 +151,11 @@ impl Pool {
     /// the backing; they end with the process.
     pub fn stop_within(&mut self, patience: Duration) -> bool {
         const CHECK_EVERY: Duration = Duration::from_millis(5);
-        self.begin_stop();
+        self.request_stop();
         let deadline = Instant::now() + patience;
         while self.is_running() {
             if Instant::now() >= deadline {
-                self.crew.abandon();
+                self.io_threads.detach_threads();
                 self.mover = None;
                 self.tokens = None;
                 return false;
@@ -157,14 +166,18 @@ impl Pool {
         true
     }
 
-    fn begin_stop(&self) {
-        self.crew.stop();
-        self.moves.stop();
+    /// Requests that all threads end after their current job.
+    fn request_stop(&self) {
+        self.io_threads.stop();
+        self.mover_sleep.stop();
     }
 
     fn is_running(&self) -> bool {
-        let moves = |thread: &JoinHandle<()>| !thread.is_finished();
-        self.mover.as_ref().is_some_and(moves) || self.crew.is_running()
+        let is_mover_running = self
+            .mover
+            .as_ref()
+            .is_some_and(|thread| !thread.is_finished());
+        is_mover_running || self.io_threads.is_running()
     }
 }
 
@@ -177,45 +190,53 @@ impl Drop for Pool {
 /// Starts the thread that moves chunks, if there is a spill file or there may be memory files.
 fn start_mover<B: Backing>(
     engine: &Arc<Engine<B>>,
-    sleepers: &Arc<Sleepers>,
+    mover_sleep: &Arc<IdleThreads>,
     pacer: Option<Arc<Pacer>>,
 ) -> io::Result<Option<JoinHandle<()>>> {
-    let spills = engine.arena().spill_figures().is_some();
-    if !spills && !engine.room.settles() {
+    let has_spill_file = engine.arena().spill_figures().is_some();
+    if !has_spill_file && !engine.room.settles() {
         return Ok(None);
     }
-    let waker = Arc::clone(sleepers);
-    engine.room.set_spill_waker(Arc::new(move || waker.wake()));
-    let waker = Arc::clone(sleepers);
-    engine.room.set_settle_waker(Arc::new(move || waker.wake()));
+    let spill_waker = Arc::clone(mover_sleep);
+    engine
+        .room
+        .set_spill_waker(Arc::new(move || spill_waker.wake()));
+    let settle_waker = Arc::clone(mover_sleep);
+    engine
+        .room
+        .set_settle_waker(Arc::new(move || settle_waker.wake()));
     let engine = Arc::clone(engine);
-    let sleepers = Arc::clone(sleepers);
+    let mover_sleep = Arc::clone(mover_sleep);
     let thread = std::thread::Builder::new().name("firn-move".into());
-    thread
-        .spawn(move || run_mover(&engine, &sleepers, pacer.as_deref()))
-        .map(Some)
+    let handle = thread.spawn(move || run_mover(&engine, &mover_sleep, pacer.as_deref()))?;
+    Ok(Some(handle))
 }
 
-fn run_mover<B: Backing>(engine: &Engine<B>, sleepers: &Sleepers, pacer: Option<&Pacer>) {
-    while !sleepers.is_stopping() {
-        let ticket = sleepers.ticket();
-        let SpillStep::Idle { retry } = engine.room.spill_step() else {
+/// Body of the thread that moves chunks: to the spill file if memory is short, and to memory files otherwise.
+fn run_mover<B: Backing>(engine: &Engine<B>, mover_sleep: &IdleThreads, pacer: Option<&Pacer>) {
+    while !mover_sleep.is_stopping() {
+        let wake_count = mover_sleep.wake_count();
+        let SpillStep::Idle { retry: spill_retry } = engine.room.spill_step() else {
             continue;
         };
         // Spilling comes first, because it makes room in memory. No program waits for a file to move into a memory
         // file, so that work may be delayed.
         if let Some(delay) = pacer.and_then(Pacer::delay) {
-            sleepers.sleep(ticket, Some(delay));
+            mover_sleep.sleep(wake_count, Some(delay));
             continue;
         }
-        let before = thread_time();
+        let start_time = thread_time();
         let step = engine.room.settle_step();
         if let Some(pacer) = pacer {
-            pacer.charge(thread_time() - before, false);
+            // No caller waits for this work.
+            pacer.charge(thread_time() - start_time, false);
         }
-        if let SettleStep::Idle { retry: settle } = step {
-            let soonest = [retry, settle].into_iter().flatten().min();
-            sleepers.sleep(ticket, soonest);
+        if let SettleStep::Idle {
+            retry: settle_retry,
+        } = step
+        {
+            let next_retry = [spill_retry, settle_retry].into_iter().flatten().min();
+            mover_sleep.sleep(wake_count, next_retry);
         }
     }
 }

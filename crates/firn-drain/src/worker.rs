@@ -9,11 +9,11 @@ use firn_backing::{Backing, Errno};
 use firn_engine::{Engine, Job, JobErrorSource, JobOutcome, LaneIndex, LaneLimits, NextWork, Pick};
 use firn_hosts::tokens::{LaneToken, Permit, TokenUse};
 
-use crate::board::{Board, Round};
 use crate::cpu::thread_time;
-use crate::crew::JobClock;
+use crate::idle_threads::IdleThreads;
+use crate::io_thread_set::JobClock;
+use crate::lane_scheduler::{LaneScheduler, LaneSearch};
 use crate::pacer::Pacer;
-use crate::sleepers::Sleepers;
 
 thread_local! {
     static IS_IO_THREAD: Cell<bool> = const { Cell::new(false) };
@@ -24,8 +24,9 @@ pub(crate) fn is_io_thread() -> bool {
     IS_IO_THREAD.get()
 }
 
+/// How long a thread runs, and which lanes it serves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Role {
+pub(crate) enum ThreadRole {
     /// Runs until the pool stops.
     Regular,
     /// Runs as long as there is work.
@@ -42,15 +43,15 @@ pub(crate) struct Lane {
 }
 
 impl Lane {
-    /// Creates a lane. `sleepers` are woken when the token may be used.
+    /// Creates a lane. `idle_threads` are woken when the token may be used.
     pub(crate) fn new(
         index: LaneIndex,
         token: Option<LaneToken>,
-        sleepers: &Arc<Sleepers>,
+        idle_threads: &Arc<IdleThreads>,
     ) -> Self {
         if let Some(token) = &token {
-            let sleepers = Arc::clone(sleepers);
-            token.set_waker(Box::new(move || sleepers.wake()));
+            let idle_threads = Arc::clone(idle_threads);
+            token.set_waker(Box::new(move || idle_threads.wake()));
         }
         Self { index, token }
     }
@@ -60,21 +61,21 @@ impl Lane {
 pub(crate) struct Worker<B: Backing> {
     pub(crate) engine: Arc<Engine<B>>,
     pub(crate) lanes: Vec<Lane>,
-    pub(crate) board: Board,
+    pub(crate) lane_scheduler: LaneScheduler,
     pub(crate) limits: LaneLimits,
-    pub(crate) sleepers: Arc<Sleepers>,
+    pub(crate) idle_threads: Arc<IdleThreads>,
     /// The pacer, if the drain leaves the CPUs to programs.
     pub(crate) pacer: Option<Arc<Pacer>>,
 }
 
-/// The pacing of a thread.
-struct Pace<'a> {
+/// The pacing of a thread during one round of its loop.
+struct ThreadPacing<'a> {
     pacer: &'a Pacer,
     /// Whether a caller waits for a drain or for room.
     is_awaited: bool,
 }
 
-impl Pace<'_> {
+impl ThreadPacing<'_> {
     /// Returns how long to sleep because programs want the CPUs. Returns `None` if no sleep is needed.
     fn delay(&self) -> Option<Duration> {
         if self.is_awaited {
@@ -86,9 +87,9 @@ impl Pace<'_> {
 }
 
 /// Result of a search for work in the lanes.
-enum Found<B: Backing> {
+enum SearchResult<B: Backing> {
     Job(LaneJob<B>),
-    Nothing {
+    NoJob {
         /// Time until the next search. `None` if a wake announces the next work.
         retry: Option<Duration>,
     },
@@ -103,42 +104,44 @@ struct LaneJob<B: Backing> {
 }
 
 impl<B: Backing> Worker<B> {
-    pub(crate) fn run(&self, clock: &JobClock, role: Role) {
+    /// Body of an I/O thread: executes jobs until the pool stops, or until a stand-in finds no job.
+    pub(crate) fn run(&self, clock: &JobClock, role: ThreadRole) {
         IS_IO_THREAD.set(true);
-        let mut round = Round::new(self.lanes.len());
-        while !self.sleepers.is_stopping() {
-            let ticket = self.sleepers.ticket();
-            let pace = self.pacer.as_deref().map(|pacer| Pace {
+        let mut search = LaneSearch::new(self.lanes.len());
+        while !self.idle_threads.is_stopping() {
+            let wake_count = self.idle_threads.wake_count();
+            let pacing = self.pacer.as_deref().map(|pacer| ThreadPacing {
                 pacer,
                 is_awaited: self.engine.drainer.is_drain_awaited(),
             });
-            if let Some(delay) = pace.as_ref().and_then(Pace::delay) {
+            if let Some(delay) = pacing.as_ref().and_then(ThreadPacing::delay) {
                 self.engine.drainer.note_drain_put_off();
-                self.sleepers.sleep(ticket, Some(delay));
+                self.idle_threads.sleep(wake_count, Some(delay));
                 continue;
             }
-            let found = match role {
-                Role::StandInOfLane(lane) => {
-                    self.board.enter_hung(lane);
+            let result = match role {
+                ThreadRole::StandInOfLane(lane) => {
+                    self.lane_scheduler.enter_hung(lane);
                     self.pick_from(lane, role)
                 }
-                _ => self.find_job(&mut round, role),
+                _ => self.find_job(&mut search, role),
             };
-            match found {
-                Found::Job(found) => {
-                    self.sleepers.wake();
-                    clock.start(found.lane);
-                    self.perform(found.job, pace.as_ref());
+            match result {
+                SearchResult::Job(lane_job) => {
+                    // There may be work for one more thread.
+                    self.idle_threads.wake();
+                    clock.start(lane_job.lane);
+                    self.execute_and_complete(lane_job.job, pacing.as_ref());
                     clock.stop();
-                    self.leave(found.lane, found.token_use);
+                    self.leave(lane_job.lane, lane_job.token_use);
                 }
-                Found::Nothing { retry } if role == Role::Regular => {
-                    self.sleepers.sleep(ticket, retry);
+                SearchResult::NoJob { retry } if role == ThreadRole::Regular => {
+                    self.idle_threads.sleep(wake_count, retry);
                 }
-                Found::Nothing { .. } => {
+                SearchResult::NoJob { .. } => {
                     // Another thread may have found this lane full and skipped it, although it has more work. So one
                     // thread is woken.
-                    self.sleepers.wake();
+                    self.idle_threads.wake();
                     return;
                 }
             }
@@ -146,49 +149,51 @@ impl<B: Backing> Worker<B> {
     }
 
     /// Searches the lanes that may be entered, until one has a job.
-    fn find_job(&self, round: &mut Round, role: Role) -> Found<B> {
-        round.begin();
+    fn find_job(&self, search: &mut LaneSearch, role: ThreadRole) -> SearchResult<B> {
+        search.restart();
         let mut retry: Option<Duration> = None;
-        while let Some(lane) = self.board.enter_next(round) {
+        while let Some(lane) = self.lane_scheduler.enter_next(search) {
             match self.pick_from(lane, role) {
-                Found::Nothing { retry: of_lane } => {
-                    retry = retry.into_iter().chain(of_lane).min();
+                SearchResult::NoJob { retry: lane_retry } => {
+                    retry = retry.into_iter().chain(lane_retry).min();
                 }
                 job => return job,
             }
         }
-        Found::Nothing { retry }
+        SearchResult::NoJob { retry }
     }
 
     /// Picks the next job of a lane that the thread has entered. If there is no job, the thread has left the lane
     /// again.
-    fn pick_from(&self, lane: usize, role: Role) -> Found<B> {
+    fn pick_from(&self, lane: usize, role: ThreadRole) -> SearchResult<B> {
         let Lane { index, token } = &self.lanes[lane];
-        let token_use = match token.as_ref().map(|token| self.use_token(*index, token)) {
-            None => None,
-            Some(Ok(token_use)) => Some(token_use),
-            Some(Err(retry)) => {
-                self.board.leave(lane);
-                return Found::Nothing { retry };
+        let mut token_use = None;
+        if let Some(token) = token {
+            match self.use_token(*index, token) {
+                Ok(started_use) => token_use = Some(started_use),
+                Err(retry) => {
+                    self.lane_scheduler.leave(lane);
+                    return SearchResult::NoJob { retry };
+                }
             }
-        };
+        }
         match self.engine.drainer.pick(*index, self.limits_of(role)) {
-            Pick::Job(job) => Found::Job(LaneJob {
+            Pick::Job(job) => SearchResult::Job(LaneJob {
                 lane,
                 job,
                 token_use,
             }),
             Pick::Idle { retry } => {
                 self.leave(lane, token_use);
-                Found::Nothing { retry }
+                SearchResult::NoJob { retry }
             }
         }
     }
 
-    fn limits_of(&self, role: Role) -> LaneLimits {
+    fn limits_of(&self, role: ThreadRole) -> LaneLimits {
         match role {
-            Role::Regular => self.limits,
-            Role::StandIn | Role::StandInOfLane(_) => LaneLimits {
+            ThreadRole::Regular => self.limits,
+            ThreadRole::StandIn | ThreadRole::StandInOfLane(_) => LaneLimits {
                 file_writes_max: 1,
                 leaves_hung_file: true,
             },
@@ -211,7 +216,7 @@ impl<B: Backing> Worker<B> {
         if let (Some(token), Some(token_use)) = (&self.lanes[lane].token, token_use) {
             token.leave(token_use);
         }
-        self.board.leave(lane);
+        self.lane_scheduler.leave(lane);
     }
 
     /// Returns whether a lane has work now.
@@ -220,19 +225,21 @@ impl<B: Backing> Worker<B> {
     }
 
     /// Executes and completes a job. If the drain is paced, the job's CPU time is charged.
-    fn perform(&self, job: Job<B>, pace: Option<&Pace<'_>>) {
-        let before = pace.map(|_| thread_time());
+    fn execute_and_complete(&self, job: Job<B>, pacing: Option<&ThreadPacing<'_>>) {
+        let start_time = pacing.map(|_| thread_time());
         let outcome = self.execute(&job);
         self.engine.drainer.complete(job, outcome);
-        if let (Some(pace), Some(before)) = (pace, before) {
-            pace.pacer.charge(thread_time() - before, pace.is_awaited);
+        if let (Some(pacing), Some(start_time)) = (pacing, start_time) {
+            let used = thread_time() - start_time;
+            pacing.pacer.charge(used, pacing.is_awaited);
         }
     }
 
     /// Executes a job and catches a panic. A panic is a bug, but the bytes of the job are still in the arena. The job
     /// then fails with EIO, so that the bytes remain there.
     fn execute(&self, job: &Job<B>) -> JobOutcome {
-        catch_unwind(AssertUnwindSafe(|| job.execute(&self.engine))).unwrap_or_else(|_| {
+        let execute = AssertUnwindSafe(|| job.execute(&self.engine));
+        catch_unwind(execute).unwrap_or_else(|_| {
             tracing::error!("a write to the backing panicked; its data stays in the arena and is written again later");
             JobOutcome {
                 written: 0,

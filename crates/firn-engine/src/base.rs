@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use firn_arena::{Arena, Located as LocatedBytes};
 use firn_backing::Backing;
-use firn_format::data_socket::{Extent as Listed, IN_MEMORY, IN_MEMORY_FILE, IN_SPILL};
+use firn_format::data_socket::{Extent as ListedExtent, IN_MEMORY, IN_MEMORY_FILE, IN_SPILL};
 use firn_format::geometry::{SLAB_MEDIUM, SLAB_SMALL};
 use firn_format::slab::Class;
 
@@ -27,21 +27,23 @@ pub struct Base<B: Backing> {
 }
 
 impl<B: Backing> Base<B> {
-    /// Returns where the bytes of an extent are now. Returns `None` if they cannot be located, because the spill file
-    /// is missing or damaged.
-    pub(crate) fn list(&self, offset: u64, extent: Extent) -> Option<Listed> {
-        let (at, place) = match self
+    /// Returns where the bytes of an extent are now, as an entry of a list for a client. `offset` is the offset of the
+    /// extent in its file.
+    ///
+    /// Returns `None` if the bytes cannot be located, because the spill file is missing or damaged.
+    pub(crate) fn locate_extent(&self, offset: u64, extent: Extent) -> Option<ListedExtent> {
+        let located = self
             .arena
-            .locate_bytes(extent.piece.slab, extent.position)?
-        {
-            LocatedBytes::Arena(at) => (at, IN_MEMORY),
-            LocatedBytes::Spill(at) => (at, IN_SPILL),
-            LocatedBytes::MemoryFile(_, at) => (at, IN_MEMORY_FILE),
+            .locate_bytes(extent.piece.slab, extent.position)?;
+        let (place, position) = match located {
+            LocatedBytes::Arena(position) => (IN_MEMORY, position),
+            LocatedBytes::Spill(position) => (IN_SPILL, position),
+            LocatedBytes::MemoryFile(_, position) => (IN_MEMORY_FILE, position),
         };
-        Some(Listed {
+        Some(ListedExtent {
             offset,
             len: extent.len,
-            at,
+            at: position,
             chunk: extent.piece.slab.chunk,
             place,
         })

@@ -28,7 +28,7 @@ struct BackingStamp {
 }
 
 impl BackingStamp {
-    fn of(attr: &Attr) -> Self {
+    fn from_attr(attr: &Attr) -> Self {
         Self {
             size: attr.size,
             mtime: attr.mtime,
@@ -131,9 +131,9 @@ impl CachedBytes {
     }
 
     /// Records that the backing's file contains the cached bytes while it has the size and time in `attr`.
-    pub(crate) fn note_in_backing(&mut self, attr: &Attr) {
+    pub(crate) fn record_backing_version(&mut self, attr: &Attr) {
         if let Some(parts) = &mut self.parts {
-            parts.backing_stamp = Some(BackingStamp::of(attr));
+            parts.backing_stamp = Some(BackingStamp::from_attr(attr));
         }
     }
 

@@ -10,6 +10,7 @@
 //! held: after a read of such bytes, a reader checks [`HeldChunks::changed`].
 
 use std::collections::HashSet;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -91,85 +92,81 @@ impl<B: Backing> HeldChunks<B> {
             .counters
             .chunk_lists
             .fetch_add(1, Ordering::Relaxed);
-        let slabs = Vec::new();
-        let mut held = Self {
+        // From here on a drop of `held_chunks` releases all holds, also after an error.
+        let mut held_chunks = Self {
             engine: Arc::clone(engine),
             file: Arc::clone(&file),
-            slabs,
+            slabs: Vec::new(),
             changes: 0,
             memory_bytes: 0,
             bytes: 0,
         };
-        // From here on a drop of `held` releases all holds, also after an error.
         engine.room.check_cache(&file)?;
-        let mut state = file.lock_settled();
+        let mut state = file.lock_without_exclusive_use();
         engine.intake.ingest_published(&file, &mut state);
+        held_chunks.bytes = state.pending.end();
+        held_chunks.changes = state.changes;
         // A writer's changes go into the memory file at once, where its readers see them. So these bytes may change,
         // and the list refers readers to the mount.
         let is_viewed = state.view.is_some();
-        let in_arena = if is_viewed {
-            (held.bytes, held.changes) = (state.pending.end(), state.changes);
+        let arena_extents = if is_viewed {
             Vec::new()
         } else {
-            held.hold_slabs_and_list(&state)?
+            held_chunks.hold_extents(&state)?
         };
         drop(state);
-        held.count_memory(&in_arena);
+        held_chunks.count_memory(&arena_extents);
         // All other bytes were in the backing before the lock was released, and `changed` shows a change since then.
         let attr = engine.base.backing.attr(&engine.tree.object(&inode)?)?;
-        held.bytes = whole_size(&attr, held.bytes);
-        let in_backing = if is_viewed { held.bytes } else { attr.size };
+        held_chunks.bytes = whole_size(&attr, held_chunks.bytes);
+        let backing_size = if is_viewed {
+            held_chunks.bytes
+        } else {
+            attr.size
+        };
         let mut parts = Vec::new();
         let mut listed_end = 0;
-        for extent in in_arena {
-            push_gap(&mut parts, listed_end, extent.offset, in_backing);
+        for extent in arena_extents {
+            push_gap(&mut parts, listed_end..extent.offset, backing_size);
             listed_end = extent.offset + extent.len;
-            push_part(&mut parts, engine.base.part_of(&extent));
+            push_part(&mut parts, engine.base.list_part(&extent));
         }
-        push_gap(&mut parts, listed_end, held.bytes, in_backing);
-        Ok((held, parts))
+        push_gap(&mut parts, listed_end..held_chunks.bytes, backing_size);
+        Ok((held_chunks, parts))
     }
 
     /// Holds the slabs of the file, and returns the file's extents in the arena, in the order of their offsets.
     ///
     /// Fails with EIO if the memory or the disk of pending bytes cannot be read.
-    fn hold_slabs_and_list(&mut self, state: &FileState<B>) -> Result<Vec<ListedExtent>> {
-        let engine = &self.engine;
-        self.bytes = state.pending.end();
-        self.changes = state.changes;
-        let mut in_arena = Vec::new();
-        let mut known = HashSet::new();
+    fn hold_extents(&mut self, state: &FileState<B>) -> Result<Vec<ListedExtent>> {
+        let base = &self.engine.base;
+        let mut listed_extents = Vec::new();
+        let mut held_slabs = HashSet::new();
         for (offset, extent) in state.extents_in_arena(0, usize::MAX) {
             let slab = extent.piece.slab;
             // The slab is held before its place is looked up, so that the place remains valid.
-            if known.insert(slab) {
-                engine.base.arena.hold_slab(slab);
+            if held_slabs.insert(slab) {
+                base.arena.hold_slab(slab);
                 self.slabs.push(slab);
             }
-            let Some(listed) = engine.base.list_if_readable(offset, extent) else {
-                // An unreadable cached extent is left out, as the backing has its bytes too. Pending bytes are nowhere
-                // else, so their loss is an error.
-                if state
-                    .pending
-                    .extents()
-                    .covering(offset..offset + extent.len)
-                    .is_some()
-                {
-                    return Err(Errno::IO);
-                }
-                continue;
-            };
-            in_arena.push(listed);
+            let range = offset..offset + extent.len;
+            if let Some(listed) = base.locate_if_readable(offset, extent) {
+                listed_extents.push(listed);
+            } else if state.pending.extents().covering(range).is_some() {
+                // Pending bytes are nowhere else, so their loss is an error. An unreadable cached extent is left out,
+                // because the backing has its bytes too.
+                return Err(Errno::IO);
+            }
         }
-        Ok(in_arena)
+        Ok(listed_extents)
     }
 
     /// Adds the bytes of the list that are in memory to the counters of the mount, until the list is dropped.
-    fn count_memory(&mut self, in_arena: &[ListedExtent]) {
-        let in_memory = in_arena
+    fn count_memory(&mut self, extents: &[ListedExtent]) {
+        let in_memory = extents
             .iter()
-            .filter(|part| part.place == IN_MEMORY || part.place == IN_MEMORY_FILE);
-        self.memory_bytes = in_memory.map(|part| part.len).sum();
+            .filter(|extent| extent.place == IN_MEMORY || extent.place == IN_MEMORY_FILE);
+        self.memory_bytes = in_memory.map(|extent| extent.len).sum();
         self.engine
             .base
             .counters
@@ -221,52 +218,42 @@ impl<B: Backing> Drop for HeldChunks<B> {
 
 impl<B: Backing> Base<B> {
     /// Returns where an extent of a file lies. Returns `None` if its bytes cannot be located or read.
-    fn list_if_readable(&self, offset: u64, extent: Extent) -> Option<ListedExtent> {
-        self.list(offset, extent)
-            .filter(|_| self.arena.is_readable(extent.piece.slab.chunk))
+    fn locate_if_readable(&self, offset: u64, extent: Extent) -> Option<ListedExtent> {
+        let listed = self.locate_extent(offset, extent)?;
+        if !self.arena.is_readable(extent.piece.slab.chunk) {
+            return None;
+        }
+        Some(listed)
     }
 
-    /// Converts an extent to a part of a list. The caller must hold the chunk of the extent.
-    fn part_of(
-        &self,
-        &ListedExtent {
-            offset,
-            len,
-            at,
-            chunk,
-            place,
-        }: &ListedExtent,
-    ) -> ListedPart {
-        if place == IN_MEMORY_FILE {
-            let (file, _) = self
-                .arena
-                .memory_file_of(chunk)
-                .expect("the chunk of a held slab does not move");
-            return ListedPart {
-                offset,
-                bytes: len,
-                place: PartPlace::MemoryFile,
-                at,
-                chunk: Some(u32::from(file.number())),
-            };
-        }
-        let chunk = Some(chunk);
-        if place == IN_MEMORY {
-            let at = at - self.arena.geometry().data_offset();
-            return ListedPart {
-                offset,
-                bytes: len,
-                place: PartPlace::Memory,
-                at,
-                chunk,
-            };
-        }
-        ListedPart {
-            offset,
-            bytes: len,
+    /// Converts an extent of the arena to a part of a list of chunks. The caller must hold the slab of the extent.
+    fn list_part(&self, extent: &ListedExtent) -> ListedPart {
+        let part = ListedPart {
+            offset: extent.offset,
+            bytes: extent.len,
             place: PartPlace::Spill,
-            at,
-            chunk,
+            at: extent.at,
+            chunk: Some(extent.chunk),
+        };
+        match extent.place {
+            IN_MEMORY => ListedPart {
+                place: PartPlace::Memory,
+                // The list counts from the start of the first chunk, and the extent from the start of the arena.
+                at: extent.at - self.arena.geometry().data_offset(),
+                ..part
+            },
+            IN_MEMORY_FILE => {
+                let (memory_file, _) = self
+                    .arena
+                    .memory_file_of(extent.chunk)
+                    .expect("the chunk of a held slab does not move");
+                ListedPart {
+                    place: PartPlace::MemoryFile,
+                    chunk: Some(u32::from(memory_file.number())),
+                    ..part
+                }
+            }
+            _ => part,
         }
     }
 }
@@ -284,35 +271,29 @@ fn push_part(parts: &mut Vec<ListedPart>, part: ListedPart) {
     parts.push(part);
 }
 
-/// Adds a range that the arena does not have: bytes of the backing up to the end of its file, `in_backing`, and zeros
-/// beyond.
-fn push_gap(parts: &mut Vec<ListedPart>, from: u64, to: u64, in_backing: u64) {
-    let border = in_backing.clamp(from, to);
-    if from < border {
-        let place = PartPlace::Backing;
-        push_part(
-            parts,
-            ListedPart {
-                offset: from,
-                bytes: border - from,
-                place,
-                at: from,
-                chunk: None,
-            },
-        );
+/// Adds a range that the arena does not have. It consists of bytes of the backing, up to the size of the backing's
+/// file, and of zeros after them.
+fn push_gap(parts: &mut Vec<ListedPart>, gap: Range<u64>, backing_size: u64) {
+    let hole_start = backing_size.clamp(gap.start, gap.end);
+    if gap.start < hole_start {
+        let in_backing = ListedPart {
+            offset: gap.start,
+            bytes: hole_start - gap.start,
+            place: PartPlace::Backing,
+            at: gap.start,
+            chunk: None,
+        };
+        push_part(parts, in_backing);
     }
-    if border < to {
-        let place = PartPlace::Hole;
-        push_part(
-            parts,
-            ListedPart {
-                offset: border,
-                bytes: to - border,
-                place,
-                at: 0,
-                chunk: None,
-            },
-        );
+    if hole_start < gap.end {
+        let hole = ListedPart {
+            offset: hole_start,
+            bytes: gap.end - hole_start,
+            place: PartPlace::Hole,
+            at: 0,
+            chunk: None,
+        };
+        push_part(parts, hole);
     }
 }
 
@@ -352,16 +333,16 @@ mod tests {
 
     #[test]
     fn what_the_arena_lacks_is_in_the_backing_up_to_its_end() {
-        let rest = |from, to, in_backing| {
+        let list_gap = |gap, backing_size| {
             let mut parts = Vec::new();
-            push_gap(&mut parts, from, to, in_backing);
+            push_gap(&mut parts, gap, backing_size);
             parts
         };
-        assert_eq!(rest(0, 10, 10), [backing(0, 10)]);
-        assert_eq!(rest(4, 10, 7), [backing(4, 3), hole(7, 3)]);
-        assert_eq!(rest(4, 10, 3), [hole(4, 6)]);
-        assert_eq!(rest(4, 10, 99), [backing(4, 6)]);
-        assert_eq!(rest(4, 4, 99), []);
+        assert_eq!(list_gap(0..10, 10), [backing(0, 10)]);
+        assert_eq!(list_gap(4..10, 7), [backing(4, 3), hole(7, 3)]);
+        assert_eq!(list_gap(4..10, 3), [hole(4, 6)]);
+        assert_eq!(list_gap(4..10, 99), [backing(4, 6)]);
+        assert_eq!(list_gap(4..4, 99), []);
     }
 
     #[test]

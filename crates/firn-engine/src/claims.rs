@@ -65,18 +65,18 @@ pub(crate) struct ClaimGuard<'a> {
 impl PathClaims {
     /// Claims that the paths returned by `paths` do not change. Waits while one of them is being changed, and calls
     /// `paths` again after each wait.
-    pub(crate) fn stay(&self, paths: impl Fn() -> Vec<Path>) -> ClaimGuard<'_> {
+    pub(crate) fn claim_unchanged(&self, paths: impl Fn() -> Vec<Path>) -> ClaimGuard<'_> {
         self.claim(paths, ClaimKind::Stay)
     }
 
     /// Claims to change the paths returned by `paths`, and with them all paths below. Waits for conflicting claims.
-    pub(crate) fn change(&self, paths: impl Fn() -> Vec<Path>) -> ClaimGuard<'_> {
+    pub(crate) fn claim_change(&self, paths: impl Fn() -> Vec<Path>) -> ClaimGuard<'_> {
         self.claim(paths, ClaimKind::Change)
     }
 
     /// Waits until no claim conflicts with a new claim, and adds the new claim.
     fn claim(&self, paths: impl Fn() -> Vec<Path>, kind: ClaimKind) -> ClaimGuard<'_> {
-        let (mut list, paths) = self.wait_for_conflicts(paths, kind);
+        let (mut list, paths) = self.wait_until_no_conflict(paths, kind);
         list.last_id += 1;
         let id = list.last_id;
         self.change_count
@@ -92,29 +92,29 @@ impl PathClaims {
 
     /// Runs `work` while the paths returned by `paths` cannot change. `work` must be short, because the lock of all
     /// claims is held meanwhile.
-    pub(crate) fn while_staying<T>(
+    pub(crate) fn with_unchanged_paths<T>(
         &self,
         paths: impl Fn() -> Vec<Path>,
         work: impl FnOnce() -> T,
     ) -> T {
-        let _list = self.wait_for_conflicts(paths, ClaimKind::Stay);
+        let _list = self.wait_until_no_conflict(paths, ClaimKind::Stay);
         work()
     }
 
     /// Waits until no present claim conflicts with a new one. Returns with the lock held, and the paths as they are
     /// now.
-    fn wait_for_conflicts(
+    fn wait_until_no_conflict(
         &self,
         paths: impl Fn() -> Vec<Path>,
         kind: ClaimKind,
     ) -> (MutexGuard<'_, ClaimList>, Vec<Path>) {
         let mut list = self.list.lock();
-        // The paths are read again after each wait, as the change that ended may have renamed them.
         loop {
-            let paths = paths();
-            let conflicts = |claim: &Claim| claim.conflicts_with(&paths, kind);
+            // The paths are read again after each wait, as the change that ended may have renamed them.
+            let present_paths = paths();
+            let conflicts = |claim: &Claim| claim.conflicts_with(&present_paths, kind);
             if !list.claims.iter().any(conflicts) {
-                return (list, paths);
+                return (list, present_paths);
             }
             list.wait(&self.released);
         }
@@ -124,25 +124,28 @@ impl PathClaims {
 impl Claim {
     /// Returns whether this claim conflicts with a new one of this kind on `paths`.
     fn conflicts_with(&self, paths: &[Path], kind: ClaimKind) -> bool {
-        let are_some_below = |paths: &[Path], tops: &[Path]| {
+        let is_any_below = |paths: &[Path], tops: &[Path]| {
             paths
                 .iter()
                 .any(|path| tops.iter().any(|top| is_below(path, top)))
         };
-        (self.kind == ClaimKind::Change && are_some_below(paths, &self.paths))
-            || (kind == ClaimKind::Change && are_some_below(&self.paths, paths))
+        // A change of a path also changes all paths below it.
+        (self.kind == ClaimKind::Change && is_any_below(paths, &self.paths))
+            || (kind == ClaimKind::Change && is_any_below(&self.paths, paths))
     }
 }
 
 impl Drop for ClaimGuard<'_> {
     fn drop(&mut self) {
         let mut list = self.claims.list.lock();
-        let index = list.claims.iter().position(|claim| claim.id == self.id);
-        let ended = list
+        let index = list
             .claims
-            .swap_remove(index.expect("a claim stays in the list until its guard is dropped"));
+            .iter()
+            .position(|claim| claim.id == self.id)
+            .expect("a claim stays in the list until its guard is dropped");
+        let claim = list.claims.swap_remove(index);
         self.claims.change_count.fetch_sub(
-            usize::from(ended.kind == ClaimKind::Change),
+            usize::from(claim.kind == ClaimKind::Change),
             Ordering::AcqRel,
         );
         drop(list);

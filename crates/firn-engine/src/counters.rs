@@ -1,7 +1,7 @@
 //! Counters of an engine since the attach, and sums of the bytes and files that are pending now.
 //!
 //! Invariant: [`PendingTotals`] of a lane has the sums over its files. Each change of a file's pending bytes calls
-//! [`PendingTotals::note_change`] under the file's lock.
+//! [`PendingTotals::record_change`] under the file's lock.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -46,7 +46,7 @@ impl Decisions {
         self.0.count(decision as usize);
     }
 
-    pub(crate) fn of(&self, decision: Decision) -> u64 {
+    pub(crate) fn count_of(&self, decision: Decision) -> u64 {
         self.0.get(decision as usize)
     }
 }
@@ -107,23 +107,22 @@ pub(crate) struct PendingTotals {
 }
 
 impl PendingTotals {
-    /// Counts a change of one file's pending bytes, from `before` to `after`.
-    pub(crate) fn note_change(&self, before: u64, after: u64) {
-        if after >= before {
-            self.bytes.fetch_add(after - before, Ordering::Relaxed);
+    /// Counts a change of one file's pending bytes, from `bytes_before` to `bytes_after`.
+    pub(crate) fn record_change(&self, bytes_before: u64, bytes_after: u64) {
+        if bytes_after >= bytes_before {
+            let added = bytes_after - bytes_before;
+            self.bytes.fetch_add(added, Ordering::Relaxed);
         } else {
-            let held = self.bytes.fetch_sub(before - after, Ordering::Relaxed);
-            debug_assert!(held >= before - after, "more is drained than was held");
+            let removed = bytes_before - bytes_after;
+            let total = self.bytes.fetch_sub(removed, Ordering::Relaxed);
+            debug_assert!(total >= removed, "more is drained than was held");
         }
-        match (before == 0, after == 0) {
-            (true, false) => {
-                self.files.fetch_add(1, Ordering::Relaxed);
-            }
-            (false, true) => {
-                let held = self.files.fetch_sub(1, Ordering::Relaxed);
-                debug_assert!(held > 0, "more files are drained than were held");
-            }
-            _ => {}
+        if bytes_before == 0 && bytes_after > 0 {
+            self.files.fetch_add(1, Ordering::Relaxed);
+        }
+        if bytes_before > 0 && bytes_after == 0 {
+            let total = self.files.fetch_sub(1, Ordering::Relaxed);
+            debug_assert!(total > 0, "more files are drained than were held");
         }
     }
 

@@ -16,10 +16,10 @@ use firn_backing::lock::Mutex;
 use firn_backing::{Access, Attr, Backing, Caller, Errno, FileUse, KernelReads, Placing};
 
 use crate::engine::Engine;
-use crate::file::{BackingFile, File, FileState};
+use crate::file::{BackingFile, File, FileId, FileState};
 use crate::file_events::FileChange;
 use crate::names::Inode;
-use crate::privileges::{Anybody, has_set_id_bits};
+use crate::privileges::{AnyPrincipal, has_set_id_bits};
 use crate::tables::Handle;
 use crate::write::WriteStart;
 use crate::{ClosePolicy, Entry, HandleId, InodeId, OpenMode, Opened, Principal, Result, Written};
@@ -63,27 +63,28 @@ impl<B: Backing> Engine<B> {
         })
     }
 
-    /// Creates and opens a file as [`Engine::create`] does. The caller will rename it to `later`, and the backing
-    /// places its data by that name.
+    /// Creates and opens a file as [`Engine::create`] does. The caller will rename the file to `final_name` in the
+    /// directory `final_parent`, and the backing places the file's data by that name.
     pub fn create_placed(
         &self,
         caller: &Caller,
         (parent, name): (InodeId, &OsStr),
         mode: u32,
         flags: i32,
-        later: (InodeId, &OsStr),
+        (final_parent, final_name): (InodeId, &OsStr),
     ) -> Result<(Entry, Opened)> {
         let dir = self.tree.inode(parent)?;
-        let later_dir = self.tree.inode(later.0)?;
+        let final_dir = self.tree.inode(final_parent)?;
         self.create_file(&dir, name, flags, || {
-            let later_dir = self.tree.object(&later_dir)?;
+            let final_dir_object = self.tree.object(&final_dir)?;
             let placing = Placing::Named {
-                parent: &later_dir,
-                name: later.1,
+                parent: &final_dir_object,
+                name: final_name,
             };
+            let dir_object = self.tree.object(&dir)?;
             self.base
                 .backing
-                .create_placed(caller, &self.tree.object(&dir)?, name, mode, placing)
+                .create_placed(caller, &dir_object, name, mode, placing)
         })
     }
 
@@ -97,8 +98,9 @@ impl<B: Backing> Engine<B> {
         create: impl FnMut() -> Result<(B::Inode, B::File, Attr)>,
     ) -> Result<(Entry, Opened)> {
         self.open_files.close_excess_files();
-        let before = self.tree.names.backing_name_changes();
-        let privileges = self.privileges.epoch();
+        // Both are read before the create, so that they show a change that comes during the create.
+        let name_changes_before = self.tree.names.backing_name_changes();
+        let privilege_epoch = self.privileges.epoch();
         let (object, backing_file, attr) = match self.open_files.with_descriptor(create) {
             Ok(created) => created,
             Err(Errno::EXIST) if flags & O_EXCL == 0 => {
@@ -110,9 +112,9 @@ impl<B: Backing> Engine<B> {
         self.base
             .backing
             .note_use(&backing_file, FileUse::OpenedToWrite)?;
-        let inode = self
-            .namespace
-            .register_created(before, dir, name, object, &attr)?;
+        let inode =
+            self.namespace
+                .register_created(name_changes_before, dir, name, object, &attr)?;
         let writer = Arc::new(BackingFile {
             file: backing_file,
             access: Access::ReadWrite,
@@ -120,7 +122,7 @@ impl<B: Backing> Engine<B> {
         let opened = self.add_handle(&inode, flags, |state| {
             state.writer.get_or_insert_with(|| Arc::clone(&writer));
             if !has_set_id_bits(&attr) {
-                state.unprivileged_epoch = privileges;
+                state.unprivileged_epoch = privilege_epoch;
             }
             OpenMode::Engine
         });
@@ -140,19 +142,22 @@ impl<B: Backing> Engine<B> {
         flags: i32,
     ) -> Result<(Entry, Opened)> {
         let entry = self.namespace.lookup(dir.id, name)?;
-        let truncates = flags & O_TRUNC != 0;
-        let unprivileged = if truncates {
-            self.privilege_rules.drop_privileges(entry.inode, &Anybody)
-        } else {
-            Ok(())
-        };
-        match unprivileged.and_then(|()| self.open(entry.inode, flags)) {
+        match self.drop_privileges_and_open(entry.inode, flags) {
             Ok(opened) => Ok((entry, opened)),
             Err(errno) => {
+                // The kernel does not get the entry, so the look-up does not count.
                 self.namespace.forget(entry.inode, 1);
                 Err(errno)
             }
         }
+    }
+
+    /// Opens a file as [`Engine::open`] does, after a truncation has removed its privileges if `flags` have `O_TRUNC`.
+    fn drop_privileges_and_open(&self, inode: InodeId, flags: i32) -> Result<Opened> {
+        if flags & O_TRUNC != 0 {
+            self.privilege_rules.drop_privileges(inode, &AnyPrincipal)?;
+        }
+        self.open(inode, flags)
     }
 
     /// Opens a regular file. `flags` are those of open(2); `O_TRUNC` is done here, after
@@ -162,22 +167,40 @@ impl<B: Backing> Engine<B> {
         let wants_write = matches!(flags & O_ACCMODE, O_WRONLY | O_RDWR);
         let file = self.open_files.file_with(&inode, |_| {});
         self.open_files.close_excess_files();
-        let opened = self
-            .open_files
-            .with_descriptor(|| self.open_backing(&file, wants_write));
-        let ready = opened.and_then(|()| self.room.check_cache(&file));
-        let truncated = ready.and_then(|()| {
-            if flags & O_TRUNC != 0 {
-                self.exclusive.truncate_file(&file, 0)
-            } else {
-                Ok(())
-            }
-        });
-        if let Err(errno) = truncated {
+        if let Err(errno) = self.prepare_open(&file, wants_write, flags & O_TRUNC != 0) {
             self.open_files.drop_if_unused(&file);
             return Err(errno);
         }
-        let kernel_reads = self.open_files.kernel_reads(&file);
+        let choice = self.mode_choice(&inode, &file, wants_write);
+        let opened = self.add_handle(&inode, flags, |state| {
+            self.choose_open_mode(&inode, state, &choice)
+        });
+        if choice.is_cacheable && choice.settled_size.is_none() {
+            self.room.queue_for_settling(&file);
+        }
+        Ok(opened)
+    }
+
+    /// Opens the backing's file for a new handle, drops cached bytes that are out of date, and truncates the file to 0
+    /// if `truncates` is true.
+    fn prepare_open(&self, file: &Arc<File<B>>, wants_write: bool, truncates: bool) -> Result<()> {
+        self.open_files
+            .with_descriptor(|| self.open_backing(file, wants_write))?;
+        self.room.check_cache(file)?;
+        if truncates {
+            self.exclusive.truncate_file(file, 0)?;
+        }
+        Ok(())
+    }
+
+    /// Collects the facts that decide the mode of a new handle.
+    fn mode_choice(
+        &self,
+        inode: &Arc<Inode<B>>,
+        file: &Arc<File<B>>,
+        wants_write: bool,
+    ) -> ModeChoice {
+        let kernel_reads = self.open_files.kernel_reads(file);
         let allows_passthrough =
             self.kernel_cache.allows_passthrough() && kernel_reads == KernelReads::Passthrough;
         let is_cacheable = !wants_write && !self.base.options.serves_every_read;
@@ -185,27 +208,21 @@ impl<B: Backing> Engine<B> {
         // too.
         let has_current_pages = is_cacheable
             && !allows_passthrough
-            && self.kernel_cache.is_as_cached(&inode)
+            && self.kernel_cache.is_as_cached(inode)
             && kernel_reads != KernelReads::Shared;
-        let may_be_in_memory_file = is_cacheable && kernel_reads == KernelReads::Passthrough;
-        let settled_size = may_be_in_memory_file
-            .then(|| self.settled_size(&file))
-            .flatten();
-        let choice = ModeChoice {
+        let settled_size = if is_cacheable && kernel_reads == KernelReads::Passthrough {
+            self.settled_size(file)
+        } else {
+            None
+        };
+        ModeChoice {
             wants_write,
             is_cacheable,
             allows_passthrough,
             has_current_pages,
             reads_memory: self.kernel_cache.passes_memory_through(),
             settled_size,
-        };
-        let opened = self.add_handle(&inode, flags, |state| {
-            self.choose_open_mode(&inode, state, &choice)
-        });
-        if is_cacheable && settled_size.is_none() {
-            self.room.settle_later(&file);
         }
-        Ok(opened)
     }
 
     /// Chooses what serves the reads of a new handle. The kernel allows only one mode for all handles of an inode, so
@@ -235,7 +252,7 @@ impl<B: Backing> Engine<B> {
         // While the kernel caches pages of an open file, it refuses passthrough for the inode.
         let is_cached = state.opens.has_cached();
         if state.is_passed_through_memory()
-            || (reads_memory && self.begin_view(state, settled_size))
+            || (reads_memory && self.create_view_for_kernel(state, settled_size))
         {
             OpenMode::Memory
         } else if state.opens.has_passthrough()
@@ -246,21 +263,23 @@ impl<B: Backing> Engine<B> {
             OpenMode::Cached {
                 keep: has_current_pages,
             }
-        } else if !reads_memory && self.may_keep_pages(state, settled_size) {
-            let keep = inode.note_pages_of_memory_file(state.changes);
+        } else if !reads_memory && self.can_keep_pages(state, settled_size) {
+            let keep = inode.record_memory_file_pages(state.changes);
             OpenMode::Cached { keep }
         } else {
             OpenMode::Engine
         }
     }
 
-    /// Lets the kernel read a file of `size` bytes from its memory file. Returns false if the file has a writer, or not
-    /// all of its bytes are in one memory file.
-    fn begin_view(&self, state: &mut FileState<B>, size: Option<u64>) -> bool {
+    /// Lets the kernel read a file of `size` bytes from its memory file. Returns false if the size is not known, the
+    /// file has a writer, or not all of its bytes are in one memory file.
+    fn create_view_for_kernel(&self, state: &mut FileState<B>, size: Option<u64>) -> bool {
         // The kernel allows only one mode for all handles of an inode.
         let has_other_mode = state.opens.has_through_engine() || state.opens.has_cached();
-        let size = size.filter(|_| !has_other_mode);
-        size.is_some_and(|size| state.begin_view(&self.base.arena, size).is_some())
+        match size {
+            Some(size) if !has_other_mode => state.create_view(&self.base.arena, size).is_some(),
+            _ => false,
+        }
     }
 
     /// Returns the length of a file if all of its bytes are in one memory file.
@@ -270,7 +289,7 @@ impl<B: Backing> Engine<B> {
         }
         {
             let state = file.lock();
-            let bytes = state.gapless_bytes();
+            let bytes = state.contiguous_bytes();
             if bytes < self.base.options.memory_file_bytes_min {
                 return None;
             }
@@ -282,11 +301,13 @@ impl<B: Backing> Engine<B> {
     /// Returns whether the kernel may keep pages of a held file that it cannot read by itself. It may if the file has
     /// no writer and all of its `size` bytes are in a memory file. It may not keep bytes of the backing, because
     /// another host may change them without notice.
-    fn may_keep_pages(&self, state: &FileState<B>, size: Option<u64>) -> bool {
+    fn can_keep_pages(&self, state: &FileState<B>, size: Option<u64>) -> bool {
         let is_used_otherwise =
             state.opens.has_passthrough() || state.opens.has_writers() || state.direct.has_grant();
-        let settled = size.filter(|_| !is_used_otherwise);
-        settled.is_some_and(|size| state.memory_file(&self.base.arena, size).is_some())
+        match size {
+            Some(size) if !is_used_otherwise => state.memory_file(&self.base.arena, size).is_some(),
+            _ => false,
+        }
     }
 
     /// Opens the file in the backing with the access that a new handle needs, so that open(2) returns the error of the
@@ -294,7 +315,7 @@ impl<B: Backing> Engine<B> {
     pub(crate) fn open_backing(&self, file: &Arc<File<B>>, wants_write: bool) -> Result<()> {
         if wants_write {
             let writer = self.open_files.writer(file)?;
-            return self.note_open(file, &writer.file, true);
+            return self.catch_up_at_open(file, &writer.file, FileUse::OpenedToWrite);
         }
         // Passthrough needs one descriptor that can also write, for writers that come later.
         let writer = if self.kernel_cache.can_pass_through() {
@@ -302,19 +323,22 @@ impl<B: Backing> Engine<B> {
         } else {
             None
         };
-        let open = writer.map_or_else(|| self.open_files.reader(file), Ok)?;
-        self.note_open(file, &open.file, false)
+        let backing_file = match writer {
+            Some(writer) => writer,
+            None => self.open_files.reader(file)?,
+        };
+        self.catch_up_at_open(file, &backing_file.file, FileUse::OpenedToRead)
     }
 
     /// Makes changes visible that other hosts made before their close (close-to-open consistency). The kernel's cached
     /// attributes are dropped, because the length may have changed.
-    fn note_open(&self, file: &File<B>, open: &B::File, writes: bool) -> Result<()> {
-        let opened = if writes {
-            FileUse::OpenedToWrite
-        } else {
-            FileUse::OpenedToRead
-        };
-        self.base.backing.note_use(open, opened)?;
+    fn catch_up_at_open(
+        &self,
+        file: &File<B>,
+        backing_file: &B::File,
+        open_kind: FileUse,
+    ) -> Result<()> {
+        self.base.backing.note_use(backing_file, open_kind)?;
         self.kernel_cache.drop_kernel_attributes(file);
         Ok(())
     }
@@ -324,36 +348,36 @@ impl<B: Backing> Engine<B> {
         &self,
         inode: &Arc<Inode<B>>,
         flags: i32,
-        mode: impl FnOnce(&mut FileState<B>) -> OpenMode,
+        choose_mode: impl FnOnce(&mut FileState<B>) -> OpenMode,
     ) -> Opened {
         let id = self.open_files.handles.new_id();
-        self.insert_handle(id, inode, flags, mode)
+        self.insert_handle(id, inode, flags, choose_mode)
     }
 
-    /// Adds a handle under the unused number `id`, and returns the result of the open for the kernel. `mode` chooses
-    /// the mode of the handle under the file's lock.
+    /// Adds a handle under the unused number `id`, and returns the result of the open for the kernel. Calls
+    /// `choose_mode` under the file's lock.
     pub(crate) fn insert_handle(
         &self,
         id: HandleId,
         inode: &Arc<Inode<B>>,
         flags: i32,
-        mode: impl FnOnce(&mut FileState<B>) -> OpenMode,
+        choose_mode: impl FnOnce(&mut FileState<B>) -> OpenMode,
     ) -> Opened {
         let writable = flags & O_ACCMODE != 0;
-        let mut chosen = OpenMode::Engine;
+        let mut chosen_mode = OpenMode::Engine;
         let mut is_first_writer = false;
         let file = self.open_files.file_with(inode, |state| {
-            chosen = mode(state);
-            if let OpenMode::Cached { .. } = chosen {
+            chosen_mode = choose_mode(state);
+            if let OpenMode::Cached { .. } = chosen_mode {
                 self.kernel_cache.count_cached_open();
             }
             is_first_writer = writable && !state.opens.has_writers();
-            state.opens.add(id, chosen, writable);
+            state.opens.add(id, chosen_mode, writable);
             if writable {
                 // The engine does not see writes that the kernel makes by itself, so the contents count as changed now.
-                state.changes += u64::from(chosen == OpenMode::Passthrough);
+                state.changes += u64::from(chosen_mode == OpenMode::Passthrough);
                 state.direct.invalidate_lists(&self.base.arena);
-                if !state.may_cache() {
+                if !state.can_cache() {
                     state.cache.drop_all(&self.base.arena);
                 }
                 self.base.journal.update_ending(state);
@@ -361,7 +385,7 @@ impl<B: Backing> Engine<B> {
         });
         if is_first_writer {
             let events = &self.base.file_events;
-            events.note(&file.inode, FileChange::Opened);
+            events.record(&file.inode, FileChange::Opened);
         }
         // The file now has another handle, so a client must not write it directly.
         self.intake.end_grant(&file);
@@ -378,12 +402,12 @@ impl<B: Backing> Engine<B> {
             has_closed_descriptor: AtomicBool::new(false),
             opener: AtomicU32::new(0),
             is_mapped: AtomicBool::new(false),
-            mode: Mutex::new(chosen),
+            mode: Mutex::new(chosen_mode),
         };
         self.open_files.handles.insert(handle);
         Opened {
             handle: id,
-            mode: chosen,
+            mode: chosen_mode,
             size,
         }
     }
@@ -431,41 +455,55 @@ impl<B: Backing> Engine<B> {
         if !handle.writable {
             return Err(Errno::BADF);
         }
-        let end = offset
-            .checked_add(data.len() as u64)
-            .filter(|&end| end <= i64::MAX as u64);
-        end.ok_or(Errno::FBIG)?;
+        let end = offset.checked_add(data.len() as u64);
+        if end.is_none_or(|end| end > i64::MAX as u64) {
+            return Err(Errno::FBIG);
+        }
         if data.is_empty() {
             return Ok(Written::Bytes(0));
         }
         self.intake.end_grant(file);
-        let file_id = match self.writes.begin_write(file, offset, data, by)? {
-            WriteStart::Done(n) => {
-                self.base.counters.count_ingest(n as u64);
-                return Ok(Written::Bytes(n));
+        let known_id = match self.writes.begin_write(file, offset, data, by)? {
+            WriteStart::Done(written_bytes) => {
+                self.base.counters.count_ingest(written_bytes as u64);
+                return Ok(Written::Bytes(written_bytes));
             }
-            WriteStart::Append(file_id) => file_id,
+            WriteStart::Append(known_id) => known_id,
         };
-        let mut written = 0;
-        let mut slot = handle.lease.lock();
-        while written < data.len() {
-            let unwritten = &data[written..];
-            let position = offset + written as u64;
-            let appended = self
-                .writes
-                .append(&handle, &mut slot, file_id, position, unwritten);
-            if appended == 0 {
-                break;
-            }
-            written += appended;
-        }
-        drop(slot);
+        let written_bytes = self.append_all(&handle, known_id, offset, data);
         self.room.wake_writers();
-        if written == 0 {
+        if written_bytes == 0 {
             return Ok(Written::Full);
         }
-        self.base.counters.count_ingest(written as u64);
-        Ok(Written::Bytes(written))
+        self.base.counters.count_ingest(written_bytes as u64);
+        Ok(Written::Bytes(written_bytes))
+    }
+
+    /// Appends bytes of one write to the arena until all are appended or the arena is full. `known_id` is the file id
+    /// that [`Writes::begin_write`](crate::Writes) has read. Returns the number of appended bytes.
+    fn append_all(
+        &self,
+        handle: &Handle<B>,
+        known_id: Option<FileId>,
+        offset: u64,
+        data: &[u8],
+    ) -> usize {
+        let mut written_bytes = 0;
+        let mut lease_slot = handle.lease.lock();
+        while written_bytes < data.len() {
+            let appended_bytes = self.writes.append(
+                handle,
+                &mut lease_slot,
+                known_id,
+                offset + written_bytes as u64,
+                &data[written_bytes..],
+            );
+            if appended_bytes == 0 {
+                break;
+            }
+            written_bytes += appended_bytes;
+        }
+        written_bytes
     }
 
     /// Ends a handle after its last use. Pending bytes remain pending and are drained. A file without a name and
@@ -485,7 +523,7 @@ impl<B: Backing> Engine<B> {
             state.opens.end_closing();
         }
         state.opens.remove(handle.id, mode, handle.writable);
-        handle.end_mapped(&mut state);
+        handle.remove_mapping(&mut state);
         state.end_view(&self.base.arena);
         self.base.journal.record_released(&handle, &mut state);
         match mode {
@@ -503,25 +541,25 @@ impl<B: Backing> Engine<B> {
         if was_last_writer && self.base.options.close == ClosePolicy::Drain && !state.unlinked {
             self.drain.force(file, &mut state);
         }
-        file.inode.note_cut(state.opens.is_cut());
+        file.inode.record_cut(state.opens.is_cut());
         drop(state);
         if was_last_writer {
             let events = &self.base.file_events;
-            events.note(&file.inode, FileChange::Closed);
+            events.record(&file.inode, FileChange::Closed);
         }
-        self.open_files.keep_cut(&file.inode);
+        self.open_files.remember_cut_inode(&file.inode);
         if handle.writable {
-            self.open_files.note_written(file);
+            self.open_files.notify_file_written(file);
         }
         self.open_files.close_if_unused(file);
         if is_orphan {
             self.exclusive.discard(file);
         }
         if is_closed {
-            self.open_files.take_from_keeper(file);
+            self.open_files.remove_from_keeper(file);
         }
         if was_last_writer {
-            self.room.settle_later(file);
+            self.room.queue_for_settling(file);
         }
         self.open_files.drop_if_unused(file);
         if let Some(live) = self.live() {

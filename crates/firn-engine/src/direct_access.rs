@@ -43,7 +43,7 @@ use crate::tables::Handle;
 use crate::tree::NameTree;
 use crate::{
     ClientId, DirectGrant, DirectList, DirectRefusal, DirectWriteObserver, HandleId, OpenMode,
-    SlabRequest,
+    Result, SlabRequest,
 };
 
 /// Number of leases that remain when the client asks for more: it may still be filling the last one.
@@ -62,6 +62,13 @@ struct LocatedInBacking<B: Backing> {
     object: B::Inode,
     /// Value of [`Facts::changes_by_others`](firn_backing::Facts) for which the places are valid.
     changes_by_others: u64,
+}
+
+/// A grant that was just created.
+struct CreatedGrant {
+    file_id: FileId,
+    /// File offset after the last pending byte.
+    pending_end: u64,
 }
 
 /// A list that is being made.
@@ -102,35 +109,44 @@ fn allows_lists<B: Backing>(state: &FileState<B>) -> bool {
 /// Merges two sorted lists: the `extents` of the arena, and the `parts` that lie in the backing. Where both have bytes,
 /// the arena's bytes are newer and are used.
 fn fill_gaps(extents: &[ListedExtent], parts: &[LocatedPart]) -> Vec<ListedExtent> {
-    let mut filled = Vec::with_capacity(extents.len() + parts.len());
-    let mut later = extents.iter().peekable();
+    let mut merged = Vec::with_capacity(extents.len() + parts.len());
+    let mut extents_left = extents.iter().peekable();
     for part in parts {
-        let end = part.offset + part.len;
-        let mut position = part.offset;
-        while position < end {
-            let next = later.peek().filter(|extent| extent.offset < end);
-            let gap_end = next.map_or(end, |extent| extent.offset.max(position));
-            if gap_end > position {
-                filled.push(ListedExtent {
-                    offset: position,
-                    len: gap_end - position,
-                    at: part.position + (position - part.offset),
-                    chunk: part.file.unwrap_or(0) as u32,
-                    place: part.file.map_or(TO_BE_ASKED, |_| IN_BACKING),
-                });
+        let part_end = part.offset + part.len;
+        let mut offset = part.offset;
+        while offset < part_end {
+            let next_extent = extents_left
+                .peek()
+                .copied()
+                .filter(|extent| extent.offset < part_end);
+            let gap_end = next_extent.map_or(part_end, |extent| extent.offset.max(offset));
+            if gap_end > offset {
+                merged.push(list_backing_part(part, offset..gap_end));
             }
-            let Some(extent) = next else { break };
+            let Some(extent) = next_extent else { break };
             let extent_end = extent.offset + extent.len;
-            position = extent_end.max(gap_end);
-            if extent_end > end {
+            if extent_end > part_end {
+                // The extent may also cover bytes of the next part, so it remains the next extent.
                 break;
             }
-            filled.push(**extent);
-            later.next();
+            offset = extent_end.max(gap_end);
+            merged.push(*extent);
+            extents_left.next();
         }
     }
-    filled.extend(later);
-    filled
+    merged.extend(extents_left);
+    merged
+}
+
+/// Returns the list entry for the bytes of `range`, which is inside `part`.
+fn list_backing_part(part: &LocatedPart, range: Range<u64>) -> ListedExtent {
+    ListedExtent {
+        offset: range.start,
+        len: range.end - range.start,
+        at: part.position + (range.start - part.offset),
+        chunk: part.file.unwrap_or(0) as u32,
+        place: part.file.map_or(TO_BE_ASKED, |_| IN_BACKING),
+    }
 }
 
 /// Issues grants, leases and lists to client processes.
@@ -166,65 +182,73 @@ impl<B: Backing> DirectAccess<B> {
     pub fn grant_direct_access(
         &self,
         client: ClientId,
-        token: HandleId,
+        handle_id: HandleId,
     ) -> DirectResult<DirectGrant> {
-        let handle = self.writable_handle(token)?;
+        let handle = self.writable_handle(handle_id)?;
         let file = &handle.file;
-        let privileges = self.privileges.epoch();
-        let has_capabilities = |object| self.tree.has_capabilities(&object);
-        // A write must remove capabilities, and recovery cannot find a file without a name. So in both cases programs
-        // must write through the kernel.
-        if self.tree.object(&file.inode).map_or(true, has_capabilities)
-            || self.tree.has_no_known_name(file).unwrap_or(true)
-            || *handle.mode.lock() != OpenMode::Engine
-        {
+        let epoch_before = self.privileges.epoch();
+        if self.must_write_through_kernel(&handle) {
             return Err(DirectRefusal::Busy);
         }
-        let grant = || self.give_grant(client, &handle);
-        let (file_id, end) = self
+        let create_grant = || self.create_grant(client, &handle);
+        let granted = self
             .tree
             .paths
-            .while_staying(|| file.inode.paths(), grant)?;
+            .with_unchanged_paths(|| file.inode.paths(), create_grant)?;
         // From here on only the client changes the file. Bytes that a drain moves to the backing before the next call
         // are counted in the arena or in the backing.
-        let in_backing = self
+        let attr = self
             .tree
             .object(&file.inode)
             .and_then(|object| self.base.backing.attr(&object));
-        let plain = in_backing.ok().filter(|attr| !has_set_id_bits(attr));
         // A change of privileges before the grant could not revoke it. The epoch shows such a change.
-        let is_same = self.privileges.epoch() == privileges;
-        let Some(attr) = plain.filter(|_| is_same) else {
-            self.end_direct_access(client, token);
-            return Err(DirectRefusal::Busy);
-        };
-        Ok(DirectGrant {
-            file_id,
-            size: whole_size(&attr, end),
-            inode: file.inode.id,
-        })
+        let have_privileges_changed = self.privileges.epoch() != epoch_before;
+        match attr {
+            Ok(attr) if !has_set_id_bits(&attr) && !have_privileges_changed => Ok(DirectGrant {
+                file_id: granted.file_id,
+                size: whole_size(&attr, granted.pending_end),
+                inode: file.inode.id,
+            }),
+            _ => {
+                self.end_direct_access(client, handle_id);
+                Err(DirectRefusal::Busy)
+            }
+        }
     }
 
-    /// Makes the grant if the state of the file allows it. Returns the file id, and the end of the pending bytes.
-    fn give_grant(&self, client: ClientId, handle: &Handle<B>) -> DirectResult<(FileId, u64)> {
+    /// Returns whether the writes of a handle must go through the kernel, because of the file's capabilities or names,
+    /// or because the kernel serves the handle. An error of the backing counts as a reason too.
+    fn must_write_through_kernel(&self, handle: &Handle<B>) -> bool {
+        let file = &handle.file;
+        // A write must remove capabilities, which only a write through the kernel does.
+        let has_capabilities = || {
+            let object = self.tree.object(&file.inode);
+            object.map_or(true, |object| self.tree.has_capabilities(&object))
+        };
+        // Recovery could not find the file by a name.
+        let has_no_name = || self.tree.has_no_known_name(file).unwrap_or(true);
+        has_capabilities() || has_no_name() || *handle.mode.lock() != OpenMode::Engine
+    }
+
+    /// Creates the grant. Fails with `Busy` if another process uses the file, a drain of it failed, the file has no
+    /// name, or the journal is full.
+    fn create_grant(&self, client: ClientId, handle: &Handle<B>) -> DirectResult<CreatedGrant> {
         let file = &handle.file;
         let mut state = file.lock();
-        // A client that asks again gets a new grant, and the old one ends. Two clients that share a descriptor get no
-        // grant.
-        let shared = state
+        let has_other_client = state
             .direct
             .grant()
             .is_some_and(|grant| grant.client != client);
+        // A client that asks again gets a new grant. Two clients that share a descriptor get none.
         self.intake.revoke_grant(file, &mut state);
-        let alone = state.opens.is_only(handle.id) && !state.drain.is_exclusive();
-        if shared || !alone || state.drain.failure().is_some() || state.unlinked {
+        let has_other_user =
+            has_other_client || !state.opens.is_only(handle.id) || state.drain.is_exclusive();
+        if has_other_user || state.drain.failure().is_some() || state.unlinked {
             return Err(DirectRefusal::Busy);
         }
-        let file_id = self
-            .base
-            .journal
-            .begin_file_id(file, &mut state)
-            .ok_or(DirectRefusal::Busy)?;
+        let Some(file_id) = self.base.journal.allocate_file_id(file, &mut state) else {
+            return Err(DirectRefusal::Busy);
+        };
         let grant = Grant {
             handle: handle.id,
             client,
@@ -243,7 +267,10 @@ impl<B: Backing> DirectAccess<B> {
                 Instant::now() + self.base.options.drain_age,
             );
         }
-        Ok((file_id, state.pending.end()))
+        Ok(CreatedGrant {
+            file_id,
+            pending_end: state.pending.end(),
+        })
     }
 
     /// Leases a slab to the client that has the grant. Ends all earlier leases except the last one.
@@ -256,10 +283,10 @@ impl<B: Backing> DirectAccess<B> {
     pub fn lease_slabs(
         &self,
         client: ClientId,
-        token: HandleId,
+        handle_id: HandleId,
         request: SlabRequest,
     ) -> DirectResult<(Slab, Vec<Slab>)> {
-        let handle = self.writable_handle(token)?;
+        let handle = self.writable_handle(handle_id)?;
         let file = &handle.file;
         let mut state = file.lock();
         self.intake.ingest_published(file, &mut state);
@@ -270,8 +297,9 @@ impl<B: Backing> DirectAccess<B> {
         {
             self.intake.end_first_lease(file, &mut state);
         }
-        let bytes = state.direct.grant().map_or(0, |grant| grant.bytes);
-        let class = self.base.class_for(bytes.saturating_add(request.bytes));
+        let written_bytes = state.direct.grant().map_or(0, |grant| grant.bytes);
+        let expected_bytes = written_bytes.saturating_add(request.bytes);
+        let class = self.base.class_for(expected_bytes);
         if !self.base.arena.has_room(class) {
             // The lock is released, because an eviction takes the locks of other files.
             drop(state);
@@ -282,29 +310,38 @@ impl<B: Backing> DirectAccess<B> {
         let Some(grant) = state
             .direct
             .grant_mut()
-            .filter(|grant| grant.client == client && grant.handle == token)
+            .filter(|grant| grant.client == client && grant.handle == handle_id)
         else {
             return Err(DirectRefusal::BadToken);
         };
-        let lease =
-            self.base
-                .arena
-                .lease_client(class, grant.file_id.get(), request.pid, request.cpu);
-        if let Some(lease) = lease {
-            let slab = self.base.arena.client_slab(&lease, last_write_ns);
-            grant.leases.push(lease);
-            self.intake.grants.count_lease();
-            let more = self.lease_in_advance(grant, request, last_write_ns);
+        let Some(first_slab) = self.lease_slab(grant, class, request, last_write_ns) else {
+            // Without a slab the client writes through the kernel, and waits there for room.
+            self.intake.revoke_grant(file, &mut state);
             drop(state);
+            self.room.reclaim();
             self.room.wake_writers();
-            return Ok((slab, more));
-        }
-        // Without a slab the client writes through the kernel, and waits there for room.
-        self.intake.revoke_grant(file, &mut state);
+            return Err(DirectRefusal::Full);
+        };
+        let further_slabs = self.lease_in_advance(grant, request, last_write_ns);
         drop(state);
-        self.room.reclaim();
         self.room.wake_writers();
-        Err(DirectRefusal::Full)
+        Ok((first_slab, further_slabs))
+    }
+
+    /// Leases one slab to the client of a grant. Returns `None` if the arena has no room.
+    fn lease_slab(
+        &self,
+        grant: &mut Grant,
+        class: Class,
+        request: SlabRequest,
+        last_write_ns: u64,
+    ) -> Option<Slab> {
+        let arena = &self.base.arena;
+        let lease = arena.lease_client(class, grant.file_id.get(), request.pid, request.cpu)?;
+        let slab = arena.client_slab(&lease, last_write_ns);
+        grant.leases.push(lease);
+        self.intake.grants.count_lease();
+        Some(slab)
     }
 
     /// Leases further slabs in advance, so that the client sends fewer requests.
@@ -317,7 +354,7 @@ impl<B: Backing> DirectAccess<B> {
         request: SlabRequest,
         last_write_ns: u64,
     ) -> Vec<Slab> {
-        let mut more = Vec::new();
+        let mut further_slabs = Vec::new();
         let bytes_max = request.bytes.min(grant.bytes);
         let geometry = self.base.arena.geometry();
         let slabs_max = (bytes_max / geometry.chunk_bytes).min(LEASE_SLABS_MAX as u64) as usize;
@@ -325,24 +362,19 @@ impl<B: Backing> DirectAccess<B> {
             self.base.arena.memory_used() < geometry.chunk_count / 2
                 && self.base.arena.share_bytes() >= 2 * geometry.chunk_bytes
         };
-        while more.len() + 1 < slabs_max && has_ample_room() {
-            let lease = self.base.arena.lease_client(
-                Class::Whole,
-                grant.file_id.get(),
-                request.pid,
-                request.cpu,
-            );
-            let Some(lease) = lease else { break };
-            more.push(self.base.arena.client_slab(&lease, last_write_ns));
-            grant.leases.push(lease);
-            self.intake.grants.count_lease();
+        // The client already has the first slab of this request.
+        while further_slabs.len() + 1 < slabs_max && has_ample_room() {
+            let Some(slab) = self.lease_slab(grant, Class::Whole, request, last_write_ns) else {
+                break;
+            };
+            further_slabs.push(slab);
         }
-        more
+        further_slabs
     }
 
     /// Ends the grant that the client has by this handle, if it has one.
-    pub fn end_direct_access(&self, client: ClientId, token: HandleId) {
-        let Ok(handle) = self.open_files.handle(token) else {
+    pub fn end_direct_access(&self, client: ClientId, handle_id: HandleId) {
+        let Ok(handle) = self.open_files.handle(handle_id) else {
             return;
         };
         let mut state = handle.file.lock();
@@ -380,21 +412,21 @@ impl<B: Backing> DirectAccess<B> {
     /// being changed; the client then reads through the kernel.
     pub fn list_extents(
         &self,
-        token: HandleId,
+        handle_id: HandleId,
         from: u64,
         files_max: usize,
     ) -> DirectResult<DirectList> {
-        let handle = self
-            .open_files
-            .handle(token)
-            .ok()
-            .filter(|handle| handle.readable);
-        let handle = handle.ok_or(DirectRefusal::BadToken)?;
+        let Ok(handle) = self.open_files.handle(handle_id) else {
+            return Err(DirectRefusal::BadToken);
+        };
+        if !handle.readable {
+            return Err(DirectRefusal::BadToken);
+        }
         if self.base.options.serves_every_read {
             return Err(DirectRefusal::Busy);
         }
         for _ in 0..LIST_TRIES_MAX {
-            if let Some(list) = self.make_list(&handle.file, from, files_max)? {
+            if let Some(list) = self.try_list(&handle.file, from, files_max)? {
                 return Ok(list);
             }
         }
@@ -404,39 +436,47 @@ impl<B: Backing> DirectAccess<B> {
     /// Returns a descriptor of the memory file that has all bytes of a file, for a mapping by the process that opened
     /// the file for reading. While the handle is open, the mapping shows each change of the file.
     ///
-    /// Fails with `Busy` if there is no such memory file and none can be made.
-    pub fn map_file(&self, token: HandleId) -> DirectResult<OwnedFd> {
-        let handle = self.open_files.handle(token).ok();
-        let handle = handle.filter(|handle| handle.readable && !handle.writable);
-        let handle = handle.ok_or(DirectRefusal::BadToken)?;
+    /// The memory file becomes the file's view (it also gets each later change) until the last such handle is released.
+    ///
+    /// Fails with `BadToken` if the handle is not open for reading only. Fails with `Busy` if there is no such memory
+    /// file.
+    pub fn map_file(&self, handle_id: HandleId) -> DirectResult<OwnedFd> {
+        let Ok(handle) = self.open_files.handle(handle_id) else {
+            return Err(DirectRefusal::BadToken);
+        };
+        if !handle.readable || handle.writable {
+            return Err(DirectRefusal::BadToken);
+        }
         if self.base.options.serves_every_read {
             return Err(DirectRefusal::Busy);
         }
-        let size = self.intake.size_of(&handle.file);
-        let size = size.map_err(|_| DirectRefusal::Busy)?;
+        let Ok(size) = self.intake.size_of(&handle.file) else {
+            return Err(DirectRefusal::Busy);
+        };
         let mut state = handle.file.lock();
-        let present_view = state.view.clone();
-        let view = present_view.or_else(|| state.begin_view(&self.base.arena, size));
-        let view = view.ok_or(DirectRefusal::Busy)?;
-        let file = view.reader().map_err(|_| DirectRefusal::Busy);
-        // A handle that the kernel serves from the view already keeps the view.
+        let existing_view = state.view.clone();
+        let Some(view) = existing_view.or_else(|| state.create_view(&self.base.arena, size)) else {
+            return Err(DirectRefusal::Busy);
+        };
+        let descriptor = view.reader().map_err(|_| DirectRefusal::Busy);
         if *handle.mode.lock() == OpenMode::Memory {
-            return file;
+            // The kernel serves this handle from the view, which therefore exists until the handle is released.
+            return descriptor;
         }
-        if file.is_err() {
+        if descriptor.is_err() {
             state.end_view(&self.base.arena);
-        } else if handle.note_mapped(&mut state) {
+        } else if handle.record_mapping(&mut state)
+            && let Some(live) = self.tree.names.live()
+        {
             // The view is recorded in the live table before the process can map it, so that a next firnd continues to
             // store changes in the view.
-            if let Some(live) = self.tree.names.live() {
-                live.note_view(token.0, view.number());
-            }
+            live.note_view(handle_id.0, view.number());
         }
-        file
+        descriptor
     }
 
     /// Tries once to make a list; see [`Self::list_extents`]. Returns `None` if the file changed meanwhile.
-    fn make_list(
+    fn try_list(
         &self,
         file: &Arc<File<B>>,
         from: u64,
@@ -447,70 +487,79 @@ impl<B: Backing> DirectAccess<B> {
             return Err(DirectRefusal::Busy);
         }
         // This precedes the look-up of places: a chunk that moves afterwards then invalidates this list.
-        self.intake.grants.note_list();
+        self.intake.grants.record_list();
         let pending_end = state.pending.end();
         let mut list = self.list_arena_extents(&state, from, files_max)?;
         let word = (file.inode.id.0 % u64::from(WORDS_COUNT)) as u32;
-        state.direct.note_list(word);
+        state.direct.record_list(word);
         let (slot, mut stamp) = self.base.arena.file_word(word);
-        let source = state.open_reader();
+        let reader = state.open_reader();
         drop(state);
-        let located = match files_max - list.files.len() {
-            0 => None,
-            more => self.locate(file, source, from..list.end, more),
+        let files_left = files_max - list.files.len();
+        let in_backing = if files_left > 0 {
+            self.locate_in_backing(file, reader, from..list.end, files_left)
+        } else {
+            None
         };
         // The size is read after the list. Bytes that are drained in between are still valid, and a truncation
         // invalidates the list.
-        let size = self
-            .tree
-            .size_beside(&file.inode, pending_end)
-            .map_err(|_| DirectRefusal::Busy)?;
-        let mut until = None;
-        if let Some(LocatedInBacking {
-            located,
-            object,
-            changes_by_others,
-        }) = located
-        {
-            until = Some(located.until);
-            list.add_backing_parts(located);
-            let mut state = file.lock();
-            if !allows_lists(&state) {
-                return Err(DirectRefusal::Busy);
-            }
-            let is_same = state.direct.has_lists() && self.base.arena.file_word(word).1 == stamp;
-            // A change by another host invalidates lists under this lock. A change that was noted earlier found no list
-            // of the backing, so the counters are compared here.
-            let facts = self.base.backing.facts(&object);
-            if !is_same || facts.changes_by_others != changes_by_others {
+        let Ok(size) = self.tree.size_beside(&file.inode, pending_end) else {
+            return Err(DirectRefusal::Busy);
+        };
+        let mut valid_until = None;
+        if let Some(in_backing) = in_backing {
+            let Some(new_stamp) = self.record_backing_list(file, word, stamp, &in_backing)? else {
                 return Ok(None);
-            }
-            // Earlier lists describe another state of the backing: they become invalid, and this list gets a new stamp.
-            if !state.direct.note_backing_list(changes_by_others) {
-                state.direct.invalidate_lists(&self.base.arena);
-                state.direct.note_list(word);
-                state.direct.note_backing_list(changes_by_others);
-                stamp = self.base.arena.file_word(word).1;
-            }
+            };
+            stamp = new_stamp;
+            valid_until = Some(in_backing.located.until);
+            list.add_backing_parts(in_backing.located);
         }
-        let PartialList {
-            extents,
-            end,
-            files,
-        } = list;
         Ok(Some(DirectList {
             size,
             slot,
             stamp,
-            extents,
-            end,
-            files,
-            until,
+            extents: list.extents,
+            end: list.end,
+            files: list.files,
+            until: valid_until,
         }))
     }
 
+    /// Records in the state of the file that a list refers to files of the backing. `stamp` is the value of the file's
+    /// word number `word` when the list was begun. Returns the stamp that the list gets, or `None` if the list is
+    /// already invalid.
+    fn record_backing_list(
+        &self,
+        file: &File<B>,
+        word: u32,
+        stamp: u32,
+        in_backing: &LocatedInBacking<B>,
+    ) -> DirectResult<Option<u32>> {
+        let changes_by_others = in_backing.changes_by_others;
+        let mut state = file.lock();
+        if !allows_lists(&state) {
+            return Err(DirectRefusal::Busy);
+        }
+        let is_valid = state.direct.has_lists() && self.base.arena.file_word(word).1 == stamp;
+        // A change by another host invalidates lists under this lock. A change that was recorded earlier found no list
+        // of the backing, so the counters are compared here.
+        let facts = self.base.backing.facts(&in_backing.object);
+        if !is_valid || facts.changes_by_others != changes_by_others {
+            return Ok(None);
+        }
+        if state.direct.record_backing_list(changes_by_others) {
+            return Ok(Some(stamp));
+        }
+        // Earlier lists describe another state of the backing: they become invalid, and this list gets a new stamp.
+        state.direct.invalidate_lists(&self.base.arena);
+        state.direct.record_list(word);
+        state.direct.record_backing_list(changes_by_others);
+        Ok(Some(self.base.arena.file_word(word).1))
+    }
+
     /// Lists the extents of a file that are in the arena, from offset `from` on. Opens at most `files_max` memory
-    /// files. Does so under the lock of the file, so that the memory files still have the bytes of this file.
+    /// files. The caller has the lock of the file, so that the memory files still have the bytes of this file.
     ///
     /// Fails with `Busy` if an extent cannot be located. A read through the kernel then returns the error.
     fn list_arena_extents(
@@ -519,12 +568,14 @@ impl<B: Backing> DirectAccess<B> {
         from: u64,
         files_max: usize,
     ) -> DirectResult<PartialList> {
-        let list = |(offset, extent)| self.base.list(offset, extent).ok_or(DirectRefusal::Busy);
-        let mut extents = state
-            .extents_in_arena(from, EXTENTS_MAX)
-            .into_iter()
-            .map(list)
-            .collect::<DirectResult<Vec<_>>>()?;
+        let mut extents = Vec::new();
+        for (offset, extent) in state.extents_in_arena(from, EXTENTS_MAX) {
+            let Some(listed) = self.base.locate_extent(offset, extent) else {
+                return Err(DirectRefusal::Busy);
+            };
+            extents.push(listed);
+        }
+        // A list that is full may lack later extents. Any other list has all of them.
         let end = match extents.last() {
             Some(last) if extents.len() >= EXTENTS_MAX => last.offset + last.len,
             _ => u64::MAX,
@@ -537,40 +588,51 @@ impl<B: Backing> DirectAccess<B> {
         })
     }
 
-    /// Opens the memory files that extents lie in, at most `files_max`, and returns them. The extents in these files
-    /// are changed to name their file by its index in the result. Extents in further memory files are read through the
-    /// kernel.
+    /// Opens the memory files that extents lie in, at most `files_max`, and returns them. Each extent in such a file is
+    /// changed to refer to the file by its index in the result. Extents in further memory files remain unchanged, and
+    /// clients read them through the kernel.
     fn open_memory_files(&self, extents: &mut [ListedExtent], files_max: usize) -> Vec<OwnedFd> {
-        let mut numbers = Vec::new();
         let mut files = Vec::new();
-        let arena = &self.base.arena;
-        for extent in extents
-            .iter_mut()
-            .filter(|extent| extent.place == IN_MEMORY_FILE)
-        {
-            let Some((memory, _)) = arena.memory_file_of(extent.chunk) else {
+        // Number of each memory file in `files`.
+        let mut file_numbers = Vec::new();
+        for extent in extents {
+            if extent.place != IN_MEMORY_FILE {
+                continue;
+            }
+            let Some((memory_file, _)) = self.base.arena.memory_file_of(extent.chunk) else {
                 continue;
             };
-            let opened = numbers.iter().position(|number| *number == memory.number());
-            let index = opened.or_else(|| {
-                let is_room = files.len() < files_max.min(FILES_MAX);
-                files.push(is_room.then(|| memory.reader().ok()).flatten()?);
-                numbers.push(memory.number());
-                Some(files.len() - 1)
-            });
-            if let Some(index) = index {
-                (extent.chunk, extent.place) = (index as u32, IN_BACKING);
-            }
+            let number = memory_file.number();
+            let known_index = file_numbers.iter().position(|known| *known == number);
+            let index = if let Some(index) = known_index {
+                index
+            } else {
+                if files.len() >= files_max.min(FILES_MAX) {
+                    continue;
+                }
+                let Ok(descriptor) = memory_file.reader() else {
+                    continue;
+                };
+                files.push(descriptor);
+                file_numbers.push(number);
+                files.len() - 1
+            };
+            // For a reader, a memory file with a descriptor is the same as a file of the backing. With this place,
+            // `chunk` is the index of the descriptor.
+            extent.place = IN_BACKING;
+            extent.chunk = index as u32;
         }
         files
     }
 
-    /// Returns where the backing has the bytes of a range. Returns `None` if the backing cannot locate the bytes, or
-    /// changed during the call. The range must then be read through the kernel, which also returns any error.
-    fn locate(
+    /// Returns where the backing has the bytes of a range. `reader` is the backing's file if it is open already.
+    ///
+    /// Returns `None` if the backing cannot locate the bytes, or changed during the call. The range must then be read
+    /// through the kernel, which also returns any error.
+    fn locate_in_backing(
         &self,
         file: &Arc<File<B>>,
-        source: Option<Arc<BackingFile<B>>>,
+        reader: Option<Arc<BackingFile<B>>>,
         range: Range<u64>,
         files_max: usize,
     ) -> Option<LocatedInBacking<B>> {
@@ -579,39 +641,47 @@ impl<B: Backing> DirectAccess<B> {
             parts_max: EXTENTS_MAX,
             files_max: files_max.min(FILES_MAX),
         };
-        let find = || {
-            let source = source
-                .clone()
-                .map_or_else(|| self.open_files.reader(file), Ok)?;
-            for _ in 0..LIST_TRIES_MAX {
-                let changes = self.base.backing.facts(&object).changes_by_others;
-                let located = self
-                    .base
-                    .backing
-                    .locate(&source.file, range.clone(), limits)?;
-                // If the count differs, a part of the answer may be from before the change, and another part from after
-                // it.
-                if self.base.backing.facts(&object).changes_by_others == changes {
-                    return Ok(located.map(|located| (located, changes)));
-                }
-            }
-            Ok(None)
+        let locate = || {
+            let reader = match &reader {
+                Some(reader) => Arc::clone(reader),
+                None => self.open_files.reader(file)?,
+            };
+            self.locate_between_changes(&object, &reader.file, range.clone(), limits)
         };
-        let (located, changes_by_others) = self.open_files.with_descriptor(find).ok().flatten()?;
-        Some(LocatedInBacking {
-            located,
-            object,
-            changes_by_others,
-        })
+        self.open_files.with_descriptor(locate).ok()?
+    }
+
+    /// Locates a range of `file`, which is an open file of `object`. Tries again if another host changes the object
+    /// meanwhile, because some of the places may then be from before the change. Returns `None` if each try fails.
+    fn locate_between_changes(
+        &self,
+        object: &B::Inode,
+        file: &B::File,
+        range: Range<u64>,
+        limits: LocateLimits,
+    ) -> Result<Option<LocatedInBacking<B>>> {
+        let backing = &self.base.backing;
+        for _ in 0..LIST_TRIES_MAX {
+            let changes_by_others = backing.facts(object).changes_by_others;
+            let located = backing.locate(file, range.clone(), limits)?;
+            if backing.facts(object).changes_by_others != changes_by_others {
+                continue;
+            }
+            return Ok(located.map(|located| LocatedInBacking {
+                located,
+                object: object.clone(),
+                changes_by_others,
+            }));
+        }
+        Ok(None)
     }
 
     /// Returns a handle that is open for writing.
-    fn writable_handle(&self, token: HandleId) -> DirectResult<Arc<Handle<B>>> {
-        self.open_files
-            .handle(token)
-            .ok()
-            .filter(|handle| handle.writable)
-            .ok_or(DirectRefusal::BadToken)
+    fn writable_handle(&self, handle_id: HandleId) -> DirectResult<Arc<Handle<B>>> {
+        match self.open_files.handle(handle_id) {
+            Ok(handle) if handle.writable => Ok(handle),
+            _ => Err(DirectRefusal::BadToken),
+        }
     }
 
     /// Sets the observer that is called with each range that clients write. There is at most one, set before the

@@ -20,7 +20,8 @@ use std::time::Instant;
 
 use firn_backing::lock::RwLock;
 use firn_backing::{Backing, LaneIndex};
-use queue::{DrainQueue, QueueFigures};
+use queue::DrainQueue;
+pub(crate) use queue::QueueFigures;
 
 use crate::Result;
 use crate::counters::PendingTotals;
@@ -136,7 +137,7 @@ impl<B: Backing> Drain<B> {
         when: Instant,
     ) {
         let is_first =
-            state.drain.begin_age_check() && self.queue_of(file).check_age_at(when, file);
+            state.drain.start_age_check() && self.queue_of(file).check_age_at(when, file);
         if is_first {
             // A thread that sleeps without a timeout must be woken for the first check. If an earlier check is planned,
             // the thread has a timeout.
@@ -153,8 +154,8 @@ impl<B: Backing> Drain<B> {
         written: Option<Instant>,
     ) {
         if state.drain.oldest() != written {
-            let before = state.drain.replace_oldest(written);
-            self.queue_of(file).change_oldest(file, before, written);
+            let old_time = state.drain.replace_oldest(written);
+            self.queue_of(file).replace_oldest(file, old_time, written);
         }
     }
 
@@ -171,20 +172,34 @@ impl<B: Backing> Drain<B> {
         self.wake(file.lane);
     }
 
-    /// Counts a change of a file's pending bytes, under its lock.
-    pub(crate) fn note_pending_change(&self, file: &File<B>, before: u64, after: u64) {
-        self.queue_of(file).held.note_change(before, after);
-        self.file_events.note_held(&file.inode, before, after);
+    /// Counts a change of a file's pending bytes from `bytes_before` to `bytes_after`, under the file's lock.
+    pub(crate) fn record_pending_change(
+        &self,
+        file: &File<B>,
+        bytes_before: u64,
+        bytes_after: u64,
+    ) {
+        self.queue_of(file)
+            .pending_totals
+            .record_change(bytes_before, bytes_after);
+        self.file_events
+            .record_pending_change(&file.inode, bytes_before, bytes_after);
     }
 
     /// Returns the pending bytes of all lanes.
-    pub(crate) fn held_bytes(&self) -> u64 {
-        self.lanes.iter().map(|lane| lane.held.bytes()).sum()
+    pub(crate) fn pending_bytes(&self) -> u64 {
+        self.lanes
+            .iter()
+            .map(|lane| lane.pending_totals.bytes())
+            .sum()
     }
 
     /// Returns the number of files with pending bytes, of all lanes.
-    pub(crate) fn held_files(&self) -> u64 {
-        self.lanes.iter().map(|lane| lane.held.files()).sum()
+    pub(crate) fn pending_files(&self) -> u64 {
+        self.lanes
+            .iter()
+            .map(|lane| lane.pending_totals.files())
+            .sum()
     }
 
     /// Counts one more caller that waits for a file. Must be called before the file is queued, because a drain thread
@@ -220,9 +235,9 @@ impl<B: Backing> Drain<B> {
     /// Asserts the invariants of the queues. No other thread may use the engine meanwhile.
     pub(crate) fn assert_queues(&self, files: &[Arc<File<B>>]) {
         for lane in self.lanes() {
-            let of_lane: Vec<_> = files.iter().filter(|file| file.lane == lane).collect();
-            assert_queue(self.queue(lane), &of_lane);
-            assert_held(&self.queue(lane).held, &of_lane);
+            let files_of_lane: Vec<_> = files.iter().filter(|file| file.lane == lane).collect();
+            assert_queue(self.queue(lane), &files_of_lane);
+            assert_pending_totals(&self.queue(lane).pending_totals, &files_of_lane);
         }
         let waiters: usize = files
             .iter()
@@ -249,12 +264,9 @@ fn assert_queue<B: Backing>(queue: &DrainQueue<File<B>>, files: &[&Arc<File<B>>]
             "times that a file stands in line"
         );
         in_flight += state.drain.writes_in_flight();
-        aged.extend(
-            state
-                .drain
-                .oldest()
-                .map(|at| (at, Arc::as_ptr(file) as usize)),
-        );
+        if let Some(oldest) = state.drain.oldest() {
+            aged.insert((oldest, Arc::as_ptr(file) as usize));
+        }
         if let Some(failure) = state.drain.failure() {
             let will_be_tried = queue.has_retry(failure.retry_at, file);
             assert!(
@@ -272,11 +284,11 @@ fn assert_queue<B: Backing>(queue: &DrainQueue<File<B>>, files: &[&Arc<File<B>>]
 }
 
 /// Asserts that the totals of a lane are those of its files.
-fn assert_held<B: Backing>(held: &PendingTotals, files: &[&Arc<File<B>>]) {
-    let pending = || files.iter().map(|file| file.lock().pending.bytes());
-    assert_eq!(held.bytes(), pending().sum::<u64>(), "held bytes");
-    let count = pending().filter(|bytes| *bytes > 0).count();
-    assert_eq!(held.files(), count as u64, "held files");
+fn assert_pending_totals<B: Backing>(totals: &PendingTotals, files: &[&Arc<File<B>>]) {
+    let bytes_of_files = || files.iter().map(|file| file.lock().pending.bytes());
+    assert_eq!(totals.bytes(), bytes_of_files().sum::<u64>(), "held bytes");
+    let file_count = bytes_of_files().filter(|bytes| *bytes > 0).count();
+    assert_eq!(totals.files(), file_count as u64, "held files");
 }
 
 /// Blocks until `outcome` has a result, and returns it. Fails with EIO if the sender was dropped without a result.

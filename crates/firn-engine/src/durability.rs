@@ -1,17 +1,17 @@
-//! Durability levels of files and trees: finds the level that a file has, and brings files to a level.
+//! Durability levels of files and trees: returns the level that a file has, and raises files to a level.
 //!
 //! Terms
 //! * A file's *names are synced* if each directory from the root to it was synced after the name was made.
 //! * A *fingerprint* is size and time of the backing's file.
 //!
-//! Race: bytes may be drained, or changed by other programs, during a sync. So the state that a sync covers is read
-//! before the sync begins.
+//! Bytes may be drained, or changed by other programs, during a sync. So the state that a sync covers is read before
+//! the sync begins.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use firn_backing::{Backing, Errno, KernelReads, SyncScope, is_below};
+use firn_backing::{Backing, Errno, KernelReads, Kind, SyncScope, is_below};
 use firn_format::durability::DurabilityLevel;
 
 use crate::base::Base;
@@ -46,12 +46,12 @@ struct AwaitedFile<B: Backing> {
 
 impl DrainCountdown {
     /// Counts a file whose drain begins.
-    fn begin(&self) {
+    fn add_file(&self) {
         *self.files.lock() += 1;
     }
 
-    /// Counts a file whose drain has ended. The last one wakes the caller.
-    fn end(&self) {
+    /// Uncounts a file whose drain has ended. The last one wakes the caller.
+    fn remove_file(&self) {
         let mut files = self.files.lock();
         *files -= 1;
         if *files == 0 {
@@ -99,12 +99,14 @@ impl<B: Backing> Durability<B> {
     /// Returns the durability level of all bytes of a file. All answers come from here: the extended attribute, `firn
     /// ls` and the control socket. The call waits for the backing.
     pub(crate) fn level_of(&self, inode: &Inode<B>) -> DurabilityLevel {
-        let pending = self.open_files.known_file(inode).and_then(|file| {
+        if let Some(file) = self.open_files.known_file(inode) {
             let mut state = file.lock();
             self.intake.ingest_published(&file, &mut state);
-            (!state.pending.is_empty()).then(|| state.level_of_pending(&self.base.arena))
-        });
-        pending.unwrap_or_else(|| self.level_in_backing(inode))
+            if !state.pending.is_empty() {
+                return state.durability_of_pending(&self.base.arena);
+            }
+        }
+        self.level_in_backing(inode)
     }
 
     /// Returns the level of a file without pending bytes. The file is durable under three conditions: this firnd has
@@ -117,34 +119,38 @@ impl<B: Backing> Durability<B> {
         let Ok(object) = self.tree.object(inode) else {
             return DurabilityLevel::Drained;
         };
-        let is_as_synced = |synced| {
+        let is_unchanged_since_sync = synced.is_some_and(|synced| {
             let attr = self.base.backing.attr(&object);
-            attr.is_ok_and(|attr| Fingerprint::of(&attr) == synced)
-        };
-        let known = if synced.is_some_and(is_as_synced) {
+            attr.is_ok_and(|attr| Fingerprint::from_attr(&attr) == synced)
+        });
+        let level = if is_unchanged_since_sync {
             DurabilityLevel::Durable
         } else {
             DurabilityLevel::Drained
         };
-        known.min(self.base.backing.level_max(&object))
+        // The bytes of a transaction have at most the level of the transaction.
+        level.min(self.base.backing.level_max(&object))
     }
 
     /// Syncs a file's data and its names in the backing. If nothing was pending, the file is durable afterwards. After
     /// an error, the data counts as unsynced again, and the error is recorded.
     pub(crate) fn sync_data(&self, file: &Arc<File<B>>, data_only: bool) -> Result<()> {
-        let (writer, had_no_pending) = {
+        let (writer, had_no_pending_bytes) = {
             let state = file.lock();
             (state.writer.clone(), state.pending.is_empty())
         };
-        let source = writer.map_or_else(|| self.open_files.reader(file), Ok)?;
-        if self.base.backing.kernel_reads(&source.file) == KernelReads::Shared {
+        let backing_file = match writer {
+            Some(writer) => writer,
+            None => self.open_files.reader(file)?,
+        };
+        if self.base.backing.kernel_reads(&backing_file.file) == KernelReads::Shared {
             // Another host may have synced newer bytes than those that the arena caches.
             self.room.check_cache(file)?;
         }
         // Both are read before the sync: it may not cover bytes that are drained or changed during the sync.
         let covered = self.tree.covered_by_sync(&file.inode);
         file.inode.data_unsynced.store(false, Ordering::Release);
-        if let Err(errno) = self.base.backing.sync(&source.file, data_only) {
+        if let Err(errno) = self.base.backing.sync(&backing_file.file, data_only) {
             file.inode.data_unsynced.store(true, Ordering::Release);
             let path = file.inode.paths().into_iter().next().unwrap_or_default();
             self.base
@@ -153,10 +159,10 @@ impl<B: Backing> Durability<B> {
             return Err(errno);
         }
         self.sync_names(&file.inode)?;
-        if had_no_pending && let Ok(covered) = covered {
+        if had_no_pending_bytes && let Ok(covered) = covered {
             file.inode.synced.set(covered.fingerprint);
             let events = &self.base.file_events;
-            events.note(&file.inode, FileChange::Durable);
+            events.record(&file.inode, FileChange::Durable);
             self.tree.names.remember(&file.inode, covered.bytes);
         }
         Ok(())
@@ -164,23 +170,18 @@ impl<B: Backing> Durability<B> {
 
     /// Syncs all objects at or below a directory, and marks the known files there as durable.
     fn sync_data_below(&self, path: &[u8], directory: &Inode<B>) -> Result<()> {
-        let is_at = |inode: &Arc<Inode<B>>| {
-            path.is_empty() || inode.paths().iter().any(|known| is_below(known, path))
-        };
-        let known = self.tree.names.all_inodes().into_iter().filter(is_at);
-        let (dirs, others): (Vec<_>, Vec<_>) =
-            known.partition(|inode| inode.kind == firn_backing::Kind::Dir);
-        let files: Vec<_> = others
-            .into_iter()
-            .filter(|inode| inode.kind == firn_backing::Kind::File)
+        let inodes = self.known_inodes_below(path);
+        let files: Vec<_> = inodes
+            .iter()
+            .filter(|inode| inode.kind == Kind::File)
             .collect();
         // The state that the sync covers is read before the sync, because files may be changed or drained during it.
-        let change = last_name_change();
-        let covered: Vec<_> = files
+        let covered_name_change = last_name_change();
+        let coverages: Vec<_> = files
             .iter()
             .map(|inode| self.tree.covered_by_sync(inode).ok())
             .collect();
-        let unsynced: Vec<_> = files
+        let unsynced_files: Vec<_> = files
             .iter()
             .filter(|inode| inode.data_unsynced.swap(false, Ordering::AcqRel))
             .collect();
@@ -189,29 +190,39 @@ impl<B: Backing> Durability<B> {
             .object(directory)
             .and_then(|top| self.base.backing.sync_scope(SyncScope::Tree(&top)));
         if synced.is_err() {
-            for inode in unsynced {
+            for inode in unsynced_files {
                 inode.data_unsynced.store(true, Ordering::Release);
             }
             return synced;
         }
-        for dir in &dirs {
-            dir.note_entries_synced(change);
+        for dir in inodes.iter().filter(|inode| inode.kind == Kind::Dir) {
+            dir.record_entries_synced(covered_name_change);
         }
-        for (inode, covered) in files.iter().zip(covered) {
+        for (inode, coverage) in files.iter().zip(coverages) {
             // The sync of the tree covers names in it. A file may have another name elsewhere.
             if !inode.are_names_synced() {
                 self.sync_names(inode)?;
             }
-            if let Some(covered) = covered {
-                self.mark_synced_if_clean(inode, covered);
+            if let Some(coverage) = coverage {
+                self.mark_synced_if_clean(inode, coverage);
             }
         }
         Ok(())
     }
 
+    /// Returns the known inodes at or below `path`; the empty path is the top of the mount.
+    fn known_inodes_below(&self, path: &[u8]) -> Vec<Arc<Inode<B>>> {
+        let mut inodes = self.tree.names.all_inodes();
+        if !path.is_empty() {
+            inodes.retain(|inode| inode.paths().iter().any(|known| is_below(known, path)));
+        }
+        inodes
+    }
+
     /// Marks an inode as durable after a sync of its data, unless it has pending bytes, which the sync did not cover.
-    fn mark_synced_if_clean(&self, inode: &Arc<Inode<B>>, covered: SyncCoverage) {
+    fn mark_synced_if_clean(&self, inode: &Arc<Inode<B>>, coverage: SyncCoverage) {
         let file = self.open_files.known_file(inode);
+        // The lock is held until the mark is set, so that no write comes in between.
         let state = file.as_ref().map(|file| {
             let mut state = file.lock();
             self.intake.ingest_published(file, &mut state);
@@ -219,23 +230,23 @@ impl<B: Backing> Durability<B> {
         });
         let is_clean = state.as_ref().is_none_or(|state| state.pending.is_empty());
         if is_clean {
-            inode.synced.set(covered.fingerprint);
+            inode.synced.set(coverage.fingerprint);
         }
         drop(state);
         if is_clean {
             let events = &self.base.file_events;
-            events.note(inode, FileChange::Durable);
+            events.record(inode, FileChange::Durable);
         }
         if inode.synced.get().is_some() {
-            self.tree.names.remember(inode, covered.bytes);
+            self.tree.names.remember(inode, coverage.bytes);
         }
     }
 
     /// Syncs the names in a directory. Changes of names that come during the sync are not covered.
     pub(crate) fn sync_entries(&self, dir: &Inode<B>) -> Result<()> {
-        let change = last_name_change();
+        let covered_name_change = last_name_change();
         self.base.backing.sync_dir(&self.tree.object(dir)?)?;
-        dir.note_entries_synced(change);
+        dir.record_entries_synced(covered_name_change);
         Ok(())
     }
 
@@ -298,87 +309,84 @@ impl<B: Backing> Durability<B> {
         }
     }
 
-    /// Drains the files at or below `path`, and blocks until each drain has ended. Reports progress, and returns errors,
-    /// as [`Self::wait_tree`] does.
+    /// Drains the files at or below `path`, and blocks until each drain has ended. Reports progress, and returns
+    /// errors, as [`Self::wait_tree`] does.
     fn drain_and_wait_below(
         &self,
         path: &[u8],
         progress: &mut dyn FnMut(u64, u64) -> bool,
     ) -> Result<()> {
-        let mut awaited = Vec::new();
-        // Each file is counted before it is drained, so that the caller can report how much is left.
+        let mut awaited_files = Vec::new();
+        // Each file is counted before it is drained, so that the first report has all of them.
         let (mut total_bytes, mut total_files) = (0, 0);
         let countdown = Arc::new(DrainCountdown::default());
         for file in self.pending_below(path) {
             total_bytes += file.lock().pending.bytes();
             total_files += 1;
-            awaited.push(self.begin_awaited_drain(file, &countdown));
+            awaited_files.push(self.start_awaited_drain(file, &countdown));
         }
         if !progress(total_bytes, total_files) {
             return Err(Errno::CANCELED);
         }
-        let mut failed = None;
+        let mut last_error = None;
         loop {
-            let (mut left_bytes, mut left_files) = (0, 0);
-            awaited.retain(|AwaitedFile { file, result }| {
-                match *result.lock() {
-                    Some(Ok(())) => return false,
-                    Some(Err(errno)) => {
-                        // The wait continues, so that the other files reach the level despite this failure.
-                        failed = Some(errno);
-                        return false;
-                    }
-                    None => {}
+            let (mut remaining_bytes, mut remaining_files) = (0, 0);
+            awaited_files.retain(|AwaitedFile { file, result }| {
+                let result = *result.lock();
+                if let Some(result) = result {
+                    // After a failure the wait continues, so that the other files reach the level.
+                    last_error = result.err().or(last_error);
+                    return false;
                 }
-                left_bytes += file.lock().pending.bytes();
-                left_files += 1;
+                remaining_bytes += file.lock().pending.bytes();
+                remaining_files += 1;
                 true
             });
-            if !progress(left_bytes, left_files) {
+            if !progress(remaining_bytes, remaining_files) {
                 return Err(Errno::CANCELED);
             }
-            if left_files == 0 {
-                return failed.map_or(Ok(()), Err);
+            if remaining_files == 0 {
+                return last_error.map_or(Ok(()), Err);
             }
             countdown.wait(REPORT_EVERY);
         }
     }
 
     /// Begins to drain a file, and counts it in `countdown` until the drain has ended.
-    fn begin_awaited_drain(
+    fn start_awaited_drain(
         &self,
         file: Arc<File<B>>,
         countdown: &Arc<DrainCountdown>,
     ) -> AwaitedFile<B> {
-        let result = Arc::new(parking_lot::Mutex::new(None));
-        countdown.begin();
-        let done = {
-            let (result, countdown) = (Arc::clone(&result), Arc::clone(countdown));
-            move |drained| {
-                *result.lock() = Some(drained);
-                countdown.end();
-            }
+        let awaited = AwaitedFile {
+            file: Arc::clone(&file),
+            result: Arc::new(parking_lot::Mutex::new(None)),
         };
-        self.drainer.when_drained(&file, Box::new(done));
-        AwaitedFile { file, result }
+        countdown.add_file();
+        let result_slot = Arc::clone(&awaited.result);
+        let countdown = Arc::clone(countdown);
+        let store_result = move |result| {
+            *result_slot.lock() = Some(result);
+            countdown.remove_file();
+        };
+        self.drainer.when_drained(&file, Box::new(store_result));
+        awaited
     }
 
     /// Syncs the file or tree at `path`, and all names that lead to it. Syncs all of these names, because an earlier
     /// firnd may have made them without a sync.
     fn make_durable(&self, path: &[u8]) -> Result<()> {
         let inode = self.tree.find(path)?;
-        if inode.kind == firn_backing::Kind::File {
+        if inode.kind == Kind::File {
             let file = self.open_files.file_with(&inode, |_| {});
             let result = self.sync_data(&file, false);
             self.open_files.drop_if_unused(&file);
             result?;
         }
-        let above = path
-            .iter()
-            .rposition(|byte| *byte == b'/')
-            .map_or(&[][..], |end| &path[..end]);
-        self.sync_dirs(above)?;
-        if inode.kind == firn_backing::Kind::Dir {
+        let last_slash = path.iter().rposition(|byte| *byte == b'/');
+        let parent_path = &path[..last_slash.unwrap_or(0)];
+        self.sync_dirs(parent_path)?;
+        if inode.kind == Kind::Dir {
             self.sync_data_below(path, &inode)?;
         }
         Ok(())

@@ -17,14 +17,14 @@ use crate::tables::Handle;
 impl FileJournal {
     /// Records that a file was truncated to 0, so that it does not count as cut any more.
     pub(crate) fn record_emptied<B: Backing>(&self, state: &mut FileState<B>) {
-        state.opens.forget_cut();
+        state.opens.clear_cut();
         self.update_ending(state);
     }
 
     /// Records that a handle was released. The file is cut if the process of a writer was killed.
     pub(crate) fn record_released<B: Backing>(&self, handle: &Handle<B>, state: &mut FileState<B>) {
         if handle.writable && handle.was_closed_by_killed.load(Ordering::Acquire) {
-            state.opens.note_cut();
+            state.opens.record_cut();
         }
         self.update_ending(state);
     }

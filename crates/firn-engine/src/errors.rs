@@ -40,18 +40,18 @@ impl ErrorLog {
     /// Records an error about data that is kept and tried again.
     pub(crate) fn record(&self, path: Vec<u8>, errno: Errno, message: String) {
         let mut errors = self.errors.lock();
-        let known = errors
-            .iter_mut()
-            .find(|known| !known.is_about_lost_data && known.path == path && known.errno == errno);
-        if let Some(known) = known {
-            known.count += 1;
-            known.last = Instant::now();
+        let is_same_error = |recorded: &&mut RecordedError| {
+            !recorded.is_about_lost_data && recorded.path == path && recorded.errno == errno
+        };
+        if let Some(repeated) = errors.iter_mut().find(is_same_error) {
+            repeated.count += 1;
+            repeated.last = Instant::now();
             return;
         }
         if errors.len() >= RECORDED_MAX
-            && let Some(oldest) = errors.iter().position(|known| !known.is_about_lost_data)
+            && let Some(oldest_index) = errors.iter().position(|error| !error.is_about_lost_data)
         {
-            errors.remove(oldest);
+            errors.remove(oldest_index);
         }
         errors.push(new_error(path, errno, message, false));
     }

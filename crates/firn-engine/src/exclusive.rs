@@ -1,8 +1,7 @@
-//! Exclusive use of a file of the backing: changes of its length, and other changes during which no drain of it may
-//! run.
+//! Exclusive use of a file of the backing: truncations, and other changes during which no drain may write to the file.
 //!
-//! [`File::begin_exclusive`] waits for drains in flight and prevents new ones. So the lock of the file can be released
-//! during calls of the backing.
+//! [`File::acquire_exclusive_use`] waits for drains in flight and prevents new ones. So the lock of the file can be
+//! released during calls of the backing.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -15,7 +14,7 @@ use crate::Result;
 use crate::base::Base;
 use crate::drain::Drain;
 use crate::drainer::Drainer;
-use crate::file::{BackingFile, File, FileState};
+use crate::file::{BackingFile, File, FileId, FileState};
 use crate::intake::Intake;
 use crate::open_files::OpenFiles;
 use crate::space::Room;
@@ -45,7 +44,7 @@ impl<B: Backing> Exclusive<B> {
 
     /// Drops the pending data of a file that has neither a name nor a handle. Callers that wait for its drain get `Ok`.
     pub(crate) fn discard(&self, file: &Arc<File<B>>) {
-        let mut state = file.begin_exclusive();
+        let mut state = file.acquire_exclusive_use();
         let bytes_before = state.pending.bytes();
         let cancelled_bytes = state.cut(&self.base.arena, 0..u64::MAX, u64::MAX);
         self.base
@@ -54,9 +53,9 @@ impl<B: Backing> Exclusive<B> {
             .fetch_add(cancelled_bytes, Ordering::Relaxed);
         state.pending.set_mtime(None);
         self.drain
-            .note_pending_change(file, bytes_before, state.pending.bytes());
+            .record_pending_change(file, bytes_before, state.pending.bytes());
         let waiters = self.drainer.finish_drained(file, &mut state);
-        file.end_exclusive(&mut state);
+        file.release_exclusive_use(&mut state);
         drop(state);
         for waiter in waiters {
             (waiter.done)(Ok(()));
@@ -83,15 +82,15 @@ impl<B: Backing> Exclusive<B> {
     /// pieces beyond the new end never become pending again. Fails with ENOSPC, without a change, if the journal is
     /// full.
     pub(crate) fn truncate_file(&self, file: &Arc<File<B>>, size: u64) -> Result<()> {
-        let target = self.open_files.writer(file)?;
-        let mut state = file.begin_exclusive();
+        let writer = self.open_files.writer(file)?;
+        let mut state = file.acquire_exclusive_use();
         self.intake.revoke_grant(file, &mut state);
-        state.note_change(&self.base.arena);
-        let result = self.truncate_exclusively(file, &mut state, &target, size);
-        file.end_exclusive(&mut state);
+        state.record_change(&self.base.arena);
+        let result = self.truncate_exclusively(file, &mut state, &writer, size);
+        file.release_exclusive_use(&mut state);
         if size == 0 && result.is_ok() {
             self.base.journal.record_emptied(&mut state);
-            file.inode.note_cut(state.opens.is_cut());
+            file.inode.record_cut(state.opens.is_cut());
         }
         let waiters = self.drainer.finish_drained(file, &mut state);
         self.drain.enqueue(file, &mut state);
@@ -103,73 +102,77 @@ impl<B: Backing> Exclusive<B> {
         result
     }
 
-    /// Truncates a file whose exclusive use the caller has. Records the begin and the end in the journal if pending
-    /// bytes are cut.
+    /// Truncates a file of which the caller has exclusive use.
     fn truncate_exclusively(
         &self,
         file: &Arc<File<B>>,
         state: &mut MutexGuard<'_, FileState<B>>,
-        target: &BackingFile<B>,
+        writer: &BackingFile<B>,
         size: u64,
     ) -> Result<()> {
         file.inode.synced.clear();
         // Bytes that are written during the truncation are newer than the truncation, so they need separate pieces.
         state.pending.end_tail();
-        let cuts_pending_bytes = state.pending.end() > size;
+        if state.pending.end() > size
+            && let Some(file_id) = state.pending.file_id()
+        {
+            return self.truncate_pending_bytes(file, state, writer, size, file_id);
+        }
         // No pending byte is cut, so recovery needs no record.
-        let Some(file_id) = state.pending.file_id().filter(|_| cuts_pending_bytes) else {
-            state.unlocked(|| self.base.backing.set_len(&target.file, size))?;
-            state.cache.drop_range(&self.base.arena, size..u64::MAX);
-            state.set_view_len(&self.base.arena, size);
-            state.cache.trust_backing();
-            if !state.pending.is_empty() {
-                state.pending.note_write();
-                state.pending.store_time_in_piece(&self.base.arena);
-            }
-            file.inode.data_unsynced.store(true, Ordering::Release);
-            return Ok(());
-        };
+        state.unlocked(|| self.base.backing.set_len(&writer.file, size))?;
+        state.cache.drop_range(&self.base.arena, size..u64::MAX);
+        state.set_view_len(&self.base.arena, size);
+        state.cache.trust_backing();
+        if !state.pending.is_empty() {
+            state.pending.record_write();
+            state.pending.store_time_in_piece(&self.base.arena);
+        }
+        file.inode.data_unsynced.store(true, Ordering::Release);
+        Ok(())
+    }
+
+    /// Truncates a file that has pending bytes beyond the new end. Records the begin and the end of the truncation in
+    /// the journal, and removes these bytes.
+    fn truncate_pending_bytes(
+        &self,
+        file: &Arc<File<B>>,
+        state: &mut MutexGuard<'_, FileState<B>>,
+        writer: &BackingFile<B>,
+        size: u64,
+        file_id: FileId,
+    ) -> Result<()> {
         let sequence = self.base.arena.next_sequence();
-        let begin = Record::TruncateBegin {
+        self.base.journal.append(&Record::TruncateBegin {
             file: file_id.get(),
             sequence,
             size,
-        };
-        self.base.journal.append(&begin)?;
-        let result = state.unlocked(|| self.base.backing.set_len(&target.file, size));
-        if result.is_ok() {
-            // The end is recorded before pieces die: a slab of dead pieces may be used again, so a replay must not need
-            // these pieces. If the end record were missing, a recovery would truncate again, over bytes that were
-            // drained since. So the journal reserves room for the record.
-            let end = Record::TruncateEnd {
-                file: file_id.get(),
-                sequence,
-                size,
-                done: true,
-            };
-            self.base.journal.append_end(&end);
-            state.pending.add_drained_range();
-            let bytes_before = state.pending.bytes();
-            let cancelled_bytes = state.cut(&self.base.arena, size..u64::MAX, sequence);
-            self.base
-                .counters
-                .cancelled_bytes
-                .fetch_add(cancelled_bytes, Ordering::Relaxed);
-            self.drain
-                .note_pending_change(file, bytes_before, state.pending.bytes());
-            state.set_view_len(&self.base.arena, size);
-            state.pending.note_write();
-            state.pending.store_time_in_piece(&self.base.arena);
-            file.inode.data_unsynced.store(true, Ordering::Release);
-        } else {
-            self.base.journal.append_end(&Record::TruncateEnd {
-                file: file_id.get(),
-                sequence,
-                size,
-                done: false,
-            });
-        }
-        result
+        })?;
+        let result = state.unlocked(|| self.base.backing.set_len(&writer.file, size));
+        // The end is recorded before pieces die: a slab of dead pieces may be used again, so a replay must not need
+        // these pieces. If the end record were missing, a recovery would truncate again, over bytes that were drained
+        // since. So the journal reserves room for the record.
+        self.base.journal.append_end(&Record::TruncateEnd {
+            file: file_id.get(),
+            sequence,
+            size,
+            done: result.is_ok(),
+        });
+        result?;
+        // In the journal, a finished truncation counts as a drained range of the file.
+        state.pending.add_drained_range();
+        let bytes_before = state.pending.bytes();
+        let cancelled_bytes = state.cut(&self.base.arena, size..u64::MAX, sequence);
+        self.base
+            .counters
+            .cancelled_bytes
+            .fetch_add(cancelled_bytes, Ordering::Relaxed);
+        self.drain
+            .record_pending_change(file, bytes_before, state.pending.bytes());
+        state.set_view_len(&self.base.arena, size);
+        state.pending.record_write();
+        state.pending.store_time_in_piece(&self.base.arena);
+        file.inode.data_unsynced.store(true, Ordering::Release);
+        Ok(())
     }
 
     /// Runs `work` on the backing file while no drain writes to it, and returns its result. The cache of the file is
@@ -179,16 +182,16 @@ impl<B: Backing> Exclusive<B> {
         file: &Arc<File<B>>,
         work: impl FnOnce(&B::File) -> Result<T>,
     ) -> Result<T> {
-        let target = self.open_files.writer(file)?;
-        let mut state = file.begin_exclusive();
+        let writer = self.open_files.writer(file)?;
+        let mut state = file.acquire_exclusive_use();
         self.intake.revoke_grant(file, &mut state);
-        state.note_change(&self.base.arena);
+        state.record_change(&self.base.arena);
         state.cache.drop_all(&self.base.arena);
         state.pending.end_tail();
-        let result = state.unlocked(|| work(&target.file));
+        let result = state.unlocked(|| work(&writer.file));
         file.inode.synced.clear();
         file.inode.data_unsynced.store(true, Ordering::Release);
-        file.end_exclusive(&mut state);
+        file.release_exclusive_use(&mut state);
         self.drain.enqueue(file, &mut state);
         drop(state);
         refresh_view(&self.intake, &self.open_files, file);

@@ -1,4 +1,4 @@
-//! Map of one file, from file ranges to places in the arena.
+//! Map of one file: which ranges of the file lie where in the arena (the shared memory that holds written data).
 //!
 //! Invariants
 //! * Extents never overlap; a newer write cuts the older one.
@@ -56,25 +56,25 @@ impl Extents {
     pub(crate) fn end(&self) -> u64 {
         self.by_offset
             .last()
-            .map_or(0, |(offset, e)| offset + e.len)
+            .map_or(0, |(offset, extent)| offset + extent.len)
     }
 
     /// Returns extents in order, from the one that contains or follows `offset`.
     pub(crate) fn from(&self, offset: u64) -> impl Iterator<Item = (u64, Extent)> + '_ {
-        let first = self
-            .by_offset
-            .at_or_before(&offset)
-            .filter(|(o, e)| *o + e.len > offset);
-        let start = first.map_or(offset, |(o, _)| *o);
-        self.by_offset.from(start).map(|(o, e)| (*o, *e))
+        let start = match self.by_offset.at_or_before(&offset) {
+            Some((start, extent)) if *start + extent.len > offset => *start,
+            _ => offset,
+        };
+        self.by_offset
+            .from(start)
+            .map(|(offset, extent)| (*offset, *extent))
     }
 
     /// Returns extents that overlap `range`, cut to it.
     pub(crate) fn within(&self, range: Range<u64>) -> impl Iterator<Item = (u64, Extent)> + '_ {
-        let Range { start, end } = range;
-        self.from(start)
-            .take_while(move |(o, _)| *o < end)
-            .map(move |(o, e)| clip(o, e, start, end))
+        self.from(range.start)
+            .take_while(move |(offset, _)| *offset < range.end)
+            .map(move |(offset, extent)| clip(offset, extent, range.start, range.end))
     }
 
     /// Returns the extent that contains all of `range`, cut to it.
@@ -83,82 +83,85 @@ impl Extents {
         (offset == range.start && extent.len == range.end - range.start).then_some(extent)
     }
 
-    /// Inserts an extent over existing ones. Calls `cut` with the piece and the number of bytes of each part that the
-    /// new extent replaces.
+    /// Inserts an extent over existing ones. Calls `on_replaced` with the piece and the number of bytes of each part
+    /// that the new extent replaces.
     pub(crate) fn insert(
         &mut self,
         offset: u64,
         extent: Extent,
-        cut: &mut dyn FnMut(PieceRef, u64),
+        on_replaced: &mut dyn FnMut(PieceRef, u64),
     ) {
-        self.remove(offset..offset + extent.len, &mut |_, e| {
-            cut(e.piece, e.len);
+        self.remove(offset..offset + extent.len, &mut |_, replaced| {
+            on_replaced(replaced.piece, replaced.len);
             true
         });
-        // An extent that continues the one before, in the file and in the piece, is joined with it.
-        if let Some((before, e)) = self.by_offset.before_mut(&offset)
-            && *before + e.len == offset
-            && e.piece == extent.piece
-            && u64::from(e.position) + e.len == u64::from(extent.position)
+        // An extent that continues the previous one, in the file and in the piece, is joined with it.
+        if let Some((previous_offset, previous)) = self.by_offset.before_mut(&offset)
+            && *previous_offset + previous.len == offset
+            && previous.piece == extent.piece
+            && u64::from(previous.position) + previous.len == u64::from(extent.position)
         {
-            e.len += extent.len;
+            previous.len += extent.len;
             return;
         }
         self.by_offset.insert(offset, extent);
     }
 
-    /// Removes the parts of `range` that `take` accepts. `take` is called with each extent, cut to `range`.
-    pub(crate) fn remove(&mut self, range: Range<u64>, take: &mut dyn FnMut(u64, &Extent) -> bool) {
-        let touched: Vec<(u64, Extent)> = self
+    /// Removes the parts of `range` that `should_remove` accepts. It is called with each extent, cut to `range`, and
+    /// with the offset of this part.
+    pub(crate) fn remove(
+        &mut self,
+        range: Range<u64>,
+        should_remove: &mut dyn FnMut(u64, &Extent) -> bool,
+    ) {
+        let overlapping: Vec<(u64, Extent)> = self
             .from(range.start)
-            .take_while(|(o, _)| *o < range.end)
+            .take_while(|(offset, _)| *offset < range.end)
             .collect();
-        for (offset, extent) in touched {
-            let (cut_offset, cut) = clip(offset, extent, range.start, range.end);
-            if !take(cut_offset, &cut) {
+        for (offset, extent) in overlapping {
+            let (removed_offset, removed) = clip(offset, extent, range.start, range.end);
+            if !should_remove(removed_offset, &removed) {
                 continue;
             }
             self.by_offset.remove(&offset);
-            if offset < cut_offset {
+            if offset < removed_offset {
                 let head = Extent {
-                    len: cut_offset - offset,
+                    len: removed_offset - offset,
                     ..extent
                 };
                 self.by_offset.insert(offset, head);
             }
             let end = offset + extent.len;
-            let cut_end = cut_offset + cut.len;
-            if cut_end < end {
-                let position = extent.position + (cut_end - offset) as u32;
+            let removed_end = removed_offset + removed.len;
+            if removed_end < end {
                 let tail = Extent {
-                    len: end - cut_end,
-                    position,
+                    len: end - removed_end,
+                    position: extent.position + (removed_end - offset) as u32,
                     ..extent
                 };
-                self.by_offset.insert(cut_end, tail);
+                self.by_offset.insert(removed_end, tail);
             }
         }
     }
 
     /// Returns all extents in order.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (u64, Extent)> + '_ {
-        self.by_offset.iter().map(|(o, e)| (*o, *e))
+        self.by_offset
+            .iter()
+            .map(|(offset, extent)| (*offset, *extent))
     }
 }
 
-/// Cuts an extent to `start..end`. Returns the offset of the remaining extent, and the remaining extent.
+/// Cuts an extent to the file range `start..end`. Returns the new offset of the extent, and the shortened extent.
 fn clip(offset: u64, extent: Extent, start: u64, end: u64) -> (u64, Extent) {
-    let from = offset.max(start);
-    let to = (offset + extent.len).min(end);
-    let position = extent.position + (from - offset) as u32;
-    (
-        from,
-        Extent {
-            len: to - from,
-            position,
-            ..extent
-        },
-    )
+    let clipped_start = offset.max(start);
+    let clipped_end = (offset + extent.len).min(end);
+    let clipped = Extent {
+        len: clipped_end - clipped_start,
+        position: extent.position + (clipped_start - offset) as u32,
+        ..extent
+    };
+    (clipped_start, clipped)
 }
 
 #[cfg(test)]

@@ -1,14 +1,14 @@
-//! The engine's part of the status, and figures of single files. The table of all figures is in
-//! `firn_protocol::status`.
+//! Figures of the engine for the status of the mount, and figures of single files.
 //!
-//! Most figures are counters, so that a status needs no lock of each file.
+//! Most figures are counters, so that a status needs no lock of each file. The table of all figures is in
+//! `firn_protocol::status`.
 
 use std::collections::HashSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use firn_backing::{Backing, Kind, is_below};
+use firn_backing::{Backing, Kind, LaneIndex, is_below};
 use firn_format::durability::DurabilityLevel;
 use firn_format::record::Ending;
 use firn_protocol::record::Bucket;
@@ -16,6 +16,7 @@ use firn_protocol::{ErrorStatus, LaneStatus, NumaNodeStatus, SpillStatus, Status
 
 use crate::Transferred;
 use crate::counters::{Decision, RequestTimes};
+use crate::drain::QueueFigures;
 use crate::engine::Engine;
 use crate::file::File;
 use crate::names::Inode;
@@ -75,7 +76,7 @@ impl<B: Backing> Engine<B> {
             close_us: microseconds(times.close.sum()),
             fsync_us: microseconds(times.fsync.sum()),
             drain_us: microseconds(counters.drain_times.sum()),
-            held_bytes: self.drain.held_bytes(),
+            held_bytes: self.drain.pending_bytes(),
             waiting_writers: 0,
         }
     }
@@ -92,7 +93,10 @@ impl<B: Backing> Engine<B> {
 
     /// Returns how often, since the attach, writers that waited for room got an error.
     pub fn errors_given_up(&self) -> u64 {
-        self.base.counters.drain_decisions.of(Decision::GivenUp)
+        self.base
+            .counters
+            .drain_decisions
+            .count_of(Decision::GivenUp)
     }
 
     /// Returns whether a write to the backing failed and waits for its next try.
@@ -106,9 +110,9 @@ impl<B: Backing> Engine<B> {
     /// Returns path, errno and text of the latest error.
     pub fn newest_error(&self) -> Option<(Vec<u8>, i32, String)> {
         let errors = self.base.errors.list().into_iter();
-        let newest = errors.max_by_key(|error| error.last)?;
-        let errno = newest.errno.raw_os_error();
-        Some((newest.path, errno, newest.message))
+        let newest_error = errors.max_by_key(|error| error.last)?;
+        let errno = newest_error.errno.raw_os_error();
+        Some((newest_error.path, errno, newest_error.message))
     }
 
     /// Asserts that each counter equals the sum over the files that it represents. No other thread may use the engine
@@ -116,37 +120,29 @@ impl<B: Backing> Engine<B> {
     pub fn assert_counters(&self) {
         let files = self.open_files.files.all();
         let mut cached_bytes = 0;
-        let mut granted = 0;
-        let mut oldest = None;
+        let mut granted_files = 0;
+        let mut oldest_write: Option<Instant> = None;
         for file in &files {
             let state = file.lock();
             if !state.direct.has_grant() {
                 state.pending.assert_time(&self.base.arena);
             }
             cached_bytes += state.cache.bytes();
-            granted += u64::from(state.direct.has_grant());
+            granted_files += u64::from(state.direct.has_grant());
             assert_eq!(
                 state.drain.oldest().is_some(),
                 !state.pending.is_empty(),
                 "age of a file of {} bytes",
                 state.pending.bytes()
             );
-            oldest = oldest.into_iter().chain(state.drain.oldest()).min();
+            oldest_write = oldest_write.into_iter().chain(state.drain.oldest()).min();
         }
-        let get = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
-        assert_eq!(
-            get(&self.base.counters.cached_bytes),
-            cached_bytes,
-            "cached bytes"
-        );
-        self.intake.grants.assert_files(granted);
-        let oldest_queued = self
-            .drain
-            .figures()
-            .iter()
-            .filter_map(|lane| lane.oldest)
-            .min();
-        assert_eq!(oldest_queued, oldest, "the oldest pending byte");
+        let counted_bytes = self.base.counters.cached_bytes.load(Ordering::Relaxed);
+        assert_eq!(counted_bytes, cached_bytes, "cached bytes");
+        self.intake.grants.assert_files(granted_files);
+        let queues = self.drain.figures();
+        let oldest_queued = queues.iter().filter_map(|queue| queue.oldest).min();
+        assert_eq!(oldest_queued, oldest_write, "the oldest pending byte");
         self.drain.assert_queues(&files);
         self.base.arena.assert_invariants();
     }
@@ -154,7 +150,7 @@ impl<B: Backing> Engine<B> {
     /// Returns the number of pending bytes.
     pub fn held_bytes(&self) -> u64 {
         self.intake.ingest_all_published();
-        self.drain.held_bytes()
+        self.drain.pending_bytes()
     }
 
     /// Returns the number of bytes that were drained since the attach.
@@ -188,20 +184,11 @@ impl<B: Backing> Engine<B> {
         let counters = &self.base.counters;
         let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let queues = self.drain.figures();
-        let oldest = queues.iter().filter_map(|queue| queue.oldest).min();
-        let lanes = queues.iter().zip(self.drain.lanes()).map(|(queue, lane)| {
-            let held = &self.drain.queue(lane).held;
-            let turn = queue.turn.as_ref();
-            LaneStatus {
-                writers: queue.active as u32,
-                retry_seconds: queue.retry_in.map(|wait| wait.as_secs_f64()),
-                queued_files: queue.files as u64,
-                held_files: held.files(),
-                held_bytes: held.bytes(),
-                file: turn.map(|file| crate::FileIdentity::path(&*file.inode).into()),
-                ..LaneStatus::default()
-            }
-        });
+        let oldest_write = queues.iter().filter_map(|queue| queue.oldest).min();
+        let lanes = queues
+            .iter()
+            .zip(self.drain.lanes())
+            .map(|(queue, lane)| self.lane_status(queue, lane));
         let direct_access = self.intake.grants.figures();
         let (durable_files, durable_bytes) = self.tree.names.count_synced();
         Status {
@@ -210,9 +197,10 @@ impl<B: Backing> Engine<B> {
             arena_bytes: geometry.data_bytes(),
             arena_used_bytes: self.base.arena.used_bytes(),
             chunk_bytes: geometry.chunk_bytes,
-            held_bytes: self.drain.held_bytes(),
-            held_files: self.drain.held_files(),
-            oldest_held_seconds: oldest.map(|at| now.duration_since(at).as_secs_f64()),
+            held_bytes: self.drain.pending_bytes(),
+            held_files: self.drain.pending_files(),
+            oldest_held_seconds: oldest_write
+                .map(|written| now.duration_since(written).as_secs_f64()),
             durable_files,
             durable_bytes,
             recovered_bytes: self.recovered_bytes,
@@ -251,6 +239,21 @@ impl<B: Backing> Engine<B> {
         }
     }
 
+    /// Returns the status of a lane (one I/O server), with the figures of its queue.
+    fn lane_status(&self, queue: &QueueFigures<File<B>>, lane: LaneIndex) -> LaneStatus {
+        let pending = &self.drain.queue(lane).pending_totals;
+        let file_with_turn = queue.turn.as_ref();
+        LaneStatus {
+            writers: queue.active as u32,
+            retry_seconds: queue.retry_in.map(|wait| wait.as_secs_f64()),
+            queued_files: queue.files as u64,
+            held_files: pending.files(),
+            held_bytes: pending.bytes(),
+            file: file_with_turn.map(|file| crate::FileIdentity::path(&*file.inode).into()),
+            ..LaneStatus::default()
+        }
+    }
+
     /// Returns the status of the spill file; `None` if the mount has none.
     fn spill_status(&self) -> Option<SpillStatus> {
         let figures = self.base.arena.spill_figures()?;
@@ -259,7 +262,7 @@ impl<B: Backing> Engine<B> {
             bytes: figures.bytes,
             used_bytes: figures.used_bytes,
             moved_bytes: figures.moved_bytes,
-            failing: self.room.spill.fails() || self.base.arena.spill_fault().is_some(),
+            failing: self.room.spill.has_failed() || self.base.arena.spill_fault().is_some(),
             ..SpillStatus::default()
         })
     }
@@ -282,36 +285,38 @@ impl<B: Backing> Engine<B> {
         if errors.is_empty() {
             return Vec::new();
         }
-        let held: Vec<Vec<u8>> = self
-            .open_files
-            .files
-            .all()
+        let pending_paths = self.pending_paths();
+        let failed_spill_path = if self.room.spill.has_failed() {
+            Some(self.base.arena.superblock().spill_path.clone())
+        } else {
+            None
+        };
+        let mut status = Vec::with_capacity(errors.len());
+        for error in errors {
+            // Data of a lost file remains until the user discards or restores it. Any other error matters while the
+            // file has pending bytes.
+            let is_pending = error.is_about_lost_data
+                || pending_paths.contains(&error.path)
+                || failed_spill_path.as_ref() == Some(&error.path);
+            status.push(ErrorStatus {
+                path: error.path.into(),
+                errno: error.errno.raw_os_error(),
+                message: error.message,
+                repeats: error.count,
+                age_seconds: error.last.elapsed().as_secs_f64(),
+                pending: is_pending,
+            });
+        }
+        status
+    }
+
+    /// Returns all paths of the files with pending bytes.
+    fn pending_paths(&self) -> Vec<Vec<u8>> {
+        let files = self.open_files.files.all();
+        files
             .iter()
             .filter(|file| file.lock().pending.bytes() > 0)
             .flat_map(|file| file.inode.paths())
-            .collect();
-        let failing_spill = self
-            .room
-            .spill
-            .fails()
-            .then(|| self.base.arena.superblock().spill_path.clone());
-        errors
-            .into_iter()
-            .map(|error| {
-                // Data of a lost file remains until the user discards or restores it. Any other error matters while the
-                // file has pending bytes.
-                let pending = error.is_about_lost_data
-                    || held.contains(&error.path)
-                    || failing_spill.as_ref() == Some(&error.path);
-                ErrorStatus {
-                    path: error.path.into(),
-                    errno: error.errno.raw_os_error(),
-                    message: error.message,
-                    repeats: error.count,
-                    age_seconds: error.last.elapsed().as_secs_f64(),
-                    pending,
-                }
-            })
             .collect()
     }
 
@@ -330,47 +335,58 @@ impl<B: Backing> Engine<B> {
     /// files.
     pub fn files_being_written(&self, count_max: usize) -> (Vec<Vec<u8>>, u64) {
         let mut names = Vec::new();
-        let mut count = 0;
+        let mut file_count = 0;
         for file in self.open_files.files.all() {
-            let is_written = {
+            let is_open_for_writing = {
                 let state = file.lock();
                 !state.opens.is_empty() && state.opens.ending() == Ending::Open
             };
-            if is_written {
-                count += 1;
-                if names.len() < count_max {
-                    names.extend(file.inode.paths().into_iter().next());
-                }
+            if !is_open_for_writing {
+                continue;
+            }
+            file_count += 1;
+            if names.len() < count_max {
+                names.extend(file.inode.paths().into_iter().next());
             }
         }
-        (names, count)
+        (names, file_count)
     }
 
     /// Returns figures of the files at or below `path` for which the backing's facts are not enough, once for each
     /// known name. These files are open, have bytes in the arena, were synced, or were cut. Any other file is drained
     /// or logged. The call waits for the backing.
     pub fn files_below(&self, path: &[u8]) -> Vec<FileFigures> {
-        let mut out = Vec::new();
-        let mut in_use = HashSet::new();
+        let mut figures = Vec::new();
+        let mut inodes_in_use = HashSet::new();
         self.intake.ingest_all_published();
         for file in self.open_files.files.all() {
-            in_use.insert(Arc::as_ptr(&file.inode));
-            let paths = paths_below(&file.inode, path);
-            out.extend(paths.map(|path| self.figures_of_file(&file, path)));
-        }
-        for inode in self.tree.names.all_inodes() {
-            let is_idle = !in_use.contains(&Arc::as_ptr(&inode));
-            if inode.kind == Kind::File && inode.is_remembered() && is_idle {
-                // A program that does not use the mount may have given the name to another file.
-                let names = inode.names_with_parents().into_iter();
-                let current = names.filter(|(dir, name)| self.tree.leads_to(dir, name, &inode));
-                let paths = current.filter_map(|(dir, name)| dir.path_of(&name));
-                let below = paths.filter(|known| path.is_empty() || is_below(known, path));
-                out.extend(below.map(|path| self.figures_of_idle(&inode, path)));
+            inodes_in_use.insert(Arc::as_ptr(&file.inode));
+            for known_path in paths_below(&file.inode, path) {
+                figures.push(self.figures_of_file(&file, known_path));
             }
         }
-        out.sort_by(|a, b| a.path.cmp(&b.path));
-        out
+        for inode in self.tree.names.all_inodes() {
+            let is_in_use = inodes_in_use.contains(&Arc::as_ptr(&inode));
+            if inode.kind != Kind::File || !inode.is_remembered() || is_in_use {
+                continue;
+            }
+            for known_path in self.valid_paths(&inode) {
+                if path.is_empty() || is_below(&known_path, path) {
+                    figures.push(self.figures_of_idle_file(&inode, known_path));
+                }
+            }
+        }
+        figures.sort_by(|a, b| a.path.cmp(&b.path));
+        figures
+    }
+
+    /// Returns the known paths of an inode that still lead to the inode in the backing. A program that does not use the
+    /// mount may have given a name to another file.
+    fn valid_paths(&self, inode: &Arc<Inode<B>>) -> impl Iterator<Item = Vec<u8>> {
+        let names = inode.names_with_parents().into_iter();
+        names
+            .filter(|(dir, name)| self.tree.leads_to(dir, name, inode))
+            .filter_map(|(dir, name)| dir.path_of(&name))
     }
 
     /// Returns the figures of the files at or below `path` that are open or have bytes in the arena, each under one of
@@ -382,34 +398,33 @@ impl<B: Backing> Engine<B> {
             let path = paths_below(&file.inode, path).next()?;
             Some(self.figures_of_file(file, path))
         });
-        let mut out: Vec<_> = figures.collect();
-        out.sort_by(|a, b| a.path.cmp(&b.path));
-        out
+        let mut sorted: Vec<_> = figures.collect();
+        sorted.sort_by(|a, b| a.path.cmp(&b.path));
+        sorted
     }
 
     /// Returns the figures of a file that is open or has bytes in the arena, under this path.
     fn figures_of_file(&self, file: &File<B>, path: Vec<u8>) -> FileFigures {
-        let (mut figures, level_of_pending) = {
-            let state = file.lock();
-            let level = state.level_of_pending(&self.base.arena);
-            let figures = FileFigures {
-                path,
-                level,
-                held_bytes: state.pending.bytes(),
-                held_end: state.pending.end(),
-                open: !state.opens.is_empty(),
-                ending: state.opens.ending(),
-                changes: state.changes,
-            };
-            (figures, (!state.pending.is_empty()).then_some(level))
+        let state = file.lock();
+        let mut figures = FileFigures {
+            path,
+            level: state.durability_of_pending(&self.base.arena),
+            held_bytes: state.pending.bytes(),
+            held_end: state.pending.end(),
+            open: !state.opens.is_empty(),
+            ending: state.opens.ending(),
+            changes: state.changes,
         };
-        figures.level =
-            level_of_pending.unwrap_or_else(|| self.durability.level_in_backing(&file.inode));
+        drop(state);
+        if figures.held_bytes == 0 {
+            // The level is that of the backing, which is called without the lock.
+            figures.level = self.durability.level_in_backing(&file.inode);
+        }
         figures
     }
 
     /// Returns the figures of a file that is not open and has no bytes in the arena.
-    fn figures_of_idle(&self, inode: &Inode<B>, path: Vec<u8>) -> FileFigures {
+    fn figures_of_idle_file(&self, inode: &Inode<B>, path: Vec<u8>) -> FileFigures {
         let is_cut = inode.is_cut.load(Ordering::Acquire);
         FileFigures {
             path,

@@ -106,13 +106,14 @@ const CHANGES_OF_A_FILE: u64 = 1 << 32;
 const _: () = assert!(size_of::<File<firn_backing::DirBacking>>() <= 400);
 
 impl<B: Backing> File<B> {
-    /// Makes the state of a file without handles and pending bytes. The file counts as cut if its inode is marked so.
+    /// Makes the state of a file without handles and pending bytes. The file counts as cut (incomplete) if its inode is
+    /// marked so.
     pub(crate) fn new(inode: Arc<Inode<B>>, route: Route) -> Self {
         let state = FileState {
             pending: Pending::default(),
             drain: DrainState::default(),
             opens: if inode.is_cut.load(Ordering::Acquire) {
-                Opens::of_cut_file()
+                Opens::for_cut_file()
             } else {
                 Opens::default()
             },
@@ -158,12 +159,12 @@ impl<B: Backing> File<B> {
         self.state.try_lock()
     }
 
-    /// Begins exclusive use of the backing file: no drain of it starts until [`File::end_exclusive`]. Waits for I/O
-    /// in flight, not for pending data.
+    /// Begins exclusive use of the backing file: no drain of it starts until [`File::release_exclusive_use`]. Waits for
+    /// I/O in flight, not for pending data.
     ///
     /// The caller releases the lock during its calls of the backing. Writes that come meanwhile are appended, so they
     /// count as later writes.
-    pub(crate) fn begin_exclusive(&self) -> MutexGuard<'_, FileState<B>> {
+    pub(crate) fn acquire_exclusive_use(&self) -> MutexGuard<'_, FileState<B>> {
         let mut state = self.state.lock();
         while !state.drain.is_idle() {
             state.wait(&self.io_ended);
@@ -173,13 +174,13 @@ impl<B: Backing> File<B> {
     }
 
     /// Ends exclusive use, and wakes threads that wait for it.
-    pub(crate) fn end_exclusive(&self, state: &mut FileState<B>) {
+    pub(crate) fn release_exclusive_use(&self, state: &mut FileState<B>) {
         state.drain.set_exclusive(false);
         self.io_ended.notify_all();
     }
 
     /// Locks the state when no exclusive use is under way.
-    pub(crate) fn lock_settled(&self) -> MutexGuard<'_, FileState<B>> {
+    pub(crate) fn lock_without_exclusive_use(&self) -> MutexGuard<'_, FileState<B>> {
         let mut state = self.state.lock();
         while state.drain.is_exclusive() {
             state.wait(&self.io_ended);
@@ -197,18 +198,18 @@ impl<B: Backing> File<B> {
     }
 
     /// Stores a file that was just opened for writing, unless one is already stored. Returns the stored file.
-    pub(crate) fn keep_writer(&self, opened: BackingFile<B>) -> Arc<BackingFile<B>> {
-        // An unneeded descriptor is closed after the lock is released.
-        let opened = Arc::new(opened);
+    pub(crate) fn store_writer(&self, opened: BackingFile<B>) -> Arc<BackingFile<B>> {
+        // This reference outlives the lock, so an unneeded descriptor is closed after the lock is released.
+        let new_writer = Arc::new(opened);
         let mut state = self.lock();
-        Arc::clone(state.writer.get_or_insert_with(|| Arc::clone(&opened)))
+        Arc::clone(state.writer.get_or_insert_with(|| Arc::clone(&new_writer)))
     }
 
-    /// Does the work of [`File::keep_writer`] for a file that is opened for reading.
-    pub(crate) fn keep_reader(&self, opened: BackingFile<B>) -> Arc<BackingFile<B>> {
-        let opened = Arc::new(opened);
+    /// Stores a file that was just opened for reading, unless one is already stored. Returns the stored file.
+    pub(crate) fn store_reader(&self, opened: BackingFile<B>) -> Arc<BackingFile<B>> {
+        let new_reader = Arc::new(opened);
         let mut state = self.lock();
-        Arc::clone(state.reader.get_or_insert_with(|| Arc::clone(&opened)))
+        Arc::clone(state.reader.get_or_insert_with(|| Arc::clone(&new_reader)))
     }
 
     /// Wakes threads that wait for the end of an I/O.
@@ -220,11 +221,10 @@ impl<B: Backing> File<B> {
 impl<B: Backing> FileState<B> {
     /// Returns the backing file opened for reading, if there is one.
     pub(crate) fn open_reader(&self) -> Option<Arc<BackingFile<B>>> {
-        let can_read = self
-            .writer
-            .as_ref()
-            .filter(|writer| writer.access == Access::ReadWrite);
-        can_read.or(self.reader.as_ref()).cloned()
+        match &self.writer {
+            Some(writer) if writer.access == Access::ReadWrite => Some(Arc::clone(writer)),
+            _ => self.reader.clone(),
+        }
     }
 
     /// Returns the backing file, if it is open.
@@ -234,7 +234,7 @@ impl<B: Backing> FileState<B> {
 
     /// Returns whether the descriptors of the backing file may be closed: no handle or I/O uses them, and a name leads
     /// to the file.
-    pub(crate) fn may_close(&self) -> bool {
+    pub(crate) fn can_close(&self) -> bool {
         let is_busy = self.drain.is_exclusive() || self.drain.writes_in_flight() > 0;
         self.opens.is_empty() && !is_busy && !self.unlinked
     }
@@ -250,7 +250,7 @@ impl<B: Backing> FileState<B> {
     }
 
     /// Records a change of bytes or length. Makes the lists of direct readers invalid.
-    pub(crate) fn note_change(&mut self, arena: &Arena) {
+    pub(crate) fn record_change(&mut self, arena: &Arena) {
         self.changes += 1;
         self.direct.invalidate_lists(arena);
     }
@@ -258,7 +258,7 @@ impl<B: Backing> FileState<B> {
     /// Adds bytes of a piece that was just published, or extended by these bytes. Returns the number of pending bytes
     /// that they replace.
     pub(crate) fn insert(&mut self, arena: &Arena, offset: u64, extent: Extent) -> u64 {
-        self.note_change(arena);
+        self.record_change(arena);
         self.cache.drop_range(arena, offset..offset + extent.len);
         let replaced = self.pending.insert(arena, offset, extent);
         self.check();
@@ -267,7 +267,7 @@ impl<B: Backing> FileState<B> {
 
     /// Drops all extents of `range` with a sequence up to `sequence`. Returns the number of their bytes.
     pub(crate) fn cut(&mut self, arena: &Arena, range: Range<u64>, sequence: u64) -> u64 {
-        self.note_change(arena);
+        self.record_change(arena);
         self.cache.drop_range(arena, range.clone());
         let bytes = self.pending.cut(arena, range, sequence);
         self.check();
@@ -278,14 +278,14 @@ impl<B: Backing> FileState<B> {
     pub(crate) fn extents_in_arena(&self, from: u64, max: usize) -> Vec<(u64, Extent)> {
         let pending = self.pending.extents().from(from).take(max);
         let cached = self.cache.extents().from(from).take(max);
-        let mut both: Vec<_> = pending.chain(cached).collect();
-        both.sort_unstable_by_key(|(offset, _)| *offset);
-        both.truncate(max);
-        both
+        let mut extents: Vec<_> = pending.chain(cached).collect();
+        extents.sort_unstable_by_key(|(offset, _)| *offset);
+        extents.truncate(max);
+        extents
     }
 
     /// Returns the durability level of a file with pending bytes.
-    pub(crate) fn level_of_pending(&self, arena: &Arena) -> DurabilityLevel {
+    pub(crate) fn durability_of_pending(&self, arena: &Arena) -> DurabilityLevel {
         if self.is_partnered() {
             return DurabilityLevel::Partnered;
         }
@@ -307,7 +307,8 @@ impl<B: Backing> FileState<B> {
         if !self.drain.has_waiters() {
             return ThinVec::new();
         }
-        self.drain.take_satisfied(self.pending.oldest_sequence())
+        self.drain
+            .take_satisfied_waiters(self.pending.oldest_sequence())
     }
 
     /// Asserts that pending and cached bytes do not overlap. Called after each change of pending or cached bytes. For a

@@ -76,7 +76,9 @@ impl<B: Backing> Default for FileEvents<B> {
 }
 
 impl<B: Backing> FileEvents<B> {
-    pub(crate) fn note(&self, inode: &Arc<Inode<B>>, change: FileChange) {
+    /// Adds an event of a file to the queue, if events were requested before. If the queue is full, only counts the
+    /// event.
+    pub(crate) fn record(&self, inode: &Arc<Inode<B>>, change: FileChange) {
         if !self.is_requested.load(Ordering::Relaxed) {
             return;
         }
@@ -93,11 +95,16 @@ impl<B: Backing> FileEvents<B> {
         });
     }
 
-    /// Notes that a file's pending bytes begin or end.
-    pub(crate) fn note_held(&self, inode: &Arc<Inode<B>>, before: u64, after: u64) {
-        match (before, after) {
-            (0, 1..) => self.note(inode, FileChange::Held),
-            (1.., 0) => self.note(inode, FileChange::Drained),
+    /// Records an event if the first byte of a file became pending, or if no byte is pending any more.
+    pub(crate) fn record_pending_change(
+        &self,
+        inode: &Arc<Inode<B>>,
+        bytes_before: u64,
+        bytes_after: u64,
+    ) {
+        match (bytes_before, bytes_after) {
+            (0, 1..) => self.record(inode, FileChange::Held),
+            (1.., 0) => self.record(inode, FileChange::Drained),
             _ => {}
         }
     }
@@ -109,16 +116,18 @@ impl<B: Backing> Engine<B> {
     pub fn take_file_events(&self) -> (Vec<FileEvent>, u64) {
         let events = &self.base.file_events;
         events.is_requested.store(true, Ordering::Relaxed);
-        let taken = std::mem::take(&mut *events.queue.lock());
-        let taken = taken.into_iter().map(|queued| FileEvent {
-            inode: queued.inode,
-            path: queued
-                .weak_inode
-                .upgrade()
-                .and_then(|inode| inode.paths().into_iter().next()),
-            change: queued.change,
-            at: queued.at,
-        });
-        (taken.collect(), events.dropped.swap(0, Ordering::Relaxed))
+        let queued_events = std::mem::take(&mut *events.queue.lock());
+        let mut file_events = Vec::with_capacity(queued_events.len());
+        for queued in queued_events {
+            let inode = queued.weak_inode.upgrade();
+            file_events.push(FileEvent {
+                inode: queued.inode,
+                path: inode.and_then(|inode| inode.paths().into_iter().next()),
+                change: queued.change,
+                at: queued.at,
+            });
+        }
+        let dropped_count = events.dropped.swap(0, Ordering::Relaxed);
+        (file_events, dropped_count)
     }
 }

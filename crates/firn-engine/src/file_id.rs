@@ -13,24 +13,23 @@ use crate::file_journal::FileJournal;
 impl FileJournal {
     /// Assigns an id to a file before its first piece, and returns the id. Returns `None` if the journal is full.
     /// Prevents renames of the file's paths meanwhile.
-    pub(crate) fn begin_file_id_at_rest<B: Backing>(
+    pub(crate) fn allocate_file_id_excluding_renames<B: Backing>(
         &self,
         paths: &PathClaims,
         file: &File<B>,
     ) -> Option<FileId> {
-        let begin = || self.begin_file_id(file, &mut file.lock());
-        paths.while_staying(|| file.inode.paths(), begin)
+        let allocate = || self.allocate_file_id(file, &mut file.lock());
+        paths.with_unchanged_paths(|| file.inode.paths(), allocate)
     }
 
-    /// Does the work of [`begin_file_id_at_rest`](Self::begin_file_id_at_rest) for a caller that already prevents
-    /// renames.
-    pub(crate) fn begin_file_id<B: Backing>(
+    /// Does what [`Self::allocate_file_id_excluding_renames`] does, for a caller that already prevents renames.
+    pub(crate) fn allocate_file_id<B: Backing>(
         &self,
         file: &File<B>,
         state: &mut FileState<B>,
     ) -> Option<FileId> {
-        if let Some(known) = state.pending.file_id() {
-            return Some(known);
+        if let Some(existing_id) = state.pending.file_id() {
+            return Some(existing_id);
         }
         let inode = &file.inode;
         let id = self.new_file_id()?;

@@ -107,7 +107,7 @@ impl<B: Backing> Grants<B> {
     }
 
     /// Records that a process may get a list of the places of a file's bytes.
-    pub(crate) fn note_list(&self) {
+    pub(crate) fn record_list(&self) {
         self.has_lists.store(true, Ordering::Release);
     }
 

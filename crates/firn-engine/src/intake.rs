@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use firn_arena::{AcceptedBytes, ClientLease};
+use firn_arena::{AcceptedBytes, Arena, ClientLease, InvalidRecord};
 use firn_backing::Backing;
 
 use crate::Result;
@@ -85,45 +85,51 @@ impl<B: Backing> Intake<B> {
         });
     }
 
-    /// Ingests bytes from the first lease of a grant with `take_from`, and ends leases that the client has filled. An
-    /// invalid record revokes the grant.
+    /// Ends leases that the client has filled. Then reads the first remaining lease with `accept`, and makes its new
+    /// bytes pending. An invalid record revokes the grant.
     fn ingest_from_client(
         &self,
         file: &Arc<File<B>>,
         state: &mut FileState<B>,
-        take_from: impl Fn(
-            &firn_arena::Arena,
+        accept: impl Fn(
+            &Arena,
             &mut ClientLease,
             &mut dyn FnMut(AcceptedBytes),
-        ) -> std::result::Result<(), firn_arena::InvalidRecord>,
+        ) -> std::result::Result<(), InvalidRecord>,
     ) {
-        // A client that has begun a later lease writes nothing more to the first one, and its bytes there are older.
-        let is_first_lease_complete = |grant: &Grant| {
-            let mut later = grant.leases.iter().skip(1);
-            later.any(|lease| self.base.arena.client_has_begun(lease))
-        };
-        while state.direct.grant().is_some_and(is_first_lease_complete) {
-            self.end_first_lease(file, state);
-        }
+        self.end_complete_leases(file, state);
         let Some(mut grant) = state.direct.take_grant() else {
             return;
         };
         let mut accepted = Vec::new();
-        let lease = grant.leases.first_mut();
-        let pid = lease.as_ref().map_or(0, |lease| lease.pid());
-        let wrong = lease.and_then(|lease| {
-            take_from(&self.base.arena, lease, &mut |bytes| accepted.push(bytes)).err()
-        });
+        let mut pid = 0;
+        let mut result = Ok(());
+        if let Some(lease) = grant.leases.first_mut() {
+            pid = lease.pid();
+            result = accept(&self.base.arena, lease, &mut |bytes| accepted.push(bytes));
+        }
         grant.bytes += self.make_pending(file, state, pid, &accepted);
         state.direct.restore_grant(grant);
-        if let Some(wrong) = wrong {
+        if let Err(wrong) = result {
             tracing::warn!(%wrong, "a client with direct access stored an invalid record; it writes through the kernel from now on");
             self.grants.count_error();
             self.revoke_grant(file, state);
         }
     }
 
-    /// Makes bytes from a client's slab pending. Returns their number.
+    /// Ends each lease after which the client has begun another one. The client writes nothing more to such a lease,
+    /// and its bytes there are older than those of later leases.
+    fn end_complete_leases(&self, file: &Arc<File<B>>, state: &mut FileState<B>) {
+        let is_first_lease_complete = |grant: &Grant| {
+            let mut later_leases = grant.leases.iter().skip(1);
+            later_leases.any(|lease| self.base.arena.client_has_begun(lease))
+        };
+        while state.direct.grant().is_some_and(is_first_lease_complete) {
+            self.end_first_lease(file, state);
+        }
+    }
+
+    /// Makes the bytes that process `pid` wrote to its slab pending. Returns their number.
     fn make_pending(
         &self,
         file: &Arc<File<B>>,
@@ -131,46 +137,36 @@ impl<B: Backing> Intake<B> {
         pid: u32,
         accepted: &[AcceptedBytes],
     ) -> u64 {
-        let mut bytes = 0;
-        for &AcceptedBytes {
-            piece,
-            offset,
-            position,
-            len,
-            sequence,
-            modified,
-        } in accepted
-        {
+        let mut total_bytes = 0;
+        for bytes in accepted {
+            let len = u64::from(bytes.len);
             if let Some(observe) = self.grants.observer() {
-                observe(&*file.inode, pid, offset..offset + u64::from(len));
+                observe(&*file.inode, pid, bytes.offset..bytes.offset + len);
             }
-            if !state.pending.note_client_write(modified) {
+            if !state.pending.record_client_write(bytes.modified) {
+                // The client's time is impossible or too early, so the record gets the engine's time.
                 self.base
                     .arena
-                    .set_modified(piece, state.pending.recorded_ns());
+                    .set_modified(bytes.piece, state.pending.recorded_ns());
             }
-            self.ingest(
-                file,
-                state,
-                offset,
-                Extent {
-                    len: len.into(),
-                    piece,
-                    position,
-                    sequence,
-                },
-            );
-            bytes += u64::from(len);
-            self.base.counters.count_ingest(len.into());
+            let extent = Extent {
+                len,
+                piece: bytes.piece,
+                position: bytes.position,
+                sequence: bytes.sequence,
+            };
+            self.ingest(file, state, bytes.offset, extent);
+            total_bytes += len;
+            self.base.counters.count_ingest(len);
         }
-        if bytes > 0 {
+        if total_bytes > 0 {
             file.inode
                 .is_size_stale_in_kernel
                 .store(true, Ordering::Release);
             // The engine may extend only pieces that it published itself.
             state.pending.end_tail();
         }
-        bytes
+        total_bytes
     }
 
     /// Ends the grant of a file, if there is one. All pieces that the client has published are ingested, and it can
@@ -207,9 +203,9 @@ impl<B: Backing> Intake<B> {
             .base
             .arena
             .revoke_client(&mut lease, &mut |bytes| accepted.push(bytes));
-        let bytes = self.make_pending(file, state, lease.pid(), &accepted);
+        let accepted_bytes = self.make_pending(file, state, lease.pid(), &accepted);
         if let Some(grant) = state.direct.grant_mut() {
-            grant.bytes += bytes;
+            grant.bytes += accepted_bytes;
         }
         self.base.arena.end_client(lease);
         if let Err(wrong) = result {
@@ -262,13 +258,13 @@ impl<B: Backing> Intake<B> {
         extent: Extent,
     ) {
         let bytes_before = state.pending.bytes();
-        let cancelled = state.insert(&self.base.arena, offset, extent);
+        let replaced_bytes = state.insert(&self.base.arena, offset, extent);
         self.base
             .counters
             .cancelled_bytes
-            .fetch_add(cancelled, Ordering::Relaxed);
+            .fetch_add(replaced_bytes, Ordering::Relaxed);
         self.drain
-            .note_pending_change(file, bytes_before, state.pending.bytes());
+            .record_pending_change(file, bytes_before, state.pending.bytes());
         file.inode.synced.clear();
         if bytes_before == 0 {
             let now = Instant::now();

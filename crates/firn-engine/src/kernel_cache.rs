@@ -1,7 +1,7 @@
-//! What the kernel caches of files: pages, attributes, and files that it reads itself from the backing
-//! (*passthrough*).
+//! The kernel's cache: which pages and attributes of files the kernel may have, and whether they are still valid.
 //!
-//! The engine decides whether cached pages are still valid. The frontend makes the kernel drop invalid ones.
+//! The frontend makes the kernel drop invalid pages. The kernel may also read the backing's file itself, instead of the
+//! engine (*passthrough*).
 //!
 //! Relies on: size and times of the backing's file, and a count of changes by other hosts. A second change within one
 //! tick of the backing's clock may not change the times, so only times that are old enough are trusted.
@@ -75,7 +75,8 @@ impl<B: Backing> KernelCache<B> {
     /// second change within one tick of the backing's clock may not change the times. The present state is recorded for
     /// the next call.
     pub(crate) fn is_as_cached(&self, inode: &Inode<B>) -> bool {
-        const SETTLED_S: i64 = 2;
+        /// Age in seconds from which on times are old enough.
+        const OLD_ENOUGH_S: i64 = 2;
         let Ok(object) = self.tree.object(inode) else {
             return false;
         };
@@ -84,25 +85,26 @@ impl<B: Backing> KernelCache<B> {
         let Ok(attr) = self.base.backing.attr(&object) else {
             return false;
         };
-        let mut page_cache_stamp = inode.page_cache_stamp.lock();
-        let before = page_cache_stamp.as_deref().copied();
-        let now = PageCacheStamp {
+        let last_change_s = attr.mtime.sec.max(attr.ctime.sec);
+        let mut stored_stamp = inode.page_cache_stamp.lock();
+        let last_stamp = stored_stamp.as_deref().copied();
+        let last_changes = last_stamp.map_or(0, |stamp| stamp.changes_by_others);
+        let new_stamp = PageCacheStamp {
             size: attr.size,
             mtime: attr.mtime,
             ctime: attr.ctime,
-            is_settled: attr.mtime.sec.max(attr.ctime.sec) + SETTLED_S < Time::now().sec,
-            changes_by_others: changes_by_others
-                .max(before.map_or(0, |stamp| stamp.changes_by_others)),
-            changes_in_pages: before.map_or(changes_by_others, |stamp| stamp.changes_in_pages),
-            memory_file_changes: before.and_then(|stamp| stamp.memory_file_changes),
+            is_settled: last_change_s + OLD_ENOUGH_S < Time::now().sec,
+            changes_by_others: changes_by_others.max(last_changes),
+            changes_in_pages: last_stamp.map_or(changes_by_others, |stamp| stamp.changes_in_pages),
+            memory_file_changes: last_stamp.and_then(|stamp| stamp.memory_file_changes),
         };
-        *page_cache_stamp = Some(Box::new(now));
-        now.is_settled && !now.has_stale_pages() && before == Some(now)
+        *stored_stamp = Some(Box::new(new_stamp));
+        new_stamp.is_settled && !new_stamp.has_stale_pages() && last_stamp == Some(new_stamp)
     }
 
     /// Records changes by other hosts of a file of which the kernel may have pages. Called after a call of the backing
     /// about the file, because the backing learns of such changes only in its calls.
-    pub(crate) fn note_changes_by_others(&self, inode: &Inode<B>, object: &B::Inode) {
+    pub(crate) fn record_changes_by_others(&self, inode: &Inode<B>, object: &B::Inode) {
         if inode.page_cache_stamp.lock().is_none() {
             return;
         }
@@ -120,21 +122,22 @@ impl<B: Backing> KernelCache<B> {
         }
         let inode = self.tree.inode(inode).ok()?;
         let page_cache_stamp = inode.page_cache_stamp.lock();
-        let stale = page_cache_stamp
-            .as_ref()
-            .filter(|stamp| stamp.has_stale_pages());
-        stale.map(|stamp| stamp.changes_by_others)
+        match &*page_cache_stamp {
+            Some(stamp) if stamp.has_stale_pages() => Some(stamp.changes_by_others),
+            _ => None,
+        }
     }
 
     /// Makes the kernel's pages stale after a drain of a file that other hosts write.
     ///
     /// Before the drain, reads laid the bytes of the arena over the bytes of all other hosts. After the drain, bytes
     /// that another host wrote at the same time may lie over the drained bytes. Cached pages do not show this.
-    pub(crate) fn note_drained_among_others(&self, file: &File<B>) {
+    pub(crate) fn make_pages_stale_after_drain(&self, file: &File<B>) {
         if self.base.backing.features().finishes_files
             && self.open_files.kernel_reads(file) == KernelReads::Shared
             && let Some(stamp) = file.inode.page_cache_stamp.lock().as_mut()
         {
+            // The pages then lack each change of another host.
             stamp.changes_in_pages = 0;
         }
     }
@@ -176,7 +179,7 @@ impl<B: Backing> KernelCache<B> {
     pub(crate) fn drop_kernel_attributes(&self, file: &File<B>) {
         if self.base.backing.features().finishes_files {
             if let Ok(object) = self.tree.object(&file.inode) {
-                self.note_changes_by_others(&file.inode, &object);
+                self.record_changes_by_others(&file.inode, &object);
                 self.intake.end_lists_before_changes(file, &object);
             }
             self.privileges.report_attributes_changed(file.inode.id);

@@ -1,5 +1,6 @@
-//! State of a mount that the kernel has (inodes, handles, requests), for a firnd that resumes the mount after an
-//! earlier firnd died.
+//! Takeover of a mount: restores the inodes, handles and requests that the kernel knows, after an earlier firnd died.
+//!
+//! Each firnd records these in the *live table* of the arena, from which the next firnd reads them.
 //!
 //! Promises
 //! * Nothing here calls the backing, except for open directories and for nodes whose rename was under way. So the time
@@ -99,15 +100,15 @@ pub struct ResumedRequest {
 impl Resumed {
     /// Abandons the scopes of transactions that are about to be aborted, because their firnd died.
     ///
-    /// * Notes each scope in the live table, so that firnd can inform the programs in it.
+    /// * Records each scope in the live table, so that firnd can inform the programs in it.
     /// * Removes the handles that could write in a scope. Otherwise their programs would continue although earlier
     ///   writes are dropped.
     ///
     /// Must be called before the backing forgets the transactions: after a kill in between, the next firnd finds the
     /// transactions in the backing.
     ///
-    /// `checkpoint_keys`: keys of the scopes that are checkpoints of a commit rule. A file with such a key belongs to the
-    /// checkpoint even if no program has written it yet.
+    /// `checkpoint_keys`: keys of the scopes that are checkpoints of a commit rule. A file with such a key belongs to
+    /// the checkpoint even if no program has written it yet.
     pub fn abandon_scopes(&self, scopes: &[Vec<u8>], checkpoint_keys: &[Vec<u8>]) {
         for path in scopes.iter().chain(checkpoint_keys) {
             self.table.note_undone_scope(UndoneScope {
@@ -116,14 +117,14 @@ impl Resumed {
                 informed: None,
             });
         }
-        let paths = NodePaths::of(&self.contents.nodes);
+        let node_paths = NodePaths::from_nodes(&self.contents.nodes);
+        let is_path_in_scope = |path: &Vec<u8>| scopes.iter().any(|scope| is_below(path, scope));
+        let is_node_in_scope = |node: u64| {
+            let paths = node_paths.possible_paths(node, PATH_DEPTH_MAX);
+            paths.iter().any(is_path_in_scope)
+        };
         self.abandon_handles(|handle| {
-            let is_below_one = |path: &Vec<u8>| scopes.iter().any(|scope| is_below(path, scope));
-            let is_in_scope = || {
-                let paths = paths.paths_of(handle.node, PATH_DEPTH_MAX);
-                paths.iter().any(is_below_one)
-            };
-            has_uncommitted_bytes(handle) && is_in_scope()
+            has_uncommitted_bytes(handle) && is_node_in_scope(handle.node)
         });
         self.losses.lock().scopes.extend(scopes.iter().cloned());
     }
@@ -151,38 +152,41 @@ fn has_uncommitted_bytes(handle: &Handle) -> bool {
 }
 
 /// Paths of nodes, from the records of a live table.
-struct NodePaths<'a>(HashMap<u64, Vec<&'a Node>>);
+struct NodePaths<'a> {
+    /// Records of each node, by its number. A node that was being renamed has two records.
+    records: HashMap<u64, Vec<&'a Node>>,
+}
 
 impl<'a> NodePaths<'a> {
-    fn of(nodes: &'a [Stored<Node>]) -> Self {
-        let mut by_id: HashMap<u64, Vec<&Node>> = HashMap::new();
+    fn from_nodes(nodes: &'a [Stored<Node>]) -> Self {
+        let mut records: HashMap<u64, Vec<&Node>> = HashMap::new();
         for node in nodes {
-            by_id.entry(node.entry.id).or_default().push(&node.entry);
+            records.entry(node.entry.id).or_default().push(&node.entry);
         }
-        Self(by_id)
+        Self { records }
     }
 
-    /// Returns all paths that a node may have. A node that was being renamed has both paths. `depth` ends the search: a
-    /// damaged table could have a cycle of directories.
-    fn paths_of(&self, id: u64, depth: usize) -> Vec<Vec<u8>> {
-        if id == ROOT.0 {
+    /// Returns all paths that a node may have, with at most `depth_max` names each. A node that was being renamed has
+    /// both paths. The limit ends the search if a damaged table has a cycle of directories.
+    fn possible_paths(&self, node: u64, depth_max: usize) -> Vec<Vec<u8>> {
+        if node == ROOT.0 {
             return vec![Vec::new()];
         }
-        let nodes = self.0.get(&id).filter(|_| depth > 0);
-        let paths_of_node = |node: &'a Node| {
-            let dirs = self.paths_of(node.parent, depth - 1);
-            let name = OsStr::from_bytes(&node.name);
-            dirs.into_iter().map(move |dir| join_path(&dir, name))
-        };
-        nodes
-            .into_iter()
-            .flatten()
-            .flat_map(|node| paths_of_node(node))
-            .collect()
+        let mut paths = Vec::new();
+        if depth_max == 0 {
+            return paths;
+        }
+        for record in self.records.get(&node).into_iter().flatten() {
+            let name = OsStr::from_bytes(&record.name);
+            for dir in self.possible_paths(record.parent, depth_max - 1) {
+                paths.push(join_path(&dir, name));
+            }
+        }
+        paths
     }
 }
 
-/// The note of a request in the live table. A drop removes the note.
+/// A request that is recorded in the live table. A drop removes the record.
 #[derive(Debug)]
 pub struct NotedRequest {
     table: Arc<LiveTable>,
@@ -191,20 +195,20 @@ pub struct NotedRequest {
 }
 
 impl NotedRequest {
-    /// Notes that the request writes at `offset` from now on. If firnd dies, the repeated request writes there too.
+    /// Records that the request writes at `offset` from now on. If firnd dies, the repeated request writes there too.
     pub fn note_append(&mut self, offset: u64) {
         self.request.append_offset = Some(offset);
         self.cell = self.table.change_request(self.cell, &self.request);
     }
 
-    /// Notes that all bytes of the append are written. If firnd dies, the repeated request writes nothing.
+    /// Records that all bytes of the append are written. If firnd dies, the repeated request writes nothing.
     pub fn note_append_done(&mut self) {
         self.request.is_append_done = true;
         self.cell = self.table.change_request(self.cell, &self.request);
     }
 }
 
-/// The objects that a request concerns which must not take effect twice.
+/// The objects that a request is about. The request must not take effect twice.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Subjects {
     /// The object to which the request's name leads.
@@ -245,11 +249,12 @@ pub(crate) fn identity_of(attr: &Attr) -> ObjectIdentity {
     }
 }
 
-/// Whether two identities belong to one object. The inode number alone is not enough: a later object may get the same
-/// number.
-pub(crate) fn is_same_object(one: &ObjectIdentity, other: &ObjectIdentity) -> bool {
-    let births = one.birth.zip(other.birth);
-    (one.dev, one.ino) == (other.dev, other.ino) && births.is_none_or(|(a, b)| a == b)
+/// Returns whether two identities belong to one object. The inode number alone is not enough: a later object may get
+/// the same number. Times of birth are compared if both are known.
+pub(crate) fn is_same_object(a: &ObjectIdentity, b: &ObjectIdentity) -> bool {
+    let births = a.birth.zip(b.birth);
+    let have_same_birth = births.is_none_or(|(a_birth, b_birth)| a_birth == b_birth);
+    (a.dev, a.ino) == (b.dev, b.ino) && have_same_birth
 }
 
 /// Returns the number of a kind in the live table.
@@ -265,7 +270,8 @@ fn kind_number(kind: Kind) -> u8 {
     }
 }
 
-fn kind_of(number: u8) -> Option<Kind> {
+/// Returns the kind with this number in the live table.
+fn kind_from_number(number: u8) -> Option<Kind> {
     let kinds = [
         Kind::File,
         Kind::Dir,
@@ -288,21 +294,28 @@ impl<B: Backing> Inode<B> {
         }
     }
 
-    /// Returns the record of this inode for the live table, with the first of its names.
-    pub(crate) fn as_node(&self, lookups: u64) -> Node {
-        let name = self.names_with_parents().into_iter().next();
-        let (parent, name) = name.map_or((0, Vec::new()), |(parent, name)| {
-            (parent.id.0, name.as_bytes().to_vec())
-        });
+    /// Returns the record of this inode for the live table, with the first of its names, and with `lookups` as the
+    /// number of lookups that the kernel has.
+    pub(crate) fn live_node_with_lookups(&self, lookups: u64) -> Node {
+        let first_name = self.names_with_parents().into_iter().next();
+        let (parent_id, name) = match first_name {
+            Some((parent, name)) => (parent.id.0, name.as_bytes().to_vec()),
+            None => (0, Vec::new()),
+        };
         Node {
             id: self.id.0,
-            parent,
+            parent: parent_id,
             object: self.identity(),
             kind: kind_number(self.kind),
             generation: 0,
             lookups,
             name,
         }
+    }
+
+    /// Returns the record of this inode for changes that leave the number of lookups in the table as it is.
+    pub(crate) fn live_node(&self) -> Node {
+        self.live_node_with_lookups(0)
     }
 }
 
@@ -336,23 +349,23 @@ impl<B: Backing> Engine<B> {
             (OpenMode::Cached { .. }, None) => ServedBy::Cache,
             (OpenMode::Engine | OpenMode::Passthrough | OpenMode::Memory, None) => ServedBy::Engine,
         };
-        let inode = &handle.file.inode;
-        let view = if mode == OpenMode::Memory {
+        let view_number = if mode == OpenMode::Memory {
             handle.file.lock().view.as_ref().map(|view| view.number())
         } else {
             None
         };
-        let noted = Handle {
+        let inode = &handle.file.inode;
+        let record = Handle {
             id: id.0,
             node: inode.id.0,
             unique,
             flags,
             served_by,
-            view,
+            view: view_number,
             opener: handle.opener.load(Ordering::Relaxed),
             is_released: false,
         };
-        live.note_handle(&noted, &inode.as_node(0));
+        live.note_handle(&record, &inode.live_node());
     }
 
     /// Records a handle of a directory before the kernel gets the handle.
@@ -360,7 +373,7 @@ impl<B: Backing> Engine<B> {
         let (Some(live), Ok(inode)) = (self.live(), self.tree.inode(inode)) else {
             return;
         };
-        let noted = Handle {
+        let record = Handle {
             id: id.0,
             node: inode.id.0,
             unique,
@@ -370,37 +383,45 @@ impl<B: Backing> Engine<B> {
             opener: 0,
             is_released: false,
         };
-        live.note_handle(&noted, &inode.as_node(0));
+        live.note_handle(&record, &inode.live_node());
     }
 
-    /// Notes a request that must not take effect twice, until the result is dropped.
-    pub fn note_request(&self, unique: u64, subjects: Subjects) -> Option<NotedRequest> {
+    /// Records in the live table a request that must not take effect twice, until the result is dropped. `unique` is
+    /// the kernel's number of the request.
+    ///
+    /// Returns `None` if there is no live table, or if it has no free cell.
+    pub fn note_request(&self, unique: u64, objects: Subjects) -> Option<NotedRequest> {
         let table = self.live()?;
-        let Subjects {
-            subject,
-            other,
-            node,
-        } = subjects;
-        let node = node.filter(|node| *node != ROOT);
-        let node = node.and_then(|node| self.tree.inode(node).ok());
-        let node = node.map(|inode| inode.as_node(0));
+        let live_node = objects.node.and_then(|id| self.live_node_of(id));
         let request = Request {
             unique,
-            began: now_of_files(),
-            subject,
-            other,
-            node: node.as_ref().map_or(0, |node| node.id),
+            began: file_clock_now(),
+            subject: objects.subject,
+            other: objects.other,
+            // The number 0 means that the request refers to no node.
+            node: live_node.as_ref().map_or(0, |node| node.id),
             append_offset: None,
             is_append_done: false,
         };
+        let cell = table.begin_request(&request, live_node.as_ref())?;
         Some(NotedRequest {
-            cell: table.begin_request(&request, node.as_ref())?,
             table: Arc::clone(table),
+            cell,
             request,
         })
     }
 
-    /// Notes a request that an earlier firnd had begun.
+    /// Returns the live table's record of an inode. Returns `None` for an unknown inode, and for the root, which the
+    /// table does not have.
+    fn live_node_of(&self, id: InodeId) -> Option<Node> {
+        if id == ROOT {
+            return None;
+        }
+        let inode = self.tree.inode(id).ok()?;
+        Some(inode.live_node())
+    }
+
+    /// Continues the record of a request that an earlier firnd had begun.
     pub fn note_resumed_request(&self, resumed: &ResumedRequest) -> Option<NotedRequest> {
         Some(NotedRequest {
             table: Arc::clone(self.live()?),
@@ -415,30 +436,11 @@ impl<B: Backing> Engine<B> {
         let numbers = NumberBase(resumed.takeovers << NUMBERS_OF_A_FIRND);
         let names = &self.tree.names;
         names.set_live_table(Arc::clone(&resumed.table));
-        names.begin_numbers(numbers);
-        self.open_files.handles.begin_numbers(numbers.0);
-        Nodes::new(self, &resumed.table, &resumed.contents.nodes).restore_all();
+        names.start_numbers_at(numbers);
+        self.open_files.handles.start_numbers_at(numbers.0);
+        NodeRestorer::new(self, &resumed.table, &resumed.contents.nodes).restore_all();
         let mut requests = ResumedRequests::default();
-        let lost = resumed.losses.lock().handles.clone();
-        requests.bad_handles += lost.len() as u64;
-        for stored in &resumed.contents.handles {
-            let (handle, cell) = (&stored.entry, stored.cells[0]);
-            if lost.contains(&handle.id) {
-                continue;
-            }
-            match self.resume_handle(handle) {
-                Ok(restored) => {
-                    resumed.table.adopt_handle(handle, cell);
-                    requests.handles.push(restored);
-                }
-                Err(errno) => {
-                    let path = self.tree.shown_path(InodeId(handle.node), None);
-                    tracing::warn!(%errno, path, "an open file cannot be restored: its program gets EIO");
-                    resumed.table.drop_cells(&[cell]);
-                    requests.bad_handles += 1;
-                }
-            }
-        }
+        self.resume_handles(resumed, &mut requests);
         if let Some(keeper) = &resumed.keeper {
             self.keep_files_by(Arc::clone(keeper));
         }
@@ -454,45 +456,75 @@ impl<B: Backing> Engine<B> {
         requests
     }
 
-    fn resume_handle(&self, handle: &Handle) -> Result<ResumedHandle> {
-        let inode = InodeId(handle.node);
-        let known = self.tree.inode(inode)?;
-        let id = HandleId(handle.id);
-        let mode = match handle.served_by {
+    /// Restores the handles of an earlier firnd, except those that programs lose. A handle that cannot be restored is
+    /// removed from the live table and counted.
+    fn resume_handles(&self, resumed: &Resumed, requests: &mut ResumedRequests) {
+        let lost_handles = resumed.losses.lock().handles.clone();
+        requests.bad_handles += lost_handles.len() as u64;
+        for stored in &resumed.contents.handles {
+            let handle = &stored.entry;
+            let cell = stored.cells[0];
+            if lost_handles.contains(&handle.id) {
+                continue;
+            }
+            match self.resume_handle(handle) {
+                Ok(()) => {
+                    resumed.table.adopt_handle(handle, cell);
+                    requests.handles.push(ResumedHandle::from_record(handle));
+                }
+                Err(errno) => {
+                    let path = self.tree.shown_path(InodeId(handle.node), None);
+                    tracing::warn!(%errno, path, "an open file cannot be restored: its program gets EIO");
+                    resumed.table.drop_cells(&[cell]);
+                    requests.bad_handles += 1;
+                }
+            }
+        }
+    }
+
+    /// Restores a handle of a file or a directory under the number that the kernel knows. Fails if its inode or memory
+    /// file was not restored.
+    fn resume_handle(&self, record: &Handle) -> Result<()> {
+        let inode = self.tree.inode(InodeId(record.node))?;
+        let id = HandleId(record.id);
+        let mode = match record.served_by {
             ServedBy::Engine => OpenMode::Engine,
             ServedBy::Cache => OpenMode::Cached { keep: false },
-            ServedBy::Passthrough(_) if handle.view.is_some() => OpenMode::Memory,
+            ServedBy::Passthrough(_) if record.view.is_some() => OpenMode::Memory,
             ServedBy::Passthrough(_) => OpenMode::Passthrough,
             ServedBy::Directory => {
-                let object = self.tree.object(&known)?;
+                let object = self.tree.object(&inode)?;
                 let dir = self.base.backing.open_dir(&object)?;
                 self.open_files.handles.insert_dir_as(id, dir);
-                return Ok(resumed_handle(handle));
+                return Ok(());
             }
         };
-        if known.kind != Kind::File {
+        if inode.kind != Kind::File {
             return Err(Errno::IO);
         }
-        let view = handle.view.map(|number| self.reopen_view(number));
-        let view = view.transpose()?;
+        let view = match record.view {
+            Some(number) => Some(self.reopen_view(number)?),
+            None => None,
+        };
+        // A handle with a view that the kernel does not serve from the view: its process maps the view.
         let is_mapped = view.is_some() && mode != OpenMode::Memory;
-        self.insert_handle(id, &known, handle.flags, |state| {
+        self.insert_handle(id, &inode, record.flags, |state| {
             state.view = view.or(state.view.take());
             mode
         });
         if is_mapped {
             let inserted = self.open_files.handle(id)?;
-            inserted.note_mapped(&mut inserted.file.lock());
+            inserted.record_mapping(&mut inserted.file.lock());
         }
-        self.note_opener(id, handle.opener);
+        self.note_opener(id, record.opener);
         if matches!(mode, OpenMode::Cached { .. }) {
-            self.kernel_cache.expect_stale_pages(&known);
+            self.kernel_cache.expect_stale_pages(&inode);
         }
         // If a process wrote the file directly, the kernel may have recorded a length that is too small.
         if self.open_files.is_writer(id) {
-            known.is_size_stale_in_kernel.store(true, Ordering::Release);
+            inode.is_size_stale_in_kernel.store(true, Ordering::Release);
         }
-        Ok(resumed_handle(handle))
+        Ok(())
     }
 }
 
@@ -510,18 +542,20 @@ impl<B: Backing> Engine<B> {
     }
 }
 
-fn resumed_handle(handle: &Handle) -> ResumedHandle {
-    ResumedHandle {
-        id: HandleId(handle.id),
-        inode: InodeId(handle.node),
-        unique: handle.unique,
-        served_by: handle.served_by,
-        is_released: handle.is_released,
+impl ResumedHandle {
+    fn from_record(record: &Handle) -> Self {
+        Self {
+            id: HandleId(record.id),
+            inode: InodeId(record.node),
+            unique: record.unique,
+            served_by: record.served_by,
+            is_released: record.is_released,
+        }
     }
 }
 
 /// Returns the time of the clock with which the kernel stamps files. It advances only at each tick of the kernel.
-fn now_of_files() -> Moment {
+fn file_clock_now() -> Moment {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::RealtimeCoarse);
     Moment {
         sec: now.tv_sec,
@@ -529,36 +563,37 @@ fn now_of_files() -> Moment {
     }
 }
 
-/// Nodes of an earlier firnd that are being restored.
-struct Nodes<'a, B: Backing> {
+/// Restores the nodes of an earlier firnd as inodes.
+struct NodeRestorer<'a, B: Backing> {
     engine: &'a Engine<B>,
     table: &'a LiveTable,
-    /// Nodes by number. A number has two records if a rename was under way: the later record comes first.
-    by_id: HashMap<u64, Vec<&'a Stored<Node>>>,
+    /// Records of each node, by its number. A node has two records if a rename was under way: the later record comes
+    /// first.
+    records: HashMap<u64, Vec<&'a Stored<Node>>>,
     /// Numbers of the nodes that are being restored now: a node, its directory, and so on. They end the search if a
     /// damaged table has a cycle.
     under_way: HashSet<u64>,
 }
 
-impl<'a, B: Backing> Nodes<'a, B> {
+impl<'a, B: Backing> NodeRestorer<'a, B> {
     fn new(engine: &'a Engine<B>, table: &'a LiveTable, stored: &'a [Stored<Node>]) -> Self {
-        let mut by_id: HashMap<u64, Vec<&Stored<Node>>> = HashMap::new();
+        let mut records: HashMap<u64, Vec<&Stored<Node>>> = HashMap::new();
         for node in stored {
-            by_id.entry(node.entry.id).or_default().push(node);
+            records.entry(node.entry.id).or_default().push(node);
         }
-        for same in by_id.values_mut() {
-            same.sort_by_key(|node| std::cmp::Reverse(node.entry.generation));
+        for records_of_node in records.values_mut() {
+            records_of_node.sort_by_key(|record| std::cmp::Reverse(record.entry.generation));
         }
         Self {
             engine,
             table,
-            by_id,
+            records,
             under_way: HashSet::new(),
         }
     }
 
     fn restore_all(&mut self) {
-        let ids: Vec<u64> = self.by_id.keys().copied().collect();
+        let ids: Vec<u64> = self.records.keys().copied().collect();
         for id in ids {
             self.restore(id);
         }
@@ -576,76 +611,99 @@ impl<'a, B: Backing> Nodes<'a, B> {
         if !self.under_way.insert(id) {
             return None;
         }
-        let candidates = self.by_id.get(&id)?.clone();
-        let restored = self.restore_one_of(&candidates);
+        let records = self.records.get(&id)?.clone();
+        let restored = self.restore_from(&records);
         self.under_way.remove(&id);
         restored
     }
 
-    fn restore_one_of(&mut self, candidates: &[&Stored<Node>]) -> Option<Arc<Inode<B>>> {
-        let mut named = Vec::new();
-        for stored in candidates {
-            let node = &stored.entry;
-            let parent = match node.parent {
+    /// Restores a node from its one or two records. If a rename of the node was under way, the backing decides which of
+    /// the two names counts; the other record is removed from the table.
+    ///
+    /// Returns `None`, and removes the records, if no directory of the node can be restored.
+    fn restore_from(&mut self, records: &[&Stored<Node>]) -> Option<Arc<Inode<B>>> {
+        let mut candidates = Vec::new();
+        for record in records {
+            let parent = match record.entry.parent {
+                // A node without a name has no directory.
                 0 => None,
-                parent => match self.restore(parent) {
+                parent_id => match self.restore(parent_id) {
                     Some(parent) => Some(parent),
                     None => continue,
                 },
             };
-            named.push((*stored, parent));
+            candidates.push(NodeCandidate { record, parent });
         }
-        let is_certain = named.len() < 2;
-        let at = named
-            .iter()
-            .position(|(stored, parent)| is_certain || self.leads_to(&stored.entry, parent))
-            .unwrap_or(0);
-        if named.is_empty() {
-            for stored in candidates {
-                self.table.drop_cells(&stored.cells);
+        if candidates.is_empty() {
+            for record in records {
+                self.table.drop_cells(&record.cells);
             }
             return None;
         }
-        let (chosen, parent) = named.swap_remove(at);
-        let node = &chosen.entry;
-        let restored = self.engine.tree.names.restore(
-            InodeId(node.id),
-            KnownObject {
-                key: ObjectKey {
-                    dev: node.object.dev,
-                    ino: node.object.ino,
-                },
-                kind: kind_of(node.kind)?,
-                btime: node.object.birth.map(|birth| Time {
-                    sec: birth.sec,
-                    nsec: birth.nsec,
-                }),
-            },
-            parent
-                .as_ref()
-                .map(|parent| (parent, OsStr::from_bytes(&node.name))),
-            node.lookups,
-        );
-        let others: Vec<u32> = candidates
+        let chosen_index = self.choose_candidate(&candidates);
+        let NodeCandidate { record, parent } = candidates.swap_remove(chosen_index);
+        let node = &record.entry;
+        let object = known_object(node)?;
+        let name = parent
+            .as_ref()
+            .map(|parent| (parent, OsStr::from_bytes(&node.name)));
+        let restored = self
+            .engine
+            .tree
+            .names
+            .restore(InodeId(node.id), object, name, node.lookups);
+        let unused_cells: Vec<u32> = records
             .iter()
-            .filter(|stored| !std::ptr::eq(**stored, chosen))
-            .flat_map(|stored| stored.cells.clone())
+            .filter(|other| !std::ptr::eq(**other, record))
+            .flat_map(|other| other.cells.clone())
             .collect();
-        self.table.adopt_node(node, &chosen.cells, &others);
+        self.table.adopt_node(node, &record.cells, &unused_cells);
         Some(restored)
     }
 
-    /// Whether the name of a node that was being renamed leads to it.
-    fn leads_to(&self, node: &Node, parent: &Option<Arc<Inode<B>>>) -> bool {
-        let Some(parent) = parent else {
-            return false;
-        };
+    /// Returns the index of the candidate whose name leads to the node in the backing. If there is only one candidate,
+    /// the backing is not asked. If no name leads to the node, the first candidate is chosen.
+    fn choose_candidate(&self, candidates: &[NodeCandidate<'_, B>]) -> usize {
+        if candidates.len() == 1 {
+            return 0;
+        }
+        let leading = candidates.iter().position(|candidate| {
+            let parent = candidate.parent.as_ref();
+            parent.is_some_and(|parent| self.leads_to(&candidate.record.entry, parent))
+        });
+        leading.unwrap_or(0)
+    }
+
+    /// Returns whether the name of a node in `parent` leads to the object of the node.
+    fn leads_to(&self, node: &Node, parent: &Arc<Inode<B>>) -> bool {
         let found = self.engine.tree.object(parent).and_then(|dir| {
             let name = OsStr::from_bytes(&node.name);
             self.engine.base.backing.lookup(&dir, name)
         });
         found.is_ok_and(|(_, attr)| is_same_object(&identity_of(&attr), &node.object))
     }
+}
+
+/// A record of a node that may be the valid one, and the restored directory of its name.
+struct NodeCandidate<'a, B: Backing> {
+    record: &'a Stored<Node>,
+    /// `None` if the record has no name.
+    parent: Option<Arc<Inode<B>>>,
+}
+
+/// Returns the object of a node, as the table records it. Returns `None` if the record has an unknown kind.
+fn known_object(node: &Node) -> Option<KnownObject> {
+    Some(KnownObject {
+        key: ObjectKey {
+            dev: node.object.dev,
+            ino: node.object.ino,
+        },
+        kind: kind_from_number(node.kind)?,
+        btime: node.object.birth.map(|birth| Time {
+            sec: birth.sec,
+            nsec: birth.nsec,
+        }),
+    })
 }
 
 #[cfg(test)]

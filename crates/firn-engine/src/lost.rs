@@ -46,20 +46,20 @@ impl LostFile {
 pub struct LostFiles<B: Backing> {
     base: Arc<Base<B>>,
     /// The lost files, with their pieces.
-    kept: Mutex<Vec<KeptFileData>>,
+    retained: Mutex<Vec<RetainedFile>>,
 }
 
 impl<B: Backing> LostFiles<B> {
     pub(crate) fn new(base: &Arc<Base<B>>) -> Self {
         Self {
             base: Arc::clone(base),
-            kept: Mutex::default(),
+            retained: Mutex::default(),
         }
     }
 
-    /// Keeps the pieces of a file that was not found, and records an error. Returns the file with the number of its
+    /// Retains the pieces of a file that was not found, and records an error. Returns the file with the number of its
     /// bytes.
-    pub(crate) fn keep(&self, mut file: LostFile, layers: PieceLayers) -> LostFile {
+    pub(crate) fn retain(&self, mut file: LostFile, layers: PieceLayers) -> LostFile {
         for (piece, used) in layers.pieces.iter() {
             self.base.arena.keep_piece(*piece, used.live as u32);
             file.bytes += used.live;
@@ -75,17 +75,17 @@ impl<B: Backing> LostFiles<B> {
                 "the file of {bytes} held bytes was not found ({reason}); they stay in the arena"
             ),
         );
-        let known = file.clone();
-        self.kept.lock().push(KeptFileData { file, layers });
-        known
+        let description = file.clone();
+        self.retained.lock().push(RetainedFile { file, layers });
+        description
     }
 
     /// Returns all lost files.
     pub fn list(&self) -> Vec<LostFile> {
-        self.kept
-            .lock()
+        let retained = self.retained.lock();
+        retained
             .iter()
-            .map(|kept| kept.file.clone())
+            .map(|retained| retained.file.clone())
             .collect()
     }
 
@@ -97,22 +97,22 @@ impl<B: Backing> LostFiles<B> {
         file: u64,
         mut sink: impl FnMut(u64, &[u8]) -> Result<(), E>,
     ) -> Result<(), E> {
-        let lost = self.kept.lock();
-        let Some(kept) = lost.iter().find(|kept| kept.file.file == file) else {
+        let retained = self.retained.lock();
+        let Some(lost) = retained.iter().find(|lost| lost.file.file == file) else {
             return Ok(());
         };
-        let mut buf = Vec::new();
-        for (offset, extent) in kept.layers.extents.iter() {
-            let mut done = 0;
-            while done < extent.len {
-                buf.resize((extent.len - done).min(STEP_BYTES) as usize, 0);
+        let mut buffer = Vec::new();
+        for (offset, extent) in lost.layers.extents.iter() {
+            let mut read_bytes = 0;
+            while read_bytes < extent.len {
+                buffer.resize((extent.len - read_bytes).min(STEP_BYTES) as usize, 0);
                 self.base.arena.copy_out(
                     extent.piece.slab,
-                    extent.position + done as u32,
-                    &mut buf,
+                    extent.position + read_bytes as u32,
+                    &mut buffer,
                 )?;
-                sink(offset + done, &buf)?;
-                done += buf.len() as u64;
+                sink(offset + read_bytes, &buffer)?;
+                read_bytes += buffer.len() as u64;
             }
         }
         Ok(())
@@ -126,30 +126,31 @@ impl<B: Backing> LostFiles<B> {
             errors,
             ..
         } = &*self.base;
-        let mut lost = self.kept.lock();
-        let Some(index) = lost.iter().position(|kept| kept.file.file == file) else {
+        let mut retained = self.retained.lock();
+        let Some(index) = retained.iter().position(|lost| lost.file.file == file) else {
             return;
         };
-        let kept = lost.remove(index);
+        let lost = retained.remove(index);
         // Pieces die before the file id ends. A crash in between leaves a file id without pieces, which recovery
         // removes.
-        for (piece, used) in kept.layers.pieces.iter() {
+        for (piece, used) in lost.layers.pieces.iter() {
             arena.mark_dead(*piece);
             arena.release_bytes(piece.slab, used.live);
         }
         journal.append_note(&Record::FileIdEnd { file });
-        drop(lost);
-        errors.forget_lost(kept.file.known_path().as_bytes());
+        drop(retained);
+        errors.forget_lost(lost.file.known_path().as_bytes());
     }
 
     /// Returns the bytes of all lost files.
     pub(crate) fn bytes(&self) -> u64 {
-        self.kept.lock().iter().map(|kept| kept.file.bytes).sum()
+        let retained = self.retained.lock();
+        retained.iter().map(|lost| lost.file.bytes).sum()
     }
 }
 
-/// A lost file, and the pieces that are kept of it.
-struct KeptFileData {
+/// A lost file, and the pieces that are retained of it.
+struct RetainedFile {
     file: LostFile,
     layers: PieceLayers,
 }

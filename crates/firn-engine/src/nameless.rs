@@ -45,46 +45,45 @@ pub struct KeptFile {
 impl<B: Backing> OpenFiles<B> {
     /// Gives a descriptor of a file to the keeper before the file may lose its last name. Does nothing if the file is
     /// not open or has another name.
-    pub(crate) fn keep_before_removal(&self, file: &File<B>) {
+    pub(crate) fn send_to_keeper_before_removal(&self, file: &File<B>) {
         if self.keeper.get().is_none() || file.lock().opens.is_empty() {
             return;
         }
-        let links = self
+        let attr = self
             .tree
             .object(&file.inode)
-            .and_then(|object| self.base.backing.attr(&object))
-            .map(|attr| attr.nlink);
-        if links == Ok(1) {
+            .and_then(|object| self.base.backing.attr(&object));
+        if attr.is_ok_and(|attr| attr.nlink == 1) {
             self.open_nameless(file);
         }
     }
 
     /// Opens a file in the backing that loses or has lost its last name, and gives its descriptor to the keeper.
     pub(crate) fn open_nameless(&self, file: &File<B>) {
-        let writes = {
+        let needs_writer = {
             let state = file.lock();
             if state.is_kept {
                 return;
             }
             state.opens.has_writers() || !state.pending.is_empty()
         };
-        if let Err(errno) = self.open_below(file, writes) {
+        if let Err(errno) = self.open_in_backing(file, needs_writer) {
             // The object of the file's inode remains open, and the next use opens the file through this object.
             tracing::debug!(%errno, "a file without a name could not be opened in the backing; its next use tries again");
         }
-        self.give_to_keeper(file);
+        self.send_to_keeper(file);
     }
 
     /// Gives the keeper a descriptor of an open file. If that fails, the file is lost only if firnd dies.
-    fn give_to_keeper(&self, file: &File<B>) {
+    fn send_to_keeper(&self, file: &File<B>) {
         let Some(keeper) = self.keeper.get() else {
             return;
         };
-        let open = file.lock().open_any();
-        let descriptor = open.and_then(|open| {
+        let backing_file = file.lock().open_any();
+        let descriptor = backing_file.and_then(|backing_file| {
             self.base
                 .backing
-                .descriptor(&open.file, DescriptorUse::Keeping)
+                .descriptor(&backing_file.file, DescriptorUse::Keeping)
         });
         let Some(descriptor) = descriptor else {
             // The file lies in a lane, or another host has removed it.
@@ -94,15 +93,15 @@ impl<B: Backing> OpenFiles<B> {
             );
             return;
         };
-        let kept = keeper.keep_file(file.inode.id, descriptor.as_fd());
-        if let Err(error) = &kept {
+        let result = keeper.keep_file(file.inode.id, descriptor.as_fd());
+        if let Err(error) = &result {
             let path = file.shown();
             tracing::warn!(%error, path, "the keeper could not get a file without a name: its programs lose the file if firnd dies");
         }
         let mut state = file.lock();
         // The last handle may have been closed meanwhile; then the keeper must not have the file.
         let is_open = !state.opens.is_empty();
-        state.is_kept = kept.is_ok() && is_open;
+        state.is_kept = result.is_ok() && is_open;
         drop(state);
         if !is_open {
             keeper.drop_file(file.inode.id);
@@ -110,9 +109,9 @@ impl<B: Backing> OpenFiles<B> {
     }
 
     /// Makes the keeper close the descriptor of a file that is not open any more, or still has a name.
-    pub(crate) fn take_from_keeper(&self, file: &File<B>) {
+    pub(crate) fn remove_from_keeper(&self, file: &File<B>) {
         let was_kept = std::mem::take(&mut file.lock().is_kept);
-        if let Some(keeper) = self.keeper.get().filter(|_| was_kept) {
+        if was_kept && let Some(keeper) = self.keeper.get() {
             keeper.drop_file(file.inode.id);
         }
     }
@@ -141,8 +140,9 @@ impl<B: Backing> Engine<B> {
     fn resume_nameless_file(&self, kept: &KeptFile) -> Result<()> {
         let inode = self.tree.inode(kept.node)?;
         let file = self.open_files.known_file(&inode).ok_or(Errno::BADF)?;
-        let descriptor = kept.descriptor.try_clone();
-        let descriptor = descriptor.map_err(|_| Errno::MFILE)?;
+        let Ok(descriptor) = kept.descriptor.try_clone() else {
+            return Err(Errno::MFILE);
+        };
         let adopted = self.base.backing.adopt(descriptor)?;
         if !is_same_object(&identity_of(&adopted.attr), &inode.identity()) {
             return Err(Errno::STALE);
@@ -158,7 +158,7 @@ impl<B: Backing> Engine<B> {
 
     fn restore_nameless(&self, inode: &Arc<Inode<B>>, file: &Arc<File<B>>, adopted: AdoptedBy<B>) {
         for (parent, name) in inode.names_with_parents() {
-            self.tree.names.note_unlinked(parent.id, &name);
+            self.tree.names.record_unlink(parent.id, &name);
         }
         self.tree.names.keep_object_open(inode, adopted.inode);
         let opened = BackingFile {
@@ -166,9 +166,9 @@ impl<B: Backing> Engine<B> {
             access: adopted.access,
         };
         if opened.access == firn_backing::Access::Read {
-            file.keep_reader(opened);
+            file.store_reader(opened);
         } else {
-            file.keep_writer(opened);
+            file.store_writer(opened);
         }
         let mut state = file.lock();
         state.unlinked = true;
@@ -180,6 +180,9 @@ impl<B: Backing> Engine<B> {
         let inode = self.tree.names.by_key(key)?;
         let file = self.open_files.known_file(&inode)?;
         let state = file.lock();
-        (state.unlinked && state.is_kept).then_some(inode)
+        if !state.unlinked || !state.is_kept {
+            return None;
+        }
+        Some(inode)
     }
 }

@@ -1,4 +1,4 @@
-//! The objects of the backing that the kernel or firnd uses (inodes), and the names that lead to them.
+//! Inodes: the objects of the backing that the kernel or firnd uses, and the names that lead to them.
 //!
 //! Terms
 //! * A *lookup* is a reference that the kernel has to an inode; the kernel gives references back with FORGET.
@@ -42,7 +42,7 @@ pub(crate) struct ObjectKey {
 }
 
 impl ObjectKey {
-    pub(crate) fn of(attr: &Attr) -> Self {
+    pub(crate) fn from_attr(attr: &Attr) -> Self {
         Self {
             dev: attr.dev,
             ino: attr.ino,
@@ -143,7 +143,7 @@ impl<B: Backing> DirName<'_, B> {
 pub(crate) struct Fingerprint(NonZero<u64>);
 
 impl Fingerprint {
-    pub(crate) fn of(attr: &Attr) -> Self {
+    pub(crate) fn from_attr(attr: &Attr) -> Self {
         let mut hasher = DefaultHasher::new();
         (attr.size, attr.mtime.sec, attr.mtime.nsec).hash(&mut hasher);
         Self(NonZero::new(hasher.finish()).unwrap_or(NonZero::<u64>::MIN))
@@ -172,10 +172,10 @@ impl Synced {
 
     /// Replaces the fingerprint after a change of the file's time alone. Does nothing if the file was changed or
     /// synced meanwhile.
-    pub(crate) fn replace(&self, before: Fingerprint, after: Fingerprint) {
+    pub(crate) fn replace(&self, old: Fingerprint, new: Fingerprint) {
         let _ = self.0.compare_exchange(
-            before.0.get(),
-            after.0.get(),
+            old.0.get(),
+            new.0.get(),
             Ordering::AcqRel,
             Ordering::Relaxed,
         );
@@ -227,7 +227,7 @@ impl PageCacheStamp {
 impl<B: Backing> Inode<B> {
     /// Records that the kernel is about to cache pages of a memory file with the contents of version `changes`
     /// ([`FileState::changes`](crate::file::FileState)). Returns whether the pages in its cache are of these contents.
-    pub(crate) fn note_pages_of_memory_file(&self, changes: u64) -> bool {
+    pub(crate) fn record_memory_file_pages(&self, changes: u64) -> bool {
         let mut page_cache_stamp = self.page_cache_stamp.lock();
         let Some(stamp) = page_cache_stamp.as_mut() else {
             return false;
@@ -251,11 +251,9 @@ impl<B: Backing> Inode<B> {
     /// because the backing may use it again after the object is removed. So the birth times are compared, if both are
     /// known.
     pub(crate) fn is_object(&self, attr: &Attr) -> bool {
-        let same_birth = self
-            .btime
-            .zip(attr.btime)
-            .is_none_or(|(ours, theirs)| ours == theirs);
-        self.key == ObjectKey::of(attr) && self.kind == attr.kind && same_birth
+        let births = self.btime.zip(attr.btime);
+        let has_same_birth = births.is_none_or(|(own_birth, birth)| own_birth == birth);
+        self.key == ObjectKey::from_attr(attr) && self.kind == attr.kind && has_same_birth
     }
 
     /// Returns the object if it is open, without a call of the backing.
@@ -269,8 +267,10 @@ impl<B: Backing> Inode<B> {
     /// Adds a name, unless it is known. Returns whether the inode now has several names.
     fn add_name(&self, parent: &Arc<Self>, name: &Name) -> bool {
         let mut names = self.names.lock();
-        let is_known = |(p, n): &Link<B>| p.id == parent.id && n == name;
-        if names.iter().any(is_known) {
+        let is_same = |(known_parent, known_name): &Link<B>| {
+            known_parent.id == parent.id && known_name == name
+        };
+        if names.iter().any(is_same) {
             return false;
         }
         // A directory has one name, so a new one means that it was moved.
@@ -283,9 +283,9 @@ impl<B: Backing> Inode<B> {
 
     /// Forgets a name.
     pub(crate) fn remove_name(&self, parent: InodeId, name: &OsStr) {
-        self.names
-            .lock()
-            .retain(|(p, n)| p.id != parent || **n != *name);
+        self.names.lock().retain(|(known_parent, known_name)| {
+            known_parent.id != parent || **known_name != *name
+        });
     }
 
     /// Returns each known name with its directory.
@@ -298,30 +298,34 @@ impl<B: Backing> Inode<B> {
         self.names
             .lock()
             .iter()
-            .map(|(p, _)| Arc::clone(p))
+            .map(|(parent, _)| Arc::clone(parent))
             .collect()
     }
 
     /// Returns the fingerprint of the data at its last sync, if that sync covered all data and each name from the
     /// root on.
     pub(crate) fn synced(&self) -> Option<Fingerprint> {
-        let is_covered = !self.data_unsynced.load(Ordering::Acquire) && self.are_names_synced();
-        self.synced.get().filter(|_| is_covered)
+        if self.data_unsynced.load(Ordering::Acquire) || !self.are_names_synced() {
+            return None;
+        }
+        self.synced.get()
     }
 
     /// Returns whether each name up to the root is synced: by a sync of the object, or by a sync of the directory that
     /// contains the name.
     pub(crate) fn are_names_synced(&self) -> bool {
-        let is_synced = !self.name_unsynced.load(Ordering::Acquire);
-        let changed = self.names_changed.load(Ordering::Acquire);
-        self.parents().iter().all(|parent| {
-            (is_synced || parent.entries_synced.load(Ordering::Acquire) >= changed)
-                && parent.are_names_synced()
+        let is_synced_by_object = !self.name_unsynced.load(Ordering::Acquire);
+        let last_change = self.names_changed.load(Ordering::Acquire);
+        let is_synced_by =
+            |parent: &Arc<Self>| parent.entries_synced.load(Ordering::Acquire) >= last_change;
+        let parents = self.parents();
+        parents.iter().all(|parent| {
+            (is_synced_by_object || is_synced_by(parent)) && parent.are_names_synced()
         })
     }
 
     /// Records that a name of this inode was made or changed in the backing.
-    pub(crate) fn note_name_change(&self) {
+    pub(crate) fn record_name_change(&self) {
         let change = NAME_CHANGES.fetch_add(1, Ordering::AcqRel) + 1;
         self.names_changed.store(change, Ordering::Release);
         self.name_unsynced.store(true, Ordering::Release);
@@ -329,13 +333,13 @@ impl<B: Backing> Inode<B> {
 
     /// Records that a sync of this directory covered all changes of names up to `change`. The caller reads that
     /// number before the sync begins.
-    pub(crate) fn note_entries_synced(&self, change: u64) {
+    pub(crate) fn record_entries_synced(&self, change: u64) {
         self.entries_synced.fetch_max(change, Ordering::AcqRel);
     }
 
     /// Records in the inode whether the file was cut, because the inode outlives the file's state. The caller must hold
     /// the file's lock, so that the later one of two concurrent closes counts.
-    pub(crate) fn note_cut(&self, is_cut: bool) {
+    pub(crate) fn record_cut(&self, is_cut: bool) {
         self.is_cut.store(is_cut, Ordering::Release);
     }
 
@@ -396,6 +400,23 @@ struct InodeTables<B: Backing> {
 }
 
 impl<B: Backing> InodeTables<B> {
+    /// Removes the entries of an inode by key and by name.
+    fn remove_entries_of(&mut self, inode: &Inode<B>) {
+        // The entry by key may belong to another inode that got the same key.
+        let entry = self.by_key.get(&inode.key);
+        if entry.is_some_and(|entry| std::ptr::eq(entry.as_ptr(), inode)) {
+            self.by_key.remove(&inode.key);
+        }
+        for (parent, name) in inode.names.lock().iter() {
+            self.children.remove(&(parent.id, name.clone()));
+        }
+    }
+
+    /// Removes a name, and returns the inode to which it led, if that still exists.
+    fn remove_child(&mut self, key: &(InodeId, Name)) -> Option<Arc<Inode<B>>> {
+        self.children.remove(key)?.upgrade()
+    }
+
     /// Removes the entries of dropped inodes, if there are enough entries. [`Names::forget`] does not remove all such
     /// entries: a file with data outlives its lookups, and some inodes never had a lookup.
     fn sweep(&mut self) {
@@ -443,9 +464,9 @@ pub(crate) struct KnownObject {
 }
 
 impl KnownObject {
-    fn of(attr: &Attr) -> Self {
+    fn from_attr(attr: &Attr) -> Self {
         Self {
-            key: ObjectKey::of(attr),
+            key: ObjectKey::from_attr(attr),
             kind: attr.kind,
             btime: attr.btime,
         }
@@ -476,7 +497,7 @@ impl<B: Backing> Names<B> {
     }
 
     /// Ensures that no number of an earlier firnd is assigned again.
-    pub(crate) fn begin_numbers(&self, base: NumberBase) {
+    pub(crate) fn start_numbers_at(&self, base: NumberBase) {
         let mut tables = self.tables.lock();
         tables.next_synthetic = tables.next_synthetic.max(FIRST_SYNTHETIC_NUMBER + base.0);
     }
@@ -501,27 +522,27 @@ impl<B: Backing> Names<B> {
             self.names_unsynced,
         ));
         if let Some((parent, name)) = name {
-            let name = Name::from(name);
-            inode.add_name(parent, &name);
+            let shared_name = Name::from(name);
+            inode.add_name(parent, &shared_name);
             tables
                 .children
-                .insert((parent.id, name), Arc::downgrade(&inode));
+                .insert((parent.id, shared_name), Arc::downgrade(&inode));
         }
         tables.by_key.insert(object.key, Arc::downgrade(&inode));
-        // The kernel forgets a file after its last close, and then reports the number of lookups that it had.
-        let lookups = lookups.max(1);
-        let known = KernelInode {
+        let kernel_inode = KernelInode {
             inode: Arc::clone(&inode),
-            lookups,
+            // A record without lookups still belongs to an inode that the kernel has. The kernel reports the real
+            // number when it forgets the inode.
+            lookups: lookups.max(1),
         };
-        tables.by_id.insert(id, known);
+        tables.by_id.insert(id, kernel_inode);
         inode
     }
 
     /// Updates the live table after the names of an inode changed. The table has one name of each inode.
-    fn note_name(&self, inode: &Inode<B>) {
+    fn update_live_name(&self, inode: &Inode<B>) {
         if let Some(live) = self.live.get() {
-            let node = inode.as_node(0);
+            let node = inode.live_node();
             live.end_move(node.id, node.parent, &node.name);
         }
     }
@@ -535,20 +556,21 @@ impl<B: Backing> Names<B> {
         objects_max: usize,
     ) -> Self {
         let objects = Arc::new(Cache::new(objects_max));
-        let root = Arc::new(new_inode(ROOT, 0, &objects, KnownObject::of(attr), false));
-        *root.kept_open_object.lock() = Some(object);
-        let mut by_id = HashMap::new();
-        by_id.insert(
+        let root = Arc::new(new_inode(
             ROOT,
-            KernelInode {
-                inode: Arc::clone(&root),
-                lookups: 1,
-            },
-        );
-        let by_key = HashMap::from([(root.key, Arc::downgrade(&root))]);
+            0,
+            &objects,
+            KnownObject::from_attr(attr),
+            false,
+        ));
+        *root.kept_open_object.lock() = Some(object);
+        let kernel_root = KernelInode {
+            inode: Arc::clone(&root),
+            lookups: 1,
+        };
         let tables = InodeTables {
-            by_id,
-            by_key,
+            by_id: HashMap::from([(ROOT, kernel_root)]),
+            by_key: HashMap::from([(root.key, Arc::downgrade(&root))]),
             children: HashMap::new(),
             sweep_at: SWEEP_OBJECTS_MIN,
             next_synthetic: FIRST_SYNTHETIC_NUMBER,
@@ -573,7 +595,7 @@ impl<B: Backing> Names<B> {
     }
 
     /// Counts a change of names in the backing without a request.
-    pub(crate) fn note_backing_name_change(&self) {
+    pub(crate) fn record_backing_name_change(&self) {
         self.backing_name_changes.fetch_add(1, Ordering::AcqRel);
     }
 
@@ -584,7 +606,7 @@ impl<B: Backing> Names<B> {
         if let Some(object) = inode.cached_object() {
             return Ok(object);
         }
-        let _path_claim = self.path_claims.stay(|| inode.paths());
+        let _path_claim = self.path_claims.claim_unchanged(|| inode.paths());
         self.look_up_again(backing, inode)
     }
 
@@ -597,27 +619,28 @@ impl<B: Backing> Names<B> {
             return Ok(object);
         }
         let names = inode.names.lock().clone();
-        let mut errno = Errno::STALE;
+        let mut error = Errno::STALE;
         for (parent, name) in &names {
-            let found = self
+            let result = self
                 .look_up_again(backing, parent)
-                .and_then(|parent| backing.lookup(&parent, name));
-            match found {
+                .and_then(|parent_object| backing.lookup(&parent_object, name));
+            match result {
                 Ok((object, attr)) if inode.is_object(&attr) => {
                     self.objects.insert(inode.serial, object.clone());
                     return Ok(object);
                 }
+                // This name leads to another object, or to none.
                 Ok(_) | Err(Errno::NOENT | Errno::NOTDIR) => {}
-                Err(lookup_errno) => errno = lookup_errno,
+                Err(errno) => error = errno,
             }
         }
-        Err(errno)
+        Err(error)
     }
 
     /// Opens the object of a name permanently if the name is its last known one. Called before the name is removed.
     ///
     /// Fails with EMFILE or ENFILE if no descriptor is free. The caller must then not remove the name.
-    pub(crate) fn keep_open_before_last_name_goes(
+    pub(crate) fn keep_open_before_removal(
         &self,
         backing: &B,
         parent: InodeId,
@@ -629,7 +652,7 @@ impl<B: Backing> Names<B> {
         }
     }
 
-    /// Does the work of [`Names::keep_open_before_last_name_goes`] for an inode that has, or had, this name.
+    /// Does the work of [`Names::keep_open_before_removal`] for an inode that has, or had, this name.
     pub(crate) fn keep_open_if_last_name(
         &self,
         backing: &B,
@@ -637,12 +660,11 @@ impl<B: Backing> Names<B> {
         parent: InodeId,
         name: &OsStr,
     ) -> Result<()> {
-        let has_another_name = inode
-            .names
-            .lock()
-            .iter()
-            .any(|(p, n)| p.id != parent || **n != *name);
-        if has_another_name {
+        let is_other = |(known_parent, known_name): &Link<B>| {
+            known_parent.id != parent || **known_name != *name
+        };
+        let has_other_name = inode.names.lock().iter().any(is_other);
+        if has_other_name {
             return Ok(());
         }
         match self.find_object(backing, inode) {
@@ -667,29 +689,29 @@ impl<B: Backing> Names<B> {
         &self,
         from: DirName<'_, B>,
         to: DirName<'_, B>,
-        exchange: bool,
+        is_exchange: bool,
         rename_in_backing: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
         let paths = || [from, to].iter().filter_map(DirName::path).collect();
-        let _path_claim = self.path_claims.change(paths);
+        let _path_claim = self.path_claims.claim_change(paths);
         let moved = self.child(from.dir.id, from.name);
-        let exchanged = self.child(to.dir.id, to.name).filter(|_| exchange);
+        let exchanged = self.child(to.dir.id, to.name).filter(|_| is_exchange);
         // The live table gets the new name before the rename: if firnd dies in between, the next firnd tries both
         // names.
         if let Some(live) = self.live.get() {
-            for (inode, new) in [(&moved, to), (&exchanged, from)] {
+            for (inode, new_name) in [(&moved, to), (&exchanged, from)] {
                 if let Some(inode) = inode {
-                    live.begin_move(inode.id.0, new.dir.id.0, new.name.as_bytes());
+                    live.begin_move(inode.id.0, new_name.dir.id.0, new_name.name.as_bytes());
                 }
             }
         }
         if let Err(errno) = rename_in_backing() {
             for inode in moved.iter().chain(&exchanged) {
-                self.note_name(inode);
+                self.update_live_name(inode);
             }
             return Err(errno);
         }
-        self.note_renamed(from, to, exchange);
+        self.record_rename(from, to, is_exchange);
         Ok(())
     }
 
@@ -720,24 +742,16 @@ impl<B: Backing> Names<B> {
     /// Returns all known inodes. An inode whose number now belongs to another object is included.
     pub(crate) fn all_inodes(&self) -> Vec<Arc<Inode<B>>> {
         let tables = self.tables.lock();
-        let mut inodes: Vec<_> = tables
-            .by_id
-            .values()
+        let kernel_inodes = tables.by_id.values();
+        let mut inodes: Vec<_> = kernel_inodes
             .map(|known| Arc::clone(&known.inode))
             .collect();
-        let unknown_to_kernel = |inode: &Arc<Inode<B>>| {
-            !tables
-                .by_id
-                .get(&inode.id)
-                .is_some_and(|known| Arc::ptr_eq(&known.inode, inode))
+        let is_unknown_to_kernel = |inode: &Arc<Inode<B>>| {
+            let known = tables.by_id.get(&inode.id);
+            known.is_none_or(|known| !Arc::ptr_eq(&known.inode, inode))
         };
-        inodes.extend(
-            tables
-                .by_key
-                .values()
-                .filter_map(Weak::upgrade)
-                .filter(unknown_to_kernel),
-        );
+        let existing_inodes = tables.by_key.values().filter_map(Weak::upgrade);
+        inodes.extend(existing_inodes.filter(is_unknown_to_kernel));
         inodes
     }
 
@@ -747,27 +761,34 @@ impl<B: Backing> Names<B> {
         if !inode.has_names() {
             return;
         }
-        let dropped = {
-            let mut remembered = self.remembered.lock();
-            let inode = Arc::clone(inode);
-            remembered.insert(inode.serial, RememberedFile { inode, bytes });
-            let is_full = remembered.len() > REMEMBERED_FILES_MAX;
-            is_full.then(|| remembered.pop_first())
+        let mut remembered = self.remembered.lock();
+        let file = RememberedFile {
+            inode: Arc::clone(inode),
+            bytes,
+        };
+        remembered.insert(inode.serial, file);
+        let oldest = if remembered.len() > REMEMBERED_FILES_MAX {
+            remembered.pop_first()
+        } else {
+            None
         };
         // The lock is released first, because a drop of the last reference may close a descriptor.
-        drop(dropped);
+        drop(remembered);
+        drop(oldest);
     }
 
     /// Returns the number of files known to be synced and unchanged since, and the sum of their bytes at the sync.
     /// Beyond [`REMEMBERED_FILES_MAX`] files the oldest are not counted.
     pub(crate) fn count_synced(&self) -> (u64, u64) {
         let remembered = self.remembered.lock();
-        let synced = remembered
-            .values()
-            .filter(|file| file.inode.synced().is_some());
-        synced.fold((0, 0), |(files, bytes), file| {
-            (files + 1, bytes + file.bytes)
-        })
+        let (mut synced_files, mut synced_bytes) = (0, 0);
+        for file in remembered.values() {
+            if file.inode.synced().is_some() {
+                synced_files += 1;
+                synced_bytes += file.bytes;
+            }
+        }
+        (synced_files, synced_bytes)
     }
 
     /// Stops remembering a file without a name, because its inode may hold a descriptor.
@@ -799,34 +820,43 @@ impl<B: Backing> Names<B> {
     ) -> Arc<Inode<B>> {
         let mut guard = self.tables.lock();
         let tables = &mut *guard;
-        let key = ObjectKey::of(attr);
+        let key = ObjectKey::from_attr(attr);
         let inode = match tables.by_key.get(&key).and_then(Weak::upgrade) {
             Some(inode) if inode.is_object(attr) => inode,
             _ => self.add_inode(tables, attr),
         };
         if inode.id != ROOT {
             self.objects.insert(inode.serial, object);
-            let name = Name::from(name);
-            if inode.add_name(parent, &name) && self.names_unsynced {
-                inode.note_name_change();
+            let shared_name = Name::from(name);
+            let has_several_names = inode.add_name(parent, &shared_name);
+            if has_several_names && self.names_unsynced {
+                // An earlier firnd may have made this name without a sync.
+                inode.record_name_change();
             }
             tables
                 .children
-                .insert((parent.id, name), Arc::downgrade(&inode));
+                .insert((parent.id, shared_name), Arc::downgrade(&inode));
         }
         if lookups > 0 {
-            let known = tables.by_id.entry(inode.id).or_insert_with(|| KernelInode {
-                inode: Arc::clone(&inode),
-                lookups: 0,
-            });
-            known.lookups += lookups;
-            if let Some(live) = self.live.get().filter(|_| must_be_in_live_table(&inode)) {
-                let node = inode.as_node(known.lookups);
-                live.note_node(&node);
-                live.note_found(node.id, node.parent, &node.name);
-            }
+            self.add_lookups(tables, &inode, lookups);
         }
         inode
+    }
+
+    /// Counts `lookups` more references of the kernel to an inode, also in the live table if the inode must be there.
+    fn add_lookups(&self, tables: &mut InodeTables<B>, inode: &Arc<Inode<B>>, lookups: u64) {
+        let known = tables.by_id.entry(inode.id).or_insert_with(|| KernelInode {
+            inode: Arc::clone(inode),
+            lookups: 0,
+        });
+        known.lookups += lookups;
+        if let Some(live) = self.live.get()
+            && must_be_in_live_table(inode)
+        {
+            let node = inode.live_node_with_lookups(known.lookups);
+            live.note_node(&node);
+            live.note_found(node.id, node.parent, &node.name);
+        }
     }
 
     /// Makes the inode of a new object, and adds it to the table by key.
@@ -848,11 +878,11 @@ impl<B: Backing> Names<B> {
             id,
             tables.last_serial,
             &self.objects,
-            KnownObject::of(attr),
+            KnownObject::from_attr(attr),
             self.names_unsynced,
         ));
         tables.sweep();
-        let key = ObjectKey::of(attr);
+        let key = ObjectKey::from_attr(attr);
         tables.by_key.insert(key, Arc::downgrade(&inode));
         inode
     }
@@ -872,27 +902,20 @@ impl<B: Backing> Names<B> {
         }
         let inode = tables.by_id.remove(&id).expect("just seen").inode;
         // A file with pending data has a reference to the inode. Otherwise this reference is the last.
-        if Arc::strong_count(&inode) == 1 {
-            if tables
-                .by_key
-                .get(&inode.key)
-                .is_some_and(|known| known.as_ptr() == Arc::as_ptr(&inode))
-            {
-                tables.by_key.remove(&inode.key);
-            }
-            for (parent, name) in inode.names.lock().iter() {
-                tables.children.remove(&(parent.id, name.clone()));
-            }
+        let is_last_reference = Arc::strong_count(&inode) == 1;
+        if is_last_reference {
+            tables.remove_entries_of(&inode);
         }
+        // The lock is released before the inode is dropped.
         drop(tables);
     }
 
     /// Records that a name was removed from the backing.
-    pub(crate) fn note_unlinked(&self, parent: InodeId, name: &OsStr) {
+    pub(crate) fn record_unlink(&self, parent: InodeId, name: &OsStr) {
         let removed = self.tables.lock().children.remove(&(parent, name.into()));
         if let Some(inode) = removed.and_then(|weak| weak.upgrade()) {
             inode.remove_name(parent, name);
-            self.note_name(&inode);
+            self.update_live_name(&inode);
             self.forget_nameless(&inode);
         }
     }
@@ -901,50 +924,46 @@ impl<B: Backing> Names<B> {
     pub(crate) fn drop_name(&self, parent: InodeId, name: &OsStr, inode: &Inode<B>) {
         let mut tables = self.tables.lock();
         let key = (parent, Name::from(name));
-        if tables
-            .children
-            .get(&key)
-            .is_some_and(|known| std::ptr::eq(known.as_ptr(), inode))
-        {
+        let entry = tables.children.get(&key);
+        if entry.is_some_and(|entry| std::ptr::eq(entry.as_ptr(), inode)) {
             tables.children.remove(&key);
         }
         drop(tables);
         inode.remove_name(parent, name);
-        self.note_name(inode);
+        self.update_live_name(inode);
         self.forget_nameless(inode);
     }
 
-    /// Updates the tables after a rename in the backing. `exchange` says whether the two names were exchanged;
-    /// otherwise the first name replaced the second.
-    pub(crate) fn note_renamed(&self, from: DirName<'_, B>, to: DirName<'_, B>, exchange: bool) {
+    /// Updates the tables after a rename in the backing. If `is_exchange`, the two names were exchanged; otherwise the
+    /// first name replaced the second.
+    pub(crate) fn record_rename(
+        &self,
+        from: DirName<'_, B>,
+        to: DirName<'_, B>,
+        is_exchange: bool,
+    ) {
         let mut tables = self.tables.lock();
         let from_key = (from.dir.id, Name::from(from.name));
         let to_key = (to.dir.id, Name::from(to.name));
-        let moved = tables
-            .children
-            .remove(&from_key)
-            .and_then(|weak| weak.upgrade());
-        let replaced = tables
-            .children
-            .remove(&to_key)
-            .and_then(|weak| weak.upgrade());
+        let moved = tables.remove_child(&from_key);
+        let replaced = tables.remove_child(&to_key);
         if let Some(inode) = &replaced {
             inode.remove_name(to.dir.id, to.name);
         }
         if let Some(inode) = &moved {
             inode.remove_name(from.dir.id, from.name);
             inode.add_name(to.dir, &to_key.1);
-            inode.note_name_change();
+            inode.record_name_change();
             tables.children.insert(to_key, Arc::downgrade(inode));
         }
-        if exchange && let Some(inode) = &replaced {
+        if is_exchange && let Some(inode) = &replaced {
             inode.add_name(from.dir, &from_key.1);
-            inode.note_name_change();
+            inode.record_name_change();
             tables.children.insert(from_key, Arc::downgrade(inode));
         }
         drop(tables);
         for inode in moved.iter().chain(&replaced) {
-            self.note_name(inode);
+            self.update_live_name(inode);
         }
         if let Some(inode) = &replaced {
             self.forget_nameless(inode);

@@ -1,7 +1,7 @@
-//! Operations on names, attributes and directories. They are passed to the backing, and pending data is counted in
-//! their results.
+//! Operations on names, attributes and directories: lookup, mkdir, unlink, rename, attributes and so on.
 //!
-//! Each operation returns the backing's answer, corrected by the bytes that only the arena has.
+//! Each operation is carried out by the backing. Its answer is corrected by the pending bytes, which only the arena
+//! has.
 //!
 //! Promises
 //! * After each operation that changes names, recovery can find each file with pending data. A removal or a rename is
@@ -26,13 +26,16 @@ use crate::exclusive::Exclusive;
 use crate::file::File;
 use crate::intake::Intake;
 use crate::kernel_cache::KernelCache;
-use crate::names::{DirName, Fingerprint, Inode};
+use crate::names::{DirName, Inode};
 use crate::open_files::OpenFiles;
 use crate::privilege_rules::PrivilegeRules;
 use crate::size::whole_size;
 use crate::space::Room;
 use crate::tree::NameTree;
 use crate::{Cached, Entry, HandleId, InodeId, Principal, Result, SetAttr};
+
+/// Unit of the block count of a file (`st_blocks`), in bytes.
+const BLOCK_BYTES: u64 = 512;
 
 /// Names, attributes and directories as programs see them.
 pub struct Namespace<B: Backing> {
@@ -127,34 +130,31 @@ impl<B: Backing> Namespace<B> {
     /// Pending data is read before the backing's attributes. In the other order a drain between the two could make the
     /// file look too short.
     fn add_pending_data(&self, inode: &Arc<Inode<B>>, attr: Attr) -> Result<Attr> {
-        let Some(file) = (inode.kind == Kind::File)
-            .then(|| self.open_files.known_file(inode))
-            .flatten()
-        else {
-            return Ok(attr);
-        };
-        let (pending, end, mtime) = {
-            let mut state = file.lock();
-            self.intake.ingest_published(&file, &mut state);
-            (
-                state.pending.bytes(),
-                state.pending.end(),
-                state.pending.mtime(),
-            )
-        };
-        let object = self.tree.object(inode)?;
-        let mut attr = self.base.backing.attr(&object)?;
-        self.kernel_cache.note_changes_by_others(inode, &object);
-        self.intake.end_lists_before_changes(&file, &object);
-        self.privilege_rules
-            .note_privileges_in_backing(&file, &attr);
-        if pending == 0 {
+        if inode.kind != Kind::File {
             return Ok(attr);
         }
-        attr.size = whole_size(&attr, end);
+        let Some(file) = self.open_files.known_file(inode) else {
+            return Ok(attr);
+        };
+        let mut state = file.lock();
+        self.intake.ingest_published(&file, &mut state);
+        let pending_bytes = state.pending.bytes();
+        let pending_end = state.pending.end();
+        let pending_mtime = state.pending.mtime();
+        drop(state);
+        let object = self.tree.object(inode)?;
+        let mut attr = self.base.backing.attr(&object)?;
+        self.kernel_cache.record_changes_by_others(inode, &object);
+        self.intake.end_lists_before_changes(&file, &object);
+        self.privilege_rules
+            .record_privileges_in_backing(&file, &attr);
+        if pending_bytes == 0 {
+            return Ok(attr);
+        }
+        attr.size = whole_size(&attr, pending_end);
         // Many programs assume that a file without blocks is one hole, and then do not read it.
-        attr.blocks += pending.div_ceil(512);
-        if let Some(mtime) = mtime {
+        attr.blocks += pending_bytes.div_ceil(BLOCK_BYTES);
+        if let Some(mtime) = pending_mtime {
             attr.mtime = mtime;
             attr.ctime = attr.ctime.max(mtime);
         }
@@ -179,14 +179,12 @@ impl<B: Backing> Namespace<B> {
         }
         if let Some(size) = set.size {
             let file = self.open_files.file_with(&inode, |_| {});
-            let dropped = by.map_or(Ok(()), |by| {
-                self.privilege_rules.drop_privileges_of(&file, by)
-            });
-            let result = dropped.and_then(|()| self.exclusive.truncate_file(&file, size));
+            let result = self.truncate_as(&file, size, by);
             self.open_files.drop_if_unused(&file);
             result?;
         }
-        if (set.mode.is_some() || set.uid.is_some() || set.gid.is_some())
+        let changes_owner = set.uid.is_some() || set.gid.is_some();
+        if (set.mode.is_some() || changes_owner)
             && let Some(file) = self.open_files.known_file(&inode)
         {
             // The next write must remove set-id bits, which direct access cannot do. So the writer must write through
@@ -194,17 +192,17 @@ impl<B: Backing> Namespace<B> {
             self.intake.end_grant(&file);
             self.open_files.open_before_mode_change(&file);
         }
-        let changes_owner = set.uid.is_some() || set.gid.is_some();
         if changes_owner {
             self.privilege_rules
                 .set_owner(&inode, (set.uid, set.gid), by)?;
         }
-        match set.mode {
-            Some(mode) if by.is_some() && (changes_owner || set.size.is_some()) => {
+        if let Some(mode) = set.mode {
+            let removes_privileges = changes_owner || set.size.is_some();
+            if by.is_some() && removes_privileges {
                 self.privilege_rules.set_mode_besides(&inode, mode)?;
+            } else {
+                self.privilege_rules.set_mode(&inode, mode, by)?;
             }
-            Some(mode) => self.privilege_rules.set_mode(&inode, mode, by)?,
-            None => {}
         }
         if set.atime != SetTime::Keep || set.mtime != SetTime::Keep {
             self.set_times(&inode, set.atime, set.mtime)?;
@@ -212,15 +210,30 @@ impl<B: Backing> Namespace<B> {
         self.attr_of(&inode)
     }
 
+    /// Sets the length of a file, after removing the privileges that the file loses if `by` changes its contents.
+    fn truncate_as(
+        &self,
+        file: &Arc<File<B>>,
+        size: u64,
+        by: Option<&dyn Principal>,
+    ) -> Result<()> {
+        if let Some(by) = by {
+            self.privilege_rules.drop_privileges_of(file, by)?;
+        }
+        self.exclusive.truncate_file(file, size)
+    }
+
     /// Sets times. The contents do not change, so a file that counts as synced still counts as synced afterwards.
     fn set_times(&self, inode: &Arc<Inode<B>>, atime: SetTime, mtime: SetTime) -> Result<()> {
-        let is_as_synced = |synced: &Fingerprint| self.tree.fingerprint(inode) == Ok(*synced);
-        let synced = inode.synced.get().filter(is_as_synced);
+        let synced_fingerprint = inode
+            .synced
+            .get()
+            .filter(|synced| self.tree.fingerprint(inode) == Ok(*synced));
         self.change_times(inode, atime, mtime)?;
-        if let Some(synced) = synced
-            && let Ok(now) = self.tree.fingerprint(inode)
+        if let Some(old_fingerprint) = synced_fingerprint
+            && let Ok(new_fingerprint) = self.tree.fingerprint(inode)
         {
-            inode.synced.replace(synced, now);
+            inode.synced.replace(old_fingerprint, new_fingerprint);
         }
         Ok(())
     }
@@ -234,12 +247,12 @@ impl<B: Backing> Namespace<B> {
                 .backing
                 .set_times(&self.tree.object(inode)?, atime, mtime);
         };
-        let time = match mtime {
+        let new_mtime = match mtime {
             SetTime::Keep => None,
             SetTime::Now => Some(Time::now()),
             SetTime::At(time) => Some(time),
         };
-        let before = self.replace_pending_mtime(&file, time);
+        let old_mtime = self.replace_pending_mtime(&file, new_mtime);
         let result = self
             .tree
             .object(inode)
@@ -249,30 +262,31 @@ impl<B: Backing> Namespace<B> {
             state.cache.trust_backing();
         }
         // A write since then has set a later time, which must remain.
-        if time.is_some() && !state.pending.is_empty() && state.pending.mtime() == time {
+        let is_still_set = new_mtime.is_some() && state.pending.mtime() == new_mtime;
+        if is_still_set && !state.pending.is_empty() {
             match &result {
                 Ok(()) => self.base.journal.record_time(&state),
-                Err(_) => state.pending.set_mtime(before),
+                Err(_) => state.pending.set_mtime(old_mtime),
             }
         }
         result
     }
 
-    /// Replaces the pending modification time by `time`. Called before `time` is set in the backing, so that a drain
-    /// that ends meanwhile does not set an older time. Returns the time that was replaced.
-    fn replace_pending_mtime(&self, file: &Arc<File<B>>, time: Option<Time>) -> Option<Time> {
+    /// Replaces the pending modification time by `new_mtime`, if there is one, and returns the old time. Called before
+    /// the new time is set in the backing, so that a drain that ends meanwhile does not set an older time.
+    fn replace_pending_mtime(&self, file: &Arc<File<B>>, new_mtime: Option<Time>) -> Option<Time> {
         let mut state = file.lock_to_set_times();
         self.intake.ingest_published(file, &mut state);
-        if time.is_some() {
+        if new_mtime.is_some() {
             // Writes of the client before this call must be distinguished from later ones. After the revocation, the
             // client gets a new lease for later writes.
             self.intake.revoke_grant(file, &mut state);
         }
-        let before = state.pending.mtime();
-        if time.is_some() && !state.pending.is_empty() {
-            state.pending.set_mtime(time);
+        let old_mtime = state.pending.mtime();
+        if new_mtime.is_some() && !state.pending.is_empty() {
+            state.pending.set_mtime(new_mtime);
         }
-        before
+        old_mtime
     }
 
     /// Adds an object that was just made in the backing to the tables, and returns its inode. `changes_before` is the
@@ -293,7 +307,7 @@ impl<B: Backing> Namespace<B> {
             self.tree.names.forget(inode.id, 1);
             return Err(Errno::STALE);
         }
-        inode.note_name_change();
+        inode.record_name_change();
         Ok(inode)
     }
 
@@ -306,13 +320,13 @@ impl<B: Backing> Namespace<B> {
         mode: u32,
     ) -> Result<Entry> {
         let dir = self.tree.inode(parent)?;
-        let before = self.tree.names.backing_name_changes();
+        let changes_before = self.tree.names.backing_name_changes();
         let (object, attr) = self.open_files.with_descriptor(|| {
             self.base
                 .backing
                 .mkdir(caller, &self.tree.object(&dir)?, name, mode)
         })?;
-        let inode = self.register_created(before, &dir, name, object, &attr)?;
+        let inode = self.register_created(changes_before, &dir, name, object, &attr)?;
         Ok(Entry {
             inode: inode.id,
             attr,
@@ -329,7 +343,7 @@ impl<B: Backing> Namespace<B> {
         rdev: u64,
     ) -> Result<Entry> {
         let dir = self.tree.inode(parent)?;
-        let before = self.tree.names.backing_name_changes();
+        let changes_before = self.tree.names.backing_name_changes();
         let (object, attr) = self.open_files.with_descriptor(|| {
             self.base.backing.make(
                 caller,
@@ -338,7 +352,7 @@ impl<B: Backing> Namespace<B> {
                 NewKind::Node { mode, rdev },
             )
         })?;
-        let inode = self.register_created(before, &dir, name, object, &attr)?;
+        let inode = self.register_created(changes_before, &dir, name, object, &attr)?;
         Ok(Entry {
             inode: inode.id,
             attr,
@@ -354,13 +368,13 @@ impl<B: Backing> Namespace<B> {
         target: &OsStr,
     ) -> Result<Entry> {
         let dir = self.tree.inode(parent)?;
-        let before = self.tree.names.backing_name_changes();
+        let changes_before = self.tree.names.backing_name_changes();
         let (object, attr) = self.open_files.with_descriptor(|| {
             self.base
                 .backing
                 .symlink(caller, &self.tree.object(&dir)?, name, target)
         })?;
-        let inode = self.register_created(before, &dir, name, object, &attr)?;
+        let inode = self.register_created(changes_before, &dir, name, object, &attr)?;
         Ok(Entry {
             inode: inode.id,
             attr,
@@ -371,10 +385,10 @@ impl<B: Backing> Namespace<B> {
     pub fn link(&self, inode: InodeId, parent: InodeId, name: &OsStr) -> Result<Entry> {
         let inode = self.tree.inode(inode)?;
         let dir = self.tree.inode(parent)?;
-        let _path_stays = self
+        let _path_claim = self
             .tree
             .paths
-            .stay(|| dir.path_of(name).into_iter().collect());
+            .claim_unchanged(|| dir.path_of(name).into_iter().collect());
         // The new name leads to this very object, so no lookup is needed.
         let object = self.tree.object(&inode)?;
         let attr = self
@@ -382,20 +396,9 @@ impl<B: Backing> Namespace<B> {
             .backing
             .link(&object, &self.tree.object(&dir)?, name)?;
         let linked = self.tree.names.register(object, &attr, &dir, name, 1);
-        linked.note_name_change();
+        linked.record_name_change();
         if let Some(file) = self.open_files.known_file(&linked) {
-            let mut state = file.lock();
-            state.unlinked = false;
-            if let Some(file_id) = state.pending.file_id()
-                && let Some(path) = dir.path_of(name)
-            {
-                // If the journal is full, recovery needs no such record: it still has the older names. The removal of
-                // the last older name is then refused.
-                self.base.journal.append_note(&Record::NameAdded {
-                    file: file_id.get(),
-                    path,
-                });
-            }
+            self.record_added_name(&file, &dir, name);
         }
         Ok(Entry {
             inode: linked.id,
@@ -403,29 +406,48 @@ impl<B: Backing> Namespace<B> {
         })
     }
 
+    /// Records in the state of a file, and in the journal if the path is known, that the file has a new name.
+    fn record_added_name(&self, file: &File<B>, dir: &Inode<B>, name: &OsStr) {
+        let mut state = file.lock();
+        state.unlinked = false;
+        if let Some(file_id) = state.pending.file_id()
+            && let Some(path) = dir.path_of(name)
+        {
+            // If the journal is full, recovery needs no such record: it still has the older names. The removal of the
+            // last older name is then refused.
+            self.base.journal.append_note(&Record::NameAdded {
+                file: file_id.get(),
+                path,
+            });
+        }
+    }
+
     /// Removes a name (unlink(2)). The removal is recorded in the journal first. Pending data is discarded if the file
     /// has neither a name nor a handle afterwards.
     pub fn unlink(&self, parent: InodeId, name: &OsStr) -> Result<()> {
         let dir = self.tree.inode(parent)?;
-        let _path_stays = self
+        let _path_claim = self
             .tree
             .paths
-            .stay(|| dir.path_of(name).into_iter().collect());
+            .claim_unchanged(|| dir.path_of(name).into_iter().collect());
         let file = self.prepare_name_removal(&dir, name)?;
-        let parent = self.tree.object(&dir)?;
+        let dir_object = self.tree.object(&dir)?;
         self.open_files.with_descriptor(|| {
             self.tree
                 .names
-                .keep_open_before_last_name_goes(&self.base.backing, dir.id, name)
+                .keep_open_before_removal(&self.base.backing, dir.id, name)
         })?;
-        let removed = self.base.backing.unlink(&parent, name);
-        if let (Err(_), Some(file)) = (&removed, &file) {
-            self.open_files.take_from_keeper(file);
+        let result = self.base.backing.unlink(&dir_object, name);
+        if result.is_err()
+            && let Some(file) = &file
+        {
+            // The file still has the name, so the next firnd needs no descriptor of it.
+            self.open_files.remove_from_keeper(file);
         }
-        removed?;
-        self.tree.names.note_unlinked(dir.id, name);
+        result?;
+        self.tree.names.record_unlink(dir.id, name);
         if let Some(file) = file {
-            self.note_removed_name(&file);
+            self.record_removed_name(&file);
         }
         Ok(())
     }
@@ -446,7 +468,7 @@ impl<B: Backing> Namespace<B> {
         if let Some(path) = dir.path_of(name) {
             self.record_name_removal(&file, path)?;
         }
-        self.open_files.keep_before_removal(&file);
+        self.open_files.send_to_keeper_before_removal(&file);
         Ok(Some(file))
     }
 
@@ -455,84 +477,77 @@ impl<B: Backing> Namespace<B> {
     /// Records the other known names in the journal, because the kernel may have looked some of them up after the file
     /// got its id. If the file has other names but none is known, drains its data first.
     fn record_name_removal(&self, file: &Arc<File<B>>, path: Vec<u8>) -> Result<()> {
-        let file_id = {
-            let mut state = file.lock();
-            self.intake.ingest_published(file, &mut state);
-            state
-                .pending
-                .file_id()
-                .filter(|_| !state.pending.is_empty() || state.direct.has_grant())
-        };
-        let Some(file_id) = file_id else {
+        let mut state = file.lock();
+        self.intake.ingest_published(file, &mut state);
+        let Some(file_id) = state.pending.file_id() else {
             return Ok(());
         };
-        let others: Vec<Vec<u8>> = file
-            .inode
-            .paths()
-            .into_iter()
-            .filter(|known| *known != path)
-            .collect();
-        if others.is_empty()
-            && self
-                .base
-                .backing
-                .attr(&self.tree.object(&file.inode)?)?
-                .nlink
-                > 1
-        {
+        if state.pending.is_empty() && !state.direct.has_grant() {
+            return Ok(());
+        }
+        drop(state);
+        let mut other_paths = file.inode.paths();
+        other_paths.retain(|known| *known != path);
+        if other_paths.is_empty() && self.has_several_names(&file.inode)? {
             self.intake.end_grant(file);
             return self.drainer.drain_and_wait(file);
         }
         let file = file_id.get();
-        let added = others
+        let added = other_paths
             .into_iter()
             .map(|path| Record::NameAdded { file, path });
         let removed = Record::NameRemoved { file, path };
         self.base.journal.append_all(added.chain([removed]))
     }
 
+    /// Returns whether an object has more than one name in the backing.
+    fn has_several_names(&self, inode: &Inode<B>) -> Result<bool> {
+        let attr = self.base.backing.attr(&self.tree.object(inode)?)?;
+        Ok(attr.nlink > 1)
+    }
+
     /// Updates a file after the removal of one of its names. A file that lost its last name is marked as nameless. If
     /// it has no handle either, its pending data is discarded.
-    pub(crate) fn note_removed_name(&self, file: &Arc<File<B>>) {
-        let has_lost_last_name = match self
+    pub(crate) fn record_removed_name(&self, file: &Arc<File<B>>) {
+        let attr = self
             .tree
             .object(&file.inode)
-            .and_then(|object| self.base.backing.attr(&object))
-        {
+            .and_then(|object| self.base.backing.attr(&object));
+        let has_lost_last_name = match attr {
             Ok(attr) => attr.nlink == 0,
-            // If the backing cannot tell whether the file still exists, its data is kept.
-            Err(errno) => matches!(errno, Errno::STALE | Errno::NOENT),
+            Err(Errno::STALE | Errno::NOENT) => true,
+            // The backing cannot tell whether the file still exists, so its data is kept.
+            Err(_) => false,
         };
         if !has_lost_last_name {
-            self.open_files.take_from_keeper(file);
+            self.open_files.remove_from_keeper(file);
             return;
         }
-        let has_no_handle = {
+        let is_open = {
             let mut state = file.lock();
             state.unlinked = true;
-            state.opens.is_empty()
+            !state.opens.is_empty()
         };
-        if !has_no_handle {
+        if is_open {
             self.open_files.open_nameless(file);
+            return;
         }
-        if has_no_handle {
-            self.exclusive.discard(file);
-            self.open_files.drop_if_unused(file);
-            self.room.wake_writers();
-        }
+        self.exclusive.discard(file);
+        self.open_files.drop_if_unused(file);
+        self.room.wake_writers();
     }
 
     /// Removes an empty directory (rmdir(2)).
     pub fn rmdir(&self, parent: InodeId, name: &OsStr) -> Result<()> {
         let dir = self.tree.inode(parent)?;
-        let parent = self.tree.object(&dir)?;
+        let dir_object = self.tree.object(&dir)?;
         self.open_files.with_descriptor(|| {
             self.tree
                 .names
-                .keep_open_before_last_name_goes(&self.base.backing, dir.id, name)
+                .keep_open_before_removal(&self.base.backing, dir.id, name)
         })?;
-        self.base.backing.rmdir(&parent, name)?;
-        self.tree.names.note_unlinked(dir.id, name);
+        self.base.backing.rmdir(&dir_object, name)?;
+        self.tree.names.record_unlink(dir.id, name);
         Ok(())
     }
 
@@ -550,50 +565,64 @@ impl<B: Backing> Namespace<B> {
     ) -> Result<()> {
         let dir = self.tree.inode(parent)?;
         let new_dir = self.tree.inode(new_parent)?;
-        let exchange = flags.contains(RenameFlags::EXCHANGE);
-        let from = self.tree.object(&dir)?;
-        let to = self.tree.object(&new_dir)?;
+        let is_exchange = flags.contains(RenameFlags::EXCHANGE);
+        let dir_object = self.tree.object(&dir)?;
+        let new_dir_object = self.tree.object(&new_dir)?;
+        let rename_in_backing = || {
+            self.base
+                .backing
+                .rename(&dir_object, name, &new_dir_object, new_name, flags)
+        };
         let both_paths = || {
             [dir.path_of(name), new_dir.path_of(new_name)]
                 .into_iter()
                 .flatten()
                 .collect()
         };
-        let _paths_change = self.tree.paths.change(both_paths);
-        let moved = self.tree.names.child(dir.id, name);
-        let target = self.tree.names.child(new_dir.id, new_name);
-        if moved.is_some_and(|moved| target.is_some_and(|target| Arc::ptr_eq(&moved, &target))) {
+        let _path_claim = self.tree.paths.claim_change(both_paths);
+        if self.are_same_inode((dir.id, name), (new_dir.id, new_name)) {
             // Both names lead to one file, so rename(2) changes nothing. The answer comes from the backing.
-            return self.base.backing.rename(&from, name, &to, new_name, flags);
+            return rename_in_backing();
         }
         // An exchange removes no name. In any other rename, only the replaced object may lose its last name.
-        let replaced = if exchange {
+        let replaced_file = if is_exchange {
             None
         } else {
             self.prepare_replacement(&new_dir, new_name)?
         };
-        let old = DirName { dir: &dir, name };
-        let new = DirName {
+        let from = DirName { dir: &dir, name };
+        let to = DirName {
             dir: &new_dir,
             name: new_name,
         };
-        let recorded = self.record_rename(old, new, exchange)?;
-        let result = self.tree.names.rename(old, new, exchange, || {
-            self.base.backing.rename(&from, name, &to, new_name, flags)
-        });
-        if let Some(id) = recorded {
+        let rename_id = self.record_rename_begin(from, to, is_exchange)?;
+        let result = self
+            .tree
+            .names
+            .rename(from, to, is_exchange, rename_in_backing);
+        if let Some(id) = rename_id {
             let done = result.is_ok();
             let journal = &self.base.journal;
             journal.append_end(&Record::RenameEnd { id, done });
         }
-        if let (Err(_), Some(file)) = (&result, &replaced) {
-            self.open_files.take_from_keeper(file);
+        if let Some(file) = replaced_file {
+            if result.is_ok() {
+                self.record_removed_name(&file);
+            } else {
+                self.open_files.remove_from_keeper(&file);
+            }
         }
-        result?;
-        if let Some(file) = replaced {
-            self.note_removed_name(&file);
+        result
+    }
+
+    /// Returns whether two names are known to lead to one inode.
+    fn are_same_inode(&self, a: (InodeId, &OsStr), b: (InodeId, &OsStr)) -> bool {
+        let a_inode = self.tree.names.child(a.0, a.1);
+        let b_inode = self.tree.names.child(b.0, b.1);
+        match (a_inode, b_inode) {
+            (Some(a_inode), Some(b_inode)) => Arc::ptr_eq(&a_inode, &b_inode),
+            _ => false,
         }
-        Ok(())
     }
 
     /// Prepares a rename that replaces the object with this name: records the removal of the name in the journal, and
@@ -603,44 +632,44 @@ impl<B: Backing> Namespace<B> {
         dir: &Arc<Inode<B>>,
         name: &OsStr,
     ) -> Result<Option<Arc<File<B>>>> {
-        let replaced = self.tree.names.child(dir.id, name);
-        let replaced = replaced.and_then(|inode| self.open_files.known_file(&inode));
-        if let Some(file) = &replaced
+        let replaced_inode = self.tree.names.child(dir.id, name);
+        let replaced_file = replaced_inode.and_then(|inode| self.open_files.known_file(&inode));
+        if let Some(file) = &replaced_file
             && let Some(path) = dir.path_of(name)
         {
             self.record_name_removal(file, path)?;
-            self.open_files.keep_before_removal(file);
+            self.open_files.send_to_keeper_before_removal(file);
         }
         self.open_files.with_descriptor(|| {
             self.tree
                 .names
-                .keep_open_before_last_name_goes(&self.base.backing, dir.id, name)
+                .keep_open_before_removal(&self.base.backing, dir.id, name)
         })?;
-        Ok(replaced)
+        Ok(replaced_file)
     }
 
     /// Records in the journal that a rename begins, and returns the number of the rename. Returns `None` if no file has
     /// pending data, so that no record is needed.
     ///
     /// Fails with ESTALE if a directory no longer has a known path.
-    fn record_rename(
+    fn record_rename_begin(
         &self,
         from: DirName<'_, B>,
         to: DirName<'_, B>,
-        exchange: bool,
+        is_exchange: bool,
     ) -> Result<Option<u64>> {
         let journal = &self.base.journal;
         if journal.is_empty() {
             return Ok(None);
         }
-        let from = from.path().ok_or(Errno::STALE)?;
-        let to = to.path().ok_or(Errno::STALE)?;
+        let from_path = from.path().ok_or(Errno::STALE)?;
+        let to_path = to.path().ok_or(Errno::STALE)?;
         let id = journal.new_rename_id();
         journal.append(&Record::RenameBegin {
             id,
-            from,
-            to,
-            exchange,
+            from: from_path,
+            to: to_path,
+            exchange: is_exchange,
         })?;
         Ok(Some(id))
     }
@@ -727,10 +756,10 @@ impl<B: Backing> Namespace<B> {
     /// Returns the dropped names, then all inodes at or below `path`. The caller must make the kernel drop its cached
     /// data of these, in this order, so that no program finds new attributes under an old name.
     pub fn revalidate_names(&self, path: &[u8]) -> Vec<Cached> {
-        let _path_claim = self.tree.paths.change(|| vec![path.to_vec()]);
+        let _path_claim = self.tree.paths.claim_change(|| vec![path.to_vec()]);
         // Done before the list of inodes is made. A thread that looked a name up earlier and adds it now sees that the
         // count has changed, and looks the name up again.
-        self.tree.names.note_backing_name_change();
+        self.tree.names.record_backing_name_change();
         let mut names = Vec::new();
         let mut inodes = Vec::new();
         for inode in self.tree.names.all_inodes() {
@@ -767,12 +796,12 @@ impl<B: Backing> Namespace<B> {
             return false;
         }
         // A file that is open or has pending data is still used without the name, so its object is kept open.
-        let held = self.open_files.with_descriptor(|| {
+        let result = self.open_files.with_descriptor(|| {
             self.tree
                 .names
                 .keep_open_if_last_name(&self.base.backing, inode, parent.id, name)
         });
-        if let Err(errno) = held {
+        if let Err(errno) = result {
             tracing::warn!(%errno, "cannot keep an object open that has lost its name");
         }
         self.tree.names.drop_name(parent.id, name, inode);

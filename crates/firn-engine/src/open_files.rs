@@ -59,7 +59,7 @@ impl<B: Backing> FileState<B> {
 
     /// Returns whether the backing's file may be closed although handles are open, because nothing uses it now and a
     /// name leads to it.
-    fn may_be_reopened(&self) -> bool {
+    fn can_be_reopened(&self) -> bool {
         let is_busy = self.drain.is_exclusive() || self.drain.writes_in_flight() > 0;
         self.has_open() && !self.unlinked && !is_busy
     }
@@ -74,10 +74,10 @@ impl<B: Backing> OpenFiles<B> {
     /// Returns to what extent the kernel may read a file of the backing itself. A file that is not open in the backing
     /// counts as readable.
     pub(crate) fn kernel_reads(&self, file: &File<B>) -> KernelReads {
-        let open = file.lock().open_any();
-        open.map_or(KernelReads::Passthrough, |open| {
-            self.base.backing.kernel_reads(&open.file)
-        })
+        let Some(backing_file) = file.lock().open_any() else {
+            return KernelReads::Passthrough;
+        };
+        self.base.backing.kernel_reads(&backing_file.file)
     }
 
     /// Returns a duplicate of the backing's descriptor, for kernel passthrough; `None` if the backing has no such
@@ -91,15 +91,16 @@ impl<B: Backing> OpenFiles<B> {
     }
 
     /// Notifies a backing that finishes files if a file is completely drained and has no writers.
-    pub(crate) fn note_written(&self, file: &File<B>) {
+    pub(crate) fn notify_file_written(&self, file: &File<B>) {
         if !self.base.backing.features().finishes_files {
             return;
         }
-        let writer = {
-            let state = file.lock();
-            let is_written = !state.opens.has_writers() && state.pending.is_empty();
-            state.writer.clone().filter(|_| is_written)
-        };
+        let state = file.lock();
+        if state.opens.has_writers() || !state.pending.is_empty() {
+            return;
+        }
+        let writer = state.writer.clone();
+        drop(state);
         if let Some(writer) = writer {
             // The call does not wait. The work that the call begins reports its errors elsewhere.
             let _ = self.base.backing.note_use(&writer.file, FileUse::Written);
@@ -110,35 +111,39 @@ impl<B: Backing> OpenFiles<B> {
     /// A file with pending data is closed only if there are many such files, and only if an open by its name succeeds
     /// first: the file's mode, for example 0444, may forbid a later open.
     pub(crate) fn close_if_unused(&self, file: &File<B>) {
-        let pending = {
+        let had_pending_bytes = {
             let state = file.lock();
-            if !state.may_close() {
+            if !state.can_close() {
                 return;
             }
             !state.pending.is_empty()
         };
-        if pending {
-            let many = self.drain.held_files() > self.base.options.objects_max as u64;
-            let opens = || {
-                let object = self.tree.object(&file.inode)?;
-                self.base.backing.open(&object, Access::ReadWrite)
-            };
-            if !many || opens().is_err() {
+        if had_pending_bytes {
+            let has_few_files = self.drain.pending_files() <= self.base.options.objects_max as u64;
+            if has_few_files || self.try_open(file, Access::ReadWrite).is_err() {
                 return;
             }
         }
         let mut state = file.lock();
-        if state.may_close() && (pending || state.pending.is_empty()) {
-            let closed = (state.writer.take(), state.reader.take());
+        // Bytes that became pending meanwhile need the check above.
+        if state.can_close() && (had_pending_bytes || state.pending.is_empty()) {
+            let closed_files = (state.writer.take(), state.reader.take());
+            // The lock is released first, because a close may write to a server.
             drop(state);
-            drop(closed);
+            drop(closed_files);
         }
+    }
+
+    /// Opens the backing's file by its name.
+    fn try_open(&self, file: &File<B>, access: Access) -> Result<B::File> {
+        let object = self.tree.object(&file.inode)?;
+        self.base.backing.open(&object, access)
     }
 
     /// Opens the backing's file before its mode changes. After the change, firnd may have no right to open it for a
     /// drain or for a program that has the file open.
     pub(crate) fn open_before_mode_change(&self, file: &File<B>) {
-        let writes = {
+        let needs_writer = {
             let state = file.lock();
             if state.pending.is_empty() && state.opens.is_empty() {
                 return;
@@ -146,13 +151,13 @@ impl<B: Backing> OpenFiles<B> {
             !state.pending.is_empty() || state.opens.has_writers()
         };
         // An error is ignored: if the file cannot be opened now, the change of mode does no further harm.
-        let _ = self.open_below(file, writes);
+        let _ = self.open_in_backing(file, needs_writer);
     }
 
-    /// Opens the backing's file for writing or for reading.
-    pub(crate) fn open_below(&self, file: &File<B>, writes: bool) -> Result<()> {
+    /// Opens the backing's file, for writing if `needs_writer`, else for reading.
+    pub(crate) fn open_in_backing(&self, file: &File<B>, needs_writer: bool) -> Result<()> {
         self.with_descriptor(|| {
-            if writes {
+            if needs_writer {
                 self.writer(file).map(drop)
             } else {
                 self.reader(file).map(drop)
@@ -186,7 +191,8 @@ impl<B: Backing> OpenFiles<B> {
         inode: &Arc<Inode<B>>,
         change: impl FnOnce(&mut FileState<B>),
     ) -> Arc<File<B>> {
-        self.files.change(inode, self.route_of(inode), change)
+        self.files
+            .get_or_insert(inode, self.route_of(inode), change)
     }
 
     /// Returns where an inode's data goes: to the first lane if the backing gives no answer.
@@ -210,7 +216,7 @@ impl<B: Backing> OpenFiles<B> {
 
     /// Remembers the inode of a file that was cut, after the file is neither open nor pending. Called before the file
     /// is dropped from the table, without its lock.
-    pub(crate) fn keep_cut(&self, inode: &Arc<Inode<B>>) {
+    pub(crate) fn remember_cut_inode(&self, inode: &Arc<Inode<B>>) {
         if inode.is_cut.load(Ordering::Acquire) {
             self.tree.names.remember(inode, 0);
         }
@@ -238,40 +244,41 @@ impl<B: Backing> OpenFiles<B> {
     /// Closes files until at most `max` are open, as far as they can be closed.
     fn close_down_to(&self, max: usize) {
         // A file with work under way is not closed.
-        let open = self.files.idle(FileState::may_be_reopened);
-        let too_many = open.len().saturating_sub(max);
-        open.iter()
-            .take(too_many)
-            .for_each(|file| self.close_idle(file));
+        let closable_files = self.files.idle(FileState::can_be_reopened);
+        let excess = closable_files.len().saturating_sub(max);
+        for file in closable_files.iter().take(excess) {
+            self.close_idle(file);
+        }
     }
 
     /// Returns the backing file for writing; opens it if it is not open. It is also open for reading if the backing
     /// allows that.
     pub(crate) fn writer(&self, file: &File<B>) -> Result<Arc<BackingFile<B>>> {
-        let open = file.lock().writer.clone();
-        if let Some(writer) = open {
+        let existing_writer = file.lock().writer.clone();
+        if let Some(writer) = existing_writer {
             return Ok(writer);
         }
         self.close_excess_files();
-        let opened = self.with_descriptor(|| {
-            let object = &self.tree.object(&file.inode)?;
-            match self.base.backing.open(object, Access::ReadWrite) {
-                Ok(file) => Ok(BackingFile {
-                    file,
-                    access: Access::ReadWrite,
-                }),
-                Err(Errno::ACCESS | Errno::PERM) => {
-                    let file = self.base.backing.open(object, Access::Write)?;
-                    Ok(BackingFile {
-                        file,
-                        access: Access::Write,
-                    })
-                }
-                Err(errno) => Err(errno),
-            }
-        })?;
+        let opened = self.with_descriptor(|| self.open_writer(&file.inode))?;
         self.base.counters.count_opened();
-        Ok(file.keep_writer(opened))
+        Ok(file.store_writer(opened))
+    }
+
+    /// Opens the backing's file for reading and writing, or only for writing if the backing does not allow more.
+    fn open_writer(&self, inode: &Inode<B>) -> Result<BackingFile<B>> {
+        let object = self.tree.object(inode)?;
+        let backing = &self.base.backing;
+        match backing.open(&object, Access::ReadWrite) {
+            Ok(file) => Ok(BackingFile {
+                file,
+                access: Access::ReadWrite,
+            }),
+            Err(Errno::ACCESS | Errno::PERM) => Ok(BackingFile {
+                file: backing.open(&object, Access::Write)?,
+                access: Access::Write,
+            }),
+            Err(errno) => Err(errno),
+        }
     }
 
     /// Returns the backing file for reading; opens it if it is not open.
@@ -286,7 +293,7 @@ impl<B: Backing> OpenFiles<B> {
                 .open(&self.tree.object(&file.inode)?, Access::Read)
         })?;
         self.base.counters.count_opened();
-        Ok(file.keep_reader(BackingFile {
+        Ok(file.store_reader(BackingFile {
             file: opened,
             access: Access::Read,
         }))
@@ -300,28 +307,22 @@ impl<B: Backing> OpenFiles<B> {
 
     /// Closes one file of the backing, if it was just opened again successfully and is still unused.
     fn close_idle(&self, file: &File<B>) {
-        let access = match file
+        let writer_access = file
             .try_lock()
-            .and_then(|state| state.writer.as_ref().map(|open| open.access))
-        {
-            Some(access) => access,
-            None => Access::Read,
-        };
-        let opens = self
-            .tree
-            .object(&file.inode)
-            .and_then(|object| self.base.backing.open(&object, access));
-        if opens.is_err() {
+            .and_then(|state| state.writer.as_ref().map(|writer| writer.access));
+        let access = writer_access.unwrap_or(Access::Read);
+        let trial_open = self.try_open(file, access);
+        if trial_open.is_err() {
             return;
         }
-        let closed = match file.try_lock() {
-            Some(mut state) if state.may_be_reopened() => {
+        let closed_files = match file.try_lock() {
+            Some(mut state) if state.can_be_reopened() => {
                 (state.writer.take(), state.reader.take())
             }
             _ => return,
         };
         // The lock is released first, because a close may write to a server.
-        drop(closed);
+        drop(closed_files);
     }
 
     /// Makes a call of the backing that may need a descriptor. If no descriptor is free, closes files and makes the
@@ -329,18 +330,13 @@ impl<B: Backing> OpenFiles<B> {
     ///
     /// Fails with ENFILE if there is still no descriptor. (Programs would take EMFILE for their own limit.)
     pub(crate) fn with_descriptor<T>(&self, mut call: impl FnMut() -> Result<T>) -> Result<T> {
-        let none_left = |errno: &Errno| matches!(*errno, Errno::MFILE | Errno::NFILE);
+        let result = call();
+        if !matches!(result, Err(Errno::MFILE | Errno::NFILE)) {
+            return result;
+        }
+        self.close_idle_files();
         match call() {
-            Err(errno) if none_left(&errno) => {
-                self.close_idle_files();
-                call().map_err(|errno| {
-                    if none_left(&errno) {
-                        Errno::NFILE
-                    } else {
-                        errno
-                    }
-                })
-            }
+            Err(Errno::MFILE) => Err(Errno::NFILE),
             result => result,
         }
     }
@@ -355,24 +351,26 @@ impl<B: Backing> OpenFiles<B> {
     /// Returns the files at or below `path` that are open for writing. A program may have stored bytes to a mapping of
     /// such a file, and only the kernel has these bytes.
     pub fn written_at(&self, path: &[u8]) -> Vec<InodeId> {
-        let handles = self.handles.all();
-        let is_at = |inode: &Inode<B>| {
+        let is_below_path = |inode: &Inode<B>| {
             path.is_empty() || inode.paths().iter().any(|known| is_below(known, path))
         };
-        let written = handles
-            .iter()
-            .filter(|handle| handle.writable && is_at(&handle.file.inode));
-        written.map(|handle| handle.file.inode.id).collect()
+        let mut inodes = Vec::new();
+        for handle in self.handles.all() {
+            if handle.writable && is_below_path(&handle.file.inode) {
+                inodes.push(handle.file.inode.id);
+            }
+        }
+        inodes
     }
 
     /// Returns the files in the table that may be at or below `path`.
     pub(crate) fn files_at(&self, path: &[u8]) -> Vec<Arc<File<B>>> {
-        let files = self.files.all();
-        let is_at = |file: &Arc<File<B>>| {
+        let mut files = self.files.all();
+        files.retain(|file| {
             let paths = file.inode.paths();
             // A file without a known name may have been anywhere.
             path.is_empty() || paths.is_empty() || paths.iter().any(|known| is_below(known, path))
-        };
-        files.into_iter().filter(is_at).collect()
+        });
+        files
     }
 }

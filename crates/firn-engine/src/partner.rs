@@ -45,11 +45,11 @@ impl<B: Backing> Durability<B> {
         };
         let mut state = file.lock();
         self.intake.ingest_published(&file, &mut state);
-        let is_that = state.changes == changes && !state.pending.is_empty() && counts();
-        if is_that {
-            state.partnered_changes = changes;
+        if state.changes != changes || state.pending.is_empty() || !counts() {
+            return Ok(false);
         }
-        Ok(is_that && state.is_partnered())
+        state.partnered_changes = changes;
+        Ok(state.is_partnered())
     }
 
     /// Removes the level from all files, because the partner is gone or was replaced.
@@ -69,14 +69,14 @@ impl<B: Backing> Durability<B> {
             let mut state = file.lock();
             self.intake.ingest_published(&file, &mut state);
             let bytes = state.pending.bytes();
-            if state.level_of_pending(&self.base.arena) >= DurabilityLevel::Partnered {
+            if state.durability_of_pending(&self.base.arena) >= DurabilityLevel::Partnered {
                 figures.copied_files += 1;
                 figures.copied_bytes += bytes;
                 continue;
             }
             figures.left_files += 1;
             figures.left_bytes += bytes;
-            let age = state.drain.oldest().map(|at| at.elapsed());
+            let age = state.drain.oldest().map(|written| written.elapsed());
             figures.oldest_left = figures.oldest_left.max(age);
         }
         Ok(figures)

@@ -1,5 +1,7 @@
-//! Privileges (set-id bits and capabilities) of single files: removes them before contents or owners change, and sets
-//! them on request. The rules are in [`crate::privileges`].
+//! Privileges of single files (set-id bits and capabilities): removes them before contents or owners change, and sets
+//! them on request.
+//!
+//! The rules are in [`crate::privileges`].
 
 use std::ffi::OsStr;
 use std::sync::Arc;
@@ -14,8 +16,8 @@ use crate::intake::Intake;
 use crate::names::Inode;
 use crate::open_files::OpenFiles;
 use crate::privileges::{
-    GROUP_EXECUTE, Principal, Privileges, SET_GROUP_ID, SET_ID_BITS, SET_USER_ID, has_set_id_bits,
-    may_keep_set_group_id, mode_after_content_change,
+    GROUP_EXECUTE, MODE_BITS, Principal, Privileges, SET_GROUP_ID, SET_ID_BITS, SET_USER_ID,
+    can_keep_set_group_id, has_set_id_bits, mode_after_content_change,
 };
 use crate::tree::{CAPABILITIES, NameTree};
 use crate::{InodeId, Result};
@@ -48,8 +50,8 @@ impl<B: Backing> PrivilegeRules<B> {
 
     /// Sets the callback that makes the kernel drop its cached attributes of an object, for example after the object
     /// lost privileges. The callback must return only after the kernel has dropped them.
-    pub fn on_attributes_changed(&self, f: Arc<dyn Fn(InodeId) + Send + Sync>) {
-        self.privileges.set_observer(f);
+    pub fn on_attributes_changed(&self, observer: Arc<dyn Fn(InodeId) + Send + Sync>) {
+        self.privileges.set_observer(observer);
     }
 
     /// Records that any object may have got set-id bits or capabilities in the backing without a request to the engine.
@@ -62,17 +64,16 @@ impl<B: Backing> PrivilegeRules<B> {
         let Some(file) = self.open_files.known_file(inode) else {
             return Ok(());
         };
-        let is_pending = file.lock().pending.bytes() > 0;
-        if is_pending {
-            self.drainer.drain_and_wait(&file)
-        } else {
-            Ok(())
+        let has_pending_bytes = file.lock().pending.bytes() > 0;
+        if !has_pending_bytes {
+            return Ok(());
         }
+        self.drainer.drain_and_wait(&file)
     }
 
     /// Records that an object got privileges, and ends direct writes to it: a client may have got the grant meanwhile,
     /// for a file without privileges.
-    fn note_privileges_given_to(&self, inode: &Inode<B>) {
+    fn record_privileges_given_to(&self, inode: &Inode<B>) {
         self.privileges.begin_epoch();
         if let Some(file) = self.open_files.known_file(inode) {
             self.intake.end_grant(&file);
@@ -106,7 +107,7 @@ impl<B: Backing> PrivilegeRules<B> {
 
     /// If `attr` has set-id bits, makes the next write check the file: a program that does not use the mount may have
     /// set them.
-    pub(crate) fn note_privileges_in_backing(&self, file: &File<B>, attr: &Attr) {
+    pub(crate) fn record_privileges_in_backing(&self, file: &File<B>, attr: &Attr) {
         if has_set_id_bits(attr) {
             file.lock().unprivileged_epoch = 0;
         }
@@ -117,7 +118,7 @@ impl<B: Backing> PrivilegeRules<B> {
         let attr = self
             .open_files
             .with_descriptor(|| self.base.backing.attr(&self.tree.object(&file.inode)?))?;
-        let loses_bits = mode_after_content_change(&attr, by) != attr.mode & 0o7777;
+        let loses_bits = mode_after_content_change(&attr, by) != attr.mode & MODE_BITS;
         Ok(loses_bits || self.tree.has_capabilities(&self.tree.object(&file.inode)?))
     }
 
@@ -128,43 +129,41 @@ impl<B: Backing> PrivilegeRules<B> {
         let attr = self
             .open_files
             .with_descriptor(|| self.base.backing.attr(&self.tree.object(inode)?))?;
-        let mode = attr.mode & 0o7777;
-        let kept = mode_after_content_change(&attr, by);
+        let old_mode = attr.mode & MODE_BITS;
+        let new_mode = mode_after_content_change(&attr, by);
         let object = self.tree.object(inode)?;
-        let is_capable = self.tree.has_capabilities(&object);
-        if kept == mode && !is_capable {
-            return Ok(mode & SET_ID_BITS == 0);
+        let has_capabilities = self.tree.has_capabilities(&object);
+        if new_mode == old_mode && !has_capabilities {
+            return Ok(old_mode & SET_ID_BITS == 0);
         }
-        let stripped = match self.strip_object(&object, is_capable, (kept != mode).then_some(kept))
-        {
+        let mut result = Ok(());
+        if has_capabilities {
+            result = self.remove_capabilities(&object);
+        }
+        if new_mode != old_mode && result.is_ok() {
+            result = self.base.backing.set_mode(&object, new_mode);
+        }
+        if result == Err(Errno::PERM) {
             // A firnd that is not root may not change another user's file in this way. But the kernel removes all
             // privileges when such a firnd changes the contents, even if the bytes remain the same.
-            Err(Errno::PERM) => self.exclusive.with_exclusive_file(file, |target| {
-                self.base
-                    .backing
-                    .resize(target, Resize::Unchanged)
-                    .map(|_| ())
-            }),
-            done => done,
-        };
+            result = self.exclusive.with_exclusive_file(file, |backing_file| {
+                self.base.backing.resize(backing_file, Resize::Unchanged)?;
+                Ok(())
+            });
+        }
         self.privileges.report_attributes_changed(inode.id);
-        stripped.map(|()| kept & SET_ID_BITS == 0)
+        result?;
+        Ok(new_mode & SET_ID_BITS == 0)
     }
 
-    /// Removes the capabilities of an object if `is_capable`, and sets its mode if there is a new one.
-    fn strip_object(&self, object: &B::Inode, is_capable: bool, mode: Option<u32>) -> Result<()> {
-        if is_capable {
-            let removed = self
-                .base
-                .backing
-                .remove_xattr(object, OsStr::new(CAPABILITIES));
-            match removed {
-                // Another change has already removed the capabilities.
-                Ok(()) | Err(Errno::NODATA) => {}
-                Err(errno) => return Err(errno),
-            }
+    /// Removes the capabilities of an object.
+    fn remove_capabilities(&self, object: &B::Inode) -> Result<()> {
+        let name = OsStr::new(CAPABILITIES);
+        match self.base.backing.remove_xattr(object, name) {
+            // Another change has already removed the capabilities.
+            Err(Errno::NODATA) => Ok(()),
+            result => result,
         }
-        mode.map_or(Ok(()), |mode| self.base.backing.set_mode(object, mode))
     }
 
     /// Changes owner and group, and clears the set-id bits that a chown(2) of `by` clears. Without `by`, clears no bit
@@ -180,38 +179,36 @@ impl<B: Backing> PrivilegeRules<B> {
         let Some(by) = by.filter(|_| inode.kind != Kind::Dir) else {
             return self.base.backing.set_owner(&object, uid, gid);
         };
-        let before = self.base.backing.attr(&object)?;
+        let old_attr = self.base.backing.attr(&object)?;
         self.base.backing.set_owner(&object, uid, gid)?;
-        if !has_set_id_bits(&before) {
+        if !has_set_id_bits(&old_attr) {
             return Ok(());
         }
         let keeps_set_group_id =
-            before.mode & GROUP_EXECUTE == 0 && may_keep_set_group_id(before.gid, by);
-        let cleared = if keeps_set_group_id {
+            old_attr.mode & GROUP_EXECUTE == 0 && can_keep_set_group_id(old_attr.gid, by);
+        let bits_to_clear = if keeps_set_group_id {
             SET_USER_ID
         } else {
             SET_ID_BITS
         };
         // For the backing the caller is firnd and not `by`, so it may not have cleared the bits.
-        let mode = self.base.backing.attr(&object)?.mode & 0o7777;
-        if mode & cleared != 0 {
-            self.base.backing.set_mode(&object, mode & !cleared)
-        } else {
-            Ok(())
+        let mode = self.base.backing.attr(&object)?.mode & MODE_BITS;
+        if mode & bits_to_clear == 0 {
+            return Ok(());
         }
+        self.base.backing.set_mode(&object, mode & !bits_to_clear)
     }
 
     /// Sets the mode as a part of a change that removes privileges. Sets no set-id bit that is gone: `mode` comes from
     /// the kernel, which may still have the bits in its cache.
     pub(crate) fn set_mode_besides(&self, inode: &Inode<B>, mode: u32) -> Result<()> {
         let object = self.tree.object(inode)?;
-        let present_mode = self.base.backing.attr(&object)?.mode & 0o7777;
-        let mode = mode & (present_mode | !SET_ID_BITS);
-        if mode != present_mode {
-            self.base.backing.set_mode(&object, mode)
-        } else {
-            Ok(())
+        let present_mode = self.base.backing.attr(&object)?.mode & MODE_BITS;
+        let new_mode = mode & (present_mode | !SET_ID_BITS);
+        if new_mode == present_mode {
+            return Ok(());
         }
+        self.base.backing.set_mode(&object, new_mode)
     }
 
     /// Sets the mode, as chmod(2) of `by` does.
@@ -225,21 +222,22 @@ impl<B: Backing> PrivilegeRules<B> {
         by: Option<&dyn Principal>,
     ) -> Result<()> {
         let object = self.tree.object(inode)?;
-        let is_unusual =
+        let has_only_set_group_id =
             inode.kind == Kind::File && mode & (SET_GROUP_ID | GROUP_EXECUTE) == SET_GROUP_ID;
-        let lost = match by.filter(|_| is_unusual) {
-            Some(by) if !may_keep_set_group_id(self.base.backing.attr(&object)?.gid, by) => {
-                SET_GROUP_ID
-            }
-            _ => 0,
-        };
+        let mut new_mode = mode;
+        if has_only_set_group_id
+            && let Some(by) = by
+            && !can_keep_set_group_id(self.base.backing.attr(&object)?.gid, by)
+        {
+            new_mode &= !SET_GROUP_ID;
+        }
         let gives_privileges = inode.kind == Kind::File && mode & SET_ID_BITS != 0;
         if gives_privileges {
             self.drain_before_giving(inode)?;
         }
-        let result = self.base.backing.set_mode(&object, mode & !lost);
+        let result = self.base.backing.set_mode(&object, new_mode);
         if gives_privileges {
-            self.note_privileges_given_to(inode);
+            self.record_privileges_given_to(inode);
         }
         result
     }
@@ -258,17 +256,17 @@ impl<B: Backing> PrivilegeRules<B> {
         }
         let result = self.base.backing.set_xattr(&object, name, value, flags);
         if gives_privileges {
-            self.note_privileges_given_to(inode);
+            self.record_privileges_given_to(inode);
         }
         result?;
         let Some(by) = by.filter(|_| name == ACCESS_ACL) else {
             return Ok(());
         };
         let attr = self.base.backing.attr(&object)?;
-        if attr.mode & SET_GROUP_ID != 0 && !may_keep_set_group_id(attr.gid, by) {
+        if attr.mode & SET_GROUP_ID != 0 && !can_keep_set_group_id(attr.gid, by) {
             self.base
                 .backing
-                .set_mode(&object, attr.mode & 0o7777 & !SET_GROUP_ID)?;
+                .set_mode(&object, attr.mode & MODE_BITS & !SET_GROUP_ID)?;
             self.privileges.report_attributes_changed(inode.id);
         }
         Ok(())

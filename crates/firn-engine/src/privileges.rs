@@ -31,6 +31,8 @@ pub(crate) const SET_USER_ID: u32 = 0o4000;
 pub(crate) const SET_GROUP_ID: u32 = 0o2000;
 pub(crate) const GROUP_EXECUTE: u32 = 0o010;
 pub(crate) const SET_ID_BITS: u32 = SET_USER_ID | SET_GROUP_ID;
+/// The bits of `st_mode` that chmod(2) can set.
+pub(crate) const MODE_BITS: u32 = 0o7777;
 
 /// The process that changes a file: its properties decide which privileges the file keeps.
 pub trait Principal {
@@ -45,9 +47,9 @@ pub trait Principal {
 }
 
 /// An unknown process, which keeps no privilege.
-pub(crate) struct Anybody;
+pub(crate) struct AnyPrincipal;
 
-impl Principal for Anybody {
+impl Principal for AnyPrincipal {
     fn has_cap_fsetid(&self) -> bool {
         false
     }
@@ -88,9 +90,9 @@ impl Privileges {
     }
 
     pub(crate) fn report_attributes_changed(&self, inode: InodeId) {
-        let call = self.attributes_changed.read().clone();
-        if let Some(call) = call {
-            call(inode);
+        let observer = self.attributes_changed.read().clone();
+        if let Some(observe) = observer {
+            observe(inode);
         }
     }
 
@@ -103,7 +105,7 @@ impl Privileges {
 
 /// Returns the mode after `by` changed the contents.
 pub(crate) fn mode_after_content_change(attr: &Attr, by: &dyn Principal) -> u32 {
-    let mode = attr.mode & 0o7777;
+    let mode = attr.mode & MODE_BITS;
     if mode & SET_ID_BITS == 0 || by.has_cap_fsetid() {
         return mode;
     }
@@ -117,7 +119,7 @@ pub(crate) fn mode_after_content_change(attr: &Attr, by: &dyn Principal) -> u32 
 }
 
 /// Returns whether `by` may leave set-group-id on an object of this group, if no other rule clears the bit.
-pub(crate) fn may_keep_set_group_id(gid: u32, by: &dyn Principal) -> bool {
+pub(crate) fn can_keep_set_group_id(gid: u32, by: &dyn Principal) -> bool {
     by.is_in_group(gid) || by.has_cap_fsetid()
 }
 

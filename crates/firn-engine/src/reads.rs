@@ -2,8 +2,8 @@
 //!
 //! Promise: a read returns the file as it was at one moment.
 //!
-//! Race: bytes of the backing are read without the file's lock. If the file was changed meanwhile, in the arena and in
-//! the backing, the read is repeated. After [`READ_TRIES_MAX`] tries, the read excludes changes.
+//! Bytes of the backing are read without the file's lock. If the file was changed meanwhile, in the arena and in the
+//! backing, the read is repeated. After [`READ_TRIES_MAX`] tries, the read excludes changes.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -27,7 +27,7 @@ struct ReadTry {
     /// Number of bytes that were read.
     bytes: u64,
     /// The counters of changes before bytes of the backing were read; `None` if all bytes came from the arena.
-    before: Option<ChangeCounters>,
+    counters_before: Option<ChangeCounters>,
     /// Whether the backing's file ended before pending bytes of a higher offset, so that the try filled the gap with
     /// zeros.
     has_filled_gap: bool,
@@ -76,11 +76,12 @@ impl<B: Backing> Reads<B> {
             }
         }
         // Programs change the file faster than it can be read, so this read excludes truncations and drains.
-        let mut state = file.begin_exclusive();
-        let bytes = state.unlocked(|| self.read_exclusively(file, offset, buf));
-        file.end_exclusive(&mut state);
+        let mut state = file.acquire_exclusive_use();
+        let result = state.unlocked(|| self.read_exclusively(file, offset, buf));
+        file.release_exclusive_use(&mut state);
+        // A drain may have been refused during the exclusive use.
         self.drain.enqueue(file, &mut state);
-        bytes
+        result
     }
 
     /// Reads a file while the caller has its exclusive use, so that no drain or truncation changes the backing's
@@ -100,18 +101,19 @@ impl<B: Backing> Reads<B> {
     /// A try reads the backing after the pending extents. If the file was truncated, written again and partly drained
     /// in between, the try has seen holes of the backing that the file never had.
     fn is_consistent(&self, file: &Arc<File<B>>, attempt: &ReadTry) -> bool {
-        let Some(before) = attempt.before else {
+        let Some(before) = attempt.counters_before else {
             return true;
         };
         let mut state = file.lock();
         self.intake.ingest_published(file, &mut state);
         if state.drain.is_exclusive() && attempt.has_filled_gap {
+            // The gap may come from a truncation under way. The lock is taken only to wait for its end.
             drop(state);
-            drop(file.lock_settled());
+            drop(file.lock_without_exclusive_use());
             return false;
         }
-        let is_changed = state.changes != before.changes;
-        !is_changed || state.drain.backing_changes() == before.backing_changes
+        // A change in only one of arena and backing leaves the bytes of one moment.
+        state.changes == before.changes || state.drain.backing_changes() == before.backing_changes
     }
 
     /// Makes one try: reads the arena under the lock, and the gaps from the backing without it.
@@ -123,7 +125,7 @@ impl<B: Backing> Reads<B> {
         }
         let mut state = file.lock();
         self.intake.revoke_grant(file, &mut state);
-        let before = ChangeCounters {
+        let counters_before = ChangeCounters {
             changes: state.changes,
             backing_changes: state.drain.backing_changes(),
         };
@@ -137,23 +139,28 @@ impl<B: Backing> Reads<B> {
         gaps = self.read_extents(state.pending.extents(), gaps, offset, buf)?;
         // If cached bytes cannot be read from the spill file, they are read from the backing.
         if !state.cache.is_empty()
-            && let Ok(left) = self.read_extents(state.cache.extents(), gaps.clone(), offset, buf)
+            && let Ok(gaps_beside_cache) =
+                self.read_extents(state.cache.extents(), gaps.clone(), offset, buf)
         {
-            gaps = left;
+            gaps = gaps_beside_cache;
         }
+        // If the last byte was in the arena, the file has all requested bytes.
         if gaps.last().is_none_or(|gap| gap.end < end) {
             known_end = end;
         }
-        let source = state.open_reader();
+        let reader = state.open_reader();
         drop(state);
         if !gaps.is_empty() {
-            attempt.before = Some(before);
-            let source = source.map_or_else(|| self.open_files.reader(file), Ok)?;
+            attempt.counters_before = Some(counters_before);
+            let reader = match reader {
+                Some(reader) => reader,
+                None => self.open_files.reader(file)?,
+            };
             for gap in gaps {
                 let out = &mut buf[(gap.start - offset) as usize..(gap.end - offset) as usize];
-                let n = self.base.backing.read_at(&source.file, out, gap.start)?;
-                out[n..].fill(0);
-                let read_end = gap.start + n as u64;
+                let read_bytes = self.base.backing.read_at(&reader.file, out, gap.start)?;
+                out[read_bytes..].fill(0);
+                let read_end = gap.start + read_bytes as u64;
                 attempt.has_filled_gap |= read_end < gap.end.min(known_end);
                 known_end = known_end.max(read_end);
             }
@@ -163,7 +170,7 @@ impl<B: Backing> Reads<B> {
     }
 
     /// Reads those parts of `gaps` that are in `extents`. `buf` begins at file offset `offset`. Returns the gaps that
-    /// are left.
+    /// remain.
     fn read_extents(
         &self,
         extents: &Extents,
@@ -171,23 +178,23 @@ impl<B: Backing> Reads<B> {
         offset: u64,
         buf: &mut [u8],
     ) -> Result<Vec<Range<u64>>> {
-        let mut left = Vec::new();
+        let mut remaining_gaps = Vec::new();
         for gap in gaps {
-            let mut at = gap.start;
+            let mut read_end = gap.start;
             for (start, extent) in extents.within(gap.clone()) {
-                if start > at {
-                    left.push(at..start);
+                if start > read_end {
+                    remaining_gaps.push(read_end..start);
                 }
                 let out = &mut buf[(start - offset) as usize..][..extent.len as usize];
                 self.base
                     .arena
                     .copy_out(extent.piece.slab, extent.position, out)?;
-                at = start + extent.len;
+                read_end = start + extent.len;
             }
-            if at < gap.end {
-                left.push(at..gap.end);
+            if read_end < gap.end {
+                remaining_gaps.push(read_end..gap.end);
             }
         }
-        Ok(left)
+        Ok(remaining_gaps)
     }
 }

@@ -1,7 +1,8 @@
-//! Attach: makes data that an earlier firnd left in the arena pending again, after a crash or a restart.
+//! Recovery at an attach: makes data that an earlier firnd left in the arena pending again, after a crash or restart.
 //!
 //! Terms
 //! * A *known* file has a file id in the journal, with its identity and its names.
+//! * A *piece* is a record in the arena that describes written bytes of a file.
 //! * A *lost* file is a known file that is not found although its removal had not begun. Its pieces remain in the
 //!   arena, and the status shows the file.
 //!
@@ -90,30 +91,14 @@ impl StoredArena {
     /// The call may be repeated, also after a crash. If it fails with `JournalFull`, some of the pieces may already be
     /// dropped.
     pub fn drop_below(&mut self, scopes: &[Vec<u8>]) -> Result<(), EngineError> {
-        let is_below_one = |path: &[u8]| {
-            scopes
-                .iter()
-                .any(|top| top.is_empty() || is_below(path, top))
-        };
-        let ledger = self.journal.ledger();
-        let files: Vec<u64> = ledger
-            .files()
-            .filter(|(_, known)| {
-                let paths = ledger.possible_paths(known);
-                paths.iter().any(|(path, _)| is_below_one(path))
-            })
-            .map(|(file, _)| file)
-            .collect();
-        for file in files {
-            for Stored {
-                record: at, piece, ..
-            } in self
+        for file in self.files_below(scopes) {
+            let pieces_of_file = self
                 .stored
                 .iter()
-                .filter(|stored| stored.piece.file == file)
-            {
-                self.arena.mark_dead(*at);
-                self.dropped_bytes += u64::from(piece.len);
+                .filter(|stored| stored.piece.file == file);
+            for stored in pieces_of_file {
+                self.arena.mark_dead(stored.record);
+                self.dropped_bytes += u64::from(stored.piece.len);
             }
             // The file id ends after its pieces are dead: after a crash in between, pieces without a file id would
             // count as those of a lost file. The end of the file id also ends a truncation of the file that had begun.
@@ -123,6 +108,24 @@ impl StoredArena {
             self.dropped.insert(file);
         }
         Ok(())
+    }
+
+    /// Returns the ids of the files that may have a path at or below one of `scopes`.
+    fn files_below(&self, scopes: &[Vec<u8>]) -> Vec<u64> {
+        let is_in_scope = |path: &[u8]| {
+            scopes
+                .iter()
+                .any(|scope| scope.is_empty() || is_below(path, scope))
+        };
+        let ledger = self.journal.ledger();
+        let mut file_ids = Vec::new();
+        for (file_id, known) in ledger.files() {
+            let paths = ledger.possible_paths(known);
+            if paths.iter().any(|(path, _)| is_in_scope(path)) {
+                file_ids.push(file_id);
+            }
+        }
+        file_ids
     }
 }
 
@@ -203,9 +206,9 @@ impl<B: Backing> Engine<B> {
         let mut engine = Self::assemble(backing, arena, journal, options)?;
         let requests = resumed.map(|resumed| engine.resume(resumed));
         engine.base.arena.remove_unused_memory_files();
-        let files = stored.iter().map(|stored| stored.piece.file);
-        let highest = files.max().unwrap_or(0).max(replay.last_file);
-        engine.base.journal.set_last_file_id(highest);
+        let file_ids_of_pieces = stored.iter().map(|stored| stored.piece.file);
+        let last_file_id = file_ids_of_pieces.max().unwrap_or(0).max(replay.last_file);
+        engine.base.journal.set_last_file_id(last_file_id);
         let mut recovery = Recovery {
             engine: &engine,
             recovered: Recovered {
@@ -226,13 +229,13 @@ impl<B: Backing> Engine<B> {
         engine.recovered_bytes = recovered.bytes;
         let engine = engine.start();
         for RestoredFile { file, bytes } in restored {
-            engine.drain.note_pending_change(&file, 0, bytes);
+            engine.drain.record_pending_change(&file, 0, bytes);
             let mut state = file.lock();
             if engine.base.options.drain == DrainPolicy::Eager {
                 engine.drain.force(&file, &mut state);
             }
             drop(state);
-            engine.room.settle_later(&file);
+            engine.room.queue_for_settling(&file);
         }
         Ok((engine, recovered))
     }
@@ -266,52 +269,48 @@ impl<B: Backing> Recovery<'_, B> {
     /// Recovers each file that has a file id in the journal, except for the `dropped` ones. Pieces of other files are
     /// kept as data of lost files.
     fn recover_files(&mut self, replay: &Replay, dropped: &BTreeSet<u64>, stored: &[Stored]) {
-        let mut pieces: BTreeMap<u64, Vec<Stored>> = BTreeMap::new();
-        for piece in stored
-            .iter()
-            .filter(|stored| !dropped.contains(&stored.piece.file))
-        {
-            pieces.entry(piece.piece.file).or_default().push(*piece);
+        let mut pieces_by_file: BTreeMap<u64, Vec<Stored>> = BTreeMap::new();
+        for piece in stored {
+            let file_id = piece.piece.file;
+            if !dropped.contains(&file_id) {
+                pieces_by_file.entry(file_id).or_default().push(*piece);
+            }
         }
-        for (file, known) in replay
-            .ledger
-            .files()
-            .filter(|(file, _)| !dropped.contains(file))
-        {
+        for (file_id, known) in replay.ledger.files() {
+            if dropped.contains(&file_id) {
+                continue;
+            }
             // A damaged record may have the number 0, which no file has. Pieces with this number belong to an unknown
             // file.
-            let Some(id) = FileId::new(file) else {
+            let Some(valid_id) = FileId::new(file_id) else {
                 continue;
             };
-            let stored = pieces.remove(&file).unwrap_or_default();
-            self.recover_file(id, known, stored);
+            let pieces = pieces_by_file.remove(&file_id).unwrap_or_default();
+            self.recover_file(valid_id, known, pieces);
         }
-        for (file, stored) in pieces {
-            let lost = LostFile {
-                file,
+        for (file_id, pieces) in pieces_by_file {
+            let lost_file = LostFile {
+                file: file_id,
                 path: Vec::new(),
                 bytes: 0,
                 is_certain: true,
                 reason: "the journal has no record of the file".into(),
             };
-            self.keep_lost(lost, lay_pieces(&stored, &[]));
+            self.retain_lost_file(lost_file, lay_pieces(&pieces, &[]));
         }
     }
 
-    /// Keeps the pieces of a lost file in the arena, and reports the file.
-    fn keep_lost(&mut self, lost: LostFile, layers: PieceLayers) {
-        let kept = self.engine.lost.keep(lost, layers);
-        self.recovered.lost.push(kept);
+    /// Retains the pieces of a lost file in the arena, and reports the file.
+    fn retain_lost_file(&mut self, file: LostFile, layers: PieceLayers) {
+        let lost_file = self.engine.lost.retain(file, layers);
+        self.recovered.lost.push(lost_file);
     }
 
     /// Makes the data of a file that was not drained pending again. The pieces of a removed file die, and the pieces of
-    /// a lost file are kept. `stored` are all pieces of the file.
-    fn recover_file(&mut self, id: FileId, known: &KnownFile, stored: Vec<Stored>) {
+    /// a lost file are retained. `pieces` are all pieces of the file.
+    fn recover_file(&mut self, id: FileId, known: &KnownFile, pieces: Vec<Stored>) {
         let search = self.find_file(known);
-        let FinishedTruncations {
-            truncations,
-            failure,
-        } = match &search {
+        let finished = match &search {
             FileSearch::Found(inode) => self.finish_truncations(id, known, inode),
             // For programs, these truncations had already happened.
             FileSearch::Removed | FileSearch::Lost(_) => FinishedTruncations {
@@ -319,13 +318,13 @@ impl<B: Backing> Recovery<'_, B> {
                 failure: None,
             },
         };
-        let layers = lay_pieces(&stored, &drained_ranges_of(known, &truncations));
-        let last_write = self.find_last_write(known, &stored, &layers);
-        for Stored { record: piece, .. } in &stored {
+        let layers = lay_pieces(&pieces, &drained_ranges_of(known, &finished.truncations));
+        let last_write = self.find_last_write(known, &pieces, &layers);
+        for piece in &pieces {
             // All bytes of the piece were drained or overwritten. Without this mark the piece would outlive the file
             // id.
-            if layers.pieces.get(piece).is_none() {
-                self.engine.base.arena.mark_dead(*piece);
+            if layers.pieces.get(&piece.record).is_none() {
+                self.engine.base.arena.mark_dead(piece.record);
             }
         }
         let is_all_drained = layers.extents.is_empty() && known.truncating.is_empty();
@@ -340,28 +339,30 @@ impl<B: Backing> Recovery<'_, B> {
             // No data of the file is left in the arena, so the loss of its name does not matter.
             FileSearch::Lost(_) if is_all_drained => return self.end_file_id(id),
             FileSearch::Lost(reason) => {
-                return self.keep_lost(describe_lost(id, known, reason), layers);
+                return self.retain_lost_file(describe_lost_file(id, known, reason), layers);
             }
         };
-        if let Some(errno) = failure {
+        if let Some(errno) = finished.failure {
             let reason = LossReason {
                 is_certain: false,
                 text: format!("its truncation could not be finished: {errno}"),
             };
-            return self.keep_lost(describe_lost(id, known, reason), layers);
+            return self.retain_lost_file(describe_lost_file(id, known, reason), layers);
         }
         if is_all_drained && let Some(mtime) = last_write.mtime {
-            // All data was drained, but the file's time may not be set yet. If the backing refuses to set the time, the
-            // time of the drain remains.
-            let set_mtime = |object| {
-                self.engine
-                    .base
-                    .backing
-                    .set_times(&object, SetTime::Keep, SetTime::At(mtime))
-            };
-            let _ = self.engine.tree.object(&inode).and_then(set_mtime);
+            // The file's time may not be set yet. If the backing refuses to set it, the time of the drain remains.
+            let _ = self.set_mtime(&inode, mtime);
         }
         self.restore_pending(id, known, &inode, layers, last_write);
+    }
+
+    /// Sets the modification time of a file in the backing.
+    fn set_mtime(&self, inode: &Inode<B>, mtime: Time) -> Result<(), Errno> {
+        let object = self.engine.tree.object(inode)?;
+        self.engine
+            .base
+            .backing
+            .set_times(&object, SetTime::Keep, SetTime::At(mtime))
     }
 
     /// Records in the journal that no piece of a file is left.
@@ -391,8 +392,8 @@ impl<B: Backing> Recovery<'_, B> {
             // Handles that survived the restart remain open, so the journal must record the file as open.
             self.engine.base.journal.update_ending(state);
         });
-        inode.note_cut(file.lock().opens.is_cut());
-        self.engine.open_files.keep_cut(inode);
+        inode.record_cut(file.lock().opens.is_cut());
+        self.engine.open_files.remember_cut_inode(inode);
         let bytes = {
             let mut state = file.lock();
             if state.pending.is_empty() {
@@ -421,31 +422,25 @@ impl<B: Backing> Recovery<'_, B> {
     fn find_last_write(
         &self,
         known: &KnownFile,
-        stored: &[Stored],
+        pieces: &[Stored],
         layers: &PieceLayers,
     ) -> LastWrite {
-        let now = Time::now().to_ns();
-        let latest = latest_ns();
-        let not_in_future = |modified: u64| if modified > latest { now } else { modified };
-        let recorded_ns = stored
-            .iter()
-            .map(|stored| not_in_future(stored.modified))
-            .max()
-            .unwrap_or(0);
-        for Stored {
-            record: piece,
-            modified,
-            ..
-        } in stored
-        {
-            if *modified > latest {
-                self.engine.base.arena.set_modified(*piece, now);
+        let arena = &self.engine.base.arena;
+        let now_ns = Time::now().to_ns();
+        let latest_possible_ns = latest_ns();
+        let mut recorded_ns = 0;
+        for piece in pieces {
+            let is_in_future = piece.modified > latest_possible_ns;
+            if is_in_future {
+                arena.set_modified(piece.record, now_ns);
             }
+            let modified_ns = if is_in_future { now_ns } else { piece.modified };
+            recorded_ns = recorded_ns.max(modified_ns);
         }
         // A remaining piece gets the time before the caller marks other pieces dead, because the time may be in only
         // one of the other pieces.
-        if let Some((piece, _)) = layers.pieces.iter().next() {
-            self.engine.base.arena.set_modified(*piece, recorded_ns);
+        if let Some((remaining_piece, _)) = layers.pieces.iter().next() {
+            arena.set_modified(*remaining_piece, recorded_ns);
         }
         match known.modified_at.as_deref() {
             // A program set the time after the last write, so the time that it set counts.
@@ -471,18 +466,12 @@ impl<B: Backing> Recovery<'_, B> {
         known: &KnownFile,
         inode: &Arc<Inode<B>>,
     ) -> FinishedTruncations {
-        let mut truncations = known.truncating.to_vec();
-        let mut failure = None;
-        truncations.retain(|&(sequence, size)| {
-            let open = || {
-                self.engine
-                    .base
-                    .backing
-                    .open(&self.engine.tree.object(inode)?, Access::Write)
-            };
-            let finished = open()
-                .and_then(|file| self.engine.base.backing.resize(&file, Resize::Finish(size)));
-            match finished {
+        let mut finished = FinishedTruncations {
+            truncations: Vec::new(),
+            failure: None,
+        };
+        for &(sequence, size) in known.truncating.iter() {
+            match self.finish_truncation(inode, size) {
                 Ok(was_begun) => {
                     self.engine.base.journal.append_note(&Record::TruncateEnd {
                         file: id.get(),
@@ -490,18 +479,25 @@ impl<B: Backing> Recovery<'_, B> {
                         size,
                         done: was_begun,
                     });
-                    was_begun
+                    if was_begun {
+                        finished.truncations.push((sequence, size));
+                    }
                 }
                 Err(errno) => {
-                    failure = Some(errno);
-                    true
+                    // The next attach tries the truncation again.
+                    finished.truncations.push((sequence, size));
+                    finished.failure = Some(errno);
                 }
             }
-        });
-        FinishedTruncations {
-            truncations,
-            failure,
         }
+        finished
+    }
+
+    /// Completes the truncation of a file to `size` in the backing. Returns false if the truncation never began there.
+    fn finish_truncation(&self, inode: &Inode<B>, size: u64) -> Result<bool, Errno> {
+        let backing = &self.engine.base.backing;
+        let file = backing.open(&self.engine.tree.object(inode)?, Access::Write)?;
+        backing.resize(&file, Resize::Finish(size))
     }
 
     /// Searches for a known file: among the open files without a name, and then under each of its names.
@@ -510,11 +506,28 @@ impl<B: Backing> Recovery<'_, B> {
             dev: known.identity.dev,
             ino: known.identity.ino,
         };
-        let nameless = self.engine.find_nameless(key);
-        if let Some(inode) = nameless.filter(|inode| is_same_object(known, inode)) {
-            return FileSearch::Found(inode);
+        if let Some(nameless) = self.engine.find_nameless(key)
+            && is_same_object(known, &nameless)
+        {
+            return FileSearch::Found(nameless);
         }
-        let mut found = None;
+        match self.find_by_names(known) {
+            Ok(inode) => FileSearch::Found(inode),
+            // A name is doubtful while its removal or rename is under way.
+            Err(reason) => {
+                let mut paths = known.paths.iter();
+                if paths.all(|(_, state)| *state == PathState::Doubtful) {
+                    FileSearch::Removed
+                } else {
+                    FileSearch::Lost(reason)
+                }
+            }
+        }
+    }
+
+    /// Searches for a known file under each of its names. Returns the reason if no name leads to it.
+    fn find_by_names(&self, known: &KnownFile) -> Result<Arc<Inode<B>>, LossReason> {
+        let mut found_inode = None;
         let mut reason = LossReason {
             is_certain: true,
             text: "it has no name".into(),
@@ -524,7 +537,7 @@ impl<B: Backing> Recovery<'_, B> {
             match self.engine.tree.find(path) {
                 // The search continues after a match, so that all names are known. Otherwise the removal of one name
                 // could count as the removal of the last name.
-                Ok(inode) if is_same_object(known, &inode) => found = Some(inode),
+                Ok(inode) if is_same_object(known, &inode) => found_inode = Some(inode),
                 Ok(_) => {
                     is_replaced = true;
                     reason.text = "another file has its name".into();
@@ -540,19 +553,7 @@ impl<B: Backing> Recovery<'_, B> {
                 }
             }
         }
-        if let Some(inode) = found {
-            return FileSearch::Found(inode);
-        }
-        // A name is doubtful while its removal or rename is under way.
-        let was_being_removed = known
-            .paths
-            .iter()
-            .all(|(_, state)| *state == PathState::Doubtful);
-        if was_being_removed {
-            FileSearch::Removed
-        } else {
-            FileSearch::Lost(reason)
-        }
+        found_inode.ok_or(reason)
     }
 }
 
@@ -572,18 +573,17 @@ fn drained_ranges_of(known: &KnownFile, truncations: &[(u64, u64)]) -> Vec<Drain
 
 /// Returns whether an inode is the known file, by inode number and birth time.
 fn is_same_object<B: Backing>(known: &KnownFile, inode: &Inode<B>) -> bool {
-    let birth = inode.btime.map(|t| (t.sec, t.nsec));
+    let birth_time = inode.btime.map(|time| (time.sec, time.nsec));
     // The device is not compared: it may have another number after the backing was mounted again.
-    known.identity.ino == inode.key.ino && known.identity.btime == birth
+    known.identity.ino == inode.key.ino && known.identity.btime == birth_time
 }
 
-/// Describes a lost file. Its bytes are counted later, when its pieces are kept.
-fn describe_lost(id: FileId, known: &KnownFile, reason: LossReason) -> LostFile {
-    let path = known
-        .paths
-        .first()
-        .map(|(path, _)| path.to_vec())
-        .unwrap_or_default();
+/// Describes a lost file. Its bytes are counted later, when its pieces are retained.
+fn describe_lost_file(id: FileId, known: &KnownFile, reason: LossReason) -> LostFile {
+    let path = match known.paths.first() {
+        Some((path, _)) => path.to_vec(),
+        None => Vec::new(),
+    };
     LostFile {
         file: id.get(),
         path,
@@ -596,16 +596,13 @@ fn describe_lost(id: FileId, known: &KnownFile, reason: LossReason) -> LostFile 
 /// Lays pieces over each other, oldest first, and removes drained ranges. Returns the newest bytes of each range, with
 /// their pieces.
 fn lay_pieces(stored: &[Stored], drained_ranges: &[DrainedRange]) -> PieceLayers {
-    let mut ordered: Vec<&Stored> = stored.iter().collect();
-    ordered.sort_by_key(|s| s.piece.sequence);
+    let mut oldest_first: Vec<&Stored> = stored.iter().collect();
+    oldest_first.sort_by_key(|stored| stored.piece.sequence);
     let mut extents = Extents::default();
-    for Stored {
-        record: at, piece, ..
-    } in ordered
-    {
+    for Stored { record, piece, .. } in oldest_first {
         let extent = Extent {
             len: u64::from(piece.len),
-            piece: *at,
+            piece: *record,
             position: piece.position,
             sequence: piece.sequence,
         };
@@ -613,11 +610,12 @@ fn lay_pieces(stored: &[Stored], drained_ranges: &[DrainedRange]) -> PieceLayers
     }
     for drained in drained_ranges {
         let range = drained.offset..drained.offset.saturating_add(drained.len);
-        extents.remove(range, &mut |_, e| e.sequence <= drained.sequence);
+        extents.remove(range, &mut |_, extent| extent.sequence <= drained.sequence);
     }
     let mut pieces: SmallMap<PieceRef, PieceUse> = SmallMap::default();
     for (_, extent) in extents.iter() {
         let live = pieces.get(&extent.piece).map_or(0, |used| used.live) + extent.len;
+        // The length follows below, from the record of the piece.
         pieces.insert(extent.piece, PieceUse { len: 0, live });
     }
     for stored in stored {

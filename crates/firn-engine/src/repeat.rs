@@ -1,4 +1,4 @@
-//! Repeated changes of names, which the kernel sends again because firnd died before it answered.
+//! Repeated requests: changes of names that the kernel sends again, because firnd died before it answered them.
 //!
 //! Promise: a change takes effect once, and its caller gets the answer of a request that is not repeated. The live
 //! table in the arena records when the change began, and the object to which the name then led. A comparison with the
@@ -26,6 +26,7 @@ use firn_format::live::{Moment, ObjectIdentity, Request};
 use crate::live::{identity_of, is_same_object, moment};
 use crate::names::{DirName, Inode};
 use crate::namespace::Namespace;
+use crate::privileges::MODE_BITS;
 use crate::{Entry, InodeId, Result};
 
 /// An object that a request may have made already.
@@ -66,17 +67,18 @@ impl<B: Backing> Namespace<B> {
 
     /// Looks a name up in the backing, without adding it to the tables.
     fn look_up_in_backing(&self, dir: &Arc<Inode<B>>, name: &OsStr) -> Option<Attr> {
-        let found = self.open_files.with_descriptor(|| {
-            let dir = self.tree.object(dir)?;
-            self.base.backing.lookup(&dir, name)
+        let result = self.open_files.with_descriptor(|| {
+            let dir_object = self.tree.object(dir)?;
+            self.base.backing.lookup(&dir_object, name)
         });
-        found.ok().map(|(_, attr)| attr)
+        let (_, attr) = result.ok()?;
+        Some(attr)
     }
 
-    /// Whether a name leads to this object now.
+    /// Returns whether a name leads to this object now.
     fn leads_to_object(&self, dir: &Arc<Inode<B>>, name: &OsStr, object: &ObjectIdentity) -> bool {
-        let found = self.look_up_in_backing(dir, name);
-        found.is_some_and(|attr| is_same_object(&identity_of(&attr), object))
+        let attr = self.look_up_in_backing(dir, name);
+        attr.is_some_and(|attr| is_same_object(&identity_of(&attr), object))
     }
 
     /// Returns the object that a request made, and counts one lookup of it. `None`: the request had not made the
@@ -91,35 +93,37 @@ impl<B: Backing> Namespace<B> {
         None
     }
 
+    /// Returns whether an object has the kind and target of the requested one, and was made since the request began.
     fn is_made_by(&self, entry: &Entry, made: MadeObject<'_>, by: Creation<'_>) -> bool {
-        let born = moment(entry.attr.btime.unwrap_or(entry.attr.ctime));
-        if entry.attr.kind != made.kind || born < by.began {
+        let made_at = moment(entry.attr.btime.unwrap_or(entry.attr.ctime));
+        if entry.attr.kind != made.kind || made_at < by.began {
             return false;
         }
-        made.target.is_none_or(|target| {
-            self.readlink(entry.inode)
-                .is_ok_and(|found| found == target.as_encoded_bytes())
-        })
+        let Some(requested_target) = made.target else {
+            return true;
+        };
+        let target = self.readlink(entry.inode);
+        target.is_ok_and(|target| target == requested_target.as_encoded_bytes())
     }
 
     /// Sets owner and mode of an object, because the earlier firnd may have died after it made the object and before it
     /// set these.
     fn finish_owner(&self, entry: &Entry, by: Creation<'_>) {
         let is_root = rustix::process::geteuid().is_root();
-        if !is_root || by.caller.uid == u32::MAX || entry.attr.uid == by.caller.uid {
+        let is_caller_unknown = by.caller.uid == u32::MAX;
+        if !is_root || is_caller_unknown || entry.attr.uid == by.caller.uid {
             return;
         }
         let Ok(object) = self.tree.object_of(entry.inode) else {
             return;
         };
         let backing = &self.base.backing;
-        let owner = backing.set_owner(&object, Some(by.caller.uid), Some(by.caller.gid));
-        let mode = by.mode & 0o7777;
-        let done = owner.and_then(|()| match entry.attr.kind {
-            Kind::Symlink => Ok(()),
-            _ => backing.set_mode(&object, mode),
-        });
-        if let Err(errno) = done {
+        let mut result = backing.set_owner(&object, Some(by.caller.uid), Some(by.caller.gid));
+        // A symbolic link has no mode of its own.
+        if result.is_ok() && entry.attr.kind != Kind::Symlink {
+            result = backing.set_mode(&object, by.mode & MODE_BITS);
+        }
+        if let Err(errno) = result {
             tracing::warn!(%errno, "cannot set the owner of a new object, which belongs to firnd's user now");
         }
     }
@@ -145,27 +149,29 @@ impl<B: Backing> Namespace<B> {
         parent: InodeId,
         name: &OsStr,
         kind: Kind,
-        before: Request,
+        request: Request,
     ) -> Result<()> {
-        let removed = before.subject;
         let dir = self.tree.inode(parent)?;
-        match removed {
-            Some(object) if !self.leads_to_object(&dir, name, &object) => {
-                self.note_earlier_removal(&dir, name);
-                Ok(())
-            }
-            _ if kind == Kind::Dir => self.rmdir(parent, name),
-            _ => self.unlink(parent, name),
+        if let Some(removed_object) = request.subject
+            && !self.leads_to_object(&dir, name, &removed_object)
+        {
+            self.record_earlier_removal(&dir, name);
+            return Ok(());
+        }
+        if kind == Kind::Dir {
+            self.rmdir(parent, name)
+        } else {
+            self.unlink(parent, name)
         }
     }
 
     /// Updates the tables after an earlier firnd removed a name.
-    fn note_earlier_removal(&self, dir: &Arc<Inode<B>>, name: &OsStr) {
+    fn record_earlier_removal(&self, dir: &Arc<Inode<B>>, name: &OsStr) {
         let child = self.tree.names.child(dir.id, name);
-        self.tree.names.note_unlinked(dir.id, name);
+        self.tree.names.record_unlink(dir.id, name);
         let file = child.and_then(|child| self.open_files.known_file(&child));
         if let Some(file) = file {
-            self.note_removed_name(&file);
+            self.record_removed_name(&file);
         }
     }
 
@@ -175,61 +181,74 @@ impl<B: Backing> Namespace<B> {
         (parent, name): (InodeId, &OsStr),
         (new_parent, new_name): (InodeId, &OsStr),
         flags: RenameFlags,
-        Request { subject, other, .. }: Request,
+        request: Request,
     ) -> Result<()> {
         let dir = self.tree.inode(parent)?;
         let new_dir = self.tree.inode(new_parent)?;
-        let exchange = flags.contains(RenameFlags::EXCHANGE);
-        let was_made = subject.is_some_and(|subject| {
-            let is_one_file = other.is_some_and(|other| is_same_object(&subject, &other));
-            let has_left = match other.filter(|_| exchange) {
-                Some(other) => self.leads_to_object(&dir, name, &other),
-                None => !self.leads_to_object(&dir, name, &subject),
-            };
-            !is_one_file && has_left && self.leads_to_object(&new_dir, new_name, &subject)
-        });
-        if !was_made {
-            return self.rename(parent, name, new_parent, new_name, flags);
-        }
+        let is_exchange = flags.contains(RenameFlags::EXCHANGE);
         let from = DirName { dir: &dir, name };
         let to = DirName {
             dir: &new_dir,
             name: new_name,
         };
-        self.note_earlier_rename(from, to, exchange);
+        if !self.was_rename_made(from, to, is_exchange, &request) {
+            return self.rename(parent, name, new_parent, new_name, flags);
+        }
+        self.record_earlier_rename(from, to, is_exchange);
         Ok(())
     }
 
+    /// Returns whether an earlier firnd made the rename of this request.
+    fn was_rename_made(
+        &self,
+        from: DirName<'_, B>,
+        to: DirName<'_, B>,
+        is_exchange: bool,
+        request: &Request,
+    ) -> bool {
+        let Some(moved_object) = request.subject else {
+            return false;
+        };
+        let target_object = request.other;
+        let has_old_name_changed = match target_object {
+            Some(target) if is_exchange => self.leads_to_object(from.dir, from.name, &target),
+            _ => !self.leads_to_object(from.dir, from.name, &moved_object),
+        };
+        // A rename between two names of one object changes nothing, so it may be repeated.
+        let is_one_object =
+            target_object.is_some_and(|target| is_same_object(&moved_object, &target));
+        !is_one_object
+            && has_old_name_changed
+            && self.leads_to_object(to.dir, to.name, &moved_object)
+    }
+
     /// Updates the tables after an earlier firnd renamed. The tables may have the inode under either name.
-    fn note_earlier_rename(&self, from: DirName<'_, B>, to: DirName<'_, B>, exchange: bool) {
+    fn record_earlier_rename(&self, from: DirName<'_, B>, to: DirName<'_, B>, is_exchange: bool) {
         let names = &self.tree.names;
         let moved = names.child(from.dir.id, from.name);
         let target = names.child(to.dir.id, to.name);
-        // Recovery has already found the inode under the new name.
-        let is_noted = moved.is_none() || self.is_at(&target, to);
-        if is_noted && !exchange {
-            names.note_unlinked(from.dir.id, from.name);
+        // Recovery may already have found the inode under the new name.
+        let is_under_new_name = moved.is_none()
+            || target
+                .as_ref()
+                .is_some_and(|target| self.leads_to_object(to.dir, to.name, &target.identity()));
+        if is_under_new_name && !is_exchange {
+            names.record_unlink(from.dir.id, from.name);
             return;
         }
-        names.note_renamed(from, to, exchange);
-        let file = target
-            .filter(|_| !exchange)
-            .and_then(|inode| self.open_files.known_file(&inode));
-        if let Some(file) = file {
-            self.note_removed_name(&file);
+        names.record_rename(from, to, is_exchange);
+        if is_exchange {
+            return;
+        }
+        let replaced_file = target.and_then(|target| self.open_files.known_file(&target));
+        if let Some(file) = replaced_file {
+            self.record_removed_name(&file);
         }
     }
 
-    /// Whether a name leads to this inode in the backing.
-    fn is_at(&self, inode: &Option<Arc<Inode<B>>>, at: DirName<'_, B>) -> bool {
-        inode
-            .as_ref()
-            .is_some_and(|inode| self.leads_to_object(at.dir, at.name, &inode.identity()))
-    }
-
-    /// Whether an attribute has this value, for a repeated setxattr(2) with XATTR_CREATE.
+    /// Returns whether an attribute has this value, for a repeated setxattr(2) with XATTR_CREATE.
     pub fn has_value(&self, inode: InodeId, name: &OsStr, value: &[u8]) -> bool {
-        self.get_xattr(inode, name)
-            .is_ok_and(|found| found == value)
+        let present_value = self.get_xattr(inode, name);
+        present_value.is_ok_and(|present_value| present_value == value)
     }
 }

@@ -14,6 +14,7 @@
 
 mod step;
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -102,7 +103,7 @@ struct ChunkSource {
 impl<B: Backing> FileState<B> {
     /// Returns whether the file has no writer, no grant and no drain under way or requested, and no list or view relies
     /// on the places of its bytes.
-    fn may_be_settled(&self) -> bool {
+    fn can_be_settled(&self) -> bool {
         let has_drain_request = self.drain.has_waiters()
             || self
                 .pending
@@ -120,15 +121,16 @@ impl<B: Backing> FileState<B> {
 
     /// Returns the number of the file's bytes in the arena, if they begin at offset 0, have no gap, and are all pending
     /// or all cached. Otherwise returns 0.
-    pub(crate) fn gapless_bytes(&self) -> u64 {
-        let (pending, cached) = (self.pending.bytes(), self.cache.bytes());
-        let (bytes, end) = if pending == 0 {
-            (cached, self.cache.extents().end())
-        } else {
-            (pending, self.pending.end())
-        };
-        let is_mixed = pending > 0 && cached > 0;
-        if is_mixed || bytes != end { 0 } else { bytes }
+    pub(crate) fn contiguous_bytes(&self) -> u64 {
+        let pending_bytes = self.pending.bytes();
+        let cached_bytes = self.cache.bytes();
+        if pending_bytes > 0 && cached_bytes > 0 {
+            return 0;
+        }
+        let bytes = pending_bytes + cached_bytes;
+        let end = self.pending.end().max(self.cache.extents().end());
+        // Extents do not overlap, so they have a gap if they end after the number of their bytes.
+        if bytes == end { bytes } else { 0 }
     }
 
     /// Returns the memory file that contains the first `bytes` bytes of the file, each at its file offset. Returns
@@ -137,25 +139,28 @@ impl<B: Backing> FileState<B> {
         if bytes == 0 || self.pending.bytes() + self.cache.bytes() != bytes {
             return None;
         }
-        let mut found: Option<Arc<MemoryFile>> = None;
-        let mut end = 0;
+        let mut common_file: Option<Arc<MemoryFile>> = None;
+        let mut checked_end = 0;
         for (offset, extent) in self.extents_in_arena(0, usize::MAX) {
-            if offset != end {
+            let has_gap = offset != checked_end;
+            if has_gap {
                 return None;
             }
-            end += extent.len;
-            let (file, start) = arena.memory_file_of(extent.piece.slab.chunk)?;
-            let is_same = found.as_ref().is_none_or(|known| Arc::ptr_eq(known, &file));
-            if !is_same || start + u64::from(extent.position) != offset {
+            checked_end += extent.len;
+            let (memory_file, chunk_offset) = arena.memory_file_of(extent.piece.slab.chunk)?;
+            let is_in_other_file = common_file
+                .as_ref()
+                .is_some_and(|common_file| !Arc::ptr_eq(common_file, &memory_file));
+            if is_in_other_file || chunk_offset + u64::from(extent.position) != offset {
                 return None;
             }
-            found = Some(file);
+            common_file = Some(memory_file);
         }
-        found
+        common_file
     }
 
     /// Returns the extents of `range`, if the arena has all of its bytes.
-    fn source(&self, range: std::ops::Range<u64>) -> Option<ChunkSource> {
+    fn chunk_source(&self, range: Range<u64>) -> Option<ChunkSource> {
         let is_pending = !self.pending.is_empty();
         let extents = if is_pending {
             self.pending.extents()
@@ -164,6 +169,9 @@ impl<B: Backing> FileState<B> {
         };
         let parts: Vec<_> = extents.within(range.clone()).collect();
         let bytes: u64 = parts.iter().map(|(_, extent)| extent.len).sum();
-        (bytes == range.end - range.start).then_some(ChunkSource { parts, is_pending })
+        if bytes < range.end - range.start {
+            return None;
+        }
+        Some(ChunkSource { parts, is_pending })
     }
 }

@@ -51,10 +51,10 @@ impl<B: Backing> Default for Space<B> {
 
 impl<B: Backing> Space<B> {
     /// Returns whether a writer would find space. If so, waiting writers are called back soon.
-    pub(crate) fn note_room(&self, arena: &Arena) -> bool {
+    pub(crate) fn schedule_wake_if_room(&self, arena: &Arena) -> bool {
         let has_room = arena.has_room(Class::Small);
         if has_room {
-            self.waiters.note_freed();
+            self.waiters.record_freed_space();
         }
         has_room
     }
@@ -127,8 +127,8 @@ impl SpaceWaiters {
         self.waiting.load(Ordering::Relaxed)
     }
 
-    /// Notes that space was freed.
-    pub(crate) fn note_freed(&self) {
+    /// Records that space was freed.
+    pub(crate) fn record_freed_space(&self) {
         self.freed.store(true, Ordering::Release);
     }
 
@@ -205,8 +205,8 @@ impl<T> EvictionQueue<T> {
     /// Adds a file at the end of the queue, unless it is in the queue already.
     pub(crate) fn add(&self, file: &Arc<T>) {
         let mut files = self.files.lock();
-        let is_it = |known: &Weak<T>| std::ptr::eq(known.as_ptr(), Arc::as_ptr(file));
-        if !files.iter().any(is_it) {
+        let is_same_file = |known: &Weak<T>| std::ptr::eq(known.as_ptr(), Arc::as_ptr(file));
+        if !files.iter().any(is_same_file) {
             files.push_back(Arc::downgrade(file));
         }
     }
@@ -218,8 +218,8 @@ impl<T> EvictionQueue<T> {
     /// Takes the first file that still exists. Returns `None` if the queue has no such file.
     pub(crate) fn pop(&self) -> Option<Arc<T>> {
         let mut files = self.files.lock();
-        while let Some(file) = files.pop_front() {
-            if let Some(file) = file.upgrade() {
+        while let Some(weak_file) = files.pop_front() {
+            if let Some(file) = weak_file.upgrade() {
                 return Some(file);
             }
         }

@@ -72,7 +72,7 @@ impl Spill {
     }
 
     /// Returns whether the last try to spill failed.
-    pub(crate) fn fails(&self) -> bool {
+    pub(crate) fn has_failed(&self) -> bool {
         self.state.lock().failure.is_some()
     }
 
@@ -85,20 +85,24 @@ impl Spill {
         if !state.active {
             return Err(SpillStep::IDLE);
         }
-        let retry = state.failure.as_ref().map(SpillFailure::time_left);
-        match retry.filter(|time| !time.is_zero()) {
-            Some(time) => Err(SpillStep::Idle { retry: Some(time) }),
-            None => Ok(()),
+        if let Some(failure) = &state.failure {
+            let time_left = failure.time_left();
+            if !time_left.is_zero() {
+                return Err(SpillStep::Idle {
+                    retry: Some(time_left),
+                });
+            }
         }
+        Ok(())
     }
 
     /// Records that a chunk moved, so that the disk works.
-    fn note_success(&self) {
+    fn record_success(&self) {
         self.state.lock().failure = None;
     }
 
     /// Records a failure of the disk. Returns the number of failures in a row, and the time until the next try.
-    fn note_failure(&self) -> (u32, Duration) {
+    fn record_failure(&self) -> (u32, Duration) {
         let mut state = self.state.lock();
         let count = state.failure.as_ref().map_or(0, |failure| failure.count) + 1;
         let wait = RETRY.after(count);
@@ -134,17 +138,17 @@ mod tests {
     #[test]
     fn a_device_that_failed_is_tried_again_later_and_later() {
         let spill = Spill::default();
-        let (count, first) = spill.note_failure();
-        assert_eq!((count, spill.fails()), (1, true));
+        let (count, first) = spill.record_failure();
+        assert_eq!((count, spill.has_failed()), (1, true));
         assert!(matches!(
             spill.begin_step(9, 8, 4),
             Err(SpillStep::Idle { retry: Some(_) })
         ));
-        let (count, second) = spill.note_failure();
+        let (count, second) = spill.record_failure();
         assert_eq!(count, 2);
         assert!(second > first);
-        spill.note_success();
-        assert!(!spill.fails());
+        spill.record_success();
+        assert!(!spill.has_failed());
         assert_eq!(spill.begin_step(9, 8, 4), Ok(()));
     }
 }

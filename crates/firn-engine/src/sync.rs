@@ -10,6 +10,7 @@ use std::time::Instant;
 use firn_backing::{Backing, FileUse};
 
 use crate::engine::Engine;
+use crate::file::File;
 use crate::options::{ClosePolicy, FsyncPolicy};
 use crate::{Closing, Done, HandleId, InodeId, Result};
 
@@ -19,40 +20,44 @@ impl<B: Backing> Engine<B> {
     ///
     /// The call does not wait if the policy is *held*, if nothing is pending, or if no name leads to the file.
     pub fn flush(&self, handle: HandleId, by: Closing, done: Done) {
-        match self.open_files.handle(handle) {
-            Err(errno) => done(Err(errno)),
-            Ok(handle) => {
-                // The last close counts: if a process closes the file after other processes were killed, the file is
-                // complete. A close by a killed process is not recorded here: `note_killed` has recorded it earlier,
-                // and other processes may have closed the file since.
-                if by != Closing::Killed {
-                    handle.was_closed_by_killed.store(false, Ordering::Release);
-                }
-                // The result of a close that need not wait for a drain.
-                let immediate_result = {
-                    let mut state = handle.file.lock();
-                    // The grant ends here and not at the release, which the kernel sends some time after close(2)
-                    // returned. By then, the process may use the descriptor's number for another file, and a client
-                    // that has not noticed the close would write to the wrong one.
-                    self.intake.revoke_grant(&handle.file, &mut state);
-                    let needs_no_wait = self.base.options.close == ClosePolicy::Held
-                        || state.unlinked
-                        || state.pending.is_empty();
-                    // Every close returns the error until a drain succeeds, because this close may come from a child
-                    // that only inherited the descriptor and ignores the result.
-                    needs_no_wait.then(|| {
-                        let failure = state.drain.failure();
-                        failure.map_or(Ok(()), |failure| Err(failure.errno))
-                    })
-                };
-                match immediate_result {
-                    Some(result) => done(result),
-                    None => {
-                        let done = self.time_close(done);
-                        self.drainer.when_drained(&handle.file, done);
-                    }
-                }
+        let handle = match self.open_files.handle(handle) {
+            Ok(handle) => handle,
+            Err(errno) => return done(Err(errno)),
+        };
+        // The last close counts: if a process closes the file after other processes were killed, the file is complete.
+        // A close by a killed process is not recorded here: `note_killed` has recorded it earlier, and other processes
+        // may have closed the file since.
+        if by != Closing::Killed {
+            handle.was_closed_by_killed.store(false, Ordering::Release);
+        }
+        match self.close_result_without_wait(&handle.file) {
+            Some(result) => done(result),
+            None => {
+                let done = self.time_close(done);
+                self.drainer.when_drained(&handle.file, done);
             }
+        }
+    }
+
+    /// Ends the grant of a file whose descriptor is closed. Returns the result of the close, or `None` if the close
+    /// must wait for a drain.
+    fn close_result_without_wait(&self, file: &Arc<File<B>>) -> Option<Result<()>> {
+        let mut state = file.lock();
+        // The grant ends here and not at the release, which the kernel sends some time after close(2) returned. By
+        // then, the process may use the descriptor's number for another file, and a client that has not noticed the
+        // close would write to the wrong one.
+        self.intake.revoke_grant(file, &mut state);
+        let must_wait = self.base.options.close != ClosePolicy::Held
+            && !state.unlinked
+            && !state.pending.is_empty();
+        if must_wait {
+            return None;
+        }
+        // Every close returns the error until a drain succeeds, because this close may come from a child that only
+        // inherited the descriptor and ignores the result.
+        match state.drain.failure() {
+            Some(failure) => Some(Err(failure.errno)),
+            None => Some(Ok(())),
         }
     }
 

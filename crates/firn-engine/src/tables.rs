@@ -40,7 +40,7 @@ impl<B: Backing> FileTable<B> {
 
     /// Returns the file of an inode; makes it if it is not in the table. Applies `change` before another thread can
     /// remove the file.
-    pub(crate) fn change(
+    pub(crate) fn get_or_insert(
         &self,
         inode: &Arc<Inode<B>>,
         route: Route,
@@ -57,10 +57,15 @@ impl<B: Backing> FileTable<B> {
     /// Removes a file that is not in use.
     pub(crate) fn remove_if_unused(&self, file: &Arc<File<B>>) {
         let mut files = self.files.lock();
-        let is_used = file.lock().is_in_use();
+        if file.lock().is_in_use() {
+            return;
+        }
         let key = file.inode.key;
-        let is_it = |known: &Arc<File<B>>| Arc::ptr_eq(known, file);
-        if !is_used && files.get(&key).is_some_and(is_it) {
+        // The table may have a later file with the same key.
+        let is_in_table = files
+            .get(&key)
+            .is_some_and(|known| Arc::ptr_eq(known, file));
+        if is_in_table {
             files.remove(&key);
         }
     }
@@ -103,18 +108,18 @@ pub(crate) struct Handle<B: Backing> {
 
 impl<B: Backing> Handle<B> {
     /// Records that the process maps the view of the file. Returns false if that was already recorded.
-    pub(crate) fn note_mapped(&self, state: &mut FileState<B>) -> bool {
+    pub(crate) fn record_mapping(&self, state: &mut FileState<B>) -> bool {
         let is_first = !self.is_mapped.swap(true, Ordering::AcqRel);
         if is_first {
-            state.opens.count_mapped();
+            state.opens.add_mapping();
         }
         is_first
     }
 
     /// Records that the handle is released, which ends the mappings of its process.
-    pub(crate) fn end_mapped(&self, state: &mut FileState<B>) {
+    pub(crate) fn remove_mapping(&self, state: &mut FileState<B>) {
         if self.is_mapped.swap(false, Ordering::AcqRel) {
-            state.opens.uncount_mapped();
+            state.opens.remove_mapping();
         }
     }
 }
@@ -166,9 +171,7 @@ impl<B: Backing> HandleTable<B> {
             let Some(mut slot) = handle.lease.try_lock() else {
                 continue;
             };
-            if slot.as_ref().is_some_and(|lease| select(&handle, lease))
-                && let Some(lease) = slot.take()
-            {
+            if let Some(lease) = slot.take_if(|lease| select(&handle, lease)) {
                 arena.seal_slab(lease);
             }
         }
@@ -180,7 +183,7 @@ impl<B: Backing> HandleTable<B> {
     }
 
     /// Ensures that no new handle gets a number that an earlier firnd assigned.
-    pub(crate) fn begin_numbers(&self, base: u64) {
+    pub(crate) fn start_numbers_at(&self, base: u64) {
         self.last_id.fetch_max(base, Ordering::Relaxed);
     }
 
@@ -233,17 +236,17 @@ mod tests {
         let (object, _, attr) = backing.create(&CALLER, &root, name, 0o644).expect("create");
         let inode = names.register(object, &attr, names.root(), name, 0);
         let files = FileTable::default();
-        let file = files.change(&inode, Route::default(), |state| {
+        let file = files.get_or_insert(&inode, Route::default(), |state| {
             state.direct.add_chunk_list();
         });
-        let again = files.change(&inode, Route::default(), |_| {});
+        let again = files.get_or_insert(&inode, Route::default(), |_| {});
         assert!(Arc::ptr_eq(&file, &again));
         files.remove_if_unused(&file);
         assert_eq!(files.all().len(), 1);
         file.lock().direct.remove_chunk_list();
         files.remove_if_unused(&file);
         assert!(files.get(&inode).is_none());
-        let another = files.change(&inode, Route::default(), |_| {});
+        let another = files.get_or_insert(&inode, Route::default(), |_| {});
         files.remove_if_unused(&file);
         assert!(
             files

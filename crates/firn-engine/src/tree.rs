@@ -96,7 +96,7 @@ impl<B: Backing> NameTree<B> {
     pub(crate) fn covered_by_sync(&self, inode: &Inode<B>) -> Result<SyncCoverage> {
         let attr = self.base.backing.attr(&self.object(inode)?)?;
         Ok(SyncCoverage {
-            fingerprint: Fingerprint::of(&attr),
+            fingerprint: Fingerprint::from_attr(&attr),
             bytes: attr.size,
         })
     }
@@ -140,7 +140,7 @@ impl<B: Backing> NameTree<B> {
     /// Prevents renames of `path` and of the directories above it until the guard is dropped.
     pub fn hold_path(&self, path: &[u8]) -> impl Drop + '_ {
         let path = path.to_vec();
-        self.paths.stay(move || vec![path.clone()])
+        self.paths.claim_unchanged(move || vec![path.clone()])
     }
 
     /// Returns whether an inode may be at or below `path`. An unknown inode, or one without a name, may be anywhere.

@@ -18,9 +18,10 @@ impl<B: Backing> Engine<B> {
         }
         self.intake.end_grant(&handle.file);
         self.drainer.drain_and_wait(&handle.file)?;
-        self.exclusive.with_exclusive_file(&handle.file, |target| {
-            self.base.backing.allocate(target, mode, offset, len)
-        })
+        self.exclusive
+            .with_exclusive_file(&handle.file, |backing_file| {
+                self.base.backing.allocate(backing_file, mode, offset, len)
+            })
     }
 
     /// Returns the offset of the next data or hole of the backing's file (lseek(2) with `SEEK_DATA` or `SEEK_HOLE`).
@@ -42,21 +43,26 @@ impl<B: Backing> Engine<B> {
         to_offset: u64,
         len: u64,
     ) -> Result<u64> {
-        let from = self.open_files.handle(from)?;
-        let to = self.open_files.handle(to)?;
-        if !from.readable || !to.writable {
+        let source = self.open_files.handle(from)?;
+        let target = self.open_files.handle(to)?;
+        if !source.readable || !target.writable {
             return Err(Errno::BADF);
         }
-        self.intake.end_grant(&from.file);
-        self.intake.end_grant(&to.file);
-        self.drainer.drain_and_wait(&from.file)?;
-        self.drainer.drain_and_wait(&to.file)?;
-        let source = self.open_files.reader(&from.file)?;
-        self.exclusive.with_exclusive_file(&to.file, |target| {
-            self.base
-                .backing
-                .copy_range(&source.file, from_offset, target, to_offset, len)
-        })
+        self.intake.end_grant(&source.file);
+        self.intake.end_grant(&target.file);
+        self.drainer.drain_and_wait(&source.file)?;
+        self.drainer.drain_and_wait(&target.file)?;
+        let reader = self.open_files.reader(&source.file)?;
+        self.exclusive
+            .with_exclusive_file(&target.file, |backing_file| {
+                self.base.backing.copy_range(
+                    &reader.file,
+                    from_offset,
+                    backing_file,
+                    to_offset,
+                    len,
+                )
+            })
     }
 
     /// Returns whether the file has pending bytes, for which the calls of this module would wait.

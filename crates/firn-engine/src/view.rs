@@ -1,7 +1,7 @@
-//! Views: memory files that the kernel, or a mapping of a process, reads while the file is open.
+//! The view of a file: a memory file with all its bytes, which the kernel or a mapping of a process reads.
 //!
 //! Such a reader reads the memory file without a request, so the file's bytes must remain there. The memory file is the
-//! file's *view* until the last such handle is released: each change of the file is also stored in the view, under the
+//! file's *view* until the last such handle is released. Each change of the file is also stored in the view, under the
 //! lock of the file and before the change is answered. If an extent of the file still lies in the view at that place,
 //! the store overwrites its bytes. If newer bytes lie in another slab, no extent uses the view's bytes at that place
 //! any more.
@@ -14,7 +14,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use firn_arena::{Arena, MemoryFile};
-use firn_backing::{Backing, Errno};
+use firn_backing::Backing;
 
 use crate::engine::Engine;
 use crate::file::{File, FileState};
@@ -33,7 +33,7 @@ const EXCLUSIVE_BYTES: u64 = 8 << 20;
 impl<B: Backing> FileState<B> {
     /// Returns whether drained bytes may remain in the arena. They may not while a program can store to a mapping of
     /// the memory file: such a store would change cached bytes and never reach the backing.
-    pub(crate) fn may_cache(&self) -> bool {
+    pub(crate) fn can_cache(&self) -> bool {
         !self.is_passed_through_memory() || !self.opens.has_writers()
     }
 
@@ -46,7 +46,7 @@ impl<B: Backing> FileState<B> {
     ///
     /// Returns `None` if no memory file has all bytes, or if the file is written, passed through or listed. (The bytes
     /// in a list of chunks must not change, but a view shows changes.)
-    pub(crate) fn begin_view(&mut self, arena: &Arena, size: u64) -> Option<Arc<MemoryFile>> {
+    pub(crate) fn create_view(&mut self, arena: &Arena, size: u64) -> Option<Arc<MemoryFile>> {
         let is_used_otherwise = self.opens.has_passthrough()
             || self.opens.has_writers()
             || self.direct.has_grant()
@@ -54,15 +54,15 @@ impl<B: Backing> FileState<B> {
         if is_used_otherwise {
             return None;
         }
-        let memory = self.memory_file(arena, size)?;
-        self.shorten_pieces(arena, &memory, size);
-        if let Err(errno) = arena.begin_view(&memory, size) {
+        let memory_file = self.memory_file(arena, size)?;
+        self.shorten_pieces(arena, &memory_file, size);
+        if let Err(errno) = arena.begin_view(&memory_file, size) {
             tracing::debug!(%errno, "cannot make a memory file the view of its file");
-            arena.end_view(&memory);
+            arena.end_view(&memory_file);
             return None;
         }
-        self.view = Some(Arc::clone(&memory));
-        Some(memory)
+        self.view = Some(Arc::clone(&memory_file));
+        Some(memory_file)
     }
 
     /// Ends the view if no handle that reads it is left.
@@ -76,13 +76,12 @@ impl<B: Backing> FileState<B> {
     }
 
     /// Shortens the records of pieces that reach beyond `len`, the length that their memory file is about to get.
-    pub(crate) fn shorten_pieces(&self, arena: &Arena, memory: &Arc<MemoryFile>, len: u64) {
+    pub(crate) fn shorten_pieces(&self, arena: &Arena, memory_file: &Arc<MemoryFile>, len: u64) {
         for (_, extent) in self.pending.extents().iter() {
-            let place = arena.memory_file_of(extent.piece.slab.chunk);
-            if let Some((file, start)) = place
-                && Arc::ptr_eq(&file, memory)
+            if let Some((file, chunk_offset)) = arena.memory_file_of(extent.piece.slab.chunk)
+                && Arc::ptr_eq(&file, memory_file)
             {
-                arena.shorten_piece(extent.piece, len.saturating_sub(start));
+                arena.shorten_piece(extent.piece, len.saturating_sub(chunk_offset));
             }
         }
     }
@@ -90,9 +89,10 @@ impl<B: Backing> FileState<B> {
     /// Allocates memory for bytes that are about to be stored in the view, so that the store cannot fail for lack of
     /// memory.
     pub(crate) fn reserve_view(&self, offset: u64, len: u64) -> Result<()> {
-        self.view
-            .as_ref()
-            .map_or(Ok(()), |view| view.reserve(offset, len))
+        match &self.view {
+            Some(view) => view.reserve(offset, len),
+            None => Ok(()),
+        }
     }
 
     /// Stores in the view bytes that a program has just written.
@@ -116,7 +116,8 @@ impl<B: Backing> FileState<B> {
     }
 }
 
-fn log_missed_change(result: std::result::Result<(), Errno>) {
+/// Logs that a change could not be stored in a view. The change itself remains valid, so it is not refused.
+fn log_missed_change(result: Result<()>) {
     if let Err(error) = result {
         tracing::warn!(%error, "cannot store a change in a memory file: a program that reads this file there sees old bytes");
     }
@@ -146,17 +147,19 @@ fn copy_file_into_view<B: Backing>(
     let mut buffer = vec![0; REFRESH_BYTES];
     let mut offset = 0;
     loop {
-        let changes = file.lock().changes;
-        let bytes = reads.read_at_one_moment(file, offset, &mut buffer)?;
+        let changes_before = file.lock().changes;
+        let read_bytes = reads.read_at_one_moment(file, offset, &mut buffer)?;
         let state = file.lock();
-        if state.changes != changes {
+        if state.changes != changes_before {
             continue;
         }
-        view.store(offset, &buffer[..bytes as usize])?;
-        offset += bytes;
-        if bytes < REFRESH_BYTES as u64 {
-            let in_arena = state.pending.end().max(state.cache.extents().end());
-            let len = offset.max(in_arena);
+        view.store(offset, &buffer[..read_bytes as usize])?;
+        offset += read_bytes;
+        let is_at_end = read_bytes < REFRESH_BYTES as u64;
+        if is_at_end {
+            // The view is never shorter than the extents of the file.
+            let extents_end = state.pending.end().max(state.cache.extents().end());
+            let len = offset.max(extents_end);
             state.shorten_pieces(&reads.base.arena, view, len);
             return view.set_len(len);
         }
@@ -192,10 +195,12 @@ impl<B: Backing> Engine<B> {
     /// handle that may write is closed or synced.
     pub fn take_stores(&self, handle: HandleId) -> Result<()> {
         let file = Arc::clone(&self.open_files.handle(handle)?.file);
-        let view = file.lock().view.clone();
-        let Some(view) = view.filter(|_| self.open_files.may_have_stores(handle)) else {
+        let Some(view) = file.lock().view.clone() else {
             return Ok(());
         };
+        if !self.open_files.may_have_stores(handle) {
+            return Ok(());
+        }
         let end = self.intake.size_of(&file)?;
         let mut offset = 0;
         while offset < end {
@@ -217,8 +222,8 @@ impl<B: Backing> Engine<B> {
         view: &MemoryFile,
         window: Range<u64>,
     ) -> Result<Vec<MappingStore>> {
-        let mut state = file.begin_exclusive();
-        let found = state.unlocked(|| {
+        let mut state = file.acquire_exclusive_use();
+        let stores = state.unlocked(|| {
             let mut stores = Vec::new();
             for offset in window.clone().step_by(COMPARE_BYTES) {
                 let len = (window.end - offset).min(COMPARE_BYTES as u64);
@@ -226,18 +231,20 @@ impl<B: Backing> Engine<B> {
             }
             Ok(stores)
         });
-        file.end_exclusive(&mut state);
+        file.release_exclusive_use(&mut state);
         self.drainer.drain.enqueue(file, &mut state);
-        found
+        stores
     }
 
     /// Writes one store to the file, and waits for space if the arena is full.
     fn write_store(&self, handle: HandleId, store: &MappingStore) -> Result<()> {
-        let mut done = 0;
-        while done < store.bytes.len() {
-            let (offset, rest) = (store.offset + done as u64, &store.bytes[done..]);
-            match self.write(handle, offset, rest, None)? {
-                Written::Bytes(count) => done += count,
+        let mut written_bytes = 0;
+        while written_bytes < store.bytes.len() {
+            let offset = store.offset + written_bytes as u64;
+            let unwritten = &store.bytes[written_bytes..];
+            // A store to a mapping removes no privileges, so there is no caller.
+            match self.write(handle, offset, unwritten, None)? {
+                Written::Bytes(count) => written_bytes += count,
                 Written::Full => self.room.wait_for_room()?,
             }
         }
@@ -254,19 +261,20 @@ fn add_differing_bytes<B: Backing>(
     range: Range<u64>,
     stores: &mut Vec<MappingStore>,
 ) -> Result<()> {
-    let mut stored = vec![0; (range.end - range.start) as usize];
-    let mut known = stored.clone();
+    let mut view_bytes = vec![0; (range.end - range.start) as usize];
+    let mut file_bytes = view_bytes.clone();
     loop {
-        let changes = file.lock().changes;
-        let bytes = view.load(range.start, &mut stored)?;
-        let bytes = bytes.min(reads.read_exclusively(file, range.start, &mut known)? as usize);
-        if file.lock().changes != changes {
+        let changes_before = file.lock().changes;
+        let view_len = view.load(range.start, &mut view_bytes)?;
+        let file_len = reads.read_exclusively(file, range.start, &mut file_bytes)? as usize;
+        if file.lock().changes != changes_before {
             continue;
         }
-        for run in differing_runs(&stored[..bytes], &known[..bytes]) {
+        let len = view_len.min(file_len);
+        for run in differing_runs(&view_bytes[..len], &file_bytes[..len]) {
             stores.push(MappingStore {
                 offset: range.start + run.start as u64,
-                bytes: stored[run].to_vec(),
+                bytes: view_bytes[run].to_vec(),
             });
         }
         return Ok(());
@@ -275,15 +283,18 @@ fn add_differing_bytes<B: Backing>(
 
 /// Returns the runs of bytes in which two slices of the same length differ. The runs contain no equal byte, because
 /// other writers may change such a byte meanwhile.
-fn differing_runs(one: &[u8], other: &[u8]) -> Vec<Range<usize>> {
+fn differing_runs(a: &[u8], b: &[u8]) -> Vec<Range<usize>> {
     let mut runs: Vec<Range<usize>> = Vec::new();
-    if one == other {
+    if a == b {
         return runs;
     }
-    for at in (0..one.len()).filter(|&at| one[at] != other[at]) {
+    for index in 0..a.len() {
+        if a[index] == b[index] {
+            continue;
+        }
         match runs.last_mut() {
-            Some(last) if last.end == at => last.end += 1,
-            _ => runs.push(at..at + 1),
+            Some(run) if run.end == index => run.end += 1,
+            _ => runs.push(index..index + 1),
         }
     }
     runs

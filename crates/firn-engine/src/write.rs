@@ -136,17 +136,15 @@ impl<B: Backing> Writes<B> {
         let Ok(handle) = self.open_files.handle(handle) else {
             return false;
         };
-        let (has_file_id, has_no_privileges) = {
-            let state = handle.file.lock();
-            (
-                state.pending.file_id().is_some() || state.unlinked,
-                state.unprivileged_epoch == self.privileges.epoch(),
-            )
-        };
-        if by.is_some() && !has_no_privileges {
+        let state = handle.file.lock();
+        let needs_file_id = state.pending.file_id().is_none() && !state.unlinked;
+        let may_have_privileges = state.unprivileged_epoch != self.privileges.epoch();
+        drop(state);
+        if by.is_some() && may_have_privileges {
             return true;
         }
-        !has_file_id && (self.tree.paths.has_changes() || !handle.file.inode.has_names())
+        // A new file id needs a path. The write waits while a path changes, and calls the backing if none is known.
+        needs_file_id && (self.tree.paths.has_changes() || !handle.file.inode.has_names())
     }
 
     /// Returns whether a write up to `end` changes the backing before its bytes are in the arena: it removes
@@ -161,8 +159,9 @@ impl<B: Backing> Writes<B> {
     ) -> Result<bool> {
         let handle = self.open_files.handle(handle)?;
         let file = &handle.file;
-        let has_no_privileges = file.lock().unprivileged_epoch == self.privileges.epoch();
-        if let Some(by) = by.filter(|_| !has_no_privileges)
+        let may_have_privileges = file.lock().unprivileged_epoch != self.privileges.epoch();
+        if may_have_privileges
+            && let Some(by) = by
             && self.privilege_rules.would_strip(file, by)?
         {
             return Ok(true);
@@ -204,20 +203,20 @@ impl<B: Backing> Writes<B> {
         if state.reserve_view(offset, data.len() as u64).is_err() {
             return false;
         }
-        state.note_change(&self.base.arena);
-        let changed = self
-            .base
-            .arena
-            .overwrite_bytes(extent.piece.slab, extent.position, data);
-        if changed {
+        state.record_change(&self.base.arena);
+        let was_overwritten =
+            self.base
+                .arena
+                .overwrite_bytes(extent.piece.slab, extent.position, data);
+        if was_overwritten {
             state.store_in_view(offset, data);
-            state.pending.note_write();
+            state.pending.record_write();
             self.base
                 .arena
                 .set_modified(extent.piece, state.pending.recorded_ns());
             file.inode.synced.clear();
         }
-        changed
+        was_overwritten
     }
 
     /// Appends the first part of `data`, as much as fits, to the handle's slab. Returns the length of the part, or 0 if
@@ -235,24 +234,12 @@ impl<B: Backing> Writes<B> {
         let file = &handle.file;
         loop {
             let Some(lease) = slot.as_mut() else {
-                match self.room.lease_for(handle, slot, data.len() as u64) {
-                    Some(lease) if slot.is_none() => **slot = Some(lease),
-                    // Another write through the handle has got a lease while the slot was not locked.
-                    Some(lease) => self.base.arena.seal_slab(lease),
-                    None if slot.is_none() => return 0,
-                    None => {}
+                if !self.lease_into(slot, handle, data.len() as u64) {
+                    return 0;
                 }
                 continue;
             };
-            let file_id = known_id
-                .take()
-                .or_else(|| file.lock().pending.file_id())
-                .or_else(|| {
-                    self.base
-                        .journal
-                        .begin_file_id_at_rest(&self.tree.paths, file)
-                });
-            let Some(file_id) = file_id else {
+            let Some(file_id) = known_id.take().or_else(|| self.file_id_for_write(file)) else {
                 slot.unlocked(|| self.room.reclaim());
                 return 0;
             };
@@ -287,6 +274,31 @@ impl<B: Backing> Writes<B> {
         }
     }
 
+    /// Leases a slab for `len` bytes into the empty slot of a handle. Returns false if the arena has no room. Otherwise
+    /// the slot has a lease.
+    fn lease_into(&self, slot: &mut LeaseSlot<'_>, handle: &Handle<B>, len: u64) -> bool {
+        let new_lease = self.room.lease_for(handle, slot, len);
+        if slot.is_none() {
+            **slot = new_lease;
+            return slot.is_some();
+        }
+        // Another write through the handle has got a lease while the slot was not locked.
+        if let Some(unneeded_lease) = new_lease {
+            self.base.arena.seal_slab(unneeded_lease);
+        }
+        true
+    }
+
+    /// Returns the file id of a file, and allocates one if the file has none. Returns `None` if the journal is full.
+    fn file_id_for_write(&self, file: &Arc<File<B>>) -> Option<FileId> {
+        let known_id = file.lock().pending.file_id();
+        known_id.or_else(|| {
+            self.base
+                .journal
+                .allocate_file_id_excluding_renames(&self.tree.paths, file)
+        })
+    }
+
     /// Publishes bytes that were copied to the slab, as a new piece or as an extension of the last one. Returns their
     /// extent.
     fn publish(
@@ -298,13 +310,13 @@ impl<B: Backing> Writes<B> {
         reserved: Reserved,
     ) -> Extent {
         let arena = &self.base.arena;
-        let is_tail = |last| state.pending.is_tail(last);
-        let extends =
+        let is_tail = |last_piece| state.pending.is_tail(last_piece);
+        let extends_tail =
             lease.continues(file_id.get(), offset, reserved) && lease.last().is_some_and(is_tail);
-        state.pending.note_write();
+        state.pending.record_write();
         let modified = state.pending.recorded_ns();
         // An extended piece keeps its sequence: it is the tail, so no other write came in between.
-        let (piece, sequence) = if extends {
+        let (piece, sequence) = if extends_tail {
             arena.extend_piece(lease, reserved.len, modified)
         } else {
             let sequence = arena.next_sequence();
@@ -328,16 +340,14 @@ impl<B: Backing> Writes<B> {
     /// Makes the file in the backing `end` bytes long if it is shorter. Fails with EFBIG if the backing does not
     /// support such a length.
     fn ensure_size_in_backing(&self, file: &Arc<File<B>>, end: u64) -> Result<()> {
-        let present_size = self.intake.size_of(file)?;
-        if end > present_size {
-            self.exclusive.with_exclusive_file(file, |target| {
-                self.base
-                    .backing
-                    .resize(target, Resize::AtLeast(end))
-                    .map(|_| ())
-            })
-        } else {
-            Ok(())
+        if end <= self.intake.size_of(file)? {
+            return Ok(());
         }
+        self.exclusive.with_exclusive_file(file, |backing_file| {
+            self.base
+                .backing
+                .resize(backing_file, Resize::AtLeast(end))?;
+            Ok(())
+        })
     }
 }

@@ -43,8 +43,8 @@ impl<B: Backing> FileState<B> {
 }
 
 impl<B: Backing> Room<B> {
-    /// Notes that a drain left cached bytes, so that the file can be evicted.
-    pub(crate) fn note_cached(&self, file: &Arc<File<B>>) {
+    /// Adds a file of which a drain left cached bytes to the files that can be evicted.
+    pub(crate) fn add_evictable_file(&self, file: &Arc<File<B>>) {
         self.space.evictable.add(file);
     }
 
@@ -58,8 +58,8 @@ impl<B: Backing> Room<B> {
     /// returns false.
     pub(crate) fn evict_until(&self, enough: &dyn Fn() -> bool) -> bool {
         // Each file is tried once: a file that cannot be evicted now is put back.
-        let candidates = self.space.evictable.len();
-        for _ in 0..candidates {
+        let candidate_count = self.space.evictable.len();
+        for _ in 0..candidate_count {
             if enough() {
                 return true;
             }
@@ -94,16 +94,16 @@ impl<B: Backing> Room<B> {
 
     /// Returns the files at or below `path` that are open or have cached bytes. The empty path is the top of the mount.
     fn known_files_below(&self, path: &[u8]) -> Vec<Arc<File<B>>> {
-        let files = self.open_files.files.all();
-        let below = |file: &Arc<File<B>>| {
+        let is_below_path = |file: &Arc<File<B>>| {
             path.is_empty() || file.inode.paths().iter().any(|known| is_below(known, path))
         };
-        files.into_iter().filter(below).collect()
+        let files = self.open_files.files.all();
+        files.into_iter().filter(is_below_path).collect()
     }
 
     /// Evicts the cached bytes at or below `path`, and unpins the files. Fails with ENOENT if no object has this path.
     pub fn evict_tree(&self, path: &[u8]) -> Result<Evicted> {
-        self.must_exist(path)?;
+        self.check_path_exists(path)?;
         let mut evicted = Evicted {
             freed_bytes: 0,
             held_bytes: 0,
@@ -113,6 +113,7 @@ impl<B: Backing> Room<B> {
             evicted.held_bytes += state.pending.bytes();
             state.is_pinned = false;
             if state.is_read_in_place() {
+                // The cached bytes must remain in their places.
                 evicted.held_bytes += state.cache.bytes();
                 continue;
             }
@@ -127,29 +128,30 @@ impl<B: Backing> Room<B> {
     /// Pins or unpins the files that are at or below `path` now. The bytes of a pinned file remain in the arena after
     /// they are drained. Returns the number of files that have bytes there. Fails with ENOENT if no object has this
     /// path.
-    pub fn pin_tree(&self, path: &[u8], pinned: bool) -> Result<Pinned> {
-        self.must_exist(path)?;
-        let mut result = Pinned { files: 0, bytes: 0 };
+    pub fn pin_tree(&self, path: &[u8], is_pinned: bool) -> Result<Pinned> {
+        self.check_path_exists(path)?;
+        let mut pinned = Pinned { files: 0, bytes: 0 };
         for file in self.known_files_below(path) {
             let mut state = file.lock();
-            let held = state.pending.bytes() + state.cache.bytes();
-            if held == 0 {
+            let arena_bytes = state.pending.bytes() + state.cache.bytes();
+            if arena_bytes == 0 {
                 continue;
             }
-            state.is_pinned = pinned;
-            result.files += 1;
-            result.bytes += held;
+            state.is_pinned = is_pinned;
+            pinned.files += 1;
+            pinned.bytes += arena_bytes;
         }
-        Ok(result)
+        Ok(pinned)
     }
 
     /// Fails with ENOENT if no object has this path.
-    fn must_exist(&self, path: &[u8]) -> Result<()> {
+    fn check_path_exists(&self, path: &[u8]) -> Result<()> {
+        // The empty path is the top of the mount.
         if path.is_empty() {
-            Ok(())
-        } else {
-            self.tree.find(path).map(drop)
+            return Ok(());
         }
+        self.tree.find(path)?;
+        Ok(())
     }
 
     /// Evicts a file at its open if a program that does not use the mount has changed the backing's file.
@@ -159,10 +161,10 @@ impl<B: Backing> Room<B> {
         }
         let attr = self.base.backing.attr(&self.tree.object(&file.inode)?)?;
         // The times do not show writes of other hosts to logs, so files in logs are always evicted.
-        let is_shared = self.open_files.kernel_reads(file) == KernelReads::Shared;
+        let is_in_log = self.open_files.kernel_reads(file) == KernelReads::Shared;
         let mut state = file.lock();
-        let is_changed = |stamp| stamp != BackingStamp::of(&attr);
-        if is_shared || state.cache.backing_stamp().is_some_and(is_changed) {
+        let is_changed = |stamp| stamp != BackingStamp::from_attr(&attr);
+        if is_in_log || state.cache.backing_stamp().is_some_and(is_changed) {
             state.changes += 1;
             self.evict(&mut state);
             drop(state);
@@ -183,7 +185,7 @@ impl<B: Backing> Room<B> {
             && state.pending.is_empty()
             && !state.cache.is_empty()
         {
-            state.cache.note_in_backing(&attr);
+            state.cache.record_backing_version(&attr);
         }
     }
 }

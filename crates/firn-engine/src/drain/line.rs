@@ -1,4 +1,4 @@
-//! Files that wait in line for a lane (one I/O server), and which of them is next.
+//! The line of files that wait to be drained by one lane (one I/O server): chooses which file is next.
 //!
 //! A *run* is one write of contiguous bytes. There are two orders:
 //!
@@ -82,19 +82,19 @@ impl<T> Line<T> {
         }
     }
 
-    /// Notes that a caller began to wait for a file, which may be in line. In a sequential line, moves the file ahead
+    /// Records that a caller began to wait for a file, which may be in line. In a sequential line, moves the file ahead
     /// of the files that are not awaited.
-    pub(crate) fn note_awaited(&mut self, file: &Arc<T>) {
+    pub(crate) fn record_waiter(&mut self, file: &Arc<T>) {
         if let Self::Sequential(turns) = self {
-            turns.note_awaited(file);
+            turns.record_waiter(file);
         }
     }
 
     /// Records that a run of `bytes` bytes was picked from a file. `pending`: number of the file's pending bytes,
     /// including this run.
-    pub(crate) fn note_picked(&mut self, file: &Arc<T>, bytes: u64, pending: u64) {
+    pub(crate) fn record_pick(&mut self, file: &Arc<T>, bytes: u64, pending: u64) {
         if let Self::Sequential(turns) = self {
-            turns.note_picked(file, bytes, pending);
+            turns.record_pick(file, bytes, pending);
         }
     }
 
@@ -233,11 +233,11 @@ impl<T> Turns<T> {
             self.places.insert(key, LinePlace::Turn);
             return;
         }
-        self.line_up(file, is_awaited);
+        self.push_at_end(file, is_awaited);
     }
 
     /// Puts a file at the end of the awaited files, or at the end of the ready files.
-    fn line_up(&mut self, file: Arc<T>, is_awaited: bool) {
+    fn push_at_end(&mut self, file: Arc<T>, is_awaited: bool) {
         self.last_number += 1;
         let number = self.last_number;
         let key = address(&file);
@@ -251,7 +251,7 @@ impl<T> Turns<T> {
     }
 
     /// Marks a file as awaited, and moves it among the awaited files if it is in line.
-    fn note_awaited(&mut self, file: &Arc<T>) {
+    fn record_waiter(&mut self, file: &Arc<T>) {
         if let Some(turn) = &mut self.turn
             && turn.is_of(file)
         {
@@ -264,11 +264,11 @@ impl<T> Turns<T> {
             Some(LinePlace::Interrupted) => self.interrupted = None,
             Some(LinePlace::Awaited | LinePlace::Turn) | None => return,
         }
-        self.line_up(Arc::clone(file), true);
+        self.push_at_end(Arc::clone(file), true);
     }
 
     /// Counts a run of the file that has the turn. The first run sets the length of the turn.
-    fn note_picked(&mut self, file: &Arc<T>, bytes: u64, pending: u64) {
+    fn record_pick(&mut self, file: &Arc<T>, bytes: u64, pending: u64) {
         if let Some(turn) = &mut self.turn
             && turn.is_of(file)
         {
@@ -281,9 +281,9 @@ impl<T> Turns<T> {
     fn pop(&mut self, runs: RunsUnderWay) -> Option<Arc<T>> {
         if let Some(turn) = &mut self.turn {
             // A long turn that no caller waits for yields to awaited files.
-            let yields =
+            let must_yield =
                 !turn.is_awaited && turn.bytes >= INTERRUPTIBLE_BYTES && !self.awaited.is_empty();
-            if !yields && let Some(file) = turn.in_line.take() {
+            if !must_yield && let Some(file) = turn.in_line.take() {
                 self.places.remove(&address(&file));
                 return Some(file);
             }
@@ -325,14 +325,16 @@ impl<T> Turns<T> {
 
     /// Asserts that each file in line has one place, and that at most one file has the turn.
     fn assert_places(&self) {
-        let in_turn = self.places.values();
-        let in_turn = in_turn
-            .filter(|place| matches!(place, LinePlace::Turn))
-            .count();
-        let interrupted = usize::from(self.interrupted.is_some());
-        let others = self.ready.len() + self.awaited.len() + interrupted;
-        assert!(in_turn <= 1, "one file has its turn");
-        assert_eq!(self.places.len(), others + in_turn, "places of files");
+        let has_turn = |place: &&LinePlace| matches!(place, LinePlace::Turn);
+        let files_with_turn = self.places.values().filter(has_turn).count();
+        let interrupted_files = usize::from(self.interrupted.is_some());
+        let waiting_files = self.ready.len() + self.awaited.len() + interrupted_files;
+        assert!(files_with_turn <= 1, "one file has its turn");
+        assert_eq!(
+            self.places.len(),
+            waiting_files + files_with_turn,
+            "places of files"
+        );
     }
 }
 
@@ -349,7 +351,7 @@ mod tests {
     /// Takes a run of the next file, which has `runs` more runs. Returns the file's number.
     fn write(line: &mut Line<usize>, runs: u64) -> usize {
         let file = line.pop(RunsUnderWay::None).expect("a file");
-        line.note_picked(&file, RUN, RUN * (runs + 1));
+        line.record_pick(&file, RUN, RUN * (runs + 1));
         if runs > 0 {
             line.push(Arc::clone(&file), false);
         }
@@ -406,10 +408,10 @@ mod tests {
             line.push(Arc::clone(file), false);
         }
         assert_eq!(write(&mut line, 1), 0);
-        line.note_awaited(&c);
+        line.record_waiter(&c);
         line.push(d, true);
-        line.note_awaited(&b);
-        line.note_awaited(&c);
+        line.record_waiter(&b);
+        line.record_waiter(&c);
         let order: Vec<_> = [0, 0, 0, 0].map(|runs| write(&mut line, runs)).into();
         assert_eq!(order, [0, 2, 3, 1]);
         assert!(line.is_empty());
@@ -437,7 +439,7 @@ mod tests {
         let mut line = Line::sequential();
         line.push(Arc::clone(&a), false);
         assert_eq!(write(&mut line, 100), 0);
-        line.note_awaited(&a);
+        line.record_waiter(&a);
         line.push(b, true);
         for left in (0..50).rev() {
             assert_eq!(write(&mut line, left), 0);

@@ -26,7 +26,7 @@ use crate::options::Order;
 pub(crate) struct DrainQueue<T> {
     order: Order,
     /// Sums of the pending bytes and files of the lane.
-    pub(crate) held: PendingTotals,
+    pub(crate) pending_totals: PendingTotals,
     state: Mutex<QueueState<T>>,
 }
 
@@ -81,7 +81,7 @@ impl<T> DrainQueue<T> {
         };
         Self {
             order,
-            held: PendingTotals::default(),
+            pending_totals: PendingTotals::default(),
             state: Mutex::new(state),
         }
     }
@@ -107,18 +107,18 @@ impl<T> DrainQueue<T> {
         Some(file)
     }
 
-    /// Notes that a caller began to wait for a file.
-    pub(crate) fn note_awaited(&self, file: &Arc<T>) {
+    /// Records that a caller began to wait for a file.
+    pub(crate) fn record_waiter(&self, file: &Arc<T>) {
         if self.order == Order::Sequential {
-            self.state.lock().line.note_awaited(file);
+            self.state.lock().line.record_waiter(file);
         }
     }
 
     /// Records that a run of `bytes` bytes was picked from a file. `pending`: number of the file's pending bytes,
     /// including this run.
-    pub(crate) fn note_picked(&self, file: &Arc<T>, bytes: u64, pending: u64) {
+    pub(crate) fn record_pick(&self, file: &Arc<T>, bytes: u64, pending: u64) {
         if self.order == Order::Sequential {
-            self.state.lock().line.note_picked(file, bytes, pending);
+            self.state.lock().line.record_pick(file, bytes, pending);
         }
     }
 
@@ -158,42 +158,46 @@ impl<T> DrainQueue<T> {
     /// Takes the files whose time came by `now`.
     pub(crate) fn take_due(&self, now: Instant) -> Due<T> {
         let mut state = self.state.lock();
-        let (due, later): (Vec<_>, Vec<_>) = std::mem::take(&mut state.retries)
+        let (due_retries, later_retries): (Vec<_>, Vec<_>) = std::mem::take(&mut state.retries)
             .into_iter()
-            .partition(|(at, _)| *at <= now);
-        state.retries = later;
+            .partition(|(retry_at, _)| *retry_at <= now);
+        state.retries = later_retries;
         let mut aged = Vec::new();
-        while state.aging.front().is_some_and(|(at, _)| *at <= now) {
+        while state
+            .aging
+            .front()
+            .is_some_and(|(check_at, _)| *check_at <= now)
+        {
             let file = state.aging.pop_front().and_then(|(_, weak)| weak.upgrade());
             aged.extend(file);
         }
-        let retries = due.into_iter().map(|(_, file)| file).collect();
+        let retries = due_retries.into_iter().map(|(_, file)| file).collect();
         Due { retries, aged }
     }
 
     /// Returns the time at which the next file is due for a retry or an age check.
     pub(crate) fn next_due(&self) -> Option<Instant> {
         let state = self.state.lock();
-        let age = state.aging.front().map(|(at, _)| *at);
-        state.next_retry().into_iter().chain(age).min()
+        let next_age_check = state.aging.front().map(|(check_at, _)| *check_at);
+        state.next_retry().into_iter().chain(next_age_check).min()
     }
 
     /// Replaces the time at which the oldest pending byte of a file was written. A time is `None` if the file has no
     /// pending bytes.
-    pub(crate) fn change_oldest(
+    pub(crate) fn replace_oldest(
         &self,
         file: &Arc<T>,
-        before: Option<Instant>,
-        after: Option<Instant>,
+        old_time: Option<Instant>,
+        new_time: Option<Instant>,
     ) {
         let address = Arc::as_ptr(file) as usize;
         let mut state = self.state.lock();
-        if let Some(before) = before {
-            let was_known = state.oldest.remove(&(before, address));
+        if let Some(old_time) = old_time {
+            let was_known = state.oldest.remove(&(old_time, address));
             debug_assert!(was_known, "the age of a file was not known");
         }
-        if let Some(after) = after {
-            state.oldest.insert((after, address));
+        if let Some(new_time) = new_time {
+            state.oldest.insert((new_time, address));
         }
     }
 
@@ -207,8 +211,8 @@ impl<T> DrainQueue<T> {
             active: state.active,
             retry_in: state
                 .next_retry()
-                .map(|at| at.saturating_duration_since(now)),
-            oldest: state.oldest.first().map(|(at, _)| *at),
+                .map(|retry_at| retry_at.saturating_duration_since(now)),
+            oldest: state.oldest.first().map(|(written, _)| *written),
         }
     }
 
@@ -220,8 +224,9 @@ impl<T> DrainQueue<T> {
     /// Returns whether a try of this file is planned at `when`.
     pub(crate) fn has_retry(&self, when: Instant, file: &Arc<T>) -> bool {
         let state = self.state.lock();
-        let is_it = |(at, known): &(Instant, Arc<T>)| *at == when && Arc::ptr_eq(known, file);
-        state.retries.iter().any(is_it)
+        let is_retry_of_file =
+            |(retry_at, known): &(Instant, Arc<T>)| *retry_at == when && Arc::ptr_eq(known, file);
+        state.retries.iter().any(is_retry_of_file)
     }
 
     /// Returns the times of the oldest pending bytes, with the addresses of their files.
@@ -232,7 +237,7 @@ impl<T> DrainQueue<T> {
 
 impl<T> QueueState<T> {
     fn next_retry(&self) -> Option<Instant> {
-        self.retries.iter().map(|(at, _)| *at).min()
+        self.retries.iter().map(|(retry_at, _)| *retry_at).min()
     }
 }
 
@@ -295,12 +300,12 @@ mod tests {
         let late = early + Duration::from_secs(1);
         let one = Arc::new(1);
         let two = Arc::new(2);
-        queue.change_oldest(&one, None, Some(late));
-        queue.change_oldest(&two, None, Some(early));
+        queue.replace_oldest(&one, None, Some(late));
+        queue.replace_oldest(&two, None, Some(early));
         assert_eq!(queue.figures().oldest, Some(early));
-        queue.change_oldest(&two, Some(early), None);
+        queue.replace_oldest(&two, Some(early), None);
         assert_eq!(queue.figures().oldest, Some(late));
-        queue.change_oldest(&one, Some(late), None);
+        queue.replace_oldest(&one, Some(late), None);
         assert_eq!(queue.figures().oldest, None);
     }
 }

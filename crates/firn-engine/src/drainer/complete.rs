@@ -1,7 +1,14 @@
-//! Complete: records the result of a job, so that written bytes are not pending any more and failed ones are retried.
+//! Completion of a job: the bytes that it wrote are not pending any more, and bytes that it could not write are
+//! retried.
 //!
-//! Order, in case of a crash: a drained range is in the journal before its pieces die, and older pieces die before
-//! newer ones. So a recovery never writes older bytes over drained ones.
+//! Terms
+//! * A *job* is one write to the backing, made of *parts*: extents of one file, each with its file offset.
+//! * A *piece* is a record in the arena that describes written bytes. A piece *dies* when its record is marked as dead,
+//!   because none of its bytes is pending any more. A recovery after a crash ignores dead pieces.
+//!
+//! Invariants, for a crash at any moment
+//! * A drained range is in the journal before its pieces die.
+//! * Older pieces die before newer ones, so a recovery never writes older bytes over drained bytes.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -13,7 +20,7 @@ use firn_backing::{Backing, Errno, SetTime};
 use firn_format::record::Record;
 use thin_vec::ThinVec;
 
-use super::job::{Job, JobErrorSource, JobOutcome, Part};
+use super::job::{Job, JobErrorSource, JobOutcome, JobPart};
 use crate::counters::Decision;
 use crate::drainer::Drainer;
 use crate::extents::{Extent, Extents};
@@ -23,21 +30,22 @@ use crate::options::DrainPolicy;
 /// Number of drained ranges of a file in the journal from which on the engine checks whether they can be forgotten.
 const DRAINED_RANGES_KEPT: usize = 8;
 
-/// Returns the parts that have the first `bytes` bytes of a job.
-fn first_bytes(parts: &[Part], bytes: u64) -> Vec<Part> {
-    let mut left = bytes;
-    let mut first = Vec::new();
-    for Part { offset, extent } in parts {
-        let len = extent.len.min(left);
+/// Returns the parts that have the first `bytes` bytes of a job. The last of them may be shortened.
+fn parts_with_first_bytes(parts: &[JobPart], bytes: u64) -> Vec<JobPart> {
+    let mut remaining_bytes = bytes;
+    let mut first_parts = Vec::new();
+    for part in parts {
+        let len = part.extent.len.min(remaining_bytes);
         if len == 0 {
             break;
         }
-        left -= len;
-        let extent = Extent { len, ..*extent };
-        let offset = *offset;
-        first.push(Part { extent, offset });
+        remaining_bytes -= len;
+        first_parts.push(JobPart {
+            extent: Extent { len, ..part.extent },
+            offset: part.offset,
+        });
     }
-    first
+    first_parts
 }
 
 /// Returns the file ranges in which no byte with a sequence up to `sequence` remains pending after `written` is
@@ -45,21 +53,35 @@ fn first_bytes(parts: &[Part], bytes: u64) -> Vec<Part> {
 ///
 /// Two parts are joined to one range if all pending bytes between them are newer, so that few journal records cover
 /// many parts.
-fn drained_ranges(pending: &Extents, written: &[Part], sequence: u64) -> Vec<Range<u64>> {
+fn drained_ranges(pending: &Extents, written: &[JobPart], sequence: u64) -> Vec<Range<u64>> {
+    let has_only_newer_bytes = |gap: Range<u64>| {
+        gap.is_empty()
+            || pending
+                .within(gap)
+                .all(|(_, extent)| extent.sequence > sequence)
+    };
     let mut ranges: Vec<Range<u64>> = Vec::new();
     for part in written {
-        let is_free = |gap: Range<u64>| {
-            gap.is_empty()
-                || pending
-                    .within(gap)
-                    .all(|(_, extent)| extent.sequence > sequence)
-        };
         match ranges.last_mut() {
-            Some(last) if is_free(last.end..part.offset) => last.end = part.end(),
+            Some(range) if has_only_newer_bytes(range.end..part.offset) => range.end = part.end(),
             _ => ranges.push(part.offset..part.end()),
         }
     }
     ranges
+}
+
+/// Returns the extents of `pending` that contain written bytes, with their file offsets. A newer write of the same
+/// bytes has a separate piece, which is not drained yet.
+fn written_extents(pending: &Extents, written: &[JobPart]) -> Vec<(u64, Extent)> {
+    let mut extents = Vec::new();
+    for part in written {
+        for (offset, extent) in pending.within(part.offset..part.end()) {
+            if extent.piece == part.extent.piece {
+                extents.push((offset, extent));
+            }
+        }
+    }
+    extents
 }
 
 impl<B: Backing> Drainer<B> {
@@ -75,8 +97,8 @@ impl<B: Backing> Drainer<B> {
         state.drain.end_write(&span);
         let mut error = outcome.error;
         if outcome.written > 0 {
-            let written = first_bytes(&parts, outcome.written);
-            if !self.remove_drained(&mut state, &written) {
+            let written_parts = parts_with_first_bytes(&parts, outcome.written);
+            if !self.remove_drained(&mut state, &written_parts) {
                 // The journal is full, so the written bytes remain pending and are written again, as after any other
                 // failure.
                 error = error.or(Some(Errno::NOSPC));
@@ -86,7 +108,7 @@ impl<B: Backing> Drainer<B> {
         for part in &parts {
             self.base.arena.unpin_slab(part.extent.piece.slab);
         }
-        let mut failed = ThinVec::new();
+        let mut failed_waiters = ThinVec::new();
         match error {
             // A failure of another job remains recorded until everything is drained, so that a program gets the error.
             None => self.drain.enqueue(&file, &mut state),
@@ -94,13 +116,13 @@ impl<B: Backing> Drainer<B> {
                 let errors = &self.base.counters.drain_errors;
                 errors.fetch_add(1, Ordering::Relaxed);
                 self.schedule_retry(&file, &mut state, errno, outcome.error_source);
-                failed = state.drain.take_failed();
-                self.drain.count_answered(failed.len());
+                failed_waiters = state.drain.take_failed_waiters();
+                self.drain.count_answered(failed_waiters.len());
             }
         }
         self.drain
-            .note_pending_change(&file, bytes_before, state.pending.bytes());
-        let satisfied = self.finish_drained(&file, &mut state);
+            .record_pending_change(&file, bytes_before, state.pending.bytes());
+        let satisfied_waiters = self.finish_drained(&file, &mut state);
         if error.is_some() {
             // The next write must return the error, which only a write through the kernel can do. So direct access
             // ends.
@@ -111,23 +133,23 @@ impl<B: Backing> Drainer<B> {
         let is_cached = !state.cache.is_empty();
         drop(state);
         if outcome.written > 0 {
-            self.kernel_cache.note_drained_among_others(&file);
+            self.kernel_cache.make_pages_stale_after_drain(&file);
         }
         if is_drained {
-            self.open_files.note_written(&file);
+            self.open_files.notify_file_written(&file);
             self.open_files.close_if_unused(&file);
         }
         if is_cached {
-            self.room.note_cached(&file);
+            self.room.add_evictable_file(&file);
             if is_drained {
                 self.room.confirm_cache(&file);
             }
         }
         self.drain.queue_of(&file).finish();
-        for waiter in satisfied {
+        for waiter in satisfied_waiters {
             (waiter.done)(Ok(()));
         }
-        for waiter in failed {
+        for waiter in failed_waiters {
             (waiter.done)(Err(error.unwrap_or(Errno::IO)));
         }
         self.open_files.drop_if_unused(&file);
@@ -150,18 +172,10 @@ impl<B: Backing> Drainer<B> {
 
     /// Ends the pending state of written bytes, and caches or frees them. Returns false if the journal is full. The
     /// bytes then remain pending and are written again, which is slow but safe.
-    fn remove_drained(&self, state: &mut FileState<B>, written: &[Part]) -> bool {
-        let mut drained: Vec<(u64, Extent)> = Vec::new();
-        for part in written {
-            for (offset, extent) in state.pending.extents().within(part.offset..part.end()) {
-                // A newer write of the same bytes has a separate piece, which remains pending.
-                if extent.piece == part.extent.piece {
-                    drained.push((offset, extent));
-                }
-            }
-        }
+    fn remove_drained(&self, state: &mut FileState<B>, written: &[JobPart]) -> bool {
+        let mut drained = written_extents(state.pending.extents(), written);
         if state.pending.would_leave_partial_pieces(&drained)
-            && !self.record_drained(state, written)
+            && !self.record_drained_ranges(state, written)
         {
             return false;
         }
@@ -179,8 +193,7 @@ impl<B: Backing> Drainer<B> {
             state
                 .pending
                 .remove_drained(&self.base.arena, offset, extent);
-            let is_cached = self.base.options.drain == DrainPolicy::Demand && state.may_cache();
-            if is_cached {
+            if self.base.options.drain == DrainPolicy::Demand && state.can_cache() {
                 let cached_bytes = &self.base.counters.cached_bytes;
                 state
                     .cache
@@ -195,18 +208,21 @@ impl<B: Backing> Drainer<B> {
     }
 
     /// Records in the journal that these bytes are drained. Returns false if the journal has no room for all ranges.
-    fn record_drained(&self, state: &mut FileState<B>, written: &[Part]) -> bool {
-        let Some(file) = state.pending.file_id() else {
+    fn record_drained_ranges(&self, state: &mut FileState<B>, written: &[JobPart]) -> bool {
+        let Some(file_id) = state.pending.file_id() else {
             return true;
         };
-        let sequence = written.iter().map(|part| part.extent.sequence).max();
-        let sequence = sequence.unwrap_or(0);
-        for range in drained_ranges(state.pending.extents(), written, sequence) {
+        let newest_sequence = written
+            .iter()
+            .map(|part| part.extent.sequence)
+            .max()
+            .unwrap_or(0);
+        for range in drained_ranges(state.pending.extents(), written, newest_sequence) {
             let record = Record::DrainedRange {
-                file: file.get(),
+                file: file_id.get(),
                 offset: range.start,
                 len: range.end - range.start,
-                sequence,
+                sequence: newest_sequence,
             };
             if self.base.journal.append(&record).is_err() {
                 return false;
@@ -226,12 +242,13 @@ impl<B: Backing> Drainer<B> {
         if (pending.drained_ranges() as usize) < ranges_max || state.direct.has_grant() {
             return;
         }
-        let (Some(file), Some(oldest)) = (pending.file_id(), pending.oldest_sequence()) else {
+        let (Some(file_id), Some(oldest_sequence)) = (pending.file_id(), pending.oldest_sequence())
+        else {
             return;
         };
         let record = Record::DrainedRangesForgotten {
-            file: file.get(),
-            sequence: oldest.saturating_sub(1),
+            file: file_id.get(),
+            sequence: oldest_sequence.saturating_sub(1),
         };
         if self.base.journal.try_append_end(&record) {
             pending.forget_drained_ranges();
@@ -254,8 +271,9 @@ impl<B: Backing> Drainer<B> {
         while state.pending.is_empty() {
             self.drain.set_oldest(file, state, None);
             state.drain.clear_requests();
-            let drained = file.inode.data_unsynced.load(Ordering::Acquire);
-            let Some(mtime) = state.pending.take_mtime().filter(|_| drained) else {
+            let was_drained = file.inode.data_unsynced.load(Ordering::Acquire);
+            let mtime_to_set = state.pending.take_mtime().filter(|_| was_drained);
+            let Some(mtime) = mtime_to_set else {
                 self.base.journal.end_file_id(state);
                 break;
             };
@@ -271,9 +289,9 @@ impl<B: Backing> Drainer<B> {
             state.drain.set_setting_time(false);
             file.notify_io_ended();
         }
-        let satisfied = state.take_satisfied_waiters();
-        self.drain.count_answered(satisfied.len());
-        satisfied
+        let satisfied_waiters = state.take_satisfied_waiters();
+        self.drain.count_answered(satisfied_waiters.len());
+        satisfied_waiters
     }
 
     /// Schedules the next attempt to drain a file after an error, and records the error for the status.
@@ -315,7 +333,7 @@ mod tests {
 
     use super::*;
 
-    fn part(offset: u64, len: u64, sequence: u64) -> Part {
+    fn part(offset: u64, len: u64, sequence: u64) -> JobPart {
         let piece = PieceRef {
             slab: SlabRef { chunk: 0, slab: 0 },
             record: sequence as u32,
@@ -326,10 +344,10 @@ mod tests {
             position: 0,
             sequence,
         };
-        Part { extent, offset }
+        JobPart { extent, offset }
     }
 
-    fn pending(parts: &[Part]) -> Extents {
+    fn pending(parts: &[JobPart]) -> Extents {
         let mut extents = Extents::default();
         for part in parts {
             extents.insert(part.offset, part.extent, &mut |_, _| {});
@@ -341,7 +359,7 @@ mod tests {
     fn what_was_written_of_a_job_is_its_first_bytes() {
         let parts = [part(0, 10, 1), part(20, 10, 2), part(40, 10, 3)];
         let ranges = |bytes| {
-            let first = first_bytes(&parts, bytes);
+            let first = parts_with_first_bytes(&parts, bytes);
             let ranges = first.iter().map(|part| part.offset..part.end());
             ranges.collect::<Vec<_>>()
         };
@@ -353,7 +371,7 @@ mod tests {
     #[test]
     fn one_drained_range_reaches_over_gaps_without_older_pending_bytes() {
         let written = [part(0, 10, 5), part(20, 10, 9), part(30, 10, 7)];
-        let of = |others: &[Part]| {
+        let of = |others: &[JobPart]| {
             let ranges = drained_ranges(&pending(others), &written, 9);
             let ends = ranges.into_iter().map(|range| (range.start, range.end));
             ends.collect::<Vec<_>>()

@@ -22,12 +22,12 @@ use crate::file::File;
 use crate::options::Order;
 
 /// An extent of a job and its offset in the file.
-pub(super) struct Part {
+pub(super) struct JobPart {
     pub extent: Extent,
     pub offset: u64,
 }
 
-impl Part {
+impl JobPart {
     /// Returns the file offset after the last byte.
     pub fn end(&self) -> u64 {
         self.offset + self.extent.len
@@ -37,7 +37,7 @@ impl Part {
 /// One write to the backing.
 pub struct Job<B: Backing> {
     pub(super) file: Arc<File<B>>,
-    pub(super) parts: Vec<Part>,
+    pub(super) parts: Vec<JobPart>,
     /// Where the bytes of each part are. The places are valid while the slabs are pinned, which is until the job is
     /// completed. The engine owns the mapping, which outlives the job.
     pub(super) places: Vec<Place>,
@@ -117,29 +117,49 @@ impl<B: Backing> Job<B> {
             error: None,
             error_source: JobErrorSource::Backing,
         };
-        let target = match engine.open_files.writer(&self.file) {
-            Ok(target) => target,
+        let writer = match engine.open_files.writer(&self.file) {
+            Ok(writer) => writer,
             Err(errno) => {
-                return JobOutcome {
-                    error: Some(errno),
-                    ..outcome
-                };
+                outcome.error = Some(errno);
+                return outcome;
             }
         };
         let loaded = self.load_spilled_parts();
-        while outcome.written < loaded.bytes {
-            let unwritten = self.unwritten(&loaded.spilled, outcome.written);
-            let counters = &engine.base.counters;
-            let began = Instant::now();
-            let written = engine
+        self.write_loaded_parts(engine, &writer.file, &loaded, &mut outcome);
+        if engine.base.options.order == Order::Sequential && outcome.written > 0 {
+            // Otherwise the kernel would write back several files at once, alternating between them.
+            engine
                 .base
                 .backing
-                .write_parts(&target.file, &unwritten.parts());
-            counters.drain_times.observe(began.elapsed());
-            match written {
+                .advise(&writer.file, self.span(), PageAdvice::WriteOut);
+        }
+        if outcome.error.is_none() && loaded.error.is_some() {
+            outcome.error = loaded.error;
+            outcome.error_source = JobErrorSource::SpillFile;
+        }
+        outcome
+    }
+
+    /// Writes the parts that were loaded to `file`, until all bytes are written or a write fails. Adds the results to
+    /// `outcome`.
+    fn write_loaded_parts(
+        &self,
+        engine: &Engine<B>,
+        file: &B::File,
+        loaded: &LoadedParts,
+        outcome: &mut JobOutcome,
+    ) {
+        let counters = &engine.base.counters;
+        while outcome.written < loaded.bytes {
+            let unwritten = self.unwritten(&loaded.spilled, outcome.written);
+            let start = Instant::now();
+            let result = engine.base.backing.write_parts(file, &unwritten.parts());
+            counters.drain_times.observe(start.elapsed());
+            match result {
+                // A write that accepts nothing would be repeated for ever.
                 Ok(0) => {
                     outcome.error = Some(Errno::IO);
-                    break;
+                    return;
                 }
                 Ok(bytes) => {
                     counters.drain_sizes.observe(bytes);
@@ -149,23 +169,10 @@ impl<B: Backing> Job<B> {
                 Err(Errno::INTR) => {}
                 Err(errno) => {
                     outcome.error = Some(errno);
-                    break;
+                    return;
                 }
             }
         }
-        if engine.base.options.order == Order::Sequential && outcome.written > 0 {
-            // Otherwise the kernel would write back several files at once, alternating between them.
-            let Range { start, end } = self.span;
-            engine
-                .base
-                .backing
-                .advise(&target.file, start..end, PageAdvice::WriteOut);
-        }
-        if outcome.error.is_none() && loaded.error.is_some() {
-            outcome.error = loaded.error;
-            outcome.error_source = JobErrorSource::SpillFile;
-        }
-        outcome
     }
 
     /// Reads the spilled parts, up to the first one that cannot be read.
@@ -176,15 +183,15 @@ impl<B: Backing> Job<B> {
             error: None,
         };
         for (part, place) in self.parts.iter().zip(&self.places) {
-            let bytes = match place {
+            let result = match place {
                 Place::Memory(_) => Ok(Vec::new()),
-                Place::Spill(file, at) => {
-                    let mut bytes = vec![0; part.extent.len as usize];
-                    file.read(*at, &mut bytes).map(|()| bytes)
+                Place::Spill(spill_file, spill_offset) => {
+                    let mut buffer = vec![0; part.extent.len as usize];
+                    spill_file.read(*spill_offset, &mut buffer).map(|()| buffer)
                 }
                 Place::Nowhere => Err(Errno::IO),
             };
-            match bytes {
+            match result {
                 Ok(bytes) => loaded.spilled.push(bytes),
                 Err(errno) => {
                     loaded.error = Some(errno);
@@ -196,30 +203,30 @@ impl<B: Backing> Job<B> {
         loaded
     }
 
-    /// Returns the readable bytes without the first `skip` bytes. `spilled` has the bytes of the spilled parts, which
-    /// were read from the spill file.
-    fn unwritten<'a>(&'a self, spilled: &'a [Vec<u8>], skip: u64) -> Unwritten<'a> {
-        let mut skip = skip as usize;
+    /// Returns the bytes of the job that are not written yet: those after its first `written_bytes` bytes. `spilled`
+    /// has the bytes of the spilled parts, which were read from the spill file.
+    fn unwritten<'a>(&'a self, spilled: &'a [Vec<u8>], written_bytes: u64) -> Unwritten<'a> {
+        let mut bytes_to_skip = written_bytes as usize;
         let mut unwritten = Unwritten {
             slices: Vec::with_capacity(self.places.len()),
             runs: Vec::new(),
         };
-        for ((part, place), loaded) in self.parts.iter().zip(&self.places).zip(spilled) {
+        for ((part, place), spilled_bytes) in self.parts.iter().zip(&self.places).zip(spilled) {
             let len = part.extent.len as usize;
-            if skip >= len {
-                skip -= len;
+            if bytes_to_skip >= len {
+                bytes_to_skip -= len;
                 continue;
             }
             let bytes = match place {
                 // SAFETY: the slab is pinned until the job is completed, and bytes in flight are not
                 // overwritten in place.
                 Place::Memory(address) => unsafe {
-                    std::slice::from_raw_parts(address.add(skip), len - skip)
+                    std::slice::from_raw_parts(address.add(bytes_to_skip), len - bytes_to_skip)
                 },
-                _ => &loaded[skip..],
+                _ => &spilled_bytes[bytes_to_skip..],
             };
-            unwritten.push(part.offset + skip as u64, bytes);
-            skip = 0;
+            unwritten.push(part.offset + bytes_to_skip as u64, bytes);
+            bytes_to_skip = 0;
         }
         unwritten
     }
@@ -229,16 +236,16 @@ impl<'a> Unwritten<'a> {
     /// Adds bytes for a file offset. They join the last run if they follow it.
     fn push(&mut self, offset: u64, bytes: &'a [u8]) {
         let end = offset + bytes.len() as u64;
+        let slice_index = self.slices.len();
         self.slices.push(IoSlice::new(bytes));
-        let count = self.slices.len();
         match self.runs.last_mut() {
             Some(run) if run.offsets.end == offset => {
                 run.offsets.end = end;
-                run.slices.end = count;
+                run.slices.end = slice_index + 1;
             }
             _ => self.runs.push(Run {
                 offsets: offset..end,
-                slices: count - 1..count,
+                slices: slice_index..slice_index + 1,
             }),
         }
     }

@@ -1,4 +1,4 @@
-//! Pick: the choice of the next write of a lane.
+//! Pick: the choice of the next write of a lane (one I/O server of the backing).
 //!
 //! Terms
 //! * A range of a file is *in flight* while it is being written to the backing.
@@ -11,10 +11,11 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use firn_arena::Place;
 use firn_backing::{Backing, Errno, LaneIndex};
 use thin_vec::ThinVec;
 
-use super::job::{Job, JobErrorSource, Part};
+use super::job::{Job, JobErrorSource, JobPart};
 use crate::counters::Decision;
 use crate::drainer::Drainer;
 use crate::extents::Extent;
@@ -84,9 +85,9 @@ impl<B: Backing> Drainer<B> {
             // to wait for room, and relies on this thread to wake it.
             self.room.wake_writers();
             let Some(file) = self.next_file(lane, limits.leaves_hung_file) else {
-                let next = queue.next_due();
+                let next_due = queue.next_due();
                 return Pick::Idle {
-                    retry: next.map(|at| at.saturating_duration_since(Instant::now())),
+                    retry: next_due.map(|due| due.saturating_duration_since(Instant::now())),
                 };
             };
             let mut state = file.lock();
@@ -103,9 +104,9 @@ impl<B: Backing> Drainer<B> {
                 tracing::debug!(path = %file.shown(), offset, bytes, "drain: picked");
                 return Pick::Job(job);
             }
-            let failed = self.fail_unreadable_file(&file, &mut state);
+            let failed_waiters = self.fail_unreadable_file(&file, &mut state);
             drop(state);
-            for waiter in failed {
+            for waiter in failed_waiters {
                 (waiter.done)(Err(Errno::IO));
             }
             queue.finish();
@@ -134,27 +135,27 @@ impl<B: Backing> Drainer<B> {
         let mut state = file.lock();
         state.drain.end_age_check();
         self.intake.ingest_published(file, &mut state);
-        let Some(oldest) = state.drain.oldest() else {
+        let drain_age = self.base.options.drain_age;
+        let Some(oldest_write) = state.drain.oldest() else {
             // A client may publish bytes later without a request, so the age is checked again.
             if state.direct.has_grant() {
-                self.drain
-                    .check_age_at(file, &mut state, now + self.base.options.drain_age);
+                self.drain.check_age_at(file, &mut state, now + drain_age);
             }
             return;
         };
-        let due = oldest + self.base.options.drain_age;
+        let due = oldest_write + drain_age;
         if due > now {
             self.drain.check_age_at(file, &mut state, due);
             return;
         }
         self.drain.force(file, &mut state);
+        // The old bytes are being drained, so the age counts from now on.
         self.drain.set_oldest(file, &mut state, Some(now));
-        self.drain
-            .check_age_at(file, &mut state, now + self.base.options.drain_age);
+        self.drain.check_age_at(file, &mut state, now + drain_age);
     }
 
-    /// Makes a job of this file, if a part of it is worth a write. Pins the slabs of the job and marks its range as in
-    /// flight.
+    /// Makes a job of this file, if some of its pending bytes are worth a write. Pins the slabs of the job and marks
+    /// its range as in flight.
     fn choose_write(
         &self,
         file: &Arc<File<B>>,
@@ -169,23 +170,16 @@ impl<B: Backing> Drainer<B> {
             return None;
         }
         let parts = self.next_parts(file, state)?;
-        let span = parts[0].offset..parts.last().map_or(0, Part::end);
+        let span = parts[0].offset..parts.last().map_or(0, JobPart::end);
         let bytes = parts.iter().map(|part| part.extent.len).sum();
-        let pin_and_locate = |part: &Part| {
-            let Extent {
-                piece,
-                position,
-                len,
-                ..
-            } = part.extent;
-            self.base.arena.pin_slab(piece.slab);
-            self.base.arena.place(piece.slab, position, len as u32)
-        };
-        let places = parts.iter().map(pin_and_locate).collect();
+        let places = parts
+            .iter()
+            .map(|part| self.pin_and_locate(part.extent))
+            .collect();
         state.drain.begin_write(span.clone());
         debug_assert!(state.drain.writes_in_flight() <= limits.file_writes_max);
         let queue = self.drain.queue_of(file);
-        queue.note_picked(file, bytes, state.pending.bytes());
+        queue.record_pick(file, bytes, state.pending.bytes());
         // The drained range will end at the sequence of the tail. So later bytes need a piece with a later sequence.
         state.pending.end_tail();
         self.drain.enqueue(file, state);
@@ -198,9 +192,18 @@ impl<B: Backing> Drainer<B> {
         })
     }
 
+    /// Pins the slab of an extent, and returns where the bytes of the extent are while the slab is pinned.
+    fn pin_and_locate(&self, extent: Extent) -> Place {
+        let slab = extent.piece.slab;
+        self.base.arena.pin_slab(slab);
+        self.base
+            .arena
+            .place(slab, extent.position, extent.len as u32)
+    }
+
     /// Returns the next extents that are worth a write, searching from the cursor to the end and then from the start.
     /// They are contiguous; if the backing gathers, they are all extents that fit into one write.
-    fn next_parts(&self, file: &File<B>, state: &FileState<B>) -> Option<Vec<Part>> {
+    fn next_parts(&self, file: &File<B>, state: &FileState<B>) -> Option<Vec<JobPart>> {
         let limits = self.job_limits(file);
         self.next_parts_from(state, limits, state.drain.cursor())
             .or_else(|| self.next_parts_from(state, limits, 0))
@@ -212,29 +215,30 @@ impl<B: Backing> Drainer<B> {
         state: &FileState<B>,
         limits: JobLimits,
         start: u64,
-    ) -> Option<Vec<Part>> {
+    ) -> Option<Vec<JobPart>> {
         let mut candidate = JobCandidate::default();
         for (offset, extent) in state.pending.extents().from(start) {
-            let part = Part { extent, offset };
+            let part = JobPart { extent, offset };
             let chunk = extent.piece.slab.chunk;
             let is_spilled = limits.gathers && self.base.arena.is_spilled(chunk);
             let fits = candidate.has_room_for(&part, is_spilled, limits);
-            let cannot_be_written = state.drain.is_in_flight(&(offset..part.end()))
-                || !self.base.arena.is_readable(chunk);
-            if !candidate.parts.is_empty() && (!fits || cannot_be_written) {
+            let can_be_written = !state.drain.is_in_flight(&(offset..part.end()))
+                && self.base.arena.is_readable(chunk);
+            if !fits || !can_be_written {
                 if self.is_worth_a_write(&candidate) {
                     return Some(candidate.parts);
                 }
                 candidate = JobCandidate::default();
             }
-            if cannot_be_written {
-                continue;
+            if can_be_written {
+                candidate.is_forced |= state.drain.is_forced(extent.sequence);
+                candidate.push(part, is_spilled);
             }
-            candidate.is_forced |= state.drain.is_forced(extent.sequence);
-            candidate.push(part, is_spilled);
         }
-        let is_job = !candidate.parts.is_empty() && self.is_worth_a_write(&candidate);
-        is_job.then_some(candidate.parts)
+        if !self.is_worth_a_write(&candidate) {
+            return None;
+        }
+        Some(candidate.parts)
     }
 
     /// Returns the limits for a job of this file.
@@ -260,9 +264,12 @@ impl<B: Backing> Drainer<B> {
         }
     }
 
-    /// Returns whether a candidate is written now: a part of it is forced, or the policy is eager and it is long
-    /// enough.
+    /// Returns whether a candidate is written now: it has a forced part, or the policy is eager and the candidate is
+    /// long enough.
     fn is_worth_a_write(&self, candidate: &JobCandidate) -> bool {
+        if candidate.parts.is_empty() {
+            return false;
+        }
         let is_long = || candidate.bytes >= self.base.write_bytes_min();
         candidate.is_forced || (self.base.options.drain == DrainPolicy::Eager && is_long())
     }
@@ -274,17 +281,19 @@ impl<B: Backing> Drainer<B> {
         file: &Arc<File<B>>,
         state: &mut FileState<B>,
     ) -> ThinVec<Waiter> {
-        let is_forced = |extent: &Extent| state.drain.is_forced(extent.sequence);
-        let is_unreadable = |extent: &Extent| !self.base.arena.is_readable(extent.piece.slab.chunk);
         if state.drain.is_exclusive() || state.drain.writes_in_flight() > 0 {
             return ThinVec::new();
         }
-        if !state
+        let is_forced_and_unreadable = |extent: Extent| {
+            state.drain.is_forced(extent.sequence)
+                && !self.base.arena.is_readable(extent.piece.slab.chunk)
+        };
+        let must_fail = state
             .pending
             .extents()
             .iter()
-            .any(|(_, extent)| is_forced(&extent) && is_unreadable(&extent))
-        {
+            .any(|(_, extent)| is_forced_and_unreadable(extent));
+        if !must_fail {
             return ThinVec::new();
         }
         self.base
@@ -292,16 +301,16 @@ impl<B: Backing> Drainer<B> {
             .drain_errors
             .fetch_add(1, Ordering::Relaxed);
         self.schedule_retry(file, state, Errno::IO, JobErrorSource::SpillFile);
-        let failed = state.drain.take_failed();
-        self.drain.count_answered(failed.len());
-        failed
+        let failed_waiters = state.drain.take_failed_waiters();
+        self.drain.count_answered(failed_waiters.len());
+        failed_waiters
     }
 }
 
 /// Parts that may become one job.
 #[derive(Default)]
 struct JobCandidate {
-    parts: Vec<Part>,
+    parts: Vec<JobPart>,
     bytes: u64,
     spilled_bytes: u64,
     /// Whether any part is forced. The job is then made even if it has few bytes.
@@ -310,22 +319,19 @@ struct JobCandidate {
 
 impl JobCandidate {
     /// Returns whether another part fits into the same job.
-    fn has_room_for(&self, part: &Part, is_spilled: bool, limits: JobLimits) -> bool {
+    fn has_room_for(&self, part: &JobPart, is_spilled: bool, limits: JobLimits) -> bool {
         let len = part.extent.len;
-        let spilled = if is_spilled { len } else { 0 };
-        let is_contiguous = || {
-            self.parts
-                .last()
-                .is_none_or(|last| last.end() == part.offset)
-        };
+        let spilled_len = if is_spilled { len } else { 0 };
+        let last_part = self.parts.last();
+        let is_contiguous = last_part.is_none_or(|last| last.end() == part.offset);
         self.parts.len() < limits.parts_max
             && self.bytes + len <= limits.bytes_max
-            && self.spilled_bytes + spilled <= limits.spilled_bytes_max
-            && (limits.gathers || is_contiguous())
+            && self.spilled_bytes + spilled_len <= limits.spilled_bytes_max
+            && (limits.gathers || is_contiguous)
     }
 
     /// Adds a part at the end.
-    fn push(&mut self, part: Part, is_spilled: bool) {
+    fn push(&mut self, part: JobPart, is_spilled: bool) {
         let len = part.extent.len;
         self.bytes += len;
         self.spilled_bytes += if is_spilled { len } else { 0 };

@@ -1,4 +1,4 @@
-//! Waits for the drain of one file, and answers to questions of the executor about its work.
+//! Waits for the drain of one file, and questions of the executor (the threads that drain) about its next work.
 
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
@@ -34,19 +34,16 @@ impl<B: Backing> Drainer<B> {
             done(Ok(()));
             return;
         }
-        let until = state
-            .pending
-            .extents()
-            .iter()
-            .map(|(_, e)| e.sequence)
-            .max()
-            .unwrap_or(0);
+        let newest_sequence = state.pending.newest_sequence().unwrap_or(0);
         self.drain.count_waiter();
-        state.drain.add_waiter(Waiter { until, done });
+        state.drain.add_waiter(Waiter {
+            until: newest_sequence,
+            done,
+        });
         // A caller waits, so the file is tried again now and not after the back-off.
         state.drain.retry_now();
         self.drain.force(file, &mut state);
-        self.drain.queue_of(file).note_awaited(file);
+        self.drain.queue_of(file).record_waiter(file);
         // The lane is woken even if the file is already in line, because a drain thread may have delayed its write.
         self.drain.wake(file.lane);
     }
@@ -70,12 +67,12 @@ impl<B: Backing> Drainer<B> {
     pub fn next_work(&self, lane: LaneIndex) -> NextWork {
         let queue = self.drain.queue(lane);
         let now = Instant::now();
-        match queue.next_due() {
-            _ if queue.has_files() => NextWork::Now,
-            Some(at) if at <= now => NextWork::Now,
-            due => NextWork::Later {
-                retry: due.map(|at| at - now),
-            },
+        let next_due = queue.next_due();
+        if queue.has_files() || next_due.is_some_and(|due| due <= now) {
+            return NextWork::Now;
+        }
+        NextWork::Later {
+            retry: next_due.map(|due| due - now),
         }
     }
 

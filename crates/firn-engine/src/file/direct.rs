@@ -69,7 +69,7 @@ impl DirectState {
     }
 
     /// Records that a reader gets a list. The list is valid until the file's word number `word` is raised.
-    pub(crate) fn note_list(&mut self, word: u32) {
+    pub(crate) fn record_list(&mut self, word: u32) {
         let new = || {
             Box::new(ReaderLists {
                 word,
@@ -85,7 +85,7 @@ impl DirectState {
 
     /// Records that a reader gets a list that refers to files of the backing. `change`: count of changes by other hosts
     /// when the list was made. Returns false if readers have a list with an earlier count, which is invalid now.
-    pub(crate) fn note_backing_list(&mut self, change: u64) -> bool {
+    pub(crate) fn record_backing_list(&mut self, change: u64) -> bool {
         let lists = self.lists.as_mut();
         lists.is_some_and(|lists| *lists.changes_by_others.get_or_insert(change) == change)
     }

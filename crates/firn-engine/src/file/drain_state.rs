@@ -1,8 +1,9 @@
 //! State of a file's drain: requests, writes under way, the last failure, and callers that wait.
 //!
-//! Terms: a drain is *forced* for bytes that must go to the backing however few they are. A *waiter* is a callback that
-//! runs when certain bytes are in the backing. *Exclusive use* is a truncation or similar change during which no drain
-//! may write to the backing file.
+//! Terms
+//! * A drain is *forced* for bytes that must go to the backing however few they are.
+//! * A *waiter* is a callback that runs when certain bytes are in the backing.
+//! * *Exclusive use* is a truncation or similar change during which no drain may write to the backing file.
 //!
 //! Invariants
 //! * Ranges in flight do not overlap, so two writes to the same bytes of the backing never race. If the parts of a job
@@ -93,7 +94,7 @@ impl DrainState {
     }
 
     /// Records that a check of the file's age is planned. Returns false if a check was already planned.
-    pub(crate) fn begin_age_check(&mut self) -> bool {
+    pub(crate) fn start_age_check(&mut self) -> bool {
         !std::mem::replace(&mut self.has_age_check, true)
     }
 
@@ -229,14 +230,15 @@ impl DrainState {
     /// Records a failed write. If several writes of one try fail, there is one next try for all of them.
     pub(crate) fn record_failure(&mut self, errno: Errno, now: Instant) -> RecordedFailure {
         let is_first_of_try = !self.waits_for_retry(now);
-        let failure = match self.failure() {
-            Some(earlier) if !is_first_of_try => Failure {
+        let last_failure = self.failure();
+        let failure = match last_failure {
+            Some(same_try) if !is_first_of_try => Failure {
                 errno,
                 is_reported: false,
-                ..earlier
+                ..same_try
             },
-            earlier => {
-                let tries = earlier.map_or(0, |failure| failure.tries) + 1;
+            _ => {
+                let tries = last_failure.map_or(0, |failure| failure.tries) + 1;
                 Failure {
                     errno,
                     is_reported: false,
@@ -274,20 +276,24 @@ impl DrainState {
 
     /// Takes the waiters whose data is in the backing. `oldest_sequence` is the lowest sequence of all pending
     /// extents.
-    pub(crate) fn take_satisfied(&mut self, oldest_sequence: Option<u64>) -> ThinVec<Waiter> {
+    pub(crate) fn take_satisfied_waiters(
+        &mut self,
+        oldest_sequence: Option<u64>,
+    ) -> ThinVec<Waiter> {
         if self.waiters.is_empty() {
             return ThinVec::new();
         }
-        let oldest = oldest_sequence.unwrap_or(u64::MAX);
-        let (satisfied, waiting) = take(&mut self.waiters)
+        // If nothing is pending, all waiters are satisfied.
+        let oldest_sequence = oldest_sequence.unwrap_or(u64::MAX);
+        let (satisfied, unsatisfied) = take(&mut self.waiters)
             .into_iter()
-            .partition(|waiter| oldest > waiter.until);
-        self.waiters = waiting;
+            .partition(|waiter| oldest_sequence > waiter.until);
+        self.waiters = unsatisfied;
         satisfied
     }
 
     /// Takes all waiters, to which the caller reports the error. If there is a waiter, the failure counts as reported.
-    pub(crate) fn take_failed(&mut self) -> ThinVec<Waiter> {
+    pub(crate) fn take_failed_waiters(&mut self) -> ThinVec<Waiter> {
         let failed = take(&mut self.waiters);
         if let Some(failure) = &mut self.failure {
             failure.is_reported |= !failed.is_empty();
@@ -321,10 +327,10 @@ mod tests {
         let mut drain = DrainState::default();
         drain.add_waiter(waiter(5));
         drain.add_waiter(waiter(9));
-        assert!(drain.take_satisfied(Some(5)).is_empty());
-        assert_eq!(drain.take_satisfied(Some(6)).len(), 1);
+        assert!(drain.take_satisfied_waiters(Some(5)).is_empty());
+        assert_eq!(drain.take_satisfied_waiters(Some(6)).len(), 1);
         assert!(drain.has_waiters());
-        assert_eq!(drain.take_satisfied(None).len(), 1);
+        assert_eq!(drain.take_satisfied_waiters(None).len(), 1);
         assert!(!drain.has_waiters());
     }
 
@@ -354,7 +360,7 @@ mod tests {
         assert_eq!(drain.take_unreported_failure(), None);
         drain.record_failure(Errno::NOSPC, Instant::now());
         drain.add_waiter(waiter(1));
-        assert_eq!(drain.take_failed().len(), 1);
+        assert_eq!(drain.take_failed_waiters().len(), 1);
         assert_eq!(drain.take_unreported_failure(), None);
         drain.clear_requests();
         assert!(drain.failure().is_none());

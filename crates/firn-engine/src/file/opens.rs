@@ -111,12 +111,12 @@ impl Opens {
     }
 
     /// Counts a handle whose process began to map the file's memory file.
-    pub(crate) fn count_mapped(&mut self) {
+    pub(crate) fn add_mapping(&mut self) {
         self.mapped += 1;
     }
 
-    /// Uncounts a handle that [`Opens::count_mapped`] counted.
-    pub(crate) fn uncount_mapped(&mut self) {
+    /// Uncounts a handle that [`Opens::add_mapping`] counted.
+    pub(crate) fn remove_mapping(&mut self) {
         self.mapped -= 1;
     }
 
@@ -151,7 +151,7 @@ impl Opens {
     }
 
     /// Makes the state of a cut file.
-    pub(crate) fn of_cut_file() -> Self {
+    pub(crate) fn for_cut_file() -> Self {
         Self {
             ending: Ending::Cut,
             is_cut: true,
@@ -169,18 +169,18 @@ impl Opens {
     pub(crate) fn restore_ending(&mut self, ending: Ending) {
         self.ending = match ending {
             Ending::Open if self.writers == 0 => Ending::Cut,
-            other => other,
+            recorded => recorded,
         };
         self.is_cut = self.ending == Ending::Cut;
     }
 
     /// Forgets that the file was cut, because it was truncated to 0.
-    pub(crate) fn forget_cut(&mut self) {
+    pub(crate) fn clear_cut(&mut self) {
         self.is_cut = false;
     }
 
     /// Records that a writer was killed by a signal.
-    pub(crate) fn note_cut(&mut self) {
+    pub(crate) fn record_cut(&mut self) {
         self.is_cut = true;
     }
 
@@ -201,10 +201,10 @@ impl Opens {
     /// Asserts the invariants, in debug builds.
     #[inline]
     fn check(&self) {
-        let by_kernel = self.passthrough + self.cached;
-        let in_modes = u64::from(self.through_engine) + u64::from(by_kernel);
+        let read_by_kernel = self.passthrough + self.cached;
+        let handles_in_modes = u64::from(self.through_engine) + u64::from(read_by_kernel);
         debug_assert_eq!(
-            in_modes,
+            handles_in_modes,
             self.handles.len() as u64,
             "handles and their modes"
         );
@@ -248,11 +248,11 @@ mod tests {
         opens.add(ONE, OpenMode::Engine, true);
         assert!(opens.update_ending());
         assert_eq!(opens.ending(), Ending::Open);
-        opens.note_cut();
+        opens.record_cut();
         opens.remove(ONE, OpenMode::Engine, true);
         assert!(opens.update_ending());
         assert_eq!(opens.ending(), Ending::Cut);
-        opens.forget_cut();
+        opens.clear_cut();
         assert!(opens.update_ending());
         assert_eq!(opens.ending(), Ending::Closed);
     }

@@ -1,7 +1,11 @@
-//! Pending data of a file, which only the arena holds: extents, their pieces, and the time of the last write.
+//! Pending data of a file: bytes that were written to the arena and are not in the backing yet.
 //!
-//! Terms: a *live* byte of a piece is pending; all other bytes of the piece were overwritten, cut or drained. A piece
-//! without live bytes is *dead*. The *tail* is the file's last piece, which an append may extend.
+//! Terms
+//! * A *piece* is a record in the arena that describes written bytes. An *extent* is a range of the file whose newest
+//!   bytes are in one piece.
+//! * A *live* byte of a piece is pending. All other bytes of the piece were overwritten, cut or drained. A piece
+//!   without live bytes is *dead*.
+//! * The *tail* is the file's last piece, which an append may extend.
 //!
 //! Invariants
 //! * `bytes` is the sum of the extents; each piece in `pieces` has `0 < live <= len`, and `live` bytes of extents.
@@ -46,6 +50,13 @@ pub(crate) struct PieceUse {
     pub len: u64,
     /// Number of its bytes that are pending.
     pub live: u64,
+}
+
+impl PieceUse {
+    /// Returns whether some bytes of the piece are not pending.
+    fn is_partial(&self) -> bool {
+        self.live < self.len
+    }
 }
 
 /// Result of laying the pieces of a file over each other: the newest bytes of each range, and the pieces that contain
@@ -106,14 +117,12 @@ impl Pending {
         drained_ranges: u32,
         last_write: LastWrite,
     ) -> Self {
-        let is_partial = |used: &PieceUse| used.live < used.len;
+        let uses = || layers.pieces.iter().map(|(_, used)| used);
+        let partial_count = uses().filter(|used| used.is_partial()).count();
+        let live_bytes = uses().map(|used| used.live).sum();
         let pending = Self {
-            partial: layers
-                .pieces
-                .iter()
-                .filter(|(_, used)| is_partial(used))
-                .count() as u32,
-            bytes: layers.pieces.iter().map(|(_, used)| used.live).sum(),
+            partial: partial_count as u32,
+            bytes: live_bytes,
             extents: layers.extents,
             pieces: layers.pieces,
             drained_ranges,
@@ -169,41 +178,39 @@ impl Pending {
         self.extents.insert(offset, extent, &mut |piece, bytes| {
             replaced.push((piece, bytes));
         });
-        let used = self.pieces.get(&extent.piece).copied().unwrap_or_default();
-        let used = PieceUse {
-            len: used.len + extent.len,
-            live: used.live + extent.len,
-        };
+        let mut used = self.pieces.get(&extent.piece).copied().unwrap_or_default();
+        used.len += extent.len;
+        used.live += extent.len;
         self.pieces.insert(extent.piece, used);
         self.bytes += extent.len;
         self.tail = Some(extent.piece);
-        let mut cancelled = 0;
+        let mut replaced_bytes = 0;
         for (piece, bytes) in replaced {
-            cancelled += bytes;
+            replaced_bytes += bytes;
             self.free_bytes(arena, piece, bytes);
         }
         self.check();
-        cancelled
+        replaced_bytes
     }
 
     /// Drops all extents of `range` with a sequence up to `sequence`. Returns the number of their bytes.
     pub(crate) fn cut(&mut self, arena: &Arena, range: Range<u64>, sequence: u64) -> u64 {
         let mut cut: Vec<(PieceRef, u64)> = Vec::new();
         self.extents.remove(range, &mut |_, extent| {
-            let takes = extent.sequence <= sequence;
-            if takes {
+            let is_cut = extent.sequence <= sequence;
+            if is_cut {
                 cut.push((extent.piece, extent.len));
             }
-            takes
+            is_cut
         });
         // This cut may have used the sequence of the tail, so later bytes need a new piece with a later sequence.
         self.tail = None;
-        let bytes = cut.iter().map(|(_, bytes)| bytes).sum();
+        let cut_bytes = cut.iter().map(|(_, bytes)| bytes).sum();
         for (piece, bytes) in cut {
             self.free_bytes(arena, piece, bytes);
         }
         self.check();
-        bytes
+        cut_bytes
     }
 
     /// Removes an extent that was drained. Its bytes in the slab remain in use until the caller caches or releases
@@ -227,13 +234,14 @@ impl Pending {
             .pieces
             .get_mut(&piece)
             .expect("an extent's piece is known");
-        let was_partial = used.live < used.len;
+        let was_partial = used.is_partial();
         used.live -= bytes;
         let is_dead = used.live == 0;
-        match (was_partial, is_dead) {
-            (false, false) => self.partial += 1,
-            (true, true) => self.partial -= 1,
-            _ => {}
+        // A dead piece does not count as partial.
+        if !was_partial && !is_dead {
+            self.partial += 1;
+        } else if was_partial && is_dead {
+            self.partial -= 1;
         }
         self.bytes -= bytes;
         if !is_dead {
@@ -254,19 +262,21 @@ impl Pending {
     /// Returns whether any piece would be partly pending after `drained` is drained. If so, the drained range must be
     /// in the journal: otherwise a recovery would count the whole piece as pending.
     pub(crate) fn would_leave_partial_pieces(&self, drained: &[(u64, Extent)]) -> bool {
-        let mut drained_bytes: HashMap<PieceRef, u64> = HashMap::new();
+        let mut bytes_by_piece: HashMap<PieceRef, u64> = HashMap::new();
         for (_, extent) in drained {
-            *drained_bytes.entry(extent.piece).or_default() += extent.len;
+            *bytes_by_piece.entry(extent.piece).or_default() += extent.len;
         }
-        let mut partial = self.partial;
-        for (piece, bytes) in &drained_bytes {
+        let mut partial_count = self.partial;
+        for (piece, drained_bytes) in &bytes_by_piece {
             let used = self.pieces.get(piece).expect("an extent's piece is known");
-            let was_partial = used.live < used.len;
-            let is_partial = used.live > *bytes;
-            partial += u32::from(is_partial && !was_partial);
-            partial -= u32::from(was_partial && !is_partial);
+            let would_remain_partial = used.live > *drained_bytes;
+            if would_remain_partial && !used.is_partial() {
+                partial_count += 1;
+            } else if used.is_partial() && !would_remain_partial {
+                partial_count -= 1;
+            }
         }
-        partial > 0
+        partial_count > 0
     }
 
     // ---- file id, drained ranges, tail -------------------------------------------------------
@@ -333,13 +343,13 @@ impl Pending {
 
     /// Records that bytes or the length change now. The caller then stores [`Pending::recorded_ns`] in the record of a
     /// piece.
-    pub(crate) fn note_write(&mut self) {
-        let now = Time::now_after(self.mtime).to_ns();
-        self.recorded_ns = now.max(self.recorded_ns.saturating_add(1));
+    pub(crate) fn record_write(&mut self) {
+        let now_ns = Time::now_after(self.mtime).to_ns();
+        self.recorded_ns = now_ns.max(self.recorded_ns.saturating_add(1));
         // If the clock was set back, `recorded_ns` is ahead of the clock. Programs then see the present time.
-        let is_now = self.recorded_ns - now <= FUTURE_NS_MAX;
-        let shown = if is_now { self.recorded_ns } else { now };
-        self.mtime = Some(Time::from_ns(shown));
+        let is_ahead = self.recorded_ns - now_ns > FUTURE_NS_MAX;
+        let shown_ns = if is_ahead { now_ns } else { self.recorded_ns };
+        self.mtime = Some(Time::from_ns(shown_ns));
     }
 
     /// Records that a client with direct access changed bytes at the time `modified`, which it has stored in its piece
@@ -348,12 +358,12 @@ impl Pending {
     /// Returns false if `modified` is impossible or earlier than the last write. The caller must then store
     /// [`Pending::recorded_ns`] in the piece record. An earlier time need not be an error: each write within one clock
     /// tick gets a slightly later time, and a client that begins its next slab may not know the latest of them.
-    pub(crate) fn note_client_write(&mut self, modified: u64) -> bool {
+    pub(crate) fn record_client_write(&mut self, modified: u64) -> bool {
         if modified == 0
             || modified > latest_ns()
             || modified.saturating_add(FUTURE_NS_MAX) < self.recorded_ns
         {
-            self.note_write();
+            self.record_write();
             return false;
         }
         let is_too_early = modified < self.recorded_ns;
@@ -397,25 +407,28 @@ impl Pending {
 
     fn assert_invariants(&self) {
         self.extents.assert_invariants();
-        let mut live: BTreeMap<PieceRef, u64> = BTreeMap::new();
+        let mut bytes_by_piece: BTreeMap<PieceRef, u64> = BTreeMap::new();
         for (_, extent) in self.extents.iter() {
-            *live.entry(extent.piece).or_default() += extent.len;
+            *bytes_by_piece.entry(extent.piece).or_default() += extent.len;
         }
-        let sum: u64 = live.values().sum();
+        let sum: u64 = bytes_by_piece.values().sum();
         assert_eq!(self.bytes, sum, "pending bytes are the sum of the extents");
         assert_eq!(
             self.pieces.len(),
-            live.len(),
+            bytes_by_piece.len(),
             "pieces are those of the extents"
         );
-        let mut partial: u32 = 0;
+        let mut partial_count: u32 = 0;
         for (piece, used) in self.pieces.iter() {
-            let bytes = live.get(piece).copied();
+            let bytes = bytes_by_piece.get(piece).copied();
             assert_eq!(bytes, Some(used.live), "pending bytes of {piece:?}");
             assert!(used.live <= used.len, "{piece:?} has {used:?}");
-            partial += u32::from(used.live < used.len);
+            partial_count += u32::from(used.is_partial());
         }
-        assert_eq!(self.partial, partial, "pieces that are partly pending");
+        assert_eq!(
+            self.partial, partial_count,
+            "pieces that are partly pending"
+        );
         assert!(
             self.bytes == 0 || self.file_id.is_some(),
             "pending bytes of a file without a file id"
@@ -425,13 +438,10 @@ impl Pending {
     /// Asserts that a recovery would find the time of the last write. Not called for a file with a grant, as its client
     /// may overwrite the piece records.
     pub(crate) fn assert_time(&self, arena: &Arena) {
-        let newest = self
-            .pieces
-            .iter()
-            .map(|(piece, _)| arena.modified(*piece))
-            .max();
+        let times = self.pieces.iter().map(|(piece, _)| arena.modified(*piece));
+        let latest_time = times.max();
         assert!(
-            newest.is_none_or(|newest| newest >= self.recorded_ns),
+            latest_time.is_none_or(|latest| latest >= self.recorded_ns),
             "no piece has the time of the last write"
         );
     }
@@ -478,7 +488,7 @@ mod tests {
 
         /// Publishes a piece and inserts its extent. Returns the extent and the number of bytes that it replaced.
         fn write(&mut self, offset: u64, len: u64) -> (Extent, u64) {
-            self.pending.note_write();
+            self.pending.record_write();
             let reserved = self.lease.reserve(1, offset, len).expect("room");
             let sequence = self.arena.next_sequence();
             let modified = self.pending.recorded_ns();
@@ -572,15 +582,15 @@ mod tests {
     #[test]
     fn times_of_writes_only_grow() {
         let mut pending = Pending::default();
-        pending.note_write();
+        pending.record_write();
         let first = pending.recorded_ns();
-        pending.note_write();
+        pending.record_write();
         assert!(pending.recorded_ns() > first);
         let last = pending.recorded_ns();
-        assert!(!pending.note_client_write(0), "no time is taken as now");
+        assert!(!pending.record_client_write(0), "no time is taken as now");
         assert!(pending.recorded_ns() > last);
         let next = pending.recorded_ns() + 1;
-        assert!(pending.note_client_write(next));
+        assert!(pending.record_client_write(next));
         assert_eq!(pending.recorded_ns(), next);
     }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use firn_arena::{Lease, PieceRef};
+use firn_arena::{Lease, NewPiece};
 use firn_backing::{Backing, Errno};
 use firn_format::memory_file::MEMORY_FILE_SLOTS_MAX;
 
@@ -52,13 +52,13 @@ impl<B: Backing> Room<B> {
     }
 
     /// Plans to settle a file if it is large enough and has no writer. The caller must not have the file's lock.
-    pub(crate) fn settle_later(&self, file: &Arc<File<B>>) {
+    pub(crate) fn queue_for_settling(&self, file: &Arc<File<B>>) {
         if !self.settles() {
             return;
         }
         {
             let state = file.lock();
-            let bytes = state.gapless_bytes();
+            let bytes = state.contiguous_bytes();
             if bytes < self.base.options.memory_file_bytes_min
                 || state.opens.has_writers()
                 || state.memory_file(&self.base.arena, bytes).is_some()
@@ -73,7 +73,7 @@ impl<B: Backing> Room<B> {
     /// Copies a chunk of a large closed file into a memory file, if there is one.
     pub fn settle_step(&self) -> SettleStep {
         let task = self.settle.task.lock().take();
-        let Some(mut task) = task.or_else(|| self.begin_next_task()) else {
+        let Some(mut task) = task.or_else(|| self.start_next_task()) else {
             self.base.arena.trim_memory_files(self.idle_bytes_max());
             self.wake_writers();
             return SettleStep::Idle { retry: None };
@@ -92,8 +92,9 @@ impl<B: Backing> Room<B> {
             }
             Ok(CopyResult::FileBusy) => self.base.arena.end_memory_file(&task.memory),
             Ok(CopyResult::NoRoom) => {
+                // The same chunk is tried again in a later step.
                 *self.settle.task.lock() = Some(task);
-                return self.make_room_to_settle();
+                return self.free_memory_file_slots();
             }
             Err(errno) => {
                 self.base.arena.end_memory_file(&task.memory);
@@ -106,10 +107,10 @@ impl<B: Backing> Room<B> {
 
     /// Frees the slots of memory files that no file uses. The next step follows at once if some slots were freed, and
     /// after [`ROOM_RETRY_EVERY`] otherwise.
-    fn make_room_to_settle(&self) -> SettleStep {
-        let returned = self.base.arena.trim_memory_files(0);
+    fn free_memory_file_slots(&self) -> SettleStep {
+        let freed_slots = self.base.arena.trim_memory_files(0);
         self.wake_writers();
-        if returned > 0 {
+        if freed_slots > 0 {
             return SettleStep::More;
         }
         SettleStep::Idle {
@@ -127,66 +128,60 @@ impl<B: Backing> Room<B> {
         self.base.arena.geometry().data_bytes() / IDLE_BYTES_DIVISOR
     }
 
-    /// Begins the next file that can be settled, with a memory file for it. Returns `None` if no file can.
-    fn begin_next_task(&self) -> Option<SettleTask<B>> {
-        // Each file is tried once. A file that cannot be settled now is planned again when it is opened or closed.
+    /// Starts to settle the next file that can be settled, in a new memory file. Returns `None` if there is no such
+    /// file.
+    fn start_next_task(&self) -> Option<SettleTask<B>> {
+        // Each file is tried once. A file that cannot be settled now is queued again when it is opened or closed.
         while let Some(file) = self.settle.waiting.pop() {
-            let (bytes, changes) = {
-                let state = file.lock();
-                let bytes = state.gapless_bytes();
-                if !state.may_be_settled() || state.memory_file(&self.base.arena, bytes).is_some() {
-                    continue;
-                }
-                (bytes, state.changes)
-            };
-            let slots = bytes.div_ceil(self.chunk_bytes());
-            if bytes < self.base.options.memory_file_bytes_min
-                || slots > u64::from(MEMORY_FILE_SLOTS_MAX)
-            {
-                continue;
-            }
-            match self.base.arena.begin_memory_file(slots as u32) {
-                Ok(Some(memory)) => {
-                    return Some(SettleTask {
-                        file,
-                        memory,
-                        changes,
-                        bytes,
-                        next_chunk: 0,
-                    });
-                }
-                Ok(None) => {}
-                Err(errno) => tracing::info!(%errno, "cannot make a memory file"),
+            if let Some(task) = self.start_task(file) {
+                return Some(task);
             }
         }
         None
+    }
+
+    /// Starts to settle a file. Returns `None` if the file is in use, too short or too long, is in a memory file
+    /// already, or if no memory file can be made for it.
+    fn start_task(&self, file: Arc<File<B>>) -> Option<SettleTask<B>> {
+        let (bytes, changes) = {
+            let state = file.lock();
+            let bytes = state.contiguous_bytes();
+            if !state.can_be_settled() || state.memory_file(&self.base.arena, bytes).is_some() {
+                return None;
+            }
+            (bytes, state.changes)
+        };
+        let slots = bytes.div_ceil(self.chunk_bytes());
+        if bytes < self.base.options.memory_file_bytes_min
+            || slots > u64::from(MEMORY_FILE_SLOTS_MAX)
+        {
+            return None;
+        }
+        match self.base.arena.begin_memory_file(slots as u32) {
+            Ok(memory) => Some(SettleTask {
+                file,
+                memory: memory?,
+                changes,
+                bytes,
+                next_chunk: 0,
+            }),
+            Err(errno) => {
+                tracing::info!(%errno, "cannot make a memory file");
+                None
+            }
+        }
     }
 
     /// Copies the next chunk of a file. The copy runs without the file's lock, from pinned slabs.
     fn copy_next_chunk(&self, task: &SettleTask<B>) -> Result<CopyResult, Errno> {
         let start = u64::from(task.next_chunk) * self.chunk_bytes();
         let range = start..task.bytes.min(start + self.chunk_bytes());
-        let arena = &self.base.arena;
         let Some(source) = self.pin_source(task, range.clone()) else {
             return Ok(CopyResult::FileBusy);
         };
-        let reserved_slots = arena.geometry().chunk_count / RESERVED_SLOTS_DIVISOR;
-        let copied = arena
-            .lease_memory_slot(&task.memory, task.next_chunk, reserved_slots)
-            .and_then(|lease| {
-                let Some(lease) = lease else {
-                    return Ok(None);
-                };
-                match self.copy_parts(&source, &lease, start) {
-                    Ok(()) => Ok(Some(lease)),
-                    Err(errno) => {
-                        arena.seal_slab(lease);
-                        Err(errno)
-                    }
-                }
-            });
+        let copied = self.copy_to_memory_slot(task, &source, start);
         for (_, extent) in &source.parts {
-            arena.unpin_slab(extent.piece.slab);
+            self.base.arena.unpin_slab(extent.piece.slab);
         }
         let Some(lease) = copied? else {
             return Ok(CopyResult::NoRoom);
@@ -194,21 +189,40 @@ impl<B: Backing> Room<B> {
         Ok(self.replace_by_copy(task, &source, lease, range))
     }
 
+    /// Copies a chunk, which begins at file offset `start`, to its slot of the memory file. Returns the lease of the
+    /// slot, or `None` if no slot is free, apart from those that are reserved for writers.
+    fn copy_to_memory_slot(
+        &self,
+        task: &SettleTask<B>,
+        source: &ChunkSource,
+        start: u64,
+    ) -> Result<Option<Lease>, Errno> {
+        let arena = &self.base.arena;
+        let reserved_slots = arena.geometry().chunk_count / RESERVED_SLOTS_DIVISOR;
+        let slot = arena.lease_memory_slot(&task.memory, task.next_chunk, reserved_slots)?;
+        let Some(lease) = slot else {
+            return Ok(None);
+        };
+        if let Err(errno) = self.copy_parts(source, &lease, start) {
+            arena.seal_slab(lease);
+            return Err(errno);
+        }
+        Ok(Some(lease))
+    }
+
     /// Returns the extents of a range of the task's file, with their slabs pinned. Returns `None` if the file was
     /// changed or is in use, or if some of the bytes are not in memory.
     fn pin_source(&self, task: &SettleTask<B>, range: Range<u64>) -> Option<ChunkSource> {
         let state = task.file.lock();
-        if state.changes != task.changes || !state.may_be_settled() {
+        if state.changes != task.changes || !state.can_be_settled() {
             return None;
         }
-        let source = state.source(range)?;
-        // Bytes in the spill file are not read back, because they would displace other bytes from memory.
-        let is_spilled = |(_, extent): &(u64, Extent)| {
-            let chunk = extent.piece.slab.chunk;
-            self.base.arena.is_spilled(chunk)
-        };
-        if source.parts.iter().any(is_spilled) {
-            return None;
+        let source = state.chunk_source(range)?;
+        for (_, extent) in &source.parts {
+            // Bytes in the spill file are not read back, because they would displace other bytes from memory.
+            if self.base.arena.is_spilled(extent.piece.slab.chunk) {
+                return None;
+            }
         }
         for (_, extent) in &source.parts {
             self.base.arena.pin_slab(extent.piece.slab);
@@ -219,11 +233,11 @@ impl<B: Backing> Room<B> {
     /// Copies the extents of a chunk, which begins at file offset `start`, into the leased slot.
     fn copy_parts(&self, source: &ChunkSource, lease: &Lease, start: u64) -> Result<(), Errno> {
         for (offset, extent) in &source.parts {
-            let from = (extent.piece.slab, extent.position);
-            let to = (offset - start) as u32;
+            let source_place = (extent.piece.slab, extent.position);
+            let slot_position = (offset - start) as u32;
             self.base
                 .arena
-                .copy_slab(from, lease, to, extent.len as usize)?;
+                .copy_slab(source_place, lease, slot_position, extent.len as usize)?;
         }
         Ok(())
     }
@@ -239,8 +253,8 @@ impl<B: Backing> Room<B> {
         let arena = &self.base.arena;
         let mut state = task.file.lock();
         let is_as_copied = state.changes == task.changes
-            && state.may_be_settled()
-            && state.source(range.clone()).as_ref() == Some(source);
+            && state.can_be_settled()
+            && state.chunk_source(range.clone()).as_ref() == Some(source);
         if is_as_copied {
             if source.is_pending {
                 self.publish_settled(&mut state, &mut lease, range.clone());
@@ -266,34 +280,27 @@ impl<B: Backing> Room<B> {
         let arena = &self.base.arena;
         let file_id = state.pending.file_id().expect("it has pending bytes");
         let len = range.end - range.start;
-        let room = lease
+        let reserved = lease
             .reserve(file_id.get(), range.start, len)
             .expect("the slot holds a chunk");
-        assert_eq!((room.position, u64::from(room.len)), (0, len));
+        assert_eq!((reserved.position, u64::from(reserved.len)), (0, len));
         let sequence = arena.next_sequence();
-        // A recovery takes the latest time of all pieces, so this piece gets the time of the last write.
-        let modified = state.pending.recorded_ns();
-        let piece = arena.publish_piece(
-            lease,
-            room,
-            firn_arena::NewPiece {
-                file_id: file_id.get(),
-                offset: range.start,
-                sequence,
-                modified,
-            },
-        );
+        let new_piece = NewPiece {
+            file_id: file_id.get(),
+            offset: range.start,
+            sequence,
+            // A recovery takes the latest time of all pieces, so this piece gets the time of the last write.
+            modified: state.pending.recorded_ns(),
+        };
+        let piece = arena.publish_piece(lease, reserved, new_piece);
         state.direct.invalidate_lists(arena);
-        state.pending.insert(
-            arena,
-            range.start,
-            Extent {
-                len,
-                piece,
-                position: 0,
-                sequence,
-            },
-        );
+        let extent = Extent {
+            len,
+            piece,
+            position: 0,
+            sequence,
+        };
+        state.pending.insert(arena, range.start, extent);
         // No write made this piece, so the next write must begin a new piece.
         state.pending.end_tail();
     }
@@ -302,19 +309,15 @@ impl<B: Backing> Room<B> {
     fn cache_settled(&self, state: &mut FileState<B>, lease: &Lease, range: Range<u64>) {
         let arena = &self.base.arena;
         let len = range.end - range.start;
-        let piece: PieceRef = arena.use_without_piece(lease, len);
-        let (sequence, total) = (0, &self.base.counters.cached_bytes);
+        let extent = Extent {
+            len,
+            piece: arena.use_without_piece(lease, len),
+            position: 0,
+            // Cached bytes are not ordered by sequences.
+            sequence: 0,
+        };
         state.direct.invalidate_lists(arena);
-        state.cache.insert(
-            arena,
-            total,
-            range.start,
-            Extent {
-                len,
-                piece,
-                position: 0,
-                sequence,
-            },
-        );
+        let cached_bytes = &self.base.counters.cached_bytes;
+        state.cache.insert(arena, cached_bytes, range.start, extent);
     }
 }

@@ -18,6 +18,14 @@ use crate::space::{LeaseSlot, Room};
 use crate::tables::Handle;
 use crate::{Done, Result};
 
+/// Result of [`Room::choose_file_to_drain`].
+struct DrainChoice<B: Backing> {
+    /// The file with the most pending bytes; `None` if no file can be drained now.
+    largest: Option<Arc<File<B>>>,
+    /// Error of a file that waits for its retry.
+    last_error: Option<Errno>,
+}
+
 impl<B: Backing> Room<B> {
     /// Leases a slab for the next bytes of a handle. The first slabs of a file are small, so that many small files fit;
     /// a large file gets whole chunks. If the arena has no space, begins to reclaim space and returns `None`.
@@ -30,13 +38,12 @@ impl<B: Backing> Room<B> {
         slot: &mut LeaseSlot<'_>,
         len: u64,
     ) -> Option<Lease> {
-        let expected = handle.written_bytes.load(Ordering::Relaxed) + len;
-        let class = self.base.class_for(expected);
-        if class == Class::Small {
-            let parked = self.space.parked.take_near(&self.base.arena);
-            if parked.is_some() {
-                return parked;
-            }
+        let expected_bytes = handle.written_bytes.load(Ordering::Relaxed) + len;
+        let class = self.base.class_for(expected_bytes);
+        if class == Class::Small
+            && let Some(parked_lease) = self.space.parked.take_near(&self.base.arena)
+        {
+            return Some(parked_lease);
         }
         let lease = self.base.arena.lease_slab(class).or_else(|| {
             slot.unlocked(|| self.evict_for(class));
@@ -56,7 +63,7 @@ impl<B: Backing> Room<B> {
         self.space.waiters.add(waiter);
         self.reclaim();
         // Space may have been freed after the caller's write failed and before this waiter was added.
-        self.space.note_room(&self.base.arena);
+        self.space.schedule_wake_if_room(&self.base.arena);
         self.drain.wake_all();
     }
 
@@ -96,7 +103,7 @@ impl<B: Backing> Room<B> {
             return;
         }
         // Checked after the spill file, because the last move may have ended since the caller found no space.
-        if self.space.note_room(&self.base.arena) {
+        if self.space.schedule_wake_if_room(&self.base.arena) {
             return self.drain.wake_all();
         }
         let waiters = self.space.waiters.take_all();
@@ -120,37 +127,47 @@ impl<B: Backing> Room<B> {
         if self.base.options.drain == DrainPolicy::Demand {
             return self.reclaim_on_demand();
         }
-        let files = self.open_files.files.all();
-        let now = Instant::now();
-        let mut largest: Option<(u64, Arc<File<B>>)> = None;
-        let mut errno = None;
-        for file in files {
-            let state = file.lock();
-            if state.pending.is_empty() {
-                continue;
-            }
-            match state.drain.failure() {
-                // A file that waits for its retry is not drained now, but its error is reported.
-                Some(failure) if failure.retry_at > now => errno = Some(failure.errno),
-                _ if largest
-                    .as_ref()
-                    .is_none_or(|(most, _)| state.pending.bytes() > *most) =>
-                {
-                    let pending = state.pending.bytes();
-                    drop(state);
-                    largest = Some((pending, file));
-                }
-                _ => {}
-            }
-        }
-        self.seal_leases_of(largest.as_ref().map(|(_, file)| file));
-        if let Some((_, file)) = largest {
+        let choice = self.choose_file_to_drain();
+        self.seal_leases_of(choice.largest.as_ref());
+        if let Some(file) = choice.largest {
             let mut state = file.lock();
             self.drain.force(&file, &mut state);
-        } else if !self.space.waiters.has_freed() && !self.space.note_room(&self.base.arena) {
+        } else if !self.space.waiters.has_freed()
+            && !self.space.schedule_wake_if_room(&self.base.arena)
+        {
             // No file can be drained now: each file with held data waits for its retry.
-            self.fail_waiting_writers(errno.unwrap_or(Errno::NOSPC));
+            self.fail_waiting_writers(choice.last_error.unwrap_or(Errno::NOSPC));
         }
+    }
+
+    /// Chooses the file with the most pending bytes, of those that can be drained now.
+    fn choose_file_to_drain(&self) -> DrainChoice<B> {
+        let files = self.open_files.files.all();
+        let now = Instant::now();
+        let mut largest_bytes = 0;
+        let mut choice = DrainChoice {
+            largest: None,
+            last_error: None,
+        };
+        for file in files {
+            let state = file.lock();
+            let pending_bytes = state.pending.bytes();
+            let failure = state.drain.failure();
+            drop(state);
+            if pending_bytes == 0 {
+                continue;
+            }
+            if let Some(failure) = failure
+                && failure.retry_at > now
+            {
+                // A file that waits for its retry is not drained now, but its error is reported.
+                choice.last_error = Some(failure.errno);
+            } else if pending_bytes > largest_bytes {
+                largest_bytes = pending_bytes;
+                choice.largest = Some(file);
+            }
+        }
+        choice
     }
 
     /// Seals the leases of `file`, and all leases that no thread is using, so that their slabs can be freed.
@@ -169,7 +186,7 @@ impl<B: Backing> Room<B> {
     fn reclaim_on_demand(&self) {
         self.seal_leases_of(None);
         self.evict_for(Class::Small);
-        if !self.space.waiters.has_freed() && !self.space.note_room(&self.base.arena) {
+        if !self.space.waiters.has_freed() && !self.space.schedule_wake_if_room(&self.base.arena) {
             self.fail_waiting_writers(Errno::NOSPC);
         }
     }

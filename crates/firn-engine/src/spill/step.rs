@@ -8,6 +8,7 @@ use firn_protocol::path::BytePath;
 
 use super::{SpillStep, Waker};
 use crate::counters::Decision;
+use crate::extents::Extent;
 use crate::space::Room;
 
 impl<B: Backing> Room<B> {
@@ -45,34 +46,33 @@ impl<B: Backing> Room<B> {
             self.wake_writers();
             return SpillStep::More;
         }
-        match self
-            .base
-            .arena
-            .spill_oldest(&|chunk| self.invalidate_lists_of_chunk(chunk))
-        {
-            Ok(spilled @ (Spilled::Chunk(_) | Spilled::Again)) => {
-                if let Spilled::Chunk(chunk) = spilled {
-                    self.base.counters.drain_decisions.count(Decision::Spilled);
-                    tracing::debug!(chunk, "drain: spilled");
-                }
-                self.spill.note_success();
-                self.wake_writers();
+        let invalidate_lists = |chunk| self.invalidate_lists_of_chunk(chunk);
+        let step = match self.base.arena.spill_oldest(&invalidate_lists) {
+            Ok(Spilled::Chunk(chunk)) => {
+                self.base.counters.drain_decisions.count(Decision::Spilled);
+                tracing::debug!(chunk, "drain: spilled");
+                self.spill.record_success();
+                SpillStep::More
+            }
+            Ok(Spilled::Again) => {
+                self.spill.record_success();
                 SpillStep::More
             }
             Ok(Spilled::Nothing) => {
-                if used == self.base.arena.geometry().chunk_count && self.seal_for_spill() {
+                let is_memory_full = used == self.base.arena.geometry().chunk_count;
+                if is_memory_full && self.seal_for_spill() {
+                    // No memory is free yet, so no writer is woken.
                     return SpillStep::More;
                 }
-                self.wake_writers();
                 SpillStep::IDLE
             }
-            Err(errno) => {
-                let retry = self.spill_failed(errno);
-                // Waiting writers must not wait for a disk that fails.
-                self.wake_writers();
-                SpillStep::Idle { retry: Some(retry) }
-            }
-        }
+            Err(errno) => SpillStep::Idle {
+                retry: Some(self.record_spill_failure(errno)),
+            },
+        };
+        // Waiting writers are woken after a failure too, because they must not wait for a disk that fails.
+        self.wake_writers();
+        step
     }
 
     /// Makes lists of direct readers that refer to this chunk invalid, so that the readers request new lists.
@@ -80,28 +80,25 @@ impl<B: Backing> Room<B> {
         if !self.intake.grants.has_lists() {
             return;
         }
-        let files = self.open_files.files.all();
-        for file in files {
+        for file in self.open_files.files.all() {
             let mut state = file.lock();
-            let mut extents = state
-                .pending
-                .extents()
-                .iter()
-                .chain(state.cache.extents().iter());
-            if state.direct.has_lists()
-                && extents.any(|(_, extent)| extent.piece.slab.chunk == chunk)
-            {
-                drop(extents);
+            if !state.direct.has_lists() {
+                continue;
+            }
+            let is_in_chunk = |(_, extent): (u64, Extent)| extent.piece.slab.chunk == chunk;
+            let uses_chunk = state.pending.extents().iter().any(is_in_chunk)
+                || state.cache.extents().iter().any(is_in_chunk);
+            if uses_chunk {
                 state.direct.invalidate_lists(&self.base.arena);
             }
         }
     }
 
-    /// Records a failure of the disk. Returns the time until the next try.
-    fn spill_failed(&self, errno: Errno) -> Duration {
+    /// Records a failure of the disk, also for the status of the mount. Returns the time until the next try.
+    fn record_spill_failure(&self, errno: Errno) -> Duration {
         let spill_path = &self.base.arena.superblock().spill_path;
         let path: BytePath = spill_path.as_slice().into();
-        let (count, wait) = self.spill.note_failure();
+        let (count, wait) = self.spill.record_failure();
         tracing::warn!(%path, %errno, count, "spilling failed; the data stays in memory");
         self.base.errors.record(
             spill_path.clone(),
@@ -114,7 +111,7 @@ impl<B: Backing> Room<B> {
     /// Returns whether spilling will free memory, so that writers can wait for that. Wakes the thread that spills.
     pub(crate) fn spill_makes_room(&self) -> bool {
         let makes_room =
-            !self.spill.fails() && (self.base.arena.can_spill() || self.seal_for_spill());
+            !self.spill.has_failed() && (self.base.arena.can_spill() || self.seal_for_spill());
         if makes_room {
             self.spill.wake();
         }
@@ -124,12 +121,11 @@ impl<B: Backing> Room<B> {
     /// Seals leases that no thread uses at this moment, so that their chunks can move. Returns whether any chunk can
     /// move.
     fn seal_for_spill(&self) -> bool {
-        if self
-            .base
-            .arena
-            .spill_figures()
-            .is_none_or(|figures| figures.used_bytes == figures.bytes)
-        {
+        let Some(figures) = self.base.arena.spill_figures() else {
+            return false;
+        };
+        let is_spill_file_full = figures.used_bytes == figures.bytes;
+        if is_spill_file_full {
             return false;
         }
         self.space.parked.seal_all(&self.base.arena);
