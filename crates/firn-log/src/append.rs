@@ -51,7 +51,7 @@ impl<B: Backing> Appender<B> {
 
     /// Appends `bytes` and returns their position. After an error they do not count, and the next bytes take their
     /// place.
-    pub(crate) fn append(&self, base: &B, bytes: &[u8]) -> Result<u64> {
+    pub(crate) fn append(&self, backing: &B, bytes: &[u8]) -> Result<u64> {
         let mut state = self.state.lock();
         let offset_in_batch = state.bytes.len() as u64;
         state.bytes.extend_from_slice(bytes);
@@ -68,7 +68,7 @@ impl<B: Backing> Appender<B> {
             let bytes = std::mem::take(&mut state.bytes);
             let batch = std::mem::take(&mut state.batch);
             let end = state.end;
-            let result = state.unlocked(|| own::write_all(base, &self.file, &bytes, end));
+            let result = state.unlocked(|| own::write_all(backing, &self.file, &bytes, end));
             debug_assert_eq!(state.end, end, "one batch is written at a time");
             if result.is_ok() {
                 state.end += bytes.len() as u64;
@@ -80,17 +80,17 @@ impl<B: Backing> Appender<B> {
     }
 
     /// Starts writing the appended bytes to the device, without waiting for that.
-    pub(crate) fn begin_sync(&self, base: &B) {
+    pub(crate) fn begin_sync(&self, backing: &B) {
         let unsynced = {
             let state = self.state.lock();
             state.clean_end..state.end
         };
-        base.advise(&self.file, unsynced, PageAdvice::WriteOut);
+        backing.advise(&self.file, unsynced, PageAdvice::WriteOut);
     }
 
     /// Makes the appended bytes durable. Returns false if they were durable before, or another thread's sync made them
     /// durable.
-    pub(crate) fn sync(&self, base: &B) -> Result<bool> {
+    pub(crate) fn sync(&self, backing: &B) -> Result<bool> {
         let end = {
             let state = self.state.lock();
             if state.end <= state.clean_end {
@@ -98,7 +98,7 @@ impl<B: Backing> Appender<B> {
             }
             state.end
         };
-        base.sync(&self.file, true)?;
+        backing.sync(&self.file, true)?;
         let mut state = self.state.lock();
         let has_synced_more = end > state.synced;
         state.synced = state.synced.max(end);

@@ -8,7 +8,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::frame::{Span, is_valid_span};
-use crate::resolve::{Key, Layer, Place, WriterId};
+use crate::resolve::{ChangeKey, Layer, LogLocation, WriterId};
 use crate::run::Run;
 
 /// An encoder ends a block when the block has at least this many bytes.
@@ -41,13 +41,13 @@ pub struct LastLayer {
 }
 
 impl LastLayer {
-    fn of(layer: &Layer) -> Self {
+    fn from_layer(layer: &Layer) -> Self {
         Self {
             offset: layer.run.offset(),
             len: layer.run.len(),
             epoch: layer.key.epoch,
             frame: layer.key.frame,
-            position: layer.place.map_or(0, |place| place.position),
+            position: layer.location.map_or(0, |location| location.position),
         }
     }
 }
@@ -95,7 +95,7 @@ impl LayerEncoder {
     /// Adds a layer, whose offset must not be lower than that of the layer before.
     pub fn push(&mut self, layer: &Layer) {
         debug_assert!(layer.run.offset() >= self.before.offset);
-        let before = std::mem::replace(&mut self.before, LastLayer::of(layer));
+        let before = std::mem::replace(&mut self.before, LastLayer::from_layer(layer));
         let stored = StoredLayer {
             offset: self.before.offset - before.offset,
             len: distance_between(before.len, self.before.len),
@@ -103,14 +103,16 @@ impl LayerEncoder {
             more: layer.run.count() - 1,
             epoch: distance_between(before.epoch, self.before.epoch),
             frame: distance_between(before.frame, self.before.frame),
-            log: layer.place.map_or(0, |place| u64::from(place.log) + 1),
+            log: layer
+                .location
+                .map_or(0, |location| u64::from(location.log) + 1),
             position: distance_between(before.position, self.before.position),
         };
         self.append(&stored);
     }
 }
 
-/// Decodes a block of layers, all of one writer. Ends with [`Damaged`] at bytes that are no layer.
+/// Decodes a block of layers, all of one writer. Ends with [`DamagedBlock`] at bytes that are no layer.
 pub struct LayerDecoder<T> {
     bytes: T,
     /// Position of the next entry in the block.
@@ -121,7 +123,7 @@ pub struct LayerDecoder<T> {
 
 /// Error for bytes that no encoder made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Damaged;
+pub struct DamagedBlock;
 
 impl<T: AsRef<[u8]>> LayerDecoder<T> {
     /// Makes a decoder of a block.
@@ -144,36 +146,36 @@ impl<T: AsRef<[u8]>> LayerDecoder<T> {
         let len = advance(before.len, stored.len);
         let run = Run::from_stored(offset, len, stored.gap, stored.more)?;
         let position = advance(before.position, stored.position);
-        let place = match stored.log.checked_sub(1) {
+        let location = match stored.log.checked_sub(1) {
             None => None,
             Some(log) => {
                 position.checked_add(run.bytes())?;
                 let log = u32::try_from(log).ok()?;
-                Some(Place { log, position })
+                Some(LogLocation { log, position })
             }
         };
         let layer = Layer {
-            key: Key {
+            key: ChangeKey {
                 epoch: advance(before.epoch, stored.epoch),
                 writer: self.writer,
                 frame: advance(before.frame, stored.frame),
             },
             run,
-            place,
+            location,
         };
-        self.before = LastLayer::of(&layer);
+        self.before = LastLayer::from_layer(&layer);
         Some(layer)
     }
 }
 
 impl<T: AsRef<[u8]>> Iterator for LayerDecoder<T> {
-    type Item = Result<Layer, Damaged>;
+    type Item = Result<Layer, DamagedBlock>;
 
     fn next(&mut self) -> Option<Self::Item> {
         if self.position >= self.bytes.as_ref().len() {
             return None;
         }
-        let decoded = self.decode().ok_or(Damaged);
+        let decoded = self.decode().ok_or(DamagedBlock);
         if decoded.is_err() {
             self.position = self.bytes.as_ref().len();
         }
@@ -212,8 +214,8 @@ impl SpanEncoder {
     }
 }
 
-/// Decodes the spans of a block, each with the position of its frame. Ends with [`Damaged`] at bytes that are no span.
-pub fn decode_spans(bytes: &[u8]) -> impl Iterator<Item = Result<(u64, Span), Damaged>> {
+/// Decodes the spans of a block, each with the position of its frame. Ends with [`DamagedBlock`] at bytes that are no span.
+pub fn decode_spans(bytes: &[u8]) -> impl Iterator<Item = Result<(u64, Span), DamagedBlock>> {
     let mut rest = bytes;
     let mut before = 0u64;
     std::iter::from_fn(move || {
@@ -236,7 +238,7 @@ pub fn decode_spans(bytes: &[u8]) -> impl Iterator<Item = Result<(u64, Span), Da
             (rest, before) = (remaining, frame);
             is_valid_span(&span).then_some((frame, span))
         };
-        let decoded = decode().ok_or(Damaged);
+        let decoded = decode().ok_or(DamagedBlock);
         if decoded.is_err() {
             rest = &[];
         }
@@ -254,21 +256,21 @@ mod tests {
 
     fn any_layer() -> impl Strategy<Value = Layer> {
         let run = (0u64..1 << 50, 1u64..1 << 20, 0u64..1 << 20, 1u64..100);
-        let place = proptest::option::of((any::<u32>(), 0u64..1 << 60));
-        (run, any::<u64>(), any::<u64>(), place).prop_map(|(run, epoch, frame, place)| {
+        let location = proptest::option::of((any::<u32>(), 0u64..1 << 60));
+        (run, any::<u64>(), any::<u64>(), location).prop_map(|(run, epoch, frame, location)| {
             let (offset, len, gap, count) = run;
             let pieces = (0..count).map(|number| Piece {
                 offset: offset + (len + gap) * number,
                 len,
             });
             Layer {
-                key: Key {
+                key: ChangeKey {
                     epoch,
                     writer: WRITER,
                     frame,
                 },
                 run: find_runs(pieces)[0],
-                place: place.map(|(log, position)| Place { log, position }),
+                location: location.map(|(log, position)| LogLocation { log, position }),
             }
         })
     }
@@ -282,7 +284,7 @@ mod tests {
                 encoder.push(layer);
             }
             let block = encoder.take().expect("a block");
-            let decoded: Result<Vec<Layer>, Damaged> = LayerDecoder::new(block, WRITER).collect();
+            let decoded: Result<Vec<Layer>, DamagedBlock> = LayerDecoder::new(block, WRITER).collect();
             prop_assert_eq!(decoded, Ok(layers));
             prop_assert_eq!(encoder.take(), None);
         }

@@ -32,13 +32,13 @@ use firn_backing::{Backing, DataPart, Errno, Result, Time};
 use firn_hosts::own;
 use parking_lot::Condvar;
 
-pub(crate) use self::read::Unreadable;
+pub(crate) use self::read::UnreadableRange;
 
 use self::ahead::ReadAhead;
 use self::view::{IndexState, View};
 use crate::frame::{Change, Cut};
 use crate::names::Writer;
-use crate::resolve::{Layers, Segment, WriterId};
+use crate::resolve::{LayersInRange, Segment, WriterId};
 use crate::run::Piece;
 use crate::seal::{CLOSING, Seal};
 use crate::table::{BlockCache, TableError, TableResult};
@@ -65,7 +65,7 @@ pub enum ChangeError {
 }
 
 /// Result of a change of a container.
-pub type Changed = std::result::Result<(), ChangeError>;
+pub type ChangeResult = std::result::Result<(), ChangeError>;
 
 /// One container, as this host sees it.
 pub struct Container<B: Backing> {
@@ -195,18 +195,18 @@ pub(crate) fn next_change() -> u64 {
 }
 
 impl<B: Backing> Container<B> {
-    /// Opens the container `name` in the directory `dir` for `host`, and reads its indexes. The first `base_bytes`
+    /// Opens the container `name` in the directory `dir` for `host`, and reads its indexes. The first `plain_bytes`
     /// bytes of the plain file count.
     pub fn open(
-        base: &B,
+        backing: &B,
         dir: B::Inode,
         name: &str,
         host: &str,
-        base_bytes: u64,
+        plain_bytes: u64,
         memory: &Arc<Memory>,
     ) -> Result<Self> {
-        let container = Self::open_unread(dir, name, host, base_bytes, memory);
-        container.take_epoch(base)?;
+        let container = Self::open_unread(dir, name, host, plain_bytes, memory);
+        container.refresh_and_raise_epoch(backing)?;
         Ok(container)
     }
 
@@ -215,10 +215,10 @@ impl<B: Backing> Container<B> {
         dir: B::Inode,
         name: &str,
         host: &str,
-        base_bytes: u64,
+        plain_bytes: u64,
         memory: &Arc<Memory>,
     ) -> Self {
-        Self::with_view(dir, name, host, memory, View::new(base_bytes))
+        Self::with_view(dir, name, host, memory, View::new(plain_bytes))
     }
 
     /// Sets this host's turn, which selects the lane of its files.
@@ -256,8 +256,8 @@ impl<B: Backing> Container<B> {
     }
 
     /// Sets the length of the file below this container.
-    pub(crate) fn set_base(&self, bytes: u64) {
-        self.view.lock().resolver.set_base(bytes);
+    pub(crate) fn set_plain_bytes(&self, bytes: u64) {
+        self.view.lock().resolver.set_plain_bytes(bytes);
     }
 
     /// Returns a number that grows each time this host finds that other hosts have changed the file.
@@ -265,7 +265,7 @@ impl<B: Backing> Container<B> {
         self.last_change.load(Ordering::Acquire)
     }
 
-    fn note_change_by_others(&self) {
+    fn record_change_by_others(&self) {
         self.last_change.fetch_max(next_change(), Ordering::AcqRel);
     }
 
@@ -280,7 +280,7 @@ impl<B: Backing> Container<B> {
     }
 
     /// Logs a fault and stores it for [`Container::take_fault`].
-    fn note_fault(&self, fault: String) {
+    fn record_fault(&self, fault: String) {
         tracing::debug!("{fault}");
         *self.fault.lock() = Some(fault);
     }
@@ -300,19 +300,19 @@ impl<B: Backing> Container<B> {
 
     /// Records `time` as the file's modification time. While the file is flattened, the plain file takes its time from
     /// these records ([`crate::times`]).
-    pub(crate) fn add_time(&self, base: &B, time: Time) -> Result<()> {
+    pub(crate) fn add_time(&self, backing: &B, time: Time) -> Result<()> {
         let last_number = (*self.time.lock()).map(|(number, _)| number);
-        let added = times::add(base, &self.dir, last_number, time)?;
-        self.note_time(added.number, added.record);
+        let added = times::add(backing, &self.dir, last_number, time)?;
+        self.store_known_time(added.number, added.record);
         Ok(())
     }
 
     /// Notes that the container is removed, so that the plain file's own time counts.
     pub(crate) fn end_time(&self) {
-        self.note_time(u64::MAX, Record::End);
+        self.store_known_time(u64::MAX, Record::End);
     }
 
-    fn note_time(&self, number: u64, record: Record) {
+    fn store_known_time(&self, number: u64, record: Record) {
         let mut last_record = self.time.lock();
         if last_record.is_none_or(|(last, _)| last < number) {
             *last_record = Some((number, record));
@@ -322,8 +322,8 @@ impl<B: Backing> Container<B> {
     /// Refreshes the container, and orders this host's later changes after all that other hosts have published.
     ///
     /// Called when the file is opened for writing, and after it was synced.
-    pub fn take_epoch(&self, base: &B) -> Result<()> {
-        self.refresh(base)?;
+    pub fn refresh_and_raise_epoch(&self, backing: &B) -> Result<()> {
+        self.refresh(backing)?;
         self.raise_epoch();
         Ok(())
     }
@@ -337,12 +337,12 @@ impl<B: Backing> Container<B> {
 
     /// Appends `parts` to this host's log with one frame. The parts are not empty and do not overlap. After an error
     /// none of them counts.
-    pub fn write(&self, base: &B, parts: &[DataPart<'_>]) -> Changed {
-        let own_log = self.own_log(base)?;
-        let appended = own_log.write(base, self.epoch.load(Ordering::Acquire), parts)?;
+    pub fn write(&self, backing: &B, parts: &[DataPart<'_>]) -> ChangeResult {
+        let own_log = self.own_log(backing)?;
+        let appended = own_log.write(backing, self.epoch.load(Ordering::Acquire), parts)?;
         let bytes = parts.iter().map(DataPart::len).sum();
         self.own_bytes.fetch_add(bytes, Ordering::Relaxed);
-        self.add_appended(base, &own_log, appended)
+        self.add_appended(backing, &own_log, appended)
     }
 
     /// Returns how many bytes this host has written to logs since it opened the container.
@@ -352,38 +352,41 @@ impl<B: Backing> Container<B> {
 
     /// Sets the length of the file, while other hosts may write. A cut does not hide writes that this host has not
     /// seen. If the file has that length already, nothing is recorded.
-    pub fn set_len(&self, base: &B, len: u64) -> Changed {
-        let seen = self.refresh_before_resize(base)?;
+    pub fn set_len(&self, backing: &B, len: u64) -> ChangeResult {
+        let seen = self.refresh_before_resize(backing)?;
         if len >= self.len() {
-            return self.grow_seen(base, len);
+            return self.grow_seen(backing, len);
         }
-        let own_log = self.own_log(base)?;
+        let own_log = self.own_log(backing)?;
         for part in (Cut { len, seen }).split() {
-            let appended =
-                own_log.note(base, self.epoch.load(Ordering::Acquire), Change::Cut(part))?;
-            self.add_appended(base, &own_log, appended)?;
+            let appended = own_log.note(
+                backing,
+                self.epoch.load(Ordering::Acquire),
+                Change::Cut(part),
+            )?;
+            self.add_appended(backing, &own_log, appended)?;
         }
-        match self.update_len(base) {
-            Err(TableError::Damaged) => Ok(self.rebuild_view(base, None)?),
+        match self.update_len(backing) {
+            Err(TableError::Damaged) => Ok(self.rebuild_view(backing, None)?),
             updated => Ok(updated.map_err(Errno::from)?),
         }
     }
 
     /// Extends the file to at least `len` bytes, if it is shorter.
-    pub fn grow(&self, base: &B, len: u64) -> Changed {
-        self.refresh_before_resize(base)?;
-        self.grow_seen(base, len)
+    pub fn grow(&self, backing: &B, len: u64) -> ChangeResult {
+        self.refresh_before_resize(backing)?;
+        self.grow_seen(backing, len)
     }
 
     /// Extends the file as [`Container::grow`] does, after the caller has refreshed the container.
-    fn grow_seen(&self, base: &B, len: u64) -> Changed {
+    fn grow_seen(&self, backing: &B, len: u64) -> ChangeResult {
         if len <= self.len() {
             return Ok(());
         }
-        let own_log = self.own_log(base)?;
+        let own_log = self.own_log(backing)?;
         let epoch = self.epoch.load(Ordering::Acquire);
-        let appended = own_log.note(base, epoch, Change::Grown(len))?;
-        self.add_appended(base, &own_log, appended)
+        let appended = own_log.note(backing, epoch, Change::Grown(len))?;
+        self.add_appended(backing, &own_log, appended)
     }
 
     /// Refreshes the container so that all earlier changes are seen, and returns how far each other host's index was
@@ -391,33 +394,33 @@ impl<B: Backing> Container<B> {
     ///
     /// A client may cache a listing for a moment, but lists again after its own change. So this host first makes a
     /// change: it touches a file.
-    fn refresh_before_resize(&self, base: &B) -> Result<BTreeMap<Writer, u64>> {
-        own::force_fresh_listing(base, &self.dir, &format!("look-{}", self.host))?;
-        let offsets = self.refresh_until_stable(base)?;
+    fn refresh_before_resize(&self, backing: &B) -> Result<BTreeMap<Writer, u64>> {
+        own::force_fresh_listing(backing, &self.dir, &format!("look-{}", self.host))?;
+        let offsets = self.refresh_until_stable(backing)?;
         self.raise_epoch();
         Ok(offsets)
     }
 
     /// Makes the bytes of `piece` zero, as far as the file reaches.
-    pub fn zero(&self, base: &B, piece: Piece) -> Changed {
-        let own_log = self.own_log(base)?;
+    pub fn zero(&self, backing: &B, piece: Piece) -> ChangeResult {
+        let own_log = self.own_log(backing)?;
         let change = Change::Zeroed(piece);
-        let appended = own_log.note(base, self.epoch.load(Ordering::Acquire), change)?;
-        self.add_appended(base, &own_log, appended)
+        let appended = own_log.note(backing, self.epoch.load(Ordering::Acquire), change)?;
+        self.add_appended(backing, &own_log, appended)
     }
 
     /// Makes this host's changes durable and visible to other hosts, and reads what other hosts have published.
-    pub fn sync(&self, base: &B) -> Result<()> {
-        self.sync_own(base)?;
-        self.take_epoch(base)
+    pub fn sync(&self, backing: &B) -> Result<()> {
+        self.sync_own(backing)?;
+        self.refresh_and_raise_epoch(backing)
     }
 
     /// Makes this host's changes durable and visible to other hosts.
-    pub(crate) fn sync_own(&self, base: &B) -> Result<()> {
+    pub(crate) fn sync_own(&self, backing: &B) -> Result<()> {
         if let Some(own_log) = self.existing_own_log() {
-            let appended = own_log.sync(base, self.epoch.load(Ordering::Acquire))?;
+            let appended = own_log.sync(backing, self.epoch.load(Ordering::Acquire))?;
             if let Some(appended) = appended {
-                self.note_appended(&own_log, appended);
+                self.add_to_view(&own_log, appended);
             }
         }
         Ok(())
@@ -429,16 +432,16 @@ impl<B: Backing> Container<B> {
     }
 
     /// Returns how many bytes of the file below this container count.
-    pub(crate) fn base_end(&self) -> u64 {
-        self.view.lock().resolver.base_end()
+    pub(crate) fn visible_plain_bytes(&self) -> u64 {
+        self.view.lock().resolver.visible_plain_bytes()
     }
 
     /// Returns the segments of the walk's next step, in order and without gaps. Empty at the end of the walk or of the
     /// file.
-    pub fn find_next(&self, base: &B, walk: &mut Walk) -> Result<Vec<Segment>> {
+    pub fn find_next(&self, backing: &B, walk: &mut Walk) -> Result<Vec<Segment>> {
         for _ in 0..REBUILDS_MAX {
-            match self.find_next_part(base, walk) {
-                Err(TableError::Damaged) => self.rebuild_view(base, None)?,
+            match self.find_next_part(backing, walk) {
+                Err(TableError::Damaged) => self.rebuild_view(backing, None)?,
                 outcome => return Ok(outcome?),
             }
         }
@@ -449,11 +452,11 @@ impl<B: Backing> Container<B> {
     ///
     /// A step with more pieces than memory has room for is halved until it fits. After a step with few pieces the next
     /// one is twice as long.
-    fn find_next_part(&self, base: &B, walk: &mut Walk) -> TableResult<Vec<Segment>> {
+    fn find_next_part(&self, backing: &B, walk: &mut Walk) -> TableResult<Vec<Segment>> {
         loop {
             let mut range = walk.next_range();
             let pieces_max = self.memory.pieces_max();
-            let mut layers = Layers::new(match range.end - range.start {
+            let mut layers = LayersInRange::new(match range.end - range.start {
                 // The shortest step cannot be halved, so it may hold any number of pieces.
                 ..=WALK_BYTES_MIN => u64::MAX,
                 _ => pieces_max,
@@ -472,7 +475,7 @@ impl<B: Backing> Container<B> {
                 )
             };
             for table in tables.iter() {
-                fits = fits && table.collect(base, &self.memory.blocks, &range, &mut layers)?;
+                fits = fits && table.collect(backing, &self.memory.blocks, &range, &mut layers)?;
             }
             if !fits {
                 walk.step = (walk.step.min(range.end - range.start) / 2).max(WALK_BYTES_MIN);
@@ -513,7 +516,7 @@ impl<B: Backing> Container<B> {
     }
 
     /// Returns this host's logs, and creates them at its first write.
-    fn own_log(&self, base: &B) -> std::result::Result<Arc<OwnLog<B>>, ChangeError> {
+    fn own_log(&self, backing: &B) -> std::result::Result<Arc<OwnLog<B>>, ChangeError> {
         if self.view.lock().seal.is_some() {
             return Err(ChangeError::Sealed);
         }
@@ -524,7 +527,7 @@ impl<B: Backing> Container<B> {
                 OwnState::Making => own.wait(&self.own_log_made),
                 OwnState::None => {
                     *own = OwnState::Making;
-                    let created = own.unlocked(|| self.create_own_log(base));
+                    let created = own.unlocked(|| self.create_own_log(backing));
                     *own = match &created {
                         Ok(own_log) => OwnState::Made(Arc::clone(own_log)),
                         Err(_) => OwnState::None,
@@ -537,13 +540,20 @@ impl<B: Backing> Container<B> {
     }
 
     /// Creates logs and an index for a new life of this host, numbered one above its last life in the container.
-    fn create_own_log(&self, base: &B) -> Result<Arc<OwnLog<B>>> {
-        let names = own::list(base, &self.dir)?;
-        let lives = names.iter().filter_map(|(name, ..)| Writer::of_any(name));
+    fn create_own_log(&self, backing: &B) -> Result<Arc<OwnLog<B>>> {
+        let names = own::list(backing, &self.dir)?;
+        let lives = names
+            .iter()
+            .filter_map(|(name, ..)| Writer::from_any_name(name));
         let own_lives = lives.filter(|writer| writer.host() == self.host);
         let last_life = own_lives.map(|writer| writer.id().life).max().unwrap_or(0);
         let writer = Writer::new(&self.host, last_life + 1);
-        let own_log = Arc::new(OwnLog::create(base, &self.dir, writer.clone(), self.turn)?);
+        let own_log = Arc::new(OwnLog::create(
+            backing,
+            &self.dir,
+            writer.clone(),
+            self.turn,
+        )?);
         let state = IndexState::new(writer.clone(), true);
         self.view.lock().indexes.insert(writer.id(), state);
         Ok(own_log)
@@ -553,20 +563,20 @@ impl<B: Backing> Container<B> {
     ///
     /// Race: another host may seal the container meanwhile. That host puts `closing` before it measures the indexes. So
     /// a frame that was appended before `closing` appeared counts, also if its host was taken for dead.
-    fn add_appended(&self, base: &B, own_log: &OwnLog<B>, appended: Appended) -> Changed {
-        let is_closing = own::find(base, &self.dir, OsStr::new(CLOSING))?.is_some();
+    fn add_appended(&self, backing: &B, own_log: &OwnLog<B>, appended: Appended) -> ChangeResult {
+        let is_closing = own::find(backing, &self.dir, OsStr::new(CLOSING))?.is_some();
         if is_closing || self.view.lock().seal.is_some() {
             return Err(ChangeError::Sealed);
         }
-        let is_due = self.note_appended(own_log, appended);
+        let is_due = self.add_to_view(own_log, appended);
         if is_due {
-            self.sort(base, &own_log.writer, self.memory.own_sort_threshold());
+            self.sort(backing, &own_log.writer, self.memory.own_sort_threshold());
         }
         Ok(())
     }
 
     /// Adds an appended frame to the view. Returns whether this host's index has enough unsorted bytes to be sorted.
-    fn note_appended(&self, own_log: &OwnLog<B>, appended: Appended) -> bool {
+    fn add_to_view(&self, own_log: &OwnLog<B>, appended: Appended) -> bool {
         let Appended {
             frame,
             offset,

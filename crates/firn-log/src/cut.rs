@@ -27,9 +27,9 @@ pub struct Limit {
 /// Invariant: `until` and `len` both grow from one limit to the next. A limit is left out if another one applies to at
 /// least the same frames and has no greater length.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Limits(Vec<Limit>);
+pub struct LimitList(Vec<Limit>);
 
-impl Limits {
+impl LimitList {
     /// Adds a limit, and removes limits that have no effect beside it.
     pub fn add(&mut self, limit: Limit) {
         let Limit { until, len } = limit;
@@ -47,7 +47,7 @@ impl Limits {
     }
 
     /// Returns the length of the file up to which the frame at `frame` counts; `u64::MAX` if no cut hides any of it.
-    pub fn of(&self, frame: u64) -> u64 {
+    pub fn len_limit_at(&self, frame: u64) -> u64 {
         let first = self.0.partition_point(|limit| limit.until <= frame);
         self.0.get(first).map_or(u64::MAX, |limit| limit.len)
     }
@@ -85,9 +85,9 @@ pub struct Growth {
 /// Invariant: from one growth to the next the position grows and the length shrinks. A growth is left out if a later
 /// one has at least its length: each cut that hides the later one hides the earlier one too.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Growths(Vec<Growth>);
+pub struct GrowthList(Vec<Growth>);
 
-impl Growths {
+impl GrowthList {
     /// Adds a growth, and removes growths that have no effect beside it.
     pub fn add(&mut self, growth: Growth) {
         let Growth { frame, len } = growth;
@@ -104,9 +104,9 @@ impl Growths {
     }
 
     /// Returns how long the growths make the file, after `limits` of the same index.
-    pub fn end(&self, limits: Option<&Limits>) -> u64 {
+    pub fn end(&self, limits: Option<&LimitList>) -> u64 {
         let ends = self.0.iter().map(|growth| {
-            let limit = limits.map_or(u64::MAX, |limits| limits.of(growth.frame));
+            let limit = limits.map_or(u64::MAX, |limits| limits.len_limit_at(growth.frame));
             growth.len.min(limit)
         });
         ends.max().unwrap_or(0)
@@ -135,7 +135,7 @@ mod tests {
             cuts in proptest::collection::vec((0u64..12, 0u64..12), 0..10),
             growths in proptest::collection::vec((0u64..12, 0u64..12), 0..10),
         ) {
-            let mut limits = Limits::default();
+            let mut limits = LimitList::default();
             for &(until, len) in &cuts {
                 limits.add(Limit { until, len });
                 prop_assert!(limits.is_valid());
@@ -145,13 +145,13 @@ mod tests {
                         applying.map(|(_, len)| *len).min().unwrap_or(u64::MAX)
             };
             for frame in 0..13 {
-                            prop_assert_eq!(limits.of(frame), expected(frame));
+                            prop_assert_eq!(limits.len_limit_at(frame), expected(frame));
                 for last in frame..13 {
-                    let between = Limits(limits.between(frame, last).to_vec());
-                                    prop_assert!((frame..=last).all(|frame| between.of(frame) == expected(frame)));
+                    let between = LimitList(limits.between(frame, last).to_vec());
+                                    prop_assert!((frame..=last).all(|frame| between.len_limit_at(frame) == expected(frame)));
                 }
             }
-            let mut known = Growths::default();
+            let mut known = GrowthList::default();
             for &(frame, len) in &growths {
                 known.add(Growth { frame, len });
                 prop_assert!(known.is_valid());

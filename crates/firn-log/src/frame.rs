@@ -38,7 +38,7 @@ pub(crate) const FRAME_BYTES_MAX: usize = HEADER_BYTES + BODY_BYTES_MAX;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Frame {
     /// Epoch of the change. It is larger than the epochs of all changes that the host knew to be older
-    /// ([`crate::resolve::Key`]).
+    /// ([`crate::resolve::ChangeKey`]).
     pub epoch: u64,
     /// Number of bytes of this index that were durable when the frame was appended. An invalid frame before this
     /// position is damage, not the end of the index.
@@ -175,9 +175,9 @@ enum StoredChange {
 
 /// Result of decoding the next bytes of an index.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Next {
+pub enum DecodedFrame {
     /// A valid frame, and its length in bytes.
-    Frame(Frame, usize),
+    Complete(Frame, usize),
     /// The beginning of a frame, or no bytes. The rest of the frame may be appended later.
     Incomplete,
     /// Bytes that are no frame, and never become one.
@@ -201,29 +201,29 @@ impl Frame {
     }
 
     /// Decodes the frame at the beginning of `index`.
-    pub fn decode(index: &[u8]) -> Next {
+    pub fn decode(index: &[u8]) -> DecodedFrame {
         let magic_bytes = index.len().min(MAGIC.len());
         if index[..magic_bytes] != MAGIC[..magic_bytes] {
-            return Next::Damaged;
+            return DecodedFrame::Damaged;
         }
         let Some((header, rest)) = index.split_at_checked(HEADER_BYTES) else {
-            return Next::Incomplete;
+            return DecodedFrame::Incomplete;
         };
         let word =
             |at: usize| u32::from_le_bytes(header[at..at + 4].try_into().expect("four bytes"));
         let len = word(8) as usize;
         if len > BODY_BYTES_MAX {
-            return Next::Damaged;
+            return DecodedFrame::Damaged;
         }
         let Some(body) = rest.get(..len) else {
-            return Next::Incomplete;
+            return DecodedFrame::Incomplete;
         };
         if crc32c::crc32c(body) != word(12) {
-            return Next::Damaged;
+            return DecodedFrame::Damaged;
         }
         match Self::parse(body) {
-            Some(frame) => Next::Frame(frame, HEADER_BYTES + len),
-            None => Next::Damaged,
+            Some(frame) => DecodedFrame::Complete(frame, HEADER_BYTES + len),
+            None => DecodedFrame::Damaged,
         }
     }
 
@@ -248,7 +248,7 @@ impl Change {
     pub(crate) fn split(self) -> (Option<Span>, Vec<Run>) {
         match self {
             Self::Cut(_) | Self::Grown(_) | Self::Synced => (None, Vec::new()),
-            Self::Zeroed(piece) => (None, vec![Run::of_piece(piece)]),
+            Self::Zeroed(piece) => (None, vec![Run::from_piece(piece)]),
             Self::Written(written) => {
                 let span = Span {
                     log: written.log,
@@ -386,7 +386,10 @@ mod tests {
             },
         ] {
             let bytes = encoded(&frame);
-            assert_eq!(Frame::decode(&bytes), Next::Frame(frame, bytes.len()));
+            assert_eq!(
+                Frame::decode(&bytes),
+                DecodedFrame::Complete(frame, bytes.len())
+            );
         }
     }
 
@@ -411,7 +414,10 @@ mod tests {
         });
         for frame in frames {
             let bytes = encoded(&frame);
-            assert_eq!(Frame::decode(&bytes), Next::Frame(frame, bytes.len()));
+            assert_eq!(
+                Frame::decode(&bytes),
+                DecodedFrame::Complete(frame, bytes.len())
+            );
         }
         let seen: BTreeMap<Writer, u64> = parts.into_iter().flat_map(|part| part.seen).collect();
         assert_eq!(seen, cut.seen);
@@ -422,7 +428,11 @@ mod tests {
     fn a_frame_that_is_cut_off_may_still_come() {
         let bytes = encoded(&strided(3, 100));
         for len in 0..bytes.len() {
-            assert_eq!(Frame::decode(&bytes[..len]), Next::Incomplete, "{len}");
+            assert_eq!(
+                Frame::decode(&bytes[..len]),
+                DecodedFrame::Incomplete,
+                "{len}"
+            );
         }
     }
 
@@ -433,7 +443,10 @@ mod tests {
             let mut bad = bytes.clone();
             bad[bit / 8] ^= 1 << (bit % 8);
             let next = Frame::decode(&bad);
-            assert!(!matches!(next, Next::Frame(..)), "bit {bit}: {next:?}");
+            assert!(
+                !matches!(next, DecodedFrame::Complete(..)),
+                "bit {bit}: {next:?}"
+            );
         }
     }
 
@@ -467,7 +480,11 @@ mod tests {
                 synced: 0,
                 change: Change::Written(written),
             };
-            assert_eq!(Frame::decode(&encoded(&frame)), Next::Damaged, "{frame:?}");
+            assert_eq!(
+                Frame::decode(&encoded(&frame)),
+                DecodedFrame::Damaged,
+                "{frame:?}"
+            );
         }
     }
 }

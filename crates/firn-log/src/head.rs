@@ -40,7 +40,7 @@ pub struct Head {
     pub(crate) generation: u32,
     /// Number of bytes of the plain file that count below the first generation. `None` for later generations, which lie
     /// over an earlier one.
-    pub(crate) base: Option<u64>,
+    pub(crate) plain_bytes: Option<u64>,
 }
 
 /// Name of the head in a container.
@@ -73,17 +73,17 @@ impl Head {
         Self {
             file,
             generation,
-            base: (generation == 0).then_some(plain_bytes),
+            plain_bytes: (generation == 0).then_some(plain_bytes),
         }
     }
 
     /// Returns the text of the link.
     pub(crate) fn encode(&self) -> String {
         let name = self.file.container_name(self.generation);
-        let base = self
-            .base
-            .map_or_else(|| "-".to_owned(), |base| base.to_string());
-        let text = format!("{MAGIC}{VERSION} {name} {base}");
+        let plain_bytes = self
+            .plain_bytes
+            .map_or_else(|| "-".to_owned(), |bytes| bytes.to_string());
+        let text = format!("{MAGIC}{VERSION} {name} {plain_bytes}");
         let checksum = crc32c::crc32c(text.as_bytes());
         format!("{text} {checksum:08x}")
     }
@@ -102,23 +102,29 @@ impl Head {
             Err(_) => return Err(HeadError::Damaged),
         }
         let name = field()?;
-        let base = match field()? {
+        let plain_bytes = match field()? {
             "-" => None,
             bytes => Some(bytes.parse().map_err(|_| HeadError::Damaged)?),
         };
-        let (file, generation) = FileId::of_container(name.as_bytes()).ok_or(HeadError::Damaged)?;
+        let (file, generation) =
+            FileId::parse_container_name(name.as_bytes()).ok_or(HeadError::Damaged)?;
         let head = Self {
             file,
             generation,
-            base,
+            plain_bytes,
         };
-        let has_base = base.is_some() == (generation == 0);
-        let is_whole = has_base && base <= Some(FILE_BYTES_MAX) && head.encode() == text;
+        let has_plain_bytes = plain_bytes.is_some() == (generation == 0);
+        let is_whole =
+            has_plain_bytes && plain_bytes <= Some(FILE_BYTES_MAX) && head.encode() == text;
         is_whole.then_some(head).ok_or(HeadError::Damaged)
     }
 
     /// Decodes the text of a link, and checks that it names this file and generation.
-    pub(crate) fn of(text: &[u8], file: FileId, generation: u32) -> Result<Self, HeadError> {
+    pub(crate) fn decode_for(
+        text: &[u8],
+        file: FileId,
+        generation: u32,
+    ) -> Result<Self, HeadError> {
         let head = Self::decode(text)?;
         if (head.file, head.generation) == (file, generation) {
             Ok(head)
@@ -128,9 +134,9 @@ impl Head {
     }
 
     /// Puts the head into a container. Does nothing if another host has put one.
-    pub(crate) fn put<B: Backing>(&self, base: &B, dir: &B::Inode) -> Result<(), Errno> {
+    pub(crate) fn put<B: Backing>(&self, backing: &B, dir: &B::Inode) -> Result<(), Errno> {
         let text = self.encode();
-        let put = base.symlink(&own_caller(), dir, OsStr::new(HEAD), OsStr::new(&text));
+        let put = backing.symlink(&own_caller(), dir, OsStr::new(HEAD), OsStr::new(&text));
         match put {
             Ok(_) | Err(Errno::EXIST) => Ok(()),
             Err(error) => Err(error),
@@ -144,15 +150,15 @@ impl Head {
 /// from a container without synced bytes. Such a container counts as being made. A container that was synced and has no
 /// head is [`HeadError::Missing`].
 pub(crate) fn load<B: Backing>(
-    base: &B,
+    backing: &B,
     dir: &B::Inode,
     file: FileId,
     generation: u32,
 ) -> Result<Result<Option<Head>, HeadError>, OwnError> {
     let read = || -> Result<Option<Result<Head, HeadError>>, OwnError> {
-        match own::read_link(base, dir, HEAD) {
-            Ok(text) => Ok(text.map(|text| Head::of(&text, file, generation))),
-            Err(OwnError::Distrusted { .. }) if own::find_file(base, dir, HEAD)?.is_some() => {
+        match own::read_link(backing, dir, HEAD) {
+            Ok(text) => Ok(text.map(|text| Head::decode_for(&text, file, generation))),
+            Err(OwnError::Distrusted { .. }) if own::find_file(backing, dir, HEAD)?.is_some() => {
                 Ok(Some(Err(HeadError::Version(VERSION_OF_FILES))))
             }
             Err(error) => Err(error),
@@ -161,7 +167,7 @@ pub(crate) fn load<B: Backing>(
     if let Some(head) = read()? {
         return Ok(head.map(Some));
     }
-    if !was_synced(base, dir)? {
+    if !was_synced(backing, dir)? {
         return Ok(Ok(None));
     }
     // The head may have been put after the first read, before the sync that was found.
@@ -172,14 +178,16 @@ pub(crate) fn load<B: Backing>(
 }
 
 /// Returns whether a container has an index. False if the container is removed.
-pub(crate) fn has_index<B: Backing>(base: &B, dir: &B::Inode) -> Result<bool, Errno> {
-    let names = list(base, dir)?;
-    Ok(names.iter().any(|name| Writer::of_index(name).is_some()))
+pub(crate) fn has_index<B: Backing>(backing: &B, dir: &B::Inode) -> Result<bool, Errno> {
+    let names = list(backing, dir)?;
+    Ok(names
+        .iter()
+        .any(|name| Writer::from_index_name(name).is_some()))
 }
 
 /// Lists the names in a container. Empty if the container is removed.
-fn list<B: Backing>(base: &B, dir: &B::Inode) -> Result<Vec<Vec<u8>>, Errno> {
-    match own::list(base, dir) {
+fn list<B: Backing>(backing: &B, dir: &B::Inode) -> Result<Vec<Vec<u8>>, Errno> {
+    match own::list(backing, dir) {
         Ok(names) => Ok(names.into_iter().map(|(name, ..)| name).collect()),
         Err(error) if is_gone(error) => Ok(Vec::new()),
         Err(error) => Err(error),
@@ -187,16 +195,19 @@ fn list<B: Backing>(base: &B, dir: &B::Inode) -> Result<Vec<Vec<u8>>, Errno> {
 }
 
 /// Returns whether a container was synced: it is closing or sealed, or an index has a frame that notes a sync.
-fn was_synced<B: Backing>(base: &B, dir: &B::Inode) -> Result<bool, OwnError> {
-    let names = list(base, dir)?;
+fn was_synced<B: Backing>(backing: &B, dir: &B::Inode) -> Result<bool, OwnError> {
+    let names = list(backing, dir)?;
     let marks_end = |name: &Vec<u8>| *name == CLOSING.as_bytes() || *name == SEAL_NAME.as_bytes();
     if names.iter().any(marks_end) {
         return Ok(true);
     }
-    for writer in names.iter().filter_map(|name| Writer::of_index(name)) {
-        if let Some(inode) = own::find_file(base, dir, &writer.index_name())? {
-            let index = base.open(&inode, Access::Read)?;
-            if find_frame(base, &index, 0, &|frame| frame.change == Change::Synced)?.is_some() {
+    for writer in names
+        .iter()
+        .filter_map(|name| Writer::from_index_name(name))
+    {
+        if let Some(inode) = own::find_file(backing, dir, &writer.index_name())? {
+            let index = backing.open(&inode, Access::Read)?;
+            if find_frame(backing, &index, 0, &|frame| frame.change == Change::Synced)?.is_some() {
                 return Ok(true);
             }
         }
@@ -211,11 +222,11 @@ mod tests {
     #[test]
     fn a_head_is_read_as_it_was_written_and_no_other() {
         let file = FileId { ino: 7, birth: 9 };
-        for (generation, base) in [(0, 0), (0, 4711), (3, 4711)] {
-            let head = Head::new(file, generation, base);
+        for (generation, plain_bytes) in [(0, 0), (0, 4711), (3, 4711)] {
+            let head = Head::new(file, generation, plain_bytes);
             let text = head.encode().into_bytes();
-            assert_eq!(Head::of(&text, file, generation), Ok(head));
-            assert_eq!(Head::of(&text, file, 4), Err(HeadError::Foreign));
+            assert_eq!(Head::decode_for(&text, file, generation), Ok(head));
+            assert_eq!(Head::decode_for(&text, file, 4), Err(HeadError::Foreign));
             for bit in 0..text.len() * 8 {
                 let mut bad = text.clone();
                 bad[bit / 8] ^= 1 << (bit % 8);

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use firn_backing::{Backing, Errno, Result};
 
-use crate::frame::{FRAME_BYTES_MAX, Frame, MAGIC, Next};
+use crate::frame::{DecodedFrame, FRAME_BYTES_MAX, Frame, MAGIC};
 use crate::lag::read_whole;
 use crate::resolve::WriterId;
 
@@ -29,17 +29,17 @@ pub(crate) struct FramesRead {
 
 /// Reads the next valid frames in a range of an index, as many as one read finds.
 pub(crate) fn read_index<B: Backing>(
-    base: &B,
+    backing: &B,
     index: &B::File,
     writer: WriterId,
     range: Range<u64>,
 ) -> Result<FramesRead> {
-    read_part(base, index, writer, range.start, range.end, range.end)
+    read_part(backing, index, writer, range.start, range.end, range.end)
 }
 
 /// Reads the next valid frames of an index that begin before `to` and end no later than `limit`.
 pub(crate) fn read_part<B: Backing>(
-    base: &B,
+    backing: &B,
     index: &B::File,
     writer: WriterId,
     from: u64,
@@ -54,14 +54,14 @@ pub(crate) fn read_part<B: Backing>(
         reached_end: false,
     };
     let mut buf = vec![0; FIRST_READ_BYTES];
-    let mut count = base.read_at(index, &mut buf, from)?;
+    let mut count = backing.read_at(index, &mut buf, from)?;
     if count == buf.len() {
         buf = vec![0; INDEX_READ_BYTES];
-        count = base.read_at(index, &mut buf, from)?;
+        count = backing.read_at(index, &mut buf, from)?;
     }
     let mut rest = &buf[..count];
     while frames_read.to < to
-        && let Next::Frame(frame, bytes) = Frame::decode(rest)
+        && let DecodedFrame::Complete(frame, bytes) = Frame::decode(rest)
         && frames_read.to + bytes as u64 <= limit
     {
         frames_read.frames.push((frames_read.to, frame));
@@ -75,27 +75,27 @@ pub(crate) fn read_part<B: Backing>(
 /// Returns whether an index is damaged at `offset`, where no valid frame begins: a later frame says that bytes after
 /// `offset` were synced.
 pub(crate) fn has_synced_frame_after<B: Backing>(
-    base: &B,
+    backing: &B,
     index: &B::File,
     offset: u64,
 ) -> Result<bool> {
     // Usually the index ends here, or a frame is just being appended. Then a short read suffices.
     let mut first = [0; 64];
-    let count = base.read_at(index, &mut first, offset)?;
+    let count = backing.read_at(index, &mut first, offset)?;
     // Another frame may follow in these bytes. The frame at `offset` is then not at the end, but its stored length is
     // damaged.
     let is_last =
         count < first.len() && find_magic(first[..count].get(1..).unwrap_or(&[])).is_none();
-    if is_last && matches!(Frame::decode(&first[..count]), Next::Incomplete) {
+    if is_last && matches!(Frame::decode(&first[..count]), DecodedFrame::Incomplete) {
         return Ok(false);
     }
     let is_later = |frame: &Frame| frame.synced > offset;
-    Ok(find_frame(base, index, offset + 1, &is_later)?.is_some())
+    Ok(find_frame(backing, index, offset + 1, &is_later)?.is_some())
 }
 
 /// Returns the position of the first valid frame at or after `offset` for which `matches` returns true.
 pub(crate) fn find_frame<B: Backing>(
-    base: &B,
+    backing: &B,
     index: &B::File,
     offset: u64,
     matches: &dyn Fn(&Frame) -> bool,
@@ -103,7 +103,7 @@ pub(crate) fn find_frame<B: Backing>(
     let mut position = offset;
     let mut buf = vec![0; INDEX_READ_BYTES];
     loop {
-        let count = base.read_at(index, &mut buf, position)?;
+        let count = backing.read_at(index, &mut buf, position)?;
         let is_last = count < buf.len();
         // A frame that begins before `end` lies in `buf` with all of its bytes.
         let end = if is_last {
@@ -117,7 +117,7 @@ pub(crate) fn find_frame<B: Backing>(
                 break;
             }
             match Frame::decode(&buf[start..count]) {
-                Next::Frame(frame, _) if matches(&frame) => {
+                DecodedFrame::Complete(frame, _) if matches(&frame) => {
                     return Ok(Some(position + start as u64));
                 }
                 _ => from = start + 1,
@@ -139,12 +139,12 @@ fn find_magic(bytes: &[u8]) -> Option<usize> {
 
 /// Fills `buf` from `offset`. Fails with EIO if the file ends before that.
 pub(crate) fn read_exact<B: Backing>(
-    base: &B,
+    backing: &B,
     file: &B::File,
     buf: &mut [u8],
     offset: u64,
 ) -> Result<()> {
-    if read_whole(base, file, buf, offset)? < buf.len() {
+    if read_whole(backing, file, buf, offset)? < buf.len() {
         // The log is too short: its end was lost at a power failure.
         return Err(Errno::IO);
     }

@@ -46,7 +46,7 @@ impl LagRetry {
             };
             let waited = began.get_or_insert_with(Instant::now).elapsed();
             if waited >= lag_max || self.is_paused() {
-                self.give_up(error, waited);
+                self.stop_retrying(error, waited);
                 return Err(error);
             }
             std::thread::sleep(waits.next_wait().min(lag_max));
@@ -55,7 +55,7 @@ impl LagRetry {
     }
 
     /// Stores a fault, to be logged if the retry ends in vain.
-    pub(crate) fn note_fault(&self, fault: String) {
+    pub(crate) fn record_fault(&self, fault: String) {
         *self.fault.lock() = Some(fault);
     }
 
@@ -71,7 +71,7 @@ impl LagRetry {
     }
 
     /// Starts the pause, and logs the stored fault.
-    fn give_up(&self, error: Errno, waited: Duration) {
+    fn stop_retrying(&self, error: Errno, waited: Duration) {
         *self.gave_up.lock() = Some(Instant::now());
         let fault = self.take_fault();
         let fault = fault
@@ -99,14 +99,14 @@ pub(crate) fn is_gone(error: Errno) -> bool {
 ///
 /// A short read may be due to a cached length, so the server is asked for the length before the rest is read.
 pub(crate) fn read_whole<B: Backing>(
-    base: &B,
+    backing: &B,
     file: &B::File,
     buf: &mut [u8],
     offset: u64,
 ) -> Result<usize> {
-    let count = base.read_at(file, buf, offset)?;
-    if count == buf.len() || base.attr_of_file_now(file)?.size <= offset + count as u64 {
+    let count = backing.read_at(file, buf, offset)?;
+    if count == buf.len() || backing.attr_of_file_now(file)?.size <= offset + count as u64 {
         return Ok(count);
     }
-    Ok(count + base.read_at(file, &mut buf[count..], offset + count as u64)?)
+    Ok(count + backing.read_at(file, &mut buf[count..], offset + count as u64)?)
 }

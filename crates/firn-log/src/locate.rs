@@ -24,7 +24,7 @@ const BLOCKS_MAX: usize = 16;
 
 /// The file in which listed bytes lie.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum Holder {
+pub(crate) enum DataFile {
     /// The plain file.
     Plain,
     /// A log: the number of its container in this process, its writer, and its number among the writer's logs.
@@ -62,7 +62,7 @@ pub(crate) struct LocatedList {
     /// The writer whose blocks are checked: the first one in the list.
     checked_writer: Option<WriterId>,
     /// Results of [`LocatedList::index_of`].
-    index_by_holder: HashMap<Holder, Option<usize>>,
+    index_by_holder: HashMap<DataFile, Option<usize>>,
     /// Number of blocks that were checked.
     checked_blocks: usize,
 }
@@ -141,8 +141,8 @@ impl LocatedList {
     /// descriptor, or the list has too many.
     pub(crate) fn index_of<B: Backing>(
         &mut self,
-        base: &B,
-        holder: Holder,
+        backing: &B,
+        holder: DataFile,
         file: &B::File,
     ) -> Option<usize> {
         match self.index_by_holder.entry(holder) {
@@ -150,7 +150,7 @@ impl LocatedList {
             Entry::Vacant(new) => {
                 let has_room = self.files.len() < self.limits.files_max;
                 let fd = has_room
-                    .then(|| base.descriptor(file, DescriptorUse::Reading))
+                    .then(|| backing.descriptor(file, DescriptorUse::Reading))
                     .flatten();
                 let index = fd.map(|fd| {
                     self.files.push(fd);

@@ -28,7 +28,7 @@ use firn_hosts::own::{self, STUBS, TOP};
 use firn_hosts::{OwnError, VoteDir};
 
 use crate::backing::{CONTAINERS, Liveness};
-use crate::file_dir::{self, Listed};
+use crate::file_dir::{self, ListedContainer};
 use crate::file_id::FileId;
 use crate::head::HEAD;
 use crate::lag::is_gone;
@@ -53,8 +53,13 @@ pub(crate) enum ContainerLookup<'a, B: Backing> {
 impl<'a, B: Backing> ContainerLookup<'a, B> {
     /// Finds the container `name`. `name` may also be that of a file's directory that is not trusted, which stands for
     /// its containers.
-    pub(crate) fn find(base: &'a B, top: &B::Inode, name: &str, host: &'a str) -> Result<Self> {
-        match find_trusted(base, top, name, host) {
+    pub(crate) fn find(
+        backing: &'a B,
+        containers_dir: &B::Inode,
+        name: &str,
+        host: &'a str,
+    ) -> Result<Self> {
+        match find_trusted(backing, containers_dir, name, host) {
             Ok(Some(container)) => Ok(Self::Trusted(container)),
             Ok(None) => Ok(Self::Gone),
             Err(OwnError::Backing(error)) => Err(error),
@@ -68,39 +73,39 @@ impl<'a, B: Backing> ContainerLookup<'a, B> {
 
 /// Finds a container by its name. Fails if the container or the directory of the file is not trusted.
 fn find_trusted<'a, B: Backing>(
-    base: &'a B,
-    top: &B::Inode,
+    backing: &'a B,
+    containers_dir: &B::Inode,
     name: &str,
     host: &'a str,
 ) -> std::result::Result<Option<VoteDir<'a, B>>, OwnError> {
-    let container = FileId::of_container(name.as_bytes()).map(|(id, _)| id);
-    let Some(id) = container.or_else(|| FileId::of_dir(name.as_bytes())) else {
+    let container = FileId::parse_container_name(name.as_bytes()).map(|(id, _)| id);
+    let Some(id) = container.or_else(|| FileId::parse_dir_name(name.as_bytes())) else {
         return Ok(None);
     };
-    match file_dir::find(base, top, id)? {
-        Some(dir) if container.is_some() => VoteDir::find(base, &dir, name, host),
+    match file_dir::find(backing, containers_dir, id)? {
+        Some(dir) if container.is_some() => VoteDir::find(backing, &dir, name, host),
         _ => Ok(None),
     }
 }
 
 /// Removes all marks from a container, durably.
-pub(crate) fn unmark<B: Backing>(base: &B, container: &VoteDir<'_, B>) -> Result<()> {
+pub(crate) fn unmark<B: Backing>(backing: &B, container: &VoteDir<'_, B>) -> Result<()> {
     for mark in [DYING, DEAD] {
-        remove_mark(base, container, mark)?;
+        remove_mark(backing, container, mark)?;
     }
-    base.sync_dir(container.dir())
+    backing.sync_dir(container.dir())
 }
 
 /// Removes one mark from a container.
-fn remove_mark<B: Backing>(base: &B, container: &VoteDir<'_, B>, mark: &str) -> Result<()> {
-    match base.unlink(container.dir(), OsStr::new(mark)) {
+fn remove_mark<B: Backing>(backing: &B, container: &VoteDir<'_, B>, mark: &str) -> Result<()> {
+    match backing.unlink(container.dir(), OsStr::new(mark)) {
         Ok(()) | Err(Errno::NOENT) => Ok(()),
         Err(error) => Err(error),
     }
 }
 
 /// The facts that a clean-up at a mount needs.
-pub(crate) struct LastLife<'a> {
+pub(crate) struct CleanUpContext<'a> {
     /// Name of this host.
     pub(crate) host: &'a str,
     pub(crate) is_alive: &'a Liveness,
@@ -117,37 +122,37 @@ pub(crate) struct LastLife<'a> {
 ///
 /// Returns the containers of files that this host was removing and that still exist.
 pub(crate) fn clean_up_last_life<B: Backing>(
-    base: &B,
-    top: &B::Inode,
-    last_life: &LastLife<'_>,
+    backing: &B,
+    containers_dir: &B::Inode,
+    last_life: &CleanUpContext<'_>,
 ) -> std::result::Result<HashSet<String>, OwnError> {
-    let &LastLife {
+    let &CleanUpContext {
         host,
         is_alive,
         open_files,
     } = last_life;
     let is_open = |container: &str| {
-        let id = FileId::of_container(container.as_bytes());
+        let id = FileId::parse_container_name(container.as_bytes());
         id.is_some_and(|(id, _)| open_files.contains(&id))
     };
     let has_ended = |marking: &str| -> Result<bool> { Ok(marking == host || !is_alive(marking)?) };
-    ignore_missing_lane(remove_half_removed(base, top))?;
+    ignore_missing_lane(remove_half_removed(backing, containers_dir))?;
     let mut marked = HashSet::new();
-    for (_, name) in list_containers(base, top)? {
+    for (_, name) in list_containers(backing, containers_dir)? {
         // A container that is not trusted is skipped. The open of its file reports it.
-        let Ok(Some(container)) = find_trusted(base, top, &name, host) else {
+        let Ok(Some(container)) = find_trusted(backing, containers_dir, &name, host) else {
             continue;
         };
         container.withdraw_hint(WRITING)?;
         if is_open(&name) {
             continue;
         }
-        let Some(mark) = Mark::of(&container)? else {
+        let Some(mark) = Mark::read(&container)? else {
             continue;
         };
         let is_removed = mark.is_dead
             && has_ended(&mark.host)?
-            && ignore_missing_lane(remove_unused(base, top, &container, is_alive))?
+            && ignore_missing_lane(remove_unused(backing, containers_dir, &container, is_alive))?
                 .unwrap_or(false);
         if !is_removed && mark.host == host {
             marked.insert(name);
@@ -166,7 +171,7 @@ struct Mark {
 
 impl Mark {
     /// Reads the mark of a container. `dead` takes precedence over `dying`.
-    fn of<B: Backing>(container: &VoteDir<'_, B>) -> Result<Option<Self>> {
+    fn read<B: Backing>(container: &VoteDir<'_, B>) -> Result<Option<Self>> {
         for (mark, is_dead) in [(DEAD, true), (DYING, false)] {
             if let Some(host) = container.read(mark)? {
                 let host = String::from_utf8_lossy(&host).into_owned();
@@ -193,8 +198,8 @@ fn ignore_missing_lane<T>(removed: Result<T>) -> Result<Option<T>> {
 
 /// Removes a container whose file was removed. Returns false if another live host is registered as a writer.
 fn remove_unused<B: Backing>(
-    base: &B,
-    top: &B::Inode,
+    backing: &B,
+    containers_dir: &B::Inode,
     container: &VoteDir<'_, B>,
     is_alive: &Liveness,
 ) -> Result<bool> {
@@ -209,8 +214,8 @@ fn remove_unused<B: Backing>(
         Err(error) if is_gone(error) && !container.is_current()? => {}
         Err(error) => return Err(error),
     }
-    if let Some((id, _)) = FileId::of_container(container.name().as_bytes()) {
-        file_dir::remove_empty(base, top, id)?;
+    if let Some((id, _)) = FileId::parse_container_name(container.name().as_bytes()) {
+        file_dir::remove_empty(backing, containers_dir, id)?;
     }
     Ok(true)
 }
@@ -228,7 +233,7 @@ pub struct Orphans {
 
 /// Which containers a search examines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Scope {
+pub(crate) enum SearchScope {
     /// Containers of files that a dead host was removing.
     Removals,
     /// All containers.
@@ -236,34 +241,34 @@ pub(crate) enum Scope {
 }
 
 /// A search for containers without files.
-pub(crate) struct Search<'a, B: Backing> {
-    pub(crate) base: &'a B,
-    pub(crate) top: &'a B::Inode,
+pub(crate) struct OrphanSearch<'a, B: Backing> {
+    pub(crate) backing: &'a B,
+    pub(crate) containers_dir: &'a B::Inode,
     pub(crate) host: &'a str,
     pub(crate) is_alive: &'a Liveness,
     /// Containers of files that this host was removing when it last ran, and has not begun to remove again.
     pub(crate) marked: &'a Mutex<HashSet<String>>,
 }
 
-impl<B: Backing> Search<'_, B> {
+impl<B: Backing> OrphanSearch<'_, B> {
     /// Runs the search. Removes half-removed containers, and containers of removed files. Returns the containers whose
     /// file is gone without a removal. Leaves alone what a live host is working on.
     ///
     /// The backing is walked only if the marks of a container do not decide its state.
-    pub(crate) fn run(&self, scope: Scope) -> Result<Orphans> {
-        ignore_missing_lane(remove_half_removed(self.base, self.top))?;
+    pub(crate) fn run(&self, scope: SearchScope) -> Result<Orphans> {
+        ignore_missing_lane(remove_half_removed(self.backing, self.containers_dir))?;
         let mut orphans = Orphans::default();
         let mut sought = Vec::new();
-        for (id, name) in list_containers(self.base, self.top)? {
-            match ContainerLookup::find(self.base, self.top, &name, self.host)? {
-                ContainerLookup::Trusted(container) => match Mark::of(&container)? {
+        for (id, name) in list_containers(self.backing, self.containers_dir)? {
+            match ContainerLookup::find(self.backing, self.containers_dir, &name, self.host)? {
+                ContainerLookup::Trusted(container) => match Mark::read(&container)? {
                     Some(mark) if !self.is_over(&mark, &name)? => {}
                     Some(mark) if mark.is_dead => self.remove(&container, name, &mut orphans)?,
                     Some(_) => sought.push((id, name)),
-                    None if scope == Scope::All => sought.push((id, name)),
+                    None if scope == SearchScope::All => sought.push((id, name)),
                     None => {}
                 },
-                ContainerLookup::Distrusted if scope == Scope::All => sought.push((id, name)),
+                ContainerLookup::Distrusted if scope == SearchScope::All => sought.push((id, name)),
                 ContainerLookup::Distrusted | ContainerLookup::Gone => {}
             }
         }
@@ -271,15 +276,15 @@ impl<B: Backing> Search<'_, B> {
             found,
             missing,
             unknown,
-        } = search_files(self.base, sought)?;
+        } = search_files(self.backing, sought)?;
         orphans.waiting.extend(unknown);
         for name in found {
             if let ContainerLookup::Trusted(container) = self.find(&name)?
-                && let Some(mark) = Mark::of(&container)?
+                && let Some(mark) = Mark::read(&container)?
                 && self.is_over(&mark, &name)?
             {
-                remove_mark(self.base, &container, DYING)?;
-                self.base.sync_dir(container.dir())?;
+                remove_mark(self.backing, &container, DYING)?;
+                self.backing.sync_dir(container.dir())?;
             }
         }
         for name in missing {
@@ -289,7 +294,7 @@ impl<B: Backing> Search<'_, B> {
                 }
                 ContainerLookup::Trusted(container) => {
                     // A program may have removed the file during the walks, and may still have it open.
-                    let mark = Mark::of(&container)?;
+                    let mark = Mark::read(&container)?;
                     let is_over = mark.map(|mark| self.is_over(&mark, &name)).transpose()?;
                     if is_over != Some(false) {
                         self.remove(&container, name, &mut orphans)?;
@@ -304,7 +309,7 @@ impl<B: Backing> Search<'_, B> {
 
     /// Finds a container by its name.
     fn find(&self, name: &str) -> Result<ContainerLookup<'_, B>> {
-        ContainerLookup::find(self.base, self.top, name, self.host)
+        ContainerLookup::find(self.backing, self.containers_dir, name, self.host)
     }
 
     /// Returns whether the host that put a mark is dead, or put it in its last life.
@@ -323,7 +328,7 @@ impl<B: Backing> Search<'_, B> {
         name: String,
         orphans: &mut Orphans,
     ) -> Result<()> {
-        if remove_unused(self.base, self.top, container, self.is_alive)? {
+        if remove_unused(self.backing, self.containers_dir, container, self.is_alive)? {
             orphans.removed.push(name)
         } else {
             orphans.waiting.push(name)
@@ -333,38 +338,40 @@ impl<B: Backing> Search<'_, B> {
 }
 
 /// Removes half-removed containers, and empty directories of files.
-pub fn remove_retired<B: Backing>(base: &B) -> std::result::Result<(), OwnError> {
-    if let Some(top) = find_top(base)? {
-        ignore_missing_lane(remove_half_removed(base, &top))?;
+pub fn remove_retired<B: Backing>(backing: &B) -> std::result::Result<(), OwnError> {
+    if let Some(containers_dir) = find_containers_dir(backing)? {
+        ignore_missing_lane(remove_half_removed(backing, &containers_dir))?;
     }
     Ok(())
 }
 
 /// Opens `.firn/log`. Returns `None` if it does not exist.
-fn find_top<B: Backing>(base: &B) -> std::result::Result<Option<B::Inode>, OwnError> {
-    let Some((firn, _)) = own::find_dir(base, &base.root(), TOP)? else {
+fn find_containers_dir<B: Backing>(backing: &B) -> std::result::Result<Option<B::Inode>, OwnError> {
+    let Some((firn, _)) = own::find_dir(backing, &backing.root(), TOP)? else {
         return Ok(None);
     };
-    let top = own::find_dir(base, &firn, CONTAINERS);
-    Ok(top.map_err(|error| error.below(TOP))?.map(|(top, _)| top))
+    let containers_dir = own::find_dir(backing, &firn, CONTAINERS);
+    Ok(containers_dir
+        .map_err(|error| error.below(TOP))?
+        .map(|(containers_dir, _)| containers_dir))
 }
 
 /// Finds containers that have no file, without changing anything.
-pub fn find_unowned<B: Backing>(base: &B) -> Result<Unowned> {
+pub fn find_unowned<B: Backing>(backing: &B) -> Result<Unowned> {
     let mut unowned = Unowned::default();
-    let Some(top) = find_top(base)? else {
+    let Some(containers_dir) = find_containers_dir(backing)? else {
         return Ok(unowned);
     };
-    for id in file_dir::list_files(base, &top)? {
-        if let Some(dir) = file_dir::find(base, &top, id).ok().flatten() {
+    for id in file_dir::list_files(backing, &containers_dir)? {
+        if let Some(dir) = file_dir::find(backing, &containers_dir, id).ok().flatten() {
             unowned
                 .unfinished
-                .extend(VoteDir::find_retired(base, &dir)?);
+                .extend(VoteDir::find_retired(backing, &dir)?);
         }
     }
-    let containers = list_containers(base, &top)?;
-    for name in search_files(base, containers)?.missing {
-        match ContainerLookup::find(base, &top, &name, "")? {
+    let containers = list_containers(backing, &containers_dir)?;
+    for name in search_files(backing, containers)?.missing {
+        match ContainerLookup::find(backing, &containers_dir, &name, "")? {
             ContainerLookup::Trusted(container) if !is_lost(&container)? => {
                 unowned.unfinished.push(name)
             }
@@ -402,7 +409,7 @@ const WALKS_MAX: usize = 5;
 /// Race: a file that is renamed during a walk may be missed. So a file counts as missing only if two walks missed it
 /// and no directory changed between them. The file was then in no directory at that moment.
 pub(crate) fn search_files<B: Backing>(
-    base: &B,
+    backing: &B,
     mut sought: Vec<(FileId, String)>,
 ) -> Result<SearchResult> {
     let mut found = Vec::new();
@@ -412,7 +419,7 @@ pub(crate) fn search_files<B: Backing>(
             break;
         }
         let ids = sought.iter().map(|(id, _)| *id).collect();
-        let walk = Walk::through(base, &ids)?;
+        let walk = DirectoryWalk::through(backing, &ids)?;
         let is_found = |(id, _): &mut (FileId, String)| walk.found.contains(id);
         found.extend(sought.extract_if(.., is_found).map(|(_, name)| name));
         if last.is_some_and(|last| last == walk.dirs) {
@@ -434,19 +441,22 @@ pub(crate) fn search_files<B: Backing>(
 /// Returns whether a container without a file is kept: it may have writes, and no host marked the file for removal.
 fn is_lost<B: Backing>(container: &VoteDir<'_, B>) -> Result<bool> {
     let names = container.names()?;
-    let is_index = |name: &String| Writer::of_index(name.as_bytes()).is_some();
+    let is_index = |name: &String| Writer::from_index_name(name.as_bytes()).is_some();
     let is_marked = names.contains(DYING) || names.contains(DEAD);
     let is_written = names.contains(HEAD) || names.iter().any(is_index);
     Ok(is_written && !is_marked)
 }
 
 /// Lists all containers. The name of a file's directory that is not trusted stands for its containers.
-fn list_containers<B: Backing>(base: &B, top: &B::Inode) -> Result<Vec<(FileId, String)>> {
+fn list_containers<B: Backing>(
+    backing: &B,
+    containers_dir: &B::Inode,
+) -> Result<Vec<(FileId, String)>> {
     let mut containers = Vec::new();
-    for id in file_dir::list_files(base, top)? {
-        match file_dir::list(base, top, id) {
+    for id in file_dir::list_files(backing, containers_dir)? {
+        match file_dir::list(backing, containers_dir, id) {
             Ok(listed) => {
-                let named = |listed: &Listed| (id, id.container_name(listed.number));
+                let named = |listed: &ListedContainer| (id, id.container_name(listed.number));
                 containers.extend(listed.iter().map(named));
             }
             Err(OwnError::Backing(error)) => return Err(error),
@@ -457,16 +467,16 @@ fn list_containers<B: Backing>(base: &B, top: &B::Inode) -> Result<Vec<(FileId, 
 }
 
 /// Removes half-removed containers, and the directories of files that have no containers.
-fn remove_half_removed<B: Backing>(base: &B, top: &B::Inode) -> Result<()> {
-    for id in file_dir::list_files(base, top)? {
-        match file_dir::find(base, top, id) {
-            Ok(Some(dir)) => VoteDir::remove_retired(base, &dir)?,
+fn remove_half_removed<B: Backing>(backing: &B, containers_dir: &B::Inode) -> Result<()> {
+    for id in file_dir::list_files(backing, containers_dir)? {
+        match file_dir::find(backing, containers_dir, id) {
+            Ok(Some(dir)) => VoteDir::remove_retired(backing, &dir)?,
             Ok(None) => continue,
             Err(OwnError::Backing(error)) => return Err(error),
             // A directory that is not trusted is left alone. The open of its file reports it.
             Err(_) => continue,
         }
-        file_dir::remove_empty(base, top, id)?;
+        file_dir::remove_empty(backing, containers_dir, id)?;
     }
     Ok(())
 }
@@ -482,7 +492,7 @@ pub(crate) fn has_files_of_programs(name: &[u8]) -> bool {
 }
 
 /// One walk through all directories, except those in `.firn` without files of programs.
-struct Walk {
+struct DirectoryWalk {
     /// The sought files that have a name.
     found: HashSet<FileId>,
     /// Times of the last change of each directory, by inode number, as of before it was read. Directories in `.firn`
@@ -501,19 +511,19 @@ enum WalkRegion {
     Files,
 }
 
-impl Walk {
+impl DirectoryWalk {
     /// Walks through the backing and finds those files of `ids` that have a name.
-    fn through<B: Backing>(base: &B, ids: &HashSet<FileId>) -> Result<Self> {
+    fn through<B: Backing>(backing: &B, ids: &HashSet<FileId>) -> Result<Self> {
         let mut walk = Self {
             found: HashSet::new(),
             dirs: HashMap::new(),
         };
-        let root = base.root();
-        let attr = base.attr(&root)?;
+        let root = backing.root();
+        let attr = backing.attr(&root)?;
         walk.dirs.insert(attr.ino, (attr.mtime, attr.ctime));
         let mut dirs = vec![(root, WalkRegion::Top)];
         while let Some((dir, region)) = dirs.pop() {
-            for (name, ino, kind) in own::list(base, &dir)? {
+            for (name, ino, kind) in own::list(backing, &dir)? {
                 let has_same_ino = ids.iter().any(|id| id.ino == ino);
                 let must_look_up = matches!(kind, None | Some(Kind::Dir)) || has_same_ino;
                 if !must_look_up || (region == WalkRegion::Firn && !has_files_of_programs(&name)) {
@@ -524,7 +534,7 @@ impl Walk {
                     WalkRegion::Top | WalkRegion::Files => WalkRegion::Files,
                     WalkRegion::Firn | WalkRegion::Own => WalkRegion::Own,
                 };
-                match base.lookup(&dir, &OsString::from_vec(name)) {
+                match backing.lookup(&dir, &OsString::from_vec(name)) {
                     Ok((inode, attr)) if attr.kind == Kind::Dir => {
                         if below == WalkRegion::Files {
                             walk.dirs.insert(attr.ino, (attr.mtime, attr.ctime));
@@ -532,7 +542,7 @@ impl Walk {
                         dirs.push((inode, below));
                     }
                     Ok((inode, attr)) => {
-                        let id = FileId::of(base, &inode, &attr)?;
+                        let id = FileId::read(backing, &inode, &attr)?;
                         walk.found.extend(id.filter(|id| ids.contains(id)));
                     }
                     Err(Errno::NOENT) => {}

@@ -1,6 +1,6 @@
 //! Resolves a file: finds which change gave each byte its value, from the changes of all hosts.
 //!
-//! Order of changes. Changes are ordered by [`Key`]: by epoch, then by writer, then by position in the writer's index.
+//! Order of changes. Changes are ordered by [`ChangeKey`]: by epoch, then by writer, then by position in the writer's index.
 //! A host that opens or syncs the file takes an epoch larger than all that it has read. So its later writes are newer
 //! than all changes published before, as MPI-IO demands for sync, barrier, sync. Changes that did not know of each other
 //! have an order too. It is the same for all readers and for the flat file.
@@ -19,13 +19,13 @@ use std::collections::{BTreeMap, BinaryHeap, HashMap};
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::cut::{Growth, Growths, Limit, Limits};
+use crate::cut::{Growth, GrowthList, Limit, LimitList};
 use crate::frame::{Change, Cut, Frame, Span};
 use crate::run::Run;
 
 /// Identifies a change and orders it among the changes of all hosts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Key {
+pub struct ChangeKey {
     /// Epoch of the frame. A larger epoch is newer.
     pub epoch: u64,
     /// The writer of the frame.
@@ -55,7 +55,7 @@ pub enum Source {
         /// Position of the first byte in the log.
         position: u64,
         /// The change that wrote the bytes, which also names the writer.
-        key: Key,
+        key: ChangeKey,
     },
     /// The bytes are zeros because a host zeroed them.
     Zeros,
@@ -76,7 +76,7 @@ pub struct Segment {
 
 impl Segment {
     /// Removes at most `bytes` bytes from the front of the segment, and returns them as a segment.
-    pub(crate) fn take_first(&mut self, bytes: u64) -> Self {
+    pub(crate) fn split_off_first(&mut self, bytes: u64) -> Self {
         let mut first = self.clone();
         let end = self.file.end.min(self.file.start + bytes);
         if let Source::Log { position, .. } = &mut self.source {
@@ -91,7 +91,7 @@ impl Segment {
 
 /// Where the bytes of a run begin in a log. They follow each other without gaps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Place {
+pub struct LogLocation {
     /// Number of the log among the writer's logs.
     pub log: u32,
     /// Position of the first byte in the log.
@@ -102,11 +102,11 @@ pub struct Place {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Layer {
     /// The change.
-    pub key: Key,
+    pub key: ChangeKey,
     /// The pieces that the change wrote or zeroed.
     pub run: Run,
     /// Where the bytes lie, or `None` if the change zeroed them.
-    pub place: Option<Place>,
+    pub location: Option<LogLocation>,
 }
 
 /// Runs with fewer pieces are sorted as single pieces. Any two pieces form a run, and that run may reach over the whole
@@ -116,9 +116,9 @@ const SORTED_RUN_MIN: u64 = 8;
 impl Layer {
     /// Returns the source of the byte that is `run_offset` bytes into the run, as counted in the log.
     fn source(&self, run_offset: u64) -> Source {
-        match self.place {
+        match self.location {
             None => Source::Zeros,
-            Some(Place { log, position }) => Source::Log {
+            Some(LogLocation { log, position }) => Source::Log {
                 log,
                 position: position + run_offset,
                 key: self.key,
@@ -136,10 +136,10 @@ impl Layer {
             .flatten()
             .map(move |(number, piece)| Self {
                 key: self.key,
-                run: Run::of_piece(piece),
-                place: self.place.map(|place| Place {
-                    position: place.position + len * number as u64,
-                    ..place
+                run: Run::from_piece(piece),
+                location: self.location.map(|location| LogLocation {
+                    position: location.position + len * number as u64,
+                    ..location
                 }),
             });
         split.chain((!is_short).then_some(self))
@@ -148,32 +148,32 @@ impl Layer {
 
 /// Returns the layers of a change: one for each run. Their bytes follow each other in the span.
 pub(crate) fn layers_of(
-    key: Key,
+    key: ChangeKey,
     span: Option<&Span>,
     runs: &[Run],
 ) -> impl Iterator<Item = Layer> {
     let log = span.map(|span| span.log);
     let mut position = span.map_or(0, |span| span.position);
     runs.iter().map(move |run| {
-        let place = log.map(|log| Place { log, position });
+        let location = log.map(|log| LogLocation { log, position });
         position += run.bytes();
         Layer {
             key,
             run: *run,
-            place,
+            location,
         }
     })
 }
 
 /// Collects the layers that have pieces in a range, up to a number of pieces.
 #[derive(Debug)]
-pub(crate) struct Layers {
+pub(crate) struct LayersInRange {
     layers: Vec<Layer>,
     pieces: u64,
     pieces_max: u64,
 }
 
-impl Layers {
+impl LayersInRange {
     pub(crate) fn new(pieces_max: u64) -> Self {
         Self {
             layers: Vec::new(),
@@ -202,13 +202,13 @@ impl Layers {
 #[derive(Clone, Debug)]
 pub(crate) struct LengthChanges {
     /// Length of the plain file that was set last.
-    base_bytes: u64,
+    plain_bytes: u64,
     /// The shortest length of all cuts. Each host that cuts has seen the plain file, so each cut applies to it.
-    base_limit: u64,
+    plain_limit: u64,
     /// What cuts hide of the changes of each writer.
-    limits: HashMap<WriterId, Limits>,
+    limits: HashMap<WriterId, LimitList>,
     /// How far growths by each writer extend the file.
-    growths: HashMap<WriterId, Growths>,
+    growths: HashMap<WriterId, GrowthList>,
     /// The largest epoch of all cuts and growths.
     last_epoch: Option<u64>,
 }
@@ -216,8 +216,8 @@ pub(crate) struct LengthChanges {
 impl Default for LengthChanges {
     fn default() -> Self {
         Self {
-            base_bytes: 0,
-            base_limit: u64::MAX,
+            plain_bytes: 0,
+            plain_limit: u64::MAX,
             limits: HashMap::new(),
             growths: HashMap::new(),
             last_epoch: None,
@@ -228,9 +228,9 @@ impl Default for LengthChanges {
 impl LengthChanges {
     /// Adds a cut. It applies to the plain file, to earlier frames of its own index, and to the frames of other indexes
     /// that its host had read.
-    fn add_cut(&mut self, key: Key, cut: &Cut) {
-        self.note_epoch(key.epoch);
-        self.limit_base(cut.len);
+    fn add_cut(&mut self, key: ChangeKey, cut: &Cut) {
+        self.record_epoch(key.epoch);
+        self.limit_plain(cut.len);
         let len = cut.len;
         let until = key.frame;
         self.limit(key.writer, Limit { until, len });
@@ -240,8 +240,8 @@ impl LengthChanges {
     }
 
     /// Hides the bytes of the plain file from `len` on.
-    pub(crate) fn limit_base(&mut self, len: u64) {
-        self.base_limit = self.base_limit.min(len);
+    pub(crate) fn limit_plain(&mut self, len: u64) {
+        self.plain_limit = self.plain_limit.min(len);
     }
 
     /// Adds a limit to the changes of one writer.
@@ -254,13 +254,13 @@ impl LengthChanges {
         self.growths.entry(writer).or_default().add(growth);
     }
 
-    fn note_epoch(&mut self, epoch: u64) {
+    fn record_epoch(&mut self, epoch: u64) {
         self.last_epoch = self.last_epoch.max(Some(epoch));
     }
 
     /// Adds all cuts and growths of `other`.
     fn merge(&mut self, other: &Self) {
-        self.limit_base(other.base_limit);
+        self.limit_plain(other.plain_limit);
         self.last_epoch = self.last_epoch.max(other.last_epoch);
         for (writer, limits) in &other.limits {
             limits.iter().for_each(|limit| self.limit(*writer, limit));
@@ -271,34 +271,34 @@ impl LengthChanges {
     }
 
     /// Returns what cuts hide of the changes of a writer, or `None` if they hide nothing.
-    pub(crate) fn limits_of(&self, writer: WriterId) -> Option<&Limits> {
+    pub(crate) fn limits_of(&self, writer: WriterId) -> Option<&LimitList> {
         self.limits.get(&writer)
     }
 
     /// Returns the offset in the file from which on cuts hide the bytes of a change; `u64::MAX` if no cut hides any.
-    fn limit_of(&self, key: Key) -> u64 {
+    fn limit_of(&self, key: ChangeKey) -> u64 {
         let limits = self.limits_of(key.writer);
-        limits.map_or(u64::MAX, |limits| limits.of(key.frame))
+        limits.map_or(u64::MAX, |limits| limits.len_limit_at(key.frame))
     }
 
     /// Returns how many bytes of the plain file count: those that no cut hides.
-    fn base_end(&self) -> u64 {
-        self.base_bytes.min(self.base_limit)
+    fn visible_plain_bytes(&self) -> u64 {
+        self.plain_bytes.min(self.plain_limit)
     }
 
     /// Returns the length of the file by the plain file and by growths, without changes of bytes.
     fn min_len(&self) -> u64 {
         let growths = self.growths.iter();
         let grown = growths.map(|(writer, growths)| growths.end(self.limits_of(*writer)));
-        self.base_end().max(grown.max().unwrap_or(0))
+        self.visible_plain_bytes().max(grown.max().unwrap_or(0))
     }
 
     /// Returns the segments of `range`, in order and without gaps, by `layers`. The file must have the whole range.
-    pub(crate) fn resolve(&self, range: Range<u64>, layers: Layers) -> Vec<Segment> {
+    pub(crate) fn resolve(&self, range: Range<u64>, layers: LayersInRange) -> Vec<Segment> {
         let mut layers = layers.layers;
         // The oldest comes first. Layers of one change should not overlap; if a damaged index has such layers, the
         // order by place makes all readers see the same bytes.
-        layers.sort_unstable_by_key(|layer| (layer.key, layer.place));
+        layers.sort_unstable_by_key(|layer| (layer.key, layer.location));
         let mut parts = Vec::new();
         for (rank, layer) in layers.iter().enumerate() {
             let end = range.end.min(self.limit_of(layer.key));
@@ -360,7 +360,7 @@ impl LengthChanges {
 
     /// Adds the segments of a range that no layer covers: bytes of the plain file, then a hole.
     fn add_unwritten(&self, range: Range<u64>, segments: &mut Segments) {
-        let plain_end = self.base_end().clamp(range.start, range.end);
+        let plain_end = self.visible_plain_bytes().clamp(range.start, range.end);
         segments.push(range.start..plain_end, Source::Plain);
         segments.push(plain_end..range.end, Source::Hole);
     }
@@ -389,7 +389,7 @@ impl VisiblePart {
 pub struct Resolver {
     /// Shared with readers: a change replaces it while they use the old one.
     length_changes: Arc<LengthChanges>,
-    changes: BTreeMap<Key, ByteChange>,
+    changes: BTreeMap<ChangeKey, ByteChange>,
     /// Length of the file.
     len: u64,
     /// Length of the file by the tables, whose changes are not in memory.
@@ -407,34 +407,34 @@ struct ByteChange {
 }
 
 impl Resolver {
-    /// Makes a resolver without changes. `base_bytes` is the length of the plain file.
-    pub fn new(base_bytes: u64) -> Self {
+    /// Makes a resolver without changes. `plain_bytes` is the length of the plain file.
+    pub fn new(plain_bytes: u64) -> Self {
         let length_changes = LengthChanges {
-            base_bytes,
+            plain_bytes,
             ..LengthChanges::default()
         };
         Self {
             length_changes: Arc::new(length_changes),
-            len: base_bytes,
+            len: plain_bytes,
             ..Self::default()
         }
     }
 
     /// Sets the length of the plain file.
-    pub fn set_base(&mut self, bytes: u64) {
-        if self.length_changes.base_bytes != bytes {
-            self.update_length_changes(|length_changes| length_changes.base_bytes = bytes);
+    pub fn set_plain_bytes(&mut self, bytes: u64) {
+        if self.length_changes.plain_bytes != bytes {
+            self.update_length_changes(|length_changes| length_changes.plain_bytes = bytes);
         }
     }
 
     /// Returns the length of the plain file that was set last.
-    pub fn base_bytes(&self) -> u64 {
-        self.length_changes.base_bytes
+    pub fn plain_bytes(&self) -> u64 {
+        self.length_changes.plain_bytes
     }
 
     /// Adds the change of a frame at `offset` of the writer's index. Changes may be added in any order.
     pub fn add(&mut self, writer: WriterId, offset: u64, frame: Frame) {
-        let key = Key {
+        let key = ChangeKey {
             epoch: frame.epoch,
             writer,
             frame: offset,
@@ -446,7 +446,7 @@ impl Resolver {
             }
             Change::Grown(len) => {
                 return self.update_length_changes(|length_changes| {
-                    length_changes.note_epoch(key.epoch);
+                    length_changes.record_epoch(key.epoch);
                     length_changes.grow(writer, Growth { frame: offset, len });
                 });
             }
@@ -495,7 +495,7 @@ impl Resolver {
     }
 
     /// Returns where the bytes of a change lie in a log, or `None` if the change is not in memory or zeroed bytes.
-    pub fn span(&self, key: Key) -> Option<Arc<Span>> {
+    pub fn span(&self, key: ChangeKey) -> Option<Arc<Span>> {
         self.changes.get(&key)?.span.clone()
     }
 
@@ -523,7 +523,7 @@ impl Resolver {
     }
 
     /// Returns how long a change makes the file. Zeroed bytes do not make a file longer.
-    fn min_len_by(&self, key: Key, change: &ByteChange) -> u64 {
+    fn min_len_by(&self, key: ChangeKey, change: &ByteChange) -> u64 {
         match change.span {
             Some(_) => change.covers.end.min(self.length_changes.limit_of(key)),
             None => 0,
@@ -531,8 +531,8 @@ impl Resolver {
     }
 
     /// Returns how many bytes of the plain file count: those that no cut hides.
-    pub fn base_end(&self) -> u64 {
-        self.length_changes.base_end()
+    pub fn visible_plain_bytes(&self) -> u64 {
+        self.length_changes.visible_plain_bytes()
     }
 
     pub(crate) fn length_changes(&self) -> Arc<LengthChanges> {
@@ -540,7 +540,7 @@ impl Resolver {
     }
 
     /// Adds the layers in memory that have pieces in `range`. Returns false if there are more pieces than allowed.
-    pub(crate) fn collect(&self, range: &Range<u64>, layers: &mut Layers) -> bool {
+    pub(crate) fn collect(&self, range: &Range<u64>, layers: &mut LayersInRange) -> bool {
         let overlaps = |covers: &Range<u64>| covers.start < range.end && covers.end > range.start;
         let changes = self.changes.iter();
         let mut near = changes.filter(|(_, change)| overlaps(&change.covers));
@@ -556,7 +556,7 @@ impl Resolver {
         if range.is_empty() {
             return Vec::new();
         }
-        let mut layers = Layers::new(u64::MAX);
+        let mut layers = LayersInRange::new(u64::MAX);
         self.collect(&range, &mut layers);
         self.length_changes.resolve(range, layers)
     }

@@ -43,7 +43,7 @@ impl Run {
     /// # Panics
     ///
     /// If the piece is empty or ends after [`FILE_BYTES_MAX`].
-    pub fn of_piece(piece: Piece) -> Self {
+    pub fn from_piece(piece: Piece) -> Self {
         let run = Self {
             offset: piece.offset,
             len: piece.len,
@@ -198,7 +198,7 @@ pub struct Part {
 pub fn find_runs(pieces: impl IntoIterator<Item = Piece>) -> Vec<Run> {
     let mut runs: Vec<Run> = Vec::new();
     for piece in join_neighbours(pieces) {
-        let next = Run::of_piece(piece);
+        let next = Run::from_piece(piece);
         if !runs.last_mut().is_some_and(|run| run.extend(piece)) {
             runs.push(next);
         }
@@ -281,7 +281,7 @@ mod tests {
         let segment = find_runs(strided(0, 4096, 4096, 10_000));
         assert_eq!(
             segment,
-            [Run::of_piece(Piece {
+            [Run::from_piece(Piece {
                 offset: 0,
                 len: 40_960_000
             })]

@@ -18,13 +18,13 @@ use std::path::{Path, PathBuf};
 use firn_backing::{Access, Attr, Backing, Errno, Result};
 use firn_hosts::own;
 
-use crate::container::{Container, Unreadable, Walk};
+use crate::container::{Container, UnreadableRange, Walk};
 use crate::file_id::FileId;
 use crate::head::{self, HEAD, Head, HeadError};
 use crate::index_reader::{find_frame, has_synced_frame_after, read_index};
 use crate::names::Writer;
 use crate::resolve::WriterId;
-use crate::seal::{DONE_ALL, Ending, SEAL_NAME, Seal, done_name, is_done_part};
+use crate::seal::{DONE_ALL, Lifecycle, SEAL_NAME, Seal, done_name, is_done_part};
 
 /// One part that is given up.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -102,7 +102,7 @@ struct ReadableIndex {
     lost: Vec<Range<u64>>,
 }
 
-impl<B: Backing> Ending<'_, B> {
+impl<B: Backing> Lifecycle<'_, B> {
     /// Makes `head` again if it is missing or damaged. Returns false if a writer is registered that `is_alive` reports
     /// as alive.
     ///
@@ -118,7 +118,7 @@ impl<B: Backing> Ending<'_, B> {
         reporter: &mut LossReporter<'_>,
     ) -> Result<bool> {
         let dir = self.votes().dir();
-        match head::load(self.base, dir, file, generation)? {
+        match head::load(self.backing, dir, file, generation)? {
             Err(HeadError::Missing | HeadError::Damaged) => {}
             // A head of another version or of another file is not damaged.
             Ok(_) | Err(HeadError::Version(_) | HeadError::Foreign) => return Ok(true),
@@ -128,19 +128,21 @@ impl<B: Backing> Ending<'_, B> {
         }
         let head = Head::new(file, generation, plain.size);
         self.run_exclusively(&mut || {
-            reporter.add(LostPart::Head { base: head.base })?;
+            reporter.add(LostPart::Head {
+                base: head.plain_bytes,
+            })?;
             reporter.report.sync()?;
-            match self.base.unlink(dir, OsStr::new(HEAD)) {
+            match self.backing.unlink(dir, OsStr::new(HEAD)) {
                 Ok(()) | Err(Errno::NOENT) => {}
                 Err(error) => return Err(error),
             }
-            head.put(self.base, dir)?;
-            self.base.sync_dir(dir)
+            head.put(self.backing, dir)?;
+            self.backing.sync_dir(dir)
         })
     }
 
     /// Gives up what cannot be read. Returns false if a writer is registered that `is_alive` reports as alive.
-    pub(crate) fn give_up(
+    pub(crate) fn salvage(
         &self,
         unit_bytes: u64,
         is_alive: &dyn Fn(&str) -> Result<bool>,
@@ -149,22 +151,22 @@ impl<B: Backing> Ending<'_, B> {
         if !self.close(is_alive)? {
             return Ok(false);
         }
-        self.run_exclusively(&mut || self.give_up_exclusively(unit_bytes, reporter))
+        self.run_exclusively(&mut || self.salvage_exclusively(unit_bytes, reporter))
     }
 
     /// Gives up what cannot be read, under the container's exclusive lock.
     ///
     /// Finds the readable parts of the indexes, then the damaged blocks of the logs. Reports all losses, makes the
     /// report durable, and puts the new seal.
-    fn give_up_exclusively(&self, unit_bytes: u64, reporter: &mut LossReporter<'_>) -> Result<()> {
+    fn salvage_exclusively(&self, unit_bytes: u64, reporter: &mut LossReporter<'_>) -> Result<()> {
         let names = self.votes().names()?;
         if names.contains(DONE_ALL) {
             return Ok(());
         }
-        let stored = own::read_file(self.base, self.votes().dir(), SEAL_NAME)?;
+        let stored = own::read_file(self.backing, self.votes().dir(), SEAL_NAME)?;
         let old = stored.as_deref().and_then(Seal::decode);
         let is_damaged = stored.is_some() && old.is_none();
-        let salvaged = self.container.salvage_indexes(self.base, old.as_ref())?;
+        let salvaged = self.container.salvage_indexes(self.backing, old.as_ref())?;
         let mut seal = old.clone().unwrap_or_else(|| {
             let ends = salvaged
                 .iter()
@@ -178,7 +180,7 @@ impl<B: Backing> Ending<'_, B> {
             }
         }
         // From here on this host reads the container by the new seal.
-        self.container.apply_seal(self.base, seal.clone())?;
+        self.container.apply_seal(self.backing, seal.clone())?;
         if old.is_none() {
             seal.len = self.container.len();
         }
@@ -217,8 +219,8 @@ impl<B: Backing> Ending<'_, B> {
             let done = names.iter().filter(|name| is_done_part(name));
             self.votes().remove_files(done.map(String::as_str))?;
         }
-        own::replace_file(self.base, self.votes().dir(), SEAL_NAME, &seal.encode()?)?;
-        self.container.apply_seal(self.base, seal)
+        own::replace_file(self.backing, self.votes().dir(), SEAL_NAME, &seal.encode()?)?;
+        self.container.apply_seal(self.backing, seal)
     }
 
     /// Reports the lost parts of an index, except those that are also in tables.
@@ -244,11 +246,11 @@ impl<B: Backing> Ending<'_, B> {
         &self,
         seal: &mut Seal,
         is_flat: &dyn Fn(u64) -> bool,
-        visit: &mut dyn FnMut(Unreadable) -> Result<()>,
+        visit: &mut dyn FnMut(UnreadableRange) -> Result<()>,
     ) -> Result<()> {
         let mut walk = Walk::new(0..seal.len);
         loop {
-            let segments = self.container.find_next(self.base, &mut walk)?;
+            let segments = self.container.find_next(self.backing, &mut walk)?;
             if segments.is_empty() {
                 return Ok(());
             }
@@ -256,7 +258,9 @@ impl<B: Backing> Ending<'_, B> {
             let pieces: Vec<_> = pieces.filter(|(part, _)| !is_flat(*part)).collect();
             for (_, segment) in pieces {
                 let lost = &mut seal.lost;
-                let unreadable = self.container.find_unreadable(self.base, &segment, lost)?;
+                let unreadable = self
+                    .container
+                    .find_unreadable(self.backing, &segment, lost)?;
                 for part in unreadable {
                     let blocks = lost.logs.entry(part.log.clone()).or_default();
                     blocks.insert(part.block);
@@ -271,20 +275,22 @@ impl<B: Backing> Container<B> {
     /// Finds how much of each index can be read, and makes that durable. `seal` says how much counts, if it is known.
     fn salvage_indexes(
         &self,
-        base: &B,
+        backing: &B,
         seal: Option<&Seal>,
     ) -> Result<BTreeMap<Writer, ReadableIndex>> {
-        let names = own::list(base, &self.dir)?;
-        let listed = names.iter().filter_map(|(name, ..)| Writer::of_index(name));
+        let names = own::list(backing, &self.dir)?;
+        let listed = names
+            .iter()
+            .filter_map(|(name, ..)| Writer::from_index_name(name));
         let sealed = seal.map_or_else(Vec::new, Seal::writers);
         let mut salvaged = BTreeMap::new();
         for writer in listed.chain(sealed) {
             let limit = seal.map(|seal| seal.limit_of(&writer));
-            let index = match own::find_file(base, &self.dir, &writer.index_name())? {
+            let index = match own::find_file(backing, &self.dir, &writer.index_name())? {
                 Some(inode) => {
-                    let index = base.open(&inode, Access::Read)?;
-                    base.sync(&index, true)?;
-                    salvage_index(base, &index, writer.id(), limit)?
+                    let index = backing.open(&inode, Access::Read)?;
+                    backing.sync(&index, true)?;
+                    salvage_index(backing, &index, writer.id(), limit)?
                 }
                 None => ReadableIndex {
                     end: limit.unwrap_or(0),
@@ -300,7 +306,7 @@ impl<B: Backing> Container<B> {
 /// Reads an index up to `limit`, and skips parts that contain no frames. Without a limit, reads up to the last synced
 /// frame.
 fn salvage_index<B: Backing>(
-    base: &B,
+    backing: &B,
     index: &B::File,
     writer: WriterId,
     limit: Option<u64>,
@@ -312,13 +318,13 @@ fn salvage_index<B: Backing>(
     let end_max = limit.unwrap_or(u64::MAX);
     while salvaged.end < end_max {
         let from = salvaged.end;
-        salvaged.end = read_index(base, index, writer, from..end_max)?.to;
+        salvaged.end = read_index(backing, index, writer, from..end_max)?.to;
         if salvaged.end > from {
             continue;
         }
-        let has_more = limit.is_some() || has_synced_frame_after(base, index, from)?;
+        let has_more = limit.is_some() || has_synced_frame_after(backing, index, from)?;
         let next = if has_more {
-            find_frame(base, index, from + 1, &|_| true)?
+            find_frame(backing, index, from + 1, &|_| true)?
         } else {
             None
         };

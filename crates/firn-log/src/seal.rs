@@ -77,20 +77,20 @@ pub struct Seal {
     /// Length of a part in bytes.
     unit_bytes: u64,
     /// What was given up because it cannot be read ([`crate::salvage`]).
-    #[serde(default, skip_serializing_if = "Lost::is_empty")]
-    pub(crate) lost: Lost,
+    #[serde(default, skip_serializing_if = "LostParts::is_empty")]
+    pub(crate) lost: LostParts,
 }
 
 /// The damaged parts of a container that were given up.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Lost {
+pub(crate) struct LostParts {
     /// Parts of indexes that contain no frames, by the index's name.
     pub(crate) indexes: BTreeMap<String, Vec<Range<u64>>>,
     /// Positions of blocks of logs that read as zeros, by the log's name.
     pub(crate) logs: BTreeMap<String, BTreeSet<u64>>,
 }
 
-impl Lost {
+impl LostParts {
     pub(crate) fn is_empty(&self) -> bool {
         self.indexes.is_empty() && self.logs.is_empty()
     }
@@ -122,7 +122,7 @@ impl Seal {
             indexes,
             len: 0,
             unit_bytes,
-            lost: Lost::default(),
+            lost: LostParts::default(),
         }
     }
 
@@ -135,7 +135,7 @@ impl Seal {
     pub(crate) fn writers(&self) -> Vec<Writer> {
         let nonempty = self.indexes.iter().filter(|(_, bytes)| **bytes > 0);
         nonempty
-            .filter_map(|(name, _)| Writer::of_index(name.as_bytes()))
+            .filter_map(|(name, _)| Writer::from_index_name(name.as_bytes()))
             .collect()
     }
 
@@ -150,8 +150,8 @@ impl Seal {
     }
 
     /// Reads the seal of a sealed container. Fails with ENOENT if there is none, and with EIO if it is damaged.
-    pub(crate) fn load<B: Backing>(base: &B, dir: &B::Inode) -> Result<Self> {
-        let bytes = own::read_file(base, dir, SEAL_NAME)?.ok_or(Errno::NOENT)?;
+    pub(crate) fn load<B: Backing>(backing: &B, dir: &B::Inode) -> Result<Self> {
+        let bytes = own::read_file(backing, dir, SEAL_NAME)?.ok_or(Errno::NOENT)?;
         Self::decode(&bytes).ok_or_else(|| {
             tracing::error!(
                 "a sealed container cannot be read: its seal, the file `{SEAL_NAME}`, is damaged"
@@ -178,7 +178,7 @@ impl Seal {
         while !segment.file.is_empty() {
             let part = segment.file.start / self.unit_bytes;
             let end = self.range_of(part).end;
-            pieces.push((part, segment.take_first(end - segment.file.start)));
+            pieces.push((part, segment.split_off_first(end - segment.file.start)));
         }
         debug_assert!(pieces.is_sorted_by(|(one, _), (next, _)| one < next));
         pieces
@@ -201,7 +201,7 @@ enum Batch {
 
 /// Result of an attempt to flatten a container.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Flat {
+pub enum FlattenProgress {
     /// Other hosts are still copying parts.
     Waits,
     /// All bytes are in the plain file. The container can be removed.
@@ -235,23 +235,23 @@ impl Protocol for Flattening {
 }
 
 /// The end of one container. It has the means to register writers, to seal, to flatten and to remove.
-pub struct Ending<'a, B: Backing> {
-    pub(crate) base: &'a B,
+pub struct Lifecycle<'a, B: Backing> {
+    pub(crate) backing: &'a B,
     pub(crate) container: &'a Container<B>,
     ballot: Ballot<'a, B, Flattening>,
 }
 
-impl<'a, B: Backing> Ending<'a, B> {
-    /// Opens the ballot of the container `name` in the directory `top`. Returns `None` if the container is removed.
-    pub fn of(
-        base: &'a B,
+impl<'a, B: Backing> Lifecycle<'a, B> {
+    /// Opens the ballot of the container `name` in the directory `file_dir`. Returns `None` if the container is removed.
+    pub fn open(
+        backing: &'a B,
         container: &'a Container<B>,
-        top: &B::Inode,
+        file_dir: &B::Inode,
         name: &str,
     ) -> Result<Option<Self>> {
-        let votes = VoteDir::find(base, top, name, &container.host)?;
+        let votes = VoteDir::find(backing, file_dir, name, &container.host)?;
         Ok(votes.map(|votes| Self {
-            base,
+            backing,
             container,
             ballot: Ballot::in_dir(votes, Flattening::default()),
         }))
@@ -285,14 +285,14 @@ impl<'a, B: Backing> Ending<'a, B> {
             DecisionStep::Decide => self.decide(inode, unit_bytes)?,
             DecisionStep::Decided => {}
         }
-        let seal = Seal::load(self.base, self.votes().dir())?;
-        self.container.apply_seal(self.base, seal)?;
+        let seal = Seal::load(self.backing, self.votes().dir())?;
+        self.container.apply_seal(self.backing, seal)?;
         Ok(true)
     }
 
     /// Puts a seal with the present lengths of the indexes, unless another host has put one.
     fn decide(&self, inode: &B::Inode, unit_bytes: u64) -> Result<()> {
-        let lengths = self.container.sync_and_measure_indexes(self.base)?;
+        let lengths = self.container.sync_and_measure_indexes(self.backing)?;
         let indexes = lengths
             .iter()
             .map(|(writer, bytes)| (writer.index_name(), *bytes))
@@ -300,12 +300,12 @@ impl<'a, B: Backing> Ending<'a, B> {
         let mut seal = Seal::new(indexes, unit_bytes);
         // A host that was taken for dead may still append. So the length is computed from these bytes of the indexes
         // only.
-        self.container.apply_seal(self.base, seal.clone())?;
+        self.container.apply_seal(self.backing, seal.clone())?;
         seal.len = self.container.len();
         // The time is read after `closing` exists: a host that sets the time later sees `closing`, and records the time
         // in the container.
-        let modified = self.base.attr_now(inode)?.mtime;
-        times::record_first(self.base, self.votes().dir(), modified)?;
+        let modified = self.backing.attr_now(inode)?.mtime;
+        times::record_first(self.backing, self.votes().dir(), modified)?;
         self.ballot.decide(&seal).map(drop)
     }
 
@@ -329,21 +329,21 @@ impl<'a, B: Backing> Ending<'a, B> {
     }
 
     /// Does what this host can to flatten a sealed container into the plain file `inode`, which is open as `plain`.
-    pub fn flatten(&self, inode: &B::Inode, plain: &B::File) -> Result<Flat> {
-        let seal = Seal::load(self.base, self.votes().dir())?;
+    pub fn flatten(&self, inode: &B::Inode, plain: &B::File) -> Result<FlattenProgress> {
+        let seal = Seal::load(self.backing, self.votes().dir())?;
         let names = self.votes().names()?;
         if names.contains(DONE_ALL) {
-            return Ok(Flat::Done);
+            return Ok(FlattenProgress::Done);
         }
         let last_time = self.last_time(&names);
         if last_time.is_none() {
-            let modified = self.base.attr_of_file_now(plain)?.mtime;
-            times::record_first(self.base, self.votes().dir(), modified)?;
-            self.base.sync_dir(self.votes().dir())?;
+            let modified = self.backing.attr_of_file_now(plain)?.mtime;
+            times::record_first(self.backing, self.votes().dir(), modified)?;
+            self.backing.sync_dir(self.votes().dir())?;
         }
         // The following calls change the plain file's time. So the time record is read first.
         let last_time = last_time.or(Some(0));
-        self.container.load_time(self.base, last_time)?;
+        self.container.load_time(self.backing, last_time)?;
         let parts = self.find_parts(&seal)?;
         self.ballot.protocol().parts.get_or_init(|| parts);
         let progress = self
@@ -351,8 +351,8 @@ impl<'a, B: Backing> Ending<'a, B> {
             .carry_out(|unit| self.run_unit(unit, &seal, inode, plain))?;
         Ok(match progress {
             // A container is removed only after it is flat.
-            Progress::Done | Progress::Gone => Flat::Done,
-            Progress::Waits(_) => Flat::Waits,
+            Progress::Done | Progress::Gone => FlattenProgress::Done,
+            Progress::Waits(_) => FlattenProgress::Waits,
         })
     }
 
@@ -364,7 +364,7 @@ impl<'a, B: Backing> Ending<'a, B> {
             Unit::Part(number) => {
                 let number = number.parse().map_err(|_| Errno::INVAL)?;
                 self.copy_logs(seal.range_of(number), plain)?;
-                self.base.sync(plain, false)
+                self.backing.sync(plain, false)
             }
         }
     }
@@ -380,10 +380,10 @@ impl<'a, B: Backing> Ending<'a, B> {
 
     /// Cuts the plain file to the bytes that count. Holes of the file beyond them become holes of the plain file.
     fn cut(&self, plain: &B::File) -> Result<()> {
-        let counts = self.container.base_end();
-        if self.base.attr_of_file_now(plain)?.size > counts {
-            self.base.set_len(plain, counts)?;
-            self.base.sync(plain, false)?;
+        let counts = self.container.visible_plain_bytes();
+        if self.backing.attr_of_file_now(plain)?.size > counts {
+            self.backing.set_len(plain, counts)?;
+            self.backing.sync(plain, false)?;
         }
         Ok(())
     }
@@ -394,7 +394,7 @@ impl<'a, B: Backing> Ending<'a, B> {
         let mut parts: Vec<u64> = Vec::new();
         let mut walk = Walk::new(0..seal.len);
         loop {
-            let segments = self.container.find_next(self.base, &mut walk)?;
+            let segments = self.container.find_next(self.backing, &mut walk)?;
             if segments.is_empty() {
                 debug_assert!(parts.is_sorted_by(|one, next| one < next), "parts overlap");
                 return Ok(parts);
@@ -452,7 +452,7 @@ impl<'a, B: Backing> Ending<'a, B> {
         send: &dyn Fn(Batch) -> Result<()>,
     ) -> Result<()> {
         loop {
-            let segments = self.container.find_next(self.base, &mut walk)?;
+            let segments = self.container.find_next(self.backing, &mut walk)?;
             if segments.is_empty() {
                 return Ok(());
             }
@@ -479,12 +479,12 @@ impl<'a, B: Backing> Ending<'a, B> {
         send: &dyn Fn(Batch) -> Result<()>,
     ) -> Result<()> {
         while !segment.file.is_empty() {
-            let room = room_in(gathered, segment.file.start);
+            let room = free_bytes_in_batch(gathered, segment.file.start);
             if room == 0 {
                 self.read_batch(gathered, free_buffers, send)?;
                 continue;
             }
-            gathered.push(segment.take_first(room));
+            gathered.push(segment.split_off_first(room));
         }
         Ok(())
     }
@@ -506,7 +506,7 @@ impl<'a, B: Backing> Ending<'a, B> {
         debug_assert_eq!(total.sum::<u64>(), last.file.end - start);
         bytes.resize((last.file.end - start) as usize, 0);
         self.container
-            .read_segments(self.base, &gathered, &mut bytes)?;
+            .read_segments(self.backing, &gathered, &mut bytes)?;
         send(Batch::Bytes { start, bytes })
     }
 
@@ -520,11 +520,11 @@ impl<'a, B: Backing> Ending<'a, B> {
         match batch {
             Batch::Zeros(file) => self.write_zeros(file, plain),
             Batch::Bytes { start, bytes } => {
-                write_vectored(self.base, plain, vec![IoSlice::new(&bytes)], start)?;
+                write_vectored(self.backing, plain, vec![IoSlice::new(&bytes)], start)?;
                 // Starts writing the pages to the server now, so that the sync at the end of the part waits
                 // less.
                 let end = start + bytes.len() as u64;
-                self.base.advise(plain, start..end, PageAdvice::WriteOut);
+                self.backing.advise(plain, start..end, PageAdvice::WriteOut);
                 // The send fails if the reader has ended. Then its memory is not needed.
                 let _ = freed_buffers.send(bytes);
                 Ok(())
@@ -534,12 +534,12 @@ impl<'a, B: Backing> Ending<'a, B> {
 
     /// Writes zeros into a range of the plain file, as far as the plain file reaches.
     fn write_zeros(&self, file: Range<u64>, plain: &B::File) -> Result<()> {
-        let end = file.end.min(self.base.attr_of_file_now(plain)?.size);
+        let end = file.end.min(self.backing.attr_of_file_now(plain)?.size);
         let zeros = vec![0; COPY_BYTES.min(end.saturating_sub(file.start)) as usize];
         let mut start = file.start;
         while start < end {
             let len = (end - start).min(zeros.len() as u64);
-            own::write_all(self.base, plain, &zeros[..len as usize], start)?;
+            own::write_all(self.backing, plain, &zeros[..len as usize], start)?;
             start += len;
         }
         Ok(())
@@ -548,25 +548,25 @@ impl<'a, B: Backing> Ending<'a, B> {
     /// Sets the length and the time of the plain file ([`crate::times`]), and removes its tag.
     fn finish(&self, seal: &Seal, inode: &B::Inode, plain: &B::File) -> Result<()> {
         // A file without changes keeps its length and its times.
-        if self.base.attr_of_file_now(plain)?.size != seal.len {
-            self.base.set_len(plain, seal.len)?;
+        if self.backing.attr_of_file_now(plain)?.size != seal.len {
+            self.backing.set_len(plain, seal.len)?;
         }
-        tag::clear(self.base, inode, &self.container.name)?;
+        tag::clear(self.backing, inode, &self.container.name)?;
         let last = self.last_time(&self.votes().names()?).unwrap_or(0);
         // The sync also makes the removal of the tag durable.
-        times::finish(self.base, self.votes().dir(), last, &|modified| {
+        times::finish(self.backing, self.votes().dir(), last, &|modified| {
             self.set_modified(inode, plain, modified)?;
-            self.base.sync(plain, false)
+            self.backing.sync(plain, false)
         })
     }
 
     /// Sets the plain file's modification time. If firnd may not set it, the plain file keeps its present time.
     fn set_modified(&self, inode: &B::Inode, plain: &B::File, modified: Time) -> Result<()> {
-        if self.base.attr_of_file_now(plain)?.mtime == modified {
+        if self.backing.attr_of_file_now(plain)?.mtime == modified {
             return Ok(());
         }
         let modified = SetTime::At(modified);
-        match self.base.set_times(inode, SetTime::Keep, modified) {
+        match self.backing.set_times(inode, SetTime::Keep, modified) {
             Err(Errno::PERM | Errno::ACCESS) => Ok(()),
             set => set,
         }
@@ -574,18 +574,18 @@ impl<'a, B: Backing> Ending<'a, B> {
 
     /// Returns the number of the last time record among the names in the container.
     fn last_time(&self, names: &BTreeSet<String>) -> Option<u64> {
-        times::last(names.iter().map(|name| name.as_bytes()))
+        times::last_record_number(names.iter().map(|name| name.as_bytes()))
     }
 
     /// Returns whether the container accepts no new writers.
     pub fn is_closing(&self) -> Result<bool> {
-        let file = own::find(self.base, self.votes().dir(), OsStr::new(CLOSING))?;
+        let file = own::find(self.backing, self.votes().dir(), OsStr::new(CLOSING))?;
         Ok(file.is_some())
     }
 
     /// Returns whether all bytes are in the plain file.
     pub fn is_flat(&self) -> Result<bool> {
-        let file = own::find(self.base, self.votes().dir(), OsStr::new(DONE_ALL))?;
+        let file = own::find(self.backing, self.votes().dir(), OsStr::new(DONE_ALL))?;
         Ok(file.is_some())
     }
 
@@ -597,7 +597,7 @@ impl<'a, B: Backing> Ending<'a, B> {
 
 /// Returns how many bytes of a segment at `start` in the file fit in a batch; 0 if the segment does not continue the
 /// batch.
-fn room_in(batch: &[Segment], start: u64) -> u64 {
+fn free_bytes_in_batch(batch: &[Segment], start: u64) -> u64 {
     let (Some(first), Some(last)) = (batch.first(), batch.last()) else {
         return COPY_BYTES;
     };
@@ -622,11 +622,11 @@ pub(crate) fn is_done_part(name: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::resolve::{Key, WriterId};
+    use crate::resolve::{ChangeKey, WriterId};
 
     fn segment(file: Range<u64>, position: u64) -> Segment {
         let writer = WriterId { host: 1, life: 1 };
-        let key = Key {
+        let key = ChangeKey {
             epoch: 1,
             writer,
             frame: 0,
@@ -643,22 +643,22 @@ mod tests {
 
     #[test]
     fn a_batch_ends_where_it_is_full_or_the_file_has_a_gap() {
-        assert_eq!(room_in(&[], 7), COPY_BYTES);
+        assert_eq!(free_bytes_in_batch(&[], 7), COPY_BYTES);
         let batch = [segment(100..200, 0)];
-        assert_eq!(room_in(&batch, 200), COPY_BYTES - 100);
-        assert_eq!(room_in(&batch, 201), 0);
+        assert_eq!(free_bytes_in_batch(&batch, 200), COPY_BYTES - 100);
+        assert_eq!(free_bytes_in_batch(&batch, 201), 0);
         let full = [segment(100..100 + COPY_BYTES, 0)];
-        assert_eq!(room_in(&full, 100 + COPY_BYTES), 0);
+        assert_eq!(free_bytes_in_batch(&full, 100 + COPY_BYTES), 0);
         let many = vec![segment(0..1, 0); COPY_PIECES];
-        assert_eq!(room_in(&many, 1), 0);
+        assert_eq!(free_bytes_in_batch(&many, 1), 0);
     }
 
     #[test]
     fn what_is_left_of_a_segment_goes_on_in_its_log() {
         let mut rest = segment(100..200, 5000);
-        assert_eq!(rest.take_first(30), segment(100..130, 5000));
+        assert_eq!(rest.split_off_first(30), segment(100..130, 5000));
         assert_eq!(rest, segment(130..200, 5030));
-        assert_eq!(rest.take_first(1000), segment(130..200, 5030));
+        assert_eq!(rest.split_off_first(1000), segment(130..200, 5030));
         assert!(rest.file.is_empty());
     }
 }

@@ -15,8 +15,8 @@ use firn_backing::{Backing, Errno, Result};
 use crate::cut::Growth;
 use crate::frame::{Change, Frame, Span};
 use crate::names::Writer;
-use crate::resolve::{Key, Layer, layers_of};
-use crate::table::{Cuts, Table, TableWriter};
+use crate::resolve::{ChangeKey, Layer, layers_of};
+use crate::table::{StoredLengthChanges, Table, TableWriter};
 
 /// Number of tables of one level that are merged into one of the next level.
 const MERGED_TABLES: usize = 16;
@@ -26,7 +26,7 @@ const STAYS_LENGTH_RATIO: u64 = 4;
 
 /// Sorts one index: the container's directory, and the writer of the index.
 pub(crate) struct Sorter<'a, B: Backing> {
-    pub(crate) base: &'a B,
+    pub(crate) backing: &'a B,
     pub(crate) dir: &'a B::Inode,
     pub(crate) writer: &'a Writer,
     /// Turn of the sorting host, which selects the lane of its tables.
@@ -36,10 +36,11 @@ pub(crate) struct Sorter<'a, B: Backing> {
 impl<B: Backing> Sorter<'_, B> {
     /// Makes a table of the frames of `part` of the index. Each frame comes with its position.
     pub(crate) fn sort(&self, frames: Vec<(u64, Frame)>, part: Range<u64>) -> Result<()> {
-        let (mut layers, mut spans, mut cuts) = (Vec::new(), Vec::new(), Cuts::default());
+        let (mut layers, mut spans, mut cuts) =
+            (Vec::new(), Vec::new(), StoredLengthChanges::default());
         let last_epoch = frames.iter().map(|(_, frame)| frame.epoch).max();
         for (offset, frame) in frames {
-            let key = Key {
+            let key = ChangeKey {
                 epoch: frame.epoch,
                 writer: self.writer.id(),
                 frame: offset,
@@ -103,14 +104,14 @@ impl<B: Backing> Sorter<'_, B> {
         let levels = tables.iter().map(|table| table.directory.level);
         let level = levels.max().unwrap_or(0).saturating_add(1);
         let layers_of = |table: &'t Arc<Table<B>>| {
-            let layers = table.layers(self.base);
+            let layers = table.layers(self.backing);
             layers.map(|layer| layer.map_err(Errno::from))
         };
         let sources = tables.iter().map(layers_of);
         let layers = MergedLayers::new(sources)?;
-        let spans = tables.iter().flat_map(|table| table.spans(self.base));
+        let spans = tables.iter().flat_map(|table| table.spans(self.backing));
         let spans = spans.map(|span| span.map_err(Errno::from));
-        let mut cuts = Cuts::default();
+        let mut cuts = StoredLengthChanges::default();
         for table in tables {
             cuts.merge(&table.directory.cuts);
         }
@@ -126,11 +127,11 @@ impl<B: Backing> Sorter<'_, B> {
         part: Range<u64>,
         layers: impl Iterator<Item = Result<Layer>>,
         spans: impl Iterator<Item = Result<(u64, Span)>>,
-        (cuts, last_epoch): (Cuts, u64),
+        (cuts, last_epoch): (StoredLengthChanges, u64),
     ) -> Result<()> {
-        let mut table = TableWriter::create(self.base, self.dir, level, part, self.turn)?;
-        table.set_cuts(cuts);
-        table.note_epoch(last_epoch);
+        let mut table = TableWriter::create(self.backing, self.dir, level, part, self.turn)?;
+        table.set_length_changes(cuts);
+        table.record_epoch(last_epoch);
         match fill(&mut table, layers, spans) {
             Ok(()) => table.finish(self.writer),
             Err(error) => {
@@ -158,7 +159,7 @@ fn fill<B: Backing>(
 }
 
 /// Sort key of a layer: its first byte, its change, and its length, which makes the order complete.
-type SortKey = (u64, Key, u64);
+type SortKey = (u64, ChangeKey, u64);
 
 /// Returns the sort key of a layer.
 fn sort_key(layer: &Layer) -> SortKey {

@@ -61,7 +61,7 @@ impl Record {
 }
 
 /// Returns the number of the last record among the names in a container.
-pub(crate) fn last<'n>(names: impl Iterator<Item = &'n [u8]>) -> Option<u64> {
+pub(crate) fn last_record_number<'n>(names: impl Iterator<Item = &'n [u8]>) -> Option<u64> {
     names.filter_map(number_of).max()
 }
 
@@ -76,9 +76,9 @@ fn name_of(number: u64) -> String {
 
 /// Reads a record. Returns `None` if it is gone. A damaged record counts as `end`, so the plain file keeps its present
 /// time.
-pub(crate) fn load<B: Backing>(base: &B, dir: &B::Inode, number: u64) -> Result<Option<Record>> {
+pub(crate) fn load<B: Backing>(backing: &B, dir: &B::Inode, number: u64) -> Result<Option<Record>> {
     let name = name_of(number);
-    let text = own::read_link(base, dir, &name)?;
+    let text = own::read_link(backing, dir, &name)?;
     Ok(text.map(|text| {
         Record::decode(&text).unwrap_or_else(|| {
             tracing::warn!(
@@ -91,10 +91,15 @@ pub(crate) fn load<B: Backing>(base: &B, dir: &B::Inode, number: u64) -> Result<
 }
 
 /// Makes a record. Returns false if a record with this number exists.
-fn put<B: Backing>(base: &B, dir: &B::Inode, number: u64, record: Record) -> Result<bool> {
+fn create_record<B: Backing>(
+    backing: &B,
+    dir: &B::Inode,
+    number: u64,
+    record: Record,
+) -> Result<bool> {
     let name = name_of(number);
     let text = record.encode();
-    match base.symlink(&own_caller(), dir, OsStr::new(&name), OsStr::new(&text)) {
+    match backing.symlink(&own_caller(), dir, OsStr::new(&name), OsStr::new(&text)) {
         Ok(_) => Ok(true),
         Err(Errno::EXIST) => Ok(false),
         Err(error) => Err(error),
@@ -102,12 +107,12 @@ fn put<B: Backing>(base: &B, dir: &B::Inode, number: u64, record: Record) -> Res
 }
 
 /// Records the plain file's time before any host flattens it. The next sync of the container makes the record durable.
-pub(crate) fn record_first<B: Backing>(base: &B, dir: &B::Inode, time: Time) -> Result<()> {
-    put(base, dir, 0, Record::Time(time)).map(drop)
+pub(crate) fn record_first<B: Backing>(backing: &B, dir: &B::Inode, time: Time) -> Result<()> {
+    create_record(backing, dir, 0, Record::Time(time)).map(drop)
 }
 
 /// A record that is the last one a host found or made.
-pub(crate) struct Last {
+pub(crate) struct LastRecord {
     pub(crate) number: u64,
     pub(crate) record: Record,
 }
@@ -117,21 +122,21 @@ pub(crate) struct Last {
 ///
 /// If the last record is `end`, no record is made: later times go to the plain file alone.
 pub(crate) fn add<B: Backing>(
-    base: &B,
+    backing: &B,
     dir: &B::Inode,
     first: Option<u64>,
     time: Time,
-) -> Result<Last> {
+) -> Result<LastRecord> {
     let mut number = first.unwrap_or(0);
     let record = Record::Time(time);
     loop {
-        if put(base, dir, number, record)? {
-            base.sync_dir(dir)?;
-            return Ok(Last { number, record });
+        if create_record(backing, dir, number, record)? {
+            backing.sync_dir(dir)?;
+            return Ok(LastRecord { number, record });
         }
-        match load(base, dir, number)?.ok_or(Errno::NOENT)? {
+        match load(backing, dir, number)?.ok_or(Errno::NOENT)? {
             Record::Time(_) => number += 1,
-            record @ Record::End => return Ok(Last { number, record }),
+            record @ Record::End => return Ok(LastRecord { number, record }),
         }
     }
 }
@@ -139,20 +144,20 @@ pub(crate) fn add<B: Backing>(
 /// Sets the plain file's time to the last recorded time, and then records `end`. `first` is the number of an existing
 /// record. `set_time` sets the plain file's time durably.
 pub(crate) fn finish<B: Backing>(
-    base: &B,
+    backing: &B,
     dir: &B::Inode,
     first: u64,
     set_time: &dyn Fn(Time) -> Result<()>,
 ) -> Result<()> {
     let mut number = first;
     loop {
-        let Some(Record::Time(time)) = load(base, dir, number)? else {
+        let Some(Record::Time(time)) = load(backing, dir, number)? else {
             return Ok(());
         };
         number += 1;
         // If another record gets this number before `end` does, the next iteration sets that time.
         set_time(time)?;
-        if put(base, dir, number, Record::End)? {
+        if create_record(backing, dir, number, Record::End)? {
             return Ok(());
         }
     }
@@ -177,7 +182,10 @@ mod tests {
     #[test]
     fn the_last_record_is_found_among_other_names() {
         let names = ["time-9", "head", "time-10", "time-x", "times-11"];
-        assert_eq!(last(names.iter().map(|name| name.as_bytes())), Some(10));
-        assert_eq!(last([b"all".as_slice()].into_iter()), None);
+        assert_eq!(
+            last_record_number(names.iter().map(|name| name.as_bytes())),
+            Some(10)
+        );
+        assert_eq!(last_record_number([b"all".as_slice()].into_iter()), None);
     }
 }

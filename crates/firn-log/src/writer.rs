@@ -112,11 +112,11 @@ impl SyncCounter {
 
 impl<B: Backing> OwnLog<B> {
     /// Creates the index of `writer`, which must have a new life.
-    pub(crate) fn create(base: &B, dir: &B::Inode, writer: Writer, turn: u64) -> Result<Self> {
+    pub(crate) fn create(backing: &B, dir: &B::Inode, writer: Writer, turn: u64) -> Result<Self> {
         let name = writer.index_name();
         let name = OsStr::new(&name);
         let (_, file, _) =
-            base.create_placed(&own_caller(), dir, name, 0o600, Placing::Turn(turn))?;
+            backing.create_placed(&own_caller(), dir, name, 0o600, Placing::Turn(turn))?;
         let names = SyncCounter::default();
         names.note();
         Ok(Self {
@@ -137,16 +137,21 @@ impl<B: Backing> OwnLog<B> {
 
     /// Appends `parts`, which do not overlap, to a log, and a frame for them to the index. After an error none of them
     /// counts.
-    pub(crate) fn write(&self, base: &B, epoch: u64, parts: &[DataPart<'_>]) -> Result<Appended> {
+    pub(crate) fn write(
+        &self,
+        backing: &B,
+        epoch: u64,
+        parts: &[DataPart<'_>],
+    ) -> Result<Appended> {
         let bytes = parts.iter().map(DataPart::len).sum();
-        let reserved = self.reserve(base, bytes)?;
+        let reserved = self.reserve(backing, bytes)?;
         let data = slices(parts).map(IoSlice::new).collect();
-        let written = write_vectored(base, &reserved.log.file, data, reserved.position);
+        let written = write_vectored(backing, &reserved.log.file, data, reserved.position);
         reserved.log.bytes.note();
         written?;
         // Starts writing the pages to the device now. No page of a log is written twice, so waiting would save nothing.
         let written = reserved.position..reserved.position + bytes;
-        base.advise(&reserved.log.file, written, PageAdvice::WriteOut);
+        backing.advise(&reserved.log.file, written, PageAdvice::WriteOut);
         let pieces = parts.iter().map(|part| Piece {
             offset: part.offset,
             len: part.len(),
@@ -161,26 +166,26 @@ impl<B: Backing> OwnLog<B> {
                 runs: find_runs(pieces),
             }),
         };
-        self.append(base, frame)
+        self.append(backing, frame)
     }
 
     /// Appends a frame for a change that has no bytes in a log.
-    pub(crate) fn note(&self, base: &B, epoch: u64, change: Change) -> Result<Appended> {
+    pub(crate) fn note(&self, backing: &B, epoch: u64, change: Change) -> Result<Appended> {
         let synced = self.index.synced();
         let frame = Frame {
             epoch,
             synced,
             change,
         };
-        self.append(base, frame)
+        self.append(backing, frame)
     }
 
     /// Appends a frame to the index.
-    fn append(&self, base: &B, frame: Frame) -> Result<Appended> {
+    fn append(&self, backing: &B, frame: Frame) -> Result<Appended> {
         let mut encoded = Vec::new();
         frame.encode(&mut encoded);
         Ok(Appended {
-            offset: self.index.append(base, &encoded)?,
+            offset: self.index.append(backing, &encoded)?,
             bytes: encoded.len() as u64,
             frame,
         })
@@ -189,28 +194,28 @@ impl<B: Backing> OwnLog<B> {
     /// Makes all ended writes durable, the data first, so that a durable frame has its data.
     ///
     /// Then appends a frame that notes how much is durable, and returns it. Returns `None` if all was durable before.
-    pub(crate) fn sync(&self, base: &B, epoch: u64) -> Result<Option<Appended>> {
+    pub(crate) fn sync(&self, backing: &B, epoch: u64) -> Result<Option<Appended>> {
         let written = self.logs.lock().written.clone();
         // The index goes to the device together with the logs. A file system with a journal then often commits once.
-        self.index.begin_sync(base);
+        self.index.begin_sync(backing);
         for log in &written {
-            log.bytes.sync(|| base.sync(&log.file, true))?;
+            log.bytes.sync(|| backing.sync(&log.file, true))?;
         }
-        let has_synced = self.index.sync(base)?;
-        self.names.sync(|| base.sync_dir(&self.dir))?;
+        let has_synced = self.index.sync(backing)?;
+        self.names.sync(|| backing.sync_dir(&self.dir))?;
         let finished = self.logs.lock().remove_finished();
         // The logs are dropped after the lock is released, because that closes files.
         drop((written, finished));
         if !has_synced {
             return Ok(None);
         }
-        let note = self.note(base, epoch, Change::Synced)?;
+        let note = self.note(backing, epoch, Change::Synced)?;
         self.index.mark_clean(note.offset..note.offset + note.bytes);
         Ok(Some(note))
     }
 
     /// Reserves `bytes` bytes of the current log. Creates the next log if the current one is full.
-    fn reserve(&self, base: &B, bytes: u64) -> Result<ReservedRange<B>> {
+    fn reserve(&self, backing: &B, bytes: u64) -> Result<ReservedRange<B>> {
         let mut logs = self.logs.lock();
         loop {
             if let Some(reserved) = logs.reserve(bytes) {
@@ -222,7 +227,7 @@ impl<B: Backing> OwnLog<B> {
             }
             logs.is_creating = true;
             let number = logs.current.as_ref().map_or(0, |log| log.number + 1);
-            let created = logs.unlocked(|| self.create_log(base, number));
+            let created = logs.unlocked(|| self.create_log(backing, number));
             logs.is_creating = false;
             self.log_created.notify_all();
             let log = Arc::new(Log {
@@ -239,10 +244,10 @@ impl<B: Backing> OwnLog<B> {
     }
 
     /// Creates the file of a log.
-    fn create_log(&self, base: &B, number: u32) -> Result<B::File> {
+    fn create_log(&self, backing: &B, number: u32) -> Result<B::File> {
         let name = self.writer.log_name(number);
         let name = OsStr::new(&name);
-        let created = base.create_placed(
+        let created = backing.create_placed(
             &own_caller(),
             &self.dir,
             name,
@@ -285,7 +290,7 @@ impl<B: Backing> LogState<B> {
 
 /// Writes all of `data` at `position`, in calls of at most [`WRITE_BYTES_MAX`].
 pub(crate) fn write_vectored<B: Backing>(
-    base: &B,
+    backing: &B,
     file: &B::File,
     mut data: Vec<IoSlice<'_>>,
     mut position: u64,
@@ -293,7 +298,7 @@ pub(crate) fn write_vectored<B: Backing>(
     let mut remaining = &mut data[..];
     IoSlice::advance_slices(&mut remaining, 0);
     while !remaining.is_empty() {
-        let count = match write_some(base, file, remaining, position)? {
+        let count = match write_some(backing, file, remaining, position)? {
             0 => return Err(Errno::IO),
             count => count,
         };
@@ -305,7 +310,7 @@ pub(crate) fn write_vectored<B: Backing>(
 
 /// Writes the first bytes of `data`, which is not empty, with one call. Returns how many bytes were written.
 fn write_some<B: Backing>(
-    base: &B,
+    backing: &B,
     file: &B::File,
     data: &[IoSlice<'_>],
     position: u64,
@@ -317,9 +322,9 @@ fn write_some<B: Backing>(
     };
     let count = data.iter().take_while(fits).count();
     if count > 0 {
-        return base.write_at(file, &data[..count], position);
+        return backing.write_at(file, &data[..count], position);
     }
-    base.write_at(file, &[IoSlice::new(&data[0][..WRITE_BYTES_MAX])], position)
+    backing.write_at(file, &[IoSlice::new(&data[0][..WRITE_BYTES_MAX])], position)
 }
 
 /// Returns the slices of all parts, one after the other.

@@ -79,9 +79,9 @@ pub(super) struct Window {
 
 impl Window {
     /// Reads a range of a log. The window is shorter if the log ends before the range does.
-    pub(super) fn read<B: Backing>(base: &B, file: &B::File, range: Range<u64>) -> Result<Self> {
+    pub(super) fn read<B: Backing>(backing: &B, file: &B::File, range: Range<u64>) -> Result<Self> {
         let mut bytes = vec![0; (range.end - range.start) as usize];
-        let count = read_whole(base, file, &mut bytes, range.start)?;
+        let count = read_whole(backing, file, &mut bytes, range.start)?;
         bytes.truncate(count);
         let start = range.start;
         Ok(Self { start, bytes })

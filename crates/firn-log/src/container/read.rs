@@ -22,9 +22,9 @@ use super::{Container, Walk};
 use crate::frame::{CHECKED_BYTES, Span};
 use crate::index_reader::read_exact;
 use crate::lag::read_whole;
-use crate::locate::{Check, Holder, LocatedList, Room};
-use crate::resolve::{Key, Segment, Source, WriterId};
-use crate::seal::Lost;
+use crate::locate::{Check, DataFile, LocatedList, Room};
+use crate::resolve::{ChangeKey, Segment, Source, WriterId};
+use crate::seal::LostParts;
 use crate::table::{TableError, TableResult};
 
 /// Bound on the number of remembered blocks whose checksum was right.
@@ -43,16 +43,16 @@ enum PageUse {
 
 impl PageUse {
     /// Drops the pages of a range that was read, if they are not to be kept.
-    fn note_read<B: Backing>(self, base: &B, file: &B::File, offset: u64, len: usize) {
+    fn release_pages<B: Backing>(self, backing: &B, file: &B::File, offset: u64, len: usize) {
         if self == Self::Forget {
-            base.advise(file, offset..offset + len as u64, PageAdvice::Forget);
+            backing.advise(file, offset..offset + len as u64, PageAdvice::Forget);
         }
     }
 }
 
 /// Bytes of one change that a caller reads into `buf`.
 struct WantedBytes<'a> {
-    key: Key,
+    key: ChangeKey,
     /// Position of the first byte in the log.
     position: u64,
     buf: &'a mut [u8],
@@ -70,7 +70,7 @@ struct ChangeLocation<B: Backing> {
 
 /// How a list tells a program to read the bytes of a block.
 #[derive(Clone, Copy, Debug)]
-enum BlockHolder {
+enum BlockListing {
     /// From the file with this index in the list.
     File(usize),
     /// From firnd, which must check the block first.
@@ -83,7 +83,7 @@ enum BlockHolder {
 struct ListedChange<B: Backing> {
     source: ChangeLocation<B>,
     /// The block that was listed last. The next piece of the change usually lies in it too.
-    last_block: Option<(u64, BlockHolder)>,
+    last_block: Option<(u64, BlockListing)>,
 }
 
 /// The part of a range that lies in one block. Positions count from the beginning of the span.
@@ -124,7 +124,7 @@ fn range_in_span(span: &Span, position: u64, len: u64) -> Result<Range<u64>> {
 
 /// Wanted bytes of a block whose checksum was not compared yet.
 struct Unchecked<'a> {
-    key: Key,
+    key: ChangeKey,
     span: Arc<Span>,
     /// Number of the block in the span.
     block: u64,
@@ -154,7 +154,7 @@ impl<B: Backing> LogPiece<'_, B> {
 }
 
 /// A part of the file whose bytes lie in a damaged block of a log.
-pub(crate) struct Unreadable {
+pub(crate) struct UnreadableRange {
     /// The range of the file.
     pub(crate) file: Range<u64>,
     pub(crate) host: String,
@@ -180,7 +180,7 @@ impl<B: Backing> Container<B> {
     /// bytes read.
     pub fn read(
         &self,
-        base: &B,
+        backing: &B,
         read_plain: &dyn Fn(&mut [u8], u64) -> Result<usize>,
         buf: &mut [u8],
         offset: u64,
@@ -189,7 +189,7 @@ impl<B: Backing> Container<B> {
         let mut unfilled = buf;
         let mut bytes_read = 0;
         loop {
-            let segments = self.find_next(base, &mut walk)?;
+            let segments = self.find_next(backing, &mut walk)?;
             if segments.is_empty() {
                 return Ok(bytes_read);
             }
@@ -214,7 +214,7 @@ impl<B: Backing> Container<B> {
                     }),
                 }
             }
-            self.read_logs(base, wanted, PageUse::Keep)?;
+            self.read_logs(backing, wanted, PageUse::Keep)?;
         }
     }
 
@@ -222,7 +222,7 @@ impl<B: Backing> Container<B> {
     /// file below the container.
     pub(crate) fn locate(
         &self,
-        base: &B,
+        backing: &B,
         locate_plain: &dyn Fn(Range<u64>, &mut LocatedList) -> Result<Room>,
         range: Range<u64>,
         located: &mut LocatedList,
@@ -230,7 +230,7 @@ impl<B: Backing> Container<B> {
         let mut walk = Walk::in_steps(range);
         let mut changes = BTreeMap::new();
         loop {
-            let segments = self.find_next(base, &mut walk)?;
+            let segments = self.find_next(backing, &mut walk)?;
             if segments.is_empty() {
                 return Ok(Room::Left);
             }
@@ -242,11 +242,11 @@ impl<B: Backing> Container<B> {
                         let change = match changes.entry(key) {
                             Entry::Occupied(known) => known.into_mut(),
                             Entry::Vacant(new) => new.insert(ListedChange {
-                                source: self.find_log(base, key)?,
+                                source: self.find_log(backing, key)?,
                                 last_block: None,
                             }),
                         };
-                        self.locate_in_log(base, (key, change), position, file, located)?
+                        self.locate_in_log(backing, (key, change), position, file, located)?
                     }
                 };
                 if room == Room::Full {
@@ -260,8 +260,8 @@ impl<B: Backing> Container<B> {
     /// and others must be checked first.
     fn locate_in_log(
         &self,
-        base: &B,
-        (key, change): (Key, &mut ListedChange<B>),
+        backing: &B,
+        (key, change): (ChangeKey, &mut ListedChange<B>),
         position: u64,
         range: Range<u64>,
         located: &mut LocatedList,
@@ -275,7 +275,8 @@ impl<B: Backing> Container<B> {
             let holder = match *last_block {
                 Some((known, holder)) if known == block => holder,
                 _ => {
-                    let Some(holder) = self.locate_block(base, key, source, block, located)? else {
+                    let Some(holder) = self.locate_block(backing, key, source, block, located)?
+                    else {
                         return Ok(Room::Full);
                     };
                     *last_block = Some((block, holder));
@@ -283,11 +284,11 @@ impl<B: Backing> Container<B> {
                 }
             };
             let room = match holder {
-                BlockHolder::File(index) => {
+                BlockListing::File(index) => {
                     located.add(part, index, source.span.position + bytes.start)
                 }
-                BlockHolder::UncheckedByFirnd => located.add_unchecked(part),
-                BlockHolder::Unlisted => located.skip(part),
+                BlockListing::UncheckedByFirnd => located.add_unchecked(part),
+                BlockListing::Unlisted => located.skip(part),
             };
             if room == Room::Full {
                 return Ok(room);
@@ -299,37 +300,39 @@ impl<B: Backing> Container<B> {
     /// Decides how a program reads a block of a change. Returns `None` if the list must end before the block.
     fn locate_block(
         &self,
-        base: &B,
-        key: Key,
+        backing: &B,
+        key: ChangeKey,
         log: &ChangeLocation<B>,
         block: u64,
         located: &mut LocatedList,
-    ) -> Result<Option<BlockHolder>> {
+    ) -> Result<Option<BlockListing>> {
         let file = log.file.as_ref().ok_or(Errno::IO)?;
         let position = log.span.position + block * CHECKED_BYTES;
         if log.lost.contains(&position) {
-            return Ok(Some(BlockHolder::Unlisted));
+            return Ok(Some(BlockListing::Unlisted));
         }
         if !log.is_own && !self.is_checked(key, block) {
             match located.check_block(key.writer) {
                 Check::Now => {
-                    let bytes = self.load_block(base, key, &log.span, block, PageUse::Keep)?;
+                    let bytes = self.load_block(backing, key, &log.span, block, PageUse::Keep)?;
                     if bytes.is_none() {
                         // A later read through firnd finds the damage again, and returns its error.
-                        return Ok(Some(BlockHolder::Unlisted));
+                        return Ok(Some(BlockListing::Unlisted));
                     }
                 }
-                Check::Later => return Ok(Some(BlockHolder::UncheckedByFirnd)),
+                Check::Later => return Ok(Some(BlockListing::UncheckedByFirnd)),
                 Check::Enough => return Ok(None),
             }
         }
-        let holder = Holder::Log(self.number, key.writer, log.span.log);
-        let index = located.index_of(base, holder, file);
-        Ok(Some(index.map_or(BlockHolder::Unlisted, BlockHolder::File)))
+        let holder = DataFile::Log(self.number, key.writer, log.span.log);
+        let index = located.index_of(backing, holder, file);
+        Ok(Some(
+            index.map_or(BlockListing::Unlisted, BlockListing::File),
+        ))
     }
 
     /// Returns whether a block of a change was compared with its checksum and was right.
-    fn is_checked(&self, key: Key, block: u64) -> bool {
+    fn is_checked(&self, key: ChangeKey, block: u64) -> bool {
         self.view.lock().checked.contains(&(key, block))
     }
 
@@ -337,7 +340,7 @@ impl<B: Backing> Container<B> {
     /// pages are dropped.
     pub(crate) fn read_segments(
         &self,
-        base: &B,
+        backing: &B,
         segments: &[Segment],
         buf: &mut [u8],
     ) -> Result<()> {
@@ -351,40 +354,40 @@ impl<B: Backing> Container<B> {
             unfilled = remaining;
             wanted.push(WantedBytes { key, position, buf });
         }
-        self.read_logs(base, wanted, PageUse::Forget)
+        self.read_logs(backing, wanted, PageUse::Forget)
     }
 
     /// Reads bytes of changes into their buffers. Bytes of lost blocks become zeros.
     ///
     /// Pieces are sorted by their position in the logs, so that pieces near each other are read with one call.
-    fn read_logs(&self, base: &B, wanted: Vec<WantedBytes<'_>>, pages: PageUse) -> Result<()> {
-        let mut logs: BTreeMap<Key, ChangeLocation<B>> = BTreeMap::new();
+    fn read_logs(&self, backing: &B, wanted: Vec<WantedBytes<'_>>, pages: PageUse) -> Result<()> {
+        let mut logs: BTreeMap<ChangeKey, ChangeLocation<B>> = BTreeMap::new();
         let mut pieces = Vec::with_capacity(wanted.len());
         let mut unchecked = Vec::new();
         for wanted in wanted {
             let log = match logs.entry(wanted.key) {
                 Entry::Occupied(known) => known.into_mut(),
-                Entry::Vacant(new) => new.insert(self.find_log(base, wanted.key)?),
+                Entry::Vacant(new) => new.insert(self.find_log(backing, wanted.key)?),
             };
             self.split_blocks(log, wanted, &mut pieces, &mut unchecked)?;
         }
-        self.read_unchecked(base, unchecked, pages)?;
+        self.read_unchecked(backing, unchecked, pages)?;
         pieces.sort_unstable_by_key(|piece| (piece.writer, piece.log, piece.position));
         let mut group = Vec::new();
         for piece in pieces {
             if !is_near(&group, &piece) {
-                self.read_group(base, std::mem::take(&mut group), pages)?;
+                self.read_group(backing, std::mem::take(&mut group), pages)?;
             }
             group.push(piece);
         }
-        self.read_group(base, group, pages)
+        self.read_group(backing, group, pages)
     }
 
     /// Finds the log with the bytes of a change, and opens it.
-    fn find_log(&self, base: &B, key: Key) -> Result<ChangeLocation<B>> {
-        let span = self.find_span(base, key)?;
+    fn find_log(&self, backing: &B, key: ChangeKey) -> Result<ChangeLocation<B>> {
+        let span = self.find_span(backing, key)?;
         Ok(ChangeLocation {
-            file: self.open_log(base, key.writer, span.log)?,
+            file: self.open_log(backing, key.writer, span.log)?,
             lost: self.lost_blocks(key.writer, span.log),
             is_own: self.is_own(key.writer),
             span,
@@ -439,7 +442,7 @@ impl<B: Backing> Container<B> {
     /// Reads each unchecked block whole, because the checksum covers all of it, and copies the wanted bytes.
     fn read_unchecked(
         &self,
-        base: &B,
+        backing: &B,
         mut unchecked: Vec<Unchecked<'_>>,
         pages: PageUse,
     ) -> Result<()> {
@@ -449,7 +452,7 @@ impl<B: Backing> Container<B> {
             let Unchecked {
                 key, span, block, ..
             } = &pieces[0];
-            let block_bytes = self.load_block(base, *key, span, *block, pages)?;
+            let block_bytes = self.load_block(backing, *key, span, *block, pages)?;
             // A reader of a part of a block usually reads the rest next, so the block stays in memory.
             let window = Arc::new(Window {
                 start: span.position + block * CHECKED_BYTES,
@@ -465,7 +468,12 @@ impl<B: Backing> Container<B> {
     }
 
     /// Reads pieces that lie near each other in one log. Reads ahead if the pieces continue the last read of that log.
-    fn read_group(&self, base: &B, mut pieces: Vec<LogPiece<'_, B>>, pages: PageUse) -> Result<()> {
+    fn read_group(
+        &self,
+        backing: &B,
+        mut pieces: Vec<LogPiece<'_, B>>,
+        pages: PageUse,
+    ) -> Result<()> {
         let (Some(first), Some(last)) = (pieces.first(), pieces.last()) else {
             return Ok(());
         };
@@ -484,16 +492,16 @@ impl<B: Backing> Container<B> {
             Some(known) if known.contains(start..end) => known,
             _ if pieces.len() == 1 && end - start >= AHEAD_BYTES_MIN => {
                 // A long piece is read straight into the caller's buffer. A window would only add a copy.
-                read_exact(base, &file, pieces[0].buf, start)?;
-                pages.note_read(base, &file, start, pieces[0].buf.len());
+                read_exact(backing, &file, pieces[0].buf, start)?;
+                pages.release_pages(backing, &file, start, pieces[0].buf.len());
                 return Ok(());
             }
             known => {
                 let continued = known.filter(|known| known.is_continued_at(start));
                 let ahead_bytes = continued.map_or(0, |window| ahead.bytes_after(&window));
                 let to = start.saturating_add(ahead_bytes).min(limit).max(end);
-                let window = Arc::new(Window::read(base, &file, start..to)?);
-                pages.note_read(base, &file, start, window.bytes.len());
+                let window = Arc::new(Window::read(backing, &file, start..to)?);
+                pages.release_pages(backing, &file, start, window.bytes.len());
                 ahead.insert(id, &window);
                 window
             }
@@ -511,18 +519,23 @@ impl<B: Backing> Container<B> {
     /// the checksum differs; the damage is then recorded as a fault.
     fn load_block(
         &self,
-        base: &B,
-        key: Key,
+        backing: &B,
+        key: ChangeKey,
         span: &Span,
         block: u64,
         pages: PageUse,
     ) -> Result<Option<Vec<u8>>> {
         let block_start = block * CHECKED_BYTES;
         let mut block_bytes = vec![0; CHECKED_BYTES.min(span.bytes - block_start) as usize];
-        let count = match self.open_log(base, key.writer, span.log)? {
+        let count = match self.open_log(backing, key.writer, span.log)? {
             Some(file) => {
-                let count = read_whole(base, &file, &mut block_bytes, span.position + block_start)?;
-                pages.note_read(base, &file, span.position + block_start, count);
+                let count = read_whole(
+                    backing,
+                    &file,
+                    &mut block_bytes,
+                    span.position + block_start,
+                )?;
+                pages.release_pages(backing, &file, span.position + block_start, count);
                 count
             }
             None => 0,
@@ -530,7 +543,7 @@ impl<B: Backing> Container<B> {
         if count < block_bytes.len()
             || crc32c::crc32c(&block_bytes) != span.checksums[block as usize]
         {
-            self.note_damage(&key, span.log, span.position + block_start);
+            self.record_damaged_block(&key, span.log, span.position + block_start);
             return Ok(None);
         }
         let mut view = self.view.lock();
@@ -557,14 +570,14 @@ impl<B: Backing> Container<B> {
     /// taken as damaged without a read. Fails if the backing fails.
     pub(crate) fn find_unreadable(
         &self,
-        base: &B,
+        backing: &B,
         segment: &Segment,
-        known_lost: &Lost,
-    ) -> Result<Vec<Unreadable>> {
+        known_lost: &LostParts,
+    ) -> Result<Vec<UnreadableRange>> {
         let Source::Log { position, key, .. } = segment.source else {
             return Ok(Vec::new());
         };
-        let span = self.find_span(base, key)?;
+        let span = self.find_span(backing, key)?;
         let (host, log) = self.log_of(key.writer, span.log)?;
         let start = position.checked_sub(span.position).ok_or(Errno::IO)?;
         let end = start + (segment.file.end - segment.file.start);
@@ -576,13 +589,13 @@ impl<B: Backing> Container<B> {
             let is_lost = known_lost.has_block(&log, position)
                 || (!self.is_checked(key, block)
                     && self
-                        .load_block(base, key, &span, block, PageUse::Keep)?
+                        .load_block(backing, key, &span, block, PageUse::Keep)?
                         .is_none());
             if !is_lost {
                 continue;
             }
             let file_start = segment.file.start;
-            unreadable.push(Unreadable {
+            unreadable.push(UnreadableRange {
                 file: file_start + (bytes.start - start)..file_start + (bytes.end - start),
                 host: host.clone(),
                 log: log.clone(),
@@ -600,14 +613,14 @@ impl<B: Backing> Container<B> {
     }
 
     /// Records a fault that names the damaged block.
-    fn note_damage(&self, key: &Key, log: u32, offset: u64) {
+    fn record_damaged_block(&self, key: &ChangeKey, log: u32, offset: u64) {
         let name = {
             let view = self.view.lock();
             view.indexes
                 .get(&key.writer)
                 .map(|state| state.writer.log_name(log))
         };
-        self.note_fault(format!(
+        self.record_fault(format!(
             "a block of a log is damaged or missing, so its bytes cannot be read: container {}, log {}, offset {offset}",
             self.name,
             name.unwrap_or_default()
@@ -615,12 +628,12 @@ impl<B: Backing> Container<B> {
     }
 
     /// Finds the span of a change. Builds the view again if a table in use is damaged.
-    fn find_span(&self, base: &B, key: Key) -> Result<Arc<Span>> {
+    fn find_span(&self, backing: &B, key: ChangeKey) -> Result<Arc<Span>> {
         loop {
-            match self.span(base, key) {
-                Err(TableError::Damaged) => self.rebuild_view(base, None)?,
+            match self.span(backing, key) {
+                Err(TableError::Damaged) => self.rebuild_view(backing, None)?,
                 Err(TableError::Unknown) if self.has_damaged_table() => {
-                    self.rebuild_view(base, None)?
+                    self.rebuild_view(backing, None)?
                 }
                 span => return Ok(span?),
             }
@@ -628,7 +641,7 @@ impl<B: Backing> Container<B> {
     }
 
     /// Finds the span of a change in the indexes and tables in use.
-    fn span(&self, base: &B, key: Key) -> TableResult<Arc<Span>> {
+    fn span(&self, backing: &B, key: ChangeKey) -> TableResult<Arc<Span>> {
         let tables = {
             let view = self.view.lock();
             if let Some(span) = view.resolver.span(key) {
@@ -638,14 +651,14 @@ impl<B: Backing> Container<B> {
         };
         let table = tables.iter().find(|table| table.holds(key));
         let span = match table {
-            Some(table) => table.span(base, &self.memory.blocks, key)?,
+            Some(table) => table.span(backing, &self.memory.blocks, key)?,
             None => None,
         };
         span.ok_or(TableError::Unknown)
     }
 
     /// Opens a log, or returns the open file. Returns `None` if the log's file is gone.
-    fn open_log(&self, base: &B, writer: WriterId, log: u32) -> Result<Option<Arc<B::File>>> {
+    fn open_log(&self, backing: &B, writer: WriterId, log: u32) -> Result<Option<Arc<B::File>>> {
         let name = {
             let view = self.view.lock();
             let state = view.indexes.get(&writer).ok_or(TableError::Unknown)?;
@@ -654,10 +667,10 @@ impl<B: Backing> Container<B> {
             }
             state.writer.log_name(log)
         };
-        let Some(inode) = own::find_file(base, &self.dir, &name)? else {
+        let Some(inode) = own::find_file(backing, &self.dir, &name)? else {
             return Ok(None);
         };
-        let file = Arc::new(base.open(&inode, Access::Read)?);
+        let file = Arc::new(backing.open(&inode, Access::Read)?);
         if let Some(state) = self.view.lock().indexes.get_mut(&writer) {
             state.logs.entry(log).or_insert_with(|| Arc::clone(&file));
         }

@@ -40,21 +40,21 @@ impl<B: Backing> Container<B> {
     /// only the bytes that it names count.
     ///
     /// Other threads use the old view meanwhile. An index whose table is damaged is read unsorted.
-    pub(super) fn rebuild_view(&self, base: &B, seal: Option<Arc<Seal>>) -> Result<()> {
-        let (base_bytes, mut rejected, seal) = {
+    pub(super) fn rebuild_view(&self, backing: &B, seal: Option<Arc<Seal>>) -> Result<()> {
+        let (plain_bytes, mut rejected, seal) = {
             let view = self.view.lock();
             let seal = seal.or_else(|| view.seal.clone());
-            (view.resolver.base_bytes(), view.rejected.clone(), seal)
+            (view.resolver.plain_bytes(), view.rejected.clone(), seal)
         };
         let mut damaged = self.damaged_tables();
         for _ in 0..REBUILDS_MAX {
             rejected.extend(damaged);
-            let mut view = View::new(base_bytes);
+            let mut view = View::new(plain_bytes);
             view.seal = seal.clone();
             view.rejected = rejected.clone();
             let fresh =
                 Self::with_view(self.dir.clone(), &self.name, &self.host, &self.memory, view);
-            match fresh.read_indexes(base) {
+            match fresh.read_indexes(backing) {
                 Err(TableError::Damaged) => damaged = fresh.damaged_tables(),
                 Err(error) => return Err(error.into()),
                 Ok(()) => {
@@ -82,21 +82,21 @@ impl<B: Backing> Container<B> {
     /// Replaces the view with `new`, which gets this host's own changes from the old one.
     fn replace_view(&self, mut new: View<B>) {
         let mut view = self.view.lock();
-        new.resolver.set_base(view.resolver.base_bytes());
+        new.resolver.set_plain_bytes(view.resolver.plain_bytes());
         if new.seal.is_none() {
             new.copy_own(&view);
         }
         let old = std::mem::replace(&mut *view, new);
-        self.note_change_by_others();
+        self.record_change_by_others();
         drop(view);
         // The old view is dropped after the lock is released, because that closes files.
         drop(old);
     }
 
     /// Reads what other hosts have appended to their indexes since the last call.
-    pub fn refresh(&self, base: &B) -> Result<()> {
-        match self.read_indexes(base) {
-            Err(TableError::Damaged) => self.rebuild_view(base, None),
+    pub fn refresh(&self, backing: &B) -> Result<()> {
+        match self.read_indexes(backing) {
+            Err(TableError::Damaged) => self.rebuild_view(backing, None),
             outcome => Ok(outcome?),
         }
     }
@@ -105,10 +105,10 @@ impl<B: Backing> Container<B> {
     ///
     /// Race: host A may write after it has read a change of host B. One pass may read A's index after B's, and so see
     /// A's change without B's. The next pass sees B's change.
-    pub(super) fn refresh_until_stable(&self, base: &B) -> Result<BTreeMap<Writer, u64>> {
+    pub(super) fn refresh_until_stable(&self, backing: &B) -> Result<BTreeMap<Writer, u64>> {
         let mut offsets = self.view.lock().read_offsets();
         for _ in 0..REFRESHES_MAX {
-            self.refresh(base)?;
+            self.refresh(backing)?;
             let before = std::mem::replace(&mut offsets, self.view.lock().read_offsets());
             if before == offsets {
                 break;
@@ -118,26 +118,28 @@ impl<B: Backing> Container<B> {
     }
 
     /// Makes one pass over all indexes.
-    fn read_indexes(&self, base: &B) -> TableResult<()> {
-        let names = own::list(base, &self.dir)?;
+    fn read_indexes(&self, backing: &B) -> TableResult<()> {
+        let names = own::list(backing, &self.dir)?;
         if names.iter().any(|(name, ..)| name == DONE_ALL.as_bytes()) {
             self.was_seen_flat.store(true, Ordering::Release);
         }
         self.load_time(
-            base,
-            times::last(names.iter().map(|(name, ..)| name.as_slice())),
+            backing,
+            times::last_record_number(names.iter().map(|(name, ..)| name.as_slice())),
         )?;
         if self.view.lock().seal.is_none()
             && names.iter().any(|(name, ..)| name == SEAL_NAME.as_bytes())
         {
-            return Ok(self.apply_seal(base, Seal::load(base, &self.dir)?)?);
+            return Ok(self.apply_seal(backing, Seal::load(backing, &self.dir)?)?);
         }
         let tables: Vec<_> = names
             .iter()
-            .filter_map(|(name, ..)| Writer::of_table(name))
+            .filter_map(|(name, ..)| Writer::parse_table_name(name))
             .collect();
         let mut writers: BTreeMap<String, Writer> = BTreeMap::new();
-        let listed = names.iter().filter_map(|(name, ..)| Writer::of_index(name));
+        let listed = names
+            .iter()
+            .filter_map(|(name, ..)| Writer::from_index_name(name));
         // An index that the seal names is handled also if its file is gone, so that its absence is noticed.
         let sealed = self.seal().map_or_else(Vec::new, |seal| seal.writers());
         writers.extend(
@@ -146,19 +148,19 @@ impl<B: Backing> Container<B> {
                 .map(|writer| (writer.index_name(), writer)),
         );
         for writer in writers.values() {
-            self.use_tables(base, writer, &tables)?;
-            self.read_new_frames(base, writer)?;
+            self.use_tables(backing, writer, &tables)?;
+            self.read_new_frames(backing, writer)?;
         }
-        self.update_len(base)
+        self.update_len(backing)
     }
 
     /// Reads record `last` of the file's modification time, if it is newer than the known one.
-    pub(crate) fn load_time(&self, base: &B, last: Option<u64>) -> Result<()> {
+    pub(crate) fn load_time(&self, backing: &B, last: Option<u64>) -> Result<()> {
         let known_number = (*self.time.lock()).map(|(number, _)| number);
         if let Some(last) = last.filter(|_| last > known_number)
-            && let Some(record) = times::load(base, &self.dir, last)?
+            && let Some(record) = times::load(backing, &self.dir, last)?
         {
-            self.note_time(last, record);
+            self.store_known_time(last, record);
         }
         Ok(())
     }
@@ -167,7 +169,7 @@ impl<B: Backing> Container<B> {
     /// tables.
     pub(super) fn use_tables(
         &self,
-        base: &B,
+        backing: &B,
         writer: &Writer,
         listed: &[(Writer, Range<u64>)],
     ) -> TableResult<()> {
@@ -185,8 +187,8 @@ impl<B: Backing> Container<B> {
             (in_use, view.limit_of(writer))
         };
         let cover = loop {
-            let cover = self.find_cover(base, writer, &parts, limit, &in_use)?;
-            match self.find_ends(base, writer.id(), &cover) {
+            let cover = self.find_adjacent_tables(backing, writer, &parts, limit, &in_use)?;
+            match self.find_ends(backing, writer.id(), &cover) {
                 Ok(()) => break cover,
                 // The damaged table is not in use yet: it is rejected, and the others are tried.
                 Err(TableError::Damaged) if self.reject_damaged(&cover) => {}
@@ -204,9 +206,9 @@ impl<B: Backing> Container<B> {
             let new = || IndexState::new(writer.clone(), false);
             let state = view.indexes.entry(writer.id()).or_insert_with(new);
             let has_more = end(&cover) > state.offset;
-            let old = view.set_cover(writer.id(), cover);
+            let old = view.set_tables(writer.id(), cover);
             if has_more {
-                self.note_change_by_others();
+                self.record_change_by_others();
             }
             drop(view);
             drop(old);
@@ -215,13 +217,18 @@ impl<B: Backing> Container<B> {
     }
 
     /// Finds where each of `tables` ends in the file, with the cuts and growths that these tables add.
-    fn find_ends(&self, base: &B, writer: WriterId, tables: &[Arc<Table<B>>]) -> TableResult<()> {
+    fn find_ends(
+        &self,
+        backing: &B,
+        writer: WriterId,
+        tables: &[Arc<Table<B>>],
+    ) -> TableResult<()> {
         let present = self.view.lock().resolver.length_changes();
         let mut length_changes = LengthChanges::clone(&present);
         for table in tables {
             table.directory.cuts.apply_to(writer, &mut length_changes);
         }
-        find_ends(base, tables, &length_changes)
+        find_ends(backing, tables, &length_changes)
     }
 
     /// Rejects the damaged ones of `tables`, unless they are in use. Returns whether there were any.
@@ -240,9 +247,9 @@ impl<B: Backing> Container<B> {
 
     /// Returns adjacent tables that cover an index from its beginning, up to `limit`. Prefers the longest ones, so they
     /// are few.
-    fn find_cover(
+    fn find_adjacent_tables(
         &self,
-        base: &B,
+        backing: &B,
         writer: &Writer,
         parts: &[&Range<u64>],
         limit: u64,
@@ -263,7 +270,7 @@ impl<B: Backing> Container<B> {
                     .find(|table| table.part() == **part && !table.is_damaged());
                 let table = match same {
                     Some(table) => Some(Arc::clone(table)),
-                    None => self.open_table(base, writer, part)?,
+                    None => self.open_table(backing, writer, part)?,
                 };
                 if let Some(table) = table {
                     cover.push(table);
@@ -279,7 +286,7 @@ impl<B: Backing> Container<B> {
     /// Opens a table. Returns `None` if it is rejected or damaged.
     fn open_table(
         &self,
-        base: &B,
+        backing: &B,
         writer: &Writer,
         part: &Range<u64>,
     ) -> Result<Option<Arc<Table<B>>>> {
@@ -287,7 +294,7 @@ impl<B: Backing> Container<B> {
         if self.view.lock().rejected.contains(&name) {
             return Ok(None);
         }
-        let table = Table::open(base, &self.dir, writer, part.clone())?;
+        let table = Table::open(backing, &self.dir, writer, part.clone())?;
         if table.is_none() {
             self.view.lock().rejected.insert(name);
         }
@@ -295,7 +302,7 @@ impl<B: Backing> Container<B> {
     }
 
     /// Reads new frames of another host's index, and checks that the index has all bytes that count.
-    fn read_new_frames(&self, base: &B, writer: &Writer) -> Result<()> {
+    fn read_new_frames(&self, backing: &B, writer: &Writer) -> Result<()> {
         let mut has_asked_length = false;
         loop {
             if self.is_own(writer.id()) {
@@ -303,13 +310,13 @@ impl<B: Backing> Container<B> {
             }
             let opened = match self.find_open_index(writer) {
                 Some(opened) => Some(opened),
-                None => self.open_index(base, writer)?,
+                None => self.open_index(backing, writer)?,
             };
             if let Some((index, _)) = &opened
                 && !std::mem::replace(&mut has_asked_length, true)
             {
                 // Asks the server for the length. A read would otherwise end at the length that the client has cached.
-                base.attr_of_file_now(index)?;
+                backing.attr_of_file_now(index)?;
             }
             let limit = self.view.lock().limit_of(writer);
             let Some((index, offset)) = opened else {
@@ -318,18 +325,18 @@ impl<B: Backing> Container<B> {
             if self.skip_lost(writer, offset) {
                 continue;
             }
-            let frames_read = read_index(base, &index, writer.id(), offset..limit)?;
+            let frames_read = read_index(backing, &index, writer.id(), offset..limit)?;
             let has_read_none = frames_read.to == offset;
             let reached_end = frames_read.reached_end;
             let is_due = self.add_frames(frames_read);
             if is_due {
-                self.sort(base, writer, self.memory.foreign_sort_threshold());
+                self.sort(backing, writer, self.memory.foreign_sort_threshold());
             }
             if has_read_none {
                 return if reached_end && limit == u64::MAX {
                     Ok(())
                 } else {
-                    self.check_end(base, &index, writer, offset, limit)
+                    self.check_end(backing, &index, writer, offset, limit)
                 };
             }
         }
@@ -361,7 +368,7 @@ impl<B: Backing> Container<B> {
         if limit == u64::MAX || covered >= limit || is_lost(covered) {
             return Ok(());
         }
-        self.note_fault(format!(
+        self.record_fault(format!(
             "an index with bytes that count is missing, so the logged file cannot be read: container {}, index {}",
             self.name,
             writer.index_name()
@@ -373,20 +380,20 @@ impl<B: Backing> Container<B> {
     /// frame.
     fn check_end(
         &self,
-        base: &B,
+        backing: &B,
         index: &B::File,
         writer: &Writer,
         offset: u64,
         limit: u64,
     ) -> Result<()> {
         let is_damaged = match limit {
-            u64::MAX => has_synced_frame_after(base, index, offset)?,
+            u64::MAX => has_synced_frame_after(backing, index, offset)?,
             limit => offset < limit,
         };
         if !is_damaged {
             return Ok(());
         }
-        self.note_fault(format!(
+        self.record_fault(format!(
             "a frame that counts is damaged or missing, so the logged file cannot be read: container {}, index {}, offset {offset}",
             self.name,
             writer.index_name()
@@ -404,13 +411,13 @@ impl<B: Backing> Container<B> {
     /// Finds the length of the file by the tables. Reads blocks of tables where a cut hides their last bytes.
     ///
     /// Race: another thread may change the tables or cuts meanwhile. Then the search begins again.
-    pub(super) fn update_len(&self, base: &B) -> TableResult<()> {
+    pub(super) fn update_len(&self, backing: &B) -> TableResult<()> {
         loop {
             let (length_changes, tables) = {
                 let view = self.view.lock();
                 (view.resolver.length_changes(), Arc::clone(&view.tables))
             };
-            find_ends(base, &tables, &length_changes)?;
+            find_ends(backing, &tables, &length_changes)?;
             let mut view = self.view.lock();
             let is_same = Arc::ptr_eq(&view.resolver.length_changes(), &length_changes);
             if is_same && Arc::ptr_eq(&view.tables, &tables) {
@@ -423,31 +430,31 @@ impl<B: Backing> Container<B> {
     /// Applies a seal: from now on only the bytes of each index that the seal names count.
     ///
     /// This host may have read more bytes of the index of a host that was taken for dead. So the view is built again.
-    pub(crate) fn apply_seal(&self, base: &B, seal: Seal) -> Result<()> {
+    pub(crate) fn apply_seal(&self, backing: &B, seal: Seal) -> Result<()> {
         if self.seal().is_some_and(|known| *known == seal) {
-            return self.refresh(base);
+            return self.refresh(backing);
         }
-        self.rebuild_view(base, Some(Arc::new(seal)))
+        self.rebuild_view(backing, Some(Arc::new(seal)))
     }
 
     /// Syncs each index, and returns how many bytes of it are complete frames.
-    pub(crate) fn sync_and_measure_indexes(&self, base: &B) -> Result<Vec<(Writer, u64)>> {
-        self.refresh(base)?;
+    pub(crate) fn sync_and_measure_indexes(&self, backing: &B) -> Result<Vec<(Writer, u64)>> {
+        self.refresh(backing)?;
         let mut lengths = Vec::new();
-        for (name, ..) in own::list(base, &self.dir)? {
-            let Some(writer) = Writer::of_index(&name) else {
+        for (name, ..) in own::list(backing, &self.dir)? {
+            let Some(writer) = Writer::from_index_name(&name) else {
                 continue;
             };
-            let Some(inode) = own::find_file(base, &self.dir, &writer.index_name())? else {
+            let Some(inode) = own::find_file(backing, &self.dir, &writer.index_name())? else {
                 continue;
             };
-            let index = base.open(&inode, Access::Read)?;
+            let index = backing.open(&inode, Access::Read)?;
             // The seal is made from these lengths, so the bytes are durable before the seal.
-            base.sync(&index, true)?;
-            base.attr_of_file_now(&index)?;
+            backing.sync(&index, true)?;
+            backing.attr_of_file_now(&index)?;
             let mut end = self.covered(&writer);
             loop {
-                let frames_read = read_index(base, &index, writer.id(), end..u64::MAX)?;
+                let frames_read = read_index(backing, &index, writer.id(), end..u64::MAX)?;
                 if frames_read.to == end {
                     break;
                 }
@@ -459,21 +466,23 @@ impl<B: Backing> Container<B> {
     }
 
     /// Returns the last change in this host's last index, other than a note of a sync.
-    pub(crate) fn last_change_of_own_index(&self, base: &B) -> Result<Option<Change>> {
-        let names = own::list(base, &self.dir)?;
-        let indexes = names.iter().filter_map(|(name, ..)| Writer::of_index(name));
+    pub(crate) fn last_change_of_own_index(&self, backing: &B) -> Result<Option<Change>> {
+        let names = own::list(backing, &self.dir)?;
+        let indexes = names
+            .iter()
+            .filter_map(|(name, ..)| Writer::from_index_name(name));
         let own = indexes.filter(|writer| writer.host() == self.host);
         let Some(writer) = own.max_by_key(|writer| writer.id().life) else {
             return Ok(None);
         };
-        let Some(inode) = own::find_file(base, &self.dir, &writer.index_name())? else {
+        let Some(inode) = own::find_file(backing, &self.dir, &writer.index_name())? else {
             return Ok(None);
         };
-        let index = base.open(&inode, Access::Read)?;
+        let index = backing.open(&inode, Access::Read)?;
         let mut last = None;
         let mut end = 0;
         loop {
-            let frames_read = read_index(base, &index, writer.id(), end..u64::MAX)?;
+            let frames_read = read_index(backing, &index, writer.id(), end..u64::MAX)?;
             if frames_read.to == end {
                 return Ok(last);
             }
@@ -488,11 +497,11 @@ impl<B: Backing> Container<B> {
     }
 
     /// Opens another host's index. Returns its file and how far it was read, or `None` if there is no such file.
-    fn open_index(&self, base: &B, writer: &Writer) -> Result<Option<(Arc<B::File>, u64)>> {
-        let Some(inode) = own::find_file(base, &self.dir, &writer.index_name())? else {
+    fn open_index(&self, backing: &B, writer: &Writer) -> Result<Option<(Arc<B::File>, u64)>> {
+        let Some(inode) = own::find_file(backing, &self.dir, &writer.index_name())? else {
             return Ok(None);
         };
-        let index = Arc::new(base.open(&inode, Access::Read)?);
+        let index = Arc::new(backing.open(&inode, Access::Read)?);
         let mut view = self.view.lock();
         let new = || IndexState::new(writer.clone(), false);
         let state = view.indexes.entry(writer.id()).or_insert_with(new);
@@ -524,7 +533,7 @@ impl<B: Backing> Container<B> {
             view.add(frames_read.writer, offset, frame);
         }
         if has_new_frames {
-            self.note_change_by_others();
+            self.record_change_by_others();
         }
         is_due
     }
@@ -532,11 +541,11 @@ impl<B: Backing> Container<B> {
 
 /// Finds where each of the tables ends in the file, after all cuts.
 fn find_ends<B: Backing>(
-    base: &B,
+    backing: &B,
     tables: &[Arc<Table<B>>],
     length_changes: &LengthChanges,
 ) -> TableResult<()> {
     let find =
-        |table: &Arc<Table<B>>| table.compute_end(base, length_changes.limits_of(table.writer));
+        |table: &Arc<Table<B>>| table.compute_end(backing, length_changes.limits_of(table.writer));
     tables.iter().try_for_each(find)
 }

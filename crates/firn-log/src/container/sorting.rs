@@ -26,11 +26,11 @@ impl<B: Backing> Container<B> {
     ///
     /// Does nothing if another thread is sorting in this container. After a failure the index must grow before it is
     /// sorted again.
-    pub(super) fn sort(&self, base: &B, writer: &Writer, bytes: u64) {
+    pub(super) fn sort(&self, backing: &B, writer: &Writer, bytes: u64) {
         if self.is_sorting.swap(true, Ordering::AcqRel) {
             return;
         }
-        let outcome = self.sort_parts(base, writer, bytes);
+        let outcome = self.sort_parts(backing, writer, bytes);
         self.is_sorting.store(false, Ordering::Release);
         if let Err(error) = outcome {
             tracing::debug!(index = writer.index_name(), %error, "an index stays unsorted");
@@ -42,13 +42,13 @@ impl<B: Backing> Container<B> {
     }
 
     /// Makes tables until the known part of the index is sorted. After each one, merges tables of the same level.
-    fn sort_parts(&self, base: &B, writer: &Writer, bytes: u64) -> Result<()> {
-        let sorter = self.sorter(base, writer);
+    fn sort_parts(&self, backing: &B, writer: &Writer, bytes: u64) -> Result<()> {
+        let sorter = self.sorter(backing, writer);
         loop {
-            let Some(inode) = own::find_file(base, &self.dir, &writer.index_name())? else {
+            let Some(inode) = own::find_file(backing, &self.dir, &writer.index_name())? else {
                 return Ok(());
             };
-            let index = base.open(&inode, Access::Read)?;
+            let index = backing.open(&inode, Access::Read)?;
             let (covered, end, limit) = {
                 let view = self.view.lock();
                 let Some(state) = view.indexes.get(&writer.id()) else {
@@ -60,14 +60,14 @@ impl<B: Backing> Container<B> {
                 return Ok(());
             }
             let part_end = limit.min(end).min(covered.saturating_add(bytes));
-            let frames_read = read_part(base, &index, writer.id(), covered, part_end, limit)?;
+            let frames_read = read_part(backing, &index, writer.id(), covered, part_end, limit)?;
             if frames_read.to == covered {
                 return Ok(());
             }
             sorter.sort(frames_read.frames, covered..frames_read.to)?;
-            self.use_new_tables(base, writer)?;
+            self.use_new_tables(backing, writer)?;
             while sorter.merge_level(&self.tables_of(writer))? {
-                self.use_new_tables(base, writer)?;
+                self.use_new_tables(backing, writer)?;
             }
             if self.covered(writer) <= covered {
                 // The new table is not in use, so further tables would not be either.
@@ -77,9 +77,9 @@ impl<B: Backing> Container<B> {
     }
 
     /// Returns the sorter for the index of a writer.
-    fn sorter<'a>(&'a self, base: &'a B, writer: &'a Writer) -> Sorter<'a, B> {
+    fn sorter<'a>(&'a self, backing: &'a B, writer: &'a Writer) -> Sorter<'a, B> {
         Sorter {
-            base,
+            backing,
             dir: &self.dir,
             writer,
             turn: self.turn,
@@ -94,17 +94,19 @@ impl<B: Backing> Container<B> {
     }
 
     /// Lists the tables in the container, and uses those of one index.
-    fn use_new_tables(&self, base: &B, writer: &Writer) -> Result<()> {
-        let names = own::list(base, &self.dir)?;
-        let tables = names.iter().filter_map(|(name, ..)| Writer::of_table(name));
-        Ok(self.use_tables(base, writer, &tables.collect::<Vec<_>>())?)
+    fn use_new_tables(&self, backing: &B, writer: &Writer) -> Result<()> {
+        let names = own::list(backing, &self.dir)?;
+        let tables = names
+            .iter()
+            .filter_map(|(name, ..)| Writer::parse_table_name(name));
+        Ok(self.use_tables(backing, writer, &tables.collect::<Vec<_>>())?)
     }
 
     /// Sorts and merges this host's own index after the host has ended writing.
     ///
     /// Sorts the unsorted part only if it has enough bytes to slow readers down. Failures are logged: then readers use the
     /// tables that exist.
-    pub fn finish_own_index(&self, base: &B) {
+    pub fn finish_own_index(&self, backing: &B) {
         let Some(own_log) = self.existing_own_log() else {
             return;
         };
@@ -117,12 +119,12 @@ impl<B: Backing> Container<B> {
             })
         };
         if should_sort {
-            self.sort(base, writer, self.memory.own_sort_threshold());
+            self.sort(backing, writer, self.memory.own_sort_threshold());
         }
         let merged = self
-            .sorter(base, writer)
+            .sorter(backing, writer)
             .merge_final(&self.tables_of(writer));
-        if let Err(error) = merged.and_then(|()| self.use_new_tables(base, writer)) {
+        if let Err(error) = merged.and_then(|()| self.use_new_tables(backing, writer)) {
             tracing::debug!(index = writer.index_name(), %error, "the final merge of an index failed; its tables stay separate");
         }
     }

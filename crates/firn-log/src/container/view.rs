@@ -12,7 +12,7 @@ use firn_backing::Backing;
 
 use crate::frame::{Change, Frame};
 use crate::names::Writer;
-use crate::resolve::{Key, Resolver, WriterId};
+use crate::resolve::{ChangeKey, Resolver, WriterId};
 use crate::seal::Seal;
 use crate::table::Table;
 
@@ -27,7 +27,7 @@ pub(super) struct View<B: Backing> {
     pub(super) indexes: BTreeMap<WriterId, IndexState<B>>,
     /// Blocks of logs whose checksum was right: the change that wrote them, and the block's number in it
     /// ([`CHECKED_BYTES`](crate::frame::CHECKED_BYTES)).
-    pub(super) checked: HashSet<(Key, u64)>,
+    pub(super) checked: HashSet<(ChangeKey, u64)>,
     /// The seal, once the container has one.
     pub(super) seal: Option<Arc<Seal>>,
     /// Names of tables that are damaged, so that they are not opened again.
@@ -35,9 +35,9 @@ pub(super) struct View<B: Backing> {
 }
 
 impl<B: Backing> View<B> {
-    pub(super) fn new(base_bytes: u64) -> Self {
+    pub(super) fn new(plain_bytes: u64) -> Self {
         Self {
-            resolver: Resolver::new(base_bytes),
+            resolver: Resolver::new(plain_bytes),
             tables: Tables::default(),
             indexes: BTreeMap::new(),
             checked: HashSet::new(),
@@ -69,7 +69,7 @@ impl<B: Backing> View<B> {
     /// Replaces the tables in use of one index. Returns the old list of all tables: the caller drops it without the
     /// lock, because that closes files.
     #[must_use]
-    pub(super) fn set_cover(&mut self, id: WriterId, cover: Vec<Arc<Table<B>>>) -> Tables<B> {
+    pub(super) fn set_tables(&mut self, id: WriterId, cover: Vec<Arc<Table<B>>>) -> Tables<B> {
         let ends = cover.iter().map(|table| table.part().end);
         let follow = std::iter::once(0).chain(ends).zip(&cover);
         debug_assert!(
