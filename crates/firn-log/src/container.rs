@@ -307,8 +307,8 @@ impl<B: Backing> Container<B> {
         Ok(())
     }
 
-    /// Notes that the container is removed, so that the plain file's own time counts.
-    pub(crate) fn end_time(&self) {
+    /// Records that the container is removed, so that the time of the plain file counts.
+    pub(crate) fn use_plain_time(&self) {
         self.store_known_time(u64::MAX, Record::End);
     }
 

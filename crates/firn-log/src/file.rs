@@ -26,9 +26,9 @@ use crate::file_id::FileId;
 use crate::frame::Change;
 use crate::head::{self, HEAD, Head};
 use crate::lag::{LagRetry, is_gone, read_whole};
-use crate::locate::{DataFile, LocatedList, Room};
+use crate::locate::{DataFile, ListStatus, LocatedList};
 use crate::orphans::{ContainerLookup, DEAD, DYING, unmark};
-use crate::resolve::{Segment, Source};
+use crate::resolve::Source;
 use crate::run::Piece;
 use crate::salvage::{LossReporter, Report};
 use crate::seal::{FlattenProgress, Lifecycle, WRITING};
@@ -59,7 +59,7 @@ pub(crate) struct LoggedFile<B: Backing> {
     /// Whether this host has begun to write and has not yet published that it ended.
     pub(crate) has_local_writer: AtomicBool,
     /// Whether there are containers without bytes that count: a dead host did not complete or remove them.
-    has_remains: AtomicBool,
+    has_unfinished_containers: AtomicBool,
     /// When this host last updated the plain file's modification time; `None` after a program set the file's times
     /// through this host.
     pub(crate) last_mtime_update: Mutex<Option<Instant>>,
@@ -80,12 +80,12 @@ pub(crate) struct LoggedFile<B: Backing> {
 #[derive(Default)]
 struct RefreshState {
     is_under_way: bool,
-    /// Time of this host's last sync, if the file was not used since. The next use refreshes and clears it.
-    synced: Option<Instant>,
+    /// Time of this host's last sync, if the file was not used since. The next use refreshes the file and clears this.
+    last_sync: Option<Instant>,
     /// When the last successful refresh began.
-    last: Option<Instant>,
+    last_success: Option<Instant>,
     /// When the last refresh began, also if it failed.
-    last_tried: Option<Instant>,
+    last_attempt: Option<Instant>,
 }
 
 /// Returns the length of the plain file in bytes.
@@ -185,7 +185,7 @@ impl<B: Backing> LoggedFile<B> {
             writers: AtomicU64::new(0),
             opens: AtomicU64::new(0),
             has_local_writer: AtomicBool::new(false),
-            has_remains: AtomicBool::new(false),
+            has_unfinished_containers: AtomicBool::new(false),
             is_dying: AtomicBool::new(false),
             is_removed: AtomicBool::new(false),
             inode: OnceLock::new(),
@@ -209,18 +209,19 @@ impl<B: Backing> LoggedFile<B> {
             }
         };
         let mut attempt = || {
-            let result = work();
-            if result.is_err() {
-                let generations = self.snapshot();
-                let faults = generations
-                    .iter()
-                    .filter_map(|generation| generation.container.take_fault());
-                faults.for_each(|fault| self.lag.record_fault(fault));
+            let error = match work() {
+                Ok(value) => return Ok(Ok(value)),
+                Err(error) => error,
+            };
+            for generation in self.snapshot() {
+                if let Some(fault) = generation.container.take_fault() {
+                    self.lag.record_fault(fault);
+                }
             }
             match self.check_exists() {
+                Ok(()) => Err(error),
                 // The file was removed, so a repetition would fail too. The outer `Ok` ends the repetitions.
-                Err(_) if result.is_err() => Ok(result),
-                _ => result.map(Ok),
+                Err(_) => Ok(Err(error)),
             }
         };
         self.lag
@@ -240,15 +241,15 @@ impl<B: Backing> LoggedFile<B> {
     /// Returns how many bytes this host has written to the logs of the present generations.
     pub(crate) fn own_bytes(&self) -> u64 {
         let generations = self.generations.lock();
-        let bytes = generations
+        generations
             .iter()
-            .map(|generation| generation.container.own_bytes());
-        bytes.sum()
+            .map(|generation| generation.container.own_bytes())
+            .sum()
     }
 
     /// Returns whether the file has containers that must be flattened or removed.
     pub(crate) fn has_containers(&self) -> bool {
-        self.is_logged() || self.has_remains.load(Ordering::Acquire)
+        self.is_logged() || self.has_unfinished_containers.load(Ordering::Acquire)
     }
 
     /// Fails with ESTALE if another host has removed the file while it had bytes in logs.
@@ -263,11 +264,14 @@ impl<B: Backing> LoggedFile<B> {
     /// Returns a number that grows each time this host learns that other hosts have changed the file.
     pub(crate) fn changes_by_others(&self) -> u64 {
         let generations = self.generations.lock();
-        let last = generations
+        let last_container_change = generations
             .iter()
             .map(|generation| generation.container.changes_by_others())
-            .max();
-        self.changes.load(Ordering::Acquire).max(last.unwrap_or(0))
+            .max()
+            .unwrap_or(0);
+        self.changes
+            .load(Ordering::Acquire)
+            .max(last_container_change)
     }
 
     /// Fails with the error of the last refresh, if it failed.
@@ -277,7 +281,7 @@ impl<B: Backing> LoggedFile<B> {
 
     /// Returns whether this host has tried to refresh the file at least once.
     pub(crate) fn was_refreshed(&self) -> bool {
-        self.refreshes.lock().last_tried.is_some()
+        self.refreshes.lock().last_attempt.is_some()
     }
 
     /// Refreshes the file: finds its generations and reads what other hosts added to their indexes.
@@ -286,7 +290,8 @@ impl<B: Backing> LoggedFile<B> {
     /// file fail until a refresh succeeds.
     pub(crate) fn refresh(&self, context: &LayoutContext<'_, B>) -> Result<()> {
         let began = Instant::now();
-        let is_fresh = |refreshes: &RefreshState| refreshes.last.is_some_and(|last| last > began);
+        let is_fresh =
+            |refreshes: &RefreshState| refreshes.last_success.is_some_and(|last| last > began);
         self.refresh_unless(&is_fresh, context, began)
     }
 
@@ -295,21 +300,21 @@ impl<B: Backing> LoggedFile<B> {
     /// The refresh is postponed to the next use of the file: a writer that syncs and closes never needs to read the
     /// indexes of other hosts.
     pub(crate) fn refresh_after_sync(&self, context: &LayoutContext<'_, B>) -> Result<()> {
-        let (synced, last) = {
+        let (last_sync, last_refresh) = {
             let refreshes = self.refreshes.lock();
-            (refreshes.synced, refreshes.last)
+            (refreshes.last_sync, refreshes.last_success)
         };
-        if synced.is_none() {
+        if last_sync.is_none() {
             return Ok(());
         }
-        if last < synced {
+        if last_refresh < last_sync {
             self.refresh(context)?;
         }
         self.raise_epoch();
         let mut refreshes = self.refreshes.lock();
         // Another thread may have synced the file in the meantime. Its refresh is still due.
-        if refreshes.synced == synced {
-            refreshes.synced = None;
+        if refreshes.last_sync == last_sync {
+            refreshes.last_sync = None;
         }
         Ok(())
     }
@@ -326,7 +331,7 @@ impl<B: Backing> LoggedFile<B> {
     ///
     /// Ends the validity of bytes that readers hold now: only the refresh shows which of those bytes are old.
     fn require_refresh(&self) {
-        self.refreshes.lock().synced = Some(Instant::now());
+        self.refreshes.lock().last_sync = Some(Instant::now());
         if self.is_logged() {
             self.changes.fetch_max(next_change(), Ordering::AcqRel);
         }
@@ -346,7 +351,7 @@ impl<B: Backing> LoggedFile<B> {
             return Ok(());
         }
         let is_fresh =
-            |refreshes: &RefreshState| refreshes.last_tried.is_some_and(|last| last >= began);
+            |refreshes: &RefreshState| refreshes.last_attempt.is_some_and(|last| last >= began);
         self.refresh_unless(&is_fresh, context, began)
     }
 
@@ -367,17 +372,17 @@ impl<B: Backing> LoggedFile<B> {
                 return Ok(());
             }
             refreshes.is_under_way = true;
-            refreshes.last_tried = refreshes.last_tried.max(Some(began));
+            refreshes.last_attempt = refreshes.last_attempt.max(Some(began));
         }
-        let refreshed = self.refresh_exclusively(context);
-        *self.read_error.lock() = refreshed.err();
+        let outcome = self.refresh_exclusively(context);
+        *self.read_error.lock() = outcome.err();
         let mut refreshes = self.refreshes.lock();
         refreshes.is_under_way = false;
-        if refreshed.is_ok() {
-            refreshes.last = Some(began);
+        if outcome.is_ok() {
+            refreshes.last_success = Some(began);
         }
         self.refresh_ended.notify_all();
-        refreshed
+        outcome
     }
 
     /// Opens new generations, reads all indexes, and drops generations that are flat or removed.
@@ -385,58 +390,61 @@ impl<B: Backing> LoggedFile<B> {
     /// Runs in one thread at a time. Two threads would both open a new container, and one of the two objects would be
     /// dropped together with its state of this host's own logs.
     fn refresh_exclusively(&self, context: &LayoutContext<'_, B>) -> Result<()> {
-        let mut listed = self.list(context)?;
-        listed.sort_unstable();
+        let mut containers = self.list(context)?;
+        containers.sort_unstable();
         let old_generations = self.snapshot();
-        let mut present = Vec::new();
-        let listed_count = listed.len();
-        let has_vanished = |old: &Arc<Generation<B>>| {
-            let is_same =
-                |listed: &ListedContainer| (listed.number, listed.dir) == (old.number, old.dir);
-            !old.was_flat.load(Ordering::Acquire) && !listed.iter().any(is_same)
+        let has_vanished = |generation: &Arc<Generation<B>>| {
+            !generation.was_flat.load(Ordering::Acquire)
+                && !containers
+                    .iter()
+                    .any(|container| generation.has_container(container))
         };
         // Another host removes a generation after it is flat, or together with the file.
         if old_generations.iter().any(has_vanished) && self.has_lost_last_name(context)? {
             self.is_removed_elsewhere.store(true, Ordering::Release);
         }
-        for listed in listed {
-            let is_same = |generation: &&Arc<Generation<B>>| {
-                (generation.number, generation.dir) == (listed.number, listed.dir)
+        let mut generations = Vec::new();
+        for container in &containers {
+            let known_generation = old_generations
+                .iter()
+                .find(|generation| generation.has_container(container));
+            let opened_generation = match known_generation {
+                Some(known) => Some(Arc::clone(known)),
+                None => self.open_generation(context, container.number)?,
             };
-            let old = old_generations.iter().find(is_same);
-            let generation = match old {
-                Some(old) => Some(Arc::clone(old)),
-                None => self.open_generation(context, listed.number)?,
-            };
-            let Some(generation) = generation else {
+            let Some(generation) = opened_generation else {
                 continue;
             };
-            match generation.container.refresh(context.backing) {
-                _ if generation.container.was_seen_flat() => continue,
-                // Another host has flattened the generation and is removing it.
-                Err(_) if generation.is_flat(context)? => continue,
-                refreshed => refreshed?,
+            if generation.refresh_unless_flat(context)? {
+                generations.push(generation);
             }
-            present.push(generation);
         }
-        self.has_remains
-            .store(present.len() < listed_count, Ordering::Release);
-        let is_unchanged = old_generations.len() == present.len()
+        self.has_unfinished_containers
+            .store(generations.len() < containers.len(), Ordering::Release);
+        self.replace_generations(&old_generations, generations);
+        Ok(())
+    }
+
+    /// Replaces the list of generations after a refresh. `old_generations` is the list before the refresh.
+    fn replace_generations(
+        &self,
+        old_generations: &[Arc<Generation<B>>],
+        new_generations: Vec<Arc<Generation<B>>>,
+    ) {
+        let is_unchanged = old_generations.len() == new_generations.len()
             && old_generations
                 .iter()
-                .zip(&present)
+                .zip(&new_generations)
                 .all(|(old, new)| Arc::ptr_eq(old, new));
         // The number grows before the list changes: a reader that took the plain file's length before the
         // generation was flat sees the new number and reads the length again.
         if !is_unchanged {
             self.changes.fetch_max(next_change(), Ordering::AcqRel);
         }
+        let replaced = std::mem::replace(&mut *self.generations.lock(), new_generations);
         // The old generations are dropped after the lock is released, because that closes files.
-        let old = std::mem::replace(&mut *self.generations.lock(), present);
-        drop(old);
-        Ok(())
+        drop(replaced);
     }
-
     /// Returns whether the file is open on this host while another host has removed its last name.
     fn has_lost_last_name(&self, context: &LayoutContext<'_, B>) -> Result<bool> {
         let Some(inode) = self.inode.get() else {
@@ -468,10 +476,9 @@ impl<B: Backing> LoggedFile<B> {
             // Another host has flattened and removed the generation since it was found.
             Err(_) if !generation.is_current(context)? => Ok(None),
             Err(error) => {
-                let fault = generation.container.take_fault();
-                fault
-                    .into_iter()
-                    .for_each(|fault| self.lag.record_fault(fault));
+                if let Some(fault) = generation.container.take_fault() {
+                    self.lag.record_fault(fault);
+                }
                 Err(error)
             }
             Ok(()) => Ok(Some(Arc::new(generation))),
@@ -485,9 +492,9 @@ impl<B: Backing> LoggedFile<B> {
         number: u32,
     ) -> Result<Option<Generation<B>>> {
         let name = self.id.container_name(number);
-        let find =
+        let find_dir =
             || file_dir::find_container(context.backing, context.containers_dir, self.id, number);
-        let Some((dir, attr)) = find()? else {
+        let Some((dir, attr)) = find_dir()? else {
             return Ok(None);
         };
         let head = match head::load(context.backing, &dir, self.id, number)? {
@@ -495,7 +502,7 @@ impl<B: Backing> LoggedFile<B> {
             // The container is being made. No host can have written to it.
             Ok(None) => return Ok(None),
             // Another host has removed the container since it was found.
-            Err(_) if find()?.is_none() => return Ok(None),
+            Err(_) if find_dir()?.is_none() => return Ok(None),
             Err(error) => {
                 tracing::error!(
                     container = name,
@@ -527,39 +534,42 @@ impl<B: Backing> LoggedFile<B> {
     pub(crate) fn len(&self, plain_bytes: u64) -> u64 {
         let generations = self.snapshot();
         Self::set_lengths_below(&generations, plain_bytes);
-        let newest = generations.last();
-        newest.map_or(plain_bytes, |newest| newest.container.len())
+        match generations.last() {
+            Some(newest) => newest.container.len(),
+            None => plain_bytes,
+        }
     }
 
     /// Returns the file's modification time, if the plain file has another one because the file is being flattened.
     pub(crate) fn modified_time(&self) -> Option<Time> {
         let generations = self.generations.lock();
-        let is_pending =
-            |generation: &&Arc<Generation<B>>| !generation.was_flat.load(Ordering::Acquire);
-        generations.iter().find(is_pending)?.container.modified()
+        let lowest_not_flat = generations
+            .iter()
+            .find(|generation| !generation.was_flat.load(Ordering::Acquire))?;
+        lowest_not_flat.container.modified()
     }
 
-    /// Sets the modification time to `given`. `set` sets it on the plain file.
+    /// Sets the modification time to `new_time`. `set_plain_time` sets it on the plain file.
     ///
     /// Race: a host that flattens the file sets the last recorded time on the plain file. So the time is also recorded
     /// in each container that is ending, and then set once more.
     pub(crate) fn set_modified(
         &self,
         context: &LayoutContext<'_, B>,
-        given: Time,
-        set: &dyn Fn() -> Result<()>,
+        new_time: Time,
+        set_plain_time: &dyn Fn() -> Result<()>,
     ) -> Result<()> {
         let generations = self.snapshot();
-        set()?;
-        let mut is_recorded = false;
+        set_plain_time()?;
+        let mut is_any_ending = false;
         for generation in &generations {
             // While this host is registered as a writer, no other host ends the container.
             if !generation.is_registered.load(Ordering::Acquire) {
-                is_recorded |= generation.record_time(context, given)?;
+                is_any_ending |= generation.record_time_if_ending(context, new_time)?;
             }
         }
-        if is_recorded {
-            set()?;
+        if is_any_ending {
+            set_plain_time()?;
             self.refresh(context)?;
         }
         Ok(())
@@ -567,15 +577,14 @@ impl<B: Backing> LoggedFile<B> {
 
     /// Sets, for each generation, the length of the file below it.
     fn set_lengths_below(generations: &[Arc<Generation<B>>], plain_bytes: u64) {
-        let mut plain_bytes = plain_bytes;
+        let mut bytes_below = plain_bytes;
         for generation in generations {
             if !generation.stores_plain_bytes {
-                generation.container.set_plain_bytes(plain_bytes);
+                generation.container.set_plain_bytes(bytes_below);
             }
-            plain_bytes = generation.container.len();
+            bytes_below = generation.container.len();
         }
     }
-
     /// Reads from `offset` until `buf` is full or the file ends. Returns the number of bytes read.
     pub(crate) fn read(
         &self,
@@ -619,25 +628,26 @@ impl<B: Backing> LoggedFile<B> {
             let plain_bytes = context.backing.attr_of_file_now(plain)?.size;
             let generations = self.snapshot();
             Self::set_lengths_below(&generations, plain_bytes);
-            let len = generations
-                .last()
-                .map_or(plain_bytes, |newest| newest.container.len());
+            let len = match generations.last() {
+                Some(newest) => newest.container.len(),
+                None => plain_bytes,
+            };
             let mut located = LocatedList::new(range.start, limits);
             let existing = range.start..range.end.min(len);
-            let room = if existing.is_empty() {
-                Ok(Room::Left)
+            let outcome = if existing.is_empty() {
+                Ok(ListStatus::Open)
             } else {
                 locate_in_stack(context.backing, &generations, plain, existing, &mut located)
             };
-            match room {
-                // The logs are removed: the bytes are in a lower generation or in the plain file now.
-                Err(_) if is_any_flat_or_removed(context, &generations) => self.refresh(context)?,
-                room => {
-                    if room? == Room::Left {
-                        located.end = range.end;
-                    }
+            match outcome {
+                Ok(ListStatus::Open) => {
+                    located.end = range.end;
                     return Ok(located);
                 }
+                Ok(ListStatus::Full) => return Ok(located),
+                // The logs are removed: the bytes are in a lower generation or in the plain file now.
+                Err(_) if is_any_flat_or_removed(context, &generations) => self.refresh(context)?,
+                Err(error) => return Err(error),
             }
         }
         Err(Errno::IO)
@@ -662,20 +672,22 @@ impl<B: Backing> LoggedFile<B> {
         let mut walk = Walk::new(offset..len);
         loop {
             let segments = newest.container.find_next(context.backing, &mut walk)?;
-            let is_data =
-                |segment: &Segment| !matches!(segment.source, Source::Hole | Source::Zeros);
-            let hit = segments
-                .iter()
-                .find(|segment| is_data(segment) == wants_data);
-            match hit {
-                Some(segment) => return Ok(segment.file.start),
-                None if !segments.is_empty() => {}
-                None if wants_data => return Err(Errno::NXIO),
-                None => return Ok(len),
+            if segments.is_empty() {
+                // The search has reached the end of the file, which counts as a hole.
+                return if wants_data {
+                    Err(Errno::NXIO)
+                } else {
+                    Ok(len)
+                };
+            }
+            for segment in &segments {
+                let is_data = !matches!(segment.source, Source::Hole | Source::Zeros);
+                if is_data == wants_data {
+                    return Ok(segment.file.start);
+                }
             }
         }
     }
-
     /// Lists the containers of the file.
     fn list(&self, context: &LayoutContext<'_, B>) -> Result<Vec<ListedContainer>> {
         Ok(file_dir::list(
@@ -704,30 +716,30 @@ impl<B: Backing> LoggedFile<B> {
         context: &LayoutContext<'_, B>,
         visit: &mut dyn FnMut(&VoteDir<'_, B>) -> Result<()>,
     ) -> Result<()> {
-        let listed = match file_dir::list(context.backing, context.containers_dir, self.id) {
+        let containers = match file_dir::list(context.backing, context.containers_dir, self.id) {
+            Ok(containers) => containers,
             Err(OwnError::Backing(error)) => return Err(error),
             Err(error) => {
                 tracing::warn!("the containers of a file are not touched: {error}");
                 return Ok(());
             }
-            Ok(listed) => listed,
         };
-        for listed in listed {
-            let name = self.id.container_name(listed.number);
+        for container in containers {
+            let name = self.id.container_name(container.number);
             let find = || {
                 ContainerLookup::find(context.backing, context.containers_dir, &name, context.host)
             };
-            let ContainerLookup::Trusted(container) = find()? else {
+            let ContainerLookup::Trusted(dir) = find()? else {
                 continue;
             };
-            match visit(&container) {
+            match visit(&dir) {
+                Ok(()) => {}
                 Err(Errno::NOENT) if matches!(find()?, ContainerLookup::Gone) => {}
-                visited => visited?,
+                Err(error) => return Err(error),
             }
         }
         Ok(())
     }
-
     /// Registers this host as a writer of the file.
     pub(crate) fn begin_writing(
         &self,
@@ -735,7 +747,7 @@ impl<B: Backing> LoggedFile<B> {
         plain_len: &PlainLen<'_>,
     ) -> Result<()> {
         self.has_local_writer.store(true, Ordering::Release);
-        self.join(context, plain_len).map(drop)
+        self.register_writer(context, plain_len).map(drop)
     }
 
     /// Writes `parts`, which do not overlap, to this host's log.
@@ -789,13 +801,14 @@ impl<B: Backing> LoggedFile<B> {
     pub(crate) fn was_set_to(&self, context: &LayoutContext<'_, B>, len: u64) -> Result<bool> {
         self.refresh(context)?;
         for generation in self.snapshot().iter().rev() {
-            let last = generation
+            let last_change = generation
                 .container
                 .last_change_of_own_index(context.backing)?;
-            match last {
+            match last_change {
+                // This host has changed nothing in this generation, so the one below decides.
                 None => {}
                 Some(Change::Cut(cut)) => return Ok(cut.len == len),
-                Some(Change::Grown(grown)) => return Ok(grown == len),
+                Some(Change::Grown(grown_len)) => return Ok(grown_len == len),
                 Some(_) => return Ok(false),
             }
         }
@@ -816,20 +829,20 @@ impl<B: Backing> LoggedFile<B> {
 
     /// Applies a change to the generation that this host writes to.
     ///
-    /// Race: another host may seal that generation while `make` runs. Then the change may not count, so it is applied
+    /// Race: another host may seal that generation while `apply` runs. Then the change may not count, so it is applied
     /// to the next generation too.
     fn change(
         &self,
         context: &LayoutContext<'_, B>,
         plain_len: &PlainLen<'_>,
-        make: &dyn Fn(&Container<B>) -> ChangeResult,
+        apply: &dyn Fn(&Container<B>) -> ChangeResult,
     ) -> Result<()> {
         self.has_local_writer.store(true, Ordering::Release);
         self.refresh_after_sync(context)?;
         for _ in 0..ATTEMPTS_MAX {
             self.check_readable()?;
-            let newest = self.join(context, plain_len)?;
-            match make(&newest.container) {
+            let newest = self.register_writer(context, plain_len)?;
+            match apply(&newest.container) {
                 Ok(()) if newest.is_current(context)? => return Ok(()),
                 // The seal may not include the change, or the generation is removed.
                 Ok(()) | Err(ChangeError::Sealed) => newest.end_writing(context)?,
@@ -841,17 +854,16 @@ impl<B: Backing> LoggedFile<B> {
         }
         Err(Errno::IO)
     }
-
     /// Registers this host as a writer of the top generation and returns that generation. Makes a new generation if
     /// there is none that accepts writers.
-    fn join(
+    fn register_writer(
         &self,
         context: &LayoutContext<'_, B>,
         plain_len: &PlainLen<'_>,
     ) -> Result<Arc<Generation<B>>> {
         for _ in 0..ATTEMPTS_MAX {
             if let Some(newest) = self.snapshot().pop() {
-                match newest.join(context) {
+                match newest.register_writer(context) {
                     Ok(true) => return Ok(newest),
                     Ok(false) => {}
                     // Another host has flattened and removed the generation since the last refresh.
@@ -873,39 +885,53 @@ impl<B: Backing> LoggedFile<B> {
         plain_len: &PlainLen<'_>,
     ) -> Result<()> {
         self.refresh(context)?;
-        let last = self.snapshot().last().map(|newest| newest.number);
-        if let Some(newest) = self.snapshot().last()
+        let newest = self.snapshot().pop();
+        if let Some(newest) = &newest
             && let Some(lifecycle) = newest.lifecycle(context)?
             && !lifecycle.is_closing()?
         {
             return Ok(());
         }
-        let number = last.map_or(0, |last| last + 1);
+        let number = newest.map_or(0, |newest| newest.number + 1);
         let dir = match file_dir::create_container(
             context.backing,
             context.containers_dir,
             self.id,
             number,
         ) {
+            Ok(dir) => dir,
             // Another host has just removed the file's directory. The caller tries again, which makes a new one.
             Err(OwnError::Backing(error)) if is_gone(error) => return Ok(()),
-            made => made?,
+            Err(error) => return Err(error.into()),
         };
-        let find =
-            || file_dir::find_container(context.backing, context.containers_dir, self.id, number);
         // This check follows the creation: a host that removes the last name marks only containers that exist by then.
         if self.is_removed.load(Ordering::Acquire) {
             own::replace_file(context.backing, &dir, DEAD, context.host.as_bytes())?;
         } else if self.is_dying.load(Ordering::Acquire) {
             own::replace_file(context.backing, &dir, DYING, context.host.as_bytes())?;
         }
-        match self.publish_head(context, number, plain_len) {
+        let published = self.publish_head(context, number, plain_len);
+        if published.is_err() && self.find_container(context, number)?.is_none() {
             // Another host had made the container, and has flattened and removed it since.
-            Err(_) if find()?.is_none() => Ok(()),
-            put => put,
+            return Ok(());
         }
+        published
     }
 
+    /// Opens the directory of a generation's container, with its attributes. Returns `None` if it is removed.
+    fn find_container(
+        &self,
+        context: &LayoutContext<'_, B>,
+        number: u32,
+    ) -> Result<Option<(B::Inode, Attr)>> {
+        let (backing, containers_dir) = (context.backing, context.containers_dir);
+        Ok(file_dir::find_container(
+            backing,
+            containers_dir,
+            self.id,
+            number,
+        )?)
+    }
     /// Removes a container that must not get a head, unless it has one by now.
     fn remove_headless(
         &self,
@@ -923,14 +949,16 @@ impl<B: Backing> LoggedFile<B> {
         if lifecycle.has_writer(context.is_alive)? {
             return Ok(());
         }
-        let remove = &mut || {
+        let mut remove_if_headless = || {
             if has_no_head()? {
                 lifecycle.votes().retire()
             } else {
                 Ok(())
             }
         };
-        lifecycle.run_exclusively(remove).map(drop)
+        // If another host holds the lock, that host removes the container or puts its head.
+        lifecycle.run_exclusively(&mut remove_if_headless)?;
+        Ok(())
     }
 
     /// Puts the head into a container that has none, which lets hosts write to it.
@@ -948,9 +976,7 @@ impl<B: Backing> LoggedFile<B> {
         plain_len: &PlainLen<'_>,
     ) -> Result<()> {
         let containers = self.list(context)?;
-        let opened =
-            file_dir::find_container(context.backing, context.containers_dir, self.id, number)?;
-        let Some((dir, _)) = opened else {
+        let Some((dir, _)) = self.find_container(context, number)? else {
             return Ok(());
         };
         let has_no_head = || -> Result<bool> {
@@ -961,12 +987,14 @@ impl<B: Backing> LoggedFile<B> {
         if !has_no_head()? {
             return Ok(());
         }
-        let is_below_another = number == 0 && containers.iter().any(|listed| listed.number > 0);
+        let is_below_another =
+            number == 0 && containers.iter().any(|container| container.number > 0);
         if is_below_another || head::has_index(context.backing, &dir)? {
             return self.remove_headless(context, dir.clone(), number, &has_no_head);
         }
+        // Only generation 0 lies over the plain file.
         let plain_bytes = if number == 0 { plain_len()? } else { 0 };
-        Head::new(self.id, number, plain_bytes).put(context.backing, &dir)
+        Head::new(self.id, number, plain_bytes).publish(context.backing, &dir)
     }
 
     /// Makes this host's writes durable and visible to other hosts. This host's next use of the file sees what other
@@ -980,13 +1008,14 @@ impl<B: Backing> LoggedFile<B> {
     /// Makes this host's writes durable and visible to other hosts.
     fn sync_own(&self, context: &LayoutContext<'_, B>) -> Result<()> {
         for generation in self.snapshot() {
-            if generation.is_registered.load(Ordering::Acquire) {
-                match generation.sync(context) {
-                    // The generation's bytes are durably in the plain file, or the file is removed.
-                    Err(_) if !generation.is_current(context)? => {}
-                    Ok(()) => self.tag(context, &generation),
-                    Err(error) => return Err(error),
-                }
+            if !generation.is_registered.load(Ordering::Acquire) {
+                continue;
+            }
+            match generation.sync(context) {
+                Ok(()) => self.tag(context, &generation),
+                // The generation's bytes are durably in the plain file, or the file is removed.
+                Err(_) if !generation.is_current(context)? => {}
+                Err(error) => return Err(error),
             }
         }
         Ok(())
@@ -1045,23 +1074,26 @@ impl<B: Backing> LoggedFile<B> {
             self.refresh(context)?;
             let generations = self.snapshot();
             let Some(lowest) = generations.first() else {
-                if !self.has_remains.load(Ordering::Acquire) {
+                if !self.has_unfinished_containers.load(Ordering::Acquire) {
                     file_dir::remove_empty(context.backing, context.containers_dir, self.id)?;
                     return Ok(Flattened::Flat);
                 }
-                self.finish_remains(context, &|| Ok(context.backing.attr_now(inode)?.size))?;
+                self.finish_unfinished_containers(context, &|| {
+                    Ok(context.backing.attr_now(inode)?.size)
+                })?;
                 continue;
             };
-            let attr = context.backing.attr_now(inode)?;
-            Self::set_lengths_below(&generations, attr.size);
-            let rejected = lowest.container.rejected_table_count();
+            let plain_bytes = context.backing.attr_now(inode)?.size;
+            Self::set_lengths_below(&generations, plain_bytes);
+            let rejected_tables = lowest.container.rejected_table_count();
             match lowest.flatten(context, inode, unit_bytes, is_alive) {
+                // The next attempt flattens the generation above.
                 Ok(Flattened::Flat) => {}
-                Err(error) => match lowest.find_fate(context, rejected)? {
-                    Fate::Removed | Fate::IndexRebuilt => {}
-                    Fate::Unchanged | Fate::Flat => return Err(error),
+                Ok(outcome) => return Ok(outcome),
+                Err(error) => match lowest.find_failure_cause(context, rejected_tables)? {
+                    FailureCause::Removed | FailureCause::TableDamaged => {}
+                    FailureCause::Other | FailureCause::Flat => return Err(error),
                 },
-                outcome => return outcome,
             }
         }
         Err(Errno::IO)
@@ -1072,29 +1104,30 @@ impl<B: Backing> LoggedFile<B> {
     pub(crate) fn salvage(
         &self,
         context: &LayoutContext<'_, B>,
-        plain: &Attr,
+        plain_attr: &Attr,
         unit_bytes: u64,
         is_alive: &IsAlive<'_>,
         target: &mut LossTarget<'_>,
     ) -> Result<bool> {
-        let mut listed = self.list(context)?;
-        listed.sort_unstable();
-        let mut plain_bytes = plain.size;
-        for listed in listed {
-            let name = self.id.container_name(listed.number);
+        let mut containers = self.list(context)?;
+        containers.sort_unstable();
+        let mut bytes_below = plain_attr.size;
+        for container in containers {
+            let name = self.id.container_name(container.number);
             let mut reporter = LossReporter {
                 path: target.path,
                 container: &name,
                 report: target.report,
             };
-            if !self.renew_head(context, listed.number, plain, is_alive, &mut reporter)? {
+            let number = container.number;
+            if !self.renew_head(context, number, plain_attr, is_alive, &mut reporter)? {
                 return Ok(false);
             }
-            let Some(generation) = self.find_generation(context, listed.number)? else {
+            let Some(generation) = self.find_generation(context, number)? else {
                 continue;
             };
             if !generation.stores_plain_bytes {
-                generation.container.set_plain_bytes(plain_bytes);
+                generation.container.set_plain_bytes(bytes_below);
             }
             let Some(lifecycle) = generation.lifecycle(context)? else {
                 continue;
@@ -1103,7 +1136,7 @@ impl<B: Backing> LoggedFile<B> {
             if !lifecycle.salvage(unit_bytes, &is_written_by, &mut reporter)? {
                 return Ok(false);
             }
-            plain_bytes = generation.container.len();
+            bytes_below = generation.container.len();
         }
         Ok(true)
     }
@@ -1113,35 +1146,34 @@ impl<B: Backing> LoggedFile<B> {
         &self,
         context: &LayoutContext<'_, B>,
         number: u32,
-        plain: &Attr,
+        plain_attr: &Attr,
         is_alive: &IsAlive<'_>,
         reporter: &mut LossReporter<'_>,
     ) -> Result<bool> {
         let name = self.id.container_name(number);
-        let opened =
-            file_dir::find_container(context.backing, context.containers_dir, self.id, number)?;
-        let Some((dir, _)) = opened else {
+        let Some((dir, _)) = self.find_container(context, number)? else {
             return Ok(true);
         };
-        let memory = context.memory;
-        let container = Container::open_unread(dir, &name, context.host, plain.size, memory);
+        let (host, memory) = (context.host, context.memory);
+        let container = Container::open_unread(dir, &name, host, plain_attr.size, memory);
         let Some(lifecycle) = context.lifecycle(self.id, &container, &name)? else {
             return Ok(true);
         };
-        let is_other_alive = |host: &str| Ok(host != context.host && is_alive(host)?);
-        lifecycle.renew_head((self.id, number), plain, &is_other_alive, reporter)
+        let is_other_alive = |writer: &str| Ok(writer != host && is_alive(writer)?);
+        let head = Head::new(self.id, number, plain_attr.size);
+        lifecycle.renew_head(head, &is_other_alive, reporter)
     }
 
     /// Finishes what dead hosts left: removes containers that are flat, and completes or removes containers without a
     /// head.
-    fn finish_remains(
+    fn finish_unfinished_containers(
         &self,
         context: &LayoutContext<'_, B>,
         plain_len: &PlainLen<'_>,
     ) -> Result<()> {
-        for listed in self.list(context)? {
-            let Some(generation) = self.open_generation(context, listed.number)? else {
-                self.publish_head(context, listed.number, plain_len)?;
+        for container in self.list(context)? {
+            let Some(generation) = self.open_generation(context, container.number)? else {
+                self.publish_head(context, container.number, plain_len)?;
                 continue;
             };
             if let Some(lifecycle) = generation.lifecycle(context)?
@@ -1157,8 +1189,9 @@ impl<B: Backing> LoggedFile<B> {
     pub(crate) fn remove(&self, context: &LayoutContext<'_, B>) -> Result<()> {
         self.visit_containers(context, &mut |container| container.retire())?;
         file_dir::remove_empty(context.backing, context.containers_dir, self.id)?;
-        let old = std::mem::take(&mut *self.generations.lock());
-        drop(old);
+        let removed_generations = std::mem::take(&mut *self.generations.lock());
+        // Dropped after the lock is released, because that closes files.
+        drop(removed_generations);
         Ok(())
     }
 }
@@ -1171,7 +1204,7 @@ impl<B: Backing> Generation<B> {
     }
 
     /// Registers this host as a writer. Returns false if the container accepts no new writers.
-    fn join(&self, context: &LayoutContext<'_, B>) -> Result<bool> {
+    fn register_writer(&self, context: &LayoutContext<'_, B>) -> Result<bool> {
         if self.is_registered.load(Ordering::Acquire) && self.container.seal().is_none() {
             return Ok(true);
         }
@@ -1205,23 +1238,47 @@ impl<B: Backing> Generation<B> {
         Ok(())
     }
 
+    /// Returns whether this generation is the container of a listing, and not an earlier one with the same name.
+    fn has_container(&self, container: &ListedContainer) -> bool {
+        (self.number, self.dir) == (container.number, container.dir)
+    }
+
+    /// Reads what other hosts added to the indexes. Returns false if the generation is flat or removed.
+    fn refresh_unless_flat(&self, context: &LayoutContext<'_, B>) -> Result<bool> {
+        let refreshed = self.container.refresh(context.backing);
+        if self.container.was_seen_flat() {
+            return Ok(false);
+        }
+        match refreshed {
+            Ok(()) => Ok(true),
+            // Another host has flattened the generation and is removing it.
+            Err(_) if self.is_flat(context)? => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
     /// Records that the file's modification time was set, if this generation is ending or removed. Returns whether it
     /// is.
-    fn record_time(&self, context: &LayoutContext<'_, B>, given: Time) -> Result<bool> {
+    fn record_time_if_ending(
+        &self,
+        context: &LayoutContext<'_, B>,
+        new_time: Time,
+    ) -> Result<bool> {
         let Some(lifecycle) = self.lifecycle(context)? else {
-            self.container.end_time();
+            self.container.use_plain_time();
             return Ok(true);
         };
         if !lifecycle.is_closing()? {
             return Ok(false);
         }
-        match self.container.add_time(context.backing, given) {
+        match self.container.add_time(context.backing, new_time) {
+            Ok(()) => Ok(true),
             // Another host has flattened and removed the generation since it was checked.
             Err(_) if !self.is_current(context)? => {
-                self.container.end_time();
+                self.container.use_plain_time();
                 Ok(true)
             }
-            added => added.map(|()| true),
+            Err(error) => Err(error),
         }
     }
 
@@ -1298,20 +1355,23 @@ impl<B: Backing> Generation<B> {
         }
     }
 
-    /// Finds what happened to the generation while an operation on it failed. `rejected` is the number of rejected
-    /// sorted indexes before the operation.
-    fn find_fate(&self, context: &LayoutContext<'_, B>, rejected: usize) -> Result<Fate> {
+    /// Finds what happened to the generation while an operation on it failed. `rejected_tables` is the number of
+    /// rejected tables before the operation.
+    fn find_failure_cause(
+        &self,
+        context: &LayoutContext<'_, B>,
+        rejected_tables: usize,
+    ) -> Result<FailureCause> {
         let Some(lifecycle) = self.lifecycle(context)? else {
-            return Ok(Fate::Removed);
+            return Ok(FailureCause::Removed);
         };
-        if self.container.rejected_table_count() > rejected {
-            return Ok(Fate::IndexRebuilt);
+        if self.container.rejected_table_count() > rejected_tables {
+            return Ok(FailureCause::TableDamaged);
         }
-        Ok(if lifecycle.is_flat()? {
-            Fate::Flat
-        } else {
-            Fate::Unchanged
-        })
+        if lifecycle.is_flat()? {
+            return Ok(FailureCause::Flat);
+        }
+        Ok(FailureCause::Other)
     }
 }
 
@@ -1319,15 +1379,15 @@ impl<B: Backing> Generation<B> {
 ///
 /// An errno is not enough to decide: network file systems return the same ones for other reasons.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Fate {
+enum FailureCause {
     /// Nothing happened to the generation, so the error of the operation is returned.
-    Unchanged,
+    Other,
     /// All bytes of the generation are in the plain file.
     Flat,
     /// Another host has removed the generation.
     Removed,
-    /// A sorted index was damaged, and all indexes were read again without it.
-    IndexRebuilt,
+    /// A table (a sorted part of an index) was damaged, and all indexes were read again without it.
+    TableDamaged,
 }
 
 /// Returns whether one of the generations is flat or removed, as far as this host can see.
@@ -1335,11 +1395,12 @@ fn is_any_flat_or_removed<B: Backing>(
     context: &LayoutContext<'_, B>,
     generations: &[Arc<Generation<B>>],
 ) -> bool {
-    let is_flat = |generation: &Arc<Generation<B>>| generation.is_flat(context).unwrap_or(false);
-    generations.iter().any(is_flat)
+    generations
+        .iter()
+        .any(|generation| generation.is_flat(context).unwrap_or(false))
 }
 
-/// Reads from a stack of generations. Bytes that the top generation does not have come from those below it.
+/// Reads from a stack of generations. Bytes that the newest generation does not have come from those below it.
 fn read_stack<B: Backing>(
     backing: &B,
     generations: &[Arc<Generation<B>>],
@@ -1347,16 +1408,14 @@ fn read_stack<B: Backing>(
     buf: &mut [u8],
     offset: u64,
 ) -> Result<usize> {
-    match generations.split_last() {
-        None => read_whole(backing, plain, buf, offset),
-        Some((newest, rest)) => {
-            let below = |buf: &mut [u8], offset| read_stack(backing, rest, plain, buf, offset);
-            newest.container.read(backing, &below, buf, offset)
-        }
-    }
+    let Some((newest, older)) = generations.split_last() else {
+        return read_whole(backing, plain, buf, offset);
+    };
+    let read_older = |buf: &mut [u8], offset| read_stack(backing, older, plain, buf, offset);
+    newest.container.read(backing, &read_older, buf, offset)
 }
 
-/// Finds where the bytes of `range` lie in a stack of generations. Bytes that the top generation does not have are
+/// Finds where the bytes of `range` lie in a stack of generations. Bytes that the newest generation does not have are
 /// found in those below it.
 fn locate_in_stack<B: Backing>(
     backing: &B,
@@ -1364,22 +1423,27 @@ fn locate_in_stack<B: Backing>(
     plain: &B::File,
     range: Range<u64>,
     located: &mut LocatedList,
-) -> Result<Room> {
-    let Some((newest, rest)) = generations.split_last() else {
-        let start = range.start;
-        return Ok(match located.index_of(backing, DataFile::Plain, plain) {
-            Some(index) => located.add(range, index, start),
-            None => located.skip(range),
-        });
+) -> Result<ListStatus> {
+    let Some((newest, older)) = generations.split_last() else {
+        // In the plain file, bytes lie at the same offset as in the logged file.
+        let position = range.start;
+        return Ok(
+            match located.find_or_add_file(backing, DataFile::Plain, plain) {
+                Some(file_index) => located.add(range, file_index, position),
+                None => located.skip(range),
+            },
+        );
     };
-    let below = |range: Range<u64>, located: &mut LocatedList| {
+    let locate_older = |range: Range<u64>, located: &mut LocatedList| {
         let end = range.end;
-        let room = locate_in_stack(backing, rest, plain, range, located)?;
+        let status = locate_in_stack(backing, older, plain, range, located)?;
+        if status == ListStatus::Full {
+            return Ok(status);
+        }
         // The file below may be shorter than the range. Bytes beyond its end are zeros.
-        Ok(match room {
-            Room::Left => located.skip(located.end..end),
-            Room::Full => room,
-        })
+        Ok(located.skip(located.end..end))
     };
-    newest.container.locate(backing, &below, range, located)
+    newest
+        .container
+        .locate(backing, &locate_older, range, located)
 }

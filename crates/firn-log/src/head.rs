@@ -134,10 +134,10 @@ impl Head {
     }
 
     /// Puts the head into a container. Does nothing if another host has put one.
-    pub(crate) fn put<B: Backing>(&self, backing: &B, dir: &B::Inode) -> Result<(), Errno> {
+    pub(crate) fn publish<B: Backing>(&self, backing: &B, dir: &B::Inode) -> Result<(), Errno> {
         let text = self.encode();
-        let put = backing.symlink(&own_caller(), dir, OsStr::new(HEAD), OsStr::new(&text));
-        match put {
+        let created = backing.symlink(&own_caller(), dir, OsStr::new(HEAD), OsStr::new(&text));
+        match created {
             Ok(_) | Err(Errno::EXIST) => Ok(()),
             Err(error) => Err(error),
         }

@@ -15,11 +15,10 @@ use std::ffi::OsStr;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use firn_backing::{Access, Attr, Backing, Errno, Result};
+use firn_backing::{Access, Backing, Errno, Result};
 use firn_hosts::own;
 
 use crate::container::{Container, UnreadableRange, Walk};
-use crate::file_id::FileId;
 use crate::head::{self, HEAD, Head, HeadError};
 use crate::index_reader::{find_frame, has_synced_frame_after, read_index};
 use crate::names::Writer;
@@ -112,13 +111,12 @@ impl<B: Backing> Lifecycle<'_, B> {
     /// are those of the logs, or holes.
     pub(crate) fn renew_head(
         &self,
-        (file, generation): (FileId, u32),
-        plain: &Attr,
+        new_head: Head,
         is_alive: &dyn Fn(&str) -> Result<bool>,
         reporter: &mut LossReporter<'_>,
     ) -> Result<bool> {
         let dir = self.votes().dir();
-        match head::load(self.backing, dir, file, generation)? {
+        match head::load(self.backing, dir, new_head.file, new_head.generation)? {
             Err(HeadError::Missing | HeadError::Damaged) => {}
             // A head of another version or of another file is not damaged.
             Ok(_) | Err(HeadError::Version(_) | HeadError::Foreign) => return Ok(true),
@@ -126,21 +124,20 @@ impl<B: Backing> Lifecycle<'_, B> {
         if !self.close(is_alive)? {
             return Ok(false);
         }
-        let head = Head::new(file, generation, plain.size);
         self.run_exclusively(&mut || {
             reporter.add(LostPart::Head {
-                base: head.plain_bytes,
+                base: new_head.plain_bytes,
             })?;
+            // The report is durable before anything is given up.
             reporter.report.sync()?;
             match self.backing.unlink(dir, OsStr::new(HEAD)) {
                 Ok(()) | Err(Errno::NOENT) => {}
                 Err(error) => return Err(error),
             }
-            head.put(self.backing, dir)?;
+            new_head.publish(self.backing, dir)?;
             self.backing.sync_dir(dir)
         })
     }
-
     /// Gives up what cannot be read. Returns false if a writer is registered that `is_alive` reports as alive.
     pub(crate) fn salvage(
         &self,
