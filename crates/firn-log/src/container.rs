@@ -42,7 +42,7 @@ use crate::resolve::{LayersInRange, Segment, WriterId};
 use crate::run::Piece;
 use crate::seal::{CLOSING, Seal};
 use crate::table::{BlockCache, TableError, TableResult};
-use crate::times::{self, Record};
+use crate::times::{self, LastRecord, Record};
 use crate::writer::{Appended, OwnLog};
 
 /// Smallest step of a [`Walk`]. A step is not made shorter than this, however many pieces lie in it.
@@ -78,15 +78,15 @@ pub struct Container<B: Backing> {
     /// Selects the lane of this host's files, where the backing has lanes ([`crate::turn`]).
     turn: u64,
     view: Mutex<View<B>>,
-    own: Mutex<OwnState<B>>,
-    own_log_made: Condvar,
+    own: Mutex<OwnLogState<B>>,
+    own_log_created: Condvar,
     is_sorting: AtomicBool,
     /// Whether the last refresh found that all bytes are in the plain file.
     was_seen_flat: AtomicBool,
     /// The fault that the last refresh found. A lag of the backing may be its cause.
     fault: Mutex<Option<String>>,
-    /// The last known record of the file's modification time, with its number.
-    time: Mutex<Option<(u64, Record)>>,
+    /// The last known record of the file's modification time.
+    last_time: Mutex<Option<LastRecord>>,
     /// Number of the last refresh that found changes of other hosts ([`next_change`]).
     last_change: AtomicU64,
     /// Epoch of this host's next changes.
@@ -147,12 +147,12 @@ impl Memory {
 }
 
 /// Whether this host has logs in the container.
-enum OwnState<B: Backing> {
+enum OwnLogState<B: Backing> {
     /// This host has not written.
     None,
     /// A thread is creating the logs. Other threads wait for it.
-    Making,
-    Made(Arc<OwnLog<B>>),
+    Creating,
+    Created(Arc<OwnLog<B>>),
 }
 
 /// Progress of a search through a range of the file, step by step, with bounded memory ([`Container::find_next`]).
@@ -182,6 +182,15 @@ impl Walk {
     fn next_range(&self) -> Range<u64> {
         let end = self.range.start.saturating_add(self.step);
         self.range.start..end.min(self.range.end)
+    }
+
+    /// Halves the next step, after a step of `bytes` bytes had too many pieces.
+    fn halve_step(&mut self, bytes: u64) {
+        self.step = (self.step.min(bytes) / 2).max(WALK_BYTES_MIN);
+    }
+
+    fn double_step(&mut self) {
+        self.step = self.step.saturating_mul(2);
     }
 }
 
@@ -243,12 +252,12 @@ impl<B: Backing> Container<B> {
             memory: Arc::clone(memory),
             turn: 0,
             view: Mutex::new(view),
-            own: Mutex::new(OwnState::None),
-            own_log_made: Condvar::new(),
+            own: Mutex::new(OwnLogState::None),
+            own_log_created: Condvar::new(),
             is_sorting: AtomicBool::new(false),
             was_seen_flat: AtomicBool::new(false),
             fault: Mutex::default(),
-            time: Mutex::default(),
+            last_time: Mutex::default(),
             last_change: AtomicU64::new(next_change()),
             epoch: AtomicU64::new(0),
             own_bytes: AtomicU64::new(0),
@@ -292,30 +301,44 @@ impl<B: Backing> Container<B> {
 
     /// Returns the file's modification time, if the plain file has another one because it is being flattened.
     pub(crate) fn modified(&self) -> Option<Time> {
-        match *self.time.lock() {
-            Some((_, Record::Time(time))) => Some(time),
-            Some((_, Record::End)) | None => None,
+        match self.last_time.lock().as_ref()?.record {
+            Record::Time(time) => Some(time),
+            Record::End => None,
         }
     }
 
     /// Records `time` as the file's modification time. While the file is flattened, the plain file takes its time from
     /// these records ([`crate::times`]).
     pub(crate) fn add_time(&self, backing: &B, time: Time) -> Result<()> {
-        let last_number = (*self.time.lock()).map(|(number, _)| number);
-        let added = times::add(backing, &self.dir, last_number, time)?;
-        self.store_known_time(added.number, added.record);
+        let last_number = self.last_time_number();
+        let last_record = times::add(backing, &self.dir, last_number, time)?;
+        self.store_last_time(last_record);
         Ok(())
+    }
+
+    /// Returns the number of the last known time record.
+    fn last_time_number(&self) -> Option<u64> {
+        let last_record = self.last_time.lock();
+        last_record.as_ref().map(|last| last.number)
     }
 
     /// Records that the container is removed, so that the time of the plain file counts.
     pub(crate) fn use_plain_time(&self) {
-        self.store_known_time(u64::MAX, Record::End);
+        self.store_last_time(LastRecord {
+            // No later record takes the place of this one.
+            number: u64::MAX,
+            record: Record::End,
+        });
     }
 
-    fn store_known_time(&self, number: u64, record: Record) {
-        let mut last_record = self.time.lock();
-        if last_record.is_none_or(|(last, _)| last < number) {
-            *last_record = Some((number, record));
+    /// Stores a time record, unless a later one is known.
+    fn store_last_time(&self, record: LastRecord) {
+        let mut last_record = self.last_time.lock();
+        if last_record
+            .as_ref()
+            .is_none_or(|last| last.number < record.number)
+        {
+            *last_record = Some(record);
         }
     }
 
@@ -330,16 +353,21 @@ impl<B: Backing> Container<B> {
 
     /// Orders this host's later changes after all changes that this host has read from indexes.
     pub(crate) fn raise_epoch(&self) {
-        let last = self.view.lock().last_epoch();
-        let next = last.map_or(0, |last| last + 1);
-        self.epoch.fetch_max(next, Ordering::AcqRel);
+        let last_epoch = self.view.lock().last_epoch();
+        let next_epoch = last_epoch.map_or(0, |last| last + 1);
+        self.epoch.fetch_max(next_epoch, Ordering::AcqRel);
+    }
+
+    /// Returns the epoch of this host's next change.
+    fn current_epoch(&self) -> u64 {
+        self.epoch.load(Ordering::Acquire)
     }
 
     /// Appends `parts` to this host's log with one frame. The parts are not empty and do not overlap. After an error
     /// none of them counts.
     pub fn write(&self, backing: &B, parts: &[DataPart<'_>]) -> ChangeResult {
         let own_log = self.own_log(backing)?;
-        let appended = own_log.write(backing, self.epoch.load(Ordering::Acquire), parts)?;
+        let appended = own_log.write(backing, self.current_epoch(), parts)?;
         let bytes = parts.iter().map(DataPart::len).sum();
         self.own_bytes.fetch_add(bytes, Ordering::Relaxed);
         self.add_appended(backing, &own_log, appended)
@@ -359,12 +387,7 @@ impl<B: Backing> Container<B> {
         }
         let own_log = self.own_log(backing)?;
         for part in (Cut { len, seen }).split() {
-            let appended = own_log.note(
-                backing,
-                self.epoch.load(Ordering::Acquire),
-                Change::Cut(part),
-            )?;
-            self.add_appended(backing, &own_log, appended)?;
+            self.append_change(backing, &own_log, Change::Cut(part))?;
         }
         match self.update_len(backing) {
             Err(TableError::Damaged) => Ok(self.rebuild_view(backing, None)?),
@@ -384,9 +407,7 @@ impl<B: Backing> Container<B> {
             return Ok(());
         }
         let own_log = self.own_log(backing)?;
-        let epoch = self.epoch.load(Ordering::Acquire);
-        let appended = own_log.note(backing, epoch, Change::Grown(len))?;
-        self.add_appended(backing, &own_log, appended)
+        self.append_change(backing, &own_log, Change::Grown(len))
     }
 
     /// Refreshes the container so that all earlier changes are seen, and returns how far each other host's index was
@@ -404,9 +425,13 @@ impl<B: Backing> Container<B> {
     /// Makes the bytes of `piece` zero, as far as the file reaches.
     pub fn zero(&self, backing: &B, piece: Piece) -> ChangeResult {
         let own_log = self.own_log(backing)?;
-        let change = Change::Zeroed(piece);
-        let appended = own_log.note(backing, self.epoch.load(Ordering::Acquire), change)?;
-        self.add_appended(backing, &own_log, appended)
+        self.append_change(backing, &own_log, Change::Zeroed(piece))
+    }
+
+    /// Appends a change without bytes in a log to this host's index, and adds it to the view.
+    fn append_change(&self, backing: &B, own_log: &OwnLog<B>, change: Change) -> ChangeResult {
+        let appended = own_log.append_change(backing, self.current_epoch(), change)?;
+        self.add_appended(backing, own_log, appended)
     }
 
     /// Makes this host's changes durable and visible to other hosts, and reads what other hosts have published.
@@ -418,7 +443,7 @@ impl<B: Backing> Container<B> {
     /// Makes this host's changes durable and visible to other hosts.
     pub(crate) fn sync_own(&self, backing: &B) -> Result<()> {
         if let Some(own_log) = self.existing_own_log() {
-            let appended = own_log.sync(backing, self.epoch.load(Ordering::Acquire))?;
+            let appended = own_log.sync(backing, self.current_epoch())?;
             if let Some(appended) = appended {
                 self.add_to_view(&own_log, appended);
             }
@@ -456,33 +481,36 @@ impl<B: Backing> Container<B> {
         loop {
             let mut range = walk.next_range();
             let pieces_max = self.memory.pieces_max();
-            let mut layers = LayersInRange::new(match range.end - range.start {
-                // The shortest step cannot be halved, so it may hold any number of pieces.
-                ..=WALK_BYTES_MIN => u64::MAX,
-                _ => pieces_max,
+            // The shortest step cannot be halved, so it may hold any number of pieces.
+            let is_shortest_step = range.end - range.start <= WALK_BYTES_MIN;
+            let mut layers = LayersInRange::new(if is_shortest_step {
+                u64::MAX
+            } else {
+                pieces_max
             });
-            let (length_changes, tables, mut fits) = {
+            let (length_changes, tables, mut pieces_fit) = {
                 let view = self.view.lock();
                 range.end = range.end.min(view.resolver.len());
                 if range.start >= range.end {
                     return Ok(Vec::new());
                 }
-                let fits = view.resolver.collect(&range, &mut layers);
-                (
-                    view.resolver.length_changes(),
-                    Arc::clone(&view.tables),
-                    fits,
-                )
+                let pieces_fit = view.resolver.collect(&range, &mut layers);
+                let length_changes = view.resolver.length_changes();
+                (length_changes, Arc::clone(&view.tables), pieces_fit)
             };
             for table in tables.iter() {
-                fits = fits && table.collect(backing, &self.memory.blocks, &range, &mut layers)?;
+                if !pieces_fit {
+                    break;
+                }
+                pieces_fit = table.collect(backing, &self.memory.blocks, &range, &mut layers)?;
             }
-            if !fits {
-                walk.step = (walk.step.min(range.end - range.start) / 2).max(WALK_BYTES_MIN);
+            if !pieces_fit {
+                walk.halve_step(range.end - range.start);
                 continue;
             }
-            if layers.pieces() < pieces_max / 4 {
-                walk.step = walk.step.saturating_mul(2);
+            let has_few_pieces = layers.pieces() < pieces_max / 4;
+            if has_few_pieces {
+                walk.double_step();
             }
             walk.range.start = range.end;
             return Ok(length_changes.resolve(range, layers));
@@ -495,11 +523,11 @@ impl<B: Backing> Container<B> {
     }
 
     /// Returns how many bytes of an index are also in tables that are in use.
-    pub(crate) fn covered(&self, writer: &Writer) -> u64 {
+    pub(crate) fn sorted_end(&self, writer: &Writer) -> u64 {
         let view = self.view.lock();
         view.indexes
             .get(&writer.id())
-            .map_or(0, IndexState::covered)
+            .map_or(0, IndexState::sorted_end)
     }
 
     /// Returns whether this host has written to the container.
@@ -510,8 +538,8 @@ impl<B: Backing> Container<B> {
     /// Returns this host's logs, if it has written.
     fn existing_own_log(&self) -> Option<Arc<OwnLog<B>>> {
         match &*self.own.lock() {
-            OwnState::Made(own_log) => Some(Arc::clone(own_log)),
-            OwnState::None | OwnState::Making => None,
+            OwnLogState::Created(own_log) => Some(Arc::clone(own_log)),
+            OwnLogState::None | OwnLogState::Creating => None,
         }
     }
 
@@ -523,16 +551,16 @@ impl<B: Backing> Container<B> {
         let mut own = self.own.lock();
         loop {
             match &*own {
-                OwnState::Made(own_log) => return Ok(Arc::clone(own_log)),
-                OwnState::Making => own.wait(&self.own_log_made),
-                OwnState::None => {
-                    *own = OwnState::Making;
+                OwnLogState::Created(own_log) => return Ok(Arc::clone(own_log)),
+                OwnLogState::Creating => own.wait(&self.own_log_created),
+                OwnLogState::None => {
+                    *own = OwnLogState::Creating;
                     let created = own.unlocked(|| self.create_own_log(backing));
                     *own = match &created {
-                        Ok(own_log) => OwnState::Made(Arc::clone(own_log)),
-                        Err(_) => OwnState::None,
+                        Ok(own_log) => OwnLogState::Created(Arc::clone(own_log)),
+                        Err(_) => OwnLogState::None,
                     };
-                    self.own_log_made.notify_all();
+                    self.own_log_created.notify_all();
                     return Ok(created?);
                 }
             }
@@ -541,12 +569,13 @@ impl<B: Backing> Container<B> {
 
     /// Creates logs and an index for a new life of this host, numbered one above its last life in the container.
     fn create_own_log(&self, backing: &B) -> Result<Arc<OwnLog<B>>> {
-        let names = own::list(backing, &self.dir)?;
-        let lives = names
+        let last_life = own::list(backing, &self.dir)?
             .iter()
-            .filter_map(|(name, ..)| Writer::from_any_name(name));
-        let own_lives = lives.filter(|writer| writer.host() == self.host);
-        let last_life = own_lives.map(|writer| writer.id().life).max().unwrap_or(0);
+            .filter_map(|(name, ..)| Writer::from_any_name(name))
+            .filter(|writer| writer.host() == self.host)
+            .map(|writer| writer.id().life)
+            .max()
+            .unwrap_or(0);
         let writer = Writer::new(&self.host, last_life + 1);
         let own_log = Arc::new(OwnLog::create(
             backing,
@@ -568,8 +597,8 @@ impl<B: Backing> Container<B> {
         if is_closing || self.view.lock().seal.is_some() {
             return Err(ChangeError::Sealed);
         }
-        let is_due = self.add_to_view(own_log, appended);
-        if is_due {
+        let should_sort = self.add_to_view(own_log, appended);
+        if should_sort {
             self.sort(backing, &own_log.writer, self.memory.own_sort_threshold());
         }
         Ok(())
@@ -588,11 +617,11 @@ impl<B: Backing> Container<B> {
             return false;
         }
         view.add(id, offset, frame);
-        let Some(state) = view.indexes.get_mut(&id) else {
+        let Some(index) = view.indexes.get_mut(&id) else {
             return false;
         };
-        state.offset = state.offset.max(offset + bytes);
-        state.is_due(self.memory.own_sort_threshold())
+        index.offset = index.offset.max(offset + bytes);
+        index.should_sort(self.memory.own_sort_threshold())
     }
 
     /// Returns whether this process is writing the index of `writer`.

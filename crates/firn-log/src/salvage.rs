@@ -227,8 +227,8 @@ impl<B: Backing> Lifecycle<'_, B> {
         lost: &[Range<u64>],
         reporter: &mut LossReporter<'_>,
     ) -> Result<()> {
-        let covered = self.container.covered(writer);
-        for range in lost.iter().filter(|range| range.end > covered) {
+        let sorted_end = self.container.sorted_end(writer);
+        for range in lost.iter().filter(|range| range.end > sorted_end) {
             reporter.add(LostPart::Changes {
                 host: writer.host().to_owned(),
                 index: writer.index_name(),
@@ -315,7 +315,7 @@ fn salvage_index<B: Backing>(
     let end_max = limit.unwrap_or(u64::MAX);
     while salvaged.end < end_max {
         let from = salvaged.end;
-        salvaged.end = read_index(backing, index, writer, from..end_max)?.to;
+        salvaged.end = read_index(backing, index, writer, from..end_max)?.end;
         if salvaged.end > from {
             continue;
         }

@@ -292,12 +292,8 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
 
     /// Puts a seal with the present lengths of the indexes, unless another host has put one.
     fn decide(&self, inode: &B::Inode, unit_bytes: u64) -> Result<()> {
-        let lengths = self.container.sync_and_measure_indexes(self.backing)?;
-        let indexes = lengths
-            .iter()
-            .map(|(writer, bytes)| (writer.index_name(), *bytes))
-            .collect();
-        let mut seal = Seal::new(indexes, unit_bytes);
+        let index_lengths = self.container.sync_and_measure_indexes(self.backing)?;
+        let mut seal = Seal::new(index_lengths, unit_bytes);
         // A host that was taken for dead may still append. So the length is computed from these bytes of the indexes
         // only.
         self.container.apply_seal(self.backing, seal.clone())?;

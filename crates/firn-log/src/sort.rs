@@ -36,7 +36,7 @@ pub(crate) struct Sorter<'a, B: Backing> {
 impl<B: Backing> Sorter<'_, B> {
     /// Makes a table of the frames of `part` of the index. Each frame comes with its position.
     pub(crate) fn sort(&self, frames: Vec<(u64, Frame)>, part: Range<u64>) -> Result<()> {
-        let (mut layers, mut spans, mut cuts) =
+        let (mut layers, mut spans, mut length_changes) =
             (Vec::new(), Vec::new(), StoredLengthChanges::default());
         let last_epoch = frames.iter().map(|(_, frame)| frame.epoch).max();
         for (offset, frame) in frames {
@@ -46,8 +46,8 @@ impl<B: Backing> Sorter<'_, B> {
                 frame: offset,
             };
             match frame.change {
-                Change::Cut(cut) => cuts.add_cut(self.writer, offset, cut),
-                Change::Grown(len) => cuts.growths.add(Growth { frame: offset, len }),
+                Change::Cut(cut) => length_changes.add_cut(self.writer, offset, cut),
+                Change::Grown(len) => length_changes.growths.add(Growth { frame: offset, len }),
                 Change::Synced => {}
                 change @ (Change::Written(_) | Change::Zeroed(_)) => {
                     let (span, runs) = change.split();
@@ -59,16 +59,16 @@ impl<B: Backing> Sorter<'_, B> {
         }
         layers.sort_unstable_by_key(sort_key);
         let layers = layers.into_iter().map(Ok);
-        let rest = (cuts, last_epoch.unwrap_or(0));
+        let rest = (length_changes, last_epoch.unwrap_or(0));
         self.write_table(0, part, layers, spans.into_iter().map(Ok), rest)
     }
 
     /// Merges the last [`MERGED_TABLES`] tables of an index if they have the same level. Returns whether they had.
-    pub(crate) fn merge_level(&self, cover: &[Arc<Table<B>>]) -> Result<bool> {
-        let Some(first_merged) = cover.len().checked_sub(MERGED_TABLES) else {
+    pub(crate) fn merge_level(&self, tables: &[Arc<Table<B>>]) -> Result<bool> {
+        let Some(first_merged) = tables.len().checked_sub(MERGED_TABLES) else {
             return Ok(false);
         };
-        let last = &cover[first_merged..];
+        let last = &tables[first_merged..];
         let level = last[0].directory.level;
         if last.iter().any(|table| table.directory.level != level) {
             return Ok(false);
@@ -78,10 +78,10 @@ impl<B: Backing> Sorter<'_, B> {
     }
 
     /// Merges the last tables of an index, from the first one that is not much longer than all after it together.
-    pub(crate) fn merge_final(&self, cover: &[Arc<Table<B>>]) -> Result<()> {
+    pub(crate) fn merge_final(&self, tables: &[Arc<Table<B>>]) -> Result<()> {
         let mut bytes = 0u64;
-        let mut first_merged = cover.len();
-        for (index, table) in cover.iter().enumerate().rev() {
+        let mut first_merged = tables.len();
+        for (index, table) in tables.iter().enumerate().rev() {
             let part_bytes = table.part().end - table.part().start;
             if bytes > 0 && part_bytes / STAYS_LENGTH_RATIO > bytes {
                 break;
@@ -89,8 +89,8 @@ impl<B: Backing> Sorter<'_, B> {
             bytes += part_bytes;
             first_merged = index;
         }
-        if cover.len() - first_merged > 1 {
-            self.merge(&cover[first_merged..])?;
+        if tables.len() - first_merged > 1 {
+            self.merge(&tables[first_merged..])?;
         }
         Ok(())
     }
@@ -111,12 +111,12 @@ impl<B: Backing> Sorter<'_, B> {
         let layers = MergedLayers::new(sources)?;
         let spans = tables.iter().flat_map(|table| table.spans(self.backing));
         let spans = spans.map(|span| span.map_err(Errno::from));
-        let mut cuts = StoredLengthChanges::default();
+        let mut length_changes = StoredLengthChanges::default();
         for table in tables {
-            cuts.merge(&table.directory.cuts);
+            length_changes.merge(&table.directory.length_changes);
         }
         let epochs = tables.iter().map(|table| table.directory.last_epoch);
-        let rest = (cuts, epochs.max().unwrap_or(0));
+        let rest = (length_changes, epochs.max().unwrap_or(0));
         self.write_table(level, part, layers, spans, rest)
     }
 
@@ -127,10 +127,10 @@ impl<B: Backing> Sorter<'_, B> {
         part: Range<u64>,
         layers: impl Iterator<Item = Result<Layer>>,
         spans: impl Iterator<Item = Result<(u64, Span)>>,
-        (cuts, last_epoch): (StoredLengthChanges, u64),
+        (length_changes, last_epoch): (StoredLengthChanges, u64),
     ) -> Result<()> {
         let mut table = TableWriter::create(self.backing, self.dir, level, part, self.turn)?;
-        table.set_length_changes(cuts);
+        table.set_length_changes(length_changes);
         table.record_epoch(last_epoch);
         match fill(&mut table, layers, spans) {
             Ok(()) => table.finish(self.writer),

@@ -102,7 +102,7 @@ pub struct Directory {
     /// End in the file of the last byte that was written; 0 if none was.
     pub end: u64,
     /// The effect of the cuts and growths.
-    pub cuts: StoredLengthChanges,
+    pub length_changes: StoredLengthChanges,
     /// The blocks of layers, in order.
     pub layers: Vec<LayerBlock>,
     /// The blocks of spans, in order.
@@ -277,7 +277,7 @@ impl Directory {
             && has_order
             && self.layers.is_sorted_by_key(|block| block.lowest)
             && self.spans.is_sorted_by_key(|block| block.first)
-            && self.cuts.is_valid()
+            && self.length_changes.is_valid()
             && places.all(|location| location.is_valid(data_bytes))
     }
 
@@ -739,8 +739,8 @@ impl<'a, B: Backing> TableWriter<'a, B> {
     }
 
     /// Sets the effect of the cuts and growths in the part.
-    pub(crate) fn set_length_changes(&mut self, cuts: StoredLengthChanges) {
-        self.directory.cuts = cuts;
+    pub(crate) fn set_length_changes(&mut self, length_changes: StoredLengthChanges) {
+        self.directory.length_changes = length_changes;
     }
 
     /// Notes the epoch of a change in the part.

@@ -8,6 +8,7 @@
 //! Sorting only makes reads faster and saves memory. If it fails, readers use the unsorted part, which stays in memory. So
 //! callers get no error.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -49,31 +50,41 @@ impl<B: Backing> Container<B> {
                 return Ok(());
             };
             let index = backing.open(&inode, Access::Read)?;
-            let (covered, end, limit) = {
-                let view = self.view.lock();
-                let Some(state) = view.indexes.get(&writer.id()) else {
-                    return Ok(());
-                };
-                (state.covered(), state.offset, view.limit_of(writer))
+            let Some(part) = self.next_unsorted_part(writer, bytes) else {
+                return Ok(());
             };
-            if covered >= end.min(limit) {
+            let sorted_end = part.range.start;
+            let frames_read = read_part(backing, &index, writer.id(), part.range, part.limit)?;
+            if frames_read.end == sorted_end {
                 return Ok(());
             }
-            let part_end = limit.min(end).min(covered.saturating_add(bytes));
-            let frames_read = read_part(backing, &index, writer.id(), covered, part_end, limit)?;
-            if frames_read.to == covered {
-                return Ok(());
-            }
-            sorter.sort(frames_read.frames, covered..frames_read.to)?;
+            sorter.sort(frames_read.frames, sorted_end..frames_read.end)?;
             self.use_new_tables(backing, writer)?;
             while sorter.merge_level(&self.tables_of(writer))? {
                 self.use_new_tables(backing, writer)?;
             }
-            if self.covered(writer) <= covered {
+            if self.sorted_end(writer) <= sorted_end {
                 // The new table is not in use, so further tables would not be either.
                 return Err(Errno::IO);
             }
         }
+    }
+
+    /// Returns the next part of an index to make a table of. It has at most `bytes` bytes, plus one frame. Returns
+    /// `None` if the known part of the index is sorted.
+    fn next_unsorted_part(&self, writer: &Writer, bytes: u64) -> Option<UnsortedPart> {
+        let view = self.view.lock();
+        let index = view.indexes.get(&writer.id())?;
+        let limit = view.limit_of(writer);
+        let known_end = index.offset.min(limit);
+        let sorted_end = index.sorted_end();
+        if sorted_end >= known_end {
+            return None;
+        }
+        Some(UnsortedPart {
+            range: sorted_end..known_end.min(sorted_end.saturating_add(bytes)),
+            limit,
+        })
     }
 
     /// Returns the sorter for the index of a writer.
@@ -90,16 +101,16 @@ impl<B: Backing> Container<B> {
     fn tables_of(&self, writer: &Writer) -> Vec<Arc<Table<B>>> {
         let view = self.view.lock();
         let state = view.indexes.get(&writer.id());
-        state.map_or_else(Vec::new, |state| state.cover.clone())
+        state.map_or_else(Vec::new, |state| state.tables.clone())
     }
 
     /// Lists the tables in the container, and uses those of one index.
     fn use_new_tables(&self, backing: &B, writer: &Writer) -> Result<()> {
-        let names = own::list(backing, &self.dir)?;
-        let tables = names
+        let tables: Vec<_> = own::list(backing, &self.dir)?
             .iter()
-            .filter_map(|(name, ..)| Writer::parse_table_name(name));
-        Ok(self.use_tables(backing, writer, &tables.collect::<Vec<_>>())?)
+            .filter_map(|(name, ..)| Writer::parse_table_name(name))
+            .collect();
+        Ok(self.use_tables(backing, writer, &tables)?)
     }
 
     /// Sorts and merges this host's own index after the host has ended writing.
@@ -111,14 +122,7 @@ impl<B: Backing> Container<B> {
             return;
         };
         let writer = &own_log.writer;
-        let should_sort = {
-            let view = self.view.lock();
-            let state = view.indexes.get(&writer.id());
-            state.is_some_and(|state| {
-                state.is_own && state.is_due(self.memory.final_sort_threshold())
-            })
-        };
-        if should_sort {
+        if self.has_slow_unsorted_part(writer) {
             self.sort(backing, writer, self.memory.own_sort_threshold());
         }
         let merged = self
@@ -128,4 +132,20 @@ impl<B: Backing> Container<B> {
             tracing::debug!(index = writer.index_name(), %error, "the final merge of an index failed; its tables stay separate");
         }
     }
+
+    /// Returns whether this host's index has enough unsorted bytes to slow readers down.
+    fn has_slow_unsorted_part(&self, writer: &Writer) -> bool {
+        let view = self.view.lock();
+        let Some(index) = view.indexes.get(&writer.id()) else {
+            return false;
+        };
+        index.is_own && index.should_sort(self.memory.final_sort_threshold())
+    }
+}
+
+/// A part of an index that is in no table yet.
+struct UnsortedPart {
+    range: Range<u64>,
+    /// How many bytes of the index count.
+    limit: u64,
 }
