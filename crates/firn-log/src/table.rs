@@ -109,7 +109,7 @@ pub struct Directory {
     pub spans: Vec<SpanBlock>,
 }
 
-/// The effect of the cuts and growths in a part of an index.
+/// The effect of the cuts (changes that shorten the file) and growths in a part of an index.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StoredLengthChanges {
     /// The shortest length of the cuts, which also cut the plain file; `None` without a cut.
@@ -125,9 +125,9 @@ impl StoredLengthChanges {
     pub(crate) fn add_cut(&mut self, writer: &Writer, frame: u64, cut: Cut) {
         let len = cut.len;
         self.limit_plain(len);
-        let own = (writer.clone(), frame);
-        for (writer, until) in cut.seen.into_iter().chain([own]) {
-            self.limit(writer, Limit { until, len });
+        let own_index = (writer.clone(), frame);
+        for (limited_writer, until) in cut.seen.into_iter().chain([own_index]) {
+            self.limit(limited_writer, Limit { until, len });
         }
     }
 
@@ -164,11 +164,10 @@ impl StoredLengthChanges {
         if let Some(plain_limit) = self.plain_limit {
             length_changes.limit_plain(plain_limit);
         }
-        for (limited, limits) in &self.limits {
-            let id = limited.id();
-            limits
-                .iter()
-                .for_each(|limit| length_changes.limit(id, limit));
+        for (limited_writer, limits) in &self.limits {
+            for limit in limits.iter() {
+                length_changes.limit(limited_writer.id(), limit);
+            }
         }
         for growth in self.growths.iter() {
             length_changes.grow(writer, growth);
@@ -222,12 +221,16 @@ pub struct SpanBlock {
 impl Directory {
     /// Returns the total length of all blocks.
     fn total_block_bytes(&self) -> u64 {
-        let layers = self.layers.iter().map(|block| block.location);
-        let spans = self.spans.iter().map(|block| block.location);
-        layers
-            .chain(spans)
+        self.block_locations()
             .map(|location| u64::from(location.bytes))
             .sum()
+    }
+
+    /// Returns where all blocks lie: those of layers, then those of spans.
+    fn block_locations(&self) -> impl Iterator<Item = BlockLocation> {
+        let layer_blocks = self.layers.iter().map(|block| block.location);
+        let span_blocks = self.spans.iter().map(|block| block.location);
+        layer_blocks.chain(span_blocks)
     }
 
     /// Appends the encoded directory and the trailer to `bytes`.
@@ -243,18 +246,21 @@ impl Directory {
     /// Returns the length of the directory by the trailer of a table of `file_bytes`. Returns `None` if the trailer is
     /// not valid.
     fn directory_bytes(trailer: &[u8], file_bytes: u64) -> Option<u64> {
-        let body = u64::from(u32::from_le_bytes(trailer.get(..4)?.try_into().ok()?));
-        let fits = body <= DIRECTORY_BYTES_MAX && body + TRAILER_BYTES <= file_bytes;
-        (trailer.get(8..)? == MAGIC && fits).then_some(body)
+        let len_field = trailer.get(..4)?.try_into().ok()?;
+        let directory_bytes = u64::from(u32::from_le_bytes(len_field));
+        let has_magic = trailer.get(8..)? == MAGIC;
+        let fits =
+            directory_bytes <= DIRECTORY_BYTES_MAX && directory_bytes + TRAILER_BYTES <= file_bytes;
+        (has_magic && fits).then_some(directory_bytes)
     }
 
     /// Decodes the directory of a table of `file_bytes`. `tail` is the directory and the trailer. Returns `None` if it
     /// is damaged.
     pub fn decode(tail: &[u8], file_bytes: u64) -> Option<Self> {
-        let (body, trailer) = tail.split_at_checked(tail.len().checked_sub(16)?)?;
-        if Self::directory_bytes(trailer, file_bytes)? != body.len() as u64
-            || crc32c::crc32c(body).to_le_bytes() != trailer[4..8]
-        {
+        let (body, trailer) = tail.split_last_chunk::<{ TRAILER_BYTES as usize }>()?;
+        let has_right_len = Self::directory_bytes(trailer, file_bytes)? == body.len() as u64;
+        let has_right_checksum = crc32c::crc32c(body).to_le_bytes() == trailer[4..8];
+        if !has_right_len || !has_right_checksum {
             return None;
         }
         let (directory, rest) = postcard::take_from_bytes::<Self>(body).ok()?;
@@ -264,32 +270,37 @@ impl Directory {
 
     /// Returns whether a decoded directory is consistent. `data_bytes` is the length of all blocks.
     fn is_valid(&self, data_bytes: u64) -> bool {
-        let layers = self.layers.iter().map(|block| block.location);
-        let mut places = layers.chain(self.spans.iter().map(|block| block.location));
-        let mut reach = 0;
-        let has_order = self.layers.iter().all(|block| {
-            reach = block.highest.max(reach);
-            block.reach == reach && block.lowest < block.highest
-        });
         self.from < self.to
             && self.end <= FILE_BYTES_MAX
             && self.first <= self.last
-            && has_order
+            && self.has_valid_bounds()
             && self.layers.is_sorted_by_key(|block| block.lowest)
             && self.spans.is_sorted_by_key(|block| block.first)
             && self.length_changes.is_valid()
-            && places.all(|location| location.is_valid(data_bytes))
+            && self
+                .block_locations()
+                .all(|location| location.is_valid(data_bytes))
+    }
+
+    /// Returns whether no block of layers is empty, and each has the right `reach`.
+    fn has_valid_bounds(&self) -> bool {
+        let mut reach = 0;
+        for block in &self.layers {
+            reach = block.highest.max(reach);
+            if block.reach != reach || block.lowest >= block.highest {
+                return false;
+            }
+        }
+        true
     }
 
     /// Extends the bounds of the written bytes by a layer.
     fn extend_written_bounds(&mut self, layer: &Layer) {
         let frame = layer.key.frame;
-        let is_first = self.end == 0;
-        self.first = if is_first {
-            frame
-        } else {
-            self.first.min(frame)
-        };
+        let is_first_layer = self.end == 0;
+        if is_first_layer || frame < self.first {
+            self.first = frame;
+        }
         self.last = self.last.max(frame);
         self.end = self.end.max(layer.run.span().end);
     }
@@ -412,14 +423,18 @@ impl<B: Backing> Table<B> {
         layers: &mut LayersInRange,
     ) -> TableResult<bool> {
         let blocks = &self.directory.layers;
-        let first = blocks.partition_point(|block| block.reach <= range.start);
-        let overlapping = blocks[first..]
-            .iter()
-            .take_while(|block| block.lowest < range.end);
-        for block in overlapping.filter(|block| block.highest > range.start) {
+        // No block before this one reaches into the range.
+        let first_block = blocks.partition_point(|block| block.reach <= range.start);
+        for block in &blocks[first_block..] {
+            if block.lowest >= range.end {
+                break;
+            }
+            if block.highest <= range.start {
+                continue;
+            }
             let bytes = self.load_block(backing, cache, block.location)?;
-            for layer in LayerDecoder::new(bytes, self.writer) {
-                let layer = layer.map_err(|_| self.mark_damaged())?;
+            for decoded in LayerDecoder::new(bytes, self.writer) {
+                let layer = decoded.map_err(|_| self.mark_damaged())?;
                 if layer.run.offset() >= range.end {
                     break;
                 }
@@ -443,8 +458,8 @@ impl<B: Backing> Table<B> {
             return Ok(Some(known));
         }
         let blocks = &self.directory.spans;
-        let next_number = blocks.partition_point(|block| block.first <= key.frame);
-        let Some(block) = next_number.checked_sub(1).map(|number| &blocks[number]) else {
+        let blocks_up_to_frame = blocks.partition_point(|block| block.first <= key.frame);
+        let Some(block) = blocks[..blocks_up_to_frame].last() else {
             return Ok(None);
         };
         let bytes = self.load_block(backing, cache, block.location)?;
@@ -469,34 +484,36 @@ impl<B: Backing> Table<B> {
             return Some(end);
         };
         // Limits grow with the frames. If they are equal for the first and the last frame, they are equal for all.
-        if limits.len_limit_at(first) == limits.len_limit_at(last) {
-            return Some(end.min(limits.len_limit_at(last)));
+        let last_limit = limits.len_limit_at(last);
+        if limits.len_limit_at(first) == last_limit {
+            return Some(end.min(last_limit));
         }
         let known_end = self.end.lock();
         let known_end = known_end.as_ref()?;
-        (known_end.limits == limits.between(first, last)).then_some(known_end.end)
+        let is_for_same_limits = known_end.limits == limits.between(first, last);
+        is_for_same_limits.then_some(known_end.end)
     }
 
     /// Computes the end in the file of the bytes that `limits` do not hide, and stores it for [`Table::end`].
     pub(crate) fn compute_end(&self, backing: &B, limits: Option<&LimitList>) -> TableResult<()> {
-        let Some(limits) = limits.filter(|limits| self.end(Some(limits)).is_none()) else {
+        let Some(limits) = limits else {
             return Ok(());
         };
+        if self.end(Some(limits)).is_some() {
+            return Ok(());
+        }
         let mut end = 0;
         for block in &self.directory.layers {
-            if block.highest.min(limits.len_limit_at(block.last)) <= end {
+            let end_max = block.highest.min(limits.len_limit_at(block.last));
+            if end_max <= end {
                 continue;
             }
-            for layer in LayerDecoder::new(self.read_block(backing, block.location)?, self.writer) {
-                let layer = layer.map_err(|_| self.mark_damaged())?;
+            let bytes = self.read_block(backing, block.location)?;
+            for decoded in LayerDecoder::new(bytes, self.writer) {
+                let layer = decoded.map_err(|_| self.mark_damaged())?;
                 if layer.location.is_some() {
-                    end = end.max(
-                        layer
-                            .run
-                            .span()
-                            .end
-                            .min(limits.len_limit_at(layer.key.frame)),
-                    );
+                    let limit = limits.len_limit_at(layer.key.frame);
+                    end = end.max(layer.run.span().end.min(limit));
                 }
             }
         }
@@ -549,16 +566,16 @@ impl<B: Backing> Table<B> {
         &'a self,
         backing: &'a B,
     ) -> impl Iterator<Item = TableResult<Layer>> + 'a {
-        let blocks = self.directory.layers.iter();
-        blocks.flat_map(move |block| {
-            let (block, failure) = match self.read_block(backing, block.location) {
-                Ok(block) => (Some(block), None),
-                Err(error) => (None, Some(Err(error))),
+        self.directory.layers.iter().flat_map(move |block| {
+            let (bytes, read_error) = match self.read_block(backing, block.location) {
+                Ok(bytes) => (Some(bytes), None),
+                Err(error) => (None, Some(error)),
             };
-            let decoded = block.map(|block| LayerDecoder::new(block, self.writer));
-            let decoded = decoded.into_iter().flatten();
-            let decoded = decoded.map(|layer| layer.map_err(|_| self.mark_damaged()));
-            failure.into_iter().chain(decoded)
+            let decoded_layers = bytes
+                .into_iter()
+                .flat_map(|bytes| LayerDecoder::new(bytes, self.writer))
+                .map(|layer| layer.map_err(|_| self.mark_damaged()));
+            read_error.map(Err).into_iter().chain(decoded_layers)
         })
     }
 
@@ -567,16 +584,14 @@ impl<B: Backing> Table<B> {
         &'a self,
         backing: &'a B,
     ) -> impl Iterator<Item = TableResult<(u64, Span)>> + 'a {
-        let blocks = self.directory.spans.iter();
-        blocks.flat_map(move |block| {
-            let decoded: Vec<TableResult<(u64, Span)>> =
-                match self.read_block(backing, block.location) {
-                    Ok(block) => decode_spans(&block)
-                        .map(|span| span.map_err(|_| self.mark_damaged()))
-                        .collect(),
-                    Err(error) => vec![Err(error)],
-                };
-            decoded
+        self.directory.spans.iter().flat_map(move |block| {
+            let bytes = match self.read_block(backing, block.location) {
+                Ok(bytes) => bytes,
+                Err(error) => return vec![Err(error)],
+            };
+            decode_spans(&bytes)
+                .map(|span| span.map_err(|_| self.mark_damaged()))
+                .collect()
         })
     }
 }
@@ -591,13 +606,15 @@ fn load_directory<B: Backing>(backing: &B, file: &B::File) -> Result<Option<Dire
     if backing.read_at(file, &mut trailer, trailer_position)? < trailer.len() {
         return Ok(None);
     }
-    let Some(bytes) = Directory::directory_bytes(&trailer, file_bytes) else {
+    let Some(directory_bytes) = Directory::directory_bytes(&trailer, file_bytes) else {
         return Ok(None);
     };
-    let mut tail = vec![0; (bytes + TRAILER_BYTES) as usize];
-    let count = backing.read_at(file, &mut tail, trailer_position - bytes)?;
-    let directory = Directory::decode(&tail, file_bytes);
-    Ok(directory.filter(|_| count == tail.len()))
+    let mut tail = vec![0; (directory_bytes + TRAILER_BYTES) as usize];
+    let count = backing.read_at(file, &mut tail, trailer_position - directory_bytes)?;
+    if count < tail.len() {
+        return Ok(None);
+    }
+    Ok(Directory::decode(&tail, file_bytes))
 }
 
 /// Writes a table under a temporary name. All layers come before all spans, each kind in its order.
@@ -663,16 +680,13 @@ impl<'a, B: Backing> TableWriter<'a, B> {
     pub(crate) fn push_layer(&mut self, layer: &Layer) -> Result<()> {
         let span = layer.run.span();
         let ChangeKey { epoch, frame, .. } = layer.key;
-        let before = self.current.unwrap_or(BlockBounds {
+        let bounds = self.current.get_or_insert(BlockBounds {
             lowest: span.start,
             highest: span.end,
             last: frame,
         });
-        self.current = Some(BlockBounds {
-            lowest: before.lowest,
-            highest: before.highest.max(span.end),
-            last: before.last.max(frame),
-        });
+        bounds.highest = bounds.highest.max(span.end);
+        bounds.last = bounds.last.max(frame);
         self.record_epoch(epoch);
         if layer.location.is_some() {
             self.directory.extend_written_bounds(layer);
@@ -686,22 +700,22 @@ impl<'a, B: Backing> TableWriter<'a, B> {
 
     /// Writes the present block of layers, if it has any.
     fn finish_layer_block(&mut self) -> Result<()> {
-        let (Some(bytes), Some(block)) = (self.layers.take(), self.current.take()) else {
+        let (Some(bytes), Some(bounds)) = (self.layers.finish_block(), self.current.take()) else {
             return Ok(());
         };
         let BlockBounds {
             lowest,
             highest,
             last,
-        } = block;
-        let before = self.directory.layers.last();
-        let reach = before.map_or(highest, |before| before.reach.max(highest));
+        } = bounds;
+        let last_block = self.directory.layers.last();
+        let reach = last_block.map_or(highest, |block| block.reach.max(highest));
         debug_assert!(
-            before.is_none_or(|before| before.lowest <= lowest),
+            last_block.is_none_or(|block| block.lowest <= lowest),
             "blocks are in order of their first bytes"
         );
         debug_assert!(lowest <= highest && highest <= reach);
-        let location = self.write(&bytes)?;
+        let location = self.write_block(&bytes)?;
         self.directory.layers.push(LayerBlock {
             location,
             lowest,
@@ -725,13 +739,13 @@ impl<'a, B: Backing> TableWriter<'a, B> {
 
     /// Writes the present block of spans, if it has any.
     fn finish_span_block(&mut self) -> Result<()> {
-        let (Some(bytes), Some(first)) = (self.spans.take(), self.first_span.take()) else {
+        let (Some(bytes), Some(first)) = (self.spans.finish_block(), self.first_span.take()) else {
             return Ok(());
         };
-        let location = self.write(&bytes)?;
-        let before = self.directory.spans.last();
+        let location = self.write_block(&bytes)?;
+        let last_block = self.directory.spans.last();
         debug_assert!(
-            before.is_none_or(|before| before.first < first),
+            last_block.is_none_or(|block| block.first < first),
             "blocks are in order of their frames"
         );
         self.directory.spans.push(SpanBlock { location, first });
@@ -749,7 +763,7 @@ impl<'a, B: Backing> TableWriter<'a, B> {
     }
 
     /// Writes a block after those before it.
-    fn write(&mut self, bytes: &[u8]) -> Result<BlockLocation> {
+    fn write_block(&mut self, bytes: &[u8]) -> Result<BlockLocation> {
         let location = BlockLocation {
             position: self.position,
             bytes: bytes.len() as u32,
@@ -769,9 +783,9 @@ impl<'a, B: Backing> TableWriter<'a, B> {
             self.position,
             "blocks follow each other"
         );
-        let mut end = Vec::new();
-        self.directory.encode(&mut end);
-        own::write_all(self.backing, &self.file, &end, self.position)?;
+        let mut tail = Vec::new();
+        self.directory.encode(&mut tail);
+        own::write_all(self.backing, &self.file, &tail, self.position)?;
         let name = writer.table_name(&(self.directory.from..self.directory.to));
         self.backing.rename(
             self.dir,
