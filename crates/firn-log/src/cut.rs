@@ -34,29 +34,35 @@ impl LimitList {
     pub fn add(&mut self, limit: Limit) {
         let Limit { until, len } = limit;
         let end = self.0.partition_point(|known| known.until < until);
-        let next = self.0.get(end);
-        if until == 0 || next.is_some_and(|next| next.len <= len) {
+        let following = self.0.get(end);
+        let has_no_effect = until == 0 || following.is_some_and(|following| following.len <= len);
+        if has_no_effect {
             return;
         }
-        let has_same = next.is_some_and(|next| next.until == until);
+        let replaces_following = following.is_some_and(|following| following.until == until);
+        // Earlier limits with no smaller length apply to fewer frames, so they have no effect beside the new one.
         let start = self.0[..end].partition_point(|known| known.len < len);
-        self.0.splice(start..end + usize::from(has_same), [limit]);
-        let around = &self.0[start.saturating_sub(1)..self.0.len().min(start + 2)];
-        debug_assert!(around.is_sorted_by(|one, next| one.until < next.until));
-        debug_assert!(around.is_sorted_by(|one, next| one.len < next.len));
+        self.0
+            .splice(start..end + usize::from(replaces_following), [limit]);
+        let neighbours = &self.0[start.saturating_sub(1)..self.0.len().min(start + 2)];
+        debug_assert!(neighbours.is_sorted_by(|left, right| left.until < right.until));
+        debug_assert!(neighbours.is_sorted_by(|left, right| left.len < right.len));
     }
 
     /// Returns the length of the file up to which the frame at `frame` counts; `u64::MAX` if no cut hides any of it.
     pub fn len_limit_at(&self, frame: u64) -> u64 {
-        let first = self.0.partition_point(|limit| limit.until <= frame);
-        self.0.get(first).map_or(u64::MAX, |limit| limit.len)
+        // The first limit that applies to the frame has the smallest length of all that do.
+        let first_applying = self.0.partition_point(|limit| limit.until <= frame);
+        self.0
+            .get(first_applying)
+            .map_or(u64::MAX, |limit| limit.len)
     }
 
     /// Returns the limits that apply to frames from `first` to `last`.
     pub(crate) fn between(&self, first: u64, last: u64) -> &[Limit] {
-        let from = self.0.partition_point(|limit| limit.until <= first);
-        let to = self.0.partition_point(|limit| limit.until <= last);
-        &self.0[from..self.0.len().min(to + 1)]
+        let start = self.0.partition_point(|limit| limit.until <= first);
+        let last_applying = self.0.partition_point(|limit| limit.until <= last);
+        &self.0[start..self.0.len().min(last_applying + 1)]
     }
 
     pub(crate) fn iter(&self) -> impl Iterator<Item = Limit> + '_ {
@@ -92,24 +98,29 @@ impl GrowthList {
     pub fn add(&mut self, growth: Growth) {
         let Growth { frame, len } = growth;
         let end = self.0.partition_point(|known| known.frame < frame);
-        if self.0.get(end).is_some_and(|next| next.len >= len) {
+        let following = self.0.get(end);
+        let has_no_effect = following.is_some_and(|following| following.len >= len);
+        if has_no_effect {
             return;
         }
-        let has_same = self.0.get(end).is_some_and(|next| next.frame == frame);
+        let replaces_following = following.is_some_and(|following| following.frame == frame);
+        // Each cut that hides the new growth hides the earlier ones of no greater length too.
         let start = self.0[..end].partition_point(|known| known.len > len);
-        self.0.splice(start..end + usize::from(has_same), [growth]);
-        let around = &self.0[start.saturating_sub(1)..self.0.len().min(start + 2)];
-        debug_assert!(around.is_sorted_by(|one, next| one.frame < next.frame));
-        debug_assert!(around.is_sorted_by(|one, next| one.len > next.len));
+        self.0
+            .splice(start..end + usize::from(replaces_following), [growth]);
+        let neighbours = &self.0[start.saturating_sub(1)..self.0.len().min(start + 2)];
+        debug_assert!(neighbours.is_sorted_by(|left, right| left.frame < right.frame));
+        debug_assert!(neighbours.is_sorted_by(|left, right| left.len > right.len));
     }
 
     /// Returns how long the growths make the file, after `limits` of the same index.
     pub fn end(&self, limits: Option<&LimitList>) -> u64 {
-        let ends = self.0.iter().map(|growth| {
+        let mut end = 0;
+        for growth in &self.0 {
             let limit = limits.map_or(u64::MAX, |limits| limits.len_limit_at(growth.frame));
-            growth.len.min(limit)
-        });
-        ends.max().unwrap_or(0)
+            end = end.max(growth.len.min(limit));
+        }
+        end
     }
 
     pub(crate) fn iter(&self) -> impl Iterator<Item = Growth> + '_ {

@@ -73,8 +73,8 @@ impl Writer {
     /// Parses the name of a table into its writer and the part of the index. Returns `None` if `name` is not one.
     pub(crate) fn parse_table_name(name: &[u8]) -> Option<(Self, Range<u64>)> {
         let name = std::str::from_utf8(name).ok()?.strip_prefix("t-")?;
-        let (rest, end) = name.rsplit_once('-')?;
-        let (writer, start) = rest.rsplit_once('-')?;
+        let (writer_and_start, end) = name.rsplit_once('-')?;
+        let (writer, start) = writer_and_start.rsplit_once('-')?;
         let part = parse_hex(start)?..parse_hex(end)?;
         let writer = Self::parse(writer)?;
         (part.start < part.end).then_some((writer, part))
@@ -83,16 +83,16 @@ impl Writer {
     /// Parses the name of a log. Returns `None` if `name` is not one.
     fn from_log_name(name: &[u8]) -> Option<Self> {
         let name = std::str::from_utf8(name).ok()?.strip_prefix("d-")?;
-        Self::parse(name.rsplit_once('-')?.0)
+        let (writer, _log) = name.rsplit_once('-')?;
+        Self::parse(writer)
     }
 
     /// Parses the name of an index, a table or a log. A power loss may have removed any of a life's files and left the
     /// others.
     pub(crate) fn from_any_name(name: &[u8]) -> Option<Self> {
-        let parse_table_name = || Self::parse_table_name(name).map(|(writer, _)| writer);
         Self::from_index_name(name)
             .or_else(|| Self::from_log_name(name))
-            .or_else(parse_table_name)
+            .or_else(|| Self::parse_table_name(name).map(|(writer, _)| writer))
     }
 
     /// Parses `HOST-LIFE`.

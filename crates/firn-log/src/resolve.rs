@@ -89,7 +89,7 @@ impl Segment {
     }
 }
 
-/// Where the bytes of a run begin in a log. They follow each other without gaps.
+/// The position in a log where the bytes of a run begin. They follow each other without gaps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct LogLocation {
     /// Number of the log among the writer's logs.
@@ -128,21 +128,30 @@ impl Layer {
 
     /// Splits the layer into one layer for each piece if its run is short. Otherwise returns it unchanged.
     pub(crate) fn split_if_short(self) -> impl Iterator<Item = Self> {
-        let is_short = (2..SORTED_RUN_MIN).contains(&self.run.count());
-        let pieces = is_short.then(|| self.run.pieces().enumerate());
-        let len = self.run.bytes() / self.run.count();
-        let split = pieces
-            .into_iter()
-            .flatten()
+        let pieces = self.run.count();
+        let is_short = pieces > 1 && pieces < SORTED_RUN_MIN;
+        let (split_layers, whole_layer) = if is_short {
+            (Some(self.split()), None)
+        } else {
+            (None, Some(self))
+        };
+        split_layers.into_iter().flatten().chain(whole_layer)
+    }
+
+    /// Splits the layer into one layer for each piece.
+    fn split(self) -> impl Iterator<Item = Self> {
+        let piece_bytes = self.run.len();
+        self.run
+            .pieces()
+            .enumerate()
             .map(move |(number, piece)| Self {
                 key: self.key,
                 run: Run::from_piece(piece),
                 location: self.location.map(|location| LogLocation {
-                    position: location.position + len * number as u64,
+                    position: location.position + piece_bytes * number as u64,
                     ..location
                 }),
-            });
-        split.chain((!is_short).then_some(self))
+            })
     }
 }
 
@@ -152,11 +161,15 @@ pub(crate) fn layers_of(
     span: Option<&Span>,
     runs: &[Run],
 ) -> impl Iterator<Item = Layer> {
-    let log = span.map(|span| span.log);
-    let mut position = span.map_or(0, |span| span.position);
+    let mut next_location = span.map(|span| LogLocation {
+        log: span.log,
+        position: span.position,
+    });
     runs.iter().map(move |run| {
-        let location = log.map(|log| LogLocation { log, position });
-        position += run.bytes();
+        let location = next_location;
+        if let Some(next) = &mut next_location {
+            next.position += run.bytes();
+        }
         Layer {
             key,
             run: *run,
@@ -230,10 +243,13 @@ impl LengthChanges {
     /// that its host had read.
     fn add_cut(&mut self, key: ChangeKey, cut: &Cut) {
         self.record_epoch(key.epoch);
-        self.limit_plain(cut.len);
         let len = cut.len;
-        let until = key.frame;
-        self.limit(key.writer, Limit { until, len });
+        self.limit_plain(len);
+        let own_limit = Limit {
+            until: key.frame,
+            len,
+        };
+        self.limit(key.writer, own_limit);
         for (writer, &until) in &cut.seen {
             self.limit(writer.id(), Limit { until, len });
         }
@@ -263,10 +279,14 @@ impl LengthChanges {
         self.limit_plain(other.plain_limit);
         self.last_epoch = self.last_epoch.max(other.last_epoch);
         for (writer, limits) in &other.limits {
-            limits.iter().for_each(|limit| self.limit(*writer, limit));
+            for limit in limits.iter() {
+                self.limit(*writer, limit);
+            }
         }
         for (writer, growths) in &other.growths {
-            growths.iter().for_each(|growth| self.grow(*writer, growth));
+            for growth in growths.iter() {
+                self.grow(*writer, growth);
+            }
         }
     }
 
@@ -277,8 +297,10 @@ impl LengthChanges {
 
     /// Returns the offset in the file from which on cuts hide the bytes of a change; `u64::MAX` if no cut hides any.
     fn limit_of(&self, key: ChangeKey) -> u64 {
-        let limits = self.limits_of(key.writer);
-        limits.map_or(u64::MAX, |limits| limits.len_limit_at(key.frame))
+        match self.limits_of(key.writer) {
+            Some(limits) => limits.len_limit_at(key.frame),
+            None => u64::MAX,
+        }
     }
 
     /// Returns how many bytes of the plain file count: those that no cut hides.
@@ -288,9 +310,11 @@ impl LengthChanges {
 
     /// Returns the length of the file by the plain file and by growths, without changes of bytes.
     fn min_len(&self) -> u64 {
-        let growths = self.growths.iter();
-        let grown = growths.map(|(writer, growths)| growths.end(self.limits_of(*writer)));
-        self.visible_plain_bytes().max(grown.max().unwrap_or(0))
+        let mut len = self.visible_plain_bytes();
+        for (writer, growths) in &self.growths {
+            len = len.max(growths.end(self.limits_of(*writer)));
+        }
+        len
     }
 
     /// Returns the segments of `range`, in order and without gaps, by `layers`. The file must have the whole range.
@@ -301,14 +325,15 @@ impl LengthChanges {
         layers.sort_unstable_by_key(|layer| (layer.key, layer.location));
         let mut parts = Vec::new();
         for (rank, layer) in layers.iter().enumerate() {
-            let end = range.end.min(self.limit_of(layer.key));
-            let layer_parts = layer.run.parts_in(range.start..end);
-            parts.extend(layer_parts.map(|part| VisiblePart {
-                rank,
-                file_start: part.file.start,
-                file_end: part.file.end,
-                run_offset: part.run_offset,
-            }));
+            let visible_end = range.end.min(self.limit_of(layer.key));
+            for part in layer.run.parts_in(range.start..visible_end) {
+                parts.push(VisiblePart {
+                    rank,
+                    file_start: part.file.start,
+                    file_end: part.file.end,
+                    run_offset: part.run_offset,
+                });
+            }
         }
         // A stable sort is fast here, because the parts of one layer are in order already.
         parts.sort_by_key(|part| part.file_start);
@@ -325,21 +350,24 @@ impl LengthChanges {
         parts: Vec<VisiblePart>,
     ) -> Vec<Segment> {
         let mut segments = Segments::default();
-        let mut later = parts.into_iter().peekable();
-        let mut current = BinaryHeap::new();
+        let mut later_parts = parts.into_iter().peekable();
+        let mut current_parts = BinaryHeap::new();
         let mut position = range.start;
         while position < range.end {
-            while let Some(part) = later.next_if(|part| part.file_start <= position) {
-                current.push(part);
+            while let Some(part) = later_parts.next_if(|part| part.file_start <= position) {
+                current_parts.push(part);
             }
-            while current.peek().is_some_and(|part| part.file_end <= position) {
-                current.pop();
+            while current_parts
+                .peek()
+                .is_some_and(|part| part.file_end <= position)
+            {
+                current_parts.pop();
             }
-            let next_start = later.peek().map_or(range.end, |part| part.file_start);
-            let end = match current.peek() {
-                Some(part) => {
-                    let end = part.file_end.min(next_start);
-                    let source = layers[part.rank].source(part.run_offset_at(position));
+            let next_start = later_parts.peek().map_or(range.end, |part| part.file_start);
+            let end = match current_parts.peek() {
+                Some(newest) => {
+                    let end = newest.file_end.min(next_start);
+                    let source = layers[newest.rank].source(newest.run_offset_at(position));
                     segments.push(position..end, source);
                     end
                 }
@@ -406,6 +434,24 @@ struct ByteChange {
     span: Option<Arc<Span>>,
 }
 
+impl ByteChange {
+    fn from_change(change: Change) -> Self {
+        let (span, runs) = change.split();
+        let start = runs.iter().map(|run| run.span().start).min();
+        let end = runs.iter().map(|run| run.span().end).max();
+        Self {
+            covers: start.unwrap_or(0)..end.unwrap_or(0),
+            runs,
+            span: span.map(Arc::new),
+        }
+    }
+
+    /// Returns whether the change may have bytes in `range`.
+    fn may_overlap(&self, range: &Range<u64>) -> bool {
+        self.covers.start < range.end && self.covers.end > range.start
+    }
+}
+
 impl Resolver {
     /// Makes a resolver without changes. `plain_bytes` is the length of the plain file.
     pub fn new(plain_bytes: u64) -> Self {
@@ -440,28 +486,20 @@ impl Resolver {
             frame: offset,
         };
         match frame.change {
-            Change::Cut(cut) => {
-                return self
-                    .update_length_changes(|length_changes| length_changes.add_cut(key, &cut));
+            Change::Synced => {}
+            Change::Cut(cut) => self.update_length_changes(|changes| changes.add_cut(key, &cut)),
+            Change::Grown(len) => self.update_length_changes(|changes| {
+                changes.record_epoch(key.epoch);
+                changes.grow(writer, Growth { frame: offset, len });
+            }),
+            change @ (Change::Written(_) | Change::Zeroed(_)) => {
+                self.add_byte_change(key, ByteChange::from_change(change));
             }
-            Change::Grown(len) => {
-                return self.update_length_changes(|length_changes| {
-                    length_changes.record_epoch(key.epoch);
-                    length_changes.grow(writer, Growth { frame: offset, len });
-                });
-            }
-            Change::Synced => return,
-            Change::Written(_) | Change::Zeroed(_) => {}
         }
-        let (span, runs) = frame.change.split();
-        let spans = || runs.iter().map(Run::span);
-        let start = spans().map(|span| span.start).min();
-        let end = spans().map(|span| span.end).max();
-        let change = ByteChange {
-            covers: start.unwrap_or(0)..end.unwrap_or(0),
-            runs,
-            span: span.map(Arc::new),
-        };
+    }
+
+    /// Adds a change that wrote or zeroed bytes.
+    fn add_byte_change(&mut self, key: ChangeKey, change: ByteChange) {
         self.len = self.len.max(self.min_len_by(key, &change));
         self.changes.insert(key, change);
     }
@@ -481,10 +519,11 @@ impl Resolver {
     /// Copies from `other` all cuts and growths, and the changes of bytes by a writer whose frames begin at `from` or
     /// later.
     pub(crate) fn copy_from(&mut self, other: &Self, writer: WriterId, from: u64) {
-        let changes = other.changes.iter();
-        let later = changes.filter(|(key, _)| key.writer == writer && key.frame >= from);
-        self.changes
-            .extend(later.map(|(key, change)| (*key, change.clone())));
+        for (key, change) in &other.changes {
+            if key.writer == writer && key.frame >= from {
+                self.changes.insert(*key, change.clone());
+            }
+        }
         self.update_length_changes(|length_changes| length_changes.merge(&other.length_changes));
     }
 
@@ -511,15 +550,18 @@ impl Resolver {
 
     /// Returns the largest epoch of all changes in memory.
     pub fn last_epoch(&self) -> Option<u64> {
-        let change = self.changes.keys().next_back().map(|key| key.epoch);
-        self.length_changes.last_epoch.max(change)
+        // Keys are ordered by epoch first.
+        let last_byte_change = self.changes.keys().next_back().map(|key| key.epoch);
+        self.length_changes.last_epoch.max(last_byte_change)
     }
 
+    /// Computes the length of the file by the plain file, the tables and all changes in memory.
     fn compute_len(&self) -> u64 {
-        let changes = self.changes.iter();
-        let end = changes.map(|(key, change)| self.min_len_by(*key, change));
-        let least = self.length_changes.min_len().max(self.tables_end);
-        least.max(end.max().unwrap_or(0))
+        let mut len = self.length_changes.min_len().max(self.tables_end);
+        for (key, change) in &self.changes {
+            len = len.max(self.min_len_by(*key, change));
+        }
+        len
     }
 
     /// Returns how long a change makes the file. Zeroed bytes do not make a file longer.
@@ -541,13 +583,17 @@ impl Resolver {
 
     /// Adds the layers in memory that have pieces in `range`. Returns false if there are more pieces than allowed.
     pub(crate) fn collect(&self, range: &Range<u64>, layers: &mut LayersInRange) -> bool {
-        let overlaps = |covers: &Range<u64>| covers.start < range.end && covers.end > range.start;
-        let changes = self.changes.iter();
-        let mut near = changes.filter(|(_, change)| overlaps(&change.covers));
-        near.all(|(key, change)| {
-            layers_of(*key, change.span.as_deref(), &change.runs)
-                .all(|layer| layers.add(layer, range))
-        })
+        for (key, change) in &self.changes {
+            if !change.may_overlap(range) {
+                continue;
+            }
+            for layer in layers_of(*key, change.span.as_deref(), &change.runs) {
+                if !layers.add(layer, range) {
+                    return false;
+                }
+            }
+        }
+        true
     }
 
     /// Returns the segments of `range`, in order and without gaps, up to the end of the file. Ignores the tables.
@@ -569,11 +615,13 @@ struct Segments(Vec<Segment>);
 impl Segments {
     /// Adds a segment at the end. It becomes a part of the last segment if it continues that one.
     fn push(&mut self, file: Range<u64>, source: Source) {
-        let next = Segment { file, source };
+        if file.is_empty() {
+            return;
+        }
+        let segment = Segment { file, source };
         match self.0.last_mut() {
-            _ if next.file.is_empty() => {}
-            Some(last) if last.is_continued_by(&next) => last.file.end = next.file.end,
-            _ => self.0.push(next),
+            Some(last) if last.is_continued_by(&segment) => last.file.end = segment.file.end,
+            _ => self.0.push(segment),
         }
     }
 }
@@ -581,13 +629,14 @@ impl Segments {
 impl Segments {
     /// Returns whether the segments follow each other without gaps from the beginning of a range to its end.
     fn covers(&self, range: &Range<u64>) -> bool {
-        let mut at = range.start;
-        let follow = self.0.iter().all(|segment| {
-            let follows = segment.file.start == at && segment.file.end > at;
-            at = segment.file.end;
-            follows
-        });
-        follow && at == range.end.max(range.start)
+        let mut position = range.start;
+        for segment in &self.0 {
+            if segment.file.start != position || segment.file.end <= position {
+                return false;
+            }
+            position = segment.file.end;
+        }
+        position == range.end.max(range.start)
     }
 }
 
@@ -607,7 +656,8 @@ impl Source {
                 position: position + bytes,
                 key,
             },
-            other => other,
+            // Each byte of the plain file, a hole or a zeroed range has the same source.
+            Self::Zeros | Self::Plain | Self::Hole => self,
         }
     }
 }
