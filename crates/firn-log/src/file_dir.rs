@@ -109,15 +109,20 @@ pub(crate) fn list<B: Backing>(
         return Ok(Vec::new());
     };
     let names = match own::list(backing, &dir) {
+        Ok(names) => names,
         // Another host has removed the directory since it was found.
-        Err(error) if is_gone(error) => Vec::new(),
-        listed => listed?,
+        Err(error) if is_gone(error) => return Ok(Vec::new()),
+        Err(error) => return Err(error.into()),
     };
-    let listed = names.iter().filter_map(|(name, dir, _)| {
-        let (container_of, number) = FileId::parse_container_name(name)?;
-        (container_of == id).then_some(ListedContainer { number, dir: *dir })
-    });
-    Ok(listed.collect())
+    let mut containers = Vec::new();
+    for (name, ino, _) in names {
+        if let Some((file, number)) = FileId::parse_container_name(&name)
+            && file == id
+        {
+            containers.push(ListedContainer { number, dir: ino });
+        }
+    }
+    Ok(containers)
 }
 
 /// Lists the files that have a directory.
@@ -129,15 +134,15 @@ pub(crate) fn list_files<B: Backing>(
     containers_dir: &B::Inode,
 ) -> std::result::Result<Vec<FileId>, OwnError> {
     let names = own::list(backing, containers_dir).map_err(OwnError::Backing)?;
-    let is_container = |name: &[u8]| FileId::parse_container_name(name).is_some();
-    if let Some((name, ..)) = names.iter().find(|(name, ..)| is_container(name)) {
-        let name = String::from_utf8_lossy(name).into_owned();
-        return Err(OwnError::EarlierVersion { name }
-            .below(CONTAINERS)
-            .below(TOP));
+    let mut files = Vec::new();
+    for (name, ..) in &names {
+        if FileId::parse_container_name(name).is_some() {
+            let name = String::from_utf8_lossy(name).into_owned();
+            return Err(OwnError::EarlierVersion { name }
+                .below(CONTAINERS)
+                .below(TOP));
+        }
+        files.extend(FileId::parse_dir_name(name));
     }
-    let ids = names
-        .iter()
-        .filter_map(|(name, ..)| FileId::parse_dir_name(name));
-    Ok(ids.collect())
+    Ok(files)
 }

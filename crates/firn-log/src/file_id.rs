@@ -48,14 +48,9 @@ impl FileId {
         }
         // 0 stands for "no number", so it is never assigned.
         let number = getrandom::u64().map_err(|_| Errno::IO)?.max(1);
-        let stored = number.to_le_bytes();
-        match backing.set_xattr(
-            inode,
-            OsStr::new(NUMBER_ATTRIBUTE),
-            &stored,
-            libc::XATTR_CREATE,
-        ) {
-            // Another host has assigned a number to the file, which counts.
+        let name = OsStr::new(NUMBER_ATTRIBUTE);
+        match backing.set_xattr(inode, name, &number.to_le_bytes(), libc::XATTR_CREATE) {
+            // Another host may have assigned a number to the file meanwhile, which counts.
             Ok(()) | Err(Errno::EXIST) => Self::read(backing, inode, attr),
             Err(error) => {
                 tracing::error!(ino = attr.ino, %error, "the file system stores neither birth times nor \

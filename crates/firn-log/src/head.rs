@@ -19,7 +19,7 @@ use firn_hosts::OwnError;
 use firn_hosts::own::{self, own_caller};
 
 use crate::file_id::FileId;
-use crate::frame::Change;
+use crate::frame::{Change, Frame};
 use crate::index_reader::find_frame;
 use crate::lag::is_gone;
 use crate::names::Writer;
@@ -96,10 +96,9 @@ impl Head {
             .ok_or(HeadError::Damaged)?
             .split(' ');
         let mut field = || fields.next().ok_or(HeadError::Damaged);
-        match field()?.parse() {
-            Ok(VERSION) => {}
-            Ok(other) => return Err(HeadError::Version(other)),
-            Err(_) => return Err(HeadError::Damaged),
+        let version = field()?.parse().map_err(|_| HeadError::Damaged)?;
+        if version != VERSION {
+            return Err(HeadError::Version(version));
         }
         let name = field()?;
         let plain_bytes = match field()? {
@@ -113,10 +112,11 @@ impl Head {
             generation,
             plain_bytes,
         };
-        let has_plain_bytes = plain_bytes.is_some() == (generation == 0);
-        let is_whole =
-            has_plain_bytes && plain_bytes <= Some(FILE_BYTES_MAX) && head.encode() == text;
-        is_whole.then_some(head).ok_or(HeadError::Damaged)
+        // Only generation 0 lies over the plain file.
+        let has_right_field = plain_bytes.is_some() == (generation == 0);
+        let is_valid =
+            has_right_field && plain_bytes <= Some(FILE_BYTES_MAX) && head.encode() == text;
+        is_valid.then_some(head).ok_or(HeadError::Damaged)
     }
 
     /// Decodes the text of a link, and checks that it names this file and generation.
@@ -155,26 +155,27 @@ pub(crate) fn load<B: Backing>(
     file: FileId,
     generation: u32,
 ) -> Result<Result<Option<Head>, HeadError>, OwnError> {
-    let read = || -> Result<Option<Result<Head, HeadError>>, OwnError> {
+    let read_head = || -> Result<Option<Result<Head, HeadError>>, OwnError> {
         match own::read_link(backing, dir, HEAD) {
             Ok(text) => Ok(text.map(|text| Head::decode_for(&text, file, generation))),
+            // A regular file is not trusted as a link: it is the head of an earlier version.
             Err(OwnError::Distrusted { .. }) if own::find_file(backing, dir, HEAD)?.is_some() => {
                 Ok(Some(Err(HeadError::Version(VERSION_OF_FILES))))
             }
             Err(error) => Err(error),
         }
     };
-    if let Some(head) = read()? {
+    if let Some(head) = read_head()? {
         return Ok(head.map(Some));
     }
     if !was_synced(backing, dir)? {
         return Ok(Ok(None));
     }
     // The head may have been put after the first read, before the sync that was found.
-    Ok(match read()? {
-        Some(head) => head.map(Some),
-        None => Err(HeadError::Missing),
-    })
+    match read_head()? {
+        Some(head) => Ok(head.map(Some)),
+        None => Ok(Err(HeadError::Missing)),
+    }
 }
 
 /// Returns whether a container has an index. False if the container is removed.
@@ -197,19 +198,23 @@ fn list<B: Backing>(backing: &B, dir: &B::Inode) -> Result<Vec<Vec<u8>>, Errno> 
 /// Returns whether a container was synced: it is closing or sealed, or an index has a frame that notes a sync.
 fn was_synced<B: Backing>(backing: &B, dir: &B::Inode) -> Result<bool, OwnError> {
     let names = list(backing, dir)?;
-    let marks_end = |name: &Vec<u8>| *name == CLOSING.as_bytes() || *name == SEAL_NAME.as_bytes();
-    if names.iter().any(marks_end) {
+    let is_ending = names
+        .iter()
+        .any(|name| *name == CLOSING.as_bytes() || *name == SEAL_NAME.as_bytes());
+    if is_ending {
         return Ok(true);
     }
-    for writer in names
-        .iter()
-        .filter_map(|name| Writer::from_index_name(name))
-    {
-        if let Some(inode) = own::find_file(backing, dir, &writer.index_name())? {
-            let index = backing.open(&inode, Access::Read)?;
-            if find_frame(backing, &index, 0, &|frame| frame.change == Change::Synced)?.is_some() {
-                return Ok(true);
-            }
+    for name in &names {
+        let Some(writer) = Writer::from_index_name(name) else {
+            continue;
+        };
+        let Some(inode) = own::find_file(backing, dir, &writer.index_name())? else {
+            continue;
+        };
+        let index = backing.open(&inode, Access::Read)?;
+        let is_sync_note = |frame: &Frame| frame.change == Change::Synced;
+        if find_frame(backing, &index, 0, &is_sync_note)?.is_some() {
+            return Ok(true);
         }
     }
     Ok(false)

@@ -23,7 +23,7 @@ use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStringExt;
 
 use firn_backing::lock::Mutex;
-use firn_backing::{Backing, Errno, Kind, Result, Time};
+use firn_backing::{Attr, Backing, Errno, Kind, Result, Time};
 use firn_hosts::own::{self, STUBS, TOP};
 use firn_hosts::{OwnError, VoteDir};
 
@@ -78,13 +78,21 @@ fn find_trusted<'a, B: Backing>(
     name: &str,
     host: &'a str,
 ) -> std::result::Result<Option<VoteDir<'a, B>>, OwnError> {
-    let container = FileId::parse_container_name(name.as_bytes()).map(|(id, _)| id);
-    let Some(id) = container.or_else(|| FileId::parse_dir_name(name.as_bytes())) else {
+    let (id, is_container) = match FileId::parse_container_name(name.as_bytes()) {
+        Some((id, _)) => (id, true),
+        None => match FileId::parse_dir_name(name.as_bytes()) {
+            Some(id) => (id, false),
+            None => return Ok(None),
+        },
+    };
+    // Opened also for the name of a file's directory, which fails if the directory is not trusted.
+    let Some(dir) = file_dir::find(backing, containers_dir, id)? else {
         return Ok(None);
     };
-    match file_dir::find(backing, containers_dir, id)? {
-        Some(dir) if container.is_some() => VoteDir::find(backing, &dir, name, host),
-        _ => Ok(None),
+    if is_container {
+        VoteDir::find(backing, &dir, name, host)
+    } else {
+        Ok(None)
     }
 }
 
@@ -104,7 +112,7 @@ fn remove_mark<B: Backing>(backing: &B, container: &VoteDir<'_, B>, mark: &str) 
     }
 }
 
-/// The facts that a clean-up at a mount needs.
+/// What a clean-up at a mount needs to know.
 pub(crate) struct CleanUpContext<'a> {
     /// Name of this host.
     pub(crate) host: &'a str,
@@ -126,39 +134,46 @@ pub(crate) fn clean_up_last_life<B: Backing>(
     containers_dir: &B::Inode,
     last_life: &CleanUpContext<'_>,
 ) -> std::result::Result<HashSet<String>, OwnError> {
-    let &CleanUpContext {
-        host,
-        is_alive,
-        open_files,
-    } = last_life;
-    let is_open = |container: &str| {
-        let id = FileId::parse_container_name(container.as_bytes());
-        id.is_some_and(|(id, _)| open_files.contains(&id))
-    };
-    let has_ended = |marking: &str| -> Result<bool> { Ok(marking == host || !is_alive(marking)?) };
     ignore_missing_lane(remove_half_removed(backing, containers_dir))?;
-    let mut marked = HashSet::new();
+    let mut removing = HashSet::new();
     for (_, name) in list_containers(backing, containers_dir)? {
         // A container that is not trusted is skipped. The open of its file reports it.
-        let Ok(Some(container)) = find_trusted(backing, containers_dir, &name, host) else {
+        let Ok(Some(container)) = find_trusted(backing, containers_dir, &name, last_life.host)
+        else {
             continue;
         };
         container.withdraw_hint(WRITING)?;
-        if is_open(&name) {
+        if last_life.has_open_file(&name) {
             continue;
         }
         let Some(mark) = Mark::read(&container)? else {
             continue;
         };
-        let is_removed = mark.is_dead
-            && has_ended(&mark.host)?
-            && ignore_missing_lane(remove_unused(backing, containers_dir, &container, is_alive))?
-                .unwrap_or(false);
-        if !is_removed && mark.host == host {
-            marked.insert(name);
+        let mut is_removed = false;
+        if mark.is_dead && last_life.has_host_ended(&mark.host)? {
+            let removal = remove_unused(backing, containers_dir, &container, last_life.is_alive);
+            is_removed = ignore_missing_lane(removal)?.unwrap_or(false);
+        }
+        if !is_removed && mark.host == last_life.host {
+            removing.insert(name);
         }
     }
-    Ok(marked)
+    Ok(removing)
+}
+
+impl CleanUpContext<'_> {
+    /// Returns whether a program has the file of a container open.
+    fn has_open_file(&self, container: &str) -> bool {
+        match FileId::parse_container_name(container.as_bytes()) {
+            Some((id, _)) => self.open_files.contains(&id),
+            None => false,
+        }
+    }
+
+    /// Returns whether the life in which a host put a mark is over. The marks of this host are from its last life.
+    fn has_host_ended(&self, host: &str) -> Result<bool> {
+        Ok(host == self.host || !(self.is_alive)(host)?)
+    }
 }
 
 /// A mark in a container.
@@ -186,13 +201,14 @@ impl Mark {
 /// the logs in it.
 fn ignore_missing_lane<T>(removed: Result<T>) -> Result<Option<T>> {
     match removed {
+        Ok(value) => Ok(Some(value)),
         Err(Errno::IO) => {
             tracing::warn!(
                 "logs of removed files are not removed yet: their lane or directory cannot be read"
             );
             Ok(None)
         }
-        done => done.map(Some),
+        Err(error) => Err(error),
     }
 }
 
@@ -258,53 +274,85 @@ impl<B: Backing> OrphanSearch<'_, B> {
     pub(crate) fn run(&self, scope: SearchScope) -> Result<Orphans> {
         ignore_missing_lane(remove_half_removed(self.backing, self.containers_dir))?;
         let mut orphans = Orphans::default();
-        let mut sought = Vec::new();
-        for (id, name) in list_containers(self.backing, self.containers_dir)? {
-            match ContainerLookup::find(self.backing, self.containers_dir, &name, self.host)? {
-                ContainerLookup::Trusted(container) => match Mark::read(&container)? {
-                    Some(mark) if !self.is_over(&mark, &name)? => {}
-                    Some(mark) if mark.is_dead => self.remove(&container, name, &mut orphans)?,
-                    Some(_) => sought.push((id, name)),
-                    None if scope == SearchScope::All => sought.push((id, name)),
-                    None => {}
-                },
-                ContainerLookup::Distrusted if scope == SearchScope::All => sought.push((id, name)),
-                ContainerLookup::Distrusted | ContainerLookup::Gone => {}
-            }
-        }
+        let undecided = self.handle_by_mark(scope, &mut orphans)?;
         let SearchResult {
             found,
             missing,
             unknown,
-        } = search_files(self.backing, sought)?;
+        } = search_files(self.backing, undecided)?;
         orphans.waiting.extend(unknown);
         for name in found {
-            if let ContainerLookup::Trusted(container) = self.find(&name)?
-                && let Some(mark) = Mark::read(&container)?
-                && self.is_over(&mark, &name)?
-            {
-                remove_mark(self.backing, &container, DYING)?;
-                self.backing.sync_dir(container.dir())?;
-            }
+            self.unmark_if_over(&name)?;
         }
         for name in missing {
-            match self.find(&name)? {
-                ContainerLookup::Trusted(container) if is_lost(&container)? => {
-                    orphans.lost.push(name)
-                }
-                ContainerLookup::Trusted(container) => {
-                    // A program may have removed the file during the walks, and may still have it open.
-                    let mark = Mark::read(&container)?;
-                    let is_over = mark.map(|mark| self.is_over(&mark, &name)).transpose()?;
-                    if is_over != Some(false) {
-                        self.remove(&container, name, &mut orphans)?;
-                    }
-                }
-                ContainerLookup::Distrusted => orphans.lost.push(name),
-                ContainerLookup::Gone => {}
-            }
+            self.handle_without_file(name, &mut orphans)?;
         }
         Ok(orphans)
+    }
+
+    /// Removes the containers whose marks say that their files were removed. Returns the containers whose state depends
+    /// on whether their file exists.
+    fn handle_by_mark(
+        &self,
+        scope: SearchScope,
+        orphans: &mut Orphans,
+    ) -> Result<Vec<(FileId, String)>> {
+        let examines_unmarked = scope == SearchScope::All;
+        let mut undecided = Vec::new();
+        for (id, name) in list_containers(self.backing, self.containers_dir)? {
+            let container = match self.find(&name)? {
+                ContainerLookup::Trusted(container) => container,
+                ContainerLookup::Distrusted if examines_unmarked => {
+                    undecided.push((id, name));
+                    continue;
+                }
+                ContainerLookup::Distrusted | ContainerLookup::Gone => continue,
+            };
+            match Mark::read(&container)? {
+                // The host of the mark is at work.
+                Some(mark) if !self.is_over(&mark, &name)? => {}
+                Some(mark) if mark.is_dead => self.remove(&container, name, orphans)?,
+                Some(_) => undecided.push((id, name)),
+                None if examines_unmarked => undecided.push((id, name)),
+                None => {}
+            }
+        }
+        Ok(undecided)
+    }
+
+    /// Removes the mark `dying` of a container whose file exists, unless the host of the mark is at work.
+    fn unmark_if_over(&self, name: &str) -> Result<()> {
+        if let ContainerLookup::Trusted(container) = self.find(name)?
+            && let Some(mark) = Mark::read(&container)?
+            && self.is_over(&mark, name)?
+        {
+            remove_mark(self.backing, &container, DYING)?;
+            self.backing.sync_dir(container.dir())?;
+        }
+        Ok(())
+    }
+
+    /// Removes a container whose file does not exist, or adds it to the lost ones.
+    fn handle_without_file(&self, name: String, orphans: &mut Orphans) -> Result<()> {
+        let container = match self.find(&name)? {
+            ContainerLookup::Trusted(container) => container,
+            ContainerLookup::Distrusted => {
+                orphans.lost.push(name);
+                return Ok(());
+            }
+            ContainerLookup::Gone => return Ok(()),
+        };
+        if is_lost(&container)? {
+            orphans.lost.push(name);
+            return Ok(());
+        }
+        // A program may have removed the file during the walks, and may still have it open.
+        if let Some(mark) = Mark::read(&container)?
+            && !self.is_over(&mark, &name)?
+        {
+            return Ok(());
+        }
+        self.remove(&container, name, orphans)
     }
 
     /// Finds a container by its name.
@@ -363,11 +411,12 @@ pub fn find_unowned<B: Backing>(backing: &B) -> Result<Unowned> {
         return Ok(unowned);
     };
     for id in file_dir::list_files(backing, &containers_dir)? {
-        if let Some(dir) = file_dir::find(backing, &containers_dir, id).ok().flatten() {
-            unowned
-                .unfinished
-                .extend(VoteDir::find_retired(backing, &dir)?);
-        }
+        // A directory that is not trusted is left out here. The search below reports it by its name.
+        let Ok(Some(dir)) = file_dir::find(backing, &containers_dir, id) else {
+            continue;
+        };
+        let half_removed = VoteDir::find_retired(backing, &dir)?;
+        unowned.unfinished.extend(half_removed);
     }
     let containers = list_containers(backing, &containers_dir)?;
     for name in search_files(backing, containers)?.missing {
@@ -413,7 +462,7 @@ pub(crate) fn search_files<B: Backing>(
     mut sought: Vec<(FileId, String)>,
 ) -> Result<SearchResult> {
     let mut found = Vec::new();
-    let mut last = None;
+    let mut last_dirs = None;
     for _ in 0..WALKS_MAX {
         if sought.is_empty() {
             break;
@@ -422,20 +471,26 @@ pub(crate) fn search_files<B: Backing>(
         let walk = DirectoryWalk::through(backing, &ids)?;
         let is_found = |(id, _): &mut (FileId, String)| walk.found.contains(id);
         found.extend(sought.extract_if(.., is_found).map(|(_, name)| name));
-        if last.is_some_and(|last| last == walk.dirs) {
+        let has_no_dir_changed = last_dirs.is_some_and(|last_dirs| last_dirs == walk.dirs);
+        if has_no_dir_changed {
             return Ok(SearchResult {
                 found,
-                missing: sought.into_iter().map(|(_, name)| name).collect(),
+                missing: names_of(sought),
                 unknown: Vec::new(),
             });
         }
-        last = Some(walk.dirs);
+        last_dirs = Some(walk.dirs);
     }
     Ok(SearchResult {
         found,
         missing: Vec::new(),
-        unknown: sought.into_iter().map(|(_, name)| name).collect(),
+        unknown: names_of(sought),
     })
+}
+
+/// Returns the names of containers.
+fn names_of(containers: Vec<(FileId, String)>) -> Vec<String> {
+    containers.into_iter().map(|(_, name)| name).collect()
 }
 
 /// Returns whether a container without a file is kept: it may have writes, and no host marked the file for removal.
@@ -511,45 +566,60 @@ enum WalkRegion {
     Files,
 }
 
+impl WalkRegion {
+    /// Returns the region of the directory `name` in a directory of this region.
+    fn child_region(self, name: &[u8]) -> Self {
+        match self {
+            Self::Top if name == TOP.as_bytes() => Self::Firn,
+            Self::Top | Self::Files => Self::Files,
+            Self::Firn | Self::Own => Self::Own,
+        }
+    }
+}
+
 impl DirectoryWalk {
-    /// Walks through the backing and finds those files of `ids` that have a name.
-    fn through<B: Backing>(backing: &B, ids: &HashSet<FileId>) -> Result<Self> {
+    /// Walks through the backing and finds those of the sought files that have a name.
+    fn through<B: Backing>(backing: &B, sought: &HashSet<FileId>) -> Result<Self> {
         let mut walk = Self {
             found: HashSet::new(),
             dirs: HashMap::new(),
         };
         let root = backing.root();
-        let attr = backing.attr(&root)?;
-        walk.dirs.insert(attr.ino, (attr.mtime, attr.ctime));
+        walk.record_dir(&backing.attr(&root)?);
         let mut dirs = vec![(root, WalkRegion::Top)];
         while let Some((dir, region)) = dirs.pop() {
             for (name, ino, kind) in own::list(backing, &dir)? {
-                let has_same_ino = ids.iter().any(|id| id.ino == ino);
-                let must_look_up = matches!(kind, None | Some(Kind::Dir)) || has_same_ino;
-                if !must_look_up || (region == WalkRegion::Firn && !has_files_of_programs(&name)) {
+                if region == WalkRegion::Firn && !has_files_of_programs(&name) {
                     continue;
                 }
-                let below = match region {
-                    WalkRegion::Top if name == TOP.as_bytes() => WalkRegion::Firn,
-                    WalkRegion::Top | WalkRegion::Files => WalkRegion::Files,
-                    WalkRegion::Firn | WalkRegion::Own => WalkRegion::Own,
-                };
-                match backing.lookup(&dir, &OsString::from_vec(name)) {
-                    Ok((inode, attr)) if attr.kind == Kind::Dir => {
-                        if below == WalkRegion::Files {
-                            walk.dirs.insert(attr.ino, (attr.mtime, attr.ctime));
-                        }
-                        dirs.push((inode, below));
-                    }
-                    Ok((inode, attr)) => {
-                        let id = FileId::read(backing, &inode, &attr)?;
-                        walk.found.extend(id.filter(|id| ids.contains(id)));
-                    }
-                    Err(Errno::NOENT) => {}
+                // Only directories and files that may be sought ones are looked up.
+                let may_be_dir = matches!(kind, None | Some(Kind::Dir));
+                if !may_be_dir && !sought.iter().any(|id| id.ino == ino) {
+                    continue;
+                }
+                let child_region = region.child_region(&name);
+                let (inode, attr) = match backing.lookup(&dir, &OsString::from_vec(name)) {
+                    Ok(entry) => entry,
+                    Err(Errno::NOENT) => continue,
                     Err(error) => return Err(error),
+                };
+                if attr.kind == Kind::Dir {
+                    if child_region == WalkRegion::Files {
+                        walk.record_dir(&attr);
+                    }
+                    dirs.push((inode, child_region));
+                } else if let Some(id) = FileId::read(backing, &inode, &attr)?
+                    && sought.contains(&id)
+                {
+                    walk.found.insert(id);
                 }
             }
         }
         Ok(walk)
+    }
+
+    /// Records when a directory was last changed.
+    fn record_dir(&mut self, attr: &Attr) {
+        self.dirs.insert(attr.ino, (attr.mtime, attr.ctime));
     }
 }

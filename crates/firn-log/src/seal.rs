@@ -55,7 +55,7 @@ use crate::{tag, times};
 pub(crate) const SEAL_NAME: &str = ballot::DECISION;
 /// Units of work that change the plain file as a whole.
 const CUT: &str = "cut";
-const END: &str = "all";
+const FINISH: &str = "all";
 /// File in a container that is flat.
 pub(crate) const DONE_ALL: &str = "done-all";
 /// Length of a part, which one host copies at a time. The seal stores it, so that all hosts divide a file in the same
@@ -133,8 +133,9 @@ impl Seal {
 
     /// Returns the writers whose indexes have bytes that count.
     pub(crate) fn writers(&self) -> Vec<Writer> {
-        let nonempty = self.indexes.iter().filter(|(_, bytes)| **bytes > 0);
-        nonempty
+        self.indexes
+            .iter()
+            .filter(|(_, bytes)| **bytes > 0)
             .filter_map(|(name, _)| Writer::from_index_name(name.as_bytes()))
             .collect()
     }
@@ -180,7 +181,7 @@ impl Seal {
             let end = self.range_of(part).end;
             pieces.push((part, segment.split_off_first(end - segment.file.start)));
         }
-        debug_assert!(pieces.is_sorted_by(|(one, _), (next, _)| one < next));
+        debug_assert!(pieces.is_sorted_by(|(left, _), (right, _)| left < right));
         pieces
     }
 
@@ -221,20 +222,19 @@ impl Protocol for Flattening {
     const PRESENCE: Presence = Presence::Living;
 
     fn plan(&self, _seal: &Seal) -> Plan {
-        let parts = self.parts.get().map_or(&[][..], Vec::as_slice);
-        let parts = parts.iter().map(|part| Unit::Part(part.to_string()));
+        let part_numbers = self.parts.get().map_or(&[][..], Vec::as_slice);
+        let copies = part_numbers
+            .iter()
+            .map(|number| Unit::Part(number.to_string()))
+            .collect();
         Plan {
             stops_first: false,
-            stages: vec![
-                vec![Unit::Whole(CUT)],
-                parts.collect(),
-                vec![Unit::Whole(END)],
-            ],
+            stages: vec![vec![Unit::Whole(CUT)], copies, vec![Unit::Whole(FINISH)]],
         }
     }
 }
 
-/// The end of one container. It has the means to register writers, to seal, to flatten and to remove.
+/// The steps in the life of one container: writers register, the container is sealed, flattened and removed.
 pub struct Lifecycle<'a, B: Backing> {
     pub(crate) backing: &'a B,
     pub(crate) container: &'a Container<B>,
@@ -249,8 +249,10 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
         file_dir: &B::Inode,
         name: &str,
     ) -> Result<Option<Self>> {
-        let votes = VoteDir::find(backing, file_dir, name, &container.host)?;
-        Ok(votes.map(|votes| Self {
+        let Some(votes) = VoteDir::find(backing, file_dir, name, &container.host)? else {
+            return Ok(None);
+        };
+        Ok(Some(Self {
             backing,
             container,
             ballot: Ballot::in_dir(votes, Flattening::default()),
@@ -331,15 +333,7 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
         if names.contains(DONE_ALL) {
             return Ok(FlattenProgress::Done);
         }
-        let last_time = self.last_time(&names);
-        if last_time.is_none() {
-            let modified = self.backing.attr_of_file_now(plain)?.mtime;
-            times::record_first(self.backing, self.votes().dir(), modified)?;
-            self.backing.sync_dir(self.votes().dir())?;
-        }
-        // The following calls change the plain file's time. So the time record is read first.
-        let last_time = last_time.or(Some(0));
-        self.container.load_time(self.backing, last_time)?;
+        self.load_last_time(&names, plain)?;
         let parts = self.find_parts(&seal)?;
         self.ballot.protocol().parts.get_or_init(|| parts);
         let progress = self
@@ -352,7 +346,22 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
         })
     }
 
-    /// Runs one unit of the protocol.
+    /// Reads the last time record before this host changes the plain file, which changes the plain file's time. Makes
+    /// the first record if there is none.
+    fn load_last_time(&self, names: &BTreeSet<String>, plain: &B::File) -> Result<()> {
+        let last_number = match self.last_time_number(names) {
+            Some(number) => number,
+            None => {
+                let modified = self.backing.attr_of_file_now(plain)?.mtime;
+                times::record_first(self.backing, self.votes().dir(), modified)?;
+                self.backing.sync_dir(self.votes().dir())?;
+                times::FIRST_NUMBER
+            }
+        };
+        self.container.load_time(self.backing, Some(last_number))
+    }
+
+    /// Runs one unit of the protocol: the cut, the copy of a part, or the finish.
     fn run_unit(&self, unit: &Unit, seal: &Seal, inode: &B::Inode, plain: &B::File) -> Result<()> {
         match unit {
             Unit::Whole(CUT) => self.cut(plain),
@@ -360,6 +369,7 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
             Unit::Part(number) => {
                 let number = number.parse().map_err(|_| Errno::INVAL)?;
                 self.copy_logs(seal.range_of(number), plain)?;
+                // The bytes are durable before the part is marked as copied.
                 self.backing.sync(plain, false)
             }
         }
@@ -376,9 +386,9 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
 
     /// Cuts the plain file to the bytes that count. Holes of the file beyond them become holes of the plain file.
     fn cut(&self, plain: &B::File) -> Result<()> {
-        let counts = self.container.visible_plain_bytes();
-        if self.backing.attr_of_file_now(plain)?.size > counts {
-            self.backing.set_len(plain, counts)?;
+        let visible_bytes = self.container.visible_plain_bytes();
+        if self.backing.attr_of_file_now(plain)?.size > visible_bytes {
+            self.backing.set_len(plain, visible_bytes)?;
             self.backing.sync(plain, false)?;
         }
         Ok(())
@@ -392,7 +402,10 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
         loop {
             let segments = self.container.find_next(self.backing, &mut walk)?;
             if segments.is_empty() {
-                debug_assert!(parts.is_sorted_by(|one, next| one < next), "parts overlap");
+                debug_assert!(
+                    parts.is_sorted_by(|left, right| left < right),
+                    "parts overlap"
+                );
                 return Ok(parts);
             }
             for Segment { file, source } in segments {
@@ -400,9 +413,11 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
                 if matches!(source, Source::Plain | Source::Hole) {
                     continue;
                 }
-                let next = parts.last().map_or(0, |last| last + 1);
-                let first = (file.start / seal.unit_bytes).max(next);
-                parts.extend(first..file.end.div_ceil(seal.unit_bytes));
+                // The last part of the segment before may be the first one of this segment.
+                let next_new_part = parts.last().map_or(0, |last| last + 1);
+                let first_part = (file.start / seal.unit_bytes).max(next_new_part);
+                let end_part = file.end.div_ceil(seal.unit_bytes);
+                parts.extend(first_part..end_part);
             }
         }
     }
@@ -413,12 +428,14 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
             let (sender, receiver) = mpsc::sync_channel(0);
             let (freed_buffers, free_buffers) = mpsc::channel();
             let walk = Walk::new(range.clone());
-            let reader = std::thread::Builder::new().name("firn-flatten".into());
-            let reader = reader.spawn_scoped(scope, move || {
+            let read_ahead = move || {
                 let send = |batch| sender.send(batch).map_err(|_| Errno::CANCELED);
                 self.read_batches(walk, &free_buffers, &send)
-            });
-            let Ok(reader) = reader else {
+            };
+            let spawned = std::thread::Builder::new()
+                .name("firn-flatten".into())
+                .spawn_scoped(scope, read_ahead);
+            let Ok(reader) = spawned else {
                 return self.copy_logs_alone(range, plain);
             };
             let write = |batch| self.write_batch(batch, plain, &freed_buffers);
@@ -452,17 +469,17 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
             if segments.is_empty() {
                 return Ok(());
             }
-            let mut gathered = Vec::new();
+            let mut batch_segments = Vec::new();
             for segment in segments {
                 match segment.source {
                     Source::Log { .. } => {
-                        self.add_to_batch(segment, &mut gathered, free_buffers, send)?
+                        self.add_to_batch(segment, &mut batch_segments, free_buffers, send)?
                     }
                     Source::Zeros => send(Batch::Zeros(segment.file))?,
                     Source::Plain | Source::Hole => {}
                 }
             }
-            self.read_batch(&mut gathered, free_buffers, send)?;
+            self.read_batch(&mut batch_segments, free_buffers, send)?;
         }
     }
 
@@ -470,39 +487,43 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
     fn add_to_batch(
         &self,
         mut segment: Segment,
-        gathered: &mut Vec<Segment>,
+        batch_segments: &mut Vec<Segment>,
         free_buffers: &Receiver<Vec<u8>>,
         send: &dyn Fn(Batch) -> Result<()>,
     ) -> Result<()> {
         while !segment.file.is_empty() {
-            let room = free_bytes_in_batch(gathered, segment.file.start);
-            if room == 0 {
-                self.read_batch(gathered, free_buffers, send)?;
+            let free_bytes = free_bytes_in_batch(batch_segments, segment.file.start);
+            if free_bytes == 0 {
+                self.read_batch(batch_segments, free_buffers, send)?;
                 continue;
             }
-            gathered.push(segment.split_off_first(room));
+            batch_segments.push(segment.split_off_first(free_bytes));
         }
         Ok(())
     }
 
-    /// Reads the gathered segments, which follow each other in the file, and sends their bytes as one batch.
+    /// Reads the segments of the batch, which follow each other in the file, and sends their bytes.
     fn read_batch(
         &self,
-        gathered: &mut Vec<Segment>,
+        batch_segments: &mut Vec<Segment>,
         free_buffers: &Receiver<Vec<u8>>,
         send: &dyn Fn(Batch) -> Result<()>,
     ) -> Result<()> {
-        let gathered = std::mem::take(gathered);
-        let (Some(first), Some(last)) = (gathered.first(), gathered.last()) else {
+        let segments = std::mem::take(batch_segments);
+        let (Some(first), Some(last)) = (segments.first(), segments.last()) else {
             return Ok(());
         };
-        let start = first.file.start;
+        let file_range = first.file.start..last.file.end;
+        let batch_bytes = file_range.end - file_range.start;
+        let segment_bytes = segments
+            .iter()
+            .map(|segment| segment.file.end - segment.file.start);
+        debug_assert_eq!(segment_bytes.sum::<u64>(), batch_bytes);
         let mut bytes = free_buffers.try_recv().unwrap_or_default();
-        let total = gathered.iter().map(|part| part.file.end - part.file.start);
-        debug_assert_eq!(total.sum::<u64>(), last.file.end - start);
-        bytes.resize((last.file.end - start) as usize, 0);
+        bytes.resize(batch_bytes as usize, 0);
         self.container
-            .read_segments(self.backing, &gathered, &mut bytes)?;
+            .read_segments(self.backing, &segments, &mut bytes)?;
+        let start = file_range.start;
         send(Batch::Bytes { start, bytes })
     }
 
@@ -514,7 +535,7 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
         freed_buffers: &Sender<Vec<u8>>,
     ) -> Result<()> {
         match batch {
-            Batch::Zeros(file) => self.write_zeros(file, plain),
+            Batch::Zeros(range) => self.write_zeros(range, plain),
             Batch::Bytes { start, bytes } => {
                 write_vectored(self.backing, plain, vec![IoSlice::new(&bytes)], start)?;
                 // Starts writing the pages to the server now, so that the sync at the end of the part waits
@@ -529,10 +550,10 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
     }
 
     /// Writes zeros into a range of the plain file, as far as the plain file reaches.
-    fn write_zeros(&self, file: Range<u64>, plain: &B::File) -> Result<()> {
-        let end = file.end.min(self.backing.attr_of_file_now(plain)?.size);
-        let zeros = vec![0; COPY_BYTES.min(end.saturating_sub(file.start)) as usize];
-        let mut start = file.start;
+    fn write_zeros(&self, range: Range<u64>, plain: &B::File) -> Result<()> {
+        let end = range.end.min(self.backing.attr_of_file_now(plain)?.size);
+        let zeros = vec![0; COPY_BYTES.min(end.saturating_sub(range.start)) as usize];
+        let mut start = range.start;
         while start < end {
             let len = (end - start).min(zeros.len() as u64);
             own::write_all(self.backing, plain, &zeros[..len as usize], start)?;
@@ -548,9 +569,10 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
             self.backing.set_len(plain, seal.len)?;
         }
         tag::clear(self.backing, inode, &self.container.name)?;
-        let last = self.last_time(&self.votes().names()?).unwrap_or(0);
+        let names = self.votes().names()?;
+        let last_number = self.last_time_number(&names).unwrap_or(times::FIRST_NUMBER);
         // The sync also makes the removal of the tag durable.
-        times::finish(self.backing, self.votes().dir(), last, &|modified| {
+        times::finish(self.backing, self.votes().dir(), last_number, &|modified| {
             self.set_modified(inode, plain, modified)?;
             self.backing.sync(plain, false)
         })
@@ -561,15 +583,17 @@ impl<'a, B: Backing> Lifecycle<'a, B> {
         if self.backing.attr_of_file_now(plain)?.mtime == modified {
             return Ok(());
         }
-        let modified = SetTime::At(modified);
-        match self.backing.set_times(inode, SetTime::Keep, modified) {
+        let outcome = self
+            .backing
+            .set_times(inode, SetTime::Keep, SetTime::At(modified));
+        match outcome {
             Err(Errno::PERM | Errno::ACCESS) => Ok(()),
-            set => set,
+            outcome => outcome,
         }
     }
 
     /// Returns the number of the last time record among the names in the container.
-    fn last_time(&self, names: &BTreeSet<String>) -> Option<u64> {
+    fn last_time_number(&self, names: &BTreeSet<String>) -> Option<u64> {
         times::last_record_number(names.iter().map(|name| name.as_bytes()))
     }
 

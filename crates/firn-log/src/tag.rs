@@ -35,7 +35,8 @@ impl ContainersDirId {
         }
     }
 
-    fn tag(self, container: &str) -> String {
+    /// Returns the text of the tag that names a container in this directory.
+    fn encode_tag(self, container: &str) -> String {
         format!("{:016x}-{:016x} {container}", self.ino, self.birth)
     }
 }
@@ -59,7 +60,7 @@ pub(crate) fn set<B: Backing>(
     containers_dir_id: ContainersDirId,
     container: &str,
 ) {
-    let tag = containers_dir_id.tag(container);
+    let tag = containers_dir_id.encode_tag(container);
     if let Err(error) = backing.set_xattr(inode, OsStr::new(NAME), tag.as_bytes(), 0) {
         tracing::debug!(container, %error, "the plain file of a container gets no tag");
     }
@@ -67,9 +68,9 @@ pub(crate) fn set<B: Backing>(
 
 /// Removes the tag if it names this container. A tag that names a later container stays.
 pub(crate) fn clear<B: Backing>(backing: &B, inode: &B::Inode, container: &str) -> Result<()> {
-    let names_container = |(_, named): (ContainersDirId, String)| named == container;
-    if !load(backing, inode)?.is_some_and(names_container) {
-        return Ok(());
+    match load(backing, inode)? {
+        Some(tag) if tag.container == container => {}
+        _ => return Ok(()),
     }
     match backing.remove_xattr(inode, OsStr::new(NAME)) {
         Err(Errno::NODATA) => Ok(()),
@@ -86,13 +87,17 @@ pub(crate) fn check<B: Backing>(
     id: FileId,
     containers_dir_id: ContainersDirId,
 ) -> Result<()> {
-    let Some((other, container)) = load(backing, inode)? else {
+    let Some(Tag {
+        containers_dir_id: tagged_dir_id,
+        container,
+    }) = load(backing, inode)?
+    else {
         return Ok(());
     };
     // A tag may have been copied with its file. It then names a container of another file.
-    let is_of_file =
-        FileId::parse_container_name(container.as_bytes()).is_some_and(|(named, _)| named == id);
-    if !is_of_file || other == containers_dir_id {
+    let is_of_file = FileId::parse_container_name(container.as_bytes())
+        .is_some_and(|(tagged_id, _)| tagged_id == id);
+    if !is_of_file || tagged_dir_id == containers_dir_id {
         return Ok(());
     }
     tracing::error!(
@@ -105,7 +110,7 @@ pub(crate) fn check<B: Backing>(
 }
 
 /// Reads the tag of a plain file. Returns `None` if it has none or the tag cannot be read.
-fn load<B: Backing>(backing: &B, inode: &B::Inode) -> Result<Option<(ContainersDirId, String)>> {
+fn load<B: Backing>(backing: &B, inode: &B::Inode) -> Result<Option<Tag>> {
     match backing.get_xattr(inode, OsStr::new(NAME)) {
         Ok(tag) => Ok(decode(&tag)),
         // Attributes are not supported or not permitted here.
@@ -117,15 +122,27 @@ fn load<B: Backing>(backing: &B, inode: &B::Inode) -> Result<Option<(ContainersD
     }
 }
 
-/// Decodes a tag into the directory and the name of the container. Returns `None` if it is malformed.
-fn decode(tag: &[u8]) -> Option<(ContainersDirId, String)> {
-    let (containers_dir_id, container) = std::str::from_utf8(tag).ok()?.split_once(' ')?;
-    let (ino, birth) = containers_dir_id.split_once('-')?;
+/// A decoded tag.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Tag {
+    /// The directory with the container.
+    containers_dir_id: ContainersDirId,
+    /// Name of the container.
+    container: String,
+}
+
+/// Decodes a tag. Returns `None` if it is malformed.
+fn decode(tag: &[u8]) -> Option<Tag> {
+    let (dir_id, container) = std::str::from_utf8(tag).ok()?.split_once(' ')?;
+    let (ino, birth) = dir_id.split_once('-')?;
     let containers_dir_id = ContainersDirId {
         ino: u64::from_str_radix(ino, 16).ok()?,
         birth: u64::from_str_radix(birth, 16).ok()?,
     };
-    Some((containers_dir_id, container.to_owned()))
+    Some(Tag {
+        containers_dir_id,
+        container: container.to_owned(),
+    })
 }
 
 #[cfg(test)]
@@ -145,11 +162,12 @@ mod tests {
             ino: 7,
             birth: u64::MAX,
         };
-        let tag = containers_dir_id.tag("container");
-        assert_eq!(
-            decode(tag.as_bytes()),
-            Some((containers_dir_id, "container".to_owned()))
-        );
+        let tag = containers_dir_id.encode_tag("container");
+        let decoded = Tag {
+            containers_dir_id,
+            container: "container".to_owned(),
+        };
+        assert_eq!(decode(tag.as_bytes()), Some(decoded));
         for damaged in ["", "1-2", "x-1 c", "1 c", "\u{fffd}"] {
             assert_eq!(decode(damaged.as_bytes()), None, "{damaged}");
         }

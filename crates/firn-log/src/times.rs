@@ -25,6 +25,8 @@ use firn_hosts::own::{self, own_caller};
 
 /// Prefix of the name of a record.
 const PREFIX: &str = "time-";
+/// Number of the record with the time that the plain file had before it was flattened.
+pub(crate) const FIRST_NUMBER: u64 = 0;
 /// Text of the last record.
 const END: &str = "end";
 
@@ -78,16 +80,17 @@ fn name_of(number: u64) -> String {
 /// time.
 pub(crate) fn load<B: Backing>(backing: &B, dir: &B::Inode, number: u64) -> Result<Option<Record>> {
     let name = name_of(number);
-    let text = own::read_link(backing, dir, &name)?;
-    Ok(text.map(|text| {
-        Record::decode(&text).unwrap_or_else(|| {
-            tracing::warn!(
-                name,
-                "the recorded modification time of a logged file cannot be read: the plain file keeps its present time"
-            );
-            Record::End
-        })
-    }))
+    let Some(text) = own::read_link(backing, dir, &name)? else {
+        return Ok(None);
+    };
+    if let Some(record) = Record::decode(&text) {
+        return Ok(Some(record));
+    }
+    tracing::warn!(
+        name,
+        "the recorded modification time of a logged file cannot be read: the plain file keeps its present time"
+    );
+    Ok(Some(Record::End))
 }
 
 /// Makes a record. Returns false if a record with this number exists.
@@ -108,7 +111,8 @@ fn create_record<B: Backing>(
 
 /// Records the plain file's time before any host flattens it. The next sync of the container makes the record durable.
 pub(crate) fn record_first<B: Backing>(backing: &B, dir: &B::Inode, time: Time) -> Result<()> {
-    create_record(backing, dir, 0, Record::Time(time)).map(drop)
+    // The record of another host may be there already, which counts.
+    create_record(backing, dir, FIRST_NUMBER, Record::Time(time)).map(drop)
 }
 
 /// A record that is the last one a host found or made.
@@ -127,16 +131,22 @@ pub(crate) fn add<B: Backing>(
     first: Option<u64>,
     time: Time,
 ) -> Result<LastRecord> {
-    let mut number = first.unwrap_or(0);
+    let mut number = first.unwrap_or(FIRST_NUMBER);
     let record = Record::Time(time);
     loop {
         if create_record(backing, dir, number, record)? {
             backing.sync_dir(dir)?;
             return Ok(LastRecord { number, record });
         }
-        match load(backing, dir, number)?.ok_or(Errno::NOENT)? {
-            Record::Time(_) => number += 1,
-            record @ Record::End => return Ok(LastRecord { number, record }),
+        match load(backing, dir, number)? {
+            Some(Record::Time(_)) => number += 1,
+            Some(Record::End) => {
+                return Ok(LastRecord {
+                    number,
+                    record: Record::End,
+                });
+            }
+            None => return Err(Errno::NOENT),
         }
     }
 }

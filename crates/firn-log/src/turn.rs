@@ -31,11 +31,14 @@ pub(crate) fn acquire_turn<B: Backing>(
     host: &str,
     is_alive: &Liveness,
 ) -> u64 {
-    let turn = acquire_free_turn(backing, containers_dir, host, is_alive).unwrap_or_else(|error| {
-        tracing::debug!(%error, "no turn can be taken: the lane of logs is derived from the host's name");
-        None
-    });
-    turn.unwrap_or_else(|| xxhash_rust::xxh3::xxh3_64(host.as_bytes()))
+    match acquire_free_turn(backing, containers_dir, host, is_alive) {
+        Ok(Some(turn)) => return turn,
+        Ok(None) => {}
+        Err(error) => {
+            tracing::debug!(%error, "no turn can be taken: the lane of logs is derived from the host's name");
+        }
+    }
+    xxhash_rust::xxh3::xxh3_64(host.as_bytes())
 }
 
 /// Returns this host's turn, or takes the first one that no live host has. Returns `None` if all turns are taken.
@@ -46,9 +49,10 @@ fn acquire_free_turn<B: Backing>(
     is_alive: &Liveness,
 ) -> Result<Option<u64>> {
     let holders = read_holders(backing, containers_dir)?;
-    let own = holders.iter().find(|(_, holder)| *holder == host);
-    if let Some((turn, _)) = own {
-        return Ok(Some(*turn));
+    for (turn, holder) in &holders {
+        if holder == host {
+            return Ok(Some(*turn));
+        }
     }
     for turn in 0..TURNS_MAX {
         let name = format!("{TURN}{turn}");
@@ -80,13 +84,14 @@ fn read_holders<B: Backing>(
     let mut holders = BTreeMap::new();
     for (name, ..) in own::list(backing, containers_dir)? {
         let name = String::from_utf8_lossy(&name).into_owned();
-        let number = name.strip_prefix(TURN).map(str::parse::<u64>);
-        let Some(Ok(turn)) = number else {
+        let Some(Ok(turn)) = name.strip_prefix(TURN).map(str::parse::<u64>) else {
             continue;
         };
         let (inode, attr) = match backing.lookup(containers_dir, OsStr::new(&name)) {
+            Ok(entry) => entry,
+            // Another host has just removed the turn of a dead host.
             Err(Errno::NOENT) => continue,
-            found => found?,
+            Err(error) => return Err(error),
         };
         if attr.kind == Kind::Symlink {
             let holder = backing.readlink(&inode)?;

@@ -198,41 +198,33 @@ fn verify_file<B: Backing>(
     };
     for (name, ..) in own::list(backing, &dir)? {
         let container = String::from_utf8_lossy(&name).into_owned();
-        let Some((_, generation)) =
-            FileId::parse_container_name(&name).filter(|(id, _)| *id == file)
-        else {
-            if VoteDir::<B>::is_retired(&container) {
+        match FileId::parse_container_name(&name) {
+            Some((id, generation)) if id == file => {
+                let mut verifier = Verifier {
+                    backing,
+                    dir: &dir,
+                    container,
+                    findings: Vec::new(),
+                    is_dying: false,
+                };
+                let outcome = verifier.verify(file, generation);
+                let is_removed =
+                    backing.lookup(&dir, OsStr::from_bytes(&name)).err() == Some(Errno::NOENT);
+                // What is found in a container that was removed meanwhile has no meaning.
+                if !is_removed {
+                    verifier.finish(outcome, file, verified, dying);
+                }
+            }
+            _ if VoteDir::<B>::is_retired(&container) => {
                 verified.findings.push(Finding::unfinished(container));
             }
-            continue;
-        };
-        let mut verifier = Verifier {
-            backing,
-            dir: &dir,
-            container,
-            findings: Vec::new(),
-            is_dying: false,
-        };
-        let outcome = verifier.verify(file, generation);
-        let is_gone = matches!(
-            backing.lookup(&dir, OsStr::from_bytes(&name)),
-            Err(Errno::NOENT)
-        );
-        if is_gone {
-            continue;
-        }
-        if let Err(errno) = outcome {
-            verifier.add_finding(None, None, Fault::Failed(errno));
-        }
-        verified.containers += 1;
-        verified.findings.append(&mut verifier.findings);
-        if verifier.is_dying {
-            dying.push((file, verifier.container));
+            _ => {}
         }
     }
     Ok(())
 }
 
+/// Verifies one container.
 struct Verifier<'a, B: Backing> {
     backing: &'a B,
     /// The directory of the file.
@@ -243,13 +235,31 @@ struct Verifier<'a, B: Backing> {
     is_dying: bool,
 }
 
-/// The file that a finding is about, and the host that wrote it.
+/// A file of a container that is checked, and the host that wrote it.
 struct CheckedFile<'a> {
     file: &'a str,
     host: Option<&'a str>,
 }
 
 impl<B: Backing> Verifier<'_, B> {
+    /// Adds the result for this container to that for all containers. `outcome` is the result of the verification.
+    fn finish(
+        mut self,
+        outcome: Result<()>,
+        file: FileId,
+        verified: &mut Verified,
+        dying: &mut Vec<(FileId, String)>,
+    ) {
+        if let Err(errno) = outcome {
+            self.add_finding(None, None, Fault::Failed(errno));
+        }
+        verified.containers += 1;
+        verified.findings.append(&mut self.findings);
+        if self.is_dying {
+            dying.push((file, self.container));
+        }
+    }
+
     /// Adds a finding about `checked_file`, or about the whole container.
     fn add_finding(
         &mut self,
@@ -284,19 +294,12 @@ impl<B: Backing> Verifier<'_, B> {
 
     /// Verifies the container as that of `file` and `generation`.
     fn verify(&mut self, file: FileId, generation: u32) -> Result<()> {
-        let found = VoteDir::find(self.backing, self.dir, &self.container, "");
-        let Some(Some(votes)) = self.accept_trusted(None, found)? else {
+        let lookup = VoteDir::find(self.backing, self.dir, &self.container, "");
+        let Some(Some(votes)) = self.accept_trusted(None, lookup)? else {
             return Ok(());
         };
         let dir = votes.dir();
-        let checked_file = CheckedFile {
-            file: HEAD,
-            host: None,
-        };
-        let head = head::load(self.backing, dir, file, generation);
-        if let Some(Err(error)) = self.accept_trusted(Some(&checked_file), head)? {
-            self.add_finding(Some(&checked_file), None, Fault::Head(error));
-        }
+        self.verify_head(dir, file, generation)?;
         // The seal is read before the names. All indexes that it counts existed then, so a missing one is a fault.
         let seal = self.load_seal(dir)?;
         let names = votes.names()?;
@@ -310,14 +313,27 @@ impl<B: Backing> Verifier<'_, B> {
             }
         }
         for writer in seal.iter().flat_map(Seal::writers) {
-            let name = writer.index_name();
-            if !names.contains(&name) {
-                let checked_file = CheckedFile {
-                    file: &name,
+            let index_name = writer.index_name();
+            if !names.contains(&index_name) {
+                let index = CheckedFile {
+                    file: &index_name,
                     host: Some(writer.host()),
                 };
-                self.add_finding(Some(&checked_file), None, Fault::Missing);
+                self.add_finding(Some(&index), None, Fault::Missing);
             }
+        }
+        Ok(())
+    }
+
+    /// Verifies the head of the container.
+    fn verify_head(&mut self, dir: &B::Inode, file: FileId, generation: u32) -> Result<()> {
+        let head_file = CheckedFile {
+            file: HEAD,
+            host: None,
+        };
+        let head = head::load(self.backing, dir, file, generation);
+        if let Some(Err(error)) = self.accept_trusted(Some(&head_file), head)? {
+            self.add_finding(Some(&head_file), None, Fault::Head(error));
         }
         Ok(())
     }
@@ -352,27 +368,28 @@ impl<B: Backing> Verifier<'_, B> {
             return Ok(());
         };
         let index = self.backing.open(&inode, Access::Read)?;
-        let (mut offset, mut logs) = (0, None);
+        let mut offset = 0;
+        let mut last_log = None;
         let mut buf = vec![0; INDEX_READ_BYTES];
         loop {
             let count = self.backing.read_at(&index, &mut buf, offset)?;
-            let mut rest = &buf[..count];
-            let before = offset;
-            while let DecodedFrame::Complete(frame, bytes) = Frame::decode(rest) {
+            let mut undecoded = &buf[..count];
+            let read_offset = offset;
+            while let DecodedFrame::Complete(frame, bytes) = Frame::decode(undecoded) {
                 offset += bytes as u64;
-                rest = &rest[bytes..];
+                undecoded = &undecoded[bytes..];
                 if let Change::Written(written) = frame.change {
-                    self.verify_data(dir, writer, &written, &mut logs)?;
+                    self.verify_data(dir, writer, &written, &mut last_log)?;
                 }
             }
-            if offset != before {
+            if offset != read_offset {
                 continue;
             }
+            // No further frame follows.
             let is_short = limit.is_some_and(|limit| offset < limit);
-            let is_damaged = || has_synced_frame_after(self.backing, &index, offset);
-            if is_short || is_damaged()? {
+            if is_short || has_synced_frame_after(self.backing, &index, offset)? {
                 self.add_finding(Some(&checked_file), Some(offset), Fault::Index);
-            } else if !rest.is_empty() {
+            } else if !undecoded.is_empty() {
                 self.add_finding(Some(&checked_file), Some(offset), Fault::Torn);
             }
             return Ok(());
