@@ -1,7 +1,7 @@
 //! Group commit for one file: the appends of several threads are written in batches.
 //!
-//! One thread writes at a time. During its write, the other threads collect their bytes in the next batch, which one of them
-//! then writes with one call.
+//! One thread writes at a time. During its write, the other threads collect their bytes in the next batch, which one of
+//! them then writes with one call.
 //!
 //! Promises
 //! * The bytes of an append that returned follow those appended before, without a gap. A reader that starts at the

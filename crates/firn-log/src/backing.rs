@@ -1,5 +1,5 @@
-//! The log layout as a backing on top of another backing: several hosts can write the same file, because each host appends
-//! its writes to a log of its own.
+//! The log layout as a backing on top of another backing: several hosts can write the same file, because each host
+//! appends its writes to a log of its own.
 //!
 //! Terms
 //! * A *chosen* file is one that the layout logs, by its name. All other files, names and attributes go to the backing
@@ -614,7 +614,8 @@ impl<B: Backing> LogBacking<B> {
         logged.retry_while_lagging(&context, &mut || logged.begin_writing(&context, &plain_len))
     }
 
-    /// Sets the modification time of the plain file after a write by this host, at most once in [`MTIME_UPDATE_INTERVAL`].
+    /// Sets the modification time of the plain file after a write by this host, at most once in
+    /// [`MTIME_UPDATE_INTERVAL`].
     fn update_mtime(&self, file: &LogFile<B>) {
         let Some(descriptor) = &file.logged else {
             return;
@@ -645,8 +646,8 @@ impl<B: Backing> LogBacking<B> {
         Ok(())
     }
 
-    /// Returns the file that the removal of `name` would leave without a name. Returns `None` if the file has other names,
-    /// or if the object cannot be a logged file.
+    /// Returns the file that the removal of `name` would leave without a name. Returns `None` if the file has other
+    /// names, or if the object cannot be a logged file.
     fn find_file_losing_name(
         &self,
         parent: &B::Inode,
@@ -713,8 +714,8 @@ impl<B: Backing> LogBacking<B> {
         self.files.lock().dying.remove(&file.id);
     }
 
-    /// Finishes the removal of a last name, and returns `outcome`, the result of the removal itself. If that is an error,
-    /// the name is still there, and the marks are removed.
+    /// Finishes the removal of a last name, and returns `outcome`, the result of the removal itself. If that is an
+    /// error, the name is still there, and the marks are removed.
     fn finish_removal(
         &self,
         file_losing_name: Option<FileLosingName<B>>,

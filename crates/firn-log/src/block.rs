@@ -223,7 +223,8 @@ impl SpanEncoder {
     }
 }
 
-/// Decodes the spans of a block, each with the position of its frame. Ends with [`DamagedBlock`] at bytes that are no span.
+/// Decodes the spans of a block, each with the position of its frame. Ends with [`DamagedBlock`] at bytes that are no
+/// span.
 pub fn decode_spans(bytes: &[u8]) -> impl Iterator<Item = Result<(u64, Span), DamagedBlock>> {
     let mut undecoded = bytes;
     let mut last_frame = 0;

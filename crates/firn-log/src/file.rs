@@ -5,13 +5,14 @@
 //! * A *generation* is one container, which is a directory with logs and indexes of all hosts. A file gets the next
 //!   generation when a host writes to it while other hosts flatten the newest one.
 //! * A generation is *flat* when all its bytes are in the plain file.
-//! * To *refresh* a file is to list its generations in the backing, and to read what other hosts added to their indexes.
+//! * To *refresh* a file is to list its generations in the backing, and to read what other hosts added to their
+//!   indexes.
 //!
 //! The newest generation is on top of the stack. A read goes down from it to the plain file. Flattening goes up from
 //! the lowest generation.
 //!
-//! Race: another host may flatten and remove a generation at any moment. So an operation that fails first checks whether
-//! the generation is flat or removed. If it is, the operation refreshes the file and begins again, at most
+//! Race: another host may flatten and remove a generation at any moment. So an operation that fails first checks
+//! whether the generation is flat or removed. If it is, the operation refreshes the file and begins again, at most
 //! [`ATTEMPTS_MAX`] times.
 
 use std::ops::Range;
@@ -1197,7 +1198,8 @@ impl<B: Backing> LoggedFile<B> {
 }
 
 impl<B: Backing> Generation<B> {
-    /// Returns the [`Lifecycle`] of this generation, or `None` if it is removed. A later container may have the same name.
+    /// Returns the [`Lifecycle`] of this generation, or `None` if it is removed. A later container may have the same
+    /// name.
     fn lifecycle<'a>(&'a self, context: &LayoutContext<'a, B>) -> Result<Option<Lifecycle<'a, B>>> {
         let lifecycle = context.lifecycle(self.id, &self.container, &self.name)?;
         Ok(lifecycle.filter(|lifecycle| lifecycle.votes().ino() == self.dir))

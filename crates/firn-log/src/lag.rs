@@ -82,7 +82,8 @@ impl LagRetry {
     }
 }
 
-/// Returns whether a lag of the backing may have caused an error. Some servers (MooseFS) return EINVAL for a removed file.
+/// Returns whether a lag of the backing may have caused an error. Some servers (MooseFS) return EINVAL for a removed
+/// file.
 fn may_come_from_lag(error: Errno) -> bool {
     is_gone(error) || matches!(error, Errno::IO | Errno::INVAL)
 }

@@ -1,9 +1,9 @@
 //! Resolves a file: finds which change gave each byte its value, from the changes of all hosts.
 //!
-//! Order of changes. Changes are ordered by [`ChangeKey`]: by epoch, then by writer, then by position in the writer's index.
-//! A host that opens or syncs the file takes an epoch larger than all that it has read. So its later writes are newer
-//! than all changes published before, as MPI-IO demands for sync, barrier, sync. Changes that did not know of each other
-//! have an order too. It is the same for all readers and for the flat file.
+//! Order of changes. Changes are ordered by [`ChangeKey`]: by epoch, then by writer, then by position in the writer's
+//! index. A host that opens or syncs the file takes an epoch larger than all that it has read. So its later writes are
+//! newer than all changes published before, as MPI-IO demands for sync, barrier, sync. Changes that did not know of
+//! each other have an order too. It is the same for all readers and for the flat file.
 //!
 //! Cuts. A cut has no place in that order. It hides the bytes beyond its length, but only those of changes that its
 //! host had seen ([`crate::cut`]). A change that its host had not seen counts, whatever its key is.

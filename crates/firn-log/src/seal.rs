@@ -242,7 +242,7 @@ pub struct Lifecycle<'a, B: Backing> {
 }
 
 impl<'a, B: Backing> Lifecycle<'a, B> {
-    /// Opens the ballot of the container `name` in the directory `file_dir`. Returns `None` if the container is removed.
+    /// Opens the container `name` in the directory `file_dir`. Returns `None` if the container is removed.
     pub fn open(
         backing: &'a B,
         container: &'a Container<B>,

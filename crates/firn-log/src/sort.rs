@@ -1,4 +1,5 @@
-//! Makes tables from the frames of an index, and merges small tables into larger ones (as a log-structured merge tree does).
+//! Makes tables from the frames of an index, and merges small tables into larger ones (as a log-structured merge tree
+//! does).
 //!
 //! A host sorts a part of its index before the part becomes too long for the memory of other hosts. It sorts the rest
 //! when it ends writing. Tables of like size are then merged. So an index of any length is sorted with little memory.

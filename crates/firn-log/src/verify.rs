@@ -235,6 +235,13 @@ struct Verifier<'a, B: Backing> {
     is_dying: bool,
 }
 
+/// An open log of a container.
+struct OpenLog<B: Backing> {
+    /// Number of the log among the writer's logs.
+    number: u32,
+    file: B::File,
+}
+
 /// A file of a container that is checked, and the host that wrote it.
 struct CheckedFile<'a> {
     file: &'a str,
@@ -396,41 +403,47 @@ impl<B: Backing> Verifier<'_, B> {
         }
     }
 
-    /// Compares the bytes of a frame with their checksums. `open` caches the log that was opened last.
+    /// Compares the bytes of a frame with their checksums. `last_log` caches the log that was opened last.
     fn verify_data(
         &mut self,
         dir: &B::Inode,
         writer: &Writer,
         written: &Written,
-        open: &mut Option<(u32, B::File)>,
+        last_log: &mut Option<OpenLog<B>>,
     ) -> Result<()> {
         let name = writer.log_name(written.log);
         let checked_file = CheckedFile {
             file: &name,
             host: Some(writer.host()),
         };
-        if open.as_ref().is_none_or(|(log, _)| *log != written.log) {
+        let is_open = last_log
+            .as_ref()
+            .is_some_and(|log| log.number == written.log);
+        if !is_open {
+            *last_log = None;
             let lookup = own::find_file(self.backing, dir, &name);
-            *open = match self.accept_trusted(Some(&checked_file), lookup)?.flatten() {
-                Some(inode) => Some((written.log, self.backing.open(&inode, Access::Read)?)),
-                None => None,
-            };
+            if let Some(Some(inode)) = self.accept_trusted(Some(&checked_file), lookup)? {
+                *last_log = Some(OpenLog {
+                    number: written.log,
+                    file: self.backing.open(&inode, Access::Read)?,
+                });
+            }
         }
-        let bytes = written.bytes();
+        let written_bytes = written.bytes();
         for (block, checksum) in written.checksums.iter().enumerate() {
-            let start = block as u64 * CHECKED_BYTES;
-            let offset = written.position + start;
-            let mut data = vec![0; CHECKED_BYTES.min(bytes - start) as usize];
-            let is_read = match &open {
+            let block_start = block as u64 * CHECKED_BYTES;
+            let position = written.position + block_start;
+            let mut bytes = vec![0; CHECKED_BYTES.min(written_bytes - block_start) as usize];
+            let is_read = match last_log {
                 None => false,
-                Some((_, log)) => match read_exact(self.backing, log, &mut data, offset) {
+                Some(log) => match read_exact(self.backing, &log.file, &mut bytes, position) {
                     Ok(()) => true,
                     Err(Errno::IO) => false,
                     Err(error) => return Err(error),
                 },
             };
-            if !is_read || crc32c::crc32c(&data) != *checksum {
-                self.add_finding(Some(&checked_file), Some(offset), Fault::Data);
+            if !is_read || crc32c::crc32c(&bytes) != *checksum {
+                self.add_finding(Some(&checked_file), Some(position), Fault::Data);
             }
         }
         Ok(())

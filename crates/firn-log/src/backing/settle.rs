@@ -2,13 +2,13 @@
 //!
 //! Terms
 //! * To *flatten* a file is to copy the bytes in its containers to the plain file, and to remove the containers.
-//! * To *publish* this host's logs of a file is to make its writes visible to other hosts, and to end its registration as
-//!   a writer. A file is flattened only when no host is registered.
-//! * To *settle* a file is to publish this host's logs, and then to flatten the file, or to remove its containers if the
-//!   file was removed.
+//! * To *publish* this host's logs of a file is to make its writes visible to other hosts, and to end its registration
+//!   as a writer. A file is flattened only when no host is registered.
+//! * To *settle* a file is to publish this host's logs, and then to flatten the file, or to remove its containers if
+//!   the file was removed.
 //!
-//! Files are queued in [`SettleQueue`] when their last writer on this host closes them. [`LogBacking::settle`] settles the
-//! queued files as far as other hosts allow. Files that are not flat afterwards stay in the queue.
+//! Files are queued in [`SettleQueue`] when their last writer on this host closes them. [`LogBacking::settle`] settles
+//! the queued files as far as other hosts allow. Files that are not flat afterwards stay in the queue.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ffi::OsStr;
@@ -46,8 +46,8 @@ const FLATTEN_BATCH: usize = 64;
 /// Dead hosts, with the time at which each last changed its host directory. A new time shows a later life of the host.
 pub(super) type DeadHosts = BTreeMap<String, Time>;
 
-/// Maximum number of salvages of one file. More than one may be needed: a salvage may rely on a table that is found damaged
-/// only by the next attempt to flatten the file.
+/// Maximum number of salvages of one file. More than one may be needed: a salvage may rely on a table that is found
+/// damaged only by the next attempt to flatten the file.
 const SALVAGES_MAX: usize = 3;
 
 /// Maximum number of walks through the directories for files in logs. A walk is repeated if it missed a file.
@@ -195,8 +195,8 @@ struct WalkedFile<'a, B: Backing> {
 }
 
 impl<B: Backing> LogBacking<B> {
-    /// Settles the queued files as far as other hosts allow. Returns the numbers of files that are left in logs. They stay
-    /// in the queue.
+    /// Settles the queued files as far as other hosts allow. Returns the numbers of files that are left in logs. They
+    /// stay in the queue.
     pub fn settle(&self) -> Left {
         let mut queued_files = self.settle_queue.remove_all();
         // Hosts that flatten files of one lane at the same time wait for each other's syncs.
@@ -319,8 +319,8 @@ impl<B: Backing> LogBacking<B> {
         self.below.facts(inode).lane != own_lane
     }
 
-    /// Flattens the files at or below `search_root`, and gives up parts of logs that are damaged. The losses are reported to
-    /// `report`.
+    /// Flattens the files at or below `search_root`, and gives up parts of logs that are damaged. The losses are
+    /// reported to `report`.
     pub fn flatten_with_loss(
         &self,
         search_root: &LogInode<B>,
@@ -334,8 +334,8 @@ impl<B: Backing> LogBacking<B> {
         Ok(left)
     }
 
-    /// Flattens a file. After an error that damage may have caused, it salvages the file, which gives up the damaged parts,
-    /// and tries again.
+    /// Flattens a file. After an error that damage may have caused, it salvages the file, which gives up the damaged
+    /// parts, and tries again.
     fn flatten_damaged(
         &self,
         walked: &WalkedFile<'_, B>,
@@ -542,10 +542,11 @@ impl<B: Backing> LogBacking<B> {
         file.retry_while_lagging(&context, &mut || file.end_writing(&context))
     }
 
-    /// Settles a file: publishes this host's logs, and then removes the containers if the file was removed, or flattens the
-    /// file if the mount does so when a file is closed.
+    /// Settles a file: publishes this host's logs, and then removes the containers if the file was removed, or flattens
+    /// the file if the mount does so when a file is closed.
     ///
-    /// Returns [`Flattened::NotDue`] if a program of this host still uses the file, or if the mount keeps files in logs.
+    /// Returns [`Flattened::NotDue`] if a program of this host still uses the file, or if the mount keeps files in
+    /// logs.
     fn settle_file(&self, file: &Arc<LoggedFile<B>>, inode: &B::Inode) -> Result<Flattened> {
         if file.has_local_writer.load(Ordering::Acquire) {
             return Ok(Flattened::NotDue);

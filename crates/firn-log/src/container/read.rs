@@ -213,8 +213,8 @@ fn is_near<B: Backing>(group: &[LogPiece<'_, B>], piece: &LogPiece<'_, B>) -> bo
 impl<B: Backing> Container<B> {
     /// Reads from `offset` until `buf` is full or the file ends, and returns the number of bytes read.
     ///
-    /// `read_plain` reads the plain file below the container. It fills a buffer from an offset and returns the number of
-    /// bytes read.
+    /// `read_plain` reads the plain file below the container. It fills a buffer from an offset and returns the number
+    /// of bytes read.
     pub fn read(
         &self,
         backing: &B,
@@ -253,8 +253,8 @@ impl<B: Backing> Container<B> {
         }
     }
 
-    /// Finds where the bytes of `range` lie, until `located` is full. `locate_plain` does the same for a range of the plain
-    /// file below the container.
+    /// Finds where the bytes of `range` lie, until `located` is full. `locate_plain` does the same for a range of the
+    /// plain file below the container.
     pub(crate) fn locate(
         &self,
         backing: &B,
@@ -291,8 +291,8 @@ impl<B: Backing> Container<B> {
         }
     }
 
-    /// Lists where the bytes of `range` lie in the log of a change, from `position` on. Goes block by block: some blocks
-    /// are lost, and others must be checked first.
+    /// Lists where the bytes of `range` lie in the log of a change, from `position` on. Goes block by block: some
+    /// blocks are lost, and others must be checked first.
     fn locate_in_log(
         &self,
         backing: &B,
@@ -622,8 +622,8 @@ impl<B: Backing> Container<B> {
         }
     }
 
-    /// Returns the parts of a segment whose blocks are damaged, if the segment lies in a log. Blocks in `known_lost` are
-    /// taken as damaged without a read. Fails if the backing fails.
+    /// Returns the parts of a segment whose blocks are damaged, if the segment lies in a log. Blocks in `known_lost`
+    /// are taken as damaged without a read. Fails if the backing fails.
     pub(crate) fn find_unreadable(
         &self,
         backing: &B,

@@ -154,8 +154,8 @@ impl<B: Backing> Container<B> {
         self.update_len(backing)
     }
 
-    /// Returns the writers of all indexes, by the names of the indexes. An index that the seal names is included even if
-    /// its file is gone, so that its absence is noticed.
+    /// Returns the writers of all indexes, by the names of the indexes. An index that the seal names is included even
+    /// if its file is gone, so that its absence is noticed.
     fn writers_to_read(&self, names: &[&[u8]]) -> BTreeMap<String, Writer> {
         let mut writers = BTreeMap::new();
         for name in names {
@@ -302,7 +302,8 @@ impl<B: Backing> Container<B> {
         }
     }
 
-    /// Returns the table of a part of an index, which may be in use already. Returns `None` if it is rejected or damaged.
+    /// Returns the table of a part of an index, which may be in use already. Returns `None` if it is rejected or
+    /// damaged.
     fn find_or_open_table(
         &self,
         backing: &B,

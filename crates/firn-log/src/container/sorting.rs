@@ -1,12 +1,13 @@
 //! Sorts the indexes of a container: makes tables of their unsorted parts.
 //!
 //! Terms
-//! * An *index* lists the changes that one writer made to the container's file, in the order in which they were written.
+//! * An *index* lists the changes that one writer made to the container's file, in the order in which they were
+//!   written.
 //! * A *table* is a file with the changes of one part of an index, sorted by file offset.
 //! * To *merge* is to make one table of several that cover adjacent parts of an index.
 //!
-//! Sorting only makes reads faster and saves memory. If it fails, readers use the unsorted part, which stays in memory. So
-//! callers get no error.
+//! Sorting only makes reads faster and saves memory. If it fails, readers use the unsorted part, which stays in memory.
+//! So callers get no error.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -115,8 +116,8 @@ impl<B: Backing> Container<B> {
 
     /// Sorts and merges this host's own index after the host has ended writing.
     ///
-    /// Sorts the unsorted part only if it has enough bytes to slow readers down. Failures are logged: then readers use the
-    /// tables that exist.
+    /// Sorts the unsorted part only if it has enough bytes to slow readers down. Failures are logged: then readers use
+    /// the tables that exist.
     pub fn finish_own_index(&self, backing: &B) {
         let Some(own_log) = self.existing_own_log() else {
             return;
