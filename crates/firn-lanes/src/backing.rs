@@ -1,6 +1,6 @@
 //! The backing that the engine sees: all lanes and the primary as one file system.
 //!
-//! Calls about names go to the primary. Calls about data go to the *holder* of the file, which is the lane of a placed
+//! Calls about names go to the primary. Calls about data go to the *data backing* of the file: the lane of a placed
 //! file, and the primary for every other file.
 
 use std::os::fd::OwnedFd;
@@ -15,7 +15,7 @@ use firn_backing::{
 use super::*;
 use crate::create::{FinalName, NewFile};
 
-/// Calls the holder of an object: the primary, or a lane for the data of a placed file.
+/// Calls the data backing of an object: the primary, or a lane for the data of a placed file.
 macro_rules! data_backing {
     ($self:ident, |$backing:ident| $call:expr) => {{
         let $backing = &$self.primary;
@@ -31,7 +31,7 @@ macro_rules! data_backing {
     }};
 }
 
-/// Calls the holder of a file as `data_backing!` does, and records the time of the call for the lane.
+/// Calls the data backing of a file as `data_backing!` does, and records the time of the call for the lane.
 macro_rules! recorded {
     ($self:ident, file $file:ident, |$backing:ident| $call:expr) => {
         $self.call_data_backing($file, CallKind::Data, |$backing| {
@@ -344,7 +344,7 @@ impl<B: Backing> Attributes for Lanes<B> {
 
 impl<B: Backing> Files for Lanes<B> {
     forward!(recorded: resize allocate);
-    // Each file has one holder, so all hosts use the same locks.
+    // Each file has one data backing, so all hosts use the same locks.
     forward!(data_backing: seek advise lock);
 
     /// Returns no descriptor for [`DescriptorUse::Keeping`] of a placed file: the file consists of two objects, and one
