@@ -1,6 +1,6 @@
 //! The backing that the engine sees: all lanes and the primary as one file system.
 //!
-//! Calls about names go to the primary. Calls about data go to the *holder* of the file, which is the lane of a placed
+//! Calls about names go to the primary. Calls about data go to the *data backing* of the file: the lane of a placed
 //! file, and the primary for every other file.
 
 use std::os::fd::OwnedFd;
@@ -13,28 +13,28 @@ use firn_backing::{
 };
 
 use super::*;
-use crate::create::{NewFile, PlaceByName};
+use crate::create::{FinalName, NewFile};
 
-/// Calls the holder of an object: the primary, or a lane for the data of a placed file.
-macro_rules! holder {
-    ($self:ident, |$holder:ident| $call:expr) => {{
-        let $holder = &$self.primary;
+/// Calls the data backing of an object: the primary, or a lane for the data of a placed file.
+macro_rules! data_backing {
+    ($self:ident, |$backing:ident| $call:expr) => {{
+        let $backing = &$self.primary;
         $call
     }};
-    ($self:ident, inode $inode:ident, |$holder:ident| $call:expr) => {{
-        let ($holder, $inode) = $self.holder_of($inode);
+    ($self:ident, inode $inode:ident, |$backing:ident| $call:expr) => {{
+        let ($backing, $inode) = $self.data_object($inode);
         $call
     }};
-    ($self:ident, file $file:ident, |$holder:ident| $call:expr) => {{
-        let ($holder, $file) = ($self.holder_of_file($file), &$file.file);
+    ($self:ident, file $file:ident, |$backing:ident| $call:expr) => {{
+        let ($backing, $file) = ($self.data_backing($file), &$file.file);
         $call
     }};
 }
 
-/// Calls the holder of a file as `holder!` does, and records the time of the call for the lane.
+/// Calls the data backing of a file as `data_backing!` does, and records the time of the call for the lane.
 macro_rules! recorded {
-    ($self:ident, file $file:ident, |$holder:ident| $call:expr) => {
-        $self.call_holder($file, Call::Data, |$holder| {
+    ($self:ident, file $file:ident, |$backing:ident| $call:expr) => {
+        $self.call_data_backing($file, CallKind::Data, |$backing| {
             let $file = &$file.file;
             $call
         })
@@ -59,25 +59,28 @@ impl<B: Backing> Volume for Lanes<B> {
         }
     }
 
-    /// Returns the room of all lanes together, and the inodes of the primary. Lanes on one file system count once.
+    /// Returns the space of all lanes together, and the inodes of the primary. Lanes on one file system count once.
     fn statfs(&self) -> Result<StatFs> {
-        let mut sum = self.primary.statfs()?;
-        let mut devices = Vec::new();
-        let unit = sum.block_size.max(1);
-        (sum.blocks, sum.blocks_free, sum.blocks_available) = (0, 0, 0);
+        let mut total = self.primary.statfs()?;
+        let block_size = total.block_size.max(1);
+        total.blocks = 0;
+        total.blocks_free = 0;
+        total.blocks_available = 0;
+        let mut counted_devices = Vec::new();
         for lane in &self.setup.lanes {
             let device = lane.backing.attr(&lane.backing.root())?.dev;
-            if devices.contains(&device) {
+            if counted_devices.contains(&device) {
                 continue;
             }
-            devices.push(device);
-            let lane_statfs = lane.backing.statfs()?;
-            let blocks = |count: u64| count.saturating_mul(lane_statfs.block_size) / unit;
-            sum.blocks += blocks(lane_statfs.blocks);
-            sum.blocks_free += blocks(lane_statfs.blocks_free);
-            sum.blocks_available += blocks(lane_statfs.blocks_available);
+            counted_devices.push(device);
+            let statfs = lane.backing.statfs()?;
+            // Lanes may have blocks of another size than the primary.
+            let in_own_blocks = |count: u64| count.saturating_mul(statfs.block_size) / block_size;
+            total.blocks += in_own_blocks(statfs.blocks);
+            total.blocks_free += in_own_blocks(statfs.blocks_free);
+            total.blocks_available += in_own_blocks(statfs.blocks_available);
         }
-        Ok(sum)
+        Ok(total)
     }
 
     fn sync_scope(&self, scope: SyncScope<'_, LanesInode<B>>) -> Result<()> {
@@ -129,34 +132,37 @@ impl<B: Backing> Names for Lanes<B> {
         placing: Placing<'_, LanesInode<B>>,
     ) -> Result<Created<Self>> {
         let dir = parent.in_primary();
-        let new = NewFile {
+        let new_file = NewFile {
             caller,
             parent: dir,
             name,
             mode,
         };
         let Some(rule) = &self.setup.rule else {
-            return self.create_in_primary(parent, &new);
+            return self.create_in_primary(parent, &new_file);
         };
         let (final_parent, final_name) = match placing {
             Placing::ByName if parent.position().region.takes_placed_files() => (parent, name),
             Placing::Named { parent, name } => (parent, name),
-            Placing::Turn(turn) => return self.create_by_turn(rule, turn, &new),
+            Placing::Turn(turn) => return self.create_by_turn(rule, turn, &new_file),
             Placing::Beside(LanesInode::Placed(placed)) if placed.lane < rule.lane_count() => {
-                return self.create_in_lane(placed.lane, &new);
+                return self.create_in_lane(placed.lane, &new_file);
             }
-            Placing::ByName | Placing::Beside(_) => return self.create_in_primary(parent, &new),
+            Placing::ByName | Placing::Beside(_) => {
+                return self.create_in_primary(parent, &new_file);
+            }
         };
-        // Only the kernel can apply a default ACL to a new file, and only in the directory in which the file is created.
+        // Only the kernel can apply a default ACL to a new file, and only in the directory in which the file is
+        // created.
         if self.primary.has_default_acl(dir) {
-            return self.create_in_primary(parent, &new);
+            return self.create_in_primary(parent, &new_file);
         }
-        let place = PlaceByName {
+        let final_name = FinalName {
             parent: final_parent.in_primary(),
             numbers: final_parent.position().numbers,
             name: final_name,
         };
-        self.create_by_name(rule, &place, &new)
+        self.create_by_name(rule, &final_name, &new_file)
     }
 
     fn make(
@@ -172,12 +178,11 @@ impl<B: Backing> Names for Lanes<B> {
             let (inode, _, attr) = self.create(caller, parent, name, mode & !libc::S_IFMT)?;
             return Ok((inode, attr));
         }
-        let made = self.primary.make(caller, parent.in_primary(), name, kind);
-        let (inode, attr) = made?;
+        let (inode, attr) = self.primary.make(caller, parent.in_primary(), name, kind)?;
         if let NewKind::Dir { .. } = kind
             && let Some(rule) = &self.setup.rule
         {
-            rule.note_new_dir(attr.ino);
+            rule.record_new_dir(attr.ino);
         }
         Ok((parent.child_inode(name, inode), attr))
     }
@@ -196,11 +201,13 @@ impl<B: Backing> Names for Lanes<B> {
 
     fn remove(&self, parent: &LanesInode<B>, name: &OsStr, what: Remove) -> Result<()> {
         let parent = parent.in_primary();
-        let pending = match what {
-            Remove::Dir => return self.primary.remove(parent, name, what),
-            Remove::NonDir => self.prepare_unlink(parent, name)?,
-        };
-        self.run_unlink(pending, parent, || self.primary.remove(parent, name, what))
+        if what == Remove::Dir {
+            return self.primary.remove(parent, name, what);
+        }
+        let pending_unlink = self.prepare_unlink(parent, name)?;
+        self.run_unlink(pending_unlink, parent, || {
+            self.primary.remove(parent, name, what)
+        })
     }
 
     fn rename(
@@ -256,11 +263,11 @@ impl<B: Backing> Names for Lanes<B> {
     ) -> Result<()> {
         // A link may be the link of a placed file, so the listing returns no kind for links. A caller that needs the
         // kind looks up the name.
-        let mut shown = |entry: DirEntry<'_>| {
+        let mut hide_links = |entry: DirEntry<'_>| {
             let kind = entry.kind.filter(|kind| *kind != Kind::Symlink);
             sink(DirEntry { kind, ..entry })
         };
-        self.primary.read_dir(dir, cookie, &mut shown)
+        self.primary.read_dir(dir, cookie, &mut hide_links)
     }
 }
 
@@ -269,8 +276,9 @@ impl<B: Backing> Attributes for Lanes<B> {
         match target {
             Target::Inode(inode) => {
                 if freshness == Freshness::Current {
-                    let (holder, object) = self.holder_of(inode);
-                    holder.stat(Target::Inode(object), freshness)?;
+                    // Makes the client ask the server, so that the calls below return its attributes.
+                    let (backing, object) = self.data_object(inode);
+                    backing.stat(Target::Inode(object), freshness)?;
                 }
                 match inode {
                     LanesInode::Primary(inode, _) => self.primary.attr(inode),
@@ -279,14 +287,15 @@ impl<B: Backing> Attributes for Lanes<B> {
             }
             Target::File(file) => {
                 if freshness == Freshness::Current {
-                    let holder = self.holder_of_file(file);
-                    holder.stat(Target::File(&file.file), freshness)?;
+                    let backing = self.data_backing(file);
+                    backing.stat(Target::File(&file.file), freshness)?;
                 }
-                let attr =
-                    self.call_holder(file, Call::Name, |holder| holder.attr_of_file(&file.file))?;
+                let file_attr = self.call_data_backing(file, CallKind::Name, |backing| {
+                    backing.attr_of_file(&file.file)
+                })?;
                 match &file.placed {
-                    None => Ok(attr),
-                    Some(placed) => Ok(placed_attr(&self.attr_of_link(placed)?, &attr)),
+                    None => Ok(file_attr),
+                    Some(placed) => Ok(placed_attr(&self.attr_of_link(placed)?, &file_attr)),
                 }
             }
         }
@@ -300,8 +309,8 @@ impl<B: Backing> Attributes for Lanes<B> {
             }
             _ => {}
         }
-        let (holder, object) = self.holder_of(inode);
-        holder.set_attr(object, change)?;
+        let (backing, object) = self.data_object(inode);
+        backing.set_attr(object, change)?;
         match (inode, change) {
             // The link gets the same owner, for tools that list the primary.
             (LanesInode::Placed(placed), AttrChange::Owner { .. }) => {
@@ -315,27 +324,28 @@ impl<B: Backing> Attributes for Lanes<B> {
         if is_hidden(inode, name) {
             return Err(Errno::NODATA);
         }
-        let (holder, inode) = self.holder_of(inode);
-        holder.get_xattr(inode, name)
+        let (backing, object) = self.data_object(inode);
+        backing.get_xattr(object, name)
     }
 
     fn list_xattr(&self, inode: &LanesInode<B>) -> Result<Vec<u8>> {
-        let (holder, object) = self.holder_of(inode);
-        let names = holder.list_xattr(object)?;
-        if !matches!(inode, LanesInode::Placed(_)) {
-            return Ok(names);
+        let (backing, object) = self.data_object(inode);
+        let names = backing.list_xattr(object)?;
+        let mut shown_names = Vec::new();
+        for name in names.split_inclusive(|&byte| byte == 0) {
+            let without_end = OsStr::from_bytes(name.strip_suffix(b"\0").unwrap_or(name));
+            if !is_hidden(inode, without_end) {
+                shown_names.extend_from_slice(name);
+            }
         }
-        let shown = names
-            .split_inclusive(|&byte| byte == 0)
-            .filter(|name| name.strip_suffix(b"\0") != Some(XATTR.as_bytes()));
-        Ok(shown.collect::<Vec<_>>().concat())
+        Ok(shown_names)
     }
 }
 
 impl<B: Backing> Files for Lanes<B> {
     forward!(recorded: resize allocate);
-    // Each file has one holder, so all hosts use the same locks.
-    forward!(holder: seek advise lock);
+    // Each file has one data backing, so all hosts use the same locks.
+    forward!(data_backing: seek advise lock);
 
     /// Returns no descriptor for [`DescriptorUse::Keeping`] of a placed file: the file consists of two objects, and one
     /// descriptor does not lead to both.
@@ -343,7 +353,7 @@ impl<B: Backing> Files for Lanes<B> {
         if purpose == DescriptorUse::Keeping && file.placed.is_some() {
             return None;
         }
-        self.holder_of_file(file).descriptor(&file.file, purpose)
+        self.data_backing(file).descriptor(&file.file, purpose)
     }
 
     fn adopt(&self, descriptor: OwnedFd) -> Result<AdoptedBy<Self>> {
@@ -355,52 +365,52 @@ impl<B: Backing> Files for Lanes<B> {
     }
 
     fn open(&self, inode: &LanesInode<B>, access: Access) -> Result<LanesFile<B>> {
-        let (holder, object) = self.holder_of(inode);
+        let (backing, object) = self.data_object(inode);
         let placed = match inode {
             LanesInode::Primary(..) => None,
             LanesInode::Placed(placed) => Some(Arc::clone(placed)),
         };
         let file = match &placed {
-            None => holder.open(object, access)?,
+            None => backing.open(object, access)?,
             Some(placed) => self
                 .lane(placed)
-                .call(Call::Name, |lane| lane.open(object, access))?,
+                .call(CallKind::Name, |lane| lane.open(object, access))?,
         };
         Ok(LanesFile { file, placed })
     }
 
     fn read_at(&self, file: &LanesFile<B>, buf: &mut [u8], offset: u64) -> Result<usize> {
-        self.call_holder(file, Call::Data, |holder| {
-            holder.read_at(&file.file, buf, offset)
+        self.call_data_backing(file, CallKind::Data, |backing| {
+            backing.read_at(&file.file, buf, offset)
         })
     }
 
     fn write_parts(&self, file: &LanesFile<B>, parts: &[DataPart<'_>]) -> Result<u64> {
         if file.placed.is_some() {
-            // Recorded before the write: if the lane is full, the required room depends on the length of this file.
+            // Recorded before the write: if the lane is full, the required space depends on the length of this file.
             let end = parts.iter().map(|part| part.offset + part.len()).max();
             self.longest.fetch_max(end.unwrap_or(0), Ordering::Relaxed);
         }
         let write = || {
-            self.call_holder(file, Call::Data, |holder| {
-                holder.write_parts(&file.file, parts)
+            self.call_data_backing(file, CallKind::Data, |backing| {
+                backing.write_parts(&file.file, parts)
             })
         };
-        let written = match write() {
-            // Removed files may still occupy room in the lane.
+        let outcome = match write() {
+            // Removed files may still occupy space in the lane.
             Err(Errno::NOSPC) if self.has_removals() => {
                 self.finish_removals()?;
                 write()
             }
-            result => result,
+            outcome => outcome,
         };
-        let count = written?;
+        let written_bytes = outcome?;
         if let Some(placed) = &file.placed {
             let lane = self.lane(placed);
-            lane.progress.count_bytes(count);
-            lane.note_written(self.usual_room());
+            lane.health.count_bytes(written_bytes);
+            lane.check_space_after_write(self.min_free_bytes());
         }
-        Ok(count)
+        Ok(written_bytes)
     }
 
     fn copy_range(
@@ -411,36 +421,38 @@ impl<B: Backing> Files for Lanes<B> {
         to_offset: u64,
         len: u64,
     ) -> Result<u64> {
-        let lane = |file: &LanesFile<B>| file.placed.as_ref().map(|placed| placed.lane);
-        if lane(from) == lane(to) {
-            return self.call_holder(from, Call::Data, |holder| {
-                holder.copy_range(&from.file, from_offset, &to.file, to_offset, len)
+        // `None` stands for the primary.
+        let lane_of = |file: &LanesFile<B>| file.placed.as_ref().map(|placed| placed.lane);
+        if lane_of(from) == lane_of(to) {
+            return self.call_data_backing(from, CallKind::Data, |backing| {
+                backing.copy_range(&from.file, from_offset, &to.file, to_offset, len)
             });
         }
         copy_through_memory(self, from, from_offset, to, to_offset, len)
     }
 
     fn sync(&self, file: &LanesFile<B>, data_only: bool) -> Result<()> {
-        self.call_holder(file, Call::Sync, |holder| {
-            holder.sync(&file.file, data_only)
+        self.call_data_backing(file, CallKind::Sync, |backing| {
+            backing.sync(&file.file, data_only)
         })
     }
 }
 
 impl<B: Backing> Sharing for Lanes<B> {
-    forward!(holder: kernel_reads locate note_use level_max);
+    forward!(data_backing: kernel_reads locate note_use level_max);
 }
 
 impl<B: Backing> Placement for Lanes<B> {
     fn facts(&self, inode: &LanesInode<B>) -> Facts {
+        // The number after those of all lanes stands for the primary.
         let lane = match inode {
             LanesInode::Primary(..) => self.setup.lanes.len(),
             LanesInode::Placed(placed) => placed.lane,
         };
-        let (holder, object) = self.holder_of(inode);
+        let (backing, object) = self.data_object(inode);
         Facts {
             lane: LaneIndex::new(lane as u16),
-            ..holder.facts(object)
+            ..backing.facts(object)
         }
     }
 
@@ -458,11 +470,13 @@ impl<B: Backing> Lanes<B> {
             let mut threads = Vec::new();
             for lane in &self.setup.lanes {
                 let thread =
-                    Builder::new().spawn_scoped(scope, move || lane.call(Call::Sync, sync));
+                    Builder::new().spawn_scoped(scope, move || lane.call(CallKind::Sync, sync));
                 threads.push(thread.map_err(|_| Errno::AGAIN)?);
             }
-            let mut results = threads.into_iter().map(|thread| thread.join());
-            results.try_for_each(|result| result.expect("a sync does not panic"))
+            for thread in threads {
+                thread.join().expect("a sync does not panic")?;
+            }
+            Ok(())
         })
     }
 }

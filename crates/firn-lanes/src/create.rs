@@ -21,7 +21,7 @@ use firn_workers::{Class, Topic};
 use super::*;
 use crate::removal::PendingRemoval;
 use crate::rule::Reason;
-use crate::state::Call;
+use crate::state::CallKind;
 
 /// Maximum number of bytes of a file's name that its entry in the lane repeats, so that a listing of the lane is
 /// readable.
@@ -46,11 +46,18 @@ pub(crate) struct NewFile<'a, B: Backing> {
 
 /// The directory and the name by which the rule chooses a lane. They are the final ones: a transaction creates a file
 /// elsewhere and renames it to them.
-pub(crate) struct PlaceByName<'a, B: Backing> {
+pub(crate) struct FinalName<'a, B: Backing> {
     pub(crate) parent: &'a B::Inode,
     /// Sum of the numbers in the path of the directory.
     pub(crate) numbers: u64,
     pub(crate) name: &'a OsStr,
+}
+
+/// The owner of a new file.
+struct NewFileOwner {
+    /// Inode number of the directory in which the file is created.
+    dir_ino: u64,
+    owner: Caller,
 }
 
 /// The lanes that are allowed for a file.
@@ -73,13 +80,13 @@ struct FileInLane<B: Backing> {
 enum CreateError {
     /// The lane failed. Another lane may succeed.
     Lane(Errno),
-    /// The lane was full, and still has less room than a new file must have: this number of bytes.
-    Short(u64),
+    /// The lane was full, and still has less space than a new file must have: this number of bytes.
+    TooLittleSpace(u64),
     /// The error concerns the name, the primary or the caller.
     Other(Errno),
 }
 
-type MakeResult<B> = std::result::Result<FileInLane<B>, CreateError>;
+type CreateResult<B> = std::result::Result<FileInLane<B>, CreateError>;
 
 /// The creation of a file in one lane. It may continue while another lane is tried.
 struct Attempt<B: Backing> {
@@ -94,28 +101,54 @@ struct Attempt<B: Backing> {
     is_creation_finished: Arc<AtomicBool>,
 }
 
-/// The attempts to create one file. Each attempt sends its result with the index of its lane.
+/// An attempt that has created its file.
+struct SuccessfulAttempt<B: Backing> {
+    attempt: Attempt<B>,
+    file: FileInLane<B>,
+}
+
+/// The result of an attempt, as its thread sends it.
+struct AttemptResult<B: Backing> {
+    /// Index of the lane.
+    lane: usize,
+    result: CreateResult<B>,
+}
+
+/// A full lane with less space than a new file must have.
+struct FullLane {
+    /// Index of the lane.
+    lane: usize,
+    free_bytes: u64,
+}
+
+/// The attempts to create one file.
 struct Attempts<B: Backing> {
     /// Attempts whose results have not been received.
-    under_way: Vec<Attempt<B>>,
-    sender: mpsc::Sender<(usize, MakeResult<B>)>,
-    receiver: mpsc::Receiver<(usize, MakeResult<B>)>,
-    /// Lanes with less room than a new file must have, and that room in bytes.
-    short: Vec<(usize, u64)>,
+    in_progress: Vec<Attempt<B>>,
+    sender: mpsc::Sender<AttemptResult<B>>,
+    receiver: mpsc::Receiver<AttemptResult<B>>,
+    full_lanes: Vec<FullLane>,
     /// The first error of a lane.
-    failed: Option<Errno>,
+    first_error: Option<Errno>,
 }
 
 impl<B: Backing> Default for Attempts<B> {
     fn default() -> Self {
         let (sender, receiver) = mpsc::channel();
         Self {
-            under_way: Vec::new(),
+            in_progress: Vec::new(),
             sender,
             receiver,
-            short: Vec::new(),
-            failed: None,
+            full_lanes: Vec::new(),
+            first_error: None,
         }
+    }
+}
+
+impl<B: Backing> Attempts<B> {
+    /// Returns the error of a creation that has failed on all lanes.
+    fn error(&self) -> Errno {
+        self.first_error.unwrap_or(Errno::IO)
     }
 }
 
@@ -133,32 +166,33 @@ impl<B: Backing> Lanes<B> {
     pub(crate) fn create_by_name(
         &self,
         rule: &Rule,
-        place: &PlaceByName<'_, B>,
-        new: &NewFile<'_, B>,
+        final_name: &FinalName<'_, B>,
+        new_file: &NewFile<'_, B>,
     ) -> Result<Created<B>> {
-        let (made_in, owner) = self.owner_in(new.parent, new.caller)?;
+        let NewFileOwner { dir_ino, owner } = self.owner_of_new_file(new_file)?;
         // Outside transactions the file is created in the directory of its name.
-        let dir = if std::ptr::eq(place.parent, new.parent) {
-            made_in
+        let final_dir_ino = if std::ptr::eq(final_name.parent, new_file.parent) {
+            dir_ino
         } else {
-            self.primary.attr(place.parent)?.ino
+            self.primary.attr(final_name.parent)?.ino
         };
         let parent = rule::Parent {
-            ino: dir,
-            sum: place.numbers,
+            ino: final_dir_ino,
+            sum: final_name.numbers,
         };
-        let count_files = || self.count_files_in(place.parent, rule.lane_count());
-        let (lane, reason) = rule.choose(parent, place.name, count_files);
+        let count_files = || self.count_files_in(final_name.parent, rule.lane_count());
+        let (chosen_lane, reason) = rule.choose(parent, final_name.name, count_files);
         let allowed = match reason {
-            Reason::Line(_) => AllowedLanes::Fixed(lane),
+            // The user wants the file on this lane, so no other one is tried.
+            Reason::Line(_) => AllowedLanes::Fixed(chosen_lane),
             Reason::Number(_) | Reason::Balance => AllowedLanes::From {
-                first: lane,
+                first: chosen_lane,
                 lane_count: rule.lane_count(),
             },
         };
-        let (lane, created) = self.create_in_allowed(allowed, &owner, new)?;
-        self.setup.lanes[lane].progress.count_file();
-        rule.note_file(dir, lane);
+        let (lane, created) = self.create_in_allowed(allowed, &owner, new_file)?;
+        self.setup.lanes[lane].health.count_file();
+        rule.record_file(final_dir_ino, lane);
         Ok(created)
     }
 
@@ -167,21 +201,25 @@ impl<B: Backing> Lanes<B> {
         &self,
         rule: &Rule,
         turn: u64,
-        new: &NewFile<'_, B>,
+        new_file: &NewFile<'_, B>,
     ) -> Result<Created<B>> {
-        let (_, owner) = self.owner_in(new.parent, new.caller)?;
+        let NewFileOwner { owner, .. } = self.owner_of_new_file(new_file)?;
         let allowed = AllowedLanes::From {
             first: rule.lane_of_turn(turn),
             lane_count: rule.lane_count(),
         };
-        let (_, created) = self.create_in_allowed(allowed, &owner, new)?;
+        let (_, created) = self.create_in_allowed(allowed, &owner, new_file)?;
         Ok(created)
     }
 
     /// Creates a file in the lane of another file.
-    pub(crate) fn create_in_lane(&self, lane: usize, new: &NewFile<'_, B>) -> Result<Created<B>> {
-        let (_, owner) = self.owner_in(new.parent, new.caller)?;
-        let (_, created) = self.create_in_allowed(AllowedLanes::Fixed(lane), &owner, new)?;
+    pub(crate) fn create_in_lane(
+        &self,
+        lane: usize,
+        new_file: &NewFile<'_, B>,
+    ) -> Result<Created<B>> {
+        let NewFileOwner { owner, .. } = self.owner_of_new_file(new_file)?;
+        let (_, created) = self.create_in_allowed(AllowedLanes::Fixed(lane), &owner, new_file)?;
         Ok(created)
     }
 
@@ -189,14 +227,16 @@ impl<B: Backing> Lanes<B> {
     pub(crate) fn create_in_primary(
         &self,
         parent: &LanesInode<B>,
-        new: &NewFile<'_, B>,
+        new_file: &NewFile<'_, B>,
     ) -> Result<Created<B>> {
-        let made = self
-            .primary
-            .create(new.caller, new.parent, new.name, new.mode)?;
-        let (inode, file, attr) = made;
+        let (inode, file, attr) = self.primary.create(
+            new_file.caller,
+            new_file.parent,
+            new_file.name,
+            new_file.mode,
+        )?;
         let file = LanesFile { file, placed: None };
-        Ok((parent.child_inode(new.name, inode), file, attr))
+        Ok((parent.child_inode(new_file.name, inode), file, attr))
     }
 
     /// Returns the number of files of a directory on each of the first `count` lanes.
@@ -204,146 +244,171 @@ impl<B: Backing> Lanes<B> {
     /// The numbers are only a hint: at most [`COUNTED_MAX`] entries are counted, and entries that cannot be read are
     /// skipped.
     fn count_files_in(&self, dir: &B::Inode, count: usize) -> Vec<u64> {
-        let mut links = Vec::new();
-        let mut add = |entry: DirEntry<'_>| {
+        let mut possible_links = Vec::new();
+        let mut add_entry = |entry: DirEntry<'_>| {
             if matches!(entry.kind, None | Some(Kind::Symlink)) {
-                links.push(entry.name.to_owned());
+                possible_links.push(entry.name.to_owned());
             }
-            links.len() < COUNTED_MAX
+            possible_links.len() < COUNTED_MAX
         };
-        let opened = self.primary.open_dir(dir);
-        let _ = opened.and_then(|stream| self.primary.read_dir(&stream, 0, &mut add));
+        if let Ok(stream) = self.primary.open_dir(dir) {
+            // After an error, the entries that were read are counted.
+            let _ = self.primary.read_dir(&stream, 0, &mut add_entry);
+        }
         let mut counts = vec![0; count];
-        for name in links {
-            let target = self.primary.lookup(dir, &name);
-            let target = target.and_then(|(link, _)| self.primary.readlink(&link));
-            let lane = target
-                .ok()
-                .and_then(|target| Some(self.parse_target(&target)?.number));
-            if let Some(counted) = lane.and_then(|lane| counts.get_mut(lane)) {
-                *counted += 1;
+        for name in possible_links {
+            let Ok((link, _)) = self.primary.lookup(dir, &name) else {
+                continue;
+            };
+            let Ok(target) = self.primary.readlink(&link) else {
+                continue;
+            };
+            if let Some(LinkTarget { number, .. }) = self.parse_target(&target)
+                && let Some(count) = counts.get_mut(number)
+            {
+                *count += 1;
             }
         }
         counts
     }
 
-    /// Creates a file in one of the allowed lanes, and returns the index of the lane. If the first lane is full, gone or
-    /// hanging, the next usable lane is taken.
+    /// Creates a file in one of the allowed lanes, and returns the index of the lane. If the first lane is full, gone
+    /// or hanging, the next usable lane is taken.
     fn create_in_allowed(
         &self,
         allowed: AllowedLanes,
         owner: &Caller,
-        new: &NewFile<'_, B>,
+        new_file: &NewFile<'_, B>,
     ) -> Result<(usize, Created<B>)> {
         let mut attempts = Attempts::default();
-        let made = match allowed {
-            AllowedLanes::Fixed(lane) => self.create_in_one(&mut attempts, lane, owner, new),
-            AllowedLanes::From {
+        let outcome = match allowed {
+            AllowedLanes::Fixed(lane)
+            | AllowedLanes::From {
                 first: lane,
                 lane_count: 1,
-            } => self.create_in_one(&mut attempts, lane, owner, new),
+            } => self.create_in_fixed_lane(&mut attempts, lane, owner, new_file),
             AllowedLanes::From { first, lane_count } => {
                 let order = (0..lane_count)
                     .map(|step| (first + step) % lane_count)
                     .collect();
-                self.create_in_any(&mut attempts, order, owner, new)
+                self.create_in_usable_lane(&mut attempts, order, owner, new_file)
             }
         };
         self.abandon_attempts(attempts);
-        let (attempt, made) = made?;
+        let SuccessfulAttempt { attempt, file } = outcome?;
         let lane = attempt.lane;
-        self.finish_creation(attempt, made, new)
-            .map(|created| (lane, created))
+        let created = self.finish_creation(attempt, file, new_file)?;
+        Ok((lane, created))
     }
 
     /// Creates a file in this lane. Waits for the lane without a timeout.
-    fn create_in_one(
+    fn create_in_fixed_lane(
         &self,
         attempts: &mut Attempts<B>,
         lane: usize,
         owner: &Caller,
-        new: &NewFile<'_, B>,
-    ) -> Result<(Attempt<B>, FileInLane<B>)> {
-        self.begin_attempt(attempts, lane, None, owner, new)?;
-        match self.await_attempt(attempts, None)? {
-            Some(made) => Ok(made),
-            None => Err(attempts.failed.unwrap_or(Errno::IO)),
+        new_file: &NewFile<'_, B>,
+    ) -> Result<SuccessfulAttempt<B>> {
+        self.start_attempt(attempts, lane, None, owner, new_file)?;
+        match self.wait_for_attempt(attempts, None)? {
+            Some(created) => Ok(created),
+            None => Err(attempts.error()),
         }
     }
 
-    /// Creates a file in one of the lanes of `order`. A lane that does not answer in time is abandoned for the next one.
+    /// Creates a file in one of the lanes of `order`. A lane that does not answer in time is abandoned for the next
+    /// one.
     ///
-    /// 1. Lanes that answer are tried in order. A full lane is used only if it has room again.
-    /// 2. If none of these lanes has room, the lane with the most room is tried first, then the next ones.
+    /// 1. Lanes that answer are tried in order. A full lane is used only if it has enough space again.
+    /// 2. If none of these lanes has enough space, the lane with the most space is tried first, then the next ones.
     /// 3. If all these lanes fail, all hanging lanes are tried at the same time. The first one that answers is used.
-    fn create_in_any(
+    fn create_in_usable_lane(
         &self,
         attempts: &mut Attempts<B>,
         order: Vec<usize>,
         owner: &Caller,
-        new: &NewFile<'_, B>,
-    ) -> Result<(Attempt<B>, FileInLane<B>)> {
-        let lane_hangs = |lane: &usize| self.setup.lanes[*lane].names_hang();
-        let (hung, others): (Vec<usize>, Vec<usize>) = order.into_iter().partition(lane_hangs);
-        for lane in others {
-            self.begin_attempt(attempts, lane, self.required_room(lane), owner, new)?;
-            if let Some(made) = self.await_attempt(attempts, Some(ANSWER_TIMEOUT))? {
-                return Ok(made);
+        new_file: &NewFile<'_, B>,
+    ) -> Result<SuccessfulAttempt<B>> {
+        let is_hanging = |lane: &usize| self.setup.lanes[*lane].names_hang();
+        let (hanging, answering): (Vec<usize>, Vec<usize>) =
+            order.into_iter().partition(is_hanging);
+        for lane in answering {
+            let required_bytes = self.required_free_bytes(lane);
+            self.start_attempt(attempts, lane, required_bytes, owner, new_file)?;
+            if let Some(created) = self.wait_for_attempt(attempts, Some(ANSWER_TIMEOUT))? {
+                return Ok(created);
             }
         }
-        // No lane has the required room, so lanes are tried with less room, the one with the most room first.
-        attempts.short.sort_by_key(|(_, room)| Reverse(*room));
-        for (lane, room) in std::mem::take(&mut attempts.short) {
-            attempts.failed.get_or_insert(Errno::NOSPC);
-            if room > 0 {
-                self.begin_attempt(attempts, lane, None, owner, new)?;
-                if let Some(made) = self.await_attempt(attempts, Some(ANSWER_TIMEOUT))? {
-                    return Ok(made);
-                }
-            }
+        let full_lanes = std::mem::take(&mut attempts.full_lanes);
+        if let Some(created) = self.create_in_full_lane(attempts, full_lanes, owner, new_file)? {
+            return Ok(created);
         }
         // All lanes that do not hang have failed, so the first hanging lane that answers is used.
-        for lane in hung {
-            self.begin_attempt(attempts, lane, None, owner, new)?;
+        for lane in hanging {
+            self.start_attempt(attempts, lane, None, owner, new_file)?;
         }
-        while !attempts.under_way.is_empty() {
-            if let Some(made) = self.await_attempt(attempts, None)? {
-                return Ok(made);
+        while !attempts.in_progress.is_empty() {
+            if let Some(created) = self.wait_for_attempt(attempts, None)? {
+                return Ok(created);
             }
         }
-        Err(attempts.failed.unwrap_or(Errno::IO))
+        Err(attempts.error())
+    }
+
+    /// Creates a file in one of the lanes that have less space than a new file must have, the one with the most space
+    /// first. Returns `None` if all of them fail.
+    fn create_in_full_lane(
+        &self,
+        attempts: &mut Attempts<B>,
+        mut full_lanes: Vec<FullLane>,
+        owner: &Caller,
+        new_file: &NewFile<'_, B>,
+    ) -> Result<Option<SuccessfulAttempt<B>>> {
+        full_lanes.sort_by_key(|full| Reverse(full.free_bytes));
+        for FullLane { lane, free_bytes } in full_lanes {
+            attempts.first_error.get_or_insert(Errno::NOSPC);
+            if free_bytes == 0 {
+                continue;
+            }
+            self.start_attempt(attempts, lane, None, owner, new_file)?;
+            let created = self.wait_for_attempt(attempts, Some(ANSWER_TIMEOUT))?;
+            if created.is_some() {
+                return Ok(created);
+            }
+        }
+        Ok(None)
     }
 
     /// Returns the free bytes that a lane must have for a new file, or `None` if the lane is not known to be full.
-    fn required_room(&self, lane: usize) -> Option<u64> {
+    fn required_free_bytes(&self, lane: usize) -> Option<u64> {
         let lane = &self.setup.lanes[lane];
-        if lane.progress.state() != LaneState::Full {
+        if lane.health.state() != LaneState::Full {
             return None;
         }
-        // Removed files that are not yet removed from the lane may occupy its room.
+        // Removed files that are not yet removed from the lane may occupy its space.
         let _ = self.finish_removals();
-        Some(self.usual_room())
+        Some(self.min_free_bytes())
     }
 
-    /// Creates the link in the staging directory, and starts the creation of the file on a thread of the lane, which may
-    /// hang there. `room` is the number of free bytes that the lane must have.
-    fn begin_attempt(
+    /// Creates the link in the staging directory, and starts the creation of the file on a thread of the lane, which
+    /// may hang there. `required_bytes` is the number of free bytes that the lane must have.
+    fn start_attempt(
         &self,
         attempts: &mut Attempts<B>,
         lane: usize,
-        room: Option<u64>,
+        required_bytes: Option<u64>,
         owner: &Caller,
-        new: &NewFile<'_, B>,
+        new_file: &NewFile<'_, B>,
     ) -> Result<()> {
         let staging = self.staging()?;
-        let entry = new_entry(new.name)?;
+        let entry = new_entry(new_file.name)?;
         let lane_of_file = Arc::clone(&self.setup.lanes[lane]);
         let target = lane_of_file.target_of(&entry);
-        // Create the link first. If the creation is interrupted, the next mount finds the file by this link.
+        // The link is created first. If the creation is interrupted, the next mount finds the file by this link.
         let (link, link_attr) = self.primary.symlink(owner, staging, &entry, &target)?;
-        let mark = self.mark_of(&link_attr);
+        let mark = self.expected_mark(&link_attr);
         let is_creation_finished = Arc::new(AtomicBool::new(false));
-        attempts.under_way.push(Attempt {
+        attempts.in_progress.push(Attempt {
             lane,
             entry: entry.clone(),
             link,
@@ -351,7 +416,7 @@ impl<B: Backing> Lanes<B> {
             is_creation_finished: Arc::clone(&is_creation_finished),
         });
         let sender = attempts.sender.clone();
-        let (owner, mode) = (*owner, new.mode);
+        let (owner, mode) = (*owner, new_file.mode);
         let topic = Topic {
             kind: 0,
             id: lane as u64,
@@ -360,11 +425,11 @@ impl<B: Backing> Lanes<B> {
         self.workers.run_about(Class::Call, topic, move || {
             // Dropped before the result is sent, so that the caller sees the flag set. Also dropped if the creation
             // panics.
-            let end = FinishedOnDrop(is_creation_finished);
-            let result = lane_of_file.make_file(&entry, &owner, mode, mark, room);
-            drop(end);
+            let set_finished = FinishedOnDrop(is_creation_finished);
+            let result = lane_of_file.create_file(&entry, &owner, mode, mark, required_bytes);
+            drop(set_finished);
             // The caller may already use another lane's file. The removals then remove this file later.
-            let _ = sender.send((lane, result));
+            let _ = sender.send(AttemptResult { lane, result });
         });
         Ok(())
     }
@@ -373,33 +438,36 @@ impl<B: Backing> Lanes<B> {
     ///
     /// Returns `None` if no attempt has ended, or if one failed because of its lane; `attempts` then has the reason.
     /// Fails if an attempt failed for any other reason.
-    fn await_attempt(
+    fn wait_for_attempt(
         &self,
         attempts: &mut Attempts<B>,
         timeout: Option<Duration>,
-    ) -> Result<Option<(Attempt<B>, FileInLane<B>)>> {
-        let answer = match timeout {
+    ) -> Result<Option<SuccessfulAttempt<B>>> {
+        let received = match timeout {
             Some(timeout) => attempts.receiver.recv_timeout(timeout).ok(),
             None => attempts.receiver.recv().ok(),
         };
-        let Some((lane, result)) = answer else {
+        let Some(AttemptResult { lane, result }) = received else {
             return Ok(None);
         };
         let index = attempts
-            .under_way
+            .in_progress
             .iter()
-            .position(|attempt| attempt.lane == lane);
-        let attempt = attempts
-            .under_way
-            .swap_remove(index.expect("one attempt in a lane at a time"));
+            .position(|attempt| attempt.lane == lane)
+            .expect("one attempt in a lane at a time");
+        let attempt = attempts.in_progress.swap_remove(index);
         let error = match result {
-            Ok(made) => return Ok(Some((attempt, made))),
+            Ok(file) => return Ok(Some(SuccessfulAttempt { attempt, file })),
             Err(error) => error,
         };
         self.remove_attempt(&attempt);
         match error {
-            CreateError::Lane(errno) => attempts.failed = attempts.failed.or(Some(errno)),
-            CreateError::Short(room) => attempts.short.push((lane, room)),
+            CreateError::Lane(errno) => {
+                attempts.first_error.get_or_insert(errno);
+            }
+            CreateError::TooLittleSpace(free_bytes) => {
+                attempts.full_lanes.push(FullLane { lane, free_bytes });
+            }
             CreateError::Other(errno) => return Err(errno),
         }
         Ok(None)
@@ -410,43 +478,46 @@ impl<B: Backing> Lanes<B> {
     fn finish_creation(
         &self,
         attempt: Attempt<B>,
-        made: FileInLane<B>,
-        new: &NewFile<'_, B>,
+        file_in_lane: FileInLane<B>,
+        new_file: &NewFile<'_, B>,
     ) -> Result<Created<B>> {
         let staging = self.staging()?;
-        let named = self.give_name(staging, &attempt.link, &attempt.entry, new.parent, new.name);
-        if let Err(error) = named {
+        if let Err(error) = self.rename_into_place(staging, &attempt, new_file) {
             self.remove_attempt(&attempt);
             return Err(error);
         }
-        let link_attr = self.primary.attr(&attempt.link);
-        let link_attr = link_attr.unwrap_or(attempt.link_attr);
+        // The file has its name, so nothing may fail any more. If need be, the attributes are those from before.
+        let link_attr = self
+            .primary
+            .attr(&attempt.link)
+            .unwrap_or(attempt.link_attr);
+        let attr = placed_attr(&link_attr, &file_in_lane.attr);
         let placed = Arc::new(PlacedFile {
             link: attempt.link,
             lane: attempt.lane,
             entry: attempt.entry,
-            file: made.inode,
+            file: file_in_lane.inode,
         });
-        let opened = LanesFile {
-            file: made.file,
+        let open_file = LanesFile {
+            file: file_in_lane.file,
             placed: Some(Arc::clone(&placed)),
         };
-        let attr = placed_attr(&link_attr, &made.attr);
-        Ok((LanesInode::Placed(placed), opened, attr))
+        Ok((LanesInode::Placed(placed), open_file, attr))
     }
 
     /// Removes the file and the link of an attempt that has ended. If this fails, the next mount removes them.
     fn remove_attempt(&self, attempt: &Attempt<B>) {
         let _ = self.remove_entry(attempt.lane, &attempt.entry);
-        let staging = self.staging();
-        let _ = staging.and_then(|dir| self.primary.unlink(dir, &attempt.entry));
+        if let Ok(staging) = self.staging() {
+            let _ = self.primary.unlink(staging, &attempt.entry);
+        }
     }
 
     /// Hands attempts that are under way over to the pending removals. They remove the files once the lanes have
     /// answered.
     fn abandon_attempts(&self, attempts: Attempts<B>) {
-        for attempt in attempts.under_way {
-            self.setup.lanes[attempt.lane].note_hang();
+        for attempt in attempts.in_progress {
+            self.setup.lanes[attempt.lane].record_hang();
             let removal = PendingRemoval {
                 link: attempt.link,
                 lane: attempt.lane,
@@ -457,93 +528,103 @@ impl<B: Backing> Lanes<B> {
         }
     }
 
-    /// Renames a link from the staging directory to its name.
-    fn give_name(
+    /// Renames the link of an attempt from the staging directory to the file's name.
+    fn rename_into_place(
         &self,
         staging: &B::Inode,
-        link: &B::Inode,
-        entry: &OsStr,
-        parent: &B::Inode,
-        name: &OsStr,
+        attempt: &Attempt<B>,
+        new_file: &NewFile<'_, B>,
     ) -> Result<()> {
+        let (parent, name) = (new_file.parent, new_file.name);
         let flags = RenameFlags::NOREPLACE;
-        match self.primary.rename(staging, entry, parent, name, flags) {
+        match self
+            .primary
+            .rename(staging, &attempt.entry, parent, name, flags)
+        {
             // A file system such as NFS does not support RENAME_NOREPLACE.
             Err(Errno::INVAL) => {
-                self.primary.link(link, parent, name)?;
-                self.primary.unlink(staging, entry)
+                self.primary.link(&attempt.link, parent, name)?;
+                self.primary.unlink(staging, &attempt.entry)
             }
-            result => result,
+            outcome => outcome,
         }
     }
 
-    /// Returns the inode number of `parent`, and the owner of a file that `caller` creates there. The file in the lane
-    /// is created in another directory, so the kernel cannot apply the set-group-id bit of `parent`.
-    fn owner_in(&self, parent: &B::Inode, caller: &Caller) -> Result<(u64, Caller)> {
-        let attr = self.primary.attr(parent)?;
-        if attr.kind != Kind::Dir {
+    /// Returns the owner of a new file, and the directory in which it is created. The file in the lane is created in
+    /// another directory, so the kernel cannot apply the set-group-id bit.
+    fn owner_of_new_file(&self, new_file: &NewFile<'_, B>) -> Result<NewFileOwner> {
+        let dir_attr = self.primary.attr(new_file.parent)?;
+        if dir_attr.kind != Kind::Dir {
             return Err(Errno::NOTDIR);
         }
-        let takes_group = attr.mode & libc::S_ISGID != 0;
-        let owner = Caller {
-            gid: if takes_group { attr.gid } else { caller.gid },
-            ..*caller
-        };
-        Ok((attr.ino, owner))
+        let mut owner = *new_file.caller;
+        if dir_attr.mode & libc::S_ISGID != 0 {
+            owner.gid = dir_attr.gid;
+        }
+        Ok(NewFileOwner {
+            dir_ino: dir_attr.ino,
+            owner,
+        })
     }
 }
 
 impl<B: Backing> Lane<B> {
-    /// Creates a file in the lane, with the mark of its link. `room` is the number of free bytes that the lane must
-    /// have; `None` for no check.
-    fn make_file(
+    /// Creates a file in the lane, with the mark of its link. `required_bytes` is the number of free bytes that the
+    /// lane must have; `None` for no check.
+    fn create_file(
         &self,
         entry: &OsStr,
         owner: &Caller,
         mode: u32,
         mark: Mark,
-        room: Option<u64>,
-    ) -> MakeResult<B> {
-        if let Some(room_needed) = room {
-            let room_found = self.free_bytes().map_err(CreateError::Lane)?;
-            if room_found < room_needed {
-                return Err(CreateError::Short(room_found));
+        required_bytes: Option<u64>,
+    ) -> CreateResult<B> {
+        if let Some(required_bytes) = required_bytes {
+            let free_bytes = self.free_bytes().map_err(CreateError::Lane)?;
+            if free_bytes < required_bytes {
+                return Err(CreateError::TooLittleSpace(free_bytes));
             }
         }
-        let made = self.call(Call::Name, |backing| {
-            let made = backing.create(owner, &backing.root(), entry, mode);
-            self.note_change();
-            let (inode, file, _) = made?;
+        let outcome = self.call(CallKind::Name, |backing| {
+            let created = backing.create(owner, &backing.root(), entry, mode);
+            // Recorded even after an error, because the name may exist nevertheless.
+            self.record_change();
+            let (inode, file, _) = created?;
             mark::write_mark(backing, &inode, mark)?;
-            if let Some(room) = room {
-                self.prove_room(backing, &file, room)?;
+            if let Some(required_bytes) = required_bytes {
+                self.leave_full_state(backing, &file, required_bytes)?;
             }
             let attr = backing.attr_of_file(&file)?;
             Ok(FileInLane { inode, file, attr })
         });
-        made.map_err(|error| match error {
-            // The lane's directory is missing, or this process may not use it.
-            Errno::NOENT | Errno::ACCESS => {
-                self.note_state(LaneState::Gone, error);
-                CreateError::Lane(error)
-            }
-            error if state::state_of_error(error).is_some() => CreateError::Lane(error),
-            error => CreateError::Other(error),
-        })
+        outcome.map_err(|error| self.explain_failure(error))
     }
 
-    /// Makes a full lane usable again. If a quota was exceeded, the free room of the file system is no proof: the
-    /// function first tries to allocate `room` bytes, and fails if that fails.
-    fn prove_room(&self, backing: &B, file: &B::File, room: u64) -> Result<()> {
-        if self.progress.is_over_quota() {
-            match backing.allocate(file, 0, 0, room) {
+    /// Returns whether the lane is the reason why a file was not created.
+    fn explain_failure(&self, error: Errno) -> CreateError {
+        // The lane's directory is missing, or this process may not use it.
+        if matches!(error, Errno::NOENT | Errno::ACCESS) {
+            self.record_state(LaneState::Gone, error);
+            return CreateError::Lane(error);
+        }
+        if state::state_of_error(error).is_some() {
+            return CreateError::Lane(error);
+        }
+        CreateError::Other(error)
+    }
+
+    /// Makes a full lane usable again. If a quota was exceeded, the free space of the file system is no proof: the
+    /// function first tries to allocate `required_bytes` bytes, and fails if that fails.
+    fn leave_full_state(&self, backing: &B, file: &B::File, required_bytes: u64) -> Result<()> {
+        if self.health.is_over_quota() {
+            match backing.allocate(file, 0, 0, required_bytes) {
                 Ok(()) => backing.set_len(file, 0)?,
-                // The file system does not support allocation, so the room is assumed.
+                // The file system does not support allocation, so the space is assumed.
                 Err(Errno::OPNOTSUPP | Errno::NOSYS) => {}
                 Err(error) => return Err(error),
             }
         }
-        self.progress.set_state(LaneState::Ok);
+        self.health.set_state(LaneState::Ok);
         Ok(())
     }
 }
@@ -559,7 +640,9 @@ fn new_entry(name: &OsStr) -> Result<OsString> {
 
 /// Returns whether an entry of a lane has the form of [`new_entry`].
 pub(crate) fn is_entry(entry: &OsStr) -> bool {
-    let id = entry.as_bytes().rsplit(|&byte| byte == b'.').next();
-    entry.as_bytes().contains(&b'.')
-        && id.is_some_and(|id| id.len() == ID_DIGITS && id.iter().all(u8::is_ascii_hexdigit))
+    let Some(last_dot) = entry.as_bytes().iter().rposition(|&byte| byte == b'.') else {
+        return false;
+    };
+    let id = &entry.as_bytes()[last_dot + 1..];
+    id.len() == ID_DIGITS && id.iter().all(u8::is_ascii_hexdigit)
 }

@@ -50,7 +50,7 @@ pub use rule::Rule;
 pub use state::{LaneFigures, LaneState};
 
 use removal::PendingRemovals;
-use state::{Call, Progress};
+use state::{CallKind, LaneHealth};
 
 /// A directory for placed files, on one server.
 pub struct Lane<B: Backing> {
@@ -61,7 +61,7 @@ pub struct Lane<B: Backing> {
     changes: AtomicU64,
     /// Number of these changes that are durable.
     synced: AtomicU64,
-    progress: Progress,
+    health: LaneHealth,
 }
 
 impl<B: Backing> Lane<B> {
@@ -73,7 +73,7 @@ impl<B: Backing> Lane<B> {
             path,
             changes: AtomicU64::new(0),
             synced: AtomicU64::new(0),
-            progress: Progress::default(),
+            health: LaneHealth::default(),
         })
     }
 
@@ -82,7 +82,8 @@ impl<B: Backing> Lane<B> {
         &self.path
     }
 
-    /// Returns the name in this lane to which a link with the text `target` leads, or `None` if the link leads elsewhere.
+    /// Returns the name in this lane to which a link with the text `target` leads, or `None` if the link leads
+    /// elsewhere.
     fn entry_of<'a>(&self, target: &'a [u8]) -> Option<&'a OsStr> {
         entry_below(&self.path, target)
     }
@@ -96,7 +97,7 @@ impl<B: Backing> Lane<B> {
     }
 
     /// Counts a name that was created or removed.
-    fn note_change(&self) {
+    fn record_change(&self) {
         self.changes.fetch_add(1, Ordering::AcqRel);
     }
 
@@ -104,7 +105,7 @@ impl<B: Backing> Lane<B> {
     fn sync_names(&self) -> Result<()> {
         let changes = self.changes.load(Ordering::Acquire);
         if changes > self.synced.load(Ordering::Acquire) {
-            self.call(Call::Sync, |backing| backing.sync_dir(&backing.root()))?;
+            self.call(CallKind::Sync, |backing| backing.sync_dir(&backing.root()))?;
             self.synced.fetch_max(changes, Ordering::AcqRel);
         }
         Ok(())
@@ -136,11 +137,11 @@ pub struct Lanes<B: Backing> {
     longest: AtomicU64,
 }
 
-/// Free room that a full lane must have before it gets new files again, as a multiple of the longest file: room for the
-/// new file, and for a second one that already waits for the same lane.
-const FILES_OF_USUAL_ROOM: u64 = 2;
-/// Minimum of this required room in bytes. It applies until a longer file is written.
-const USUAL_ROOM_MIN: u64 = 1 << 20;
+/// Free space that a full lane must have before it gets new files again, as a multiple of the longest file: space for
+/// the new file, and for a second one that already waits for the same lane.
+const FILES_IN_FREE_SPACE: u64 = 2;
+/// Minimum of this required space in bytes. It applies until a longer file is written.
+const FREE_BYTES_MIN: u64 = 1 << 20;
 
 /// An object of [`Lanes`].
 pub enum LanesInode<B: Backing> {
@@ -166,9 +167,9 @@ impl Position {
     };
 
     /// Returns the position of the object `name` in a directory with this position.
-    fn of_child(self, name: &OsStr) -> Self {
+    fn child(self, name: &OsStr) -> Self {
         Self {
-            region: self.region.of_child(name),
+            region: self.region.child(name),
             numbers: rule::add_numbers(self.numbers, name),
         }
     }
@@ -193,7 +194,7 @@ pub enum Region {
 
 impl Region {
     /// Returns the region of the object `name` in a directory of this region.
-    fn of_child(self, name: &OsStr) -> Self {
+    fn child(self, name: &OsStr) -> Self {
         match self {
             Self::Top if name == TOP => Self::Firn,
             Self::Firn if name == LOGS => Self::Logs,
@@ -257,7 +258,7 @@ impl<B: Backing> LanesInode<B> {
 
     /// Returns the object `name` of this directory. The object must not be a placed file.
     fn child_inode(&self, name: &OsStr, inode: B::Inode) -> Self {
-        Self::Primary(inode, self.position().of_child(name))
+        Self::Primary(inode, self.position().child(name))
     }
 
     /// Returns the position of the object.
@@ -321,7 +322,7 @@ impl<B: Backing> Lanes<B> {
     }
 
     /// Returns the backing that has an object's data, and the object in that backing.
-    fn holder_of<'a>(&'a self, inode: &'a LanesInode<B>) -> (&'a B, &'a B::Inode) {
+    fn data_object<'a>(&'a self, inode: &'a LanesInode<B>) -> (&'a B, &'a B::Inode) {
         match inode {
             LanesInode::Primary(inode, _) => (&self.primary, inode),
             LanesInode::Placed(placed) => (&self.lane(placed).backing, &placed.file),
@@ -329,7 +330,7 @@ impl<B: Backing> Lanes<B> {
     }
 
     /// Returns the backing that has an open file.
-    fn holder_of_file(&self, file: &LanesFile<B>) -> &B {
+    fn data_backing(&self, file: &LanesFile<B>) -> &B {
         match &file.placed {
             None => &self.primary,
             Some(placed) => &self.lane(placed).backing,
@@ -337,10 +338,10 @@ impl<B: Backing> Lanes<B> {
     }
 
     /// Makes a call of the backing that has an open file.
-    fn call_holder<T>(
+    fn call_data_backing<T>(
         &self,
         file: &LanesFile<B>,
-        kind: Call,
+        kind: CallKind,
         make: impl FnOnce(&B) -> Result<T>,
     ) -> Result<T> {
         match &file.placed {
@@ -350,11 +351,11 @@ impl<B: Backing> Lanes<B> {
     }
 
     /// Returns the free bytes that a full lane must have before it gets new files again.
-    fn usual_room(&self) -> u64 {
+    fn min_free_bytes(&self) -> u64 {
         let longest = self.longest.load(Ordering::Relaxed);
         longest
-            .saturating_mul(FILES_OF_USUAL_ROOM)
-            .max(USUAL_ROOM_MIN)
+            .saturating_mul(FILES_IN_FREE_SPACE)
+            .max(FREE_BYTES_MIN)
     }
 
     /// Returns the object with this name in the primary, as users of this backing see it. The link of a placed file
@@ -367,15 +368,14 @@ impl<B: Backing> Lanes<B> {
         attr: Attr,
     ) -> Result<(LanesInode<B>, Attr)> {
         if attr.kind == Kind::Symlink {
-            if let Some((placed, file)) = self.follow(&inode, &attr)? {
-                let attr = placed_attr(&attr, &file);
+            if let Some((placed, file_attr)) = self.follow(&inode, &attr)? {
+                let attr = placed_attr(&attr, &file_attr);
                 return Ok((LanesInode::Placed(Arc::new(placed)), attr));
             }
             // A power loss may leave a link to a missing file: another host's sync made the link durable before the
             // file was synced.
-            if parent.position().region == Region::Logs
-                && self.parse_target(&self.primary.readlink(&inode)?).is_some()
-            {
+            let is_in_logs = parent.position().region == Region::Logs;
+            if is_in_logs && self.parse_target(&self.primary.readlink(&inode)?).is_some() {
                 return Err(Errno::NOENT);
             }
         }
@@ -386,15 +386,16 @@ impl<B: Backing> Lanes<B> {
     /// is not Firn's own.
     fn follow(&self, link: &B::Inode, attr: &Attr) -> Result<Option<(PlacedFile<B>, Attr)>> {
         let target = self.primary.readlink(link)?;
-        let Some(target) = self.parse_target(&target) else {
-            return self.refuse_absent(&target).map(|()| None);
-        };
-        let LinkTarget {
+        let Some(LinkTarget {
             number,
             lane,
             entry,
-        } = target;
-        let result = lane.call(Call::Name, |backing| {
+        }) = self.parse_target(&target)
+        else {
+            self.refuse_absent(&target)?;
+            return Ok(None);
+        };
+        let lookup = lane.call(CallKind::Name, |backing| {
             let (file, attr) = backing.lookup(&backing.root(), entry)?;
             let mark = match attr.kind {
                 Kind::File => mark::read_mark(backing, &file)?,
@@ -402,11 +403,12 @@ impl<B: Backing> Lanes<B> {
             };
             Ok((file, attr, mark))
         });
-        let (file, file_attr, mark) = match result {
+        let (file, file_attr, mark) = match lookup {
+            Ok(entry) => entry,
             Err(Errno::NOENT) => return Ok(None),
-            result => result?,
+            Err(error) => return Err(error),
         };
-        if mark != Some(self.mark_of(attr)) {
+        if mark != Some(self.expected_mark(attr)) {
             return Ok(None);
         }
         let placed = PlacedFile {
@@ -418,36 +420,33 @@ impl<B: Backing> Lanes<B> {
         Ok(Some((placed, file_attr)))
     }
 
-    /// Returns the number of the lane, the lane, and the entry in it that a link with this text names. `None` means
-    /// that the text names no lane.
+    /// Returns the lane and the entry in it that a link with this text names. Returns `None` if the text names no lane.
     fn parse_target<'a>(&'a self, target: &'a [u8]) -> Option<LinkTarget<'a, B>> {
-        let mut lanes = self.setup.lanes.iter().enumerate();
-        lanes.find_map(|(number, lane)| {
-            let entry = lane.entry_of(target)?;
-            Some(LinkTarget {
-                number,
-                lane,
-                entry,
-            })
-        })
+        for (number, lane) in self.setup.lanes.iter().enumerate() {
+            if let Some(entry) = lane.entry_of(target) {
+                return Some(LinkTarget {
+                    number,
+                    lane,
+                    entry,
+                });
+            }
+        }
+        None
     }
 
     /// Returns EIO for a link into an absent lane. The link may belong to a placed file. If programs saw it as an
     /// ordinary link, they could write to any object that is now at the lane's path.
     fn refuse_absent(&self, target: &[u8]) -> Result<()> {
-        let is_in_lane = |lane: &OsString| {
-            let entry = entry_below(lane, target);
-            entry.is_some_and(create::is_entry)
-        };
-        if self.setup.absent.iter().any(is_in_lane) {
-            Err(Errno::IO)
-        } else {
-            Ok(())
+        for lane in &self.setup.absent {
+            if entry_below(lane, target).is_some_and(create::is_entry) {
+                return Err(Errno::IO);
+            }
         }
+        Ok(())
     }
 
     /// Returns the mark of the file to which a link leads.
-    fn mark_of(&self, link: &Attr) -> Mark {
+    fn expected_mark(&self, link: &Attr) -> Mark {
         Mark {
             primary: self.setup.id,
             link: link.ino,
@@ -456,10 +455,10 @@ impl<B: Backing> Lanes<B> {
 
     /// Returns the attributes of a placed file.
     fn attr_of_placed(&self, placed: &PlacedFile<B>) -> Result<Attr> {
-        let link = self.attr_of_link(placed)?;
+        let link_attr = self.attr_of_link(placed)?;
         let lane = self.lane(placed);
-        let file = lane.call(Call::Name, |backing| backing.attr(&placed.file))?;
-        Ok(placed_attr(&link, &file))
+        let file_attr = lane.call(CallKind::Name, |backing| backing.attr(&placed.file))?;
+        Ok(placed_attr(&link_attr, &file_attr))
     }
 
     /// Returns the attributes of a link. A link whose only name is in the staging directory has no names (`nlink` 0)

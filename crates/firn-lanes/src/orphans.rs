@@ -64,24 +64,24 @@ impl<B: Backing> Lanes<B> {
     /// orphan. Files of other primaries are not reported. A file without a mark is reported only if it is empty and its
     /// name has the form of Firn's entries.
     pub fn find_orphans(&self) -> std::result::Result<Vec<Orphan>, OrphanError> {
-        let links = self.find_links().map_err(OrphanError::Primary)?;
+        let links = self.find_all_links().map_err(OrphanError::Primary)?;
         let staged = match &self.setup.staging {
             Some(staging) => names_in(&self.primary, staging).map_err(OrphanError::Primary)?,
             None => Vec::new(),
         };
         let mut orphans: Vec<Orphan> = Vec::new();
-        for (index, lane) in self.setup.lanes.iter().enumerate() {
-            let files = self.unnamed_files(lane, &links.inos);
-            let files = files.map_err(|error| OrphanError::Lane { lane: index, error })?;
-            orphans.extend(files.into_iter().map(|(entry, bytes)| Orphan::File {
-                lane: index,
-                entry,
-                bytes,
-            }));
+        for lane in 0..self.setup.lanes.len() {
+            let files = self
+                .find_files_without_link(lane, &links.inos)
+                .map_err(|error| OrphanError::Lane { lane, error })?;
+            orphans.extend(files);
         }
-        orphans.extend(staged.into_iter().map(|entry| Orphan::Link { entry }));
-        let dangling = links.dangling.into_iter();
-        orphans.extend(dangling.map(|path| Orphan::Dangling { path }));
+        for entry in staged {
+            orphans.push(Orphan::Link { entry });
+        }
+        for path in links.dangling {
+            orphans.push(Orphan::Dangling { path });
+        }
         Ok(orphans)
     }
 
@@ -90,7 +90,7 @@ impl<B: Backing> Lanes<B> {
         match orphan {
             Orphan::File { lane, entry, .. } => {
                 let lane = &self.setup.lanes[*lane];
-                lane.note_change();
+                lane.record_change();
                 lane.backing.unlink(&lane.backing.root(), entry)
             }
             Orphan::Link { entry } => self.primary.unlink(self.staging()?, entry),
@@ -106,8 +106,8 @@ impl<B: Backing> Lanes<B> {
     }
 
     /// Returns all symbolic links in the primary outside the staging directory.
-    fn find_links(&self) -> Result<Links> {
-        let staging = match &self.setup.staging {
+    fn find_all_links(&self) -> Result<Links> {
+        let staging_ino = match &self.setup.staging {
             Some(staging) => Some(self.primary.attr(staging)?.ino),
             None => None,
         };
@@ -116,15 +116,13 @@ impl<B: Backing> Lanes<B> {
         while let Some((path, dir)) = dirs.pop() {
             for name in names_in(&self.primary, &dir)? {
                 let (inode, attr) = self.primary.lookup(&dir, &name)?;
-                match attr.kind {
-                    Kind::Dir if Some(attr.ino) != staging => dirs.push((path.join(name), inode)),
-                    Kind::Symlink => {
-                        links.inos.insert(attr.ino);
-                        if self.is_dangling(&inode)? {
-                            links.dangling.push(path.join(name));
-                        }
+                if attr.kind == Kind::Dir && Some(attr.ino) != staging_ino {
+                    dirs.push((path.join(name), inode));
+                } else if attr.kind == Kind::Symlink {
+                    links.inos.insert(attr.ino);
+                    if self.is_dangling(&inode)? {
+                        links.dangling.push(path.join(name));
                     }
-                    _ => {}
                 }
             }
         }
@@ -144,26 +142,31 @@ impl<B: Backing> Lanes<B> {
         }
     }
 
-    /// Returns the names and sizes of this primary's files in a lane to which none of `links` leads.
+    /// Returns this primary's files in a lane to which none of the links leads. `lane` is the index of the lane.
     ///
     /// An empty file without a mark is included, because a crash interrupted its creation before the mark was written.
-    fn unnamed_files(&self, lane: &Lane<B>, links: &HashSet<u64>) -> Result<Vec<(OsString, u64)>> {
-        let root = lane.backing.root();
-        let mut unnamed = Vec::new();
-        for entry in names_in(&lane.backing, &root)? {
-            let (file, attr) = lane.backing.lookup(&root, &entry)?;
+    fn find_files_without_link(&self, lane: usize, links: &HashSet<u64>) -> Result<Vec<Orphan>> {
+        let backing = &self.setup.lanes[lane].backing;
+        let root = backing.root();
+        let mut orphans = Vec::new();
+        for entry in names_in(backing, &root)? {
+            let (file, attr) = backing.lookup(&root, &entry)?;
             if attr.kind != Kind::File {
                 continue;
             }
-            let is_orphan = match mark::read_mark(&lane.backing, &file)? {
+            let is_orphan = match mark::read_mark(backing, &file)? {
                 Some(mark) => mark.primary == self.setup.id && !links.contains(&mark.link),
-                None => is_unfinished_creation(&lane.backing, &file, &attr, &entry)?,
+                None => is_unfinished_creation(backing, &file, &attr, &entry)?,
             };
             if is_orphan {
-                unnamed.push((entry, attr.size));
+                orphans.push(Orphan::File {
+                    lane,
+                    entry,
+                    bytes: attr.size,
+                });
             }
         }
-        Ok(unnamed)
+        Ok(orphans)
     }
 }
 
@@ -173,9 +176,12 @@ pub fn count_files<B: Backing>(lane: &B, id: u128) -> Result<usize> {
     let mut count = 0;
     for entry in names_in(lane, &root)? {
         let (file, attr) = lane.lookup(&root, &entry)?;
-        let is_placed = attr.kind == Kind::File
-            && mark::read_mark(lane, &file)?.is_some_and(|mark| mark.primary == id);
-        count += usize::from(is_placed);
+        if attr.kind != Kind::File {
+            continue;
+        }
+        if mark::read_mark(lane, &file)?.is_some_and(|mark| mark.primary == id) {
+            count += 1;
+        }
     }
     Ok(count)
 }

@@ -18,6 +18,7 @@
 //! trusted.
 
 use std::ffi::{OsStr, OsString};
+use std::ops::Range;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 
 use firn_backing::{Backing, Errno};
@@ -40,8 +41,12 @@ const MARKER: &str = ".firn-";
 const MAGIC: [u8; 8] = *b"FIRNLANE";
 /// Version of the record.
 pub const VERSION: u32 = 1;
-/// Size in bytes of the magic, the version and the checksum.
-const HEAD_BYTES: usize = 16;
+/// Bytes of a file of the record: the magic, the version and the checksum of the content.
+const MAGIC_FIELD: Range<usize> = 0..8;
+const VERSION_FIELD: Range<usize> = 8..12;
+const CHECKSUM_FIELD: Range<usize> = 12..16;
+/// Size in bytes of these fields, which the content follows.
+const HEAD_BYTES: usize = CHECKSUM_FIELD.end;
 
 /// The record of a primary's lanes.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -126,26 +131,29 @@ impl Record {
 
     /// Reads the record. Returns `None` if a crash came before its first file was written.
     fn read<B: Backing>(dir: &VoteDir<'_, B>) -> Result<Option<Self>, RecordError> {
-        let Some(id) = read_file(dir, PRIMARY)? else {
+        let Some(id_bytes) = read_file(dir, PRIMARY)? else {
             return Ok(None);
         };
         let damaged = |name: &str, why| RecordError::Damaged {
             name: name.into(),
             why,
         };
-        let id = id
+        let id = id_bytes
             .try_into()
             .map_err(|_| damaged(PRIMARY, "is damaged: restore it from a backup"))?;
         let mut lanes = Vec::new();
-        for name in dir.names()?.iter().filter(|name| name.starts_with(LANE)) {
+        for name in dir.names()? {
+            if !name.starts_with(LANE) {
+                continue;
+            }
             // Another host may have removed the file since the directory was listed.
-            let Some(path) = read_file(dir, name)? else {
+            let Some(path_bytes) = read_file(dir, &name)? else {
                 continue;
             };
-            let path = OsString::from_vec(path);
-            if lane_file_name(&path) != *name || !is_lane_path(&path) {
+            let path = OsString::from_vec(path_bytes);
+            if lane_file_name(&path) != name || !is_lane_path(&path) {
                 return Err(damaged(
-                    name,
+                    &name,
                     "does not record the lane of its name: inspect it",
                 ));
             }
@@ -185,13 +193,13 @@ pub fn is_marked<B: Backing>(lane: &B, id: u128) -> Result<bool, OwnError> {
 pub fn put_mark<B: Backing>(lane: &B, id: u128) -> Result<(), OwnError> {
     let name = marker_name(id);
     drop(own::open_or_create(lane, &lane.root(), &name)?);
-    let found = own::find_file(lane, &lane.root(), &name)?;
-    let file = found.ok_or(Errno::NOENT)?;
-    let nobody = Mark {
+    let marker_file = own::find_file(lane, &lane.root(), &name)?.ok_or(Errno::NOENT)?;
+    // Shows that the file system stores marks. This one belongs to no link.
+    let mark_of_no_link = Mark {
         primary: 0,
         link: 0,
     };
-    mark::write_mark(lane, &file, nobody)?;
+    mark::write_mark(lane, &marker_file, mark_of_no_link)?;
     lane.sync_dir(&lane.root())?;
     Ok(())
 }
@@ -199,8 +207,8 @@ pub fn put_mark<B: Backing>(lane: &B, id: u128) -> Result<(), OwnError> {
 /// Removes the marker file of the primary with this id from a directory.
 pub fn remove_mark<B: Backing>(lane: &B, id: u128) -> Result<(), Errno> {
     match lane.unlink(&lane.root(), OsStr::new(&marker_name(id))) {
-        Err(Errno::NOENT) => Ok(()),
-        done => done,
+        Ok(()) | Err(Errno::NOENT) => Ok(()),
+        Err(error) => Err(error),
     }
 }
 
@@ -226,8 +234,10 @@ fn lane_file_name(lane: &OsStr) -> String {
 /// Returns whether a path has the form of a lane's path in links. It must be absolute, with single slashes, and
 /// without the components `.` and `..`.
 pub fn is_lane_path(path: &OsStr) -> bool {
-    let below = path.as_bytes().strip_prefix(b"/");
-    below.is_some_and(|below| !below.is_empty() && own::is_path(below))
+    match path.as_bytes().strip_prefix(b"/") {
+        Some(below_root) => !below_root.is_empty() && own::is_path(below_root),
+        None => false,
+    }
 }
 
 /// Returns the bytes of a file of the record: magic, version and checksum, and then `content`.
@@ -256,13 +266,13 @@ fn read_file<B: Backing>(dir: &VoteDir<'_, B>, name: &str) -> Result<Option<Vec<
 fn decode_file(bytes: &[u8]) -> Result<&[u8], &'static str> {
     const DAMAGED: &str = "is damaged: restore it from a backup";
     let (head, content) = bytes.split_at_checked(HEAD_BYTES).ok_or(DAMAGED)?;
-    if head[..8] != MAGIC {
+    if head[MAGIC_FIELD] != MAGIC {
         return Err("is not a record of lanes: inspect it and move it away");
     }
-    if head[8..12] != VERSION.to_le_bytes() {
+    if head[VERSION_FIELD] != VERSION.to_le_bytes() {
         return Err("was written by another version of Firn: mount with that version");
     }
-    if head[12..] != crc32c::crc32c(content).to_le_bytes() {
+    if head[CHECKSUM_FIELD] != crc32c::crc32c(content).to_le_bytes() {
         return Err(DAMAGED);
     }
     Ok(content)

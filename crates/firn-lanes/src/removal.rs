@@ -15,10 +15,10 @@
 //! A sync for each removal would be slow. After step 2, removed files therefore wait for a common sync. After a crash,
 //! the next mount finds these files by their links in the staging directory.
 
-use firn_backing::SyncScope;
 use std::collections::HashMap;
 use std::sync::atomic::AtomicBool;
 
+use firn_backing::SyncScope;
 use firn_backing::lock::Mutex;
 
 use super::*;
@@ -98,8 +98,9 @@ impl<B: Backing> PendingRemovals<B> {
         is_ready: impl Fn(&PendingRemoval<B>) -> bool,
     ) -> Vec<(u64, PendingRemoval<B>)> {
         let waiting = self.waiting.lock();
-        let ready = waiting.iter().filter(|(_, removal)| is_ready(removal));
-        ready
+        waiting
+            .iter()
+            .filter(|(_, removal)| is_ready(removal))
             .map(|(link_ino, removal)| (*link_ino, removal.clone()))
             .collect()
     }
@@ -111,8 +112,8 @@ impl<B: Backing> PendingRemovals<B> {
 }
 
 impl<B: Backing> Lanes<B> {
-    /// Prepares a call that removes or replaces `name` in `parent` (step 1 of a removal). Returns `None` if the name does
-    /// not lead to a placed file.
+    /// Prepares a call that removes or replaces `name` in `parent` (step 1 of a removal). Returns `None` if the name
+    /// does not lead to a placed file.
     ///
     /// [`Lanes::run_unlink`] then makes the call. If this function fails, the caller must not make the call.
     pub(crate) fn prepare_unlink(
@@ -120,11 +121,13 @@ impl<B: Backing> Lanes<B> {
         parent: &B::Inode,
         name: &OsStr,
     ) -> Result<Option<PendingUnlink<B>>> {
-        let (link, attr) = match self.primary.lookup(parent, name) {
-            Ok((link, attr)) if attr.kind == Kind::Symlink => (link, attr),
-            // The call itself reports an error of this lookup.
-            _ => return Ok(None),
+        // The call itself reports an error of this lookup.
+        let Ok((link, attr)) = self.primary.lookup(parent, name) else {
+            return Ok(None);
         };
+        if attr.kind != Kind::Symlink {
+            return Ok(None);
+        }
         let Some((placed, _)) = self.follow(&link, &attr)? else {
             return Ok(None);
         };
@@ -142,8 +145,8 @@ impl<B: Backing> Lanes<B> {
         }))
     }
 
-    /// Runs `call`, which removes a name in `parent` (step 2 of a removal), after [`Lanes::prepare_unlink`] has returned
-    /// `pending`. Undoes the preparation if the call fails, and returns its error.
+    /// Runs `call`, which removes a name in `parent` (step 2 of a removal), after [`Lanes::prepare_unlink`] has
+    /// returned `pending`. Undoes the preparation if the call fails, and returns its error.
     pub(crate) fn run_unlink(
         &self,
         pending: Option<PendingUnlink<B>>,
@@ -164,8 +167,9 @@ impl<B: Backing> Lanes<B> {
     fn undo_unlink(&self, pending: PendingUnlink<B>) {
         if pending.is_staged {
             // If this fails, the link retains its name in the staging directory until the next mount removes that name.
-            let staging = self.staging();
-            let _ = staging.and_then(|dir| self.primary.unlink(dir, &pending.placed.entry));
+            if let Ok(staging) = self.staging() {
+                let _ = self.primary.unlink(staging, &pending.placed.entry);
+            }
         }
     }
 
@@ -237,21 +241,21 @@ impl<B: Backing> Lanes<B> {
         let Some(staging) = &self.setup.staging else {
             return Ok(());
         };
-        let staged = names_in(&self.primary, staging)?;
-        if staged.is_empty() {
+        let entries = names_in(&self.primary, staging)?;
+        if entries.is_empty() {
             return Ok(());
         }
         self.primary.sync_scope(SyncScope::Changes)?;
-        for entry in staged {
+        for entry in entries {
             let (link, _) = self.primary.lookup(staging, &entry)?;
             let target = self.primary.readlink(&link)?;
             if self.refuse_absent(&target).is_err() {
                 // A later mount removes the file, when the lane is reachable again.
                 continue;
             }
-            let lane = self.parse_target(&target).map(|found| found.number);
+            let lane = self.parse_target(&target).map(|target| target.number);
             self.remove_staged_link(&link, &entry, || match lane {
-                Some(number) => self.remove_entry(number, &entry),
+                Some(lane) => self.remove_entry(lane, &entry),
                 None => Ok(()),
             })?;
         }
@@ -278,9 +282,11 @@ impl<B: Backing> Lanes<B> {
     /// Removes the file `entry` from a lane. Succeeds if the file is already missing.
     pub(crate) fn remove_entry(&self, lane: usize, entry: &OsStr) -> Result<()> {
         let lane = &self.setup.lanes[lane];
-        let removed = lane.call(Call::Name, |backing| backing.unlink(&backing.root(), entry));
-        lane.note_change();
-        match removed {
+        let outcome = lane.call(CallKind::Name, |backing| {
+            backing.unlink(&backing.root(), entry)
+        });
+        lane.record_change();
+        match outcome {
             Ok(()) | Err(Errno::NOENT) => Ok(()),
             Err(error) => Err(error),
         }

@@ -81,11 +81,11 @@ impl Rule {
         assert!(lanes > 0, "there is a lane to go to");
         // The hosts of a job usually have consecutive numbers. With the host's number as start, the turns of the hosts
         // begin on different lanes.
-        let number = sum_numbers(host.as_bytes());
+        let first_turn = sum_numbers(host.as_bytes()).unwrap_or_else(|| xxh3_64(host.as_bytes()));
         Self {
             lanes,
             lines: Vec::new(),
-            turn: AtomicU64::new(number.unwrap_or_else(|| xxh3_64(host.as_bytes()))),
+            turn: AtomicU64::new(first_turn),
             dirs: Mutex::default(),
         }
     }
@@ -127,16 +127,17 @@ impl Rule {
         name: &OsStr,
         count_files: impl FnOnce() -> Vec<u64>,
     ) -> (usize, Reason) {
-        if let Some(found) = self.lane_by_line(name) {
-            return found;
+        if let Some(choice) = self.lane_by_line(name) {
+            return choice;
         }
         let dir = parent.ino;
         let is_known = self.dirs.lock().contains(dir);
-        let files = if is_known { Vec::new() } else { count_files() };
+        // The files are counted without the lock, because that makes calls of the backing.
+        let files_by_lane = if is_known { Vec::new() } else { count_files() };
         let mut dirs = self.dirs.lock();
         if !is_known {
-            debug_assert_eq!(files.len(), self.lanes);
-            dirs.add(dir, files);
+            debug_assert_eq!(files_by_lane.len(), self.lanes);
+            dirs.add(dir, files_by_lane);
         }
         if let Some((lane, reason)) = self.lane_by_numbers(parent.sum, name)
             && !dirs.is_crowded(dir, lane)
@@ -149,12 +150,12 @@ impl Rule {
 
     /// Records that a file, for which [`Rule::choose`] was called, was created in a lane. `dir` is the inode number
     /// of its directory.
-    pub fn note_file(&self, dir: u64, lane: usize) {
+    pub fn record_file(&self, dir: u64, lane: usize) {
         self.dirs.lock().count_file(dir, lane);
     }
 
     /// Records that a directory with this inode number was created.
-    pub fn note_new_dir(&self, dir: u64) {
+    pub fn record_new_dir(&self, dir: u64) {
         self.dirs.lock().forget(dir);
     }
 
@@ -185,25 +186,26 @@ impl Rule {
 
 /// Parses a line of the configuration file. The error says what is wrong with the line.
 fn parse_line(line: &str, lanes: usize) -> Result<(GlobMatcher, usize), String> {
-    let (pattern, lane) = line
+    let (pattern_text, lane_text) = line
         .rsplit_once(char::is_whitespace)
         .ok_or_else(|| format!("`{line}` has no lane: write a pattern, a space and a number"))?;
-    let pattern = pattern.trim_end();
-    if pattern.contains('/') {
+    let pattern_text = pattern_text.trim_end();
+    if pattern_text.contains('/') {
         return Err(format!(
-            "`{pattern}` has a slash: patterns are compared with names, without directories"
+            "`{pattern_text}` has a slash: patterns are compared with names, without directories"
         ));
     }
-    let lane: usize = lane
+    let lane: usize = lane_text
         .parse()
-        .map_err(|_| format!("`{lane}` is not the number of a lane"))?;
+        .map_err(|_| format!("`{lane_text}` is not the number of a lane"))?;
     if lane >= lanes {
         return Err(format!(
             "there is no lane {lane}: lanes are numbered 0 to {}",
             lanes - 1
         ));
     }
-    let pattern = Glob::new(pattern).map_err(|error| format!("`{pattern}`: {}", error.kind()))?;
+    let pattern =
+        Glob::new(pattern_text).map_err(|error| format!("`{pattern_text}`: {}", error.kind()))?;
     Ok((pattern.compile_matcher(), lane))
 }
 
@@ -214,9 +216,10 @@ pub fn add_numbers(above: u64, name: &OsStr) -> u64 {
 
 /// Returns the sum of the numbers in a name, modulo 2^64. Returns `None` if the name has no number.
 fn sum_numbers(name: &[u8]) -> Option<u64> {
-    let parts = name.split(|byte| !byte.is_ascii_digit());
-    let numbers = parts.filter(|part| !part.is_empty()).map(parse_digits);
-    numbers.reduce(u64::wrapping_add)
+    name.split(|byte| !byte.is_ascii_digit())
+        .filter(|digits| !digits.is_empty())
+        .map(parse_digits)
+        .reduce(u64::wrapping_add)
 }
 
 /// Returns the value of decimal digits, modulo 2^64.
@@ -240,7 +243,7 @@ mod tests {
     fn lane_in(rule: &Rule, parent: Parent, name: &str) -> (usize, Reason) {
         let count_files = || vec![0; rule.lane_count()];
         let (lane, reason) = rule.choose(parent, OsStr::new(name), count_files);
-        rule.note_file(parent.ino, lane);
+        rule.record_file(parent.ino, lane);
         (lane, reason)
     }
 
@@ -463,7 +466,7 @@ mod tests {
         // If each of several mounts creates one file, the balance must not send all of these to lane 0.
         let single = rule.choose(dir(1), OsStr::new("step_4000"), || vec![20, 0]);
         assert_eq!(single, (1, Reason::Balance));
-        rule.note_file(1, 1);
+        rule.record_file(1, 1);
         let again = rule.choose(dir(1), OsStr::new("a"), || panic!("it is known"));
         assert_eq!(again, (1, Reason::Balance));
         // Lane 1 is new and has no files. The files of a checkpoint nevertheless go to both lanes.
@@ -472,7 +475,7 @@ mod tests {
         for rank in 0..32 {
             let name = format!("rank_{rank}");
             let (lane, _) = rule.choose(dir(7), OsStr::new(&name), || vec![1000, 0]);
-            rule.note_file(7, lane);
+            rule.record_file(7, lane);
             counts[lane] += 1;
         }
         assert!(counts[0] >= 8, "{counts:?}");

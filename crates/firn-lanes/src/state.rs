@@ -24,7 +24,7 @@ pub enum LaneState {
     /// No failure is known.
     #[default]
     Ok,
-    /// A write or a creation found no room, and no sufficient room was found since.
+    /// A write or a creation found no space, and no sufficient space was found since.
     Full,
     /// The last call failed because the directory was missing or its file system did not work.
     Gone,
@@ -45,7 +45,7 @@ pub struct LaneFigures {
 
 /// Kind of a call to a lane, which determines how long the call may take.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Call {
+pub(crate) enum CallKind {
     /// The call creates, removes or looks up a name, or reads attributes.
     Name,
     /// The call transfers bytes.
@@ -54,9 +54,9 @@ pub(crate) enum Call {
     Sync,
 }
 
-impl Call {
+impl CallKind {
     /// Returns the time after which a call counts as hanging.
-    fn hangs_after(self) -> Duration {
+    fn hang_timeout(self) -> Duration {
         match self {
             Self::Name => Duration::from_secs(2),
             Self::Data => Duration::from_secs(10),
@@ -67,7 +67,7 @@ impl Call {
 
 /// The observed health of one lane. Any number of threads may update it.
 #[derive(Debug, Default)]
-pub(crate) struct Progress {
+pub(crate) struct LaneHealth {
     files: AtomicU64,
     bytes: AtomicU64,
     /// State according to the calls that have returned, as an index of [`STATES`].
@@ -77,23 +77,31 @@ pub(crate) struct Progress {
     is_gone_logged: AtomicBool,
     is_hung_logged: AtomicBool,
     calls: Mutex<Calls>,
-    /// When a write to the full lane last checked for free room.
-    last_room_check: Mutex<Option<Instant>>,
+    /// When a write to the full lane last checked for free space.
+    last_space_check: Mutex<Option<Instant>>,
 }
 
-/// The calls of a lane that are in progress, in the order of their start.
+/// A call of a lane that has not returned.
+#[derive(Debug)]
+struct StartedCall {
+    kind: CallKind,
+    started: Instant,
+}
+
+/// The calls of a lane that are in progress.
 #[derive(Debug, Default)]
 struct Calls {
     last_number: u64,
-    under_way: BTreeMap<u64, (Call, Instant)>,
+    /// The calls by their numbers, in the order of their start.
+    in_progress: BTreeMap<u64, StartedCall>,
 }
 
 /// The states that the result of a returned call can imply.
 const STATES: [LaneState; 3] = [LaneState::Ok, LaneState::Full, LaneState::Gone];
-/// Minimum time between two checks whether a full lane has room again. A check follows a successful write.
-const ROOM_CHECK_INTERVAL: Duration = Duration::from_secs(1);
+/// Minimum time between two checks whether a full lane has space again. A check follows a successful write.
+const SPACE_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
-impl Progress {
+impl LaneHealth {
     pub(crate) fn count_file(&self) {
         self.files.fetch_add(1, Ordering::Relaxed);
     }
@@ -112,27 +120,34 @@ impl Progress {
         self.state.store(state as u8, Ordering::Relaxed);
     }
 
-    /// Returns whether the lane is full because of a quota. The file system may report free room nevertheless.
+    /// Returns whether the lane is full because of a quota. The file system may report free space nevertheless.
     pub(crate) fn is_over_quota(&self) -> bool {
         self.is_over_quota.load(Ordering::Relaxed)
     }
 
     /// Returns whether a call in progress takes too long. Considers the kinds of calls for which `is_relevant` returns
     /// true.
-    fn hangs(&self, is_relevant: impl Fn(Call) -> bool) -> bool {
+    fn hangs(&self, is_relevant: impl Fn(CallKind) -> bool) -> bool {
         let calls = self.calls.lock();
-        let mut under_way = calls.under_way.values();
-        under_way.any(|(call, since)| is_relevant(*call) && since.elapsed() >= call.hangs_after())
+        calls.in_progress.values().any(|call| {
+            is_relevant(call.kind) && call.started.elapsed() >= call.kind.hang_timeout()
+        })
     }
 
     /// Records that a call begins. Dropping the returned value records its end.
-    fn begin_call(&self, call: Call) -> CallUnderWay<'_> {
+    fn begin_call(&self, kind: CallKind) -> CallInProgress<'_> {
         let mut calls = self.calls.lock();
         calls.last_number += 1;
         let number = calls.last_number;
-        calls.under_way.insert(number, (call, Instant::now()));
-        CallUnderWay {
-            progress: self,
+        calls.in_progress.insert(
+            number,
+            StartedCall {
+                kind,
+                started: Instant::now(),
+            },
+        );
+        CallInProgress {
+            health: self,
             number,
         }
     }
@@ -158,11 +173,11 @@ impl Progress {
         !logged.swap(true, Ordering::Relaxed)
     }
 
-    /// Returns whether the caller should check for free room now. If so, the next check is due after
-    /// `ROOM_CHECK_INTERVAL`.
-    fn is_room_check_due(&self) -> bool {
-        let mut last_check = self.last_room_check.lock();
-        let is_due = last_check.is_none_or(|at| at.elapsed() >= ROOM_CHECK_INTERVAL);
+    /// Returns whether the caller should check for free space now. If so, the next check is due after
+    /// `SPACE_CHECK_INTERVAL`.
+    fn is_space_check_due(&self) -> bool {
+        let mut last_check = self.last_space_check.lock();
+        let is_due = last_check.is_none_or(|checked| checked.elapsed() >= SPACE_CHECK_INTERVAL);
         if is_due {
             *last_check = Some(Instant::now());
         }
@@ -171,19 +186,19 @@ impl Progress {
 }
 
 /// A call in progress. Dropping the value marks the call as ended.
-struct CallUnderWay<'a> {
-    progress: &'a Progress,
+struct CallInProgress<'a> {
+    health: &'a LaneHealth,
     number: u64,
 }
 
-impl Drop for CallUnderWay<'_> {
+impl Drop for CallInProgress<'_> {
     fn drop(&mut self) {
-        self.progress.calls.lock().under_way.remove(&self.number);
+        self.health.calls.lock().in_progress.remove(&self.number);
     }
 }
 
-/// Returns the state of the lane that explains the error of a call. Returns `None` if the error concerns only the file or
-/// the caller.
+/// Returns the state of the lane that explains the error of a call. Returns `None` if the error concerns only the file
+/// or the caller.
 pub(crate) fn state_of_error(error: Errno) -> Option<LaneState> {
     match error {
         Errno::NOSPC | Errno::DQUOT => Some(LaneState::Full),
@@ -204,33 +219,34 @@ pub(crate) fn state_of_error(error: Errno) -> Option<LaneState> {
 impl<B: Backing> Lane<B> {
     /// Returns the lane's counts since the mount, and its state.
     pub fn figures(&self) -> LaneFigures {
-        self.progress.figures()
+        self.health.figures()
     }
 
-    /// Returns whether a call of the kind [`Call::Name`] hangs.
+    /// Returns whether a call of the kind [`CallKind::Name`] hangs.
     pub(crate) fn names_hang(&self) -> bool {
-        self.progress.hangs(|call| call == Call::Name)
+        self.health.hangs(|kind| kind == CallKind::Name)
     }
 
     /// Makes a call of the lane's backing, updates the lane's health from the result, and returns the result.
-    pub(crate) fn call<T>(&self, kind: Call, make: impl FnOnce(&B) -> Result<T>) -> Result<T> {
-        let under_way = self.progress.begin_call(kind);
+    pub(crate) fn call<T>(&self, kind: CallKind, make: impl FnOnce(&B) -> Result<T>) -> Result<T> {
+        let started_call = self.health.begin_call(kind);
         let result = make(&self.backing);
-        drop(under_way);
-        self.note_result(result)
+        // Records the end of the call.
+        drop(started_call);
+        self.record_result(result)
     }
 
     /// Updates the lane's health from the result of a call, and returns the result.
-    fn note_result<T>(&self, result: Result<T>) -> Result<T> {
-        match &result {
-            // A full lane answers too, so a successful call does not prove that the lane has room again.
-            Ok(_) if self.progress.state() == LaneState::Gone => {
-                self.progress.set_state(LaneState::Ok);
+    fn record_result<T>(&self, result: Result<T>) -> Result<T> {
+        match result {
+            // A full lane answers too, so a successful call does not prove that the lane has space again.
+            Ok(_) if self.health.state() == LaneState::Gone => {
+                self.health.set_state(LaneState::Ok);
             }
             Ok(_) => {}
             Err(error) => {
-                if let Some(state) = state_of_error(*error) {
-                    self.note_state(state, *error);
+                if let Some(state) = state_of_error(error) {
+                    self.record_state(state, error);
                 }
             }
         }
@@ -238,15 +254,13 @@ impl<B: Backing> Lane<B> {
     }
 
     /// Records that the lane is full or gone.
-    pub(crate) fn note_state(&self, state: LaneState, error: Errno) {
+    pub(crate) fn record_state(&self, state: LaneState, error: Errno) {
         if state == LaneState::Full {
             let is_quota = error == Errno::DQUOT;
-            self.progress
-                .is_over_quota
-                .store(is_quota, Ordering::Relaxed);
+            self.health.is_over_quota.store(is_quota, Ordering::Relaxed);
         }
-        self.progress.set_state(state);
-        if self.progress.is_first_time_in(state) {
+        self.health.set_state(state);
+        if self.health.is_first_time_in(state) {
             let lane = quoted(self.path.as_bytes());
             let advice = match state {
                 LaneState::Full => "its files wait until there is room",
@@ -260,8 +274,8 @@ impl<B: Backing> Lane<B> {
     }
 
     /// Records that a new file was placed in another lane because this lane did not answer.
-    pub(crate) fn note_hang(&self) {
-        if self.progress.is_first_time_in(LaneState::Hung) {
+    pub(crate) fn record_hang(&self) {
+        if self.health.is_first_time_in(LaneState::Hung) {
             let lane = quoted(self.path.as_bytes());
             tracing::warn!(
                 %lane,
@@ -273,21 +287,27 @@ impl<B: Backing> Lane<B> {
 
     /// Returns the number of free bytes in the lane's file system.
     pub(crate) fn free_bytes(&self) -> Result<u64> {
-        let room = self.call(Call::Name, Volume::statfs)?;
-        Ok(room.blocks_available.saturating_mul(room.block_size))
+        let statfs = self.call(CallKind::Name, Volume::statfs)?;
+        Ok(statfs.blocks_available.saturating_mul(statfs.block_size))
     }
 
-    /// Records that a write to the lane succeeded. A full lane accepts new files again once it has `room_needed` free
+    /// Checks after a successful write whether a full lane accepts new files again: it must have `min_free_bytes` free
     /// bytes.
-    pub(crate) fn note_written(&self, room_needed: u64) {
-        let progress = &self.progress;
-        let is_full = progress.state() == LaneState::Full;
-        // Under a quota, only a trial shows whether there is room. The creation of the next file makes this trial.
-        if is_full && !progress.is_over_quota() && progress.is_room_check_due() {
-            let room = self.free_bytes();
-            if room.is_ok_and(|room| room >= room_needed) && progress.state() == LaneState::Full {
-                progress.set_state(LaneState::Ok);
-            }
+    pub(crate) fn check_space_after_write(&self, min_free_bytes: u64) {
+        let health = &self.health;
+        if health.state() != LaneState::Full {
+            return;
+        }
+        // Under a quota, only a trial shows whether there is space. The creation of the next file makes this trial.
+        if health.is_over_quota() || !health.is_space_check_due() {
+            return;
+        }
+        let has_space = self
+            .free_bytes()
+            .is_ok_and(|free_bytes| free_bytes >= min_free_bytes);
+        // The check may have found that the lane is gone.
+        if has_space && health.state() == LaneState::Full {
+            health.set_state(LaneState::Ok);
         }
     }
 }

@@ -10,8 +10,8 @@
 //! | MooseFS | a storage class, by its name | the tool `mfssetsclass`, for a staging directory for each lane |
 //! | others | a text that the program understands | a program of the site, which creates the file |
 //!
-//! Promise: if the file system refuses a server, the file is still created, on a server that the file system chooses. Such
-//! files are counted, and the first one is logged.
+//! Promise: if the file system refuses a server, the file is still created, on a server that the file system chooses.
+//! Such files are counted, and the first one is logged.
 
 use std::ffi::{OsStr, OsString};
 use std::fmt::Debug;
@@ -109,14 +109,13 @@ impl Steered {
     /// Returns the placement for these servers, one for each lane. `rule` must have as many lanes.
     pub fn new(driver: Box<dyn Driver>, servers: Vec<OsString>, rule: Rule) -> Self {
         assert!(!servers.is_empty(), "there is a lane to go to");
-        let zeros = || servers.iter().map(|_| AtomicU64::new(0)).collect();
-        let (files, bytes) = (zeros(), zeros());
+        let zero_counts = || servers.iter().map(|_| AtomicU64::new(0)).collect();
         Self {
             driver,
             rule,
+            files: zero_counts(),
+            bytes: zero_counts(),
             servers,
-            files,
-            bytes,
             refused: AtomicU64::new(0),
         }
     }
@@ -133,12 +132,14 @@ impl Steered {
 
     /// Returns the counts of each lane.
     pub fn figures(&self) -> Vec<ServerFigures> {
-        let lanes = self.files.iter().zip(&self.bytes);
-        let figures = lanes.map(|(files, bytes)| ServerFigures {
-            files: files.load(Ordering::Relaxed),
-            bytes: bytes.load(Ordering::Relaxed),
-        });
-        figures.collect()
+        self.files
+            .iter()
+            .zip(&self.bytes)
+            .map(|(files, bytes)| ServerFigures {
+                files: files.load(Ordering::Relaxed),
+                bytes: bytes.load(Ordering::Relaxed),
+            })
+            .collect()
     }
 
     /// Returns the number of files for which the file system refused the lane.
@@ -170,8 +171,11 @@ impl Steering for Steered {
     }
 
     fn lane_of(&self, parent: LaneIndex, name: &OsStr) -> LaneIndex {
-        let explained = self.rule.explain(sum_of_dir(parent), name);
-        lane_index(explained.map_or(0, |(lane, _)| lane))
+        match self.rule.explain(sum_of_dir(parent), name) {
+            Some((lane, _)) => lane_index(lane),
+            // The rule chooses another lane only when the file is created.
+            None => lane_index(0),
+        }
     }
 
     fn lane_of_dir(&self, parent: LaneIndex, name: &OsStr) -> LaneIndex {
@@ -188,23 +192,34 @@ impl Steering for Steered {
     }
 
     fn create(&self, new: &NewFile<'_>) -> Result<(OwnedFd, LaneIndex)> {
-        let (lane, dir) = match new.turn {
-            Some(turn) => (self.rule.lane_of_turn(turn), None),
-            None => {
-                let ino = fstat(new.parent)?.st_ino;
-                let sum = sum_of_dir(new.parent_lane);
-                let parent = Parent { ino, sum };
-                let count_files = || vec![0; self.servers.len()];
-                let (lane, _) = self.rule.choose(parent, new.name, count_files);
-                (lane, Some(ino))
-            }
+        let Some(turn) = new.turn else {
+            return self.create_counted(new);
         };
-        let created = self.driver.create(new, lane)?;
         // A file with a turn belongs to Firn and is not included in the counts.
-        if let Some(dir) = dir {
-            self.files[lane].fetch_add(1, Ordering::Relaxed);
-            self.rule.note_file(dir, lane);
-        }
+        let lane = self.rule.lane_of_turn(turn);
+        self.create_in_lane(new, lane)
+    }
+}
+
+impl Steered {
+    /// Creates a file in the lane that the rule chooses, and counts it.
+    fn create_counted(&self, new: &NewFile<'_>) -> Result<(OwnedFd, LaneIndex)> {
+        let dir = fstat(new.parent)?.st_ino;
+        let parent = Parent {
+            ino: dir,
+            sum: sum_of_dir(new.parent_lane),
+        };
+        let count_files = || vec![0; self.servers.len()];
+        let (lane, _) = self.rule.choose(parent, new.name, count_files);
+        let created = self.create_in_lane(new, lane)?;
+        self.files[lane].fetch_add(1, Ordering::Relaxed);
+        self.rule.record_file(dir, lane);
+        Ok(created)
+    }
+
+    /// Creates a file in this lane, and counts the refusal if the file system refuses the lane.
+    fn create_in_lane(&self, new: &NewFile<'_>, lane: usize) -> Result<(OwnedFd, LaneIndex)> {
+        let created = self.driver.create(new, lane)?;
         if let Err(refusal) = &created.acceptance {
             self.count_refusal(lane, refusal);
         }
@@ -244,13 +259,18 @@ fn parse_numbers<N: TryFrom<u64>>(
     servers: &[OsString],
     meaning: &str,
 ) -> std::result::Result<Vec<N>, String> {
-    let numbers = servers.iter().map(|server| {
-        let number = server.to_str().and_then(|text| text.parse::<u64>().ok());
-        number
-            .and_then(|number| N::try_from(number).ok())
-            .ok_or_else(|| format!("`{}` is not {meaning}", server.to_string_lossy()))
-    });
-    numbers.collect()
+    let mut numbers = Vec::new();
+    for server in servers {
+        let number = server
+            .to_str()
+            .and_then(|text| text.parse::<u64>().ok())
+            .and_then(|number| N::try_from(number).ok());
+        let Some(number) = number else {
+            return Err(format!("`{}` is not {meaning}", server.to_string_lossy()));
+        };
+        numbers.push(number);
+    }
+    Ok(numbers)
 }
 
 /// Opens a directory for reading, from an `O_PATH` descriptor.

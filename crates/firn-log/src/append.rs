@@ -1,7 +1,7 @@
 //! Group commit for one file: the appends of several threads are written in batches.
 //!
-//! One thread writes at a time. During its write, the other threads collect their bytes in the next batch, which one of them
-//! then writes with one call.
+//! One thread writes at a time. During its write, the other threads collect their bytes in the next batch, which one of
+//! them then writes with one call.
 //!
 //! Promises
 //! * The bytes of an append that returned follow those appended before, without a gap. A reader that starts at the
@@ -33,9 +33,10 @@ struct AppendState {
     /// End of the bytes that need no sync: those that are durable, and notes of a sync directly after them.
     clean_end: u64,
     /// Bytes of the next batch.
-    bytes: Vec<u8>,
+    next_bytes: Vec<u8>,
     /// Result of the next batch, once it is written: the position of its first byte.
-    batch: Arc<OnceLock<Result<u64>>>,
+    next_result: Arc<OnceLock<Result<u64>>>,
+    /// Whether a thread is writing a batch.
     is_writing: bool,
 }
 
@@ -51,58 +52,61 @@ impl<B: Backing> Appender<B> {
 
     /// Appends `bytes` and returns their position. After an error they do not count, and the next bytes take their
     /// place.
-    pub(crate) fn append(&self, base: &B, bytes: &[u8]) -> Result<u64> {
+    pub(crate) fn append(&self, backing: &B, bytes: &[u8]) -> Result<u64> {
         let mut state = self.state.lock();
-        let offset_in_batch = state.bytes.len() as u64;
-        state.bytes.extend_from_slice(bytes);
-        let own_batch = Arc::clone(&state.batch);
+        let offset_in_batch = state.next_bytes.len() as u64;
+        state.next_bytes.extend_from_slice(bytes);
+        let own_result = Arc::clone(&state.next_result);
         loop {
-            if let Some(result) = own_batch.get() {
-                return result.map(|start| start + offset_in_batch);
+            if let Some(result) = own_result.get() {
+                return result.map(|batch_start| batch_start + offset_in_batch);
             }
             if state.is_writing {
+                // Another thread is writing a batch. It may be the one with these bytes.
                 state.wait(&self.write_ended);
                 continue;
             }
             state.is_writing = true;
-            let bytes = std::mem::take(&mut state.bytes);
-            let batch = std::mem::take(&mut state.batch);
-            let end = state.end;
-            let result = state.unlocked(|| own::write_all(base, &self.file, &bytes, end));
-            debug_assert_eq!(state.end, end, "one batch is written at a time");
-            if result.is_ok() {
-                state.end += bytes.len() as u64;
+            let batch_bytes = std::mem::take(&mut state.next_bytes);
+            let batch_result = std::mem::take(&mut state.next_result);
+            let batch_start = state.end;
+            let written =
+                state.unlocked(|| own::write_all(backing, &self.file, &batch_bytes, batch_start));
+            debug_assert_eq!(state.end, batch_start, "one batch is written at a time");
+            if written.is_ok() {
+                state.end += batch_bytes.len() as u64;
             }
-            let _ = batch.set(result.map(|()| end));
+            // No other thread sets the result of this batch.
+            let _ = batch_result.set(written.map(|()| batch_start));
             state.is_writing = false;
             self.write_ended.notify_all();
         }
     }
 
     /// Starts writing the appended bytes to the device, without waiting for that.
-    pub(crate) fn begin_sync(&self, base: &B) {
+    pub(crate) fn begin_sync(&self, backing: &B) {
         let unsynced = {
             let state = self.state.lock();
             state.clean_end..state.end
         };
-        base.advise(&self.file, unsynced, PageAdvice::WriteOut);
+        backing.advise(&self.file, unsynced, PageAdvice::WriteOut);
     }
 
-    /// Makes the appended bytes durable. Returns false if they were durable before, or another thread's sync made them
-    /// durable.
-    pub(crate) fn sync(&self, base: &B) -> Result<bool> {
-        let end = {
+    /// Makes the appended bytes durable. Returns false if they were durable before, or if another thread's sync made
+    /// them durable.
+    pub(crate) fn sync(&self, backing: &B) -> Result<bool> {
+        let appended_end = {
             let state = self.state.lock();
             if state.end <= state.clean_end {
                 return Ok(false);
             }
             state.end
         };
-        base.sync(&self.file, true)?;
+        backing.sync(&self.file, true)?;
         let mut state = self.state.lock();
-        let has_synced_more = end > state.synced;
-        state.synced = state.synced.max(end);
-        state.clean_end = state.clean_end.max(end);
+        let has_synced_more = appended_end > state.synced;
+        state.synced = state.synced.max(appended_end);
+        state.clean_end = state.clean_end.max(appended_end);
         debug_assert!(state.synced <= state.clean_end && state.clean_end <= state.end);
         Ok(has_synced_more)
     }

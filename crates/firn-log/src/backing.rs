@@ -1,5 +1,5 @@
-//! The log layout as a backing on top of another backing: several hosts can write the same file, because each host appends
-//! its writes to a log of its own.
+//! The log layout as a backing on top of another backing: several hosts can write the same file, because each host
+//! appends its writes to a log of its own.
 //!
 //! Terms
 //! * A *chosen* file is one that the layout logs, by its name. All other files, names and attributes go to the backing
@@ -36,22 +36,22 @@ use firn_hosts::own::{self, STUBS, TOP};
 
 pub use self::settle::{Left, Logged};
 
-use self::settle::{DeadHosts, EndedFiles};
+use self::settle::{DeadHosts, SettleQueue};
 use crate::container::Memory;
-use crate::file::{ContainerSite, LoggedFile};
+use crate::file::{LayoutContext, LoggedFile};
 use crate::file_dir;
 use crate::file_id::FileId;
-use crate::orphans::{self, DEAD, DYING, LastLife};
-use crate::tag::{self, TopId};
+use crate::orphans::{self, CleanUpContext, DEAD, DYING};
+use crate::tag::{self, ContainersDirId};
 use crate::turn;
 
 /// Name of the directory of all containers, in `.firn/`.
 pub const CONTAINERS: &str = own::LOGS;
 
 /// Opens the directory of all containers, and makes it if it is missing.
-pub fn make_dir<B: Backing>(base: &B) -> std::result::Result<B::Inode, OwnError> {
-    let firn = own::make_dir(base, &base.root(), TOP)?;
-    own::make_dir(base, &firn, CONTAINERS).map_err(|error| error.below(TOP))
+pub fn make_dir<B: Backing>(backing: &B) -> std::result::Result<B::Inode, OwnError> {
+    let firn = own::make_dir(backing, &backing.root(), TOP)?;
+    own::make_dir(backing, &firn, CONTAINERS).map_err(|error| error.below(TOP))
 }
 
 /// Bound on table blocks in memory, of all files. One reader may take half of it, which holds one block of each index
@@ -106,16 +106,16 @@ pub struct LogBacking<B: Backing> {
     /// The backing with the plain files and the containers.
     below: B,
     /// The directory of all containers.
-    top: B::Inode,
-    top_id: TopId,
+    containers_dir: B::Inode,
+    containers_dir_id: ContainersDirId,
     /// Memory for table blocks of all files.
     memory: Arc<Memory>,
     /// This host's turn, which selects the lane of its logs; 0 without lanes.
     turn: u64,
     setup: Setup,
-    files: Mutex<Files<B>>,
+    files: Mutex<KnownFiles<B>>,
     /// The queue of files to flatten or remove.
-    ended: Arc<EndedFiles<B>>,
+    settle_queue: Arc<SettleQueue<B>>,
     /// Number of files that were dropped from `files`. A look-up compares it to notice that a file became flat.
     forget_count: AtomicU64,
     /// Containers of files that this host was removing when it last ran, and has not begun to remove again.
@@ -125,14 +125,23 @@ pub struct LogBacking<B: Backing> {
 }
 
 /// The files that this host knows, and the last listing.
-struct Files<B: Backing> {
+struct KnownFiles<B: Backing> {
     /// Files with containers, and files that this host has open for writing.
     by_id: HashMap<FileId, Arc<LoggedFile<B>>>,
     /// Files whose last name this host is removing. A container that is made for such a file gets a mark.
     dying: HashSet<FileId>,
     /// When the last listing began, or the present one if a thread is making one.
-    listed: Option<Instant>,
+    last_listing_began: Option<Instant>,
     listing: Arc<Listing>,
+}
+
+impl<B: Backing> KnownFiles<B> {
+    /// Returns the file with this id. Adds it if it is not known.
+    fn find_or_add(&mut self, id: FileId) -> &Arc<LoggedFile<B>> {
+        self.by_id
+            .entry(id)
+            .or_insert_with(|| Arc::new(LoggedFile::new(id)))
+    }
 }
 
 /// The ids of all files that had containers at one moment. Containers are read only at the first use of their file, so
@@ -153,6 +162,12 @@ pub struct LogInode<B: Backing> {
     region: Region,
 }
 
+/// A file whose last name is being removed.
+struct FileLosingName<B: Backing> {
+    inode: B::Inode,
+    id: FileId,
+}
+
 /// The part of the backing in which an object lies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Region {
@@ -168,7 +183,7 @@ enum Region {
 
 impl Region {
     /// Returns the region of the object `name` in a directory of this region.
-    fn of_child(self, name: &OsStr) -> Self {
+    fn child_region(self, name: &OsStr) -> Self {
         match self {
             Self::Top if name == TOP => Self::Firn,
             // New files of programs lie here before they get their names.
@@ -191,48 +206,49 @@ impl<B: Backing> Clone for LogInode<B> {
 /// An open file of a [`LogBacking`]: the open plain file, and the logged file if there is one.
 pub struct LogFile<B: Backing> {
     below: B::File,
-    logged: Option<Opened<B>>,
+    logged: Option<LoggedDescriptor<B>>,
 }
 
 /// An open descriptor of a file that may be logged. When this host closes its last writing descriptor, it ends its
 /// writing.
-struct Opened<B: Backing> {
+struct LoggedDescriptor<B: Backing> {
     file: Arc<LoggedFile<B>>,
     inode: B::Inode,
     access: Access,
-    ended: Arc<EndedFiles<B>>,
+    settle_queue: Arc<SettleQueue<B>>,
 }
 
-impl<B: Backing> Drop for Opened<B> {
+impl<B: Backing> Drop for LoggedDescriptor<B> {
     fn drop(&mut self) {
         let file = &self.file;
-        let was_last = file.opens.fetch_sub(1, Ordering::AcqRel) == 1;
+        let is_last_close = file.opens.fetch_sub(1, Ordering::AcqRel) == 1;
         let may_write = self.access != Access::Read;
-        let wrote_last = may_write && file.writers.fetch_sub(1, Ordering::AcqRel) == 1;
+        let is_last_writer = may_write && file.writers.fetch_sub(1, Ordering::AcqRel) == 1;
         let is_removed = file.is_removed.load(Ordering::Acquire);
-        if wrote_last {
+        if is_last_writer {
             file.has_local_writer.store(false, Ordering::Release);
         }
-        if (wrote_last && file.has_containers()) || (was_last && is_removed) {
-            self.ended.add(file, &self.inode);
+        if (is_last_writer && file.has_containers()) || (is_last_close && is_removed) {
+            self.settle_queue.add(file, &self.inode);
         }
     }
 }
 
 impl<B: Backing> LogFile<B> {
-    /// Returns the logged file, or `None` for a plain one. Fails with `errno` if the descriptor is of a logged file and
-    /// cannot write.
-    fn writable(&self, errno: Errno) -> Result<Option<&Arc<LoggedFile<B>>>> {
+    /// Returns the logged file to write to, or `None` for a plain one. Fails with `errno` if the descriptor is of a
+    /// logged file and cannot write.
+    fn file_to_write(&self, errno: Errno) -> Result<Option<&Arc<LoggedFile<B>>>> {
         match &self.logged {
-            Some(opened) if opened.access == Access::Read => Err(errno),
-            opened => Ok(opened.as_ref().map(|opened| &opened.file)),
+            None => Ok(None),
+            Some(descriptor) if descriptor.access == Access::Read => Err(errno),
+            Some(descriptor) => Ok(Some(&descriptor.file)),
         }
     }
 
-    /// Returns the logged file if it has containers.
-    fn logged(&self) -> Option<&Arc<LoggedFile<B>>> {
-        let opened = self.logged.as_ref()?;
-        opened.file.is_logged().then_some(&opened.file)
+    /// Returns the logged file if it has bytes in logs.
+    fn file_in_logs(&self) -> Option<&Arc<LoggedFile<B>>> {
+        let descriptor = self.logged.as_ref()?;
+        descriptor.file.is_logged().then_some(&descriptor.file)
     }
 }
 
@@ -254,40 +270,40 @@ impl<B: Backing> LogBacking<B> {
         for descriptor in nameless {
             let adopted = below.adopt(descriptor)?;
             if adopted.attr.nlink == 0 {
-                open_files.extend(FileId::of(&below, &adopted.inode, &adopted.attr)?);
+                open_files.extend(FileId::read(&below, &adopted.inode, &adopted.attr)?);
             }
         }
-        let top = make_dir(&below)?;
-        let top_id = TopId::of(&below.attr(&top)?);
+        let containers_dir = make_dir(&below)?;
+        let containers_dir_id = ContainersDirId::from_attr(&below.attr(&containers_dir)?);
         // This check comes before any change: logs of an earlier version are refused.
-        file_dir::list_files(&below, &top)?;
-        let last_life = LastLife {
+        file_dir::list_files(&below, &containers_dir)?;
+        let last_life = CleanUpContext {
             host: &setup.host,
             is_alive: &setup.is_alive,
             open_files: &open_files,
         };
-        let marked = orphans::clean_up_last_life(&below, &top, &last_life)?;
+        let marked = orphans::clean_up_last_life(&below, &containers_dir, &last_life)?;
         let turn = match below.lane_of_turn(0) {
-            Some(_) => turn::take_turn(&below, &top, &setup.host, &setup.is_alive),
+            Some(_) => turn::acquire_turn(&below, &containers_dir, &setup.host, &setup.is_alive),
             None => 0,
         };
         Ok(Self {
             below,
-            top,
-            top_id,
+            containers_dir,
+            containers_dir_id,
             turn,
             memory: Memory::new(INDEX_BYTES_MAX),
             setup,
-            files: Mutex::new(Files {
+            files: Mutex::new(KnownFiles {
                 by_id: HashMap::new(),
                 dying: HashSet::new(),
-                listed: None,
+                last_listing_began: None,
                 listing: Arc::default(),
             }),
             forget_count: AtomicU64::new(0),
             marked: Mutex::new(marked),
             dead_hosts: Mutex::default(),
-            ended: Arc::new(EndedFiles::new()),
+            settle_queue: Arc::new(SettleQueue::new()),
         })
     }
 
@@ -303,12 +319,12 @@ impl<B: Backing> LogBacking<B> {
         Self { memory, ..self }
     }
 
-    /// Returns the facts about this backing and host that operations on containers need.
-    fn site(&self) -> ContainerSite<'_, B> {
-        ContainerSite {
-            base: &self.below,
-            top: &self.top,
-            top_id: self.top_id,
+    /// Returns what operations on containers need to know of this backing and host.
+    fn context(&self) -> LayoutContext<'_, B> {
+        LayoutContext {
+            backing: &self.below,
+            containers_dir: &self.containers_dir,
+            containers_dir_id: self.containers_dir_id,
             host: &self.setup.host,
             turn: self.turn,
             memory: &self.memory,
@@ -325,10 +341,14 @@ impl<B: Backing> LogBacking<B> {
         below: B::Inode,
         attr: &Attr,
     ) -> Result<LogInode<B>> {
-        let region = parent.region.of_child(name);
-        let is_chosen =
-            attr.kind == Kind::File && region != Region::Own && (self.setup.chooses)(name);
+        let region = parent.region.child_region(name);
+        let is_chosen = attr.kind == Kind::File && self.chooses_name(region, name);
         self.make_inode(below, attr, region, is_chosen)
+    }
+
+    /// Returns whether a file with this name in this region is logged.
+    fn chooses_name(&self, region: Region, name: &OsStr) -> bool {
+        region != Region::Own && (self.setup.chooses)(name)
     }
 
     /// Makes the inode of an object. Assigns an identity to a chosen file.
@@ -343,7 +363,7 @@ impl<B: Backing> LogBacking<B> {
             // A file that cannot get an identity stays plain.
             FileId::assign(&self.below, &below, attr).unwrap_or(None)
         } else {
-            FileId::of(&self.below, &below, attr)?
+            FileId::read(&self.below, &below, attr)?
         };
         Ok(LogInode {
             below,
@@ -374,13 +394,17 @@ impl<B: Backing> LogBacking<B> {
         let Some(id) = id else {
             return Ok(None);
         };
-        let file = match self.find(Some(id))? {
+        let known_file = self.find(Some(id))?;
+        if known_file.is_none() && file_dir::find(&self.below, &self.containers_dir, id)?.is_none()
+        {
+            return Ok(None);
+        }
+        let file = match known_file {
             Some(file) => file,
-            None if file_dir::find(&self.below, &self.top, id)?.is_none() => return Ok(None),
             None => self.find_or_add(id)?,
         };
         // A file whose containers cannot be read still has a time to set.
-        if let Err(error) = file.refresh(&self.site()) {
+        if let Err(error) = file.refresh(&self.context()) {
             tracing::debug!(ino = id.ino, %error, "containers cannot be read");
         }
         Ok(Some(file))
@@ -396,41 +420,59 @@ impl<B: Backing> LogBacking<B> {
     /// One thread makes a listing and the others use the old one meanwhile. Before the first listing is complete, each
     /// thread makes its own.
     fn refresh_listing_older_than(&self, age_max: Duration) -> Result<()> {
-        {
-            let mut files = self.files.lock();
-            let is_due = |listed: Instant| listed.elapsed() >= age_max;
-            // Until the first listing is complete, each thread makes one.
-            if files.listing.began.is_some() && !files.listed.is_none_or(is_due) {
-                return Ok(());
-            }
-            files.listed = Some(Instant::now());
+        if !self.claim_due_listing(age_max) {
+            return Ok(());
         }
         let began = Instant::now();
-        let logged: HashSet<FileId> = file_dir::list_files(&self.below, &self.top)?
+        let listed_ids: HashSet<FileId> = file_dir::list_files(&self.below, &self.containers_dir)?
             .into_iter()
             .collect();
-        let without_containers: Vec<_> = {
-            let mut files = self.files.lock();
-            for &id in &logged {
-                let new = || Arc::new(LoggedFile::new(id));
-                files.by_id.entry(id).or_insert_with(new);
-            }
-            let has_none = |file: &&Arc<LoggedFile<B>>| !logged.contains(&file.id);
-            let without_containers = files.by_id.values().filter(has_none);
-            let without_containers = without_containers.map(Arc::clone).collect();
-            if files.listing.began < Some(began) {
-                files.listing = Arc::new(Listing {
-                    began: Some(began),
-                    files: logged,
-                });
-            }
-            without_containers
-        };
-        for file in without_containers {
+        for file in self.store_listing(began, listed_ids) {
             self.refresh_file(&file);
             self.forget_if_unused(&file);
         }
         Ok(())
+    }
+
+    /// Returns whether this thread must make a listing: there is none yet, or the last one is older than `age_max`.
+    fn claim_due_listing(&self, age_max: Duration) -> bool {
+        let mut files = self.files.lock();
+        // Until the first listing is complete, each thread makes one.
+        let is_first = files.listing.began.is_none();
+        let is_old = files
+            .last_listing_began
+            .is_none_or(|began| began.elapsed() >= age_max);
+        if is_first || is_old {
+            files.last_listing_began = Some(Instant::now());
+            return true;
+        }
+        false
+    }
+
+    /// Adds the listed files to the known ones, and stores the listing unless a newer one is stored. Returns the known
+    /// files that are not listed.
+    fn store_listing(
+        &self,
+        began: Instant,
+        listed_ids: HashSet<FileId>,
+    ) -> Vec<Arc<LoggedFile<B>>> {
+        let mut files = self.files.lock();
+        for &id in &listed_ids {
+            files.find_or_add(id);
+        }
+        let unlisted_files = files
+            .by_id
+            .values()
+            .filter(|file| !listed_ids.contains(&file.id))
+            .map(Arc::clone)
+            .collect();
+        if files.listing.began < Some(began) {
+            files.listing = Arc::new(Listing {
+                began: Some(began),
+                files: listed_ids,
+            });
+        }
+        unlisted_files
     }
 
     /// Refreshes a file unless it was refreshed since the last listing began.
@@ -441,9 +483,9 @@ impl<B: Backing> LogBacking<B> {
         };
         let is_listed = listing.files.contains(&file.id);
         // An error is not returned here: the next open or read of the file returns it.
-        let site = self.site();
-        let refreshed = file.refresh_after_listing(&site, began, is_listed);
-        if let Err(error) = refreshed.and_then(|()| file.refresh_after_sync(&site)) {
+        let context = self.context();
+        let refreshed = file.refresh_after_listing(&context, began, is_listed);
+        if let Err(error) = refreshed.and_then(|()| file.refresh_after_sync(&context)) {
             tracing::debug!(ino = file.id.ino, %error, "containers cannot be read");
         }
     }
@@ -451,9 +493,7 @@ impl<B: Backing> LogBacking<B> {
     /// Returns the file with this id. Adds it if this host does not know it.
     fn find_or_add(&self, id: FileId) -> Result<Arc<LoggedFile<B>>> {
         self.refresh_listing()?;
-        let mut files = self.files.lock();
-        let new = || Arc::new(LoggedFile::new(id));
-        Ok(Arc::clone(files.by_id.entry(id).or_insert_with(new)))
+        Ok(Arc::clone(self.files.lock().find_or_add(id)))
     }
 
     /// Returns the attributes that programs see: the length and the modification time include what is in logs. `read`
@@ -486,100 +526,113 @@ impl<B: Backing> LogBacking<B> {
     }
 
     /// Opens the logged file of an inode. Returns `None` if the file is plain and not chosen.
-    fn open_logged(&self, inode: &LogInode<B>, access: Access) -> Result<Option<Opened<B>>> {
+    fn open_logged(
+        &self,
+        inode: &LogInode<B>,
+        access: Access,
+    ) -> Result<Option<LoggedDescriptor<B>>> {
         let Some(id) = inode.id else {
             return Ok(None);
         };
-        let writes = access != Access::Read;
         self.refresh_listing()?;
         // Another host may have made a container since the listing. For a chosen file, `see_closed_changes` below finds
         // it.
         if !inode.is_chosen && !self.files.lock().by_id.contains_key(&id) {
             self.refresh_listing_older_than(Duration::ZERO)?;
         }
-        let file = {
-            let mut files = self.files.lock();
-            let file = match files.by_id.get(&id) {
-                Some(file) => Arc::clone(file),
-                None if inode.is_chosen => {
-                    let new = Arc::new(LoggedFile::new(id));
-                    files.by_id.insert(id, Arc::clone(&new));
-                    new
-                }
-                None => {
-                    drop(files);
-                    tag::check(&self.below, &inode.below, id, self.top_id)?;
-                    return Ok(None);
-                }
-            };
-            if files.dying.contains(&id) {
-                file.is_dying.store(true, Ordering::Release);
-            }
-            // The count grows under the lock, so that another thread does not drop the file meanwhile.
-            file.opens.fetch_add(1, Ordering::AcqRel);
-            if writes {
-                file.writers.fetch_add(1, Ordering::AcqRel);
-            }
-            file
+        let Some(file) = self.count_open(id, inode.is_chosen, access) else {
+            tag::check(&self.below, &inode.below, id, self.containers_dir_id)?;
+            return Ok(None);
         };
-        let opened = Opened {
+        let descriptor = LoggedDescriptor {
             file,
             inode: inode.below.clone(),
             access,
-            ended: Arc::clone(&self.ended),
+            settle_queue: Arc::clone(&self.settle_queue),
         };
-        opened.file.inode.get_or_init(|| inode.below.clone());
-        self.see_closed_changes(&opened)?;
-        if !writes && self.setup.flattens_read && opened.file.is_logged() {
-            self.ended.add(&opened.file, &opened.inode);
+        descriptor.file.inode.get_or_init(|| inode.below.clone());
+        self.see_closed_changes(&descriptor)?;
+        let flattens_at_open = access == Access::Read && self.setup.flattens_read;
+        if flattens_at_open && descriptor.file.is_logged() {
+            self.settle_queue.add(&descriptor.file, &descriptor.inode);
         }
-        Ok(Some(opened))
+        Ok(Some(descriptor))
+    }
+
+    /// Counts a new descriptor of the file with this id, and returns the file. Adds the file if it is chosen. Returns
+    /// `None` if it is neither known nor chosen.
+    fn count_open(
+        &self,
+        id: FileId,
+        is_chosen: bool,
+        access: Access,
+    ) -> Option<Arc<LoggedFile<B>>> {
+        let mut files = self.files.lock();
+        let file = if is_chosen {
+            Arc::clone(files.find_or_add(id))
+        } else {
+            Arc::clone(files.by_id.get(&id)?)
+        };
+        if files.dying.contains(&id) {
+            file.is_dying.store(true, Ordering::Release);
+        }
+        // The count grows under the lock, so that another thread does not drop the file meanwhile.
+        file.opens.fetch_add(1, Ordering::AcqRel);
+        if access != Access::Read {
+            file.writers.fetch_add(1, Ordering::AcqRel);
+        }
+        Some(file)
     }
 
     /// Reads what other hosts wrote before they closed the file (close-to-open consistency). Orders this host's next
     /// writes after those writes.
-    fn see_closed_changes(&self, opened: &Opened<B>) -> Result<()> {
-        let site = self.site();
-        let file = &opened.file;
-        file.retry_while_lagging(&site, &mut || file.refresh(&site))?;
-        if opened.access != Access::Read {
+    fn see_closed_changes(&self, descriptor: &LoggedDescriptor<B>) -> Result<()> {
+        let context = self.context();
+        let file = &descriptor.file;
+        file.retry_while_lagging(&context, &mut || file.refresh(&context))?;
+        if descriptor.access != Access::Read {
             file.raise_epoch();
         }
         if !file.is_logged() {
             // Asks the server, because another host may have changed the plain file.
-            self.below.attr_now(&opened.inode)?;
-            tag::check(&self.below, &opened.inode, file.id, self.top_id)?;
+            self.below.attr_now(&descriptor.inode)?;
+            tag::check(
+                &self.below,
+                &descriptor.inode,
+                file.id,
+                self.containers_dir_id,
+            )?;
         }
         Ok(())
     }
 
     /// Registers this host as a writer of the file, so that no other host flattens it.
-    fn begin_writing(&self, file: &LogFile<B>, opened: &Opened<B>) -> Result<()> {
+    fn begin_writing(&self, file: &LogFile<B>, descriptor: &LoggedDescriptor<B>) -> Result<()> {
         let plain_len = || self.plain_len(file);
-        let site = self.site();
-        let logged = &opened.file;
-        logged.retry_while_lagging(&site, &mut || logged.begin_writing(&site, &plain_len))
+        let context = self.context();
+        let logged = &descriptor.file;
+        logged.retry_while_lagging(&context, &mut || logged.begin_writing(&context, &plain_len))
     }
 
-    /// Sets the modification time of the plain file after a write by this host, at most once in [`MTIME_UPDATE_INTERVAL`].
+    /// Sets the modification time of the plain file after a write by this host, at most once in
+    /// [`MTIME_UPDATE_INTERVAL`].
     fn update_mtime(&self, file: &LogFile<B>) {
-        let Some(opened) = &file.logged else {
+        let Some(descriptor) = &file.logged else {
             return;
         };
+        let (logged, inode) = (&descriptor.file, &descriptor.inode);
         {
-            let mut modified = opened.file.modified.lock();
-            if modified.is_some_and(|noted| noted.elapsed() < MTIME_UPDATE_INTERVAL) {
+            let mut last_update = logged.last_mtime_update.lock();
+            if last_update.is_some_and(|updated| updated.elapsed() < MTIME_UPDATE_INTERVAL) {
                 return;
             }
-            *modified = Some(Instant::now());
+            *last_update = Some(Instant::now());
         }
-        let now = || {
-            self.below
-                .set_times(&opened.inode, SetTime::Keep, SetTime::Now)
-        };
-        let noted = opened.file.set_modified(&self.site(), Time::now(), &now);
-        if let Err(error) = noted {
-            tracing::debug!(ino = opened.file.id.ino, %error, "cannot set the time of a logged file");
+        let set_plain_mtime = || self.below.set_times(inode, SetTime::Keep, SetTime::Now);
+        let outcome = logged.set_modified(&self.context(), Time::now(), &set_plain_mtime);
+        if let Err(error) = outcome {
+            // The bytes are written all the same, so the write does not fail.
+            tracing::debug!(ino = logged.id.ino, %error, "cannot set the time of a logged file");
         }
     }
 
@@ -587,55 +640,50 @@ impl<B: Backing> LogBacking<B> {
     fn sync_logs(&self) -> Result<()> {
         let files: Vec<_> = self.files.lock().by_id.values().map(Arc::clone).collect();
         for file in files {
-            let site = self.site();
-            file.retry_while_lagging(&site, &mut || file.sync(&site))?;
+            let context = self.context();
+            file.retry_while_lagging(&context, &mut || file.sync(&context))?;
         }
         Ok(())
     }
 
-    /// Returns the file that the removal of `name` would leave without a name. Returns `None` if the file has other names,
-    /// or if the object cannot be a logged file.
+    /// Returns the file that the removal of `name` would leave without a name. Returns `None` if the file has other
+    /// names, or if the object cannot be a logged file.
     fn find_file_losing_name(
         &self,
         parent: &B::Inode,
         name: &OsStr,
-    ) -> Result<Option<(B::Inode, FileId)>> {
+    ) -> Result<Option<FileLosingName<B>>> {
         let (inode, attr) = match self.below.lookup(parent, name) {
-            Ok(found) => found,
+            Ok(entry) => entry,
             Err(Errno::NOENT) => return Ok(None),
             Err(error) => return Err(error),
         };
-        let id = FileId::of(&self.below, &inode, &attr)?;
-        Ok(id.filter(|_| attr.nlink == 1).map(|id| (inode, id)))
+        match FileId::read(&self.below, &inode, &attr)? {
+            Some(id) if attr.nlink == 1 => Ok(Some(FileLosingName { inode, id })),
+            _ => Ok(None),
+        }
     }
 
     /// Marks the containers of a file. Repeats this while the backing lags behind other hosts.
     fn mark(&self, file: &LoggedFile<B>, mark: &str) -> Result<()> {
-        let site = self.site();
-        file.retry_while_lagging(&site, &mut || file.mark(&site, mark))
+        let context = self.context();
+        file.retry_while_lagging(&context, &mut || file.mark(&context, mark))
     }
 
     /// Begins the removal of a last name: marks the file's containers. A container that is made later gets the mark
     /// when it is made.
-    fn begin_removal(&self, removed: Option<&(B::Inode, FileId)>) -> Result<()> {
-        let Some((_, id)) = removed else {
+    fn begin_removal(&self, file_losing_name: Option<&FileLosingName<B>>) -> Result<()> {
+        let Some(FileLosingName { id, .. }) = file_losing_name else {
             return Ok(());
         };
-        // A removal from this host's last life must not be mistaken for the one that begins now.
-        let is_of_file = |container: &String| {
-            let found = FileId::of_container(container.as_bytes());
-            found.is_some_and(|(found, _)| found == *id)
-        };
-        self.marked
-            .lock()
-            .retain(|container| !is_of_file(container));
+        self.forget_earlier_removal(*id);
         self.refresh_listing()?;
-        let file = {
+        let known_file = {
             let mut files = self.files.lock();
             files.dying.insert(*id);
             files.by_id.get(id).cloned()
         };
-        let Some(file) = file else {
+        let Some(file) = known_file else {
             return Ok(());
         };
         file.is_dying.store(true, Ordering::Release);
@@ -643,9 +691,18 @@ impl<B: Backing> LogBacking<B> {
             .inspect_err(|_| self.cancel_removal(&file))
     }
 
+    /// Forgets the marks that this host put into containers of the file before it last ended. The earlier removal must
+    /// not be mistaken for the one that begins now.
+    fn forget_earlier_removal(&self, id: FileId) {
+        self.marked.lock().retain(|container| {
+            let parsed_name = FileId::parse_container_name(container.as_bytes());
+            parsed_name.is_none_or(|(marked_id, _)| marked_id != id)
+        });
+    }
+
     /// Marks the containers of a file whose last name this host has removed. They are removed when this host has closed
     /// the file.
-    fn note_removed(&self, file: &LoggedFile<B>) -> Result<()> {
+    fn mark_removed(&self, file: &LoggedFile<B>) -> Result<()> {
         let marked = self.mark(file, DEAD);
         file.is_removed.store(marked.is_ok(), Ordering::Release);
         marked
@@ -657,38 +714,39 @@ impl<B: Backing> LogBacking<B> {
         self.files.lock().dying.remove(&file.id);
     }
 
-    /// Finishes the removal of a last name, and returns `outcome`, the result of the removal itself. If that is an error,
-    /// the name is still there, and the marks are removed.
+    /// Finishes the removal of a last name, and returns `outcome`, the result of the removal itself. If that is an
+    /// error, the name is still there, and the marks are removed.
     fn finish_removal(
         &self,
-        removed: Option<(B::Inode, FileId)>,
+        file_losing_name: Option<FileLosingName<B>>,
         outcome: Result<()>,
     ) -> Result<()> {
-        let Some((inode, id)) = removed else {
+        let Some(FileLosingName { inode, id }) = file_losing_name else {
             return outcome;
         };
         let refreshed = self.refresh_listing();
-        let file = {
+        let known_file = {
             let mut files = self.files.lock();
-            let file = files.by_id.get(&id).cloned();
-            if file.is_none() {
+            let known_file = files.by_id.get(&id).cloned();
+            if known_file.is_none() {
                 files.dying.remove(&id);
             }
-            file
+            known_file
         };
-        let Some(file) = file else {
+        let Some(file) = known_file else {
             return refreshed.and(outcome);
         };
         if outcome.is_err() {
             self.cancel_removal(&file);
-            file.retry_while_lagging(&self.site(), &mut || file.unmark(&self.site()))?;
+            let context = self.context();
+            file.retry_while_lagging(&context, &mut || file.unmark(&context))?;
             return outcome;
         }
-        let marked = self.note_removed(&file);
+        let marked = self.mark_removed(&file);
         self.files.lock().dying.remove(&id);
         marked?;
         if file.opens.load(Ordering::Acquire) == 0 {
-            self.ended.add(&file, &inode);
+            self.settle_queue.add(&file, &inode);
         }
         Ok(())
     }

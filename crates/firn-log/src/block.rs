@@ -8,7 +8,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::frame::{Span, is_valid_span};
-use crate::resolve::{Key, Layer, Place, WriterId};
+use crate::resolve::{ChangeKey, Layer, LogLocation, WriterId};
 use crate::run::Run;
 
 /// An encoder ends a block when the block has at least this many bytes.
@@ -41,13 +41,13 @@ pub struct LastLayer {
 }
 
 impl LastLayer {
-    fn of(layer: &Layer) -> Self {
+    fn from_layer(layer: &Layer) -> Self {
         Self {
             offset: layer.run.offset(),
             len: layer.run.len(),
             epoch: layer.key.epoch,
             frame: layer.key.frame,
-            position: layer.place.map_or(0, |place| place.position),
+            position: layer.location.map_or(0, |location| location.position),
         }
     }
 }
@@ -57,15 +57,22 @@ fn distance_between(from: u64, to: u64) -> i64 {
     to.wrapping_sub(from).cast_signed()
 }
 
-fn advance(from: u64, distance_between: i64) -> u64 {
-    from.wrapping_add(distance_between.cast_unsigned())
+/// Returns the number at a distance from another one.
+fn advance(from: u64, distance: i64) -> u64 {
+    from.wrapping_add(distance.cast_unsigned())
+}
+
+/// Encodes the number of a log. 0 stands for no log, so each number is stored plus 1.
+fn encode_log(location: Option<LogLocation>) -> u64 {
+    location.map_or(0, |location| u64::from(location.log) + 1)
 }
 
 /// Encodes the entries of a block: layers or spans. `Last` holds the numbers of the entry before.
 #[derive(Default)]
 pub struct BlockEncoder<Last> {
     bytes: Vec<u8>,
-    before: Last,
+    /// Numbers of the entry that was added last.
+    last: Last,
 }
 
 impl<Last: Default> BlockEncoder<Last> {
@@ -75,7 +82,7 @@ impl<Last: Default> BlockEncoder<Last> {
     }
 
     /// Ends the block and begins another. Returns the block's bytes, or `None` if it is empty.
-    pub fn take(&mut self) -> Option<Vec<u8>> {
+    pub fn finish_block(&mut self) -> Option<Vec<u8>> {
         let block = std::mem::take(self);
         (!block.bytes.is_empty()).then_some(block.bytes)
     }
@@ -94,34 +101,36 @@ pub type LayerEncoder = BlockEncoder<LastLayer>;
 impl LayerEncoder {
     /// Adds a layer, whose offset must not be lower than that of the layer before.
     pub fn push(&mut self, layer: &Layer) {
-        debug_assert!(layer.run.offset() >= self.before.offset);
-        let before = std::mem::replace(&mut self.before, LastLayer::of(layer));
+        debug_assert!(layer.run.offset() >= self.last.offset);
+        let last = self.last;
+        let new = LastLayer::from_layer(layer);
         let stored = StoredLayer {
-            offset: self.before.offset - before.offset,
-            len: distance_between(before.len, self.before.len),
+            offset: new.offset - last.offset,
+            len: distance_between(last.len, new.len),
             gap: layer.run.gap(),
             more: layer.run.count() - 1,
-            epoch: distance_between(before.epoch, self.before.epoch),
-            frame: distance_between(before.frame, self.before.frame),
-            log: layer.place.map_or(0, |place| u64::from(place.log) + 1),
-            position: distance_between(before.position, self.before.position),
+            epoch: distance_between(last.epoch, new.epoch),
+            frame: distance_between(last.frame, new.frame),
+            log: encode_log(layer.location),
+            position: distance_between(last.position, new.position),
         };
+        self.last = new;
         self.append(&stored);
     }
 }
 
-/// Decodes a block of layers, all of one writer. Ends with [`Damaged`] at bytes that are no layer.
+/// Decodes a block of layers, all of one writer. Ends with [`DamagedBlock`] at bytes that are no layer.
 pub struct LayerDecoder<T> {
     bytes: T,
     /// Position of the next entry in the block.
     position: usize,
     writer: WriterId,
-    before: LastLayer,
+    last: LastLayer,
 }
 
 /// Error for bytes that no encoder made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Damaged;
+pub struct DamagedBlock;
 
 impl<T: AsRef<[u8]>> LayerDecoder<T> {
     /// Makes a decoder of a block.
@@ -130,50 +139,52 @@ impl<T: AsRef<[u8]>> LayerDecoder<T> {
             bytes,
             position: 0,
             writer,
-            before: LastLayer::default(),
+            last: LastLayer::default(),
         }
     }
 
     /// Decodes the next layer. Returns `None` if the bytes are no valid layer.
     fn decode(&mut self) -> Option<Layer> {
-        let rest = &self.bytes.as_ref()[self.position..];
-        let (stored, remaining) = postcard::take_from_bytes::<StoredLayer>(rest).ok()?;
-        self.position += rest.len() - remaining.len();
-        let before = self.before;
-        let offset = before.offset.checked_add(stored.offset)?;
-        let len = advance(before.len, stored.len);
+        let undecoded = &self.bytes.as_ref()[self.position..];
+        let (stored, remaining) = postcard::take_from_bytes::<StoredLayer>(undecoded).ok()?;
+        self.position += undecoded.len() - remaining.len();
+        let last = self.last;
+        let offset = last.offset.checked_add(stored.offset)?;
+        let len = advance(last.len, stored.len);
         let run = Run::from_stored(offset, len, stored.gap, stored.more)?;
-        let position = advance(before.position, stored.position);
-        let place = match stored.log.checked_sub(1) {
+        let position = advance(last.position, stored.position);
+        // See `encode_log` for the number of the log.
+        let location = match stored.log.checked_sub(1) {
             None => None,
             Some(log) => {
+                // A layer that would end after the largest position is not valid.
                 position.checked_add(run.bytes())?;
                 let log = u32::try_from(log).ok()?;
-                Some(Place { log, position })
+                Some(LogLocation { log, position })
             }
         };
         let layer = Layer {
-            key: Key {
-                epoch: advance(before.epoch, stored.epoch),
+            key: ChangeKey {
+                epoch: advance(last.epoch, stored.epoch),
                 writer: self.writer,
-                frame: advance(before.frame, stored.frame),
+                frame: advance(last.frame, stored.frame),
             },
             run,
-            place,
+            location,
         };
-        self.before = LastLayer::of(&layer);
+        self.last = LastLayer::from_layer(&layer);
         Some(layer)
     }
 }
 
 impl<T: AsRef<[u8]>> Iterator for LayerDecoder<T> {
-    type Item = Result<Layer, Damaged>;
+    type Item = Result<Layer, DamagedBlock>;
 
     fn next(&mut self) -> Option<Self::Item> {
         if self.position >= self.bytes.as_ref().len() {
             return None;
         }
-        let decoded = self.decode().ok_or(Damaged);
+        let decoded = self.decode().ok_or(DamagedBlock);
         if decoded.is_err() {
             self.position = self.bytes.as_ref().len();
         }
@@ -199,49 +210,55 @@ pub type SpanEncoder = BlockEncoder<u64>;
 impl SpanEncoder {
     /// Adds the span of the frame at position `frame` of the index.
     pub fn push(&mut self, frame: u64, span: &Span) {
-        debug_assert!(frame >= self.before, "spans are in order of their frames");
+        debug_assert!(frame >= self.last, "spans are in order of their frames");
         let stored = StoredSpan {
-            frame: frame - self.before,
+            frame: frame - self.last,
             log: span.log,
             position: span.position,
             bytes: span.bytes,
             checksums: span.checksums.iter().map(|sum| sum.to_le_bytes()).collect(),
         };
-        self.before = frame;
+        self.last = frame;
         self.append(&stored);
     }
 }
 
-/// Decodes the spans of a block, each with the position of its frame. Ends with [`Damaged`] at bytes that are no span.
-pub fn decode_spans(bytes: &[u8]) -> impl Iterator<Item = Result<(u64, Span), Damaged>> {
-    let mut rest = bytes;
-    let mut before = 0u64;
+/// Decodes the spans of a block, each with the position of its frame. Ends with [`DamagedBlock`] at bytes that are no
+/// span.
+pub fn decode_spans(bytes: &[u8]) -> impl Iterator<Item = Result<(u64, Span), DamagedBlock>> {
+    let mut undecoded = bytes;
+    let mut last_frame = 0;
     std::iter::from_fn(move || {
-        if rest.is_empty() {
+        if undecoded.is_empty() {
             return None;
         }
-        let mut decode = || {
-            let (stored, remaining) = postcard::take_from_bytes::<StoredSpan>(rest).ok()?;
-            let frame = before.checked_add(stored.frame)?;
-            let span = Span {
-                log: stored.log,
-                position: stored.position,
-                bytes: stored.bytes,
-                checksums: stored
-                    .checksums
-                    .into_iter()
-                    .map(u32::from_le_bytes)
-                    .collect(),
-            };
-            (rest, before) = (remaining, frame);
-            is_valid_span(&span).then_some((frame, span))
+        let Some((frame, span, remaining)) = decode_span(undecoded, last_frame) else {
+            // The rest of the block cannot be decoded either.
+            undecoded = &[];
+            return Some(Err(DamagedBlock));
         };
-        let decoded = decode().ok_or(Damaged);
-        if decoded.is_err() {
-            rest = &[];
-        }
-        Some(decoded)
+        undecoded = remaining;
+        last_frame = frame;
+        Some(Ok((frame, span)))
     })
+}
+
+/// Decodes the first span of `bytes`, which follows the one of the frame `last_frame`. Returns the position of its
+/// frame, the span and the remaining bytes. Returns `None` if the bytes are no valid span.
+fn decode_span(bytes: &[u8], last_frame: u64) -> Option<(u64, Span, &[u8])> {
+    let (stored, remaining) = postcard::take_from_bytes::<StoredSpan>(bytes).ok()?;
+    let frame = last_frame.checked_add(stored.frame)?;
+    let span = Span {
+        log: stored.log,
+        position: stored.position,
+        bytes: stored.bytes,
+        checksums: stored
+            .checksums
+            .into_iter()
+            .map(u32::from_le_bytes)
+            .collect(),
+    };
+    is_valid_span(&span).then_some((frame, span, remaining))
 }
 
 #[cfg(test)]
@@ -254,21 +271,21 @@ mod tests {
 
     fn any_layer() -> impl Strategy<Value = Layer> {
         let run = (0u64..1 << 50, 1u64..1 << 20, 0u64..1 << 20, 1u64..100);
-        let place = proptest::option::of((any::<u32>(), 0u64..1 << 60));
-        (run, any::<u64>(), any::<u64>(), place).prop_map(|(run, epoch, frame, place)| {
+        let location = proptest::option::of((any::<u32>(), 0u64..1 << 60));
+        (run, any::<u64>(), any::<u64>(), location).prop_map(|(run, epoch, frame, location)| {
             let (offset, len, gap, count) = run;
             let pieces = (0..count).map(|number| Piece {
                 offset: offset + (len + gap) * number,
                 len,
             });
             Layer {
-                key: Key {
+                key: ChangeKey {
                     epoch,
                     writer: WRITER,
                     frame,
                 },
                 run: find_runs(pieces)[0],
-                place: place.map(|(log, position)| Place { log, position }),
+                location: location.map(|(log, position)| LogLocation { log, position }),
             }
         })
     }
@@ -281,10 +298,10 @@ mod tests {
             for layer in &layers {
                 encoder.push(layer);
             }
-            let block = encoder.take().expect("a block");
-            let decoded: Result<Vec<Layer>, Damaged> = LayerDecoder::new(block, WRITER).collect();
+            let block = encoder.finish_block().expect("a block");
+            let decoded: Result<Vec<Layer>, DamagedBlock> = LayerDecoder::new(block, WRITER).collect();
             prop_assert_eq!(decoded, Ok(layers));
-            prop_assert_eq!(encoder.take(), None);
+            prop_assert_eq!(encoder.finish_block(), None);
         }
 
         #[test]

@@ -32,17 +32,17 @@ use firn_backing::{Backing, DataPart, Errno, Result, Time};
 use firn_hosts::own;
 use parking_lot::Condvar;
 
-pub(crate) use self::read::Unreadable;
+pub(crate) use self::read::UnreadableRange;
 
 use self::ahead::ReadAhead;
 use self::view::{IndexState, View};
 use crate::frame::{Change, Cut};
 use crate::names::Writer;
-use crate::resolve::{Layers, Segment, WriterId};
+use crate::resolve::{LayersInRange, Segment, WriterId};
 use crate::run::Piece;
 use crate::seal::{CLOSING, Seal};
 use crate::table::{BlockCache, TableError, TableResult};
-use crate::times::{self, Record};
+use crate::times::{self, LastRecord, Record};
 use crate::writer::{Appended, OwnLog};
 
 /// Smallest step of a [`Walk`]. A step is not made shorter than this, however many pieces lie in it.
@@ -65,7 +65,7 @@ pub enum ChangeError {
 }
 
 /// Result of a change of a container.
-pub type Changed = std::result::Result<(), ChangeError>;
+pub type ChangeResult = std::result::Result<(), ChangeError>;
 
 /// One container, as this host sees it.
 pub struct Container<B: Backing> {
@@ -78,15 +78,15 @@ pub struct Container<B: Backing> {
     /// Selects the lane of this host's files, where the backing has lanes ([`crate::turn`]).
     turn: u64,
     view: Mutex<View<B>>,
-    own: Mutex<OwnState<B>>,
-    own_log_made: Condvar,
+    own: Mutex<OwnLogState<B>>,
+    own_log_created: Condvar,
     is_sorting: AtomicBool,
     /// Whether the last refresh found that all bytes are in the plain file.
     was_seen_flat: AtomicBool,
     /// The fault that the last refresh found. A lag of the backing may be its cause.
     fault: Mutex<Option<String>>,
-    /// The last known record of the file's modification time, with its number.
-    time: Mutex<Option<(u64, Record)>>,
+    /// The last known record of the file's modification time.
+    last_time: Mutex<Option<LastRecord>>,
     /// Number of the last refresh that found changes of other hosts ([`next_change`]).
     last_change: AtomicU64,
     /// Epoch of this host's next changes.
@@ -147,12 +147,12 @@ impl Memory {
 }
 
 /// Whether this host has logs in the container.
-enum OwnState<B: Backing> {
+enum OwnLogState<B: Backing> {
     /// This host has not written.
     None,
     /// A thread is creating the logs. Other threads wait for it.
-    Making,
-    Made(Arc<OwnLog<B>>),
+    Creating,
+    Created(Arc<OwnLog<B>>),
 }
 
 /// Progress of a search through a range of the file, step by step, with bounded memory ([`Container::find_next`]).
@@ -183,6 +183,15 @@ impl Walk {
         let end = self.range.start.saturating_add(self.step);
         self.range.start..end.min(self.range.end)
     }
+
+    /// Halves the next step, after a step of `bytes` bytes had too many pieces.
+    fn halve_step(&mut self, bytes: u64) {
+        self.step = (self.step.min(bytes) / 2).max(WALK_BYTES_MIN);
+    }
+
+    fn double_step(&mut self) {
+        self.step = self.step.saturating_mul(2);
+    }
 }
 
 /// Returns a number larger than all earlier results in this process.
@@ -195,18 +204,18 @@ pub(crate) fn next_change() -> u64 {
 }
 
 impl<B: Backing> Container<B> {
-    /// Opens the container `name` in the directory `dir` for `host`, and reads its indexes. The first `base_bytes`
+    /// Opens the container `name` in the directory `dir` for `host`, and reads its indexes. The first `plain_bytes`
     /// bytes of the plain file count.
     pub fn open(
-        base: &B,
+        backing: &B,
         dir: B::Inode,
         name: &str,
         host: &str,
-        base_bytes: u64,
+        plain_bytes: u64,
         memory: &Arc<Memory>,
     ) -> Result<Self> {
-        let container = Self::open_unread(dir, name, host, base_bytes, memory);
-        container.take_epoch(base)?;
+        let container = Self::open_unread(dir, name, host, plain_bytes, memory);
+        container.refresh_and_raise_epoch(backing)?;
         Ok(container)
     }
 
@@ -215,10 +224,10 @@ impl<B: Backing> Container<B> {
         dir: B::Inode,
         name: &str,
         host: &str,
-        base_bytes: u64,
+        plain_bytes: u64,
         memory: &Arc<Memory>,
     ) -> Self {
-        Self::with_view(dir, name, host, memory, View::new(base_bytes))
+        Self::with_view(dir, name, host, memory, View::new(plain_bytes))
     }
 
     /// Sets this host's turn, which selects the lane of its files.
@@ -243,12 +252,12 @@ impl<B: Backing> Container<B> {
             memory: Arc::clone(memory),
             turn: 0,
             view: Mutex::new(view),
-            own: Mutex::new(OwnState::None),
-            own_log_made: Condvar::new(),
+            own: Mutex::new(OwnLogState::None),
+            own_log_created: Condvar::new(),
             is_sorting: AtomicBool::new(false),
             was_seen_flat: AtomicBool::new(false),
             fault: Mutex::default(),
-            time: Mutex::default(),
+            last_time: Mutex::default(),
             last_change: AtomicU64::new(next_change()),
             epoch: AtomicU64::new(0),
             own_bytes: AtomicU64::new(0),
@@ -256,8 +265,8 @@ impl<B: Backing> Container<B> {
     }
 
     /// Sets the length of the file below this container.
-    pub(crate) fn set_base(&self, bytes: u64) {
-        self.view.lock().resolver.set_base(bytes);
+    pub(crate) fn set_plain_bytes(&self, bytes: u64) {
+        self.view.lock().resolver.set_plain_bytes(bytes);
     }
 
     /// Returns a number that grows each time this host finds that other hosts have changed the file.
@@ -265,7 +274,7 @@ impl<B: Backing> Container<B> {
         self.last_change.load(Ordering::Acquire)
     }
 
-    fn note_change_by_others(&self) {
+    fn record_change_by_others(&self) {
         self.last_change.fetch_max(next_change(), Ordering::AcqRel);
     }
 
@@ -280,7 +289,7 @@ impl<B: Backing> Container<B> {
     }
 
     /// Logs a fault and stores it for [`Container::take_fault`].
-    fn note_fault(&self, fault: String) {
+    fn record_fault(&self, fault: String) {
         tracing::debug!("{fault}");
         *self.fault.lock() = Some(fault);
     }
@@ -292,57 +301,76 @@ impl<B: Backing> Container<B> {
 
     /// Returns the file's modification time, if the plain file has another one because it is being flattened.
     pub(crate) fn modified(&self) -> Option<Time> {
-        match *self.time.lock() {
-            Some((_, Record::Time(time))) => Some(time),
-            Some((_, Record::End)) | None => None,
+        match self.last_time.lock().as_ref()?.record {
+            Record::Time(time) => Some(time),
+            Record::End => None,
         }
     }
 
     /// Records `time` as the file's modification time. While the file is flattened, the plain file takes its time from
     /// these records ([`crate::times`]).
-    pub(crate) fn add_time(&self, base: &B, time: Time) -> Result<()> {
-        let last_number = (*self.time.lock()).map(|(number, _)| number);
-        let added = times::add(base, &self.dir, last_number, time)?;
-        self.note_time(added.number, added.record);
+    pub(crate) fn add_time(&self, backing: &B, time: Time) -> Result<()> {
+        let last_number = self.last_time_number();
+        let last_record = times::add(backing, &self.dir, last_number, time)?;
+        self.store_last_time(last_record);
         Ok(())
     }
 
-    /// Notes that the container is removed, so that the plain file's own time counts.
-    pub(crate) fn end_time(&self) {
-        self.note_time(u64::MAX, Record::End);
+    /// Returns the number of the last known time record.
+    fn last_time_number(&self) -> Option<u64> {
+        let last_record = self.last_time.lock();
+        last_record.as_ref().map(|last| last.number)
     }
 
-    fn note_time(&self, number: u64, record: Record) {
-        let mut last_record = self.time.lock();
-        if last_record.is_none_or(|(last, _)| last < number) {
-            *last_record = Some((number, record));
+    /// Records that the container is removed, so that the time of the plain file counts.
+    pub(crate) fn use_plain_time(&self) {
+        self.store_last_time(LastRecord {
+            // No later record takes the place of this one.
+            number: u64::MAX,
+            record: Record::End,
+        });
+    }
+
+    /// Stores a time record, unless a later one is known.
+    fn store_last_time(&self, record: LastRecord) {
+        let mut last_record = self.last_time.lock();
+        if last_record
+            .as_ref()
+            .is_none_or(|last| last.number < record.number)
+        {
+            *last_record = Some(record);
         }
     }
 
     /// Refreshes the container, and orders this host's later changes after all that other hosts have published.
     ///
     /// Called when the file is opened for writing, and after it was synced.
-    pub fn take_epoch(&self, base: &B) -> Result<()> {
-        self.refresh(base)?;
+    pub fn refresh_and_raise_epoch(&self, backing: &B) -> Result<()> {
+        self.refresh(backing)?;
         self.raise_epoch();
         Ok(())
     }
 
     /// Orders this host's later changes after all changes that this host has read from indexes.
     pub(crate) fn raise_epoch(&self) {
-        let last = self.view.lock().last_epoch();
-        let next = last.map_or(0, |last| last + 1);
-        self.epoch.fetch_max(next, Ordering::AcqRel);
+        let last_epoch = self.view.lock().last_epoch();
+        let next_epoch = last_epoch.map_or(0, |last| last + 1);
+        self.epoch.fetch_max(next_epoch, Ordering::AcqRel);
+    }
+
+    /// Returns the epoch of this host's next change.
+    fn current_epoch(&self) -> u64 {
+        self.epoch.load(Ordering::Acquire)
     }
 
     /// Appends `parts` to this host's log with one frame. The parts are not empty and do not overlap. After an error
     /// none of them counts.
-    pub fn write(&self, base: &B, parts: &[DataPart<'_>]) -> Changed {
-        let own_log = self.own_log(base)?;
-        let appended = own_log.write(base, self.epoch.load(Ordering::Acquire), parts)?;
+    pub fn write(&self, backing: &B, parts: &[DataPart<'_>]) -> ChangeResult {
+        let own_log = self.own_log(backing)?;
+        let appended = own_log.write(backing, self.current_epoch(), parts)?;
         let bytes = parts.iter().map(DataPart::len).sum();
         self.own_bytes.fetch_add(bytes, Ordering::Relaxed);
-        self.add_appended(base, &own_log, appended)
+        self.add_appended(backing, &own_log, appended)
     }
 
     /// Returns how many bytes this host has written to logs since it opened the container.
@@ -352,38 +380,34 @@ impl<B: Backing> Container<B> {
 
     /// Sets the length of the file, while other hosts may write. A cut does not hide writes that this host has not
     /// seen. If the file has that length already, nothing is recorded.
-    pub fn set_len(&self, base: &B, len: u64) -> Changed {
-        let seen = self.refresh_before_resize(base)?;
+    pub fn set_len(&self, backing: &B, len: u64) -> ChangeResult {
+        let seen = self.refresh_before_resize(backing)?;
         if len >= self.len() {
-            return self.grow_seen(base, len);
+            return self.grow_seen(backing, len);
         }
-        let own_log = self.own_log(base)?;
+        let own_log = self.own_log(backing)?;
         for part in (Cut { len, seen }).split() {
-            let appended =
-                own_log.note(base, self.epoch.load(Ordering::Acquire), Change::Cut(part))?;
-            self.add_appended(base, &own_log, appended)?;
+            self.append_change(backing, &own_log, Change::Cut(part))?;
         }
-        match self.update_len(base) {
-            Err(TableError::Damaged) => Ok(self.rebuild_view(base, None)?),
+        match self.update_len(backing) {
+            Err(TableError::Damaged) => Ok(self.rebuild_view(backing, None)?),
             updated => Ok(updated.map_err(Errno::from)?),
         }
     }
 
     /// Extends the file to at least `len` bytes, if it is shorter.
-    pub fn grow(&self, base: &B, len: u64) -> Changed {
-        self.refresh_before_resize(base)?;
-        self.grow_seen(base, len)
+    pub fn grow(&self, backing: &B, len: u64) -> ChangeResult {
+        self.refresh_before_resize(backing)?;
+        self.grow_seen(backing, len)
     }
 
     /// Extends the file as [`Container::grow`] does, after the caller has refreshed the container.
-    fn grow_seen(&self, base: &B, len: u64) -> Changed {
+    fn grow_seen(&self, backing: &B, len: u64) -> ChangeResult {
         if len <= self.len() {
             return Ok(());
         }
-        let own_log = self.own_log(base)?;
-        let epoch = self.epoch.load(Ordering::Acquire);
-        let appended = own_log.note(base, epoch, Change::Grown(len))?;
-        self.add_appended(base, &own_log, appended)
+        let own_log = self.own_log(backing)?;
+        self.append_change(backing, &own_log, Change::Grown(len))
     }
 
     /// Refreshes the container so that all earlier changes are seen, and returns how far each other host's index was
@@ -391,33 +415,37 @@ impl<B: Backing> Container<B> {
     ///
     /// A client may cache a listing for a moment, but lists again after its own change. So this host first makes a
     /// change: it touches a file.
-    fn refresh_before_resize(&self, base: &B) -> Result<BTreeMap<Writer, u64>> {
-        own::force_fresh_listing(base, &self.dir, &format!("look-{}", self.host))?;
-        let offsets = self.refresh_until_stable(base)?;
+    fn refresh_before_resize(&self, backing: &B) -> Result<BTreeMap<Writer, u64>> {
+        own::force_fresh_listing(backing, &self.dir, &format!("look-{}", self.host))?;
+        let offsets = self.refresh_until_stable(backing)?;
         self.raise_epoch();
         Ok(offsets)
     }
 
     /// Makes the bytes of `piece` zero, as far as the file reaches.
-    pub fn zero(&self, base: &B, piece: Piece) -> Changed {
-        let own_log = self.own_log(base)?;
-        let change = Change::Zeroed(piece);
-        let appended = own_log.note(base, self.epoch.load(Ordering::Acquire), change)?;
-        self.add_appended(base, &own_log, appended)
+    pub fn zero(&self, backing: &B, piece: Piece) -> ChangeResult {
+        let own_log = self.own_log(backing)?;
+        self.append_change(backing, &own_log, Change::Zeroed(piece))
+    }
+
+    /// Appends a change without bytes in a log to this host's index, and adds it to the view.
+    fn append_change(&self, backing: &B, own_log: &OwnLog<B>, change: Change) -> ChangeResult {
+        let appended = own_log.append_change(backing, self.current_epoch(), change)?;
+        self.add_appended(backing, own_log, appended)
     }
 
     /// Makes this host's changes durable and visible to other hosts, and reads what other hosts have published.
-    pub fn sync(&self, base: &B) -> Result<()> {
-        self.sync_own(base)?;
-        self.take_epoch(base)
+    pub fn sync(&self, backing: &B) -> Result<()> {
+        self.sync_own(backing)?;
+        self.refresh_and_raise_epoch(backing)
     }
 
     /// Makes this host's changes durable and visible to other hosts.
-    pub(crate) fn sync_own(&self, base: &B) -> Result<()> {
+    pub(crate) fn sync_own(&self, backing: &B) -> Result<()> {
         if let Some(own_log) = self.existing_own_log() {
-            let appended = own_log.sync(base, self.epoch.load(Ordering::Acquire))?;
+            let appended = own_log.sync(backing, self.current_epoch())?;
             if let Some(appended) = appended {
-                self.note_appended(&own_log, appended);
+                self.add_to_view(&own_log, appended);
             }
         }
         Ok(())
@@ -429,16 +457,16 @@ impl<B: Backing> Container<B> {
     }
 
     /// Returns how many bytes of the file below this container count.
-    pub(crate) fn base_end(&self) -> u64 {
-        self.view.lock().resolver.base_end()
+    pub(crate) fn visible_plain_bytes(&self) -> u64 {
+        self.view.lock().resolver.visible_plain_bytes()
     }
 
     /// Returns the segments of the walk's next step, in order and without gaps. Empty at the end of the walk or of the
     /// file.
-    pub fn find_next(&self, base: &B, walk: &mut Walk) -> Result<Vec<Segment>> {
+    pub fn find_next(&self, backing: &B, walk: &mut Walk) -> Result<Vec<Segment>> {
         for _ in 0..REBUILDS_MAX {
-            match self.find_next_part(base, walk) {
-                Err(TableError::Damaged) => self.rebuild_view(base, None)?,
+            match self.find_next_part(backing, walk) {
+                Err(TableError::Damaged) => self.rebuild_view(backing, None)?,
                 outcome => return Ok(outcome?),
             }
         }
@@ -449,37 +477,40 @@ impl<B: Backing> Container<B> {
     ///
     /// A step with more pieces than memory has room for is halved until it fits. After a step with few pieces the next
     /// one is twice as long.
-    fn find_next_part(&self, base: &B, walk: &mut Walk) -> TableResult<Vec<Segment>> {
+    fn find_next_part(&self, backing: &B, walk: &mut Walk) -> TableResult<Vec<Segment>> {
         loop {
             let mut range = walk.next_range();
             let pieces_max = self.memory.pieces_max();
-            let mut layers = Layers::new(match range.end - range.start {
-                // The shortest step cannot be halved, so it may hold any number of pieces.
-                ..=WALK_BYTES_MIN => u64::MAX,
-                _ => pieces_max,
+            // The shortest step cannot be halved, so it may hold any number of pieces.
+            let is_shortest_step = range.end - range.start <= WALK_BYTES_MIN;
+            let mut layers = LayersInRange::new(if is_shortest_step {
+                u64::MAX
+            } else {
+                pieces_max
             });
-            let (length_changes, tables, mut fits) = {
+            let (length_changes, tables, mut pieces_fit) = {
                 let view = self.view.lock();
                 range.end = range.end.min(view.resolver.len());
                 if range.start >= range.end {
                     return Ok(Vec::new());
                 }
-                let fits = view.resolver.collect(&range, &mut layers);
-                (
-                    view.resolver.length_changes(),
-                    Arc::clone(&view.tables),
-                    fits,
-                )
+                let pieces_fit = view.resolver.collect(&range, &mut layers);
+                let length_changes = view.resolver.length_changes();
+                (length_changes, Arc::clone(&view.tables), pieces_fit)
             };
             for table in tables.iter() {
-                fits = fits && table.collect(base, &self.memory.blocks, &range, &mut layers)?;
+                if !pieces_fit {
+                    break;
+                }
+                pieces_fit = table.collect(backing, &self.memory.blocks, &range, &mut layers)?;
             }
-            if !fits {
-                walk.step = (walk.step.min(range.end - range.start) / 2).max(WALK_BYTES_MIN);
+            if !pieces_fit {
+                walk.halve_step(range.end - range.start);
                 continue;
             }
-            if layers.pieces() < pieces_max / 4 {
-                walk.step = walk.step.saturating_mul(2);
+            let has_few_pieces = layers.pieces() < pieces_max / 4;
+            if has_few_pieces {
+                walk.double_step();
             }
             walk.range.start = range.end;
             return Ok(length_changes.resolve(range, layers));
@@ -492,11 +523,11 @@ impl<B: Backing> Container<B> {
     }
 
     /// Returns how many bytes of an index are also in tables that are in use.
-    pub(crate) fn covered(&self, writer: &Writer) -> u64 {
+    pub(crate) fn sorted_end(&self, writer: &Writer) -> u64 {
         let view = self.view.lock();
         view.indexes
             .get(&writer.id())
-            .map_or(0, IndexState::covered)
+            .map_or(0, IndexState::sorted_end)
     }
 
     /// Returns whether this host has written to the container.
@@ -507,29 +538,29 @@ impl<B: Backing> Container<B> {
     /// Returns this host's logs, if it has written.
     fn existing_own_log(&self) -> Option<Arc<OwnLog<B>>> {
         match &*self.own.lock() {
-            OwnState::Made(own_log) => Some(Arc::clone(own_log)),
-            OwnState::None | OwnState::Making => None,
+            OwnLogState::Created(own_log) => Some(Arc::clone(own_log)),
+            OwnLogState::None | OwnLogState::Creating => None,
         }
     }
 
     /// Returns this host's logs, and creates them at its first write.
-    fn own_log(&self, base: &B) -> std::result::Result<Arc<OwnLog<B>>, ChangeError> {
+    fn own_log(&self, backing: &B) -> std::result::Result<Arc<OwnLog<B>>, ChangeError> {
         if self.view.lock().seal.is_some() {
             return Err(ChangeError::Sealed);
         }
         let mut own = self.own.lock();
         loop {
             match &*own {
-                OwnState::Made(own_log) => return Ok(Arc::clone(own_log)),
-                OwnState::Making => own.wait(&self.own_log_made),
-                OwnState::None => {
-                    *own = OwnState::Making;
-                    let created = own.unlocked(|| self.create_own_log(base));
+                OwnLogState::Created(own_log) => return Ok(Arc::clone(own_log)),
+                OwnLogState::Creating => own.wait(&self.own_log_created),
+                OwnLogState::None => {
+                    *own = OwnLogState::Creating;
+                    let created = own.unlocked(|| self.create_own_log(backing));
                     *own = match &created {
-                        Ok(own_log) => OwnState::Made(Arc::clone(own_log)),
-                        Err(_) => OwnState::None,
+                        Ok(own_log) => OwnLogState::Created(Arc::clone(own_log)),
+                        Err(_) => OwnLogState::None,
                     };
-                    self.own_log_made.notify_all();
+                    self.own_log_created.notify_all();
                     return Ok(created?);
                 }
             }
@@ -537,13 +568,21 @@ impl<B: Backing> Container<B> {
     }
 
     /// Creates logs and an index for a new life of this host, numbered one above its last life in the container.
-    fn create_own_log(&self, base: &B) -> Result<Arc<OwnLog<B>>> {
-        let names = own::list(base, &self.dir)?;
-        let lives = names.iter().filter_map(|(name, ..)| Writer::of_any(name));
-        let own_lives = lives.filter(|writer| writer.host() == self.host);
-        let last_life = own_lives.map(|writer| writer.id().life).max().unwrap_or(0);
+    fn create_own_log(&self, backing: &B) -> Result<Arc<OwnLog<B>>> {
+        let last_life = own::list(backing, &self.dir)?
+            .iter()
+            .filter_map(|(name, ..)| Writer::from_any_name(name))
+            .filter(|writer| writer.host() == self.host)
+            .map(|writer| writer.id().life)
+            .max()
+            .unwrap_or(0);
         let writer = Writer::new(&self.host, last_life + 1);
-        let own_log = Arc::new(OwnLog::create(base, &self.dir, writer.clone(), self.turn)?);
+        let own_log = Arc::new(OwnLog::create(
+            backing,
+            &self.dir,
+            writer.clone(),
+            self.turn,
+        )?);
         let state = IndexState::new(writer.clone(), true);
         self.view.lock().indexes.insert(writer.id(), state);
         Ok(own_log)
@@ -553,20 +592,20 @@ impl<B: Backing> Container<B> {
     ///
     /// Race: another host may seal the container meanwhile. That host puts `closing` before it measures the indexes. So
     /// a frame that was appended before `closing` appeared counts, also if its host was taken for dead.
-    fn add_appended(&self, base: &B, own_log: &OwnLog<B>, appended: Appended) -> Changed {
-        let is_closing = own::find(base, &self.dir, OsStr::new(CLOSING))?.is_some();
+    fn add_appended(&self, backing: &B, own_log: &OwnLog<B>, appended: Appended) -> ChangeResult {
+        let is_closing = own::find(backing, &self.dir, OsStr::new(CLOSING))?.is_some();
         if is_closing || self.view.lock().seal.is_some() {
             return Err(ChangeError::Sealed);
         }
-        let is_due = self.note_appended(own_log, appended);
-        if is_due {
-            self.sort(base, &own_log.writer, self.memory.own_sort_threshold());
+        let should_sort = self.add_to_view(own_log, appended);
+        if should_sort {
+            self.sort(backing, &own_log.writer, self.memory.own_sort_threshold());
         }
         Ok(())
     }
 
     /// Adds an appended frame to the view. Returns whether this host's index has enough unsorted bytes to be sorted.
-    fn note_appended(&self, own_log: &OwnLog<B>, appended: Appended) -> bool {
+    fn add_to_view(&self, own_log: &OwnLog<B>, appended: Appended) -> bool {
         let Appended {
             frame,
             offset,
@@ -578,11 +617,11 @@ impl<B: Backing> Container<B> {
             return false;
         }
         view.add(id, offset, frame);
-        let Some(state) = view.indexes.get_mut(&id) else {
+        let Some(index) = view.indexes.get_mut(&id) else {
             return false;
         };
-        state.offset = state.offset.max(offset + bytes);
-        state.is_due(self.memory.own_sort_threshold())
+        index.offset = index.offset.max(offset + bytes);
+        index.should_sort(self.memory.own_sort_threshold())
     }
 
     /// Returns whether this process is writing the index of `writer`.

@@ -27,36 +27,42 @@ pub struct Limit {
 /// Invariant: `until` and `len` both grow from one limit to the next. A limit is left out if another one applies to at
 /// least the same frames and has no greater length.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Limits(Vec<Limit>);
+pub struct LimitList(Vec<Limit>);
 
-impl Limits {
+impl LimitList {
     /// Adds a limit, and removes limits that have no effect beside it.
     pub fn add(&mut self, limit: Limit) {
         let Limit { until, len } = limit;
         let end = self.0.partition_point(|known| known.until < until);
-        let next = self.0.get(end);
-        if until == 0 || next.is_some_and(|next| next.len <= len) {
+        let following = self.0.get(end);
+        let has_no_effect = until == 0 || following.is_some_and(|following| following.len <= len);
+        if has_no_effect {
             return;
         }
-        let has_same = next.is_some_and(|next| next.until == until);
+        let replaces_following = following.is_some_and(|following| following.until == until);
+        // Earlier limits with no smaller length apply to fewer frames, so they have no effect beside the new one.
         let start = self.0[..end].partition_point(|known| known.len < len);
-        self.0.splice(start..end + usize::from(has_same), [limit]);
-        let around = &self.0[start.saturating_sub(1)..self.0.len().min(start + 2)];
-        debug_assert!(around.is_sorted_by(|one, next| one.until < next.until));
-        debug_assert!(around.is_sorted_by(|one, next| one.len < next.len));
+        self.0
+            .splice(start..end + usize::from(replaces_following), [limit]);
+        let neighbours = &self.0[start.saturating_sub(1)..self.0.len().min(start + 2)];
+        debug_assert!(neighbours.is_sorted_by(|left, right| left.until < right.until));
+        debug_assert!(neighbours.is_sorted_by(|left, right| left.len < right.len));
     }
 
     /// Returns the length of the file up to which the frame at `frame` counts; `u64::MAX` if no cut hides any of it.
-    pub fn of(&self, frame: u64) -> u64 {
-        let first = self.0.partition_point(|limit| limit.until <= frame);
-        self.0.get(first).map_or(u64::MAX, |limit| limit.len)
+    pub fn len_limit_at(&self, frame: u64) -> u64 {
+        // The first limit that applies to the frame has the smallest length of all that do.
+        let first_applying = self.0.partition_point(|limit| limit.until <= frame);
+        self.0
+            .get(first_applying)
+            .map_or(u64::MAX, |limit| limit.len)
     }
 
     /// Returns the limits that apply to frames from `first` to `last`.
     pub(crate) fn between(&self, first: u64, last: u64) -> &[Limit] {
-        let from = self.0.partition_point(|limit| limit.until <= first);
-        let to = self.0.partition_point(|limit| limit.until <= last);
-        &self.0[from..self.0.len().min(to + 1)]
+        let start = self.0.partition_point(|limit| limit.until <= first);
+        let last_applying = self.0.partition_point(|limit| limit.until <= last);
+        &self.0[start..self.0.len().min(last_applying + 1)]
     }
 
     pub(crate) fn iter(&self) -> impl Iterator<Item = Limit> + '_ {
@@ -85,31 +91,36 @@ pub struct Growth {
 /// Invariant: from one growth to the next the position grows and the length shrinks. A growth is left out if a later
 /// one has at least its length: each cut that hides the later one hides the earlier one too.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Growths(Vec<Growth>);
+pub struct GrowthList(Vec<Growth>);
 
-impl Growths {
+impl GrowthList {
     /// Adds a growth, and removes growths that have no effect beside it.
     pub fn add(&mut self, growth: Growth) {
         let Growth { frame, len } = growth;
         let end = self.0.partition_point(|known| known.frame < frame);
-        if self.0.get(end).is_some_and(|next| next.len >= len) {
+        let following = self.0.get(end);
+        let has_no_effect = following.is_some_and(|following| following.len >= len);
+        if has_no_effect {
             return;
         }
-        let has_same = self.0.get(end).is_some_and(|next| next.frame == frame);
+        let replaces_following = following.is_some_and(|following| following.frame == frame);
+        // Each cut that hides the new growth hides the earlier ones of no greater length too.
         let start = self.0[..end].partition_point(|known| known.len > len);
-        self.0.splice(start..end + usize::from(has_same), [growth]);
-        let around = &self.0[start.saturating_sub(1)..self.0.len().min(start + 2)];
-        debug_assert!(around.is_sorted_by(|one, next| one.frame < next.frame));
-        debug_assert!(around.is_sorted_by(|one, next| one.len > next.len));
+        self.0
+            .splice(start..end + usize::from(replaces_following), [growth]);
+        let neighbours = &self.0[start.saturating_sub(1)..self.0.len().min(start + 2)];
+        debug_assert!(neighbours.is_sorted_by(|left, right| left.frame < right.frame));
+        debug_assert!(neighbours.is_sorted_by(|left, right| left.len > right.len));
     }
 
     /// Returns how long the growths make the file, after `limits` of the same index.
-    pub fn end(&self, limits: Option<&Limits>) -> u64 {
-        let ends = self.0.iter().map(|growth| {
-            let limit = limits.map_or(u64::MAX, |limits| limits.of(growth.frame));
-            growth.len.min(limit)
-        });
-        ends.max().unwrap_or(0)
+    pub fn end(&self, limits: Option<&LimitList>) -> u64 {
+        let mut end = 0;
+        for growth in &self.0 {
+            let limit = limits.map_or(u64::MAX, |limits| limits.len_limit_at(growth.frame));
+            end = end.max(growth.len.min(limit));
+        }
+        end
     }
 
     pub(crate) fn iter(&self) -> impl Iterator<Item = Growth> + '_ {
@@ -135,7 +146,7 @@ mod tests {
             cuts in proptest::collection::vec((0u64..12, 0u64..12), 0..10),
             growths in proptest::collection::vec((0u64..12, 0u64..12), 0..10),
         ) {
-            let mut limits = Limits::default();
+            let mut limits = LimitList::default();
             for &(until, len) in &cuts {
                 limits.add(Limit { until, len });
                 prop_assert!(limits.is_valid());
@@ -145,13 +156,13 @@ mod tests {
                         applying.map(|(_, len)| *len).min().unwrap_or(u64::MAX)
             };
             for frame in 0..13 {
-                            prop_assert_eq!(limits.of(frame), expected(frame));
+                            prop_assert_eq!(limits.len_limit_at(frame), expected(frame));
                 for last in frame..13 {
-                    let between = Limits(limits.between(frame, last).to_vec());
-                                    prop_assert!((frame..=last).all(|frame| between.of(frame) == expected(frame)));
+                    let between = LimitList(limits.between(frame, last).to_vec());
+                                    prop_assert!((frame..=last).all(|frame| between.len_limit_at(frame) == expected(frame)));
                 }
             }
-            let mut known = Growths::default();
+            let mut known = GrowthList::default();
             for &(frame, len) in &growths {
                 known.add(Growth { frame, len });
                 prop_assert!(known.is_valid());

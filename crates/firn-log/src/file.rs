@@ -5,13 +5,14 @@
 //! * A *generation* is one container, which is a directory with logs and indexes of all hosts. A file gets the next
 //!   generation when a host writes to it while other hosts flatten the newest one.
 //! * A generation is *flat* when all its bytes are in the plain file.
-//! * To *refresh* a file is to list its generations in the backing, and to read what other hosts added to their indexes.
+//! * To *refresh* a file is to list its generations in the backing, and to read what other hosts added to their
+//!   indexes.
 //!
 //! The newest generation is on top of the stack. A read goes down from it to the plain file. Flattening goes up from
 //! the lowest generation.
 //!
-//! Race: another host may flatten and remove a generation at any moment. So an operation that fails first checks whether
-//! the generation is flat or removed. If it is, the operation refreshes the file and begins again, at most
+//! Race: another host may flatten and remove a generation at any moment. So an operation that fails first checks
+//! whether the generation is flat or removed. If it is, the operation refreshes the file and begins again, at most
 //! [`ATTEMPTS_MAX`] times.
 
 use std::ops::Range;
@@ -20,19 +21,19 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use crate::container::{ChangeError, Changed, Container, Memory, Walk, next_change};
-use crate::file_dir::{self, Listed};
+use crate::container::{ChangeError, ChangeResult, Container, Memory, Walk, next_change};
+use crate::file_dir::{self, ListedContainer};
 use crate::file_id::FileId;
 use crate::frame::Change;
 use crate::head::{self, HEAD, Head};
 use crate::lag::{LagRetry, is_gone, read_whole};
-use crate::locate::{Holder, LocatedList, Room};
+use crate::locate::{DataFile, ListStatus, LocatedList};
 use crate::orphans::{ContainerLookup, DEAD, DYING, unmark};
-use crate::resolve::{Segment, Source};
+use crate::resolve::Source;
 use crate::run::Piece;
 use crate::salvage::{LossReporter, Report};
-use crate::seal::{Ending, Flat, WRITING};
-use crate::tag::{self, TopId};
+use crate::seal::{FlattenProgress, Lifecycle, WRITING};
+use crate::tag::{self, ContainersDirId};
 use firn_backing::lock::Mutex;
 use firn_backing::{Access, Attr, Backing, DataPart, Errno, LocateLimits, Result, Seek, Time};
 use firn_hosts::{OwnError, VoteDir, own};
@@ -59,10 +60,10 @@ pub(crate) struct LoggedFile<B: Backing> {
     /// Whether this host has begun to write and has not yet published that it ended.
     pub(crate) has_local_writer: AtomicBool,
     /// Whether there are containers without bytes that count: a dead host did not complete or remove them.
-    has_remains: AtomicBool,
+    has_unfinished_containers: AtomicBool,
     /// When this host last updated the plain file's modification time; `None` after a program set the file's times
     /// through this host.
-    pub(crate) modified: Mutex<Option<Instant>>,
+    pub(crate) last_mtime_update: Mutex<Option<Instant>>,
     /// Whether this host is removing the file's last name, or has removed it.
     pub(crate) is_dying: AtomicBool,
     /// Whether this host has removed the file's last name.
@@ -80,12 +81,12 @@ pub(crate) struct LoggedFile<B: Backing> {
 #[derive(Default)]
 struct RefreshState {
     is_under_way: bool,
-    /// Time of this host's last sync, if the file was not used since. The next use refreshes and clears it.
-    synced: Option<Instant>,
+    /// Time of this host's last sync, if the file was not used since. The next use refreshes the file and clears this.
+    last_sync: Option<Instant>,
     /// When the last successful refresh began.
-    last: Option<Instant>,
+    last_success: Option<Instant>,
     /// When the last refresh began, also if it failed.
-    last_tried: Option<Instant>,
+    last_attempt: Option<Instant>,
 }
 
 /// Returns the length of the plain file in bytes.
@@ -122,10 +123,10 @@ struct Generation<B: Backing> {
     dir: u64,
     name: String,
     /// Whether the head says how many bytes of the plain file count. Otherwise the file below has its present length.
-    has_own_base: bool,
+    stores_plain_bytes: bool,
     container: Container<B>,
     /// Whether this host is registered in the container as a writer.
-    is_joined: AtomicBool,
+    is_registered: AtomicBool,
     /// Whether this host knows that the container's bytes are in the plain file.
     was_flat: AtomicBool,
     /// Whether this host has synced the directory that contains the container.
@@ -135,11 +136,11 @@ struct Generation<B: Backing> {
 }
 
 /// The directory of all containers, and what an operation needs to know of this host.
-pub(crate) struct ContainerSite<'a, B: Backing> {
-    pub(crate) base: &'a B,
-    pub(crate) top: &'a B::Inode,
-    /// Identity of `top`, as stored in tags of plain files.
-    pub(crate) top_id: TopId,
+pub(crate) struct LayoutContext<'a, B: Backing> {
+    pub(crate) backing: &'a B,
+    pub(crate) containers_dir: &'a B::Inode,
+    /// Identity of `containers_dir`, as stored in tags of plain files.
+    pub(crate) containers_dir_id: ContainersDirId,
     pub(crate) host: &'a str,
     /// This host's turn: the lane of its logs ([`crate::turn`]).
     pub(crate) turn: u64,
@@ -149,25 +150,25 @@ pub(crate) struct ContainerSite<'a, B: Backing> {
     pub(crate) is_alive: &'a IsAlive<'a>,
 }
 
-impl<'a, B: Backing> ContainerSite<'a, B> {
+impl<'a, B: Backing> LayoutContext<'a, B> {
     /// Returns the turn of this host's logs for one file. The inode number is added, so that a host spreads its files
     /// over the lanes.
     pub(crate) fn turn_of(&self, id: FileId) -> u64 {
         self.turn.wrapping_add(xxh3_64(&id.ino.to_le_bytes()))
     }
 
-    /// Returns the [`Ending`] of the container with this name, or `None` if the container is removed.
-    fn ending<'c>(
+    /// Returns the [`Lifecycle`] of the container with this name, or `None` if the container is removed.
+    fn lifecycle<'c>(
         &self,
         id: FileId,
         container: &'c Container<B>,
         name: &str,
-    ) -> Result<Option<Ending<'c, B>>>
+    ) -> Result<Option<Lifecycle<'c, B>>>
     where
         'a: 'c,
     {
-        match file_dir::find(self.base, self.top, id)? {
-            Some(dir) => Ending::of(self.base, container, &dir, name),
+        match file_dir::find(self.backing, self.containers_dir, id)? {
+            Some(dir) => Lifecycle::open(self.backing, container, &dir, name),
             None => Ok(None),
         }
     }
@@ -179,13 +180,13 @@ impl<B: Backing> LoggedFile<B> {
             id,
             generations: Mutex::default(),
             changes: AtomicU64::new(0),
-            modified: Mutex::default(),
+            last_mtime_update: Mutex::default(),
             refreshes: Mutex::default(),
             refresh_ended: Condvar::new(),
             writers: AtomicU64::new(0),
             opens: AtomicU64::new(0),
             has_local_writer: AtomicBool::new(false),
-            has_remains: AtomicBool::new(false),
+            has_unfinished_containers: AtomicBool::new(false),
             is_dying: AtomicBool::new(false),
             is_removed: AtomicBool::new(false),
             inode: OnceLock::new(),
@@ -199,31 +200,33 @@ impl<B: Backing> LoggedFile<B> {
     /// ([`crate::lag`]). Returns the last result. The file is refreshed before each repetition.
     pub(crate) fn retry_while_lagging<T>(
         &self,
-        site: &ContainerSite<'_, B>,
+        context: &LayoutContext<'_, B>,
         work: &mut dyn FnMut() -> Result<T>,
     ) -> Result<T> {
         let mut refresh = || {
             // The error is not lost: the next attempt finds it again.
-            if let Err(error) = self.refresh(site) {
+            if let Err(error) = self.refresh(context) {
                 tracing::debug!(ino = self.id.ino, %error, "containers cannot be read yet");
             }
         };
         let mut attempt = || {
-            let result = work();
-            if result.is_err() {
-                let generations = self.snapshot();
-                let faults = generations
-                    .iter()
-                    .filter_map(|generation| generation.container.take_fault());
-                faults.for_each(|fault| self.lag.note_fault(fault));
+            let error = match work() {
+                Ok(value) => return Ok(Ok(value)),
+                Err(error) => error,
+            };
+            for generation in self.snapshot() {
+                if let Some(fault) = generation.container.take_fault() {
+                    self.lag.record_fault(fault);
+                }
             }
             match self.check_exists() {
+                Ok(()) => Err(error),
                 // The file was removed, so a repetition would fail too. The outer `Ok` ends the repetitions.
-                Err(_) if result.is_err() => Ok(result),
-                _ => result.map(Ok),
+                Err(_) => Ok(Err(error)),
             }
         };
-        self.lag.retry(site.lag_max, &mut refresh, &mut attempt)?
+        self.lag
+            .retry(context.lag_max, &mut refresh, &mut attempt)?
     }
 
     /// Returns the generations found by the last refresh, the lowest first.
@@ -239,15 +242,15 @@ impl<B: Backing> LoggedFile<B> {
     /// Returns how many bytes this host has written to the logs of the present generations.
     pub(crate) fn own_bytes(&self) -> u64 {
         let generations = self.generations.lock();
-        let bytes = generations
+        generations
             .iter()
-            .map(|generation| generation.container.own_bytes());
-        bytes.sum()
+            .map(|generation| generation.container.own_bytes())
+            .sum()
     }
 
     /// Returns whether the file has containers that must be flattened or removed.
     pub(crate) fn has_containers(&self) -> bool {
-        self.is_logged() || self.has_remains.load(Ordering::Acquire)
+        self.is_logged() || self.has_unfinished_containers.load(Ordering::Acquire)
     }
 
     /// Fails with ESTALE if another host has removed the file while it had bytes in logs.
@@ -262,11 +265,14 @@ impl<B: Backing> LoggedFile<B> {
     /// Returns a number that grows each time this host learns that other hosts have changed the file.
     pub(crate) fn changes_by_others(&self) -> u64 {
         let generations = self.generations.lock();
-        let last = generations
+        let last_container_change = generations
             .iter()
             .map(|generation| generation.container.changes_by_others())
-            .max();
-        self.changes.load(Ordering::Acquire).max(last.unwrap_or(0))
+            .max()
+            .unwrap_or(0);
+        self.changes
+            .load(Ordering::Acquire)
+            .max(last_container_change)
     }
 
     /// Fails with the error of the last refresh, if it failed.
@@ -276,47 +282,48 @@ impl<B: Backing> LoggedFile<B> {
 
     /// Returns whether this host has tried to refresh the file at least once.
     pub(crate) fn was_refreshed(&self) -> bool {
-        self.refreshes.lock().last_tried.is_some()
+        self.refreshes.lock().last_attempt.is_some()
     }
 
     /// Refreshes the file: finds its generations and reads what other hosts added to their indexes.
     ///
     /// Does nothing if another thread's refresh began after this call and succeeded. After a failure all reads of the
     /// file fail until a refresh succeeds.
-    pub(crate) fn refresh(&self, site: &ContainerSite<'_, B>) -> Result<()> {
+    pub(crate) fn refresh(&self, context: &LayoutContext<'_, B>) -> Result<()> {
         let began = Instant::now();
-        let is_fresh = |refreshes: &RefreshState| refreshes.last.is_some_and(|last| last > began);
-        self.refresh_unless(&is_fresh, site, began)
+        let is_fresh =
+            |refreshes: &RefreshState| refreshes.last_success.is_some_and(|last| last > began);
+        self.refresh_unless(&is_fresh, context, began)
     }
 
     /// Refreshes the file if this host has synced it since the last refresh, and raises this host's epoch.
     ///
     /// The refresh is postponed to the next use of the file: a writer that syncs and closes never needs to read the
     /// indexes of other hosts.
-    pub(crate) fn refresh_after_sync(&self, site: &ContainerSite<'_, B>) -> Result<()> {
-        let (synced, last) = {
+    pub(crate) fn refresh_after_sync(&self, context: &LayoutContext<'_, B>) -> Result<()> {
+        let (last_sync, last_refresh) = {
             let refreshes = self.refreshes.lock();
-            (refreshes.synced, refreshes.last)
+            (refreshes.last_sync, refreshes.last_success)
         };
-        if synced.is_none() {
+        if last_sync.is_none() {
             return Ok(());
         }
-        if last < synced {
-            self.refresh(site)?;
+        if last_refresh < last_sync {
+            self.refresh(context)?;
         }
         self.raise_epoch();
         let mut refreshes = self.refreshes.lock();
         // Another thread may have synced the file in the meantime. Its refresh is still due.
-        if refreshes.synced == synced {
-            refreshes.synced = None;
+        if refreshes.last_sync == last_sync {
+            refreshes.last_sync = None;
         }
         Ok(())
     }
 
     /// Orders this host's later writes after all changes that this host has read from indexes.
     pub(crate) fn raise_epoch(&self) {
-        if let Some(top) = self.snapshot().last() {
-            top.container.raise_epoch();
+        if let Some(newest) = self.snapshot().last() {
+            newest.container.raise_epoch();
         }
     }
 
@@ -324,8 +331,8 @@ impl<B: Backing> LoggedFile<B> {
     /// others have synced.
     ///
     /// Ends the validity of bytes that readers hold now: only the refresh shows which of those bytes are old.
-    fn note_synced(&self) {
-        self.refreshes.lock().synced = Some(Instant::now());
+    fn require_refresh(&self) {
+        self.refreshes.lock().last_sync = Some(Instant::now());
         if self.is_logged() {
             self.changes.fetch_max(next_change(), Ordering::AcqRel);
         }
@@ -337,7 +344,7 @@ impl<B: Backing> LoggedFile<B> {
     /// `began` is when the listing began, `is_listed` whether the file has a directory in it.
     pub(crate) fn refresh_after_listing(
         &self,
-        site: &ContainerSite<'_, B>,
+        context: &LayoutContext<'_, B>,
         began: Instant,
         is_listed: bool,
     ) -> Result<()> {
@@ -345,8 +352,8 @@ impl<B: Backing> LoggedFile<B> {
             return Ok(());
         }
         let is_fresh =
-            |refreshes: &RefreshState| refreshes.last_tried.is_some_and(|last| last >= began);
-        self.refresh_unless(&is_fresh, site, began)
+            |refreshes: &RefreshState| refreshes.last_attempt.is_some_and(|last| last >= began);
+        self.refresh_unless(&is_fresh, context, began)
     }
 
     /// Refreshes the file, unless `is_fresh` says that a refresh by another thread is recent enough. One thread
@@ -354,7 +361,7 @@ impl<B: Backing> LoggedFile<B> {
     fn refresh_unless(
         &self,
         is_fresh: &dyn Fn(&RefreshState) -> bool,
-        site: &ContainerSite<'_, B>,
+        context: &LayoutContext<'_, B>,
         began: Instant,
     ) -> Result<()> {
         {
@@ -366,84 +373,88 @@ impl<B: Backing> LoggedFile<B> {
                 return Ok(());
             }
             refreshes.is_under_way = true;
-            refreshes.last_tried = refreshes.last_tried.max(Some(began));
+            refreshes.last_attempt = refreshes.last_attempt.max(Some(began));
         }
-        let refreshed = self.refresh_exclusively(site);
-        *self.read_error.lock() = refreshed.err();
+        let outcome = self.refresh_exclusively(context);
+        *self.read_error.lock() = outcome.err();
         let mut refreshes = self.refreshes.lock();
         refreshes.is_under_way = false;
-        if refreshed.is_ok() {
-            refreshes.last = Some(began);
+        if outcome.is_ok() {
+            refreshes.last_success = Some(began);
         }
         self.refresh_ended.notify_all();
-        refreshed
+        outcome
     }
 
     /// Opens new generations, reads all indexes, and drops generations that are flat or removed.
     ///
     /// Runs in one thread at a time. Two threads would both open a new container, and one of the two objects would be
     /// dropped together with its state of this host's own logs.
-    fn refresh_exclusively(&self, site: &ContainerSite<'_, B>) -> Result<()> {
-        let mut listed = self.list(site)?;
-        listed.sort_unstable();
+    fn refresh_exclusively(&self, context: &LayoutContext<'_, B>) -> Result<()> {
+        let mut containers = self.list(context)?;
+        containers.sort_unstable();
         let old_generations = self.snapshot();
-        let mut present = Vec::new();
-        let listed_count = listed.len();
-        let has_vanished = |old: &Arc<Generation<B>>| {
-            let is_same = |listed: &Listed| (listed.number, listed.dir) == (old.number, old.dir);
-            !old.was_flat.load(Ordering::Acquire) && !listed.iter().any(is_same)
+        let has_vanished = |generation: &Arc<Generation<B>>| {
+            !generation.was_flat.load(Ordering::Acquire)
+                && !containers
+                    .iter()
+                    .any(|container| generation.has_container(container))
         };
         // Another host removes a generation after it is flat, or together with the file.
-        if old_generations.iter().any(has_vanished) && self.has_lost_last_name(site)? {
+        if old_generations.iter().any(has_vanished) && self.has_lost_last_name(context)? {
             self.is_removed_elsewhere.store(true, Ordering::Release);
         }
-        for listed in listed {
-            let is_same = |generation: &&Arc<Generation<B>>| {
-                (generation.number, generation.dir) == (listed.number, listed.dir)
+        let mut generations = Vec::new();
+        for container in &containers {
+            let known_generation = old_generations
+                .iter()
+                .find(|generation| generation.has_container(container));
+            let opened_generation = match known_generation {
+                Some(known) => Some(Arc::clone(known)),
+                None => self.open_generation(context, container.number)?,
             };
-            let old = old_generations.iter().find(is_same);
-            let generation = match old {
-                Some(old) => Some(Arc::clone(old)),
-                None => self.open_generation(site, listed.number)?,
-            };
-            let Some(generation) = generation else {
+            let Some(generation) = opened_generation else {
                 continue;
             };
-            match generation.container.refresh(site.base) {
-                _ if generation.container.was_seen_flat() => continue,
-                // Another host has flattened the generation and is removing it.
-                Err(_) if generation.is_flat(site)? => continue,
-                refreshed => refreshed?,
+            if generation.refresh_unless_flat(context)? {
+                generations.push(generation);
             }
-            present.push(generation);
         }
-        self.has_remains
-            .store(present.len() < listed_count, Ordering::Release);
-        let is_unchanged = old_generations.len() == present.len()
+        self.has_unfinished_containers
+            .store(generations.len() < containers.len(), Ordering::Release);
+        self.replace_generations(&old_generations, generations);
+        Ok(())
+    }
+
+    /// Replaces the list of generations after a refresh. `old_generations` is the list before the refresh.
+    fn replace_generations(
+        &self,
+        old_generations: &[Arc<Generation<B>>],
+        new_generations: Vec<Arc<Generation<B>>>,
+    ) {
+        let is_unchanged = old_generations.len() == new_generations.len()
             && old_generations
                 .iter()
-                .zip(&present)
+                .zip(&new_generations)
                 .all(|(old, new)| Arc::ptr_eq(old, new));
         // The number grows before the list changes: a reader that took the plain file's length before the
         // generation was flat sees the new number and reads the length again.
         if !is_unchanged {
             self.changes.fetch_max(next_change(), Ordering::AcqRel);
         }
+        let replaced = std::mem::replace(&mut *self.generations.lock(), new_generations);
         // The old generations are dropped after the lock is released, because that closes files.
-        let old = std::mem::replace(&mut *self.generations.lock(), present);
-        drop(old);
-        Ok(())
+        drop(replaced);
     }
-
     /// Returns whether the file is open on this host while another host has removed its last name.
-    fn has_lost_last_name(&self, site: &ContainerSite<'_, B>) -> Result<bool> {
+    fn has_lost_last_name(&self, context: &LayoutContext<'_, B>) -> Result<bool> {
         let Some(inode) = self.inode.get() else {
             return Ok(false);
         };
         if self.is_removed.load(Ordering::Acquire) {
             return Ok(false);
         }
-        match site.base.attr_now(inode) {
+        match context.backing.attr_now(inode) {
             Ok(attr) => Ok(attr.nlink == 0),
             Err(error) if is_gone(error) => Ok(true),
             Err(error) => Err(error),
@@ -453,20 +464,22 @@ impl<B: Backing> LoggedFile<B> {
     /// Opens a generation and reads its indexes. Returns `None` if it is removed or has no head yet.
     fn open_generation(
         &self,
-        site: &ContainerSite<'_, B>,
+        context: &LayoutContext<'_, B>,
         number: u32,
     ) -> Result<Option<Arc<Generation<B>>>> {
-        let Some(generation) = self.find_generation(site, number)? else {
+        let Some(generation) = self.find_generation(context, number)? else {
             return Ok(None);
         };
-        match generation.container.take_epoch(site.base) {
+        match generation
+            .container
+            .refresh_and_raise_epoch(context.backing)
+        {
             // Another host has flattened and removed the generation since it was found.
-            Err(_) if !generation.is_current(site)? => Ok(None),
+            Err(_) if !generation.is_current(context)? => Ok(None),
             Err(error) => {
-                let fault = generation.container.take_fault();
-                fault
-                    .into_iter()
-                    .for_each(|fault| self.lag.note_fault(fault));
+                if let Some(fault) = generation.container.take_fault() {
+                    self.lag.record_fault(fault);
+                }
                 Err(error)
             }
             Ok(()) => Ok(Some(Arc::new(generation))),
@@ -476,20 +489,21 @@ impl<B: Backing> LoggedFile<B> {
     /// Opens a generation without reading its indexes. Returns `None` if it is removed or has no head yet.
     fn find_generation(
         &self,
-        site: &ContainerSite<'_, B>,
+        context: &LayoutContext<'_, B>,
         number: u32,
     ) -> Result<Option<Generation<B>>> {
         let name = self.id.container_name(number);
-        let find = || file_dir::find_container(site.base, site.top, self.id, number);
-        let Some((dir, attr)) = find()? else {
+        let find_dir =
+            || file_dir::find_container(context.backing, context.containers_dir, self.id, number);
+        let Some((dir, attr)) = find_dir()? else {
             return Ok(None);
         };
-        let head = match head::load(site.base, &dir, self.id, number)? {
+        let head = match head::load(context.backing, &dir, self.id, number)? {
             Ok(Some(head)) => head,
             // The container is being made. No host can have written to it.
             Ok(None) => return Ok(None),
             // Another host has removed the container since it was found.
-            Err(_) if find()?.is_none() => return Ok(None),
+            Err(_) if find_dir()?.is_none() => return Ok(None),
             Err(error) => {
                 tracing::error!(
                     container = name,
@@ -499,17 +513,18 @@ impl<B: Backing> LoggedFile<B> {
                 return Err(Errno::IO);
             }
         };
-        let base_bytes = head.base.unwrap_or(0);
-        let container = Container::open_unread(dir, &name, site.host, base_bytes, site.memory)
-            .in_turn(site.turn_of(self.id));
+        let plain_bytes = head.plain_bytes.unwrap_or(0);
+        let container =
+            Container::open_unread(dir, &name, context.host, plain_bytes, context.memory)
+                .in_turn(context.turn_of(self.id));
         Ok(Some(Generation {
             id: self.id,
             number,
             dir: attr.ino,
             name,
-            has_own_base: head.base.is_some(),
+            stores_plain_bytes: head.plain_bytes.is_some(),
             container,
-            is_joined: AtomicBool::new(false),
+            is_registered: AtomicBool::new(false),
             was_flat: AtomicBool::new(false),
             is_name_durable: AtomicBool::new(false),
             is_tagged: AtomicBool::new(false),
@@ -519,78 +534,80 @@ impl<B: Backing> LoggedFile<B> {
     /// Returns the length of the file in bytes. `plain_bytes` is the length of the plain file.
     pub(crate) fn len(&self, plain_bytes: u64) -> u64 {
         let generations = self.snapshot();
-        Self::set_bases(&generations, plain_bytes);
-        let top = generations.last();
-        top.map_or(plain_bytes, |top| top.container.len())
+        Self::set_lengths_below(&generations, plain_bytes);
+        match generations.last() {
+            Some(newest) => newest.container.len(),
+            None => plain_bytes,
+        }
     }
 
     /// Returns the file's modification time, if the plain file has another one because the file is being flattened.
     pub(crate) fn modified_time(&self) -> Option<Time> {
         let generations = self.generations.lock();
-        let is_pending =
-            |generation: &&Arc<Generation<B>>| !generation.was_flat.load(Ordering::Acquire);
-        generations.iter().find(is_pending)?.container.modified()
+        let lowest_not_flat = generations
+            .iter()
+            .find(|generation| !generation.was_flat.load(Ordering::Acquire))?;
+        lowest_not_flat.container.modified()
     }
 
-    /// Sets the modification time to `given`. `set` sets it on the plain file.
+    /// Sets the modification time to `new_time`. `set_plain_time` sets it on the plain file.
     ///
     /// Race: a host that flattens the file sets the last recorded time on the plain file. So the time is also recorded
     /// in each container that is ending, and then set once more.
     pub(crate) fn set_modified(
         &self,
-        site: &ContainerSite<'_, B>,
-        given: Time,
-        set: &dyn Fn() -> Result<()>,
+        context: &LayoutContext<'_, B>,
+        new_time: Time,
+        set_plain_time: &dyn Fn() -> Result<()>,
     ) -> Result<()> {
         let generations = self.snapshot();
-        set()?;
-        let mut is_recorded = false;
+        set_plain_time()?;
+        let mut is_any_ending = false;
         for generation in &generations {
             // While this host is registered as a writer, no other host ends the container.
-            if !generation.is_joined.load(Ordering::Acquire) {
-                is_recorded |= generation.record_time(site, given)?;
+            if !generation.is_registered.load(Ordering::Acquire) {
+                is_any_ending |= generation.record_time_if_ending(context, new_time)?;
             }
         }
-        if is_recorded {
-            set()?;
-            self.refresh(site)?;
+        if is_any_ending {
+            set_plain_time()?;
+            self.refresh(context)?;
         }
         Ok(())
     }
 
     /// Sets, for each generation, the length of the file below it.
-    fn set_bases(generations: &[Arc<Generation<B>>], plain_bytes: u64) {
-        let mut base_bytes = plain_bytes;
+    fn set_lengths_below(generations: &[Arc<Generation<B>>], plain_bytes: u64) {
+        let mut bytes_below = plain_bytes;
         for generation in generations {
-            if !generation.has_own_base {
-                generation.container.set_base(base_bytes);
+            if !generation.stores_plain_bytes {
+                generation.container.set_plain_bytes(bytes_below);
             }
-            base_bytes = generation.container.len();
+            bytes_below = generation.container.len();
         }
     }
-
     /// Reads from `offset` until `buf` is full or the file ends. Returns the number of bytes read.
     pub(crate) fn read(
         &self,
-        site: &ContainerSite<'_, B>,
+        context: &LayoutContext<'_, B>,
         plain: &B::File,
         buf: &mut [u8],
         offset: u64,
     ) -> Result<usize> {
-        self.refresh_after_sync(site)?;
+        self.refresh_after_sync(context)?;
         for _ in 0..ATTEMPTS_MAX {
             self.check_readable()?;
             self.check_exists()?;
             let generations = self.snapshot();
             // The plain file's length is needed only if the lowest generation does not store it.
             let plain_bytes = match generations.first() {
-                Some(lowest) if lowest.has_own_base => 0,
-                _ => site.base.attr_of_file_now(plain)?.size,
+                Some(lowest) if lowest.stores_plain_bytes => 0,
+                _ => context.backing.attr_of_file_now(plain)?.size,
             };
-            Self::set_bases(&generations, plain_bytes);
-            match read_stack(site.base, &generations, plain, buf, offset) {
+            Self::set_lengths_below(&generations, plain_bytes);
+            match read_stack(context.backing, &generations, plain, buf, offset) {
                 // The logs are removed: the bytes are in a lower generation or in the plain file now.
-                Err(_) if is_any_flat_or_removed(site, &generations) => self.refresh(site)?,
+                Err(_) if is_any_flat_or_removed(context, &generations) => self.refresh(context)?,
                 outcome => return outcome,
             }
         }
@@ -600,37 +617,38 @@ impl<B: Backing> LoggedFile<B> {
     /// Finds where the bytes of `range` lie in logs and in the plain file, until `limits` are reached.
     pub(crate) fn locate(
         &self,
-        site: &ContainerSite<'_, B>,
+        context: &LayoutContext<'_, B>,
         plain: &B::File,
         range: Range<u64>,
         limits: LocateLimits,
     ) -> Result<LocatedList> {
-        self.refresh_after_sync(site)?;
+        self.refresh_after_sync(context)?;
         for _ in 0..ATTEMPTS_MAX {
             self.check_readable()?;
             self.check_exists()?;
-            let plain_bytes = site.base.attr_of_file_now(plain)?.size;
+            let plain_bytes = context.backing.attr_of_file_now(plain)?.size;
             let generations = self.snapshot();
-            Self::set_bases(&generations, plain_bytes);
-            let len = generations
-                .last()
-                .map_or(plain_bytes, |top| top.container.len());
+            Self::set_lengths_below(&generations, plain_bytes);
+            let len = match generations.last() {
+                Some(newest) => newest.container.len(),
+                None => plain_bytes,
+            };
             let mut located = LocatedList::new(range.start, limits);
             let existing = range.start..range.end.min(len);
-            let room = if existing.is_empty() {
-                Ok(Room::Left)
+            let outcome = if existing.is_empty() {
+                Ok(ListStatus::Open)
             } else {
-                locate_in_stack(site.base, &generations, plain, existing, &mut located)
+                locate_in_stack(context.backing, &generations, plain, existing, &mut located)
             };
-            match room {
-                // The logs are removed: the bytes are in a lower generation or in the plain file now.
-                Err(_) if is_any_flat_or_removed(site, &generations) => self.refresh(site)?,
-                room => {
-                    if room? == Room::Left {
-                        located.end = range.end;
-                    }
+            match outcome {
+                Ok(ListStatus::Open) => {
+                    located.end = range.end;
                     return Ok(located);
                 }
+                Ok(ListStatus::Full) => return Ok(located),
+                // The logs are removed: the bytes are in a lower generation or in the plain file now.
+                Err(_) if is_any_flat_or_removed(context, &generations) => self.refresh(context)?,
+                Err(error) => return Err(error),
             }
         }
         Err(Errno::IO)
@@ -639,148 +657,159 @@ impl<B: Backing> LoggedFile<B> {
     /// Answers SEEK_DATA and SEEK_HOLE of lseek(2). Each byte in a log or in the plain file is data.
     pub(crate) fn seek(
         &self,
-        site: &ContainerSite<'_, B>,
+        context: &LayoutContext<'_, B>,
         plain_bytes: u64,
         offset: u64,
         what: Seek,
     ) -> Result<u64> {
-        self.refresh_after_sync(site)?;
+        self.refresh_after_sync(context)?;
         let len = self.len(plain_bytes);
         if offset >= len {
             return Err(Errno::NXIO);
         }
         let generations = self.snapshot();
-        let top = generations.last().ok_or(Errno::NXIO)?;
+        let newest = generations.last().ok_or(Errno::NXIO)?;
         let wants_data = what == Seek::Data;
         let mut walk = Walk::new(offset..len);
         loop {
-            let segments = top.container.find_next(site.base, &mut walk)?;
-            let is_data =
-                |segment: &Segment| !matches!(segment.source, Source::Hole | Source::Zeros);
-            let hit = segments
-                .iter()
-                .find(|segment| is_data(segment) == wants_data);
-            match hit {
-                Some(segment) => return Ok(segment.file.start),
-                None if !segments.is_empty() => {}
-                None if wants_data => return Err(Errno::NXIO),
-                None => return Ok(len),
+            let segments = newest.container.find_next(context.backing, &mut walk)?;
+            if segments.is_empty() {
+                // The search has reached the end of the file, which counts as a hole.
+                return if wants_data {
+                    Err(Errno::NXIO)
+                } else {
+                    Ok(len)
+                };
+            }
+            for segment in &segments {
+                let is_data = !matches!(segment.source, Source::Hole | Source::Zeros);
+                if is_data == wants_data {
+                    return Ok(segment.file.start);
+                }
             }
         }
     }
-
     /// Lists the containers of the file.
-    fn list(&self, site: &ContainerSite<'_, B>) -> Result<Vec<Listed>> {
-        Ok(file_dir::list(site.base, site.top, self.id)?)
+    fn list(&self, context: &LayoutContext<'_, B>) -> Result<Vec<ListedContainer>> {
+        Ok(file_dir::list(
+            context.backing,
+            context.containers_dir,
+            self.id,
+        )?)
     }
 
     /// Puts the mark `DYING` or `DEAD` into each container: the last name is about to be removed, or is removed.
-    pub(crate) fn mark(&self, site: &ContainerSite<'_, B>, mark: &str) -> Result<()> {
-        self.visit_containers(site, &mut |container| {
-            container.put_once(mark, site.host.as_bytes()).map(drop)
+    pub(crate) fn mark(&self, context: &LayoutContext<'_, B>, mark: &str) -> Result<()> {
+        self.visit_containers(context, &mut |container| {
+            container.put_once(mark, context.host.as_bytes()).map(drop)
         })
     }
 
     /// Removes the marks from all containers, because the file still has a name.
-    pub(crate) fn unmark(&self, site: &ContainerSite<'_, B>) -> Result<()> {
-        self.visit_containers(site, &mut |container| unmark(site.base, container))
+    pub(crate) fn unmark(&self, context: &LayoutContext<'_, B>) -> Result<()> {
+        self.visit_containers(context, &mut |container| unmark(context.backing, container))
     }
 
     /// Calls `visit` for each container of the file that is trusted. A container that another host removes during the
     /// call is skipped: it is flat, or its file is removed.
     fn visit_containers(
         &self,
-        site: &ContainerSite<'_, B>,
+        context: &LayoutContext<'_, B>,
         visit: &mut dyn FnMut(&VoteDir<'_, B>) -> Result<()>,
     ) -> Result<()> {
-        let listed = match file_dir::list(site.base, site.top, self.id) {
+        let containers = match file_dir::list(context.backing, context.containers_dir, self.id) {
+            Ok(containers) => containers,
             Err(OwnError::Backing(error)) => return Err(error),
             Err(error) => {
                 tracing::warn!("the containers of a file are not touched: {error}");
                 return Ok(());
             }
-            Ok(listed) => listed,
         };
-        for listed in listed {
-            let name = self.id.container_name(listed.number);
-            let find = || ContainerLookup::find(site.base, site.top, &name, site.host);
-            let ContainerLookup::Trusted(container) = find()? else {
+        for container in containers {
+            let name = self.id.container_name(container.number);
+            let find = || {
+                ContainerLookup::find(context.backing, context.containers_dir, &name, context.host)
+            };
+            let ContainerLookup::Trusted(dir) = find()? else {
                 continue;
             };
-            match visit(&container) {
+            match visit(&dir) {
+                Ok(()) => {}
                 Err(Errno::NOENT) if matches!(find()?, ContainerLookup::Gone) => {}
-                visited => visited?,
+                Err(error) => return Err(error),
             }
         }
         Ok(())
     }
-
     /// Registers this host as a writer of the file.
     pub(crate) fn begin_writing(
         &self,
-        site: &ContainerSite<'_, B>,
+        context: &LayoutContext<'_, B>,
         plain_len: &PlainLen<'_>,
     ) -> Result<()> {
         self.has_local_writer.store(true, Ordering::Release);
-        self.join(site, plain_len).map(drop)
+        self.register_writer(context, plain_len).map(drop)
     }
 
     /// Writes `parts`, which do not overlap, to this host's log.
     pub(crate) fn write(
         &self,
-        site: &ContainerSite<'_, B>,
+        context: &LayoutContext<'_, B>,
         plain_len: &PlainLen<'_>,
         parts: &[DataPart<'_>],
     ) -> Result<()> {
-        self.change(site, plain_len, &|container| {
-            container.write(site.base, parts)
+        self.change(context, plain_len, &|container| {
+            container.write(context.backing, parts)
         })
     }
 
     /// Sets the length of the file to `len`. A cut does not hide writes that this host has not seen.
     pub(crate) fn set_len(
         &self,
-        site: &ContainerSite<'_, B>,
+        context: &LayoutContext<'_, B>,
         plain_len: &PlainLen<'_>,
         len: u64,
     ) -> Result<()> {
-        self.refresh(site)?;
+        self.refresh(context)?;
         if !self.is_logged() && plain_len()? == len {
             return Ok(());
         }
-        self.change(site, plain_len, &|container| {
+        self.change(context, plain_len, &|container| {
             // Sets, for each generation, the length of the file below it, on which the change depends.
             self.len(plain_len()?);
-            container.set_len(site.base, len)
+            container.set_len(context.backing, len)
         })
     }
 
     /// Extends the file to at least `len` bytes.
     pub(crate) fn grow(
         &self,
-        site: &ContainerSite<'_, B>,
+        context: &LayoutContext<'_, B>,
         plain_len: &PlainLen<'_>,
         len: u64,
     ) -> Result<()> {
-        self.refresh(site)?;
+        self.refresh(context)?;
         if !self.is_logged() && plain_len()? >= len {
             return Ok(());
         }
-        self.change(site, plain_len, &|container| {
+        self.change(context, plain_len, &|container| {
             self.len(plain_len()?);
-            container.grow(site.base, len)
+            container.grow(context.backing, len)
         })
     }
 
     /// Returns whether this host's last change of the file, before it died, set the length to `len`.
-    pub(crate) fn was_set_to(&self, site: &ContainerSite<'_, B>, len: u64) -> Result<bool> {
-        self.refresh(site)?;
+    pub(crate) fn was_set_to(&self, context: &LayoutContext<'_, B>, len: u64) -> Result<bool> {
+        self.refresh(context)?;
         for generation in self.snapshot().iter().rev() {
-            let last = generation.container.last_change_of_own_index(site.base)?;
-            match last {
+            let last_change = generation
+                .container
+                .last_change_of_own_index(context.backing)?;
+            match last_change {
+                // This host has changed nothing in this generation, so the one below decides.
                 None => {}
                 Some(Change::Cut(cut)) => return Ok(cut.len == len),
-                Some(Change::Grown(grown)) => return Ok(grown == len),
+                Some(Change::Grown(grown_len)) => return Ok(grown_len == len),
                 Some(_) => return Ok(false),
             }
         }
@@ -790,120 +819,147 @@ impl<B: Backing> LoggedFile<B> {
     /// Makes the bytes of `piece` zero. The length of the file stays the same.
     pub(crate) fn zero(
         &self,
-        site: &ContainerSite<'_, B>,
+        context: &LayoutContext<'_, B>,
         plain_len: &PlainLen<'_>,
         piece: Piece,
     ) -> Result<()> {
-        self.change(site, plain_len, &|container| {
-            container.zero(site.base, piece)
+        self.change(context, plain_len, &|container| {
+            container.zero(context.backing, piece)
         })
     }
 
     /// Applies a change to the generation that this host writes to.
     ///
-    /// Race: another host may seal that generation while `make` runs. Then the change may not count, so it is applied
+    /// Race: another host may seal that generation while `apply` runs. Then the change may not count, so it is applied
     /// to the next generation too.
     fn change(
         &self,
-        site: &ContainerSite<'_, B>,
+        context: &LayoutContext<'_, B>,
         plain_len: &PlainLen<'_>,
-        make: &dyn Fn(&Container<B>) -> Changed,
+        apply: &dyn Fn(&Container<B>) -> ChangeResult,
     ) -> Result<()> {
         self.has_local_writer.store(true, Ordering::Release);
-        self.refresh_after_sync(site)?;
+        self.refresh_after_sync(context)?;
         for _ in 0..ATTEMPTS_MAX {
             self.check_readable()?;
-            let top = self.join(site, plain_len)?;
-            match make(&top.container) {
-                Ok(()) if top.is_current(site)? => return Ok(()),
+            let newest = self.register_writer(context, plain_len)?;
+            match apply(&newest.container) {
+                Ok(()) if newest.is_current(context)? => return Ok(()),
                 // The seal may not include the change, or the generation is removed.
-                Ok(()) | Err(ChangeError::Sealed) => top.end_writing(site)?,
-                Err(ChangeError::Failed(_)) if !top.is_current(site)? => top.end_writing(site)?,
+                Ok(()) | Err(ChangeError::Sealed) => newest.end_writing(context)?,
+                Err(ChangeError::Failed(_)) if !newest.is_current(context)? => {
+                    newest.end_writing(context)?
+                }
                 Err(ChangeError::Failed(errno)) => return Err(errno),
             }
         }
         Err(Errno::IO)
     }
-
     /// Registers this host as a writer of the top generation and returns that generation. Makes a new generation if
     /// there is none that accepts writers.
-    fn join(
+    fn register_writer(
         &self,
-        site: &ContainerSite<'_, B>,
+        context: &LayoutContext<'_, B>,
         plain_len: &PlainLen<'_>,
     ) -> Result<Arc<Generation<B>>> {
         for _ in 0..ATTEMPTS_MAX {
-            if let Some(top) = self.snapshot().pop() {
-                match top.join(site) {
-                    Ok(true) => return Ok(top),
+            if let Some(newest) = self.snapshot().pop() {
+                match newest.register_writer(context) {
+                    Ok(true) => return Ok(newest),
                     Ok(false) => {}
                     // Another host has flattened and removed the generation since the last refresh.
-                    Err(_) if !top.is_current(site)? => {}
+                    Err(_) if !newest.is_current(context)? => {}
                     Err(error) => return Err(error),
                 }
             }
-            self.make_generation(site, plain_len)?;
-            self.refresh(site)?;
+            self.create_generation(context, plain_len)?;
+            self.refresh(context)?;
         }
         Err(Errno::IO)
     }
 
     /// Makes the next generation, unless the top generation still accepts writers. Another host may make the same one,
     /// or remove it, at the same time.
-    fn make_generation(&self, site: &ContainerSite<'_, B>, plain_len: &PlainLen<'_>) -> Result<()> {
-        self.refresh(site)?;
-        let last = self.snapshot().last().map(|top| top.number);
-        if let Some(top) = self.snapshot().last()
-            && let Some(ending) = top.ending(site)?
-            && !ending.is_closing()?
+    fn create_generation(
+        &self,
+        context: &LayoutContext<'_, B>,
+        plain_len: &PlainLen<'_>,
+    ) -> Result<()> {
+        self.refresh(context)?;
+        let newest = self.snapshot().pop();
+        if let Some(newest) = &newest
+            && let Some(lifecycle) = newest.lifecycle(context)?
+            && !lifecycle.is_closing()?
         {
             return Ok(());
         }
-        let number = last.map_or(0, |last| last + 1);
-        let dir = match file_dir::make_container(site.base, site.top, self.id, number) {
+        let number = newest.map_or(0, |newest| newest.number + 1);
+        let dir = match file_dir::create_container(
+            context.backing,
+            context.containers_dir,
+            self.id,
+            number,
+        ) {
+            Ok(dir) => dir,
             // Another host has just removed the file's directory. The caller tries again, which makes a new one.
             Err(OwnError::Backing(error)) if is_gone(error) => return Ok(()),
-            made => made?,
+            Err(error) => return Err(error.into()),
         };
-        let find = || file_dir::find_container(site.base, site.top, self.id, number);
         // This check follows the creation: a host that removes the last name marks only containers that exist by then.
         if self.is_removed.load(Ordering::Acquire) {
-            own::replace_file(site.base, &dir, DEAD, site.host.as_bytes())?;
+            own::replace_file(context.backing, &dir, DEAD, context.host.as_bytes())?;
         } else if self.is_dying.load(Ordering::Acquire) {
-            own::replace_file(site.base, &dir, DYING, site.host.as_bytes())?;
+            own::replace_file(context.backing, &dir, DYING, context.host.as_bytes())?;
         }
-        match self.publish_head(site, number, plain_len) {
+        let published = self.publish_head(context, number, plain_len);
+        if published.is_err() && self.find_container(context, number)?.is_none() {
             // Another host had made the container, and has flattened and removed it since.
-            Err(_) if find()?.is_none() => Ok(()),
-            put => put,
+            return Ok(());
         }
+        published
     }
 
+    /// Opens the directory of a generation's container, with its attributes. Returns `None` if it is removed.
+    fn find_container(
+        &self,
+        context: &LayoutContext<'_, B>,
+        number: u32,
+    ) -> Result<Option<(B::Inode, Attr)>> {
+        let (backing, containers_dir) = (context.backing, context.containers_dir);
+        Ok(file_dir::find_container(
+            backing,
+            containers_dir,
+            self.id,
+            number,
+        )?)
+    }
     /// Removes a container that must not get a head, unless it has one by now.
     fn remove_headless(
         &self,
-        site: &ContainerSite<'_, B>,
+        context: &LayoutContext<'_, B>,
         dir: B::Inode,
         number: u32,
         has_no_head: &dyn Fn() -> Result<bool>,
     ) -> Result<()> {
         let name = self.id.container_name(number);
-        let container = Container::open_unread(dir, &name, site.host, 0, site.memory);
-        let Some(ending) = site.ending(self.id, &container, &name)? else {
+        let container = Container::open_unread(dir, &name, context.host, 0, context.memory);
+        let Some(lifecycle) = context.lifecycle(self.id, &container, &name)? else {
             return Ok(());
         };
         // A registered writer has found a head that this host does not see yet.
-        if ending.has_writer(site.is_alive)? {
+        if lifecycle.has_writer(context.is_alive)? {
             return Ok(());
         }
-        let remove = &mut || {
+        let mut remove_if_headless = || {
             if has_no_head()? {
-                ending.votes().retire()
+                lifecycle.votes().retire()
             } else {
                 Ok(())
             }
         };
-        ending.run_exclusively(remove).map(drop)
+        // If another host holds the lock, that host removes the container or puts its head.
+        lifecycle.run_exclusively(&mut remove_if_headless)?;
+        Ok(())
     }
 
     /// Puts the head into a container that has none, which lets hosts write to it.
@@ -916,70 +972,77 @@ impl<B: Backing> LoggedFile<B> {
     ///   durable.
     fn publish_head(
         &self,
-        site: &ContainerSite<'_, B>,
+        context: &LayoutContext<'_, B>,
         number: u32,
         plain_len: &PlainLen<'_>,
     ) -> Result<()> {
-        let containers = self.list(site)?;
-        let opened = file_dir::find_container(site.base, site.top, self.id, number)?;
-        let Some((dir, _)) = opened else {
+        let containers = self.list(context)?;
+        let Some((dir, _)) = self.find_container(context, number)? else {
             return Ok(());
         };
         let has_no_head = || -> Result<bool> {
-            let head = head::load(site.base, &dir, self.id, number)?;
+            let head = head::load(context.backing, &dir, self.id, number)?;
             // A damaged head is a head: opening the container reports the damage.
             Ok(matches!(head, Ok(None)))
         };
         if !has_no_head()? {
             return Ok(());
         }
-        let is_below_another = number == 0 && containers.iter().any(|listed| listed.number > 0);
-        if is_below_another || head::has_index(site.base, &dir)? {
-            return self.remove_headless(site, dir.clone(), number, &has_no_head);
+        let is_below_another =
+            number == 0 && containers.iter().any(|container| container.number > 0);
+        if is_below_another || head::has_index(context.backing, &dir)? {
+            return self.remove_headless(context, dir.clone(), number, &has_no_head);
         }
+        // Only generation 0 lies over the plain file.
         let plain_bytes = if number == 0 { plain_len()? } else { 0 };
-        Head::new(self.id, number, plain_bytes).put(site.base, &dir)
+        Head::new(self.id, number, plain_bytes).publish(context.backing, &dir)
     }
 
     /// Makes this host's writes durable and visible to other hosts. This host's next use of the file sees what other
     /// hosts have synced.
-    pub(crate) fn sync(&self, site: &ContainerSite<'_, B>) -> Result<()> {
-        self.sync_own(site)?;
-        self.note_synced();
+    pub(crate) fn sync(&self, context: &LayoutContext<'_, B>) -> Result<()> {
+        self.sync_own(context)?;
+        self.require_refresh();
         Ok(())
     }
 
     /// Makes this host's writes durable and visible to other hosts.
-    fn sync_own(&self, site: &ContainerSite<'_, B>) -> Result<()> {
+    fn sync_own(&self, context: &LayoutContext<'_, B>) -> Result<()> {
         for generation in self.snapshot() {
-            if generation.is_joined.load(Ordering::Acquire) {
-                match generation.sync(site) {
-                    // The generation's bytes are durably in the plain file, or the file is removed.
-                    Err(_) if !generation.is_current(site)? => {}
-                    Ok(()) => self.tag(site, &generation),
-                    Err(error) => return Err(error),
-                }
+            if !generation.is_registered.load(Ordering::Acquire) {
+                continue;
+            }
+            match generation.sync(context) {
+                Ok(()) => self.tag(context, &generation),
+                // The generation's bytes are durably in the plain file, or the file is removed.
+                Err(_) if !generation.is_current(context)? => {}
+                Err(error) => return Err(error),
             }
         }
         Ok(())
     }
 
     /// Tags the plain file with the container's name, once this host has a log in the container.
-    fn tag(&self, site: &ContainerSite<'_, B>, generation: &Generation<B>) {
+    fn tag(&self, context: &LayoutContext<'_, B>, generation: &Generation<B>) {
         if let Some(inode) = self.inode.get()
             && generation.container.has_own_log()
             && !self.is_removed.load(Ordering::Acquire)
             && !generation.is_tagged.swap(true, Ordering::AcqRel)
         {
-            tag::set(site.base, inode, site.top_id, &generation.name);
+            tag::set(
+                context.backing,
+                inode,
+                context.containers_dir_id,
+                &generation.name,
+            );
         }
     }
 
     /// Publishes this host's writes and removes its registration as a writer.
-    pub(crate) fn end_writing(&self, site: &ContainerSite<'_, B>) -> Result<()> {
-        self.sync_own(site)?;
+    pub(crate) fn end_writing(&self, context: &LayoutContext<'_, B>) -> Result<()> {
+        self.sync_own(context)?;
         for generation in self.snapshot() {
-            generation.end_writing(site)?;
+            generation.end_writing(context)?;
         }
         Ok(())
     }
@@ -987,13 +1050,13 @@ impl<B: Backing> LoggedFile<B> {
     /// Returns whether a live host other than this one is registered as a writer.
     pub(crate) fn has_other_writers(
         &self,
-        site: &ContainerSite<'_, B>,
+        context: &LayoutContext<'_, B>,
         is_alive: &IsAlive<'_>,
     ) -> Result<bool> {
         let mut has_writers = false;
-        self.visit_containers(site, &mut |container| {
+        self.visit_containers(context, &mut |container| {
             for host in container.hosts(WRITING)? {
-                has_writers |= host != site.host && is_alive(&host)?;
+                has_writers |= host != context.host && is_alive(&host)?;
             }
             Ok(())
         })?;
@@ -1003,32 +1066,35 @@ impl<B: Backing> LoggedFile<B> {
     /// Seals and flattens the generations as far as other hosts allow, the lowest first.
     pub(crate) fn flatten(
         &self,
-        site: &ContainerSite<'_, B>,
+        context: &LayoutContext<'_, B>,
         inode: &B::Inode,
         unit_bytes: u64,
         is_alive: &IsAlive<'_>,
     ) -> Result<Flattened> {
         for _ in 0..ATTEMPTS_MAX {
-            self.refresh(site)?;
+            self.refresh(context)?;
             let generations = self.snapshot();
             let Some(lowest) = generations.first() else {
-                if !self.has_remains.load(Ordering::Acquire) {
-                    file_dir::remove_empty(site.base, site.top, self.id)?;
+                if !self.has_unfinished_containers.load(Ordering::Acquire) {
+                    file_dir::remove_empty(context.backing, context.containers_dir, self.id)?;
                     return Ok(Flattened::Flat);
                 }
-                self.finish_remains(site, &|| Ok(site.base.attr_now(inode)?.size))?;
+                self.finish_unfinished_containers(context, &|| {
+                    Ok(context.backing.attr_now(inode)?.size)
+                })?;
                 continue;
             };
-            let attr = site.base.attr_now(inode)?;
-            Self::set_bases(&generations, attr.size);
-            let rejected = lowest.container.rejected_table_count();
-            match lowest.flatten(site, inode, unit_bytes, is_alive) {
+            let plain_bytes = context.backing.attr_now(inode)?.size;
+            Self::set_lengths_below(&generations, plain_bytes);
+            let rejected_tables = lowest.container.rejected_table_count();
+            match lowest.flatten(context, inode, unit_bytes, is_alive) {
+                // The next attempt flattens the generation above.
                 Ok(Flattened::Flat) => {}
-                Err(error) => match lowest.find_fate(site, rejected)? {
-                    Fate::Removed | Fate::IndexRebuilt => {}
-                    Fate::Unchanged | Fate::Flat => return Err(error),
+                Ok(outcome) => return Ok(outcome),
+                Err(error) => match lowest.find_failure_cause(context, rejected_tables)? {
+                    FailureCause::Removed | FailureCause::TableDamaged => {}
+                    FailureCause::Other | FailureCause::Flat => return Err(error),
                 },
-                outcome => return outcome,
             }
         }
         Err(Errno::IO)
@@ -1036,41 +1102,42 @@ impl<B: Backing> LoggedFile<B> {
 
     /// Gives up the parts of the file that cannot be read, and reports them. Returns false if a host is writing to the
     /// file.
-    pub(crate) fn give_up(
+    pub(crate) fn salvage(
         &self,
-        site: &ContainerSite<'_, B>,
-        plain: &Attr,
+        context: &LayoutContext<'_, B>,
+        plain_attr: &Attr,
         unit_bytes: u64,
         is_alive: &IsAlive<'_>,
         target: &mut LossTarget<'_>,
     ) -> Result<bool> {
-        let mut listed = self.list(site)?;
-        listed.sort_unstable();
-        let mut base_bytes = plain.size;
-        for listed in listed {
-            let name = self.id.container_name(listed.number);
+        let mut containers = self.list(context)?;
+        containers.sort_unstable();
+        let mut bytes_below = plain_attr.size;
+        for container in containers {
+            let name = self.id.container_name(container.number);
             let mut reporter = LossReporter {
                 path: target.path,
                 container: &name,
                 report: target.report,
             };
-            if !self.renew_head(site, listed.number, plain, is_alive, &mut reporter)? {
+            let number = container.number;
+            if !self.renew_head(context, number, plain_attr, is_alive, &mut reporter)? {
                 return Ok(false);
             }
-            let Some(generation) = self.find_generation(site, listed.number)? else {
+            let Some(generation) = self.find_generation(context, number)? else {
                 continue;
             };
-            if !generation.has_own_base {
-                generation.container.set_base(base_bytes);
+            if !generation.stores_plain_bytes {
+                generation.container.set_plain_bytes(bytes_below);
             }
-            let Some(ending) = generation.ending(site)? else {
+            let Some(lifecycle) = generation.lifecycle(context)? else {
                 continue;
             };
-            let is_written_by = |host: &str| generation.is_written_by(host, site, is_alive);
-            if !ending.give_up(unit_bytes, &is_written_by, &mut reporter)? {
+            let is_written_by = |host: &str| generation.is_written_by(host, context, is_alive);
+            if !lifecycle.salvage(unit_bytes, &is_written_by, &mut reporter)? {
                 return Ok(false);
             }
-            base_bytes = generation.container.len();
+            bytes_below = generation.container.len();
         }
         Ok(true)
     }
@@ -1078,122 +1145,152 @@ impl<B: Backing> LoggedFile<B> {
     /// Replaces a damaged head and seal of a container. Returns false if a host is writing to the container.
     fn renew_head(
         &self,
-        site: &ContainerSite<'_, B>,
+        context: &LayoutContext<'_, B>,
         number: u32,
-        plain: &Attr,
+        plain_attr: &Attr,
         is_alive: &IsAlive<'_>,
         reporter: &mut LossReporter<'_>,
     ) -> Result<bool> {
         let name = self.id.container_name(number);
-        let opened = file_dir::find_container(site.base, site.top, self.id, number)?;
-        let Some((dir, _)) = opened else {
+        let Some((dir, _)) = self.find_container(context, number)? else {
             return Ok(true);
         };
-        let memory = site.memory;
-        let container = Container::open_unread(dir, &name, site.host, plain.size, memory);
-        let Some(ending) = site.ending(self.id, &container, &name)? else {
+        let (host, memory) = (context.host, context.memory);
+        let container = Container::open_unread(dir, &name, host, plain_attr.size, memory);
+        let Some(lifecycle) = context.lifecycle(self.id, &container, &name)? else {
             return Ok(true);
         };
-        let is_other_alive = |host: &str| Ok(host != site.host && is_alive(host)?);
-        ending.renew_head((self.id, number), plain, &is_other_alive, reporter)
+        let is_other_alive = |writer: &str| Ok(writer != host && is_alive(writer)?);
+        let head = Head::new(self.id, number, plain_attr.size);
+        lifecycle.renew_head(head, &is_other_alive, reporter)
     }
 
     /// Finishes what dead hosts left: removes containers that are flat, and completes or removes containers without a
     /// head.
-    fn finish_remains(&self, site: &ContainerSite<'_, B>, plain_len: &PlainLen<'_>) -> Result<()> {
-        for listed in self.list(site)? {
-            let Some(generation) = self.open_generation(site, listed.number)? else {
-                self.publish_head(site, listed.number, plain_len)?;
+    fn finish_unfinished_containers(
+        &self,
+        context: &LayoutContext<'_, B>,
+        plain_len: &PlainLen<'_>,
+    ) -> Result<()> {
+        for container in self.list(context)? {
+            let Some(generation) = self.open_generation(context, container.number)? else {
+                self.publish_head(context, container.number, plain_len)?;
                 continue;
             };
-            if let Some(ending) = generation.ending(site)?
-                && ending.is_flat()?
+            if let Some(lifecycle) = generation.lifecycle(context)?
+                && lifecycle.is_flat()?
             {
-                ending.remove()?;
+                lifecycle.remove()?;
             }
         }
         Ok(())
     }
 
     /// Removes all containers of a file that has no name and is not open.
-    pub(crate) fn remove(&self, site: &ContainerSite<'_, B>) -> Result<()> {
-        self.visit_containers(site, &mut |container| container.retire())?;
-        file_dir::remove_empty(site.base, site.top, self.id)?;
-        let old = std::mem::take(&mut *self.generations.lock());
-        drop(old);
+    pub(crate) fn remove(&self, context: &LayoutContext<'_, B>) -> Result<()> {
+        self.visit_containers(context, &mut |container| container.retire())?;
+        file_dir::remove_empty(context.backing, context.containers_dir, self.id)?;
+        let removed_generations = std::mem::take(&mut *self.generations.lock());
+        // Dropped after the lock is released, because that closes files.
+        drop(removed_generations);
         Ok(())
     }
 }
 
 impl<B: Backing> Generation<B> {
-    /// Returns the [`Ending`] of this generation, or `None` if it is removed. A later container may have the same name.
-    fn ending<'a>(&'a self, site: &ContainerSite<'a, B>) -> Result<Option<Ending<'a, B>>> {
-        let ending = site.ending(self.id, &self.container, &self.name)?;
-        Ok(ending.filter(|ending| ending.votes().ino() == self.dir))
+    /// Returns the [`Lifecycle`] of this generation, or `None` if it is removed. A later container may have the same
+    /// name.
+    fn lifecycle<'a>(&'a self, context: &LayoutContext<'a, B>) -> Result<Option<Lifecycle<'a, B>>> {
+        let lifecycle = context.lifecycle(self.id, &self.container, &self.name)?;
+        Ok(lifecycle.filter(|lifecycle| lifecycle.votes().ino() == self.dir))
     }
 
     /// Registers this host as a writer. Returns false if the container accepts no new writers.
-    fn join(&self, site: &ContainerSite<'_, B>) -> Result<bool> {
-        if self.is_joined.load(Ordering::Acquire) && self.container.seal().is_none() {
+    fn register_writer(&self, context: &LayoutContext<'_, B>) -> Result<bool> {
+        if self.is_registered.load(Ordering::Acquire) && self.container.seal().is_none() {
             return Ok(true);
         }
-        let may_write = match self.ending(site)? {
-            Some(ending) => ending.begin_writing()?,
+        let may_write = match self.lifecycle(context)? {
+            Some(lifecycle) => lifecycle.begin_writing()?,
             None => false,
         };
         if may_write {
-            self.container.take_epoch(site.base)?;
-            self.is_joined.store(true, Ordering::Release);
+            self.container.refresh_and_raise_epoch(context.backing)?;
+            self.is_registered.store(true, Ordering::Release);
         }
         Ok(may_write)
     }
 
     /// Makes this host's writes durable and visible to other hosts.
-    fn sync(&self, site: &ContainerSite<'_, B>) -> Result<()> {
-        self.container.sync_own(site.base)?;
+    fn sync(&self, context: &LayoutContext<'_, B>) -> Result<()> {
+        self.container.sync_own(context.backing)?;
         if self.container.has_own_log() {
-            self.sync_name(site)
+            self.sync_name(context)
         } else {
             Ok(())
         }
     }
 
     /// Makes the container's name durable, once.
-    fn sync_name(&self, site: &ContainerSite<'_, B>) -> Result<()> {
+    fn sync_name(&self, context: &LayoutContext<'_, B>) -> Result<()> {
         if !self.is_name_durable.load(Ordering::Acquire) {
-            file_dir::sync(site.base, site.top, self.id)?;
+            file_dir::sync(context.backing, context.containers_dir, self.id)?;
             self.is_name_durable.store(true, Ordering::Release);
         }
         Ok(())
     }
 
-    /// Records that the file's modification time was set, if this generation is ending or removed. Returns whether it
-    /// is.
-    fn record_time(&self, site: &ContainerSite<'_, B>, given: Time) -> Result<bool> {
-        let Some(ending) = self.ending(site)? else {
-            self.container.end_time();
-            return Ok(true);
-        };
-        if !ending.is_closing()? {
+    /// Returns whether this generation is the container of a listing, and not an earlier one with the same name.
+    fn has_container(&self, container: &ListedContainer) -> bool {
+        (self.number, self.dir) == (container.number, container.dir)
+    }
+
+    /// Reads what other hosts added to the indexes. Returns false if the generation is flat or removed.
+    fn refresh_unless_flat(&self, context: &LayoutContext<'_, B>) -> Result<bool> {
+        let refreshed = self.container.refresh(context.backing);
+        if self.container.was_seen_flat() {
             return Ok(false);
         }
-        match self.container.add_time(site.base, given) {
+        match refreshed {
+            Ok(()) => Ok(true),
+            // Another host has flattened the generation and is removing it.
+            Err(_) if self.is_flat(context)? => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Records that the file's modification time was set, if this generation is ending or removed. Returns whether it
+    /// is.
+    fn record_time_if_ending(
+        &self,
+        context: &LayoutContext<'_, B>,
+        new_time: Time,
+    ) -> Result<bool> {
+        let Some(lifecycle) = self.lifecycle(context)? else {
+            self.container.use_plain_time();
+            return Ok(true);
+        };
+        if !lifecycle.is_closing()? {
+            return Ok(false);
+        }
+        match self.container.add_time(context.backing, new_time) {
+            Ok(()) => Ok(true),
             // Another host has flattened and removed the generation since it was checked.
-            Err(_) if !self.is_current(site)? => {
-                self.container.end_time();
+            Err(_) if !self.is_current(context)? => {
+                self.container.use_plain_time();
                 Ok(true)
             }
-            added => added.map(|()| true),
+            Err(error) => Err(error),
         }
     }
 
     /// Removes this host's registration as a writer.
-    fn end_writing(&self, site: &ContainerSite<'_, B>) -> Result<()> {
-        if self.is_joined.swap(false, Ordering::AcqRel)
-            && let Some(ending) = self.ending(site)?
+    fn end_writing(&self, context: &LayoutContext<'_, B>) -> Result<()> {
+        if self.is_registered.swap(false, Ordering::AcqRel)
+            && let Some(lifecycle) = self.lifecycle(context)?
         {
-            self.container.finish_own_index(site.base);
-            ending.end_writing()?;
+            self.container.finish_own_index(context.backing);
+            lifecycle.end_writing()?;
         }
         Ok(())
     }
@@ -1201,33 +1298,38 @@ impl<B: Backing> Generation<B> {
     /// Seals and flattens the generation and removes its container, as far as other hosts allow.
     fn flatten(
         &self,
-        site: &ContainerSite<'_, B>,
+        context: &LayoutContext<'_, B>,
         inode: &B::Inode,
         unit_bytes: u64,
         is_alive: &IsAlive<'_>,
     ) -> Result<Flattened> {
-        let Some(ending) = self.ending(site)? else {
+        let Some(lifecycle) = self.lifecycle(context)? else {
             return Ok(Flattened::Flat);
         };
-        let is_written_by = |host: &str| self.is_written_by(host, site, is_alive);
+        let is_written_by = |host: &str| self.is_written_by(host, context, is_alive);
         // The name is durable before the plain file changes. A power loss could otherwise remove the container of a
         // half-flattened file.
-        self.sync_name(site)?;
-        if !ending.seal(inode, unit_bytes, &is_written_by)? {
+        self.sync_name(context)?;
+        if !lifecycle.seal(inode, unit_bytes, &is_written_by)? {
             return Ok(Flattened::Written);
         }
-        let plain = site.base.open(inode, Access::ReadWrite)?;
-        if ending.flatten(inode, &plain)? == Flat::Waits {
+        let plain = context.backing.open(inode, Access::ReadWrite)?;
+        if lifecycle.flatten(inode, &plain)? == FlattenProgress::Waits {
             return Ok(Flattened::UnderWay);
         }
         self.was_flat.store(true, Ordering::Release);
-        ending.remove()?;
+        lifecycle.remove()?;
         Ok(Flattened::Flat)
     }
 
     /// Returns whether the container's name still leads to this container.
-    fn is_current(&self, site: &ContainerSite<'_, B>) -> Result<bool> {
-        let container = file_dir::find_container(site.base, site.top, self.id, self.number)?;
+    fn is_current(&self, context: &LayoutContext<'_, B>) -> Result<bool> {
+        let container = file_dir::find_container(
+            context.backing,
+            context.containers_dir,
+            self.id,
+            self.number,
+        )?;
         Ok(container.is_some_and(|(_, attr)| attr.ino == self.dir))
     }
 
@@ -1236,11 +1338,11 @@ impl<B: Backing> Generation<B> {
     fn is_written_by(
         &self,
         host: &str,
-        site: &ContainerSite<'_, B>,
+        context: &LayoutContext<'_, B>,
         is_alive: &IsAlive<'_>,
     ) -> Result<bool> {
-        if host == site.host {
-            Ok(self.is_joined.load(Ordering::Acquire))
+        if host == context.host {
+            Ok(self.is_registered.load(Ordering::Acquire))
         } else {
             is_alive(host)
         }
@@ -1248,27 +1350,30 @@ impl<B: Backing> Generation<B> {
 
     /// Returns whether the generation is flat or removed. A generation is removed only after it is flat, or with its
     /// file.
-    fn is_flat(&self, site: &ContainerSite<'_, B>) -> Result<bool> {
-        match self.ending(site)? {
-            Some(ending) => ending.is_flat(),
+    fn is_flat(&self, context: &LayoutContext<'_, B>) -> Result<bool> {
+        match self.lifecycle(context)? {
+            Some(lifecycle) => lifecycle.is_flat(),
             None => Ok(true),
         }
     }
 
-    /// Finds what happened to the generation while an operation on it failed. `rejected` is the number of rejected
-    /// sorted indexes before the operation.
-    fn find_fate(&self, site: &ContainerSite<'_, B>, rejected: usize) -> Result<Fate> {
-        let Some(ending) = self.ending(site)? else {
-            return Ok(Fate::Removed);
+    /// Finds what happened to the generation while an operation on it failed. `rejected_tables` is the number of
+    /// rejected tables before the operation.
+    fn find_failure_cause(
+        &self,
+        context: &LayoutContext<'_, B>,
+        rejected_tables: usize,
+    ) -> Result<FailureCause> {
+        let Some(lifecycle) = self.lifecycle(context)? else {
+            return Ok(FailureCause::Removed);
         };
-        if self.container.rejected_table_count() > rejected {
-            return Ok(Fate::IndexRebuilt);
+        if self.container.rejected_table_count() > rejected_tables {
+            return Ok(FailureCause::TableDamaged);
         }
-        Ok(if ending.is_flat()? {
-            Fate::Flat
-        } else {
-            Fate::Unchanged
-        })
+        if lifecycle.is_flat()? {
+            return Ok(FailureCause::Flat);
+        }
+        Ok(FailureCause::Other)
     }
 }
 
@@ -1276,67 +1381,71 @@ impl<B: Backing> Generation<B> {
 ///
 /// An errno is not enough to decide: network file systems return the same ones for other reasons.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Fate {
+enum FailureCause {
     /// Nothing happened to the generation, so the error of the operation is returned.
-    Unchanged,
+    Other,
     /// All bytes of the generation are in the plain file.
     Flat,
     /// Another host has removed the generation.
     Removed,
-    /// A sorted index was damaged, and all indexes were read again without it.
-    IndexRebuilt,
+    /// A table (a sorted part of an index) was damaged, and all indexes were read again without it.
+    TableDamaged,
 }
 
 /// Returns whether one of the generations is flat or removed, as far as this host can see.
 fn is_any_flat_or_removed<B: Backing>(
-    site: &ContainerSite<'_, B>,
+    context: &LayoutContext<'_, B>,
     generations: &[Arc<Generation<B>>],
 ) -> bool {
-    let is_flat = |generation: &Arc<Generation<B>>| generation.is_flat(site).unwrap_or(false);
-    generations.iter().any(is_flat)
+    generations
+        .iter()
+        .any(|generation| generation.is_flat(context).unwrap_or(false))
 }
 
-/// Reads from a stack of generations. Bytes that the top generation does not have come from those below it.
+/// Reads from a stack of generations. Bytes that the newest generation does not have come from those below it.
 fn read_stack<B: Backing>(
-    base: &B,
+    backing: &B,
     generations: &[Arc<Generation<B>>],
     plain: &B::File,
     buf: &mut [u8],
     offset: u64,
 ) -> Result<usize> {
-    match generations.split_last() {
-        None => read_whole(base, plain, buf, offset),
-        Some((top, rest)) => {
-            let below = |buf: &mut [u8], offset| read_stack(base, rest, plain, buf, offset);
-            top.container.read(base, &below, buf, offset)
-        }
-    }
+    let Some((newest, older)) = generations.split_last() else {
+        return read_whole(backing, plain, buf, offset);
+    };
+    let read_older = |buf: &mut [u8], offset| read_stack(backing, older, plain, buf, offset);
+    newest.container.read(backing, &read_older, buf, offset)
 }
 
-/// Finds where the bytes of `range` lie in a stack of generations. Bytes that the top generation does not have are
+/// Finds where the bytes of `range` lie in a stack of generations. Bytes that the newest generation does not have are
 /// found in those below it.
 fn locate_in_stack<B: Backing>(
-    base: &B,
+    backing: &B,
     generations: &[Arc<Generation<B>>],
     plain: &B::File,
     range: Range<u64>,
     located: &mut LocatedList,
-) -> Result<Room> {
-    let Some((top, rest)) = generations.split_last() else {
-        let start = range.start;
-        return Ok(match located.index_of(base, Holder::Plain, plain) {
-            Some(index) => located.add(range, index, start),
-            None => located.skip(range),
-        });
+) -> Result<ListStatus> {
+    let Some((newest, older)) = generations.split_last() else {
+        // In the plain file, bytes lie at the same offset as in the logged file.
+        let position = range.start;
+        return Ok(
+            match located.find_or_add_file(backing, DataFile::Plain, plain) {
+                Some(file_index) => located.add(range, file_index, position),
+                None => located.skip(range),
+            },
+        );
     };
-    let below = |range: Range<u64>, located: &mut LocatedList| {
+    let locate_older = |range: Range<u64>, located: &mut LocatedList| {
         let end = range.end;
-        let room = locate_in_stack(base, rest, plain, range, located)?;
+        let status = locate_in_stack(backing, older, plain, range, located)?;
+        if status == ListStatus::Full {
+            return Ok(status);
+        }
         // The file below may be shorter than the range. Bytes beyond its end are zeros.
-        Ok(match room {
-            Room::Left => located.skip(located.end..end),
-            Room::Full => room,
-        })
+        Ok(located.skip(located.end..end))
     };
-    top.container.locate(base, &below, range, located)
+    newest
+        .container
+        .locate(backing, &locate_older, range, located)
 }

@@ -26,7 +26,7 @@ use crate::lag::is_gone;
 
 /// A container in a listing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Listed {
+pub(crate) struct ListedContainer {
     /// Generation of the file.
     pub(crate) number: u32,
     /// Inode number of the container's directory.
@@ -38,7 +38,7 @@ pub(crate) struct Listed {
 pub fn container_path(container: &str) -> PathBuf {
     let mut path = Path::new(TOP).join(CONTAINERS);
     let name = VoteDir::<DirBacking>::name_before_retired(container).unwrap_or(container);
-    if let Some((id, _)) = FileId::of_container(name.as_bytes()) {
+    if let Some((id, _)) = FileId::parse_container_name(name.as_bytes()) {
         path.push(id.dir_name());
     }
     path.join(container)
@@ -46,41 +46,45 @@ pub fn container_path(container: &str) -> PathBuf {
 
 /// Opens the directory of a file. Returns `None` if the file has none.
 pub(crate) fn find<B: Backing>(
-    base: &B,
-    top: &B::Inode,
+    backing: &B,
+    containers_dir: &B::Inode,
     id: FileId,
 ) -> std::result::Result<Option<B::Inode>, OwnError> {
-    Ok(own::find_dir(base, top, &id.dir_name())?.map(|(dir, _)| dir))
+    Ok(own::find_dir(backing, containers_dir, &id.dir_name())?.map(|(dir, _)| dir))
 }
 
 /// Opens the directory of a container. Returns `None` if nothing has its name.
 pub(crate) fn find_container<B: Backing>(
-    base: &B,
-    top: &B::Inode,
+    backing: &B,
+    containers_dir: &B::Inode,
     id: FileId,
     generation: u32,
 ) -> std::result::Result<Option<(B::Inode, Attr)>, OwnError> {
-    match find(base, top, id)? {
-        Some(dir) => own::find_dir(base, &dir, &id.container_name(generation)),
+    match find(backing, containers_dir, id)? {
+        Some(dir) => own::find_dir(backing, &dir, &id.container_name(generation)),
         None => Ok(None),
     }
 }
 
 /// Opens the directory of a container, and makes it if it does not exist. Fails with ENOENT or ESTALE if another host
 /// removes the file's directory meanwhile.
-pub(crate) fn make_container<B: Backing>(
-    base: &B,
-    top: &B::Inode,
+pub(crate) fn create_container<B: Backing>(
+    backing: &B,
+    containers_dir: &B::Inode,
     id: FileId,
     generation: u32,
 ) -> std::result::Result<B::Inode, OwnError> {
-    let dir = own::make_dir(base, top, &id.dir_name())?;
-    own::make_dir(base, &dir, &id.container_name(generation))
+    let dir = own::make_dir(backing, containers_dir, &id.dir_name())?;
+    own::make_dir(backing, &dir, &id.container_name(generation))
 }
 
 /// Removes the directory of a file if it is empty.
-pub(crate) fn remove_empty<B: Backing>(base: &B, top: &B::Inode, id: FileId) -> Result<()> {
-    match base.rmdir(top, OsStr::new(&id.dir_name())) {
+pub(crate) fn remove_empty<B: Backing>(
+    backing: &B,
+    containers_dir: &B::Inode,
+    id: FileId,
+) -> Result<()> {
+    match backing.rmdir(containers_dir, OsStr::new(&id.dir_name())) {
         Err(Errno::NOTEMPTY | Errno::EXIST) => Ok(()),
         Err(error) if is_gone(error) => Ok(()),
         removed => removed,
@@ -88,32 +92,37 @@ pub(crate) fn remove_empty<B: Backing>(base: &B, top: &B::Inode, id: FileId) -> 
 }
 
 /// Makes the names of a file's containers durable, and the name of their directory.
-pub(crate) fn sync<B: Backing>(base: &B, top: &B::Inode, id: FileId) -> Result<()> {
-    if let Some(dir) = find(base, top, id)? {
-        base.sync_dir(&dir)?;
+pub(crate) fn sync<B: Backing>(backing: &B, containers_dir: &B::Inode, id: FileId) -> Result<()> {
+    if let Some(dir) = find(backing, containers_dir, id)? {
+        backing.sync_dir(&dir)?;
     }
-    base.sync_dir(top)
+    backing.sync_dir(containers_dir)
 }
 
 /// Lists the containers of a file.
 pub(crate) fn list<B: Backing>(
-    base: &B,
-    top: &B::Inode,
+    backing: &B,
+    containers_dir: &B::Inode,
     id: FileId,
-) -> std::result::Result<Vec<Listed>, OwnError> {
-    let Some(dir) = find(base, top, id)? else {
+) -> std::result::Result<Vec<ListedContainer>, OwnError> {
+    let Some(dir) = find(backing, containers_dir, id)? else {
         return Ok(Vec::new());
     };
-    let names = match own::list(base, &dir) {
+    let names = match own::list(backing, &dir) {
+        Ok(names) => names,
         // Another host has removed the directory since it was found.
-        Err(error) if is_gone(error) => Vec::new(),
-        listed => listed?,
+        Err(error) if is_gone(error) => return Ok(Vec::new()),
+        Err(error) => return Err(error.into()),
     };
-    let listed = names.iter().filter_map(|(name, dir, _)| {
-        let (container_of, number) = FileId::of_container(name)?;
-        (container_of == id).then_some(Listed { number, dir: *dir })
-    });
-    Ok(listed.collect())
+    let mut containers = Vec::new();
+    for (name, ino, _) in names {
+        if let Some((file, number)) = FileId::parse_container_name(&name)
+            && file == id
+        {
+            containers.push(ListedContainer { number, dir: ino });
+        }
+    }
+    Ok(containers)
 }
 
 /// Lists the files that have a directory.
@@ -121,17 +130,19 @@ pub(crate) fn list<B: Backing>(
 /// Fails if a container lies directly in `.firn/log`, as up to version 4. Its file would be read without the
 /// container's bytes.
 pub(crate) fn list_files<B: Backing>(
-    base: &B,
-    top: &B::Inode,
+    backing: &B,
+    containers_dir: &B::Inode,
 ) -> std::result::Result<Vec<FileId>, OwnError> {
-    let names = own::list(base, top).map_err(OwnError::Backing)?;
-    let is_container = |name: &[u8]| FileId::of_container(name).is_some();
-    if let Some((name, ..)) = names.iter().find(|(name, ..)| is_container(name)) {
-        let name = String::from_utf8_lossy(name).into_owned();
-        return Err(OwnError::EarlierVersion { name }
-            .below(CONTAINERS)
-            .below(TOP));
+    let names = own::list(backing, containers_dir).map_err(OwnError::Backing)?;
+    let mut files = Vec::new();
+    for (name, ..) in &names {
+        if FileId::parse_container_name(name).is_some() {
+            let name = String::from_utf8_lossy(name).into_owned();
+            return Err(OwnError::EarlierVersion { name }
+                .below(CONTAINERS)
+                .below(TOP));
+        }
+        files.extend(FileId::parse_dir_name(name));
     }
-    let ids = names.iter().filter_map(|(name, ..)| FileId::of_dir(name));
-    Ok(ids.collect())
+    Ok(files)
 }

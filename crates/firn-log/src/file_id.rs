@@ -20,13 +20,17 @@ impl FileId {
     ///
     /// Inode numbers are reused. On a file system without birth times, each file that may get containers therefore has
     /// a random number in an attribute.
-    pub(crate) fn of<B: Backing>(base: &B, inode: &B::Inode, attr: &Attr) -> Result<Option<Self>> {
+    pub(crate) fn read<B: Backing>(
+        backing: &B,
+        inode: &B::Inode,
+        attr: &Attr,
+    ) -> Result<Option<Self>> {
         if attr.kind != Kind::File {
             return Ok(None);
         }
         let birth = match attr.btime {
             Some(time) => time.to_ns(),
-            None => load_number(base, inode)?.unwrap_or(0),
+            None => load_number(backing, inode)?.unwrap_or(0),
         };
         let ino = attr.ino;
         Ok(Some(Self { ino, birth }))
@@ -34,25 +38,20 @@ impl FileId {
 
     /// Returns the identity of a file that is to get containers. Assigns a number to the file if it needs one.
     pub(crate) fn assign<B: Backing>(
-        base: &B,
+        backing: &B,
         inode: &B::Inode,
         attr: &Attr,
     ) -> Result<Option<Self>> {
-        let id = Self::of(base, inode, attr)?;
+        let id = Self::read(backing, inode, attr)?;
         if attr.btime.is_some() || id.is_none_or(|id| id.birth != 0) {
             return Ok(id);
         }
         // 0 stands for "no number", so it is never assigned.
         let number = getrandom::u64().map_err(|_| Errno::IO)?.max(1);
-        let stored = number.to_le_bytes();
-        match base.set_xattr(
-            inode,
-            OsStr::new(NUMBER_ATTRIBUTE),
-            &stored,
-            libc::XATTR_CREATE,
-        ) {
-            // Another host has assigned a number to the file, which counts.
-            Ok(()) | Err(Errno::EXIST) => Self::of(base, inode, attr),
+        let name = OsStr::new(NUMBER_ATTRIBUTE);
+        match backing.set_xattr(inode, name, &number.to_le_bytes(), libc::XATTR_CREATE) {
+            // Another host may have assigned a number to the file meanwhile, which counts.
+            Ok(()) | Err(Errno::EXIST) => Self::read(backing, inode, attr),
             Err(error) => {
                 tracing::error!(ino = attr.ino, %error, "the file system stores neither birth times nor \
                     `{NUMBER_ATTRIBUTE}`: layout=log cannot distinguish a file from a removed one with its inode number");
@@ -73,7 +72,7 @@ impl FileId {
     }
 
     /// Parses the name of a file's directory in `.firn/log`.
-    pub(crate) fn of_dir(name: &[u8]) -> Option<Self> {
+    pub(crate) fn parse_dir_name(name: &[u8]) -> Option<Self> {
         let name = std::str::from_utf8(name).ok()?;
         let (ino, birth) = name.split_once('-')?;
         let id = Self {
@@ -84,18 +83,18 @@ impl FileId {
     }
 
     /// Parses the name of a container into its file and generation.
-    pub(crate) fn of_container(name: &[u8]) -> Option<(Self, u32)> {
+    pub(crate) fn parse_container_name(name: &[u8]) -> Option<(Self, u32)> {
         let name = std::str::from_utf8(name).ok()?;
         let (dir, generation) = name.rsplit_once('-')?;
-        let id = Self::of_dir(dir.as_bytes())?;
+        let id = Self::parse_dir_name(dir.as_bytes())?;
         let generation = u32::from_str_radix(generation, 16).ok()?;
         (id.container_name(generation) == name).then_some((id, generation))
     }
 }
 
 /// Reads the number of a file from its attribute.
-fn load_number<B: Backing>(base: &B, inode: &B::Inode) -> Result<Option<u64>> {
-    match base.get_xattr(inode, OsStr::new(NUMBER_ATTRIBUTE)) {
+fn load_number<B: Backing>(backing: &B, inode: &B::Inode) -> Result<Option<u64>> {
+    match backing.get_xattr(inode, OsStr::new(NUMBER_ATTRIBUTE)) {
         Ok(bytes) => Ok(bytes.try_into().ok().map(u64::from_le_bytes)),
         Err(Errno::NODATA | Errno::OPNOTSUPP | Errno::NOSYS) => Ok(None),
         Err(error) => Err(error),
@@ -104,5 +103,5 @@ fn load_number<B: Backing>(base: &B, inode: &B::Inode) -> Result<Option<u64>> {
 
 /// Returns whether a name in `.firn/log` is that of a file's directory.
 pub fn is_file_dir(name: &[u8]) -> bool {
-    FileId::of_dir(name).is_some()
+    FileId::parse_dir_name(name).is_some()
 }

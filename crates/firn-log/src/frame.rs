@@ -29,6 +29,10 @@ pub const PIECES_MAX: usize = 16 << 10;
 
 pub(crate) const MAGIC: [u8; 8] = *b"FIRNFRME";
 const HEADER_BYTES: usize = 16;
+/// Position in the header of the length of the body.
+const BODY_BYTES_OFFSET: usize = 8;
+/// Position in the header of the checksum of the body.
+const CHECKSUM_OFFSET: usize = 12;
 /// Bound on the body of a frame. A larger length is damage.
 const BODY_BYTES_MAX: usize = 1 << 20;
 /// Bound on the length of a frame in bytes.
@@ -38,7 +42,7 @@ pub(crate) const FRAME_BYTES_MAX: usize = HEADER_BYTES + BODY_BYTES_MAX;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Frame {
     /// Epoch of the change. It is larger than the epochs of all changes that the host knew to be older
-    /// ([`crate::resolve::Key`]).
+    /// ([`crate::resolve::ChangeKey`]).
     pub epoch: u64,
     /// Number of bytes of this index that were durable when the frame was appended. An invalid frame before this
     /// position is damage, not the end of the index.
@@ -81,24 +85,24 @@ impl Cut {
     /// Splits the cut into parts that each fit in a frame. All parts have the same length of the file.
     pub(crate) fn split(self) -> Vec<Self> {
         let len = self.len;
-        let mut parts = vec![Self {
+        let empty_part = || Self {
             len,
             ..Self::default()
-        }];
-        let mut bytes = 0;
+        };
+        let mut parts = Vec::new();
+        let mut part = empty_part();
+        let mut part_bytes = 0;
         for (writer, until) in self.seen {
-            bytes += writer.host().len() + SEEN_ENTRY_BYTES_MAX;
-            if bytes > SEEN_BYTES_MAX {
-                bytes = writer.host().len() + SEEN_ENTRY_BYTES_MAX;
-                parts.push(Self {
-                    len,
-                    ..Self::default()
-                });
+            let entry_bytes = writer.host().len() + SEEN_ENTRY_BYTES_MAX;
+            if part_bytes + entry_bytes > SEEN_BYTES_MAX {
+                parts.push(std::mem::replace(&mut part, empty_part()));
+                part_bytes = 0;
             }
-            let part = parts.last_mut().expect("there is one");
+            part_bytes += entry_bytes;
             let is_new = part.seen.insert(writer, until).is_none();
             debug_assert!(is_new, "a host has seen one part of an index");
         }
+        parts.push(part);
         debug_assert!(parts.iter().all(|part| part.len == len));
         parts
     }
@@ -122,6 +126,18 @@ impl Written {
     pub fn bytes(&self) -> u64 {
         self.runs.iter().map(Run::bytes).sum()
     }
+
+    /// Returns whether decoded numbers form a valid span.
+    fn has_valid_span(&self) -> bool {
+        let mut bytes = 0u64;
+        for run in &self.runs {
+            match bytes.checked_add(run.bytes()) {
+                Some(sum) => bytes = sum,
+                None => return false,
+            }
+        }
+        is_valid_range(self.position, bytes, self.checksums.len())
+    }
 }
 
 /// The bytes of a log that one change wrote, without their places in the file.
@@ -139,9 +155,14 @@ pub struct Span {
 
 /// Returns whether decoded numbers form a valid span.
 pub(crate) fn is_valid_span(span: &Span) -> bool {
-    let has_end = span.position.checked_add(span.bytes).is_some();
-    let is_checked = span.checksums.len() as u64 == span.bytes.div_ceil(CHECKED_BYTES);
-    (1..=SPAN_BYTES_MAX).contains(&span.bytes) && has_end && is_checked
+    is_valid_range(span.position, span.bytes, span.checksums.len())
+}
+
+/// Returns whether a range of a log is valid as a span, and has one checksum for each block.
+fn is_valid_range(position: u64, bytes: u64, checksums: usize) -> bool {
+    let has_end = position.checked_add(bytes).is_some();
+    let is_checked = checksums as u64 == bytes.div_ceil(CHECKED_BYTES);
+    (1..=SPAN_BYTES_MAX).contains(&bytes) && has_end && is_checked
 }
 
 /// A frame's body as postcard stores it.
@@ -175,9 +196,9 @@ enum StoredChange {
 
 /// Result of decoding the next bytes of an index.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Next {
+pub enum DecodedFrame {
     /// A valid frame, and its length in bytes.
-    Frame(Frame, usize),
+    Complete(Frame, usize),
     /// The beginning of a frame, or no bytes. The rest of the frame may be appended later.
     Incomplete,
     /// Bytes that are no frame, and never become one.
@@ -201,29 +222,27 @@ impl Frame {
     }
 
     /// Decodes the frame at the beginning of `index`.
-    pub fn decode(index: &[u8]) -> Next {
+    pub fn decode(index: &[u8]) -> DecodedFrame {
         let magic_bytes = index.len().min(MAGIC.len());
         if index[..magic_bytes] != MAGIC[..magic_bytes] {
-            return Next::Damaged;
+            return DecodedFrame::Damaged;
         }
-        let Some((header, rest)) = index.split_at_checked(HEADER_BYTES) else {
-            return Next::Incomplete;
+        let Some((header, after_header)) = index.split_at_checked(HEADER_BYTES) else {
+            return DecodedFrame::Incomplete;
         };
-        let word =
-            |at: usize| u32::from_le_bytes(header[at..at + 4].try_into().expect("four bytes"));
-        let len = word(8) as usize;
-        if len > BODY_BYTES_MAX {
-            return Next::Damaged;
+        let body_bytes = read_u32(header, BODY_BYTES_OFFSET) as usize;
+        if body_bytes > BODY_BYTES_MAX {
+            return DecodedFrame::Damaged;
         }
-        let Some(body) = rest.get(..len) else {
-            return Next::Incomplete;
+        let Some(body) = after_header.get(..body_bytes) else {
+            return DecodedFrame::Incomplete;
         };
-        if crc32c::crc32c(body) != word(12) {
-            return Next::Damaged;
+        if crc32c::crc32c(body) != read_u32(header, CHECKSUM_OFFSET) {
+            return DecodedFrame::Damaged;
         }
         match Self::parse(body) {
-            Some(frame) => Next::Frame(frame, HEADER_BYTES + len),
-            None => Next::Damaged,
+            Some(frame) => DecodedFrame::Complete(frame, HEADER_BYTES + body_bytes),
+            None => DecodedFrame::Damaged,
         }
     }
 
@@ -242,13 +261,19 @@ impl Frame {
     }
 }
 
+/// Returns the number at `offset` of a header.
+fn read_u32(header: &[u8], offset: usize) -> u32 {
+    let bytes = header[offset..offset + 4].try_into();
+    u32::from_le_bytes(bytes.expect("four bytes"))
+}
+
 impl Change {
     /// Returns where the written bytes lie in a log, and the pieces of the file that changed. A change without bytes in
     /// a log has no span.
     pub(crate) fn split(self) -> (Option<Span>, Vec<Run>) {
         match self {
             Self::Cut(_) | Self::Grown(_) | Self::Synced => (None, Vec::new()),
-            Self::Zeroed(piece) => (None, vec![Run::of_piece(piece)]),
+            Self::Zeroed(piece) => (None, vec![Run::from_piece(piece)]),
             Self::Written(written) => {
                 let span = Span {
                     log: written.log,
@@ -291,45 +316,35 @@ impl Change {
 impl StoredChange {
     /// Converts a stored change back. Returns `None` if its numbers are not valid.
     fn unpack(self) -> Option<Change> {
-        let (log, position, checksums, runs) = match self {
-            Self::Synced => return Some(Change::Synced),
+        match self {
+            Self::Synced => Some(Change::Synced),
             Self::Cut { len, seen } => {
                 let is_valid =
                     len <= FILE_BYTES_MAX && seen.iter().all(|(writer, _)| writer.is_valid());
                 let seen = seen.into_iter().collect();
-                return is_valid.then_some(Change::Cut(Cut { len, seen }));
+                is_valid.then_some(Change::Cut(Cut { len, seen }))
             }
-            Self::Grown(len) => return (len <= FILE_BYTES_MAX).then_some(Change::Grown(len)),
+            Self::Grown(len) => (len <= FILE_BYTES_MAX).then_some(Change::Grown(len)),
             Self::Zeroed { offset, len } => {
                 let end = offset.checked_add(len)?;
                 let is_valid = len > 0 && end <= FILE_BYTES_MAX;
-                return is_valid.then_some(Change::Zeroed(Piece { offset, len }));
+                is_valid.then_some(Change::Zeroed(Piece { offset, len }))
             }
             Self::Written {
                 log,
                 position,
                 checksums,
                 runs,
-            } => (log, position, checksums, runs.unpack()?),
-        };
-        let mut bytes = 0u64;
-        for run in &runs {
-            bytes = bytes.checked_add(run.bytes())?;
+            } => {
+                let written = Written {
+                    log,
+                    position,
+                    checksums: checksums.into_iter().map(u32::from_le_bytes).collect(),
+                    runs: runs.unpack()?,
+                };
+                written.has_valid_span().then_some(Change::Written(written))
+            }
         }
-        let checksums: Vec<u32> = checksums.into_iter().map(u32::from_le_bytes).collect();
-        let span = Span {
-            log,
-            position,
-            bytes,
-            checksums,
-        };
-        let written = Written {
-            log,
-            position,
-            runs,
-            checksums: span.checksums.clone(),
-        };
-        is_valid_span(&span).then_some(Change::Written(written))
     }
 }
 
@@ -386,7 +401,10 @@ mod tests {
             },
         ] {
             let bytes = encoded(&frame);
-            assert_eq!(Frame::decode(&bytes), Next::Frame(frame, bytes.len()));
+            assert_eq!(
+                Frame::decode(&bytes),
+                DecodedFrame::Complete(frame, bytes.len())
+            );
         }
     }
 
@@ -411,7 +429,10 @@ mod tests {
         });
         for frame in frames {
             let bytes = encoded(&frame);
-            assert_eq!(Frame::decode(&bytes), Next::Frame(frame, bytes.len()));
+            assert_eq!(
+                Frame::decode(&bytes),
+                DecodedFrame::Complete(frame, bytes.len())
+            );
         }
         let seen: BTreeMap<Writer, u64> = parts.into_iter().flat_map(|part| part.seen).collect();
         assert_eq!(seen, cut.seen);
@@ -422,7 +443,11 @@ mod tests {
     fn a_frame_that_is_cut_off_may_still_come() {
         let bytes = encoded(&strided(3, 100));
         for len in 0..bytes.len() {
-            assert_eq!(Frame::decode(&bytes[..len]), Next::Incomplete, "{len}");
+            assert_eq!(
+                Frame::decode(&bytes[..len]),
+                DecodedFrame::Incomplete,
+                "{len}"
+            );
         }
     }
 
@@ -433,7 +458,10 @@ mod tests {
             let mut bad = bytes.clone();
             bad[bit / 8] ^= 1 << (bit % 8);
             let next = Frame::decode(&bad);
-            assert!(!matches!(next, Next::Frame(..)), "bit {bit}: {next:?}");
+            assert!(
+                !matches!(next, DecodedFrame::Complete(..)),
+                "bit {bit}: {next:?}"
+            );
         }
     }
 
@@ -467,7 +495,11 @@ mod tests {
                 synced: 0,
                 change: Change::Written(written),
             };
-            assert_eq!(Frame::decode(&encoded(&frame)), Next::Damaged, "{frame:?}");
+            assert_eq!(
+                Frame::decode(&encoded(&frame)),
+                DecodedFrame::Damaged,
+                "{frame:?}"
+            );
         }
     }
 }

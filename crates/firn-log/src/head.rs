@@ -19,7 +19,7 @@ use firn_hosts::OwnError;
 use firn_hosts::own::{self, own_caller};
 
 use crate::file_id::FileId;
-use crate::frame::Change;
+use crate::frame::{Change, Frame};
 use crate::index_reader::find_frame;
 use crate::lag::is_gone;
 use crate::names::Writer;
@@ -40,7 +40,7 @@ pub struct Head {
     pub(crate) generation: u32,
     /// Number of bytes of the plain file that count below the first generation. `None` for later generations, which lie
     /// over an earlier one.
-    pub(crate) base: Option<u64>,
+    pub(crate) plain_bytes: Option<u64>,
 }
 
 /// Name of the head in a container.
@@ -73,17 +73,17 @@ impl Head {
         Self {
             file,
             generation,
-            base: (generation == 0).then_some(plain_bytes),
+            plain_bytes: (generation == 0).then_some(plain_bytes),
         }
     }
 
     /// Returns the text of the link.
     pub(crate) fn encode(&self) -> String {
         let name = self.file.container_name(self.generation);
-        let base = self
-            .base
-            .map_or_else(|| "-".to_owned(), |base| base.to_string());
-        let text = format!("{MAGIC}{VERSION} {name} {base}");
+        let plain_bytes = self
+            .plain_bytes
+            .map_or_else(|| "-".to_owned(), |bytes| bytes.to_string());
+        let text = format!("{MAGIC}{VERSION} {name} {plain_bytes}");
         let checksum = crc32c::crc32c(text.as_bytes());
         format!("{text} {checksum:08x}")
     }
@@ -96,29 +96,35 @@ impl Head {
             .ok_or(HeadError::Damaged)?
             .split(' ');
         let mut field = || fields.next().ok_or(HeadError::Damaged);
-        match field()?.parse() {
-            Ok(VERSION) => {}
-            Ok(other) => return Err(HeadError::Version(other)),
-            Err(_) => return Err(HeadError::Damaged),
+        let version = field()?.parse().map_err(|_| HeadError::Damaged)?;
+        if version != VERSION {
+            return Err(HeadError::Version(version));
         }
         let name = field()?;
-        let base = match field()? {
+        let plain_bytes = match field()? {
             "-" => None,
             bytes => Some(bytes.parse().map_err(|_| HeadError::Damaged)?),
         };
-        let (file, generation) = FileId::of_container(name.as_bytes()).ok_or(HeadError::Damaged)?;
+        let (file, generation) =
+            FileId::parse_container_name(name.as_bytes()).ok_or(HeadError::Damaged)?;
         let head = Self {
             file,
             generation,
-            base,
+            plain_bytes,
         };
-        let has_base = base.is_some() == (generation == 0);
-        let is_whole = has_base && base <= Some(FILE_BYTES_MAX) && head.encode() == text;
-        is_whole.then_some(head).ok_or(HeadError::Damaged)
+        // Only generation 0 lies over the plain file.
+        let has_right_field = plain_bytes.is_some() == (generation == 0);
+        let is_valid =
+            has_right_field && plain_bytes <= Some(FILE_BYTES_MAX) && head.encode() == text;
+        is_valid.then_some(head).ok_or(HeadError::Damaged)
     }
 
     /// Decodes the text of a link, and checks that it names this file and generation.
-    pub(crate) fn of(text: &[u8], file: FileId, generation: u32) -> Result<Self, HeadError> {
+    pub(crate) fn decode_for(
+        text: &[u8],
+        file: FileId,
+        generation: u32,
+    ) -> Result<Self, HeadError> {
         let head = Self::decode(text)?;
         if (head.file, head.generation) == (file, generation) {
             Ok(head)
@@ -128,10 +134,10 @@ impl Head {
     }
 
     /// Puts the head into a container. Does nothing if another host has put one.
-    pub(crate) fn put<B: Backing>(&self, base: &B, dir: &B::Inode) -> Result<(), Errno> {
+    pub(crate) fn publish<B: Backing>(&self, backing: &B, dir: &B::Inode) -> Result<(), Errno> {
         let text = self.encode();
-        let put = base.symlink(&own_caller(), dir, OsStr::new(HEAD), OsStr::new(&text));
-        match put {
+        let created = backing.symlink(&own_caller(), dir, OsStr::new(HEAD), OsStr::new(&text));
+        match created {
             Ok(_) | Err(Errno::EXIST) => Ok(()),
             Err(error) => Err(error),
         }
@@ -144,42 +150,45 @@ impl Head {
 /// from a container without synced bytes. Such a container counts as being made. A container that was synced and has no
 /// head is [`HeadError::Missing`].
 pub(crate) fn load<B: Backing>(
-    base: &B,
+    backing: &B,
     dir: &B::Inode,
     file: FileId,
     generation: u32,
 ) -> Result<Result<Option<Head>, HeadError>, OwnError> {
-    let read = || -> Result<Option<Result<Head, HeadError>>, OwnError> {
-        match own::read_link(base, dir, HEAD) {
-            Ok(text) => Ok(text.map(|text| Head::of(&text, file, generation))),
-            Err(OwnError::Distrusted { .. }) if own::find_file(base, dir, HEAD)?.is_some() => {
+    let read_head = || -> Result<Option<Result<Head, HeadError>>, OwnError> {
+        match own::read_link(backing, dir, HEAD) {
+            Ok(text) => Ok(text.map(|text| Head::decode_for(&text, file, generation))),
+            // A regular file is not trusted as a link: it is the head of an earlier version.
+            Err(OwnError::Distrusted { .. }) if own::find_file(backing, dir, HEAD)?.is_some() => {
                 Ok(Some(Err(HeadError::Version(VERSION_OF_FILES))))
             }
             Err(error) => Err(error),
         }
     };
-    if let Some(head) = read()? {
+    if let Some(head) = read_head()? {
         return Ok(head.map(Some));
     }
-    if !was_synced(base, dir)? {
+    if !was_synced(backing, dir)? {
         return Ok(Ok(None));
     }
     // The head may have been put after the first read, before the sync that was found.
-    Ok(match read()? {
-        Some(head) => head.map(Some),
-        None => Err(HeadError::Missing),
-    })
+    match read_head()? {
+        Some(head) => Ok(head.map(Some)),
+        None => Ok(Err(HeadError::Missing)),
+    }
 }
 
 /// Returns whether a container has an index. False if the container is removed.
-pub(crate) fn has_index<B: Backing>(base: &B, dir: &B::Inode) -> Result<bool, Errno> {
-    let names = list(base, dir)?;
-    Ok(names.iter().any(|name| Writer::of_index(name).is_some()))
+pub(crate) fn has_index<B: Backing>(backing: &B, dir: &B::Inode) -> Result<bool, Errno> {
+    let names = list(backing, dir)?;
+    Ok(names
+        .iter()
+        .any(|name| Writer::from_index_name(name).is_some()))
 }
 
 /// Lists the names in a container. Empty if the container is removed.
-fn list<B: Backing>(base: &B, dir: &B::Inode) -> Result<Vec<Vec<u8>>, Errno> {
-    match own::list(base, dir) {
+fn list<B: Backing>(backing: &B, dir: &B::Inode) -> Result<Vec<Vec<u8>>, Errno> {
+    match own::list(backing, dir) {
         Ok(names) => Ok(names.into_iter().map(|(name, ..)| name).collect()),
         Err(error) if is_gone(error) => Ok(Vec::new()),
         Err(error) => Err(error),
@@ -187,18 +196,25 @@ fn list<B: Backing>(base: &B, dir: &B::Inode) -> Result<Vec<Vec<u8>>, Errno> {
 }
 
 /// Returns whether a container was synced: it is closing or sealed, or an index has a frame that notes a sync.
-fn was_synced<B: Backing>(base: &B, dir: &B::Inode) -> Result<bool, OwnError> {
-    let names = list(base, dir)?;
-    let marks_end = |name: &Vec<u8>| *name == CLOSING.as_bytes() || *name == SEAL_NAME.as_bytes();
-    if names.iter().any(marks_end) {
+fn was_synced<B: Backing>(backing: &B, dir: &B::Inode) -> Result<bool, OwnError> {
+    let names = list(backing, dir)?;
+    let is_ending = names
+        .iter()
+        .any(|name| *name == CLOSING.as_bytes() || *name == SEAL_NAME.as_bytes());
+    if is_ending {
         return Ok(true);
     }
-    for writer in names.iter().filter_map(|name| Writer::of_index(name)) {
-        if let Some(inode) = own::find_file(base, dir, &writer.index_name())? {
-            let index = base.open(&inode, Access::Read)?;
-            if find_frame(base, &index, 0, &|frame| frame.change == Change::Synced)?.is_some() {
-                return Ok(true);
-            }
+    for name in &names {
+        let Some(writer) = Writer::from_index_name(name) else {
+            continue;
+        };
+        let Some(inode) = own::find_file(backing, dir, &writer.index_name())? else {
+            continue;
+        };
+        let index = backing.open(&inode, Access::Read)?;
+        let is_sync_note = |frame: &Frame| frame.change == Change::Synced;
+        if find_frame(backing, &index, 0, &is_sync_note)?.is_some() {
+            return Ok(true);
         }
     }
     Ok(false)
@@ -211,11 +227,11 @@ mod tests {
     #[test]
     fn a_head_is_read_as_it_was_written_and_no_other() {
         let file = FileId { ino: 7, birth: 9 };
-        for (generation, base) in [(0, 0), (0, 4711), (3, 4711)] {
-            let head = Head::new(file, generation, base);
+        for (generation, plain_bytes) in [(0, 0), (0, 4711), (3, 4711)] {
+            let head = Head::new(file, generation, plain_bytes);
             let text = head.encode().into_bytes();
-            assert_eq!(Head::of(&text, file, generation), Ok(head));
-            assert_eq!(Head::of(&text, file, 4), Err(HeadError::Foreign));
+            assert_eq!(Head::decode_for(&text, file, generation), Ok(head));
+            assert_eq!(Head::decode_for(&text, file, 4), Err(HeadError::Foreign));
             for bit in 0..text.len() * 8 {
                 let mut bad = text.clone();
                 bad[bit / 8] ^= 1 << (bit % 8);

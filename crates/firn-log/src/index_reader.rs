@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use firn_backing::{Backing, Errno, Result};
 
-use crate::frame::{FRAME_BYTES_MAX, Frame, MAGIC, Next};
+use crate::frame::{DecodedFrame, FRAME_BYTES_MAX, Frame, MAGIC};
 use crate::lag::read_whole;
 use crate::resolve::WriterId;
 
@@ -18,9 +18,9 @@ const FIRST_READ_BYTES: usize = 16 << 10;
 pub(crate) struct FramesRead {
     pub(crate) writer: WriterId,
     /// Position in the index where the read began.
-    pub(crate) from: u64,
+    pub(crate) start: u64,
     /// Position where the last frame ends.
-    pub(crate) to: u64,
+    pub(crate) end: u64,
     /// The frames, each with its position.
     pub(crate) frames: Vec<(u64, Frame)>,
     /// Whether the index has no bytes after the last frame.
@@ -29,104 +29,109 @@ pub(crate) struct FramesRead {
 
 /// Reads the next valid frames in a range of an index, as many as one read finds.
 pub(crate) fn read_index<B: Backing>(
-    base: &B,
+    backing: &B,
     index: &B::File,
     writer: WriterId,
     range: Range<u64>,
 ) -> Result<FramesRead> {
-    read_part(base, index, writer, range.start, range.end, range.end)
+    let limit = range.end;
+    read_part(backing, index, writer, range, limit)
 }
 
-/// Reads the next valid frames of an index that begin before `to` and end no later than `limit`.
+/// Reads the next valid frames of an index that begin in `range` and end no later than `limit`.
 pub(crate) fn read_part<B: Backing>(
-    base: &B,
+    backing: &B,
     index: &B::File,
     writer: WriterId,
-    from: u64,
-    to: u64,
+    range: Range<u64>,
     limit: u64,
 ) -> Result<FramesRead> {
-    let mut frames_read = FramesRead {
-        writer,
-        from,
-        to: from,
-        frames: Vec::new(),
-        reached_end: false,
-    };
     let mut buf = vec![0; FIRST_READ_BYTES];
-    let mut count = base.read_at(index, &mut buf, from)?;
+    let mut count = backing.read_at(index, &mut buf, range.start)?;
     if count == buf.len() {
         buf = vec![0; INDEX_READ_BYTES];
-        count = base.read_at(index, &mut buf, from)?;
+        count = backing.read_at(index, &mut buf, range.start)?;
     }
-    let mut rest = &buf[..count];
-    while frames_read.to < to
-        && let Next::Frame(frame, bytes) = Frame::decode(rest)
-        && frames_read.to + bytes as u64 <= limit
+    let mut undecoded = &buf[..count];
+    let mut frames = Vec::new();
+    let mut end = range.start;
+    while end < range.end
+        && let DecodedFrame::Complete(frame, bytes) = Frame::decode(undecoded)
+        && end + bytes as u64 <= limit
     {
-        frames_read.frames.push((frames_read.to, frame));
-        frames_read.to += bytes as u64;
-        rest = &rest[bytes..];
+        frames.push((end, frame));
+        end += bytes as u64;
+        undecoded = &undecoded[bytes..];
     }
-    frames_read.reached_end = rest.is_empty() && count < buf.len();
-    Ok(frames_read)
+    Ok(FramesRead {
+        writer,
+        start: range.start,
+        end,
+        frames,
+        reached_end: undecoded.is_empty() && count < buf.len(),
+    })
 }
 
 /// Returns whether an index is damaged at `offset`, where no valid frame begins: a later frame says that bytes after
 /// `offset` were synced.
 pub(crate) fn has_synced_frame_after<B: Backing>(
-    base: &B,
+    backing: &B,
     index: &B::File,
     offset: u64,
 ) -> Result<bool> {
     // Usually the index ends here, or a frame is just being appended. Then a short read suffices.
-    let mut first = [0; 64];
-    let count = base.read_at(index, &mut first, offset)?;
+    let mut first_bytes = [0; 64];
+    let count = backing.read_at(index, &mut first_bytes, offset)?;
+    let index_ends_here = count < first_bytes.len();
+    let bytes_at_offset = &first_bytes[..count];
     // Another frame may follow in these bytes. The frame at `offset` is then not at the end, but its stored length is
     // damaged.
-    let is_last =
-        count < first.len() && find_magic(first[..count].get(1..).unwrap_or(&[])).is_none();
-    if is_last && matches!(Frame::decode(&first[..count]), Next::Incomplete) {
+    let is_followed_by_frame = find_magic(bytes_at_offset.get(1..).unwrap_or(&[])).is_some();
+    if index_ends_here
+        && !is_followed_by_frame
+        && Frame::decode(bytes_at_offset) == DecodedFrame::Incomplete
+    {
         return Ok(false);
     }
-    let is_later = |frame: &Frame| frame.synced > offset;
-    Ok(find_frame(base, index, offset + 1, &is_later)?.is_some())
+    let was_appended_after_sync = |frame: &Frame| frame.synced > offset;
+    Ok(find_frame(backing, index, offset + 1, &was_appended_after_sync)?.is_some())
 }
 
 /// Returns the position of the first valid frame at or after `offset` for which `matches` returns true.
 pub(crate) fn find_frame<B: Backing>(
-    base: &B,
+    backing: &B,
     index: &B::File,
     offset: u64,
     matches: &dyn Fn(&Frame) -> bool,
 ) -> Result<Option<u64>> {
-    let mut position = offset;
+    let mut buf_offset = offset;
     let mut buf = vec![0; INDEX_READ_BYTES];
     loop {
-        let count = base.read_at(index, &mut buf, position)?;
-        let is_last = count < buf.len();
-        // A frame that begins before `end` lies in `buf` with all of its bytes.
-        let end = if is_last {
+        let count = backing.read_at(index, &mut buf, buf_offset)?;
+        let reached_end = count < buf.len();
+        // A frame that begins before `search_end` lies in `buf` with all of its bytes.
+        let search_end = if reached_end {
             count
         } else {
             count - FRAME_BYTES_MAX
         };
-        let mut from = 0;
-        while let Some(start) = find_magic(&buf[from..count]).map(|distance| from + distance) {
-            if start >= end {
+        let mut search_start = 0;
+        while let Some(distance) = find_magic(&buf[search_start..count]) {
+            let frame_start = search_start + distance;
+            if frame_start >= search_end {
                 break;
             }
-            match Frame::decode(&buf[start..count]) {
-                Next::Frame(frame, _) if matches(&frame) => {
-                    return Ok(Some(position + start as u64));
-                }
-                _ => from = start + 1,
+            if let DecodedFrame::Complete(frame, _) = Frame::decode(&buf[frame_start..count])
+                && matches(&frame)
+            {
+                return Ok(Some(buf_offset + frame_start as u64));
             }
+            search_start = frame_start + 1;
         }
-        if is_last {
+        if reached_end {
             return Ok(None);
         }
-        position += end as u64;
+        buf_offset += search_end as u64;
     }
 }
 
@@ -139,12 +144,12 @@ fn find_magic(bytes: &[u8]) -> Option<usize> {
 
 /// Fills `buf` from `offset`. Fails with EIO if the file ends before that.
 pub(crate) fn read_exact<B: Backing>(
-    base: &B,
+    backing: &B,
     file: &B::File,
     buf: &mut [u8],
     offset: u64,
 ) -> Result<()> {
-    if read_whole(base, file, buf, offset)? < buf.len() {
+    if read_whole(backing, file, buf, offset)? < buf.len() {
         // The log is too short: its end was lost at a power failure.
         return Err(Errno::IO);
     }

@@ -23,7 +23,7 @@ const RETRY_PAUSE: Duration = Duration::from_secs(60);
 #[derive(Default)]
 pub(crate) struct LagRetry {
     /// When a retry last ended in vain.
-    gave_up: Mutex<Option<Instant>>,
+    last_failure: Mutex<Option<Instant>>,
     /// The fault that was found last. It is logged if the retry is in vain.
     fault: Mutex<Option<String>>,
 }
@@ -37,16 +37,16 @@ impl LagRetry {
         refresh: &mut dyn FnMut(),
         work: &mut dyn FnMut() -> Result<T>,
     ) -> Result<T> {
-        let mut began = None;
+        let mut first_error_at = None;
         let mut waits = RETRY_WAITS.start();
         loop {
             let error = match work() {
                 Err(error) if may_come_from_lag(error) => error,
-                result => return result,
+                outcome => return outcome,
             };
-            let waited = began.get_or_insert_with(Instant::now).elapsed();
+            let waited = first_error_at.get_or_insert_with(Instant::now).elapsed();
             if waited >= lag_max || self.is_paused() {
-                self.give_up(error, waited);
+                self.stop_retrying(error, waited);
                 return Err(error);
             }
             std::thread::sleep(waits.next_wait().min(lag_max));
@@ -55,7 +55,7 @@ impl LagRetry {
     }
 
     /// Stores a fault, to be logged if the retry ends in vain.
-    pub(crate) fn note_fault(&self, fault: String) {
+    pub(crate) fn record_fault(&self, fault: String) {
         *self.fault.lock() = Some(fault);
     }
 
@@ -66,15 +66,15 @@ impl LagRetry {
 
     /// Returns whether a retry was in vain within the last [`RETRY_PAUSE`].
     fn is_paused(&self) -> bool {
-        let gave_up = *self.gave_up.lock();
-        gave_up.is_some_and(|gave_up| gave_up.elapsed() < RETRY_PAUSE)
+        let last_failure = *self.last_failure.lock();
+        last_failure.is_some_and(|failed_at| failed_at.elapsed() < RETRY_PAUSE)
     }
 
     /// Starts the pause, and logs the stored fault.
-    fn give_up(&self, error: Errno, waited: Duration) {
-        *self.gave_up.lock() = Some(Instant::now());
-        let fault = self.take_fault();
-        let fault = fault
+    fn stop_retrying(&self, error: Errno, waited: Duration) {
+        *self.last_failure.lock() = Some(Instant::now());
+        let stored_fault = self.take_fault();
+        let fault = stored_fault
             .as_deref()
             .unwrap_or("a file in a container is missing or incomplete");
         let waited_ms = waited.as_millis() as u64;
@@ -82,7 +82,8 @@ impl LagRetry {
     }
 }
 
-/// Returns whether a lag of the backing may have caused an error. Some servers (MooseFS) return EINVAL for a removed file.
+/// Returns whether a lag of the backing may have caused an error. Some servers (MooseFS) return EINVAL for a removed
+/// file.
 fn may_come_from_lag(error: Errno) -> bool {
     is_gone(error) || matches!(error, Errno::IO | Errno::INVAL)
 }
@@ -99,14 +100,19 @@ pub(crate) fn is_gone(error: Errno) -> bool {
 ///
 /// A short read may be due to a cached length, so the server is asked for the length before the rest is read.
 pub(crate) fn read_whole<B: Backing>(
-    base: &B,
+    backing: &B,
     file: &B::File,
     buf: &mut [u8],
     offset: u64,
 ) -> Result<usize> {
-    let count = base.read_at(file, buf, offset)?;
-    if count == buf.len() || base.attr_of_file_now(file)?.size <= offset + count as u64 {
-        return Ok(count);
+    let first_count = backing.read_at(file, buf, offset)?;
+    if first_count == buf.len() {
+        return Ok(first_count);
     }
-    Ok(count + base.read_at(file, &mut buf[count..], offset + count as u64)?)
+    let end = offset + first_count as u64;
+    if backing.attr_of_file_now(file)?.size <= end {
+        return Ok(first_count);
+    }
+    let second_count = backing.read_at(file, &mut buf[first_count..], end)?;
+    Ok(first_count + second_count)
 }

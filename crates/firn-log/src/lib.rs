@@ -52,12 +52,12 @@ mod verify;
 mod writer;
 
 pub use backing::{CONTAINERS, Left, LogBacking, Logged, Setup, WhenClosed, make_dir};
-pub use container::{ChangeError, Changed, Container, Memory, Walk};
+pub use container::{ChangeError, ChangeResult, Container, Memory, Walk};
 pub use file::Flattened;
 pub use file_dir::container_path;
 pub use file_id::is_file_dir;
 pub use logs::{Logs, find_object};
 pub use orphans::{Orphans, Unowned, find_unowned, remove_retired};
 pub use salvage::{Loss, LostPart, Report};
-pub use seal::{Ending, Flat};
+pub use seal::{FlattenProgress, Lifecycle};
 pub use verify::{Fault, Finding, Verified, verify};

@@ -10,7 +10,6 @@
 //! firnd for them.
 
 use std::collections::HashMap;
-use std::collections::hash_map::Entry;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 
@@ -20,33 +19,43 @@ use crate::resolve::WriterId;
 
 /// Bound on the blocks of 1 MiB that are read for one list to compare their checksums. The list ends before the next
 /// one.
-const BLOCKS_MAX: usize = 16;
+const CHECKED_BLOCKS_MAX: usize = 16;
 
 /// The file in which listed bytes lie.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum Holder {
+pub(crate) enum DataFile {
     /// The plain file.
     Plain,
-    /// A log: the number of its container in this process, its writer, and its number among the writer's logs.
-    Log(u64, WriterId, u32),
+    /// A log.
+    Log(LogId),
+}
+
+/// Identifies a log among those of all containers that this process has opened.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct LogId {
+    /// Number of the container in this process.
+    pub(crate) container: u64,
+    pub(crate) writer: WriterId,
+    /// Number of the log among the writer's logs.
+    pub(crate) log: u32,
 }
 
 /// What to do with a block whose checksum was not compared yet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Check {
+pub(crate) enum BlockCheck {
     /// Compare the checksum now.
-    Now,
+    CheckNow,
     /// Mark the bytes: the program asks firnd for them.
-    Later,
+    AskFirnd,
     /// End the list before the block, because enough blocks were checked.
-    Enough,
+    EndList,
 }
 
 /// Whether more parts fit in the list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Room {
+pub(crate) enum ListStatus {
     /// More parts fit.
-    Left,
+    Open,
     /// The list ends before this part.
     Full,
 }
@@ -61,8 +70,8 @@ pub(crate) struct LocatedList {
     limits: LocateLimits,
     /// The writer whose blocks are checked: the first one in the list.
     checked_writer: Option<WriterId>,
-    /// Results of [`LocatedList::index_of`].
-    index_by_holder: HashMap<Holder, Option<usize>>,
+    /// Results of [`LocatedList::find_or_add_file`].
+    file_indexes: HashMap<DataFile, Option<usize>>,
     /// Number of blocks that were checked.
     checked_blocks: usize,
 }
@@ -77,87 +86,93 @@ impl LocatedList {
             start,
             limits,
             checked_writer: None,
-            index_by_holder: HashMap::new(),
+            file_indexes: HashMap::new(),
             checked_blocks: 0,
         }
     }
 
     /// Adds `range`, which lies from `position` on in the listed file with this index.
-    pub(crate) fn add(&mut self, range: Range<u64>, index: usize, position: u64) -> Room {
+    pub(crate) fn add(&mut self, range: Range<u64>, index: usize, position: u64) -> ListStatus {
         self.add_part(range, Some(index), position)
     }
 
     /// Adds `range` as bytes that a program must ask firnd for.
-    pub(crate) fn add_unchecked(&mut self, range: Range<u64>) -> Room {
+    pub(crate) fn add_unchecked(&mut self, range: Range<u64>) -> ListStatus {
+        // A part without a file has the position of its bytes in the logged file.
         let position = range.start;
         self.add_part(range, None, position)
     }
 
     /// Adds the next part. It is joined with the last part if both are one range of one file.
-    fn add_part(&mut self, range: Range<u64>, file: Option<usize>, position: u64) -> Room {
+    fn add_part(&mut self, range: Range<u64>, file: Option<usize>, position: u64) -> ListStatus {
         debug_assert!(range.start >= self.end, "parts are added in order");
         debug_assert!(range.start <= range.end);
-        if let Some(last) = self.parts.last_mut()
-            && last.file == file
-            && last.offset + last.len == range.start
-            && last.position + last.len == position
+        let len = range.end - range.start;
+        if let Some(last_part) = self.parts.last_mut()
+            && last_part.file == file
+            && last_part.offset + last_part.len == range.start
+            && last_part.position + last_part.len == position
         {
-            last.len += range.end - range.start;
+            last_part.len += len;
         } else if self.parts.len() >= self.limits.parts_max {
-            return Room::Full;
+            return ListStatus::Full;
         } else {
             self.parts.push(LocatedPart {
                 offset: range.start,
-                len: range.end - range.start,
+                len,
                 file,
                 position,
             });
         }
-        self.skip(range)
+        self.end = range.end;
+        ListStatus::Open
     }
 
     /// Skips `range`, which the program does not read itself.
-    pub(crate) fn skip(&mut self, range: Range<u64>) -> Room {
+    pub(crate) fn skip(&mut self, range: Range<u64>) -> ListStatus {
         self.end = range.end;
-        Room::Left
+        ListStatus::Open
     }
 
     /// Decides whether to check a block of `writer` whose bytes come next.
-    pub(crate) fn check_block(&mut self, writer: WriterId) -> Check {
-        if self.end == self.start && self.parts.is_empty() {
+    pub(crate) fn decide_check(&mut self, writer: WriterId) -> BlockCheck {
+        let is_list_begin = self.end == self.start && self.parts.is_empty();
+        if is_list_begin {
             self.checked_writer = Some(writer);
         }
         if self.checked_writer != Some(writer) {
-            return Check::Later;
+            return BlockCheck::AskFirnd;
         }
-        if self.checked_blocks >= BLOCKS_MAX {
-            return Check::Enough;
+        if self.checked_blocks >= CHECKED_BLOCKS_MAX {
+            return BlockCheck::EndList;
         }
         self.checked_blocks += 1;
-        Check::Now
+        BlockCheck::CheckNow
     }
 
     /// Returns the index of a file in the list, and adds the file if it is new. Returns `None` if the file has no
     /// descriptor, or the list has too many.
-    pub(crate) fn index_of<B: Backing>(
+    pub(crate) fn find_or_add_file<B: Backing>(
         &mut self,
-        base: &B,
-        holder: Holder,
+        backing: &B,
+        id: DataFile,
         file: &B::File,
     ) -> Option<usize> {
-        match self.index_by_holder.entry(holder) {
-            Entry::Occupied(known) => *known.get(),
-            Entry::Vacant(new) => {
-                let has_room = self.files.len() < self.limits.files_max;
-                let fd = has_room
-                    .then(|| base.descriptor(file, DescriptorUse::Reading))
-                    .flatten();
-                let index = fd.map(|fd| {
-                    self.files.push(fd);
-                    self.files.len() - 1
-                });
-                *new.insert(index)
-            }
+        if let Some(known_index) = self.file_indexes.get(&id) {
+            return *known_index;
         }
+        let index = self.add_file(backing, file);
+        self.file_indexes.insert(id, index);
+        index
+    }
+
+    /// Adds the descriptor of a file to the list, and returns its index.
+    fn add_file<B: Backing>(&mut self, backing: &B, file: &B::File) -> Option<usize> {
+        if self.files.len() >= self.limits.files_max {
+            return None;
+        }
+        let fd = backing.descriptor(file, DescriptorUse::Reading)?;
+        self.files.push(fd);
+        Some(self.files.len() - 1)
     }
 }

@@ -66,33 +66,33 @@ impl Writer {
     }
 
     /// Parses the name of an index. Returns `None` if `name` is not one.
-    pub(crate) fn of_index(name: &[u8]) -> Option<Self> {
+    pub(crate) fn from_index_name(name: &[u8]) -> Option<Self> {
         Self::parse(std::str::from_utf8(name).ok()?.strip_prefix("i-")?)
     }
 
     /// Parses the name of a table into its writer and the part of the index. Returns `None` if `name` is not one.
-    pub(crate) fn of_table(name: &[u8]) -> Option<(Self, Range<u64>)> {
+    pub(crate) fn parse_table_name(name: &[u8]) -> Option<(Self, Range<u64>)> {
         let name = std::str::from_utf8(name).ok()?.strip_prefix("t-")?;
-        let (rest, end) = name.rsplit_once('-')?;
-        let (writer, start) = rest.rsplit_once('-')?;
+        let (writer_and_start, end) = name.rsplit_once('-')?;
+        let (writer, start) = writer_and_start.rsplit_once('-')?;
         let part = parse_hex(start)?..parse_hex(end)?;
         let writer = Self::parse(writer)?;
         (part.start < part.end).then_some((writer, part))
     }
 
     /// Parses the name of a log. Returns `None` if `name` is not one.
-    fn of_log(name: &[u8]) -> Option<Self> {
+    fn from_log_name(name: &[u8]) -> Option<Self> {
         let name = std::str::from_utf8(name).ok()?.strip_prefix("d-")?;
-        Self::parse(name.rsplit_once('-')?.0)
+        let (writer, _log) = name.rsplit_once('-')?;
+        Self::parse(writer)
     }
 
     /// Parses the name of an index, a table or a log. A power loss may have removed any of a life's files and left the
     /// others.
-    pub(crate) fn of_any(name: &[u8]) -> Option<Self> {
-        let of_table = || Self::of_table(name).map(|(writer, _)| writer);
-        Self::of_index(name)
-            .or_else(|| Self::of_log(name))
-            .or_else(of_table)
+    pub(crate) fn from_any_name(name: &[u8]) -> Option<Self> {
+        Self::from_index_name(name)
+            .or_else(|| Self::from_log_name(name))
+            .or_else(|| Self::parse_table_name(name).map(|(writer, _)| writer))
     }
 
     /// Parses `HOST-LIFE`.
@@ -122,7 +122,7 @@ mod tests {
         let writer = Writer::new("node-17.cluster", 0xabc);
         assert_eq!(writer.index_name(), "i-node-17.cluster-0000000000000abc");
         assert_eq!(
-            Writer::of_index(writer.index_name().as_bytes()),
+            Writer::from_index_name(writer.index_name().as_bytes()),
             Some(writer.clone())
         );
         assert_eq!(
@@ -135,15 +135,15 @@ mod tests {
             "t-node-17.cluster-0000000000000abc-0000000000000000-0000000000012345"
         );
         let found = Some((writer.clone(), 0..0x1_2345));
-        assert_eq!(Writer::of_table(name.as_bytes()), found);
+        assert_eq!(Writer::parse_table_name(name.as_bytes()), found);
         for name in [
             writer.index_name(),
             writer.log_name(2),
             writer.table_name(&(0..0x1_2345)),
         ] {
-            assert_eq!(Writer::of_any(name.as_bytes()), Some(writer.clone()));
+            assert_eq!(Writer::from_any_name(name.as_bytes()), Some(writer.clone()));
         }
-        assert_eq!(Writer::of_any(b"w-node-17.cluster"), None);
+        assert_eq!(Writer::from_any_name(b"w-node-17.cluster"), None);
         for name in [
             "i-a",
             "i--0000000000000abc",
@@ -151,8 +151,8 @@ mod tests {
             "i-a-0000000000000ABC",
             "i-../b-0000000000000abc",
         ] {
-            assert_eq!(Writer::of_index(name.as_bytes()), None, "{name}");
-            assert_eq!(Writer::of_table(name.as_bytes()), None, "{name}");
+            assert_eq!(Writer::from_index_name(name.as_bytes()), None, "{name}");
+            assert_eq!(Writer::parse_table_name(name.as_bytes()), None, "{name}");
         }
     }
 

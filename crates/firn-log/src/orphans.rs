@@ -15,20 +15,20 @@
 //! | no mark, the file exists | in use | none |
 //! | `dying`, the file exists | the host died before it removed the name | the mark is removed |
 //! | `dying` and no file, or `dead` | the host died after it removed the name | the container is removed |
-//! | no mark, no file, no `head`, no index | the host that made it died before the first write | the container is removed |
-//! | no mark, no file | the file was removed without Firn, or a directory was damaged | the container is kept and reported |
+//! | no mark, file, `head` and index | its maker died before the first write | the container is removed |
+//! | no mark, no file | it was removed without Firn, or a directory is damaged | the container is reported |
 
 use std::collections::{HashMap, HashSet};
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStringExt;
 
 use firn_backing::lock::Mutex;
-use firn_backing::{Backing, Errno, Kind, Result, Time};
+use firn_backing::{Attr, Backing, Errno, Kind, Result, Time};
 use firn_hosts::own::{self, STUBS, TOP};
 use firn_hosts::{OwnError, VoteDir};
 
 use crate::backing::{CONTAINERS, Liveness};
-use crate::file_dir::{self, Listed};
+use crate::file_dir::{self, ListedContainer};
 use crate::file_id::FileId;
 use crate::head::HEAD;
 use crate::lag::is_gone;
@@ -53,8 +53,13 @@ pub(crate) enum ContainerLookup<'a, B: Backing> {
 impl<'a, B: Backing> ContainerLookup<'a, B> {
     /// Finds the container `name`. `name` may also be that of a file's directory that is not trusted, which stands for
     /// its containers.
-    pub(crate) fn find(base: &'a B, top: &B::Inode, name: &str, host: &'a str) -> Result<Self> {
-        match find_trusted(base, top, name, host) {
+    pub(crate) fn find(
+        backing: &'a B,
+        containers_dir: &B::Inode,
+        name: &str,
+        host: &'a str,
+    ) -> Result<Self> {
+        match find_trusted(backing, containers_dir, name, host) {
             Ok(Some(container)) => Ok(Self::Trusted(container)),
             Ok(None) => Ok(Self::Gone),
             Err(OwnError::Backing(error)) => Err(error),
@@ -68,39 +73,47 @@ impl<'a, B: Backing> ContainerLookup<'a, B> {
 
 /// Finds a container by its name. Fails if the container or the directory of the file is not trusted.
 fn find_trusted<'a, B: Backing>(
-    base: &'a B,
-    top: &B::Inode,
+    backing: &'a B,
+    containers_dir: &B::Inode,
     name: &str,
     host: &'a str,
 ) -> std::result::Result<Option<VoteDir<'a, B>>, OwnError> {
-    let container = FileId::of_container(name.as_bytes()).map(|(id, _)| id);
-    let Some(id) = container.or_else(|| FileId::of_dir(name.as_bytes())) else {
+    let (id, is_container) = match FileId::parse_container_name(name.as_bytes()) {
+        Some((id, _)) => (id, true),
+        None => match FileId::parse_dir_name(name.as_bytes()) {
+            Some(id) => (id, false),
+            None => return Ok(None),
+        },
+    };
+    // Opened also for the name of a file's directory, which fails if the directory is not trusted.
+    let Some(dir) = file_dir::find(backing, containers_dir, id)? else {
         return Ok(None);
     };
-    match file_dir::find(base, top, id)? {
-        Some(dir) if container.is_some() => VoteDir::find(base, &dir, name, host),
-        _ => Ok(None),
+    if is_container {
+        VoteDir::find(backing, &dir, name, host)
+    } else {
+        Ok(None)
     }
 }
 
 /// Removes all marks from a container, durably.
-pub(crate) fn unmark<B: Backing>(base: &B, container: &VoteDir<'_, B>) -> Result<()> {
+pub(crate) fn unmark<B: Backing>(backing: &B, container: &VoteDir<'_, B>) -> Result<()> {
     for mark in [DYING, DEAD] {
-        remove_mark(base, container, mark)?;
+        remove_mark(backing, container, mark)?;
     }
-    base.sync_dir(container.dir())
+    backing.sync_dir(container.dir())
 }
 
 /// Removes one mark from a container.
-fn remove_mark<B: Backing>(base: &B, container: &VoteDir<'_, B>, mark: &str) -> Result<()> {
-    match base.unlink(container.dir(), OsStr::new(mark)) {
+fn remove_mark<B: Backing>(backing: &B, container: &VoteDir<'_, B>, mark: &str) -> Result<()> {
+    match backing.unlink(container.dir(), OsStr::new(mark)) {
         Ok(()) | Err(Errno::NOENT) => Ok(()),
         Err(error) => Err(error),
     }
 }
 
-/// The facts that a clean-up at a mount needs.
-pub(crate) struct LastLife<'a> {
+/// What a clean-up at a mount needs to know.
+pub(crate) struct CleanUpContext<'a> {
     /// Name of this host.
     pub(crate) host: &'a str,
     pub(crate) is_alive: &'a Liveness,
@@ -117,43 +130,50 @@ pub(crate) struct LastLife<'a> {
 ///
 /// Returns the containers of files that this host was removing and that still exist.
 pub(crate) fn clean_up_last_life<B: Backing>(
-    base: &B,
-    top: &B::Inode,
-    last_life: &LastLife<'_>,
+    backing: &B,
+    containers_dir: &B::Inode,
+    last_life: &CleanUpContext<'_>,
 ) -> std::result::Result<HashSet<String>, OwnError> {
-    let &LastLife {
-        host,
-        is_alive,
-        open_files,
-    } = last_life;
-    let is_open = |container: &str| {
-        let id = FileId::of_container(container.as_bytes());
-        id.is_some_and(|(id, _)| open_files.contains(&id))
-    };
-    let has_ended = |marking: &str| -> Result<bool> { Ok(marking == host || !is_alive(marking)?) };
-    ignore_missing_lane(remove_half_removed(base, top))?;
-    let mut marked = HashSet::new();
-    for (_, name) in list_containers(base, top)? {
+    ignore_missing_lane(remove_half_removed(backing, containers_dir))?;
+    let mut removing = HashSet::new();
+    for (_, name) in list_containers(backing, containers_dir)? {
         // A container that is not trusted is skipped. The open of its file reports it.
-        let Ok(Some(container)) = find_trusted(base, top, &name, host) else {
+        let Ok(Some(container)) = find_trusted(backing, containers_dir, &name, last_life.host)
+        else {
             continue;
         };
         container.withdraw_hint(WRITING)?;
-        if is_open(&name) {
+        if last_life.has_open_file(&name) {
             continue;
         }
-        let Some(mark) = Mark::of(&container)? else {
+        let Some(mark) = Mark::read(&container)? else {
             continue;
         };
-        let is_removed = mark.is_dead
-            && has_ended(&mark.host)?
-            && ignore_missing_lane(remove_unused(base, top, &container, is_alive))?
-                .unwrap_or(false);
-        if !is_removed && mark.host == host {
-            marked.insert(name);
+        let mut is_removed = false;
+        if mark.is_dead && last_life.has_host_ended(&mark.host)? {
+            let removal = remove_unused(backing, containers_dir, &container, last_life.is_alive);
+            is_removed = ignore_missing_lane(removal)?.unwrap_or(false);
+        }
+        if !is_removed && mark.host == last_life.host {
+            removing.insert(name);
         }
     }
-    Ok(marked)
+    Ok(removing)
+}
+
+impl CleanUpContext<'_> {
+    /// Returns whether a program has the file of a container open.
+    fn has_open_file(&self, container: &str) -> bool {
+        match FileId::parse_container_name(container.as_bytes()) {
+            Some((id, _)) => self.open_files.contains(&id),
+            None => false,
+        }
+    }
+
+    /// Returns whether the life in which a host put a mark is over. The marks of this host are from its last life.
+    fn has_host_ended(&self, host: &str) -> Result<bool> {
+        Ok(host == self.host || !(self.is_alive)(host)?)
+    }
 }
 
 /// A mark in a container.
@@ -166,7 +186,7 @@ struct Mark {
 
 impl Mark {
     /// Reads the mark of a container. `dead` takes precedence over `dying`.
-    fn of<B: Backing>(container: &VoteDir<'_, B>) -> Result<Option<Self>> {
+    fn read<B: Backing>(container: &VoteDir<'_, B>) -> Result<Option<Self>> {
         for (mark, is_dead) in [(DEAD, true), (DYING, false)] {
             if let Some(host) = container.read(mark)? {
                 let host = String::from_utf8_lossy(&host).into_owned();
@@ -181,20 +201,21 @@ impl Mark {
 /// the logs in it.
 fn ignore_missing_lane<T>(removed: Result<T>) -> Result<Option<T>> {
     match removed {
+        Ok(value) => Ok(Some(value)),
         Err(Errno::IO) => {
             tracing::warn!(
                 "logs of removed files are not removed yet: their lane or directory cannot be read"
             );
             Ok(None)
         }
-        done => done.map(Some),
+        Err(error) => Err(error),
     }
 }
 
 /// Removes a container whose file was removed. Returns false if another live host is registered as a writer.
 fn remove_unused<B: Backing>(
-    base: &B,
-    top: &B::Inode,
+    backing: &B,
+    containers_dir: &B::Inode,
     container: &VoteDir<'_, B>,
     is_alive: &Liveness,
 ) -> Result<bool> {
@@ -209,8 +230,8 @@ fn remove_unused<B: Backing>(
         Err(error) if is_gone(error) && !container.is_current()? => {}
         Err(error) => return Err(error),
     }
-    if let Some((id, _)) = FileId::of_container(container.name().as_bytes()) {
-        file_dir::remove_empty(base, top, id)?;
+    if let Some((id, _)) = FileId::parse_container_name(container.name().as_bytes()) {
+        file_dir::remove_empty(backing, containers_dir, id)?;
     }
     Ok(true)
 }
@@ -228,7 +249,7 @@ pub struct Orphans {
 
 /// Which containers a search examines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Scope {
+pub(crate) enum SearchScope {
     /// Containers of files that a dead host was removing.
     Removals,
     /// All containers.
@@ -236,75 +257,107 @@ pub(crate) enum Scope {
 }
 
 /// A search for containers without files.
-pub(crate) struct Search<'a, B: Backing> {
-    pub(crate) base: &'a B,
-    pub(crate) top: &'a B::Inode,
+pub(crate) struct OrphanSearch<'a, B: Backing> {
+    pub(crate) backing: &'a B,
+    pub(crate) containers_dir: &'a B::Inode,
     pub(crate) host: &'a str,
     pub(crate) is_alive: &'a Liveness,
     /// Containers of files that this host was removing when it last ran, and has not begun to remove again.
     pub(crate) marked: &'a Mutex<HashSet<String>>,
 }
 
-impl<B: Backing> Search<'_, B> {
+impl<B: Backing> OrphanSearch<'_, B> {
     /// Runs the search. Removes half-removed containers, and containers of removed files. Returns the containers whose
     /// file is gone without a removal. Leaves alone what a live host is working on.
     ///
     /// The backing is walked only if the marks of a container do not decide its state.
-    pub(crate) fn run(&self, scope: Scope) -> Result<Orphans> {
-        ignore_missing_lane(remove_half_removed(self.base, self.top))?;
+    pub(crate) fn run(&self, scope: SearchScope) -> Result<Orphans> {
+        ignore_missing_lane(remove_half_removed(self.backing, self.containers_dir))?;
         let mut orphans = Orphans::default();
-        let mut sought = Vec::new();
-        for (id, name) in list_containers(self.base, self.top)? {
-            match ContainerLookup::find(self.base, self.top, &name, self.host)? {
-                ContainerLookup::Trusted(container) => match Mark::of(&container)? {
-                    Some(mark) if !self.is_over(&mark, &name)? => {}
-                    Some(mark) if mark.is_dead => self.remove(&container, name, &mut orphans)?,
-                    Some(_) => sought.push((id, name)),
-                    None if scope == Scope::All => sought.push((id, name)),
-                    None => {}
-                },
-                ContainerLookup::Distrusted if scope == Scope::All => sought.push((id, name)),
-                ContainerLookup::Distrusted | ContainerLookup::Gone => {}
-            }
-        }
+        let undecided = self.handle_by_mark(scope, &mut orphans)?;
         let SearchResult {
             found,
             missing,
             unknown,
-        } = search_files(self.base, sought)?;
+        } = search_files(self.backing, undecided)?;
         orphans.waiting.extend(unknown);
         for name in found {
-            if let ContainerLookup::Trusted(container) = self.find(&name)?
-                && let Some(mark) = Mark::of(&container)?
-                && self.is_over(&mark, &name)?
-            {
-                remove_mark(self.base, &container, DYING)?;
-                self.base.sync_dir(container.dir())?;
-            }
+            self.unmark_if_over(&name)?;
         }
         for name in missing {
-            match self.find(&name)? {
-                ContainerLookup::Trusted(container) if is_lost(&container)? => {
-                    orphans.lost.push(name)
-                }
-                ContainerLookup::Trusted(container) => {
-                    // A program may have removed the file during the walks, and may still have it open.
-                    let mark = Mark::of(&container)?;
-                    let is_over = mark.map(|mark| self.is_over(&mark, &name)).transpose()?;
-                    if is_over != Some(false) {
-                        self.remove(&container, name, &mut orphans)?;
-                    }
-                }
-                ContainerLookup::Distrusted => orphans.lost.push(name),
-                ContainerLookup::Gone => {}
-            }
+            self.handle_without_file(name, &mut orphans)?;
         }
         Ok(orphans)
     }
 
+    /// Removes the containers whose marks say that their files were removed. Returns the containers whose state depends
+    /// on whether their file exists.
+    fn handle_by_mark(
+        &self,
+        scope: SearchScope,
+        orphans: &mut Orphans,
+    ) -> Result<Vec<(FileId, String)>> {
+        let examines_unmarked = scope == SearchScope::All;
+        let mut undecided = Vec::new();
+        for (id, name) in list_containers(self.backing, self.containers_dir)? {
+            let container = match self.find(&name)? {
+                ContainerLookup::Trusted(container) => container,
+                ContainerLookup::Distrusted if examines_unmarked => {
+                    undecided.push((id, name));
+                    continue;
+                }
+                ContainerLookup::Distrusted | ContainerLookup::Gone => continue,
+            };
+            match Mark::read(&container)? {
+                // The host of the mark is at work.
+                Some(mark) if !self.is_over(&mark, &name)? => {}
+                Some(mark) if mark.is_dead => self.remove(&container, name, orphans)?,
+                Some(_) => undecided.push((id, name)),
+                None if examines_unmarked => undecided.push((id, name)),
+                None => {}
+            }
+        }
+        Ok(undecided)
+    }
+
+    /// Removes the mark `dying` of a container whose file exists, unless the host of the mark is at work.
+    fn unmark_if_over(&self, name: &str) -> Result<()> {
+        if let ContainerLookup::Trusted(container) = self.find(name)?
+            && let Some(mark) = Mark::read(&container)?
+            && self.is_over(&mark, name)?
+        {
+            remove_mark(self.backing, &container, DYING)?;
+            self.backing.sync_dir(container.dir())?;
+        }
+        Ok(())
+    }
+
+    /// Removes a container whose file does not exist, or adds it to the lost ones.
+    fn handle_without_file(&self, name: String, orphans: &mut Orphans) -> Result<()> {
+        let container = match self.find(&name)? {
+            ContainerLookup::Trusted(container) => container,
+            ContainerLookup::Distrusted => {
+                orphans.lost.push(name);
+                return Ok(());
+            }
+            ContainerLookup::Gone => return Ok(()),
+        };
+        if is_lost(&container)? {
+            orphans.lost.push(name);
+            return Ok(());
+        }
+        // A program may have removed the file during the walks, and may still have it open.
+        if let Some(mark) = Mark::read(&container)?
+            && !self.is_over(&mark, &name)?
+        {
+            return Ok(());
+        }
+        self.remove(&container, name, orphans)
+    }
+
     /// Finds a container by its name.
     fn find(&self, name: &str) -> Result<ContainerLookup<'_, B>> {
-        ContainerLookup::find(self.base, self.top, name, self.host)
+        ContainerLookup::find(self.backing, self.containers_dir, name, self.host)
     }
 
     /// Returns whether the host that put a mark is dead, or put it in its last life.
@@ -323,7 +376,7 @@ impl<B: Backing> Search<'_, B> {
         name: String,
         orphans: &mut Orphans,
     ) -> Result<()> {
-        if remove_unused(self.base, self.top, container, self.is_alive)? {
+        if remove_unused(self.backing, self.containers_dir, container, self.is_alive)? {
             orphans.removed.push(name)
         } else {
             orphans.waiting.push(name)
@@ -333,38 +386,41 @@ impl<B: Backing> Search<'_, B> {
 }
 
 /// Removes half-removed containers, and empty directories of files.
-pub fn remove_retired<B: Backing>(base: &B) -> std::result::Result<(), OwnError> {
-    if let Some(top) = find_top(base)? {
-        ignore_missing_lane(remove_half_removed(base, &top))?;
+pub fn remove_retired<B: Backing>(backing: &B) -> std::result::Result<(), OwnError> {
+    if let Some(containers_dir) = find_containers_dir(backing)? {
+        ignore_missing_lane(remove_half_removed(backing, &containers_dir))?;
     }
     Ok(())
 }
 
 /// Opens `.firn/log`. Returns `None` if it does not exist.
-fn find_top<B: Backing>(base: &B) -> std::result::Result<Option<B::Inode>, OwnError> {
-    let Some((firn, _)) = own::find_dir(base, &base.root(), TOP)? else {
+fn find_containers_dir<B: Backing>(backing: &B) -> std::result::Result<Option<B::Inode>, OwnError> {
+    let Some((firn, _)) = own::find_dir(backing, &backing.root(), TOP)? else {
         return Ok(None);
     };
-    let top = own::find_dir(base, &firn, CONTAINERS);
-    Ok(top.map_err(|error| error.below(TOP))?.map(|(top, _)| top))
+    let containers_dir = own::find_dir(backing, &firn, CONTAINERS);
+    Ok(containers_dir
+        .map_err(|error| error.below(TOP))?
+        .map(|(containers_dir, _)| containers_dir))
 }
 
 /// Finds containers that have no file, without changing anything.
-pub fn find_unowned<B: Backing>(base: &B) -> Result<Unowned> {
+pub fn find_unowned<B: Backing>(backing: &B) -> Result<Unowned> {
     let mut unowned = Unowned::default();
-    let Some(top) = find_top(base)? else {
+    let Some(containers_dir) = find_containers_dir(backing)? else {
         return Ok(unowned);
     };
-    for id in file_dir::list_files(base, &top)? {
-        if let Some(dir) = file_dir::find(base, &top, id).ok().flatten() {
-            unowned
-                .unfinished
-                .extend(VoteDir::find_retired(base, &dir)?);
-        }
+    for id in file_dir::list_files(backing, &containers_dir)? {
+        // A directory that is not trusted is left out here. The search below reports it by its name.
+        let Ok(Some(dir)) = file_dir::find(backing, &containers_dir, id) else {
+            continue;
+        };
+        let half_removed = VoteDir::find_retired(backing, &dir)?;
+        unowned.unfinished.extend(half_removed);
     }
-    let containers = list_containers(base, &top)?;
-    for name in search_files(base, containers)?.missing {
-        match ContainerLookup::find(base, &top, &name, "")? {
+    let containers = list_containers(backing, &containers_dir)?;
+    for name in search_files(backing, containers)?.missing {
+        match ContainerLookup::find(backing, &containers_dir, &name, "")? {
             ContainerLookup::Trusted(container) if !is_lost(&container)? => {
                 unowned.unfinished.push(name)
             }
@@ -402,51 +458,60 @@ const WALKS_MAX: usize = 5;
 /// Race: a file that is renamed during a walk may be missed. So a file counts as missing only if two walks missed it
 /// and no directory changed between them. The file was then in no directory at that moment.
 pub(crate) fn search_files<B: Backing>(
-    base: &B,
+    backing: &B,
     mut sought: Vec<(FileId, String)>,
 ) -> Result<SearchResult> {
     let mut found = Vec::new();
-    let mut last = None;
+    let mut last_dirs = None;
     for _ in 0..WALKS_MAX {
         if sought.is_empty() {
             break;
         }
         let ids = sought.iter().map(|(id, _)| *id).collect();
-        let walk = Walk::through(base, &ids)?;
+        let walk = DirectoryWalk::through(backing, &ids)?;
         let is_found = |(id, _): &mut (FileId, String)| walk.found.contains(id);
         found.extend(sought.extract_if(.., is_found).map(|(_, name)| name));
-        if last.is_some_and(|last| last == walk.dirs) {
+        let has_no_dir_changed = last_dirs.is_some_and(|last_dirs| last_dirs == walk.dirs);
+        if has_no_dir_changed {
             return Ok(SearchResult {
                 found,
-                missing: sought.into_iter().map(|(_, name)| name).collect(),
+                missing: names_of(sought),
                 unknown: Vec::new(),
             });
         }
-        last = Some(walk.dirs);
+        last_dirs = Some(walk.dirs);
     }
     Ok(SearchResult {
         found,
         missing: Vec::new(),
-        unknown: sought.into_iter().map(|(_, name)| name).collect(),
+        unknown: names_of(sought),
     })
+}
+
+/// Returns the names of containers.
+fn names_of(containers: Vec<(FileId, String)>) -> Vec<String> {
+    containers.into_iter().map(|(_, name)| name).collect()
 }
 
 /// Returns whether a container without a file is kept: it may have writes, and no host marked the file for removal.
 fn is_lost<B: Backing>(container: &VoteDir<'_, B>) -> Result<bool> {
     let names = container.names()?;
-    let is_index = |name: &String| Writer::of_index(name.as_bytes()).is_some();
+    let is_index = |name: &String| Writer::from_index_name(name.as_bytes()).is_some();
     let is_marked = names.contains(DYING) || names.contains(DEAD);
     let is_written = names.contains(HEAD) || names.iter().any(is_index);
     Ok(is_written && !is_marked)
 }
 
 /// Lists all containers. The name of a file's directory that is not trusted stands for its containers.
-fn list_containers<B: Backing>(base: &B, top: &B::Inode) -> Result<Vec<(FileId, String)>> {
+fn list_containers<B: Backing>(
+    backing: &B,
+    containers_dir: &B::Inode,
+) -> Result<Vec<(FileId, String)>> {
     let mut containers = Vec::new();
-    for id in file_dir::list_files(base, top)? {
-        match file_dir::list(base, top, id) {
+    for id in file_dir::list_files(backing, containers_dir)? {
+        match file_dir::list(backing, containers_dir, id) {
             Ok(listed) => {
-                let named = |listed: &Listed| (id, id.container_name(listed.number));
+                let named = |listed: &ListedContainer| (id, id.container_name(listed.number));
                 containers.extend(listed.iter().map(named));
             }
             Err(OwnError::Backing(error)) => return Err(error),
@@ -457,16 +522,16 @@ fn list_containers<B: Backing>(base: &B, top: &B::Inode) -> Result<Vec<(FileId, 
 }
 
 /// Removes half-removed containers, and the directories of files that have no containers.
-fn remove_half_removed<B: Backing>(base: &B, top: &B::Inode) -> Result<()> {
-    for id in file_dir::list_files(base, top)? {
-        match file_dir::find(base, top, id) {
-            Ok(Some(dir)) => VoteDir::remove_retired(base, &dir)?,
+fn remove_half_removed<B: Backing>(backing: &B, containers_dir: &B::Inode) -> Result<()> {
+    for id in file_dir::list_files(backing, containers_dir)? {
+        match file_dir::find(backing, containers_dir, id) {
+            Ok(Some(dir)) => VoteDir::remove_retired(backing, &dir)?,
             Ok(None) => continue,
             Err(OwnError::Backing(error)) => return Err(error),
             // A directory that is not trusted is left alone. The open of its file reports it.
             Err(_) => continue,
         }
-        file_dir::remove_empty(base, top, id)?;
+        file_dir::remove_empty(backing, containers_dir, id)?;
     }
     Ok(())
 }
@@ -482,7 +547,7 @@ pub(crate) fn has_files_of_programs(name: &[u8]) -> bool {
 }
 
 /// One walk through all directories, except those in `.firn` without files of programs.
-struct Walk {
+struct DirectoryWalk {
     /// The sought files that have a name.
     found: HashSet<FileId>,
     /// Times of the last change of each directory, by inode number, as of before it was read. Directories in `.firn`
@@ -501,45 +566,60 @@ enum WalkRegion {
     Files,
 }
 
-impl Walk {
-    /// Walks through the backing and finds those files of `ids` that have a name.
-    fn through<B: Backing>(base: &B, ids: &HashSet<FileId>) -> Result<Self> {
+impl WalkRegion {
+    /// Returns the region of the directory `name` in a directory of this region.
+    fn child_region(self, name: &[u8]) -> Self {
+        match self {
+            Self::Top if name == TOP.as_bytes() => Self::Firn,
+            Self::Top | Self::Files => Self::Files,
+            Self::Firn | Self::Own => Self::Own,
+        }
+    }
+}
+
+impl DirectoryWalk {
+    /// Walks through the backing and finds those of the sought files that have a name.
+    fn through<B: Backing>(backing: &B, sought: &HashSet<FileId>) -> Result<Self> {
         let mut walk = Self {
             found: HashSet::new(),
             dirs: HashMap::new(),
         };
-        let root = base.root();
-        let attr = base.attr(&root)?;
-        walk.dirs.insert(attr.ino, (attr.mtime, attr.ctime));
+        let root = backing.root();
+        walk.record_dir(&backing.attr(&root)?);
         let mut dirs = vec![(root, WalkRegion::Top)];
         while let Some((dir, region)) = dirs.pop() {
-            for (name, ino, kind) in own::list(base, &dir)? {
-                let has_same_ino = ids.iter().any(|id| id.ino == ino);
-                let must_look_up = matches!(kind, None | Some(Kind::Dir)) || has_same_ino;
-                if !must_look_up || (region == WalkRegion::Firn && !has_files_of_programs(&name)) {
+            for (name, ino, kind) in own::list(backing, &dir)? {
+                if region == WalkRegion::Firn && !has_files_of_programs(&name) {
                     continue;
                 }
-                let below = match region {
-                    WalkRegion::Top if name == TOP.as_bytes() => WalkRegion::Firn,
-                    WalkRegion::Top | WalkRegion::Files => WalkRegion::Files,
-                    WalkRegion::Firn | WalkRegion::Own => WalkRegion::Own,
-                };
-                match base.lookup(&dir, &OsString::from_vec(name)) {
-                    Ok((inode, attr)) if attr.kind == Kind::Dir => {
-                        if below == WalkRegion::Files {
-                            walk.dirs.insert(attr.ino, (attr.mtime, attr.ctime));
-                        }
-                        dirs.push((inode, below));
-                    }
-                    Ok((inode, attr)) => {
-                        let id = FileId::of(base, &inode, &attr)?;
-                        walk.found.extend(id.filter(|id| ids.contains(id)));
-                    }
-                    Err(Errno::NOENT) => {}
+                // Only directories and files that may be sought ones are looked up.
+                let may_be_dir = matches!(kind, None | Some(Kind::Dir));
+                if !may_be_dir && !sought.iter().any(|id| id.ino == ino) {
+                    continue;
+                }
+                let child_region = region.child_region(&name);
+                let (inode, attr) = match backing.lookup(&dir, &OsString::from_vec(name)) {
+                    Ok(entry) => entry,
+                    Err(Errno::NOENT) => continue,
                     Err(error) => return Err(error),
+                };
+                if attr.kind == Kind::Dir {
+                    if child_region == WalkRegion::Files {
+                        walk.record_dir(&attr);
+                    }
+                    dirs.push((inode, child_region));
+                } else if let Some(id) = FileId::read(backing, &inode, &attr)?
+                    && sought.contains(&id)
+                {
+                    walk.found.insert(id);
                 }
             }
         }
         Ok(walk)
+    }
+
+    /// Records when a directory was last changed.
+    fn record_dir(&mut self, attr: &Attr) {
+        self.dirs.insert(attr.ino, (attr.mtime, attr.ctime));
     }
 }

@@ -1,9 +1,9 @@
 //! Resolves a file: finds which change gave each byte its value, from the changes of all hosts.
 //!
-//! Order of changes. Changes are ordered by [`Key`]: by epoch, then by writer, then by position in the writer's index.
-//! A host that opens or syncs the file takes an epoch larger than all that it has read. So its later writes are newer
-//! than all changes published before, as MPI-IO demands for sync, barrier, sync. Changes that did not know of each other
-//! have an order too. It is the same for all readers and for the flat file.
+//! Order of changes. Changes are ordered by [`ChangeKey`]: by epoch, then by writer, then by position in the writer's
+//! index. A host that opens or syncs the file takes an epoch larger than all that it has read. So its later writes are
+//! newer than all changes published before, as MPI-IO demands for sync, barrier, sync. Changes that did not know of
+//! each other have an order too. It is the same for all readers and for the flat file.
 //!
 //! Cuts. A cut has no place in that order. It hides the bytes beyond its length, but only those of changes that its
 //! host had seen ([`crate::cut`]). A change that its host had not seen counts, whatever its key is.
@@ -19,13 +19,13 @@ use std::collections::{BTreeMap, BinaryHeap, HashMap};
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::cut::{Growth, Growths, Limit, Limits};
+use crate::cut::{Growth, GrowthList, Limit, LimitList};
 use crate::frame::{Change, Cut, Frame, Span};
 use crate::run::Run;
 
 /// Identifies a change and orders it among the changes of all hosts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Key {
+pub struct ChangeKey {
     /// Epoch of the frame. A larger epoch is newer.
     pub epoch: u64,
     /// The writer of the frame.
@@ -55,7 +55,7 @@ pub enum Source {
         /// Position of the first byte in the log.
         position: u64,
         /// The change that wrote the bytes, which also names the writer.
-        key: Key,
+        key: ChangeKey,
     },
     /// The bytes are zeros because a host zeroed them.
     Zeros,
@@ -76,7 +76,7 @@ pub struct Segment {
 
 impl Segment {
     /// Removes at most `bytes` bytes from the front of the segment, and returns them as a segment.
-    pub(crate) fn take_first(&mut self, bytes: u64) -> Self {
+    pub(crate) fn split_off_first(&mut self, bytes: u64) -> Self {
         let mut first = self.clone();
         let end = self.file.end.min(self.file.start + bytes);
         if let Source::Log { position, .. } = &mut self.source {
@@ -89,9 +89,9 @@ impl Segment {
     }
 }
 
-/// Where the bytes of a run begin in a log. They follow each other without gaps.
+/// The position in a log where the bytes of a run begin. They follow each other without gaps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Place {
+pub struct LogLocation {
     /// Number of the log among the writer's logs.
     pub log: u32,
     /// Position of the first byte in the log.
@@ -102,11 +102,11 @@ pub struct Place {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Layer {
     /// The change.
-    pub key: Key,
+    pub key: ChangeKey,
     /// The pieces that the change wrote or zeroed.
     pub run: Run,
     /// Where the bytes lie, or `None` if the change zeroed them.
-    pub place: Option<Place>,
+    pub location: Option<LogLocation>,
 }
 
 /// Runs with fewer pieces are sorted as single pieces. Any two pieces form a run, and that run may reach over the whole
@@ -116,9 +116,9 @@ const SORTED_RUN_MIN: u64 = 8;
 impl Layer {
     /// Returns the source of the byte that is `run_offset` bytes into the run, as counted in the log.
     fn source(&self, run_offset: u64) -> Source {
-        match self.place {
+        match self.location {
             None => Source::Zeros,
-            Some(Place { log, position }) => Source::Log {
+            Some(LogLocation { log, position }) => Source::Log {
                 log,
                 position: position + run_offset,
                 key: self.key,
@@ -128,52 +128,65 @@ impl Layer {
 
     /// Splits the layer into one layer for each piece if its run is short. Otherwise returns it unchanged.
     pub(crate) fn split_if_short(self) -> impl Iterator<Item = Self> {
-        let is_short = (2..SORTED_RUN_MIN).contains(&self.run.count());
-        let pieces = is_short.then(|| self.run.pieces().enumerate());
-        let len = self.run.bytes() / self.run.count();
-        let split = pieces
-            .into_iter()
-            .flatten()
+        let pieces = self.run.count();
+        let is_short = pieces > 1 && pieces < SORTED_RUN_MIN;
+        let (split_layers, whole_layer) = if is_short {
+            (Some(self.split()), None)
+        } else {
+            (None, Some(self))
+        };
+        split_layers.into_iter().flatten().chain(whole_layer)
+    }
+
+    /// Splits the layer into one layer for each piece.
+    fn split(self) -> impl Iterator<Item = Self> {
+        let piece_bytes = self.run.len();
+        self.run
+            .pieces()
+            .enumerate()
             .map(move |(number, piece)| Self {
                 key: self.key,
-                run: Run::of_piece(piece),
-                place: self.place.map(|place| Place {
-                    position: place.position + len * number as u64,
-                    ..place
+                run: Run::from_piece(piece),
+                location: self.location.map(|location| LogLocation {
+                    position: location.position + piece_bytes * number as u64,
+                    ..location
                 }),
-            });
-        split.chain((!is_short).then_some(self))
+            })
     }
 }
 
 /// Returns the layers of a change: one for each run. Their bytes follow each other in the span.
 pub(crate) fn layers_of(
-    key: Key,
+    key: ChangeKey,
     span: Option<&Span>,
     runs: &[Run],
 ) -> impl Iterator<Item = Layer> {
-    let log = span.map(|span| span.log);
-    let mut position = span.map_or(0, |span| span.position);
+    let mut next_location = span.map(|span| LogLocation {
+        log: span.log,
+        position: span.position,
+    });
     runs.iter().map(move |run| {
-        let place = log.map(|log| Place { log, position });
-        position += run.bytes();
+        let location = next_location;
+        if let Some(next) = &mut next_location {
+            next.position += run.bytes();
+        }
         Layer {
             key,
             run: *run,
-            place,
+            location,
         }
     })
 }
 
 /// Collects the layers that have pieces in a range, up to a number of pieces.
 #[derive(Debug)]
-pub(crate) struct Layers {
+pub(crate) struct LayersInRange {
     layers: Vec<Layer>,
     pieces: u64,
     pieces_max: u64,
 }
 
-impl Layers {
+impl LayersInRange {
     pub(crate) fn new(pieces_max: u64) -> Self {
         Self {
             layers: Vec::new(),
@@ -202,13 +215,13 @@ impl Layers {
 #[derive(Clone, Debug)]
 pub(crate) struct LengthChanges {
     /// Length of the plain file that was set last.
-    base_bytes: u64,
+    plain_bytes: u64,
     /// The shortest length of all cuts. Each host that cuts has seen the plain file, so each cut applies to it.
-    base_limit: u64,
+    plain_limit: u64,
     /// What cuts hide of the changes of each writer.
-    limits: HashMap<WriterId, Limits>,
+    limits: HashMap<WriterId, LimitList>,
     /// How far growths by each writer extend the file.
-    growths: HashMap<WriterId, Growths>,
+    growths: HashMap<WriterId, GrowthList>,
     /// The largest epoch of all cuts and growths.
     last_epoch: Option<u64>,
 }
@@ -216,8 +229,8 @@ pub(crate) struct LengthChanges {
 impl Default for LengthChanges {
     fn default() -> Self {
         Self {
-            base_bytes: 0,
-            base_limit: u64::MAX,
+            plain_bytes: 0,
+            plain_limit: u64::MAX,
             limits: HashMap::new(),
             growths: HashMap::new(),
             last_epoch: None,
@@ -228,20 +241,23 @@ impl Default for LengthChanges {
 impl LengthChanges {
     /// Adds a cut. It applies to the plain file, to earlier frames of its own index, and to the frames of other indexes
     /// that its host had read.
-    fn add_cut(&mut self, key: Key, cut: &Cut) {
-        self.note_epoch(key.epoch);
-        self.limit_base(cut.len);
+    fn add_cut(&mut self, key: ChangeKey, cut: &Cut) {
+        self.record_epoch(key.epoch);
         let len = cut.len;
-        let until = key.frame;
-        self.limit(key.writer, Limit { until, len });
+        self.limit_plain(len);
+        let own_limit = Limit {
+            until: key.frame,
+            len,
+        };
+        self.limit(key.writer, own_limit);
         for (writer, &until) in &cut.seen {
             self.limit(writer.id(), Limit { until, len });
         }
     }
 
     /// Hides the bytes of the plain file from `len` on.
-    pub(crate) fn limit_base(&mut self, len: u64) {
-        self.base_limit = self.base_limit.min(len);
+    pub(crate) fn limit_plain(&mut self, len: u64) {
+        self.plain_limit = self.plain_limit.min(len);
     }
 
     /// Adds a limit to the changes of one writer.
@@ -254,61 +270,70 @@ impl LengthChanges {
         self.growths.entry(writer).or_default().add(growth);
     }
 
-    fn note_epoch(&mut self, epoch: u64) {
+    fn record_epoch(&mut self, epoch: u64) {
         self.last_epoch = self.last_epoch.max(Some(epoch));
     }
 
     /// Adds all cuts and growths of `other`.
     fn merge(&mut self, other: &Self) {
-        self.limit_base(other.base_limit);
+        self.limit_plain(other.plain_limit);
         self.last_epoch = self.last_epoch.max(other.last_epoch);
         for (writer, limits) in &other.limits {
-            limits.iter().for_each(|limit| self.limit(*writer, limit));
+            for limit in limits.iter() {
+                self.limit(*writer, limit);
+            }
         }
         for (writer, growths) in &other.growths {
-            growths.iter().for_each(|growth| self.grow(*writer, growth));
+            for growth in growths.iter() {
+                self.grow(*writer, growth);
+            }
         }
     }
 
     /// Returns what cuts hide of the changes of a writer, or `None` if they hide nothing.
-    pub(crate) fn limits_of(&self, writer: WriterId) -> Option<&Limits> {
+    pub(crate) fn limits_of(&self, writer: WriterId) -> Option<&LimitList> {
         self.limits.get(&writer)
     }
 
     /// Returns the offset in the file from which on cuts hide the bytes of a change; `u64::MAX` if no cut hides any.
-    fn limit_of(&self, key: Key) -> u64 {
-        let limits = self.limits_of(key.writer);
-        limits.map_or(u64::MAX, |limits| limits.of(key.frame))
+    fn limit_of(&self, key: ChangeKey) -> u64 {
+        match self.limits_of(key.writer) {
+            Some(limits) => limits.len_limit_at(key.frame),
+            None => u64::MAX,
+        }
     }
 
     /// Returns how many bytes of the plain file count: those that no cut hides.
-    fn base_end(&self) -> u64 {
-        self.base_bytes.min(self.base_limit)
+    fn visible_plain_bytes(&self) -> u64 {
+        self.plain_bytes.min(self.plain_limit)
     }
 
     /// Returns the length of the file by the plain file and by growths, without changes of bytes.
     fn min_len(&self) -> u64 {
-        let growths = self.growths.iter();
-        let grown = growths.map(|(writer, growths)| growths.end(self.limits_of(*writer)));
-        self.base_end().max(grown.max().unwrap_or(0))
+        let mut len = self.visible_plain_bytes();
+        for (writer, growths) in &self.growths {
+            len = len.max(growths.end(self.limits_of(*writer)));
+        }
+        len
     }
 
     /// Returns the segments of `range`, in order and without gaps, by `layers`. The file must have the whole range.
-    pub(crate) fn resolve(&self, range: Range<u64>, layers: Layers) -> Vec<Segment> {
+    pub(crate) fn resolve(&self, range: Range<u64>, layers: LayersInRange) -> Vec<Segment> {
         let mut layers = layers.layers;
         // The oldest comes first. Layers of one change should not overlap; if a damaged index has such layers, the
         // order by place makes all readers see the same bytes.
-        layers.sort_unstable_by_key(|layer| (layer.key, layer.place));
+        layers.sort_unstable_by_key(|layer| (layer.key, layer.location));
         let mut parts = Vec::new();
         for (rank, layer) in layers.iter().enumerate() {
-            let end = range.end.min(self.limit_of(layer.key));
-            let layer_parts = layer.run.parts_in(range.start..end);
-            parts.extend(layer_parts.map(|part| VisiblePart {
-                rank,
-                file_start: part.file.start,
-                file_end: part.file.end,
-                run_offset: part.run_offset,
-            }));
+            let visible_end = range.end.min(self.limit_of(layer.key));
+            for part in layer.run.parts_in(range.start..visible_end) {
+                parts.push(VisiblePart {
+                    rank,
+                    file_start: part.file.start,
+                    file_end: part.file.end,
+                    run_offset: part.run_offset,
+                });
+            }
         }
         // A stable sort is fast here, because the parts of one layer are in order already.
         parts.sort_by_key(|part| part.file_start);
@@ -325,21 +350,24 @@ impl LengthChanges {
         parts: Vec<VisiblePart>,
     ) -> Vec<Segment> {
         let mut segments = Segments::default();
-        let mut later = parts.into_iter().peekable();
-        let mut current = BinaryHeap::new();
+        let mut later_parts = parts.into_iter().peekable();
+        let mut current_parts = BinaryHeap::new();
         let mut position = range.start;
         while position < range.end {
-            while let Some(part) = later.next_if(|part| part.file_start <= position) {
-                current.push(part);
+            while let Some(part) = later_parts.next_if(|part| part.file_start <= position) {
+                current_parts.push(part);
             }
-            while current.peek().is_some_and(|part| part.file_end <= position) {
-                current.pop();
+            while current_parts
+                .peek()
+                .is_some_and(|part| part.file_end <= position)
+            {
+                current_parts.pop();
             }
-            let next_start = later.peek().map_or(range.end, |part| part.file_start);
-            let end = match current.peek() {
-                Some(part) => {
-                    let end = part.file_end.min(next_start);
-                    let source = layers[part.rank].source(part.run_offset_at(position));
+            let next_start = later_parts.peek().map_or(range.end, |part| part.file_start);
+            let end = match current_parts.peek() {
+                Some(newest) => {
+                    let end = newest.file_end.min(next_start);
+                    let source = layers[newest.rank].source(newest.run_offset_at(position));
                     segments.push(position..end, source);
                     end
                 }
@@ -360,7 +388,7 @@ impl LengthChanges {
 
     /// Adds the segments of a range that no layer covers: bytes of the plain file, then a hole.
     fn add_unwritten(&self, range: Range<u64>, segments: &mut Segments) {
-        let plain_end = self.base_end().clamp(range.start, range.end);
+        let plain_end = self.visible_plain_bytes().clamp(range.start, range.end);
         segments.push(range.start..plain_end, Source::Plain);
         segments.push(plain_end..range.end, Source::Hole);
     }
@@ -389,7 +417,7 @@ impl VisiblePart {
 pub struct Resolver {
     /// Shared with readers: a change replaces it while they use the old one.
     length_changes: Arc<LengthChanges>,
-    changes: BTreeMap<Key, ByteChange>,
+    changes: BTreeMap<ChangeKey, ByteChange>,
     /// Length of the file.
     len: u64,
     /// Length of the file by the tables, whose changes are not in memory.
@@ -406,62 +434,72 @@ struct ByteChange {
     span: Option<Arc<Span>>,
 }
 
+impl ByteChange {
+    fn from_change(change: Change) -> Self {
+        let (span, runs) = change.split();
+        let start = runs.iter().map(|run| run.span().start).min();
+        let end = runs.iter().map(|run| run.span().end).max();
+        Self {
+            covers: start.unwrap_or(0)..end.unwrap_or(0),
+            runs,
+            span: span.map(Arc::new),
+        }
+    }
+
+    /// Returns whether the change may have bytes in `range`.
+    fn may_overlap(&self, range: &Range<u64>) -> bool {
+        self.covers.start < range.end && self.covers.end > range.start
+    }
+}
+
 impl Resolver {
-    /// Makes a resolver without changes. `base_bytes` is the length of the plain file.
-    pub fn new(base_bytes: u64) -> Self {
+    /// Makes a resolver without changes. `plain_bytes` is the length of the plain file.
+    pub fn new(plain_bytes: u64) -> Self {
         let length_changes = LengthChanges {
-            base_bytes,
+            plain_bytes,
             ..LengthChanges::default()
         };
         Self {
             length_changes: Arc::new(length_changes),
-            len: base_bytes,
+            len: plain_bytes,
             ..Self::default()
         }
     }
 
     /// Sets the length of the plain file.
-    pub fn set_base(&mut self, bytes: u64) {
-        if self.length_changes.base_bytes != bytes {
-            self.update_length_changes(|length_changes| length_changes.base_bytes = bytes);
+    pub fn set_plain_bytes(&mut self, bytes: u64) {
+        if self.length_changes.plain_bytes != bytes {
+            self.update_length_changes(|length_changes| length_changes.plain_bytes = bytes);
         }
     }
 
     /// Returns the length of the plain file that was set last.
-    pub fn base_bytes(&self) -> u64 {
-        self.length_changes.base_bytes
+    pub fn plain_bytes(&self) -> u64 {
+        self.length_changes.plain_bytes
     }
 
     /// Adds the change of a frame at `offset` of the writer's index. Changes may be added in any order.
     pub fn add(&mut self, writer: WriterId, offset: u64, frame: Frame) {
-        let key = Key {
+        let key = ChangeKey {
             epoch: frame.epoch,
             writer,
             frame: offset,
         };
         match frame.change {
-            Change::Cut(cut) => {
-                return self
-                    .update_length_changes(|length_changes| length_changes.add_cut(key, &cut));
+            Change::Synced => {}
+            Change::Cut(cut) => self.update_length_changes(|changes| changes.add_cut(key, &cut)),
+            Change::Grown(len) => self.update_length_changes(|changes| {
+                changes.record_epoch(key.epoch);
+                changes.grow(writer, Growth { frame: offset, len });
+            }),
+            change @ (Change::Written(_) | Change::Zeroed(_)) => {
+                self.add_byte_change(key, ByteChange::from_change(change));
             }
-            Change::Grown(len) => {
-                return self.update_length_changes(|length_changes| {
-                    length_changes.note_epoch(key.epoch);
-                    length_changes.grow(writer, Growth { frame: offset, len });
-                });
-            }
-            Change::Synced => return,
-            Change::Written(_) | Change::Zeroed(_) => {}
         }
-        let (span, runs) = frame.change.split();
-        let spans = || runs.iter().map(Run::span);
-        let start = spans().map(|span| span.start).min();
-        let end = spans().map(|span| span.end).max();
-        let change = ByteChange {
-            covers: start.unwrap_or(0)..end.unwrap_or(0),
-            runs,
-            span: span.map(Arc::new),
-        };
+    }
+
+    /// Adds a change that wrote or zeroed bytes.
+    fn add_byte_change(&mut self, key: ChangeKey, change: ByteChange) {
         self.len = self.len.max(self.min_len_by(key, &change));
         self.changes.insert(key, change);
     }
@@ -481,10 +519,11 @@ impl Resolver {
     /// Copies from `other` all cuts and growths, and the changes of bytes by a writer whose frames begin at `from` or
     /// later.
     pub(crate) fn copy_from(&mut self, other: &Self, writer: WriterId, from: u64) {
-        let changes = other.changes.iter();
-        let later = changes.filter(|(key, _)| key.writer == writer && key.frame >= from);
-        self.changes
-            .extend(later.map(|(key, change)| (*key, change.clone())));
+        for (key, change) in &other.changes {
+            if key.writer == writer && key.frame >= from {
+                self.changes.insert(*key, change.clone());
+            }
+        }
         self.update_length_changes(|length_changes| length_changes.merge(&other.length_changes));
     }
 
@@ -495,7 +534,7 @@ impl Resolver {
     }
 
     /// Returns where the bytes of a change lie in a log, or `None` if the change is not in memory or zeroed bytes.
-    pub fn span(&self, key: Key) -> Option<Arc<Span>> {
+    pub fn span(&self, key: ChangeKey) -> Option<Arc<Span>> {
         self.changes.get(&key)?.span.clone()
     }
 
@@ -511,19 +550,22 @@ impl Resolver {
 
     /// Returns the largest epoch of all changes in memory.
     pub fn last_epoch(&self) -> Option<u64> {
-        let change = self.changes.keys().next_back().map(|key| key.epoch);
-        self.length_changes.last_epoch.max(change)
+        // Keys are ordered by epoch first.
+        let last_byte_change = self.changes.keys().next_back().map(|key| key.epoch);
+        self.length_changes.last_epoch.max(last_byte_change)
     }
 
+    /// Computes the length of the file by the plain file, the tables and all changes in memory.
     fn compute_len(&self) -> u64 {
-        let changes = self.changes.iter();
-        let end = changes.map(|(key, change)| self.min_len_by(*key, change));
-        let least = self.length_changes.min_len().max(self.tables_end);
-        least.max(end.max().unwrap_or(0))
+        let mut len = self.length_changes.min_len().max(self.tables_end);
+        for (key, change) in &self.changes {
+            len = len.max(self.min_len_by(*key, change));
+        }
+        len
     }
 
     /// Returns how long a change makes the file. Zeroed bytes do not make a file longer.
-    fn min_len_by(&self, key: Key, change: &ByteChange) -> u64 {
+    fn min_len_by(&self, key: ChangeKey, change: &ByteChange) -> u64 {
         match change.span {
             Some(_) => change.covers.end.min(self.length_changes.limit_of(key)),
             None => 0,
@@ -531,8 +573,8 @@ impl Resolver {
     }
 
     /// Returns how many bytes of the plain file count: those that no cut hides.
-    pub fn base_end(&self) -> u64 {
-        self.length_changes.base_end()
+    pub fn visible_plain_bytes(&self) -> u64 {
+        self.length_changes.visible_plain_bytes()
     }
 
     pub(crate) fn length_changes(&self) -> Arc<LengthChanges> {
@@ -540,14 +582,18 @@ impl Resolver {
     }
 
     /// Adds the layers in memory that have pieces in `range`. Returns false if there are more pieces than allowed.
-    pub(crate) fn collect(&self, range: &Range<u64>, layers: &mut Layers) -> bool {
-        let overlaps = |covers: &Range<u64>| covers.start < range.end && covers.end > range.start;
-        let changes = self.changes.iter();
-        let mut near = changes.filter(|(_, change)| overlaps(&change.covers));
-        near.all(|(key, change)| {
-            layers_of(*key, change.span.as_deref(), &change.runs)
-                .all(|layer| layers.add(layer, range))
-        })
+    pub(crate) fn collect(&self, range: &Range<u64>, layers: &mut LayersInRange) -> bool {
+        for (key, change) in &self.changes {
+            if !change.may_overlap(range) {
+                continue;
+            }
+            for layer in layers_of(*key, change.span.as_deref(), &change.runs) {
+                if !layers.add(layer, range) {
+                    return false;
+                }
+            }
+        }
+        true
     }
 
     /// Returns the segments of `range`, in order and without gaps, up to the end of the file. Ignores the tables.
@@ -556,7 +602,7 @@ impl Resolver {
         if range.is_empty() {
             return Vec::new();
         }
-        let mut layers = Layers::new(u64::MAX);
+        let mut layers = LayersInRange::new(u64::MAX);
         self.collect(&range, &mut layers);
         self.length_changes.resolve(range, layers)
     }
@@ -569,11 +615,13 @@ struct Segments(Vec<Segment>);
 impl Segments {
     /// Adds a segment at the end. It becomes a part of the last segment if it continues that one.
     fn push(&mut self, file: Range<u64>, source: Source) {
-        let next = Segment { file, source };
+        if file.is_empty() {
+            return;
+        }
+        let segment = Segment { file, source };
         match self.0.last_mut() {
-            _ if next.file.is_empty() => {}
-            Some(last) if last.is_continued_by(&next) => last.file.end = next.file.end,
-            _ => self.0.push(next),
+            Some(last) if last.is_continued_by(&segment) => last.file.end = segment.file.end,
+            _ => self.0.push(segment),
         }
     }
 }
@@ -581,13 +629,14 @@ impl Segments {
 impl Segments {
     /// Returns whether the segments follow each other without gaps from the beginning of a range to its end.
     fn covers(&self, range: &Range<u64>) -> bool {
-        let mut at = range.start;
-        let follow = self.0.iter().all(|segment| {
-            let follows = segment.file.start == at && segment.file.end > at;
-            at = segment.file.end;
-            follows
-        });
-        follow && at == range.end.max(range.start)
+        let mut position = range.start;
+        for segment in &self.0 {
+            if segment.file.start != position || segment.file.end <= position {
+                return false;
+            }
+            position = segment.file.end;
+        }
+        position == range.end.max(range.start)
     }
 }
 
@@ -607,7 +656,8 @@ impl Source {
                 position: position + bytes,
                 key,
             },
-            other => other,
+            // Each byte of the plain file, a hole or a zeroed range has the same source.
+            Self::Zeros | Self::Plain | Self::Hole => self,
         }
     }
 }

@@ -43,7 +43,7 @@ impl Run {
     /// # Panics
     ///
     /// If the piece is empty or ends after [`FILE_BYTES_MAX`].
-    pub fn of_piece(piece: Piece) -> Self {
+    pub fn from_piece(piece: Piece) -> Self {
         let run = Self {
             offset: piece.offset,
             len: piece.len,
@@ -123,11 +123,11 @@ impl Run {
         let run = *self;
         run.pieces_touching(&range).filter_map(move |number| {
             let start = run.offset + run.stride * number;
-            let from = start.max(range.start);
-            let to = (start + run.len).min(range.end);
-            (from < to).then(|| Part {
-                file: from..to,
-                run_offset: run.len * number + (from - start),
+            let part_start = start.max(range.start);
+            let part_end = (start + run.len).min(range.end);
+            (part_start < part_end).then(|| Part {
+                file: part_start..part_end,
+                run_offset: run.len * number + (part_start - start),
             })
         })
     }
@@ -137,11 +137,8 @@ impl Run {
         if range.start >= range.end || range.end <= self.offset {
             return 0..0;
         }
-        let first = match range.start.checked_sub(self.offset) {
-            None => 0,
-            // The number of the piece that contains the start, or after which the start lies in a gap.
-            Some(distance) => distance / self.stride,
-        };
+        // The number of the piece that contains the start, or after which the start lies in a gap.
+        let first = range.start.saturating_sub(self.offset) / self.stride;
         let last = (range.end - 1 - self.offset) / self.stride;
         first..(last + 1).min(self.count)
     }
@@ -169,14 +166,21 @@ impl Run {
 
     /// Returns whether the pieces of the run are not empty, do not overlap, and lie within the largest file.
     fn is_valid(&self) -> bool {
-        let last = self.count.checked_sub(1);
-        let last = last.and_then(|last| last.checked_mul(self.stride));
-        let last = last.and_then(|last| last.checked_add(self.offset));
-        let end = last.and_then(|last| last.checked_add(self.len));
+        let Some(end) = self.checked_end() else {
+            return false;
+        };
         self.len > 0
             && (self.count == 1 || self.stride >= self.len)
             && self.stride > 0
-            && end.is_some_and(|end| end <= FILE_BYTES_MAX)
+            && end <= FILE_BYTES_MAX
+    }
+
+    /// Returns the end of the last piece. Returns `None` if there is no piece, or if the end is no `u64`.
+    fn checked_end(&self) -> Option<u64> {
+        let last_piece = self.count.checked_sub(1)?;
+        let distance = last_piece.checked_mul(self.stride)?;
+        let last_offset = self.offset.checked_add(distance)?;
+        last_offset.checked_add(self.len)
     }
 }
 
@@ -198,9 +202,11 @@ pub struct Part {
 pub fn find_runs(pieces: impl IntoIterator<Item = Piece>) -> Vec<Run> {
     let mut runs: Vec<Run> = Vec::new();
     for piece in join_neighbours(pieces) {
-        let next = Run::of_piece(piece);
-        if !runs.last_mut().is_some_and(|run| run.extend(piece)) {
-            runs.push(next);
+        // Made even if the piece extends the last run, because this checks the piece.
+        let new_run = Run::from_piece(piece);
+        let is_joined = runs.last_mut().is_some_and(|run| run.extend(piece));
+        if !is_joined {
+            runs.push(new_run);
         }
     }
     runs
@@ -237,10 +243,10 @@ pub(crate) struct StoredRuns(Vec<StoredRun>);
 impl StoredRuns {
     /// Converts runs to their stored form.
     pub(crate) fn pack(runs: &[Run]) -> Self {
-        let mut before = 0;
+        let mut last_offset = 0;
         let packed = runs.iter().map(|run| {
-            let distance = run.offset.wrapping_sub(before).cast_signed();
-            before = run.offset;
+            let distance = run.offset.wrapping_sub(last_offset).cast_signed();
+            last_offset = run.offset;
             StoredRun {
                 distance,
                 len: run.len,
@@ -253,12 +259,14 @@ impl StoredRuns {
 
     /// Converts stored runs back. Returns `None` if one of them is not valid.
     pub(crate) fn unpack(&self) -> Option<Vec<Run>> {
-        let mut before = 0u64;
-        let runs = self.0.iter().map(|stored| {
-            before = before.wrapping_add(stored.distance.cast_unsigned());
-            Run::from_stored(before, stored.len, stored.gap, stored.more)
-        });
-        runs.collect()
+        let mut offset = 0u64;
+        let mut runs = Vec::with_capacity(self.0.len());
+        for stored in &self.0 {
+            offset = offset.wrapping_add(stored.distance.cast_unsigned());
+            let run = Run::from_stored(offset, stored.len, stored.gap, stored.more)?;
+            runs.push(run);
+        }
+        Some(runs)
     }
 }
 
@@ -281,7 +289,7 @@ mod tests {
         let segment = find_runs(strided(0, 4096, 4096, 10_000));
         assert_eq!(
             segment,
-            [Run::of_piece(Piece {
+            [Run::from_piece(Piece {
                 offset: 0,
                 len: 40_960_000
             })]

@@ -15,16 +15,16 @@ use std::ffi::OsStr;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use firn_backing::{Access, Attr, Backing, Errno, Result};
+use firn_backing::{Access, Backing, Errno, Result};
 use firn_hosts::own;
 
-use crate::container::{Container, Unreadable, Walk};
-use crate::file_id::FileId;
+use crate::container::{Container, UnreadableRange, Walk};
+use crate::frame::Frame;
 use crate::head::{self, HEAD, Head, HeadError};
 use crate::index_reader::{find_frame, has_synced_frame_after, read_index};
 use crate::names::Writer;
 use crate::resolve::WriterId;
-use crate::seal::{DONE_ALL, Ending, SEAL_NAME, Seal, done_name, is_done_part};
+use crate::seal::{DONE_ALL, Lifecycle, SEAL_NAME, Seal, done_name, is_done_part};
 
 /// One part that is given up.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -102,7 +102,23 @@ struct ReadableIndex {
     lost: Vec<Range<u64>>,
 }
 
-impl<B: Backing> Ending<'_, B> {
+impl ReadableIndex {
+    /// Returns what can be read of an index without a file: nothing. `limit` is how much counts, if that is known.
+    fn missing(limit: Option<u64>) -> Self {
+        match limit {
+            Some(limit) => Self {
+                end: limit,
+                lost: vec![0..limit],
+            },
+            None => Self {
+                end: 0,
+                lost: Vec::new(),
+            },
+        }
+    }
+}
+
+impl<B: Backing> Lifecycle<'_, B> {
     /// Makes `head` again if it is missing or damaged. Returns false if a writer is registered that `is_alive` reports
     /// as alive.
     ///
@@ -112,13 +128,12 @@ impl<B: Backing> Ending<'_, B> {
     /// are those of the logs, or holes.
     pub(crate) fn renew_head(
         &self,
-        (file, generation): (FileId, u32),
-        plain: &Attr,
+        new_head: Head,
         is_alive: &dyn Fn(&str) -> Result<bool>,
         reporter: &mut LossReporter<'_>,
     ) -> Result<bool> {
         let dir = self.votes().dir();
-        match head::load(self.base, dir, file, generation)? {
+        match head::load(self.backing, dir, new_head.file, new_head.generation)? {
             Err(HeadError::Missing | HeadError::Damaged) => {}
             // A head of another version or of another file is not damaged.
             Ok(_) | Err(HeadError::Version(_) | HeadError::Foreign) => return Ok(true),
@@ -126,21 +141,22 @@ impl<B: Backing> Ending<'_, B> {
         if !self.close(is_alive)? {
             return Ok(false);
         }
-        let head = Head::new(file, generation, plain.size);
         self.run_exclusively(&mut || {
-            reporter.add(LostPart::Head { base: head.base })?;
+            reporter.add(LostPart::Head {
+                base: new_head.plain_bytes,
+            })?;
+            // The report is durable before anything is given up.
             reporter.report.sync()?;
-            match self.base.unlink(dir, OsStr::new(HEAD)) {
+            match self.backing.unlink(dir, OsStr::new(HEAD)) {
                 Ok(()) | Err(Errno::NOENT) => {}
                 Err(error) => return Err(error),
             }
-            head.put(self.base, dir)?;
-            self.base.sync_dir(dir)
+            new_head.publish(self.backing, dir)?;
+            self.backing.sync_dir(dir)
         })
     }
-
     /// Gives up what cannot be read. Returns false if a writer is registered that `is_alive` reports as alive.
-    pub(crate) fn give_up(
+    pub(crate) fn salvage(
         &self,
         unit_bytes: u64,
         is_alive: &dyn Fn(&str) -> Result<bool>,
@@ -149,76 +165,76 @@ impl<B: Backing> Ending<'_, B> {
         if !self.close(is_alive)? {
             return Ok(false);
         }
-        self.run_exclusively(&mut || self.give_up_exclusively(unit_bytes, reporter))
+        self.run_exclusively(&mut || self.salvage_exclusively(unit_bytes, reporter))
     }
 
     /// Gives up what cannot be read, under the container's exclusive lock.
     ///
     /// Finds the readable parts of the indexes, then the damaged blocks of the logs. Reports all losses, makes the
     /// report durable, and puts the new seal.
-    fn give_up_exclusively(&self, unit_bytes: u64, reporter: &mut LossReporter<'_>) -> Result<()> {
+    fn salvage_exclusively(&self, unit_bytes: u64, reporter: &mut LossReporter<'_>) -> Result<()> {
         let names = self.votes().names()?;
         if names.contains(DONE_ALL) {
             return Ok(());
         }
-        let stored = own::read_file(self.base, self.votes().dir(), SEAL_NAME)?;
-        let old = stored.as_deref().and_then(Seal::decode);
-        let is_damaged = stored.is_some() && old.is_none();
-        let salvaged = self.container.salvage_indexes(self.base, old.as_ref())?;
-        let mut seal = old.clone().unwrap_or_else(|| {
-            let ends = salvaged
-                .iter()
-                .map(|(writer, index)| (writer.index_name(), index.end));
-            Seal::new(ends.collect(), unit_bytes)
-        });
-        for (writer, index) in &salvaged {
-            if !index.lost.is_empty() {
-                let parts = seal.lost.indexes.entry(writer.index_name()).or_default();
-                parts.clone_from(&index.lost);
-            }
-        }
+        let stored_seal = own::read_file(self.backing, self.votes().dir(), SEAL_NAME)?;
+        let old_seal = stored_seal.as_deref().and_then(Seal::decode);
+        let is_seal_damaged = stored_seal.is_some() && old_seal.is_none();
+        let indexes = self
+            .container
+            .salvage_indexes(self.backing, old_seal.as_ref())?;
+        let mut seal = seal_of_readable(old_seal.as_ref(), &indexes, unit_bytes);
         // From here on this host reads the container by the new seal.
-        self.container.apply_seal(self.base, seal.clone())?;
-        if old.is_none() {
+        self.container.apply_seal(self.backing, seal.clone())?;
+        if old_seal.is_none() {
             seal.len = self.container.len();
         }
         // Parts that are in the plain file are not lost. If the old seal is damaged, nothing is known of the parts, so
         // none counts as flat.
-        let is_flat = |part: u64| !is_damaged && names.contains(&done_name(part));
-        // Finds the damaged blocks. A table may turn out to be damaged meanwhile. The index is then read in its place
-        // and may give other bytes, so the search is repeated.
-        loop {
-            let rejected = self.container.rejected_table_count();
-            let visited = self.visit_lost_bytes(&mut seal, &is_flat, &mut |_| Ok(()));
-            if self.container.rejected_table_count() == rejected {
-                visited?;
-                break;
-            }
-        }
-        if is_damaged {
+        let is_flat = |part: u64| !is_seal_damaged && names.contains(&done_name(part));
+        self.add_lost_blocks(&mut seal, &is_flat)?;
+        if is_seal_damaged {
             reporter.add(LostPart::Seal)?;
         }
-        for (writer, index) in &salvaged {
+        for (writer, index) in &indexes {
             self.report_lost_frames(writer, &index.lost, reporter)?;
         }
-        self.visit_lost_bytes(&mut seal, &is_flat, &mut |part| {
+        self.visit_lost_bytes(&mut seal, &is_flat, &mut |unreadable| {
             reporter.add(LostPart::Bytes {
-                range: part.file,
-                host: part.host,
-                log: part.log,
+                range: unreadable.file,
+                host: unreadable.host,
+                log: unreadable.log,
             })
         })?;
-        if old.is_some_and(|old| old == seal) || (stored.is_none() && seal.lost.is_empty()) {
+        let is_same_seal = old_seal.is_some_and(|old_seal| old_seal == seal);
+        let is_undamaged = stored_seal.is_none() && seal.lost.is_empty();
+        if is_same_seal || is_undamaged {
             return Ok(());
         }
+        // The report is durable before anything is given up.
         reporter.report.sync()?;
-        if is_damaged {
+        if is_seal_damaged {
             // The old seal may have had parts of another length, so their marks mean nothing.
-            let done = names.iter().filter(|name| is_done_part(name));
-            self.votes().remove_files(done.map(String::as_str))?;
+            let part_marks = names.iter().filter(|name| is_done_part(name));
+            self.votes().remove_files(part_marks.map(String::as_str))?;
         }
-        own::replace_file(self.base, self.votes().dir(), SEAL_NAME, &seal.encode()?)?;
-        self.container.apply_seal(self.base, seal)
+        let encoded = seal.encode()?;
+        own::replace_file(self.backing, self.votes().dir(), SEAL_NAME, &encoded)?;
+        self.container.apply_seal(self.backing, seal)
+    }
+
+    /// Finds the damaged blocks of the logs, and adds them to the seal.
+    ///
+    /// A table may turn out to be damaged meanwhile. The index is then read in its place and may give other bytes, so
+    /// the search is repeated.
+    fn add_lost_blocks(&self, seal: &mut Seal, is_flat: &dyn Fn(u64) -> bool) -> Result<()> {
+        loop {
+            let rejected_tables = self.container.rejected_table_count();
+            let outcome = self.visit_lost_bytes(seal, is_flat, &mut |_| Ok(()));
+            if self.container.rejected_table_count() == rejected_tables {
+                return outcome;
+            }
+        }
     }
 
     /// Reports the lost parts of an index, except those that are also in tables.
@@ -228,8 +244,8 @@ impl<B: Backing> Ending<'_, B> {
         lost: &[Range<u64>],
         reporter: &mut LossReporter<'_>,
     ) -> Result<()> {
-        let covered = self.container.covered(writer);
-        for range in lost.iter().filter(|range| range.end > covered) {
+        let sorted_end = self.container.sorted_end(writer);
+        for range in lost.iter().filter(|range| range.end > sorted_end) {
             reporter.add(LostPart::Changes {
                 host: writer.host().to_owned(),
                 index: writer.index_name(),
@@ -244,23 +260,28 @@ impl<B: Backing> Ending<'_, B> {
         &self,
         seal: &mut Seal,
         is_flat: &dyn Fn(u64) -> bool,
-        visit: &mut dyn FnMut(Unreadable) -> Result<()>,
+        visit: &mut dyn FnMut(UnreadableRange) -> Result<()>,
     ) -> Result<()> {
         let mut walk = Walk::new(0..seal.len);
         loop {
-            let segments = self.container.find_next(self.base, &mut walk)?;
+            let segments = self.container.find_next(self.backing, &mut walk)?;
             if segments.is_empty() {
                 return Ok(());
             }
-            let pieces = segments.into_iter().flat_map(|segment| seal.split(segment));
-            let pieces: Vec<_> = pieces.filter(|(part, _)| !is_flat(*part)).collect();
-            for (_, segment) in pieces {
+            let pieces = segments
+                .into_iter()
+                .flat_map(|segment| seal.split(segment))
+                .filter(|(part, _)| !is_flat(*part));
+            let segments_to_check: Vec<_> = pieces.map(|(_, segment)| segment).collect();
+            for segment in segments_to_check {
                 let lost = &mut seal.lost;
-                let unreadable = self.container.find_unreadable(self.base, &segment, lost)?;
-                for part in unreadable {
-                    let blocks = lost.logs.entry(part.log.clone()).or_default();
-                    blocks.insert(part.block);
-                    visit(part)?;
+                let unreadable = self
+                    .container
+                    .find_unreadable(self.backing, &segment, lost)?;
+                for range in unreadable {
+                    let lost_blocks = lost.logs.entry(range.log.clone()).or_default();
+                    lost_blocks.insert(range.block);
+                    visit(range)?;
                 }
             }
         }
@@ -271,64 +292,90 @@ impl<B: Backing> Container<B> {
     /// Finds how much of each index can be read, and makes that durable. `seal` says how much counts, if it is known.
     fn salvage_indexes(
         &self,
-        base: &B,
+        backing: &B,
         seal: Option<&Seal>,
     ) -> Result<BTreeMap<Writer, ReadableIndex>> {
-        let names = own::list(base, &self.dir)?;
-        let listed = names.iter().filter_map(|(name, ..)| Writer::of_index(name));
+        let names = own::list(backing, &self.dir)?;
+        let listed = names
+            .iter()
+            .filter_map(|(name, ..)| Writer::from_index_name(name));
         let sealed = seal.map_or_else(Vec::new, Seal::writers);
-        let mut salvaged = BTreeMap::new();
+        let mut indexes = BTreeMap::new();
         for writer in listed.chain(sealed) {
             let limit = seal.map(|seal| seal.limit_of(&writer));
-            let index = match own::find_file(base, &self.dir, &writer.index_name())? {
+            let index = match own::find_file(backing, &self.dir, &writer.index_name())? {
                 Some(inode) => {
-                    let index = base.open(&inode, Access::Read)?;
-                    base.sync(&index, true)?;
-                    salvage_index(base, &index, writer.id(), limit)?
+                    let file = backing.open(&inode, Access::Read)?;
+                    backing.sync(&file, true)?;
+                    salvage_index(backing, &file, writer.id(), limit)?
                 }
-                None => ReadableIndex {
-                    end: limit.unwrap_or(0),
-                    lost: limit.map(|limit| 0..limit).into_iter().collect(),
-                },
+                None => ReadableIndex::missing(limit),
             };
-            salvaged.insert(writer, index);
+            indexes.insert(writer, index);
         }
-        Ok(salvaged)
+        Ok(indexes)
     }
+}
+
+/// Returns the old seal, or a seal of all that can be read if there is none. Adds the parts of indexes that contain no
+/// frames to what is lost.
+fn seal_of_readable(
+    old_seal: Option<&Seal>,
+    indexes: &BTreeMap<Writer, ReadableIndex>,
+    unit_bytes: u64,
+) -> Seal {
+    let mut seal = match old_seal {
+        Some(old_seal) => old_seal.clone(),
+        None => {
+            let ends = indexes
+                .iter()
+                .map(|(writer, index)| (writer.index_name(), index.end));
+            Seal::new(ends.collect(), unit_bytes)
+        }
+    };
+    for (writer, index) in indexes {
+        if !index.lost.is_empty() {
+            let lost_parts = seal.lost.indexes.entry(writer.index_name()).or_default();
+            lost_parts.clone_from(&index.lost);
+        }
+    }
+    seal
 }
 
 /// Reads an index up to `limit`, and skips parts that contain no frames. Without a limit, reads up to the last synced
 /// frame.
 fn salvage_index<B: Backing>(
-    base: &B,
+    backing: &B,
     index: &B::File,
     writer: WriterId,
     limit: Option<u64>,
 ) -> Result<ReadableIndex> {
-    let mut salvaged = ReadableIndex {
+    let mut readable = ReadableIndex {
         end: 0,
         lost: Vec::new(),
     };
     let end_max = limit.unwrap_or(u64::MAX);
-    while salvaged.end < end_max {
-        let from = salvaged.end;
-        salvaged.end = read_index(base, index, writer, from..end_max)?.to;
-        if salvaged.end > from {
+    while readable.end < end_max {
+        let start = readable.end;
+        readable.end = read_index(backing, index, writer, start..end_max)?.end;
+        if readable.end > start {
             continue;
         }
-        let has_more = limit.is_some() || has_synced_frame_after(base, index, from)?;
-        let next = if has_more {
-            find_frame(base, index, from + 1, &|_| true)?
+        // No frame begins here. The index goes on at the next frame, or at the limit.
+        let has_more = limit.is_some() || has_synced_frame_after(backing, index, start)?;
+        let next_frame = if has_more {
+            let is_any = |_: &Frame| true;
+            find_frame(backing, index, start + 1, &is_any)?
         } else {
             None
         };
-        let Some(next) = next.or(limit) else {
+        let Some(lost_end) = next_frame.or(limit) else {
             break;
         };
-        salvaged.end = next.min(end_max);
-        salvaged.lost.push(from..salvaged.end);
+        readable.end = lost_end.min(end_max);
+        readable.lost.push(start..readable.end);
     }
-    Ok(salvaged)
+    Ok(readable)
 }
 
 impl Report for Vec<Loss> {

@@ -55,7 +55,7 @@ use crate::{tag, times};
 pub(crate) const SEAL_NAME: &str = ballot::DECISION;
 /// Units of work that change the plain file as a whole.
 const CUT: &str = "cut";
-const END: &str = "all";
+const FINISH: &str = "all";
 /// File in a container that is flat.
 pub(crate) const DONE_ALL: &str = "done-all";
 /// Length of a part, which one host copies at a time. The seal stores it, so that all hosts divide a file in the same
@@ -77,20 +77,20 @@ pub struct Seal {
     /// Length of a part in bytes.
     unit_bytes: u64,
     /// What was given up because it cannot be read ([`crate::salvage`]).
-    #[serde(default, skip_serializing_if = "Lost::is_empty")]
-    pub(crate) lost: Lost,
+    #[serde(default, skip_serializing_if = "LostParts::is_empty")]
+    pub(crate) lost: LostParts,
 }
 
 /// The damaged parts of a container that were given up.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Lost {
+pub(crate) struct LostParts {
     /// Parts of indexes that contain no frames, by the index's name.
     pub(crate) indexes: BTreeMap<String, Vec<Range<u64>>>,
     /// Positions of blocks of logs that read as zeros, by the log's name.
     pub(crate) logs: BTreeMap<String, BTreeSet<u64>>,
 }
 
-impl Lost {
+impl LostParts {
     pub(crate) fn is_empty(&self) -> bool {
         self.indexes.is_empty() && self.logs.is_empty()
     }
@@ -122,7 +122,7 @@ impl Seal {
             indexes,
             len: 0,
             unit_bytes,
-            lost: Lost::default(),
+            lost: LostParts::default(),
         }
     }
 
@@ -133,9 +133,10 @@ impl Seal {
 
     /// Returns the writers whose indexes have bytes that count.
     pub(crate) fn writers(&self) -> Vec<Writer> {
-        let nonempty = self.indexes.iter().filter(|(_, bytes)| **bytes > 0);
-        nonempty
-            .filter_map(|(name, _)| Writer::of_index(name.as_bytes()))
+        self.indexes
+            .iter()
+            .filter(|(_, bytes)| **bytes > 0)
+            .filter_map(|(name, _)| Writer::from_index_name(name.as_bytes()))
             .collect()
     }
 
@@ -150,8 +151,8 @@ impl Seal {
     }
 
     /// Reads the seal of a sealed container. Fails with ENOENT if there is none, and with EIO if it is damaged.
-    pub(crate) fn load<B: Backing>(base: &B, dir: &B::Inode) -> Result<Self> {
-        let bytes = own::read_file(base, dir, SEAL_NAME)?.ok_or(Errno::NOENT)?;
+    pub(crate) fn load<B: Backing>(backing: &B, dir: &B::Inode) -> Result<Self> {
+        let bytes = own::read_file(backing, dir, SEAL_NAME)?.ok_or(Errno::NOENT)?;
         Self::decode(&bytes).ok_or_else(|| {
             tracing::error!(
                 "a sealed container cannot be read: its seal, the file `{SEAL_NAME}`, is damaged"
@@ -178,9 +179,9 @@ impl Seal {
         while !segment.file.is_empty() {
             let part = segment.file.start / self.unit_bytes;
             let end = self.range_of(part).end;
-            pieces.push((part, segment.take_first(end - segment.file.start)));
+            pieces.push((part, segment.split_off_first(end - segment.file.start)));
         }
-        debug_assert!(pieces.is_sorted_by(|(one, _), (next, _)| one < next));
+        debug_assert!(pieces.is_sorted_by(|(left, _), (right, _)| left < right));
         pieces
     }
 
@@ -201,7 +202,7 @@ enum Batch {
 
 /// Result of an attempt to flatten a container.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Flat {
+pub enum FlattenProgress {
     /// Other hosts are still copying parts.
     Waits,
     /// All bytes are in the plain file. The container can be removed.
@@ -221,37 +222,38 @@ impl Protocol for Flattening {
     const PRESENCE: Presence = Presence::Living;
 
     fn plan(&self, _seal: &Seal) -> Plan {
-        let parts = self.parts.get().map_or(&[][..], Vec::as_slice);
-        let parts = parts.iter().map(|part| Unit::Part(part.to_string()));
+        let part_numbers = self.parts.get().map_or(&[][..], Vec::as_slice);
+        let copies = part_numbers
+            .iter()
+            .map(|number| Unit::Part(number.to_string()))
+            .collect();
         Plan {
             stops_first: false,
-            stages: vec![
-                vec![Unit::Whole(CUT)],
-                parts.collect(),
-                vec![Unit::Whole(END)],
-            ],
+            stages: vec![vec![Unit::Whole(CUT)], copies, vec![Unit::Whole(FINISH)]],
         }
     }
 }
 
-/// The end of one container. It has the means to register writers, to seal, to flatten and to remove.
-pub struct Ending<'a, B: Backing> {
-    pub(crate) base: &'a B,
+/// The steps in the life of one container: writers register, the container is sealed, flattened and removed.
+pub struct Lifecycle<'a, B: Backing> {
+    pub(crate) backing: &'a B,
     pub(crate) container: &'a Container<B>,
     ballot: Ballot<'a, B, Flattening>,
 }
 
-impl<'a, B: Backing> Ending<'a, B> {
-    /// Opens the ballot of the container `name` in the directory `top`. Returns `None` if the container is removed.
-    pub fn of(
-        base: &'a B,
+impl<'a, B: Backing> Lifecycle<'a, B> {
+    /// Opens the container `name` in the directory `file_dir`. Returns `None` if the container is removed.
+    pub fn open(
+        backing: &'a B,
         container: &'a Container<B>,
-        top: &B::Inode,
+        file_dir: &B::Inode,
         name: &str,
     ) -> Result<Option<Self>> {
-        let votes = VoteDir::find(base, top, name, &container.host)?;
-        Ok(votes.map(|votes| Self {
-            base,
+        let Some(votes) = VoteDir::find(backing, file_dir, name, &container.host)? else {
+            return Ok(None);
+        };
+        Ok(Some(Self {
+            backing,
             container,
             ballot: Ballot::in_dir(votes, Flattening::default()),
         }))
@@ -285,27 +287,23 @@ impl<'a, B: Backing> Ending<'a, B> {
             DecisionStep::Decide => self.decide(inode, unit_bytes)?,
             DecisionStep::Decided => {}
         }
-        let seal = Seal::load(self.base, self.votes().dir())?;
-        self.container.apply_seal(self.base, seal)?;
+        let seal = Seal::load(self.backing, self.votes().dir())?;
+        self.container.apply_seal(self.backing, seal)?;
         Ok(true)
     }
 
     /// Puts a seal with the present lengths of the indexes, unless another host has put one.
     fn decide(&self, inode: &B::Inode, unit_bytes: u64) -> Result<()> {
-        let lengths = self.container.sync_and_measure_indexes(self.base)?;
-        let indexes = lengths
-            .iter()
-            .map(|(writer, bytes)| (writer.index_name(), *bytes))
-            .collect();
-        let mut seal = Seal::new(indexes, unit_bytes);
+        let index_lengths = self.container.sync_and_measure_indexes(self.backing)?;
+        let mut seal = Seal::new(index_lengths, unit_bytes);
         // A host that was taken for dead may still append. So the length is computed from these bytes of the indexes
         // only.
-        self.container.apply_seal(self.base, seal.clone())?;
+        self.container.apply_seal(self.backing, seal.clone())?;
         seal.len = self.container.len();
         // The time is read after `closing` exists: a host that sets the time later sees `closing`, and records the time
         // in the container.
-        let modified = self.base.attr_now(inode)?.mtime;
-        times::record_first(self.base, self.votes().dir(), modified)?;
+        let modified = self.backing.attr_now(inode)?.mtime;
+        times::record_first(self.backing, self.votes().dir(), modified)?;
         self.ballot.decide(&seal).map(drop)
     }
 
@@ -329,21 +327,13 @@ impl<'a, B: Backing> Ending<'a, B> {
     }
 
     /// Does what this host can to flatten a sealed container into the plain file `inode`, which is open as `plain`.
-    pub fn flatten(&self, inode: &B::Inode, plain: &B::File) -> Result<Flat> {
-        let seal = Seal::load(self.base, self.votes().dir())?;
+    pub fn flatten(&self, inode: &B::Inode, plain: &B::File) -> Result<FlattenProgress> {
+        let seal = Seal::load(self.backing, self.votes().dir())?;
         let names = self.votes().names()?;
         if names.contains(DONE_ALL) {
-            return Ok(Flat::Done);
+            return Ok(FlattenProgress::Done);
         }
-        let last_time = self.last_time(&names);
-        if last_time.is_none() {
-            let modified = self.base.attr_of_file_now(plain)?.mtime;
-            times::record_first(self.base, self.votes().dir(), modified)?;
-            self.base.sync_dir(self.votes().dir())?;
-        }
-        // The following calls change the plain file's time. So the time record is read first.
-        let last_time = last_time.or(Some(0));
-        self.container.load_time(self.base, last_time)?;
+        self.load_last_time(&names, plain)?;
         let parts = self.find_parts(&seal)?;
         self.ballot.protocol().parts.get_or_init(|| parts);
         let progress = self
@@ -351,12 +341,27 @@ impl<'a, B: Backing> Ending<'a, B> {
             .carry_out(|unit| self.run_unit(unit, &seal, inode, plain))?;
         Ok(match progress {
             // A container is removed only after it is flat.
-            Progress::Done | Progress::Gone => Flat::Done,
-            Progress::Waits(_) => Flat::Waits,
+            Progress::Done | Progress::Gone => FlattenProgress::Done,
+            Progress::Waits(_) => FlattenProgress::Waits,
         })
     }
 
-    /// Runs one unit of the protocol.
+    /// Reads the last time record before this host changes the plain file, which changes the plain file's time. Makes
+    /// the first record if there is none.
+    fn load_last_time(&self, names: &BTreeSet<String>, plain: &B::File) -> Result<()> {
+        let last_number = match self.last_time_number(names) {
+            Some(number) => number,
+            None => {
+                let modified = self.backing.attr_of_file_now(plain)?.mtime;
+                times::record_first(self.backing, self.votes().dir(), modified)?;
+                self.backing.sync_dir(self.votes().dir())?;
+                times::FIRST_NUMBER
+            }
+        };
+        self.container.load_time(self.backing, Some(last_number))
+    }
+
+    /// Runs one unit of the protocol: the cut, the copy of a part, or the finish.
     fn run_unit(&self, unit: &Unit, seal: &Seal, inode: &B::Inode, plain: &B::File) -> Result<()> {
         match unit {
             Unit::Whole(CUT) => self.cut(plain),
@@ -364,7 +369,8 @@ impl<'a, B: Backing> Ending<'a, B> {
             Unit::Part(number) => {
                 let number = number.parse().map_err(|_| Errno::INVAL)?;
                 self.copy_logs(seal.range_of(number), plain)?;
-                self.base.sync(plain, false)
+                // The bytes are durable before the part is marked as copied.
+                self.backing.sync(plain, false)
             }
         }
     }
@@ -380,10 +386,10 @@ impl<'a, B: Backing> Ending<'a, B> {
 
     /// Cuts the plain file to the bytes that count. Holes of the file beyond them become holes of the plain file.
     fn cut(&self, plain: &B::File) -> Result<()> {
-        let counts = self.container.base_end();
-        if self.base.attr_of_file_now(plain)?.size > counts {
-            self.base.set_len(plain, counts)?;
-            self.base.sync(plain, false)?;
+        let visible_bytes = self.container.visible_plain_bytes();
+        if self.backing.attr_of_file_now(plain)?.size > visible_bytes {
+            self.backing.set_len(plain, visible_bytes)?;
+            self.backing.sync(plain, false)?;
         }
         Ok(())
     }
@@ -394,9 +400,12 @@ impl<'a, B: Backing> Ending<'a, B> {
         let mut parts: Vec<u64> = Vec::new();
         let mut walk = Walk::new(0..seal.len);
         loop {
-            let segments = self.container.find_next(self.base, &mut walk)?;
+            let segments = self.container.find_next(self.backing, &mut walk)?;
             if segments.is_empty() {
-                debug_assert!(parts.is_sorted_by(|one, next| one < next), "parts overlap");
+                debug_assert!(
+                    parts.is_sorted_by(|left, right| left < right),
+                    "parts overlap"
+                );
                 return Ok(parts);
             }
             for Segment { file, source } in segments {
@@ -404,9 +413,11 @@ impl<'a, B: Backing> Ending<'a, B> {
                 if matches!(source, Source::Plain | Source::Hole) {
                     continue;
                 }
-                let next = parts.last().map_or(0, |last| last + 1);
-                let first = (file.start / seal.unit_bytes).max(next);
-                parts.extend(first..file.end.div_ceil(seal.unit_bytes));
+                // The last part of the segment before may be the first one of this segment.
+                let next_new_part = parts.last().map_or(0, |last| last + 1);
+                let first_part = (file.start / seal.unit_bytes).max(next_new_part);
+                let end_part = file.end.div_ceil(seal.unit_bytes);
+                parts.extend(first_part..end_part);
             }
         }
     }
@@ -417,12 +428,14 @@ impl<'a, B: Backing> Ending<'a, B> {
             let (sender, receiver) = mpsc::sync_channel(0);
             let (freed_buffers, free_buffers) = mpsc::channel();
             let walk = Walk::new(range.clone());
-            let reader = std::thread::Builder::new().name("firn-flatten".into());
-            let reader = reader.spawn_scoped(scope, move || {
+            let read_ahead = move || {
                 let send = |batch| sender.send(batch).map_err(|_| Errno::CANCELED);
                 self.read_batches(walk, &free_buffers, &send)
-            });
-            let Ok(reader) = reader else {
+            };
+            let spawned = std::thread::Builder::new()
+                .name("firn-flatten".into())
+                .spawn_scoped(scope, read_ahead);
+            let Ok(reader) = spawned else {
                 return self.copy_logs_alone(range, plain);
             };
             let write = |batch| self.write_batch(batch, plain, &freed_buffers);
@@ -452,21 +465,21 @@ impl<'a, B: Backing> Ending<'a, B> {
         send: &dyn Fn(Batch) -> Result<()>,
     ) -> Result<()> {
         loop {
-            let segments = self.container.find_next(self.base, &mut walk)?;
+            let segments = self.container.find_next(self.backing, &mut walk)?;
             if segments.is_empty() {
                 return Ok(());
             }
-            let mut gathered = Vec::new();
+            let mut batch_segments = Vec::new();
             for segment in segments {
                 match segment.source {
                     Source::Log { .. } => {
-                        self.add_to_batch(segment, &mut gathered, free_buffers, send)?
+                        self.add_to_batch(segment, &mut batch_segments, free_buffers, send)?
                     }
                     Source::Zeros => send(Batch::Zeros(segment.file))?,
                     Source::Plain | Source::Hole => {}
                 }
             }
-            self.read_batch(&mut gathered, free_buffers, send)?;
+            self.read_batch(&mut batch_segments, free_buffers, send)?;
         }
     }
 
@@ -474,39 +487,43 @@ impl<'a, B: Backing> Ending<'a, B> {
     fn add_to_batch(
         &self,
         mut segment: Segment,
-        gathered: &mut Vec<Segment>,
+        batch_segments: &mut Vec<Segment>,
         free_buffers: &Receiver<Vec<u8>>,
         send: &dyn Fn(Batch) -> Result<()>,
     ) -> Result<()> {
         while !segment.file.is_empty() {
-            let room = room_in(gathered, segment.file.start);
-            if room == 0 {
-                self.read_batch(gathered, free_buffers, send)?;
+            let free_bytes = free_bytes_in_batch(batch_segments, segment.file.start);
+            if free_bytes == 0 {
+                self.read_batch(batch_segments, free_buffers, send)?;
                 continue;
             }
-            gathered.push(segment.take_first(room));
+            batch_segments.push(segment.split_off_first(free_bytes));
         }
         Ok(())
     }
 
-    /// Reads the gathered segments, which follow each other in the file, and sends their bytes as one batch.
+    /// Reads the segments of the batch, which follow each other in the file, and sends their bytes.
     fn read_batch(
         &self,
-        gathered: &mut Vec<Segment>,
+        batch_segments: &mut Vec<Segment>,
         free_buffers: &Receiver<Vec<u8>>,
         send: &dyn Fn(Batch) -> Result<()>,
     ) -> Result<()> {
-        let gathered = std::mem::take(gathered);
-        let (Some(first), Some(last)) = (gathered.first(), gathered.last()) else {
+        let segments = std::mem::take(batch_segments);
+        let (Some(first), Some(last)) = (segments.first(), segments.last()) else {
             return Ok(());
         };
-        let start = first.file.start;
+        let file_range = first.file.start..last.file.end;
+        let batch_bytes = file_range.end - file_range.start;
+        let segment_bytes = segments
+            .iter()
+            .map(|segment| segment.file.end - segment.file.start);
+        debug_assert_eq!(segment_bytes.sum::<u64>(), batch_bytes);
         let mut bytes = free_buffers.try_recv().unwrap_or_default();
-        let total = gathered.iter().map(|part| part.file.end - part.file.start);
-        debug_assert_eq!(total.sum::<u64>(), last.file.end - start);
-        bytes.resize((last.file.end - start) as usize, 0);
+        bytes.resize(batch_bytes as usize, 0);
         self.container
-            .read_segments(self.base, &gathered, &mut bytes)?;
+            .read_segments(self.backing, &segments, &mut bytes)?;
+        let start = file_range.start;
         send(Batch::Bytes { start, bytes })
     }
 
@@ -518,13 +535,13 @@ impl<'a, B: Backing> Ending<'a, B> {
         freed_buffers: &Sender<Vec<u8>>,
     ) -> Result<()> {
         match batch {
-            Batch::Zeros(file) => self.write_zeros(file, plain),
+            Batch::Zeros(range) => self.write_zeros(range, plain),
             Batch::Bytes { start, bytes } => {
-                write_vectored(self.base, plain, vec![IoSlice::new(&bytes)], start)?;
+                write_vectored(self.backing, plain, vec![IoSlice::new(&bytes)], start)?;
                 // Starts writing the pages to the server now, so that the sync at the end of the part waits
                 // less.
                 let end = start + bytes.len() as u64;
-                self.base.advise(plain, start..end, PageAdvice::WriteOut);
+                self.backing.advise(plain, start..end, PageAdvice::WriteOut);
                 // The send fails if the reader has ended. Then its memory is not needed.
                 let _ = freed_buffers.send(bytes);
                 Ok(())
@@ -533,13 +550,13 @@ impl<'a, B: Backing> Ending<'a, B> {
     }
 
     /// Writes zeros into a range of the plain file, as far as the plain file reaches.
-    fn write_zeros(&self, file: Range<u64>, plain: &B::File) -> Result<()> {
-        let end = file.end.min(self.base.attr_of_file_now(plain)?.size);
-        let zeros = vec![0; COPY_BYTES.min(end.saturating_sub(file.start)) as usize];
-        let mut start = file.start;
+    fn write_zeros(&self, range: Range<u64>, plain: &B::File) -> Result<()> {
+        let end = range.end.min(self.backing.attr_of_file_now(plain)?.size);
+        let zeros = vec![0; COPY_BYTES.min(end.saturating_sub(range.start)) as usize];
+        let mut start = range.start;
         while start < end {
             let len = (end - start).min(zeros.len() as u64);
-            own::write_all(self.base, plain, &zeros[..len as usize], start)?;
+            own::write_all(self.backing, plain, &zeros[..len as usize], start)?;
             start += len;
         }
         Ok(())
@@ -548,44 +565,47 @@ impl<'a, B: Backing> Ending<'a, B> {
     /// Sets the length and the time of the plain file ([`crate::times`]), and removes its tag.
     fn finish(&self, seal: &Seal, inode: &B::Inode, plain: &B::File) -> Result<()> {
         // A file without changes keeps its length and its times.
-        if self.base.attr_of_file_now(plain)?.size != seal.len {
-            self.base.set_len(plain, seal.len)?;
+        if self.backing.attr_of_file_now(plain)?.size != seal.len {
+            self.backing.set_len(plain, seal.len)?;
         }
-        tag::clear(self.base, inode, &self.container.name)?;
-        let last = self.last_time(&self.votes().names()?).unwrap_or(0);
+        tag::clear(self.backing, inode, &self.container.name)?;
+        let names = self.votes().names()?;
+        let last_number = self.last_time_number(&names).unwrap_or(times::FIRST_NUMBER);
         // The sync also makes the removal of the tag durable.
-        times::finish(self.base, self.votes().dir(), last, &|modified| {
+        times::finish(self.backing, self.votes().dir(), last_number, &|modified| {
             self.set_modified(inode, plain, modified)?;
-            self.base.sync(plain, false)
+            self.backing.sync(plain, false)
         })
     }
 
     /// Sets the plain file's modification time. If firnd may not set it, the plain file keeps its present time.
     fn set_modified(&self, inode: &B::Inode, plain: &B::File, modified: Time) -> Result<()> {
-        if self.base.attr_of_file_now(plain)?.mtime == modified {
+        if self.backing.attr_of_file_now(plain)?.mtime == modified {
             return Ok(());
         }
-        let modified = SetTime::At(modified);
-        match self.base.set_times(inode, SetTime::Keep, modified) {
+        let outcome = self
+            .backing
+            .set_times(inode, SetTime::Keep, SetTime::At(modified));
+        match outcome {
             Err(Errno::PERM | Errno::ACCESS) => Ok(()),
-            set => set,
+            outcome => outcome,
         }
     }
 
     /// Returns the number of the last time record among the names in the container.
-    fn last_time(&self, names: &BTreeSet<String>) -> Option<u64> {
-        times::last(names.iter().map(|name| name.as_bytes()))
+    fn last_time_number(&self, names: &BTreeSet<String>) -> Option<u64> {
+        times::last_record_number(names.iter().map(|name| name.as_bytes()))
     }
 
     /// Returns whether the container accepts no new writers.
     pub fn is_closing(&self) -> Result<bool> {
-        let file = own::find(self.base, self.votes().dir(), OsStr::new(CLOSING))?;
+        let file = own::find(self.backing, self.votes().dir(), OsStr::new(CLOSING))?;
         Ok(file.is_some())
     }
 
     /// Returns whether all bytes are in the plain file.
     pub fn is_flat(&self) -> Result<bool> {
-        let file = own::find(self.base, self.votes().dir(), OsStr::new(DONE_ALL))?;
+        let file = own::find(self.backing, self.votes().dir(), OsStr::new(DONE_ALL))?;
         Ok(file.is_some())
     }
 
@@ -597,7 +617,7 @@ impl<'a, B: Backing> Ending<'a, B> {
 
 /// Returns how many bytes of a segment at `start` in the file fit in a batch; 0 if the segment does not continue the
 /// batch.
-fn room_in(batch: &[Segment], start: u64) -> u64 {
+fn free_bytes_in_batch(batch: &[Segment], start: u64) -> u64 {
     let (Some(first), Some(last)) = (batch.first(), batch.last()) else {
         return COPY_BYTES;
     };
@@ -622,11 +642,11 @@ pub(crate) fn is_done_part(name: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::resolve::{Key, WriterId};
+    use crate::resolve::{ChangeKey, WriterId};
 
     fn segment(file: Range<u64>, position: u64) -> Segment {
         let writer = WriterId { host: 1, life: 1 };
-        let key = Key {
+        let key = ChangeKey {
             epoch: 1,
             writer,
             frame: 0,
@@ -643,22 +663,22 @@ mod tests {
 
     #[test]
     fn a_batch_ends_where_it_is_full_or_the_file_has_a_gap() {
-        assert_eq!(room_in(&[], 7), COPY_BYTES);
+        assert_eq!(free_bytes_in_batch(&[], 7), COPY_BYTES);
         let batch = [segment(100..200, 0)];
-        assert_eq!(room_in(&batch, 200), COPY_BYTES - 100);
-        assert_eq!(room_in(&batch, 201), 0);
+        assert_eq!(free_bytes_in_batch(&batch, 200), COPY_BYTES - 100);
+        assert_eq!(free_bytes_in_batch(&batch, 201), 0);
         let full = [segment(100..100 + COPY_BYTES, 0)];
-        assert_eq!(room_in(&full, 100 + COPY_BYTES), 0);
+        assert_eq!(free_bytes_in_batch(&full, 100 + COPY_BYTES), 0);
         let many = vec![segment(0..1, 0); COPY_PIECES];
-        assert_eq!(room_in(&many, 1), 0);
+        assert_eq!(free_bytes_in_batch(&many, 1), 0);
     }
 
     #[test]
     fn what_is_left_of_a_segment_goes_on_in_its_log() {
         let mut rest = segment(100..200, 5000);
-        assert_eq!(rest.take_first(30), segment(100..130, 5000));
+        assert_eq!(rest.split_off_first(30), segment(100..130, 5000));
         assert_eq!(rest, segment(130..200, 5030));
-        assert_eq!(rest.take_first(1000), segment(130..200, 5030));
+        assert_eq!(rest.split_off_first(1000), segment(130..200, 5030));
         assert!(rest.file.is_empty());
     }
 }

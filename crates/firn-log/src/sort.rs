@@ -1,4 +1,5 @@
-//! Makes tables from the frames of an index, and merges small tables into larger ones (as a log-structured merge tree does).
+//! Makes tables from the frames of an index, and merges small tables into larger ones (as a log-structured merge tree
+//! does).
 //!
 //! A host sorts a part of its index before the part becomes too long for the memory of other hosts. It sorts the rest
 //! when it ends writing. Tables of like size are then merged. So an index of any length is sorted with little memory.
@@ -15,8 +16,8 @@ use firn_backing::{Backing, Errno, Result};
 use crate::cut::Growth;
 use crate::frame::{Change, Frame, Span};
 use crate::names::Writer;
-use crate::resolve::{Key, Layer, layers_of};
-use crate::table::{Cuts, Table, TableWriter};
+use crate::resolve::{ChangeKey, Layer, layers_of};
+use crate::table::{StoredLengthChanges, Table, TableWriter};
 
 /// Number of tables of one level that are merged into one of the next level.
 const MERGED_TABLES: usize = 16;
@@ -26,7 +27,7 @@ const STAYS_LENGTH_RATIO: u64 = 4;
 
 /// Sorts one index: the container's directory, and the writer of the index.
 pub(crate) struct Sorter<'a, B: Backing> {
-    pub(crate) base: &'a B,
+    pub(crate) backing: &'a B,
     pub(crate) dir: &'a B::Inode,
     pub(crate) writer: &'a Writer,
     /// Turn of the sorting host, which selects the lane of its tables.
@@ -36,60 +37,73 @@ pub(crate) struct Sorter<'a, B: Backing> {
 impl<B: Backing> Sorter<'_, B> {
     /// Makes a table of the frames of `part` of the index. Each frame comes with its position.
     pub(crate) fn sort(&self, frames: Vec<(u64, Frame)>, part: Range<u64>) -> Result<()> {
-        let (mut layers, mut spans, mut cuts) = (Vec::new(), Vec::new(), Cuts::default());
-        let last_epoch = frames.iter().map(|(_, frame)| frame.epoch).max();
+        let mut layers = Vec::new();
+        let mut spans = Vec::new();
+        let mut length_changes = StoredLengthChanges::default();
+        let mut last_epoch = 0;
         for (offset, frame) in frames {
-            let key = Key {
+            last_epoch = last_epoch.max(frame.epoch);
+            let key = ChangeKey {
                 epoch: frame.epoch,
                 writer: self.writer.id(),
                 frame: offset,
             };
             match frame.change {
-                Change::Cut(cut) => cuts.add_cut(self.writer, offset, cut),
-                Change::Grown(len) => cuts.growths.add(Growth { frame: offset, len }),
+                Change::Cut(cut) => length_changes.add_cut(self.writer, offset, cut),
+                Change::Grown(len) => length_changes.growths.add(Growth { frame: offset, len }),
                 Change::Synced => {}
                 change @ (Change::Written(_) | Change::Zeroed(_)) => {
                     let (span, runs) = change.split();
-                    let change_layers = layers_of(key, span.as_ref(), &runs);
-                    layers.extend(change_layers.flat_map(Layer::split_if_short));
+                    for layer in layers_of(key, span.as_ref(), &runs) {
+                        layers.extend(layer.split_if_short());
+                    }
                     spans.extend(span.map(|span| (offset, span)));
                 }
             }
         }
         layers.sort_unstable_by_key(sort_key);
-        let layers = layers.into_iter().map(Ok);
-        let rest = (cuts, last_epoch.unwrap_or(0));
-        self.write_table(0, part, layers, spans.into_iter().map(Ok), rest)
+        let contents = TableContents {
+            layers: layers.into_iter().map(Ok),
+            spans: spans.into_iter().map(Ok),
+            length_changes,
+            last_epoch,
+        };
+        let level_of_unmerged = 0;
+        self.write_table(level_of_unmerged, part, contents)
     }
 
     /// Merges the last [`MERGED_TABLES`] tables of an index if they have the same level. Returns whether they had.
-    pub(crate) fn merge_level(&self, cover: &[Arc<Table<B>>]) -> Result<bool> {
-        let Some(first_merged) = cover.len().checked_sub(MERGED_TABLES) else {
+    pub(crate) fn merge_level(&self, tables: &[Arc<Table<B>>]) -> Result<bool> {
+        let Some(first_merged) = tables.len().checked_sub(MERGED_TABLES) else {
             return Ok(false);
         };
-        let last = &cover[first_merged..];
-        let level = last[0].directory.level;
-        if last.iter().any(|table| table.directory.level != level) {
+        let last_tables = &tables[first_merged..];
+        let level = last_tables[0].directory.level;
+        if last_tables
+            .iter()
+            .any(|table| table.directory.level != level)
+        {
             return Ok(false);
         }
-        self.merge(last)?;
+        self.merge(last_tables)?;
         Ok(true)
     }
 
     /// Merges the last tables of an index, from the first one that is not much longer than all after it together.
-    pub(crate) fn merge_final(&self, cover: &[Arc<Table<B>>]) -> Result<()> {
-        let mut bytes = 0u64;
-        let mut first_merged = cover.len();
-        for (index, table) in cover.iter().enumerate().rev() {
-            let part_bytes = table.part().end - table.part().start;
-            if bytes > 0 && part_bytes / STAYS_LENGTH_RATIO > bytes {
+    pub(crate) fn merge_final(&self, tables: &[Arc<Table<B>>]) -> Result<()> {
+        let mut merged_bytes = 0u64;
+        let mut first_merged = tables.len();
+        for (index, table) in tables.iter().enumerate().rev() {
+            let table_bytes = table.part().end - table.part().start;
+            let is_much_longer = table_bytes / STAYS_LENGTH_RATIO > merged_bytes;
+            if merged_bytes > 0 && is_much_longer {
                 break;
             }
-            bytes += part_bytes;
+            merged_bytes += table_bytes;
             first_merged = index;
         }
-        if cover.len() - first_merged > 1 {
-            self.merge(&cover[first_merged..])?;
+        if tables.len() - first_merged > 1 {
+            self.merge(&tables[first_merged..])?;
         }
         Ok(())
     }
@@ -100,38 +114,44 @@ impl<B: Backing> Sorter<'_, B> {
             return Ok(());
         };
         let part = first.part().start..last.part().end;
-        let levels = tables.iter().map(|table| table.directory.level);
-        let level = levels.max().unwrap_or(0).saturating_add(1);
-        let layers_of = |table: &'t Arc<Table<B>>| {
-            let layers = table.layers(self.base);
-            layers.map(|layer| layer.map_err(Errno::from))
-        };
-        let sources = tables.iter().map(layers_of);
-        let layers = MergedLayers::new(sources)?;
-        let spans = tables.iter().flat_map(|table| table.spans(self.base));
-        let spans = spans.map(|span| span.map_err(Errno::from));
-        let mut cuts = Cuts::default();
+        let mut level = 0;
+        let mut last_epoch = 0;
+        let mut length_changes = StoredLengthChanges::default();
         for table in tables {
-            cuts.merge(&table.directory.cuts);
+            level = level.max(table.directory.level);
+            last_epoch = last_epoch.max(table.directory.last_epoch);
+            length_changes.merge(&table.directory.length_changes);
         }
-        let epochs = tables.iter().map(|table| table.directory.last_epoch);
-        let rest = (cuts, epochs.max().unwrap_or(0));
-        self.write_table(level, part, layers, spans, rest)
+        let layers_of_table = |table: &'t Arc<Table<B>>| {
+            table
+                .layers(self.backing)
+                .map(|layer| layer.map_err(Errno::from))
+        };
+        let spans = tables
+            .iter()
+            .flat_map(|table| table.spans(self.backing))
+            .map(|span| span.map_err(Errno::from));
+        let contents = TableContents {
+            layers: MergedLayers::new(tables.iter().map(layers_of_table))?,
+            spans,
+            length_changes,
+            last_epoch,
+        };
+        self.write_table(level.saturating_add(1), part, contents)
     }
 
-    /// Writes a table of sorted layers and spans. Removes it after an error.
+    /// Writes a table. Removes it after an error.
     fn write_table(
         &self,
         level: u8,
         part: Range<u64>,
-        layers: impl Iterator<Item = Result<Layer>>,
-        spans: impl Iterator<Item = Result<(u64, Span)>>,
-        (cuts, last_epoch): (Cuts, u64),
+        contents: TableContents<
+            impl Iterator<Item = Result<Layer>>,
+            impl Iterator<Item = Result<(u64, Span)>>,
+        >,
     ) -> Result<()> {
-        let mut table = TableWriter::create(self.base, self.dir, level, part, self.turn)?;
-        table.set_cuts(cuts);
-        table.note_epoch(last_epoch);
-        match fill(&mut table, layers, spans) {
+        let mut table = TableWriter::create(self.backing, self.dir, level, part, self.turn)?;
+        match contents.write_to(&mut table) {
             Ok(()) => table.finish(self.writer),
             Err(error) => {
                 table.abandon();
@@ -141,24 +161,37 @@ impl<B: Backing> Sorter<'_, B> {
     }
 }
 
-/// Adds all layers and then all spans to a table.
-fn fill<B: Backing>(
-    table: &mut TableWriter<'_, B>,
-    layers: impl Iterator<Item = Result<Layer>>,
-    spans: impl Iterator<Item = Result<(u64, Span)>>,
-) -> Result<()> {
-    for layer in layers {
-        table.push_layer(&layer?)?;
+/// What a table is to hold.
+struct TableContents<L, S> {
+    /// The layers, in the order of the table.
+    layers: L,
+    /// The spans, each with the position of its frame, in the order of the index.
+    spans: S,
+    length_changes: StoredLengthChanges,
+    /// The largest epoch of all changes.
+    last_epoch: u64,
+}
+
+impl<L: Iterator<Item = Result<Layer>>, S: Iterator<Item = Result<(u64, Span)>>>
+    TableContents<L, S>
+{
+    /// Adds the contents to an empty table.
+    fn write_to<B: Backing>(self, table: &mut TableWriter<'_, B>) -> Result<()> {
+        table.set_length_changes(self.length_changes);
+        table.record_epoch(self.last_epoch);
+        for layer in self.layers {
+            table.push_layer(&layer?)?;
+        }
+        for span in self.spans {
+            let (frame, span) = span?;
+            table.push_span(frame, &span)?;
+        }
+        Ok(())
     }
-    for span in spans {
-        let (frame, span) = span?;
-        table.push_span(frame, &span)?;
-    }
-    Ok(())
 }
 
 /// Sort key of a layer: its first byte, its change, and its length, which makes the order complete.
-type SortKey = (u64, Key, u64);
+type SortKey = (u64, ChangeKey, u64);
 
 /// Returns the sort key of a layer.
 fn sort_key(layer: &Layer) -> SortKey {
@@ -191,16 +224,16 @@ impl<I: Iterator<Item = Result<Layer>>> MergedLayers<I> {
 
     /// Reads the next layer of a source.
     fn advance(&mut self, index: usize) -> Result<()> {
-        let next = self.sources[index].next().transpose()?;
-        if let Some(layer) = &next {
+        let next_layer = self.sources[index].next().transpose()?;
+        if let Some(layer) = &next_layer {
             self.queue.push(Reverse((sort_key(layer), index)));
         }
-        self.heads[index] = next;
+        self.heads[index] = next_layer;
         Ok(())
     }
 
     /// Removes and returns the first of the next layers.
-    fn take(&mut self) -> Result<Option<Layer>> {
+    fn pop_first(&mut self) -> Result<Option<Layer>> {
         let Some(Reverse((_, index))) = self.queue.pop() else {
             return Ok(None);
         };
@@ -214,6 +247,6 @@ impl<I: Iterator<Item = Result<Layer>>> Iterator for MergedLayers<I> {
     type Item = Result<Layer>;
 
     fn next(&mut self) -> Option<Self::Item> {
-        self.take().transpose()
+        self.pop_first().transpose()
     }
 }

@@ -28,10 +28,10 @@ use quick_cache::sync::Cache;
 use serde::{Deserialize, Serialize};
 
 use crate::block::{BLOCK_BYTES, LayerDecoder, LayerEncoder, SpanEncoder, decode_spans};
-use crate::cut::{Growths, Limit, Limits};
+use crate::cut::{GrowthList, Limit, LimitList};
 use crate::frame::{Cut, Span};
 use crate::names::Writer;
-use crate::resolve::{Key, Layer, Layers, LengthChanges, WriterId};
+use crate::resolve::{ChangeKey, Layer, LayersInRange, LengthChanges, WriterId};
 use crate::run::FILE_BYTES_MAX;
 
 const MAGIC: [u8; 8] = *b"FIRNSORT";
@@ -102,37 +102,40 @@ pub struct Directory {
     /// End in the file of the last byte that was written; 0 if none was.
     pub end: u64,
     /// The effect of the cuts and growths.
-    pub cuts: Cuts,
+    pub length_changes: StoredLengthChanges,
     /// The blocks of layers, in order.
     pub layers: Vec<LayerBlock>,
     /// The blocks of spans, in order.
     pub spans: Vec<SpanBlock>,
 }
 
-/// The effect of the cuts and growths in a part of an index.
+/// The effect of the cuts (changes that shorten the file) and growths in a part of an index.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Cuts {
+pub struct StoredLengthChanges {
     /// The shortest length of the cuts, which also cut the plain file; `None` without a cut.
-    pub base: Option<u64>,
+    pub plain_limit: Option<u64>,
     /// What the cuts hide of the changes of each writer.
-    pub limits: BTreeMap<Writer, Limits>,
+    pub limits: BTreeMap<Writer, LimitList>,
     /// The changes that made the file longer.
-    pub growths: Growths,
+    pub growths: GrowthList,
 }
 
-impl Cuts {
+impl StoredLengthChanges {
     /// Adds a cut by `writer`, whose frame begins at `frame` in the writer's index.
     pub(crate) fn add_cut(&mut self, writer: &Writer, frame: u64, cut: Cut) {
         let len = cut.len;
-        self.limit_base(len);
-        let own = (writer.clone(), frame);
-        for (writer, until) in cut.seen.into_iter().chain([own]) {
-            self.limit(writer, Limit { until, len });
+        self.limit_plain(len);
+        let own_index = (writer.clone(), frame);
+        for (limited_writer, until) in cut.seen.into_iter().chain([own_index]) {
+            self.limit(limited_writer, Limit { until, len });
         }
     }
 
-    fn limit_base(&mut self, len: u64) {
-        self.base = Some(self.base.map_or(len, |base| base.min(len)));
+    fn limit_plain(&mut self, len: u64) {
+        self.plain_limit = Some(
+            self.plain_limit
+                .map_or(len, |plain_limit| plain_limit.min(len)),
+        );
     }
 
     fn limit(&mut self, writer: Writer, limit: Limit) {
@@ -143,8 +146,8 @@ impl Cuts {
 
     /// Adds the effect of another part.
     pub(crate) fn merge(&mut self, other: &Self) {
-        if let Some(base) = other.base {
-            self.limit_base(base);
+        if let Some(plain_limit) = other.plain_limit {
+            self.limit_plain(plain_limit);
         }
         for (writer, limits) in &other.limits {
             for limit in limits.iter() {
@@ -158,14 +161,13 @@ impl Cuts {
 
     /// Adds the effect to the length changes of a file. `writer` is the writer of the index.
     pub(crate) fn apply_to(&self, writer: WriterId, length_changes: &mut LengthChanges) {
-        if let Some(base) = self.base {
-            length_changes.limit_base(base);
+        if let Some(plain_limit) = self.plain_limit {
+            length_changes.limit_plain(plain_limit);
         }
-        for (limited, limits) in &self.limits {
-            let id = limited.id();
-            limits
-                .iter()
-                .for_each(|limit| length_changes.limit(id, limit));
+        for (limited_writer, limits) in &self.limits {
+            for limit in limits.iter() {
+                length_changes.limit(limited_writer.id(), limit);
+            }
         }
         for growth in self.growths.iter() {
             length_changes.grow(writer, growth);
@@ -174,8 +176,8 @@ impl Cuts {
 
     fn is_valid(&self) -> bool {
         let is_limited =
-            |(writer, limits): (&Writer, &Limits)| writer.is_valid() && limits.is_valid();
-        self.base <= Some(FILE_BYTES_MAX)
+            |(writer, limits): (&Writer, &LimitList)| writer.is_valid() && limits.is_valid();
+        self.plain_limit <= Some(FILE_BYTES_MAX)
             && self.limits.iter().all(is_limited)
             && self.growths.is_valid()
     }
@@ -183,7 +185,7 @@ impl Cuts {
 
 /// Where a block lies in the table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct BlockPlace {
+pub struct BlockLocation {
     /// Position of the first byte in the table.
     pub position: u64,
     /// Length in bytes.
@@ -196,7 +198,7 @@ pub struct BlockPlace {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LayerBlock {
     /// Where the block lies.
-    pub place: BlockPlace,
+    pub location: BlockLocation,
     /// Offset in the file of the first byte of its layers.
     pub lowest: u64,
     /// End in the file of the last byte of its layers.
@@ -211,7 +213,7 @@ pub struct LayerBlock {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SpanBlock {
     /// Where the block lies.
-    pub place: BlockPlace,
+    pub location: BlockLocation,
     /// Position in the index of its first frame.
     pub first: u64,
 }
@@ -219,12 +221,16 @@ pub struct SpanBlock {
 impl Directory {
     /// Returns the total length of all blocks.
     fn total_block_bytes(&self) -> u64 {
-        let layers = self.layers.iter().map(|block| block.place);
-        let spans = self.spans.iter().map(|block| block.place);
-        layers
-            .chain(spans)
-            .map(|place| u64::from(place.bytes))
+        self.block_locations()
+            .map(|location| u64::from(location.bytes))
             .sum()
+    }
+
+    /// Returns where all blocks lie: those of layers, then those of spans.
+    fn block_locations(&self) -> impl Iterator<Item = BlockLocation> {
+        let layer_blocks = self.layers.iter().map(|block| block.location);
+        let span_blocks = self.spans.iter().map(|block| block.location);
+        layer_blocks.chain(span_blocks)
     }
 
     /// Appends the encoded directory and the trailer to `bytes`.
@@ -240,18 +246,21 @@ impl Directory {
     /// Returns the length of the directory by the trailer of a table of `file_bytes`. Returns `None` if the trailer is
     /// not valid.
     fn directory_bytes(trailer: &[u8], file_bytes: u64) -> Option<u64> {
-        let body = u64::from(u32::from_le_bytes(trailer.get(..4)?.try_into().ok()?));
-        let fits = body <= DIRECTORY_BYTES_MAX && body + TRAILER_BYTES <= file_bytes;
-        (trailer.get(8..)? == MAGIC && fits).then_some(body)
+        let len_field = trailer.get(..4)?.try_into().ok()?;
+        let directory_bytes = u64::from(u32::from_le_bytes(len_field));
+        let has_magic = trailer.get(8..)? == MAGIC;
+        let fits =
+            directory_bytes <= DIRECTORY_BYTES_MAX && directory_bytes + TRAILER_BYTES <= file_bytes;
+        (has_magic && fits).then_some(directory_bytes)
     }
 
     /// Decodes the directory of a table of `file_bytes`. `tail` is the directory and the trailer. Returns `None` if it
     /// is damaged.
     pub fn decode(tail: &[u8], file_bytes: u64) -> Option<Self> {
-        let (body, trailer) = tail.split_at_checked(tail.len().checked_sub(16)?)?;
-        if Self::directory_bytes(trailer, file_bytes)? != body.len() as u64
-            || crc32c::crc32c(body).to_le_bytes() != trailer[4..8]
-        {
+        let (body, trailer) = tail.split_last_chunk::<{ TRAILER_BYTES as usize }>()?;
+        let has_right_len = Self::directory_bytes(trailer, file_bytes)? == body.len() as u64;
+        let has_right_checksum = crc32c::crc32c(body).to_le_bytes() == trailer[4..8];
+        if !has_right_len || !has_right_checksum {
             return None;
         }
         let (directory, rest) = postcard::take_from_bytes::<Self>(body).ok()?;
@@ -261,38 +270,43 @@ impl Directory {
 
     /// Returns whether a decoded directory is consistent. `data_bytes` is the length of all blocks.
     fn is_valid(&self, data_bytes: u64) -> bool {
-        let layers = self.layers.iter().map(|block| block.place);
-        let mut places = layers.chain(self.spans.iter().map(|block| block.place));
-        let mut reach = 0;
-        let has_order = self.layers.iter().all(|block| {
-            reach = block.highest.max(reach);
-            block.reach == reach && block.lowest < block.highest
-        });
         self.from < self.to
             && self.end <= FILE_BYTES_MAX
             && self.first <= self.last
-            && has_order
+            && self.has_valid_bounds()
             && self.layers.is_sorted_by_key(|block| block.lowest)
             && self.spans.is_sorted_by_key(|block| block.first)
-            && self.cuts.is_valid()
-            && places.all(|place| place.is_valid(data_bytes))
+            && self.length_changes.is_valid()
+            && self
+                .block_locations()
+                .all(|location| location.is_valid(data_bytes))
+    }
+
+    /// Returns whether no block of layers is empty, and each has the right `reach`.
+    fn has_valid_bounds(&self) -> bool {
+        let mut reach = 0;
+        for block in &self.layers {
+            reach = block.highest.max(reach);
+            if block.reach != reach || block.lowest >= block.highest {
+                return false;
+            }
+        }
+        true
     }
 
     /// Extends the bounds of the written bytes by a layer.
-    fn note_written(&mut self, layer: &Layer) {
+    fn extend_written_bounds(&mut self, layer: &Layer) {
         let frame = layer.key.frame;
-        let is_first = self.end == 0;
-        self.first = if is_first {
-            frame
-        } else {
-            self.first.min(frame)
-        };
+        let is_first_layer = self.end == 0;
+        if is_first_layer || frame < self.first {
+            self.first = frame;
+        }
         self.last = self.last.max(frame);
         self.end = self.end.max(layer.run.span().end);
     }
 }
 
-impl BlockPlace {
+impl BlockLocation {
     fn is_valid(self, data_bytes: u64) -> bool {
         let end = self.position.checked_add(u64::from(self.bytes));
         u64::from(self.bytes) <= BLOCK_BYTES_MAX && end.is_some_and(|end| end <= data_bytes)
@@ -355,18 +369,18 @@ impl From<TableError> for Errno {
 impl<B: Backing> Table<B> {
     /// Opens the table of a part of an index. Returns `None` if the table is missing or damaged.
     pub(crate) fn open(
-        base: &B,
+        backing: &B,
         dir: &B::Inode,
         writer: &Writer,
         part: Range<u64>,
     ) -> Result<Option<Self>> {
         static OPENED: AtomicU64 = AtomicU64::new(0);
         let name = writer.table_name(&part);
-        let Some(inode) = own::find_file(base, dir, &name)? else {
+        let Some(inode) = own::find_file(backing, dir, &name)? else {
             return Ok(None);
         };
-        let file = base.open(&inode, Access::Read)?;
-        let Some(directory) = load_directory(base, &file)? else {
+        let file = backing.open(&inode, Access::Read)?;
+        let Some(directory) = load_directory(backing, &file)? else {
             tracing::warn!(
                 name,
                 "a sorted index is incomplete: the unsorted index is read instead"
@@ -396,27 +410,31 @@ impl<B: Backing> Table<B> {
     }
 
     /// Returns whether the table holds the change with this key, by its frame.
-    pub(crate) fn holds(&self, key: Key) -> bool {
+    pub(crate) fn holds(&self, key: ChangeKey) -> bool {
         key.writer == self.writer && self.part().contains(&key.frame)
     }
 
     /// Adds the layers that have pieces in `range`. Returns false if there are more pieces than allowed.
     pub(crate) fn collect(
         &self,
-        base: &B,
+        backing: &B,
         cache: &BlockCache,
         range: &Range<u64>,
-        layers: &mut Layers,
+        layers: &mut LayersInRange,
     ) -> TableResult<bool> {
         let blocks = &self.directory.layers;
-        let first = blocks.partition_point(|block| block.reach <= range.start);
-        let overlapping = blocks[first..]
-            .iter()
-            .take_while(|block| block.lowest < range.end);
-        for block in overlapping.filter(|block| block.highest > range.start) {
-            let bytes = self.load_block(base, cache, block.place)?;
-            for layer in LayerDecoder::new(bytes, self.writer) {
-                let layer = layer.map_err(|_| self.mark_damaged())?;
+        // No block before this one reaches into the range.
+        let first_block = blocks.partition_point(|block| block.reach <= range.start);
+        for block in &blocks[first_block..] {
+            if block.lowest >= range.end {
+                break;
+            }
+            if block.highest <= range.start {
+                continue;
+            }
+            let bytes = self.load_block(backing, cache, block.location)?;
+            for decoded in LayerDecoder::new(bytes, self.writer) {
+                let layer = decoded.map_err(|_| self.mark_damaged())?;
                 if layer.run.offset() >= range.end {
                     break;
                 }
@@ -431,20 +449,20 @@ impl<B: Backing> Table<B> {
     /// Returns the span of a change. Returns `None` if the table has none for it.
     pub(crate) fn span(
         &self,
-        base: &B,
+        backing: &B,
         cache: &BlockCache,
-        key: Key,
+        key: ChangeKey,
     ) -> TableResult<Option<Arc<Span>>> {
         let id = (self.id, key.frame);
         if let Some(known) = cache.spans.get(&id) {
             return Ok(Some(known));
         }
         let blocks = &self.directory.spans;
-        let next_number = blocks.partition_point(|block| block.first <= key.frame);
-        let Some(block) = next_number.checked_sub(1).map(|number| &blocks[number]) else {
+        let blocks_up_to_frame = blocks.partition_point(|block| block.first <= key.frame);
+        let Some(block) = blocks[..blocks_up_to_frame].last() else {
             return Ok(None);
         };
-        let bytes = self.load_block(base, cache, block.place)?;
+        let bytes = self.load_block(backing, cache, block.location)?;
         for decoded in decode_spans(&bytes) {
             let (frame, span) = decoded.map_err(|_| self.mark_damaged())?;
             if frame == key.frame {
@@ -458,7 +476,7 @@ impl<B: Backing> Table<B> {
 
     /// Returns the end in the file of the bytes that `limits` do not hide. Returns `None` if blocks must be read to
     /// find it.
-    pub(crate) fn end(&self, limits: Option<&Limits>) -> Option<u64> {
+    pub(crate) fn end(&self, limits: Option<&LimitList>) -> Option<u64> {
         let Directory {
             first, last, end, ..
         } = self.directory;
@@ -466,28 +484,36 @@ impl<B: Backing> Table<B> {
             return Some(end);
         };
         // Limits grow with the frames. If they are equal for the first and the last frame, they are equal for all.
-        if limits.of(first) == limits.of(last) {
-            return Some(end.min(limits.of(last)));
+        let last_limit = limits.len_limit_at(last);
+        if limits.len_limit_at(first) == last_limit {
+            return Some(end.min(last_limit));
         }
         let known_end = self.end.lock();
         let known_end = known_end.as_ref()?;
-        (known_end.limits == limits.between(first, last)).then_some(known_end.end)
+        let is_for_same_limits = known_end.limits == limits.between(first, last);
+        is_for_same_limits.then_some(known_end.end)
     }
 
     /// Computes the end in the file of the bytes that `limits` do not hide, and stores it for [`Table::end`].
-    pub(crate) fn compute_end(&self, base: &B, limits: Option<&Limits>) -> TableResult<()> {
-        let Some(limits) = limits.filter(|limits| self.end(Some(limits)).is_none()) else {
+    pub(crate) fn compute_end(&self, backing: &B, limits: Option<&LimitList>) -> TableResult<()> {
+        let Some(limits) = limits else {
             return Ok(());
         };
+        if self.end(Some(limits)).is_some() {
+            return Ok(());
+        }
         let mut end = 0;
         for block in &self.directory.layers {
-            if block.highest.min(limits.of(block.last)) <= end {
+            let end_max = block.highest.min(limits.len_limit_at(block.last));
+            if end_max <= end {
                 continue;
             }
-            for layer in LayerDecoder::new(self.read_block(base, block.place)?, self.writer) {
-                let layer = layer.map_err(|_| self.mark_damaged())?;
-                if layer.place.is_some() {
-                    end = end.max(layer.run.span().end.min(limits.of(layer.key.frame)));
+            let bytes = self.read_block(backing, block.location)?;
+            for decoded in LayerDecoder::new(bytes, self.writer) {
+                let layer = decoded.map_err(|_| self.mark_damaged())?;
+                if layer.location.is_some() {
+                    let limit = limits.len_limit_at(layer.key.frame);
+                    end = end.max(layer.run.span().end.min(limit));
                 }
             }
         }
@@ -502,24 +528,24 @@ impl<B: Backing> Table<B> {
     /// Returns a block, from the cache if it is there.
     fn load_block(
         &self,
-        base: &B,
+        backing: &B,
         cache: &BlockCache,
-        place: BlockPlace,
+        location: BlockLocation,
     ) -> TableResult<Arc<[u8]>> {
-        let id = (self.id, place.position);
+        let id = (self.id, location.position);
         if let Some(known) = cache.blocks.get(&id) {
             return Ok(known);
         }
-        let block = self.read_block(base, place)?;
+        let block = self.read_block(backing, location)?;
         cache.blocks.insert(id, Arc::clone(&block));
         Ok(block)
     }
 
     /// Reads a block and compares its checksum, without the cache.
-    fn read_block(&self, base: &B, place: BlockPlace) -> TableResult<Arc<[u8]>> {
-        let mut block = vec![0; place.bytes as usize];
-        let count = base.read_at(&self.file, &mut block, place.position)?;
-        if count < block.len() || !place.matches(&block) {
+    fn read_block(&self, backing: &B, location: BlockLocation) -> TableResult<Arc<[u8]>> {
+        let mut block = vec![0; location.bytes as usize];
+        let count = backing.read_at(&self.file, &mut block, location.position)?;
+        if count < block.len() || !location.matches(&block) {
             return Err(self.mark_damaged());
         }
         Ok(block.into())
@@ -538,61 +564,62 @@ impl<B: Backing> Table<B> {
     /// Returns all layers in order, without filling the cache.
     pub(crate) fn layers<'a>(
         &'a self,
-        base: &'a B,
+        backing: &'a B,
     ) -> impl Iterator<Item = TableResult<Layer>> + 'a {
-        let blocks = self.directory.layers.iter();
-        blocks.flat_map(move |block| {
-            let (block, failure) = match self.read_block(base, block.place) {
-                Ok(block) => (Some(block), None),
-                Err(error) => (None, Some(Err(error))),
+        self.directory.layers.iter().flat_map(move |block| {
+            let (bytes, read_error) = match self.read_block(backing, block.location) {
+                Ok(bytes) => (Some(bytes), None),
+                Err(error) => (None, Some(error)),
             };
-            let decoded = block.map(|block| LayerDecoder::new(block, self.writer));
-            let decoded = decoded.into_iter().flatten();
-            let decoded = decoded.map(|layer| layer.map_err(|_| self.mark_damaged()));
-            failure.into_iter().chain(decoded)
+            let decoded_layers = bytes
+                .into_iter()
+                .flat_map(|bytes| LayerDecoder::new(bytes, self.writer))
+                .map(|layer| layer.map_err(|_| self.mark_damaged()));
+            read_error.map(Err).into_iter().chain(decoded_layers)
         })
     }
 
     /// Returns all spans in order, each with its frame, without filling the cache.
     pub(crate) fn spans<'a>(
         &'a self,
-        base: &'a B,
+        backing: &'a B,
     ) -> impl Iterator<Item = TableResult<(u64, Span)>> + 'a {
-        let blocks = self.directory.spans.iter();
-        blocks.flat_map(move |block| {
-            let decoded: Vec<TableResult<(u64, Span)>> = match self.read_block(base, block.place) {
-                Ok(block) => decode_spans(&block)
-                    .map(|span| span.map_err(|_| self.mark_damaged()))
-                    .collect(),
-                Err(error) => vec![Err(error)],
+        self.directory.spans.iter().flat_map(move |block| {
+            let bytes = match self.read_block(backing, block.location) {
+                Ok(bytes) => bytes,
+                Err(error) => return vec![Err(error)],
             };
-            decoded
+            decode_spans(&bytes)
+                .map(|span| span.map_err(|_| self.mark_damaged()))
+                .collect()
         })
     }
 }
 
 /// Reads the directory of a table. Returns `None` if it is damaged.
-fn load_directory<B: Backing>(base: &B, file: &B::File) -> Result<Option<Directory>> {
-    let file_bytes = base.attr_of_file_now(file)?.size;
+fn load_directory<B: Backing>(backing: &B, file: &B::File) -> Result<Option<Directory>> {
+    let file_bytes = backing.attr_of_file_now(file)?.size;
     let Some(trailer_position) = file_bytes.checked_sub(TRAILER_BYTES) else {
         return Ok(None);
     };
     let mut trailer = [0; TRAILER_BYTES as usize];
-    if base.read_at(file, &mut trailer, trailer_position)? < trailer.len() {
+    if backing.read_at(file, &mut trailer, trailer_position)? < trailer.len() {
         return Ok(None);
     }
-    let Some(bytes) = Directory::directory_bytes(&trailer, file_bytes) else {
+    let Some(directory_bytes) = Directory::directory_bytes(&trailer, file_bytes) else {
         return Ok(None);
     };
-    let mut tail = vec![0; (bytes + TRAILER_BYTES) as usize];
-    let count = base.read_at(file, &mut tail, trailer_position - bytes)?;
-    let directory = Directory::decode(&tail, file_bytes);
-    Ok(directory.filter(|_| count == tail.len()))
+    let mut tail = vec![0; (directory_bytes + TRAILER_BYTES) as usize];
+    let count = backing.read_at(file, &mut tail, trailer_position - directory_bytes)?;
+    if count < tail.len() {
+        return Ok(None);
+    }
+    Ok(Directory::decode(&tail, file_bytes))
 }
 
 /// Writes a table under a temporary name. All layers come before all spans, each kind in its order.
 pub(crate) struct TableWriter<'a, B: Backing> {
-    base: &'a B,
+    backing: &'a B,
     dir: &'a B::Inode,
     file: B::File,
     temporary_name: String,
@@ -600,14 +627,14 @@ pub(crate) struct TableWriter<'a, B: Backing> {
     directory: Directory,
     layers: LayerEncoder,
     /// Bounds of the layers in the present block.
-    current: Option<LayerBounds>,
+    current: Option<BlockBounds>,
     spans: SpanEncoder,
     first_span: Option<u64>,
 }
 
 /// Bounds of the layers in a block that is not yet written.
 #[derive(Clone, Copy)]
-struct LayerBounds {
+struct BlockBounds {
     /// Offset in the file of the first byte.
     lowest: u64,
     /// End in the file of the last byte.
@@ -619,7 +646,7 @@ struct LayerBounds {
 impl<'a, B: Backing> TableWriter<'a, B> {
     /// Begins a table of a part of an index. `turn` selects its lane.
     pub(crate) fn create(
-        base: &'a B,
+        backing: &'a B,
         dir: &'a B::Inode,
         level: u8,
         part: Range<u64>,
@@ -629,9 +656,9 @@ impl<'a, B: Backing> TableWriter<'a, B> {
         let temporary_name = format!("new-{random:016x}");
         let caller = own::own_caller();
         let name = OsStr::new(&temporary_name);
-        let (_, file, _) = base.create_placed(&caller, dir, name, 0o600, Placing::Turn(turn))?;
+        let (_, file, _) = backing.create_placed(&caller, dir, name, 0o600, Placing::Turn(turn))?;
         Ok(Self {
-            base,
+            backing,
             dir,
             file,
             temporary_name,
@@ -652,20 +679,17 @@ impl<'a, B: Backing> TableWriter<'a, B> {
     /// Adds a layer, and writes the block if it is full.
     pub(crate) fn push_layer(&mut self, layer: &Layer) -> Result<()> {
         let span = layer.run.span();
-        let Key { epoch, frame, .. } = layer.key;
-        let before = self.current.unwrap_or(LayerBounds {
+        let ChangeKey { epoch, frame, .. } = layer.key;
+        let bounds = self.current.get_or_insert(BlockBounds {
             lowest: span.start,
             highest: span.end,
             last: frame,
         });
-        self.current = Some(LayerBounds {
-            lowest: before.lowest,
-            highest: before.highest.max(span.end),
-            last: before.last.max(frame),
-        });
-        self.note_epoch(epoch);
-        if layer.place.is_some() {
-            self.directory.note_written(layer);
+        bounds.highest = bounds.highest.max(span.end);
+        bounds.last = bounds.last.max(frame);
+        self.record_epoch(epoch);
+        if layer.location.is_some() {
+            self.directory.extend_written_bounds(layer);
         }
         self.layers.push(layer);
         if self.layers.is_full() {
@@ -676,24 +700,24 @@ impl<'a, B: Backing> TableWriter<'a, B> {
 
     /// Writes the present block of layers, if it has any.
     fn finish_layer_block(&mut self) -> Result<()> {
-        let (Some(bytes), Some(block)) = (self.layers.take(), self.current.take()) else {
+        let (Some(bytes), Some(bounds)) = (self.layers.finish_block(), self.current.take()) else {
             return Ok(());
         };
-        let LayerBounds {
+        let BlockBounds {
             lowest,
             highest,
             last,
-        } = block;
-        let before = self.directory.layers.last();
-        let reach = before.map_or(highest, |before| before.reach.max(highest));
+        } = bounds;
+        let last_block = self.directory.layers.last();
+        let reach = last_block.map_or(highest, |block| block.reach.max(highest));
         debug_assert!(
-            before.is_none_or(|before| before.lowest <= lowest),
+            last_block.is_none_or(|block| block.lowest <= lowest),
             "blocks are in order of their first bytes"
         );
         debug_assert!(lowest <= highest && highest <= reach);
-        let place = self.write(&bytes)?;
+        let location = self.write_block(&bytes)?;
         self.directory.layers.push(LayerBlock {
-            place,
+            location,
             lowest,
             highest,
             last,
@@ -715,39 +739,39 @@ impl<'a, B: Backing> TableWriter<'a, B> {
 
     /// Writes the present block of spans, if it has any.
     fn finish_span_block(&mut self) -> Result<()> {
-        let (Some(bytes), Some(first)) = (self.spans.take(), self.first_span.take()) else {
+        let (Some(bytes), Some(first)) = (self.spans.finish_block(), self.first_span.take()) else {
             return Ok(());
         };
-        let place = self.write(&bytes)?;
-        let before = self.directory.spans.last();
+        let location = self.write_block(&bytes)?;
+        let last_block = self.directory.spans.last();
         debug_assert!(
-            before.is_none_or(|before| before.first < first),
+            last_block.is_none_or(|block| block.first < first),
             "blocks are in order of their frames"
         );
-        self.directory.spans.push(SpanBlock { place, first });
+        self.directory.spans.push(SpanBlock { location, first });
         Ok(())
     }
 
     /// Sets the effect of the cuts and growths in the part.
-    pub(crate) fn set_cuts(&mut self, cuts: Cuts) {
-        self.directory.cuts = cuts;
+    pub(crate) fn set_length_changes(&mut self, length_changes: StoredLengthChanges) {
+        self.directory.length_changes = length_changes;
     }
 
     /// Notes the epoch of a change in the part.
-    pub(crate) fn note_epoch(&mut self, epoch: u64) {
+    pub(crate) fn record_epoch(&mut self, epoch: u64) {
         self.directory.last_epoch = self.directory.last_epoch.max(epoch);
     }
 
     /// Writes a block after those before it.
-    fn write(&mut self, bytes: &[u8]) -> Result<BlockPlace> {
-        let place = BlockPlace {
+    fn write_block(&mut self, bytes: &[u8]) -> Result<BlockLocation> {
+        let location = BlockLocation {
             position: self.position,
             bytes: bytes.len() as u32,
             checksum: crc32c::crc32c(bytes).to_le_bytes(),
         };
-        own::write_all(self.base, &self.file, bytes, self.position)?;
+        own::write_all(self.backing, &self.file, bytes, self.position)?;
         self.position += bytes.len() as u64;
-        Ok(place)
+        Ok(location)
     }
 
     /// Writes the directory, and gives the table its name. Readers find it from then on.
@@ -759,11 +783,11 @@ impl<'a, B: Backing> TableWriter<'a, B> {
             self.position,
             "blocks follow each other"
         );
-        let mut end = Vec::new();
-        self.directory.encode(&mut end);
-        own::write_all(self.base, &self.file, &end, self.position)?;
+        let mut tail = Vec::new();
+        self.directory.encode(&mut tail);
+        own::write_all(self.backing, &self.file, &tail, self.position)?;
         let name = writer.table_name(&(self.directory.from..self.directory.to));
-        self.base.rename(
+        self.backing.rename(
             self.dir,
             OsStr::new(&self.temporary_name),
             self.dir,
@@ -774,6 +798,8 @@ impl<'a, B: Backing> TableWriter<'a, B> {
 
     /// Removes the unfinished table.
     pub(crate) fn abandon(self) {
-        let _ = self.base.unlink(self.dir, OsStr::new(&self.temporary_name));
+        let _ = self
+            .backing
+            .unlink(self.dir, OsStr::new(&self.temporary_name));
     }
 }

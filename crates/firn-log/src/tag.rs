@@ -22,20 +22,21 @@ const NAME: &str = "user.firn.logged";
 
 /// Identity of the directory with all containers, as a tag stores it: its inode number and its birth time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct TopId {
+pub(crate) struct ContainersDirId {
     ino: u64,
     birth: u64,
 }
 
-impl TopId {
-    pub(crate) fn of(attr: &Attr) -> Self {
+impl ContainersDirId {
+    pub(crate) fn from_attr(attr: &Attr) -> Self {
         Self {
             ino: attr.ino,
             birth: attr.btime.map_or(0, |time| time.to_ns()),
         }
     }
 
-    fn tag(self, container: &str) -> String {
+    /// Returns the text of the tag that names a container in this directory.
+    fn encode_tag(self, container: &str) -> String {
         format!("{:016x}-{:016x} {container}", self.ino, self.birth)
     }
 }
@@ -53,41 +54,50 @@ pub(crate) fn without_tag(names: &[u8]) -> Vec<u8> {
 }
 
 /// Sets the tag of a plain file. A failure is only logged, because the tag is an extra safeguard.
-pub(crate) fn set<B: Backing>(base: &B, inode: &B::Inode, top_id: TopId, container: &str) {
-    let tag = top_id.tag(container);
-    if let Err(error) = base.set_xattr(inode, OsStr::new(NAME), tag.as_bytes(), 0) {
+pub(crate) fn set<B: Backing>(
+    backing: &B,
+    inode: &B::Inode,
+    containers_dir_id: ContainersDirId,
+    container: &str,
+) {
+    let tag = containers_dir_id.encode_tag(container);
+    if let Err(error) = backing.set_xattr(inode, OsStr::new(NAME), tag.as_bytes(), 0) {
         tracing::debug!(container, %error, "the plain file of a container gets no tag");
     }
 }
 
 /// Removes the tag if it names this container. A tag that names a later container stays.
-pub(crate) fn clear<B: Backing>(base: &B, inode: &B::Inode, container: &str) -> Result<()> {
-    let names_container = |(_, named): (TopId, String)| named == container;
-    if !load(base, inode)?.is_some_and(names_container) {
-        return Ok(());
+pub(crate) fn clear<B: Backing>(backing: &B, inode: &B::Inode, container: &str) -> Result<()> {
+    match load(backing, inode)? {
+        Some(tag) if tag.container == container => {}
+        _ => return Ok(()),
     }
-    match base.remove_xattr(inode, OsStr::new(NAME)) {
+    match backing.remove_xattr(inode, OsStr::new(NAME)) {
         Err(Errno::NODATA) => Ok(()),
         Err(error) if is_gone(error) => Ok(()),
         removed => removed,
     }
 }
 
-/// Fails with EIO if the tag of a file names a container in another directory than `top_id`. Called for a file that has
-/// no containers in that directory.
+/// Fails with EIO if the tag of a file names a container in another directory than `containers_dir_id`. Called for a
+/// file that has no containers in that directory.
 pub(crate) fn check<B: Backing>(
-    base: &B,
+    backing: &B,
     inode: &B::Inode,
     id: FileId,
-    top_id: TopId,
+    containers_dir_id: ContainersDirId,
 ) -> Result<()> {
-    let Some((other, container)) = load(base, inode)? else {
+    let Some(Tag {
+        containers_dir_id: tagged_dir_id,
+        container,
+    }) = load(backing, inode)?
+    else {
         return Ok(());
     };
     // A tag may have been copied with its file. It then names a container of another file.
-    let is_of_file =
-        FileId::of_container(container.as_bytes()).is_some_and(|(named, _)| named == id);
-    if !is_of_file || other == top_id {
+    let is_of_file = FileId::parse_container_name(container.as_bytes())
+        .is_some_and(|(tagged_id, _)| tagged_id == id);
+    if !is_of_file || tagged_dir_id == containers_dir_id {
         return Ok(());
     }
     tracing::error!(
@@ -100,8 +110,8 @@ pub(crate) fn check<B: Backing>(
 }
 
 /// Reads the tag of a plain file. Returns `None` if it has none or the tag cannot be read.
-fn load<B: Backing>(base: &B, inode: &B::Inode) -> Result<Option<(TopId, String)>> {
-    match base.get_xattr(inode, OsStr::new(NAME)) {
+fn load<B: Backing>(backing: &B, inode: &B::Inode) -> Result<Option<Tag>> {
+    match backing.get_xattr(inode, OsStr::new(NAME)) {
         Ok(tag) => Ok(decode(&tag)),
         // Attributes are not supported or not permitted here.
         Err(Errno::NODATA | Errno::OPNOTSUPP | Errno::NOSYS | Errno::ACCESS | Errno::PERM) => {
@@ -112,15 +122,27 @@ fn load<B: Backing>(base: &B, inode: &B::Inode) -> Result<Option<(TopId, String)
     }
 }
 
-/// Decodes a tag into the directory and the name of the container. Returns `None` if it is malformed.
-fn decode(tag: &[u8]) -> Option<(TopId, String)> {
-    let (top_id, container) = std::str::from_utf8(tag).ok()?.split_once(' ')?;
-    let (ino, birth) = top_id.split_once('-')?;
-    let top_id = TopId {
+/// A decoded tag.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Tag {
+    /// The directory with the container.
+    containers_dir_id: ContainersDirId,
+    /// Name of the container.
+    container: String,
+}
+
+/// Decodes a tag. Returns `None` if it is malformed.
+fn decode(tag: &[u8]) -> Option<Tag> {
+    let (dir_id, container) = std::str::from_utf8(tag).ok()?.split_once(' ')?;
+    let (ino, birth) = dir_id.split_once('-')?;
+    let containers_dir_id = ContainersDirId {
         ino: u64::from_str_radix(ino, 16).ok()?,
         birth: u64::from_str_radix(birth, 16).ok()?,
     };
-    Some((top_id, container.to_owned()))
+    Some(Tag {
+        containers_dir_id,
+        container: container.to_owned(),
+    })
 }
 
 #[cfg(test)]
@@ -136,15 +158,16 @@ mod tests {
 
     #[test]
     fn a_tag_is_read_as_it_was_written() {
-        let top_id = TopId {
+        let containers_dir_id = ContainersDirId {
             ino: 7,
             birth: u64::MAX,
         };
-        let tag = top_id.tag("container");
-        assert_eq!(
-            decode(tag.as_bytes()),
-            Some((top_id, "container".to_owned()))
-        );
+        let tag = containers_dir_id.encode_tag("container");
+        let decoded = Tag {
+            containers_dir_id,
+            container: "container".to_owned(),
+        };
+        assert_eq!(decode(tag.as_bytes()), Some(decoded));
         for damaged in ["", "1-2", "x-1 c", "1 c", "\u{fffd}"] {
             assert_eq!(decode(damaged.as_bytes()), None, "{damaged}");
         }

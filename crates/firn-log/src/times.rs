@@ -25,6 +25,8 @@ use firn_hosts::own::{self, own_caller};
 
 /// Prefix of the name of a record.
 const PREFIX: &str = "time-";
+/// Number of the record with the time that the plain file had before it was flattened.
+pub(crate) const FIRST_NUMBER: u64 = 0;
 /// Text of the last record.
 const END: &str = "end";
 
@@ -61,7 +63,7 @@ impl Record {
 }
 
 /// Returns the number of the last record among the names in a container.
-pub(crate) fn last<'n>(names: impl Iterator<Item = &'n [u8]>) -> Option<u64> {
+pub(crate) fn last_record_number<'n>(names: impl Iterator<Item = &'n [u8]>) -> Option<u64> {
     names.filter_map(number_of).max()
 }
 
@@ -76,25 +78,31 @@ fn name_of(number: u64) -> String {
 
 /// Reads a record. Returns `None` if it is gone. A damaged record counts as `end`, so the plain file keeps its present
 /// time.
-pub(crate) fn load<B: Backing>(base: &B, dir: &B::Inode, number: u64) -> Result<Option<Record>> {
+pub(crate) fn load<B: Backing>(backing: &B, dir: &B::Inode, number: u64) -> Result<Option<Record>> {
     let name = name_of(number);
-    let text = own::read_link(base, dir, &name)?;
-    Ok(text.map(|text| {
-        Record::decode(&text).unwrap_or_else(|| {
-            tracing::warn!(
-                name,
-                "the recorded modification time of a logged file cannot be read: the plain file keeps its present time"
-            );
-            Record::End
-        })
-    }))
+    let Some(text) = own::read_link(backing, dir, &name)? else {
+        return Ok(None);
+    };
+    if let Some(record) = Record::decode(&text) {
+        return Ok(Some(record));
+    }
+    tracing::warn!(
+        name,
+        "the recorded modification time of a logged file cannot be read: the plain file keeps its present time"
+    );
+    Ok(Some(Record::End))
 }
 
 /// Makes a record. Returns false if a record with this number exists.
-fn put<B: Backing>(base: &B, dir: &B::Inode, number: u64, record: Record) -> Result<bool> {
+fn create_record<B: Backing>(
+    backing: &B,
+    dir: &B::Inode,
+    number: u64,
+    record: Record,
+) -> Result<bool> {
     let name = name_of(number);
     let text = record.encode();
-    match base.symlink(&own_caller(), dir, OsStr::new(&name), OsStr::new(&text)) {
+    match backing.symlink(&own_caller(), dir, OsStr::new(&name), OsStr::new(&text)) {
         Ok(_) => Ok(true),
         Err(Errno::EXIST) => Ok(false),
         Err(error) => Err(error),
@@ -102,12 +110,13 @@ fn put<B: Backing>(base: &B, dir: &B::Inode, number: u64, record: Record) -> Res
 }
 
 /// Records the plain file's time before any host flattens it. The next sync of the container makes the record durable.
-pub(crate) fn record_first<B: Backing>(base: &B, dir: &B::Inode, time: Time) -> Result<()> {
-    put(base, dir, 0, Record::Time(time)).map(drop)
+pub(crate) fn record_first<B: Backing>(backing: &B, dir: &B::Inode, time: Time) -> Result<()> {
+    // The record of another host may be there already, which counts.
+    create_record(backing, dir, FIRST_NUMBER, Record::Time(time)).map(drop)
 }
 
 /// A record that is the last one a host found or made.
-pub(crate) struct Last {
+pub(crate) struct LastRecord {
     pub(crate) number: u64,
     pub(crate) record: Record,
 }
@@ -117,21 +126,27 @@ pub(crate) struct Last {
 ///
 /// If the last record is `end`, no record is made: later times go to the plain file alone.
 pub(crate) fn add<B: Backing>(
-    base: &B,
+    backing: &B,
     dir: &B::Inode,
     first: Option<u64>,
     time: Time,
-) -> Result<Last> {
-    let mut number = first.unwrap_or(0);
+) -> Result<LastRecord> {
+    let mut number = first.unwrap_or(FIRST_NUMBER);
     let record = Record::Time(time);
     loop {
-        if put(base, dir, number, record)? {
-            base.sync_dir(dir)?;
-            return Ok(Last { number, record });
+        if create_record(backing, dir, number, record)? {
+            backing.sync_dir(dir)?;
+            return Ok(LastRecord { number, record });
         }
-        match load(base, dir, number)?.ok_or(Errno::NOENT)? {
-            Record::Time(_) => number += 1,
-            record @ Record::End => return Ok(Last { number, record }),
+        match load(backing, dir, number)? {
+            Some(Record::Time(_)) => number += 1,
+            Some(Record::End) => {
+                return Ok(LastRecord {
+                    number,
+                    record: Record::End,
+                });
+            }
+            None => return Err(Errno::NOENT),
         }
     }
 }
@@ -139,20 +154,20 @@ pub(crate) fn add<B: Backing>(
 /// Sets the plain file's time to the last recorded time, and then records `end`. `first` is the number of an existing
 /// record. `set_time` sets the plain file's time durably.
 pub(crate) fn finish<B: Backing>(
-    base: &B,
+    backing: &B,
     dir: &B::Inode,
     first: u64,
     set_time: &dyn Fn(Time) -> Result<()>,
 ) -> Result<()> {
     let mut number = first;
     loop {
-        let Some(Record::Time(time)) = load(base, dir, number)? else {
+        let Some(Record::Time(time)) = load(backing, dir, number)? else {
             return Ok(());
         };
         number += 1;
         // If another record gets this number before `end` does, the next iteration sets that time.
         set_time(time)?;
-        if put(base, dir, number, Record::End)? {
+        if create_record(backing, dir, number, Record::End)? {
             return Ok(());
         }
     }
@@ -177,7 +192,10 @@ mod tests {
     #[test]
     fn the_last_record_is_found_among_other_names() {
         let names = ["time-9", "head", "time-10", "time-x", "times-11"];
-        assert_eq!(last(names.iter().map(|name| name.as_bytes())), Some(10));
-        assert_eq!(last([b"all".as_slice()].into_iter()), None);
+        assert_eq!(
+            last_record_number(names.iter().map(|name| name.as_bytes())),
+            Some(10)
+        );
+        assert_eq!(last_record_number([b"all".as_slice()].into_iter()), None);
     }
 }

@@ -25,30 +25,34 @@ const TURN: &str = "turn-";
 const TURNS_MAX: u64 = 256;
 
 /// Takes a turn for this host. Returns the hash of the host's name if no turn can be taken.
-pub(crate) fn take_turn<B: Backing>(
-    base: &B,
-    top: &B::Inode,
+pub(crate) fn acquire_turn<B: Backing>(
+    backing: &B,
+    containers_dir: &B::Inode,
     host: &str,
     is_alive: &Liveness,
 ) -> u64 {
-    let turn = take_free(base, top, host, is_alive).unwrap_or_else(|error| {
-        tracing::debug!(%error, "no turn can be taken: the lane of logs is derived from the host's name");
-        None
-    });
-    turn.unwrap_or_else(|| xxhash_rust::xxh3::xxh3_64(host.as_bytes()))
+    match acquire_free_turn(backing, containers_dir, host, is_alive) {
+        Ok(Some(turn)) => return turn,
+        Ok(None) => {}
+        Err(error) => {
+            tracing::debug!(%error, "no turn can be taken: the lane of logs is derived from the host's name");
+        }
+    }
+    xxhash_rust::xxh3::xxh3_64(host.as_bytes())
 }
 
 /// Returns this host's turn, or takes the first one that no live host has. Returns `None` if all turns are taken.
-fn take_free<B: Backing>(
-    base: &B,
-    top: &B::Inode,
+fn acquire_free_turn<B: Backing>(
+    backing: &B,
+    containers_dir: &B::Inode,
     host: &str,
     is_alive: &Liveness,
 ) -> Result<Option<u64>> {
-    let holders = read_holders(base, top)?;
-    let own = holders.iter().find(|(_, holder)| *holder == host);
-    if let Some((turn, _)) = own {
-        return Ok(Some(*turn));
+    let holders = read_holders(backing, containers_dir)?;
+    for (turn, holder) in &holders {
+        if holder == host {
+            return Ok(Some(*turn));
+        }
     }
     for turn in 0..TURNS_MAX {
         let name = format!("{TURN}{turn}");
@@ -57,12 +61,12 @@ fn take_free<B: Backing>(
             if is_alive(holder)? {
                 continue;
             }
-            match base.unlink(top, name) {
+            match backing.unlink(containers_dir, name) {
                 Ok(()) | Err(Errno::NOENT) => {}
                 Err(error) => return Err(error),
             }
         }
-        match base.symlink(&own::own_caller(), top, name, OsStr::new(host)) {
+        match backing.symlink(&own::own_caller(), containers_dir, name, OsStr::new(host)) {
             Ok(_) => return Ok(Some(turn)),
             // Another host has just taken this turn.
             Err(Errno::EXIST) => {}
@@ -73,20 +77,24 @@ fn take_free<B: Backing>(
 }
 
 /// Returns the host of each turn.
-fn read_holders<B: Backing>(base: &B, top: &B::Inode) -> Result<BTreeMap<u64, String>> {
+fn read_holders<B: Backing>(
+    backing: &B,
+    containers_dir: &B::Inode,
+) -> Result<BTreeMap<u64, String>> {
     let mut holders = BTreeMap::new();
-    for (name, ..) in own::list(base, top)? {
+    for (name, ..) in own::list(backing, containers_dir)? {
         let name = String::from_utf8_lossy(&name).into_owned();
-        let number = name.strip_prefix(TURN).map(str::parse::<u64>);
-        let Some(Ok(turn)) = number else {
+        let Some(Ok(turn)) = name.strip_prefix(TURN).map(str::parse::<u64>) else {
             continue;
         };
-        let (inode, attr) = match base.lookup(top, OsStr::new(&name)) {
+        let (inode, attr) = match backing.lookup(containers_dir, OsStr::new(&name)) {
+            Ok(entry) => entry,
+            // Another host has just removed the turn of a dead host.
             Err(Errno::NOENT) => continue,
-            found => found?,
+            Err(error) => return Err(error),
         };
         if attr.kind == Kind::Symlink {
-            let holder = base.readlink(&inode)?;
+            let holder = backing.readlink(&inode)?;
             holders.insert(turn, String::from_utf8_lossy(&holder).into_owned());
         }
     }
@@ -102,9 +110,10 @@ mod tests {
     #[test]
     fn hosts_that_live_have_turns_of_their_own_and_keep_them() {
         let disk = SimBacking::new();
-        let top = disk.root();
+        let containers_dir = disk.root();
         let all_alive: Liveness = Box::new(|_| Ok(true));
-        let take_as = |host: &str, is_alive: &Liveness| take_turn(&disk, &top, host, is_alive);
+        let take_as =
+            |host: &str, is_alive: &Liveness| acquire_turn(&disk, &containers_dir, host, is_alive);
         for (turn, host) in ["c", "a", "b"].into_iter().enumerate() {
             assert_eq!(take_as(host, &all_alive), turn as u64);
         }
@@ -127,7 +136,7 @@ mod tests {
             OsStr::new("x"),
         )
         .expect("symlink");
-        let take_as = |host: &str| take_turn(&disk, &disk.root(), host, &dead);
+        let take_as = |host: &str| acquire_turn(&disk, &disk.root(), host, &dead);
         assert_eq!(take_as("a"), take_as("a"));
         assert_ne!(take_as("a"), take_as("b"));
     }

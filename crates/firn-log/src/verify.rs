@@ -15,7 +15,7 @@ use firn_hosts::{OwnError, VoteDir};
 use crate::backing::CONTAINERS;
 use crate::file_dir;
 use crate::file_id::FileId;
-use crate::frame::{CHECKED_BYTES, Change, Frame, Next, Written};
+use crate::frame::{CHECKED_BYTES, Change, DecodedFrame, Frame, Written};
 use crate::head::{self, HEAD, HeadError};
 use crate::index_reader::{INDEX_READ_BYTES, has_synced_frame_after, read_exact};
 use crate::names::Writer;
@@ -158,20 +158,20 @@ pub struct Verified {
 }
 
 /// Verifies all containers in a backing. A container that is flattened and removed meanwhile is not counted.
-pub fn verify<B: Backing>(base: &B) -> Result<Verified> {
+pub fn verify<B: Backing>(backing: &B) -> Result<Verified> {
     let mut verified = Verified::default();
-    let Some((firn, _)) = own::find_dir(base, &base.root(), TOP)? else {
+    let Some((firn, _)) = own::find_dir(backing, &backing.root(), TOP)? else {
         return Ok(verified);
     };
-    let Some((top, _)) = own::find_dir(base, &firn, CONTAINERS)? else {
+    let Some((containers_dir, _)) = own::find_dir(backing, &firn, CONTAINERS)? else {
         return Ok(verified);
     };
     let mut dying = Vec::new();
-    for file in file_dir::list_files(base, &top)? {
-        verify_file(base, &top, file, &mut verified, &mut dying)?;
+    for file in file_dir::list_files(backing, &containers_dir)? {
+        verify_file(backing, &containers_dir, file, &mut verified, &mut dying)?;
     }
     // A file whose removal was announced may still have its name. Only a missing file makes its containers unfinished.
-    let removed = orphans::search_files(base, dying)?.missing;
+    let removed = orphans::search_files(backing, dying)?.missing;
     let unfinished = removed.into_iter().map(Finding::unfinished);
     verified.findings.extend(unfinished);
     Ok(verified)
@@ -179,13 +179,13 @@ pub fn verify<B: Backing>(base: &B) -> Result<Verified> {
 
 /// Verifies the containers of one file. If a host is removing the file, adds its containers to `dying`.
 fn verify_file<B: Backing>(
-    base: &B,
-    top: &B::Inode,
+    backing: &B,
+    containers_dir: &B::Inode,
     file: FileId,
     verified: &mut Verified,
     dying: &mut Vec<(FileId, String)>,
 ) -> Result<()> {
-    let dir = match file_dir::find(base, top, file) {
+    let dir = match file_dir::find(backing, containers_dir, file) {
         Ok(Some(dir)) => dir,
         Ok(None) => return Ok(()),
         Err(OwnError::Backing(errno)) => return Err(errno),
@@ -196,44 +196,37 @@ fn verify_file<B: Backing>(
             return Ok(());
         }
     };
-    for (name, ..) in own::list(base, &dir)? {
+    for (name, ..) in own::list(backing, &dir)? {
         let container = String::from_utf8_lossy(&name).into_owned();
-        let Some((_, generation)) = FileId::of_container(&name).filter(|(id, _)| *id == file)
-        else {
-            if VoteDir::<B>::is_retired(&container) {
+        match FileId::parse_container_name(&name) {
+            Some((id, generation)) if id == file => {
+                let mut verifier = Verifier {
+                    backing,
+                    dir: &dir,
+                    container,
+                    findings: Vec::new(),
+                    is_dying: false,
+                };
+                let outcome = verifier.verify(file, generation);
+                let is_removed =
+                    backing.lookup(&dir, OsStr::from_bytes(&name)).err() == Some(Errno::NOENT);
+                // What is found in a container that was removed meanwhile has no meaning.
+                if !is_removed {
+                    verifier.finish(outcome, file, verified, dying);
+                }
+            }
+            _ if VoteDir::<B>::is_retired(&container) => {
                 verified.findings.push(Finding::unfinished(container));
             }
-            continue;
-        };
-        let mut verifier = Verifier {
-            base,
-            dir: &dir,
-            container,
-            findings: Vec::new(),
-            is_dying: false,
-        };
-        let outcome = verifier.verify(file, generation);
-        let is_gone = matches!(
-            base.lookup(&dir, OsStr::from_bytes(&name)),
-            Err(Errno::NOENT)
-        );
-        if is_gone {
-            continue;
-        }
-        if let Err(errno) = outcome {
-            verifier.add_finding(None, None, Fault::Failed(errno));
-        }
-        verified.containers += 1;
-        verified.findings.append(&mut verifier.findings);
-        if verifier.is_dying {
-            dying.push((file, verifier.container));
+            _ => {}
         }
     }
     Ok(())
 }
 
+/// Verifies one container.
 struct Verifier<'a, B: Backing> {
-    base: &'a B,
+    backing: &'a B,
     /// The directory of the file.
     dir: &'a B::Inode,
     container: String,
@@ -242,19 +235,49 @@ struct Verifier<'a, B: Backing> {
     is_dying: bool,
 }
 
-/// The file that a finding is about, and the host that wrote it.
-struct Subject<'a> {
+/// An open log of a container.
+struct OpenLog<B: Backing> {
+    /// Number of the log among the writer's logs.
+    number: u32,
+    file: B::File,
+}
+
+/// A file of a container that is checked, and the host that wrote it.
+struct CheckedFile<'a> {
     file: &'a str,
     host: Option<&'a str>,
 }
 
 impl<B: Backing> Verifier<'_, B> {
-    /// Adds a finding about `subject`, or about the whole container.
-    fn add_finding(&mut self, subject: Option<&Subject<'_>>, offset: Option<u64>, fault: Fault) {
+    /// Adds the result for this container to that for all containers. `outcome` is the result of the verification.
+    fn finish(
+        mut self,
+        outcome: Result<()>,
+        file: FileId,
+        verified: &mut Verified,
+        dying: &mut Vec<(FileId, String)>,
+    ) {
+        if let Err(errno) = outcome {
+            self.add_finding(None, None, Fault::Failed(errno));
+        }
+        verified.containers += 1;
+        verified.findings.append(&mut self.findings);
+        if self.is_dying {
+            dying.push((file, self.container));
+        }
+    }
+
+    /// Adds a finding about `checked_file`, or about the whole container.
+    fn add_finding(
+        &mut self,
+        checked_file: Option<&CheckedFile<'_>>,
+        offset: Option<u64>,
+        fault: Fault,
+    ) {
         self.findings.push(Finding {
             container: self.container.clone(),
-            file: subject.map(|subject| subject.file.to_owned()),
-            host: subject.and_then(|subject| subject.host.map(str::to_owned)),
+            file: checked_file.map(|checked_file| checked_file.file.to_owned()),
+            host: checked_file.and_then(|checked_file| checked_file.host.map(str::to_owned)),
             offset,
             fault,
         });
@@ -263,14 +286,14 @@ impl<B: Backing> Verifier<'_, B> {
     /// Returns the result of a look-up. If the object is not trustworthy, adds a finding and returns `None`.
     fn accept_trusted<T>(
         &mut self,
-        subject: Option<&Subject<'_>>,
+        checked_file: Option<&CheckedFile<'_>>,
         result: std::result::Result<T, OwnError>,
     ) -> Result<Option<T>> {
         match result {
             Ok(value) => Ok(Some(value)),
             Err(OwnError::Backing(errno)) => Err(errno),
             Err(error) => {
-                self.add_finding(subject, None, Fault::Distrusted(error.to_string()));
+                self.add_finding(checked_file, None, Fault::Distrusted(error.to_string()));
                 Ok(None)
             }
         }
@@ -278,57 +301,63 @@ impl<B: Backing> Verifier<'_, B> {
 
     /// Verifies the container as that of `file` and `generation`.
     fn verify(&mut self, file: FileId, generation: u32) -> Result<()> {
-        let found = VoteDir::find(self.base, self.dir, &self.container, "");
-        let Some(Some(votes)) = self.accept_trusted(None, found)? else {
+        let lookup = VoteDir::find(self.backing, self.dir, &self.container, "");
+        let Some(Some(votes)) = self.accept_trusted(None, lookup)? else {
             return Ok(());
         };
         let dir = votes.dir();
-        let subject = Subject {
-            file: HEAD,
-            host: None,
-        };
-        let head = head::load(self.base, dir, file, generation);
-        if let Some(Err(error)) = self.accept_trusted(Some(&subject), head)? {
-            self.add_finding(Some(&subject), None, Fault::Head(error));
-        }
+        self.verify_head(dir, file, generation)?;
         // The seal is read before the names. All indexes that it counts existed then, so a missing one is a fault.
         let seal = self.load_seal(dir)?;
         let names = votes.names()?;
         self.is_dying = names.contains(DYING) || names.contains(DEAD);
         for name in &names {
-            if let Some(writer) = Writer::of_index(name.as_bytes()) {
+            if let Some(writer) = Writer::from_index_name(name.as_bytes()) {
                 let limit = seal.as_ref().map(|seal| seal.limit_of(&writer));
                 self.verify_index(dir, &writer, limit)?;
-            } else if let Some((writer, part)) = Writer::of_table(name.as_bytes()) {
+            } else if let Some((writer, part)) = Writer::parse_table_name(name.as_bytes()) {
                 self.verify_table(dir, name, &writer, part)?;
             }
         }
         for writer in seal.iter().flat_map(Seal::writers) {
-            let name = writer.index_name();
-            if !names.contains(&name) {
-                let subject = Subject {
-                    file: &name,
+            let index_name = writer.index_name();
+            if !names.contains(&index_name) {
+                let index = CheckedFile {
+                    file: &index_name,
                     host: Some(writer.host()),
                 };
-                self.add_finding(Some(&subject), None, Fault::Missing);
+                self.add_finding(Some(&index), None, Fault::Missing);
             }
+        }
+        Ok(())
+    }
+
+    /// Verifies the head of the container.
+    fn verify_head(&mut self, dir: &B::Inode, file: FileId, generation: u32) -> Result<()> {
+        let head_file = CheckedFile {
+            file: HEAD,
+            host: None,
+        };
+        let head = head::load(self.backing, dir, file, generation);
+        if let Some(Err(error)) = self.accept_trusted(Some(&head_file), head)? {
+            self.add_finding(Some(&head_file), None, Fault::Head(error));
         }
         Ok(())
     }
 
     /// Reads the seal, if there is one.
     fn load_seal(&mut self, dir: &B::Inode) -> Result<Option<Seal>> {
-        let subject = Subject {
+        let checked_file = CheckedFile {
             file: SEAL_NAME,
             host: None,
         };
-        let lookup = own::read_file(self.base, dir, SEAL_NAME);
-        let Some(bytes) = self.accept_trusted(Some(&subject), lookup)?.flatten() else {
+        let lookup = own::read_file(self.backing, dir, SEAL_NAME);
+        let Some(bytes) = self.accept_trusted(Some(&checked_file), lookup)?.flatten() else {
             return Ok(None);
         };
         let seal = Seal::decode(&bytes);
         if seal.is_none() {
-            self.add_finding(Some(&subject), None, Fault::Seal);
+            self.add_finding(Some(&checked_file), None, Fault::Seal);
         }
         Ok(seal)
     }
@@ -337,77 +366,84 @@ impl<B: Backing> Verifier<'_, B> {
     /// counts.
     fn verify_index(&mut self, dir: &B::Inode, writer: &Writer, limit: Option<u64>) -> Result<()> {
         let name = writer.index_name();
-        let subject = Subject {
+        let checked_file = CheckedFile {
             file: &name,
             host: Some(writer.host()),
         };
-        let lookup = own::find_file(self.base, dir, &name);
-        let Some(Some(inode)) = self.accept_trusted(Some(&subject), lookup)? else {
+        let lookup = own::find_file(self.backing, dir, &name);
+        let Some(Some(inode)) = self.accept_trusted(Some(&checked_file), lookup)? else {
             return Ok(());
         };
-        let index = self.base.open(&inode, Access::Read)?;
-        let (mut offset, mut logs) = (0, None);
+        let index = self.backing.open(&inode, Access::Read)?;
+        let mut offset = 0;
+        let mut last_log = None;
         let mut buf = vec![0; INDEX_READ_BYTES];
         loop {
-            let count = self.base.read_at(&index, &mut buf, offset)?;
-            let mut rest = &buf[..count];
-            let before = offset;
-            while let Next::Frame(frame, bytes) = Frame::decode(rest) {
+            let count = self.backing.read_at(&index, &mut buf, offset)?;
+            let mut undecoded = &buf[..count];
+            let read_offset = offset;
+            while let DecodedFrame::Complete(frame, bytes) = Frame::decode(undecoded) {
                 offset += bytes as u64;
-                rest = &rest[bytes..];
+                undecoded = &undecoded[bytes..];
                 if let Change::Written(written) = frame.change {
-                    self.verify_data(dir, writer, &written, &mut logs)?;
+                    self.verify_data(dir, writer, &written, &mut last_log)?;
                 }
             }
-            if offset != before {
+            if offset != read_offset {
                 continue;
             }
+            // No further frame follows.
             let is_short = limit.is_some_and(|limit| offset < limit);
-            let is_damaged = || has_synced_frame_after(self.base, &index, offset);
-            if is_short || is_damaged()? {
-                self.add_finding(Some(&subject), Some(offset), Fault::Index);
-            } else if !rest.is_empty() {
-                self.add_finding(Some(&subject), Some(offset), Fault::Torn);
+            if is_short || has_synced_frame_after(self.backing, &index, offset)? {
+                self.add_finding(Some(&checked_file), Some(offset), Fault::Index);
+            } else if !undecoded.is_empty() {
+                self.add_finding(Some(&checked_file), Some(offset), Fault::Torn);
             }
             return Ok(());
         }
     }
 
-    /// Compares the bytes of a frame with their checksums. `open` caches the log that was opened last.
+    /// Compares the bytes of a frame with their checksums. `last_log` caches the log that was opened last.
     fn verify_data(
         &mut self,
         dir: &B::Inode,
         writer: &Writer,
         written: &Written,
-        open: &mut Option<(u32, B::File)>,
+        last_log: &mut Option<OpenLog<B>>,
     ) -> Result<()> {
         let name = writer.log_name(written.log);
-        let subject = Subject {
+        let checked_file = CheckedFile {
             file: &name,
             host: Some(writer.host()),
         };
-        if open.as_ref().is_none_or(|(log, _)| *log != written.log) {
-            let lookup = own::find_file(self.base, dir, &name);
-            *open = match self.accept_trusted(Some(&subject), lookup)?.flatten() {
-                Some(inode) => Some((written.log, self.base.open(&inode, Access::Read)?)),
-                None => None,
-            };
+        let is_open = last_log
+            .as_ref()
+            .is_some_and(|log| log.number == written.log);
+        if !is_open {
+            *last_log = None;
+            let lookup = own::find_file(self.backing, dir, &name);
+            if let Some(Some(inode)) = self.accept_trusted(Some(&checked_file), lookup)? {
+                *last_log = Some(OpenLog {
+                    number: written.log,
+                    file: self.backing.open(&inode, Access::Read)?,
+                });
+            }
         }
-        let bytes = written.bytes();
+        let written_bytes = written.bytes();
         for (block, checksum) in written.checksums.iter().enumerate() {
-            let start = block as u64 * CHECKED_BYTES;
-            let offset = written.position + start;
-            let mut data = vec![0; CHECKED_BYTES.min(bytes - start) as usize];
-            let is_read = match &open {
+            let block_start = block as u64 * CHECKED_BYTES;
+            let position = written.position + block_start;
+            let mut bytes = vec![0; CHECKED_BYTES.min(written_bytes - block_start) as usize];
+            let is_read = match last_log {
                 None => false,
-                Some((_, log)) => match read_exact(self.base, log, &mut data, offset) {
+                Some(log) => match read_exact(self.backing, &log.file, &mut bytes, position) {
                     Ok(()) => true,
                     Err(Errno::IO) => false,
                     Err(error) => return Err(error),
                 },
             };
-            if !is_read || crc32c::crc32c(&data) != *checksum {
-                self.add_finding(Some(&subject), Some(offset), Fault::Data);
+            if !is_read || crc32c::crc32c(&bytes) != *checksum {
+                self.add_finding(Some(&checked_file), Some(position), Fault::Data);
             }
         }
         Ok(())
@@ -421,35 +457,35 @@ impl<B: Backing> Verifier<'_, B> {
         writer: &Writer,
         part: std::ops::Range<u64>,
     ) -> Result<()> {
-        let subject = Subject {
+        let checked_file = CheckedFile {
             file: name,
             host: Some(writer.host()),
         };
-        let lookup = own::find_file(self.base, dir, name);
-        let Some(Some(_)) = self.accept_trusted(Some(&subject), lookup)? else {
+        let lookup = own::find_file(self.backing, dir, name);
+        let Some(Some(_)) = self.accept_trusted(Some(&checked_file), lookup)? else {
             return Ok(());
         };
-        let is_whole = match Table::open(self.base, dir, writer, part)? {
+        let is_whole = match Table::open(self.backing, dir, writer, part)? {
             None => false,
-            Some(table) => match read_whole(self.base, &table) {
+            Some(table) => match read_whole(self.backing, &table) {
                 Ok(()) => true,
                 Err(TableError::Damaged) => false,
                 Err(error) => return Err(error.into()),
             },
         };
         if !is_whole {
-            self.add_finding(Some(&subject), None, Fault::Sorted);
+            self.add_finding(Some(&checked_file), None, Fault::Sorted);
         }
         Ok(())
     }
 }
 
 /// Reads all blocks of a table, which checks them.
-fn read_whole<B: Backing>(base: &B, table: &Table<B>) -> TableResult<()> {
-    for layer in table.layers(base) {
+fn read_whole<B: Backing>(backing: &B, table: &Table<B>) -> TableResult<()> {
+    for layer in table.layers(backing) {
         layer?;
     }
-    for span in table.spans(base) {
+    for span in table.spans(backing) {
         span?;
     }
     Ok(())

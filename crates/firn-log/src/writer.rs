@@ -57,7 +57,7 @@ struct LogState<B: Backing> {
     /// Whether a thread is creating the next log. Other threads wait for it.
     is_creating: bool,
     /// Logs with bytes that may not be durable.
-    written: Vec<Arc<Log<B>>>,
+    unsynced: Vec<Arc<Log<B>>>,
 }
 
 /// One open log.
@@ -65,9 +65,9 @@ struct Log<B: Backing> {
     number: u32,
     file: B::File,
     /// Number of writes that have reserved a range.
-    writes: AtomicU64,
+    begun_writes: AtomicU64,
     /// Counts the writes that have ended.
-    bytes: SyncCounter,
+    ended_writes: SyncCounter,
 }
 
 /// A reserved range of a log. No other write gets bytes of it.
@@ -90,7 +90,7 @@ struct SyncCounter {
 
 impl SyncCounter {
     /// Counts a change. Called after the change has ended: a sync must not count a change that it did not cover.
-    fn note(&self) {
+    fn record_change(&self) {
         self.ended.fetch_add(1, Ordering::AcqRel);
     }
 
@@ -112,13 +112,13 @@ impl SyncCounter {
 
 impl<B: Backing> OwnLog<B> {
     /// Creates the index of `writer`, which must have a new life.
-    pub(crate) fn create(base: &B, dir: &B::Inode, writer: Writer, turn: u64) -> Result<Self> {
+    pub(crate) fn create(backing: &B, dir: &B::Inode, writer: Writer, turn: u64) -> Result<Self> {
         let name = writer.index_name();
         let name = OsStr::new(&name);
         let (_, file, _) =
-            base.create_placed(&own_caller(), dir, name, 0o600, Placing::Turn(turn))?;
+            backing.create_placed(&own_caller(), dir, name, 0o600, Placing::Turn(turn))?;
         let names = SyncCounter::default();
-        names.note();
+        names.record_change();
         Ok(Self {
             writer,
             dir: dir.clone(),
@@ -127,7 +127,7 @@ impl<B: Backing> OwnLog<B> {
                 current: None,
                 end: 0,
                 is_creating: false,
-                written: Vec::new(),
+                unsynced: Vec::new(),
             }),
             log_created: Condvar::new(),
             index: Appender::new(file),
@@ -137,50 +137,52 @@ impl<B: Backing> OwnLog<B> {
 
     /// Appends `parts`, which do not overlap, to a log, and a frame for them to the index. After an error none of them
     /// counts.
-    pub(crate) fn write(&self, base: &B, epoch: u64, parts: &[DataPart<'_>]) -> Result<Appended> {
+    pub(crate) fn write(
+        &self,
+        backing: &B,
+        epoch: u64,
+        parts: &[DataPart<'_>],
+    ) -> Result<Appended> {
         let bytes = parts.iter().map(DataPart::len).sum();
-        let reserved = self.reserve(base, bytes)?;
+        let reserved = self.reserve(backing, bytes)?;
+        let log = &reserved.log;
         let data = slices(parts).map(IoSlice::new).collect();
-        let written = write_vectored(base, &reserved.log.file, data, reserved.position);
-        reserved.log.bytes.note();
-        written?;
+        let outcome = write_vectored(backing, &log.file, data, reserved.position);
+        // A failed write has ended too, so that the log can be finished.
+        log.ended_writes.record_change();
+        outcome?;
         // Starts writing the pages to the device now. No page of a log is written twice, so waiting would save nothing.
         let written = reserved.position..reserved.position + bytes;
-        base.advise(&reserved.log.file, written, PageAdvice::WriteOut);
+        backing.advise(&log.file, written, PageAdvice::WriteOut);
         let pieces = parts.iter().map(|part| Piece {
             offset: part.offset,
             len: part.len(),
         });
+        let change = Change::Written(Written {
+            log: log.number,
+            position: reserved.position,
+            checksums: checksums(parts),
+            runs: find_runs(pieces),
+        });
+        self.append_change(backing, epoch, change)
+    }
+
+    /// Appends a frame for a change to the index. The bytes of the change are in a log already, if it has any.
+    pub(crate) fn append_change(
+        &self,
+        backing: &B,
+        epoch: u64,
+        change: Change,
+    ) -> Result<Appended> {
         let frame = Frame {
             epoch,
             synced: self.index.synced(),
-            change: Change::Written(Written {
-                log: reserved.log.number,
-                position: reserved.position,
-                checksums: checksums(parts),
-                runs: find_runs(pieces),
-            }),
-        };
-        self.append(base, frame)
-    }
-
-    /// Appends a frame for a change that has no bytes in a log.
-    pub(crate) fn note(&self, base: &B, epoch: u64, change: Change) -> Result<Appended> {
-        let synced = self.index.synced();
-        let frame = Frame {
-            epoch,
-            synced,
             change,
         };
-        self.append(base, frame)
-    }
-
-    /// Appends a frame to the index.
-    fn append(&self, base: &B, frame: Frame) -> Result<Appended> {
         let mut encoded = Vec::new();
         frame.encode(&mut encoded);
         Ok(Appended {
-            offset: self.index.append(base, &encoded)?,
+            offset: self.index.append(backing, &encoded)?,
             bytes: encoded.len() as u64,
             frame,
         })
@@ -189,28 +191,29 @@ impl<B: Backing> OwnLog<B> {
     /// Makes all ended writes durable, the data first, so that a durable frame has its data.
     ///
     /// Then appends a frame that notes how much is durable, and returns it. Returns `None` if all was durable before.
-    pub(crate) fn sync(&self, base: &B, epoch: u64) -> Result<Option<Appended>> {
-        let written = self.logs.lock().written.clone();
+    pub(crate) fn sync(&self, backing: &B, epoch: u64) -> Result<Option<Appended>> {
+        let unsynced_logs = self.logs.lock().unsynced.clone();
         // The index goes to the device together with the logs. A file system with a journal then often commits once.
-        self.index.begin_sync(base);
-        for log in &written {
-            log.bytes.sync(|| base.sync(&log.file, true))?;
+        self.index.begin_sync(backing);
+        for log in &unsynced_logs {
+            log.ended_writes.sync(|| backing.sync(&log.file, true))?;
         }
-        let has_synced = self.index.sync(base)?;
-        self.names.sync(|| base.sync_dir(&self.dir))?;
-        let finished = self.logs.lock().remove_finished();
+        let has_synced_frames = self.index.sync(backing)?;
+        self.names.sync(|| backing.sync_dir(&self.dir))?;
+        let finished_logs = self.logs.lock().remove_finished();
         // The logs are dropped after the lock is released, because that closes files.
-        drop((written, finished));
-        if !has_synced {
+        drop((unsynced_logs, finished_logs));
+        if !has_synced_frames {
             return Ok(None);
         }
-        let note = self.note(base, epoch, Change::Synced)?;
-        self.index.mark_clean(note.offset..note.offset + note.bytes);
-        Ok(Some(note))
+        let sync_note = self.append_change(backing, epoch, Change::Synced)?;
+        let note_range = sync_note.offset..sync_note.offset + sync_note.bytes;
+        self.index.mark_clean(note_range);
+        Ok(Some(sync_note))
     }
 
     /// Reserves `bytes` bytes of the current log. Creates the next log if the current one is full.
-    fn reserve(&self, base: &B, bytes: u64) -> Result<ReservedRange<B>> {
+    fn reserve(&self, backing: &B, bytes: u64) -> Result<ReservedRange<B>> {
         let mut logs = self.logs.lock();
         loop {
             if let Some(reserved) = logs.reserve(bytes) {
@@ -222,27 +225,27 @@ impl<B: Backing> OwnLog<B> {
             }
             logs.is_creating = true;
             let number = logs.current.as_ref().map_or(0, |log| log.number + 1);
-            let created = logs.unlocked(|| self.create_log(base, number));
+            let created = logs.unlocked(|| self.create_log(backing, number));
             logs.is_creating = false;
             self.log_created.notify_all();
             let log = Arc::new(Log {
                 number,
                 file: created?,
-                writes: AtomicU64::new(0),
-                bytes: SyncCounter::default(),
+                begun_writes: AtomicU64::new(0),
+                ended_writes: SyncCounter::default(),
             });
-            self.names.note();
-            logs.written.push(Arc::clone(&log));
+            self.names.record_change();
+            logs.unsynced.push(Arc::clone(&log));
             logs.current = Some(log);
             logs.end = 0;
         }
     }
 
     /// Creates the file of a log.
-    fn create_log(&self, base: &B, number: u32) -> Result<B::File> {
+    fn create_log(&self, backing: &B, number: u32) -> Result<B::File> {
         let name = self.writer.log_name(number);
         let name = OsStr::new(&name);
-        let created = base.create_placed(
+        let created = backing.create_placed(
             &own_caller(),
             &self.dir,
             name,
@@ -267,7 +270,7 @@ impl<B: Backing> LogState<B> {
         }
         debug_assert!(position >= self.end, "a range is reserved once");
         self.end = position + bytes;
-        log.writes.fetch_add(1, Ordering::AcqRel);
+        log.begun_writes.fetch_add(1, Ordering::AcqRel);
         Some(ReservedRange { log, position })
     }
 
@@ -277,26 +280,27 @@ impl<B: Backing> LogState<B> {
         let is_finished = |log: &mut Arc<Log<B>>| {
             let is_current = current.is_some_and(|current| Arc::ptr_eq(current, log));
             // Ranges are reserved under the lock, so no write can begin in a log that is not current.
-            !is_current && log.bytes.synced() == log.writes.load(Ordering::Acquire)
+            !is_current && log.ended_writes.synced() == log.begun_writes.load(Ordering::Acquire)
         };
-        self.written.extract_if(.., is_finished).collect()
+        self.unsynced.extract_if(.., is_finished).collect()
     }
 }
 
 /// Writes all of `data` at `position`, in calls of at most [`WRITE_BYTES_MAX`].
 pub(crate) fn write_vectored<B: Backing>(
-    base: &B,
+    backing: &B,
     file: &B::File,
     mut data: Vec<IoSlice<'_>>,
     mut position: u64,
 ) -> Result<()> {
     let mut remaining = &mut data[..];
+    // Removes empty slices at the front, so that `remaining` is empty once all bytes are written.
     IoSlice::advance_slices(&mut remaining, 0);
     while !remaining.is_empty() {
-        let count = match write_some(base, file, remaining, position)? {
-            0 => return Err(Errno::IO),
-            count => count,
-        };
+        let count = write_some(backing, file, remaining, position)?;
+        if count == 0 {
+            return Err(Errno::IO);
+        }
         position += count as u64;
         IoSlice::advance_slices(&mut remaining, count);
     }
@@ -305,7 +309,7 @@ pub(crate) fn write_vectored<B: Backing>(
 
 /// Writes the first bytes of `data`, which is not empty, with one call. Returns how many bytes were written.
 fn write_some<B: Backing>(
-    base: &B,
+    backing: &B,
     file: &B::File,
     data: &[IoSlice<'_>],
     position: u64,
@@ -315,11 +319,12 @@ fn write_some<B: Backing>(
         bytes += slice.len();
         bytes <= WRITE_BYTES_MAX
     };
-    let count = data.iter().take_while(fits).count();
-    if count > 0 {
-        return base.write_at(file, &data[..count], position);
+    let whole_slices = data.iter().take_while(fits).count();
+    if whole_slices > 0 {
+        return backing.write_at(file, &data[..whole_slices], position);
     }
-    base.write_at(file, &[IoSlice::new(&data[0][..WRITE_BYTES_MAX])], position)
+    let first_bytes = &data[0][..WRITE_BYTES_MAX];
+    backing.write_at(file, &[IoSlice::new(first_bytes)], position)
 }
 
 /// Returns the slices of all parts, one after the other.
@@ -332,25 +337,27 @@ fn slices<'a>(parts: &'a [DataPart<'a>]) -> impl Iterator<Item = &'a [u8]> {
 
 /// Returns the CRC32C of each block of [`CHECKED_BYTES`] of the parts' bytes, taken one after the other.
 fn checksums(parts: &[DataPart<'_>]) -> Vec<u32> {
-    let mut sums = Vec::new();
-    let (mut sum, mut len) = (0, 0);
-    for mut rest in slices(parts) {
-        while !rest.is_empty() {
-            let (in_block, after_block) =
-                rest.split_at(rest.len().min((CHECKED_BYTES - len) as usize));
-            sum = crc32c::crc32c_append(sum, in_block);
-            len += in_block.len() as u64;
-            if len == CHECKED_BYTES {
-                sums.push(std::mem::take(&mut sum));
-                len = 0;
+    let mut checksums = Vec::new();
+    let mut block_checksum = 0;
+    let mut block_bytes = 0;
+    for mut slice in slices(parts) {
+        while !slice.is_empty() {
+            let missing_bytes = (CHECKED_BYTES - block_bytes) as usize;
+            let (in_block, after_block) = slice.split_at(slice.len().min(missing_bytes));
+            block_checksum = crc32c::crc32c_append(block_checksum, in_block);
+            block_bytes += in_block.len() as u64;
+            if block_bytes == CHECKED_BYTES {
+                checksums.push(block_checksum);
+                block_checksum = 0;
+                block_bytes = 0;
             }
-            rest = after_block;
+            slice = after_block;
         }
     }
-    if len > 0 {
-        sums.push(sum);
+    if block_bytes > 0 {
+        checksums.push(block_checksum);
     }
-    sums
+    checksums
 }
 
 #[cfg(test)]

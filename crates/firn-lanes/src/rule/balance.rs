@@ -76,8 +76,10 @@ impl Dirs {
         let Some(files) = self.dirs.get(&dir) else {
             return start;
         };
-        let lanes = (0..files.len()).map(|step| (start + step) % files.len());
-        lanes.min_by_key(|lane| files[*lane]).unwrap_or(start)
+        (0..files.len())
+            .map(|step| (start + step) % files.len())
+            .min_by_key(|lane| files[*lane])
+            .unwrap_or(start)
     }
 
     #[cfg(test)]

@@ -74,13 +74,13 @@ impl ProgramOfSite {
         let directory = format!("/proc/{}/fd/{}", std::process::id(), new.parent.as_raw_fd());
         let name = new.name.to_owned();
         let arguments = [self.servers[lane].clone(), OsString::from("."), name];
-        let ran = run_program(&self.program, &arguments, |command| {
+        run_program(&self.program, &arguments, |command| {
             command.current_dir(&directory);
             if rustix::process::geteuid().is_root() && caller.uid != 0 {
                 command.uid(caller.uid).gid(caller.gid);
             }
-        });
-        ran.map(drop)
+        })?;
+        Ok(())
     }
 }
 
@@ -99,24 +99,24 @@ impl Driver for ProgramOfSite {
             Err(Errno::NOENT) => {}
             Err(error) => return Err(error),
         }
-        // Without the caller's ids, the program would run as root in another user's directory. It is therefore not run.
-        let made = match new.caller {
-            None => Err(Refusal::from(Errno::ACCESS)),
+        let refusal = match new.caller {
             Some(caller) => match self.run(caller, new, lane) {
-                Ok(()) => Ok(open_made_by(caller, new)?),
-                Err(error) => Err(Refusal(error.to_string())),
+                Ok(()) => {
+                    return Ok(Created {
+                        file: open_file_of(caller, new)?,
+                        acceptance: Ok(()),
+                    });
+                }
+                Err(error) => Refusal(error.to_string()),
             },
+            // Without the caller's ids, the program would run as root in another user's directory. It is therefore not
+            // run.
+            None => Refusal::from(Errno::ACCESS),
         };
-        match made {
-            Ok(file) => Ok(Created {
-                file,
-                acceptance: Ok(()),
-            }),
-            Err(refusal) => Ok(Created {
-                file: create_plain(new)?,
-                acceptance: Err(refusal),
-            }),
-        }
+        Ok(Created {
+            file: create_plain(new)?,
+            acceptance: Err(refusal),
+        })
     }
 
     fn find_server(&self, _: BorrowedFd<'_>) -> Location {
@@ -127,7 +127,7 @@ impl Driver for ProgramOfSite {
 /// Opens the file that the program created. Fails with EIO if it is not an empty file of the caller with one name.
 ///
 /// The program may give the file any mode, even one that prevents its owner from opening it.
-fn open_made_by(caller: &Caller, new: &NewFile<'_>) -> Result<OwnedFd> {
+fn open_file_of(caller: &Caller, new: &NewFile<'_>) -> Result<OwnedFd> {
     let (file, stat) = open_foreign_file(new).map_err(|_| Errno::IO)?;
     if stat.st_nlink != 1 || stat.st_uid != caller.uid {
         return Err(Errno::IO);
@@ -169,9 +169,11 @@ pub(super) fn run_program(
 /// Returns the first line of a program's output that is not empty. If there is none, returns a sentence for the error.
 fn first_line(output: &[u8]) -> String {
     let output = String::from_utf8_lossy(output);
-    let first = output.lines().find(|line| !line.trim().is_empty());
-    first.map_or_else(
-        || "it ended with an error and wrote no message".to_owned(),
-        |line| line.trim().to_owned(),
-    )
+    for line in output.lines() {
+        let line = line.trim();
+        if !line.is_empty() {
+            return line.to_owned();
+        }
+    }
+    "it ended with an error and wrote no message".to_owned()
 }

@@ -5,6 +5,7 @@
 //! that Lustre chooses no OST yet. Then the file gets a layout of one stripe that begins at the chosen OST.
 
 use std::ffi::{CStr, OsString};
+use std::ops::Range;
 use std::os::fd::BorrowedFd;
 
 use firn_backing::Result;
@@ -23,6 +24,10 @@ const MAGIC_V1: u32 = 0x0BD1_0BD0;
 const MAGIC_V3: u32 = 0x0BD3_0BD0;
 /// Pattern of a layout of plain stripes (LOV_PATTERN_RAID0).
 const PATTERN_RAID0: u32 = 1;
+/// Bytes of a layout with the number of stripes.
+const STRIPE_COUNT_FIELD: Range<usize> = 28..30;
+/// Bytes of a layout with the index of the OST of the first stripe.
+const FIRST_OST_FIELD: Range<usize> = 30..32;
 /// Size of `struct lov_user_md_v1` without objects, in bytes.
 const HEADER_BYTES: usize = 32;
 /// Size of the pool name in bytes; it follows the header in `struct lov_user_md_v3`.
@@ -79,31 +84,37 @@ fn encode_layout(ost: u16) -> [u8; HEADER_BYTES] {
     layout[0..4].copy_from_slice(&MAGIC_V1.to_ne_bytes());
     layout[4..8].copy_from_slice(&PATTERN_RAID0.to_ne_bytes());
     // Bytes 8..24 are the object's id. Bytes 24..28 are the size of a stripe: 0 for the default of the file system.
-    layout[28..30].copy_from_slice(&1u16.to_ne_bytes());
-    layout[30..32].copy_from_slice(&ost.to_ne_bytes());
+    let stripe_count = 1u16;
+    layout[STRIPE_COUNT_FIELD].copy_from_slice(&stripe_count.to_ne_bytes());
+    layout[FIRST_OST_FIELD].copy_from_slice(&ost.to_ne_bytes());
     layout
 }
 
 /// Returns the server of a file from its layout.
 fn decode_layout(layout: &[u8]) -> Location {
-    let number = |at: usize| {
-        let bytes = layout.get(at..at + 4)?;
-        Some(u32::from_ne_bytes(bytes.try_into().ok()?))
-    };
-    let objects = match number(0) {
+    let objects_offset = match read_u32(layout, 0) {
         Some(MAGIC_V1) => HEADER_BYTES,
         Some(MAGIC_V3) => HEADER_BYTES + POOL_BYTES,
         _ => return Location::Unknown,
     };
-    let Some(stripes) = layout.get(28..30) else {
+    let Some(stripe_count) = layout.get(STRIPE_COUNT_FIELD) else {
         return Location::Unknown;
     };
-    let stripes = u16::from_ne_bytes([stripes[0], stripes[1]]);
-    if stripes != 1 {
-        return Location::Striped(stripes.into());
+    let stripe_count = u16::from_ne_bytes([stripe_count[0], stripe_count[1]]);
+    if stripe_count != 1 {
+        return Location::Striped(stripe_count.into());
     }
-    let ost = number(objects + OBJECT_BYTES - 4);
-    ost.map_or(Location::Unknown, |ost| Location::Server(ost.to_string()))
+    // The index of the OST is the last field of the object.
+    match read_u32(layout, objects_offset + OBJECT_BYTES - 4) {
+        Some(ost) => Location::Server(ost.to_string()),
+        None => Location::Unknown,
+    }
+}
+
+/// Reads the number at `offset` of a layout. Returns `None` if the layout ends before.
+fn read_u32(layout: &[u8], offset: usize) -> Option<u32> {
+    let bytes = layout.get(offset..offset + 4)?;
+    Some(u32::from_ne_bytes(bytes.try_into().ok()?))
 }
 
 #[cfg(test)]

@@ -60,27 +60,26 @@ impl Driver for Staged {
             let file = create_plain(new)?;
             return Ok(Created::from_acceptance(file, Err(Errno::OPNOTSUPP)));
         }
-        let dir = self.dirs[lane].as_fd();
+        let staging = self.dirs[lane].as_fd();
         let entry = format!("{:016x}", getrandom::u64().map_err(|_| Errno::IO)?);
         let entry = OsStr::new(&entry);
         let staged = NewFile {
-            parent: dir,
+            parent: staging,
             name: entry,
             ..*new
         };
         let file = create_plain(&staged)?;
-        let named = inherit_group(&file, new).and_then(|()| give_name(dir, entry, new));
-        match named {
-            Ok(()) => Ok(Created::from_acceptance(file, Ok(()))),
-            Err(error) => {
-                let _ = unlinkat(dir, entry, AtFlags::empty());
-                if error != Errno::XDEV {
-                    return Err(error);
-                }
-                let file = create_plain(new)?;
-                Ok(Created::from_acceptance(file, Err(error)))
-            }
+        let outcome = inherit_group(&file, new).and_then(|()| link_into_place(staging, entry, new));
+        let Err(error) = outcome else {
+            return Ok(Created::from_acceptance(file, Ok(())));
+        };
+        let _ = unlinkat(staging, entry, AtFlags::empty());
+        if error != Errno::XDEV {
+            return Err(error);
         }
+        // The directory is on another file system, so the file cannot be moved there from the lane.
+        let file = create_plain(new)?;
+        Ok(Created::from_acceptance(file, Err(error)))
     }
 
     fn find_server(&self, file: BorrowedFd<'_>) -> Location {
@@ -111,12 +110,12 @@ fn fstat_path(fd: BorrowedFd<'_>) -> Result<fs::Stat> {
 }
 
 /// Renames the staged file to its name. Fails with EEXIST if the name exists.
-fn give_name(dir: BorrowedFd<'_>, entry: &OsStr, new: &NewFile<'_>) -> Result<()> {
+fn link_into_place(dir: BorrowedFd<'_>, entry: &OsStr, new: &NewFile<'_>) -> Result<()> {
     let (parent, name) = (new.parent, new.name);
     match fs::renameat_with(dir, entry, parent, name, RenameFlags::NOREPLACE) {
         // A file system without RENAME_NOREPLACE may support links, or neither.
         Err(Errno::INVAL | Errno::NOSYS) => {}
-        done => return done,
+        outcome => return outcome,
     }
     match fs::linkat(dir, entry, parent, name, AtFlags::empty()) {
         Ok(()) => return unlinkat(dir, entry, AtFlags::empty()),
@@ -136,13 +135,14 @@ pub fn open_dirs(
     host: &str,
     lanes: usize,
 ) -> std::result::Result<Vec<OwnedFd>, OwnError> {
-    let of_host = open_dir_of_host(primary, STAGING, host)?;
-    let below = |error: OwnError| error.below(host).below(STAGING).below(TOP);
-    let dirs = (0..lanes).map(|lane| {
-        let dir = own::make_dir(primary, &of_host, &format!("lane-{lane}"));
-        Ok(reopen_dir(dir.map_err(below)?.as_fd())?)
-    });
-    dirs.collect()
+    let host_dir = open_dir_of_host(primary, STAGING, host)?;
+    let mut dirs = Vec::new();
+    for lane in 0..lanes {
+        let dir = own::make_dir(primary, &host_dir, &format!("lane-{lane}"))
+            .map_err(|error| error.below(host).below(STAGING).below(TOP))?;
+        dirs.push(reopen_dir(dir.as_fd())?);
+    }
+    Ok(dirs)
 }
 
 /// Sets the storage class of a directory in MooseFS, with the tool of MooseFS.
@@ -154,12 +154,14 @@ pub fn tell_moosefs(dir: BorrowedFd<'_>, class: &OsStr) -> std::result::Result<(
 /// Returns the lane of a file in MooseFS by its storage class.
 pub fn find_in_moosefs(file: BorrowedFd<'_>) -> Location {
     let arguments = [path_for_tool(file)];
-    let output = run_program(OsStr::new("mfsgetsclass"), &arguments, |_| {});
-    let class = output.ok().and_then(|line| {
-        let (_, class) = line.rsplit_once(": ")?;
-        Some(class.trim().trim_matches('\'').to_owned())
-    });
-    class.map_or(Location::Unknown, Location::Server)
+    let Ok(line) = run_program(OsStr::new("mfsgetsclass"), &arguments, |_| {}) else {
+        return Location::Unknown;
+    };
+    // The tool writes the path, a colon and the class.
+    match line.rsplit_once(": ") {
+        Some((_, class)) => Location::Server(class.trim().trim_matches('\'').to_owned()),
+        None => Location::Unknown,
+    }
 }
 
 /// Returns a path that leads the tool through this process's descriptor to the open object.

@@ -80,18 +80,19 @@ impl<B: Backing> Names for LogBacking<B> {
 
     fn lookup(&self, parent: &LogInode<B>, name: &OsStr) -> Result<(LogInode<B>, Attr)> {
         let forget_count = self.forget_count.load(Ordering::Acquire);
-        let (inode, attr) = self.below.lookup(&parent.below, name)?;
-        let inode = self.make_child_inode(parent, name, inode, &attr)?;
+        let (plain_inode, plain_attr) = self.below.lookup(&parent.below, name)?;
+        let inode = self.make_child_inode(parent, name, plain_inode, &plain_attr)?;
         let logged = self.find(inode.id)?;
-        let attr = match logged {
-            Some(_) => self.visible_attr(logged.as_ref(), &|| self.below.attr(&inode.below))?,
+        if logged.is_some() {
+            let attr = self.visible_attr(logged.as_ref(), &|| self.below.attr(&inode.below))?;
+            return Ok((inode, attr));
+        }
+        if self.forget_count.load(Ordering::Acquire) != forget_count {
             // The file became flat after its attributes were read, so they are read again.
-            None if self.forget_count.load(Ordering::Acquire) != forget_count => {
-                self.below.attr(&inode.below)?
-            }
-            None => attr,
-        };
-        Ok((inode, attr))
+            let attr = self.below.attr(&inode.below)?;
+            return Ok((inode, attr));
+        }
+        Ok((inode, plain_attr))
     }
 
     fn create_placed(
@@ -102,20 +103,22 @@ impl<B: Backing> Names for LogBacking<B> {
         mode: u32,
         placing: Placing<'_, LogInode<B>>,
     ) -> Result<Created<Self>> {
-        let region = parent.region.of_child(name);
+        let region = parent.region.child_region(name);
         let is_chosen = match placing {
-            Placing::ByName => region != Region::Own && (self.setup.chooses)(name),
+            Placing::ByName => self.chooses_name(region, name),
             Placing::Named { name, .. } => (self.setup.chooses)(name),
             Placing::Turn(_) | Placing::Beside(_) => false,
         };
-        let below = placing.map(|inode| &inode.below);
-        let created = self
-            .below
-            .create_placed(caller, &parent.below, name, mode, below);
-        let (inode, below, attr) = created?;
-        let inode = self.make_inode(inode, &attr, region, is_chosen)?;
-        let logged = self.open_logged(&inode, Access::ReadWrite)?;
-        Ok((inode, LogFile { below, logged }, attr))
+        let plain_placing = placing.map(|inode| &inode.below);
+        let (plain_inode, plain_file, attr) =
+            self.below
+                .create_placed(caller, &parent.below, name, mode, plain_placing)?;
+        let inode = self.make_inode(plain_inode, &attr, region, is_chosen)?;
+        let file = LogFile {
+            below: plain_file,
+            logged: self.open_logged(&inode, Access::ReadWrite)?,
+        };
+        Ok((inode, file, attr))
     }
 
     fn make(
@@ -138,10 +141,10 @@ impl<B: Backing> Names for LogBacking<B> {
         if what == Remove::Dir {
             return self.below.remove(&parent.below, name, what);
         }
-        let removed = self.find_file_losing_name(&parent.below, name)?;
-        self.begin_removal(removed.as_ref())?;
+        let file_losing_name = self.find_file_losing_name(&parent.below, name)?;
+        self.begin_removal(file_losing_name.as_ref())?;
         let outcome = self.below.remove(&parent.below, name, what);
-        self.finish_removal(removed, outcome)
+        self.finish_removal(file_losing_name, outcome)
     }
 
     fn rename(
@@ -154,27 +157,24 @@ impl<B: Backing> Names for LogBacking<B> {
     ) -> Result<()> {
         let (parent, new_parent) = (&parent.below, &new_parent.below);
         let may_replace = !flags.intersects(RenameFlags::NOREPLACE | RenameFlags::EXCHANGE);
-        let removed = if may_replace {
+        let mut replaced_file = if may_replace {
             self.find_file_losing_name(new_parent, new_name)?
         } else {
             None
         };
-        // A rename to another name of the same file removes no file.
-        let renamed = self
-            .below
-            .lookup(parent, name)
-            .ok()
-            .map(|(_, attr)| attr.ino);
-        let removed = removed.filter(|(_, id)| Some(id.ino) != renamed);
-        self.begin_removal(removed.as_ref())?;
+        if let Ok((_, renamed_attr)) = self.below.lookup(parent, name) {
+            // A rename to another name of the same file removes no file.
+            replaced_file = replaced_file.filter(|replaced| replaced.id.ino != renamed_attr.ino);
+        }
+        self.begin_removal(replaced_file.as_ref())?;
         let outcome = self.below.rename(parent, name, new_parent, new_name, flags);
-        self.finish_removal(removed, outcome)
+        self.finish_removal(replaced_file, outcome)
     }
 
     fn moved_to(&self, inode: &LogInode<B>, parent: &LogInode<B>, name: &OsStr) -> LogInode<B> {
         LogInode {
             below: self.below.moved_to(&inode.below, &parent.below, name),
-            region: parent.region.of_child(name),
+            region: parent.region.child_region(name),
             ..inode.clone()
         }
     }
@@ -185,43 +185,35 @@ impl<B: Backing> Attributes for LogBacking<B> {
         match target {
             Target::Inode(inode) => {
                 let logged = self.find(inode.id)?;
-                let below = || self.below.stat(Target::Inode(&inode.below), freshness);
-                self.visible_attr(logged.as_ref(), &below)
+                let stat_plain = || self.below.stat(Target::Inode(&inode.below), freshness);
+                self.visible_attr(logged.as_ref(), &stat_plain)
             }
             Target::File(file) => {
                 self.refresh_listing()?;
-                let logged = file.logged.as_ref().map(|opened| &opened.file);
-                if let Some(file) = logged {
-                    self.refresh_file(file);
+                let logged = file.logged.as_ref().map(|descriptor| &descriptor.file);
+                if let Some(logged) = logged {
+                    self.refresh_file(logged);
                 }
-                let below = || self.below.stat(Target::File(&file.below), freshness);
-                self.visible_attr(logged, &below)
+                let stat_plain = || self.below.stat(Target::File(&file.below), freshness);
+                self.visible_attr(logged, &stat_plain)
             }
         }
     }
 
     fn set_attr(&self, inode: &LogInode<B>, change: AttrChange<'_>) -> Result<()> {
-        let set = || self.below.set_attr(&inode.below, change);
-        let new_time = match change {
-            AttrChange::SetXattr { name, .. } if tag::is_tag(name) => return Err(Errno::PERM),
-            AttrChange::RemoveXattr { name } if tag::is_tag(name) => return Err(Errno::NODATA),
+        let change_plain = || self.below.set_attr(&inode.below, change);
+        match change {
+            AttrChange::SetXattr { name, .. } if tag::is_tag(name) => Err(Errno::PERM),
+            AttrChange::RemoveXattr { name } if tag::is_tag(name) => Err(Errno::NODATA),
             AttrChange::Times { mtime, .. } => match mtime {
-                SetTime::Keep => return set(),
-                SetTime::Now => Time::now(),
-                SetTime::At(new_time) => new_time,
+                SetTime::Keep => change_plain(),
+                SetTime::Now => self.set_modified(inode, Time::now(), &change_plain),
+                SetTime::At(new_time) => self.set_modified(inode, new_time, &change_plain),
             },
             AttrChange::Mode(_)
             | AttrChange::Owner { .. }
             | AttrChange::SetXattr { .. }
-            | AttrChange::RemoveXattr { .. } => return set(),
-        };
-        match self.find_and_refresh(inode.id)? {
-            Some(file) => {
-                file.set_modified(&self.site(), new_time, &set)?;
-                *file.modified.lock() = None;
-                Ok(())
-            }
-            None => set(),
+            | AttrChange::RemoveXattr { .. } => change_plain(),
         }
     }
 
@@ -235,6 +227,7 @@ impl<B: Backing> Attributes for LogBacking<B> {
     fn list_xattr(&self, inode: &LogInode<B>) -> Result<Vec<u8>> {
         let mut names = self.below.list_xattr(&inode.below)?;
         if inode.id.is_some() {
+            // Programs do not see the tag.
             names = tag::without_tag(&names);
         }
         Ok(names)
@@ -248,77 +241,77 @@ impl<B: Backing> Files for LogBacking<B> {
         let logged = self.open_logged(inode, access)?;
         // The plain file of a logged file is opened for reading even if the program only writes: bytes that lie in the
         // plain file may have to be copied.
-        let below_access = match (&logged, access) {
-            (Some(_), Access::Write) => Access::ReadWrite,
-            (_, access) => access,
+        let plain_access = if logged.is_some() && access == Access::Write {
+            Access::ReadWrite
+        } else {
+            access
         };
-        if let Some(opened) = &logged {
-            opened.file.check_exists()?;
+        if let Some(descriptor) = &logged {
+            descriptor.file.check_exists()?;
         }
-        let below = self.below.open(&inode.below, below_access)?;
-        Ok(LogFile { below, logged })
+        let plain_file = self.below.open(&inode.below, plain_access)?;
+        Ok(LogFile {
+            below: plain_file,
+            logged,
+        })
     }
 
     fn read_at(&self, file: &LogFile<B>, buf: &mut [u8], offset: u64) -> Result<usize> {
-        let opened = file.logged.as_ref();
-        if opened.is_some_and(|opened| opened.access == Access::Write) {
+        let Some(descriptor) = &file.logged else {
+            return self.below.read_at(&file.below, buf, offset);
+        };
+        if descriptor.access == Access::Write {
             return Err(Errno::BADF);
         }
-        if let Some(opened) = opened {
-            self.refresh_listing()?;
-            self.refresh_file(&opened.file);
+        let logged = &descriptor.file;
+        self.refresh_listing()?;
+        self.refresh_file(logged);
+        if !logged.is_logged() {
+            logged.check_exists()?;
+            return self.below.read_at(&file.below, buf, offset);
         }
-        match file.logged() {
-            Some(logged) => {
-                let site = self.site();
-                logged.retry_while_lagging(&site, &mut || {
-                    logged.read(&site, &file.below, buf, offset)
-                })
-            }
-            None => {
-                if let Some(opened) = opened {
-                    opened.file.check_exists()?;
-                }
-                self.below.read_at(&file.below, buf, offset)
-            }
-        }
+        let context = self.context();
+        logged.retry_while_lagging(&context, &mut || {
+            logged.read(&context, &file.below, buf, offset)
+        })
     }
 
     /// Appends as many of the parts as one frame can describe to this host's log, with one frame. After an error none
     /// of them counts.
     fn write_parts(&self, file: &LogFile<B>, parts: &[DataPart<'_>]) -> Result<u64> {
-        let Some(logged) = file.writable(Errno::BADF)? else {
+        let Some(logged) = file.file_to_write(Errno::BADF)? else {
             return self.below.write_parts(&file.below, parts);
         };
         if parts.iter().all(DataPart::is_empty) {
             return Ok(0);
         }
-        let parts = take_for_one_frame(parts)?;
+        let parts = parts_for_one_frame(parts)?;
         let plain_len = || self.plain_len(file);
-        let site = self.site();
-        logged.retry_while_lagging(&site, &mut || logged.write(&site, &plain_len, parts))?;
+        let context = self.context();
+        logged.retry_while_lagging(&context, &mut || logged.write(&context, &plain_len, parts))?;
         self.update_mtime(file);
         Ok(parts.iter().map(DataPart::len).sum())
     }
 
     fn resize(&self, file: &LogFile<B>, resize: Resize) -> Result<bool> {
-        let Some(logged) = file.writable(Errno::INVAL)? else {
+        let Some(logged) = file.file_to_write(Errno::INVAL)? else {
             return self.below.resize(&file.below, resize);
         };
-        let site = self.site();
+        let context = self.context();
         match resize {
             Resize::To(len) => {
                 let plain_len = || self.plain_len(file);
-                logged
-                    .retry_while_lagging(&site, &mut || logged.set_len(&site, &plain_len, len))?;
+                logged.retry_while_lagging(&context, &mut || {
+                    logged.set_len(&context, &plain_len, len)
+                })?;
             }
             Resize::AtLeast(len) => {
                 let plain_len = || Ok(self.below.attr_of_file(&file.below)?.size);
-                logged.grow(&site, &plain_len, len)?;
+                logged.grow(&context, &plain_len, len)?;
             }
             // If this host died before it recorded the cut, the cut is not made now: other hosts may have written
             // since.
-            Resize::Finish(len) => return logged.was_set_to(&site, len),
+            Resize::Finish(len) => return logged.was_set_to(&context, len),
             // Nothing has to be done: the plain file gets its length when it is flattened.
             Resize::Unchanged => return Ok(true),
         }
@@ -327,10 +320,9 @@ impl<B: Backing> Files for LogBacking<B> {
     }
 
     fn allocate(&self, file: &LogFile<B>, mode: i32, offset: u64, len: u64) -> Result<()> {
-        let Some(logged) = file.writable(Errno::BADF)? else {
+        let Some(logged) = file.file_to_write(Errno::BADF)? else {
             return self.below.allocate(&file.below, mode, offset, len);
         };
-        let site = self.site();
         if len == 0 {
             return Err(Errno::INVAL);
         }
@@ -338,6 +330,7 @@ impl<B: Backing> Files for LogBacking<B> {
         if end > FILE_BYTES_MAX {
             return Err(Errno::FBIG);
         }
+        let context = self.context();
         let plain_len = || self.plain_len(file);
         let file_bytes = self.attr_of_file(file)?.size;
         let keeps_size = mode & libc::FALLOC_FL_KEEP_SIZE != 0;
@@ -345,21 +338,18 @@ impl<B: Backing> Files for LogBacking<B> {
             // A log cannot reserve space, so the call only sets the length.
             0 => {}
             libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_ZERO_RANGE => {
-                let zeroed = end.min(file_bytes).saturating_sub(offset);
-                if zeroed > 0 {
-                    let piece = Piece {
-                        offset,
-                        len: zeroed,
-                    };
-                    logged.retry_while_lagging(&site, &mut || {
-                        logged.zero(&site, &plain_len, piece)
+                let len = end.min(file_bytes).saturating_sub(offset);
+                if len > 0 {
+                    let zeroed = Piece { offset, len };
+                    logged.retry_while_lagging(&context, &mut || {
+                        logged.zero(&context, &plain_len, zeroed)
                     })?;
                 }
             }
             _ => return Err(Errno::OPNOTSUPP),
         }
         if end > file_bytes && !keeps_size {
-            logged.retry_while_lagging(&site, &mut || logged.grow(&site, &plain_len, end))?;
+            logged.retry_while_lagging(&context, &mut || logged.grow(&context, &plain_len, end))?;
         }
         // The time is set even if no byte changed, as on ext4, xfs and btrfs.
         self.update_mtime(file);
@@ -367,16 +357,14 @@ impl<B: Backing> Files for LogBacking<B> {
     }
 
     fn seek(&self, file: &LogFile<B>, offset: u64, what: Seek) -> Result<u64> {
-        match file.logged() {
-            None => self.below.seek(&file.below, offset, what),
-            Some(logged) => {
-                let site = self.site();
-                logged.retry_while_lagging(&site, &mut || {
-                    let plain_bytes = self.plain_len(file)?;
-                    logged.seek(&site, plain_bytes, offset, what)
-                })
-            }
-        }
+        let Some(logged) = file.file_in_logs() else {
+            return self.below.seek(&file.below, offset, what);
+        };
+        let context = self.context();
+        logged.retry_while_lagging(&context, &mut || {
+            let plain_bytes = self.plain_len(file)?;
+            logged.seek(&context, plain_bytes, offset, what)
+        })
     }
 
     fn copy_range(
@@ -387,27 +375,31 @@ impl<B: Backing> Files for LogBacking<B> {
         to_offset: u64,
         len: u64,
     ) -> Result<u64> {
-        if from.logged().is_none() && to.logged.is_none() {
+        if from.file_in_logs().is_none() && to.logged.is_none() {
             let (from, to) = (&from.below, &to.below);
             return self.below.copy_range(from, from_offset, to, to_offset, len);
         }
-        let id = |file: &LogFile<B>| file.logged.as_ref().map(|opened| opened.file.id);
-        let distance = from_offset.abs_diff(to_offset);
-        let len = len.min(self.attr_of_file(from)?.size.saturating_sub(from_offset));
-        if id(from).is_some() && id(from) == id(to) && distance < len {
+        let existing_bytes = self.attr_of_file(from)?.size.saturating_sub(from_offset);
+        let copied_bytes = len.min(existing_bytes);
+        let is_same_file = match (&from.logged, &to.logged) {
+            (Some(from), Some(to)) => from.file.id == to.file.id,
+            _ => false,
+        };
+        let ranges_overlap = from_offset.abs_diff(to_offset) < copied_bytes;
+        if is_same_file && ranges_overlap {
             return Err(Errno::INVAL);
         }
-        copy_through_memory(self, from, from_offset, to, to_offset, len)
+        copy_through_memory(self, from, from_offset, to, to_offset, copied_bytes)
     }
 
     fn sync(&self, file: &LogFile<B>, data_only: bool) -> Result<()> {
-        if let Some(opened) = &file.logged {
-            let site = self.site();
-            opened
+        if let Some(descriptor) = &file.logged {
+            let context = self.context();
+            descriptor
                 .file
-                .retry_while_lagging(&site, &mut || opened.file.sync(&site))?;
-            if !opened.file.is_logged() {
-                self.see_closed_changes(opened)?;
+                .retry_while_lagging(&context, &mut || descriptor.file.sync(&context))?;
+            if !descriptor.file.is_logged() {
+                self.see_closed_changes(descriptor)?;
             }
         }
         self.below.sync(&file.below, data_only)
@@ -430,33 +422,38 @@ impl<B: Backing> Files for LogBacking<B> {
     }
 
     fn adopt(&self, descriptor: OwnedFd) -> Result<AdoptedBy<Self>> {
-        let below = self.below.adopt(descriptor)?;
-        let inode = self.make_inode(below.inode, &below.attr, Region::Files, false)?;
-        let logged = self.open_logged(&inode, below.access)?;
-        if let Some(opened) = logged.as_ref().filter(|_| below.attr.nlink == 0) {
+        let plain = self.below.adopt(descriptor)?;
+        let is_chosen = false;
+        let inode = self.make_inode(plain.inode, &plain.attr, Region::Files, is_chosen)?;
+        let logged = self.open_logged(&inode, plain.access)?;
+        if let Some(logged) = &logged
+            && plain.attr.nlink == 0
+        {
             // An earlier process of this host may have ended between the removal of the name and this mark.
-            self.note_removed(&opened.file)?;
+            self.mark_removed(&logged.file)?;
         }
         Ok(Adopted {
             inode,
             file: LogFile {
-                below: below.file,
+                below: plain.file,
                 logged,
             },
-            access: below.access,
-            attr: below.attr,
+            access: plain.access,
+            attr: plain.attr,
         })
     }
 }
 
 impl<B: Backing> Sharing for LogBacking<B> {
     fn kernel_reads(&self, file: &LogFile<B>) -> KernelReads {
-        match &file.logged {
-            None => self.below.kernel_reads(&file.below),
-            Some(opened) if opened.file.is_logged() || opened.file.check_exists().is_err() => {
-                KernelReads::Shared
-            }
-            Some(_) => KernelReads::Cached,
+        let Some(descriptor) = &file.logged else {
+            return self.below.kernel_reads(&file.below);
+        };
+        let logged = &descriptor.file;
+        if logged.is_logged() || logged.check_exists().is_err() {
+            KernelReads::Shared
+        } else {
+            KernelReads::Cached
         }
     }
 
@@ -467,18 +464,21 @@ impl<B: Backing> Sharing for LogBacking<B> {
         range: Range<u64>,
         limits: LocateLimits,
     ) -> Result<Option<Located>> {
-        let half = self.setup.view_age_max / 2;
-        let Some(opened) = &file.logged else {
+        let Some(descriptor) = &file.logged else {
             return Ok(None);
         };
-        if opened.access == Access::Write || half < LOCATED_FOR_MIN {
+        // The listing is at most this old, so the result is valid for at least as long.
+        let listing_age_max = self.setup.view_age_max / 2;
+        if descriptor.access == Access::Write || listing_age_max < LOCATED_FOR_MIN {
             return Ok(None);
         }
-        self.refresh_listing_older_than(half)?;
-        self.refresh_file(&opened.file);
-        let listed_at = self.files.lock().listed.ok_or(Errno::IO)?;
-        let site = self.site();
-        let located = opened.file.locate(&site, &file.below, range, limits)?;
+        self.refresh_listing_older_than(listing_age_max)?;
+        self.refresh_file(&descriptor.file);
+        let listed_at = self.files.lock().last_listing_began.ok_or(Errno::IO)?;
+        let context = self.context();
+        let located = descriptor
+            .file
+            .locate(&context, &file.below, range, limits)?;
         Ok(Some(Located {
             parts: located.parts,
             files: located.files,
@@ -488,29 +488,35 @@ impl<B: Backing> Sharing for LogBacking<B> {
     }
 
     fn note_use(&self, file: &LogFile<B>, what: FileUse) -> Result<()> {
-        let Some(opened) = &file.logged else {
+        let Some(descriptor) = &file.logged else {
             return self.below.note_use(&file.below, what);
         };
         match what {
-            FileUse::OpenedToRead => self.see_closed_changes(opened),
+            FileUse::OpenedToRead => self.see_closed_changes(descriptor),
             FileUse::OpenedToWrite => {
-                self.see_closed_changes(opened)?;
-                if let Err(error) = self.begin_writing(file, opened) {
+                self.see_closed_changes(descriptor)?;
+                if let Err(error) = self.begin_writing(file, descriptor) {
                     // A write reports the error itself; an open that never writes needs no log.
                     tracing::debug!(%error, "cannot begin a log yet");
                 }
                 Ok(())
             }
             FileUse::Written => {
-                opened.file.has_local_writer.store(false, Ordering::Release);
-                if opened.file.has_containers() {
-                    self.ended.add(&opened.file, &opened.inode);
+                descriptor
+                    .file
+                    .has_local_writer
+                    .store(false, Ordering::Release);
+                if descriptor.file.has_containers() {
+                    self.settle_queue.add(&descriptor.file, &descriptor.inode);
                 }
                 Ok(())
             }
             FileUse::Finished => {
-                opened.file.has_local_writer.store(false, Ordering::Release);
-                self.finish_last_close(opened)
+                descriptor
+                    .file
+                    .has_local_writer
+                    .store(false, Ordering::Release);
+                self.finish_last_close(descriptor)
             }
         }
     }
@@ -529,50 +535,67 @@ impl<B: Backing> Placement for LogBacking<B> {
     forward!(below: lane_of_turn);
 
     fn facts(&self, inode: &LogInode<B>) -> Facts {
-        let below = self.below.facts(&inode.below);
+        let plain = self.below.facts(&inode.below);
         let Some(id) = inode.id else {
             // The values for a directory apply to its new files, which may be logged.
             return Facts {
                 gathers: true,
                 changes_by_others: 0,
-                ..below
+                ..plain
             };
         };
-        let file = self.files.lock().by_id.get(&id).cloned();
-        let is_written_to_logs = inode.is_chosen || file.is_some();
-        let own_lane = || self.below.lane_of_turn(self.site().turn_of(id));
-        let lane = is_written_to_logs.then(own_lane).flatten();
+        let known_file = self.files.lock().by_id.get(&id).cloned();
+        let is_written_to_logs = inode.is_chosen || known_file.is_some();
+        let lane_of_own_log = if is_written_to_logs {
+            self.below.lane_of_turn(self.context().turn_of(id))
+        } else {
+            None
+        };
         Facts {
-            // The lane of this host's log if the file is written to a log, else that of the plain file.
-            lane: lane.unwrap_or(below.lane),
+            lane: lane_of_own_log.unwrap_or(plain.lane),
             // A log keeps bytes in the order of the writes, so they need not be neighbours in the file.
             gathers: is_written_to_logs,
-            changes_by_others: file.map_or(0, |file| file.changes_by_others()),
+            changes_by_others: known_file.map_or(0, |file| file.changes_by_others()),
         }
     }
 }
 
 impl<B: Backing> LogBacking<B> {
+    /// Sets the modification time to `new_time`. `set_plain_time` sets it on the plain file.
+    fn set_modified(
+        &self,
+        inode: &LogInode<B>,
+        new_time: Time,
+        set_plain_time: &dyn Fn() -> Result<()>,
+    ) -> Result<()> {
+        let Some(file) = self.find_and_refresh(inode.id)? else {
+            return set_plain_time();
+        };
+        file.set_modified(&self.context(), new_time, set_plain_time)?;
+        // The next write sets the time again, although the last update may be recent.
+        *file.last_mtime_update.lock() = None;
+        Ok(())
+    }
+
     /// Returns the length of the plain file, as its server has it.
     pub(super) fn plain_len(&self, file: &LogFile<B>) -> Result<u64> {
         Ok(self.below.attr_of_file_now(&file.below)?.size)
     }
 }
 
-/// Returns the first parts, as many as one frame can describe.
-fn take_for_one_frame<'a, 'd>(parts: &'a [DataPart<'d>]) -> Result<&'a [DataPart<'d>]> {
+/// Returns the first parts, as many as one frame can describe. Fails with EINVAL if the first part alone is too long.
+fn parts_for_one_frame<'a, 'd>(parts: &'a [DataPart<'d>]) -> Result<&'a [DataPart<'d>]> {
     let mut bytes = 0;
-    let mut fits = |part: &DataPart<'_>| {
+    let mut count = 0;
+    for part in parts.iter().take(PIECES_MAX) {
         bytes += part.len();
-        bytes <= SPAN_BYTES_MAX
-    };
-    let count = parts
-        .iter()
-        .take(PIECES_MAX)
-        .take_while(|part| fits(part))
-        .count();
-    match count {
-        0 => Err(Errno::INVAL),
-        count => Ok(&parts[..count]),
+        if bytes > SPAN_BYTES_MAX {
+            break;
+        }
+        count += 1;
     }
+    if count == 0 {
+        return Err(Errno::INVAL);
+    }
+    Ok(&parts[..count])
 }

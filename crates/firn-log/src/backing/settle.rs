@@ -2,13 +2,13 @@
 //!
 //! Terms
 //! * To *flatten* a file is to copy the bytes in its containers to the plain file, and to remove the containers.
-//! * To *publish* this host's logs of a file is to make its writes visible to other hosts, and to end its registration as
-//!   a writer. A file is flattened only when no host is registered.
-//! * To *settle* a file is to publish this host's logs, and then to flatten the file, or to remove its containers if the
-//!   file was removed.
+//! * To *publish* this host's logs of a file is to make its writes visible to other hosts, and to end its registration
+//!   as a writer. A file is flattened only when no host is registered.
+//! * To *settle* a file is to publish this host's logs, and then to flatten the file, or to remove its containers if
+//!   the file was removed.
 //!
-//! Files are queued in [`EndedFiles`] when their last writer on this host closes them. [`LogBacking::settle`] settles the
-//! queued files as far as other hosts allow. Files that are not flat afterwards stay in the queue.
+//! Files are queued in [`SettleQueue`] when their last writer on this host closes them. [`LogBacking::settle`] settles
+//! the queued files as far as other hosts allow. Files that are not flat afterwards stay in the queue.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ffi::OsStr;
@@ -25,11 +25,11 @@ use firn_hosts::host_dir::{find_host_dir, list_hosts};
 use firn_hosts::own::{self, TOP};
 use parking_lot::Condvar;
 
-use super::{LogBacking, LogInode, Opened, WhenClosed};
+use super::{LogBacking, LogInode, LoggedDescriptor, WhenClosed};
 use crate::file::{Flattened, LoggedFile, LossTarget};
 use crate::file_dir;
 use crate::file_id::FileId;
-use crate::orphans::{Orphans, Scope, Search, has_files_of_programs};
+use crate::orphans::{OrphanSearch, Orphans, SearchScope, has_files_of_programs};
 use crate::salvage::{Report, may_be_damage};
 
 /// Waits between two attempts of a close to settle a file, while other hosts flatten their parts of it.
@@ -46,38 +46,38 @@ const FLATTEN_BATCH: usize = 64;
 /// Dead hosts, with the time at which each last changed its host directory. A new time shows a later life of the host.
 pub(super) type DeadHosts = BTreeMap<String, Time>;
 
-/// Maximum number of salvages of one file. More than one may be needed: a salvage may rely on a table that is found damaged
-/// only by the next attempt to flatten the file.
+/// Maximum number of salvages of one file. More than one may be needed: a salvage may rely on a table that is found
+/// damaged only by the next attempt to flatten the file.
 const SALVAGES_MAX: usize = 3;
 
 /// Maximum number of walks through the directories for files in logs. A walk is repeated if it missed a file.
 const WALKS_MAX: usize = 5;
 
 /// The queue of files to settle.
-pub(super) struct EndedFiles<B: Backing> {
-    state: Mutex<EndedState<B>>,
+pub(super) struct SettleQueue<B: Backing> {
+    state: Mutex<QueueState<B>>,
     /// Wakes the settling thread.
     work_added: Condvar,
 }
 
 /// The queued files, and whether the settling thread should run.
-struct EndedState<B: Backing> {
-    files: HashMap<FileId, EndedFile<B>>,
+struct QueueState<B: Backing> {
+    files: HashMap<FileId, QueuedFile<B>>,
     /// Whether a file was added, or another thread woke the settling thread, since the last call of
     /// [`LogBacking::settle`].
     has_new_work: bool,
 }
 
 /// A queued file. It was closed by its last writer on this host, or the mount flattens files that are read.
-struct EndedFile<B: Backing> {
+struct QueuedFile<B: Backing> {
     file: Arc<LoggedFile<B>>,
     inode: B::Inode,
 }
 
-impl<B: Backing> EndedFiles<B> {
+impl<B: Backing> SettleQueue<B> {
     pub(super) fn new() -> Self {
         Self {
-            state: Mutex::new(EndedState {
+            state: Mutex::new(QueueState {
                 files: HashMap::new(),
                 has_new_work: false,
             }),
@@ -87,17 +87,37 @@ impl<B: Backing> EndedFiles<B> {
 
     /// Queues a file and wakes the settling thread.
     pub(super) fn add(&self, file: &Arc<LoggedFile<B>>, inode: &B::Inode) {
-        let ended = EndedFile {
+        let queued_file = QueuedFile {
             file: Arc::clone(file),
             inode: inode.clone(),
         };
-        let old = {
+        let replaced_entry = {
             let mut state = self.state.lock();
             state.has_new_work = true;
-            state.files.insert(file.id, ended)
+            state.files.insert(file.id, queued_file)
         };
-        drop(old);
+        // Dropped after the lock is released: the last reference may close files.
+        drop(replaced_entry);
         self.work_added.notify_all();
+    }
+
+    /// Removes and returns all queued files.
+    fn remove_all(&self) -> Vec<QueuedFile<B>> {
+        let files = {
+            let mut state = self.state.lock();
+            state.has_new_work = false;
+            std::mem::take(&mut state.files)
+        };
+        files.into_values().collect()
+    }
+
+    /// Queues a file again without waking the settling thread, unless the file was queued meanwhile.
+    fn return_unsettled(&self, queued_file: QueuedFile<B>) {
+        let mut state = self.state.lock();
+        state
+            .files
+            .entry(queued_file.file.id)
+            .or_insert(queued_file);
     }
 }
 
@@ -146,13 +166,28 @@ impl Left {
 }
 
 /// A file that is flattened together with others.
-struct ListedFile<B: Backing> {
+struct FileToFlatten<B: Backing> {
     id: FileId,
     inode: B::Inode,
 }
 
+/// Result of one walk that flattens the files that it finds.
+struct WalkOutcome {
+    /// The numbers of files that are left in logs.
+    left: Left,
+    /// Number of files with containers that the walk did not find.
+    unseen_files: usize,
+}
+
+/// A directory that a walk has still to list.
+struct DirToWalk<B: Backing> {
+    inode: B::Inode,
+    /// Path relative to the top of the walk.
+    path: PathBuf,
+}
+
 /// A file with containers, as a walk found it.
-struct FoundFile<'a, B: Backing> {
+struct WalkedFile<'a, B: Backing> {
     id: FileId,
     inode: &'a B::Inode,
     /// Path relative to the top of the walk.
@@ -160,24 +195,19 @@ struct FoundFile<'a, B: Backing> {
 }
 
 impl<B: Backing> LogBacking<B> {
-    /// Settles the queued files as far as other hosts allow. Returns the numbers of files that are left in logs. They stay
-    /// in the queue.
+    /// Settles the queued files as far as other hosts allow. Returns the numbers of files that are left in logs. They
+    /// stay in the queue.
     pub fn settle(&self) -> Left {
-        let ended = {
-            let mut state = self.ended.state.lock();
-            state.has_new_work = false;
-            std::mem::take(&mut state.files)
-        };
-        let mut ended: Vec<_> = ended.into_values().collect();
-        ended.sort_by_key(|ended| self.is_in_other_lane(&ended.inode));
-        let settle = |ended: &EndedFile<B>| self.settle_file(&ended.file, &ended.inode);
-        let settled = parallel::map("firn-settle", SETTLE_THREADS_MAX, &ended, &settle);
+        let mut queued_files = self.settle_queue.remove_all();
+        // Hosts that flatten files of one lane at the same time wait for each other's syncs.
+        queued_files.sort_by_key(|queued| self.is_in_other_lane(&queued.inode));
+        let settle = |queued: &QueuedFile<B>| self.settle_file(&queued.file, &queued.inode);
+        let outcomes = parallel::map("firn-settle", SETTLE_THREADS_MAX, &queued_files, &settle);
         let mut left = Left::default();
-        for (ended, settled) in ended.into_iter().zip(settled) {
-            left.count(settled);
-            if !matches!(settled, Ok(Flattened::Flat | Flattened::NotDue)) {
-                let mut state = self.ended.state.lock();
-                state.files.entry(ended.file.id).or_insert(ended);
+        for (queued, outcome) in queued_files.into_iter().zip(outcomes) {
+            left.count(outcome);
+            if !matches!(outcome, Ok(Flattened::Flat | Flattened::NotDue)) {
+                self.settle_queue.return_unsettled(queued);
             }
         }
         left
@@ -187,18 +217,18 @@ impl<B: Backing> LogBacking<B> {
     ///
     /// With [`WhenClosed::FlattenBehind`] the logs are published, and the file is queued. Otherwise the file is settled
     /// now: the close waits for other hosts that copy parts of the file, but not for writers on other hosts.
-    pub(super) fn finish_last_close(&self, opened: &Opened<B>) -> Result<()> {
+    pub(super) fn finish_last_close(&self, descriptor: &LoggedDescriptor<B>) -> Result<()> {
         if self.setup.when_closed == WhenClosed::FlattenBehind {
-            self.publish_own_logs(&opened.file)?;
-            self.ended.add(&opened.file, &opened.inode);
+            self.publish_own_logs(&descriptor.file)?;
+            self.settle_queue.add(&descriptor.file, &descriptor.inode);
             return Ok(());
         }
         let mut waits = RETRY_WAITS.start();
-        while opened.file.has_containers() {
-            match self.settle_file(&opened.file, &opened.inode)? {
+        while descriptor.file.has_containers() {
+            match self.settle_file(&descriptor.file, &descriptor.inode)? {
                 Flattened::Flat | Flattened::NotDue => break,
                 Flattened::Written => {
-                    self.ended.add(&opened.file, &opened.inode);
+                    self.settle_queue.add(&descriptor.file, &descriptor.inode);
                     break;
                 }
                 Flattened::UnderWay => waits.sleep(),
@@ -209,71 +239,73 @@ impl<B: Backing> LogBacking<B> {
 
     /// Waits until a file is queued or another thread calls [`LogBacking::wake`], for at most `time`.
     pub fn wait_for_ended(&self, time: Duration) {
-        let mut state = self.ended.state.lock();
+        let mut state = self.settle_queue.state.lock();
         if !state.has_new_work {
-            state.wait_for(&self.ended.work_added, time);
+            state.wait_for(&self.settle_queue.work_added, time);
         }
     }
 
     /// Wakes the settling thread. If no thread is waiting, the next wait returns at once.
     pub fn wake(&self) {
-        self.ended.state.lock().has_new_work = true;
-        self.ended.work_added.notify_all();
+        self.settle_queue.state.lock().has_new_work = true;
+        self.settle_queue.work_added.notify_all();
     }
 
-    /// Flattens the files at or below `top`, as far as other hosts allow. Files that this host never opened are
+    /// Flattens the files at or below `search_root`, as far as other hosts allow. Files that this host never opened are
     /// included.
     ///
     /// Files in this host's own lane come first. Hosts that flatten files of one lane at the same time wait for each
     /// other's syncs.
-    pub fn flatten_below(&self, top: &LogInode<B>) -> Result<Left> {
+    pub fn flatten_below(&self, search_root: &LogInode<B>) -> Result<Left> {
         for _ in 1..WALKS_MAX {
-            let (left, unseen) = self.flatten_in_one_walk(top)?;
-            if left.lost >= unseen {
-                return Ok(left);
+            let outcome = self.flatten_in_one_walk(search_root)?;
+            if outcome.left.lost >= outcome.unseen_files {
+                return Ok(outcome.left);
             }
             // The walk missed a file: it was renamed meanwhile, or a commit has just given it its name.
         }
-        Ok(self.flatten_in_one_walk(top)?.0)
+        Ok(self.flatten_in_one_walk(search_root)?.left)
     }
 
-    /// Flattens the files at or below `top` that one walk finds. Returns the numbers of files that are left in logs, and how
-    /// many files in logs the walk did not see.
-    fn flatten_in_one_walk(&self, top: &LogInode<B>) -> Result<(Left, usize)> {
+    /// Flattens the files at or below `search_root` that one walk finds.
+    fn flatten_in_one_walk(&self, search_root: &LogInode<B>) -> Result<WalkOutcome> {
         let mut left = Left::default();
-        let mut in_own_lane = Vec::new();
-        let mut in_other_lanes = Vec::new();
-        let unseen = self.visit_logged(top, &mut |found| {
-            let listed = ListedFile {
-                id: found.id,
-                inode: found.inode.clone(),
+        let mut files_in_own_lane = Vec::new();
+        let mut files_in_other_lanes = Vec::new();
+        let unseen_files = self.visit_logged(search_root, &mut |walked| {
+            let file = FileToFlatten {
+                id: walked.id,
+                inode: walked.inode.clone(),
             };
-            if self.is_in_other_lane(found.inode) {
-                in_other_lanes.push(listed);
+            if self.is_in_other_lane(walked.inode) {
+                files_in_other_lanes.push(file);
                 return;
             }
-            in_own_lane.push(listed);
-            if in_own_lane.len() >= FLATTEN_BATCH {
-                self.flatten_batch(&std::mem::take(&mut in_own_lane), &mut left);
+            files_in_own_lane.push(file);
+            if files_in_own_lane.len() >= FLATTEN_BATCH {
+                let batch = std::mem::take(&mut files_in_own_lane);
+                self.flatten_batch(&batch, &mut left);
             }
         })?;
-        self.flatten_batch(&in_own_lane, &mut left);
-        self.flatten_batch(&in_other_lanes, &mut left);
-        left.lost = self.remove_orphans(unseen)?;
-        Ok((left, unseen))
+        self.flatten_batch(&files_in_own_lane, &mut left);
+        self.flatten_batch(&files_in_other_lanes, &mut left);
+        left.lost = self.remove_orphans(unseen_files)?;
+        Ok(WalkOutcome { left, unseen_files })
     }
 
     /// Flattens several files at the same time, and counts the results in `left`.
-    fn flatten_batch(&self, files: &[ListedFile<B>], left: &mut Left) {
-        let flatten = |file: &ListedFile<B>| self.publish_and_flatten(file.id, &file.inode);
-        let flattened = parallel::map("firn-settle", SETTLE_THREADS_MAX, files, &flatten);
-        flattened.into_iter().for_each(|result| left.count(result));
+    fn flatten_batch(&self, files: &[FileToFlatten<B>], left: &mut Left) {
+        let flatten = |file: &FileToFlatten<B>| self.publish_and_flatten(file.id, &file.inode);
+        let outcomes = parallel::map("firn-settle", SETTLE_THREADS_MAX, files, &flatten);
+        for outcome in outcomes {
+            left.count(outcome);
+        }
     }
 
     /// Handles the files in logs that a walk did not see. Removes the containers of files that a dead host was
     /// removing. Returns how many of the files are left.
-    fn remove_orphans(&self, unseen: usize) -> Result<usize> {
-        if unseen == 0 {
+    fn remove_orphans(&self, unseen_files: usize) -> Result<usize> {
+        if unseen_files == 0 {
             return Ok(0);
         }
         Ok(self.find_orphans()?.lost.len())
@@ -281,120 +313,151 @@ impl<B: Backing> LogBacking<B> {
 
     /// Returns whether a plain file lies in another lane than this host's own.
     fn is_in_other_lane(&self, inode: &B::Inode) -> bool {
-        let own = self.below.lane_of_turn(self.turn);
-        own.is_some_and(|own| self.below.facts(inode).lane != own)
+        let Some(own_lane) = self.below.lane_of_turn(self.turn) else {
+            return false;
+        };
+        self.below.facts(inode).lane != own_lane
     }
 
-    /// Flattens the files at or below `top`, and gives up parts of logs that are damaged. The losses are reported to
-    /// `report`.
-    pub fn flatten_with_loss(&self, top: &LogInode<B>, report: &mut dyn Report) -> Result<Left> {
+    /// Flattens the files at or below `search_root`, and gives up parts of logs that are damaged. The losses are
+    /// reported to `report`.
+    pub fn flatten_with_loss(
+        &self,
+        search_root: &LogInode<B>,
+        report: &mut dyn Report,
+    ) -> Result<Left> {
         let mut left = Left::default();
-        let unseen = self.visit_logged(top, &mut |found| {
-            left.count(self.flatten_damaged(&found, report));
+        let unseen_files = self.visit_logged(search_root, &mut |walked| {
+            left.count(self.flatten_damaged(&walked, report));
         })?;
-        left.lost = self.remove_orphans(unseen)?;
+        left.lost = self.remove_orphans(unseen_files)?;
         Ok(left)
     }
 
-    /// Flattens a file. After an error that damage may have caused, it salvages the file, which gives up the damaged parts,
-    /// and tries again.
+    /// Flattens a file. After an error that damage may have caused, it salvages the file, which gives up the damaged
+    /// parts, and tries again.
     fn flatten_damaged(
         &self,
-        found: &FoundFile<'_, B>,
+        walked: &WalkedFile<'_, B>,
         report: &mut dyn Report,
     ) -> Result<Flattened> {
         for _ in 0..SALVAGES_MAX {
-            match self.publish_and_flatten(found.id, found.inode) {
+            match self.publish_and_flatten(walked.id, walked.inode) {
                 Err(error) if may_be_damage(error) => {}
-                flattened => return flattened,
+                outcome => return outcome,
             }
-            let plain = self.below.attr_now(found.inode)?;
+            let plain_attr = self.below.attr_now(walked.inode)?;
             let mut target = LossTarget {
-                path: &found.path,
+                path: &walked.path,
                 report,
             };
-            let file = self.find_or_add(found.id)?;
-            let site = self.site();
+            let file = self.find_or_add(walked.id)?;
+            let context = self.context();
             let unit_bytes = self.setup.unit_bytes;
             let is_alive = &self.setup.is_alive;
-            if !file.give_up(&site, &plain, unit_bytes, is_alive, &mut target)? {
+            let is_salvaged =
+                file.salvage(&context, &plain_attr, unit_bytes, is_alive, &mut target)?;
+            if !is_salvaged {
                 return Ok(Flattened::Written);
             }
         }
-        self.publish_and_flatten(found.id, found.inode)
+        self.publish_and_flatten(walked.id, walked.inode)
     }
 
-    /// Counts the files at or below `top` that have containers.
-    pub fn count_logged_below(&self, top: &LogInode<B>) -> Result<usize> {
+    /// Counts the files at or below `search_root` that have containers.
+    pub fn count_logged_below(&self, search_root: &LogInode<B>) -> Result<usize> {
         let mut count = 0;
-        self.visit_logged(top, &mut |_| count += 1)?;
+        self.visit_logged(search_root, &mut |_| count += 1)?;
         Ok(count)
     }
 
-    /// Visits the files at or below `top` that have containers. Returns the number of files with containers that it has
-    /// not found. If `top` is not the top of the backing, that number is unknown, and the result is 0.
+    /// Visits the files at or below `search_root` that have containers. Returns how many files with containers the walk
+    /// has not found, or 0 if `search_root` is not the top of the backing: the number is unknown then.
     fn visit_logged(
         &self,
-        top: &LogInode<B>,
-        visit: &mut dyn FnMut(FoundFile<'_, B>),
+        search_root: &LogInode<B>,
+        visit: &mut dyn FnMut(WalkedFile<'_, B>),
     ) -> Result<usize> {
         let mut unseen = self.list_files()?;
-        if let Some(id) = top.id {
+        if let Some(id) = search_root.id {
             if unseen.contains(&id) {
-                visit(FoundFile {
+                visit(WalkedFile {
                     id,
-                    inode: &top.below,
+                    inode: &search_root.below,
                     path: PathBuf::new(),
                 });
             }
             return Ok(0);
         }
-        let root = self.below.attr(&self.below.root())?.ino;
-        let is_top_of_backing = self.below.attr(&top.below)?.ino == root;
-        let mut dirs = vec![(top.below.clone(), PathBuf::new())];
-        while let Some((dir, path)) = dirs.pop().filter(|_| !unseen.is_empty()) {
-            // `.firn` is skipped, except where a transaction keeps new files of programs.
-            let is_own_top = is_top_of_backing && path.as_os_str() == TOP;
-            for (name, ino, kind) in own::list(&self.below, &dir)? {
-                let name = OsStr::from_bytes(&name);
-                let may_be_dir = kind.is_none_or(|kind| kind == Kind::Dir);
-                if (is_own_top && !has_files_of_programs(name.as_bytes()))
-                    || !(may_be_dir || contains_ino(&unseen, ino))
-                {
-                    continue;
-                }
-                let (inode, attr) = match self.below.lookup(&dir, name) {
-                    Err(Errno::NOENT) => continue,
-                    found => found?,
-                };
-                let id = FileId::of(&self.below, &inode, &attr)?;
-                match id.filter(|id| unseen.remove(id)) {
-                    Some(id) => visit(FoundFile {
-                        id,
-                        inode: &inode,
-                        path: path.join(name),
-                    }),
-                    None if attr.kind == Kind::Dir => dirs.push((inode, path.join(name))),
-                    None => {}
-                }
+        let top_ino = self.below.attr(&self.below.root())?.ino;
+        let is_top_of_backing = self.below.attr(&search_root.below)?.ino == top_ino;
+        let mut dirs = vec![DirToWalk {
+            inode: search_root.below.clone(),
+            path: PathBuf::new(),
+        }];
+        while let Some(dir) = dirs.pop() {
+            if unseen.is_empty() {
+                break;
             }
+            let is_firn_dir = is_top_of_backing && dir.path.as_os_str() == TOP;
+            self.visit_logged_in(&dir, is_firn_dir, &mut unseen, &mut dirs, visit)?;
         }
         Ok(if is_top_of_backing { unseen.len() } else { 0 })
+    }
+
+    /// Visits the files of one directory that have containers, and removes them from `unseen`. Adds the directories in
+    /// it to `dirs`.
+    fn visit_logged_in(
+        &self,
+        dir: &DirToWalk<B>,
+        is_firn_dir: bool,
+        unseen: &mut BTreeSet<FileId>,
+        dirs: &mut Vec<DirToWalk<B>>,
+        visit: &mut dyn FnMut(WalkedFile<'_, B>),
+    ) -> Result<()> {
+        for (name, ino, kind) in own::list(&self.below, &dir.inode)? {
+            // `.firn` is skipped, except where a transaction keeps new files of programs.
+            if is_firn_dir && !has_files_of_programs(&name) {
+                continue;
+            }
+            // Only directories and files with containers are looked up.
+            let may_be_dir = kind.is_none_or(|kind| kind == Kind::Dir);
+            if !may_be_dir && !contains_ino(unseen, ino) {
+                continue;
+            }
+            let name = OsStr::from_bytes(&name);
+            let (inode, attr) = match self.below.lookup(&dir.inode, name) {
+                Ok(entry) => entry,
+                Err(Errno::NOENT) => continue,
+                Err(error) => return Err(error),
+            };
+            let path = dir.path.join(name);
+            if let Some(id) = FileId::read(&self.below, &inode, &attr)?
+                && unseen.remove(&id)
+            {
+                visit(WalkedFile {
+                    id,
+                    inode: &inode,
+                    path,
+                });
+            } else if attr.kind == Kind::Dir {
+                dirs.push(DirToWalk { inode, path });
+            }
+        }
+        Ok(())
     }
 
     /// Returns how many files and bytes are in logs, as far as this host knows. It makes no call of the backing.
     pub fn count_logged(&self) -> Logged {
         let files = self.files.lock();
-        let listed = &files.listing.files;
-        let is_logged = |file: &&Arc<LoggedFile<B>>| {
-            let is_unread = !file.was_refreshed();
-            // A listed file whose containers were never read has bytes in logs.
-            (listed.contains(&file.id) && is_unread) || file.is_logged()
-        };
         let mut total = Logged::default();
-        for file in files.by_id.values().filter(is_logged) {
-            total.files += 1;
-            total.own_bytes += file.own_bytes();
+        for file in files.by_id.values() {
+            // A listed file whose containers were never read has bytes in logs.
+            let is_listed_only = files.listing.files.contains(&file.id) && !file.was_refreshed();
+            if is_listed_only || file.is_logged() {
+                total.files += 1;
+                total.own_bytes += file.own_bytes();
+            }
         }
         total
     }
@@ -402,7 +465,7 @@ impl<B: Backing> LogBacking<B> {
     /// Walks all files to find the file of each container. Removes the containers of removed files, and returns the
     /// names of containers whose file is gone without a removal.
     pub fn find_orphans(&self) -> Result<Orphans> {
-        self.search_orphans(Scope::All)
+        self.search_orphans(SearchScope::All)
     }
 
     /// Finishes removals that dead hosts began: removes the containers of removed files, and half-removed containers.
@@ -412,7 +475,7 @@ impl<B: Backing> LogBacking<B> {
         if self.dead_hosts.lock().as_ref() == Some(&dead_hosts) {
             return Ok(());
         }
-        let orphans = self.search_orphans(Scope::Removals)?;
+        let orphans = self.search_orphans(SearchScope::Removals)?;
         if !orphans.removed.is_empty() {
             tracing::info!(
                 containers = orphans.removed.len(),
@@ -427,17 +490,18 @@ impl<B: Backing> LogBacking<B> {
     }
 
     /// Searches for containers without a file.
-    fn search_orphans(&self, scope: Scope) -> Result<Orphans> {
-        let search = Search {
-            base: &self.below,
-            top: &self.top,
+    fn search_orphans(&self, scope: SearchScope) -> Result<Orphans> {
+        let search = OrphanSearch {
+            backing: &self.below,
+            containers_dir: &self.containers_dir,
             host: &self.setup.host,
             is_alive: &self.setup.is_alive,
             marked: &self.marked,
         };
         let orphans = search.run(scope)?;
-        let is_waiting = |name: &String| orphans.waiting.contains(name);
-        self.marked.lock().retain(is_waiting);
+        let mut marked = self.marked.lock();
+        marked.retain(|container| orphans.waiting.contains(container));
+        drop(marked);
         Ok(orphans)
     }
 
@@ -457,7 +521,7 @@ impl<B: Backing> LogBacking<B> {
 
     /// Lists the files that have containers.
     fn list_files(&self) -> Result<BTreeSet<FileId>> {
-        let listed = file_dir::list_files(&self.below, &self.top)?;
+        let listed = file_dir::list_files(&self.below, &self.containers_dir)?;
         Ok(listed.into_iter().collect())
     }
 
@@ -474,32 +538,22 @@ impl<B: Backing> LogBacking<B> {
         if file.has_local_writer.load(Ordering::Acquire) {
             return Ok(());
         }
-        let site = self.site();
-        file.retry_while_lagging(&site, &mut || file.end_writing(&site))
+        let context = self.context();
+        file.retry_while_lagging(&context, &mut || file.end_writing(&context))
     }
 
-    /// Settles a file: publishes this host's logs, and then removes the containers if the file was removed, or flattens the
-    /// file if the mount does so when a file is closed.
+    /// Settles a file: publishes this host's logs, and then removes the containers if the file was removed, or flattens
+    /// the file if the mount does so when a file is closed.
     ///
-    /// Returns [`Flattened::NotDue`] if a program of this host still uses the file, or if the mount keeps files in logs.
+    /// Returns [`Flattened::NotDue`] if a program of this host still uses the file, or if the mount keeps files in
+    /// logs.
     fn settle_file(&self, file: &Arc<LoggedFile<B>>, inode: &B::Inode) -> Result<Flattened> {
-        let site = self.site();
         if file.has_local_writer.load(Ordering::Acquire) {
             return Ok(Flattened::NotDue);
         }
         self.publish_own_logs(file)?;
         if file.is_removed.load(Ordering::Acquire) {
-            if file.opens.load(Ordering::Acquire) > 0 {
-                return Ok(Flattened::NotDue);
-            }
-            if file.has_other_writers(&site, &self.setup.is_alive)? {
-                return Ok(Flattened::Written);
-            }
-            file.retry_while_lagging(&site, &mut || file.remove(&site))?;
-            let removed = self.files.lock().by_id.remove(&file.id);
-            // Dropped after the lock is released: the last reference may close files.
-            drop(removed);
-            return Ok(Flattened::Flat);
+            return self.remove_containers(file);
         }
         match self.setup.when_closed {
             WhenClosed::Flatten | WhenClosed::FlattenBehind => self.flatten_file(file, inode),
@@ -507,17 +561,34 @@ impl<B: Backing> LogBacking<B> {
         }
     }
 
+    /// Removes the containers of a file that was removed, unless a program has the file open or another host writes to
+    /// it.
+    fn remove_containers(&self, file: &Arc<LoggedFile<B>>) -> Result<Flattened> {
+        if file.opens.load(Ordering::Acquire) > 0 {
+            return Ok(Flattened::NotDue);
+        }
+        let context = self.context();
+        if file.has_other_writers(&context, &self.setup.is_alive)? {
+            return Ok(Flattened::Written);
+        }
+        file.retry_while_lagging(&context, &mut || file.remove(&context))?;
+        let known_file = self.files.lock().by_id.remove(&file.id);
+        // Dropped after the lock is released: the last reference may close files.
+        drop(known_file);
+        Ok(Flattened::Flat)
+    }
+
     /// Flattens a file if no host is writing to it. This host's logs of it are published already.
     fn flatten_file(&self, file: &Arc<LoggedFile<B>>, inode: &B::Inode) -> Result<Flattened> {
         let unit_bytes = self.setup.unit_bytes;
-        let site = self.site();
-        let flattened = file.retry_while_lagging(&site, &mut || {
-            file.flatten(&site, inode, unit_bytes, &self.setup.is_alive)
+        let context = self.context();
+        let outcome = file.retry_while_lagging(&context, &mut || {
+            file.flatten(&context, inode, unit_bytes, &self.setup.is_alive)
         })?;
-        if flattened == Flattened::Flat {
+        if outcome == Flattened::Flat {
             self.forget_if_unused(file);
         }
-        Ok(flattened)
+        Ok(outcome)
     }
 
     /// Drops a file from the known files if it has no containers, is not open, and no other thread uses it.
@@ -527,26 +598,27 @@ impl<B: Backing> LogBacking<B> {
     pub(super) fn forget_if_unused(&self, file: &Arc<LoggedFile<B>>) {
         /// Number of references to a file that no other thread uses: the caller's, and the one in `by_id`.
         const UNUSED_REFERENCES: usize = 2;
-        let removed = {
-            let mut files = self.files.lock();
-            let is_unused = file.opens.load(Ordering::Acquire) == 0
-                && Arc::strong_count(file) <= UNUSED_REFERENCES
-                && !file.has_containers();
-            if is_unused {
-                self.forget_count.fetch_add(1, Ordering::AcqRel);
-            }
-            is_unused.then(|| files.by_id.remove(&file.id))
-        };
+        let mut files = self.files.lock();
+        let is_unused = file.opens.load(Ordering::Acquire) == 0
+            && Arc::strong_count(file) <= UNUSED_REFERENCES
+            && !file.has_containers();
+        if !is_unused {
+            return;
+        }
+        self.forget_count.fetch_add(1, Ordering::AcqRel);
+        let forgotten_file = files.by_id.remove(&file.id);
+        drop(files);
         // Dropped after the lock is released: the last reference may close files.
-        drop(removed);
+        drop(forgotten_file);
     }
 }
 
 /// Returns whether one of the files has this inode number.
 fn contains_ino(files: &BTreeSet<FileId>, ino: u64) -> bool {
-    let with_birth = |birth| FileId { ino, birth };
-    files
-        .range(with_birth(0)..=with_birth(u64::MAX))
-        .next()
-        .is_some()
+    let lowest_id = FileId { ino, birth: 0 };
+    let highest_id = FileId {
+        ino,
+        birth: u64::MAX,
+    };
+    files.range(lowest_id..=highest_id).next().is_some()
 }

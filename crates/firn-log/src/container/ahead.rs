@@ -11,7 +11,7 @@ use firn_backing::lock::Mutex;
 use firn_backing::{Backing, Result};
 
 use crate::lag::read_whole;
-use crate::resolve::WriterId;
+use crate::locate::LogId;
 
 /// Largest gap in bytes between two pieces that are read with one call. A call costs more than reading this many bytes.
 pub(super) const GAP_BYTES_MAX: u64 = 4096;
@@ -23,9 +23,6 @@ const AHEAD_BYTES_MAX: u64 = 1 << 20;
 
 /// Bound on the bytes in memory of all logs.
 const WINDOW_BYTES_MAX: u64 = 16 << 20;
-
-/// A log: the number of its container in this process, its writer, and its number among the writer's logs.
-type LogId = (u64, WriterId, u32);
 
 /// The bytes read last from each log, of all containers.
 #[derive(Default)]
@@ -49,8 +46,9 @@ impl ReadAhead {
     /// Stores the bytes read last from a log, in place of its earlier ones. Drops all windows if there is no room.
     pub(super) fn insert(&self, id: LogId, window: &Arc<Window>) {
         let mut windows = self.0.lock();
-        let old = windows.by_log.remove(&id);
-        windows.bytes -= old.map_or(0, |old| old.len());
+        if let Some(replaced) = windows.by_log.remove(&id) {
+            windows.bytes -= replaced.len();
+        }
         if windows.bytes + window.len() > WINDOW_BYTES_MAX {
             *windows = Windows::default();
         }
@@ -79,9 +77,9 @@ pub(super) struct Window {
 
 impl Window {
     /// Reads a range of a log. The window is shorter if the log ends before the range does.
-    pub(super) fn read<B: Backing>(base: &B, file: &B::File, range: Range<u64>) -> Result<Self> {
+    pub(super) fn read<B: Backing>(backing: &B, file: &B::File, range: Range<u64>) -> Result<Self> {
         let mut bytes = vec![0; (range.end - range.start) as usize];
-        let count = read_whole(base, file, &mut bytes, range.start)?;
+        let count = read_whole(backing, file, &mut bytes, range.start)?;
         bytes.truncate(count);
         let start = range.start;
         Ok(Self { start, bytes })
@@ -108,6 +106,7 @@ impl Window {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::resolve::WriterId;
 
     #[test]
     fn windows_of_all_logs_have_a_bound_and_share_it() {
@@ -116,7 +115,12 @@ mod tests {
             let bytes = vec![0; bytes as usize];
             Arc::new(Window { start: 0, bytes })
         };
-        let id = |log| (0, WriterId { host: 0, life: 1 }, log);
+        let writer = WriterId { host: 0, life: 1 };
+        let id = |log| LogId {
+            container: 0,
+            writer,
+            log,
+        };
         let small = window(1000);
         assert_eq!(ahead.bytes_after(&small), AHEAD_BYTES_MIN);
         assert_eq!(ahead.bytes_after(&window(3 << 20)), AHEAD_BYTES_MAX);

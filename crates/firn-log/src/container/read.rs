@@ -22,9 +22,10 @@ use super::{Container, Walk};
 use crate::frame::{CHECKED_BYTES, Span};
 use crate::index_reader::read_exact;
 use crate::lag::read_whole;
-use crate::locate::{Check, Holder, LocatedList, Room};
-use crate::resolve::{Key, Segment, Source, WriterId};
-use crate::seal::Lost;
+use crate::locate::{BlockCheck, DataFile, ListStatus, LocatedList, LogId};
+use crate::names::Writer;
+use crate::resolve::{ChangeKey, Segment, Source, WriterId};
+use crate::seal::LostParts;
 use crate::table::{TableError, TableResult};
 
 /// Bound on the number of remembered blocks whose checksum was right.
@@ -43,16 +44,16 @@ enum PageUse {
 
 impl PageUse {
     /// Drops the pages of a range that was read, if they are not to be kept.
-    fn note_read<B: Backing>(self, base: &B, file: &B::File, offset: u64, len: usize) {
+    fn release_after_read<B: Backing>(self, backing: &B, file: &B::File, offset: u64, len: usize) {
         if self == Self::Forget {
-            base.advise(file, offset..offset + len as u64, PageAdvice::Forget);
+            backing.advise(file, offset..offset + len as u64, PageAdvice::Forget);
         }
     }
 }
 
 /// Bytes of one change that a caller reads into `buf`.
 struct WantedBytes<'a> {
-    key: Key,
+    key: ChangeKey,
     /// Position of the first byte in the log.
     position: u64,
     buf: &'a mut [u8],
@@ -60,30 +61,68 @@ struct WantedBytes<'a> {
 
 /// The log with the bytes of a change.
 struct ChangeLocation<B: Backing> {
+    key: ChangeKey,
+    span: Arc<Span>,
     /// The open log, or `None` if its file is gone.
     file: Option<Arc<B::File>>,
-    span: Arc<Span>,
     /// Positions in the log of blocks that were given up.
     lost: BTreeSet<u64>,
+    /// Whether this process wrote the log.
     is_own: bool,
+}
+
+impl<B: Backing> ChangeLocation<B> {
+    fn block(&self, number: u64) -> Block<'_> {
+        Block {
+            key: self.key,
+            span: &self.span,
+            number,
+        }
+    }
+}
+
+/// One block of a change.
+#[derive(Clone, Copy)]
+struct Block<'a> {
+    key: ChangeKey,
+    span: &'a Span,
+    /// Number of the block in the span.
+    number: u64,
+}
+
+impl Block<'_> {
+    /// Returns the position of the first byte in the log.
+    fn position(&self) -> u64 {
+        self.span.position + self.number * CHECKED_BYTES
+    }
+
+    /// Returns the length in bytes.
+    fn len(&self) -> u64 {
+        CHECKED_BYTES.min(self.span.bytes - self.number * CHECKED_BYTES)
+    }
+
+    /// Returns whether `bytes` have the checksum of the block.
+    fn matches(&self, bytes: &[u8]) -> bool {
+        crc32c::crc32c(bytes) == self.span.checksums[self.number as usize]
+    }
 }
 
 /// How a list tells a program to read the bytes of a block.
 #[derive(Clone, Copy, Debug)]
-enum BlockHolder {
-    /// From the file with this index in the list.
-    File(usize),
-    /// From firnd, which must check the block first.
-    UncheckedByFirnd,
-    /// From firnd, because the list does not say where the bytes are.
-    Unlisted,
+enum BlockListing {
+    /// The program reads them from the file with this index in the list.
+    InFile(usize),
+    /// The program asks firnd, which checks the block first.
+    Unchecked,
+    /// The list leaves the bytes out, so the program reads them through firnd.
+    Omitted,
 }
 
 /// A change whose bytes are being listed.
 struct ListedChange<B: Backing> {
-    source: ChangeLocation<B>,
-    /// The block that was listed last. The next piece of the change usually lies in it too.
-    last_block: Option<(u64, BlockHolder)>,
+    location: ChangeLocation<B>,
+    /// Number and listing of the block that was listed last. The next piece of the change usually lies in it too.
+    last_block: Option<(u64, BlockListing)>,
 }
 
 /// The part of a range that lies in one block. Positions count from the beginning of the span.
@@ -123,21 +162,19 @@ fn range_in_span(span: &Span, position: u64, len: u64) -> Result<Range<u64>> {
 }
 
 /// Wanted bytes of a block whose checksum was not compared yet.
-struct Unchecked<'a> {
-    key: Key,
+struct UncheckedPiece<'a> {
+    key: ChangeKey,
     span: Arc<Span>,
     /// Number of the block in the span.
     block: u64,
     /// Position of the wanted bytes in the block.
-    position: usize,
+    offset_in_block: usize,
     buf: &'a mut [u8],
 }
 
 /// Wanted bytes of a log that need no check.
 struct LogPiece<'a, B: Backing> {
-    writer: WriterId,
-    /// Number of the log among the writer's logs.
-    log: u32,
+    log_id: LogId,
     /// Position of the first byte in the log.
     position: u64,
     /// Where the bytes end that may be read ahead: the end of the checked block.
@@ -154,7 +191,7 @@ impl<B: Backing> LogPiece<'_, B> {
 }
 
 /// A part of the file whose bytes lie in a damaged block of a log.
-pub(crate) struct Unreadable {
+pub(crate) struct UnreadableRange {
     /// The range of the file.
     pub(crate) file: Range<u64>,
     pub(crate) host: String,
@@ -168,7 +205,7 @@ fn is_near<B: Backing>(group: &[LogPiece<'_, B>], piece: &LogPiece<'_, B>) -> bo
     let (Some(first), Some(last)) = (group.first(), group.last()) else {
         return true;
     };
-    (last.writer, last.log) == (piece.writer, piece.log)
+    last.log_id == piece.log_id
         && piece.position <= last.end() + GAP_BYTES_MAX
         && piece.end() <= first.position + GROUP_BYTES_MAX
 }
@@ -176,11 +213,11 @@ fn is_near<B: Backing>(group: &[LogPiece<'_, B>], piece: &LogPiece<'_, B>) -> bo
 impl<B: Backing> Container<B> {
     /// Reads from `offset` until `buf` is full or the file ends, and returns the number of bytes read.
     ///
-    /// `read_plain` reads the plain file below the container. It fills a buffer from an offset and returns the number of
-    /// bytes read.
+    /// `read_plain` reads the plain file below the container. It fills a buffer from an offset and returns the number
+    /// of bytes read.
     pub fn read(
         &self,
-        base: &B,
+        backing: &B,
         read_plain: &dyn Fn(&mut [u8], u64) -> Result<usize>,
         buf: &mut [u8],
         offset: u64,
@@ -189,155 +226,169 @@ impl<B: Backing> Container<B> {
         let mut unfilled = buf;
         let mut bytes_read = 0;
         loop {
-            let segments = self.find_next(base, &mut walk)?;
+            let segments = self.find_next(backing, &mut walk)?;
             if segments.is_empty() {
                 return Ok(bytes_read);
             }
             let mut wanted = Vec::new();
             for segment in segments {
                 let len = (segment.file.end - segment.file.start) as usize;
-                let (part, remaining) = unfilled.split_at_mut(len);
+                let (buf, remaining) = unfilled.split_at_mut(len);
                 unfilled = remaining;
                 bytes_read += len;
                 match segment.source {
-                    Source::Hole | Source::Zeros => part.fill(0),
+                    Source::Hole | Source::Zeros => buf.fill(0),
                     Source::Plain => {
-                        let count = read_plain(part, segment.file.start)?;
+                        let plain_bytes = read_plain(buf, segment.file.start)?;
                         // If the plain file is shorter than the container's head says, a program truncated it without
                         // Firn.
-                        part[count..].fill(0);
+                        buf[plain_bytes..].fill(0);
                     }
-                    Source::Log { position, key, .. } => wanted.push(WantedBytes {
-                        key,
-                        position,
-                        buf: part,
-                    }),
+                    Source::Log { position, key, .. } => {
+                        wanted.push(WantedBytes { key, position, buf })
+                    }
                 }
             }
-            self.read_logs(base, wanted, PageUse::Keep)?;
+            self.read_logs(backing, wanted, PageUse::Keep)?;
         }
     }
 
-    /// Finds where the bytes of `range` lie, until `located` is full. `locate_plain` does the same for a range of the plain
-    /// file below the container.
+    /// Finds where the bytes of `range` lie, until `located` is full. `locate_plain` does the same for a range of the
+    /// plain file below the container.
     pub(crate) fn locate(
         &self,
-        base: &B,
-        locate_plain: &dyn Fn(Range<u64>, &mut LocatedList) -> Result<Room>,
+        backing: &B,
+        locate_plain: &dyn Fn(Range<u64>, &mut LocatedList) -> Result<ListStatus>,
         range: Range<u64>,
         located: &mut LocatedList,
-    ) -> Result<Room> {
+    ) -> Result<ListStatus> {
         let mut walk = Walk::in_steps(range);
         let mut changes = BTreeMap::new();
         loop {
-            let segments = self.find_next(base, &mut walk)?;
+            let segments = self.find_next(backing, &mut walk)?;
             if segments.is_empty() {
-                return Ok(Room::Left);
+                return Ok(ListStatus::Open);
             }
             for Segment { file, source } in segments {
-                let room = match source {
+                let status = match source {
                     Source::Hole | Source::Zeros => located.skip(file),
                     Source::Plain => locate_plain(file, located)?,
                     Source::Log { position, key, .. } => {
                         let change = match changes.entry(key) {
                             Entry::Occupied(known) => known.into_mut(),
                             Entry::Vacant(new) => new.insert(ListedChange {
-                                source: self.find_log(base, key)?,
+                                location: self.locate_change(backing, key)?,
                                 last_block: None,
                             }),
                         };
-                        self.locate_in_log(base, (key, change), position, file, located)?
+                        self.locate_in_log(backing, change, position, file, located)?
                     }
                 };
-                if room == Room::Full {
-                    return Ok(room);
+                if status == ListStatus::Full {
+                    return Ok(status);
                 }
             }
         }
     }
 
-    /// Finds where the bytes of a change lie that begin at `position` of its log, block by block: some blocks are lost,
-    /// and others must be checked first.
+    /// Lists where the bytes of `range` lie in the log of a change, from `position` on. Goes block by block: some
+    /// blocks are lost, and others must be checked first.
     fn locate_in_log(
         &self,
-        base: &B,
-        (key, change): (Key, &mut ListedChange<B>),
+        backing: &B,
+        change: &mut ListedChange<B>,
         position: u64,
         range: Range<u64>,
         located: &mut LocatedList,
-    ) -> Result<Room> {
-        let ListedChange { source, last_block } = change;
-        let in_span = range_in_span(&source.span, position, range.end - range.start)?;
-        let file_start = range.start;
-        let start = in_span.start;
+    ) -> Result<ListStatus> {
+        let ListedChange {
+            location,
+            last_block,
+        } = change;
+        let in_span = range_in_span(&location.span, position, range.end - range.start)?;
+        let span_start = in_span.start;
+        let to_file_offset = |in_span: u64| range.start + (in_span - span_start);
         for BlockPart { block, bytes, .. } in BlockPart::split(in_span) {
-            let part = file_start + (bytes.start - start)..file_start + (bytes.end - start);
-            let holder = match *last_block {
-                Some((known, holder)) if known == block => holder,
-                _ => {
-                    let Some(holder) = self.locate_block(base, key, source, block, located)? else {
-                        return Ok(Room::Full);
-                    };
-                    *last_block = Some((block, holder));
-                    holder
-                }
+            let listing = match *last_block {
+                Some((last_number, last_listing)) if last_number == block => last_listing,
+                _ => match self.list_block(backing, location, block, located)? {
+                    Some(listing) => listing,
+                    None => return Ok(ListStatus::Full),
+                },
             };
-            let room = match holder {
-                BlockHolder::File(index) => {
-                    located.add(part, index, source.span.position + bytes.start)
+            *last_block = Some((block, listing));
+            let file_range = to_file_offset(bytes.start)..to_file_offset(bytes.end);
+            let status = match listing {
+                BlockListing::InFile(index) => {
+                    located.add(file_range, index, location.span.position + bytes.start)
                 }
-                BlockHolder::UncheckedByFirnd => located.add_unchecked(part),
-                BlockHolder::Unlisted => located.skip(part),
+                BlockListing::Unchecked => located.add_unchecked(file_range),
+                BlockListing::Omitted => located.skip(file_range),
             };
-            if room == Room::Full {
-                return Ok(room);
+            if status == ListStatus::Full {
+                return Ok(status);
             }
         }
-        Ok(Room::Left)
+        Ok(ListStatus::Open)
     }
 
-    /// Decides how a program reads a block of a change. Returns `None` if the list must end before the block.
-    fn locate_block(
+    /// Decides how a program reads block number `block` of a change. Returns `None` if the list must end before the
+    /// block.
+    fn list_block(
         &self,
-        base: &B,
-        key: Key,
-        log: &ChangeLocation<B>,
+        backing: &B,
+        location: &ChangeLocation<B>,
         block: u64,
         located: &mut LocatedList,
-    ) -> Result<Option<BlockHolder>> {
-        let file = log.file.as_ref().ok_or(Errno::IO)?;
-        let position = log.span.position + block * CHECKED_BYTES;
-        if log.lost.contains(&position) {
-            return Ok(Some(BlockHolder::Unlisted));
+    ) -> Result<Option<BlockListing>> {
+        let file = location.file.as_ref().ok_or(Errno::IO)?;
+        let block = location.block(block);
+        if location.lost.contains(&block.position()) {
+            return Ok(Some(BlockListing::Omitted));
         }
-        if !log.is_own && !self.is_checked(key, block) {
-            match located.check_block(key.writer) {
-                Check::Now => {
-                    let bytes = self.load_block(base, key, &log.span, block, PageUse::Keep)?;
-                    if bytes.is_none() {
+        let writer = location.key.writer;
+        if !location.is_own && !self.is_checked(block) {
+            match located.decide_check(writer) {
+                BlockCheck::AskFirnd => return Ok(Some(BlockListing::Unchecked)),
+                BlockCheck::EndList => return Ok(None),
+                BlockCheck::CheckNow => {
+                    let checked_bytes = self.load_block(backing, block, PageUse::Keep)?;
+                    if checked_bytes.is_none() {
                         // A later read through firnd finds the damage again, and returns its error.
-                        return Ok(Some(BlockHolder::Unlisted));
+                        return Ok(Some(BlockListing::Omitted));
                     }
                 }
-                Check::Later => return Ok(Some(BlockHolder::UncheckedByFirnd)),
-                Check::Enough => return Ok(None),
             }
         }
-        let holder = Holder::Log(self.number, key.writer, log.span.log);
-        let index = located.index_of(base, holder, file);
-        Ok(Some(index.map_or(BlockHolder::Unlisted, BlockHolder::File)))
+        let log = DataFile::Log(self.log_id(writer, location.span.log));
+        Ok(Some(match located.find_or_add_file(backing, log, file) {
+            Some(index) => BlockListing::InFile(index),
+            None => BlockListing::Omitted,
+        }))
     }
 
-    /// Returns whether a block of a change was compared with its checksum and was right.
-    fn is_checked(&self, key: Key, block: u64) -> bool {
-        self.view.lock().checked.contains(&(key, block))
+    /// Returns the identity of a log in this container.
+    fn log_id(&self, writer: WriterId, log: u32) -> LogId {
+        LogId {
+            container: self.number,
+            writer,
+            log,
+        }
+    }
+
+    /// Returns whether a block was compared with its checksum and was right.
+    fn is_checked(&self, block: Block<'_>) -> bool {
+        self.view
+            .lock()
+            .checked
+            .contains(&(block.key, block.number))
     }
 
     /// Reads segments that lie in logs into `buf`, one after the other. The caller does not read them again, so their
     /// pages are dropped.
     pub(crate) fn read_segments(
         &self,
-        base: &B,
+        backing: &B,
         segments: &[Segment],
         buf: &mut [u8],
     ) -> Result<()> {
@@ -351,40 +402,41 @@ impl<B: Backing> Container<B> {
             unfilled = remaining;
             wanted.push(WantedBytes { key, position, buf });
         }
-        self.read_logs(base, wanted, PageUse::Forget)
+        self.read_logs(backing, wanted, PageUse::Forget)
     }
 
     /// Reads bytes of changes into their buffers. Bytes of lost blocks become zeros.
     ///
     /// Pieces are sorted by their position in the logs, so that pieces near each other are read with one call.
-    fn read_logs(&self, base: &B, wanted: Vec<WantedBytes<'_>>, pages: PageUse) -> Result<()> {
-        let mut logs: BTreeMap<Key, ChangeLocation<B>> = BTreeMap::new();
+    fn read_logs(&self, backing: &B, wanted: Vec<WantedBytes<'_>>, pages: PageUse) -> Result<()> {
+        let mut locations: BTreeMap<ChangeKey, ChangeLocation<B>> = BTreeMap::new();
         let mut pieces = Vec::with_capacity(wanted.len());
-        let mut unchecked = Vec::new();
-        for wanted in wanted {
-            let log = match logs.entry(wanted.key) {
+        let mut unchecked_pieces = Vec::new();
+        for wanted_bytes in wanted {
+            let location = match locations.entry(wanted_bytes.key) {
                 Entry::Occupied(known) => known.into_mut(),
-                Entry::Vacant(new) => new.insert(self.find_log(base, wanted.key)?),
+                Entry::Vacant(new) => new.insert(self.locate_change(backing, wanted_bytes.key)?),
             };
-            self.split_blocks(log, wanted, &mut pieces, &mut unchecked)?;
+            self.split_blocks(location, wanted_bytes, &mut pieces, &mut unchecked_pieces)?;
         }
-        self.read_unchecked(base, unchecked, pages)?;
-        pieces.sort_unstable_by_key(|piece| (piece.writer, piece.log, piece.position));
+        self.read_unchecked(backing, unchecked_pieces, pages)?;
+        pieces.sort_unstable_by_key(|piece| (piece.log_id, piece.position));
         let mut group = Vec::new();
         for piece in pieces {
             if !is_near(&group, &piece) {
-                self.read_group(base, std::mem::take(&mut group), pages)?;
+                self.read_group(backing, std::mem::take(&mut group), pages)?;
             }
             group.push(piece);
         }
-        self.read_group(base, group, pages)
+        self.read_group(backing, group, pages)
     }
 
     /// Finds the log with the bytes of a change, and opens it.
-    fn find_log(&self, base: &B, key: Key) -> Result<ChangeLocation<B>> {
-        let span = self.find_span(base, key)?;
+    fn locate_change(&self, backing: &B, key: ChangeKey) -> Result<ChangeLocation<B>> {
+        let span = self.find_span(backing, key)?;
         Ok(ChangeLocation {
-            file: self.open_log(base, key.writer, span.log)?,
+            key,
+            file: self.open_log(backing, key.writer, span.log)?,
             lost: self.lost_blocks(key.writer, span.log),
             is_own: self.is_own(key.writer),
             span,
@@ -392,44 +444,40 @@ impl<B: Backing> Container<B> {
     }
 
     /// Splits wanted bytes at block boundaries. Bytes of lost blocks become zeros. The others go to `pieces` if their
-    /// block needs no check, else to `unchecked`.
+    /// block needs no check, else to `unchecked_pieces`.
     fn split_blocks<'a>(
         &self,
-        log: &ChangeLocation<B>,
+        location: &ChangeLocation<B>,
         wanted: WantedBytes<'a>,
         pieces: &mut Vec<LogPiece<'a, B>>,
-        unchecked: &mut Vec<Unchecked<'a>>,
+        unchecked_pieces: &mut Vec<UncheckedPiece<'a>>,
     ) -> Result<()> {
         let WantedBytes { key, position, buf } = wanted;
-        let span = &log.span;
+        let span = &location.span;
         let range = range_in_span(span, position, buf.len() as u64)?;
         let mut unfilled = buf;
-        for BlockPart {
-            block,
-            block_start,
-            bytes,
-        } in BlockPart::split(range)
-        {
-            let (part, remaining) = unfilled.split_at_mut((bytes.end - bytes.start) as usize);
+        for part in BlockPart::split(range) {
+            let BlockPart { block, bytes, .. } = part;
+            let (buf, remaining) = unfilled.split_at_mut((bytes.end - bytes.start) as usize);
             unfilled = remaining;
-            if log.lost.contains(&(span.position + block_start)) {
-                part.fill(0);
-            } else if log.is_own || self.is_checked(key, block) {
+            let block = location.block(block);
+            if location.lost.contains(&block.position()) {
+                buf.fill(0);
+            } else if location.is_own || self.is_checked(block) {
                 pieces.push(LogPiece {
-                    writer: key.writer,
-                    log: span.log,
+                    log_id: self.log_id(key.writer, span.log),
                     position: span.position + bytes.start,
-                    limit: span.position + (block_start + CHECKED_BYTES).min(span.bytes),
-                    file: log.file.clone().ok_or(Errno::IO)?,
-                    buf: part,
+                    limit: block.position() + block.len(),
+                    file: location.file.clone().ok_or(Errno::IO)?,
+                    buf,
                 });
             } else {
-                unchecked.push(Unchecked {
+                unchecked_pieces.push(UncheckedPiece {
                     key,
                     span: Arc::clone(span),
-                    block,
-                    position: (bytes.start - block_start) as usize,
-                    buf: part,
+                    block: block.number,
+                    offset_in_block: (bytes.start - part.block_start) as usize,
+                    buf,
                 });
             }
         }
@@ -439,62 +487,73 @@ impl<B: Backing> Container<B> {
     /// Reads each unchecked block whole, because the checksum covers all of it, and copies the wanted bytes.
     fn read_unchecked(
         &self,
-        base: &B,
-        mut unchecked: Vec<Unchecked<'_>>,
+        backing: &B,
+        mut unchecked_pieces: Vec<UncheckedPiece<'_>>,
         pages: PageUse,
     ) -> Result<()> {
-        unchecked.sort_unstable_by_key(|piece| (piece.key, piece.block));
-        let is_same = |a: &Unchecked<'_>, b: &Unchecked<'_>| (a.key, a.block) == (b.key, b.block);
-        for pieces in unchecked.chunk_by_mut(is_same) {
-            let Unchecked {
-                key, span, block, ..
-            } = &pieces[0];
-            let block_bytes = self.load_block(base, *key, span, *block, pages)?;
+        unchecked_pieces.sort_unstable_by_key(|piece| (piece.key, piece.block));
+        let is_same_block = |left: &UncheckedPiece<'_>, right: &UncheckedPiece<'_>| {
+            (left.key, left.block) == (right.key, right.block)
+        };
+        for pieces_of_block in unchecked_pieces.chunk_by_mut(is_same_block) {
+            let first = &pieces_of_block[0];
+            let block = Block {
+                key: first.key,
+                span: &first.span,
+                number: first.block,
+            };
+            let block_bytes = self.load_block(backing, block, pages)?.ok_or(Errno::IO)?;
             // A reader of a part of a block usually reads the rest next, so the block stays in memory.
             let window = Arc::new(Window {
-                start: span.position + block * CHECKED_BYTES,
-                bytes: block_bytes.ok_or(Errno::IO)?,
+                start: block.position(),
+                bytes: block_bytes,
             });
-            let id = (self.number, key.writer, span.log);
-            self.memory.ahead.insert(id, &window);
-            for Unchecked { position, buf, .. } in pieces {
-                buf.copy_from_slice(&window.bytes[*position..*position + buf.len()]);
+            let log_id = self.log_id(block.key.writer, block.span.log);
+            self.memory.ahead.insert(log_id, &window);
+            for piece in pieces_of_block {
+                let start = piece.offset_in_block;
+                let end = start + piece.buf.len();
+                piece.buf.copy_from_slice(&window.bytes[start..end]);
             }
         }
         Ok(())
     }
 
     /// Reads pieces that lie near each other in one log. Reads ahead if the pieces continue the last read of that log.
-    fn read_group(&self, base: &B, mut pieces: Vec<LogPiece<'_, B>>, pages: PageUse) -> Result<()> {
+    fn read_group(
+        &self,
+        backing: &B,
+        mut pieces: Vec<LogPiece<'_, B>>,
+        pages: PageUse,
+    ) -> Result<()> {
         let (Some(first), Some(last)) = (pieces.first(), pieces.last()) else {
             return Ok(());
         };
-        let LogPiece {
-            writer,
-            log,
-            position: start,
-            ..
-        } = *first;
-        let end = last.end();
+        let log_id = first.log_id;
+        let wanted = first.position..last.end();
         let limit = last.limit;
         let file = Arc::clone(&first.file);
-        let ahead = &self.memory.ahead;
-        let id = (self.number, writer, log);
-        let window = match ahead.find(id) {
-            Some(known) if known.contains(start..end) => known,
-            _ if pieces.len() == 1 && end - start >= AHEAD_BYTES_MIN => {
-                // A long piece is read straight into the caller's buffer. A window would only add a copy.
-                read_exact(base, &file, pieces[0].buf, start)?;
-                pages.note_read(base, &file, start, pieces[0].buf.len());
-                return Ok(());
-            }
-            known => {
-                let continued = known.filter(|known| known.is_continued_at(start));
-                let ahead_bytes = continued.map_or(0, |window| ahead.bytes_after(&window));
-                let to = start.saturating_add(ahead_bytes).min(limit).max(end);
-                let window = Arc::new(Window::read(base, &file, start..to)?);
-                pages.note_read(base, &file, start, window.bytes.len());
-                ahead.insert(id, &window);
+        let known_window = self.memory.ahead.find(log_id);
+        let is_in_memory = known_window
+            .as_ref()
+            .is_some_and(|known| known.contains(wanted.clone()));
+        let is_long = wanted.end - wanted.start >= AHEAD_BYTES_MIN;
+        if let [piece] = &mut pieces[..]
+            && is_long
+            && !is_in_memory
+        {
+            // A long piece is read straight into the caller's buffer. A window would only add a copy.
+            read_exact(backing, &file, piece.buf, wanted.start)?;
+            pages.release_after_read(backing, &file, wanted.start, piece.buf.len());
+            return Ok(());
+        }
+        let window = match known_window {
+            Some(known) if is_in_memory => known,
+            last_window => {
+                let end = self.end_of_read_ahead(last_window, &wanted, limit);
+                let window = Arc::new(Window::read(backing, &file, wanted.start..end)?);
+                pages.release_after_read(backing, &file, wanted.start, window.bytes.len());
+                self.memory.ahead.insert(log_id, &window);
                 window
             }
         };
@@ -507,30 +566,36 @@ impl<B: Backing> Container<B> {
         Ok(())
     }
 
-    /// Reads a block of a change and compares it with its checksum. Returns `None` if bytes of the block are missing, or if
-    /// the checksum differs; the damage is then recorded as a fault.
-    fn load_block(
+    /// Returns where a read of the wanted bytes ends: beyond them, up to `limit`, if they continue the last read of the
+    /// log.
+    fn end_of_read_ahead(
         &self,
-        base: &B,
-        key: Key,
-        span: &Span,
-        block: u64,
-        pages: PageUse,
-    ) -> Result<Option<Vec<u8>>> {
-        let block_start = block * CHECKED_BYTES;
-        let mut block_bytes = vec![0; CHECKED_BYTES.min(span.bytes - block_start) as usize];
-        let count = match self.open_log(base, key.writer, span.log)? {
-            Some(file) => {
-                let count = read_whole(base, &file, &mut block_bytes, span.position + block_start)?;
-                pages.note_read(base, &file, span.position + block_start, count);
-                count
+        last_window: Option<Arc<Window>>,
+        wanted: &Range<u64>,
+        limit: u64,
+    ) -> u64 {
+        match last_window {
+            Some(last) if last.is_continued_at(wanted.start) => {
+                let ahead_bytes = self.memory.ahead.bytes_after(&last);
+                let end = wanted.start.saturating_add(ahead_bytes);
+                end.min(limit).max(wanted.end)
             }
-            None => 0,
-        };
-        if count < block_bytes.len()
-            || crc32c::crc32c(&block_bytes) != span.checksums[block as usize]
-        {
-            self.note_damage(&key, span.log, span.position + block_start);
+            _ => wanted.end,
+        }
+    }
+
+    /// Reads a block and compares it with its checksum. Returns `None` if bytes of the block are missing, or if the
+    /// checksum differs; the damage is then recorded as a fault.
+    fn load_block(&self, backing: &B, block: Block<'_>, pages: PageUse) -> Result<Option<Vec<u8>>> {
+        let position = block.position();
+        let mut bytes = vec![0; block.len() as usize];
+        let mut count = 0;
+        if let Some(file) = self.open_log(backing, block.key.writer, block.span.log)? {
+            count = read_whole(backing, &file, &mut bytes, position)?;
+            pages.release_after_read(backing, &file, position, count);
+        }
+        if count < bytes.len() || !block.matches(&bytes) {
+            self.record_damaged_block(block);
             return Ok(None);
         }
         let mut view = self.view.lock();
@@ -538,89 +603,101 @@ impl<B: Backing> Container<B> {
             // The set has no order of use. Dropping all of it costs only that blocks are checked again.
             view.checked.clear();
         }
-        view.checked.insert((key, block));
-        Ok(Some(block_bytes))
+        view.checked.insert((block.key, block.number));
+        Ok(Some(bytes))
     }
 
     /// Returns the positions of the lost blocks of a log.
     fn lost_blocks(&self, writer: WriterId, log: u32) -> BTreeSet<u64> {
         let view = self.view.lock();
-        let Some(seal) = view.seal.as_ref().filter(|seal| !seal.lost.is_empty()) else {
+        let Some(seal) = &view.seal else {
             return BTreeSet::new();
         };
-        let state = view.indexes.get(&writer);
-        let name = state.map(|state| state.writer.log_name(log));
-        name.map_or_else(BTreeSet::new, |name| seal.lost.lost_blocks(&name))
+        if seal.lost.is_empty() {
+            return BTreeSet::new();
+        }
+        match view.indexes.get(&writer) {
+            Some(index) => seal.lost.lost_blocks(&index.writer.log_name(log)),
+            None => BTreeSet::new(),
+        }
     }
 
-    /// Returns the parts of a segment whose blocks are damaged, if the segment lies in a log. Blocks in `known_lost` are
-    /// taken as damaged without a read. Fails if the backing fails.
+    /// Returns the parts of a segment whose blocks are damaged, if the segment lies in a log. Blocks in `known_lost`
+    /// are taken as damaged without a read. Fails if the backing fails.
     pub(crate) fn find_unreadable(
         &self,
-        base: &B,
+        backing: &B,
         segment: &Segment,
-        known_lost: &Lost,
-    ) -> Result<Vec<Unreadable>> {
+        known_lost: &LostParts,
+    ) -> Result<Vec<UnreadableRange>> {
         let Source::Log { position, key, .. } = segment.source else {
             return Ok(Vec::new());
         };
-        let span = self.find_span(base, key)?;
-        let (host, log) = self.log_of(key.writer, span.log)?;
-        let start = position.checked_sub(span.position).ok_or(Errno::IO)?;
-        let end = start + (segment.file.end - segment.file.start);
+        let span = self.find_span(backing, key)?;
+        let writer = self.known_writer(key.writer)?;
+        let log = writer.log_name(span.log);
+        let span_start = position.checked_sub(span.position).ok_or(Errno::IO)?;
+        let span_end = span_start + (segment.file.end - segment.file.start);
+        let to_file_offset = |in_span: u64| segment.file.start + (in_span - span_start);
         let mut unreadable = Vec::new();
-        let parts = BlockPart::split(start..end);
-        for part in parts.take_while(|part| part.block_start < span.bytes) {
-            let BlockPart { block, bytes, .. } = part;
-            let position = span.position + part.block_start;
-            let is_lost = known_lost.has_block(&log, position)
-                || (!self.is_checked(key, block)
-                    && self
-                        .load_block(base, key, &span, block, PageUse::Keep)?
-                        .is_none());
-            if !is_lost {
-                continue;
+        for part in BlockPart::split(span_start..span_end) {
+            // A damaged index may name more bytes than the span has.
+            if part.block_start >= span.bytes {
+                break;
             }
-            let file_start = segment.file.start;
-            unreadable.push(Unreadable {
-                file: file_start + (bytes.start - start)..file_start + (bytes.end - start),
-                host: host.clone(),
-                log: log.clone(),
-                block: position,
-            });
+            let block = Block {
+                key,
+                span: &span,
+                number: part.block,
+            };
+            if known_lost.has_block(&log, block.position()) || !self.is_readable(backing, block)? {
+                unreadable.push(UnreadableRange {
+                    file: to_file_offset(part.bytes.start)..to_file_offset(part.bytes.end),
+                    host: writer.host().to_owned(),
+                    log: log.clone(),
+                    block: block.position(),
+                });
+            }
         }
         Ok(unreadable)
     }
 
-    /// Returns the host that wrote a log, and the log's name.
-    fn log_of(&self, writer: WriterId, log: u32) -> Result<(String, String)> {
+    /// Returns whether a block has the right checksum. Reads the block unless it was checked before.
+    fn is_readable(&self, backing: &B, block: Block<'_>) -> Result<bool> {
+        if self.is_checked(block) {
+            return Ok(true);
+        }
+        let bytes = self.load_block(backing, block, PageUse::Keep)?;
+        Ok(bytes.is_some())
+    }
+
+    /// Returns the writer with this id. Fails if the container has no index of it.
+    fn known_writer(&self, id: WriterId) -> Result<Writer> {
         let view = self.view.lock();
-        let writer = &view.indexes.get(&writer).ok_or(TableError::Unknown)?.writer;
-        Ok((writer.host().to_owned(), writer.log_name(log)))
+        let index = view.indexes.get(&id).ok_or(TableError::Unknown)?;
+        Ok(index.writer.clone())
     }
 
     /// Records a fault that names the damaged block.
-    fn note_damage(&self, key: &Key, log: u32, offset: u64) {
-        let name = {
-            let view = self.view.lock();
-            view.indexes
-                .get(&key.writer)
-                .map(|state| state.writer.log_name(log))
-        };
-        self.note_fault(format!(
-            "a block of a log is damaged or missing, so its bytes cannot be read: container {}, log {}, offset {offset}",
+    fn record_damaged_block(&self, block: Block<'_>) {
+        let log = self
+            .known_writer(block.key.writer)
+            .map(|writer| writer.log_name(block.span.log))
+            .unwrap_or_default();
+        self.record_fault(format!(
+            "a block of a log is damaged or missing, so its bytes cannot be read: container {}, log {log}, offset {}",
             self.name,
-            name.unwrap_or_default()
+            block.position()
         ));
     }
 
     /// Finds the span of a change. Builds the view again if a table in use is damaged.
-    fn find_span(&self, base: &B, key: Key) -> Result<Arc<Span>> {
+    fn find_span(&self, backing: &B, key: ChangeKey) -> Result<Arc<Span>> {
         loop {
-            match self.span(base, key) {
-                Err(TableError::Damaged) => self.rebuild_view(base, None)?,
+            match self.span(backing, key) {
+                Err(TableError::Damaged) => self.rebuild_view(backing, None)?,
                 Err(TableError::Unknown) if self.has_damaged_table() => {
-                    self.rebuild_view(base, None)?
+                    self.rebuild_view(backing, None)?
                 }
                 span => return Ok(span?),
             }
@@ -628,7 +705,7 @@ impl<B: Backing> Container<B> {
     }
 
     /// Finds the span of a change in the indexes and tables in use.
-    fn span(&self, base: &B, key: Key) -> TableResult<Arc<Span>> {
+    fn span(&self, backing: &B, key: ChangeKey) -> TableResult<Arc<Span>> {
         let tables = {
             let view = self.view.lock();
             if let Some(span) = view.resolver.span(key) {
@@ -636,16 +713,16 @@ impl<B: Backing> Container<B> {
             }
             Arc::clone(&view.tables)
         };
-        let table = tables.iter().find(|table| table.holds(key));
-        let span = match table {
-            Some(table) => table.span(base, &self.memory.blocks, key)?,
-            None => None,
+        let Some(table) = tables.iter().find(|table| table.holds(key)) else {
+            return Err(TableError::Unknown);
         };
-        span.ok_or(TableError::Unknown)
+        table
+            .span(backing, &self.memory.blocks, key)?
+            .ok_or(TableError::Unknown)
     }
 
     /// Opens a log, or returns the open file. Returns `None` if the log's file is gone.
-    fn open_log(&self, base: &B, writer: WriterId, log: u32) -> Result<Option<Arc<B::File>>> {
+    fn open_log(&self, backing: &B, writer: WriterId, log: u32) -> Result<Option<Arc<B::File>>> {
         let name = {
             let view = self.view.lock();
             let state = view.indexes.get(&writer).ok_or(TableError::Unknown)?;
@@ -654,10 +731,10 @@ impl<B: Backing> Container<B> {
             }
             state.writer.log_name(log)
         };
-        let Some(inode) = own::find_file(base, &self.dir, &name)? else {
+        let Some(inode) = own::find_file(backing, &self.dir, &name)? else {
             return Ok(None);
         };
-        let file = Arc::new(base.open(&inode, Access::Read)?);
+        let file = Arc::new(backing.open(&inode, Access::Read)?);
         if let Some(state) = self.view.lock().indexes.get_mut(&writer) {
             state.logs.entry(log).or_insert_with(|| Arc::clone(&file));
         }

@@ -15,7 +15,7 @@ use std::sync::atomic::Ordering;
 use firn_backing::{Access, Backing, Errno, Result};
 use firn_hosts::own;
 
-use super::view::{IndexState, View};
+use super::view::View;
 use super::{Container, REBUILDS_MAX};
 use crate::frame::Change;
 use crate::index_reader::{FramesRead, has_synced_frame_after, read_index};
@@ -23,7 +23,7 @@ use crate::names::Writer;
 use crate::resolve::{LengthChanges, WriterId};
 use crate::seal::{DONE_ALL, SEAL_NAME, Seal};
 use crate::table::{Table, TableError, TableResult};
-use crate::times;
+use crate::times::{self, LastRecord};
 
 /// Bound on the passes that look for a state without new changes. Each pass may find new changes while other hosts
 /// write. Sixteen such passes in a row are most unlikely, and then an earlier change may be missed.
@@ -40,28 +40,34 @@ impl<B: Backing> Container<B> {
     /// only the bytes that it names count.
     ///
     /// Other threads use the old view meanwhile. An index whose table is damaged is read unsorted.
-    pub(super) fn rebuild_view(&self, base: &B, seal: Option<Arc<Seal>>) -> Result<()> {
-        let (base_bytes, mut rejected, seal) = {
+    pub(super) fn rebuild_view(&self, backing: &B, new_seal: Option<Arc<Seal>>) -> Result<()> {
+        let (plain_bytes, mut rejected, seal) = {
             let view = self.view.lock();
-            let seal = seal.or_else(|| view.seal.clone());
-            (view.resolver.base_bytes(), view.rejected.clone(), seal)
+            let seal = new_seal.or_else(|| view.seal.clone());
+            (view.resolver.plain_bytes(), view.rejected.clone(), seal)
         };
-        let mut damaged = self.damaged_tables();
+        let mut damaged_tables = self.damaged_tables();
         for _ in 0..REBUILDS_MAX {
-            rejected.extend(damaged);
-            let mut view = View::new(base_bytes);
-            view.seal = seal.clone();
-            view.rejected = rejected.clone();
-            let fresh =
-                Self::with_view(self.dir.clone(), &self.name, &self.host, &self.memory, view);
-            match fresh.read_indexes(base) {
-                Err(TableError::Damaged) => damaged = fresh.damaged_tables(),
-                Err(error) => return Err(error.into()),
+            rejected.extend(damaged_tables);
+            let mut empty_view = View::new(plain_bytes);
+            empty_view.seal = seal.clone();
+            empty_view.rejected = rejected.clone();
+            // The new view is filled as that of a second container, so that other threads never see a part of it.
+            let rebuilt = Self::with_view(
+                self.dir.clone(),
+                &self.name,
+                &self.host,
+                &self.memory,
+                empty_view,
+            );
+            match rebuilt.read_indexes(backing) {
                 Ok(()) => {
-                    let view = std::mem::replace(&mut *fresh.view.lock(), View::new(0));
-                    self.replace_view(view);
+                    let new_view = std::mem::replace(&mut *rebuilt.view.lock(), View::new(0));
+                    self.replace_view(new_view);
                     return Ok(());
                 }
+                Err(TableError::Damaged) => damaged_tables = rebuilt.damaged_tables(),
+                Err(error) => return Err(error.into()),
             }
         }
         Err(Errno::IO)
@@ -75,28 +81,34 @@ impl<B: Backing> Container<B> {
     /// Returns the names of the tables in use that are damaged.
     fn damaged_tables(&self) -> Vec<String> {
         let view = self.view.lock();
-        let damaged = view.tables.iter().filter(|table| table.is_damaged());
-        damaged.map(|table| table.name.clone()).collect()
+        view.tables
+            .iter()
+            .filter(|table| table.is_damaged())
+            .map(|table| table.name.clone())
+            .collect()
     }
 
     /// Replaces the view with `new`, which gets this host's own changes from the old one.
-    fn replace_view(&self, mut new: View<B>) {
+    fn replace_view(&self, mut new_view: View<B>) {
         let mut view = self.view.lock();
-        new.resolver.set_base(view.resolver.base_bytes());
-        if new.seal.is_none() {
-            new.copy_own(&view);
+        new_view
+            .resolver
+            .set_plain_bytes(view.resolver.plain_bytes());
+        // A seal names all bytes that count, also those of this host.
+        if new_view.seal.is_none() {
+            new_view.copy_own(&view);
         }
-        let old = std::mem::replace(&mut *view, new);
-        self.note_change_by_others();
+        let old_view = std::mem::replace(&mut *view, new_view);
+        self.record_change_by_others();
         drop(view);
         // The old view is dropped after the lock is released, because that closes files.
-        drop(old);
+        drop(old_view);
     }
 
     /// Reads what other hosts have appended to their indexes since the last call.
-    pub fn refresh(&self, base: &B) -> Result<()> {
-        match self.read_indexes(base) {
-            Err(TableError::Damaged) => self.rebuild_view(base, None),
+    pub fn refresh(&self, backing: &B) -> Result<()> {
+        match self.read_indexes(backing) {
+            Err(TableError::Damaged) => self.rebuild_view(backing, None),
             outcome => Ok(outcome?),
         }
     }
@@ -105,60 +117,71 @@ impl<B: Backing> Container<B> {
     ///
     /// Race: host A may write after it has read a change of host B. One pass may read A's index after B's, and so see
     /// A's change without B's. The next pass sees B's change.
-    pub(super) fn refresh_until_stable(&self, base: &B) -> Result<BTreeMap<Writer, u64>> {
+    pub(super) fn refresh_until_stable(&self, backing: &B) -> Result<BTreeMap<Writer, u64>> {
         let mut offsets = self.view.lock().read_offsets();
         for _ in 0..REFRESHES_MAX {
-            self.refresh(base)?;
-            let before = std::mem::replace(&mut offsets, self.view.lock().read_offsets());
-            if before == offsets {
+            self.refresh(backing)?;
+            let new_offsets = self.view.lock().read_offsets();
+            if new_offsets == offsets {
                 break;
             }
+            offsets = new_offsets;
         }
         Ok(offsets)
     }
 
     /// Makes one pass over all indexes.
-    fn read_indexes(&self, base: &B) -> TableResult<()> {
-        let names = own::list(base, &self.dir)?;
-        if names.iter().any(|(name, ..)| name == DONE_ALL.as_bytes()) {
+    fn read_indexes(&self, backing: &B) -> TableResult<()> {
+        let entries = own::list(backing, &self.dir)?;
+        let names: Vec<&[u8]> = entries.iter().map(|(name, ..)| name.as_slice()).collect();
+        if names.contains(&DONE_ALL.as_bytes()) {
             self.was_seen_flat.store(true, Ordering::Release);
         }
-        self.load_time(
-            base,
-            times::last(names.iter().map(|(name, ..)| name.as_slice())),
-        )?;
-        if self.view.lock().seal.is_none()
-            && names.iter().any(|(name, ..)| name == SEAL_NAME.as_bytes())
-        {
-            return Ok(self.apply_seal(base, Seal::load(base, &self.dir)?)?);
+        let last_time = times::last_record_number(names.iter().copied());
+        self.load_time(backing, last_time)?;
+        if self.view.lock().seal.is_none() && names.contains(&SEAL_NAME.as_bytes()) {
+            // Applying the seal reads the indexes again, as far as they count.
+            return Ok(self.apply_seal(backing, Seal::load(backing, &self.dir)?)?);
         }
         let tables: Vec<_> = names
             .iter()
-            .filter_map(|(name, ..)| Writer::of_table(name))
+            .filter_map(|name| Writer::parse_table_name(name))
             .collect();
-        let mut writers: BTreeMap<String, Writer> = BTreeMap::new();
-        let listed = names.iter().filter_map(|(name, ..)| Writer::of_index(name));
-        // An index that the seal names is handled also if its file is gone, so that its absence is noticed.
-        let sealed = self.seal().map_or_else(Vec::new, |seal| seal.writers());
-        writers.extend(
-            listed
-                .chain(sealed)
-                .map(|writer| (writer.index_name(), writer)),
-        );
-        for writer in writers.values() {
-            self.use_tables(base, writer, &tables)?;
-            self.read_new_frames(base, writer)?;
+        for writer in self.writers_to_read(&names).values() {
+            self.use_tables(backing, writer, &tables)?;
+            self.read_new_frames(backing, writer)?;
         }
-        self.update_len(base)
+        self.update_len(backing)
     }
 
-    /// Reads record `last` of the file's modification time, if it is newer than the known one.
-    pub(crate) fn load_time(&self, base: &B, last: Option<u64>) -> Result<()> {
-        let known_number = (*self.time.lock()).map(|(number, _)| number);
-        if let Some(last) = last.filter(|_| last > known_number)
-            && let Some(record) = times::load(base, &self.dir, last)?
-        {
-            self.note_time(last, record);
+    /// Returns the writers of all indexes, by the names of the indexes. An index that the seal names is included even
+    /// if its file is gone, so that its absence is noticed.
+    fn writers_to_read(&self, names: &[&[u8]]) -> BTreeMap<String, Writer> {
+        let mut writers = BTreeMap::new();
+        for name in names {
+            if let Some(writer) = Writer::from_index_name(name) {
+                writers.insert(writer.index_name(), writer);
+            }
+        }
+        if let Some(seal) = self.seal() {
+            for writer in seal.writers() {
+                writers.insert(writer.index_name(), writer);
+            }
+        }
+        writers
+    }
+
+    /// Reads record `last_number` of the file's modification time, if it is newer than the known one.
+    pub(crate) fn load_time(&self, backing: &B, last_number: Option<u64>) -> Result<()> {
+        let known_number = self.last_time_number();
+        let Some(number) = last_number else {
+            return Ok(());
+        };
+        if last_number <= known_number {
+            return Ok(());
+        }
+        if let Some(record) = times::load(backing, &self.dir, number)? {
+            self.store_last_time(LastRecord { number, record });
         }
         Ok(())
     }
@@ -167,119 +190,140 @@ impl<B: Backing> Container<B> {
     /// tables.
     pub(super) fn use_tables(
         &self,
-        base: &B,
+        backing: &B,
         writer: &Writer,
         listed: &[(Writer, Range<u64>)],
     ) -> TableResult<()> {
-        let of_writer = listed
+        let parts: Vec<&Range<u64>> = listed
             .iter()
-            .filter(|(table_writer, _)| table_writer == writer);
-        let parts: Vec<&Range<u64>> = of_writer.map(|(_, part)| part).collect();
+            .filter(|(table_writer, _)| table_writer == writer)
+            .map(|(_, part)| part)
+            .collect();
         if parts.is_empty() {
             return Ok(());
         }
-        let (in_use, limit) = {
+        let (tables_in_use, limit) = {
             let view = self.view.lock();
-            let state = view.indexes.get(&writer.id());
-            let in_use = state.map_or_else(Vec::new, |state| state.cover.clone());
-            (in_use, view.limit_of(writer))
+            let index = view.indexes.get(&writer.id());
+            let tables = index.map_or_else(Vec::new, |index| index.tables.clone());
+            (tables, view.limit_of(writer))
         };
-        let cover = loop {
-            let cover = self.find_cover(base, writer, &parts, limit, &in_use)?;
-            match self.find_ends(base, writer.id(), &cover) {
-                Ok(()) => break cover,
+        let new_tables = loop {
+            let tables =
+                self.find_adjacent_tables(backing, writer, &parts, limit, &tables_in_use)?;
+            match self.find_ends(backing, writer.id(), &tables) {
+                Ok(()) => break tables,
                 // The damaged table is not in use yet: it is rejected, and the others are tried.
-                Err(TableError::Damaged) if self.reject_damaged(&cover) => {}
+                Err(TableError::Damaged) if self.reject_damaged(&tables) => {}
                 Err(error) => return Err(error),
             }
         };
-        let end = |cover: &[Arc<Table<B>>]| cover.last().map_or(0, |table| table.part().end);
-        let is_better = match end(&cover).cmp(&end(&in_use)) {
-            std::cmp::Ordering::Greater => true,
-            std::cmp::Ordering::Equal => cover.len() < in_use.len(),
-            std::cmp::Ordering::Less => false,
-        };
-        if is_better {
-            let mut view = self.view.lock();
-            let new = || IndexState::new(writer.clone(), false);
-            let state = view.indexes.entry(writer.id()).or_insert_with(new);
-            let has_more = end(&cover) > state.offset;
-            let old = view.set_cover(writer.id(), cover);
-            if has_more {
-                self.note_change_by_others();
-            }
-            drop(view);
-            drop(old);
+        if is_better_cover(&new_tables, &tables_in_use) {
+            self.replace_tables(writer, new_tables);
         }
         Ok(())
     }
 
-    /// Finds where each of `tables` ends in the file, with the cuts and growths that these tables add.
-    fn find_ends(&self, base: &B, writer: WriterId, tables: &[Arc<Table<B>>]) -> TableResult<()> {
-        let present = self.view.lock().resolver.length_changes();
-        let mut length_changes = LengthChanges::clone(&present);
-        for table in tables {
-            table.directory.cuts.apply_to(writer, &mut length_changes);
+    /// Replaces the tables in use of one index.
+    fn replace_tables(&self, writer: &Writer, new_tables: Vec<Arc<Table<B>>>) {
+        let mut view = self.view.lock();
+        let index = view.find_or_add_index(writer, false);
+        let has_unread_frames = end_of(&new_tables) > index.offset;
+        let replaced_tables = view.set_tables(writer.id(), new_tables);
+        if has_unread_frames {
+            self.record_change_by_others();
         }
-        find_ends(base, tables, &length_changes)
+        drop(view);
+        // The old tables are dropped after the lock is released, because that closes files.
+        drop(replaced_tables);
+    }
+
+    /// Finds where each of `tables` ends in the file, with the cuts and growths that these tables add.
+    fn find_ends(
+        &self,
+        backing: &B,
+        writer: WriterId,
+        tables: &[Arc<Table<B>>],
+    ) -> TableResult<()> {
+        let known_changes = self.view.lock().resolver.length_changes();
+        let mut length_changes = LengthChanges::clone(&known_changes);
+        for table in tables {
+            table
+                .directory
+                .length_changes
+                .apply_to(writer, &mut length_changes);
+        }
+        compute_ends(backing, tables, &length_changes)
     }
 
     /// Rejects the damaged ones of `tables`, unless they are in use. Returns whether there were any.
     fn reject_damaged(&self, tables: &[Arc<Table<B>>]) -> bool {
         let mut view = self.view.lock();
-        let is_used =
-            |table: &Arc<Table<B>>| view.tables.iter().any(|used| Arc::ptr_eq(used, table));
-        let damaged = tables
-            .iter()
-            .filter(|table| table.is_damaged() && !is_used(table));
-        let damaged: Vec<String> = damaged.map(|table| table.name.clone()).collect();
-        let has_new_damage = !damaged.is_empty();
-        view.rejected.extend(damaged);
-        has_new_damage
+        let mut has_rejected = false;
+        for table in tables {
+            let is_in_use = view.tables.iter().any(|used| Arc::ptr_eq(used, table));
+            if table.is_damaged() && !is_in_use {
+                view.rejected.insert(table.name.clone());
+                has_rejected = true;
+            }
+        }
+        has_rejected
     }
 
     /// Returns adjacent tables that cover an index from its beginning, up to `limit`. Prefers the longest ones, so they
     /// are few.
-    fn find_cover(
+    fn find_adjacent_tables(
         &self,
-        base: &B,
+        backing: &B,
         writer: &Writer,
         parts: &[&Range<u64>],
         limit: u64,
-        in_use: &[Arc<Table<B>>],
+        tables_in_use: &[Arc<Table<B>>],
     ) -> Result<Vec<Arc<Table<B>>>> {
-        let mut cover: Vec<Arc<Table<B>>> = Vec::new();
+        let mut tables: Vec<Arc<Table<B>>> = Vec::new();
         loop {
-            let covered = cover.last().map_or(0, |table| table.part().end);
-            let next = parts
+            let sorted_end = end_of(&tables);
+            let mut candidates: Vec<_> = parts
                 .iter()
-                .filter(|part| part.start == covered && part.end <= limit);
-            let mut next: Vec<_> = next.collect();
-            next.sort_unstable_by_key(|part| std::cmp::Reverse(part.end));
-            let before = cover.len();
-            for part in next {
-                let same = in_use
-                    .iter()
-                    .find(|table| table.part() == **part && !table.is_damaged());
-                let table = match same {
-                    Some(table) => Some(Arc::clone(table)),
-                    None => self.open_table(base, writer, part)?,
-                };
-                if let Some(table) = table {
-                    cover.push(table);
+                .filter(|part| part.start == sorted_end && part.end <= limit)
+                .collect();
+            candidates.sort_unstable_by_key(|part| std::cmp::Reverse(part.end));
+            let mut next_table = None;
+            for part in candidates {
+                next_table = self.find_or_open_table(backing, writer, part, tables_in_use)?;
+                if next_table.is_some() {
                     break;
                 }
             }
-            if cover.len() == before {
-                return Ok(cover);
-            }
+            let Some(table) = next_table else {
+                return Ok(tables);
+            };
+            tables.push(table);
+        }
+    }
+
+    /// Returns the table of a part of an index, which may be in use already. Returns `None` if it is rejected or
+    /// damaged.
+    fn find_or_open_table(
+        &self,
+        backing: &B,
+        writer: &Writer,
+        part: &Range<u64>,
+        tables_in_use: &[Arc<Table<B>>],
+    ) -> Result<Option<Arc<Table<B>>>> {
+        let in_use = tables_in_use
+            .iter()
+            .find(|table| table.part() == *part && !table.is_damaged());
+        match in_use {
+            Some(table) => Ok(Some(Arc::clone(table))),
+            None => self.open_table(backing, writer, part),
         }
     }
 
     /// Opens a table. Returns `None` if it is rejected or damaged.
     fn open_table(
         &self,
-        base: &B,
+        backing: &B,
         writer: &Writer,
         part: &Range<u64>,
     ) -> Result<Option<Arc<Table<B>>>> {
@@ -287,7 +331,7 @@ impl<B: Backing> Container<B> {
         if self.view.lock().rejected.contains(&name) {
             return Ok(None);
         }
-        let table = Table::open(base, &self.dir, writer, part.clone())?;
+        let table = Table::open(backing, &self.dir, writer, part.clone())?;
         if table.is_none() {
             self.view.lock().rejected.insert(name);
         }
@@ -295,42 +339,43 @@ impl<B: Backing> Container<B> {
     }
 
     /// Reads new frames of another host's index, and checks that the index has all bytes that count.
-    fn read_new_frames(&self, base: &B, writer: &Writer) -> Result<()> {
+    fn read_new_frames(&self, backing: &B, writer: &Writer) -> Result<()> {
         let mut has_asked_length = false;
         loop {
             if self.is_own(writer.id()) {
                 return Ok(());
             }
-            let opened = match self.find_open_index(writer) {
-                Some(opened) => Some(opened),
-                None => self.open_index(base, writer)?,
+            let open_index = match self.find_open_index(writer) {
+                Some(open_index) => Some(open_index),
+                None => self.open_index(backing, writer)?,
             };
-            if let Some((index, _)) = &opened
-                && !std::mem::replace(&mut has_asked_length, true)
+            if let Some(OpenIndex { file, .. }) = &open_index
+                && !has_asked_length
             {
                 // Asks the server for the length. A read would otherwise end at the length that the client has cached.
-                base.attr_of_file_now(index)?;
+                has_asked_length = true;
+                backing.attr_of_file_now(file)?;
             }
             let limit = self.view.lock().limit_of(writer);
-            let Some((index, offset)) = opened else {
+            let Some(OpenIndex { file, offset }) = open_index else {
                 return self.check_missing(writer, limit);
             };
             if self.skip_lost(writer, offset) {
                 continue;
             }
-            let frames_read = read_index(base, &index, writer.id(), offset..limit)?;
-            let has_read_none = frames_read.to == offset;
+            let frames_read = read_index(backing, &file, writer.id(), offset..limit)?;
+            let has_read_none = frames_read.end == offset;
             let reached_end = frames_read.reached_end;
-            let is_due = self.add_frames(frames_read);
-            if is_due {
-                self.sort(base, writer, self.memory.foreign_sort_threshold());
+            let should_sort = self.add_frames(frames_read);
+            if should_sort {
+                self.sort(backing, writer, self.memory.foreign_sort_threshold());
             }
             if has_read_none {
-                return if reached_end && limit == u64::MAX {
-                    Ok(())
-                } else {
-                    self.check_end(base, &index, writer, offset, limit)
-                };
+                let is_sealed = limit != u64::MAX;
+                if reached_end && !is_sealed {
+                    return Ok(());
+                }
+                return self.check_end(backing, &file, writer, offset, limit);
             }
         }
     }
@@ -338,30 +383,33 @@ impl<B: Backing> Container<B> {
     /// Skips a part of an index that was given up as lost. Returns whether such a part begins at `offset`.
     fn skip_lost(&self, writer: &Writer, offset: u64) -> bool {
         let mut view = self.view.lock();
-        let seal = view.seal.clone();
-        let end = seal.and_then(|seal| seal.lost.end_of_lost_part(writer, offset));
-        let state = view.indexes.get_mut(&writer.id());
-        match (end, state) {
-            (Some(end), Some(state)) => {
-                state.offset = state.offset.max(end);
-                true
-            }
-            _ => false,
-        }
+        let Some(seal) = &view.seal else {
+            return false;
+        };
+        let Some(lost_end) = seal.lost.end_of_lost_part(writer, offset) else {
+            return false;
+        };
+        let Some(index) = view.indexes.get_mut(&writer.id()) else {
+            return false;
+        };
+        index.offset = index.offset.max(lost_end);
+        true
     }
 
     /// Fails with EIO if an index has no file, but has bytes that count and that neither tables nor given-up parts
     /// replace.
     fn check_missing(&self, writer: &Writer, limit: u64) -> Result<()> {
-        let is_lost = |covered| {
-            let seal = self.seal();
-            seal.and_then(|seal| seal.lost.end_of_lost_part(writer, covered)) == Some(limit)
-        };
-        let covered = self.covered(writer);
-        if limit == u64::MAX || covered >= limit || is_lost(covered) {
+        let is_sealed = limit != u64::MAX;
+        let sorted_end = self.sorted_end(writer);
+        if !is_sealed || sorted_end >= limit {
             return Ok(());
         }
-        self.note_fault(format!(
+        if let Some(seal) = self.seal()
+            && seal.lost.end_of_lost_part(writer, sorted_end) == Some(limit)
+        {
+            return Ok(());
+        }
+        self.record_fault(format!(
             "an index with bytes that count is missing, so the logged file cannot be read: container {}, index {}",
             self.name,
             writer.index_name()
@@ -373,20 +421,22 @@ impl<B: Backing> Container<B> {
     /// frame.
     fn check_end(
         &self,
-        base: &B,
+        backing: &B,
         index: &B::File,
         writer: &Writer,
         offset: u64,
         limit: u64,
     ) -> Result<()> {
-        let is_damaged = match limit {
-            u64::MAX => has_synced_frame_after(base, index, offset)?,
-            limit => offset < limit,
+        let is_sealed = limit != u64::MAX;
+        let is_damaged = if is_sealed {
+            offset < limit
+        } else {
+            has_synced_frame_after(backing, index, offset)?
         };
         if !is_damaged {
             return Ok(());
         }
-        self.note_fault(format!(
+        self.record_fault(format!(
             "a frame that counts is damaged or missing, so the logged file cannot be read: container {}, index {}, offset {offset}",
             self.name,
             writer.index_name()
@@ -394,23 +444,26 @@ impl<B: Backing> Container<B> {
         Err(Errno::IO)
     }
 
-    /// Returns the file of an open index, and how far it was read.
-    fn find_open_index(&self, writer: &Writer) -> Option<(Arc<B::File>, u64)> {
+    /// Returns another host's index if it is open.
+    fn find_open_index(&self, writer: &Writer) -> Option<OpenIndex<B>> {
         let view = self.view.lock();
         let state = view.indexes.get(&writer.id())?;
-        Some((state.index.clone()?, state.offset))
+        Some(OpenIndex {
+            file: Arc::clone(state.file.as_ref()?),
+            offset: state.offset,
+        })
     }
 
     /// Finds the length of the file by the tables. Reads blocks of tables where a cut hides their last bytes.
     ///
     /// Race: another thread may change the tables or cuts meanwhile. Then the search begins again.
-    pub(super) fn update_len(&self, base: &B) -> TableResult<()> {
+    pub(super) fn update_len(&self, backing: &B) -> TableResult<()> {
         loop {
             let (length_changes, tables) = {
                 let view = self.view.lock();
                 (view.resolver.length_changes(), Arc::clone(&view.tables))
             };
-            find_ends(base, &tables, &length_changes)?;
+            compute_ends(backing, &tables, &length_changes)?;
             let mut view = self.view.lock();
             let is_same = Arc::ptr_eq(&view.resolver.length_changes(), &length_changes);
             if is_same && Arc::ptr_eq(&view.tables, &tables) {
@@ -423,120 +476,152 @@ impl<B: Backing> Container<B> {
     /// Applies a seal: from now on only the bytes of each index that the seal names count.
     ///
     /// This host may have read more bytes of the index of a host that was taken for dead. So the view is built again.
-    pub(crate) fn apply_seal(&self, base: &B, seal: Seal) -> Result<()> {
+    pub(crate) fn apply_seal(&self, backing: &B, seal: Seal) -> Result<()> {
         if self.seal().is_some_and(|known| *known == seal) {
-            return self.refresh(base);
+            return self.refresh(backing);
         }
-        self.rebuild_view(base, Some(Arc::new(seal)))
+        self.rebuild_view(backing, Some(Arc::new(seal)))
     }
 
-    /// Syncs each index, and returns how many bytes of it are complete frames.
-    pub(crate) fn sync_and_measure_indexes(&self, base: &B) -> Result<Vec<(Writer, u64)>> {
-        self.refresh(base)?;
-        let mut lengths = Vec::new();
-        for (name, ..) in own::list(base, &self.dir)? {
-            let Some(writer) = Writer::of_index(&name) else {
+    /// Syncs each index. Returns how many bytes of it are complete frames, by the name of the index.
+    pub(crate) fn sync_and_measure_indexes(&self, backing: &B) -> Result<BTreeMap<String, u64>> {
+        self.refresh(backing)?;
+        let mut lengths = BTreeMap::new();
+        for (name, ..) in own::list(backing, &self.dir)? {
+            let Some(writer) = Writer::from_index_name(&name) else {
                 continue;
             };
-            let Some(inode) = own::find_file(base, &self.dir, &writer.index_name())? else {
+            let index_name = writer.index_name();
+            let Some(inode) = own::find_file(backing, &self.dir, &index_name)? else {
                 continue;
             };
-            let index = base.open(&inode, Access::Read)?;
+            let index = backing.open(&inode, Access::Read)?;
             // The seal is made from these lengths, so the bytes are durable before the seal.
-            base.sync(&index, true)?;
-            base.attr_of_file_now(&index)?;
-            let mut end = self.covered(&writer);
-            loop {
-                let frames_read = read_index(base, &index, writer.id(), end..u64::MAX)?;
-                if frames_read.to == end {
-                    break;
-                }
-                end = frames_read.to;
-            }
-            lengths.push((writer, end));
+            backing.sync(&index, true)?;
+            // Asks the server for the length, as in `read_new_frames`.
+            backing.attr_of_file_now(&index)?;
+            let sorted_end = self.sorted_end(&writer);
+            let end = find_end_of_frames(backing, &index, writer.id(), sorted_end)?;
+            lengths.insert(index_name, end);
         }
         Ok(lengths)
     }
 
     /// Returns the last change in this host's last index, other than a note of a sync.
-    pub(crate) fn last_change_of_own_index(&self, base: &B) -> Result<Option<Change>> {
-        let names = own::list(base, &self.dir)?;
-        let indexes = names.iter().filter_map(|(name, ..)| Writer::of_index(name));
-        let own = indexes.filter(|writer| writer.host() == self.host);
-        let Some(writer) = own.max_by_key(|writer| writer.id().life) else {
+    pub(crate) fn last_change_of_own_index(&self, backing: &B) -> Result<Option<Change>> {
+        let last_writer = own::list(backing, &self.dir)?
+            .iter()
+            .filter_map(|(name, ..)| Writer::from_index_name(name))
+            .filter(|writer| writer.host() == self.host)
+            .max_by_key(|writer| writer.id().life);
+        let Some(writer) = last_writer else {
             return Ok(None);
         };
-        let Some(inode) = own::find_file(base, &self.dir, &writer.index_name())? else {
+        let Some(inode) = own::find_file(backing, &self.dir, &writer.index_name())? else {
             return Ok(None);
         };
-        let index = base.open(&inode, Access::Read)?;
-        let mut last = None;
-        let mut end = 0;
+        let index = backing.open(&inode, Access::Read)?;
+        let mut last_change = None;
+        let mut offset = 0;
         loop {
-            let frames_read = read_index(base, &index, writer.id(), end..u64::MAX)?;
-            if frames_read.to == end {
-                return Ok(last);
+            let frames_read = read_index(backing, &index, writer.id(), offset..u64::MAX)?;
+            if frames_read.end == offset {
+                return Ok(last_change);
             }
-            end = frames_read.to;
-            let mut changes = frames_read
-                .frames
-                .into_iter()
-                .map(|(_, frame)| frame.change);
-            let last_read = changes.rfind(|change| *change != Change::Synced);
-            last = last_read.or(last);
+            offset = frames_read.end;
+            for (_, frame) in frames_read.frames {
+                if frame.change != Change::Synced {
+                    last_change = Some(frame.change);
+                }
+            }
         }
     }
 
-    /// Opens another host's index. Returns its file and how far it was read, or `None` if there is no such file.
-    fn open_index(&self, base: &B, writer: &Writer) -> Result<Option<(Arc<B::File>, u64)>> {
-        let Some(inode) = own::find_file(base, &self.dir, &writer.index_name())? else {
+    /// Opens another host's index. Returns `None` if it has no file.
+    fn open_index(&self, backing: &B, writer: &Writer) -> Result<Option<OpenIndex<B>>> {
+        let Some(inode) = own::find_file(backing, &self.dir, &writer.index_name())? else {
             return Ok(None);
         };
-        let index = Arc::new(base.open(&inode, Access::Read)?);
+        let new_file = Arc::new(backing.open(&inode, Access::Read)?);
         let mut view = self.view.lock();
-        let new = || IndexState::new(writer.clone(), false);
-        let state = view.indexes.entry(writer.id()).or_insert_with(new);
-        let file = match &state.index {
-            Some(file) => Arc::clone(file),
-            None => {
-                state.index = Some(Arc::clone(&index));
-                index
-            }
-        };
-        Ok(Some((file, state.offset)))
+        let state = view.find_or_add_index(writer, false);
+        // Another thread may have opened the index meanwhile. Its file is used then.
+        let file = Arc::clone(state.file.get_or_insert(new_file));
+        Ok(Some(OpenIndex {
+            file,
+            offset: state.offset,
+        }))
     }
 
     /// Adds frames that were read to the view. Returns whether the index has enough unsorted bytes to be sorted.
     fn add_frames(&self, frames_read: FramesRead) -> bool {
         let mut view = self.view.lock();
-        let view = &mut *view;
-        let Some(state) = view.indexes.get_mut(&frames_read.writer) else {
+        let Some(index) = view.indexes.get_mut(&frames_read.writer) else {
             return false;
         };
         // Another thread has read these frames meanwhile.
-        if state.offset != frames_read.from {
+        if index.offset != frames_read.start {
             return false;
         }
-        state.offset = frames_read.to;
+        index.offset = frames_read.end;
+        let should_sort = index.should_sort(self.memory.foreign_sort_threshold());
         let has_new_frames = !frames_read.frames.is_empty();
-        let is_due = state.is_due(self.memory.foreign_sort_threshold());
         for (offset, frame) in frames_read.frames {
             view.add(frames_read.writer, offset, frame);
         }
         if has_new_frames {
-            self.note_change_by_others();
+            self.record_change_by_others();
         }
-        is_due
+        should_sort
     }
 }
 
+/// An open index of another host.
+struct OpenIndex<B: Backing> {
+    file: Arc<B::File>,
+    /// Position in the index up to which it was read.
+    offset: u64,
+}
+
+/// Returns the position in the index where the last of these tables ends.
+fn end_of<B: Backing>(tables: &[Arc<Table<B>>]) -> u64 {
+    tables.last().map_or(0, |table| table.part().end)
+}
+
+/// Returns whether new tables cover more of an index than those in use, or as much with fewer tables.
+fn is_better_cover<B: Backing>(
+    new_tables: &[Arc<Table<B>>],
+    tables_in_use: &[Arc<Table<B>>],
+) -> bool {
+    let (new_end, used_end) = (end_of(new_tables), end_of(tables_in_use));
+    new_end > used_end || (new_end == used_end && new_tables.len() < tables_in_use.len())
+}
+
 /// Finds where each of the tables ends in the file, after all cuts.
-fn find_ends<B: Backing>(
-    base: &B,
+fn compute_ends<B: Backing>(
+    backing: &B,
     tables: &[Arc<Table<B>>],
     length_changes: &LengthChanges,
 ) -> TableResult<()> {
-    let find =
-        |table: &Arc<Table<B>>| table.compute_end(base, length_changes.limits_of(table.writer));
-    tables.iter().try_for_each(find)
+    for table in tables {
+        table.compute_end(backing, length_changes.limits_of(table.writer))?;
+    }
+    Ok(())
+}
+
+/// Returns where the complete frames of an index end, which are read from `offset` on.
+fn find_end_of_frames<B: Backing>(
+    backing: &B,
+    index: &B::File,
+    writer: WriterId,
+    offset: u64,
+) -> Result<u64> {
+    let mut end = offset;
+    loop {
+        let frames_read = read_index(backing, index, writer, end..u64::MAX)?;
+        if frames_read.end == end {
+            return Ok(end);
+        }
+        end = frames_read.end;
+    }
 }

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use firn_backing::{Access, Backing, DataPart, Errno, Files, Names, Volume};
 use firn_hosts::own;
-use firn_log::{ChangeError, Changed, Container, Ending, Flat, Memory};
+use firn_log::{ChangeError, ChangeResult, Container, FlattenProgress, Lifecycle, Memory};
 use firn_sim::{SimBacking, suite};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
@@ -27,11 +27,11 @@ struct World {
 }
 
 impl World {
-    fn new(base_bytes: u64) -> Self {
+    fn new(plain_bytes: u64) -> Self {
         let disk = SimBacking::new();
         let me = suite::own_caller();
         let root = disk.root();
-        let base: Vec<u8> = (0..base_bytes).map(|at| (at % 251) as u8).collect();
+        let base: Vec<u8> = (0..plain_bytes).map(|at| (at % 251) as u8).collect();
         let (_, file, _) = disk
             .create(&me, &root, OsStr::new("file"), 0o644)
             .expect("create");
@@ -57,14 +57,14 @@ struct Host {
 }
 
 impl Host {
-    fn open(disk: SimBacking, name: &str, base_bytes: u64) -> Result<Self, Errno> {
-        Self::with_memory(disk, name, base_bytes, MEMORY_BYTES)
+    fn open(disk: SimBacking, name: &str, plain_bytes: u64) -> Result<Self, Errno> {
+        Self::with_memory(disk, name, plain_bytes, MEMORY_BYTES)
     }
 
     fn with_memory(
         disk: SimBacking,
         name: &str,
-        base_bytes: u64,
+        plain_bytes: u64,
         memory_bytes: u64,
     ) -> Result<Self, Errno> {
         let root = disk.root();
@@ -76,7 +76,7 @@ impl Host {
             dir,
             "logs",
             name,
-            base_bytes,
+            plain_bytes,
             &Memory::new(memory_bytes),
         )?;
         Ok(Self {
@@ -121,8 +121,8 @@ impl Host {
         count.load(Ordering::Relaxed)
     }
 
-    fn ending(&self) -> Result<Option<Ending<'_, SimBacking>>, Errno> {
-        Ending::of(&self.disk, &self.container, &self.disk.root(), "logs")
+    fn ending(&self) -> Result<Option<Lifecycle<'_, SimBacking>>, Errno> {
+        Lifecycle::open(&self.disk, &self.container, &self.disk.root(), "logs")
     }
 
     /// Seals and flattens what it can. Returns whether the container is flat.
@@ -135,10 +135,10 @@ impl Host {
             return Ok(false);
         }
         let plain = self.disk.open(&inode, Access::ReadWrite)?;
-        Ok(ending.flatten(&inode, &plain)? == Flat::Done)
+        Ok(ending.flatten(&inode, &plain)? == FlattenProgress::Done)
     }
 
-    fn apply(&self, change: &Change) -> Changed {
+    fn apply(&self, change: &Change) -> ChangeResult {
         match change {
             Change::Write(parts) => {
                 let data: Vec<_> = parts.iter().map(|(_, data)| [IoSlice::new(data)]).collect();
@@ -221,7 +221,9 @@ fn hosts_that_take_turns_see_one_file() {
         let mut expected = world.base.clone();
         for _ in 0..random.random_range(1..30) {
             let host = &hosts[random.random_range(0..hosts.len())];
-            host.container.take_epoch(&host.disk).expect("look");
+            host.container
+                .refresh_and_raise_epoch(&host.disk)
+                .expect("look");
             for _ in 0..random.random_range(1..4) {
                 let change = Change::random(&mut random);
                 host.apply(&change).expect("a change");
@@ -252,7 +254,10 @@ fn a_cut_takes_what_came_before_what_it_takes() {
             let change = Change::Write(vec![(0, vec![1; 100])]);
             host.apply(&change).expect("write");
         }
-        cutting.container.take_epoch(&cutting.disk).expect("look");
+        cutting
+            .container
+            .refresh_and_raise_epoch(&cutting.disk)
+            .expect("look");
         let hang = cutting.disk.hang_at(cutting.disk.steps() + calls);
         let is_reached = std::thread::scope(|scope| {
             let cut = scope.spawn(|| cutting.apply(&Change::Cut(0)));
@@ -262,7 +267,9 @@ fn a_cut_takes_what_came_before_what_it_takes() {
             let is_reached = hang.is_reached();
             if is_reached {
                 for (host, mark) in [(first, 2), (second, 3)] {
-                    host.container.take_epoch(&host.disk).expect("look");
+                    host.container
+                        .refresh_and_raise_epoch(&host.disk)
+                        .expect("look");
                     let change = Change::Write(vec![(0, vec![mark; 100])]);
                     host.apply(&change).expect("write");
                 }
@@ -478,7 +485,9 @@ fn sorted_indexes_say_what_unsorted_ones_do() {
         let mut expected = world.base.clone();
         for step in 0..400 {
             let host = &hosts[random.random_range(0..hosts.len())];
-            host.container.take_epoch(&host.disk).expect("look");
+            host.container
+                .refresh_and_raise_epoch(&host.disk)
+                .expect("look");
             let change = Change::random(&mut random);
             host.apply(&change).expect("a change");
             change.apply(&mut expected);
@@ -610,7 +619,9 @@ fn written_world(random: &mut StdRng) -> (World, Vec<u8>) {
     let hosts: Vec<Host> = ["a", "b"].map(|name| world.host(name)).into();
     for _ in 0..random.random_range(1..8) {
         let host = &hosts[random.random_range(0..hosts.len())];
-        host.container.take_epoch(&host.disk).expect("look");
+        host.container
+            .refresh_and_raise_epoch(&host.disk)
+            .expect("look");
         let change = Change::random(random);
         host.apply(&change).expect("a change");
         change.apply(&mut expected);

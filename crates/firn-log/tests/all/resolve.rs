@@ -3,9 +3,9 @@
 
 use std::collections::BTreeMap;
 
-use firn_log::frame::{CHECKED_BYTES, Change, Cut, Frame, Next, Written};
+use firn_log::frame::{CHECKED_BYTES, Change, Cut, DecodedFrame, Frame, Written};
 use firn_log::names::Writer;
-use firn_log::resolve::{Key, Resolver, Source, WriterId};
+use firn_log::resolve::{ChangeKey, Resolver, Source, WriterId};
 use firn_log::run::{Piece, Run, find_runs};
 use proptest::prelude::*;
 
@@ -123,7 +123,7 @@ impl Host {
 }
 
 /// Returns the length up to which a cut leaves a change: all of it if the cut had not seen it.
-fn limit_of(cut: &(Key, Change, Vec<u8>), key: Key) -> u64 {
+fn limit_of(cut: &(ChangeKey, Change, Vec<u8>), key: ChangeKey) -> u64 {
     let (cut_key, Change::Cut(cut), _) = cut else {
         return u64::MAX;
     };
@@ -136,7 +136,7 @@ fn limit_of(cut: &(Key, Change, Vec<u8>), key: Key) -> u64 {
 }
 
 /// Returns the expected bytes: a vector with all changes in the order of their keys, except those that cuts remove.
-fn expected(base: &[u8], mut changes: Vec<(Key, Change, Vec<u8>)>) -> Vec<u8> {
+fn expected(base: &[u8], mut changes: Vec<(ChangeKey, Change, Vec<u8>)>) -> Vec<u8> {
     changes.sort_by_key(|(key, ..)| *key);
     let mut file = base.to_vec();
     for (_, change, _) in &changes {
@@ -215,7 +215,7 @@ proptest! {
             let writer = id(host);
             let number_of_host = host;
             let host = &mut hosts[host];
-            let key = Key { epoch: host.epoch, writer, frame: host.frames };
+            let key = ChangeKey { epoch: host.epoch, writer, frame: host.frames };
             match step {
                 Step::Sync => {
                     host.epoch = host.epoch.max(newest.map_or(0, |newest| newest + 1));
@@ -254,7 +254,7 @@ proptest! {
         for (writer, host) in hosts.iter().enumerate() {
             let mut rest = host.index.as_slice();
             let mut number = 0;
-            while let Next::Frame(frame, bytes) = Frame::decode(rest) {
+            while let DecodedFrame::Complete(frame, bytes) = Frame::decode(rest) {
                 frames.push((id(writer), number, frame));
                 rest = &rest[bytes..];
                 number += 1;

@@ -8,192 +8,409 @@ use rand::{RngExt, SeedableRng};
 
 use super::own_caller;
 use crate::tree;
-use firn_backing::{Access, Backing, DataPart, Errno, NewKind, RenameFlags};
+use firn_backing::{Access, Attr, Backing, DataPart, Errno, NewKind, RenameFlags};
 
-/// One call on names in the root or in a directory of the root.
+/// Number of calls after which the trees of both backings are compared.
+const CALLS_BETWEEN_COMPARISONS: usize = 16;
+
+/// One random call.
 #[derive(Clone, Debug)]
-enum Op {
-    Create(Place, u32),
-    Mkdir(Place, u32),
-    Symlink(Place),
-    Fifo(Place),
-    Link(Place, Place),
-    Unlink(Place),
-    Rmdir(Place),
-    Rename(Place, Place, u32),
-    Chmod(Place, u32),
-    Chown(Place, u32),
-    SetXattr(Place, u8, i32),
-    RemoveXattr(Place, u8),
-    Write(Place, u64, Vec<u8>),
-    /// Writes several parts, in descending order of their offsets: the lowest offset, the distance between the
-    /// beginnings of two parts, and the bytes of each part.
-    WriteParts(Place, u64, u64, Vec<Vec<u8>>),
-    Truncate(Place, u64),
-    Punch(Place, u64, u64),
-    Copy(Place, u64, Place, u64, u64),
+enum Call {
+    Create {
+        path: Path,
+        mode: u32,
+    },
+    Mkdir {
+        path: Path,
+        mode: u32,
+    },
+    Symlink(Path),
+    Fifo(Path),
+    Link {
+        path: Path,
+        new_path: Path,
+    },
+    Unlink(Path),
+    Rmdir(Path),
+    Rename {
+        path: Path,
+        new_path: Path,
+        flags: u32,
+    },
+    Chmod {
+        path: Path,
+        mode: u32,
+    },
+    /// Sets the owner and the group to the same id.
+    Chown {
+        path: Path,
+        id: u32,
+    },
+    SetXattr {
+        path: Path,
+        xattr: u8,
+        flags: i32,
+    },
+    RemoveXattr {
+        path: Path,
+        xattr: u8,
+    },
+    Write {
+        path: Path,
+        offset: u64,
+        bytes: Vec<u8>,
+    },
+    /// Writes several parts, in descending order of their offsets.
+    WriteParts {
+        path: Path,
+        lowest_offset: u64,
+        /// Distance between the beginnings of two parts.
+        distance: u64,
+        parts: Vec<Vec<u8>>,
+    },
+    Truncate {
+        path: Path,
+        len: u64,
+    },
+    Punch {
+        path: Path,
+        offset: u64,
+        len: u64,
+    },
+    Copy {
+        from: Path,
+        from_offset: u64,
+        to: Path,
+        to_offset: u64,
+        len: u64,
+    },
 }
 
-/// Only a few names, so that calls meet on the same ones: `a`..`d`, in the root or in one of `a`..`d`.
-type Place = (Option<u8>, u8);
+/// The path of an object in the top directory, or in a directory of the top directory. There are only four names, `a` to
+/// `d`, so that calls meet on the same ones.
+#[derive(Clone, Copy, Debug)]
+struct Path {
+    /// Number of the directory's name, or `None` for the top directory.
+    dir: Option<u8>,
+    /// Number of the object's name.
+    name: u8,
+}
 
 /// Runs `count` calls from `seed` on both backings. Panics with the seed at the first difference.
-pub fn run<A: Backing, B: Backing>(a: &A, b: &B, seed: u64, count: usize) {
+pub fn run<A: Backing, B: Backing>(first: &A, second: &B, seed: u64, count: usize) {
     let mut rng = StdRng::seed_from_u64(seed);
     for step in 0..count {
-        let op = random(&mut rng);
-        let in_a = apply(a, &op);
-        let in_b = apply(b, &op);
-        assert_eq!(in_a, in_b, "seed {seed}, step {step}: {op:?}");
-        if step % 16 == 0 || step + 1 == count {
-            assert_eq!(tree(a), tree(b), "seed {seed}, after step {step}: {op:?}");
+        let call = random_call(&mut rng);
+        let first_result = make_call(first, &call);
+        let second_result = make_call(second, &call);
+        assert_eq!(
+            first_result, second_result,
+            "seed {seed}, step {step}: {call:?}"
+        );
+        let is_last = step + 1 == count;
+        if step % CALLS_BETWEEN_COMPARISONS == 0 || is_last {
+            assert_eq!(
+                tree(first),
+                tree(second),
+                "seed {seed}, after step {step}: {call:?}"
+            );
         }
     }
 }
 
 /// Runs `count` calls from `seed` on one backing.
-pub fn run_alone<B: Backing>(b: &B, seed: u64, count: usize) {
+pub fn run_alone<B: Backing>(backing: &B, seed: u64, count: usize) {
     let mut rng = StdRng::seed_from_u64(seed);
     for _ in 0..count {
         // Most calls fail, because their names do not exist or exist already.
-        let _ = apply(b, &random(&mut rng));
+        let _ = make_call(backing, &random_call(&mut rng));
     }
 }
 
-fn random(rng: &mut StdRng) -> Op {
-    let place = |rng: &mut StdRng| {
-        (
-            rng.random_bool(0.5).then(|| rng.random_range(0..4)),
-            rng.random_range(0..4),
-        )
-    };
-    let at = |rng: &mut StdRng| rng.random_range(0..20_000u64);
-    let mode = |rng: &mut StdRng| rng.random_range(0..0o10000u32);
-    let p = place(rng);
+fn random_path(rng: &mut StdRng) -> Path {
+    Path {
+        dir: rng.random_bool(0.5).then(|| rng.random_range(0..4)),
+        name: rng.random_range(0..4),
+    }
+}
+
+/// Returns an offset in a file, or a length.
+fn random_offset(rng: &mut StdRng) -> u64 {
+    rng.random_range(0..20_000)
+}
+
+fn random_mode(rng: &mut StdRng) -> u32 {
+    rng.random_range(0..0o10000)
+}
+
+/// Chooses the next call. Tests name calls by their seeds, so a seed must always lead to the same calls.
+fn random_call(rng: &mut StdRng) -> Call {
+    let path = random_path(rng);
     match rng.random_range(0..20) {
-        0 | 1 => Op::Create(p, mode(rng)),
-        2 | 3 => Op::Mkdir(p, mode(rng)),
-        4 => Op::Symlink(p),
-        5 => Op::Fifo(p),
-        6 => Op::Link(p, place(rng)),
-        7 => Op::Unlink(p),
-        8 => Op::Rmdir(p),
-        9..=11 => Op::Rename(p, place(rng), [0, 0, 1, 2, 3][rng.random_range(0..5)]),
-        12 => Op::Chmod(p, mode(rng)),
-        13 => Op::Chown(p, rng.random_range(1..5)),
-        14 => Op::SetXattr(p, rng.random_range(0..3), rng.random_range(0..3)),
-        15 => Op::RemoveXattr(p, rng.random_range(0..3)),
+        0 | 1 => Call::Create {
+            path,
+            mode: random_mode(rng),
+        },
+        2 | 3 => Call::Mkdir {
+            path,
+            mode: random_mode(rng),
+        },
+        4 => Call::Symlink(path),
+        5 => Call::Fifo(path),
+        6 => Call::Link {
+            path,
+            new_path: random_path(rng),
+        },
+        7 => Call::Unlink(path),
+        8 => Call::Rmdir(path),
+        9..=11 => Call::Rename {
+            path,
+            new_path: random_path(rng),
+            flags: [0, 0, 1, 2, 3][rng.random_range(0..5)],
+        },
+        12 => Call::Chmod {
+            path,
+            mode: random_mode(rng),
+        },
+        13 => Call::Chown {
+            path,
+            id: rng.random_range(1..5),
+        },
+        14 => Call::SetXattr {
+            path,
+            xattr: rng.random_range(0..3),
+            flags: rng.random_range(0..3),
+        },
+        15 => Call::RemoveXattr {
+            path,
+            xattr: rng.random_range(0..3),
+        },
+        number => random_data_call(number, path, rng),
+    }
+}
+
+/// Chooses a call that changes the bytes of a file. `number` is 16 or more.
+fn random_data_call(number: i32, path: Path, rng: &mut StdRng) -> Call {
+    match number {
         16 | 17 => {
             let len = rng.random_range(0..9000);
-            Op::Write(p, at(rng), (0..len).map(|_| rng.random()).collect())
+            Call::Write {
+                path,
+                offset: random_offset(rng),
+                bytes: (0..len).map(|_| rng.random()).collect(),
+            }
         }
         18 if rng.random_ratio(1, 3) => {
             let count = rng.random_range(1..6);
-            let parts = (0..count).map(|_| vec![rng.random(); rng.random_range(1..900)]);
-            let parts = parts.collect();
-            Op::WriteParts(p, at(rng), rng.random_range(900..2000), parts)
+            let parts = (0..count)
+                .map(|_| vec![rng.random(); rng.random_range(1..900)])
+                .collect();
+            Call::WriteParts {
+                path,
+                lowest_offset: random_offset(rng),
+                distance: rng.random_range(900..2000),
+                parts,
+            }
         }
-        18 if rng.random() => Op::Truncate(p, at(rng)),
-        18 => Op::Punch(p, at(rng), at(rng)),
-        _ => Op::Copy(p, at(rng), place(rng), at(rng), at(rng)),
+        18 if rng.random() => Call::Truncate {
+            path,
+            len: random_offset(rng),
+        },
+        18 => Call::Punch {
+            path,
+            offset: random_offset(rng),
+            len: random_offset(rng),
+        },
+        _ => Call::Copy {
+            from: path,
+            from_offset: random_offset(rng),
+            to: random_path(rng),
+            to_offset: random_offset(rng),
+            len: random_offset(rng),
+        },
     }
 }
 
-fn name(index: u8) -> OsString {
-    char::from(b'a' + index).to_string().into()
+fn name_of(number: u8) -> OsString {
+    char::from(b'a' + number).to_string().into()
 }
 
-fn parent<B: Backing>(b: &B, place: &Place) -> Result<(B::Inode, OsString), Errno> {
-    let dir = match place.0 {
-        None => b.root(),
-        Some(index) => b.lookup(&b.root(), &name(index))?.0,
+fn xattr_name(number: u8) -> OsString {
+    format!("user.{number}").into()
+}
+
+/// Looks up the directory of a path. Returns it with the last name of the path.
+fn find_parent<B: Backing>(backing: &B, path: Path) -> Result<(B::Inode, OsString), Errno> {
+    let top = backing.root();
+    let dir = match path.dir {
+        None => top,
+        Some(number) => backing.lookup(&top, &name_of(number))?.0,
     };
-    Ok((dir, name(place.1)))
+    Ok((dir, name_of(path.name)))
 }
 
-fn inode<B: Backing>(b: &B, place: &Place) -> Result<B::Inode, Errno> {
-    let (dir, name) = parent(b, place)?;
-    Ok(b.lookup(&dir, &name)?.0)
+fn find<B: Backing>(backing: &B, path: Path) -> Result<B::Inode, Errno> {
+    let (dir, name) = find_parent(backing, path)?;
+    let (inode, _) = backing.lookup(&dir, &name)?;
+    Ok(inode)
+}
+
+fn open<B: Backing>(backing: &B, path: Path, access: Access) -> Result<B::File, Errno> {
+    backing.open(&find(backing, path)?, access)
 }
 
 /// Makes the call. Returns its errno, or a number that must be equal on both backings.
-fn apply<B: Backing>(b: &B, op: &Op) -> Result<u64, Errno> {
-    let me = own_caller();
-    let xattr = |index: &u8| OsString::from(format!("user.{index}"));
-    let open = |place, access| inode(b, place).and_then(|n| b.open(&n, access));
-    match op {
-        Op::Create(p, mode) => {
-            let (dir, name) = parent(b, p)?;
-            b.create(&me, &dir, &name, *mode)
-                .map(|made| u64::from(made.2.mode))
+fn make_call<B: Backing>(backing: &B, call: &Call) -> Result<u64, Errno> {
+    match *call {
+        Call::Create { .. } | Call::Mkdir { .. } | Call::Symlink(_) | Call::Fifo(_) => {
+            make_object(backing, call)
         }
-        Op::Mkdir(p, mode) => {
-            let (dir, name) = parent(b, p)?;
-            b.mkdir(&me, &dir, &name, *mode)
-                .map(|made| u64::from(made.1.mode))
+        Call::Link { path, new_path } => {
+            let (dir, name) = find_parent(backing, new_path)?;
+            let attr = backing.link(&find(backing, path)?, &dir, &name)?;
+            Ok(u64::from(attr.nlink))
         }
-        Op::Symlink(p) => {
-            let (dir, name) = parent(b, p)?;
-            b.symlink(&me, &dir, &name, &xattr(&p.1))
-                .map(|made| made.1.size)
+        Call::Unlink(path) => {
+            let (dir, name) = find_parent(backing, path)?;
+            backing.unlink(&dir, &name).map(|()| 0)
         }
-        Op::Fifo(p) => {
-            let (dir, name) = parent(b, p)?;
-            let fifo = NewKind::Node {
+        Call::Rmdir(path) => {
+            let (dir, name) = find_parent(backing, path)?;
+            backing.rmdir(&dir, &name).map(|()| 0)
+        }
+        Call::Rename {
+            path,
+            new_path,
+            flags,
+        } => {
+            let (dir, name) = find_parent(backing, path)?;
+            let (new_dir, new_name) = find_parent(backing, new_path)?;
+            let flags = RenameFlags::from_bits_retain(flags);
+            backing
+                .rename(&dir, &name, &new_dir, &new_name, flags)
+                .map(|()| 0)
+        }
+        Call::Chmod { .. }
+        | Call::Chown { .. }
+        | Call::SetXattr { .. }
+        | Call::RemoveXattr { .. } => change_attributes(backing, call).map(|()| 0),
+        Call::Write { .. }
+        | Call::WriteParts { .. }
+        | Call::Truncate { .. }
+        | Call::Punch { .. }
+        | Call::Copy { .. } => change_data(backing, call),
+    }
+}
+
+/// Makes a call that makes an object. Returns a number by which the new objects are compared.
+fn make_object<B: Backing>(backing: &B, call: &Call) -> Result<u64, Errno> {
+    let caller = own_caller();
+    let mode_of = |attr: Attr| u64::from(attr.mode);
+    match *call {
+        Call::Create { path, mode } => {
+            let (dir, name) = find_parent(backing, path)?;
+            let (_, _, attr) = backing.create(&caller, &dir, &name, mode)?;
+            Ok(mode_of(attr))
+        }
+        Call::Mkdir { path, mode } => {
+            let (dir, name) = find_parent(backing, path)?;
+            let (_, attr) = backing.mkdir(&caller, &dir, &name, mode)?;
+            Ok(mode_of(attr))
+        }
+        Call::Symlink(path) => {
+            let (dir, name) = find_parent(backing, path)?;
+            let target = xattr_name(path.name);
+            let (_, attr) = backing.symlink(&caller, &dir, &name, &target)?;
+            Ok(attr.size)
+        }
+        Call::Fifo(path) => {
+            let (dir, name) = find_parent(backing, path)?;
+            let kind = NewKind::Node {
                 mode: libc::S_IFIFO | 0o600,
                 rdev: 0,
             };
-            b.make(&me, &dir, &name, fifo).map(|_| 0)
+            backing.make(&caller, &dir, &name, kind).map(|_| 0)
         }
-        Op::Link(p, q) => {
-            let (dir, name) = parent(b, q)?;
-            b.link(&inode(b, p)?, &dir, &name)
-                .map(|attr| u64::from(attr.nlink))
-        }
-        Op::Unlink(p) => parent(b, p)
-            .and_then(|(dir, name)| b.unlink(&dir, &name))
-            .map(|()| 0),
-        Op::Rmdir(p) => parent(b, p)
-            .and_then(|(dir, name)| b.rmdir(&dir, &name))
-            .map(|()| 0),
-        Op::Rename(p, q, flags) => {
-            let ((dir, name), (new_dir, new_name)) = (parent(b, p)?, parent(b, q)?);
-            let flags = RenameFlags::from_bits_retain(*flags);
-            b.rename(&dir, &name, &new_dir, &new_name, flags)
-                .map(|()| 0)
-        }
-        Op::Chmod(p, mode) => b.set_mode(&inode(b, p)?, *mode).map(|()| 0),
-        Op::Chown(p, id) => b.set_owner(&inode(b, p)?, Some(*id), Some(*id)).map(|()| 0),
-        Op::SetXattr(p, x, flags) => b
-            .set_xattr(&inode(b, p)?, &xattr(x), &[*x; 9], *flags)
-            .map(|()| 0),
-        Op::RemoveXattr(p, x) => b.remove_xattr(&inode(b, p)?, &xattr(x)).map(|()| 0),
-        Op::Write(p, at, bytes) => {
-            let file = open(p, Access::Write)?;
-            b.write_at(&file, &[IoSlice::new(bytes)], *at)
-                .map(|count| count as u64)
-        }
-        Op::WriteParts(p, first, distance, bytes) => {
-            let file = open(p, Access::Write)?;
-            let data: Vec<_> = bytes.iter().map(|bytes| [IoSlice::new(bytes)]).collect();
-            let offsets = (0..).map(|number| first + number * distance);
-            let parts = offsets.zip(&data);
-            let mut parts: Vec<_> = parts
-                .map(|(offset, data)| DataPart { offset, data })
-                .collect();
-            parts.reverse();
-            b.write_parts(&file, &parts)
-        }
-        Op::Truncate(p, len) => b.set_len(&open(p, Access::ReadWrite)?, *len).map(|()| 0),
-        Op::Punch(p, at, len) => {
-            let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
-            b.allocate(&open(p, Access::ReadWrite)?, mode, *at, *len)
-                .map(|()| 0)
-        }
-        Op::Copy(p, at, q, to, len) => {
-            let from = open(p, Access::Read)?;
-            let into = open(q, Access::Write)?;
-            b.copy_range(&from, *at, &into, *to, *len)
-        }
+        _ => unreachable!("the call makes no object: {call:?}"),
     }
+}
+
+/// Makes a call that changes the attributes of an object.
+fn change_attributes<B: Backing>(backing: &B, call: &Call) -> Result<(), Errno> {
+    match *call {
+        Call::Chmod { path, mode } => backing.set_mode(&find(backing, path)?, mode),
+        Call::Chown { path, id } => backing.set_owner(&find(backing, path)?, Some(id), Some(id)),
+        Call::SetXattr { path, xattr, flags } => {
+            let value = [xattr; 9];
+            backing.set_xattr(&find(backing, path)?, &xattr_name(xattr), &value, flags)
+        }
+        Call::RemoveXattr { path, xattr } => {
+            backing.remove_xattr(&find(backing, path)?, &xattr_name(xattr))
+        }
+        _ => unreachable!("the call changes no attributes: {call:?}"),
+    }
+}
+
+/// Makes a call that changes the bytes of a file. Returns the number of bytes that were written or copied.
+fn change_data<B: Backing>(backing: &B, call: &Call) -> Result<u64, Errno> {
+    match *call {
+        Call::Write {
+            path,
+            offset,
+            ref bytes,
+        } => {
+            let file = open(backing, path, Access::Write)?;
+            let count = backing.write_at(&file, &[IoSlice::new(bytes)], offset)?;
+            Ok(count as u64)
+        }
+        Call::WriteParts {
+            path,
+            lowest_offset,
+            distance,
+            ref parts,
+        } => {
+            let file = open(backing, path, Access::Write)?;
+            write_parts_backwards(backing, &file, lowest_offset, distance, parts)
+        }
+        Call::Truncate { path, len } => {
+            let file = open(backing, path, Access::ReadWrite)?;
+            backing.set_len(&file, len).map(|()| 0)
+        }
+        Call::Punch { path, offset, len } => {
+            let file = open(backing, path, Access::ReadWrite)?;
+            let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+            backing.allocate(&file, mode, offset, len).map(|()| 0)
+        }
+        Call::Copy {
+            from,
+            from_offset,
+            to,
+            to_offset,
+            len,
+        } => {
+            let source = open(backing, from, Access::Read)?;
+            let target = open(backing, to, Access::Write)?;
+            backing.copy_range(&source, from_offset, &target, to_offset, len)
+        }
+        _ => unreachable!("the call changes no bytes: {call:?}"),
+    }
+}
+
+/// Writes several parts with one call, the one with the highest offset first.
+fn write_parts_backwards<B: Backing>(
+    backing: &B,
+    file: &B::File,
+    lowest_offset: u64,
+    distance: u64,
+    parts: &[Vec<u8>],
+) -> Result<u64, Errno> {
+    let slices: Vec<_> = parts.iter().map(|bytes| [IoSlice::new(bytes)]).collect();
+    let mut offset = lowest_offset;
+    let mut data_parts = Vec::new();
+    for data in &slices {
+        data_parts.push(DataPart { offset, data });
+        offset += distance;
+    }
+    data_parts.reverse();
+    backing.write_parts(file, &data_parts)
 }
