@@ -43,7 +43,7 @@ unsafe extern "C" {
 }
 
 /// Address of the table of functions that only streams of this module have; 0 if none was made yet.
-static OURS: AtomicUsize = AtomicUsize::new(0);
+static STUB_STREAM_FUNCTIONS: AtomicUsize = AtomicUsize::new(0);
 
 unsafe extern "C" fn read(cookie: *mut c_void, data: *mut c_char, len: size_t) -> ssize_t {
     // SAFETY: the C library passes its own buffer, which has `len` writable bytes.
@@ -86,7 +86,7 @@ unsafe extern "C" fn close(cookie: *mut c_void) -> c_int {
 ///
 /// # Safety
 /// `mode` is a C string, as for fdopen(3).
-pub(crate) unsafe fn open_over(fd: c_int, mode: *const c_char) -> *mut FILE {
+pub(crate) unsafe fn open_stub_stream(fd: c_int, mode: *const c_char) -> *mut FILE {
     // SAFETY: `mode` is a C string, and the stream has the fields of `struct _IO_FILE` at these offsets.
     unsafe {
         let file = fopencookie(
@@ -109,7 +109,7 @@ pub(crate) unsafe fn open_over(fd: c_int, mode: *const c_char) -> *mut FILE {
         base.wrapping_add(offset_in_file::MODE)
             .cast::<c_int>()
             .write(BYTES);
-        OURS.store(
+        STUB_STREAM_FUNCTIONS.store(
             base.wrapping_add(offset_in_file::FUNCTIONS)
                 .cast::<usize>()
                 .read(),
@@ -126,7 +126,7 @@ pub(crate) unsafe fn open_over(fd: c_int, mode: *const c_char) -> *mut FILE {
 ///
 /// # Safety
 /// `file` is an open stream.
-pub(crate) unsafe fn is_ours(file: *mut FILE) -> bool {
+pub(crate) unsafe fn is_stub_stream(file: *mut FILE) -> bool {
     // SAFETY: an open stream has the table of functions at this offset.
     let functions = unsafe {
         file.cast::<u8>()
@@ -134,11 +134,11 @@ pub(crate) unsafe fn is_ours(file: *mut FILE) -> bool {
             .cast::<usize>()
             .read()
     };
-    functions == OURS.load(Ordering::Acquire) && functions != 0
+    functions == STUB_STREAM_FUNCTIONS.load(Ordering::Acquire) && functions != 0
 }
 
 /// Returns the variable (`stdin`, `stdout` or `stderr`) of a standard descriptor.
-pub(crate) fn standard_slot(fd: c_int) -> Option<*mut *mut FILE> {
+pub(crate) fn standard_stream_variable(fd: c_int) -> Option<*mut *mut FILE> {
     match fd {
         libc::STDIN_FILENO => Some(&raw mut stdin),
         libc::STDOUT_FILENO => Some(&raw mut stdout),
@@ -149,18 +149,18 @@ pub(crate) fn standard_slot(fd: c_int) -> Option<*mut *mut FILE> {
 
 /// Replaces the stream of a standard descriptor that has become a stub. The new stream stays for good; it also works if
 /// the descriptor becomes another file later.
-pub(crate) fn replace_standard(fd: c_int) {
-    let Some(slot) = standard_slot(fd) else {
+pub(crate) fn replace_standard_stream(fd: c_int) {
+    let Some(slot) = standard_stream_variable(fd) else {
         return;
     };
     // SAFETY: these are the program's streams. It must not use a stream while it redirects the stream's descriptor,
     // with or without this library.
     unsafe {
         let old = *slot;
-        if old.is_null() || is_ours(old) || libc::fileno(old) != fd {
+        if old.is_null() || is_stub_stream(old) || libc::fileno(old) != fd {
             return;
         }
-        let new = open_over(
+        let new = open_stub_stream(
             fd,
             if fd == libc::STDIN_FILENO {
                 c"r".as_ptr()

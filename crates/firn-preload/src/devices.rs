@@ -66,7 +66,7 @@ pub(crate) fn token_on_mount(fd: c_int, device: u64) -> Option<u64> {
     }
     // A mount has no block device. Other file systems without one refuse the request for a token at once, with ENOTTY.
     let token = if device >> 32 == 0 {
-        token_of(fd)
+        fetch_token(fd)
     } else {
         None
     };
@@ -75,7 +75,7 @@ pub(crate) fn token_on_mount(fd: c_int, device: u64) -> Option<u64> {
         known.store(key | u64::from(token.is_some()), Ordering::Relaxed);
     }
     let token = token?;
-    if let Some(mut first) = KNOWN.first.take_lock() {
+    if let Some(mut first) = KNOWN.first.lock_unless_own() {
         *first = token;
     }
     Some(token.token)
@@ -83,13 +83,13 @@ pub(crate) fn token_on_mount(fd: c_int, device: u64) -> Option<u64> {
 
 /// Returns the token with a number, if it was the last one fetched by [`token_on_mount`].
 pub(crate) fn first_token(number: u64) -> Option<Token> {
-    let first = *KNOWN.first.take_lock()?;
+    let first = *KNOWN.first.lock_unless_own()?;
     (number != 0 && first.token == number).then_some(first)
 }
 
 /// Fetches the token of an open file. Returns `None` if no firnd serves the file, or if firnd does not serve this
 /// process.
-pub(crate) fn token_of(fd: c_int) -> Option<Token> {
+pub(crate) fn fetch_token(fd: c_int) -> Option<Token> {
     let token = firn_direct::connection::token_of(sys::borrow(fd)?)?;
     (token.version == DATA_SOCKET_VERSION).then_some(token)
 }

@@ -17,7 +17,7 @@ pub(crate) mod stream;
 mod syscall;
 mod write;
 
-use crate::memory::{PARTS_MAX, ProgramMemory};
+use crate::memory::{ProgramMemory, VECTORS_MAX};
 
 const _: () = assert!(size_of::<libc::off_t>() == 8);
 
@@ -48,18 +48,18 @@ use forward;
 /// is invalid, or it cannot be read.
 ///
 /// # Safety
-/// If `parts` points to `count` vectors, the same as for [`ProgramMemory::new`].
-unsafe fn memory_of<'a, Access>(
-    parts: *const libc::iovec,
+/// If `vectors` points to `count` vectors, the same as for [`ProgramMemory::new`].
+unsafe fn program_memory<'a, Access>(
+    vectors: *const libc::iovec,
     count: libc::c_int,
 ) -> Option<ProgramMemory<'a, Access>> {
-    if parts.is_null() || !(1..=PARTS_MAX).contains(&count) {
+    if vectors.is_null() || !(1..=VECTORS_MAX).contains(&count) {
         return None;
     }
-    if !crate::probe::is_readable(parts.cast(), count as usize * size_of::<libc::iovec>()) {
+    if !crate::probe::is_readable(vectors.cast(), count as usize * size_of::<libc::iovec>()) {
         return None;
     }
     // SAFETY: the program has passed `count` vectors to a call that uses them as `Access` says, and the array was just
     // found readable.
-    Some(unsafe { ProgramMemory::new(std::slice::from_raw_parts(parts, count as usize)) })
+    Some(unsafe { ProgramMemory::new(std::slice::from_raw_parts(vectors, count as usize)) })
 }

@@ -134,7 +134,7 @@ impl List {
     }
 
     /// Drops the extents. The known part begins, and ends, at `start`.
-    fn begin_at(&mut self, start: u64) {
+    fn restart_at(&mut self, start: u64) {
         self.count = 0;
         self.hint = 0;
         self.start = start;
@@ -146,7 +146,7 @@ impl List {
 
     /// Returns the memory for the extents of one more answer; `None` if the list is full.
     fn room(&mut self) -> Option<&mut [MaybeUninit<Extent>]> {
-        if self.extents.is_null() || !self.has_room() {
+        if self.extents.is_null() || !self.has_capacity() {
             return None;
         }
         let room = self.extents.wrapping_add(self.count).cast();
@@ -155,11 +155,11 @@ impl List {
         Some(unsafe { std::slice::from_raw_parts_mut(room, EXTENTS_MAX) })
     }
 
-    fn has_room(&self) -> bool {
+    fn has_capacity(&self) -> bool {
         self.count + EXTENTS_MAX <= LIST_MAX
     }
 
-    /// Extends the list by an answer, whose extents are in [`List::room`] already. It was requested at `asked_ns`, and
+    /// Extends the list by an answer, whose extents are in [`List::room`] already. It was requested at `requested_ns`, and
     /// `owner` is the program's descriptor.
     ///
     /// Returns false if the file has changed since the first answer, or if its word is not mapped. Then the list is
@@ -168,27 +168,27 @@ impl List {
         &mut self,
         reply: &Reply,
         files: &mut Files,
-        asked_ns: u64,
+        requested_ns: u64,
         owner: c_int,
     ) -> bool {
         let is_first = self.word.is_none();
-        let is_same = is_first || (self.stamp == reply.stamp && self.size == reply.size);
+        let is_same_file = is_first || (self.stamp == reply.stamp && self.size == reply.size);
         let before = self.count;
         self.count = (self.count + reply.count as usize).min(LIST_MAX);
-        self.keep_files(files, before, owner);
+        self.adopt_files(files, before, owner);
         self.word = self.map.word(reply.slot);
         self.stamp = reply.stamp;
         self.size = reply.size;
         self.last_bytes = reply.end.saturating_sub(self.end);
         self.end = self.end.max(reply.end);
-        self.note_valid(reply, asked_ns);
-        is_same && self.word.is_some()
+        self.prolong_validity(reply, requested_ns);
+        is_same_file && self.word.is_some()
     }
 
     /// Prolongs the validity of the list by an answer with the same stamp, which confirms the whole list.
-    fn note_valid(&mut self, reply: &Reply, asked_ns: u64) {
+    fn prolong_validity(&mut self, reply: &Reply, requested_ns: u64) {
         if reply.valid_ns != 0 {
-            let until = asked_ns.saturating_add(reply.valid_ns);
+            let until = requested_ns.saturating_add(reply.valid_ns);
             let until = until.saturating_sub(sys::COARSE_TICK_NS).max(1);
             self.until_ns = self.until_ns.max(until);
         }
@@ -196,11 +196,11 @@ impl List {
 
     /// Takes over the descriptors of an answer, whose extents begin at index `first`. Extents of an answer name files
     /// by their index in the answer; afterwards they name them by their index in the list.
-    fn keep_files(&mut self, files: &mut Files, first: usize, owner: c_int) {
+    fn adopt_files(&mut self, files: &mut Files, first: usize, owner: c_int) {
         const NONE: u32 = u32::MAX;
         let mut index_of = [NONE; firn_format::data_socket::FILES_MAX];
         for (index, list_index) in index_of.iter_mut().enumerate().take(files.count()) {
-            let kept = files.take(index).and_then(|fd| self.keep_file(&fd, owner));
+            let kept = files.take(index).and_then(|fd| self.adopt_file(&fd, owner));
             *list_index = kept.map_or(NONE, |kept| kept as u32);
         }
         for extent in self.extents_mut().iter_mut().skip(first) {
@@ -213,7 +213,7 @@ impl List {
 
     /// Keeps a received descriptor, unless the list has one of the same file already. Returns the file's index in the
     /// list; `None` if there is no room for it.
-    fn keep_file(
+    fn adopt_file(
         &mut self,
         received: &firn_direct::syscall::Descriptor,
         owner: c_int,
@@ -240,7 +240,7 @@ impl List {
 
     fn files(&self) -> impl Iterator<Item = ListFile> + use<> {
         let start = self.files_start();
-        // SAFETY: `keep_file` has written the first `file_count` files. They stay mapped until `unmap_extents`, which
+        // SAFETY: `adopt_file` has written the first `file_count` files. They stay mapped until `unmap_extents`, which
         // uses this iterator up before it unmaps them.
         (0..self.file_count).map(move |index| unsafe { start.add(index).read() })
     }
@@ -253,13 +253,13 @@ impl List {
     }
 
     /// Whether each file whose bit is set in `used` still has its descriptor.
-    fn are_same(&self, used: u64) -> bool {
+    fn have_same_files(&self, used: u64) -> bool {
         let is_used = |index: usize| used >> index & 1 != 0;
         used == 0
             || self
                 .files()
                 .enumerate()
-                .all(|(index, file)| !is_used(index) || file.is_same())
+                .all(|(index, file)| !is_used(index) || file.is_same_file())
     }
 
     /// Moves the file with the number `fd` to another number. If none is free, the list becomes void.
@@ -279,13 +279,13 @@ impl List {
     }
 
     /// Whether the list is valid for a limited time, because it names files of the backing.
-    fn is_limited(&self) -> bool {
+    fn has_time_limit(&self) -> bool {
         self.until_ns != 0
     }
 
     /// Whether the time for which the list is valid is over.
     fn is_expired(&self) -> bool {
-        self.is_limited() && sys::coarse_ns() > self.until_ns
+        self.has_time_limit() && sys::coarse_ns() > self.until_ns
     }
 
     /// Whether the byte at an offset is in the known part.
@@ -295,21 +295,22 @@ impl List {
 
     /// Prepares the list to be extended up to `at`, which is outside of the known part. The list may begin anew for
     /// that. Returns false if the read is too far away to be worth it, so that the fallback serves it.
-    fn prepare_to_reach(&mut self, at: u64) -> bool {
-        let is_near =
-            at >= self.end && at - self.end <= self.last_bytes.max(NEAR_BYTES) && self.has_room();
+    fn prepare_extension(&mut self, at: u64) -> bool {
+        let is_near = at >= self.end
+            && at - self.end <= self.last_bytes.max(NEAR_BYTES)
+            && self.has_capacity();
         let known_bytes = (self.end - self.start).max(1);
         let expected_count = (self.count as u64).saturating_mul(self.size.div_ceil(known_bytes));
         let whole_file_fits = expected_count <= (LIST_MAX - EXTENTS_MAX) as u64;
-        if is_near || (at >= self.end && whole_file_fits && self.has_room()) {
+        if is_near || (at >= self.end && whole_file_fits && self.has_capacity()) {
             return true;
         }
         self.misses += 1;
         if whole_file_fits {
-            self.begin_at(0);
+            self.restart_at(0);
         } else if self.read_bytes >= known_bytes / READ_FRACTION_DIVISOR || self.misses > MISSES_MAX
         {
-            self.begin_at(at);
+            self.restart_at(at);
         } else {
             return false;
         }

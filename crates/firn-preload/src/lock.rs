@@ -27,30 +27,32 @@ struct Lock {
 }
 
 /// Address of the C library's byte that is not 0 while the process has one thread. If the C library has no such byte,
-/// it is the address of [`MANY`], so that the process counts as one with several threads.
-static SINGLE: AtomicPtr<u8> = AtomicPtr::new((&raw const MANY).cast_mut().cast());
-static MANY: AtomicU8 = AtomicU8::new(0);
+/// it is the address of [`ALWAYS_MANY`], so that the process counts as one with several threads.
+static ONE_THREAD_BYTE: AtomicPtr<u8> = AtomicPtr::new((&raw const ALWAYS_MANY).cast_mut().cast());
+static ALWAYS_MANY: AtomicU8 = AtomicU8::new(0);
 
 /// Looks up the C library's byte (`__libc_single_threaded`, since glibc 2.32).
-pub(crate) fn find_thread_word() {
+pub(crate) fn find_one_thread_byte() {
     // SAFETY: the name is a C string.
     let address = unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"__libc_single_threaded".as_ptr()) };
     if !address.is_null() {
-        SINGLE.store(address.cast(), Ordering::Relaxed);
+        ONE_THREAD_BYTE.store(address.cast(), Ordering::Relaxed);
     }
 }
 
 /// Makes the process count as one with several threads for good, because the C library may not know of all threads.
-pub(crate) fn never_single() {
-    SINGLE.store((&raw const MANY).cast_mut().cast(), Ordering::SeqCst);
+pub(crate) fn assume_many_threads() {
+    ONE_THREAD_BYTE.store((&raw const ALWAYS_MANY).cast_mut().cast(), Ordering::SeqCst);
 }
 
 /// Whether the process has one thread. Only that thread itself can start further ones.
 #[inline(always)]
-fn is_single() -> bool {
+fn has_one_thread() -> bool {
     // SAFETY: the address is that of a byte of the C library or of this module. The C library changes the byte only
     // while there is one thread.
-    unsafe { AtomicU8::from_ptr(SINGLE.load(Ordering::Relaxed)).load(Ordering::Relaxed) != 0 }
+    unsafe {
+        AtomicU8::from_ptr(ONE_THREAD_BYTE.load(Ordering::Relaxed)).load(Ordering::Relaxed) != 0
+    }
 }
 
 impl Lock {
@@ -62,9 +64,9 @@ impl Lock {
 
     /// Takes the lock. Returns false if this thread holds it already.
     #[inline(always)]
-    fn take(&self) -> bool {
+    fn acquire(&self) -> bool {
         let this_thread = sys::thread_pointer();
-        if is_single() && self.word.load(Ordering::Relaxed) == 0 {
+        if has_one_thread() && self.word.load(Ordering::Relaxed) == 0 {
             self.word.store(this_thread, Ordering::Relaxed);
             // The compiler must not move accesses to the guarded value before the store. Otherwise a signal handler
             // could take the lock in between and find the value half changed.
@@ -78,12 +80,12 @@ impl Lock {
         {
             return true;
         }
-        self.take_slowly(this_thread)
+        self.acquire_slowly(this_thread)
     }
 
     /// Takes a lock that another thread holds, or finds out that this thread does.
     #[cold]
-    fn take_slowly(&self, this_thread: u64) -> bool {
+    fn acquire_slowly(&self, this_thread: u64) -> bool {
         for _ in 0..SPINS {
             let word = self.word.load(Ordering::Relaxed);
             if word & !WAITING == this_thread {
@@ -128,7 +130,7 @@ impl Lock {
     /// Unlocks, and wakes a waiting thread.
     #[inline(always)]
     fn release(&self) {
-        if is_single() {
+        if has_one_thread() {
             return self.word.store(0, Ordering::Release);
         }
         if self.word.swap(0, Ordering::Release) & WAITING != 0 {
@@ -154,7 +156,7 @@ unsafe impl<T: Send> Sync for Locked<T> {}
 
 /// Access to a value whose lock this thread holds. Dropping it unlocks.
 pub(crate) struct Guard<'a, T> {
-    of: &'a Locked<T>,
+    locked: &'a Locked<T>,
     /// Keeps the guard in its thread, because the lock's word names that thread.
     thread: PhantomData<*mut ()>,
 }
@@ -169,10 +171,10 @@ impl<T> Locked<T> {
 
     /// Takes the lock. Returns `None` if this thread holds it already.
     #[inline(always)]
-    pub(crate) fn take_lock(&self) -> Option<Guard<'_, T>> {
+    pub(crate) fn lock_unless_own(&self) -> Option<Guard<'_, T>> {
         // `then_some` would make a guard in any case, and drop it, which unlocks.
-        self.lock.take().then(|| Guard {
-            of: self,
+        self.lock.acquire().then(|| Guard {
+            locked: self,
             thread: PhantomData,
         })
     }
@@ -184,7 +186,7 @@ impl<T> Deref for Guard<'_, T> {
     fn deref(&self) -> &T {
         // SAFETY: this guard holds the lock until it is dropped, and it is the only one: even a signal handler of this
         // thread gets no second one.
-        unsafe { &*self.of.value.get() }
+        unsafe { &*self.locked.value.get() }
     }
 }
 
@@ -192,13 +194,13 @@ impl<T> DerefMut for Guard<'_, T> {
     #[inline(always)]
     fn deref_mut(&mut self) -> &mut T {
         // SAFETY: as in `deref`, and the guard is borrowed mutably.
-        unsafe { &mut *self.of.value.get() }
+        unsafe { &mut *self.locked.value.get() }
     }
 }
 
 impl<T> Drop for Guard<'_, T> {
     #[inline(always)]
     fn drop(&mut self) {
-        self.of.lock.release();
+        self.locked.lock.release();
     }
 }

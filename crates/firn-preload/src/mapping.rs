@@ -25,7 +25,7 @@ use crate::sys::{self, syscall};
 use crate::table::{self, tag};
 
 /// Maximum number of mappings of memory files in a process. The kernel maps further files.
-const SLOTS: usize = 64;
+const MAPPINGS_MAX: usize = 64;
 /// The kernel maps shorter ranges, because a request to firnd would cost more than it saves.
 const MAP_BYTES_MIN: usize = 1 << 20;
 const PAGE_BYTES: usize = PAGE as usize;
@@ -42,13 +42,13 @@ struct Slot {
     fd: AtomicI32,
 }
 
-static MAPPINGS: [Slot; SLOTS] = [const {
+static MAPPINGS: [Slot; MAPPINGS_MAX] = [const {
     Slot {
         start: AtomicUsize::new(0),
         end: AtomicUsize::new(0),
         fd: AtomicI32::new(-1),
     }
-}; SLOTS];
+}; MAPPINGS_MAX];
 /// Number of slots in use. While it is 0, the slots need not be searched.
 static USED: AtomicUsize = AtomicUsize::new(0);
 
@@ -79,8 +79,8 @@ pub(crate) unsafe fn map_memory_file(fd: c_int, arguments: MapArguments) -> Opti
         return None;
     }
     let slot = claim_slot()?;
-    let kept = keep_open(fd);
-    let file = kept.and_then(|_| ask_for_file(fd));
+    let kept = copy_descriptor(fd);
+    let file = kept.and_then(|_| request_memory_file(fd));
     let mapped = file.map(|file| {
         // SAFETY: these are the program's arguments of mmap(2), for another file with the same bytes.
         unsafe { map_in_huge_pages(arguments, file.as_fd().as_raw_fd()) }
@@ -88,7 +88,7 @@ pub(crate) unsafe fn map_memory_file(fd: c_int, arguments: MapArguments) -> Opti
     match (mapped, kept) {
         (Some(start), Some(kept)) if start > 0 => {
             if arguments.flags & libc::MAP_FIXED != 0 {
-                note_unmapped(start as *const c_void, arguments.len);
+                record_unmapped(start as *const c_void, arguments.len);
             }
             slot.end
                 .store(start as usize + arguments.len, Ordering::Release);
@@ -97,7 +97,7 @@ pub(crate) unsafe fn map_memory_file(fd: c_int, arguments: MapArguments) -> Opti
         }
         _ => {
             if let Some(kept) = kept {
-                close_kept(kept);
+                close_copy(kept);
             }
             release_slot(slot);
             return None;
@@ -190,7 +190,7 @@ fn release_slot(slot: &Slot) {
 }
 
 /// Copies a descriptor to a high number that hooks do not touch. Returns the number.
-fn keep_open(fd: c_int) -> Option<c_int> {
+fn copy_descriptor(fd: c_int) -> Option<c_int> {
     let copy = rustix::io::fcntl_dupfd_cloexec(sys::borrow(fd)?, OWN_FD_MIN);
     let copy = copy.ok()?.into_raw_fd();
     match table::lock_new_entry(copy) {
@@ -206,19 +206,19 @@ fn keep_open(fd: c_int) -> Option<c_int> {
     }
 }
 
-/// Closes a copy that [`keep_open`] has made.
-fn close_kept(fd: c_int) {
+/// Closes a copy that [`copy_descriptor`] has made.
+fn close_copy(fd: c_int) {
     if let Some(mut locked) = table::lock_new_entry(fd)
         && locked.tag == tag::INTERNAL
     {
-        locked.set_tag(tag::NONE);
+        locked.set_tag(tag::ORDINARY);
     }
     sys::close(fd);
 }
 
 /// Asks firnd for the memory file with all bytes of an open file.
-fn ask_for_file(fd: c_int) -> Option<Descriptor> {
-    let token = devices::token_of(fd)?;
+fn request_memory_file(fd: c_int) -> Option<Descriptor> {
+    let token = devices::fetch_token(fd)?;
     let link = connect::connect_to_map(&token)?;
     let mut files = Files::new();
     let mut payload = Payload {
@@ -227,11 +227,11 @@ fn ask_for_file(fd: c_int) -> Option<Descriptor> {
     };
     let request = Request::new(Op::Map, token.token, 0);
     let reply = connect::call_firnd(link, &request, &mut payload).ok()?;
-    connect::is_ok(&reply).then(|| files.take(0)).flatten()
+    connect::is_granted(&reply).then(|| files.take(0)).flatten()
 }
 
 /// Updates the slots before the program unmaps a range or maps something else there.
-pub(crate) fn note_unmapped(at: *const c_void, len: usize) {
+pub(crate) fn record_unmapped(at: *const c_void, len: usize) {
     if USED.load(Ordering::Acquire) == 0 {
         return;
     }
@@ -254,7 +254,7 @@ pub(crate) fn note_unmapped(at: *const c_void, len: usize) {
 }
 
 /// Updates the slots after the program has moved a range or changed its length.
-pub(crate) fn note_moved(at: *const c_void, len: usize, to: *const c_void, to_len: usize) {
+pub(crate) fn record_moved(at: *const c_void, len: usize, to: *const c_void, to_len: usize) {
     if USED.load(Ordering::Acquire) == 0 {
         return;
     }
@@ -287,7 +287,7 @@ impl Slot {
             self.start
                 .compare_exchange(start, CLAIMED, Ordering::AcqRel, Ordering::Relaxed);
         if claimed.is_ok() {
-            close_kept(self.fd.swap(-1, Ordering::AcqRel));
+            close_copy(self.fd.swap(-1, Ordering::AcqRel));
             release_slot(self);
         }
     }

@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering;
 use crate::connect;
 use crate::devices;
 use crate::report::{self, Reason};
-use crate::sharing::SharingCount;
+use crate::sharing::SharingSnapshot;
 use crate::stub;
 use crate::sys::{self, Identity};
 use crate::table::{self, ACTIVE, tag};
@@ -35,24 +35,24 @@ pub(crate) enum NewDescriptor {
     /// A stub.
     Stub,
     /// A stub that cannot be used, with the errno for the program.
-    Unusable(c_int),
+    UnusableStub(c_int),
     /// No stub.
     Other,
 }
 
-/// Registers a new descriptor that was opened with `flags`; `before` is the sharing count from before the open.
+/// Registers a new descriptor that was opened with `flags`; `sharing_before_open` was taken before the open.
 /// Leaves errno unchanged.
-pub(crate) fn register_opened(
+pub(crate) fn register_opened_fd(
     fd: c_int,
     flags: c_int,
-    before: &SharingCount,
+    sharing_before_open: &SharingSnapshot,
     by: OpenedBy,
 ) -> NewDescriptor {
     if fd < 0 || ACTIVE.load(Ordering::Relaxed) == 0 {
         return NewDescriptor::Other;
     }
-    if table::tag_of(fd) != tag::NONE {
-        forget_stale(fd);
+    if table::descriptor_tag(fd) != tag::ORDINARY {
+        forget_closed_descriptor(fd);
     }
     let path_only = flags & libc::O_PATH != 0
         || flags & libc::O_DIRECTORY != 0 && flags & libc::O_TMPFILE != libc::O_TMPFILE;
@@ -62,20 +62,20 @@ pub(crate) fn register_opened(
     if mode & libc::S_IFMT == libc::S_IFREG {
         match stub::register_open(fd, identity.device, flags) {
             Ok(true) => return NewDescriptor::Stub,
-            Err(errno) => return NewDescriptor::Unusable(errno),
+            Err(errno) => return NewDescriptor::UnusableStub(errno),
             Ok(false) => {}
         }
     }
-    note_on_mount(fd, flags, (identity, mode), before, by);
+    register_mount_file(fd, flags, (identity, mode), sharing_before_open, by);
     NewDescriptor::Other
 }
 
 /// Registers a new descriptor of a regular file on a mount, unless its flags or its user rule direct access out.
-fn note_on_mount(
+fn register_mount_file(
     fd: c_int,
     flags: c_int,
     (identity, mode): (Identity, u32),
-    before: &SharingCount,
+    sharing_before_open: &SharingSnapshot,
     by: OpenedBy,
 ) {
     if mode & libc::S_IFMT != libc::S_IFREG {
@@ -99,18 +99,18 @@ fn note_on_mount(
     locked.identity = identity;
     locked.token = token;
     locked.ask_policy.begin_small(connect::has_connection());
-    locked.entry.in_kernel.store(0, Ordering::Relaxed);
+    locked.entry.kernel_calls.store(0, Ordering::Relaxed);
     locked.set_tag(if writes { tag::WRITER } else { tag::READER });
     // Another thread has begun a fork or exec since the file was opened, so a child may share the descriptor.
-    if !before.is_undisturbed() {
-        locked.set_tag(tag::NONE);
+    if !sharing_before_open.is_unchanged() {
+        locked.set_tag(tag::ORDINARY);
         report::count_left(Reason::Shared);
     }
 }
 
 /// Forgets the state of a number that was closed unseen and is another file now.
-pub(crate) fn forget_stale(fd: c_int) {
-    if table::tag_of(fd) == tag::STUB {
+pub(crate) fn forget_closed_descriptor(fd: c_int) {
+    if table::descriptor_tag(fd) == tag::STUB {
         stub::close_stub(fd);
         return;
     }
@@ -120,6 +120,6 @@ pub(crate) fn forget_stale(fd: c_int) {
     {
         locked.list.unmap_extents();
         locked.set_private(false);
-        locked.set_tag(tag::NONE);
+        locked.set_tag(tag::ORDINARY);
     }
 }

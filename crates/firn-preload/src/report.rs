@@ -134,7 +134,7 @@ fn add(counters: &[AtomicU64], index: usize, more: u64) {
 }
 
 /// Passes the lines of the report to `print_line`, if a report is wanted and was not printed yet.
-pub(crate) fn take_report(print_line: impl Fn(std::fmt::Arguments<'_>)) {
+pub(crate) fn print_report_once(print_line: impl Fn(std::fmt::Arguments<'_>)) {
     if !WANTED.swap(false, Ordering::Relaxed) {
         return;
     }

@@ -14,7 +14,7 @@ const LINE_BYTES_MAX: usize = 200;
 /// Prints the report once, if it is wanted.
 pub(crate) fn print_report() {
     let pid = sys::pid();
-    report::take_report(|text| {
+    report::print_report_once(|text| {
         // The line is on the stack, because nothing here may allocate.
         let mut line = [0; LINE_BYTES_MAX];
         let mut rest = &mut line[..];
@@ -26,8 +26,8 @@ pub(crate) fn print_report() {
 
 /// Writes to standard error, even if that is a stub.
 fn print_text(text: &[u8]) {
-    if table::tag_of(libc::STDERR_FILENO) == tag::STUB {
-        Run::of_bytes(text).as_memory(|source| {
+    if table::descriptor_tag(libc::STDERR_FILENO) == tag::STUB {
+        Run::from_bytes(text).as_memory(|source| {
             stub::write_stub(
                 libc::STDERR_FILENO,
                 source,

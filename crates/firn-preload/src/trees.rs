@@ -21,7 +21,7 @@ use zerocopy::{FromZeros, IntoBytes};
 use crate::lock::Locked;
 use crate::report::{self, Distrust};
 use crate::sys;
-use crate::vfork::in_vfork_child;
+use crate::vfork::is_vfork_child;
 use crate::wiped::Wiped;
 
 /// Maximum number of trees that one process knows.
@@ -83,7 +83,7 @@ pub(crate) fn wipe_on_fork() -> bool {
 }
 
 /// Sets the runtime directory at the start of the process, and reads it. `variable` is the value of FIRN_RUNTIME_DIR.
-pub(crate) fn begin_trees(variable: Option<&[u8]>) {
+pub(crate) fn set_runtime_dir(variable: Option<&[u8]>) {
     let mut default = [0u8; 32];
     let default = write_number(&mut default, b"/dev/shm/firn-", sys::euid());
     let dir = match variable.filter(|dir| !dir.is_empty()) {
@@ -114,7 +114,7 @@ fn has_read_trees() -> bool {
 
 #[cold]
 fn read_in_child() -> bool {
-    if !in_vfork_child() {
+    if !is_vfork_child() {
         read_trees();
     }
     has_read_trees()
@@ -166,7 +166,7 @@ pub(crate) fn is_stub_on(fd: c_int, device: u64) -> bool {
     }
     tree_on(device).is_some_and(|index| {
         let whole = TREES.whole.get(index);
-        whole.is_some_and(|whole| whole.load(Ordering::Acquire) != 0) || is_below(fd, index)
+        whole.is_some_and(|whole| whole.load(Ordering::Acquire) != 0) || has_path_in_tree(fd, index)
     })
 }
 
@@ -177,7 +177,7 @@ fn has_block_device(device: u64) -> bool {
 
 /// Whether the path of an open file is below the root of a tree that shares its file system with others.
 #[inline(never)]
-fn is_below(fd: c_int, index: usize) -> bool {
+fn has_path_in_tree(fd: c_int, index: usize) -> bool {
     let mut room = [0u8; 1024];
     let mut link = [0u8; 32];
     let link_bytes = write_number(&mut link, b"/proc/self/fd/", fd as u32).len();
@@ -189,11 +189,11 @@ fn is_below(fd: c_int, index: usize) -> bool {
         return false;
     };
     let path = room.get(..path_bytes).unwrap_or_default();
-    let Some(slots) = TREES.slots.take_lock() else {
+    let Some(slots) = TREES.slots.lock_unless_own() else {
         return false;
     };
     slots.get(index).is_some_and(|tree| {
-        let below = path.strip_prefix(until_zero(&tree.prefix));
+        let below = path.strip_prefix(text_before_zero(&tree.prefix));
         below.is_some_and(|rest| rest.first() == Some(&b'/'))
     })
 }
@@ -204,7 +204,7 @@ pub(crate) fn data_socket_on(device: u64) -> Option<Token> {
         return None;
     }
     let index = tree_on(device)?;
-    let slots = TREES.slots.take_lock()?;
+    let slots = TREES.slots.lock_unless_own()?;
     let tree = slots.get(index)?;
     Some(Token {
         token: 0,
@@ -224,7 +224,7 @@ fn has_changed() -> bool {
 
 /// Reads the runtime directory, and replaces the known trees.
 pub(crate) fn read_trees() {
-    let Some(mut slots) = TREES.slots.take_lock() else {
+    let Some(mut slots) = TREES.slots.lock_unless_own() else {
         return;
     };
     let now = changed_at().unwrap_or(0);
@@ -232,7 +232,7 @@ pub(crate) fn read_trees() {
     match runtime_dir(&mut [0; DIR_BYTES]).map(|path| open_dir_raw(path, sys::euid())) {
         Some(Ok(dir)) => {
             let count = read_files(&Descriptor::from(dir), &mut slots);
-            forget_from(count);
+            forget_trees_from(count);
         }
         Some(Err(RawError::Distrusted(_, dir))) => {
             drop(Descriptor::from(dir));
@@ -247,11 +247,11 @@ pub(crate) fn read_trees() {
 /// Counts a runtime directory that is not trusted, and forgets all trees.
 fn refuse_dir() {
     report::count_distrusted(Distrust::Directory);
-    forget_from(0);
+    forget_trees_from(0);
 }
 
 /// Forgets all trees but the first `count`. The caller holds the lock of the slots.
-fn forget_from(count: usize) {
+fn forget_trees_from(count: usize) {
     HAS_MET_TREE.store(count > 0, Ordering::Relaxed);
     for device in TREES.devices.iter().skip(count) {
         device.store(0, Ordering::Release);
@@ -354,7 +354,7 @@ fn write_number<'a>(to: &'a mut [u8; 32], prefix: &[u8], number: u32) -> &'a [u8
     to.get(..room - left).unwrap_or_default()
 }
 
-fn until_zero(bytes: &[u8]) -> &[u8] {
+fn text_before_zero(bytes: &[u8]) -> &[u8] {
     let end = bytes
         .iter()
         .position(|byte| *byte == 0)

@@ -9,7 +9,7 @@ use super::{export, forward};
 use crate::real::{AIO_FSYNC, AIO_READ, AIO_WRITE, LIO_LISTIO};
 use crate::stub;
 use crate::sys::with_errno;
-use crate::table::{tag, tag_of};
+use crate::table::{descriptor_tag, tag};
 
 export! { aio_read aio_read64 = do_aio_read(control: *mut aiocb) -> c_int }
 export! { aio_write aio_write64 = do_aio_write(control: *mut aiocb) -> c_int }
@@ -29,14 +29,14 @@ const _: () = assert!(size_of::<aiocb>() == 168);
 /// `control` is null or a control block.
 unsafe fn is_stub(control: *const aiocb) -> bool {
     // SAFETY: the pointer is not null, so it is a control block that the program keeps until the call returns.
-    !control.is_null() && tag_of(unsafe { (*control).aio_fildes }) == tag::STUB
+    !control.is_null() && descriptor_tag(unsafe { (*control).aio_fildes }) == tag::STUB
 }
 
 /// Carries out the request of a control block, stores its result and notifies the program.
 ///
 /// # Safety
 /// `control` is a control block of the program.
-unsafe fn carry_out(control: *mut aiocb, op: c_int) {
+unsafe fn execute_request(control: *mut aiocb, op: c_int) {
     // SAFETY: the program has passed the control block and its buffer for this request.
     unsafe {
         let fd = (*control).aio_fildes;
@@ -60,7 +60,7 @@ unsafe fn carry_out(control: *mut aiocb, op: c_int) {
 /// Stores the result of a request in its control block, and notifies the program.
 ///
 /// # Safety
-/// The same as for [`carry_out`].
+/// The same as for [`execute_request`].
 unsafe fn finish_request(control: *mut aiocb, result: isize, errno: c_int) {
     // SAFETY: the program has passed the control block, and the C library has these fields at these offsets.
     unsafe {
@@ -90,7 +90,7 @@ unsafe fn do_aio_read(control: *mut aiocb) -> c_int {
     // SAFETY: the program has passed the control block to aio_read(3).
     unsafe {
         if is_stub(control) {
-            carry_out(control, libc::LIO_READ);
+            execute_request(control, libc::LIO_READ);
             return 0;
         }
         AIO_READ.get()(control)
@@ -101,7 +101,7 @@ unsafe fn do_aio_write(control: *mut aiocb) -> c_int {
     // SAFETY: the program has passed the control block to aio_write(3).
     unsafe {
         if is_stub(control) {
-            carry_out(control, libc::LIO_WRITE);
+            execute_request(control, libc::LIO_WRITE);
             return 0;
         }
         AIO_WRITE.get()(control)
@@ -146,7 +146,7 @@ unsafe fn do_lio_listio(
             if control.is_null() || (*control).aio_lio_opcode == libc::LIO_NOP {
                 continue;
             }
-            carry_out(control, (*control).aio_lio_opcode);
+            execute_request(control, (*control).aio_lio_opcode);
             failed |= control
                 .cast::<u8>()
                 .wrapping_add(ERROR_CODE)

@@ -18,7 +18,7 @@ use crate::real::{
 };
 use crate::stub;
 use crate::sys::{self, syscall, with_errno};
-use crate::table::{tag, tag_of};
+use crate::table::{descriptor_tag, tag};
 use crate::trees;
 
 export! { ftruncate ftruncate64 = do_ftruncate(fd: c_int, size: off64_t) -> c_int }
@@ -48,7 +48,7 @@ fn as_result(done: Result<(), c_int>) -> c_int {
 }
 
 unsafe fn do_ftruncate(fd: c_int, size: off64_t) -> c_int {
-    if tag_of(fd) == tag::STUB
+    if descriptor_tag(fd) == tag::STUB
         && let Some(done) = stub::truncate_stub(fd, size)
     {
         return as_result(done);
@@ -57,9 +57,9 @@ unsafe fn do_ftruncate(fd: c_int, size: off64_t) -> c_int {
 }
 
 unsafe fn do_truncate(path: *const c_char, size: off64_t) -> c_int {
-    if file_on_tree(libc::AT_FDCWD, path, 0).is_some() {
+    if find_file_on_tree(libc::AT_FDCWD, path, 0).is_some() {
         // SAFETY: the program has passed the path to truncate(2).
-        match unsafe { truncate_on_tree(path, size) } {
+        match unsafe { truncate_stub_at_path(path, size) } {
             Ok(()) => return 0,
             Err(libc::ENODEV) => {}
             Err(errno) => return with_errno(-(errno as isize)) as c_int,
@@ -75,7 +75,7 @@ unsafe fn do_truncate(path: *const c_char, size: off64_t) -> c_int {
 ///
 /// # Safety
 /// `path` is a C string.
-unsafe fn truncate_on_tree(path: *const c_char, size: off64_t) -> Result<(), c_int> {
+unsafe fn truncate_stub_at_path(path: *const c_char, size: off64_t) -> Result<(), c_int> {
     let flags = libc::O_PATH | libc::O_CLOEXEC;
     // SAFETY: the kernel reads the path, which is a C string.
     let result = unsafe { syscall!(libc::SYS_openat, libc::AT_FDCWD, path, flags, 0usize) };
@@ -116,7 +116,7 @@ unsafe fn check_may_write(fd: c_int, path: *const c_char) -> Result<(), c_int> {
 }
 
 unsafe fn do_fallocate(fd: c_int, mode: c_int, offset: off64_t, len: off64_t) -> c_int {
-    if tag_of(fd) == tag::STUB
+    if descriptor_tag(fd) == tag::STUB
         && let Some(done) = stub::allocate_range(fd, mode, offset, len)
     {
         return as_result(done);
@@ -125,7 +125,7 @@ unsafe fn do_fallocate(fd: c_int, mode: c_int, offset: off64_t, len: off64_t) ->
 }
 
 unsafe fn do_posix_fallocate(fd: c_int, offset: off64_t, len: off64_t) -> c_int {
-    if tag_of(fd) == tag::STUB
+    if descriptor_tag(fd) == tag::STUB
         && let Some(done) = stub::allocate_range(fd, 0, offset, len)
     {
         return done.err().unwrap_or(0);
@@ -134,7 +134,7 @@ unsafe fn do_posix_fallocate(fd: c_int, offset: off64_t, len: off64_t) -> c_int 
 }
 
 unsafe fn do_fsync(fd: c_int) -> c_int {
-    if tag_of(fd) == tag::STUB
+    if descriptor_tag(fd) == tag::STUB
         && let Some(done) = stub::sync_stub(fd, false)
     {
         return as_result(done);
@@ -143,7 +143,7 @@ unsafe fn do_fsync(fd: c_int) -> c_int {
 }
 
 unsafe fn do_fdatasync(fd: c_int) -> c_int {
-    if tag_of(fd) == tag::STUB
+    if descriptor_tag(fd) == tag::STUB
         && let Some(done) = stub::sync_stub(fd, true)
     {
         return as_result(done);
@@ -152,7 +152,7 @@ unsafe fn do_fdatasync(fd: c_int) -> c_int {
 }
 
 unsafe fn do_sync_file_range(fd: c_int, offset: off64_t, len: off64_t, flags: c_uint) -> c_int {
-    if tag_of(fd) == tag::STUB {
+    if descriptor_tag(fd) == tag::STUB {
         // sync_file_range(2) promises less than firnd does for each held byte.
         return 0;
     }
@@ -162,7 +162,11 @@ unsafe fn do_sync_file_range(fd: c_int, offset: off64_t, len: off64_t, flags: c_
 // ---- times ---------------------------------------------------------------------------------------
 
 /// Returns device and inode number of the file at a path, if it is a regular file on the device of a tree.
-pub(super) fn file_on_tree(dir: c_int, path: *const c_char, flags: c_int) -> Option<(u64, u64)> {
+pub(super) fn find_file_on_tree(
+    dir: c_int,
+    path: *const c_char,
+    flags: c_int,
+) -> Option<(u64, u64)> {
     if !trees::has_trees() || path.is_null() {
         return None;
     }
@@ -178,22 +182,22 @@ pub(super) fn file_on_tree(dir: c_int, path: *const c_char, flags: c_int) -> Opt
 }
 
 /// Makes firnd set the times of earlier writes now. It is called before the program sets a time.
-fn settle_fd(fd: c_int) {
-    if tag_of(fd) == tag::STUB {
-        let _ = stub::attr_of_fd(fd);
+fn store_earlier_times(fd: c_int) {
+    if descriptor_tag(fd) == tag::STUB {
+        let _ = stub::request_attr(fd);
     }
 }
 
-fn settle_path(dir: c_int, path: *const c_char, flags: c_int) {
+fn store_earlier_times_at_path(dir: c_int, path: *const c_char, flags: c_int) {
     if path.is_null() {
-        settle_fd(dir);
-    } else if let Some(file) = file_on_tree(dir, path, flags) {
-        let _ = stub::attr_of_path(dir, path, flags, Some(file));
+        store_earlier_times(dir);
+    } else if let Some(file) = find_file_on_tree(dir, path, flags) {
+        let _ = stub::request_attr_at_path(dir, path, flags, Some(file));
     }
 }
 
 unsafe fn do_futimens(fd: c_int, times: *const libc::timespec) -> c_int {
-    settle_fd(fd);
+    store_earlier_times(fd);
     forward!(FUTIMENS(fd, times))
 }
 
@@ -203,31 +207,31 @@ unsafe fn do_utimensat(
     times: *const libc::timespec,
     flags: c_int,
 ) -> c_int {
-    settle_path(dir, path, flags);
+    store_earlier_times_at_path(dir, path, flags);
     forward!(UTIMENSAT(dir, path, times, flags))
 }
 
 unsafe fn do_futimes(fd: c_int, times: *const libc::timeval) -> c_int {
-    settle_fd(fd);
+    store_earlier_times(fd);
     forward!(FUTIMES(fd, times))
 }
 
 unsafe fn do_futimesat(dir: c_int, path: *const c_char, times: *const libc::timeval) -> c_int {
-    settle_path(dir, path, 0);
+    store_earlier_times_at_path(dir, path, 0);
     forward!(FUTIMESAT(dir, path, times))
 }
 
 unsafe fn do_utimes(path: *const c_char, times: *const libc::timeval) -> c_int {
-    settle_path(libc::AT_FDCWD, path, 0);
+    store_earlier_times_at_path(libc::AT_FDCWD, path, 0);
     forward!(UTIMES(path, times))
 }
 
 unsafe fn do_lutimes(path: *const c_char, times: *const libc::timeval) -> c_int {
-    settle_path(libc::AT_FDCWD, path, libc::AT_SYMLINK_NOFOLLOW);
+    store_earlier_times_at_path(libc::AT_FDCWD, path, libc::AT_SYMLINK_NOFOLLOW);
     forward!(LUTIMES(path, times))
 }
 
 unsafe fn do_utime(path: *const c_char, times: *const libc::utimbuf) -> c_int {
-    settle_path(libc::AT_FDCWD, path, 0);
+    store_earlier_times_at_path(libc::AT_FDCWD, path, 0);
     forward!(UTIME(path, times))
 }

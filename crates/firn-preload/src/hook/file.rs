@@ -9,16 +9,16 @@ use libc::{mode_t, off64_t, size_t};
 
 use super::{export, forward, stream};
 use crate::mapping;
-use crate::opened::{NewDescriptor, OpenedBy, register_opened};
+use crate::opened::{NewDescriptor, OpenedBy, register_opened_fd};
 use crate::probe;
 use crate::real::{
     CREAT, MKOSTEMPS, MMAP, MPROTECT, MREMAP, MUNMAP, OPEN, OPEN_2, OPENAT, OPENAT_2,
 };
 use crate::share;
-use crate::sharing::SharingCount;
+use crate::sharing::SharingSnapshot;
 use crate::stub;
 use crate::sys::{self, with_errno};
-use crate::table::{tag, tag_of};
+use crate::table::{descriptor_tag, tag};
 
 export! { open open64 __open __open64 =
 do_open(path: *const c_char, flags: c_int, mode: mode_t) -> c_int }
@@ -39,12 +39,12 @@ export! { mprotect = do_mprotect(at: *mut c_void, len: size_t, prot: c_int) -> c
 export! { mremap = do_mremap(
 at: *mut c_void, len: size_t, to_len: size_t, flags: c_int, to: *mut c_void) -> *mut c_void }
 
-/// Registers a new descriptor that was opened with `flags`; `before` is the sharing count from before the open.
+/// Registers a new descriptor that was opened with `flags`; `sharing_before_open` was taken before the open.
 /// Returns the result for the program: the descriptor, or -1 with errno if it is a stub that cannot be used. Without
 /// such an error, errno is unchanged.
-pub(super) fn finish_open(fd: c_int, flags: c_int, before: &SharingCount) -> c_int {
-    match register_opened(fd, flags, before, OpenedBy::Program) {
-        NewDescriptor::Unusable(errno) => {
+pub(super) fn finish_open(fd: c_int, flags: c_int, sharing_before_open: &SharingSnapshot) -> c_int {
+    match register_opened_fd(fd, flags, sharing_before_open, OpenedBy::Program) {
+        NewDescriptor::UnusableStub(errno) => {
             sys::close(fd);
             with_errno(-(errno as isize)) as c_int
         }
@@ -57,33 +57,33 @@ pub(super) fn finish_open(fd: c_int, flags: c_int, before: &SharingCount) -> c_i
 }
 
 unsafe fn do_open(path: *const c_char, flags: c_int, mode: mode_t) -> c_int {
-    let before = SharingCount::now();
+    let sharing_before_open = SharingSnapshot::take();
     let fd = forward!(OPEN(path, flags, mode));
-    finish_open(fd, flags, &before)
+    finish_open(fd, flags, &sharing_before_open)
 }
 
 unsafe fn do_openat(dir: c_int, path: *const c_char, flags: c_int, mode: mode_t) -> c_int {
-    let before = SharingCount::now();
+    let sharing_before_open = SharingSnapshot::take();
     let fd = forward!(OPENAT(dir, path, flags, mode));
-    finish_open(fd, flags, &before)
+    finish_open(fd, flags, &sharing_before_open)
 }
 
 unsafe fn do_open_2(path: *const c_char, flags: c_int) -> c_int {
-    let before = SharingCount::now();
+    let sharing_before_open = SharingSnapshot::take();
     let fd = forward!(OPEN_2(path, flags));
-    finish_open(fd, flags, &before)
+    finish_open(fd, flags, &sharing_before_open)
 }
 
 unsafe fn do_openat_2(dir: c_int, path: *const c_char, flags: c_int) -> c_int {
-    let before = SharingCount::now();
+    let sharing_before_open = SharingSnapshot::take();
     let fd = forward!(OPENAT_2(dir, path, flags));
-    finish_open(fd, flags, &before)
+    finish_open(fd, flags, &sharing_before_open)
 }
 
 unsafe fn do_creat(path: *const c_char, mode: mode_t) -> c_int {
-    let before = SharingCount::now();
+    let sharing_before_open = SharingSnapshot::take();
     let fd = forward!(CREAT(path, mode));
-    finish_open(fd, libc::O_WRONLY | libc::O_TRUNC, &before)
+    finish_open(fd, libc::O_WRONLY | libc::O_TRUNC, &sharing_before_open)
 }
 
 unsafe fn do_mkstemp(template: *mut c_char) -> c_int {
@@ -102,9 +102,9 @@ unsafe fn do_mkstemps(template: *mut c_char, suffix: c_int) -> c_int {
 }
 
 unsafe fn do_mkostemps(template: *mut c_char, suffix: c_int, flags: c_int) -> c_int {
-    let before = SharingCount::now();
+    let sharing_before_open = SharingSnapshot::take();
     let fd = forward!(MKOSTEMPS(template, suffix, flags));
-    finish_open(fd, flags | libc::O_RDWR, &before)
+    finish_open(fd, flags | libc::O_RDWR, &sharing_before_open)
 }
 
 unsafe fn do_mmap(
@@ -116,7 +116,7 @@ unsafe fn do_mmap(
     offset: off64_t,
 ) -> *mut c_void {
     if flags & libc::MAP_ANONYMOUS == 0 {
-        if tag_of(fd) == tag::STUB {
+        if descriptor_tag(fd) == tag::STUB {
             // SAFETY: these are the program's arguments of mmap(2), whose conditions it fulfils.
             if let Some(result) = unsafe { stub::map_copy(at, len, prot, flags, fd, offset) } {
                 return with_errno(result) as *mut c_void;
@@ -137,13 +137,13 @@ unsafe fn do_mmap(
                 return mapped as *mut c_void;
             }
             // A mapping shows only bytes that were written through the kernel, so direct access ends here.
-            if tag_of(fd) != tag::NONE {
+            if descriptor_tag(fd) != tag::ORDINARY {
                 share::share_descriptor(fd);
             }
         }
     }
     if flags & libc::MAP_FIXED != 0 {
-        mapping::note_unmapped(at, len);
+        mapping::record_unmapped(at, len);
     }
     let mapped = forward!(MMAP(at, len, prot, flags, fd, offset));
     if flags & libc::MAP_FIXED != 0 {
@@ -154,7 +154,7 @@ unsafe fn do_mmap(
 
 unsafe fn do_munmap(at: *mut c_void, len: size_t) -> c_int {
     // The slots are updated before the call, because another thread may map something at this address right after it.
-    mapping::note_unmapped(at, len);
+    mapping::record_unmapped(at, len);
     let result = forward!(MUNMAP(at, len));
     probe::forget_pages();
     result
@@ -177,7 +177,7 @@ unsafe fn do_mremap(
     let result = forward!(MREMAP(at, len, to_len, flags, to));
     probe::forget_pages();
     if result != libc::MAP_FAILED {
-        mapping::note_moved(at, len, result, to_len);
+        mapping::record_moved(at, len, result, to_len);
     }
     result
 }

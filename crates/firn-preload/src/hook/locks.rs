@@ -16,25 +16,25 @@ use crate::probe;
 use crate::real::{FCNTL, FLOCK, LOCKF};
 use crate::stub;
 use crate::sys::{self, with_errno};
-use crate::table::{tag, tag_of};
+use crate::table::{descriptor_tag, tag};
 use crate::trees;
 
 export! { flock = do_flock(fd: c_int, operation: c_int) -> c_int }
 export! { lockf lockf64 = do_lockf(fd: c_int, command: c_int, len: off64_t) -> c_int }
 
 /// Whether a descriptor is a stub whose locks are refused, because other hosts use the file too.
-fn is_refused(fd: c_int) -> bool {
-    tag_of(fd) == tag::STUB
+fn has_refused_locks(fd: c_int) -> bool {
+    descriptor_tag(fd) == tag::STUB
         && sys::identity(fd).is_some_and(|(identity, _)| trees::refuses_locks(identity.device))
 }
 
-fn refuse() -> c_int {
+fn refuse_lock() -> c_int {
     with_errno(-(libc::ENOLCK as isize)) as c_int
 }
 
 unsafe fn do_flock(fd: c_int, operation: c_int) -> c_int {
-    if operation & libc::LOCK_UN == 0 && is_refused(fd) {
-        return refuse();
+    if operation & libc::LOCK_UN == 0 && has_refused_locks(fd) {
+        return refuse_lock();
     }
     forward!(FLOCK(fd, operation))
 }
@@ -63,8 +63,8 @@ pub(super) unsafe fn lock_range(fd: c_int, command: c_int, arg: usize) -> c_int 
     }
     // SAFETY: the program has passed a lock to fcntl(2), and it was just found readable.
     let mut lock = unsafe { program_lock.read_unaligned() };
-    if c_int::from(lock.l_type) != libc::F_UNLCK && is_refused(fd) {
-        return refuse();
+    if c_int::from(lock.l_type) != libc::F_UNLCK && has_refused_locks(fd) {
+        return refuse_lock();
     }
     let base = match find_base(fd, c_int::from(lock.l_whence)) {
         Ok(Some(base)) => base,
@@ -95,7 +95,7 @@ pub(super) unsafe fn lock_range(fd: c_int, command: c_int, arg: usize) -> c_int 
 fn find_base(fd: c_int, whence: c_int) -> Result<Option<u64>, c_int> {
     match whence {
         libc::SEEK_CUR => Ok(offset::private_offset(fd)),
-        libc::SEEK_END if tag_of(fd) == tag::STUB => stub::attr_of_fd(fd)
+        libc::SEEK_END if descriptor_tag(fd) == tag::STUB => stub::request_attr(fd)
             .map(|attr| attr.map(|attr| attr.size))
             .transpose(),
         libc::SEEK_END => {
@@ -108,10 +108,11 @@ fn find_base(fd: c_int, whence: c_int) -> Result<Option<u64>, c_int> {
 
 /// lockf(3), whose range begins at the offset.
 unsafe fn do_lockf(fd: c_int, command: c_int, len: off64_t) -> c_int {
-    if command != libc::F_ULOCK && is_refused(fd) {
-        return refuse();
+    if command != libc::F_ULOCK && has_refused_locks(fd) {
+        return refuse_lock();
     }
-    let Some(start) = offset::private_offset(fd).filter(|_| tag_of(fd) != tag::NONE) else {
+    let Some(start) = offset::private_offset(fd).filter(|_| descriptor_tag(fd) != tag::ORDINARY)
+    else {
         return forward!(LOCKF(fd, command, len));
     };
     let (kind, set) = match command {

@@ -13,7 +13,7 @@ use crate::real::{BACKTRACE_SYMBOLS_FD, VDPRINTF, VDPRINTF_CHK};
 use crate::report::Call;
 use crate::stub;
 use crate::sys::with_errno;
-use crate::table::{tag, tag_of};
+use crate::table::{descriptor_tag, tag};
 
 /// A `va_list`, which both supported machines pass by its address.
 type Arguments = *mut c_void;
@@ -27,7 +27,7 @@ do_backtrace_symbols_fd(addresses: *const *mut c_void, count: c_int, fd: c_int) 
 /// Lets a function of the C library print to a descriptor. Returns the function's result, which is negative for an
 /// error.
 fn print_to(fd: c_int, print: impl FnOnce(c_int) -> c_int) -> c_int {
-    if tag_of(fd) == tag::STUB {
+    if descriptor_tag(fd) == tag::STUB {
         let Some(text) = stub::new_memory_file() else {
             return with_errno(-(libc::EMFILE as isize)) as c_int;
         };
@@ -40,12 +40,12 @@ fn print_to(fd: c_int, print: impl FnOnce(c_int) -> c_int) -> c_int {
             Err(errno) => with_errno(-(errno as isize)) as c_int,
         };
     }
-    if tag_of(fd) == tag::NONE {
+    if descriptor_tag(fd) == tag::ORDINARY {
         return print(fd);
     }
-    let ticket = kernel::before_kernel(fd, Call::Write);
+    let kernel_call = kernel::prepare_kernel_call(fd, Call::Write);
     let result = print(fd);
-    ticket.finish();
+    kernel_call.finish();
     result
 }
 

@@ -5,8 +5,8 @@ use std::ffi::{c_int, c_uint, c_ulong, c_void};
 
 use libc::{iovec, off64_t, size_t, ssize_t};
 
-use super::{export, forward, memory_of};
-use crate::handled::{Handled, Ticket};
+use super::{export, forward, program_memory};
+use crate::handled::{Handled, KernelCall};
 use crate::kernel;
 use crate::memory::{Run, Target, Writable};
 use crate::probe;
@@ -17,19 +17,19 @@ use crate::real::{
 use crate::report::Call;
 use crate::stub;
 use crate::sys::with_errno;
-use crate::table::{tag, tag_of};
+use crate::table::{descriptor_tag, tag};
 
 export! { read __read = do_read(fd: c_int, data: *mut c_void, len: size_t) -> ssize_t }
 export! { __read_chk = do_read_chk(fd: c_int, data: *mut c_void, len: size_t, size: size_t) -> ssize_t }
-export! { readv = do_readv(fd: c_int, parts: *const iovec, count: c_int) -> ssize_t }
+export! { readv = do_readv(fd: c_int, vectors: *const iovec, count: c_int) -> ssize_t }
 export! { pread pread64 __pread64 =
 do_pread(fd: c_int, data: *mut c_void, len: size_t, offset: off64_t) -> ssize_t }
 export! { __pread_chk __pread64_chk =
 do_pread_chk(fd: c_int, data: *mut c_void, len: size_t, offset: off64_t, size: size_t) -> ssize_t }
 export! { preadv preadv64 =
-do_preadv(fd: c_int, parts: *const iovec, count: c_int, offset: off64_t) -> ssize_t }
+do_preadv(fd: c_int, vectors: *const iovec, count: c_int, offset: off64_t) -> ssize_t }
 export! { preadv2 preadv64v2 =
-do_preadv2(fd: c_int, parts: *const iovec, count: c_int, offset: off64_t, flags: c_int) -> ssize_t }
+do_preadv2(fd: c_int, vectors: *const iovec, count: c_int, offset: off64_t, flags: c_int) -> ssize_t }
 export! { lseek lseek64 __lseek llseek = do_lseek(fd: c_int, offset: off64_t, whence: c_int) -> off64_t }
 export! { sendfile sendfile64 =
 do_sendfile(to: c_int, from: c_int, offset: *mut off64_t, len: size_t) -> ssize_t }
@@ -52,7 +52,7 @@ const RANGE_REQUESTS: [c_ulong; 5] = [
 
 #[inline(always)]
 unsafe fn do_read(fd: c_int, data: *mut c_void, len: size_t) -> ssize_t {
-    if tag_of(fd) == tag::NONE {
+    if descriptor_tag(fd) == tag::ORDINARY {
         return forward!(READ(fd, data, len));
     }
     // SAFETY: the program has passed the bytes to read(2).
@@ -61,7 +61,7 @@ unsafe fn do_read(fd: c_int, data: *mut c_void, len: size_t) -> ssize_t {
 
 /// Reads from a descriptor that the library serves.
 fn read_from(fd: c_int, target: Target<'_>, explicit_offset: Option<u64>, call: Call) -> Handled {
-    if tag_of(fd) == tag::STUB {
+    if descriptor_tag(fd) == tag::STUB {
         stub::read_stub(fd, target, explicit_offset, call)
     } else {
         kernel::read_file(fd, target, explicit_offset, call)
@@ -78,9 +78,9 @@ unsafe fn read_served(fd: c_int, data: *mut c_void, len: size_t) -> ssize_t {
     let run: Run<'_, Writable> = unsafe { Run::new(data, len) };
     match run.as_memory(|target| read_from(fd, target, None, Call::Read)) {
         Handled::Done(result) => with_errno(result),
-        Handled::Forward(ticket) => {
+        Handled::Forward(kernel_call) => {
             let result = forward!(READ(fd, data, len));
-            ticket.finish();
+            kernel_call.finish();
             result
         }
     }
@@ -95,22 +95,22 @@ unsafe fn do_read_chk(fd: c_int, data: *mut c_void, len: size_t, size: size_t) -
 }
 
 #[inline(always)]
-unsafe fn do_readv(fd: c_int, parts: *const iovec, count: c_int) -> ssize_t {
-    if tag_of(fd) == tag::NONE {
-        return forward!(READV(fd, parts, count));
+unsafe fn do_readv(fd: c_int, vectors: *const iovec, count: c_int) -> ssize_t {
+    if descriptor_tag(fd) == tag::ORDINARY {
+        return forward!(READV(fd, vectors, count));
     }
     // SAFETY: the program has passed the vectors to readv(2), to be written.
-    let handled = match unsafe { memory_of(parts, count) } {
+    let handled = match unsafe { program_memory(vectors, count) } {
         Some(target) => read_from(fd, target, None, Call::Readv),
         // The kernel refuses this number of vectors.
-        None if tag_of(fd) == tag::STUB => Handled::Forward(Ticket::NONE),
-        None => Handled::Forward(kernel::before_kernel(fd, Call::Readv)),
+        None if descriptor_tag(fd) == tag::STUB => Handled::Forward(KernelCall::WITHOUT_OFFSET),
+        None => Handled::Forward(kernel::prepare_kernel_call(fd, Call::Readv)),
     };
     match handled {
         Handled::Done(result) => with_errno(result),
-        Handled::Forward(ticket) => {
-            let result = forward!(READV(fd, parts, count));
-            ticket.finish();
+        Handled::Forward(kernel_call) => {
+            let result = forward!(READV(fd, vectors, count));
+            kernel_call.finish();
             result
         }
     }
@@ -118,7 +118,7 @@ unsafe fn do_readv(fd: c_int, parts: *const iovec, count: c_int) -> ssize_t {
 
 #[inline(always)]
 unsafe fn do_pread(fd: c_int, data: *mut c_void, len: size_t, offset: off64_t) -> ssize_t {
-    if matches!(tag_of(fd), tag::READER | tag::STUB) && offset >= 0 {
+    if matches!(descriptor_tag(fd), tag::READER | tag::STUB) && offset >= 0 {
         // SAFETY: the program has passed the bytes to pread(2), to be written.
         let run: Run<'_, Writable> = unsafe { Run::new(data, len) };
         let read = |target: Target<'_>| read_from(fd, target, Some(offset as u64), Call::Pread);
@@ -144,93 +144,93 @@ unsafe fn do_pread_chk(
 }
 
 #[inline(always)]
-unsafe fn do_preadv(fd: c_int, parts: *const iovec, count: c_int, offset: off64_t) -> ssize_t {
-    if matches!(tag_of(fd), tag::READER | tag::STUB) && offset >= 0 {
+unsafe fn do_preadv(fd: c_int, vectors: *const iovec, count: c_int, offset: off64_t) -> ssize_t {
+    if matches!(descriptor_tag(fd), tag::READER | tag::STUB) && offset >= 0 {
         // SAFETY: the program has passed the vectors to preadv(2), to be written.
-        let target = unsafe { memory_of(parts, count) };
+        let target = unsafe { program_memory(vectors, count) };
         if let Some(target) = target
             && let Handled::Done(result) = read_from(fd, target, Some(offset as u64), Call::Preadv)
         {
             return with_errno(result);
         }
     }
-    forward!(PREADV(fd, parts, count, offset))
+    forward!(PREADV(fd, vectors, count, offset))
 }
 
 #[inline(always)]
 unsafe fn do_preadv2(
     fd: c_int,
-    parts: *const iovec,
+    vectors: *const iovec,
     count: c_int,
     offset: off64_t,
     flags: c_int,
 ) -> ssize_t {
-    if tag_of(fd) == tag::STUB && flags & !libc::RWF_HIPRI != 0 {
+    if descriptor_tag(fd) == tag::STUB && flags & !libc::RWF_HIPRI != 0 {
         return with_errno(-(libc::EOPNOTSUPP as isize));
     }
-    if tag_of(fd) != tag::NONE && (flags == 0 || tag_of(fd) == tag::STUB) {
+    if descriptor_tag(fd) != tag::ORDINARY && (flags == 0 || descriptor_tag(fd) == tag::STUB) {
         // SAFETY: the program has passed the vectors to preadv2(2), which without flags is readv(2) or preadv(2).
         return unsafe {
             if offset == -1 {
-                do_readv(fd, parts, count)
+                do_readv(fd, vectors, count)
             } else {
-                do_preadv(fd, parts, count, offset)
+                do_preadv(fd, vectors, count, offset)
             }
         };
     }
-    let ticket = if offset == -1 && tag_of(fd) != tag::NONE {
-        kernel::before_kernel(fd, Call::Readv)
+    let kernel_call = if offset == -1 && descriptor_tag(fd) != tag::ORDINARY {
+        kernel::prepare_kernel_call(fd, Call::Readv)
     } else {
-        Ticket::NONE
+        KernelCall::WITHOUT_OFFSET
     };
-    let result = forward!(PREADV2(fd, parts, count, offset, flags));
-    ticket.finish();
+    let result = forward!(PREADV2(fd, vectors, count, offset, flags));
+    kernel_call.finish();
     result
 }
 
 #[inline(always)]
 unsafe fn do_lseek(fd: c_int, offset: off64_t, whence: c_int) -> off64_t {
-    if tag_of(fd) == tag::NONE {
+    if descriptor_tag(fd) == tag::ORDINARY {
         return forward!(LSEEK(fd, offset, whence));
     }
-    let handled = match tag_of(fd) {
+    let handled = match descriptor_tag(fd) {
         tag::STUB => stub::seek_stub(fd, offset, whence),
         _ => kernel::seek_file(fd, offset, whence),
     };
     match handled {
         Handled::Done(result) => with_errno(result) as off64_t,
-        Handled::Forward(ticket) => {
+        Handled::Forward(kernel_call) => {
             let result = forward!(LSEEK(fd, offset, whence));
-            ticket.finish();
+            kernel_call.finish();
             result
         }
     }
 }
 
-/// Gives a descriptor back to the kernel for one call that uses the kernel's offset or size. The ticket is finished
+/// Gives a descriptor back to the kernel for one call that uses the kernel's offset or size. The kernel_call is finished
 /// after it.
 #[inline(always)]
-fn hand_back(fd: c_int) -> Ticket {
-    if tag_of(fd) != tag::NONE {
-        return kernel::before_kernel(fd, Call::Transfer);
+fn prepare_transfer(fd: c_int) -> KernelCall {
+    if descriptor_tag(fd) != tag::ORDINARY {
+        return kernel::prepare_kernel_call(fd, Call::Transfer);
     }
-    Ticket::NONE
+    KernelCall::WITHOUT_OFFSET
 }
 
 /// Whether a call that moves bytes between descriptors within the kernel involves a stub. The kernel has no bytes of
 /// stubs, so the call fails like for files without such support. Programs then read and write instead.
 fn involves_stub(first: c_int, second: c_int) -> bool {
-    tag_of(first) == tag::STUB || tag_of(second) == tag::STUB
+    descriptor_tag(first) == tag::STUB || descriptor_tag(second) == tag::STUB
 }
 
 unsafe fn do_sendfile(to: c_int, from: c_int, offset: *mut off64_t, len: size_t) -> ssize_t {
     if involves_stub(to, from) {
         return with_errno(-(libc::EINVAL as isize));
     }
-    let tickets = (hand_back(to), hand_back(from));
+    let kernel_calls = (prepare_transfer(to), prepare_transfer(from));
     let result = forward!(SENDFILE(to, from, offset, len));
-    tickets.0.finish();
-    tickets.1.finish();
+    kernel_calls.0.finish();
+    kernel_calls.1.finish();
     result
 }
 
@@ -245,10 +245,10 @@ unsafe fn do_copy_file_range(
     if involves_stub(to, from) {
         return with_errno(-(libc::EXDEV as isize));
     }
-    let tickets = (hand_back(from), hand_back(to));
+    let kernel_calls = (prepare_transfer(from), prepare_transfer(to));
     let result = forward!(COPY_FILE_RANGE(from, from_at, to, to_at, len, flags));
-    tickets.0.finish();
-    tickets.1.finish();
+    kernel_calls.0.finish();
+    kernel_calls.1.finish();
     result
 }
 
@@ -263,20 +263,20 @@ unsafe fn do_splice(
     if involves_stub(to, from) {
         return with_errno(-(libc::EINVAL as isize));
     }
-    let tickets = (hand_back(from), hand_back(to));
+    let kernel_calls = (prepare_transfer(from), prepare_transfer(to));
     let result = forward!(SPLICE(from, from_at, to, to_at, len, flags));
-    tickets.0.finish();
-    tickets.1.finish();
+    kernel_calls.0.finish();
+    kernel_calls.1.finish();
     result
 }
 
 /// ioctl(2), which is variadic in C like `open`. The argument is passed on, whatever it is.
 unsafe fn do_ioctl(fd: c_int, request: c_ulong, arg: usize) -> c_int {
     let is_count = request == libc::FIONREAD as c_ulong;
-    if tag_of(fd) == tag::NONE || !(is_count || RANGE_REQUESTS.contains(&request)) {
+    if descriptor_tag(fd) == tag::ORDINARY || !(is_count || RANGE_REQUESTS.contains(&request)) {
         return forward!(IOCTL(fd, request, arg));
     }
-    if tag_of(fd) == tag::STUB {
+    if descriptor_tag(fd) == tag::STUB {
         if !is_count {
             return with_errno(-(libc::EOPNOTSUPP as isize)) as c_int;
         }
@@ -291,8 +291,8 @@ unsafe fn do_ioctl(fd: c_int, request: c_ulong, arg: usize) -> c_int {
         unsafe { (arg as *mut c_int).write_unaligned(count as c_int) };
         return 0;
     }
-    let ticket = kernel::before_kernel(fd, Call::Transfer);
+    let kernel_call = kernel::prepare_kernel_call(fd, Call::Transfer);
     let result = forward!(IOCTL(fd, request, arg));
-    ticket.finish();
+    kernel_call.finish();
     result
 }

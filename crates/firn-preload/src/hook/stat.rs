@@ -10,7 +10,7 @@ use crate::devices;
 use crate::real::{FSTAT, FSTATAT, FXSTAT, FXSTATAT, LSTAT, LXSTAT, STAT, STATX, XSTAT};
 use crate::stub::{self, Attr};
 use crate::sys::with_errno;
-use crate::table::{tag, tag_of};
+use crate::table::{descriptor_tag, tag};
 use crate::trees;
 
 export! { stat stat64 = do_stat(path: *const c_char, to: *mut Stat) -> c_int }
@@ -56,10 +56,10 @@ impl FileName {
         // SAFETY: the kernel has found a file by this path, so it is a C string.
         let is_fd = self.flags & libc::AT_EMPTY_PATH != 0
             && (self.path.is_null() || unsafe { *self.path } == 0);
-        if is_fd && tag_of(self.dir) == tag::STUB {
-            return stub::attr_of_fd(self.dir);
+        if is_fd && descriptor_tag(self.dir) == tag::STUB {
+            return stub::request_attr(self.dir);
         }
-        stub::attr_of_path(
+        stub::request_attr_at_path(
             self.dir,
             if self.path.is_null() {
                 c"".as_ptr()
@@ -77,7 +77,7 @@ impl FileName {
 ///
 /// # Safety
 /// If `result` is 0, the kernel has filled `to`.
-unsafe fn with_size(
+unsafe fn correct_size(
     result: c_int,
     to: *mut Stat,
     named: FileName,
@@ -94,7 +94,7 @@ unsafe fn with_size(
     }
     match named.attr(device, stat.st_ino) {
         Some(Ok(attr)) => {
-            if attr.told && again() != 0 {
+            if attr.has_new_times && again() != 0 {
                 return -1;
             }
             stat.st_size = attr.size as i64;
@@ -112,7 +112,7 @@ macro_rules! sized {
         let ask = || unsafe { $call };
         let result = ask();
         // SAFETY: if the result is 0, the call has filled the program's structure.
-        unsafe { with_size(result, $to, $named, ask) }
+        unsafe { correct_size(result, $to, $named, ask) }
     }};
 }
 
@@ -214,7 +214,7 @@ unsafe fn do_statx(
     match (FileName { dir, path, flags }).attr(device, inode) {
         // SAFETY: the program has passed the structure to statx(2), and the kernel has filled it.
         Some(Ok(attr)) => unsafe {
-            if attr.told && STATX.get()(dir, path, flags, mask, to) != 0 {
+            if attr.has_new_times && STATX.get()(dir, path, flags, mask, to) != 0 {
                 return -1;
             }
             (*to).stx_size = attr.size;

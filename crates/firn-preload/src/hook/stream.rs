@@ -10,15 +10,15 @@ use libc::FILE;
 
 use super::{export, forward};
 use crate::cookie;
-use crate::opened::{NewDescriptor, OpenedBy, forget_stale, register_opened};
+use crate::opened::{NewDescriptor, OpenedBy, forget_closed_descriptor, register_opened_fd};
 use crate::real::{FCLOSE, FDOPEN, FOPEN, FREOPEN};
 use crate::share;
-use crate::sharing::SharingCount;
+use crate::sharing::SharingSnapshot;
 use crate::summary;
 use crate::sys::{self, syscall, with_errno};
-use crate::table::{ACTIVE, tag, tag_of};
+use crate::table::{ACTIVE, descriptor_tag, tag};
 use crate::trees;
-use crate::vfork::in_vfork_child;
+use crate::vfork::is_vfork_child;
 
 export! { fdopen _IO_fdopen = do_fdopen(fd: c_int, mode: *const c_char) -> *mut FILE }
 export! { freopen freopen64 =
@@ -46,22 +46,22 @@ unsafe extern "C" fn do_fopen(
     mode: *const c_char,
     caller: *const c_void,
 ) -> *mut FILE {
-    let before = SharingCount::now();
+    let sharing_before_open = SharingSnapshot::take();
     if ACTIVE.load(Ordering::Relaxed) == 0 {
         return forward!(FOPEN(path, mode));
     }
     // SAFETY: the program has passed the mode to fopen(3).
-    let Some(flags) = (unsafe { flags_of(mode) }) else {
+    let Some(flags) = (unsafe { fopen_flags(mode) }) else {
         return forward!(FOPEN(path, mode));
     };
-    let by = if share::is_stream_buffer(caller) {
+    let by = if share::is_in_libstdcxx(caller) {
         OpenedBy::StreamBuffer
     } else {
         OpenedBy::Stdio
     };
     if by == OpenedBy::Stdio {
         // SAFETY: the program has passed path and mode to fopen(3).
-        let opened = unsafe { open_on_tree(path, mode, flags, &before) };
+        let opened = unsafe { open_existing_stub_stream(path, mode, flags, &sharing_before_open) };
         if let Some(file) = opened {
             return file;
         }
@@ -73,10 +73,10 @@ unsafe extern "C" fn do_fopen(
     // SAFETY: the stream is open, and the mode has opened it.
     unsafe {
         if by == OpenedBy::Stdio && is_stub(libc::fileno(file)) {
-            return over_stub(file, mode, flags, &before);
+            return reopen_as_stub_stream(file, mode, flags, &sharing_before_open);
         }
-        if let NewDescriptor::Unusable(errno) =
-            register_opened(libc::fileno(file), flags, &before, by)
+        if let NewDescriptor::UnusableStub(errno) =
+            register_opened_fd(libc::fileno(file), flags, &sharing_before_open, by)
         {
             FCLOSE.get()(file);
             with_errno(-(errno as isize));
@@ -94,16 +94,16 @@ unsafe extern "C" fn do_fopen(
 ///
 /// # Safety
 /// `path` and `mode` are C strings.
-unsafe fn open_on_tree(
+unsafe fn open_existing_stub_stream(
     path: *const c_char,
     mode: *const c_char,
     flags: c_int,
-    before: &SharingCount,
+    sharing_before_open: &SharingSnapshot,
 ) -> Option<*mut FILE> {
-    if in_vfork_child() {
+    if is_vfork_child() {
         return None;
     }
-    super::change::file_on_tree(libc::AT_FDCWD, path, 0)?;
+    super::change::find_file_on_tree(libc::AT_FDCWD, path, 0)?;
     // SAFETY: the kernel reads the path, which is a C string.
     let fd = unsafe { syscall!(libc::SYS_openat, libc::AT_FDCWD, path, flags, 0o666usize) };
     if fd < 0 {
@@ -112,28 +112,28 @@ unsafe fn open_on_tree(
     }
     let fd = fd as c_int;
     // SAFETY: the descriptor is new, and `mode` is a C string.
-    Some(unsafe { open_stream(fd, mode, flags, before) })
+    Some(unsafe { open_stream_over(fd, mode, flags, sharing_before_open) })
 }
 
 /// Opens a stream over a descriptor that was just opened. An error closes the descriptor.
 ///
 /// # Safety
 /// Only this thread knows the descriptor, and `mode` is a C string.
-unsafe fn open_stream(
+unsafe fn open_stream_over(
     fd: c_int,
     mode: *const c_char,
     flags: c_int,
-    before: &SharingCount,
+    sharing_before_open: &SharingSnapshot,
 ) -> *mut FILE {
     // SAFETY: the caller keeps these two promises.
     unsafe {
-        let file = match register_opened(fd, flags, before, OpenedBy::Program) {
-            NewDescriptor::Unusable(errno) => {
+        let file = match register_opened_fd(fd, flags, sharing_before_open, OpenedBy::Program) {
+            NewDescriptor::UnusableStub(errno) => {
                 sys::close(fd);
                 with_errno(-(errno as isize));
                 return std::ptr::null_mut();
             }
-            NewDescriptor::Stub => cookie::open_over(fd, mode),
+            NewDescriptor::Stub => cookie::open_stub_stream(fd, mode),
             NewDescriptor::Other => do_fdopen(fd, mode),
         };
         if file.is_null() {
@@ -145,7 +145,7 @@ unsafe fn open_stream(
 
 /// Whether a descriptor that was just opened is a stub.
 fn is_stub(fd: c_int) -> bool {
-    trees::may_have_trees() && !in_vfork_child() && trees::is_stub(fd)
+    trees::may_have_trees() && !is_vfork_child() && trees::is_stub(fd)
 }
 
 /// Replaces a stream that the C library has just opened on a stub. The new stream has the same descriptor number if
@@ -153,11 +153,11 @@ fn is_stub(fd: c_int) -> bool {
 ///
 /// # Safety
 /// The stream was not used yet, and `mode` is a C string.
-unsafe fn over_stub(
+unsafe fn reopen_as_stub_stream(
     file: *mut FILE,
     mode: *const c_char,
     flags: c_int,
-    before: &SharingCount,
+    sharing_before_open: &SharingSnapshot,
 ) -> *mut FILE {
     // SAFETY: the stream is open and unused, and the mode has opened it.
     unsafe {
@@ -183,15 +183,15 @@ unsafe fn over_stub(
             sys::close(again);
             kept
         };
-        open_stream(fd, mode, flags, before)
+        open_stream_over(fd, mode, flags, sharing_before_open)
     }
 }
 
 /// Replaces the stream of a standard descriptor that has become a stub, because the old stream would write to the stub
 /// itself.
 pub(crate) fn replace_stream_of_stub(fd: c_int) {
-    if fd <= libc::STDERR_FILENO && !in_vfork_child() && tag_of(fd) == tag::STUB {
-        cookie::replace_standard(fd);
+    if fd <= libc::STDERR_FILENO && !is_vfork_child() && descriptor_tag(fd) == tag::STUB {
+        cookie::replace_standard_stream(fd);
     }
 }
 
@@ -199,7 +199,7 @@ pub(crate) fn replace_stream_of_stub(fd: c_int) {
 ///
 /// # Safety
 /// `mode` is a C string.
-unsafe fn flags_of(mode: *const c_char) -> Option<c_int> {
+unsafe fn fopen_flags(mode: *const c_char) -> Option<c_int> {
     // SAFETY: the program has passed the mode, which is a C string.
     let mode = unsafe { std::ffi::CStr::from_ptr(mode) }.to_bytes();
     let (first, rest) = mode.split_first()?;
@@ -221,43 +221,46 @@ unsafe fn flags_of(mode: *const c_char) -> Option<c_int> {
 }
 
 unsafe fn do_fdopen(fd: c_int, mode: *const c_char) -> *mut FILE {
-    if tag_of(fd) == tag::STUB {
+    if descriptor_tag(fd) == tag::STUB {
         // SAFETY: the program has passed the mode to fdopen(3).
-        return unsafe { cookie::open_over(fd, mode) };
+        return unsafe { cookie::open_stub_stream(fd, mode) };
     }
-    if tag_of(fd) != tag::NONE {
+    if descriptor_tag(fd) != tag::ORDINARY {
         share::share_descriptor(fd);
     }
     forward!(FDOPEN(fd, mode))
 }
 
 unsafe fn do_freopen(path: *const c_char, mode: *const c_char, file: *mut FILE) -> *mut FILE {
-    let before = SharingCount::now();
+    let sharing_before_open = SharingSnapshot::take();
     // SAFETY: the program has passed path, mode and stream to freopen(3).
     unsafe {
-        if !file.is_null() && cookie::is_ours(file) {
+        if !file.is_null() && cookie::is_stub_stream(file) {
             libc::fflush(file);
         }
-        forget_stream(file);
+        forget_stream_descriptor(file);
         let file = FREOPEN.get()(path, mode, file);
-        forget_stream(file);
+        forget_stream_descriptor(file);
         if file.is_null() || !is_stub(libc::fileno(file)) {
             return file;
         }
         let fd = libc::fileno(file);
-        let slot = cookie::standard_slot(fd).filter(|slot| **slot == file);
+        let slot = cookie::standard_stream_variable(fd).filter(|slot| **slot == file);
         // The C library has accepted the mode, so the default is never used.
-        let flags = flags_of(mode).unwrap_or(libc::O_RDWR);
-        let errno = match (register_opened(fd, flags, &before, OpenedBy::Program), slot) {
+        let flags = fopen_flags(mode).unwrap_or(libc::O_RDWR);
+        let errno = match (
+            register_opened_fd(fd, flags, &sharing_before_open, OpenedBy::Program),
+            slot,
+        ) {
             (NewDescriptor::Stub, Some(slot)) => {
-                cookie::replace_standard(fd);
+                cookie::replace_standard_stream(fd);
                 return *slot;
             }
-            (NewDescriptor::Unusable(errno), _) => errno,
+            (NewDescriptor::UnusableStub(errno), _) => errno,
             // freopen(3) must return the old stream, and the stream of a stub would be another one.
             _ => libc::EOPNOTSUPP,
         };
-        forget_stream(file);
+        forget_stream_descriptor(file);
         FCLOSE.get()(file);
         with_errno(-(errno as isize));
         std::ptr::null_mut()
@@ -268,8 +271,8 @@ unsafe fn do_fclose(file: *mut FILE) -> c_int {
     // SAFETY: the program has passed the open stream to fclose(3).
     unsafe {
         // A stream of `cookie` closes its descriptor by the hook of close(2).
-        if file.is_null() || !cookie::is_ours(file) {
-            forget_stream(file);
+        if file.is_null() || !cookie::is_stub_stream(file) {
+            forget_stream_descriptor(file);
         }
         FCLOSE.get()(file)
     }
@@ -280,7 +283,7 @@ unsafe fn do_fclose(file: *mut FILE) -> c_int {
 ///
 /// # Safety
 /// `file` is null or an open stream.
-unsafe fn forget_stream(file: *mut FILE) {
+unsafe fn forget_stream_descriptor(file: *mut FILE) {
     if file.is_null() {
         return;
     }
@@ -289,7 +292,7 @@ unsafe fn forget_stream(file: *mut FILE) {
     if fd == libc::STDERR_FILENO {
         summary::print_report();
     }
-    if tag_of(fd) != tag::NONE && tag_of(fd) != tag::INTERNAL {
-        forget_stale(fd);
+    if descriptor_tag(fd) != tag::ORDINARY && descriptor_tag(fd) != tag::INTERNAL {
+        forget_closed_descriptor(fd);
     }
 }

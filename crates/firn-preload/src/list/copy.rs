@@ -32,12 +32,18 @@ pub(crate) fn copy_out<F: Fallback>(
         let mut filled = 0;
         while filled < run.len() {
             let at = offset.wrapping_add((done + filled) as u64);
-            filled += copy_some::<F>(locked, run.rest(filled), at, streams, &mut used_files)?;
+            filled += copy_some::<F>(
+                locked,
+                run.without_first(filled),
+                at,
+                streams,
+                &mut used_files,
+            )?;
         }
         done += run.len();
     }
     locked.list.read_bytes = locked.list.read_bytes.wrapping_add(done as u64);
-    (locked.list.is_current() && locked.list.are_same(used_files)).then_some(done)
+    (locked.list.is_current() && locked.list.have_same_files(used_files)).then_some(done)
 }
 
 /// Fills the beginning of a run: from the arena, from a file of the backing, or by the fallback. Returns the number of
@@ -49,10 +55,10 @@ fn copy_some<F: Fallback>(
     streams: bool,
     used_files: &mut u64,
 ) -> Option<usize> {
-    let is_known = fetch::reach(locked, at)?;
+    let is_known = fetch::extend_to(locked, at)?;
     let mut next = locked.list.find_extent(at);
     if next.is_some_and(|extent| extent.offset <= at && extent.place == TO_BE_ASKED) {
-        next = fetch::ask_again(locked, at)?;
+        next = fetch::request_again(locked, at)?;
     }
     let gap = next.map_or(u64::MAX, |extent| extent.offset.saturating_sub(at));
     let Some(extent) = next.filter(|_| gap == 0) else {
@@ -65,7 +71,7 @@ fn copy_some<F: Fallback>(
     let skip = at - extent.offset;
     let run = run.first(usize::try_from(extent.len - skip).unwrap_or(usize::MAX));
     if extent.place == IN_MEMORY {
-        run.fill_from(locked.list.bytes(&extent, skip, run.len() as u64)?, streams);
+        run.copy_from_arena(locked.list.bytes(&extent, skip, run.len() as u64)?, streams);
         return Some(run.len());
     }
     if extent.place == IN_BACKING

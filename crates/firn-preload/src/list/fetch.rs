@@ -17,7 +17,7 @@ const BEYOND_FILES: u64 = i64::MAX as u64;
 /// Fetches a list for a read at the offset `at`, over a new connection if needed. Returns firnd's status; `None` if
 /// there is no connection or no memory.
 pub(crate) fn fetch_list(locked: &mut LockedEntry, at: u64) -> Option<Status> {
-    let token = devices::first_token(locked.token).or_else(|| devices::token_of(locked.fd))?;
+    let token = devices::first_token(locked.token).or_else(|| devices::fetch_token(locked.fd))?;
     locked.list.map_extents()?;
     let mut request = ListRequest::new(locked, at);
     let (room, extent_request) = (locked.list.room()?, request.extent_request());
@@ -25,7 +25,7 @@ pub(crate) fn fetch_list(locked: &mut LockedEntry, at: u64) -> Option<Status> {
     (locked.link, locked.token) = (link, token.token);
     match fetch_from(locked, request, first)? {
         // A list without files of the backing is to cover the whole file. An empty list may have extents before `at`.
-        Status::Ok if at > 0 && !locked.list.is_limited() => fetch_known_list(locked),
+        Status::Ok if at > 0 && !locked.list.has_time_limit() => fetch_known_list(locked),
         Status::Ok if at > 0 && locked.list.extents().is_empty() => fetch_known_list(locked),
         status => Some(status),
     }
@@ -47,7 +47,7 @@ struct ListRequest {
     /// Receives the descriptors of these files.
     files: Files,
     /// When the request was made, in the clock of [`sys::coarse_ns`].
-    asked_ns: u64,
+    requested_ns: u64,
 }
 
 impl ListRequest {
@@ -55,13 +55,13 @@ impl ListRequest {
         // A stub may be shared with other processes, and then the descriptors in its list would have to be shared too.
         // So a stub's list names no files.
         let names_files =
-            locked.tag == tag::READER && (locked.list.is_limited() || files::has_room());
+            locked.tag == tag::READER && (locked.list.has_time_limit() || files::has_room());
         let files_max = if names_files { FILES_MAX as u32 } else { 0 };
         Self {
             from,
             files_max,
             files: Files::new(),
-            asked_ns: sys::coarse_ns(),
+            requested_ns: sys::coarse_ns(),
         }
     }
 
@@ -74,10 +74,10 @@ impl ListRequest {
     }
 
     /// Makes the request over the known connection. Returns `None` if the connection has ended or the list is full.
-    fn ask(&mut self, locked: &mut LockedEntry) -> Option<Reply> {
+    fn send(&mut self, locked: &mut LockedEntry) -> Option<Reply> {
         let link = locked.link;
         let token = locked.token;
-        connect::ask_extents(link, token, self.extent_request(), locked.list.room()?)
+        connect::request_extents(link, token, self.extent_request(), locked.list.room()?)
     }
 }
 
@@ -91,16 +91,16 @@ fn fetch_from(
     mut first: Option<Reply>,
 ) -> Option<Status> {
     locked.list.map = connect::arena_map(locked.link)?;
-    locked.list.begin_at(request.from);
+    locked.list.restart_at(request.from);
     let mut request = request;
     loop {
-        let reply = first.take().or_else(|| request.ask(locked))?;
-        match take_answer(locked, &mut request, &reply) {
+        let reply = first.take().or_else(|| request.send(locked))?;
+        match add_answer_to_list(locked, &mut request, &reply) {
             Status::Ok => {}
             status => return Some(status),
         }
         let end = locked.list.end;
-        if locked.list.is_limited() || end >= locked.list.size || end <= request.from {
+        if locked.list.has_time_limit() || end >= locked.list.size || end <= request.from {
             return Some(Status::Ok);
         }
         request = ListRequest::new(locked, end);
@@ -109,7 +109,11 @@ fn fetch_from(
 
 /// Extends the list by an answer. Returns the answer's status, or `Busy` if the file has changed since the first
 /// answer.
-fn take_answer(locked: &mut LockedEntry, request: &mut ListRequest, reply: &Reply) -> Status {
+fn add_answer_to_list(
+    locked: &mut LockedEntry,
+    request: &mut ListRequest,
+    reply: &Reply,
+) -> Status {
     let status = Status::from_word(reply.status);
     if status != Status::Ok {
         return status;
@@ -118,7 +122,7 @@ fn take_answer(locked: &mut LockedEntry, request: &mut ListRequest, reply: &Repl
     let files = &mut request.files;
     if locked
         .list
-        .add_answer(reply, files, request.asked_ns, owner)
+        .add_answer(reply, files, request.requested_ns, owner)
     {
         Status::Ok
     } else {
@@ -130,21 +134,22 @@ fn take_answer(locked: &mut LockedEntry, request: &mut ListRequest, reply: &Repl
 ///
 /// `Some(true)` means that the list covers the byte, `Some(false)` that the fallback must read it, and `None` that the
 /// list is void.
-pub(crate) fn reach(locked: &mut LockedEntry, at: u64) -> Option<bool> {
+pub(crate) fn extend_to(locked: &mut LockedEntry, at: u64) -> Option<bool> {
     if locked.list.covers(at) {
         return Some(true);
     }
-    if !locked.list.is_limited() || at >= locked.list.size || !locked.list.prepare_to_reach(at) {
+    if !locked.list.has_time_limit() || at >= locked.list.size || !locked.list.prepare_extension(at)
+    {
         return Some(false);
     }
     for _ in 0..REQUESTS_MAX {
-        if !locked.list.has_room() {
+        if !locked.list.has_capacity() {
             break;
         }
         let end = locked.list.end;
         let mut request = ListRequest::new(locked, end);
-        let reply = request.ask(locked)?;
-        if take_answer(locked, &mut request, &reply) != Status::Ok {
+        let reply = request.send(locked)?;
+        if add_answer_to_list(locked, &mut request, &reply) != Status::Ok {
             return None;
         }
         if locked.list.covers(at) {
@@ -159,9 +164,9 @@ pub(crate) fn reach(locked: &mut LockedEntry, at: u64) -> Option<bool> {
 
 /// Begins the list anew at an offset whose extent must be requested again. Returns the extent there or behind it.
 /// `None` means that the list is void.
-pub(crate) fn ask_again(locked: &mut LockedEntry, at: u64) -> Option<Option<Extent>> {
-    locked.list.begin_at(at);
-    reach(locked, at)?;
+pub(crate) fn request_again(locked: &mut LockedEntry, at: u64) -> Option<Option<Extent>> {
+    locked.list.restart_at(at);
+    extend_to(locked, at)?;
     Some(locked.list.find_extent(at))
 }
 
@@ -172,16 +177,16 @@ pub(crate) fn is_valid(locked: &mut LockedEntry) -> bool {
     }
     let mut request = ListRequest::new(locked, BEYOND_FILES);
     let mut nothing = [];
-    let reply = connect::ask_extents(
+    let reply = connect::request_extents(
         locked.link,
         locked.token,
         request.extent_request(),
         &mut nothing,
     );
-    let Some(reply) = reply.filter(connect::is_ok) else {
+    let Some(reply) = reply.filter(connect::is_granted) else {
         return false;
     };
     let list = &mut locked.list;
-    list.note_valid(&reply, request.asked_ns);
+    list.prolong_validity(&reply, request.requested_ns);
     reply.stamp == list.stamp && reply.size == list.size && !list.is_expired()
 }

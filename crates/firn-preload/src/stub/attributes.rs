@@ -9,11 +9,11 @@ use zerocopy::IntoBytes;
 
 use crate::connect;
 use crate::stub::enter::{Entered, lock_stub};
-use crate::stub::request::{Wait, ask_size, check_status, send_request};
+use crate::stub::request::{Wait, check_status, request_size, send_request};
 use crate::sys::{self, syscall};
 use crate::table::LockedEntry;
 use crate::trees;
-use crate::vfork::in_vfork_child;
+use crate::vfork::is_vfork_child;
 
 /// Attributes that only firnd knows.
 #[derive(Clone, Copy)]
@@ -23,27 +23,29 @@ pub(crate) struct Attr {
     /// Number of 512-byte blocks.
     pub(crate) blocks: u64,
     /// Whether firnd has just set the times of the stub, so that the kernel's earlier answer is out of date.
-    pub(crate) told: bool,
+    pub(crate) has_new_times: bool,
 }
 
 impl Attr {
-    fn of(reply: &Reply) -> Self {
+    fn from_reply(reply: &Reply) -> Self {
         Self {
             size: reply.size,
             blocks: reply.slot,
-            told: reply.count != 0,
+            has_new_times: reply.count != 0,
         }
     }
 }
 
 /// Returns the attributes of a descriptor; `None` if it is no stub.
-pub(crate) fn attr_of_fd(fd: c_int) -> Option<Result<Attr, c_int>> {
+pub(crate) fn request_attr(fd: c_int) -> Option<Result<Attr, c_int>> {
     match lock_stub(fd) {
         Entered::Locked(mut locked) => {
             let reply = send_request(&mut locked, Op::Attr, 0, 0, Payload::none());
-            Some(reply.map(|reply| Attr::of(&reply)))
+            Some(reply.map(|reply| Attr::from_reply(&reply)))
         }
-        Entered::Interrupted(_) => attr_of_path(fd, c"".as_ptr(), libc::AT_EMPTY_PATH, None),
+        Entered::Interrupted(_) => {
+            request_attr_at_path(fd, c"".as_ptr(), libc::AT_EMPTY_PATH, None)
+        }
         _ => None,
     }
 }
@@ -51,16 +53,16 @@ pub(crate) fn attr_of_fd(fd: c_int) -> Option<Result<Attr, c_int>> {
 /// Returns the attributes of the stub at a path. `expected` is a device and an inode number that it must have.
 ///
 /// `None` means that the path leads to another file, or that no process has written to the stub.
-pub(crate) fn attr_of_path(
+pub(crate) fn request_attr_at_path(
     dir: c_int,
     path: *const libc::c_char,
     flags: c_int,
     expected: Option<(u64, u64)>,
 ) -> Option<Result<Attr, c_int>> {
-    if in_vfork_child() {
+    if is_vfork_child() {
         return None;
     }
-    let (inode, generation) = handle_of(dir, path, flags)?;
+    let (inode, generation) = tmpfs_handle(dir, path, flags)?;
     let device = match expected {
         Some((device, expected)) if expected == inode => device,
         Some(_) => return None,
@@ -72,7 +74,7 @@ pub(crate) fn attr_of_path(
         let socket = trees::data_socket_on(device)?;
         if let Ok(reply) = request_in_any_context(&socket, &request) {
             return match check_status(&reply) {
-                Ok(()) => Some(Ok(Attr::of(&reply))),
+                Ok(()) => Some(Ok(Attr::from_reply(&reply))),
                 Err(libc::ENODEV) => None,
                 Err(errno) => Some(Err(errno)),
             };
@@ -88,7 +90,7 @@ pub(crate) fn attr_of_path(
 fn request_in_any_context(socket: &Token, request: &Request) -> Result<Reply, CallError> {
     match connect::connect_for_stubs(socket) {
         Some(link) => connect::call_firnd(link, request, &mut Payload::none()),
-        None => connect::connect_once(socket)
+        None => connect::connect_for_one_call(socket)
             .ok_or(CallError::NotSent)
             .and_then(|connection| connection.call(request, &mut Payload::none())),
     }
@@ -96,7 +98,7 @@ fn request_in_any_context(socket: &Token, request: &Request) -> Result<Reply, Ca
 
 /// Returns the inode number and the generation of the file at a path, from the handle that tmpfs returns
 /// (name_to_handle_at(2)). Returns `None` for another file system.
-fn handle_of(dir: c_int, path: *const libc::c_char, flags: c_int) -> Option<(u64, u32)> {
+fn tmpfs_handle(dir: c_int, path: *const libc::c_char, flags: c_int) -> Option<(u64, u32)> {
     #[repr(C)]
     struct Handle {
         bytes: u32,
@@ -174,7 +176,7 @@ fn request_success(
 /// and the error is EFBIG.
 fn check_size_limit(locked: &mut LockedEntry, size_after: u64) -> Result<(), c_int> {
     let is_beyond = sys::limit_of(Resource::Fsize).is_some_and(|limit| size_after > limit);
-    if is_beyond && size_after > ask_size(locked)? {
+    if is_beyond && size_after > request_size(locked)? {
         sys::raise_signal(libc::SIGXFSZ);
         return Err(libc::EFBIG);
     }

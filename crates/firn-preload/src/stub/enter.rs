@@ -9,9 +9,9 @@ use firn_format::data_socket::Op;
 
 use crate::connect;
 use crate::sys;
-use crate::table::{self, Entry, LockedEntry, mark_stub, stub_mark, stub_mark_of, tag};
+use crate::table::{self, Entry, LockedEntry, descriptor_stub_mark, mark_stub, stub_mark, tag};
 use crate::trees;
-use crate::vfork::in_vfork_child;
+use crate::vfork::is_vfork_child;
 
 /// Result of locking the entry of a stub.
 pub(crate) enum Entered {
@@ -27,11 +27,11 @@ pub(crate) enum Entered {
 
 /// Locks the entry of a descriptor if it is a stub. An inherited stub gets its entry here.
 pub(crate) fn lock_stub(fd: c_int) -> Entered {
-    if in_vfork_child() {
+    if is_vfork_child() {
         return Entered::Vforked;
     }
     let Some(mut locked) = table::lock_new_entry(fd) else {
-        return table::entry_of(fd).map_or(Entered::NotStub, Entered::Interrupted);
+        return table::unlocked_entry(fd).map_or(Entered::NotStub, Entered::Interrupted);
     };
     let current = sys::identity(fd);
     if locked.tag == tag::STUB {
@@ -44,7 +44,7 @@ pub(crate) fn lock_stub(fd: c_int) -> Entered {
         let token = locked.token;
         forget_stub(&mut locked);
         if adopted {
-            connect::ask_firnd(link, Op::Release, token, 0);
+            connect::request_without_data(link, Op::Release, token, 0);
         }
     }
     // This is the first use of the descriptor in this process: it was inherited or just opened.
@@ -53,7 +53,7 @@ pub(crate) fn lock_stub(fd: c_int) -> Entered {
         Some((identity, mode)) if is_regular(mode) && trees::is_stub_on(fd, identity.device) => {
             locked.identity = identity;
             locked.stub.flags = sys::fcntl(fd, libc::F_GETFL, 0) as c_int;
-            if stub_mark_of(fd) == stub_mark::NONE {
+            if descriptor_stub_mark(fd) == stub_mark::NONE {
                 mark_stub(fd, stub_mark::SHARED);
             }
             locked.set_tag(tag::STUB);

@@ -11,7 +11,7 @@ use crate::list::copy;
 use crate::memory::{Run, Target, Writable};
 use crate::report::Reason;
 use crate::stub::enter::{Entered, lock_stub};
-use crate::stub::request::{adopt, ask_size};
+use crate::stub::request::{adopt, request_size};
 use crate::stub::socket::Socket;
 use crate::sys::syscall;
 use crate::table::LockedEntry;
@@ -42,7 +42,7 @@ pub(crate) unsafe fn map_copy(
             if len == 0 || offset < 0 || offset % PAGE_BYTES != 0 {
                 return Err(libc::EINVAL);
             }
-            ask_size(&mut locked)
+            request_size(&mut locked)
         });
     let size = match size {
         Ok(size) => size,

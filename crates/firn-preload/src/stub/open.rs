@@ -16,7 +16,7 @@ use crate::stub::request::{adopt, send_request};
 use crate::sys;
 use crate::table::{self, LockedEntry, mark_stub, stub_mark};
 use crate::trees;
-use crate::vfork::in_vfork_child;
+use crate::vfork::is_vfork_child;
 
 /// Descriptors that are checked if /proc is not there: the usual limit of a process.
 const USUAL_FD_LIMIT: c_int = 1024;
@@ -24,7 +24,7 @@ const USUAL_FD_LIMIT: c_int = 1024;
 /// Registers a descriptor of a regular file on `device` that was just opened with `flags`. Returns whether it is a
 /// stub. An error means that it is a stub and cannot be used.
 pub(crate) fn register_open(fd: c_int, device: u64, flags: c_int) -> Result<bool, c_int> {
-    if in_vfork_child() || !trees::is_stub_on(fd, device) {
+    if is_vfork_child() || !trees::is_stub_on(fd, device) {
         return Ok(false);
     }
     if fd as usize >= table::FDS {
@@ -65,7 +65,7 @@ pub(crate) fn register_open(fd: c_int, device: u64, flags: c_int) -> Result<bool
 
 /// Registers a new descriptor that is a copy of a stub's descriptor.
 pub(crate) fn register_copy(fd: c_int) {
-    if fd < 0 || in_vfork_child() {
+    if fd < 0 || is_vfork_child() {
         return;
     }
     mark_stub(fd, stub_mark::SHARED);
@@ -109,7 +109,7 @@ fn mark_inherited(fd: c_int) {
 pub(crate) fn share_offset(fd: c_int) {
     match lock_stub(fd) {
         Entered::Locked(mut locked) => {
-            give_back(&mut locked);
+            return_private_offset(&mut locked);
             mark_stub(fd, stub_mark::SHARED);
         }
         Entered::Interrupted(entry) if entry.is_private() => {
@@ -120,7 +120,7 @@ pub(crate) fn share_offset(fd: c_int) {
 }
 
 /// Reads the status flags of a stub again, because they may have changed.
-pub(crate) fn flags_changed(fd: c_int) {
+pub(crate) fn update_flags(fd: c_int) {
     if let Entered::Locked(mut locked) = lock_stub(fd) {
         let status = sys::fcntl(fd, libc::F_GETFL, 0) as c_int;
         locked.stub.flags = status | locked.stub.flags & libc::O_TRUNC;
@@ -147,16 +147,16 @@ pub(crate) fn close_stub(fd: c_int) -> isize {
 
 /// Informs firnd that a descriptor is closed. With `once`, it does not wait for the next firnd if none runs.
 fn release_token(locked: &mut LockedEntry, once: bool) -> Result<(), c_int> {
-    give_back(locked);
+    return_private_offset(locked);
     if once {
-        let _ = connect::ask_firnd(locked.link, Op::Release, locked.token, 0);
+        let _ = connect::request_without_data(locked.link, Op::Release, locked.token, 0);
         return Ok(());
     }
     send_request(locked, Op::Release, 0, 0, Payload::none()).map(drop)
 }
 
 /// Gives a private offset back to the kernel.
-fn give_back(locked: &mut LockedEntry) {
+fn return_private_offset(locked: &mut LockedEntry) {
     if locked.is_private() {
         offset::return_offset(locked, |_| true);
     }

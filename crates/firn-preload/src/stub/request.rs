@@ -68,7 +68,7 @@ pub(crate) fn adopt(locked: &mut LockedEntry) -> Result<(), c_int> {
     loop {
         let socket = trees::data_socket_on(locked.identity.device);
         if let Some(link) = socket.and_then(|socket| connect::connect_for_stubs(&socket))
-            && adopt_over(locked, link)?
+            && adopt_on_link(locked, link)?
         {
             return Ok(());
         }
@@ -78,7 +78,7 @@ pub(crate) fn adopt(locked: &mut LockedEntry) -> Result<(), c_int> {
 }
 
 /// Makes the firnd of a connection know the descriptor. Returns false if the connection has ended.
-fn adopt_over(locked: &mut LockedEntry, link: u32) -> Result<bool, c_int> {
+fn adopt_on_link(locked: &mut LockedEntry, link: u32) -> Result<bool, c_int> {
     let open_flags = locked.stub.flags & (libc::O_ACCMODE | libc::O_TRUNC);
     let again = if locked.stub.known { ADOPT_AGAIN } else { 0 };
     let request = Request::new(Op::Adopt, 0, open_flags as u64).with_len(again);
@@ -156,6 +156,6 @@ pub(crate) fn repeat_request(
 }
 
 /// Asks firnd for the size of the file.
-pub(crate) fn ask_size(locked: &mut LockedEntry) -> Result<u64, c_int> {
+pub(crate) fn request_size(locked: &mut LockedEntry) -> Result<u64, c_int> {
     send_request(locked, Op::Attr, 0, 0, Payload::none()).map(|reply| reply.size)
 }
