@@ -21,19 +21,27 @@ use crate::memory::{ProgramMemory, VECTORS_MAX};
 
 const _: () = assert!(size_of::<libc::off_t>() == 8);
 
-/// Exports a function under several names.
+/// Exports functions, each under one or several names.
 macro_rules! export {
-    ($name:ident $($more:ident)* = $to:ident($($arg:ident: $ty:ty),*) -> $ret:ty) => {
+    ($($($name:ident)+ = $function:ident($($arg:ident: $ty:ty),* $(,)?) -> $ret:ty;)*) => {
+        $($crate::hook::export_names! { $($name)+ = $function($($arg: $ty),*) -> $ret })*
+    };
+}
+use export;
+
+/// Exports a function under several names.
+macro_rules! export_names {
+    ($name:ident $($more:ident)* = $function:ident($($arg:ident: $ty:ty),*) -> $ret:ty) => {
         #[unsafe(no_mangle)]
         unsafe extern "C" fn $name($($arg: $ty),*) -> $ret {
             // SAFETY: the program calls this function as that of the C library, whose conditions it fulfils.
-            unsafe { $to($($arg),*) }
+            unsafe { $function($($arg),*) }
         }
-        $crate::hook::export! { $($more)* = $to($($arg: $ty),*) -> $ret }
+        $crate::hook::export_names! { $($more)* = $function($($arg: $ty),*) -> $ret }
     };
-    (= $to:ident($($arg:ident: $ty:ty),*) -> $ret:ty) => {};
+    (= $function:ident($($arg:ident: $ty:ty),*) -> $ret:ty) => {};
 }
-use export;
+use export_names;
 
 /// Calls the real function with the arguments that the program has passed to its hook.
 macro_rules! forward {

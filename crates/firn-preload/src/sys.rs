@@ -71,6 +71,12 @@ pub(crate) fn add_to_word(word: &AtomicU64, more: u64) -> u64 {
     word.fetch_add(more, Ordering::Relaxed)
 }
 
+/// Sets errno, and returns the -1 by which a function of the C library reports an error.
+pub(crate) fn fail<T: From<i8>>(errno: c_int) -> T {
+    with_errno(-(errno as isize));
+    T::from(-1)
+}
+
 /// Turns the result of a system call into that of the C library's function: an error sets errno and returns -1.
 pub(crate) fn with_errno(result: isize) -> isize {
     if result >= 0 {

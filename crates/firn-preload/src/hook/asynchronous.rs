@@ -8,14 +8,20 @@ use libc::aiocb;
 use super::{export, forward};
 use crate::real::{AIO_FSYNC, AIO_READ, AIO_WRITE, LIO_LISTIO};
 use crate::stub;
-use crate::sys::with_errno;
+use crate::sys::fail;
 use crate::table::{descriptor_tag, tag};
 
-export! { aio_read aio_read64 = do_aio_read(control: *mut aiocb) -> c_int }
-export! { aio_write aio_write64 = do_aio_write(control: *mut aiocb) -> c_int }
-export! { aio_fsync aio_fsync64 = do_aio_fsync(op: c_int, control: *mut aiocb) -> c_int }
-export! { lio_listio lio_listio64 = do_lio_listio(
-mode: c_int, list: *const *mut aiocb, count: c_int, event: *mut libc::sigevent) -> c_int }
+export! {
+    aio_read aio_read64 = do_aio_read(control: *mut aiocb) -> c_int;
+    aio_write aio_write64 = do_aio_write(control: *mut aiocb) -> c_int;
+    aio_fsync aio_fsync64 = do_aio_fsync(op: c_int, control: *mut aiocb) -> c_int;
+    lio_listio lio_listio64 = do_lio_listio(
+        mode: c_int,
+        list: *const *mut aiocb,
+        count: c_int,
+        event: *mut libc::sigevent,
+    ) -> c_int;
+}
 
 /// Offset in `struct aiocb` (aio.h) of the errno, which aio_error(3) returns.
 const ERROR_CODE: usize = 112;
@@ -160,9 +166,5 @@ unsafe fn do_lio_listio(
         unsafe { send_event(event) };
         return 0;
     }
-    if failed {
-        with_errno(-(libc::EIO as isize)) as c_int
-    } else {
-        0
-    }
+    if failed { fail(libc::EIO) } else { 0 }
 }

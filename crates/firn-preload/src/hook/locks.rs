@@ -15,12 +15,14 @@ use crate::offset;
 use crate::probe;
 use crate::real::{FCNTL, FLOCK, LOCKF};
 use crate::stub;
-use crate::sys::{self, with_errno};
+use crate::sys::{self, fail};
 use crate::table::{descriptor_tag, tag};
 use crate::trees;
 
-export! { flock = do_flock(fd: c_int, operation: c_int) -> c_int }
-export! { lockf lockf64 = do_lockf(fd: c_int, command: c_int, len: off64_t) -> c_int }
+export! {
+    flock = do_flock(fd: c_int, operation: c_int) -> c_int;
+    lockf lockf64 = do_lockf(fd: c_int, command: c_int, len: off64_t) -> c_int;
+}
 
 /// Whether a descriptor is a stub whose locks are refused, because other hosts use the file too.
 fn has_refused_locks(fd: c_int) -> bool {
@@ -29,7 +31,7 @@ fn has_refused_locks(fd: c_int) -> bool {
 }
 
 fn refuse_lock() -> c_int {
-    with_errno(-(libc::ENOLCK as isize)) as c_int
+    fail(libc::ENOLCK)
 }
 
 unsafe fn do_flock(fd: c_int, operation: c_int) -> c_int {
@@ -69,10 +71,10 @@ pub(super) unsafe fn lock_range(fd: c_int, command: c_int, arg: usize) -> c_int 
     let base = match find_base(fd, c_int::from(lock.l_whence)) {
         Ok(Some(base)) => base,
         Ok(None) => return forward!(FCNTL(fd, command, arg)),
-        Err(errno) => return with_errno(-(errno as isize)) as c_int,
+        Err(errno) => return fail(errno),
     };
     let Some(start) = lock.l_start.checked_add(base as i64) else {
-        return with_errno(-(libc::EOVERFLOW as isize)) as c_int;
+        return fail(libc::EOVERFLOW);
     };
     lock.l_start = start;
     lock.l_whence = libc::SEEK_SET as c_short;
@@ -120,7 +122,7 @@ unsafe fn do_lockf(fd: c_int, command: c_int, len: off64_t) -> c_int {
         libc::F_LOCK => (libc::F_WRLCK, libc::F_SETLKW),
         libc::F_TLOCK => (libc::F_WRLCK, libc::F_SETLK),
         libc::F_TEST => (libc::F_RDLCK, libc::F_GETLK),
-        _ => return with_errno(-(libc::EINVAL as isize)) as c_int,
+        _ => return fail(libc::EINVAL),
     };
     let mut lock = libc::flock {
         l_type: kind as c_short,
@@ -133,7 +135,7 @@ unsafe fn do_lockf(fd: c_int, command: c_int, len: off64_t) -> c_int {
     let is_held_by_another =
         c_int::from(lock.l_type) != libc::F_UNLCK && lock.l_pid as u32 != sys::pid();
     if result == 0 && command == libc::F_TEST && is_held_by_another {
-        return with_errno(-(libc::EACCES as isize)) as c_int;
+        return fail(libc::EACCES);
     }
     result
 }

@@ -11,20 +11,26 @@ use crate::opened::forget_closed_descriptor;
 use crate::real::{CLOSE, CLOSE_RANGE, CLOSEFROM, DUP, DUP2, DUP3, FCNTL, SENDMMSG, SENDMSG};
 use crate::share;
 use crate::stub;
-use crate::sys::{self, with_errno};
+use crate::sys::{self, fail, with_errno};
 use crate::table::{self, descriptor_tag, tag};
 use crate::vfork::is_vfork_child;
 
-export! { close __close = do_close(fd: c_int) -> c_int }
-export! { dup = do_dup(fd: c_int) -> c_int }
-export! { dup2 __dup2 = do_dup2(from: c_int, to: c_int) -> c_int }
-export! { dup3 = do_dup3(from: c_int, to: c_int, flags: c_int) -> c_int }
-export! { fcntl fcntl64 __fcntl = do_fcntl(fd: c_int, command: c_int, arg: usize) -> c_int }
-export! { close_range = do_close_range(first: c_uint, last: c_uint, flags: c_int) -> c_int }
-export! { closefrom = do_closefrom(first: c_int) -> () }
-export! { sendmsg = do_sendmsg(socket: c_int, message: *const libc::msghdr, flags: c_int) -> ssize_t }
-export! { sendmmsg =
-do_sendmmsg(socket: c_int, messages: *mut libc::mmsghdr, count: c_uint, flags: c_int) -> c_int }
+export! {
+    close __close = do_close(fd: c_int) -> c_int;
+    dup = do_dup(fd: c_int) -> c_int;
+    dup2 __dup2 = do_dup2(from: c_int, to: c_int) -> c_int;
+    dup3 = do_dup3(from: c_int, to: c_int, flags: c_int) -> c_int;
+    fcntl fcntl64 __fcntl = do_fcntl(fd: c_int, command: c_int, arg: usize) -> c_int;
+    close_range = do_close_range(first: c_uint, last: c_uint, flags: c_int) -> c_int;
+    closefrom = do_closefrom(first: c_int) -> ();
+    sendmsg = do_sendmsg(socket: c_int, message: *const libc::msghdr, flags: c_int) -> ssize_t;
+    sendmmsg = do_sendmmsg(
+        socket: c_int,
+        messages: *mut libc::mmsghdr,
+        count: c_uint,
+        flags: c_int,
+    ) -> c_int;
+}
 
 /// Whether a descriptor is the library's own. In a child of vfork(2) none is.
 fn is_internal(fd: c_int) -> bool {
@@ -35,7 +41,7 @@ fn is_internal(fd: c_int) -> bool {
 unsafe fn do_close(fd: c_int) -> c_int {
     if descriptor_tag(fd) != tag::ORDINARY {
         if is_internal(fd) {
-            return with_errno(-(libc::EBADF as isize)) as c_int;
+            return fail(libc::EBADF);
         }
         if descriptor_tag(fd) == tag::STUB {
             let released = stub::close_stub(fd);

@@ -50,7 +50,9 @@ sharing! {
     popen = POPEN(command: *const c_char, mode: *const c_char) -> *mut FILE;
 }
 
-export! { _Fork = do_fork_only() -> pid_t }
+export! {
+    _Fork = do_fork_only() -> pid_t;
+}
 
 unsafe fn do_fork_only() -> pid_t {
     share::before_fork();

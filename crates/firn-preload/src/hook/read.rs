@@ -16,29 +16,64 @@ use crate::real::{
 };
 use crate::report::Call;
 use crate::stub;
-use crate::sys::with_errno;
+use crate::sys::{fail, with_errno};
 use crate::table::{descriptor_tag, tag};
 
-export! { read __read = do_read(fd: c_int, data: *mut c_void, len: size_t) -> ssize_t }
-export! { __read_chk = do_read_chk(fd: c_int, data: *mut c_void, len: size_t, size: size_t) -> ssize_t }
-export! { readv = do_readv(fd: c_int, vectors: *const iovec, count: c_int) -> ssize_t }
-export! { pread pread64 __pread64 =
-do_pread(fd: c_int, data: *mut c_void, len: size_t, offset: off64_t) -> ssize_t }
-export! { __pread_chk __pread64_chk =
-do_pread_chk(fd: c_int, data: *mut c_void, len: size_t, offset: off64_t, size: size_t) -> ssize_t }
-export! { preadv preadv64 =
-do_preadv(fd: c_int, vectors: *const iovec, count: c_int, offset: off64_t) -> ssize_t }
-export! { preadv2 preadv64v2 =
-do_preadv2(fd: c_int, vectors: *const iovec, count: c_int, offset: off64_t, flags: c_int) -> ssize_t }
-export! { lseek lseek64 __lseek llseek = do_lseek(fd: c_int, offset: off64_t, whence: c_int) -> off64_t }
-export! { sendfile sendfile64 =
-do_sendfile(to: c_int, from: c_int, offset: *mut off64_t, len: size_t) -> ssize_t }
-export! { copy_file_range = do_copy_file_range(
-from: c_int, from_at: *mut off64_t, to: c_int, to_at: *mut off64_t, len: size_t, flags: c_uint) -> ssize_t }
-export! { splice = do_splice(
-from: c_int, from_at: *mut off64_t, to: c_int, to_at: *mut off64_t, len: size_t, flags: c_uint) -> ssize_t }
-
-export! { ioctl __ioctl = do_ioctl(fd: c_int, request: c_ulong, arg: usize) -> c_int }
+export! {
+    read __read = do_read(fd: c_int, data: *mut c_void, len: size_t) -> ssize_t;
+    __read_chk = do_read_chk(fd: c_int, data: *mut c_void, len: size_t, size: size_t) -> ssize_t;
+    readv = do_readv(fd: c_int, vectors: *const iovec, count: c_int) -> ssize_t;
+    pread pread64 __pread64 = do_pread(
+        fd: c_int,
+        data: *mut c_void,
+        len: size_t,
+        offset: off64_t,
+    ) -> ssize_t;
+    __pread_chk __pread64_chk = do_pread_chk(
+        fd: c_int,
+        data: *mut c_void,
+        len: size_t,
+        offset: off64_t,
+        size: size_t,
+    ) -> ssize_t;
+    preadv preadv64 = do_preadv(
+        fd: c_int,
+        vectors: *const iovec,
+        count: c_int,
+        offset: off64_t,
+    ) -> ssize_t;
+    preadv2 preadv64v2 = do_preadv2(
+        fd: c_int,
+        vectors: *const iovec,
+        count: c_int,
+        offset: off64_t,
+        flags: c_int,
+    ) -> ssize_t;
+    lseek lseek64 __lseek llseek = do_lseek(fd: c_int, offset: off64_t, whence: c_int) -> off64_t;
+    sendfile sendfile64 = do_sendfile(
+        to: c_int,
+        from: c_int,
+        offset: *mut off64_t,
+        len: size_t,
+    ) -> ssize_t;
+    copy_file_range = do_copy_file_range(
+        from: c_int,
+        from_at: *mut off64_t,
+        to: c_int,
+        to_at: *mut off64_t,
+        len: size_t,
+        flags: c_uint,
+    ) -> ssize_t;
+    splice = do_splice(
+        from: c_int,
+        from_at: *mut off64_t,
+        to: c_int,
+        to_at: *mut off64_t,
+        len: size_t,
+        flags: c_uint,
+    ) -> ssize_t;
+    ioctl __ioctl = do_ioctl(fd: c_int, request: c_ulong, arg: usize) -> c_int;
+}
 
 /// Requests of ioctl(2) about a range of a file that may be relative to the offset (`struct space_resv` of
 /// linux/falloc.h).
@@ -166,7 +201,7 @@ unsafe fn do_preadv2(
     flags: c_int,
 ) -> ssize_t {
     if descriptor_tag(fd) == tag::STUB && flags & !libc::RWF_HIPRI != 0 {
-        return with_errno(-(libc::EOPNOTSUPP as isize));
+        return fail(libc::EOPNOTSUPP);
     }
     if descriptor_tag(fd) != tag::ORDINARY && (flags == 0 || descriptor_tag(fd) == tag::STUB) {
         // SAFETY: the program has passed the vectors to preadv2(2), which without flags is readv(2) or preadv(2).
@@ -225,7 +260,7 @@ fn involves_stub(first: c_int, second: c_int) -> bool {
 
 unsafe fn do_sendfile(to: c_int, from: c_int, offset: *mut off64_t, len: size_t) -> ssize_t {
     if involves_stub(to, from) {
-        return with_errno(-(libc::EINVAL as isize));
+        return fail(libc::EINVAL);
     }
     let kernel_calls = (prepare_transfer(to), prepare_transfer(from));
     let result = forward!(SENDFILE(to, from, offset, len));
@@ -243,7 +278,7 @@ unsafe fn do_copy_file_range(
     flags: c_uint,
 ) -> ssize_t {
     if involves_stub(to, from) {
-        return with_errno(-(libc::EXDEV as isize));
+        return fail(libc::EXDEV);
     }
     let kernel_calls = (prepare_transfer(from), prepare_transfer(to));
     let result = forward!(COPY_FILE_RANGE(from, from_at, to, to_at, len, flags));
@@ -261,7 +296,7 @@ unsafe fn do_splice(
     flags: c_uint,
 ) -> ssize_t {
     if involves_stub(to, from) {
-        return with_errno(-(libc::EINVAL as isize));
+        return fail(libc::EINVAL);
     }
     let kernel_calls = (prepare_transfer(from), prepare_transfer(to));
     let result = forward!(SPLICE(from, from_at, to, to_at, len, flags));
@@ -278,14 +313,14 @@ unsafe fn do_ioctl(fd: c_int, request: c_ulong, arg: usize) -> c_int {
     }
     if descriptor_tag(fd) == tag::STUB {
         if !is_count {
-            return with_errno(-(libc::EOPNOTSUPP as isize)) as c_int;
+            return fail(libc::EOPNOTSUPP);
         }
         let count = match stub::count_unread(fd) {
             Ok(count) => count,
-            Err(errno) => return with_errno(-(errno as isize)) as c_int,
+            Err(errno) => return fail(errno),
         };
         if !probe::is_writable(arg as *mut c_void, size_of::<c_int>()) {
-            return with_errno(-(libc::EFAULT as isize)) as c_int;
+            return fail(libc::EFAULT);
         }
         // SAFETY: the program has passed the address of the number to ioctl(2), and it was just found writable.
         unsafe { (arg as *mut c_int).write_unaligned(count as c_int) };

@@ -12,7 +12,7 @@ use super::forward;
 use super::number::register_received_fd;
 use crate::real::SYSCALL;
 use crate::sharing::SharingSnapshot;
-use crate::sys::with_errno;
+use crate::sys::fail;
 use crate::{lock, share, trees};
 
 /// The six arguments of a system call. Arguments that the program has not passed have any value.
@@ -115,7 +115,7 @@ macro_rules! hooked {
                     })*
                     libc::SYS_openat2 => open_by_structure(arguments),
                     libc::SYS_pidfd_getfd => take_descriptor(arguments),
-                    libc::SYS_io_uring_setup => with_errno(-(libc::ENOSYS as isize)) as c_long,
+                    libc::SYS_io_uring_setup => fail(libc::ENOSYS),
                     _ => return None,
                 }
             };

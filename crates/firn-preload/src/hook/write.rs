@@ -11,20 +11,35 @@ use crate::memory::{Readable, Run, Source};
 use crate::real::{PWRITE, PWRITEV, PWRITEV2, WRITE, WRITEV};
 use crate::report::Call;
 use crate::stub::{self, Append};
-use crate::sys::with_errno;
+use crate::sys::{fail, with_errno};
 use crate::table::{descriptor_tag, tag};
 
 /// Flag of pwritev2(2): do not append, even if the descriptor has O_APPEND (linux/fs.h, since Linux 6.9).
 const RWF_NOAPPEND: c_int = 0x20;
 
-export! { write __write = do_write(fd: c_int, data: *const c_void, len: size_t) -> ssize_t }
-export! { writev = do_writev(fd: c_int, vectors: *const iovec, count: c_int) -> ssize_t }
-export! { pwrite pwrite64 __pwrite64 =
-do_pwrite(fd: c_int, data: *const c_void, len: size_t, offset: off64_t) -> ssize_t }
-export! { pwritev pwritev64 =
-do_pwritev(fd: c_int, vectors: *const iovec, count: c_int, offset: off64_t) -> ssize_t }
-export! { pwritev2 pwritev64v2 =
-do_pwritev2(fd: c_int, vectors: *const iovec, count: c_int, offset: off64_t, flags: c_int) -> ssize_t }
+export! {
+    write __write = do_write(fd: c_int, data: *const c_void, len: size_t) -> ssize_t;
+    writev = do_writev(fd: c_int, vectors: *const iovec, count: c_int) -> ssize_t;
+    pwrite pwrite64 __pwrite64 = do_pwrite(
+        fd: c_int,
+        data: *const c_void,
+        len: size_t,
+        offset: off64_t,
+    ) -> ssize_t;
+    pwritev pwritev64 = do_pwritev(
+        fd: c_int,
+        vectors: *const iovec,
+        count: c_int,
+        offset: off64_t,
+    ) -> ssize_t;
+    pwritev2 pwritev64v2 = do_pwritev2(
+        fd: c_int,
+        vectors: *const iovec,
+        count: c_int,
+        offset: off64_t,
+        flags: c_int,
+    ) -> ssize_t;
+}
 
 #[inline(always)]
 unsafe fn do_write(fd: c_int, data: *const c_void, len: size_t) -> ssize_t {
@@ -181,16 +196,16 @@ unsafe fn write_flagged(
     let known =
         libc::RWF_SYNC | libc::RWF_DSYNC | libc::RWF_HIPRI | libc::RWF_APPEND | RWF_NOAPPEND;
     if flags & !known != 0 {
-        return with_errno(-(libc::EOPNOTSUPP as isize));
+        return fail(libc::EOPNOTSUPP);
     }
     let append = match flags & (libc::RWF_APPEND | RWF_NOAPPEND) {
         0 => Append::AsOpened,
         libc::RWF_APPEND => Append::Always,
         RWF_NOAPPEND => Append::Never,
-        _ => return with_errno(-(libc::EINVAL as isize)),
+        _ => return fail(libc::EINVAL),
     };
     if offset < -1 {
-        return with_errno(-(libc::EINVAL as isize));
+        return fail(libc::EINVAL);
     }
     // SAFETY: the program has passed the vectors to pwritev2(2), to be read.
     let Some(source) = (unsafe { program_memory(vectors, count) }) else {
@@ -203,7 +218,7 @@ unsafe fn write_flagged(
     let explicit_offset = u64::try_from(offset).ok();
     match stub::write_stub(fd, source, explicit_offset, append, Call::Pwritev) {
         Handled::Done(result) if result >= 0 && synced => match stub::sync_stub(fd, true) {
-            Some(Err(errno)) => with_errno(-(errno as isize)),
+            Some(Err(errno)) => fail(errno),
             _ => result,
         },
         Handled::Done(result) => with_errno(result),
