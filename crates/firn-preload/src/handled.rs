@@ -3,6 +3,7 @@
 use std::ffi::c_int;
 use std::sync::atomic::Ordering;
 
+use crate::sys::with_errno;
 use crate::table::Entry;
 
 /// Result of a call in this library.
@@ -30,6 +31,15 @@ impl Handled {
         Self::Done(-(errno as isize))
     }
 
+    /// Returns the result of the C library's function. A call that is not done is made by `call_kernel`.
+    #[inline(always)]
+    pub(crate) fn finish(self, call_kernel: impl FnOnce() -> isize) -> isize {
+        match self {
+            Self::Done(result) => with_errno(result),
+            Self::Forward(kernel_call) => kernel_call.run(call_kernel),
+        }
+    }
+
     /// Makes the result of a call whose last step returned a number of bytes.
     pub(crate) fn from_step(step: Step<usize>) -> Self {
         match step {
@@ -53,6 +63,14 @@ impl KernelCall {
     pub(crate) fn begin(entry: &'static Entry) -> Self {
         entry.kernel_calls.fetch_add(1, Ordering::AcqRel);
         Self { entry: Some(entry) }
+    }
+
+    /// Makes the call by a function, and then ends it.
+    #[inline(always)]
+    pub(crate) fn run<T>(self, call_kernel: impl FnOnce() -> T) -> T {
+        let result = call_kernel();
+        self.finish();
+        result
     }
 
     /// Ends the call after the kernel has returned.

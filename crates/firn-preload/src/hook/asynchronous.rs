@@ -38,7 +38,7 @@ unsafe fn is_stub(control: *const aiocb) -> bool {
     !control.is_null() && descriptor_tag(unsafe { (*control).aio_fildes }) == tag::STUB
 }
 
-/// Carries out the request of a control block, stores its result and notifies the program.
+/// Reads or writes as a control block says, stores the result there and notifies the program.
 ///
 /// # Safety
 /// `control` is a control block of the program.
@@ -46,12 +46,12 @@ unsafe fn execute_request(control: *mut aiocb, op: c_int) {
     // SAFETY: the program has passed the control block and its buffer for this request.
     unsafe {
         let fd = (*control).aio_fildes;
-        let data = (*control).aio_buf;
+        let data = (*control).aio_buf.cast::<c_void>();
         let len = (*control).aio_nbytes;
         let offset = (*control).aio_offset;
         let result = match op {
-            libc::LIO_READ => libc::pread64(fd, data.cast::<c_void>(), len, offset),
-            libc::LIO_WRITE => libc::pwrite64(fd, data.cast::<c_void>().cast_const(), len, offset),
+            libc::LIO_READ => libc::pread64(fd, data, len, offset),
+            libc::LIO_WRITE => libc::pwrite64(fd, data, len, offset),
             _ => 0,
         };
         let errno = if result < 0 {
@@ -68,15 +68,18 @@ unsafe fn execute_request(control: *mut aiocb, op: c_int) {
 /// # Safety
 /// The same as for [`execute_request`].
 unsafe fn finish_request(control: *mut aiocb, result: isize, errno: c_int) {
-    // SAFETY: the program has passed the control block, and the C library has these fields at these offsets.
+    // SAFETY: the program has passed the control block.
     unsafe {
-        let base = control.cast::<u8>();
-        base.wrapping_add(RETURN_VALUE)
-            .cast::<isize>()
-            .write(result);
-        base.wrapping_add(ERROR_CODE).cast::<c_int>().write(errno);
+        let result_field = control.cast::<u8>().wrapping_add(RETURN_VALUE);
+        result_field.cast::<isize>().write(result);
+        error_field(control).write(errno);
         send_event(&raw const (*control).aio_sigevent);
     }
+}
+
+/// Returns the address of the errno in a control block.
+fn error_field(control: *mut aiocb) -> *mut c_int {
+    control.cast::<u8>().wrapping_add(ERROR_CODE).cast()
 }
 
 /// Notifies the program by a signal, if the event wants one.
@@ -117,17 +120,14 @@ unsafe fn do_aio_write(control: *mut aiocb) -> c_int {
 unsafe fn do_aio_fsync(op: c_int, control: *mut aiocb) -> c_int {
     // SAFETY: the program has passed the control block to aio_fsync(3).
     unsafe {
-        if is_stub(control) {
-            let done =
-                stub::sync_stub((*control).aio_fildes, op == libc::O_DSYNC).unwrap_or(Ok(()));
-            finish_request(
-                control,
-                if done.is_ok() { 0 } else { -1 },
-                done.err().unwrap_or(0),
-            );
-            return 0;
+        if !is_stub(control) {
+            return AIO_FSYNC.get()(op, control);
         }
-        AIO_FSYNC.get()(op, control)
+        match stub::sync_stub((*control).aio_fildes, op == libc::O_DSYNC) {
+            Some(Err(errno)) => finish_request(control, -1, errno),
+            Some(Ok(())) | None => finish_request(control, 0, 0),
+        }
+        0
     }
 }
 
@@ -137,28 +137,23 @@ unsafe fn do_lio_listio(
     count: c_int,
     event: *mut libc::sigevent,
 ) -> c_int {
-    let blocks = |index: c_int| list.wrapping_add(index as usize);
+    let block = |index: c_int| list.wrapping_add(index as usize);
     // SAFETY: the program has passed `count` pointers to lio_listio(3), which may be null.
-    let has_stub = !list.is_null() && (0..count).any(|index| unsafe { is_stub(*blocks(index)) });
+    let has_stub = !list.is_null() && (0..count).any(|index| unsafe { is_stub(*block(index)) });
     if !has_stub {
         return forward!(LIO_LISTIO(mode, list, count, event));
     }
-    // A list with stubs and other files is carried out at once as a whole.
-    let mut failed = false;
+    // A list with stubs and other files is executed at once as a whole.
+    let mut has_failed = false;
     for index in 0..count {
         // SAFETY: the pointer is one of `count`, and a control block if it is not null.
         unsafe {
-            let control = *blocks(index);
+            let control = *block(index);
             if control.is_null() || (*control).aio_lio_opcode == libc::LIO_NOP {
                 continue;
             }
             execute_request(control, (*control).aio_lio_opcode);
-            failed |= control
-                .cast::<u8>()
-                .wrapping_add(ERROR_CODE)
-                .cast::<c_int>()
-                .read()
-                != 0;
+            has_failed |= error_field(control).read() != 0;
         }
     }
     if mode == libc::LIO_NOWAIT {
@@ -166,5 +161,5 @@ unsafe fn do_lio_listio(
         unsafe { send_event(event) };
         return 0;
     }
-    if failed { fail(libc::EIO) } else { 0 }
+    if has_failed { fail(libc::EIO) } else { 0 }
 }

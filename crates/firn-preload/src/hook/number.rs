@@ -39,11 +39,11 @@ fn is_internal(fd: c_int) -> bool {
 
 #[inline(always)]
 unsafe fn do_close(fd: c_int) -> c_int {
-    if descriptor_tag(fd) != tag::ORDINARY {
-        if is_internal(fd) {
-            return fail(libc::EBADF);
-        }
-        if descriptor_tag(fd) == tag::STUB {
+    match descriptor_tag(fd) {
+        tag::ORDINARY => {}
+        // The program cannot know the number, so it gets the error of a number that is not open.
+        _ if is_internal(fd) => return fail(libc::EBADF),
+        tag::STUB => {
             let released = stub::close_stub(fd);
             table::forget_tag(fd);
             let closed = forward!(CLOSE(fd));
@@ -53,7 +53,7 @@ unsafe fn do_close(fd: c_int) -> c_int {
                 closed
             };
         }
-        forget_closed_descriptor(fd);
+        _ => forget_closed_descriptor(fd),
     }
     table::forget_tag(fd);
     forward!(CLOSE(fd))
@@ -91,7 +91,7 @@ pub(super) fn register_received_fd(fd: c_int) {
     table::forget_tag(fd);
 }
 
-/// Prepares a call that makes `to` a copy of `from`, and closes `to` before.
+/// Prepares a call that closes `to`, and then makes it a copy of `from`.
 fn prepare_dup(from: c_int, to: c_int) {
     if from == to {
         return;
@@ -106,6 +106,7 @@ fn prepare_dup(from: c_int, to: c_int) {
             stub::close_stub(to);
         }
     } else if is_internal(to) {
+        // The program wants this number, so the library's descriptor moves to another one.
         connect::move_socket(to);
         files::move_file(to);
     } else if descriptor_tag(to) != tag::ORDINARY {
@@ -131,30 +132,32 @@ unsafe fn do_dup3(from: c_int, to: c_int, flags: c_int) -> c_int {
 }
 
 unsafe fn do_fcntl(fd: c_int, command: c_int, arg: usize) -> c_int {
-    let copies = matches!(command, libc::F_DUPFD | libc::F_DUPFD_CLOEXEC);
-    if descriptor_tag(fd) != tag::ORDINARY && (copies || command == libc::F_SETFL) {
+    let copies_fd = matches!(command, libc::F_DUPFD | libc::F_DUPFD_CLOEXEC);
+    let sets_flags = command == libc::F_SETFL;
+    if descriptor_tag(fd) != tag::ORDINARY && (copies_fd || sets_flags) {
         share::share_descriptor(fd);
     }
-    if descriptor_tag(fd) != tag::ORDINARY && locks::is_lock(command) {
+    if descriptor_tag(fd) != tag::ORDINARY && locks::is_range_lock_command(command) {
         // SAFETY: the program has passed the lock to fcntl(2).
         return unsafe { locks::lock_range(fd, command, arg) };
     }
     let result = forward!(FCNTL(fd, command, arg));
-    if copies {
+    if copies_fd {
         register_copied_fd(fd, result);
-    } else if command == libc::F_SETFL && descriptor_tag(fd) == tag::STUB {
+    } else if sets_flags && descriptor_tag(fd) == tag::STUB {
         stub::update_flags(fd);
     }
     result
 }
 
+/// close_range(2), which must leave the library's own descriptors open. So the range is closed in parts, between them.
 unsafe fn do_close_range(first: c_uint, last: c_uint, flags: c_int) -> c_int {
-    let real = CLOSE_RANGE.get();
+    let close_range = CLOSE_RANGE.get();
     if is_vfork_child() || flags & libc::CLOSE_RANGE_CLOEXEC as c_int != 0 {
         // SAFETY: the arguments are numbers, and the program closes its own descriptors.
-        return unsafe { real(first, last, flags) };
+        return unsafe { close_range(first, last, flags) };
     }
-    let mut from = first;
+    let mut first_open = first;
     for fd in table::tagged_fds(first, last) {
         if !is_internal(fd) {
             if descriptor_tag(fd) == tag::STUB {
@@ -164,17 +167,21 @@ unsafe fn do_close_range(first: c_uint, last: c_uint, flags: c_int) -> c_int {
             }
             continue;
         }
+        let internal_fd = fd as c_uint;
         // SAFETY: the range is a part of the one that the program closes.
-        if fd as c_uint > from && unsafe { real(from, fd as c_uint - 1, flags) } < 0 {
+        if internal_fd > first_open
+            && unsafe { close_range(first_open, internal_fd - 1, flags) } < 0
+        {
             return -1;
         }
-        from = fd as c_uint + 1;
+        first_open = internal_fd + 1;
     }
-    if from > last && from > first {
+    let ends_with_internal = first_open > last && first_open > first;
+    if ends_with_internal {
         return 0;
     }
     // SAFETY: the range is the rest of the one that the program closes.
-    unsafe { real(from, last, flags) }
+    unsafe { close_range(first_open, last, flags) }
 }
 
 unsafe fn do_closefrom(first: c_int) {

@@ -36,26 +36,26 @@ export! {
 /// Lets a function of the C library print to a descriptor. Returns the function's result, which is negative for an
 /// error.
 fn print_to(fd: c_int, print: impl FnOnce(c_int) -> c_int) -> c_int {
-    if descriptor_tag(fd) == tag::STUB {
-        let Some(text) = stub::new_memory_file() else {
-            return fail(libc::EMFILE);
-        };
-        let result = print(text.as_fd().as_raw_fd());
-        if result < 0 {
-            return result;
-        }
-        return match stub::write_memory_file(fd, &text) {
-            Ok(()) => result,
-            Err(errno) => fail(errno),
-        };
+    match descriptor_tag(fd) {
+        tag::ORDINARY => print(fd),
+        tag::STUB => print_to_stub(fd, print),
+        _ => kernel::prepare_kernel_call(fd, Call::Write).run(|| print(fd)),
     }
-    if descriptor_tag(fd) == tag::ORDINARY {
-        return print(fd);
+}
+
+/// Lets a function print to a memory file, and writes that file to a stub.
+fn print_to_stub(fd: c_int, print: impl FnOnce(c_int) -> c_int) -> c_int {
+    let Some(text_file) = stub::new_memory_file() else {
+        return fail(libc::EMFILE);
+    };
+    let result = print(text_file.as_fd().as_raw_fd());
+    if result < 0 {
+        return result;
     }
-    let kernel_call = kernel::prepare_kernel_call(fd, Call::Write);
-    let result = print(fd);
-    kernel_call.finish();
-    result
+    match stub::write_memory_file(fd, &text_file) {
+        Ok(()) => result,
+        Err(errno) => fail(errno),
+    }
 }
 
 unsafe extern "C" fn do_vdprintf(fd: c_int, format: *const c_char, arguments: Arguments) -> c_int {

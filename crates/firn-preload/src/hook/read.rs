@@ -58,22 +58,25 @@ export! {
     ) -> ssize_t;
     copy_file_range = do_copy_file_range(
         from: c_int,
-        from_at: *mut off64_t,
+        from_offset: *mut off64_t,
         to: c_int,
-        to_at: *mut off64_t,
+        to_offset: *mut off64_t,
         len: size_t,
         flags: c_uint,
     ) -> ssize_t;
     splice = do_splice(
         from: c_int,
-        from_at: *mut off64_t,
+        from_offset: *mut off64_t,
         to: c_int,
-        to_at: *mut off64_t,
+        to_offset: *mut off64_t,
         len: size_t,
         flags: c_uint,
     ) -> ssize_t;
     ioctl __ioctl = do_ioctl(fd: c_int, request: c_ulong, arg: usize) -> c_int;
 }
+
+/// Offset by which preadv2(2) reads at the descriptor's own offset.
+const DESCRIPTOR_OFFSET: off64_t = -1;
 
 /// Requests of ioctl(2) about a range of a file that may be relative to the offset (`struct space_resv` of
 /// linux/falloc.h).
@@ -111,14 +114,8 @@ fn read_from(fd: c_int, target: Target<'_>, explicit_offset: Option<u64>, call: 
 unsafe fn read_served(fd: c_int, data: *mut c_void, len: size_t) -> ssize_t {
     // SAFETY: the program has passed the bytes to read(2), to be written.
     let run: Run<'_, Writable> = unsafe { Run::new(data, len) };
-    match run.as_memory(|target| read_from(fd, target, None, Call::Read)) {
-        Handled::Done(result) => with_errno(result),
-        Handled::Forward(kernel_call) => {
-            let result = forward!(READ(fd, data, len));
-            kernel_call.finish();
-            result
-        }
-    }
+    let handled = run.as_memory(|target| read_from(fd, target, None, Call::Read));
+    handled.finish(|| forward!(READ(fd, data, len)))
 }
 
 unsafe fn do_read_chk(fd: c_int, data: *mut c_void, len: size_t, size: size_t) -> ssize_t {
@@ -137,18 +134,11 @@ unsafe fn do_readv(fd: c_int, vectors: *const iovec, count: c_int) -> ssize_t {
     // SAFETY: the program has passed the vectors to readv(2), to be written.
     let handled = match unsafe { program_memory(vectors, count) } {
         Some(target) => read_from(fd, target, None, Call::Readv),
-        // The kernel refuses this number of vectors.
+        // The kernel refuses these vectors.
         None if descriptor_tag(fd) == tag::STUB => Handled::Forward(KernelCall::WITHOUT_OFFSET),
         None => Handled::Forward(kernel::prepare_kernel_call(fd, Call::Readv)),
     };
-    match handled {
-        Handled::Done(result) => with_errno(result),
-        Handled::Forward(kernel_call) => {
-            let result = forward!(READV(fd, vectors, count));
-            kernel_call.finish();
-            result
-        }
-    }
+    handled.finish(|| forward!(READV(fd, vectors, count)))
 }
 
 #[inline(always)]
@@ -200,56 +190,49 @@ unsafe fn do_preadv2(
     offset: off64_t,
     flags: c_int,
 ) -> ssize_t {
-    if descriptor_tag(fd) == tag::STUB && flags & !libc::RWF_HIPRI != 0 {
+    let fd_tag = descriptor_tag(fd);
+    if fd_tag == tag::STUB && flags & !libc::RWF_HIPRI != 0 {
         return fail(libc::EOPNOTSUPP);
     }
-    if descriptor_tag(fd) != tag::ORDINARY && (flags == 0 || descriptor_tag(fd) == tag::STUB) {
+    let uses_descriptor_offset = offset == DESCRIPTOR_OFFSET;
+    if fd_tag != tag::ORDINARY && (flags == 0 || fd_tag == tag::STUB) {
         // SAFETY: the program has passed the vectors to preadv2(2), which without flags is readv(2) or preadv(2).
         return unsafe {
-            if offset == -1 {
+            if uses_descriptor_offset {
                 do_readv(fd, vectors, count)
             } else {
                 do_preadv(fd, vectors, count, offset)
             }
         };
     }
-    let kernel_call = if offset == -1 && descriptor_tag(fd) != tag::ORDINARY {
+    let kernel_call = if uses_descriptor_offset && fd_tag != tag::ORDINARY {
         kernel::prepare_kernel_call(fd, Call::Readv)
     } else {
         KernelCall::WITHOUT_OFFSET
     };
-    let result = forward!(PREADV2(fd, vectors, count, offset, flags));
-    kernel_call.finish();
-    result
+    kernel_call.run(|| forward!(PREADV2(fd, vectors, count, offset, flags)))
 }
 
 #[inline(always)]
 unsafe fn do_lseek(fd: c_int, offset: off64_t, whence: c_int) -> off64_t {
-    if descriptor_tag(fd) == tag::ORDINARY {
-        return forward!(LSEEK(fd, offset, whence));
-    }
     let handled = match descriptor_tag(fd) {
+        tag::ORDINARY => return forward!(LSEEK(fd, offset, whence)),
         tag::STUB => stub::seek_stub(fd, offset, whence),
         _ => kernel::seek_file(fd, offset, whence),
     };
-    match handled {
-        Handled::Done(result) => with_errno(result) as off64_t,
-        Handled::Forward(kernel_call) => {
-            let result = forward!(LSEEK(fd, offset, whence));
-            kernel_call.finish();
-            result
-        }
-    }
+    handled.finish(|| forward!(LSEEK(fd, offset, whence)) as isize) as off64_t
 }
 
-/// Gives a descriptor back to the kernel for one call that uses the kernel's offset or size. The kernel_call is finished
-/// after it.
-#[inline(always)]
-fn prepare_transfer(fd: c_int) -> KernelCall {
-    if descriptor_tag(fd) != tag::ORDINARY {
-        return kernel::prepare_kernel_call(fd, Call::Transfer);
-    }
-    KernelCall::WITHOUT_OFFSET
+/// Makes a call of the kernel that uses the offsets or sizes of two descriptors.
+fn run_transfer(fds: [c_int; 2], call_kernel: impl FnOnce() -> ssize_t) -> ssize_t {
+    let [first_call, second_call] = fds.map(|fd| {
+        if descriptor_tag(fd) == tag::ORDINARY {
+            KernelCall::WITHOUT_OFFSET
+        } else {
+            kernel::prepare_kernel_call(fd, Call::Transfer)
+        }
+    });
+    second_call.run(|| first_call.run(call_kernel))
 }
 
 /// Whether a call that moves bytes between descriptors within the kernel involves a stub. The kernel has no bytes of
@@ -262,72 +245,71 @@ unsafe fn do_sendfile(to: c_int, from: c_int, offset: *mut off64_t, len: size_t)
     if involves_stub(to, from) {
         return fail(libc::EINVAL);
     }
-    let kernel_calls = (prepare_transfer(to), prepare_transfer(from));
-    let result = forward!(SENDFILE(to, from, offset, len));
-    kernel_calls.0.finish();
-    kernel_calls.1.finish();
-    result
+    run_transfer([to, from], || forward!(SENDFILE(to, from, offset, len)))
 }
 
 unsafe fn do_copy_file_range(
     from: c_int,
-    from_at: *mut off64_t,
+    from_offset: *mut off64_t,
     to: c_int,
-    to_at: *mut off64_t,
+    to_offset: *mut off64_t,
     len: size_t,
     flags: c_uint,
 ) -> ssize_t {
     if involves_stub(to, from) {
         return fail(libc::EXDEV);
     }
-    let kernel_calls = (prepare_transfer(from), prepare_transfer(to));
-    let result = forward!(COPY_FILE_RANGE(from, from_at, to, to_at, len, flags));
-    kernel_calls.0.finish();
-    kernel_calls.1.finish();
-    result
+    run_transfer([from, to], || {
+        forward!(COPY_FILE_RANGE(
+            from,
+            from_offset,
+            to,
+            to_offset,
+            len,
+            flags
+        ))
+    })
 }
 
 unsafe fn do_splice(
     from: c_int,
-    from_at: *mut off64_t,
+    from_offset: *mut off64_t,
     to: c_int,
-    to_at: *mut off64_t,
+    to_offset: *mut off64_t,
     len: size_t,
     flags: c_uint,
 ) -> ssize_t {
     if involves_stub(to, from) {
         return fail(libc::EINVAL);
     }
-    let kernel_calls = (prepare_transfer(from), prepare_transfer(to));
-    let result = forward!(SPLICE(from, from_at, to, to_at, len, flags));
-    kernel_calls.0.finish();
-    kernel_calls.1.finish();
-    result
+    run_transfer([from, to], || {
+        forward!(SPLICE(from, from_offset, to, to_offset, len, flags))
+    })
 }
 
 /// ioctl(2), which is variadic in C like `open`. The argument is passed on, whatever it is.
 unsafe fn do_ioctl(fd: c_int, request: c_ulong, arg: usize) -> c_int {
-    let is_count = request == libc::FIONREAD as c_ulong;
-    if descriptor_tag(fd) == tag::ORDINARY || !(is_count || RANGE_REQUESTS.contains(&request)) {
+    let asks_for_count = request == libc::FIONREAD as c_ulong;
+    let concerns_offset = asks_for_count || RANGE_REQUESTS.contains(&request);
+    if descriptor_tag(fd) == tag::ORDINARY || !concerns_offset {
         return forward!(IOCTL(fd, request, arg));
     }
-    if descriptor_tag(fd) == tag::STUB {
-        if !is_count {
-            return fail(libc::EOPNOTSUPP);
-        }
-        let count = match stub::count_unread(fd) {
-            Ok(count) => count,
-            Err(errno) => return fail(errno),
-        };
-        if !probe::is_writable(arg as *mut c_void, size_of::<c_int>()) {
-            return fail(libc::EFAULT);
-        }
-        // SAFETY: the program has passed the address of the number to ioctl(2), and it was just found writable.
-        unsafe { (arg as *mut c_int).write_unaligned(count as c_int) };
-        return 0;
+    if descriptor_tag(fd) != tag::STUB {
+        let kernel_call = kernel::prepare_kernel_call(fd, Call::Transfer);
+        return kernel_call.run(|| forward!(IOCTL(fd, request, arg)));
     }
-    let kernel_call = kernel::prepare_kernel_call(fd, Call::Transfer);
-    let result = forward!(IOCTL(fd, request, arg));
-    kernel_call.finish();
-    result
+    if !asks_for_count {
+        return fail(libc::EOPNOTSUPP);
+    }
+    let unread_bytes = match stub::count_unread(fd) {
+        Ok(count) => count,
+        Err(errno) => return fail(errno),
+    };
+    let result = arg as *mut c_int;
+    if !probe::is_writable(result.cast(), size_of::<c_int>()) {
+        return fail(libc::EFAULT);
+    }
+    // SAFETY: the program has passed the address of the number to ioctl(2), and it was just found writable.
+    unsafe { result.write_unaligned(unread_bytes as c_int) };
+    0
 }

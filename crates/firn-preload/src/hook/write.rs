@@ -14,6 +14,8 @@ use crate::stub::{self, Append};
 use crate::sys::{fail, with_errno};
 use crate::table::{descriptor_tag, tag};
 
+/// Offset by which pwritev2(2) writes at the descriptor's own offset.
+const DESCRIPTOR_OFFSET: off64_t = -1;
 /// Flag of pwritev2(2): do not append, even if the descriptor has O_APPEND (linux/fs.h, since Linux 6.9).
 const RWF_NOAPPEND: c_int = 0x20;
 
@@ -68,19 +70,17 @@ fn write_served(fd: c_int, run: Run<'_, Readable>) -> ssize_t {
     }
 }
 
-/// Ends a write. `handled` is the result of the fast path; without one, the write is made here.
+/// Ends a write. `fast_result` is the result of the fast path; without one, the write is made here.
 #[inline(never)]
-fn write_slowly(fd: c_int, run: Run<'_, Readable>, handled: Option<Handled>) -> ssize_t {
-    let slowly = || run.as_memory(|source| write_to(fd, source, None, Call::Write));
-    match handled.unwrap_or_else(slowly) {
-        Handled::Done(result) => with_errno(result),
-        Handled::Forward(kernel_call) => {
-            let part = run.as_vector();
-            let result = forward!(WRITE(fd, part.iov_base, part.iov_len));
-            kernel_call.finish();
-            result
-        }
-    }
+fn write_slowly(fd: c_int, run: Run<'_, Readable>, fast_result: Option<Handled>) -> ssize_t {
+    let handled = match fast_result {
+        Some(handled) => handled,
+        None => run.as_memory(|source| write_to(fd, source, None, Call::Write)),
+    };
+    handled.finish(|| {
+        let vector = run.as_vector();
+        forward!(WRITE(fd, vector.iov_base, vector.iov_len))
+    })
 }
 
 #[inline(always)]
@@ -101,18 +101,11 @@ unsafe fn writev_served(fd: c_int, vectors: *const iovec, count: c_int) -> ssize
     // SAFETY: the program has passed the vectors to writev(2), to be read.
     let handled = match unsafe { program_memory(vectors, count) } {
         Some(source) => write_to(fd, source, None, Call::Writev),
-        // The kernel refuses this number of vectors.
+        // The kernel refuses these vectors.
         None if descriptor_tag(fd) == tag::STUB => Handled::Forward(KernelCall::WITHOUT_OFFSET),
         None => Handled::Forward(kernel::prepare_kernel_call(fd, Call::Writev)),
     };
-    match handled {
-        Handled::Done(result) => with_errno(result),
-        Handled::Forward(kernel_call) => {
-            let result = forward!(WRITEV(fd, vectors, count));
-            kernel_call.finish();
-            result
-        }
-    }
+    handled.finish(|| forward!(WRITEV(fd, vectors, count)))
 }
 
 #[inline(always)]
@@ -155,72 +148,72 @@ unsafe fn do_pwritev2(
     offset: off64_t,
     flags: c_int,
 ) -> ssize_t {
-    if flags == 0 && matches!(descriptor_tag(fd), tag::WRITER | tag::STUB) {
+    let fd_tag = descriptor_tag(fd);
+    let uses_descriptor_offset = offset == DESCRIPTOR_OFFSET;
+    if flags == 0 && matches!(fd_tag, tag::WRITER | tag::STUB) {
         // SAFETY: the program has passed the vectors to pwritev2(2), which without flags is writev(2) or pwritev(2).
         return unsafe {
-            if offset == -1 {
+            if uses_descriptor_offset {
                 do_writev(fd, vectors, count)
             } else {
                 do_pwritev(fd, vectors, count, offset)
             }
         };
     }
-    if descriptor_tag(fd) == tag::STUB {
+    if fd_tag == tag::STUB {
         // SAFETY: the program has passed the vectors to pwritev2(2).
-        return unsafe { write_flagged(fd, vectors, count, offset, flags) };
+        return unsafe { write_stub_with_flags(fd, vectors, count, offset, flags) };
     }
-    // A call at the offset needs the kernel's offset. An append needs the kernel's size of the file.
-    let needs_kernel = offset == -1 || flags & libc::RWF_APPEND != 0;
-    let kernel_call = if needs_kernel && descriptor_tag(fd) != tag::ORDINARY {
+    // An append needs the kernel's size of the file.
+    let needs_kernel = uses_descriptor_offset || flags & libc::RWF_APPEND != 0;
+    let kernel_call = if needs_kernel && fd_tag != tag::ORDINARY {
         kernel::prepare_kernel_call(fd, Call::Writev)
     } else {
         KernelCall::WITHOUT_OFFSET
     };
-    let result = forward!(PWRITEV2(fd, vectors, count, offset, flags));
-    kernel_call.finish();
-    result
+    kernel_call.run(|| forward!(PWRITEV2(fd, vectors, count, offset, flags)))
 }
 
 /// pwritev2(2) with flags, to a stub.
 ///
 /// # Safety
 /// The same as for pwritev2(2).
-unsafe fn write_flagged(
+unsafe fn write_stub_with_flags(
     fd: c_int,
     vectors: *const iovec,
     count: c_int,
     offset: off64_t,
     flags: c_int,
 ) -> ssize_t {
-    let synced = flags & (libc::RWF_SYNC | libc::RWF_DSYNC) != 0;
-    let known =
-        libc::RWF_SYNC | libc::RWF_DSYNC | libc::RWF_HIPRI | libc::RWF_APPEND | RWF_NOAPPEND;
-    if flags & !known != 0 {
+    let sync_flags = libc::RWF_SYNC | libc::RWF_DSYNC;
+    let append_flags = libc::RWF_APPEND | RWF_NOAPPEND;
+    if flags & !(sync_flags | append_flags | libc::RWF_HIPRI) != 0 {
         return fail(libc::EOPNOTSUPP);
     }
-    let append = match flags & (libc::RWF_APPEND | RWF_NOAPPEND) {
+    let append = match flags & append_flags {
         0 => Append::AsOpened,
         libc::RWF_APPEND => Append::Always,
         RWF_NOAPPEND => Append::Never,
         _ => return fail(libc::EINVAL),
     };
-    if offset < -1 {
+    if offset < DESCRIPTOR_OFFSET {
         return fail(libc::EINVAL);
     }
     // SAFETY: the program has passed the vectors to pwritev2(2), to be read.
-    let Some(source) = (unsafe { program_memory(vectors, count) }) else {
-        return with_errno(if count == 0 {
-            0
-        } else {
-            -(libc::EINVAL as isize)
-        });
+    let source = match unsafe { program_memory(vectors, count) } {
+        Some(source) => source,
+        None if count == 0 => return 0,
+        None => return fail(libc::EINVAL),
     };
     let explicit_offset = u64::try_from(offset).ok();
-    match stub::write_stub(fd, source, explicit_offset, append, Call::Pwritev) {
-        Handled::Done(result) if result >= 0 && synced => match stub::sync_stub(fd, true) {
-            Some(Err(errno)) => fail(errno),
-            _ => result,
-        },
+    let handled = stub::write_stub(fd, source, explicit_offset, append, Call::Pwritev);
+    if let Handled::Done(0..) = handled
+        && flags & sync_flags != 0
+        && let Some(Err(errno)) = stub::sync_stub(fd, true)
+    {
+        return fail(errno);
+    }
+    match handled {
         Handled::Done(result) => with_errno(result),
         Handled::Forward(_) => forward!(PWRITEV2(fd, vectors, count, offset, flags)),
     }
