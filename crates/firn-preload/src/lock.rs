@@ -16,6 +16,8 @@ use std::sync::atomic::{AtomicPtr, AtomicU8, AtomicU64, Ordering, compiler_fence
 
 use crate::sys;
 
+/// Value of the word while no thread holds the lock.
+const FREE: u64 = 0;
 /// Bit of the word: a thread may wait for the lock.
 const WAITING: u64 = 1;
 /// Attempts before a thread waits in the kernel. A holder that copies 4 KiB is done by then.
@@ -58,7 +60,7 @@ fn has_one_thread() -> bool {
 impl Lock {
     const fn new() -> Self {
         Self {
-            word: AtomicU64::new(0),
+            word: AtomicU64::new(FREE),
         }
     }
 
@@ -66,24 +68,26 @@ impl Lock {
     #[inline(always)]
     fn acquire(&self) -> bool {
         let this_thread = sys::thread_pointer();
-        if has_one_thread() && self.word.load(Ordering::Relaxed) == 0 {
+        if has_one_thread() && self.word.load(Ordering::Relaxed) == FREE {
             self.word.store(this_thread, Ordering::Relaxed);
             // The compiler must not move accesses to the guarded value before the store. Otherwise a signal handler
             // could take the lock in between and find the value half changed.
             compiler_fence(Ordering::SeqCst);
             return true;
         }
-        if self
-            .word
-            .compare_exchange(0, this_thread, Ordering::Acquire, Ordering::Relaxed)
-            .is_ok()
-        {
-            return true;
-        }
-        self.acquire_slowly(this_thread)
+        self.replace_word(FREE, this_thread) || self.acquire_slowly(this_thread)
     }
 
-    /// Takes a lock that another thread holds, or finds out that this thread does.
+    /// Replaces the word if it has the expected value. Returns whether it had.
+    #[inline(always)]
+    fn replace_word(&self, expected: u64, new_word: u64) -> bool {
+        self.word
+            .compare_exchange(expected, new_word, Ordering::Acquire, Ordering::Relaxed)
+            .is_ok()
+    }
+
+    /// Takes a lock that another thread holds, or returns false because this thread does. It first tries for a short
+    /// time, and then waits in the kernel.
     #[cold]
     fn acquire_slowly(&self, this_thread: u64) -> bool {
         for _ in 0..SPINS {
@@ -91,12 +95,7 @@ impl Lock {
             if word & !WAITING == this_thread {
                 return false;
             }
-            if word == 0
-                && self
-                    .word
-                    .compare_exchange(0, this_thread, Ordering::Acquire, Ordering::Relaxed)
-                    .is_ok()
-            {
+            if word == FREE && self.replace_word(FREE, this_thread) {
                 return true;
             }
             std::hint::spin_loop();
@@ -108,22 +107,13 @@ impl Lock {
             }
             // Further threads may wait. So a thread that has waited takes the lock with the bit set, and wakes one of
             // them when it unlocks.
-            let new_word = if word == 0 {
-                this_thread | WAITING
-            } else {
-                word | WAITING
-            };
-            if self
-                .word
-                .compare_exchange(word, new_word, Ordering::Acquire, Ordering::Relaxed)
-                .is_err()
-            {
-                continue;
+            if word == FREE {
+                if self.replace_word(FREE, this_thread | WAITING) {
+                    return true;
+                }
+            } else if self.replace_word(word, word | WAITING) {
+                sys::futex_wait(self.low_half(), (word | WAITING) as u32);
             }
-            if word == 0 {
-                return true;
-            }
-            sys::futex_wait(self.low_half(), new_word as u32);
         }
     }
 
@@ -131,9 +121,9 @@ impl Lock {
     #[inline(always)]
     fn release(&self) {
         if has_one_thread() {
-            return self.word.store(0, Ordering::Release);
+            return self.word.store(FREE, Ordering::Release);
         }
-        if self.word.swap(0, Ordering::Release) & WAITING != 0 {
+        if self.word.swap(FREE, Ordering::Release) & WAITING != 0 {
             sys::futex_wake(self.low_half());
         }
     }

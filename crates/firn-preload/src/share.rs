@@ -117,19 +117,21 @@ pub(crate) unsafe fn share_sent_descriptors(message: *const libc::msghdr) {
         if message.is_null() || (*message).msg_control.is_null() {
             return;
         }
-        let mut head = libc::CMSG_FIRSTHDR(message);
-        while !head.is_null() {
-            let data = libc::CMSG_DATA(head).cast::<c_int>();
-            let bytes = (*head).cmsg_len.saturating_sub(libc::CMSG_LEN(0) as usize);
-            if (*head).cmsg_level == libc::SOL_SOCKET && (*head).cmsg_type == libc::SCM_RIGHTS {
-                for index in 0..bytes / size_of::<c_int>() {
-                    let fd = data.add(index).read_unaligned();
+        let mut header = libc::CMSG_FIRSTHDR(message);
+        while !header.is_null() {
+            if (*header).cmsg_level == libc::SOL_SOCKET && (*header).cmsg_type == libc::SCM_RIGHTS {
+                let fds = libc::CMSG_DATA(header).cast::<c_int>();
+                let data_bytes = (*header)
+                    .cmsg_len
+                    .saturating_sub(libc::CMSG_LEN(0) as usize);
+                for index in 0..data_bytes / size_of::<c_int>() {
+                    let fd = fds.add(index).read_unaligned();
                     if table::descriptor_tag(fd) != tag::ORDINARY {
                         share_descriptor(fd);
                     }
                 }
             }
-            head = libc::CMSG_NXTHDR(message, head);
+            header = libc::CMSG_NXTHDR(message, header);
         }
     }
 }

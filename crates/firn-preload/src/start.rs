@@ -92,18 +92,17 @@ unsafe fn environment_value<'a>(envp: *const *const c_char, name: &[u8]) -> Opti
     if envp.is_null() {
         return None;
     }
-    let mut next = envp;
+    let mut position = envp;
     // SAFETY: the caller passes an array of C strings that ends with null.
     unsafe {
-        while !(*next).is_null() {
-            let entry = CStr::from_ptr(*next).to_bytes();
-            if let Some(value) = entry
-                .strip_prefix(name)
-                .and_then(|rest| rest.strip_prefix(b"="))
+        while !(*position).is_null() {
+            let variable = CStr::from_ptr(*position).to_bytes();
+            if let Some(after_name) = variable.strip_prefix(name)
+                && let Some(value) = after_name.strip_prefix(b"=")
             {
                 return Some(value);
             }
-            next = next.add(1);
+            position = position.add(1);
         }
     }
     None

@@ -29,13 +29,13 @@ use crate::vfork::is_vfork_child;
 use crate::wiped::Wiped;
 
 /// Number of entries. Descriptors with a higher number are left to the kernel.
-pub(crate) const FDS: usize = 16 << 10;
+pub(crate) const FDS_MAX: usize = 16 << 10;
 
 /// Values of tags.
 pub(crate) mod tag {
     /// This process has not looked at the descriptor yet. [`descriptor_tag`](super::descriptor_tag) never returns it.
     pub(crate) const UNKNOWN: u32 = 0;
-    /// The descriptor is of no interest to the library.
+    /// The kernel serves the descriptor, and the library leaves it alone.
     pub(crate) const ORDINARY: u32 = 1;
     /// The descriptor is a file of a mount, open for writing.
     pub(crate) const WRITER: u32 = 2;
@@ -49,8 +49,8 @@ pub(crate) mod tag {
 
 /// The state that children of fork(2) do not inherit.
 struct Table {
-    tags: [AtomicU32; FDS],
-    entries: [Entry; FDS],
+    tags: [AtomicU32; FDS_MAX],
+    entries: [Entry; FDS_MAX],
     /// Process that the table belongs to; 0 if none has used it yet.
     owner: AtomicU32,
     /// The highest descriptor that has had a tag, plus one.
@@ -61,8 +61,8 @@ struct Table {
 // locks are free.
 static TABLE: Wiped<Table> = unsafe {
     Wiped::new(Table {
-        tags: [const { AtomicU32::new(tag::UNKNOWN) }; FDS],
-        entries: [const { Entry::new() }; FDS],
+        tags: [const { AtomicU32::new(tag::UNKNOWN) }; FDS_MAX],
+        entries: [const { Entry::new() }; FDS_MAX],
         owner: AtomicU32::new(0),
         high: AtomicU32::new(0),
     })
@@ -74,7 +74,7 @@ pub(crate) fn wipe_on_fork() -> bool {
 }
 
 /// For each descriptor whether it is a stub, as a value of [`stub_mark`]. Children of fork(2) inherit it.
-static STUBS: [AtomicU8; FDS] = [const { AtomicU8::new(stub_mark::NONE) }; FDS];
+static STUBS: [AtomicU8; FDS_MAX] = [const { AtomicU8::new(stub_mark::NONE) }; FDS_MAX];
 /// The highest descriptor that has been a stub, plus one.
 static STUB_HIGH: AtomicU32 = AtomicU32::new(0);
 
@@ -284,13 +284,12 @@ pub(crate) enum Entered {
 /// Returns the tag of a descriptor. It takes one load, except at the first use of a descriptor.
 #[inline(always)]
 pub(crate) fn descriptor_tag(fd: c_int) -> u32 {
-    match TABLE
-        .tags
-        .get(fd as usize)
-        .map_or(tag::ORDINARY, |tag| tag.load(Ordering::Acquire))
-    {
-        tag::UNKNOWN => look_up(fd),
-        tag => tag,
+    let Some(word) = TABLE.tags.get(fd as usize) else {
+        return tag::ORDINARY;
+    };
+    match word.load(Ordering::Acquire) {
+        tag::UNKNOWN => find_tag(fd),
+        known_tag => known_tag,
     }
 }
 
@@ -302,23 +301,23 @@ pub(crate) fn has_state(fd: c_int) -> bool {
 
 /// Finds out at the first use of a descriptor whether it is a stub. Returns its tag.
 #[cold]
-fn look_up(fd: c_int) -> u32 {
+fn find_tag(fd: c_int) -> u32 {
     // A stub that came by a raw call or in a message may be shared with an unknown process.
     if descriptor_stub_mark(fd) == stub_mark::NONE && trees::has_trees() && trees::is_stub(fd) {
         mark_stub(fd, stub_mark::SHARED);
     }
-    let new_tag = if descriptor_stub_mark(fd) == stub_mark::NONE {
+    let found_tag = if descriptor_stub_mark(fd) == stub_mark::NONE {
         tag::ORDINARY
     } else {
         tag::STUB
     };
-    let Some(tag) = TABLE.tags.get(fd as usize) else {
+    let Some(word) = TABLE.tags.get(fd as usize) else {
         return tag::ORDINARY;
     };
-    match tag.compare_exchange(tag::UNKNOWN, new_tag, Ordering::AcqRel, Ordering::Acquire) {
-        Ok(_) => new_tag,
+    match word.compare_exchange(tag::UNKNOWN, found_tag, Ordering::AcqRel, Ordering::Acquire) {
+        Ok(_) => found_tag,
         // Another thread was faster.
-        Err(other) => other,
+        Err(tag_of_other_thread) => tag_of_other_thread,
     }
 }
 

@@ -27,7 +27,7 @@ pub(crate) fn register_open(fd: c_int, device: u64, flags: c_int) -> Result<bool
     if is_vfork_child() || !trees::is_stub_on(fd, device) {
         return Ok(false);
     }
-    if fd as usize >= table::FDS {
+    if fd as usize >= table::FDS_MAX {
         // The table has no entry for so high a number, and the kernel cannot serve a stub.
         return Err(libc::EMFILE);
     }
