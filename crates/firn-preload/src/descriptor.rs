@@ -139,7 +139,7 @@ fn read_by_list<F: Fallback>(
     if !target.is_accessible(expected_bytes) {
         return F::hand_over(locked, Some(claim), range.explicit_offset, call);
     }
-    let Some(done) = copy::copy_out::<F>(&mut locked, target, claim.offset, range.total) else {
+    let Ok(done) = copy::copy_out::<F>(&mut locked, target, claim.offset, range.total) else {
         return F::list_lost(locked, claim, range.explicit_offset, call);
     };
     claim.finish(&locked, done);

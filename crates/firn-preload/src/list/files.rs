@@ -55,7 +55,7 @@ pub(crate) struct ListFile {
 impl ListFile {
     /// Copies a received descriptor to a high number, for the list of the program's descriptor `owner`. Returns `None`
     /// if there are too many files or no number is free.
-    pub(crate) fn keep(received: &Descriptor, identity: Identity, owner: c_int) -> Option<Self> {
+    pub(crate) fn copy(received: &Descriptor, identity: Identity, owner: c_int) -> Option<Self> {
         if FILES_OPEN.fetch_add(1, Ordering::AcqRel) < files_max()
             && let Ok(fd) = rustix::io::fcntl_dupfd_cloexec(received.as_fd(), OWN_FD_MIN)
         {

@@ -33,23 +33,16 @@ pub(crate) fn lock_stub(fd: c_int) -> Entered {
     let Some(mut locked) = table::lock_new_entry(fd) else {
         return table::unlocked_entry(fd).map_or(Entered::NotStub, Entered::Interrupted);
     };
-    let current = sys::identity(fd);
+    let current_file = sys::identity(fd);
     if locked.tag == tag::STUB {
-        if current.is_some_and(|(identity, _)| identity == locked.identity) {
+        if current_file.is_some_and(|(identity, _)| identity == locked.identity) {
             return Entered::Locked(locked);
         }
-        // The stub was closed by a raw call. firnd is informed now; if no firnd runs, this does not wait for one.
-        let adopted = locked.stub.adopted;
-        let link = locked.link;
-        let token = locked.token;
-        forget_stub(&mut locked);
-        if adopted {
-            connect::request_without_data(link, Op::Release, token, 0);
-        }
+        release_closed_stub(&mut locked);
     }
     // This is the first use of the descriptor in this process: it was inherited or just opened.
     locked.reset();
-    match current {
+    match current_file {
         Some((identity, mode)) if is_regular(mode) && trees::is_stub_on(fd, identity.device) => {
             locked.identity = identity;
             locked.stub.flags = sys::fcntl(fd, libc::F_GETFL, 0) as c_int;
@@ -63,6 +56,17 @@ pub(crate) fn lock_stub(fd: c_int) -> Entered {
             forget_stub(&mut locked);
             Entered::NotStub
         }
+    }
+}
+
+/// Forgets a stub that was closed by a raw call, and informs firnd now. If no firnd runs, it does not wait for one.
+fn release_closed_stub(locked: &mut LockedEntry) {
+    let was_adopted = locked.stub.adopted;
+    let link = locked.link;
+    let token = locked.token;
+    forget_stub(locked);
+    if was_adopted {
+        connect::request_without_data(link, Op::Release, token, 0);
     }
 }
 

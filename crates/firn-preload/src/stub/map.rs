@@ -113,7 +113,7 @@ fn copy_file(
     }
     adopt(locked)?;
     if Socket::has_list(locked, None, total) {
-        if let Some(done) = copy::copy_out::<Socket>(locked, target, offset, total) {
+        if let Ok(done) = copy::copy_out::<Socket>(locked, target, offset, total) {
             return Ok(done);
         }
         locked.list.unmap_extents();

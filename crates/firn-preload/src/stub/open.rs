@@ -34,14 +34,12 @@ pub(crate) fn register_open(fd: c_int, device: u64, flags: c_int) -> Result<bool
     // The C library itself writes to standard error before it ends a program, and hooks do not see that. So the offset
     // of a standard descriptor stays with the kernel.
     let is_standard = fd <= libc::STDERR_FILENO;
-    mark_stub(
-        fd,
-        if is_standard {
-            stub_mark::SHARED
-        } else {
-            stub_mark::OWN
-        },
-    );
+    let mark = if is_standard {
+        stub_mark::SHARED
+    } else {
+        stub_mark::OWN
+    };
+    mark_stub(fd, mark);
     let Entered::Locked(mut locked) = lock_stub(fd) else {
         return Ok(true);
     };
@@ -50,16 +48,15 @@ pub(crate) fn register_open(fd: c_int, device: u64, flags: c_int) -> Result<bool
         // F_GETFL does not return the access mode of a descriptor that was opened with O_PATH.
         locked.stub.flags |= flags & libc::O_ACCMODE;
     }
-    match adopt(&mut locked) {
+    let adopted = adopt(&mut locked);
+    if adopted.is_err() {
+        forget_stub(&mut locked);
+    }
+    match adopted {
         Ok(()) => Ok(true),
-        Err(libc::ENODEV) => {
-            forget_stub(&mut locked);
-            Ok(false)
-        }
-        Err(errno) => {
-            forget_stub(&mut locked);
-            Err(errno)
-        }
+        // firnd does not know the file, so it is no stub.
+        Err(libc::ENODEV) => Ok(false),
+        Err(errno) => Err(errno),
     }
 }
 
@@ -82,23 +79,27 @@ pub(crate) fn find_inherited() {
     }
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let Ok(dir) = rustix::fs::openat(CWD, c"/proc/self/fd", flags, Mode::empty()) else {
-        (0..USUAL_FD_LIMIT).for_each(mark_inherited);
+        (0..USUAL_FD_LIMIT).for_each(mark_if_stub);
         return;
     };
     let dir = Descriptor::from(dir);
     let mut buffer = [MaybeUninit::uninit(); 2048];
     let mut entries = RawDir::new(&dir, &mut buffer);
     while let Some(Ok(entry)) = entries.next() {
-        let name = entry.file_name().to_str().ok();
-        if let Some(fd) = name.and_then(|name| name.parse().ok())
-            && fd != dir.as_fd().as_raw_fd()
-        {
-            mark_inherited(fd);
+        let Ok(name) = entry.file_name().to_str() else {
+            continue;
+        };
+        // The names `.` and `..` are no numbers.
+        let Ok(fd) = name.parse() else {
+            continue;
+        };
+        if fd != dir.as_fd().as_raw_fd() {
+            mark_if_stub(fd);
         }
     }
 }
 
-fn mark_inherited(fd: c_int) {
+fn mark_if_stub(fd: c_int) {
     if trees::is_stub(fd) {
         mark_stub(fd, stub_mark::SHARED);
     }
@@ -135,20 +136,20 @@ pub(crate) fn close_stub(fd: c_int) -> isize {
     };
     let mut result = 0;
     if locked.stub.adopted || locked.stub.wrote {
-        let once = !locked.stub.wrote;
-        result = match release_token(&mut locked, once) {
-            Ok(()) => 0,
-            Err(errno) => -(errno as isize),
-        };
+        // Without written bytes nothing is lost if no firnd runs now.
+        let waits_for_firnd = locked.stub.wrote;
+        if let Err(errno) = release_token(&mut locked, waits_for_firnd) {
+            result = -(errno as isize);
+        }
     }
     forget_stub(&mut locked);
     result
 }
 
-/// Informs firnd that a descriptor is closed. With `once`, it does not wait for the next firnd if none runs.
-fn release_token(locked: &mut LockedEntry, once: bool) -> Result<(), c_int> {
+/// Informs firnd that a descriptor is closed. With `waits_for_firnd` it waits for the next firnd if none runs.
+fn release_token(locked: &mut LockedEntry, waits_for_firnd: bool) -> Result<(), c_int> {
     return_private_offset(locked);
-    if once {
+    if !waits_for_firnd {
         let _ = connect::request_without_data(locked.link, Op::Release, locked.token, 0);
         return Ok(());
     }
