@@ -4,7 +4,7 @@
 //! * A [`Reply`] is answered exactly once, because the answer consumes it. A reply that is dropped instead (a task
 //!   panicked, or a queue ended) answers EIO and leaves a line in the log.
 //! * If the caller has already got an early answer ([`Unanswered`]), the later answer is discarded. Look-ups and
-//!   handles in it, which the kernel will not get, are returned to the engine ([`GiveBack`]).
+//!   handles in it, which the kernel will not get, are returned to the engine ([`ReclaimUnsent`]).
 //! * Each answer that is an error is logged and counted here, and nowhere else ([`Failures`]).
 
 use std::ffi::{OsStr, OsString};
@@ -22,7 +22,7 @@ use firn_hosts::ConflictingLock;
 use crate::failures::Failures;
 use crate::repeated::{RepeatedRequests, UNIQUE_RESEND};
 use crate::request::{OperationKind, Request};
-use crate::unanswered::{EarlyAnswer, StillWaits, Unanswered, Withdraw};
+use crate::unanswered::{CallerStatus, EarlyAnswer, Unanswered, Withdraw};
 
 /// An answer that takes longer is logged at level debug.
 const SLOW: Duration = Duration::from_millis(500);
@@ -55,7 +55,7 @@ pub(crate) trait Responder: Sized + Send + 'static {
 }
 
 /// Takes back look-ups and handles that a discarded answer contains: the kernel does not get them.
-pub(crate) trait GiveBack: Send + Sync {
+pub(crate) trait ReclaimUnsent: Send + Sync {
     /// Takes back one look-up of an inode.
     fn forget(&self, inode: InodeId);
 
@@ -71,7 +71,7 @@ pub(crate) struct Replies {
     pub(crate) times: Arc<RequestTimes>,
     pub(crate) failures: Arc<Failures>,
     pub(crate) unanswered: Arc<Unanswered>,
-    pub(crate) give_back: Box<dyn GiveBack>,
+    pub(crate) reclaim: Box<dyn ReclaimUnsent>,
     pub(crate) repeated: RepeatedRequests,
 }
 
@@ -113,11 +113,11 @@ pub(crate) enum HandleMode<I> {
 
 /// Whether a close(2) of an open file sends a request to Firn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum ClosesAs {
+pub(crate) enum CloseBehavior {
     /// The close sends a FLUSH and waits for the answer.
-    Request,
+    SendsFlush,
     /// The close sends nothing. Only the last close is reported, by RELEASE.
-    Nothing,
+    SendsNothing,
 }
 
 /// A successful answer.
@@ -132,7 +132,7 @@ pub(crate) enum Answer<'a, I> {
     Opened {
         handle: HandleId,
         mode: HandleMode<I>,
-        closing: ClosesAs,
+        close_behavior: CloseBehavior,
     },
     /// The answer to create.
     Created {
@@ -163,20 +163,20 @@ pub(crate) struct Reply<R: Responder> {
     /// `None` once the request was answered.
     responder: Option<R>,
     unique: u64,
-    subject: Subject,
+    description: RequestDescription,
     /// Inodes that a readdirplus has looked up: its answer transfers these look-ups to the kernel.
-    listed: Vec<InodeId>,
+    looked_up: Vec<InodeId>,
     replies: Arc<Replies>,
     /// The note of the request in the arena; it is removed after the answer was sent.
-    noted: Option<NotedRequest>,
+    recorded: Option<NotedRequest>,
     /// When the request was read. `None` if its time is neither counted nor logged.
-    began: Option<Instant>,
+    started_at: Option<Instant>,
     /// Span of the request, which each of its log lines names; exists only at level debug.
     span: tracing::Span,
 }
 
 /// Returns the histogram of an operation's times. `None`: the time is not counted, which saves a read of the clock.
-fn histogram_of(times: &RequestTimes, operation: OperationKind) -> Option<&TimeHistogram> {
+fn duration_histogram(times: &RequestTimes, operation: OperationKind) -> Option<&TimeHistogram> {
     match operation {
         OperationKind::Write => Some(&times.write),
         OperationKind::Flush => Some(&times.close),
@@ -186,7 +186,7 @@ fn histogram_of(times: &RequestTimes, operation: OperationKind) -> Option<&TimeH
 }
 
 /// What a request is about, for the log.
-pub(crate) struct Subject {
+pub(crate) struct RequestDescription {
     pub(crate) operation: OperationKind,
     pub(crate) inode: InodeId,
     /// Name in the directory `inode`, if the operation is about a name.
@@ -197,7 +197,7 @@ impl<R: Responder> Reply<R> {
     /// Makes the reply to a request that was just read. From now on the request may get an early answer.
     pub(crate) fn new(request: &Request<'_>, responder: R, replies: &Arc<Replies>) -> Self {
         let operation = &request.operation;
-        let (inode, name) = operation.subject();
+        let (inode, name) = operation.inode_and_name();
         let early = responder.early_answer();
         replies
             .unanswered
@@ -208,19 +208,19 @@ impl<R: Responder> Reply<R> {
             operation = operation.kind().name(),
             pid = request.caller.pid
         );
-        let is_timed = histogram_of(&replies.times, operation.kind()).is_some();
+        let is_timed = duration_histogram(&replies.times, operation.kind()).is_some();
         Self {
             responder: Some(responder),
             unique: request.unique,
-            subject: Subject {
+            description: RequestDescription {
                 operation: operation.kind(),
                 inode,
                 name: name.map(OsStr::to_owned),
             },
-            listed: Vec::new(),
+            looked_up: Vec::new(),
             replies: Arc::clone(replies),
-            noted: None,
-            began: (is_timed || !span.is_disabled()).then(Instant::now),
+            recorded: None,
+            started_at: (is_timed || !span.is_disabled()).then(Instant::now),
             span,
         }
     }
@@ -231,16 +231,17 @@ impl<R: Responder> Reply<R> {
     }
 
     /// Counts how long the request took, and logs a slow one.
-    fn note_answered(&self) {
-        let Some(elapsed) = self.began.map(|began| began.elapsed()) else {
+    fn record_duration(&self) {
+        let Some(elapsed) = self.started_at.map(|started_at| started_at.elapsed()) else {
             return;
         };
-        if let Some(histogram) = histogram_of(&self.replies.times, self.subject.operation) {
+        if let Some(histogram) = duration_histogram(&self.replies.times, self.description.operation)
+        {
             histogram.observe(elapsed);
         }
         let span = &self.span;
         if elapsed >= SLOW && !span.is_disabled() {
-            let path = self.replies.failures.path_of(&self.subject);
+            let path = self.replies.failures.path_of(&self.description);
             tracing::debug!(parent: span, ?elapsed, %path, "a request was slow");
         }
     }
@@ -250,30 +251,34 @@ impl<R: Responder> Reply<R> {
         let Some(responder) = self.responder.take() else {
             return;
         };
-        self.note_answered();
+        self.record_duration();
         if self.replies.unanswered.remove(self.unique) {
             responder.send(answer);
         } else {
-            self.give_back(answer);
+            self.reclaim(answer);
         }
     }
 
     /// Returns look-ups and handles of an unsent answer to the engine.
-    fn give_back(&mut self, answer: Answer<'_, R::BackingId>) {
-        let give_back = &self.replies.give_back;
+    fn reclaim(&mut self, answer: Answer<'_, R::BackingId>) {
+        let reclaim = &self.replies.reclaim;
         match answer {
-            Answer::Entry(entry) => give_back.forget(entry.inode),
-            Answer::Opened { handle, .. } if self.subject.operation == OperationKind::Opendir => {
-                give_back.release_dir(handle);
+            Answer::Entry(entry) => reclaim.forget(entry.inode),
+            Answer::Opened { handle, .. }
+                if self.description.operation == OperationKind::Opendir =>
+            {
+                reclaim.release_dir(handle);
             }
-            Answer::Opened { handle, .. } => give_back.release(handle),
+            Answer::Opened { handle, .. } => reclaim.release(handle),
             Answer::Created { entry, handle, .. } => {
-                give_back.release(handle);
-                give_back.forget(entry.inode);
+                reclaim.release(handle);
+                reclaim.forget(entry.inode);
             }
             Answer::Listed => {
-                let listed = std::mem::take(&mut self.listed);
-                listed.into_iter().for_each(|inode| give_back.forget(inode));
+                let looked_up = std::mem::take(&mut self.looked_up);
+                looked_up
+                    .into_iter()
+                    .for_each(|inode| reclaim.forget(inode));
             }
             Answer::Done
             | Answer::Attributes(_)
@@ -288,8 +293,8 @@ impl<R: Responder> Reply<R> {
     }
 
     /// Returns an object that tells whether the caller still waits for the answer.
-    pub(crate) fn still_waits(&self) -> StillWaits {
-        StillWaits::new(&self.replies.unanswered, self.unique)
+    pub(crate) fn caller_status(&self) -> CallerStatus {
+        CallerStatus::new(&self.replies.unanswered, self.unique)
     }
 
     /// Whether the kernel sent the request again, because the firnd that had read it died.
@@ -314,55 +319,55 @@ impl<R: Responder> Reply<R> {
         if self.is_repeated()
             && let Some(resumed) = self.replies.repeated.take_request(self.number())
         {
-            self.noted = engine.note_resumed_request(&resumed);
+            self.recorded = engine.note_resumed_request(&resumed);
             return Some(resumed.request);
         }
         if engine.live().is_some() {
-            self.noted = engine.note_request(self.number(), identify());
+            self.recorded = engine.note_request(self.number(), identify());
         }
         None
     }
 
     /// Notes the offset at which an append that was begun ([`Reply::begin_once`]) writes.
-    pub(crate) fn note_append(&mut self, offset: u64) {
-        if let Some(noted) = &mut self.noted {
-            noted.note_append(offset);
+    pub(crate) fn record_append_offset(&mut self, offset: u64) {
+        if let Some(recorded) = &mut self.recorded {
+            recorded.note_append(offset);
         }
     }
 
     /// Notes that all bytes of an append are written.
-    pub(crate) fn note_append_done(&mut self) {
-        if let Some(noted) = &mut self.noted {
-            noted.note_append_done();
+    pub(crate) fn record_append_done(&mut self) {
+        if let Some(recorded) = &mut self.recorded {
+            recorded.note_append_done();
         }
     }
 
     /// Notes in the arena that the request is under way. Used if the kernel does not send requests again: the next
     /// firnd then ends the request.
-    pub(crate) fn note_in_work<B: Backing>(&mut self, engine: &Engine<B>) {
-        self.noted = engine.note_request(self.number(), Subjects::default());
+    pub(crate) fn record_in_progress<B: Backing>(&mut self, engine: &Engine<B>) {
+        self.recorded = engine.note_request(self.number(), Subjects::default());
     }
 
     /// Releases the handle that an earlier firnd opened for the same request. The kernel never got that handle.
-    pub(crate) fn release_older(&self) {
+    pub(crate) fn release_earlier_handle(&self) {
         if !self.is_repeated() {
             return;
         }
         let Some(handle) = self.replies.repeated.take_handle(self.number()) else {
             return;
         };
-        match self.subject.operation {
-            OperationKind::Opendir => self.replies.give_back.release_dir(handle),
-            _ => self.replies.give_back.release(handle),
+        match self.description.operation {
+            OperationKind::Opendir => self.replies.reclaim.release_dir(handle),
+            _ => self.replies.reclaim.release(handle),
         }
     }
 
     /// Called when the request is refused: releases the handle and drops the note of an earlier firnd for it.
-    pub(crate) fn give_up_first_try<B: Backing>(&mut self, engine: &Engine<B>) {
+    pub(crate) fn abandon_earlier_attempt<B: Backing>(&mut self, engine: &Engine<B>) {
         if self.is_repeated() {
-            self.release_older();
+            self.release_earlier_handle();
             let resumed = self.replies.repeated.take_request(self.number());
-            self.noted = resumed.and_then(|resumed| engine.note_resumed_request(&resumed));
+            self.recorded = resumed.and_then(|resumed| engine.note_resumed_request(&resumed));
         }
     }
 
@@ -378,8 +383,8 @@ impl<R: Responder> Reply<R> {
     }
 
     /// Notes that the caller is a process that exits. Such a caller waits only while the drain makes progress.
-    pub(crate) fn note_exit(&self) {
-        self.replies.unanswered.note_exit(self.unique);
+    pub(crate) fn record_exiting_caller(&self) {
+        self.replies.unanswered.record_exiting_caller(self.unique);
     }
 
     /// Answers with an error.
@@ -418,7 +423,7 @@ impl<R: Responder> Reply<R> {
         // The kernel counts no look-up of `.` and `..`, nor of an entry whose look-up failed.
         let is_looked_up = attributes.inode.0 != 0 && entry.name != "." && entry.name != "..";
         if is_added && is_looked_up {
-            self.listed.push(attributes.inode);
+            self.looked_up.push(attributes.inode);
         }
         is_added
     }
@@ -436,8 +441,8 @@ impl<R: Responder> Reply<R> {
         if let Some(responder) = self.responder.take()
             && self.replies.unanswered.remove(self.unique)
         {
-            self.note_answered();
-            self.replies.failures.record(&self.subject, errno);
+            self.record_duration();
+            self.replies.failures.record(&self.description, errno);
             responder.refuse(errno);
         }
     }
@@ -447,8 +452,8 @@ impl<R: Responder> Drop for Reply<R> {
     fn drop(&mut self) {
         if self.responder.is_some() {
             tracing::error!(
-                operation = self.subject.operation.name(),
-                path = %self.replies.failures.path_of(&self.subject),
+                operation = self.description.operation.name(),
+                path = %self.replies.failures.path_of(&self.description),
                 "a request was dropped without an answer; its caller gets EIO"
             );
             self.refuse(Errno::IO);
@@ -524,7 +529,7 @@ pub(crate) mod tests {
     #[derive(Clone, Default)]
     struct GivenBack(Arc<parking_lot::Mutex<Vec<String>>>);
 
-    impl GiveBack for GivenBack {
+    impl ReclaimUnsent for GivenBack {
         fn forget(&self, inode: InodeId) {
             self.0.lock().push(format!("inode {}", inode.0));
         }
@@ -544,7 +549,7 @@ pub(crate) mod tests {
             times: Arc::default(),
             failures: Arc::default(),
             unanswered: Unanswered::new(|| 0),
-            give_back: Box::new(given_back.clone()),
+            reclaim: Box::new(given_back.clone()),
             repeated: RepeatedRequests::default(),
         };
         (Arc::new(replies), given_back)
@@ -584,7 +589,7 @@ pub(crate) mod tests {
             None => Answer::Opened {
                 handle,
                 mode: mode(),
-                closing: ClosesAs::Request,
+                close_behavior: CloseBehavior::SendsFlush,
             },
             Some(entry) => Answer::Created {
                 entry,
@@ -619,7 +624,7 @@ pub(crate) mod tests {
             let (replies, given_back) = replies();
             let (reply, answers) = reply_to(operation, &replies);
             replies.unanswered.interrupt(UNIQUE);
-            assert!(!reply.still_waits().get());
+            assert!(!reply.caller_status().is_waiting());
             reply.send(answer);
             assert_eq!(*given_back.0.lock(), expected);
             drop(replies);
