@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use firn_backing::{Attr, Backing, Errno, Kind, StatFs};
 use firn_engine::{Engine, HandleId, InodeId, NotedRequest, RequestTimes, Subjects};
 use firn_format::histogram::TimeHistogram;
-use firn_format::live::Request as Noted;
+use firn_format::live::Request as EarlierAttempt;
 use firn_hosts::ConflictingLock;
 
 use crate::failures::Failures;
@@ -140,21 +140,21 @@ pub(crate) enum Answer<'a, I> {
         handle: HandleId,
         mode: HandleMode<I>,
     },
-    /// To read, readlink and getxattr: bytes of the file, the target, the value.
+    /// The answer to read, readlink and getxattr: bytes of the file, the target, the value.
     Data(&'a [u8]),
-    /// To getxattr and listxattr: how many bytes the value has.
+    /// The answer to getxattr and listxattr: how many bytes the value has.
     Size(u32),
-    /// To write and copy_file_range: how many bytes were written.
+    /// The answer to write and copy_file_range: how many bytes were written.
     Written(u32),
-    /// To lseek: the offset that was found.
+    /// The answer to lseek: the offset that was found.
     Position(u64),
-    /// To statfs.
+    /// The answer to statfs.
     FileSystem(&'a StatFs),
-    /// To ioctl.
+    /// The answer to ioctl.
     Ioctl(&'a [u8]),
-    /// To getlk: a conflicting lock, if there is any.
+    /// The answer to getlk: a conflicting lock, if there is any.
     Lock(Option<ConflictingLock>),
-    /// To readdir and readdirplus: the entries that were added before.
+    /// The answer to readdir and readdirplus: the entries that were added before.
     Listed,
 }
 
@@ -168,14 +168,14 @@ pub(crate) struct Reply<R: Responder> {
     looked_up: Vec<InodeId>,
     replies: Arc<Replies>,
     /// The note of the request in the arena; it is removed after the answer was sent.
-    recorded: Option<NotedRequest>,
+    note: Option<NotedRequest>,
     /// When the request was read. `None` if its time is neither counted nor logged.
     started_at: Option<Instant>,
     /// Span of the request, which each of its log lines names; exists only at level debug.
     span: tracing::Span,
 }
 
-/// Returns the histogram of an operation's times. `None`: the time is not counted, which saves a read of the clock.
+/// Returns the histogram of an operation's durations; `None` if they are not counted, which saves a read of the clock.
 fn duration_histogram(times: &RequestTimes, operation: OperationKind) -> Option<&TimeHistogram> {
     match operation {
         OperationKind::Write => Some(&times.write),
@@ -196,31 +196,27 @@ pub(crate) struct RequestDescription {
 impl<R: Responder> Reply<R> {
     /// Makes the reply to a request that was just read. From now on the request may get an early answer.
     pub(crate) fn new(request: &Request<'_>, responder: R, replies: &Arc<Replies>) -> Self {
-        let operation = &request.operation;
-        let (inode, name) = operation.inode_and_name();
-        let early = responder.early_answer();
-        replies
-            .unanswered
-            .add(request.unique, request.caller.pid, operation.kind(), early);
-        let span = tracing::debug_span!(
-            "request",
-            unique = request.unique,
-            operation = operation.kind().name(),
-            pid = request.caller.pid
-        );
-        let is_timed = duration_histogram(&replies.times, operation.kind()).is_some();
+        let unique = request.unique;
+        let pid = request.caller.pid;
+        let kind = request.operation.kind();
+        let (inode, name) = request.operation.inode_and_name();
+        let early_answer = responder.early_answer();
+        replies.unanswered.add(unique, pid, kind, early_answer);
+        let span = tracing::debug_span!("request", unique, operation = kind.name(), pid);
+        let is_timed = duration_histogram(&replies.times, kind).is_some();
+        let is_logged = !span.is_disabled();
         Self {
             responder: Some(responder),
-            unique: request.unique,
+            unique,
             description: RequestDescription {
-                operation: operation.kind(),
+                operation: kind,
                 inode,
                 name: name.map(OsStr::to_owned),
             },
             looked_up: Vec::new(),
             replies: Arc::clone(replies),
-            recorded: None,
-            started_at: (is_timed || !span.is_disabled()).then(Instant::now),
+            note: None,
+            started_at: (is_timed || is_logged).then(Instant::now),
             span,
         }
     }
@@ -232,9 +228,10 @@ impl<R: Responder> Reply<R> {
 
     /// Counts how long the request took, and logs a slow one.
     fn record_duration(&self) {
-        let Some(elapsed) = self.started_at.map(|started_at| started_at.elapsed()) else {
+        let Some(started_at) = self.started_at else {
             return;
         };
+        let elapsed = started_at.elapsed();
         if let Some(histogram) = duration_histogram(&self.replies.times, self.description.operation)
         {
             histogram.observe(elapsed);
@@ -255,30 +252,24 @@ impl<R: Responder> Reply<R> {
         if self.replies.unanswered.remove(self.unique) {
             responder.send(answer);
         } else {
-            self.reclaim(answer);
+            self.reclaim_unsent(answer);
         }
     }
 
     /// Returns look-ups and handles of an unsent answer to the engine.
-    fn reclaim(&mut self, answer: Answer<'_, R::BackingId>) {
+    fn reclaim_unsent(&mut self, answer: Answer<'_, R::BackingId>) {
         let reclaim = &self.replies.reclaim;
         match answer {
             Answer::Entry(entry) => reclaim.forget(entry.inode),
-            Answer::Opened { handle, .. }
-                if self.description.operation == OperationKind::Opendir =>
-            {
-                reclaim.release_dir(handle);
-            }
-            Answer::Opened { handle, .. } => reclaim.release(handle),
+            Answer::Opened { handle, .. } => self.release_handle(handle),
             Answer::Created { entry, handle, .. } => {
                 reclaim.release(handle);
                 reclaim.forget(entry.inode);
             }
             Answer::Listed => {
-                let looked_up = std::mem::take(&mut self.looked_up);
-                looked_up
-                    .into_iter()
-                    .for_each(|inode| reclaim.forget(inode));
+                for inode in std::mem::take(&mut self.looked_up) {
+                    reclaim.forget(inode);
+                }
             }
             Answer::Done
             | Answer::Attributes(_)
@@ -289,6 +280,15 @@ impl<R: Responder> Reply<R> {
             | Answer::Lock(_)
             | Answer::FileSystem(_)
             | Answer::Ioctl(_) => {}
+        }
+    }
+
+    /// Releases a handle that this request, or an earlier try of it, has opened and the kernel never got.
+    fn release_handle(&self, handle: HandleId) {
+        if self.description.operation == OperationKind::Opendir {
+            self.replies.reclaim.release_dir(handle);
+        } else {
+            self.replies.reclaim.release(handle);
         }
     }
 
@@ -307,68 +307,67 @@ impl<R: Responder> Reply<R> {
         self.unique & !UNIQUE_RESEND
     }
 
-    /// Begins a request that must not take effect twice: notes it in the arena, for a later firnd.
+    /// Begins a request that must not take effect twice: stores a note of it in the arena, for a later firnd.
     ///
-    /// If an earlier firnd has begun the same request, returns its note, which remains in the arena. Else makes a new
-    /// note with the subjects that `identify` returns, and returns `None`.
+    /// If an earlier firnd has begun the same request, returns that firnd's note, which remains in the arena. Otherwise
+    /// makes a new note with the subjects that `identify` returns, and returns `None`.
     pub(crate) fn begin_once<B: Backing>(
         &mut self,
         engine: &Engine<B>,
         identify: impl FnOnce() -> Subjects,
-    ) -> Option<Noted> {
+    ) -> Option<EarlierAttempt> {
         if self.is_repeated()
-            && let Some(resumed) = self.replies.repeated.take_request(self.number())
+            && let Some(earlier) = self.replies.repeated.take_request(self.number())
         {
-            self.recorded = engine.note_resumed_request(&resumed);
-            return Some(resumed.request);
+            self.note = engine.note_resumed_request(&earlier);
+            return Some(earlier.request);
         }
         if engine.live().is_some() {
-            self.recorded = engine.note_request(self.number(), identify());
+            self.note = engine.note_request(self.number(), identify());
         }
         None
     }
 
-    /// Notes the offset at which an append that was begun ([`Reply::begin_once`]) writes.
+    /// Records the offset at which an append that was begun ([`Reply::begin_once`]) writes.
     pub(crate) fn record_append_offset(&mut self, offset: u64) {
-        if let Some(recorded) = &mut self.recorded {
-            recorded.note_append(offset);
+        if let Some(note) = &mut self.note {
+            note.note_append(offset);
         }
     }
 
-    /// Notes that all bytes of an append are written.
+    /// Records that all bytes of an append are written.
     pub(crate) fn record_append_done(&mut self) {
-        if let Some(recorded) = &mut self.recorded {
-            recorded.note_append_done();
+        if let Some(note) = &mut self.note {
+            note.note_append_done();
         }
     }
 
-    /// Notes in the arena that the request is under way. Used if the kernel does not send requests again: the next
+    /// Records in the arena that the request is under way. Used if the kernel does not send requests again: the next
     /// firnd then ends the request.
     pub(crate) fn record_in_progress<B: Backing>(&mut self, engine: &Engine<B>) {
-        self.recorded = engine.note_request(self.number(), Subjects::default());
+        self.note = engine.note_request(self.number(), Subjects::default());
     }
 
     /// Releases the handle that an earlier firnd opened for the same request. The kernel never got that handle.
     pub(crate) fn release_earlier_handle(&self) {
-        if !self.is_repeated() {
-            return;
-        }
-        let Some(handle) = self.replies.repeated.take_handle(self.number()) else {
-            return;
-        };
-        match self.description.operation {
-            OperationKind::Opendir => self.replies.reclaim.release_dir(handle),
-            _ => self.replies.reclaim.release(handle),
+        if self.is_repeated()
+            && let Some(handle) = self.replies.repeated.take_handle(self.number())
+        {
+            self.release_handle(handle);
         }
     }
 
-    /// Called when the request is refused: releases the handle and drops the note of an earlier firnd for it.
+    /// Abandons the try of an earlier firnd, because the repeated request is refused: releases the handle that it has
+    /// opened, and drops its note.
     pub(crate) fn abandon_earlier_attempt<B: Backing>(&mut self, engine: &Engine<B>) {
-        if self.is_repeated() {
-            self.release_earlier_handle();
-            let resumed = self.replies.repeated.take_request(self.number());
-            self.recorded = resumed.and_then(|resumed| engine.note_resumed_request(&resumed));
+        if !self.is_repeated() {
+            return;
         }
+        self.release_earlier_handle();
+        self.note = match self.replies.repeated.take_request(self.number()) {
+            Some(earlier) => engine.note_resumed_request(&earlier),
+            None => None,
+        };
     }
 
     /// The kernel's number of the request, with the bit of a repeated one.
@@ -382,7 +381,7 @@ impl<R: Responder> Reply<R> {
         self.replies.unanswered.set_withdraw(self.unique, withdraw);
     }
 
-    /// Notes that the caller is a process that exits. Such a caller waits only while the drain makes progress.
+    /// Records that the caller is a process that exits. Such a caller waits only while the drain makes progress.
     pub(crate) fn record_exiting_caller(&self) {
         self.replies.unanswered.record_exiting_caller(self.unique);
     }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use firn_backing::{Backing, Caller, Errno, Seek};
 use firn_engine::{Closing, Done, Engine, FsyncPolicy, HandleId, InodeId};
 use firn_hosts::{LockKind, ReleasedLocks};
-use firn_workers::Class;
+use firn_workers::{Class, Workers};
 
 use crate::caller::{Process, closing, is_same_process};
 use crate::coherence::Target;
@@ -20,11 +20,78 @@ use crate::reply::{Answer, Reply, Responder};
 use crate::request::{COPY_BYTES_MAX, CopyRange, Fallocate, Read, Write};
 use crate::stall::PendingWrite;
 use crate::topic::Topic;
+use crate::watch::ChangeWatch;
 
 thread_local! {
     /// Buffer of a thread of the transport for the answers to reads. It grows to the largest request and is never
     /// freed.
     static READ_BUFFER: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
+}
+
+/// A close(2) under way, with the steps that follow the release of its locks ([`Dispatcher::flush`]).
+struct PendingClose<B: Backing, R: Responder> {
+    engine: Arc<Engine<B>>,
+    workers: Workers,
+    caller: Caller,
+    inode: InodeId,
+    handle: HandleId,
+    closing: Closing,
+    finishes_file: bool,
+    may_have_stores: bool,
+    /// The watch of the commit rules, if it knows the handle.
+    watch: Option<Arc<dyn ChangeWatch>>,
+    /// `None` if the close is answered already, because its process was killed.
+    reply: Option<Reply<R>>,
+}
+
+impl<B: Backing, R: Responder> PendingClose<B, R> {
+    /// Step 2. `released` is the result of step 1, and becomes a part of the answer.
+    fn take_stores(self, released: Result<(), Errno>) {
+        if !self.may_have_stores {
+            return self.flush(released);
+        }
+        let workers = self.workers.clone();
+        workers.run_about(Class::Call, Topic::Inode(self.inode), move || {
+            let taken = self.engine.take_stores(self.handle);
+            self.flush(released.and(taken));
+        });
+    }
+
+    /// Step 3.
+    fn flush(self, released: Result<(), Errno>) {
+        let engine = Arc::clone(&self.engine);
+        let (handle, closing) = (self.handle, self.closing);
+        let finish = Box::new(move |flushed| self.finish_file(flushed, released));
+        engine.flush(handle, closing, finish);
+    }
+
+    /// The end of step 3.
+    fn finish_file(self, flushed: Result<(), Errno>, released: Result<(), Errno>) {
+        if flushed.is_err() || !self.finishes_file {
+            return self.answer(flushed.and(released));
+        }
+        let workers = self.workers.clone();
+        workers.run_about(Class::Call, Topic::Inode(self.inode), move || {
+            let finished = self.engine.finish_file(self.handle);
+            self.answer(finished.and(released));
+        });
+    }
+
+    /// Steps 4 and 5.
+    fn answer(self, result: Result<(), Errno>) {
+        let Some(reply) = self.reply else {
+            return;
+        };
+        let Some(watch) = self.watch else {
+            return reply.done(result);
+        };
+        // On a worker, because this close may complete a checkpoint, and its commit takes long.
+        self.workers
+            .run_about(Class::Call, Topic::Inode(self.inode), move || {
+                let closed = watch.close(self.caller, self.handle, self.closing);
+                reply.done(result.and(closed));
+            });
+    }
 }
 
 impl<B: Backing, R: Responder> Dispatcher<B, R> {
@@ -131,77 +198,50 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         };
         let watch = self.gate.as_ref().and_then(|gate| gate.watch());
         let watch = watch.filter(|watch| watch.knows(handle));
-        if let Some(watch) = watch.as_ref().filter(|_| closing == Closing::Killed)
-            && let Err(errno) = watch.close(caller, handle, closing)
-        {
-            tracing::warn!(%errno, "the commit rules could not record that a killed process closed a file");
-        }
         let reply = match closing {
             Closing::Called => Some(reply),
             Closing::Exited => {
                 reply.record_exiting_caller();
                 Some(reply)
             }
-            // Nothing waits for this close any more. The answer follows the notice to the watch, because the kernel may
-            // release the handle on another thread as soon as it has the answer.
             Closing::Killed => {
+                if let Some(watch) = &watch
+                    && let Err(errno) = watch.close(caller, handle, closing)
+                {
+                    tracing::warn!(%errno, "the commit rules could not record that a killed process closed a file");
+                }
                 self.engine.note_killed(handle);
+                // Nothing waits for this close any more. The answer follows the notice to the watch, because the kernel
+                // may release the handle on another thread as soon as it has the answer.
                 reply.send(Answer::Done);
                 None
             }
         };
-        let workers_of_answer = self.workers.clone();
-        let answer = move |result: Result<(), Errno>| match (reply, watch) {
-            (Some(reply), Some(watch)) => {
-                // This close may complete a checkpoint, and its commit takes long.
-                workers_of_answer.run_about(Class::Call, Topic::Inode(inode), move || {
-                    let closed = watch.close(caller, handle, closing);
-                    reply.done(result.and(closed));
-                });
-            }
-            (Some(reply), None) => reply.done(result),
-            (None, _) => {}
-        };
         // A child that executes another program closes the descriptors that it has inherited. Its parent may still
         // write, so only a close by the process that opened the file finishes the file.
         let is_opener = |opener| is_same_process(opener, caller.pid);
-        let finishes_file = self.engine.finishes_file(handle, &is_opener);
-        let engine = Arc::clone(&self.engine);
-        let workers = self.workers.clone();
-        let flush = move |released: Result<(), Errno>| {
-            let done: Done = Box::new(move |flushed: Result<(), Errno>| {
-                answer(flushed.and(released));
-            });
-            if !finishes_file {
-                return engine.flush(handle, closing, done);
-            }
-            let engine_after_drain = Arc::clone(&engine);
-            let drained = Box::new(move |result: Result<(), Errno>| match result {
-                Ok(()) => workers.run_about(Class::Call, Topic::Inode(inode), move || {
-                    done(engine_after_drain.finish_file(handle));
-                }),
-                result => done(result),
-            });
-            engine.flush(handle, closing, drained);
-        };
-        let may_have_stores = self.engine.open_files.may_have_stores(handle);
-        let (engine, workers) = (Arc::clone(&self.engine), self.workers.clone());
-        let flush = move |released: Result<(), Errno>| {
-            if !may_have_stores {
-                return flush(released);
-            }
-            workers.run_about(Class::Call, Topic::Inode(inode), move || {
-                flush(released.and(engine.take_stores(handle)));
-            });
+        let pending_close = PendingClose {
+            finishes_file: self.engine.finishes_file(handle, &is_opener),
+            may_have_stores: self.engine.open_files.may_have_stores(handle),
+            engine: Arc::clone(&self.engine),
+            workers: self.workers.clone(),
+            caller,
+            inode,
+            handle,
+            closing,
+            watch,
+            reply,
         };
         // POSIX: the first close of a file by a process ends all its locks on the file. Before another host gets such a
         // lock, it can see what this process wrote.
+        let locks_of_process = ReleasedLocks::Owner(owner);
+        let take_stores = move |released| pending_close.take_stores(released);
         self.release_locks(
             inode,
             handle,
             &[LockKind::Bytes],
-            ReleasedLocks::Owner(owner),
-            flush,
+            locks_of_process,
+            take_stores,
         );
     }
 
