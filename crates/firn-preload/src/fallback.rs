@@ -115,10 +115,14 @@ pub(crate) trait Fallback {
     fn write_at(
         locked: &mut LockedEntry,
         run: Run<'_, Readable>,
-        at: u64,
+        offset: u64,
     ) -> Result<usize, WriteError>;
     /// Reads into a run from an offset. Returns the number of bytes; 0 at the end of the file.
-    fn read_at(locked: &mut LockedEntry, run: Run<'_, Writable>, at: u64) -> Result<usize, c_int>;
+    fn read_at(
+        locked: &mut LockedEntry,
+        run: Run<'_, Writable>,
+        offset: u64,
+    ) -> Result<usize, c_int>;
     /// Returns the target of an lseek(2) from the end of the file, to data or to a hole.
     fn seek_in_file(locked: &mut LockedEntry, offset: i64, whence: c_int) -> Result<u64, c_int>;
     /// Whether this library can serve lseek(2) of the descriptor.

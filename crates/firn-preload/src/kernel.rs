@@ -127,13 +127,17 @@ impl Fallback for Kernel {
     fn write_at(
         locked: &mut LockedEntry,
         run: Run<'_, Readable>,
-        at: u64,
+        offset: u64,
     ) -> Result<usize, WriteError> {
-        count_or_errno(run.write_to(locked.fd, at)).map_err(WriteError::Failed)
+        count_or_errno(run.write_to(locked.fd, offset)).map_err(WriteError::Failed)
     }
 
-    fn read_at(locked: &mut LockedEntry, run: Run<'_, Writable>, at: u64) -> Result<usize, c_int> {
-        count_or_errno(run.read_from(locked.fd, at))
+    fn read_at(
+        locked: &mut LockedEntry,
+        run: Run<'_, Writable>,
+        offset: u64,
+    ) -> Result<usize, c_int> {
+        count_or_errno(run.read_from(locked.fd, offset))
     }
 
     fn seek_in_file(locked: &mut LockedEntry, offset: i64, whence: c_int) -> Result<u64, c_int> {

@@ -298,8 +298,8 @@ impl List {
     }
 
     /// Whether the byte at an offset is in the known part.
-    fn covers(&self, at: u64) -> bool {
-        (self.start..self.end).contains(&at)
+    fn covers(&self, offset: u64) -> bool {
+        (self.start..self.end).contains(&offset)
     }
 
     /// Prepares the list to be extended up to `offset`, which is outside of the known part. The list may restart

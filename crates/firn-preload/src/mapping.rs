@@ -56,7 +56,7 @@ static USED: AtomicUsize = AtomicUsize::new(0);
 /// The arguments of mmap(2), without the descriptor.
 #[derive(Clone, Copy)]
 pub(crate) struct MapArguments {
-    pub(crate) at: *mut c_void,
+    pub(crate) address: *mut c_void,
     pub(crate) len: usize,
     pub(crate) prot: c_int,
     pub(crate) flags: c_int,
@@ -115,13 +115,13 @@ pub(crate) unsafe fn map_memory_file(fd: c_int, arguments: MapArguments) -> Opti
 /// The same as for mmap(2).
 unsafe fn map_in_huge_pages(arguments: MapArguments, file_fd: c_int) -> isize {
     let MapArguments {
-        at,
+        address,
         len,
         prot,
         flags,
         offset,
     } = arguments;
-    let may_choose_address = at.is_null() && flags & libc::MAP_FIXED == 0 && len >= HUGE_BYTES;
+    let may_choose_address = address.is_null() && flags & libc::MAP_FIXED == 0 && len >= HUGE_BYTES;
     let reserved_bytes = len.next_multiple_of(PAGE_BYTES).saturating_add(HUGE_BYTES);
     let reserved = if may_choose_address {
         reserve_addresses(reserved_bytes)
@@ -130,7 +130,7 @@ unsafe fn map_in_huge_pages(arguments: MapArguments, file_fd: c_int) -> isize {
     };
     let Some(reserved_start) = reserved else {
         // SAFETY: the caller keeps the promises of mmap(2).
-        return unsafe { syscall!(libc::SYS_mmap, at, len, prot, flags, file_fd, offset) };
+        return unsafe { syscall!(libc::SYS_mmap, address, len, prot, flags, file_fd, offset) };
     };
     let reserved_end = reserved_start + reserved_bytes;
     let padding = (offset as usize).wrapping_sub(reserved_start) % HUGE_BYTES;
@@ -244,11 +244,11 @@ fn request_memory_file(fd: c_int) -> Option<Descriptor> {
 }
 
 /// Updates the slots before the program unmaps a range or maps something else there.
-pub(crate) fn record_unmapped(at: *const c_void, len: usize) {
+pub(crate) fn record_unmapped(address: *const c_void, len: usize) {
     if USED.load(Ordering::Acquire) == 0 {
         return;
     }
-    let unmapped = at as usize..(at as usize).saturating_add(len);
+    let unmapped = address as usize..(address as usize).saturating_add(len);
     for slot in &MAPPINGS {
         let (start, end) = slot.range();
         let is_in_use = start > CLAIMED;

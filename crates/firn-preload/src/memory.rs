@@ -209,8 +209,8 @@ impl<'a> Run<'a, Readable> {
     }
 
     /// pwrite(2).
-    pub(crate) fn write_to(self, fd: c_int, at: u64) -> isize {
-        sys::pwrite(fd, self.start.cast_const().cast(), self.len, at)
+    pub(crate) fn write_to(self, fd: c_int, offset: u64) -> isize {
+        sys::pwrite(fd, self.start.cast_const().cast(), self.len, offset)
     }
 }
 
@@ -237,10 +237,10 @@ impl<'a> Run<'a, Writable> {
     }
 
     /// pread(2).
-    pub(crate) fn read_from(self, fd: c_int, at: u64) -> isize {
+    pub(crate) fn read_from(self, fd: c_int, offset: u64) -> isize {
         // SAFETY: the program passed the bytes to be written (`new`), and the kernel returns EFAULT if it cannot write
         // them.
-        unsafe { sys::pread(fd, self.start.cast(), self.len, at) }
+        unsafe { sys::pread(fd, self.start.cast(), self.len, offset) }
     }
 }
 

@@ -17,10 +17,10 @@ pub(crate) fn print_report() {
     report::print_report_once(|text| {
         // The line is on the stack, because nothing here may allocate.
         let mut line = [0; LINE_BYTES_MAX];
-        let mut rest = &mut line[..];
-        let _ = writeln!(rest, "firn-preload[{pid}]: {text}");
-        let left = rest.len();
-        print_text(line.get(..LINE_BYTES_MAX - left).unwrap_or_default());
+        let mut unwritten = &mut line[..];
+        let _ = writeln!(unwritten, "firn-preload[{pid}]: {text}");
+        let line_bytes = LINE_BYTES_MAX - unwritten.len();
+        print_text(line.get(..line_bytes).unwrap_or_default());
     });
 }
 

@@ -40,17 +40,17 @@ export! {
         flags: c_int,
     ) -> c_int;
     mmap mmap64 = do_mmap(
-        at: *mut c_void,
+        address: *mut c_void,
         len: size_t,
         prot: c_int,
         flags: c_int,
         fd: c_int,
         offset: off64_t,
     ) -> *mut c_void;
-    munmap = do_munmap(at: *mut c_void, len: size_t) -> c_int;
-    mprotect = do_mprotect(at: *mut c_void, len: size_t, prot: c_int) -> c_int;
+    munmap = do_munmap(address: *mut c_void, len: size_t) -> c_int;
+    mprotect = do_mprotect(address: *mut c_void, len: size_t, prot: c_int) -> c_int;
     mremap = do_mremap(
-        at: *mut c_void,
+        address: *mut c_void,
         len: size_t,
         to_len: size_t,
         flags: c_int,
@@ -127,7 +127,7 @@ unsafe fn do_mkostemps(template: *mut c_char, suffix: c_int, flags: c_int) -> c_
 }
 
 unsafe fn do_mmap(
-    at: *mut c_void,
+    address: *mut c_void,
     len: size_t,
     prot: c_int,
     flags: c_int,
@@ -137,7 +137,7 @@ unsafe fn do_mmap(
     let replaces_memory = flags & libc::MAP_FIXED != 0;
     if flags & libc::MAP_ANONYMOUS == 0 {
         let arguments = MapArguments {
-            at,
+            address,
             len,
             prot,
             flags,
@@ -149,9 +149,9 @@ unsafe fn do_mmap(
         }
     }
     if replaces_memory {
-        mapping::record_unmapped(at, len);
+        mapping::record_unmapped(address, len);
     }
-    let mapped = forward!(MMAP(at, len, prot, flags, fd, offset));
+    let mapped = forward!(MMAP(address, len, prot, flags, fd, offset));
     if replaces_memory {
         probe::forget_pages();
     }
@@ -183,32 +183,32 @@ unsafe fn map_without_kernel(fd: c_int, arguments: MapArguments) -> Option<*mut 
     None
 }
 
-unsafe fn do_munmap(at: *mut c_void, len: size_t) -> c_int {
+unsafe fn do_munmap(address: *mut c_void, len: size_t) -> c_int {
     // The slots are updated before the call, because another thread may map something at this address right after it.
-    mapping::record_unmapped(at, len);
-    let result = forward!(MUNMAP(at, len));
+    mapping::record_unmapped(address, len);
+    let result = forward!(MUNMAP(address, len));
     probe::forget_pages();
     result
 }
 
-unsafe fn do_mprotect(at: *mut c_void, len: size_t, prot: c_int) -> c_int {
-    let result = forward!(MPROTECT(at, len, prot));
+unsafe fn do_mprotect(address: *mut c_void, len: size_t, prot: c_int) -> c_int {
+    let result = forward!(MPROTECT(address, len, prot));
     probe::forget_pages();
     result
 }
 
 /// mremap(2), which is variadic in C like `open`. The new address is passed on, whatever it is.
 unsafe fn do_mremap(
-    at: *mut c_void,
+    address: *mut c_void,
     len: size_t,
     to_len: size_t,
     flags: c_int,
     to: *mut c_void,
 ) -> *mut c_void {
-    let result = forward!(MREMAP(at, len, to_len, flags, to));
+    let result = forward!(MREMAP(address, len, to_len, flags, to));
     probe::forget_pages();
     if result != libc::MAP_FAILED {
-        mapping::record_moved(at, len, result, to_len);
+        mapping::record_moved(address, len, result, to_len);
     }
     result
 }

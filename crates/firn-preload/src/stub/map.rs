@@ -43,7 +43,7 @@ pub(crate) unsafe fn map_copy(fd: c_int, arguments: MapArguments) -> Option<isiz
 /// The same as for mmap(2).
 unsafe fn map_locked(locked: &mut LockedEntry, arguments: MapArguments) -> Result<isize, c_int> {
     let MapArguments {
-        at,
+        address,
         len,
         prot,
         flags,
@@ -63,7 +63,7 @@ unsafe fn map_locked(locked: &mut LockedEntry, arguments: MapArguments) -> Resul
     let start = unsafe {
         syscall!(
             libc::SYS_mmap,
-            at,
+            address,
             len,
             prot_while_filled,
             memory_flags,

@@ -108,9 +108,9 @@ impl Fallback for Socket {
     fn write_at(
         locked: &mut LockedEntry,
         run: Run<'_, Readable>,
-        at: u64,
+        offset: u64,
     ) -> Result<usize, WriteError> {
-        write_run(locked, run, at)
+        write_run(locked, run, offset)
     }
 
     fn read_at(
